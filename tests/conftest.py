@@ -1,0 +1,56 @@
+"""Runtime shape checks on every annotated function, a compilation cache, and eight virtual devices."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import jax
+import pytest
+from jaxtyping import install_import_hook
+
+ROOT = Path(__file__).parent.parent
+CACHE = Path(os.environ.get("OARJAX_TEST_CACHE", Path.home() / ".cache" / "oarjax" / "tests"))
+SHARED = ROOT.parent / "shared"
+
+jax.config.update("jax_compilation_cache_dir", str(CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+# types.py stays out: trees of shapes, shardings and reshaped microbatches pass through its classes.
+UNHOOKED = {"oarjax.types", "oarjax.__init__"}
+MODULES = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in sorted((ROOT / "oarjax").rglob("*.py"))
+]
+install_import_hook(
+    [m for m in MODULES if m not in UNHOOKED and m != "oarjax" and not any(u.startswith(m + ".") for u in UNHOOKED)],
+    "beartype.beartype",
+)
+
+
+@pytest.fixture
+def data() -> Path:
+    return ROOT / "tests" / "data"
+
+
+@pytest.fixture
+def shared() -> Path:
+    """The large golden files and real data, where they lie beside the checkout."""
+    if not SHARED.is_dir():
+        pytest.skip("the large golden files do not lie beside this checkout")
+    return SHARED
+
+
+@pytest.fixture
+def highest_precision():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
