@@ -12,10 +12,12 @@ PACKAGE = Path(__file__).parent.parent / "oarjax"
 FLOORS = {
     "types": 0.0,
     "config": 0.1,
+    "oar.answer": 0.2,  # text only
     "masked": 1.0,
     "grpo": 1.1,
     "oar.gate": 1.1,
     "oar.diagnose": 1.1,
+    "oar.span": 1.1,
     "credit": 1.2,
     "policy": 2.0,
     "sharding": 2.0,
@@ -31,7 +33,7 @@ FLOORS = {
     "host": 9.0,  # a wing of its own, see WING
     "cli": 10.0,
 }
-WING = {"types", "config", "policy", "sharding", "models", "credit"}
+WING = {"types", "config", "policy", "sharding", "models", "credit", "oar.answer"}
 """What host/ may import besides itself; nothing on floors 1-4 imports host/."""
 
 
