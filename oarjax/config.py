@@ -44,6 +44,15 @@ class MeshConfig(Section):
     tensor: int = 1
 
 
+class ArithmeticConfig(Section):
+    """Problems of builtin:arithmetic."""
+
+    terms: Annotated[int, Field(ge=2)] = Field(5, description="numbers in a chain")
+    highest: Positive = Field(99, description="running totals lie in 0..highest")
+    written: Share = Field(0.5, description="of the sft split: share of completions that write the steps out")
+    seed: Count = 0
+
+
 class DatasetConfig(Section):
     source: str = Field(description="builtin:arithmetic, a .jsonl or .parquet file, or a hub dataset name")
     name: str | None = Field(None, description="hub dataset configuration, e.g. main")
@@ -51,7 +60,8 @@ class DatasetConfig(Section):
     revision: str | None = None
     prompt_field: str = "question"
     answer_field: str = "answer"
-    limit: Count = Field(0, description="use only the first n rows; 0 = all")
+    limit: Count = Field(0, description="use only the first n rows; 0 = all (of builtin:arithmetic, its usual number)")
+    arithmetic: ArithmeticConfig = Field(ArithmeticConfig(), description="for source builtin:arithmetic")
 
 
 class DataConfig(Section):

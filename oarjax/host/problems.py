@@ -1,0 +1,149 @@
+"""Problems and their answers, from the built-in task, JSON lines, Parquet or a hub dataset."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from oarjax.config import DatasetConfig
+from oarjax.host.builtin import MARKER, SIZES, arithmetic_rows
+
+Row = tuple[str, dict[str, Any]]
+"""Where a row stands, for errors, and its fields."""
+
+
+class DataError(ValueError):
+    """A dataset that cannot be read or holds nothing usable; the message ends in the remedy."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    prompt: str
+    answer: str  # the answer field as it stands; for SFT the whole completion
+    index: int  # row number in the dataset
+
+    @property
+    def reference(self) -> str:
+        """What a completion's answer is compared with."""
+        return reference_answer(self.answer)
+
+
+def reference_answer(answer: str) -> str:
+    """The reference of an answer field: what follows its last ``####`` (GSM8K's rationale comes before), else all."""
+    return answer.rpartition(MARKER)[2].strip()
+
+
+def load_problems(config: DatasetConfig, *, where: str = "data.train") -> list[Problem]:
+    """The problems of a dataset, in its order. ``where`` is the config section that errors name.
+
+    Raises DataError for a missing or empty source, a bad line, a missing field, or a missing package.
+    """
+    if config.source.startswith("builtin:"):
+        rows = _builtin_rows(config, where)
+    elif config.source.endswith((".jsonl", ".parquet")):
+        path = Path(config.source).expanduser()
+        if not path.is_file():
+            raise DataError(f"{where}.source: no file {path}")
+        rows = _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path, where)
+    elif Path(config.source).expanduser().exists():
+        raise DataError(f"{where}.source: {config.source} is neither .jsonl nor .parquet; convert it to one of these")
+    else:
+        rows = _hub_rows(config, where)
+    limited = islice(rows, config.limit) if config.limit else rows
+    problems = [
+        Problem(
+            prompt=_field(row, config.prompt_field, place, f"{where}.prompt_field"),
+            answer=_field(row, config.answer_field, place, f"{where}.answer_field"),
+            index=index,
+        )
+        for index, (place, row) in enumerate(limited)
+    ]
+    if not problems:
+        raise DataError(f"{where}.source: {config.source} holds no rows")
+    return problems
+
+
+def _field(row: dict[str, Any], field: str, place: str, setting: str) -> str:
+    """One field as text; numbers are written out."""
+    if field not in row:
+        raise DataError(
+            f"{place}: no field {field!r}; it has {', '.join(map(repr, row))}. Set {setting} to one of them"
+        )
+    value = row[field]
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise DataError(f"{place}: field {field!r} is {value!r}; expected text or a number; set {setting} to another")
+    return str(value)
+
+
+def _builtin_rows(config: DatasetConfig, where: str) -> Iterator[Row]:
+    if config.source != "builtin:arithmetic":
+        raise DataError(f"{where}.source: no built-in task {config.source!r}; accepted: builtin:arithmetic")
+    if config.split not in SIZES:
+        raise DataError(
+            f"{where}.split: builtin:arithmetic has no split {config.split!r}; accepted: {', '.join(SIZES)}"
+        )
+    task = config.arithmetic
+    rows = arithmetic_rows(
+        config.split,
+        rows=config.limit or SIZES[config.split],
+        terms=task.terms,
+        highest=task.highest,
+        written=task.written,
+        seed=task.seed,
+    )
+    return ((f"{config.source} row {number}", row) for number, row in enumerate(rows))
+
+
+def _jsonl_rows(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            place = f"{path} line {number}"
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{place}: not JSON ({error}); expected one object a line") from None
+            if not isinstance(row, dict):
+                raise DataError(f"{place}: a {type(row).__name__}; expected one object a line")
+            yield place, row
+
+
+def _parquet_rows(path: Path, where: str) -> Iterator[Row]:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise DataError(
+            f"{where}.source: reading {path} needs pyarrow; install oarjax[hub], or convert it to .jsonl"
+        ) from None
+    number = 0
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches():
+            for row in batch.to_pylist():
+                yield f"{path} row {number}", row
+                number += 1
+    except (OSError, ValueError) as error:  # pyarrow's own errors are among these
+        raise DataError(f"{path}: not readable as Parquet after {number} rows ({error})") from None
+
+
+def _hub_rows(config: DatasetConfig, where: str) -> Iterator[Row]:
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(
+            f"{where}.source: {config.source!r} is no file here, and as a hub dataset it needs the package datasets; "
+            "install oarjax[hub], or give a .jsonl or .parquet file"
+        ) from None
+    try:
+        dataset = datasets.load_dataset(config.source, config.name, split=config.split, revision=config.revision)
+    except Exception as error:  # offline, unknown, gated, wrong configuration or split: one type each
+        raise DataError(
+            f"{where}.source: cannot load {config.source!r} (name {config.name!r}, split {config.split!r}, revision "
+            f"{config.revision!r}) from the hub: {type(error).__name__}: {error}. Check these fields and the network, "
+            "or give a .jsonl or .parquet file"
+        ) from error
+    return ((f"{config.source} row {number}", dict(row)) for number, row in enumerate(dataset))
