@@ -1,0 +1,235 @@
+"""What a run shows while it runs: start-up banner, live progress, seconds per phase, warnings that say what to change.
+
+On hosts other than the first, pass ``Console(quiet=True)``.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+from rich.text import Text
+
+from oarjax.host.report import Metrics, make_console, short, visible
+
+LIVE = {"reward": "reward", "length": "length", "entropy": "entropy", "ess": "ESS", "pass_at_1": "pass@1"}
+"""Metrics of the live line and what they are called there: mean reward, mean completion length in tokens, mean entropy
+in nats, mean effective sample size of the token weights (a share of the reasoning), and held-out pass@1 (a share)."""
+
+# Progress and time ------------------------------------------------------------------------------------------------
+
+
+class PhaseTimer:
+    """Seconds per named phase of an iteration.
+
+    ``with timer.phase("sample"): ...`` around each phase, ``timer.lap()`` once per iteration. Phases may nest: the
+    inner one's time is not counted in the outer one, so that the phases add up to the wall time.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+        self._inner: list[float] = []
+        self._start = clock()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = self._clock()
+        self._inner.append(0.0)
+        try:
+            yield
+        finally:
+            spent = self._clock() - start
+            inside = self._inner.pop()
+            if self._inner:
+                self._inner[-1] += spent
+            self._seconds[name] = self._seconds.get(name, 0.0) + spent - inside
+
+    def lap(self) -> dict[str, float]:
+        """Seconds of each phase since the last lap, "other" for what no phase covered, "total" for all of it."""
+        now = self._clock()
+        total = now - self._start
+        laps = self._seconds | {"other": max(total - sum(self._seconds.values()), 0.0), "total": total}
+        self._seconds, self._start = {}, now
+        return laps
+
+
+class Progress:
+    """A live bar with the current metrics on a terminal, one plain line per ``every`` updates anywhere else.
+
+    Use as a context manager; while it is open, print through ``progress.console``.
+    """
+
+    def __init__(self, total: int, *, label: str = "train", console: Console | None = None, every: int = 1):
+        self.console = make_console() if console is None else console
+        self._total, self._label, self._every, self._updates = total, label, every, 0
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+            expand=True,
+        )
+        self._task = self._bar.add_task(label, total=total)
+        self._live = Live(self._bar, console=self.console, refresh_per_second=2) if self.console.is_terminal else None
+
+    def update(self, done: int, metrics: Metrics, phases: Mapping[str, float] | None = None) -> None:
+        """Show that ``done`` of the total are finished, their latest metrics and the seconds per phase."""
+        values = [f"{shown} {short(metrics[name])}" for name, shown in LIVE.items() if name in metrics]
+        values = values or [f"{name} {short(value)}" for name, value in list(metrics.items())[:5]]
+        seconds = [f"{name} {value:.1f}s" for name, value in (phases or {}).items() if value >= 0.05 or name == "total"]
+        self._updates += 1
+        if self._live is not None:
+            self._bar.update(self._task, completed=done)
+            lines = [_one_line("   ".join(part), style) for part, style in ((values, "bold"), (seconds, "dim")) if part]
+            self._live.update(Group(self._bar, *lines))
+        elif (self._updates - 1) % self._every == 0 or done == self._total:
+            line = f"{self._label} {done}/{self._total}  " + "  ".join(values + seconds)
+            self.console.print(Text(line.rstrip()), soft_wrap=True)
+
+    def __enter__(self) -> Progress:
+        if self._live is not None:
+            self._live.start(refresh=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+
+def _one_line(text: str, style: str) -> Text:
+    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+
+
+# Warnings and banner ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A state of the metrics that deserves a word, and the word: what it means and what to change."""
+
+    metric: str
+    holds: Callable[[float, float], bool]  # (value now, first value seen)
+    text: str
+
+
+WARNINGS = (
+    Rule(
+        "truncated",
+        lambda now, first: now > 0.2,
+        "{now:.0%} of completions were cut at rollout.max_new and have no answer to grade: raise rollout.max_new, or "
+        "set grading.overlong_window so that length is penalised before the cut",
+    ),
+    Rule(
+        "zero_variance",
+        lambda now, first: now >= 1.0,
+        "every group had equal rewards, so nothing was learned in this iteration: the problems are all too hard or too "
+        "easy for this policy, or the reward never fires; look at completions.jsonl, raise rollout.group_size, or set "
+        "update.refills",
+    ),
+    Rule(
+        "entropy",
+        lambda now, first: now < 0.1 * first or now < 1e-3,
+        "entropy fell to {now:.3g} nats (it began at {first:.3g}): the policy hardly explores any more; lower "
+        "optim.lr, raise loss.clip_high, or add loss.entropy_bonus",
+    ),
+    Rule(
+        "ungraded",
+        lambda now, first: now > 0.05,
+        "{now:.0%} of completions could not be graded (timeout or crash) and were left out: raise grading.deadline or "
+        "grading.memory_mb",
+    ),
+    Rule(
+        "no_answer",
+        lambda now, first: now > 0.5,
+        "{now:.0%} of completions have no answer in the style of credit.answer.style, so their tokens keep weights of "
+        "1: check the style against completions.jsonl, or ask for it in data.prompt_format",
+    ),
+    Rule(
+        "logp_gap",
+        lambda now, first: now > 0.05,
+        "the sampler's and the trainer's log-probabilities differ by {now:.3g} on average: set "
+        "loss.sampler_correction_cap, or policy.compute_dtype=float32",
+    ),
+    Rule(
+        "grad_norm",
+        lambda now, first: not math.isfinite(now),
+        "the gradient is not finite: lower optim.lr, or set policy.compute_dtype=float32",
+    ),
+)
+
+
+class OnceWarnings:
+    """Prints each warning the first time it applies, never again."""
+
+    def __init__(self, console: Console, rules: Sequence[Rule] = WARNINGS):
+        self._console, self._rules = console, rules
+        self._first: dict[str, float] = {}
+        self._said: set[str] = set()
+
+    def check(self, iteration: int, metrics: Metrics) -> list[str]:
+        """Warn of what these metrics show; gives back the new warnings."""
+        new = []
+        for rule in self._rules:
+            if rule.metric not in metrics:
+                continue
+            now = float(metrics[rule.metric])
+            first = self._first.setdefault(rule.metric, now)
+            if rule.holds(now, first):
+                text = f"iteration {iteration}: {rule.text.format(now=now, first=first)}"
+                new += [text] if self.say(rule.metric, text) else []
+        return new
+
+    def check_sampling(self, *, top_k: int, top_p: float) -> None:
+        """Warn where rollouts are drawn from another distribution than the one that is trained."""
+        if top_k > 0 or top_p < 1.0:
+            self.say(
+                "sampling",
+                f"rollout.top_k={top_k}, rollout.top_p={top_p:g}: completions are drawn from a cut distribution while "
+                "the loss uses the whole one, which biases the gradient; set top_k=0 and top_p=1 for training",
+            )
+
+    def say(self, key: str, text: str) -> bool:
+        """Print a warning unless one with this key has been printed; True where it was."""
+        if key in self._said:
+            return False
+        self._said.add(key)
+        self._console.print(Text("warning: ", style="bold yellow").append(Text(text, style="default")), soft_wrap=True)
+        return True
+
+
+def banner(console: Console, facts: Mapping[str, object], changes: Mapping[str, Any] | None = None) -> None:
+    """Print what a run is about to do as ``key: value`` lines, then the config fields that differ from their defaults.
+
+    Args:
+        facts: device, mesh, model size, stop ids, folder and so on, in the order to print.
+        changes: a nested dict of config fields, such as ``config.model_dump(exclude_defaults=True)``.
+    """
+    lines = {**facts, **{f"config {path}": value for path, value in flatten(changes or {}).items()}}
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(overflow="fold")
+    for name, value in lines.items():
+        table.add_row(Text(f"{visible(name)}:"), Text(visible(str(value))))
+    console.print(table)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one dict with dotted paths."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        path = f"{prefix}.{name}" if prefix else name
+        flat |= flatten(value, path) if isinstance(value, Mapping) else {path: value}
+    return flat

@@ -1,0 +1,255 @@
+"""What a run writes down: metrics to JSONL and TensorBoard, sampled completions, and untrusted text made printable.
+
+Only the first host should write. Any metric name is written; the ones that the progress line, the warnings, the
+curves and the page know by heart are in ``oarjax.host.progress.LIVE`` and ``WARNINGS``.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import sys
+import time
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, SupportsFloat, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+Metrics = Mapping[str, SupportsFloat]
+
+RESERVED = ("iteration", "time")
+
+
+def make_console(stream: TextIO | None = None) -> Console:
+    """A console that cannot crash on text which the terminal's encoding does not have."""
+    stream = sys.stdout if stream is None else stream
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+    return Console(file=stream, highlight=False)
+
+
+def visible(text: str) -> str:
+    """Text from a model or a dataset, safe to print: whatever a terminal would act on or hide is spelt out.
+
+    Control characters (escape sequences, carriage returns), bidirectional and zero-width characters, surrogates and
+    unassigned code points become <U+XXXX>. Newlines and tabs stay.
+    """
+    return "".join(c if c in "\n\t" or unicodedata.category(c) not in _UNSAFE else f"<U+{ord(c):04X}>" for c in text)
+
+
+_UNSAFE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+
+
+def short(value: SupportsFloat) -> str:
+    """A number in about four characters; n/a where it is not finite."""
+    x = float(value)
+    if not math.isfinite(x):
+        return "n/a"
+    if x == 0 or 1e-3 <= abs(x) < 100:
+        return f"{x:.3f}" if abs(x) < 10 else f"{x:.1f}"
+    return f"{x:,.0f}" if 100 <= abs(x) < 1e7 else f"{x:.1e}"
+
+
+# Metrics ----------------------------------------------------------------------------------------------------------
+
+
+class MetricsWriter:
+    """Metrics of every iteration, to metrics.jsonl and TensorBoard files in one folder.
+
+    A line is {"iteration": n, "time": unix seconds, name: value, ...} in strict JSON: values that are not finite are
+    null. Every line is flushed, so that a killed run keeps all it has written; a line cut in half by the kill is
+    dropped when the file is opened again.
+
+    Args:
+        folder: made if missing.
+        to: any of "jsonl" and "tensorboard".
+
+    Raises:
+        ModuleNotFoundError: TensorBoard was asked for and tensorboardX is not installed.
+        ValueError: an unknown name in ``to``.
+    """
+
+    def __init__(self, folder: Path, *, to: Sequence[str] = ("jsonl",)):
+        unknown = set(to) - {"jsonl", "tensorboard"}
+        if unknown:
+            raise ValueError(f"report.to: expected jsonl or tensorboard, got {', '.join(sorted(unknown))}")
+        self._board = _open_tensorboard(folder / "tensorboard") if "tensorboard" in to else None
+        self._file = _open_lines(folder / "metrics.jsonl") if "jsonl" in to else None
+
+    def write(self, iteration: int, metrics: Metrics) -> None:
+        """Append one line. Two lines of one iteration (training, then evaluation) are read back as one."""
+        clash = [name for name in RESERVED if name in metrics]
+        if clash:
+            raise ValueError(f"metric name {clash[0]!r} is taken by the writer itself; choose another name")
+        values = {name: float(value) for name, value in metrics.items()}
+        if self._file is not None:
+            record = {"iteration": iteration, "time": round(time.time(), 3)}
+            _append(self._file, record | values)
+        if self._board is not None:
+            for name, value in values.items():
+                if math.isfinite(value):
+                    self._board.add_scalar(name, value, iteration)
+            self._board.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Records of a metrics.jsonl, one per iteration, in order; null stays None. Empty where there is no file.
+
+    Lines of the same iteration are merged. A run that was resumed from an earlier iteration replaces what it had
+    written beyond it. A half-written last line is left out.
+
+    Raises:
+        ValueError: a line before the last one is not JSON.
+    """
+    records: list[dict[str, Any]] = []
+    for record in _read_lines(path):
+        while records and records[-1]["iteration"] > record["iteration"]:
+            records.pop()
+        if records and records[-1]["iteration"] == record["iteration"]:
+            records[-1] = records[-1] | record
+        else:
+            records.append(record)
+    return records
+
+
+# Completions ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CompletionRow:
+    """One sampled completion as it is saved and shown. The four per-token tuples have one entry per generated token."""
+
+    prompt: str
+    completion: str
+    reward: float  # the weighted sum; NaN = ungraded
+    answer: str | None  # as extracted from the completion; None = none found
+    verdict: str  # of the grader: correct, wrong, timeout, ...
+    rewards: Mapping[str, float] = field(default_factory=dict)  # by reward function
+    advantage: float = math.nan  # of the whole completion, before it was reshaped
+    reference: str | None = None  # the right answer
+    tokens: Sequence[str] = ()  # text of each token
+    weights: Sequence[float] = ()  # 1 = as in plain GRPO
+    is_reasoning: Sequence[bool] = ()
+    is_answer: Sequence[bool] = ()
+
+
+class CompletionsWriter:
+    """Sampled completions to a JSONL file, one line each: {"iteration": n, and the fields of CompletionRow}."""
+
+    def __init__(self, path: Path):
+        self._file = _open_lines(path)
+
+    def write(self, iteration: int, rows: Sequence[CompletionRow]) -> None:
+        for row in rows:
+            _append(self._file, {"iteration": iteration} | asdict(row))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> CompletionsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_completions(path: Path) -> list[tuple[int, CompletionRow]]:
+    """(iteration, row) of every line of a completions.jsonl."""
+    found = []
+    for record in _read_lines(path):
+        iteration = record.pop("iteration")
+        for name in ("reward", "advantage"):
+            record[name] = math.nan if record[name] is None else record[name]
+        record["weights"] = [math.nan if w is None else w for w in record["weights"]]
+        record["rewards"] = {k: math.nan if v is None else v for k, v in record["rewards"].items()}
+        found.append((iteration, CompletionRow(**record)))
+    return found
+
+
+def show_completions(console: Console, iteration: int, rows: Sequence[CompletionRow], *, limit: int = 600) -> None:
+    """Print completions. Untrusted text is printed as text: no markup, no control characters; long ones are cut."""
+    for row in rows:
+        head = Text(f"iteration {iteration}  {visible(row.verdict)}  reward {short(row.reward)}", style="bold")
+        if row.answer is not None:
+            head.append(f"  answer {visible(row.answer)[:80]}")
+        if row.reference is not None:
+            head.append(f"  expected {visible(row.reference)[:80]}")
+        console.print(head)
+        console.print(Text(_cut(visible(row.prompt), limit), style="dim"))
+        console.print(Text(_cut(visible(row.completion), limit)))
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]} ... ({len(text) - limit} more characters)"
+
+
+# Lines of JSON ----------------------------------------------------------------------------------------------------
+
+
+def _open_lines(path: Path) -> io.TextIOWrapper:
+    """A JSONL file, open to append after its last whole line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        content = path.read_bytes()
+        if content and not content.endswith(b"\n"):
+            with path.open("r+b") as file:
+                file.truncate(content.rfind(b"\n") + 1)
+    return path.open("a", encoding="utf-8")
+
+
+def _append(file: io.TextIOWrapper, record: Mapping[str, Any]) -> None:
+    # ensure_ascii keeps lone surrogates and line separators of model text out of the file.
+    file.write(json.dumps(_finite(record), allow_nan=False, ensure_ascii=True) + "\n")
+    file.flush()
+
+
+def _finite(value: Any) -> Any:
+    """The same tree of values with None where a number is not finite."""
+    if isinstance(value, Mapping):
+        return {name: _finite(v) for name, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines):  # no newline after it: cut by a kill
+                return
+            raise ValueError(f"{path}, line {number}: not JSON ({error}); remove the line to read the rest") from None
+
+
+def _open_tensorboard(folder: Path) -> Any:
+    try:
+        from tensorboardX import SummaryWriter
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            'report.to: tensorboard needs tensorboardX, which is not installed; pip install "oarjax[log]", or set '
+            "report.to to [jsonl]"
+        ) from None
+    return SummaryWriter(str(folder))
