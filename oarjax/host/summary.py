@@ -12,10 +12,16 @@ import numpy as np
 from jaxtyping import Float
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from oarjax.host.report import visible
 
 Z95 = 1.959963984540054  # the normal quantile of a two-sided 95% interval
 
-NOTE = "Intervals: 95% over the held-out problems, seeds averaged. Change: paired by problem against the first row."
+NOTE = (
+    "±: half of a 95% interval over problems, seeds averaged; how seeds differ is in the JSON. Change: points, paired "
+    "by problem with the first row. Length: mean tokens of a completion."
+)
 
 
 @dataclass(frozen=True)
@@ -120,16 +126,15 @@ def paired_change(
 
 
 def summary_cells(rows: Sequence[SummaryRow]) -> tuple[list[str], list[list[str]]]:
-    """Header and text cells of the table, for the terminal and for the page."""
-    header = ["policy", "pass@1 (95%)", "change, points (95%)", "seeds", "problems", "mean length", "seconds"]
+    """Header and text cells of the table, for the terminal and for the page. ± is half the interval's width."""
+    header = ["policy", "pass@1", "change", "seeds", "length", "seconds"]
     ungraded = any(row.ungraded for row in rows)
     cells = [
         [
             row.name,
-            f"{100 * row.pass_at_1:.1f}% ({100 * row.low:.1f} to {100 * row.high:.1f})",
-            "" if row.change is None else f"{row.change:+.1f} ({row.change_low:+.1f} to {row.change_high:+.1f})",
+            f"{100 * row.pass_at_1:.1f}% ±{50 * (row.high - row.low):.1f}",
+            _change(row),
             str(len(row.by_seed)),
-            str(row.problems),
             "" if row.mean_length is None else f"{row.mean_length:.1f}",
             "" if row.seconds is None else f"{row.seconds:.0f}",
             *([str(row.ungraded)] if ungraded else []),
@@ -139,14 +144,25 @@ def summary_cells(rows: Sequence[SummaryRow]) -> tuple[list[str], list[list[str]
     return header + (["ungraded"] if ungraded else []), cells
 
 
-def print_summary(console: Console, rows: Sequence[SummaryRow], *, title: str = "held-out problems") -> None:
+def summary_title(rows: Sequence[SummaryRow]) -> str:
+    counts = sorted({row.problems for row in rows})
+    return f"pass@1 on {' / '.join(f'{n:,}' for n in counts)} held-out problems"
+
+
+def _change(row: SummaryRow) -> str:
+    if row.change is None or row.change_low is None or row.change_high is None:
+        return ""
+    return f"{row.change:+.1f} ±{(row.change_high - row.change_low) / 2:.1f}"
+
+
+def print_summary(console: Console, rows: Sequence[SummaryRow]) -> None:
     header, cells = summary_cells(rows)
-    table = Table(title=title, title_justify="left", caption=NOTE, caption_justify="left")
+    table = Table(title=summary_title(rows), title_justify="left", caption=NOTE, caption_justify="left")
     for i, name in enumerate(header):
         table.add_column(name, justify="left" if i == 0 else "right")
     for line in cells:
-        table.add_row(*line)
-    console.print(table, markup=False)
+        table.add_row(*(Text(visible(cell)) for cell in line))
+    console.print(table)
 
 
 def write_summary(path: Path, rows: Sequence[SummaryRow]) -> None:
