@@ -95,7 +95,7 @@ class GradingConfig(Section):
     plugins: tuple[str, ...] = Field((), description="Python files or modules that register rewards")
     workers: Positive = 2
     deadline: Annotated[float, Field(gt=0)] = Field(5.0, description="seconds per answer")
-    memory_mb: Positive = Field(2048, description="address space of a worker")
+    memory_mb: Positive = Field(2048, description="resident memory of a worker; above it, it is killed")
     overlong_window: Count = Field(0, description="last tokens before max_new over which the penalty grows; 0 = off")
     overlong_penalty: Rate = Field(1.0, description="subtracted from the reward of a completion cut at max_new")
 
@@ -178,6 +178,7 @@ class SFTConfig(Section):
     data: DatasetConfig
     steps: Positive
     batch: Positive = 64
+    microbatch: Positive = Field(64, description="rows per forward and backward pass")
     optim: OptimConfig = OptimConfig(lr=1e-3)
     max_length: Positive = 512
 

@@ -1,0 +1,241 @@
+"""Named rewards: what a completion is worth, as a list of small functions.
+
+A reward takes a ``Sample`` and returns a float. A user's own stands in a Python file or module that
+``grading.plugins`` names::
+
+    from oarjax.host.rewards import Sample, reward
+
+    @reward("short")
+    def short(sample: Sample) -> float:
+        return float(sample.tokens < 200)
+
+Rewards run in the grading workers (``host/grade.py``), never in the training process: they may hang, crash or eat
+memory, and that costs one answer. This module imports neither jax nor, before the first answer, sympy.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from oarjax.oar.answer import extract_answer
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion to grade.
+
+    ``extracted`` is the final answer found in the completion (``oarjax.oar.answer``), None where there is none; the
+    grader fills it in. ``ended`` is False where the completion was cut at the longest length.
+    """
+
+    prompt: str
+    completion: str
+    answer: str  # the reference: a bare answer, or a solution that ends in "#### x" or \boxed{x}
+    ended: bool = True
+    tokens: int = 0
+    extracted: str | None = None
+
+
+Reward = Callable[[Sample], float]
+
+
+class Unparseable(ValueError):
+    """A reward could not read the model's answer (then it is worth 0) or the reference (then nothing is known)."""
+
+    def __init__(self, which: Literal["answer", "reference"], text: str):
+        super().__init__(f"the {which} {text[:200]!r} is not an expression that can be compared")
+        self.which = which
+
+
+_registry: dict[str, Reward] = {}
+
+
+def reward(name: str) -> Callable[[Reward], Reward]:
+    """Register a reward under a name.
+
+    Raises:
+        ValueError: another function has the name. Loading the same file twice is fine.
+    """
+
+    def register(function: Reward) -> Reward:
+        other = _registry.get(name)
+        if other is not None and _place(other) != _place(function):
+            raise ValueError(
+                f"reward {name!r} is registered twice: in {_place(other)} and {_place(function)}; rename one"
+            )
+        _registry[name] = function
+        return function
+
+    return register
+
+
+def _place(function: Any) -> str:
+    code = getattr(function, "__code__", None)  # a callable object has none
+    return f"{code.co_filename}:{function.__qualname__}" if code else repr(function)
+
+
+def load_plugins(plugins: Sequence[str]) -> None:
+    """Import the Python files (``path/to/mine.py``) and modules (``package.mine``) that register rewards.
+
+    Raises:
+        ValueError: one cannot be found or fails while it is imported.
+    """
+    for plugin in plugins:
+        try:
+            if plugin.endswith(".py"):
+                _import_file(Path(plugin).expanduser().resolve())
+            else:
+                importlib.import_module(plugin)
+        except Exception as error:
+            raise ValueError(
+                f"grading.plugins: {plugin!r} cannot be imported ({type(error).__name__}: {error}); "
+                "expected a Python file or a module on the path"
+            ) from error
+
+
+def _import_file(path: Path) -> None:
+    spec = importlib.util.spec_from_file_location(f"oarjax_plugin_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+
+
+def find_rewards(names: Sequence[str]) -> tuple[Reward, ...]:
+    """The functions of these names.
+
+    Raises:
+        ValueError: a name is unknown; the message lists the known ones.
+    """
+    unknown = [name for name in names if name not in _registry]
+    if unknown:
+        raise ValueError(
+            f"grading.rewards: no reward is called {', '.join(map(repr, unknown))}; known are "
+            f"{', '.join(sorted(_registry))}. Register your own with @reward and name its file in grading.plugins"
+        )
+    return tuple(_registry[name] for name in names)
+
+
+@reward("format")
+def has_answer(sample: Sample) -> float:
+    """1 where the completion holds an answer in the asked style, right or wrong."""
+    return float(sample.extracted is not None)
+
+
+@reward("exact")
+def same_text(sample: Sample) -> float:
+    """1 where the answer is the reference letter by letter, or both are the same plain number. Cheap."""
+    if sample.extracted is None:
+        return 0.0
+    return float(_plainly_equal(reference_answer(sample.answer), _tidy(sample.extracted)) is True)
+
+
+@reward("math")
+def same_value(sample: Sample) -> float:
+    """1 where the answer equals the reference as mathematics, 0 where it differs or there is none.
+
+    math-verify compares, with its own timeouts off (they call a slow answer wrong; the grader has a deadline) and
+    errors on. It reads LaTeX with a grammar and evaluates no text. Departures: plain whole numbers are compared
+    directly, with the same verdict, and expressions nested deeper than ``MAX_DEPTH`` count as unparseable, because
+    sympy's recursion errors inside the comparison would come out as "wrong".
+
+    Raises:
+        Unparseable: the answer or the reference is no expression.
+    """
+    if sample.extracted is None:
+        return 0.0
+    gold, answer = reference_answer(sample.answer), _tidy(sample.extracted)
+    if not gold:
+        raise Unparseable("reference", sample.answer)
+    plain = _plainly_equal(gold, answer)
+    if plain is not None:
+        return float(plain)
+    target = _parsed_reference(gold)
+    if not target:
+        raise Unparseable("reference", gold)
+    parsed = _parsed(answer)
+    if not parsed:
+        raise Unparseable("answer", answer)
+    from math_verify import verify
+
+    return float(verify(list(target), list(parsed), timeout_seconds=None, raise_on_error=True))
+
+
+MAX_DEPTH = 100
+"""Levels of an expression tree that are compared; sympy recurses several frames a level."""
+
+_NUMBER = re.compile(r"-?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?")
+
+
+def reference_answer(text: str) -> str:
+    """The bare answer of a reference that may be a whole solution (``#### x`` or ``\\boxed{x}``)."""
+    for style in ("hash", "boxed"):
+        found = extract_answer(text, style=style)
+        if found is not None:
+            return _tidy(found)
+    return _tidy(text)
+
+
+def _tidy(text: str) -> str:
+    """White space and a sentence's full stop taken off."""
+    return text.strip().removesuffix(".").strip()
+
+
+def _plainly_equal(gold: str, answer: str) -> bool | None:
+    """Equal or different without mathematics; None where only mathematics can tell.
+
+    Different is said of whole numbers only: decimals are equal up to rounding.
+    """
+    if gold == answer:
+        return True
+    if max(len(gold), len(answer)) > 60 or not (_NUMBER.fullmatch(gold) and _NUMBER.fullmatch(answer)):
+        return None
+    if "." in gold or "." in answer:
+        return None
+    return int(gold.replace(",", "")) == int(answer.replace(",", ""))
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed_reference(text: str) -> tuple[Any, ...]:
+    return _parsed(text)
+
+
+def _parsed(text: str) -> tuple[Any, ...]:
+    """What math-verify reads in an answer, empty where it is no expression (a bare string is none)."""
+    from math_verify import LatexExtractionConfig, parse
+    from sympy import Basic, MatrixBase
+
+    try:
+        found = parse(
+            f"\\boxed{{{text}}}",
+            extraction_config=[LatexExtractionConfig()],
+            fallback_mode="no_fallback",
+            parsing_timeout=None,  # type: ignore[arg-type]  # None is how it is switched off
+            raise_on_error=True,
+        )
+        return tuple(e for e in found if isinstance(e, Basic | MatrixBase) and _depth(e) <= MAX_DEPTH)
+    except MemoryError:
+        raise
+    except Exception:  # its parser has no error class of its own; a nesting too deep for it is a RecursionError
+        return ()
+
+
+def _depth(expression: Any) -> float:
+    """Levels of an expression tree, counted without recursion; infinite where there are too many to look at."""
+    level, depth = [expression], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH or len(level) > 100_000:
+            return math.inf
+        level = [child for node in level for child in getattr(node, "args", ())]
+    return depth
