@@ -1,0 +1,92 @@
+"""One attention primitive: queries over several segments of keys under one softmax, in plain XLA.
+
+A segment is the new tokens themselves, the rows' own cache, or a prefix cache shared by a group of rows.
+The segments are never concatenated and heads of keys are never repeated: each segment gives a maximum, a
+sum and a weighted value, which are then joined.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+
+class Segment(NamedTuple):
+    """Keys and values of R rows, shared by the G = B / R query rows r*G .. r*G + G-1."""
+
+    k: Float[Array, "R M kv h"]
+    v: Float[Array, "R M kv h"]
+    mask: Bool[Array, "R #GN M"]  # True where a query may attend; G*N rows of queries, or 1 for all alike
+
+
+def attend(q: Float[Array, "B N heads h"], segments: tuple[Segment, ...]) -> Float[Array, "B N heads h"]:
+    """softmax(q k^T / sqrt(h)) v over the keys of all segments together.
+
+    Head i reads key head i // (heads / kv) (grouped-query attention). Scores, maxima and sums are in
+    float32, or float64 where q is; matmul operands keep the dtype of q. A query that may attend to nothing
+    gives 0. Scores are [B, heads, N, M] at once: no blocking.
+    """
+    rows, new, heads, width = q.shape
+    kv = segments[0].k.shape[2]
+    q = q.reshape(rows, new, kv, heads // kv, width)
+    parts = [_scores(q, s) for s in segments]
+    peak = parts[0][1]
+    for _, other in parts[1:]:
+        peak = jnp.maximum(peak, other)
+    peak = jax.lax.stop_gradient(peak)
+    total = out = None
+    for segment, (scores, _) in zip(segments, parts):
+        part, value = _weighted_values(scores, peak, segment)
+        total = part if total is None else total + part
+        out = value if out is None else out + value
+    out = out / jnp.where(total > 0, total, 1.0)[..., None]
+    return out.transpose(0, 2, 1, 3, 4).reshape(rows, new, heads, width).astype(q.dtype)
+
+
+def _scores(
+    q: Float[Array, "B N kv g h"], segment: Segment
+) -> tuple[Float[Array, "R kv GN g M"], Float[Array, "B kv N g"]]:
+    """Scores of one segment, lowest where masked, and their maximum per query."""
+    rows, new, kv, group, width = q.shape
+    owners = segment.k.shape[0]
+    accumulate = jnp.promote_types(q.dtype, jnp.float32)
+    folded = q.reshape(owners, rows // owners * new, kv, group, width)
+    scores = jnp.einsum("rnkgh,rmkh->rkngm", folded, segment.k, preferred_element_type=accumulate)
+    scores = scores * jnp.asarray(width**-0.5, accumulate)
+    scores = jnp.where(segment.mask[:, None, :, None, :], scores, jnp.finfo(accumulate).min)
+    return scores, _unfold(scores.max(-1), rows)
+
+
+def _weighted_values(
+    scores: Float[Array, "R kv GN g M"], peak: Float[Array, "B kv N g"], segment: Segment
+) -> tuple[Float[Array, "B kv N g"], Float[Array, "B kv N g h"]]:
+    """Sum of exp(score - peak) and the values weighted with it."""
+    rows = peak.shape[0]
+    weights = jnp.exp(scores - _fold(peak, scores.shape[0])[..., None])
+    weights = jnp.where(segment.mask[:, None, :, None, :], weights, 0.0)
+    operand = weights.astype(segment.v.dtype)
+    value = jnp.einsum("rkngm,rmkh->rkngh", operand, segment.v, preferred_element_type=scores.dtype)
+    return _unfold(weights.sum(-1), rows), _unfold(value, rows)
+
+
+def _unfold(x: Float[Array, "R kv GN *rest"], rows: int) -> Float[Array, "B kv N *rest"]:
+    """Queries of a shared segment back to one row each."""
+    owners, kv, queries, *rest = x.shape
+    share = rows // owners
+    if share == 1:
+        return x
+    split = x.reshape(owners, kv, share, queries // share, *rest)
+    return jnp.moveaxis(split, 2, 1).reshape(rows, kv, queries // share, *rest)
+
+
+def _fold(x: Float[Array, "B kv N *rest"], owners: int) -> Float[Array, "R kv GN *rest"]:
+    """The inverse of _unfold."""
+    rows, kv, new, *rest = x.shape
+    share = rows // owners
+    if share == 1:
+        return x
+    split = x.reshape(owners, share, kv, new, *rest)
+    return jnp.moveaxis(split, 1, 2).reshape(owners, kv, share * new, *rest)

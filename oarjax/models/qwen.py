@@ -1,0 +1,332 @@
+"""Qwen2, Qwen2.5 and Qwen3 dense decoders as Flax NNX modules, given out as a Policy of pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from oarjax.models.attention import Segment, attend
+from oarjax.models.rope import Yarn, inverse_frequencies, rotate, rotation, yarn_attention_factor
+from oarjax.policy import Policy
+from oarjax.types import KVCache, Params
+
+Remat = Literal["none", "dots", "full"]
+
+SUPPORTED = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+REMEDY = "use a dense Qwen2, Qwen2.5 or Qwen3 checkpoint with full attention"
+
+
+class UnsupportedModel(ValueError):
+    """A config.json that this package cannot compute faithfully; says the field, its value and the remedy."""
+
+
+@dataclass(frozen=True)
+class QwenConfig:
+    """The numbers of one architecture, under config.json's names where it has them."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    tie_word_embeddings: bool
+    qkv_bias: bool  # Qwen2: always; Qwen3: attention_bias
+    o_bias: bool  # Qwen3: attention_bias
+    qk_norm: bool  # Qwen3
+    yarn: Yarn | None = None
+    initializer_range: float = 0.02
+
+    @staticmethod
+    def from_hf(fields: Mapping[str, Any]) -> QwenConfig:
+        """Read a config.json.
+
+        Raises:
+            UnsupportedModel: another architecture, experts, an active sliding window, quantised weights, another
+                activation or RoPE, a missing field, or head counts that do not divide.
+        """
+        _refuse_unsupported(fields)
+        kind = fields["model_type"]
+        heads = _required(fields, "num_attention_heads")
+        kv_heads = _required(fields, "num_key_value_heads")
+        hidden = _required(fields, "hidden_size")
+        head_dim = _required(fields, "head_dim") if kind == "qwen3" else fields.get("head_dim") or hidden // heads
+        if heads % kv_heads:
+            _refuse("num_key_value_heads", kv_heads, f"it does not divide num_attention_heads = {heads}", "correct it")
+        if head_dim % 2:
+            _refuse("head_dim", head_dim, "rotary embedding turns pairs", "use an even head_dim")
+        theta, yarn = _read_rope(fields)
+        bias = kind == "qwen3" and bool(fields.get("attention_bias", False))
+        return QwenConfig(
+            vocab_size=_required(fields, "vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=_required(fields, "intermediate_size"),
+            num_hidden_layers=_required(fields, "num_hidden_layers"),
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=_required(fields, "rms_norm_eps"),
+            rope_theta=theta,
+            tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
+            qkv_bias=kind == "qwen2" or bias,
+            o_bias=bias,
+            qk_norm=kind == "qwen3",
+            yarn=yarn,
+            initializer_range=fields.get("initializer_range", 0.02),
+        )
+
+
+def _refuse(field: str, value: Any, why: str, remedy: str = REMEDY) -> None:
+    raise UnsupportedModel(f"config.json: {field} = {value!r}: {why}; {remedy}")
+
+
+def _required(fields: Mapping[str, Any], name: str) -> Any:
+    if fields.get(name) is None:
+        raise UnsupportedModel(f"config.json: field {name} is missing; take the checkpoint's own config.json whole")
+    return fields[name]
+
+
+def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
+    kind = _required(fields, "model_type")
+    experts = next((n for n in ("num_experts", "num_local_experts", "n_routed_experts") if fields.get(n)), None)
+    if experts or "moe" in kind:
+        _refuse(experts or "model_type", fields[experts or "model_type"], "mixture of experts is not supported")
+    if kind not in SUPPORTED:
+        _refuse("model_type", kind, f"not supported, only {' and '.join(SUPPORTED)}")
+    architectures = fields.get("architectures")
+    if architectures and SUPPORTED[kind] not in architectures:
+        _refuse("architectures", architectures, f"expected {SUPPORTED[kind]}")
+    if fields.get("quantization_config"):
+        _refuse("quantization_config", fields["quantization_config"], "quantised weights are not supported")
+    if fields.get("hidden_act", "silu") != "silu":
+        _refuse("hidden_act", fields["hidden_act"], "only silu is supported")
+    layers = _required(fields, "num_hidden_layers")
+    kinds = fields.get("layer_types")
+    if kinds is not None:
+        other = sorted(set(kinds) - {"full_attention"})
+        if other:
+            _refuse("layer_types", other, "only full_attention is supported")
+    elif fields.get("use_sliding_window") and fields.get("sliding_window", 4096) is not None:
+        first = fields.get("max_window_layers", 28)
+        if first < layers:
+            _refuse(
+                "use_sliding_window",
+                True,
+                f"the window of {fields.get('sliding_window', 4096)} would act on layers {first}..{layers - 1}",
+                "set use_sliding_window to false and train below the window",
+            )
+
+
+def _read_rope(fields: Mapping[str, Any]) -> tuple[float, Yarn | None]:
+    """rope_theta and YaRN from wherever this version of config.json keeps them."""
+    rope = dict(fields.get("rope_scaling") or {}) | dict(fields.get("rope_parameters") or {})
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        _refuse("rope_parameters", sorted(rope), "RoPE that differs between layers is not supported")
+    theta = rope.get("rope_theta", fields.get("rope_theta"))
+    if theta is None:
+        raise UnsupportedModel(
+            "config.json: field rope_theta is missing, at top level and in rope_parameters; "
+            "take the checkpoint's own config.json whole"
+        )
+    if (partial_factor := rope.get("partial_rotary_factor", fields.get("partial_rotary_factor"))) not in (None, 1.0):
+        _refuse("partial_rotary_factor", partial_factor, "only whole heads are rotated")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return float(theta), None
+    if kind != "yarn":
+        _refuse("rope_type", kind, "only default and yarn are supported", "use a checkpoint with one of these")
+    original = rope.get("original_max_position_embeddings") or _required(fields, "max_position_embeddings")
+    factor = rope.get("factor") or _required(fields, "max_position_embeddings") / original
+    attention = rope.get("attention_factor")
+    if attention is None:
+        attention = yarn_attention_factor(factor, mscale=rope.get("mscale"), mscale_all_dim=rope.get("mscale_all_dim"))
+    return float(theta), Yarn(
+        factor=float(factor),
+        original_max_position=original,
+        attention_factor=float(attention),
+        beta_fast=rope.get("beta_fast") or 32.0,
+        beta_slow=rope.get("beta_slow") or 1.0,
+        truncate=rope.get("truncate", True),
+    )
+
+
+class Attention(nnx.Module):
+    """Grouped-query self-attention with rotary positions; q and k are normalised per head in Qwen3."""
+
+    def __init__(self, cfg: QwenConfig, *, linear: Any, norm: Any, rngs: nnx.Rngs):
+        self.head_dim = cfg.head_dim
+        heads, kv = cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
+        self.q = linear(cfg.hidden_size, heads, use_bias=cfg.qkv_bias, rngs=rngs)
+        self.k = linear(cfg.hidden_size, kv, use_bias=cfg.qkv_bias, rngs=rngs)
+        self.v = linear(cfg.hidden_size, kv, use_bias=cfg.qkv_bias, rngs=rngs)
+        self.o = linear(heads, cfg.hidden_size, use_bias=cfg.o_bias, rngs=rngs)
+        self.q_norm = norm(cfg.head_dim, rngs=rngs) if cfg.qk_norm else None
+        self.k_norm = norm(cfg.head_dim, rngs=rngs) if cfg.qk_norm else None
+
+    def __call__(
+        self,
+        x: Float[Array, "B N D"],
+        cos: Float[Array, "B N half"],
+        sin: Float[Array, "B N half"],
+        own: Bool[Array, "B N N"],
+        earlier: tuple[Segment, ...],
+        *,
+        compute_dtype: DTypeLike,
+    ) -> tuple[Float[Array, "B N D"], tuple[Float[Array, "B N kv h"], Float[Array, "B N kv h"]]]:
+        q, k, v = (p(x).reshape(*x.shape[:2], -1, self.head_dim) for p in (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos, sin).astype(compute_dtype), rotate(k, cos, sin).astype(compute_dtype)
+        v = v.astype(compute_dtype)
+        out = attend(q, (*earlier, Segment(k, v, own)))
+        return self.o(out.reshape(*x.shape[:2], -1)), (k, v)
+
+
+class MLP(nnx.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, cfg: QwenConfig, *, linear: Any, rngs: nnx.Rngs):
+        self.gate = linear(cfg.hidden_size, cfg.intermediate_size, use_bias=False, rngs=rngs)
+        self.up = linear(cfg.hidden_size, cfg.intermediate_size, use_bias=False, rngs=rngs)
+        self.down = linear(cfg.intermediate_size, cfg.hidden_size, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class Layer(nnx.Module):
+    """One pre-norm decoder layer; the residual stream keeps its dtype."""
+
+    def __init__(self, cfg: QwenConfig, *, linear: Any, norm: Any, rngs: nnx.Rngs):
+        self.attention_norm = norm(cfg.hidden_size, rngs=rngs)
+        self.attention = Attention(cfg, linear=linear, norm=norm, rngs=rngs)
+        self.mlp_norm = norm(cfg.hidden_size, rngs=rngs)
+        self.mlp = MLP(cfg, linear=linear, rngs=rngs)
+
+    def __call__(self, x, cos, sin, own, earlier, *, compute_dtype: DTypeLike):
+        mixed, kv = self.attention(self.attention_norm(x), cos, sin, own, earlier, compute_dtype=compute_dtype)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), kv
+
+
+class Qwen(nnx.Module):
+    """The whole decoder, its layers stacked along a first axis."""
+
+    def __init__(self, cfg: QwenConfig, *, compute_dtype: DTypeLike, rngs: nnx.Rngs):
+        stream = jnp.promote_types(compute_dtype, jnp.float32)
+        linear = partial(nnx.Linear, dtype=compute_dtype, preferred_element_type=stream)
+        norm = partial(nnx.RMSNorm, epsilon=cfg.rms_norm_eps, dtype=stream)
+        self.embed = nnx.Embed(cfg.vocab_size, cfg.hidden_size, rngs=rngs)
+        self.norm = norm(cfg.hidden_size, rngs=rngs)
+        self.head = (
+            None if cfg.tie_word_embeddings else linear(cfg.hidden_size, cfg.vocab_size, use_bias=False, rngs=rngs)
+        )
+
+        @nnx.split_rngs(splits=cfg.num_hidden_layers)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def stack(rngs: nnx.Rngs) -> Layer:
+            return Layer(cfg, linear=linear, norm=norm, rngs=rngs)
+
+        self.layers = stack(rngs)
+
+
+def make_policy(cfg: QwenConfig, *, compute_dtype: DTypeLike = jnp.float32, remat: Remat = "full") -> Policy:
+    """The four functions of a Qwen; params are the dict that ``models.weights`` describes.
+
+    Matmul operands are in ``compute_dtype`` and accumulate in float32; the residual stream, norms, softmax,
+    RoPE angles and logits are float32 (all float64 where compute_dtype is). ``remat`` says what the backward
+    pass recomputes of each layer: nothing, all but the matmuls without batch axes, or everything.
+    """
+    compute = jnp.dtype(compute_dtype)
+    stream = jnp.promote_types(compute, jnp.float32)
+    model = nnx.eval_shape(lambda: Qwen(cfg, compute_dtype=compute, rngs=nnx.Rngs(0)))
+    layer_def = nnx.split(model.layers)[0]
+    norm_def = nnx.split(model.norm)[0]
+    frequencies = inverse_frequencies(cfg.head_dim, theta=cfg.rope_theta, yarn=cfg.yarn)
+    scale = cfg.yarn.attention_factor if cfg.yarn else 1.0
+
+    def embed(params: Params, tokens: Int[Array, "B N"]) -> Float[Array, "B N D"]:
+        return params["embed"]["embedding"][tokens].astype(stream)
+
+    def trunk(
+        params: Params,
+        embeddings: Float[Array, "B N D"],
+        positions: Int[Array, "B N"],
+        valid: Bool[Array, "B N"],
+        *,
+        cache: KVCache | None = None,
+        prefix: KVCache | None = None,
+    ) -> tuple[Float[Array, "B N D"], KVCache | None]:
+        new = valid.shape[1]
+        cos, sin = rotation(positions, frequencies, scale=scale, dtype=stream)
+        own = valid[:, None, :] & jnp.tril(jnp.ones((new, new), bool))
+        # A cache of exactly N slots can only be empty: there is nothing earlier in it.
+        filled = cache if cache is not None and cache.k.shape[2] > new else None
+
+        def body(x, xs):
+            weights, *stored = xs
+            earlier = tuple(Segment(*kv, mask) for kv, mask in zip(stored, masks) if kv is not None)
+            layer = nnx.merge(layer_def, weights)
+            x, kv = layer(x, cos, sin, own, earlier, compute_dtype=compute)
+            return x, kv if cache is not None else None
+
+        stores = [c for c in (prefix, filled) if c is not None]
+        masks = [_written(c)[:, None, :] for c in stores]
+        step = _rematerialised(body, remat) if cache is None else body
+        x, kv = jax.lax.scan(step, embeddings.astype(stream), (params["layers"], *((c.k, c.v) for c in stores)))
+        hidden = nnx.merge(norm_def, params["norm"])(x)
+        return hidden, None if cache is None else _append(cache, *kv, valid)
+
+    def unembed(params: Params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
+        if cfg.tie_word_embeddings:
+            kernel, spec = params["embed"]["embedding"], "...d,vd->...v"
+        else:
+            kernel, spec = params["head"]["kernel"], "...d,dv->...v"
+        return jnp.einsum(spec, hidden.astype(compute), kernel.astype(compute), preferred_element_type=stream)
+
+    def init_cache(rows: int, slots: int) -> KVCache:
+        shape = (cfg.num_hidden_layers, rows, slots, cfg.num_key_value_heads, cfg.head_dim)
+        return KVCache(
+            k=jnp.zeros(shape, compute),
+            v=jnp.zeros(shape, compute),
+            valid=jnp.zeros((rows, slots), bool),
+            length=jnp.zeros((), jnp.int32),
+        )
+
+    return Policy(embed, trunk, unembed, init_cache)
+
+
+def _written(cache: KVCache) -> Bool[Array, "B C"]:
+    return cache.valid & (jnp.arange(cache.valid.shape[1]) < cache.length)
+
+
+def _append(cache: KVCache, k: Array, v: Array, valid: Bool[Array, "B N"]) -> KVCache:
+    """Write all layers' new keys and values at once, so that a decode step touches only the new slots."""
+    at = (0, 0, cache.length, 0, 0)
+    return KVCache(
+        k=jax.lax.dynamic_update_slice(cache.k, k, at),
+        v=jax.lax.dynamic_update_slice(cache.v, v, at),
+        valid=jax.lax.dynamic_update_slice(cache.valid, valid, (0, cache.length)),
+        length=cache.length + valid.shape[1],
+    )
+
+
+def _rematerialised(body, remat: Remat):
+    """``body`` of a scan, recomputed in the backward pass as ``remat`` says."""
+    policies = {
+        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "full": jax.checkpoint_policies.nothing_saveable,
+    }
+    # Inside a scan the loop itself keeps XLA from undoing the recomputation.
+    return body if remat == "none" else jax.checkpoint(body, policy=policies[remat], prevent_cse=False)

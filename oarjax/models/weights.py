@@ -1,0 +1,146 @@
+"""ONE table of every tensor: its Hugging Face name, place in the tree, shape, axes, layout and start value.
+
+Loading, exporting, initialising, sharding and the tests all read it; nothing else names a tensor.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Key
+
+from oarjax.models.qwen import QwenConfig
+from oarjax.types import Params
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One entry: a tensor, or the same tensor of all layers stacked along a first axis ``layers``."""
+
+    name: str  # in the checkpoint; {layer} stands for the layer's number
+    path: tuple[str, ...]  # in the tree
+    shape: tuple[int, ...]  # in the tree, layers included
+    axes: tuple[str, ...]  # logical name of every axis, for sharding
+    pieces: tuple[int, ...]  # what may be divided between devices: whole heads, not their numbers
+    layout: Literal["same", "transposed"]  # checkpoint matrices are [out, in], ours [in, out]
+    init: Literal["normal", "ones", "zeros"]
+
+    @property
+    def layers(self) -> int | None:
+        """How many tensors of the checkpoint are stacked here, None for a single one."""
+        return self.shape[0] if self.axes[0] == "layers" else None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The checkpoint's names, in the order of stacking."""
+        return (self.name,) if self.layers is None else tuple(self.name.format(layer=i) for i in range(self.layers))
+
+    @property
+    def file_shape(self) -> tuple[int, ...]:
+        """The shape of one tensor in the checkpoint."""
+        one = self.shape if self.layers is None else self.shape[1:]
+        return one[::-1] if self.layout == "transposed" else one
+
+
+def weight_table(cfg: QwenConfig) -> tuple[Weight, ...]:
+    """Every tensor of the model, embedding first. A tied head has no entry."""
+    embed, ffn, width = cfg.hidden_size, cfg.intermediate_size, cfg.head_dim
+    heads = ("heads", cfg.num_attention_heads * width, cfg.num_attention_heads)
+    kv = ("kv_heads", cfg.num_key_value_heads * width, cfg.num_key_value_heads)
+    table = [
+        Weight(
+            "model.embed_tokens.weight",
+            ("embed", "embedding"),
+            (cfg.vocab_size, embed),
+            ("vocab", "embed"),
+            (cfg.vocab_size, embed),
+            "same",
+            "normal",
+        )
+    ]
+
+    def stacked(name: str, path: str, layout: str, init: str, *axes: tuple[str, int, int]) -> None:
+        axes = (("layers", cfg.num_hidden_layers, cfg.num_hidden_layers), *axes)
+        labels, sizes, pieces = zip(*axes)
+        where = ("layers", *path.split("."))
+        table.append(Weight(f"model.layers.{{layer}}.{name}", where, sizes, labels, pieces, layout, init))  # type: ignore[arg-type]
+
+    def linear(name: str, path: str, into: tuple[str, int, int], out: tuple[str, int, int], *, bias: bool) -> None:
+        stacked(f"{name}.weight", f"{path}.kernel", "transposed", "normal", into, out)
+        if bias:
+            stacked(f"{name}.bias", f"{path}.bias", "same", "zeros", out)
+
+    d, f, h = ("embed", embed, embed), ("ffn", ffn, ffn), ("head", width, width)
+    stacked("input_layernorm.weight", "attention_norm.scale", "same", "ones", d)
+    linear("self_attn.q_proj", "attention.q", d, heads, bias=cfg.qkv_bias)
+    linear("self_attn.k_proj", "attention.k", d, kv, bias=cfg.qkv_bias)
+    linear("self_attn.v_proj", "attention.v", d, kv, bias=cfg.qkv_bias)
+    linear("self_attn.o_proj", "attention.o", heads, d, bias=cfg.o_bias)
+    if cfg.qk_norm:
+        stacked("self_attn.q_norm.weight", "attention.q_norm.scale", "same", "ones", h)
+        stacked("self_attn.k_norm.weight", "attention.k_norm.scale", "same", "ones", h)
+    stacked("post_attention_layernorm.weight", "mlp_norm.scale", "same", "ones", d)
+    linear("mlp.gate_proj", "mlp.gate", d, f, bias=False)
+    linear("mlp.up_proj", "mlp.up", d, f, bias=False)
+    linear("mlp.down_proj", "mlp.down", f, d, bias=False)
+    table.append(Weight("model.norm.weight", ("norm", "scale"), (embed,), ("embed",), (embed,), "same", "ones"))
+    if not cfg.tie_word_embeddings:
+        shape = (embed, cfg.vocab_size)
+        table.append(
+            Weight("lm_head.weight", ("head", "kernel"), shape, ("embed", "vocab"), shape, "transposed", "normal")
+        )
+    return tuple(table)
+
+
+def build_tree(cfg: QwenConfig, leaf: Callable[[Weight], Any]) -> dict[str, Any]:
+    """The params tree with ``leaf(weight)`` at every place."""
+    tree: dict[str, Any] = {}
+    for weight in weight_table(cfg):
+        node = tree
+        for part in weight.path[:-1]:
+            node = node.setdefault(part, {})
+        node[weight.path[-1]] = leaf(weight)
+    return tree
+
+
+def lookup(tree: Params, weight: Weight) -> Any:
+    """What stands at a weight's place in a params-like tree."""
+    for part in weight.path:
+        tree = tree[part]
+    return tree
+
+
+def abstract_params(cfg: QwenConfig, *, dtype: DTypeLike) -> Params:
+    """Shapes and dtypes of the params, without any array."""
+    return build_tree(cfg, lambda w: jax.ShapeDtypeStruct(w.shape, jnp.dtype(dtype)))
+
+
+def logical_axes(cfg: QwenConfig) -> Params:
+    """The name of every axis of every param: tuples of strings in the params' tree."""
+    return build_tree(cfg, lambda w: w.axes)
+
+
+def divisible_pieces(cfg: QwenConfig) -> Params:
+    """How many pieces every axis of every param can be cut into, at most: tuples in the params' tree."""
+    return build_tree(cfg, lambda w: w.pieces)
+
+
+def init_params(cfg: QwenConfig, key: Key[Array, ""], *, dtype: DTypeLike = jnp.float32) -> Params:
+    """Random params as Hugging Face starts them: matrices normal with std ``initializer_range``, norms 1, biases 0.
+
+    A tensor's numbers depend on the key and its name alone, not on the other tensors.
+    """
+
+    def leaf(w: Weight) -> Array:
+        if w.init != "normal":
+            return jnp.full(w.shape, 1.0 if w.init == "ones" else 0.0, dtype)
+        own = jax.random.fold_in(key, zlib.crc32(w.name.encode()))
+        return (jax.random.normal(own, w.shape, jnp.float32) * cfg.initializer_range).astype(dtype)
+
+    return build_tree(cfg, leaf)
