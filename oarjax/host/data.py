@@ -15,7 +15,7 @@ from typing import Any, Literal
 import grain
 import numpy as np
 from jaxtyping import Bool, Int32
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerFast
 
 from oarjax.host.problems import DataError, Problem
 from oarjax.host.tokenizer import encode, render_prompt
@@ -46,7 +46,7 @@ class SFTBatch:
 
 def encode_problems(
     problems: Sequence[Problem],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerFast,
     *,
     template: Literal["chat", "plain"],
     system_prompt: str | None,
@@ -70,7 +70,7 @@ def encode_problems(
 
 def encode_pairs(
     problems: Sequence[Problem],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerFast,
     *,
     template: Literal["chat", "plain"],
     system_prompt: str | None,
@@ -266,7 +266,7 @@ def _prompt_batch(encoded: Encoded, rows: list[int], length: int, pad_id: int) -
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerFast,
     problem: Problem,
     template: Literal["chat", "plain"],
     system_prompt: str | None,

@@ -132,7 +132,7 @@ def _parquet_rows(path: Path, where: str) -> Iterator[Row]:
 
 def _hub_rows(config: DatasetConfig, where: str) -> Iterator[Row]:
     try:
-        import datasets
+        import datasets  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise DataError(
             f"{where}.source: {config.source!r} is no file here, and as a hub dataset it needs the package datasets; "

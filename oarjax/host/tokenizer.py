@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 END_OF_TURN = "<|im_end|>"
 END_OF_TEXT = "<|endoftext|>"
@@ -23,7 +22,7 @@ class TokenizerError(ValueError):
     """A tokenizer that is missing, does not fit the model, or cannot encode what it was given."""
 
 
-def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
     """The tokenizer of an HF folder, checked to encode its own vocabulary.
 
     Where the folder has a ``tokenizer.json``, that file is taken as it is. ``AutoTokenizer`` would rebuild it as
@@ -45,7 +44,7 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def stop_ids(folder: Path | str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def stop_ids(folder: Path | str, tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
     """The ids that end a completion, sorted.
 
     The union of ``eos_token_id`` in the folder's generation_config.json (an int or a list), the tokenizer's end
@@ -72,7 +71,7 @@ def stop_ids(folder: Path | str, tokenizer: PreTrainedTokenizerBase) -> tuple[in
     return tuple(sorted(found))
 
 
-def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+def pad_id(tokenizer: PreTrainedTokenizerFast) -> int:
     """The id written into padding. Nothing reads it: masks come from lengths, so it may be a stop id as well."""
     vocab = tokenizer.get_vocab()
     for token in (tokenizer.pad_token, END_OF_TEXT, tokenizer.eos_token):
@@ -81,7 +80,7 @@ def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
     raise TokenizerError("the tokenizer has no padding token; set pad_token in tokenizer_config.json")
 
 
-def token_bytes(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[bytes]:
+def token_bytes(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> list[bytes]:
     """The UTF-8 bytes of every id below ``vocab_size``; their concatenation is the text of a completion.
 
     Byte-level BPE vocabularies (Qwen) spell bytes in GPT-2's alphabet, which is undone here; in plain vocabularies
@@ -116,7 +115,7 @@ def text_of(ids: Iterable[int], table: Sequence[bytes]) -> str:
     return b"".join(table[index] for index in ids).decode("utf-8", errors="replace")
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     """Ids of a text, nothing added in front or behind.
 
     Raises TokenizerError where the vocabulary lacks a character (and has no unknown token for it).
@@ -130,7 +129,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def render_prompt(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerFast,
     prompt: str,
     *,
     template: Literal["chat", "plain"],
@@ -162,7 +161,7 @@ def render_prompt(
     return ids
 
 
-def _check_round_trip(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def _check_round_trip(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Encode some of the vocabulary's own tokens and read the ids back: one text per token, then all in one."""
     vocab = tokenizer.get_vocab()
     table = token_bytes(tokenizer, max(vocab.values()) + 1)
@@ -180,12 +179,11 @@ def _check_round_trip(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
             )
 
 
-def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
+def _is_byte_level(tokenizer: PreTrainedTokenizerFast) -> bool:
     """Whether ids decode through GPT-2's byte alphabet; raises TokenizerError for other schemes."""
-    backend: Tokenizer = tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
-    state: bytes = backend.decoder.__getstate__() if backend.decoder is not None else b'{"type": "Fuse"}'
-    decoder = json.loads(state)
-    kinds = {step["type"] for step in decoder.get("decoders", [decoder])}
+    decoder = tokenizer.backend_tokenizer.decoder
+    state = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "Fuse"}
+    kinds = {step["type"] for step in state.get("decoders", [state])}
     if kinds <= {"ByteLevel", "Fuse"}:
         return "ByteLevel" in kinds
     raise TokenizerError(
