@@ -1,0 +1,75 @@
+"""Reductions over the valid entries of each row. Masked-out entries may hold anything, NaN included.
+
+Every function reduces the last axis, so ``[T]``, ``[B, T]`` and deeper arrays work alike. Half-precision inputs are
+reduced in float32.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def widened(values: Float[Array, "..."]) -> Float[Array, "..."]:
+    """At least float32: sums of bfloat16 lose tokens after a few hundred terms."""
+    return values.astype(jnp.promote_types(values.dtype, jnp.float32))
+
+
+def masked_count(mask: Bool[Array, "*rows T"]) -> Int[Array, "*rows"]:
+    """Number of valid entries of each row."""
+    return jnp.sum(mask, axis=-1, dtype=jnp.int32)
+
+
+def masked_sum(values: Float[Array, "*rows T"], mask: Bool[Array, "*rows T"]) -> Float[Array, "*rows"]:
+    """Sum of the valid entries, 0 for an empty row."""
+    return jnp.sum(jnp.where(mask, widened(values), 0), axis=-1)
+
+
+def masked_mean(values: Float[Array, "*rows T"], mask: Bool[Array, "*rows T"]) -> Float[Array, "*rows"]:
+    """Mean of the valid entries, 0 for an empty row."""
+    return masked_sum(values, mask) / jnp.maximum(masked_count(mask), 1)
+
+
+def masked_min(values: Float[Array, "*rows T"], mask: Bool[Array, "*rows T"]) -> Float[Array, "*rows"]:
+    """Smallest valid entry, +inf for an empty row, NaN where a valid entry is NaN."""
+    return jnp.min(jnp.where(mask, values, jnp.inf), axis=-1)
+
+
+def masked_max(values: Float[Array, "*rows T"], mask: Bool[Array, "*rows T"]) -> Float[Array, "*rows"]:
+    """Largest valid entry, -inf for an empty row, NaN where a valid entry is NaN."""
+    return jnp.max(jnp.where(mask, values, -jnp.inf), axis=-1)
+
+
+def masked_minmax(values: Float[Array, "*rows T"], mask: Bool[Array, "*rows T"]) -> Float[Array, "*rows T"]:
+    """(x - min) / (max - min) of each row, in [0, 1]; 0 outside the mask and in rows whose entries are all equal.
+
+    A row with a valid NaN or infinity has NaN among its valid entries.
+    """
+    wide = widened(values)
+    low = masked_min(wide, mask)[..., None]
+    span = masked_max(wide, mask)[..., None] - low
+    return jnp.where(mask, (wide - low) / jnp.where(span == 0, 1, span), 0)
+
+
+def masked_quantile(
+    values: Float[Array, "*rows T"], mask: Bool[Array, "*rows T"], *, level: float
+) -> Float[Array, "*rows"]:
+    """Quantile of the valid entries with linear interpolation (numpy's default), 0 for an empty row.
+
+    With n valid entries in ascending order x_0 .. x_{n-1} it is the value at the fractional index level * (n - 1).
+
+    Raises:
+        ValueError: level outside [0, 1].
+    """
+    if not 0 <= level <= 1:
+        raise ValueError(f"masked_quantile: level must be in [0, 1], got {level}")
+    wide = widened(values)
+    count = masked_count(mask)
+    ordered = jnp.sort(jnp.where(mask, wide, jnp.inf), axis=-1)
+    at = jnp.asarray(level, wide.dtype) * jnp.maximum(count - 1, 0)
+    below = jnp.floor(at)
+    index = below.astype(jnp.int32)[..., None]
+    last = jnp.maximum(count - 1, 0)[..., None]
+    low = jnp.take_along_axis(ordered, index, axis=-1)[..., 0]
+    high = jnp.take_along_axis(ordered, jnp.minimum(index + 1, last), axis=-1)[..., 0]
+    return jnp.where(count > 0, low + (high - low) * (at - below), 0)
