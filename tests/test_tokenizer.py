@@ -1,4 +1,4 @@
-"""Loading, stop set, token bytes and prompt rendering, on a small byte-level BPE, the built-in task's characters and Qwen's own."""
+"""Loading, stop set, token bytes and prompts, on a small byte-level BPE, the built-in characters and Qwen's own."""
 
 import json
 
@@ -144,7 +144,7 @@ def test_plain_template(bpe):
 
 def test_missing_chat_template_names_the_remedy(characters):
     tokenizer = load_tokenizer(characters)
-    with pytest.raises(TokenizerError, match="no chat template; set data.template to plain"):
+    with pytest.raises(TokenizerError, match=r"no chat template; set data.template to plain"):
         render_prompt(tokenizer, "1+2=", template="chat", system_prompt=None, prompt_format="{prompt}")
 
 
@@ -165,7 +165,7 @@ def test_characters_round_trip_and_keep_their_ids(characters):
 
 
 def test_unknown_character_is_an_error_not_a_loss(characters):
-    with pytest.raises(TokenizerError, match="cannot encode '3 apples'.*a character missing from its vocabulary"):
+    with pytest.raises(TokenizerError, match=r"cannot encode '3 apples'.*a character missing from its vocabulary"):
         encode(load_tokenizer(characters), "3 apples")
 
 

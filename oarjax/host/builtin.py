@@ -11,11 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from oarjax.host.hf import write_random_checkpoint
 
 MARKER = "####"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -129,6 +132,24 @@ def builtin_config(
         "eos_token_id": 2,
         "torch_dtype": "float32",
     }
+
+
+def write_builtin_policy(
+    folder: Path | str,
+    *,
+    seed: int,
+    hidden: int = 96,
+    layers: int = 3,
+    heads: int = 4,
+    kv_heads: int = 2,
+    ffn: int = 256,
+    vocab: int = 32,
+) -> Path:
+    """A random tiny Qwen2 with its tokenizer as an HF folder, to be read back like any other checkpoint."""
+    fields = builtin_config(hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab)
+    with tempfile.TemporaryDirectory() as scratch:
+        write_tokenizer(scratch)
+        return write_random_checkpoint(Path(folder), fields, seed=seed, tokenizer=Path(scratch))
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from functools import cached_property
 from typing import Any, Literal
 
 import grain
@@ -33,6 +35,16 @@ class Encoded:
 
     def __len__(self) -> int:
         return len(self.problems)
+
+    @cached_property
+    def by_index(self) -> dict[int, Problem]:
+        """Problems by their row number in the dataset."""
+        return {problem.index: problem for problem in self.problems}
+
+    @cached_property
+    def by_index(self) -> dict[int, Problem]:
+        """Problems by their row number in the dataset, which is what a PromptBatch carries."""
+        return {problem.index: problem for problem in self.problems}
 
 
 @dataclass(frozen=True)

@@ -70,9 +70,8 @@ def load_problems(config: DatasetConfig, *, where: str = "data.train") -> list[P
 def _field(row: dict[str, Any], field: str, place: str, setting: str) -> str:
     """One field as text; numbers are written out."""
     if field not in row:
-        raise DataError(
-            f"{place}: no field {field!r}; it has {', '.join(map(repr, row))}. Set {setting} to one of them"
-        )
+        known = ", ".join(map(repr, row))
+        raise DataError(f"{place}: no field {field!r}, only {known}; set {setting} to one of them")
     value = row[field]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(f"{place}: field {field!r} is {value!r}; expected text or a number; set {setting} to another")

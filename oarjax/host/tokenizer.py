@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -181,7 +181,7 @@ def _check_round_trip(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 def _is_byte_level(tokenizer: PreTrainedTokenizerFast) -> bool:
     """Whether ids decode through GPT-2's byte alphabet; raises TokenizerError for other schemes."""
-    decoder = tokenizer.backend_tokenizer.decoder
+    decoder: Any = tokenizer.backend_tokenizer.decoder
     state = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "Fuse"}
     kinds = {step["type"] for step in state.get("decoders", [state])}
     if kinds <= {"ByteLevel", "Fuse"}:
