@@ -104,11 +104,12 @@ def load_params(folder: Path, cfg: QwenConfig, *, dtype: DTypeLike = jnp.float32
                 )
 
     def leaf(weight: Weight) -> jax.Array:
-        def read(index: tuple[slice, ...]) -> np.ndarray:
+        def read(index: tuple[slice, ...] | None) -> np.ndarray:
+            index = index if index is not None else (slice(None),) * len(weight.shape)
             return _read(weight, index, lambda name: handles[files[name]].get_slice(name), np.dtype(dtype))
 
         if shardings is None:
-            return jnp.asarray(read((slice(None),) * len(weight.shape)))
+            return jnp.asarray(read(None))
         return jax.make_array_from_callback(weight.shape, lookup(shardings, weight), read)
 
     return build_tree(cfg, leaf)
@@ -237,9 +238,9 @@ def _write(
 def _write_shards(folder: Path, cfg: QwenConfig, params: Params, dtype: np.dtype, shard_bytes: int) -> None:
     """Tensors in the table's order, a new file before one would pass ``shard_bytes``."""
     sizes = [
-        (w, i, name, math.prod(w.file_shape) * dtype.itemsize)
-        for w in weight_table(cfg)
-        for i, name in enumerate(w.names)
+        (weight, layer, name, math.prod(weight.file_shape) * dtype.itemsize)
+        for weight in weight_table(cfg)
+        for layer, name in enumerate(weight.names)
     ]
     shards: list[list[tuple[Weight, int, str]]] = [[]]
     filled = 0

@@ -7,6 +7,7 @@ sum and a weighted value, which are then joined.
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import NamedTuple
 
 import jax
@@ -32,16 +33,12 @@ def attend(q: Float[Array, "B N heads h"], segments: tuple[Segment, ...]) -> Flo
     rows, new, heads, width = q.shape
     kv = segments[0].k.shape[2]
     q = q.reshape(rows, new, kv, heads // kv, width)
-    parts = [_scores(q, s) for s in segments]
-    peak = parts[0][1]
-    for _, other in parts[1:]:
-        peak = jnp.maximum(peak, other)
-    peak = jax.lax.stop_gradient(peak)
-    total = out = None
-    for segment, (scores, _) in zip(segments, parts):
-        part, value = _weighted_values(scores, peak, segment)
-        total = part if total is None else total + part
-        out = value if out is None else out + value
+    scored = [_scores(q, s) for s in segments]
+    # One common peak: the softmax does not depend on it, so no gradient flows through it.
+    peak = jax.lax.stop_gradient(reduce(jnp.maximum, [top for _, top in scored]))
+    parts = [_weighted_values(scores, peak, s) for (scores, _), s in zip(scored, segments)]
+    total = reduce(jnp.add, [weight for weight, _ in parts])
+    out = reduce(jnp.add, [value for _, value in parts])
     out = out / jnp.where(total > 0, total, 1.0)[..., None]
     return out.transpose(0, 2, 1, 3, 4).reshape(rows, new, heads, width).astype(q.dtype)
 

@@ -45,6 +45,7 @@ class QwenConfig:
     qkv_bias: bool  # Qwen2: always; Qwen3: attention_bias
     o_bias: bool  # Qwen3: attention_bias
     qk_norm: bool  # Qwen3
+    max_position_embeddings: int  # the longest sequence it was made for
     yarn: Yarn | None = None
     initializer_range: float = 0.02
 
@@ -76,14 +77,15 @@ class QwenConfig:
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=_required(fields, "rms_norm_eps"),
+            rms_norm_eps=float(_required(fields, "rms_norm_eps")),
             rope_theta=theta,
             tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
             qkv_bias=kind == "qwen2" or bias,
             o_bias=bias,
             qk_norm=kind == "qwen3",
+            max_position_embeddings=_required(fields, "max_position_embeddings"),
             yarn=yarn,
-            initializer_range=fields.get("initializer_range", 0.02),
+            initializer_range=float(fields.get("initializer_range", 0.02)),
         )
 
 
@@ -147,16 +149,16 @@ def _read_rope(fields: Mapping[str, Any]) -> tuple[float, Yarn | None]:
     if kind != "yarn":
         _refuse("rope_type", kind, "only default and yarn are supported", "use a checkpoint with one of these")
     original = rope.get("original_max_position_embeddings") or _required(fields, "max_position_embeddings")
-    factor = rope.get("factor") or _required(fields, "max_position_embeddings") / original
+    factor = float(rope.get("factor") or _required(fields, "max_position_embeddings") / original)
     attention = rope.get("attention_factor")
     if attention is None:
         attention = yarn_attention_factor(factor, mscale=rope.get("mscale"), mscale_all_dim=rope.get("mscale_all_dim"))
     return float(theta), Yarn(
-        factor=float(factor),
+        factor=factor,
         original_max_position=original,
         attention_factor=float(attention),
-        beta_fast=rope.get("beta_fast") or 32.0,
-        beta_slow=rope.get("beta_slow") or 1.0,
+        beta_fast=float(rope.get("beta_fast") or 32),
+        beta_slow=float(rope.get("beta_slow") or 1),
         truncate=rope.get("truncate", True),
     )
 

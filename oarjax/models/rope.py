@@ -63,8 +63,8 @@ def _ramp_ends(head_dim: int, theta: float, yarn: Yarn) -> tuple[float, float]:
 
     low, high = pair_turning(yarn.beta_fast), pair_turning(yarn.beta_slow)
     if yarn.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+        low, high = float(math.floor(low)), float(math.ceil(high))
+    low, high = max(low, 0.0), min(high, head_dim - 1.0)
     return low, high + 0.001 if low == high else high  # a ramp of width 0 would divide by 0
 
 
