@@ -211,9 +211,9 @@ def _parsed_reference(text: str) -> tuple[Any, ...]:
 
 
 def _parsed(text: str) -> tuple[Any, ...]:
-    """What math-verify reads in an answer, empty where it is no expression (a bare string is none)."""
+    """What math-verify reads in an answer, empty where it is no expression (a bare string or 1/0 is none)."""
     from math_verify import LatexExtractionConfig, parse
-    from sympy import Basic, MatrixBase
+    from sympy import Basic, MatrixBase, nan, zoo
 
     try:
         found = parse(
@@ -223,7 +223,8 @@ def _parsed(text: str) -> tuple[Any, ...]:
             parsing_timeout=None,  # type: ignore[arg-type]  # None is how it is switched off
             raise_on_error=True,
         )
-        return tuple(e for e in found if isinstance(e, Basic | MatrixBase) and _depth(e) <= MAX_DEPTH)
+        expressions = (e for e in found if isinstance(e, Basic | MatrixBase) and e not in (nan, zoo))
+        return tuple(e for e in expressions if _depth(e) <= MAX_DEPTH)
     except MemoryError:
         raise
     except Exception:  # its parser has no error class of its own; a nesting too deep for it is a RecursionError
