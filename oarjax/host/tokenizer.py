@@ -182,7 +182,7 @@ def _check_round_trip(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 def _is_byte_level(tokenizer: PreTrainedTokenizerFast) -> bool:
     """Whether ids decode through GPT-2's byte alphabet; raises TokenizerError for other schemes."""
     decoder: Any = tokenizer.backend_tokenizer.decoder
-    state = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "Fuse"}
+    state = json.loads(b'{"type": "Fuse"}' if decoder is None else decoder.__getstate__())
     kinds = {step["type"] for step in state.get("decoders", [state])}
     if kinds <= {"ByteLevel", "Fuse"}:
         return "ByteLevel" in kinds
