@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -223,20 +222,20 @@ def _parsed(text: str) -> tuple[Any, ...]:
             parsing_timeout=None,  # type: ignore[arg-type]  # None is how it is switched off
             raise_on_error=True,
         )
-        expressions = (e for e in found if isinstance(e, Basic | MatrixBase) and e not in (nan, zoo))
-        return tuple(e for e in expressions if _depth(e) <= MAX_DEPTH)
     except MemoryError:
         raise
     except Exception:  # its parser has no error class of its own; a nesting too deep for it is a RecursionError
         return ()
+    expressions = (e for e in found if isinstance(e, Basic | MatrixBase) and e not in (nan, zoo))
+    return tuple(e for e in expressions if _depth(e) <= MAX_DEPTH)
 
 
-def _depth(expression: Any) -> float:
-    """Levels of an expression tree, counted without recursion; infinite where there are too many to look at."""
+def _depth(expression: Any) -> int:
+    """Levels of an expression tree, counted without recursion up to ``MAX_DEPTH`` + 1 (also said of huge trees)."""
     level, depth = [expression], 0
     while level:
         depth += 1
         if depth > MAX_DEPTH or len(level) > 100_000:
-            return math.inf
+            return MAX_DEPTH + 1
         level = [child for node in level for child in getattr(node, "args", ())]
     return depth
