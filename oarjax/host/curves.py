@@ -15,6 +15,7 @@ class Panel(NamedTuple):
     metric: str
     title: str
     percent: bool = False
+    from_zero: bool = False  # the axis begins at 0
 
 
 PANELS = (
@@ -23,7 +24,7 @@ PANELS = (
     Panel("length", "mean length, tokens"),
     Panel("entropy", "entropy, nats"),
     Panel("ess", "effective share of reasoning tokens", percent=True),
-    Panel("time/total", "seconds per iteration"),
+    Panel("seconds/total", "seconds per iteration", from_zero=True),
 )
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
@@ -42,15 +43,17 @@ def drawn_panels(runs: Mapping[str, Sequence[Record]]) -> list[Panel]:
     return [panel for panel in PANELS if any(points(records, panel.metric) for records in runs.values())]
 
 
+def iteration_range(runs: Mapping[str, Sequence[Record]]) -> tuple[float, float]:
+    """First and last iteration of any run, so that all panels share an axis."""
+    seen = [float(record["iteration"]) for records in runs.values() for record in records]
+    return (min(seen), max(seen)) if seen else (0.0, 1.0)
+
+
 def moving_mean(values: Sequence[float]) -> list[float]:
-    """Centred mean over about a fifteenth of the series, less near its ends; short series stay as they are."""
+    """Centred mean over about a fifteenth of the series, over what there is near its ends; short series stay as is."""
     half = len(values) // 30
-    out = []
-    for i in range(len(values)):
-        reach = min(half, i, len(values) - 1 - i)
-        window = values[i - reach : i + reach + 1]
-        out.append(sum(window) / len(window))
-    return out
+    windows = [values[max(i - half, 0) : i + half + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows] if half else list(values)
 
 
 def curves(runs: Mapping[str, Sequence[Record]], folder: Path) -> list[Path]:
@@ -79,8 +82,10 @@ def curves(runs: Mapping[str, Sequence[Record]], folder: Path) -> list[Path]:
         figure = Figure(figsize=(4.2 * across, 2.9 * down + 0.5), dpi=150, layout="constrained", facecolor="white")
         FigureCanvasAgg(figure)  # the figure's own canvas: no global backend is touched
         axes = figure.subplots(down, across, squeeze=False).ravel()
+        first, last = iteration_range(runs)
         for axis, panel in zip(axes, shown):
             _draw(axis, panel, runs)
+            axis.set_xlim(first, max(last, first + 1))
         for axis in axes[len(shown) :]:
             axis.set_axis_off()
         lines = {line.get_label(): line for axis in axes for line in axis.lines if line.get_label() in runs}
@@ -109,14 +114,25 @@ def _draw(axis: Any, panel: Panel, runs: Mapping[str, Sequence[Record]]) -> None
         if smooth != y:
             axis.plot(x, y, color=colour, linewidth=0.8, alpha=0.3)
         marker = "o" if len(x) <= 12 else None
-        axis.plot(x, smooth, color=colour, linestyle=dash, linewidth=1.8, marker=marker, markersize=4, label=name)
+        axis.plot(
+            x,
+            smooth,
+            color=colour,
+            linestyle=dash,
+            linewidth=1.8,
+            marker=marker,
+            markersize=4,
+            label=name,
+            clip_on=False,
+        )
     axis.set_title(panel.title + (" (%)" if panel.percent else ""), fontsize=10, loc="left", color="#222222")
     axis.set_xlabel("iteration", fontsize=9, color="#555555")
     axis.tick_params(labelsize=8, color="#bbbbbb", labelcolor="#444444")
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     axis.set_axisbelow(True)
-    axis.margins(x=0.02)
+    if panel.from_zero:
+        axis.set_ylim(bottom=0)
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
     axis.spines["bottom"].set_color("#bbbbbb")

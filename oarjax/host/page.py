@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import yaml
 from jinja2 import Environment, StrictUndefined
 
-from oarjax.host.curves import Record, drawn_panels, moving_mean, points
+from oarjax.host.curves import Panel, Record, drawn_panels, iteration_range, moving_mean, points
 from oarjax.host.report import CompletionRow, short, visible
 from oarjax.host.summary import NOTE, SummaryRow, summary_cells, summary_title
 
@@ -77,7 +77,7 @@ def write_page(
         caption=summary_title(summary) if summary else "",
         note=NOTE,
         legend=[visible(name) for name in runs] if len(runs) > 1 else [],
-        charts=[_chart(panel.metric, panel.title, panel.percent, runs) for panel in drawn_panels(runs)],
+        charts=[_chart(panel, runs) for panel in drawn_panels(runs)],
         size=(WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM),
         scale=[(weight, token_colour(weight)) for weight in (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0)],
         completions=[_card(iteration, row) for iteration, row in pick_completions(completions, count=shown)],
@@ -95,11 +95,8 @@ def pick_completions(
     """A few to look at: half from the earliest iterations, half from the latest, those with uneven weights first."""
     uneven = [c for c in completions if len({w for w in c[1].weights if math.isfinite(w)}) > 1]
     pool = uneven if len(uneven) >= count else uneven + [c for c in completions if c not in uneven]
-    pool = sorted(pool[:count] if len(pool) <= count else pool, key=lambda c: c[0])
-    if len(pool) <= count:
-        return pool
-    early = count // 2
-    return pool[:early] + pool[len(pool) - (count - early) :]
+    early, late = pool[: count // 2], pool[count // 2 :]
+    return sorted(early + late[max(len(late) - (count - count // 2), 0) :], key=lambda c: c[0])
 
 
 def token_colour(weight: float) -> str:
@@ -137,7 +134,7 @@ def token_pieces(row: CompletionRow) -> list[Piece]:
 
 
 def _card(iteration: int, row: CompletionRow) -> dict[str, Any]:
-    chips = [("reward", short(row.reward))]
+    chips = []
     chips += [(visible(name), short(value)) for name, value in row.rewards.items() if len(row.rewards) > 1]
     if math.isfinite(row.advantage):
         chips.append(("advantage", f"{row.advantage:+.2f}"))
@@ -147,6 +144,7 @@ def _card(iteration: int, row: CompletionRow) -> dict[str, Any]:
     return {
         "iteration": iteration,
         "verdict": visible(row.verdict),
+        "reward": short(row.reward),
         "good": row.reward > 0,
         "chips": chips,
         "prompt": visible(row.prompt),
@@ -167,19 +165,20 @@ def _tiles(summary: Sequence[SummaryRow]) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def _chart(metric: str, title: str, percent: bool, runs: Mapping[str, Sequence[Record]]) -> Chart:
-    scale = 100 if percent else 1
-    found = [[(x, scale * y) for x, y in points(records, metric)] for records in runs.values()]
-    xs, ys = [x for line in found for x, _ in line], [y for line in found for _, y in line]
-    x_ticks = nice_ticks(min(xs), max(xs), count=5, whole=True)
+def _chart(panel: Panel, runs: Mapping[str, Sequence[Record]]) -> Chart:
+    scale = 100 if panel.percent else 1
+    found = [[(x, scale * y) for x, y in points(records, panel.metric)] for records in runs.values()]
+    ys = [y for line in found for _, y in line] + ([0.0] if panel.from_zero else [])
+    first, last = iteration_range(runs)
+    x_ticks = nice_ticks(first, last, count=5, whole=True)
     y_ticks = nice_ticks(min(ys), max(ys), count=4)
-    low, high = min(*ys, y_ticks[0]), max(*ys, y_ticks[-1])
+    low, high = y_ticks[0], y_ticks[-1]
 
     def px(x: float) -> float:
-        return LEFT + (x - min(xs)) / ((max(xs) - min(xs)) or 1) * (WIDTH - LEFT - RIGHT)
+        return LEFT + (x - first) / ((last - first) or 1) * (WIDTH - LEFT - RIGHT)
 
     def py(y: float) -> float:
-        return TOP + (high - y) / ((high - low) or 1) * (HEIGHT - TOP - BOTTOM)
+        return TOP + (high - y) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
     def trace(line: Sequence[tuple[float, float]]) -> str:
         return "M" + " L".join(f"{px(x):.1f} {py(y):.1f}" for x, y in line)
@@ -189,15 +188,15 @@ def _chart(metric: str, title: str, percent: bool, runs: Mapping[str, Sequence[R
         if not line:
             continue
         smooth = list(zip([x for x, _ in line], moving_mean([y for _, y in line])))
-        unit = "%" if percent else ""
+        unit = "%" if panel.percent else ""
         dots = [
             (f"{px(x):.1f}", f"{py(y):.1f}", f"{visible(name)}, iteration {x:.0f}: {short(y)}{unit}") for x, y in line
         ]
         lines.append(Line(i % 6, trace(smooth), "" if smooth == line else trace(line), dots))
     return Chart(
-        title + (" (%)" if percent else ""),
+        panel.title + (" (%)" if panel.percent else ""),
         lines,
-        [(f"{px(x):.1f}", f"{x:,.0f}") for x in x_ticks if min(xs) <= x <= max(xs)],
+        [(f"{px(x):.1f}", f"{x:,.0f}") for x in x_ticks if first <= x <= last],
         [(f"{py(y):.1f}", f"{y:,.10g}") for y in y_ticks],
     )
 

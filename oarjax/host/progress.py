@@ -158,7 +158,7 @@ WARNINGS = (
         "1: check the style against completions.jsonl, or ask for it in data.prompt_format",
     ),
     Rule(
-        "logp_gap",
+        "sampler_gap",
         lambda now, first: now > 0.05,
         "the sampler's and the trainer's log-probabilities differ by {now:.3g} on average: set "
         "loss.sampler_correction_cap, or policy.compute_dtype=float32",
