@@ -134,7 +134,7 @@ class GateConfig(Section):
     tau: Share = 0.4
     boost: Rate = 2.0
     floor: Share = 0.1
-    preserve_mass: bool = True
+    mass: Literal["kept", "free"] = Field("kept", description="kept: the weights of a row average 1")
 
 
 class AnswerConfig(Section):

@@ -13,11 +13,13 @@ Qwen's pad id is also one of its stop ids. Positions are ``clip(cumsum(valid) - 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int32, Key
+from jaxtyping import Array, Bool, Float, Float32, Int32, Key
 
 Params = Any
 """A plain pytree of arrays (nested dicts); only ``models/`` knows what is in it."""
@@ -54,6 +56,17 @@ class AnswerSpan:
     reasoning: Bool[Array, "B T"]  # the tokens whose advantage may be reshaped
     answer: Bool[Array, "B T"]
     found: Bool[Array, "B"]
+
+
+@dataclass(frozen=True)
+class Grades:
+    """What the graders say of B rows, on the host (numpy and lists)."""
+
+    rewards: Float32[np.ndarray, "B"]  # weighted sum; NaN where a reward could not be given
+    per_reward: dict[str, Float32[np.ndarray, "B"]]
+    verdicts: list[str]  # graded | unparseable | timeout | crash | ...
+    answers: list[str | None]  # as extracted from the completions, untrusted
+    notes: list[str]  # why a verdict is not "graded"
 
 
 @struct.dataclass

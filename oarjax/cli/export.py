@@ -1,0 +1,25 @@
+"""``oarjax export``: read a policy, write it as an HF folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from oarjax.config import ConfigError
+from oarjax.host.devices import choose_platform
+from oarjax.host.hf import export, load_params, read_config, stored_dtype
+from oarjax.host.report import make_console
+from oarjax.models.weights import parameter_count
+
+
+def run(source: str, target: Path, dtype: str) -> None:
+    if dtype not in ("keep", "float32", "bfloat16"):
+        raise ConfigError(f"--dtype: expected keep, float32 or bfloat16, got {dtype}")
+    if target.exists():
+        raise ConfigError(f"TARGET: {target} exists; give a folder that does not")
+    choose_platform("cpu")
+    cfg, folder = read_config(source)
+    params = load_params(folder, cfg, dtype=stored_dtype(folder) if dtype == "keep" else jnp.dtype(dtype))
+    export(target, cfg, params, source=folder)
+    make_console().print(f"wrote {parameter_count(cfg):,} parameters to {target}", markup=False)

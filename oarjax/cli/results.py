@@ -1,0 +1,68 @@
+"""What a run shows at its end: the table, the curves and the page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from oarjax.cli.evaluate import Evaluation
+from oarjax.cli.session import Session, facts
+from oarjax.cli.trainer import Trained
+from oarjax.host.curves import curves
+from oarjax.host.page import write_page
+from oarjax.host.report import read_completions, read_metrics
+from oarjax.host.summary import SummaryRow, print_summary, summarise, write_summary
+
+
+def show_results(
+    session: Session, folder: Path, befores: Sequence[Evaluation | None], runs: Mapping[str, Sequence[Trained]]
+) -> None:
+    """Print the table of held-out accuracy; write summary.json, the curves and report.html."""
+    cfg, console = session.cfg, session.console
+    rows = _table(befores, runs, start="SFT policy" if cfg.sft else "start")
+    if rows:
+        print_summary(console, rows)
+        write_summary(folder / "summary.json", rows)
+    if not cfg.report.html:
+        return
+    records = {
+        f"{method} {t.folder.parent.name}" if len(trained) > 1 else method: read_metrics(t.folder / "metrics.jsonl")
+        for method, trained in runs.items()
+        for t in trained
+    }
+    shown = next(iter(runs.values()))[0]
+    curves(records, folder)
+    write_page(
+        folder / "report.html",
+        title=folder.name,
+        summary=rows,
+        runs=records,
+        completions=read_completions(shown.folder / "completions.jsonl"),
+        config=cfg.model_dump(mode="json"),
+        facts=facts(session),
+    )
+    console.print(f"report  {folder / 'report.html'}", markup=False)
+
+
+def _table(
+    befores: Sequence[Evaluation | None], runs: Mapping[str, Sequence[Trained]], *, start: str
+) -> list[SummaryRow]:
+    known = [b for b in befores if b is not None]
+    if not known:
+        return []
+    baseline = np.stack([b.scores for b in known], axis=1)
+    rows = [summarise(start, baseline, mean_length=float(np.mean([b.length for b in known])))]
+    for method, trained in runs.items():
+        lasts = [t.last for t in trained if t.last is not None]
+        rows.append(
+            summarise(
+                method,
+                np.stack([e.scores for e in lasts], axis=1),
+                baseline=baseline,
+                mean_length=float(np.mean([e.length for e in lasts])),
+                seconds=sum(t.seconds for t in trained),
+            )
+        )
+    return rows

@@ -1,0 +1,297 @@
+"""A run's parts, built from its config in the order in which a mistake is cheapest to find.
+
+Nothing is compiled here: a bad field, file or device is an error within seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from oarjax.config import Config, ConfigError, DatasetConfig
+from oarjax.grpo import overlong_penalty
+from oarjax.host import builtin
+from oarjax.host.data import Encoded, encode_pairs, encode_problems
+from oarjax.host.devices import choose_platform, make_mesh, use_compilation_cache
+from oarjax.host.grade import Grader
+from oarjax.host.hf import load_params, read_config
+from oarjax.host.problems import Problem, load_problems
+from oarjax.host.rewards import Sample
+from oarjax.host.tokenizer import load_tokenizer, pad_id, stop_ids, text_of, token_bytes
+from oarjax.models.qwen import QwenConfig, make_policy
+from oarjax.models.weights import abstract_params, divisible_pieces, logical_axes, parameter_count
+from oarjax.oar.answer import check_pattern
+from oarjax.oar.span import find_answers
+from oarjax.policy import Policy
+from oarjax.sharding import batch_spec, check_divisible, check_rows, param_specs
+from oarjax.steps import Shardings
+from oarjax.types import AnswerSpan, Grades, Params, PromptBatch, Rollout, TrainState
+
+
+@dataclass(frozen=True)
+class Session:
+    """What stays the same while a policy is trained."""
+
+    cfg: Config
+    console: Console
+    folder: Path
+    mesh: Mesh
+    source: Path  # the HF folder that the policy was read from
+    model: QwenConfig
+    policy: Policy
+    compute_dtype: Any
+    tokenizer: PreTrainedTokenizerBase
+    table: list[bytes]  # bytes of every token id
+    stop_ids: tuple[int, ...]
+    pad_id: int
+    train: Encoded
+    held_out: Encoded | None
+    pairs: Encoded | None  # for the warm start
+
+    def with_config(self, cfg: Config) -> Session:
+        """The same parts under a config that differs only in how the policy is trained."""
+        return replace(self, cfg=cfg)
+
+    def fetch(self, tree: Any) -> Any:
+        return jax.device_get(tree)
+
+    def place(self, tree: Any, layout: str) -> Any:
+        """Numpy arrays to the devices: "rows" divides axis 0, "microbatches" axis 1, over the data axes."""
+        lead = {"rows": (), "microbatches": (None,)}[layout]
+        return jax.device_put(tree, NamedSharding(self.mesh, PartitionSpec(*lead, *batch_spec())))
+
+    def find_answers(self, rollout: Rollout) -> AnswerSpan:
+        answer, length = self.cfg.credit.answer, rollout.completion.shape[1]
+        completions = np.asarray(rollout.tokens)[:, -length:]
+        return find_answers(
+            completions, np.asarray(rollout.completion), self.table, style=answer.style, pattern=answer.pattern
+        )
+
+    def completions(self, rollout: Rollout) -> list[str]:
+        """The generated texts, stop tokens and other special tokens left out. Untrusted."""
+        length = rollout.completion.shape[1]
+        ids = np.asarray(rollout.tokens)[:, -length:]
+        return [text_of(row[mask].tolist(), self.table) for row, mask in zip(ids, np.asarray(rollout.completion))]
+
+    def submit(
+        self, grader: Grader, problems: Mapping[int, Problem], batch: PromptBatch, rollout: Rollout
+    ) -> Callable[[], Grades]:
+        """Start grading a rollout; calling the result waits for the grades, overlong penalty included."""
+        cfg, lengths = self.cfg.grading, rollout.completion.sum(1)
+        group = len(rollout.ended) // len(batch.problem)
+        samples = [
+            Sample(
+                prompt=problems[int(p)].prompt,
+                completion=text,
+                answer=problems[int(p)].reference,
+                ended=bool(ended),
+                tokens=int(length),
+            )
+            for p, text, ended, length in zip(
+                np.repeat(batch.problem, group), self.completions(rollout), rollout.ended, lengths
+            )
+        ]
+        pending = grader.submit(samples)
+
+        def wait() -> Grades:
+            grades = pending.result()
+            if cfg.overlong_window == 0:
+                return grades
+            penalty = overlong_penalty(
+                lengths,
+                max_length=self.cfg.rollout.max_new,
+                window=cfg.overlong_window,
+                penalty=cfg.overlong_penalty,
+            )
+            return replace(
+                grades,
+                rewards=grades.rewards - np.asarray(penalty, np.float32),
+                per_reward={**grades.per_reward, "overlong": -np.asarray(penalty, np.float32)},
+            )
+
+        return wait
+
+    def grader(self) -> Grader:
+        cfg, answer = self.cfg.grading, self.cfg.credit.answer
+        return Grader(
+            tuple((r.name, r.weight) for r in cfg.rewards),
+            plugins=cfg.plugins,
+            workers=cfg.workers,
+            deadline=cfg.deadline,
+            memory_mb=cfg.memory_mb,
+            style=answer.style,
+            pattern=answer.pattern,
+        )
+
+    def load(self, layout: Shardings) -> Params:
+        """The policy's weights, laid out over the mesh."""
+        dtype = jnp.dtype(self.cfg.policy.param_dtype)
+        return load_params(self.source, self.model, dtype=dtype, shardings=layout.params)
+
+
+def open_session(cfg: Config, console: Console) -> Session:
+    """Build a run's parts: config against checkpoint and data first, devices next, weights not at all.
+
+    Raises:
+        ConfigError: fields that do not fit the checkpoint, tokenizer or devices.
+        DeviceError, UnsupportedModel, CheckpointError, TokenizerError, DataError: from the parts themselves.
+    """
+    if cfg.credit.answer.style == "regex":
+        check_pattern(cfg.credit.answer.pattern)
+    platform = choose_platform(cfg.device)
+    use_compilation_cache(cfg.compilation_cache)
+    folder = Path(cfg.run_dir).expanduser()
+    mesh = make_mesh(**cfg.mesh.model_dump())
+    _check_rows(cfg, dict(mesh.shape))
+
+    path = cfg.policy.path
+    if path == "builtin:arithmetic":
+        path = str(builtin.write_builtin_policy(folder / "policy", seed=cfg.seed))
+    elif path.startswith("builtin:"):
+        raise ConfigError(f"policy.path: {path!r} is unknown; accepted: builtin:arithmetic, a folder, a hub name")
+    model, source = read_config(path, revision=cfg.policy.revision)
+    check_divisible(logical_axes(model), divisible_pieces(model), dict(mesh.shape))
+    _check_lengths(cfg, model)
+    tokenizer = load_tokenizer(source)
+    stops, pad = stop_ids(source, tokenizer), pad_id(tokenizer)
+    table = token_bytes(tokenizer, model.vocab_size)
+    if cfg.credit.mask_id is not None and not 0 <= cfg.credit.mask_id < model.vocab_size:
+        raise ConfigError(f"credit.mask_id: {cfg.credit.mask_id} is not a token; the vocabulary has {model.vocab_size}")
+
+    def read(data: DatasetConfig, where: str) -> Encoded:
+        return encode_problems(
+            load_problems(data, where=where),
+            tokenizer,
+            template=cfg.data.template,
+            system_prompt=cfg.data.system_prompt,
+            prompt_format=cfg.data.prompt_format,
+            max_prompt=cfg.data.max_prompt,
+        )
+
+    pairs = None
+    if cfg.sft is not None:
+        pairs = encode_pairs(
+            load_problems(cfg.sft.data, where="sft.data"),
+            tokenizer,
+            template=cfg.data.template,
+            system_prompt=cfg.data.system_prompt,
+            prompt_format=cfg.data.prompt_format,
+            max_length=cfg.sft.max_length,
+            stop_id=stop_token(tokenizer, stops),
+        )
+    compute = {"auto": "float32" if platform == "cpu" else "bfloat16"}.get(
+        cfg.policy.compute_dtype, cfg.policy.compute_dtype
+    )
+    return Session(
+        cfg=cfg,
+        console=console,
+        folder=folder,
+        mesh=mesh,
+        source=source,
+        model=model,
+        policy=make_policy(model, compute_dtype=jnp.dtype(compute), remat=cfg.policy.remat),
+        compute_dtype=jnp.dtype(compute),
+        tokenizer=tokenizer,
+        table=table,
+        stop_ids=stops,
+        pad_id=pad,
+        train=read(cfg.data.train, "data.train"),
+        held_out=None if cfg.data.eval is None else read(cfg.data.eval, "data.eval"),
+        pairs=pairs,
+    )
+
+
+def stop_token(tokenizer: PreTrainedTokenizerBase, stops: tuple[int, ...]) -> int:
+    """The stop id that a completion to imitate ends in: the tokenizer's own where it is one."""
+    own = tokenizer.eos_token_id
+    return int(own) if own in stops else stops[0]
+
+
+def _check_rows(cfg: Config, mesh: Mapping[str, int]) -> None:
+    """Rows are divided over the data axes, and microbatches must fill a minibatch."""
+    check_rows(cfg.rollout.prompts, mesh, what="rollout.prompts")
+    check_rows(cfg.update.microbatch, mesh, what="update.microbatch")
+    check_rows(cfg.eval.batch, mesh, what="eval.batch")
+    rows = cfg.rollout.prompts * cfg.rollout.group_size // cfg.update.minibatches
+    if rows % cfg.update.microbatch:
+        raise ConfigError(
+            f"update.microbatch: {cfg.update.microbatch} does not divide the {rows} rows of a minibatch "
+            "(rollout.prompts * rollout.group_size / update.minibatches)"
+        )
+    if cfg.sft is not None:
+        check_rows(cfg.sft.microbatch, mesh, what="sft.microbatch")
+        if cfg.sft.batch % cfg.sft.microbatch:
+            raise ConfigError(f"sft.microbatch: {cfg.sft.microbatch} does not divide sft.batch = {cfg.sft.batch}")
+
+
+def _check_lengths(cfg: Config, model: QwenConfig) -> None:
+    longest = cfg.data.max_prompt + cfg.rollout.max_new
+    if longest > model.max_position_embeddings:
+        raise ConfigError(
+            f"data.max_prompt + rollout.max_new = {longest} tokens, more than the checkpoint's "
+            f"max_position_embeddings = {model.max_position_embeddings}; lower one of them"
+        )
+
+
+def lay_out(session: Session, tx: optax.GradientTransformation) -> Shardings:
+    """Where every array of a run lives on the session's mesh."""
+
+    def named(spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(session.mesh, spec)
+
+    params = jax.tree.map(named, param_specs(logical_axes(session.model)), is_leaf=_is_spec)
+    everywhere = named(PartitionSpec())
+    opt_state = optax.tree_map_params(
+        tx,
+        lambda _, where: where,
+        jax.eval_shape(tx.init, abstract_params(session.model, dtype=jnp.dtype(session.cfg.policy.param_dtype))),
+        params,
+        transform_non_params=lambda _: everywhere,
+    )
+    return Shardings(
+        state=TrainState(step=everywhere, params=params, opt_state=opt_state, key=everywhere),
+        params=params,
+        rows=named(batch_spec()),
+        replicated=everywhere,
+    )
+
+
+def new_state(params: Params, tx: optax.GradientTransformation, layout: Shardings, *, seed: int) -> TrainState:
+    """A state that owns its arrays, since updates reuse their memory and the start is needed again."""
+
+    def fresh(params: Params) -> TrainState:
+        copied = jax.tree.map(jnp.copy, params)
+        return TrainState(
+            step=jnp.zeros((), jnp.int32), params=copied, opt_state=tx.init(copied), key=jax.random.key(seed)
+        )
+
+    return jax.jit(fresh, out_shardings=layout.state)(params)
+
+
+def facts(session: Session) -> dict[str, object]:
+    """What a run is about to do, for the banner and the report."""
+    cfg = session.cfg
+    return {
+        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "mesh": ", ".join(f"{axis} {size}" for axis, size in session.mesh.shape.items()),
+        "policy": f"{cfg.policy.path}, {parameter_count(session.model):,} parameters",
+        "computes in": session.compute_dtype,
+        "stop ids": ", ".join(map(str, session.stop_ids)),
+        "train": f"{len(session.train)} problems, {session.train.dropped} over {cfg.data.max_prompt} tokens left out",
+        "held out": "none" if session.held_out is None else f"{len(session.held_out)} problems",
+        "run folder": session.folder,
+    }
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)

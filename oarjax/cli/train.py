@@ -1,0 +1,111 @@
+"""``oarjax train``: warm start, iterations, evaluation, export, report; with ``--compare`` the controls as well."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from oarjax.cli.evaluate import Evaluation, evaluate
+from oarjax.cli.results import show_results
+from oarjax.cli.session import Session, facts, lay_out, open_session
+from oarjax.cli.trainer import Trained, train
+from oarjax.cli.warm_start import warm_start
+from oarjax.config import Config, ConfigError, load_config
+from oarjax.host.grade import Grader
+from oarjax.host.hf import export
+from oarjax.host.progress import banner
+from oarjax.host.report import make_console
+from oarjax.steps import make_optimizer, make_steps
+from oarjax.types import Params
+
+
+def run(config: Path, overrides: Sequence[str], *, compare: bool, seeds: Sequence[int]) -> None:
+    """Train as the config says; with ``compare``, also the controls, from the same start, once per seed."""
+    console = make_console()
+    cfg = load_config(config, list(overrides))
+    if seeds and not compare:
+        raise ConfigError("--seeds goes with --compare; for one run set seed=N")
+    if compare and cfg.data.eval is None:
+        raise ConfigError("data.eval: --compare needs held-out problems")
+    if compare:
+        _compare(cfg, list(seeds) or [cfg.seed], console)
+    else:
+        _train_once(cfg, console)
+
+
+def _train_once(cfg: Config, console: Console) -> None:
+    folder = Path(cfg.run_dir).expanduser()
+    _refuse_taken(folder)
+    session = open_session(cfg, console)
+    _claim(folder, cfg)
+    banner(console, facts(session), cfg.model_dump(mode="json", exclude_defaults=True))
+    with session.grader() as grader:
+        start, before = _start(session, grader)
+        trained = train(session, grader, start, before, folder)
+    if cfg.export.folder is not None:
+        target = folder / cfg.export.folder
+        export(target, session.model, trained.params, source=session.source, dtype=cfg.export.dtype)
+        console.print(f"policy  {target}", markup=False)
+    show_results(session, folder, [before], {cfg.credit.method: [trained]})
+
+
+def _compare(cfg: Config, seeds: list[int], console: Console) -> None:
+    """Every method from the same warm start, with the same prompts and the same noise, seed by seed."""
+    root = Path(f"{cfg.run_dir}-compare").expanduser()
+    _refuse_taken(root)
+    methods = list(dict.fromkeys([cfg.credit.method, "uniform", "permuted"]))
+    befores: list[Evaluation | None] = []
+    runs: dict[str, list[Trained]] = {name: [] for name in methods}
+    session: Session | None = None
+    for seed in seeds:
+        session = open_session(_with(cfg, seed=seed, run_dir=str(root / f"seed{seed}")), console)
+        if seed == seeds[0]:
+            _claim(root, cfg)
+            banner(console, facts(session), cfg.model_dump(mode="json", exclude_defaults=True))
+        with session.grader() as grader:
+            start, before = _start(session, grader)
+            befores.append(before)
+            for method in methods:
+                console.rule(f"seed {seed}, {method}")
+                same = _with(session.cfg, credit=_with(cfg.credit, method=method))
+                folder = _claim(session.folder / method, same)
+                runs[method].append(train(session.with_config(same), grader, start, before, folder))
+    if session is not None:
+        show_results(session, root, befores, runs)
+
+
+def _start(session: Session, grader: Grader) -> tuple[Params, Evaluation | None]:
+    """The policy to train from, after the warm start where there is one, and how good it is."""
+    cfg = session.cfg
+    tx, _ = make_optimizer(cfg)
+    layout = lay_out(session, tx)
+    params = session.load(layout)
+    if cfg.sft is not None:
+        params = warm_start(session, params)
+    if session.held_out is None:
+        return params, None
+    steps = make_steps(session.policy, tx, layout, cfg, stop_ids=session.stop_ids, pad_id=session.pad_id)
+    return params, evaluate(session, steps, grader, params)
+
+
+def _with(section: Any, **changes: Any) -> Any:
+    """A config section with fields changed, validated again."""
+    fields = {name: getattr(section, name) for name in type(section).model_fields}
+    return type(section)(**(fields | changes))
+
+
+def _refuse_taken(folder: Path) -> None:
+    if (folder / "config.yaml").exists():
+        raise ConfigError(f"run_dir: {folder} already holds a run; give another run_dir=..., or move that one away")
+
+
+def _claim(folder: Path, cfg: Config) -> Path:
+    """Make the run's folder and write its whole config there."""
+    _refuse_taken(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False))
+    return folder

@@ -1,0 +1,164 @@
+"""The iterations of one run, with its files, live progress and evaluation around them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from oarjax.cli.evaluate import Evaluation, evaluate
+from oarjax.cli.session import Session, lay_out, new_state
+from oarjax.config import Config
+from oarjax.flops import iteration_flops
+from oarjax.host.data import PromptStream
+from oarjax.host.devices import peak_flops
+from oarjax.host.grade import Grader
+from oarjax.host.progress import OnceWarnings, PhaseTimer, Progress
+from oarjax.host.report import CompletionRow, CompletionsWriter, MetricsWriter, show_completions
+from oarjax.loop import Iteration, Outside, iterate
+from oarjax.models.weights import matmul_parameters
+from oarjax.steps import make_optimizer, make_steps
+from oarjax.types import Params
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run ended as."""
+
+    folder: Path
+    params: Params
+    last: Evaluation | None
+    seconds: float
+
+
+def train(session: Session, grader: Grader, start: Params, before: Evaluation | None, folder: Path) -> Trained:
+    """Iterate from ``start``, which stays as it is; metrics and completions go to ``folder``."""
+    cfg, console = session.cfg, session.console
+    tx, schedule = make_optimizer(cfg)
+    layout = lay_out(session, tx)
+    steps = make_steps(session.policy, tx, layout, cfg, stop_ids=session.stop_ids, pad_id=session.pad_id)
+    state = new_state(start, tx, layout, seed=cfg.seed)
+    reference = start if cfg.loss.kl_beta > 0 else None
+    stream = PromptStream(
+        session.train,
+        prompts=cfg.rollout.prompts,
+        bucket=cfg.rollout.prompt_bucket,
+        pad_id=session.pad_id,
+        seed=cfg.seed,
+        shuffle=cfg.data.shuffle,
+    )
+    timer = PhaseTimer()
+    outside = Outside(
+        next_prompts=lambda: next(stream)[0],
+        submit=partial(session.submit, grader, session.train.by_index),
+        find_answers=session.find_answers,
+        fetch=session.fetch,
+        place=session.place,
+        phase=timer.phase,
+    )
+    peak, _ = peak_flops(session.compute_dtype)
+    began, last = time.perf_counter(), before
+    with ExitStack() as stack:
+        metrics_file = stack.enter_context(MetricsWriter(folder, to=cfg.report.to))
+        completions_file = stack.enter_context(CompletionsWriter(folder / "completions.jsonl"))
+        progress = stack.enter_context(Progress(cfg.iterations, label=cfg.credit.method, console=console))
+        warnings = OnceWarnings(console)
+        warnings.check_sampling(top_k=cfg.rollout.top_k, top_p=cfg.rollout.top_p)
+        if before is not None:
+            metrics_file.write(0, before.metrics)
+        timer.lap()
+        rows: list[CompletionRow] = []
+        for iteration in range(1, cfg.iterations + 1):
+            with _profiled(cfg, iteration, folder):
+                state, done = iterate(state, reference, iteration, steps=steps, outside=outside, cfg=cfg)
+            if _due(cfg, iteration):
+                with timer.phase("evaluate"):
+                    last = evaluate(session, steps, grader, state.params)
+            phases = timer.lap()
+            training = phases["total"] - phases.get("evaluate", 0.0)
+            metrics = done.metrics | {f"seconds/{name}": value for name, value in phases.items()}
+            metrics["lr"] = float(schedule(max(int(state.step) - 1, 0)))
+            metrics["tokens_per_second"] = metrics["completion_tokens"] / training
+            metrics["mfu"] = _model_flops(session, metrics) / (training * peak)
+            if last is not None and "evaluate" in phases:
+                metrics |= last.metrics
+            metrics_file.write(iteration, metrics)
+            rows = completion_rows(session, done, cfg.report.completions)
+            completions_file.write(iteration, rows)
+            progress.update(iteration, metrics, phases)
+            warnings.check(iteration, metrics)
+    show_completions(console, cfg.iterations, rows)
+    return Trained(folder, state.params, last, time.perf_counter() - began)
+
+
+def completion_rows(session: Session, done: Iteration, count: int) -> list[CompletionRow]:
+    """The first completion of each of the first groups, with what was made of it."""
+    rollout, group = done.rollout, session.cfg.rollout.group_size
+    first = slice(0, count * group, group)
+    texts = session.completions(rollout)
+    rows = []
+    for b in range(len(texts))[first]:
+        problem = session.train.by_index[int(done.problems[b // group])]
+        made = np.flatnonzero(rollout.completion[b])
+        ids = rollout.tokens[b, -rollout.completion.shape[1] :]
+        rows.append(
+            CompletionRow(
+                prompt=problem.prompt,
+                completion=texts[b],
+                reward=float(done.grades.rewards[b]),
+                answer=done.grades.answers[b],
+                verdict=done.grades.verdicts[b],
+                rewards={name: float(values[b]) for name, values in done.grades.per_reward.items()},
+                advantage=float(done.advantages[b]),
+                reference=problem.reference,
+                tokens=[session.table[ids[t]].decode("utf-8", "replace") for t in made],
+                weights=[float(w) for w in done.weights[b, made]],
+                is_reasoning=[bool(x) for x in done.span.reasoning[b, made]],
+                is_answer=[bool(x) for x in done.span.answer[b, made]],
+            )
+        )
+    return rows
+
+
+def _model_flops(session: Session, metrics: dict[str, float]) -> float:
+    """FLOPs of the iteration that these metrics are of."""
+    cfg, model = session.cfg, session.model
+    rows = cfg.rollout.prompts * cfg.rollout.group_size
+    forwards = {"uniform": 0.0, "oar_p": 1.0 + metrics["reasoning_length"]}
+    return iteration_flops(
+        matmul_params=matmul_parameters(model),
+        layers=model.num_hidden_layers,
+        heads_width=model.num_attention_heads * model.head_dim,
+        prompt_tokens=metrics["prompt_tokens"],
+        completion_tokens=metrics["completion_tokens"],
+        group_size=cfg.rollout.group_size,
+        used_share=metrics["rows_used"] / rows,
+        # OAR-G: the clean pass once, then per draw a tangent (or noisy) pass and a transposed one.
+        credit_forwards=forwards.get(cfg.credit.method, 1.0 + 2.0 * cfg.credit.draws),
+        scoring_forwards=float(cfg.update.epochs * cfg.update.minibatches > 1) + float(cfg.loss.kl_beta > 0),
+        epochs=cfg.update.epochs,
+        context=(metrics["prompt_tokens"] + metrics["completion_tokens"]) / rows / 2,
+    )
+
+
+def _due(cfg: Config, iteration: int) -> bool:
+    """Whether to evaluate after this iteration: every so often, and always after the last."""
+    if cfg.data.eval is None:
+        return False
+    return iteration == cfg.iterations or (cfg.eval.every > 0 and iteration % cfg.eval.every == 0)
+
+
+@contextmanager
+def _profiled(cfg: Config, iteration: int, folder: Path) -> Iterator[None]:
+    """A profiler trace of the iterations that the config names, for TensorBoard, XProf or Perfetto."""
+    if cfg.profile is not None and iteration == cfg.profile[0]:
+        jax.profiler.start_trace(str(folder / "profile"))
+    yield
+    if cfg.profile is not None and iteration == min(cfg.profile[1], cfg.iterations):
+        jax.profiler.stop_trace()

@@ -1,0 +1,162 @@
+"""One iteration of training, top to bottom: the data path. Grading, logging and clocks come in as callables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from oarjax.batches import Deck, bucket, informative_first, join, join_grades, take, trim
+from oarjax.config import Config
+from oarjax.grpo import group_advantages, zero_variance_groups
+from oarjax.measures import rollout_metrics
+from oarjax.oar.probe import probe_mode
+from oarjax.sampling import rollout_key
+from oarjax.steps import Steps
+from oarjax.types import AnswerSpan, Grades, Mean, Params, PromptBatch, Rollout, TrainBatch, TrainState
+
+
+class Outside(NamedTuple):
+    """Everything an iteration needs from the host side."""
+
+    next_prompts: Callable[[], PromptBatch]
+    submit: Callable[[PromptBatch, Rollout], Callable[[], Grades]]  # starts grading; calling the result waits
+    find_answers: Callable[[Rollout], AnswerSpan]
+    fetch: Callable[[Any], Any]  # device -> numpy
+    place: Callable[[Any, str], Any]  # numpy -> device, laid out as "rows" or "microbatches"
+    phase: Callable[[str], AbstractContextManager[Any]]  # times a phase
+
+
+class Iteration(NamedTuple):
+    """What an iteration leaves for the reports, row by row as drawn."""
+
+    metrics: dict[str, float]
+    rollout: Rollout
+    span: AnswerSpan
+    grades: Grades
+    problems: np.ndarray  # [P]
+    advantages: np.ndarray  # [B]
+    weights: np.ndarray  # [B, T], 1 in rows that were left out
+
+
+def iterate(
+    state: TrainState, ref_params: Params | None, iteration: int, *, steps: Steps, outside: Outside, cfg: Config
+) -> tuple[TrainState, Iteration]:
+    """Prompts -> rollouts -> rewards -> group advantages -> credit per token -> updated policy."""
+    o, group = outside, cfg.rollout.group_size
+    capacity = cfg.rollout.prompts * group
+    probe = probe_mode(
+        iteration - 1,
+        mode=cfg.credit.probe.mode,
+        warmup_mode=cfg.credit.probe.warmup_mode,
+        warmup_iterations=cfg.credit.probe.warmup_iterations,
+    )
+    credit_key = jax.random.fold_in(rollout_key(state.key, step=iteration, batch=0), 1)
+
+    problems, rollout, grading = draw(state, iteration, steps=steps, outside=o, cfg=cfg)
+    with o.phase("spans"):
+        span = o.find_answers(rollout)
+
+    # Which rows are worth scoring. Without skipping that needs no reward, so workers grade while the device scores.
+    rows = np.arange(capacity)
+    if cfg.update.skip_zero_variance:
+        with o.phase("grade"):
+            constant = np.asarray(zero_variance_groups(grading().rewards, group_size=group))
+        rows = np.flatnonzero(~np.repeat(constant, group))
+    longest = int(rollout.completion[rows].sum(1).max(initial=1))
+    length = bucket(longest, cfg.rollout.completion_bucket, cfg.rollout.max_new)
+    deck = Deck(rows, cfg.update.minibatches, cfg.update.microbatch, capacity)
+    cards = (*trim(rollout, span, length=length), np.arange(capacity, dtype=np.int32))
+    hands = [o.place(hand, "microbatches") for hand in deck.deal(cards)]
+
+    with o.phase("score"):
+        scores = [
+            steps.score(state.params, ref_params, r, s, numbers, used, credit_key, probe=probe)
+            for (r, s, numbers), used in zip(hands, deck.used)
+        ]
+        jax.block_until_ready(scores)
+
+    with o.phase("grade"):
+        grades = grading()
+    advantages = np.asarray(
+        group_advantages(
+            grades.rewards,
+            group_size=group,
+            scale=cfg.advantage.scale,
+            ddof=cfg.advantage.ddof,
+            eps=cfg.advantage.eps,
+        )
+    )
+    counted = np.isfinite(grades.rewards) & (rollout.ended | (not cfg.loss.mask_truncated))
+    batches, credits, metrics = [], [], {}
+    with o.phase("credit"):
+        for k, (a, c) in enumerate(deck.deal((advantages, counted))):
+            (r, s, _), found = hands[k], scores[k]
+            completion = r.completion & o.place(c, "microbatches")[..., None]
+            given, measured = steps.credit(
+                found.importance, s, o.place(a, "microbatches"), completion, jax.random.fold_in(credit_key, k)
+            )
+            metrics = add_metrics(metrics, measured)
+            credits.append(given)
+            batches.append(
+                TrainBatch(
+                    tokens=r.tokens,
+                    valid=r.valid,
+                    completion=completion,
+                    advantages=given.advantages,
+                    old_logps=found.old_logps,
+                    ref_logps=found.ref_logps,
+                    behaviour_logps=r.behaviour_logps,
+                )
+            )
+
+    with o.phase("update"):
+        # The mean is over all graded rows, trained on or not: leaving rows out changes the work, not the loss.
+        denominator = steps.denominator(rollout.completion & counted[:, None])
+        for epoch in range(cfg.update.epochs):
+            for k in np.random.default_rng((cfg.seed, iteration, epoch)).permutation(cfg.update.minibatches):
+                if deck.used[k]:
+                    state, measured = steps.update(state, batches[k], deck.used[k], denominator)
+                    metrics = add_metrics(metrics, measured)
+        jax.block_until_ready(state)
+
+    weights = deck.collect(o.fetch([c.weights for c in credits]), np.ones(rollout.completion.shape, np.float32))
+    measured = {name: float(mean.value) for name, mean in o.fetch(metrics).items()}
+    measured |= rollout_metrics(rollout, span, grades, group_size=group, rows_used=len(rows))
+    return state, Iteration(measured, rollout, span, grades, problems, advantages, weights)
+
+
+def draw(
+    state: TrainState, iteration: int, *, steps: Steps, outside: Outside, cfg: Config
+) -> tuple[np.ndarray, Rollout, Callable[[], Grades]]:
+    """Sample groups and start grading them; refill groups of equal rewards from fresh prompts if asked to.
+
+    Returns the problems [P], the rollout [P * G], and the grades to wait for.
+    """
+    o, group, wanted = outside, cfg.rollout.group_size, cfg.rollout.prompts
+    drawn: list[tuple[np.ndarray, Rollout, Callable[[], Grades]]] = []
+    for attempt in range(1 + cfg.update.refills):
+        with o.phase("sample"):
+            prompts = o.next_prompts()
+            key = rollout_key(state.key, step=iteration, batch=attempt)
+            rollout = o.fetch(steps.sample(state.params, o.place(prompts, "rows"), key))
+        drawn.append((prompts.problem, rollout, o.submit(prompts, rollout)))
+        if cfg.update.refills == 0:
+            return drawn[0]
+        with o.phase("grade"):
+            rewards = np.concatenate([grades().rewards for *_, grades in drawn])
+        constant = np.asarray(zero_variance_groups(rewards, group_size=group))
+        if (~constant).sum() >= wanted:
+            break
+    rows = informative_first(constant, prompts=wanted, group_size=group)
+    problems = np.concatenate([p for p, *_ in drawn])[rows[::group] // group]
+    grades = join_grades([g() for *_, g in drawn], rows)
+    return problems, take(join([r for _, r, _ in drawn]), rows), lambda: grades
+
+
+def add_metrics(a: dict[str, Mean], b: dict[str, Mean]) -> dict[str, Mean]:
+    """Sums and counts of both, name by name."""
+    return a | {name: a[name] + mean if name in a else mean for name, mean in b.items()}

@@ -1,0 +1,45 @@
+"""What an iteration's rollouts say about the run: plain numbers for the log. Numpy, on the host."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from oarjax.types import AnswerSpan, Grades, Rollout
+
+
+def rollout_metrics(
+    rollout: Rollout, span: AnswerSpan, grades: Grades, *, group_size: int, rows_used: int
+) -> dict[str, float]:
+    """Rewards, lengths and the shares that explain a loss of 0: ungraded, equal groups, truncated."""
+    lengths = rollout.completion.sum(1)
+    rewards = grades.rewards
+    graded = rewards[np.isfinite(rewards)]
+    groups = rewards.reshape(-1, group_size)
+    out = {
+        "reward": float(graded.mean()) if graded.size else float("nan"),
+        "reward_std": float(graded.std()) if graded.size else float("nan"),
+        "ungraded": 1.0 - graded.size / rewards.size,
+        "zero_variance": float(np.mean(np.nanmax(_filled(groups), 1) == np.nanmin(_filled(groups), 1))),
+        "rows_used": float(rows_used),
+        "length": float(lengths.mean()),
+        "reasoning_length": float(span.reasoning.sum(1).mean()),
+        "length_max": float(lengths.max()),
+        "truncated": float(1.0 - rollout.ended.mean()),
+        "prompt_tokens": float(rollout.valid.sum() - rollout.completion.sum()),
+        "completion_tokens": float(lengths.sum()),
+    }
+    out |= {f"reward/{name}": _nanmean(values) for name, values in grades.per_reward.items()}
+    out |= {f"verdict/{name}": n / len(grades.verdicts) for name, n in Counter(grades.verdicts).items()}
+    return out
+
+
+def _filled(groups: np.ndarray) -> np.ndarray:
+    """Groups without any reward count as equal."""
+    return np.where(np.isnan(groups).all(1, keepdims=True), 0.0, groups)
+
+
+def _nanmean(values: np.ndarray) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if finite.size else float("nan")

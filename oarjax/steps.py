@@ -1,0 +1,354 @@
+"""Every ``jax.jit`` of the package, built once per run from a policy, an optimizer and a config.
+
+Rows travel as [M, b, ...]: M microbatches of b rows, of which the first ``used`` hold rows. The loop over them
+is a ``fori_loop`` with a traced bound around a whole gradient, so one compilation serves any number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from oarjax.config import Config, CreditConfig, LossConfig, OptimConfig, SFTConfig
+from oarjax.credit.permuted import permuted_weights
+from oarjax.credit.uniform import uniform_weights
+from oarjax.grpo import aggregate, policy_loss
+from oarjax.logps import token_logps
+from oarjax.oar.diagnose import ess_ratio, top_mass
+from oarjax.oar.gate import oar_weights, reshape
+from oarjax.oar.gradient import gradient_importance, row_keys
+from oarjax.oar.perturb import masked_token_importance
+from oarjax.oar.probe import ProbeMode
+from oarjax.optim import adamw, learning_rate
+from oarjax.policy import Policy
+from oarjax.sampling import sample
+from oarjax.types import AnswerSpan, Credit, Mean, Params, PromptBatch, Rollout, TrainBatch, TrainState
+
+Metrics = dict[str, Mean]
+Loss = Callable[[Params, TrainBatch], tuple[Mean, Metrics]]
+"""Loss of one microbatch as a sum and a count, and its metrics."""
+
+
+@struct.dataclass
+class Scores:
+    """What the rollout policy says of its own completions, [M, b, T]; None where nothing asks for it."""
+
+    old_logps: Float[Array, "M b T"] | None
+    ref_logps: Float[Array, "M b T"] | None
+    importance: Float[Array, "M b T"] | None
+
+
+class Steps(NamedTuple):
+    """The device programs of a run."""
+
+    sample: Callable[..., Rollout]  # (params, prompts, key)
+    evaluate: Callable[..., Rollout]  # the same with the evaluation's temperature and samples
+    score: Callable[..., Scores]  # (params, ref_params, rollout, span, row numbers, used, key, probe=mode)
+    credit: Callable[..., tuple[Credit, Metrics]]  # (importance, span, advantages, completion, key)
+    denominator: Callable[..., Float[Array, ""]]  # (completion of the whole rollout)
+    update: Callable[..., tuple[TrainState, Metrics]]  # (state, batch, used, denominator)
+
+
+class Shardings(NamedTuple):
+    """Where arrays live; ``rows``: axis 0 divided over the data axes."""
+
+    state: Any  # a tree like TrainState
+    params: Any
+    rows: Any
+    replicated: Any
+
+
+def make_optimizer(cfg: Config) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """The run's optimizer and its schedule (updates -> learning rate)."""
+    return _optimizer(cfg.optim, cfg.iterations * cfg.update.epochs * cfg.update.minibatches)
+
+
+def make_sft_optimizer(cfg: SFTConfig) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """The warm start's optimizer and its schedule."""
+    return _optimizer(cfg.optim, cfg.steps)
+
+
+def _optimizer(o: OptimConfig, updates: int) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    schedule = learning_rate(peak=o.lr, schedule=o.schedule, warmup=o.warmup, updates=updates)
+    return adamw(schedule, b1=o.b1, b2=o.b2, weight_decay=o.weight_decay, clip_norm=o.clip_norm), schedule
+
+
+def make_steps(
+    policy: Policy,
+    tx: optax.GradientTransformation,
+    shardings: Shardings,
+    cfg: Config,
+    *,
+    stop_ids: tuple[int, ...],
+    pad_id: int,
+) -> Steps:
+    """Bind policy, optimizer and config into jitted programs. Compiles nothing yet."""
+    roll = cfg.rollout
+    draw = partial(sample, policy, max_new=roll.max_new, stop_ids=stop_ids, pad_id=pad_id)
+    logps_of = partial(token_logps, policy, temperature=roll.temperature, head_chunk=cfg.policy.head_chunk)
+    # With one update per rollout the ratio is 1: old = stop_gradient(new), no pass of its own.
+    wants_old = cfg.update.epochs * cfg.update.minibatches > 1
+    importance_of = importance(cfg.credit, policy, temperature=roll.temperature, pad_id=pad_id)
+    weights_of = weights(cfg.credit)
+
+    def sample_groups(params: Params, prompts: PromptBatch, key: Key[Array, ""]) -> Rollout:
+        return draw(
+            params,
+            prompts,
+            key,
+            group_size=roll.group_size,
+            temperature=roll.temperature,
+            top_k=roll.top_k,
+            top_p=roll.top_p,
+        )
+
+    def sample_evaluation(params: Params, prompts: PromptBatch, key: Key[Array, ""]) -> Rollout:
+        e = cfg.eval
+        return draw(params, prompts, key, group_size=e.samples, temperature=e.temperature, top_k=0, top_p=1.0)
+
+    def score(
+        params: Params,
+        ref_params: Params | None,
+        rollout: Rollout,
+        span: AnswerSpan,
+        numbers: Int[Array, "M b"],
+        used: Int[Array, ""],
+        key: Key[Array, ""],
+        *,
+        probe: ProbeMode,
+    ) -> Scores:
+        def one(xs: tuple[Rollout, AnswerSpan, Int[Array, "b"]]) -> Scores:
+            r, s, rows = xs
+            logps = partial(logps_of, tokens=r.tokens, valid=r.valid, completion_length=r.completion.shape[-1])
+            return Scores(
+                old_logps=logps(params)[0] if wants_old else None,
+                ref_logps=logps(ref_params)[0] if cfg.loss.kl_beta > 0 else None,
+                importance=importance_of(params, r, s, row_keys(key, rows), probe),
+            )
+
+        return map_used(one, (rollout, span, numbers), used)
+
+    def credit(
+        scores: Float[Array, "M b T"] | None,
+        span: AnswerSpan,
+        advantages: Float[Array, "M b"],
+        completion: Bool[Array, "M b T"],
+        key: Key[Array, ""],
+    ) -> tuple[Credit, Metrics]:
+        M, b = advantages.shape
+        flat = partial(jax.tree.map, lambda x: x.reshape(M * b, *x.shape[2:]))
+        s, mask, raw = flat(span), flat(completion), flat(scores)
+        w = weights_of(raw, s.reasoning, key)
+        given = Credit(
+            importance=jnp.zeros_like(w) if raw is None else raw,
+            weights=w,
+            advantages=reshape(flat(advantages), w, mask),
+        )
+        shaped = jax.tree.map(lambda x: x.reshape(M, b, *x.shape[1:]), given)
+        return shaped, credit_metrics(w, s, mask)
+
+    def loss(params: Params, batch: TrainBatch) -> tuple[Mean, Metrics]:
+        logps, entropies = logps_of(
+            params, tokens=batch.tokens, valid=batch.valid, completion_length=batch.completion.shape[-1]
+        )
+        return bound_loss(cfg.loss, max_length=roll.max_new)(logps, entropies, batch)
+
+    def denominator(completion: Bool[Array, "B T"]) -> Float[Array, ""]:
+        zeros = jnp.zeros(completion.shape, jnp.float32)
+        counted = aggregate(zeros, completion, mode=cfg.loss.aggregation, max_length=roll.max_new)
+        return counted.count / cfg.update.minibatches
+
+    def update(
+        state: TrainState, batch: TrainBatch, used: Int[Array, ""], denominator: Float[Array, ""]
+    ) -> tuple[TrainState, Metrics]:
+        # bnpo means over the pieces it is cut into, whatever they hold; the others over the whole rollout.
+        return descend(tx, loss, state, batch, used, None if cfg.loss.aggregation == "bnpo" else denominator)
+
+    return Steps(
+        sample=jax.jit(sample_groups, out_shardings=shardings.rows),
+        evaluate=jax.jit(sample_evaluation, out_shardings=shardings.rows),
+        score=jax.jit(score, static_argnames="probe"),
+        credit=jax.jit(credit),
+        denominator=jax.jit(denominator),
+        update=jax.jit(update, donate_argnums=0, out_shardings=(shardings.state, shardings.replicated)),
+    )
+
+
+def make_sft_step(
+    policy: Policy, tx: optax.GradientTransformation, shardings: Shardings, *, head_chunk: int
+) -> Callable[..., tuple[TrainState, Metrics]]:
+    """(state, batch, used) -> (state, metrics): mean negative log-probability of the completions' tokens."""
+
+    def loss(params: Params, batch: TrainBatch) -> tuple[Mean, Metrics]:
+        logps, entropies = token_logps(
+            policy,
+            params,
+            batch.tokens,
+            batch.valid,
+            completion_length=batch.completion.shape[-1],
+            temperature=1.0,
+            head_chunk=head_chunk,
+        )
+        token_mean = partial(aggregate, mask=batch.completion, mode="dapo", max_length=1)
+        return token_mean(-logps), {"entropy": token_mean(jax.lax.stop_gradient(entropies))}
+
+    def step(state: TrainState, batch: TrainBatch, used: Int[Array, ""]) -> tuple[TrainState, Metrics]:
+        return descend(tx, loss, state, batch, used, None)
+
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings.state, shardings.replicated))
+
+
+def importance(cfg: CreditConfig, policy: Policy, *, temperature: float, pad_id: int) -> Callable[..., Any]:
+    """(params, rollout, span, row keys, probe) -> importance [b, T] by the configured method, None if it needs none."""
+    if cfg.method == "uniform":
+        return lambda params, rollout, span, keys, probe: None
+    if cfg.method == "oar_p":
+        mask_id = pad_id if cfg.mask_id is None else cfg.mask_id
+
+        def by_masking(params: Params, r: Rollout, span: AnswerSpan, keys: Any, probe: ProbeMode) -> Any:
+            return masked_token_importance(
+                policy,
+                params,
+                r.tokens,
+                r.valid,
+                span,
+                mode=probe,
+                mask_id=mask_id,
+                chunk=cfg.chunk,
+                temperature=temperature,
+            )
+
+        return by_masking
+
+    def by_gradient(params: Params, r: Rollout, span: AnswerSpan, keys: Any, probe: ProbeMode) -> Any:
+        return gradient_importance(
+            policy,
+            params,
+            r.tokens,
+            r.valid,
+            span,
+            keys,
+            mode=probe,
+            estimator=cfg.estimator,
+            sigma=cfg.sigma,
+            draws=cfg.draws,
+            temperature=temperature,
+        )
+
+    return by_gradient
+
+
+def weights(cfg: CreditConfig) -> Callable[..., Float[Array, "B T"]]:
+    """(importance, reasoning, key) -> token weights [B, T] by the configured method."""
+    gate = partial(
+        oar_weights,
+        rule=cfg.gate.rule,
+        tau=cfg.gate.tau,
+        boost=cfg.gate.boost,
+        floor=cfg.gate.floor,
+        mass=cfg.gate.mass,
+    )
+    if cfg.method == "uniform":
+        return lambda scores, reasoning, key: uniform_weights(reasoning)
+    if cfg.method == "permuted":
+        return lambda scores, reasoning, key: permuted_weights(gate(scores, reasoning), reasoning, key)
+    return lambda scores, reasoning, key: gate(scores, reasoning)
+
+
+def bound_loss(cfg: LossConfig, *, max_length: int) -> Callable[..., tuple[Mean, Metrics]]:
+    """``policy_loss`` with a run's settings."""
+    return partial(
+        policy_loss,
+        surrogate=cfg.surrogate,
+        level=cfg.level,
+        aggregation=cfg.aggregation,
+        clip_low=cfg.clip_low,
+        clip_high=cfg.clip_high,
+        dual_clip=cfg.dual_clip,
+        ratio_cap=cfg.ratio_cap,
+        kl_beta=cfg.kl_beta,
+        kl_estimator=cfg.kl_estimator,
+        entropy_bonus=cfg.entropy_bonus,
+        sampler_cap=cfg.sampler_correction_cap,
+        max_length=max_length,
+    )
+
+
+def credit_metrics(w: Float[Array, "B T"], span: AnswerSpan, completion: Bool[Array, "B T"]) -> Metrics:
+    """Concentration of the weights over rows that reason, and the share of rows without an answer."""
+    rows = completion.any(-1)
+    counted = rows & span.reasoning.any(-1)
+
+    def row_mean(values: Float[Array, "B"], among: Bool[Array, "B"]) -> Mean:
+        return Mean(jnp.sum(jnp.where(among, values, 0)), jnp.sum(among).astype(jnp.float32))
+
+    return {
+        "ess": row_mean(ess_ratio(w, span.reasoning), counted),
+        "top10": row_mean(top_mass(w, span.reasoning, share=0.1), counted),
+        "no_answer": row_mean((~span.found).astype(jnp.float32), rows),
+    }
+
+
+def map_used(fn: Callable[[Any], Any], xs: Any, used: Int[Array, ""]) -> Any:
+    """fn over axis 0 of every array of ``xs``, for the first ``used`` entries; zeros after."""
+    count = jax.tree.leaves(xs)[0].shape[0]
+    shapes = jax.eval_shape(fn, jax.tree.map(lambda x: x[0], xs))
+    empty = jax.tree.map(lambda s: jnp.zeros((count, *s.shape), s.dtype), shapes)
+
+    def body(i: Int[Array, ""], out: Any) -> Any:
+        return jax.tree.map(lambda o, y: o.at[i].set(y), out, fn(jax.tree.map(lambda x: x[i], xs)))
+
+    return jax.lax.fori_loop(0, used, body, empty)
+
+
+def descend(
+    tx: optax.GradientTransformation,
+    loss: Loss,
+    state: TrainState,
+    batch: TrainBatch,
+    used: Int[Array, ""],
+    denominator: Float[Array, ""] | None,
+) -> tuple[TrainState, Metrics]:
+    """One optimizer update from the used microbatches of [M, b, ...], their gradients summed in float32.
+
+    The loss is sum(total) / denominator, by default sum(count). An update whose gradient is not finite is
+    skipped: params, optimizer and step stay, and the metric ``skipped`` is 1.
+    """
+
+    def total(params: Params, rows: TrainBatch) -> tuple[Float[Array, ""], tuple[Mean, Metrics]]:
+        mean, metrics = loss(params, rows)
+        return mean.total, (mean, metrics)
+
+    def one(i: Any) -> tuple[Any, Mean, Metrics]:
+        (_, (mean, metrics)), grads = jax.value_and_grad(total, has_aux=True)(
+            state.params, jax.tree.map(lambda x: x[i], batch)
+        )
+        return jax.tree.map(lambda g: g.astype(jnp.float32), grads), mean, metrics
+
+    empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, 0))
+    grads, mean, metrics = jax.lax.fori_loop(0, used, lambda i, so_far: jax.tree.map(jnp.add, so_far, one(i)), empty)
+    count = jnp.maximum(mean.count if denominator is None else denominator, 1e-20)
+    grads = jax.tree.map(lambda g, p: (g / count).astype(p.dtype), grads, state.params)
+    norm = optax.global_norm(grads)
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    moved = state.replace(step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+    finite = jnp.isfinite(norm) & jnp.isfinite(mean.total)
+    kept = state.replace(
+        **{
+            name: jax.tree.map(partial(jnp.where, finite), getattr(moved, name), getattr(state, name))
+            for name in ("step", "params", "opt_state")
+        }
+    )
+    once = jnp.ones((), jnp.float32)
+    return kept, metrics | {
+        "loss": Mean(mean.total, count),
+        "grad_norm": Mean(norm, once),
+        "skipped": Mean(1 - finite.astype(jnp.float32), once),
+    }
