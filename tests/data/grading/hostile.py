@@ -29,7 +29,7 @@ def hostile(sample: Sample) -> float:
     elif word == "huge":
         bytearray(10**14)
     elif word == "hoard":
-        hoard.append(bytearray(b"x") * 150_000_000)
+        hoard.append(bytearray(b"x") * 50_000_000)
     elif word == "recurse":
         hostile(sample)
     elif word == "raise":
