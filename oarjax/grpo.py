@@ -241,9 +241,14 @@ def policy_loss(
     Raises:
         ValueError: an unknown mode, or kl_beta or sampler_cap without the log-probs that they need.
     """
-    mask, advantages = batch.completion, widened(batch.advantages)
-    logps = jnp.where(mask, widened(logps), 0)
-    old = stop_gradient(logps) if batch.old_logps is None else batch.old_logps
+    mask = batch.completion
+
+    def inside(values):  # zero before any arithmetic: junk x 0 in a backward pass is NaN
+        return None if values is None else jnp.where(mask, widened(values), 0)
+
+    logps, entropies, advantages = inside(logps), inside(entropies), inside(batch.advantages)
+    ref, behaviour = inside(batch.ref_logps), inside(batch.behaviour_logps)
+    old = stop_gradient(logps) if batch.old_logps is None else inside(batch.old_logps)
     ratio = policy_ratio(logps, old, mask, level=level)
 
     if surrogate == "clip":
@@ -256,22 +261,22 @@ def policy_loss(
         raise ValueError(f"policy_loss: surrogate must be clip or cispo, got {surrogate!r}")
     logged = {"ratio": ratio, "entropy": entropies, "clip_low": low, "clip_high": high}
 
-    if batch.behaviour_logps is not None:
-        logged["sampler_gap"] = jnp.abs(old - batch.behaviour_logps)
+    if behaviour is not None:
+        logged["sampler_gap"] = jnp.abs(old - behaviour)
     if sampler_cap is not None:
-        if batch.behaviour_logps is None:
+        if behaviour is None:
             raise ValueError("policy_loss: sampler_cap needs batch.behaviour_logps; keep the sampler's or pass None")
-        logged["sampler_weight"] = truncated_importance(old, batch.behaviour_logps, cap=sampler_cap)
+        logged["sampler_weight"] = truncated_importance(old, behaviour, cap=sampler_cap)
         objective = logged["sampler_weight"] * objective
     loss = -objective
 
-    if batch.ref_logps is not None:
-        logged["kl"] = kl_estimate(logps, jnp.where(mask, batch.ref_logps, 0), estimator=kl_estimator)
+    if ref is not None:
+        logged["kl"] = kl_estimate(logps, ref, estimator=kl_estimator)
         loss = loss + kl_beta * logged["kl"]
     elif kl_beta:
         raise ValueError(f"policy_loss: kl_beta = {kl_beta} needs batch.ref_logps; score a reference or set it to 0")
     if entropy_bonus:
-        loss = loss - entropy_bonus * jnp.where(mask, widened(entropies), 0)
+        loss = loss - entropy_bonus * entropies
 
     metrics = {name: _token_mean(values, mask) for name, values in logged.items()}
     return aggregate(loss, mask, mode=aggregation, max_length=max_length, rows=rows), metrics

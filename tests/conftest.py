@@ -9,6 +9,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import jax
 import pytest
+from jaxtyping import config as jaxtyping_config
 from jaxtyping import install_import_hook
 
 ROOT = Path(__file__).parent.parent
@@ -54,3 +55,12 @@ def highest_precision():
 def x64():
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def unchecked():
+    """Without the runtime type checks, as for a user: values outside a Literal reach the function's own error."""
+    before = jaxtyping_config.jaxtyping_disable
+    jaxtyping_config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping_config.update("jaxtyping_disable", before)
