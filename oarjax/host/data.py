@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from functools import cached_property
 from typing import Any, Literal
 
 import grain
@@ -35,11 +34,6 @@ class Encoded:
 
     def __len__(self) -> int:
         return len(self.problems)
-
-    @cached_property
-    def by_index(self) -> dict[int, Problem]:
-        """Problems by their row number in the dataset."""
-        return {problem.index: problem for problem in self.problems}
 
     @cached_property
     def by_index(self) -> dict[int, Problem]:
