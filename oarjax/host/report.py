@@ -15,7 +15,7 @@ import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, SupportsFloat, TextIO
+from typing import Any, SupportsFloat
 
 from rich.console import Console
 from rich.text import Text
@@ -25,11 +25,11 @@ Metrics = Mapping[str, SupportsFloat]
 RESERVED = ("iteration", "time")
 
 
-def make_console(stream: TextIO | None = None) -> Console:
-    """A console that cannot crash on text which the terminal's encoding does not have."""
-    stream = sys.stdout if stream is None else stream
-    if isinstance(stream, io.TextIOWrapper):
-        stream.reconfigure(errors="backslashreplace")
+def make_console(stream: io.TextIOWrapper | None = None) -> Console:
+    """A console, by default on standard output, that cannot crash on text which the stream's encoding does not have."""
+    target = sys.stdout if stream is None else stream
+    if isinstance(target, io.TextIOWrapper):
+        target.reconfigure(errors="backslashreplace")
     return Console(file=stream, highlight=False)
 
 

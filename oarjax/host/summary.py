@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -74,7 +75,7 @@ def summarise(
     )
 
 
-def wilson_interval(share: float, count: float, *, z: float = Z95) -> tuple[float, float]:
+def wilson_interval(share: float, count: float | int, *, z: float = Z95) -> tuple[float, float]:
     """Wilson's score interval of a share from ``count`` independent trials, both ends within 0..1.
 
     Unlike share ± z * sqrt(share (1 - share) / count) it has a width where the share is 0 or 1.
@@ -107,7 +108,10 @@ def pass_interval(scores: Float[np.ndarray, "problems seeds"], *, z: float = Z95
 
 
 def paired_change(
-    scores: Float[np.ndarray, "problems seeds"], baseline: Float[np.ndarray, "problems seeds_before"], *, z: float = Z95
+    scores: Float[np.ndarray, "problems seeds"],
+    baseline: Float[np.ndarray, "problems_before seeds_before"],
+    *,
+    z: float = Z95,
 ) -> tuple[float, float, float]:
     """Mean change in points and its 95% interval, from the differences of each problem's own means.
 
@@ -157,7 +161,15 @@ def _change(row: SummaryRow) -> str:
 
 def print_summary(console: Console, rows: Sequence[SummaryRow]) -> None:
     header, cells = summary_cells(rows)
-    table = Table(title=summary_title(rows), title_justify="left", caption=NOTE, caption_justify="left")
+    table = Table(
+        title=summary_title(rows),
+        title_justify="left",
+        caption=NOTE,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+    )
     for i, name in enumerate(header):
         table.add_column(name, justify="left" if i == 0 else "right")
     for line in cells:
