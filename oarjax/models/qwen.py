@@ -216,7 +216,16 @@ class Layer(nnx.Module):
         self.mlp_norm = norm(cfg.hidden_size, rngs=rngs)
         self.mlp = MLP(cfg, linear=linear, rngs=rngs)
 
-    def __call__(self, x, cos, sin, own, earlier, *, compute_dtype: DTypeLike):
+    def __call__(
+        self,
+        x: Float[Array, "B N D"],
+        cos: Float[Array, "B N half"],
+        sin: Float[Array, "B N half"],
+        own: Bool[Array, "B N N"],
+        earlier: tuple[Segment, ...],
+        *,
+        compute_dtype: DTypeLike,
+    ) -> tuple[Float[Array, "B N D"], tuple[Float[Array, "B N kv h"], Float[Array, "B N kv h"]]]:
         mixed, kv = self.attention(self.attention_norm(x), cos, sin, own, earlier, compute_dtype=compute_dtype)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), kv
@@ -248,7 +257,8 @@ def make_policy(cfg: QwenConfig, *, compute_dtype: DTypeLike = jnp.float32, rema
 
     Matmul operands are in ``compute_dtype`` and accumulate in float32; the residual stream, norms, softmax,
     RoPE angles and logits are float32 (all float64 where compute_dtype is). ``remat`` says what the backward
-    pass recomputes of each layer: nothing, all but the matmuls without batch axes, or everything.
+    pass recomputes of each layer: nothing, all but the matmuls without batch axes, or everything. The cache is
+    in ``compute_dtype``; its caller keeps cache.length + N within its slots.
     """
     compute = jnp.dtype(compute_dtype)
     stream = jnp.promote_types(compute, jnp.float32)
@@ -278,7 +288,7 @@ def make_policy(cfg: QwenConfig, *, compute_dtype: DTypeLike = jnp.float32, rema
 
         def body(x, xs):
             weights, *stored = xs
-            earlier = tuple(Segment(*kv, mask) for kv, mask in zip(stored, masks) if kv is not None)
+            earlier = tuple(Segment(k, v, mask) for (k, v), mask in zip(stored, masks))
             layer = nnx.merge(layer_def, weights)
             x, kv = layer(x, cos, sin, own, earlier, compute_dtype=compute)
             return x, kv if cache is not None else None
@@ -288,7 +298,7 @@ def make_policy(cfg: QwenConfig, *, compute_dtype: DTypeLike = jnp.float32, rema
         step = _rematerialised(body, remat) if cache is None else body
         x, kv = jax.lax.scan(step, embeddings.astype(stream), (params["layers"], *((c.k, c.v) for c in stores)))
         hidden = nnx.merge(norm_def, params["norm"])(x)
-        return hidden, None if cache is None else _append(cache, *kv, valid)
+        return hidden, None if cache is None else _append(cache, kv[0], kv[1], valid)
 
     def unembed(params: Params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         if cfg.tie_word_embeddings:
@@ -315,11 +325,12 @@ def _written(cache: KVCache) -> Bool[Array, "B C"]:
 
 def _append(cache: KVCache, k: Array, v: Array, valid: Bool[Array, "B N"]) -> KVCache:
     """Write all layers' new keys and values at once, so that a decode step touches only the new slots."""
-    at = (0, 0, cache.length, 0, 0)
+    zero = jnp.zeros_like(cache.length)  # indices of one type, with 64-bit types on too
+    at = (zero, zero, cache.length, zero, zero)
     return KVCache(
         k=jax.lax.dynamic_update_slice(cache.k, k, at),
         v=jax.lax.dynamic_update_slice(cache.v, v, at),
-        valid=jax.lax.dynamic_update_slice(cache.valid, valid, (0, cache.length)),
+        valid=jax.lax.dynamic_update_slice(cache.valid, valid, (zero, cache.length)),
         length=cache.length + valid.shape[1],
     )
 

@@ -1,0 +1,102 @@
+"""Names to specs, refusals, and the same logits on eight devices as on one."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec as Spec
+
+from oarjax.models.qwen import QwenConfig
+from oarjax.models.weights import build_tree, divisible_pieces, logical_axes
+from oarjax.sharding import REPLICATED_FSDP, ShardingError, batch_spec, check_divisible, check_rows, param_specs
+
+
+@pytest.fixture
+def cfg(data):
+    return QwenConfig.from_hf(json.loads((data / "policy" / "qwen2_untied" / "config.json").read_text()))
+
+
+def test_specs(cfg):
+    specs = param_specs(logical_axes(cfg))
+    assert specs["embed"]["embedding"] == Spec("tensor", "fsdp")
+    assert specs["head"]["kernel"] == Spec("fsdp", "tensor")
+    assert specs["layers"]["attention"]["q"] == {"kernel": Spec(None, "fsdp", "tensor"), "bias": Spec(None, "tensor")}
+    assert specs["layers"]["attention"]["o"]["kernel"] == Spec(None, "tensor", "fsdp")
+    assert specs["layers"]["mlp"]["down"]["kernel"] == Spec(None, "tensor", "fsdp")
+    assert specs["layers"]["mlp_norm"]["scale"] == Spec(None, None)
+    assert specs["norm"]["scale"] == Spec(None)
+    assert batch_spec() == Spec(("data", "fsdp"))
+    shapes = build_tree(cfg, lambda w: w.shape)
+    assert jax.tree.structure(specs) == jax.tree.structure(shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def test_rollout_layout_keeps_embeddings_whole(cfg):
+    specs = param_specs(logical_axes(cfg), rules=REPLICATED_FSDP)
+    assert specs["layers"]["attention"]["q"]["kernel"] == Spec(None, None, "tensor")
+
+
+def test_an_axis_without_a_rule():
+    with pytest.raises(KeyError, match="expert"):
+        param_specs({"w": ("expert", "embed")})
+
+
+def test_meshes_that_do_not_divide(cfg):
+    """1 kv head on 4 tensor devices; 32 embedding columns on 3 fsdp devices."""
+    axes, pieces = logical_axes(cfg), divisible_pieces(cfg)
+    check_divisible(axes, pieces, {"data": 5, "fsdp": 4, "tensor": 1})
+    with pytest.raises(ShardingError, match=r"kv_heads = 1 on mesh axis tensor = 4; choose mesh sizes"):
+        check_divisible(axes, pieces, {"data": 1, "fsdp": 1, "tensor": 4})
+    with pytest.raises(ShardingError, match="embed = 32 on mesh axis fsdp = 3"):
+        check_divisible(axes, pieces, {"fsdp": 3})
+
+
+def test_rows_that_do_not_divide():
+    check_rows(12, {"data": 2, "fsdp": 3}, what="update.microbatch")
+    with pytest.raises(ShardingError, match=r"update.microbatch = 10 rows .* data x fsdp = 4; .* such as 12"):
+        check_rows(10, {"data": 2, "fsdp": 2, "tensor": 8}, what="update.microbatch")
+
+
+PROGRAM = """
+import sys, numpy as np, jax, jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from oarjax.host.hf import load_params, read_config
+from oarjax.models.qwen import make_policy
+from oarjax.models.weights import divisible_pieces, logical_axes
+from oarjax.policy import positions_of
+from oarjax.sharding import batch_spec, check_divisible, param_specs
+
+cfg, folder = read_config(sys.argv[1])
+mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+check_divisible(logical_axes(cfg), divisible_pieces(cfg), dict(mesh.shape))
+shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(logical_axes(cfg)))
+params = load_params(folder, cfg, shardings=shardings)
+kernel = params["layers"]["attention"]["q"]["kernel"]
+assert kernel.addressable_shards[0].data.size * 4 == kernel.size  # fsdp x tensor
+policy = make_policy(cfg, remat="none")
+golden = np.load(folder / "golden.npz")
+ids = jax.device_put(np.tile(golden["ids"], (2, 1)), NamedSharding(mesh, batch_spec()))
+
+@jax.jit
+def logits(params, ids):
+    valid = jnp.ones(ids.shape, bool)
+    return policy.unembed(params, policy.trunk(params, policy.embed(params, ids), positions_of(valid), valid)[0])
+
+np.testing.assert_allclose(logits(params, ids), np.tile(golden["logits"], (2, 1, 1)), atol=1e-4, rtol=0)
+print("equal on", len(jax.devices()), "devices")
+"""
+
+
+def test_eight_devices_give_the_golden_logits(data):
+    """In a process of its own, since the number of devices is fixed when jax starts."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+    }
+    command = [sys.executable, "-c", PROGRAM, str(data / "policy" / "qwen3_tied")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "equal on 8 devices" in done.stdout
