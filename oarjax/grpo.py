@@ -283,7 +283,8 @@ def policy_loss(
 
 
 def _token_mean(values: Float[Array, "B T"] | Bool[Array, "B T"], mask: Bool[Array, "B T"]) -> Mean:
-    return aggregate(stop_gradient(values).astype(jnp.float32), mask, mode="dapo", max_length=1)
+    wide = values.astype(jnp.promote_types(values.dtype, jnp.float32))  # shares are bool
+    return aggregate(stop_gradient(wide), mask, mode="dapo", max_length=1)
 
 
 def _grouped(rewards: Float[Array, "B"], group_size: int) -> Float[Array, "P G"]:

@@ -1,7 +1,7 @@
 """Weights, ESS and top-10% mass equal golden arrays made with the published OAR code, for every stored score.
 
-One departure, allowed for in ``as_kept``: the published code divides the mass by sum(w) + 1e-8, ours by sum(w). It is about
-1e-9 of the weights, invisible in float32; ESS and top-10% do not depend on it. Tolerances: float32 1e-5 of the
+One departure, allowed for in ``as_kept``: the published code divides the mass by sum(w) + 1e-8, ours by sum(w). It is
+about 1e-9 of the weights, invisible in float32; ESS and top-10% do not depend on it. Tolerances: float32 1e-5 of the
 largest weight (the f32 and bf16 scores were weighted in float32), float64 1e-12.
 Rows that the published log1p turns into NaN are listed in case.json; ours are ones. The variant with a sorted-index
 threshold (``weights_sortedidx``) is not reproduced: it differs from the quantile only by interpolation and by an eps.
@@ -19,9 +19,8 @@ import pytest
 from oarjax.oar.diagnose import ess_ratio, top_mass
 from oarjax.oar.gate import oar_weights
 
-SETTINGS = [
-    (tau, beta, mass) for tau, beta in ((0.4, 2.0), (0.25, 1.0), (0.3, 1.0), (0.7, 4.0)) for mass in (True, False)
-]
+PAIRS = ((0.4, 2.0), (0.25, 1.0), (0.3, 1.0), (0.7, 4.0))
+SETTINGS = [(tau, beta, kept) for tau, beta in PAIRS for kept in (True, False)]
 WIDTH = 40
 TOLERANCE = {"f32": 1e-5, "bf16": 1e-5, "f64": 1e-12}
 

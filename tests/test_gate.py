@@ -136,9 +136,8 @@ def test_reshape_hand_worked_and_without_gradient():
 
 def test_weights_of_one_are_the_group_advantage_itself():
     completion, advantages = jnp.ones((2, 3), bool), jnp.array([0.7, -1.3])
-    np.testing.assert_array_equal(
-        reshape(advantages, jnp.ones((2, 3)), completion), np.full((2, 3), advantages[:, None])
-    )
+    shaped = reshape(advantages, jnp.ones((2, 3)), completion)
+    np.testing.assert_array_equal(shaped, np.full((2, 3), advantages[:, None]))
 
 
 @pytest.mark.parametrize("bad", [{"tau": 1.2}, {"floor": -0.1}, {"boost": -1.0}])
