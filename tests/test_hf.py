@@ -169,7 +169,7 @@ def test_where_there_is_no_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match=r"no config.json; expected a Hugging Face checkpoint folder"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match="config.json is not valid JSON"):
+    with pytest.raises(CheckpointError, match=r"config.json is not valid JSON"):
         read_config(tmp_path)
     with pytest.raises(CheckpointError, match="no such folder; give an HF folder or a hub name"):
         read_config(tmp_path / "nowhere")

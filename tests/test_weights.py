@@ -12,7 +12,6 @@ from safetensors import safe_open
 from oarjax.models.qwen import Qwen, QwenConfig
 from oarjax.models.weights import (
     abstract_params,
-    build_tree,
     divisible_pieces,
     init_params,
     logical_axes,
@@ -41,10 +40,8 @@ def test_tree_is_the_modules(kind, data):
     cfg = config(data / "policy" / kind)
     model = nnx.eval_shape(lambda: Qwen(cfg, compute_dtype=jnp.float32, rngs=nnx.Rngs(0)))
     modules = nnx.as_pure(nnx.split(model, nnx.Param, ...)[1])
-    shapes = jax.tree.map(lambda leaf: leaf.shape, modules)
-    want = build_tree(cfg, lambda w: w.shape)
-    assert jax.tree.structure(shapes) == jax.tree.structure(want)
-    assert {**shapes} == want
+    shapes = {tuple(part.key for part in path): leaf.shape for path, leaf in jax.tree.leaves_with_path(modules)}
+    assert shapes == {w.path: w.shape for w in weight_table(cfg)}
 
 
 def test_axes_pieces_and_shapes_go_together(data):

@@ -298,7 +298,7 @@ def make_policy(cfg: QwenConfig, *, compute_dtype: DTypeLike = jnp.float32, rema
         step = _rematerialised(body, remat) if cache is None else body
         x, kv = jax.lax.scan(step, embeddings.astype(stream), (params["layers"], *((c.k, c.v) for c in stores)))
         hidden = nnx.merge(norm_def, params["norm"])(x)
-        return hidden, None if cache is None else _append(cache, kv[0], kv[1], valid)
+        return hidden, None if cache is None or kv is None else _append(cache, kv[0], kv[1], valid)
 
     def unembed(params: Params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         if cfg.tie_word_embeddings:
