@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from oarjax.host.curves import curves, drawn_panels, moving_mean, points
+from oarjax.host.curves import average, curves, drawn_panels, moving_mean, points
 from oarjax.host.page import nice_ticks, pick_completions, token_colour, token_pieces, write_page
 from oarjax.host.report import CompletionRow
 from oarjax.host.summary import SummaryRow
@@ -195,6 +195,16 @@ def test_points_leave_gaps_out_and_panels_need_points():
     records = [{"iteration": 1, "reward": None}, {"iteration": 2}, {"iteration": 3, "reward": 0.5}]
     assert points(records, "reward") == [(3.0, 0.5)]
     assert [p.metric for p in drawn_panels({"a": records, "b": []})] == ["reward"]
+
+
+def test_average_of_seeds_is_per_iteration_over_those_that_have_a_value():
+    first = [{"iteration": 0, "pass_at_1": 0.5}, {"iteration": 1, "reward": 0.25}]
+    second = [{"iteration": 1, "reward": 0.75, "ess": 0.5}, {"iteration": 2, "reward": None}]
+    assert average([first, second]) == [
+        {"iteration": 0.0, "pass_at_1": 0.5},
+        {"iteration": 1.0, "reward": 0.5, "ess": 0.5},
+        {"iteration": 2.0},
+    ]
 
 
 def test_moving_mean_keeps_short_series_and_narrows_at_the_ends():

@@ -20,6 +20,7 @@ from oarjax.host.report import (
     read_metrics,
     short,
     show_completions,
+    token_texts,
     visible,
 )
 from oarjax.host.summary import (
@@ -154,6 +155,12 @@ def test_visible_spells_out_what_a_terminal_would_act_on_or_hide():
     assert visible("\x1b[31m\r\x00\x9b") == "<U+001B>[31m<U+000D><U+0000><U+009B>"
     assert visible("\u202e\u2066\u200b\u2028\ufeff") == "<U+202E><U+2066><U+200B><U+2028><U+FEFF>"
     assert visible("\ud800") == "<U+D800>"
+
+
+def test_token_texts_give_a_split_character_to_its_last_token():
+    assert token_texts([b"a", b"\xe6\x95", b"\xb0b", b"\xffc"]) == ["a", "", "数b", "\ufffdc"]
+    assert token_texts([b"x\xe6", b"\x95"]) == ["x", "\ufffd"]  # cut in the middle of a character
+    assert token_texts([]) == []
 
 
 def test_shown_completions_are_not_markup_and_cannot_drive_the_terminal():

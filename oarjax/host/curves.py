@@ -49,6 +49,20 @@ def iteration_range(runs: Mapping[str, Sequence[Record]]) -> tuple[float, float]
     return (min(seen), max(seen)) if seen else (0.0, 1.0)
 
 
+def average(runs: Sequence[Sequence[Record]]) -> list[dict[str, float]]:
+    """Runs of one method with several seeds as one: the mean of every metric at every iteration.
+
+    A value that a run does not have (or that is not finite) is left out of the mean.
+    """
+    found: dict[float, dict[str, list[float]]] = {}
+    for record in (record for run in runs for record in run):
+        values = found.setdefault(record["iteration"], {})
+        for name, value in record.items():
+            if value is not None and math.isfinite(value):
+                values.setdefault(name, []).append(float(value))
+    return [{name: sum(seen) / len(seen) for name, seen in found[n].items()} for n in sorted(found)]
+
+
 def moving_mean(values: Sequence[float]) -> list[float]:
     """Centred mean over about a fifteenth of the series, over what there is near its ends; short series stay as is."""
     half = len(values) // 30

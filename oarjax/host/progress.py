@@ -21,9 +21,15 @@ from rich.text import Text
 
 from oarjax.host.report import Metrics, make_console, short, visible
 
-LIVE = {"reward": "reward", "length": "length", "entropy": "entropy", "ess": "ESS", "pass_at_1": "pass@1"}
-"""Metrics of the live line and what they are called there: mean reward, mean completion length in tokens, mean entropy
-in nats, mean effective sample size of the token weights (a share of the reasoning), and held-out pass@1 (a share)."""
+LIVE = {
+    "reward": "reward",  # mean
+    "length": "length",  # mean, tokens of a completion
+    "entropy": "entropy",  # mean, nats
+    "ess": "ESS",  # effective sample size of the token weights, a share of the reasoning
+    "pass_at_1": "pass@1",  # held-out, a share
+    "tokens_per_second": "tok/s",
+}
+"""Metrics of the live line, and what they are called there."""
 
 # Progress and time ------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ curves and the page know by heart are in ``oarjax.host.progress.LIVE`` and ``WAR
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 import math
@@ -53,6 +54,19 @@ def short(value: SupportsFloat) -> str:
     if x == 0 or 1e-3 <= abs(x) < 100:
         return f"{x:.3f}" if abs(x) < 10 else f"{x:.1f}"
     return f"{x:,.0f}" if 100 <= abs(x) < 1e7 else f"{x:.1e}"
+
+
+def token_texts(tokens: Sequence[bytes]) -> list[str]:
+    """Text of each token of a sequence, joined exactly the sequence's own text.
+
+    A character whose bytes are spread over several tokens belongs to the token with its last byte; bytes that are no
+    UTF-8 become the replacement character.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    texts = [decoder.decode(token) for token in tokens]
+    if texts:
+        texts[-1] += decoder.decode(b"", final=True)
+    return texts
 
 
 # Metrics ----------------------------------------------------------------------------------------------------------
