@@ -7,7 +7,7 @@ taken for a wrong answer, so every sample leaves with a verdict of its own:
     unparseable  a reward could not read the model's answer; that reward is 0, counted apart
     ungraded     nothing is known (the reference is no expression, or a reward returned NaN)
     timeout      the answer took longer than the deadline; its worker was killed
-    crash        a reward raised, or its worker died (twice) or used too much memory
+    crash        a reward raised, or its worker died or used too much memory, twice
 
 The last three have reward NaN, which the group advantages leave out.
 """
@@ -185,8 +185,8 @@ class Grader:
         worker.state, worker.since = "busy", time.monotonic()
         try:
             worker.link.send_bytes(json.dumps([asdict(batch.samples[i]) for i in worker.chunk]).encode())
-        except OSError:
-            self._lost(worker, batch)
+        except OSError:  # it died while it waited; none of these samples is to blame
+            self._dismiss(worker, batch)
 
     def _listen(self, worker: _Worker, batch: _Batch) -> bool:
         """Take what the worker has sent. False where it is gone."""
@@ -233,13 +233,12 @@ class Grader:
             self._lost(worker, batch)
         elif worker.state == "busy":
             if age > self._setup["deadline"]:
-                self._fail(worker, batch, "timeout", f"no verdict within {self._setup['deadline']:g} s")
+                batch.give_up(worker.chunk.popleft(), "timeout", f"no verdict within {self._setup['deadline']:g} s")
+                self._dismiss(worker, batch)
             elif age > POLL / 2 and _resident_mb(worker.process.pid) > self._setup["memory_mb"]:
-                self._fail(worker, batch, "crash", f"used more than {self._setup['memory_mb']} MB of memory")
-
-    def _fail(self, worker: _Worker, batch: _Batch, verdict: Verdict, note: str) -> None:
-        batch.give_up(worker.chunk.popleft(), verdict, note)
-        self._dismiss(worker, batch)
+                current = worker.chunk.popleft()
+                self._dismiss(worker, batch)
+                batch.retry(current, f"used more than {self._setup['memory_mb']} MB of memory")
 
     def _dismiss(self, worker: _Worker, batch: _Batch) -> int:
         self._workers.remove(worker)
