@@ -199,8 +199,8 @@ def test_progress_every_keeps_first_and_last_line():
     c = console()
     with Progress(7, label="sft", console=c, every=4) as progress:
         for n in range(1, 8):
-            progress.update(n, {"loss": 1.5})
-    assert printed(c).splitlines() == ["sft 1/7  loss 1.500", "sft 5/7  loss 1.500", "sft 7/7  loss 1.500"]
+            progress.update(n, {"loss": 1.5, "entropy": 2})
+    assert printed(c).splitlines() == [f"sft {n}/7  loss 1.500  entropy 2.000" for n in (1, 5, 7)]
 
 
 @pytest.mark.parametrize("width", [120, 9, 1])

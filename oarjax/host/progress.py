@@ -93,8 +93,9 @@ class Progress:
 
     def update(self, done: int, metrics: Metrics, phases: Mapping[str, float] | None = None) -> None:
         """Show that ``done`` of the total are finished, their latest metrics and the seconds per phase."""
-        values = [f"{shown} {short(metrics[name])}" for name, shown in LIVE.items() if name in metrics]
-        values = values or [f"{name} {short(value)}" for name, value in list(metrics.items())[:5]]
+        # Phases without rewards, such as a warm start, have few metrics: show what there is.
+        names = LIVE if "reward" in metrics else {name: name for name in list(metrics)[:5]}
+        values = [f"{shown} {short(metrics[name])}" for name, shown in names.items() if name in metrics]
         seconds = [f"{name} {value:.1f}s" for name, value in (phases or {}).items() if value >= 0.05 or name == "total"]
         self._updates += 1
         if self._live is not None:
