@@ -244,11 +244,11 @@ def policy_loss(
     mask = batch.completion
 
     def inside(values):  # zero before any arithmetic: junk x 0 in a backward pass is NaN
-        return None if values is None else jnp.where(mask, widened(values), 0)
+        return jnp.where(mask, widened(values), 0)
 
     logps, entropies, advantages = inside(logps), inside(entropies), inside(batch.advantages)
-    ref, behaviour = inside(batch.ref_logps), inside(batch.behaviour_logps)
     old = stop_gradient(logps) if batch.old_logps is None else inside(batch.old_logps)
+    ref, behaviour = jax.tree.map(inside, (batch.ref_logps, batch.behaviour_logps))  # None stays None
     ratio = policy_ratio(logps, old, mask, level=level)
 
     if surrogate == "clip":

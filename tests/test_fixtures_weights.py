@@ -21,7 +21,7 @@ from oarjax.oar.gate import oar_weights
 
 PAIRS = ((0.4, 2.0), (0.25, 1.0), (0.3, 1.0), (0.7, 4.0))
 SETTINGS = [(tau, beta, kept) for tau, beta in PAIRS for kept in (True, False)]
-WIDTH = 40
+ROWS, WIDTH = 40, 40  # one shape for everything, so that each operation compiles once
 TOLERANCE = {"f32": 1e-5, "bf16": 1e-5, "f64": 1e-12}
 
 
@@ -59,10 +59,11 @@ def check(rows: list[Golden], dtype: str):
     precision = jnp.float64 if dtype == "f64" else jnp.float32
     for signs in ("clamped", "signed"):
         chosen = [g for g in rows if g.name.endswith(dtype) and ("P__answer_joint" in g.name) == (signs == "signed")]
-        scores = np.full((len(chosen), WIDTH), np.nan)
+        scores, lengths = np.full((ROWS, WIDTH), np.nan), np.zeros((ROWS, 1))
         for row, golden in zip(scores, chosen):
             row[: len(golden.scores)] = golden.scores
-        reasoning = jnp.asarray(np.arange(WIDTH) < np.array([[len(g.scores)] for g in chosen]))
+        lengths[: len(chosen), 0] = [len(g.scores) for g in chosen]
+        reasoning = jnp.asarray(np.arange(WIDTH) < lengths)
         for i, (tau, beta, kept) in enumerate(SETTINGS):
             weights = oar_weights(
                 jnp.asarray(scores, precision),
@@ -73,7 +74,8 @@ def check(rows: list[Golden], dtype: str):
                 mass="kept" if kept else "free",
                 signs=signs,
             )
-            ess, top10 = ess_ratio(weights, reasoning), top_mass(weights, reasoning)
+            ess, top10 = np.asarray(ess_ratio(weights, reasoning)), np.asarray(top_mass(weights, reasoning))
+            weights = np.asarray(weights)
             for row, golden in enumerate(chosen):
                 n, where = len(golden.scores), f"{golden.name}, tau {tau}, beta {beta}, kept {kept}"
                 if np.isnan(golden.weights[i]).any():

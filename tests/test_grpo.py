@@ -313,7 +313,7 @@ def test_microbatched_is_whole(surrogate, level, aggregation, x64):
     whole_args = make_batch()
     whole, metrics, gradient = loss_and_gradient(*whole_args, **settings)
     mean, parts, gradients = Mean(jnp.zeros(()), jnp.zeros(())), [], []
-    for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
+    for rows in (slice(0, 2), slice(2, 4), slice(4, 6)):
         piece, piece_metrics, piece_gradient = loss_and_gradient(*rows_of(whole_args, rows), **settings)
         mean = mean + piece
         parts.append(piece_metrics)
