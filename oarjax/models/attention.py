@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 
@@ -32,7 +33,7 @@ def attend(q: Float[Array, "B N heads h"], segments: tuple[Segment, ...]) -> Flo
     """
     rows, new, heads, width = q.shape
     kv = segments[0].k.shape[2]
-    q = q.reshape(rows, new, kv, heads // kv, width)
+    q = q.reshape(rows, new, kv, heads // kv, width).transpose(0, 2, 3, 1, 4)
     scored = [_scores(q, s) for s in segments]
     # One common peak: the softmax does not depend on it, so no gradient flows through it.
     peak = jax.lax.stop_gradient(reduce(jnp.maximum, [top for _, top in scored]))
@@ -40,50 +41,57 @@ def attend(q: Float[Array, "B N heads h"], segments: tuple[Segment, ...]) -> Flo
     total = reduce(jnp.add, [weight for weight, _ in parts])
     out = reduce(jnp.add, [value for _, value in parts])
     out = out / jnp.where(total > 0, total, 1.0)[..., None]
-    return out.transpose(0, 2, 1, 3, 4).reshape(rows, new, heads, width).astype(q.dtype)
+    return out.transpose(0, 3, 1, 2, 4).reshape(rows, new, heads, width).astype(q.dtype)
 
 
 def _scores(
-    q: Float[Array, "B N kv g h"], segment: Segment
-) -> tuple[Float[Array, "R kv GN g M"], Float[Array, "B kv N g"]]:
+    q: Float[Array, "B kv g N h"], segment: Segment
+) -> tuple[Float[Array, "R kv g GN M"], Float[Array, "B kv g N"]]:
     """Scores of one segment, lowest where masked, and their maximum per query."""
-    rows, new, kv, group, width = q.shape
-    owners = segment.k.shape[0]
     accumulate = jnp.promote_types(q.dtype, jnp.float32)
-    folded = q.reshape(owners, rows // owners * new, kv, group, width)
-    scores = jnp.einsum("rnkgh,rmkh->rkngm", folded, segment.k, preferred_element_type=accumulate)
-    scores = scores * jnp.asarray(width**-0.5, accumulate)
-    scores = jnp.where(segment.mask[:, None, :, None, :], scores, jnp.finfo(accumulate).min)
-    return scores, _unfold(scores.max(-1), rows)
+    folded = _fold(q, segment.k.shape[0])
+    scores = _matmul(folded, segment.k.transpose(0, 2, 3, 1), accumulate)
+    scores = scores * jnp.asarray(q.shape[-1] ** -0.5, accumulate)
+    scores = jnp.where(segment.mask[:, None, None], scores, jnp.finfo(accumulate).min)
+    return scores, _unfold(scores.max(-1), q.shape[0])
 
 
 def _weighted_values(
-    scores: Float[Array, "R kv GN g M"], peak: Float[Array, "B kv N g"], segment: Segment
-) -> tuple[Float[Array, "B kv N g"], Float[Array, "B kv N g h"]]:
+    scores: Float[Array, "R kv g GN M"], peak: Float[Array, "B kv g N"], segment: Segment
+) -> tuple[Float[Array, "B kv g N"], Float[Array, "B kv g N h"]]:
     """Sum of exp(score - peak) and the values weighted with it."""
     rows = peak.shape[0]
     weights = jnp.exp(scores - _fold(peak, scores.shape[0])[..., None])
-    weights = jnp.where(segment.mask[:, None, :, None, :], weights, 0.0)
-    operand = weights.astype(segment.v.dtype)
-    value = jnp.einsum("rkngm,rmkh->rkngh", operand, segment.v, preferred_element_type=scores.dtype)
+    weights = jnp.where(segment.mask[:, None, None], weights, 0.0)
+    value = _matmul(weights.astype(segment.v.dtype), segment.v.transpose(0, 2, 1, 3), scores.dtype)
     return _unfold(weights.sum(-1), rows), _unfold(value, rows)
 
 
-def _unfold(x: Float[Array, "R kv GN *rest"], rows: int) -> Float[Array, "B kv N *rest"]:
-    """Queries of a shared segment back to one row each."""
-    owners, kv, queries, *rest = x.shape
+def _matmul(
+    a: Float[Array, "R kv g GN x"], b: Float[Array, "R kv x y"], accumulate: DTypeLike
+) -> Float[Array, "R kv g GN y"]:
+    """One matmul per key head over all its queries, batch axes first: what every backend is fast at."""
+    owners, kv, group, queries, inner = a.shape
+    merged = a.reshape(owners, kv, group * queries, inner)
+    out = jnp.matmul(merged, b, preferred_element_type=accumulate)
+    return out.reshape(owners, kv, group, queries, b.shape[-1])
+
+
+def _fold(x: Float[Array, "B kv g N *rest"], owners: int) -> Float[Array, "R kv g GN *rest"]:
+    """Queries of the rows that share a segment side by side."""
+    rows, kv, group, new, *rest = x.shape
     share = rows // owners
     if share == 1:
         return x
-    split = x.reshape(owners, kv, share, queries // share, *rest)
-    return jnp.moveaxis(split, 2, 1).reshape(rows, kv, queries // share, *rest)
+    split = x.reshape(owners, share, kv, group, new, *rest)
+    return jnp.moveaxis(split, 1, 3).reshape(owners, kv, group, share * new, *rest)
 
 
-def _fold(x: Float[Array, "B kv N *rest"], owners: int) -> Float[Array, "R kv GN *rest"]:
-    """The inverse of _unfold."""
-    rows, kv, new, *rest = x.shape
+def _unfold(x: Float[Array, "R kv g GN *rest"], rows: int) -> Float[Array, "B kv g N *rest"]:
+    """The inverse of _fold."""
+    owners, kv, group, queries, *rest = x.shape
     share = rows // owners
     if share == 1:
         return x
-    split = x.reshape(owners, share, kv, new, *rest)
-    return jnp.moveaxis(split, 1, 2).reshape(owners, kv, share * new, *rest)
+    split = x.reshape(owners, kv, group, share, queries // share, *rest)
+    return jnp.moveaxis(split, 3, 1).reshape(rows, kv, group, queries // share, *rest)
