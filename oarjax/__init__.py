@@ -1,0 +1,65 @@
+"""oarjax: GRPO and Outcome-grounded Advantage Reshaping for Qwen policies, as pure functions in JAX.
+
+The public names, each imported when it is first used; importing oarjax itself opens no device, file or network.
+
+    equations     group_advantages, clipped_surrogate, cispo_surrogate, kl_estimate, aggregate, policy_loss
+    OAR           find_answers, masked_token_importance, gradient_importance, normalise, gate, preserve_mass,
+                  oar_weights, reshape
+    diagnostics   ess_ratio, top_mass, spearman, recall_at_k
+    policies      Policy, QwenConfig, make_policy, read_config, load_params, export
+    sampling      sample, token_logps
+    types         PromptBatch, Rollout, AnswerSpan, Credit, TrainBatch, Mean, TrainState, KVCache
+    training      Config, load_config, make_steps, iterate
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "oarjax.grpo": (
+        "group_advantages",
+        "clipped_surrogate",
+        "cispo_surrogate",
+        "kl_estimate",
+        "aggregate",
+        "policy_loss",
+    ),
+    "oarjax.oar.span": ("find_answers",),
+    "oarjax.oar.perturb": ("masked_token_importance",),
+    "oarjax.oar.gradient": ("gradient_importance", "row_keys"),
+    "oarjax.oar.gate": ("normalise", "gate", "preserve_mass", "oar_weights", "reshape"),
+    "oarjax.oar.diagnose": ("ess_ratio", "top_mass", "spearman", "recall_at_k"),
+    "oarjax.policy": ("Policy",),
+    "oarjax.models.qwen": ("QwenConfig", "make_policy"),
+    "oarjax.host.hf": ("read_config", "load_params", "export"),
+    "oarjax.sampling": ("sample",),
+    "oarjax.logps": ("token_logps",),
+    "oarjax.types": (
+        "PromptBatch",
+        "Rollout",
+        "AnswerSpan",
+        "Credit",
+        "TrainBatch",
+        "Mean",
+        "TrainState",
+        "KVCache",
+    ),
+    "oarjax.config": ("Config", "load_config"),
+    "oarjax.steps": ("make_steps",),
+    "oarjax.loop": ("iterate",),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = ["__version__", *sorted(_MODULE_OF)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'oarjax' has no attribute {name!r}; public names: {', '.join(__all__)}")
+    return getattr(import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

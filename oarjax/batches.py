@@ -22,17 +22,19 @@ def bucket(length: int, step: int, limit: int) -> int:
     return min(limit, -(-max(length, 1) // step) * step)
 
 
-def trim(rollout: Rollout, span: AnswerSpan, *, length: int) -> tuple[Rollout, AnswerSpan]:
-    """Cut the completion axis to its first ``length`` positions, which hold every generated token.
+def trim(
+    rollout: Rollout, span: AnswerSpan, rows: Int[np.ndarray, "R"], *, length: int
+) -> tuple[Rollout, AnswerSpan]:
+    """Cut the completion axis to its first ``length`` positions, which hold every token of the chosen rows.
 
     Raises:
-        ValueError: a completion is longer than ``length``.
+        ValueError: one of these completions is longer than ``length``.
     """
     cut = rollout.completion.shape[1] - length
     if cut == 0:
         return rollout, span
-    if rollout.completion[:, length:].any():
-        raise ValueError(f"trim: completions reach {rollout.completion.sum(1).max()} tokens, more than {length}")
+    if rollout.completion[rows, length:].any():
+        raise ValueError(f"trim: completions reach {rollout.completion[rows].sum(1).max()} tokens, more than {length}")
     end = rollout.tokens.shape[1] - cut
     short = rollout.replace(
         tokens=rollout.tokens[:, :end],

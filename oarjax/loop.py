@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from oarjax.batches import Deck, bucket, informative_first, join, join_grades, take, trim
@@ -64,12 +65,12 @@ def iterate(
     rows = np.arange(capacity)
     if cfg.update.skip_zero_variance:
         with o.phase("grade"):
-            constant = np.asarray(zero_variance_groups(grading().rewards, group_size=group))
+            constant = equal_groups(grading().rewards, group)
         rows = np.flatnonzero(~np.repeat(constant, group))
     longest = int(rollout.completion[rows].sum(1).max(initial=1))
     length = bucket(longest, cfg.rollout.completion_bucket, cfg.rollout.max_new)
     deck = Deck(rows, cfg.update.minibatches, cfg.update.microbatch, capacity)
-    cards = (*trim(rollout, span, length=length), np.arange(capacity, dtype=np.int32))
+    cards = (*trim(rollout, span, rows, length=length), np.arange(capacity, dtype=np.int32))
     hands = [o.place(hand, "microbatches") for hand in deck.deal(cards)]
 
     with o.phase("score"):
@@ -83,7 +84,7 @@ def iterate(
         grades = grading()
     advantages = np.asarray(
         group_advantages(
-            grades.rewards,
+            jnp.asarray(grades.rewards),
             group_size=group,
             scale=cfg.advantage.scale,
             ddof=cfg.advantage.ddof,
@@ -115,7 +116,7 @@ def iterate(
 
     with o.phase("update"):
         # The mean is over all graded rows, trained on or not: leaving rows out changes the work, not the loss.
-        denominator = steps.denominator(rollout.completion & counted[:, None])
+        denominator = steps.denominator(jnp.asarray(rollout.completion & counted[:, None]))
         for epoch in range(cfg.update.epochs):
             for k in np.random.default_rng((cfg.seed, iteration, epoch)).permutation(cfg.update.minibatches):
                 if deck.used[k]:
@@ -148,13 +149,18 @@ def draw(
             return drawn[0]
         with o.phase("grade"):
             rewards = np.concatenate([grades().rewards for *_, grades in drawn])
-        constant = np.asarray(zero_variance_groups(rewards, group_size=group))
+        constant = equal_groups(rewards, group)
         if (~constant).sum() >= wanted:
             break
     rows = informative_first(constant, prompts=wanted, group_size=group)
     problems = np.concatenate([p for p, *_ in drawn])[rows[::group] // group]
     grades = join_grades([g() for *_, g in drawn], rows)
     return problems, take(join([r for _, r, _ in drawn]), rows), lambda: grades
+
+
+def equal_groups(rewards: np.ndarray, group_size: int) -> np.ndarray:
+    """Groups [P] whose rewards are all equal, on the host."""
+    return np.asarray(zero_variance_groups(jnp.asarray(rewards), group_size=group_size))
 
 
 def add_metrics(a: dict[str, Mean], b: dict[str, Mean]) -> dict[str, Mean]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 
 from oarjax.types import AnswerSpan, Grades, Rollout
@@ -31,7 +29,7 @@ def rollout_metrics(
         "completion_tokens": float(lengths.sum()),
     }
     out |= {f"reward/{name}": _nanmean(values) for name, values in grades.per_reward.items()}
-    out |= {f"verdict/{name}": n / len(grades.verdicts) for name, n in Counter(grades.verdicts).items()}
+    out |= {f"verdict/{name}": n / len(grades.verdicts) for name, n in grades.counts().items()}
     return out
 
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from oarjax.config import Config, CreditConfig, LossConfig, OptimConfig, SFTConfig
@@ -29,20 +28,11 @@ from oarjax.oar.probe import ProbeMode
 from oarjax.optim import adamw, learning_rate
 from oarjax.policy import Policy
 from oarjax.sampling import sample
-from oarjax.types import AnswerSpan, Credit, Mean, Params, PromptBatch, Rollout, TrainBatch, TrainState
+from oarjax.types import AnswerSpan, Credit, Mean, Params, PromptBatch, Rollout, Scores, TrainBatch, TrainState
 
 Metrics = dict[str, Mean]
 Loss = Callable[[Params, TrainBatch], tuple[Mean, Metrics]]
 """Loss of one microbatch as a sum and a count, and its metrics."""
-
-
-@struct.dataclass
-class Scores:
-    """What the rollout policy says of its own completions, [M, b, T]; None where nothing asks for it."""
-
-    old_logps: Float[Array, "M b T"] | None
-    ref_logps: Float[Array, "M b T"] | None
-    importance: Float[Array, "M b T"] | None
 
 
 class Steps(NamedTuple):
@@ -336,7 +326,7 @@ def descend(
     grads, mean, metrics = jax.lax.fori_loop(0, used, lambda i, so_far: jax.tree.map(jnp.add, so_far, one(i)), empty)
     count = jnp.maximum(mean.count if denominator is None else denominator, 1e-20)
     grads = jax.tree.map(lambda g, p: (g / count).astype(p.dtype), grads, state.params)
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     moved = state.replace(step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state)
     finite = jnp.isfinite(norm) & jnp.isfinite(mean.total)

@@ -13,8 +13,9 @@ Qwen's pad id is also one of its stop ids. Positions are ``clip(cumsum(valid) - 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -58,15 +59,31 @@ class AnswerSpan:
     found: Bool[Array, "B"]
 
 
+Verdict = Literal["graded", "unparseable", "ungraded", "timeout", "crash"]
+
+
 @dataclass(frozen=True)
 class Grades:
-    """What the graders say of B rows, on the host (numpy and lists)."""
+    """What the graders say of B completions, on the host. ``notes`` says why a verdict is not "graded"."""
 
-    rewards: Float32[np.ndarray, "B"]  # weighted sum; NaN where a reward could not be given
-    per_reward: dict[str, Float32[np.ndarray, "B"]]
-    verdicts: list[str]  # graded | unparseable | timeout | crash | ...
+    rewards: Float32[np.ndarray, "B"]  # sum of weight * value, NaN where a value with a weight is
+    per_reward: dict[str, Float32[np.ndarray, "B"]]  # unweighted
+    verdicts: list[Verdict]
     answers: list[str | None]  # as extracted from the completions, untrusted
-    notes: list[str]  # why a verdict is not "graded"
+    notes: list[str]
+
+    def counts(self) -> dict[str, int]:
+        """Number of completions of each verdict that occurs."""
+        return dict(Counter(self.verdicts))
+
+
+@struct.dataclass
+class Scores:
+    """What the rollout policy says of its own completions; None where nothing asks for it."""
+
+    old_logps: Float[Array, "B T"] | None
+    ref_logps: Float[Array, "B T"] | None
+    importance: Float[Array, "B T"] | None
 
 
 @struct.dataclass

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerFast
 
 from oarjax.config import Config, ConfigError, DatasetConfig
 from oarjax.grpo import overlong_penalty
@@ -50,7 +50,7 @@ class Session:
     model: QwenConfig
     policy: Policy
     compute_dtype: Any
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerFast
     table: list[bytes]  # bytes of every token id
     stop_ids: tuple[int, ...]
     pad_id: int
@@ -108,7 +108,7 @@ class Session:
             if cfg.overlong_window == 0:
                 return grades
             penalty = overlong_penalty(
-                lengths,
+                jnp.asarray(lengths),
                 max_length=self.cfg.rollout.max_new,
                 window=cfg.overlong_window,
                 penalty=cfg.overlong_penalty,
@@ -211,7 +211,7 @@ def open_session(cfg: Config, console: Console) -> Session:
     )
 
 
-def stop_token(tokenizer: PreTrainedTokenizerBase, stops: tuple[int, ...]) -> int:
+def stop_token(tokenizer: PreTrainedTokenizerFast, stops: tuple[int, ...]) -> int:
     """The stop id that a completion to imitate ends in: the tokenizer's own where it is one."""
     own = tokenizer.eos_token_id
     return int(own) if own in stops else stops[0]

@@ -20,7 +20,7 @@ from oarjax.host.data import PromptStream
 from oarjax.host.devices import peak_flops
 from oarjax.host.grade import Grader
 from oarjax.host.progress import OnceWarnings, PhaseTimer, Progress
-from oarjax.host.report import CompletionRow, CompletionsWriter, MetricsWriter, show_completions
+from oarjax.host.report import CompletionRow, CompletionsWriter, MetricsWriter, show_completions, token_texts
 from oarjax.loop import Iteration, Outside, iterate
 from oarjax.models.weights import matmul_parameters
 from oarjax.steps import make_optimizer, make_steps
@@ -117,7 +117,7 @@ def completion_rows(session: Session, done: Iteration, count: int) -> list[Compl
                 rewards={name: float(values[b]) for name, values in done.grades.per_reward.items()},
                 advantage=float(done.advantages[b]),
                 reference=problem.reference,
-                tokens=[session.table[ids[t]].decode("utf-8", "replace") for t in made],
+                tokens=token_texts([session.table[ids[t]] for t in made]),
                 weights=[float(w) for w in done.weights[b, made]],
                 is_reasoning=[bool(x) for x in done.span.reasoning[b, made]],
                 is_answer=[bool(x) for x in done.span.answer[b, made]],

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -33,8 +33,7 @@ import numpy as np
 
 from oarjax.host.rewards import Sample, find_rewards, load_plugins
 from oarjax.oar.answer import Style, check_pattern
-
-Verdict = Literal["graded", "unparseable", "ungraded", "timeout", "crash"]
+from oarjax.types import Grades, Verdict
 
 POLL = 0.05  # seconds between two looks at deadlines and memory
 START_LIMIT = 120.0  # seconds a worker may take to import what it needs
@@ -43,21 +42,6 @@ CHUNK = 16  # samples sent to a worker at a time
 
 class GraderError(RuntimeError):
     """Workers cannot be started; the message says what the last one said."""
-
-
-@dataclass(frozen=True)
-class Grades:
-    """One entry per sample. ``notes`` says why a verdict is not "graded"."""
-
-    rewards: np.ndarray  # f32 [B], sum of weight * value, NaN where a value with a weight is
-    per_reward: dict[str, np.ndarray]  # f32 [B] each, unweighted
-    verdicts: list[Verdict]
-    answers: list[str | None]  # as extracted from the completion
-    notes: list[str]
-
-    def counts(self) -> dict[str, int]:
-        """Number of samples of each verdict that occurs."""
-        return dict(Counter(self.verdicts))
 
 
 @dataclass(eq=False)

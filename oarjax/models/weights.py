@@ -5,6 +5,7 @@ Loading, exporting, initialising, sharding and the tests all read it; nothing el
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -129,6 +130,17 @@ def logical_axes(cfg: QwenConfig) -> Params:
 def divisible_pieces(cfg: QwenConfig) -> Params:
     """How many pieces every axis of every param can be cut into, at most: tuples in the params' tree."""
     return build_tree(cfg, lambda w: w.pieces)
+
+
+def parameter_count(cfg: QwenConfig) -> int:
+    """All parameters, a tied head counted once."""
+    return sum(math.prod(weight.shape) for weight in weight_table(cfg))
+
+
+def matmul_parameters(cfg: QwenConfig) -> int:
+    """Parameters that a forward pass multiplies each token with: matrices and the head, tied or not."""
+    matrices = sum(math.prod(w.shape) for w in weight_table(cfg) if w.path[-1] == "kernel")
+    return matrices + (cfg.vocab_size * cfg.hidden_size if cfg.tie_word_embeddings else 0)
 
 
 def init_params(cfg: QwenConfig, key: Key[Array, ""], *, dtype: DTypeLike = jnp.float32) -> Params:
