@@ -1,4 +1,4 @@
-"""OAR-P and noisy OAR-G against golden scores of the published code, in float64 and float32, and the weights from them."""
+"""OAR-P and noisy OAR-G against the published code's golden scores, float64 and float32, and the weights from them."""
 
 import json
 from functools import cache
@@ -20,9 +20,10 @@ DATA = Path(__file__).parent / "data" / "oar"
 STDS = ("std1e-3", "std1e-2")
 MODES = ("last", "last_after_answer", "answer_mean", "answer_joint", "answer_joint_sum")
 
-# Largest error over the largest score. Float64 agrees to rounding. Float32: 1e-5 where the golden files' own table of
-# float32 errors (worst of 12 cases) allows; noisy OAR-G is looser because KL of two nearly equal distributions cancels:
-# its gradient is p_noisy - p_clean, of order sigma, and loses log10(1 / sigma) digits.
+# Largest error over the largest score. Float64 agrees to rounding (measured: below 5e-13). Float32: 1e-5 for OAR-P and
+# for the joint mode at sigma 1e-2. Looser, and why: noisy OAR-G differences two nearly equal distributions, its gradient is
+# p_noisy - p_clean, of order sigma, so logits' rounding of 1e-6 weighs 1 / sigma times more; the published code's own
+# float32 scores are as far from its float64 ones (1.3e-4 where ours are 1.4e-4, 3.7e-5 where ours are 3.3e-5).
 F32 = {
     "P": 1e-5,
     "G_std1e-2__last": 5e-5,
@@ -30,9 +31,9 @@ F32 = {
     "G_std1e-2__answer_mean": 5e-5,
     "G_std1e-2__answer_joint": 1e-5,
     "G_std1e-2__answer_joint_sum": 1e-5,
-    "G_std1e-3__last": 8e-4,
-    "G_std1e-3__last_after_answer": 8e-4,
-    "G_std1e-3__answer_mean": 8e-4,
+    "G_std1e-3__last": 3e-4,
+    "G_std1e-3__last_after_answer": 3e-4,
+    "G_std1e-3__answer_mean": 3e-4,
     "G_std1e-3__answer_joint": 3e-5,
     "G_std1e-3__answer_joint_sum": 3e-5,
 }

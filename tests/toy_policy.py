@@ -39,10 +39,10 @@ def toy_policy(*, width=8, heads=2, on_token=None) -> Policy:
             new, keys, values = None, k, v
             seen = jnp.tril(jnp.ones((count, count), bool)) & valid[:, None, :]
         else:
-            at = cache.length
-            keys = jax.lax.dynamic_update_slice(cache.k[0], k.astype(cache.k.dtype), (0, at, 0, 0))
-            values = jax.lax.dynamic_update_slice(cache.v[0], v.astype(cache.v.dtype), (0, at, 0, 0))
-            slots = jax.lax.dynamic_update_slice(cache.valid, valid, (0, at))
+            at, o = cache.length, jnp.zeros_like(cache.length)
+            keys = jax.lax.dynamic_update_slice(cache.k[0], k.astype(cache.k.dtype), (o, at, o, o))
+            values = jax.lax.dynamic_update_slice(cache.v[0], v.astype(cache.v.dtype), (o, at, o, o))
+            slots = jax.lax.dynamic_update_slice(cache.valid, valid, (o, at))
             new = KVCache(keys[None], values[None], slots, at + count)
             seen = (jnp.arange(keys.shape[1]) <= at + jnp.arange(count)[:, None]) & slots[:, None, :]
         scores = [jnp.where(seen[:, None], jnp.einsum("bnhd,bchd->bhnc", q, keys), -1e9)]
