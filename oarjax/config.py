@@ -7,16 +7,26 @@ config; equations take arrays and keyword scalars.
 from __future__ import annotations
 
 import difflib
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
+
+
+def _axis_size(size: int) -> int:
+    if size < 1 and size != -1:
+        raise ValueError(f"expected a positive number of devices, or -1 for all that are left, got {size}")
+    return size
+
+
+AxisSize = Annotated[int, AfterValidator(_axis_size)]
 
 
 class ConfigError(ValueError):
@@ -27,9 +37,14 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
+BUILTIN_POLICIES = ("builtin:arithmetic", "builtin:random")
+"""Of the arithmetic task, and one of Qwen's vocabulary for any tokenizer; see ``host.builtin``."""
+
+
 class PolicyConfig(Section):
-    path: str = Field(description="HF folder, hub name, or builtin:arithmetic (a tiny Qwen2 made on the spot)")
-    revision: str | None = Field(None, description="hub revision (commit, tag or branch)")
+    path: str = Field(description="HF folder, hub name, or a tiny Qwen2 made on the spot (builtin:...)")
+    tokenizer: str | None = Field(None, description="for builtin:random: HF folder or hub name; others have their own")
+    revision: str | None = Field(None, description="hub revision (commit, tag or branch) of what is named above")
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     compute_dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on TPU and GPU")
     remat: Literal["none", "dots", "full"] = Field("full", description="what the backward pass recomputes per layer")
@@ -39,9 +54,9 @@ class PolicyConfig(Section):
 class MeshConfig(Section):
     """Devices per axis; -1 once: all that are left."""
 
-    data: int = -1
-    fsdp: int = 1
-    tensor: int = 1
+    data: AxisSize = -1
+    fsdp: AxisSize = 1
+    tensor: AxisSize = 1
 
 
 class ArithmeticConfig(Section):
@@ -231,16 +246,48 @@ class Config(Section):
         return self
 
 
-def _contradictions(c: Config):
+def _contradictions(c: Config) -> Iterator[str]:
     """Fields that are each fine and cannot run together."""
+    path, tokenizer = c.policy.path, c.policy.tokenizer
+    if path.startswith("builtin:") and path not in BUILTIN_POLICIES:
+        yield f"policy.path: {path} is unknown; accepted: {', '.join(BUILTIN_POLICIES)}, an HF folder, a hub name"
+    if path == "builtin:random" and tokenizer is None:
+        yield "policy.tokenizer: builtin:random needs one; give an HF folder or a hub name"
+    if path != "builtin:random" and tokenizer is not None:
+        yield f"policy.tokenizer: {path} has its own tokenizer; set null"
+    if sum(n == -1 for n in (c.mesh.data, c.mesh.fsdp, c.mesh.tensor)) > 1:
+        yield "mesh: at most one axis can be -1, which takes the devices that are left"
     if c.update.epochs * c.update.minibatches == 1 and c.loss.dual_clip is not None:
         yield "loss.dual_clip: the ratio is exactly 1 with one epoch and one minibatch; set null or raise update.epochs"
+    rows = c.rollout.prompts * c.rollout.group_size
     if c.rollout.prompts % c.update.minibatches:
         yield f"update.minibatches: {c.update.minibatches} does not divide rollout.prompts = {c.rollout.prompts}"
+    elif rows // c.update.minibatches % c.update.microbatch:
+        yield (
+            f"update.microbatch: {c.update.microbatch} does not divide the {rows // c.update.minibatches} rows of a "
+            "minibatch (rollout.prompts * rollout.group_size / update.minibatches)"
+        )
+    if c.sft is not None and c.sft.batch % c.sft.microbatch:
+        yield f"sft.microbatch: {c.sft.microbatch} does not divide sft.batch = {c.sft.batch}"
     if c.credit.answer.style == "regex" and not c.credit.answer.pattern:
         yield "credit.answer.pattern: needed when credit.answer.style is regex"
+    if c.credit.answer.style != "regex" and c.credit.answer.pattern is not None:
+        yield f"credit.answer.pattern: style {c.credit.answer.style} has its own; set null, or style to regex"
     if c.grading.overlong_window > c.rollout.max_new:
         yield f"grading.overlong_window: {c.grading.overlong_window} exceeds rollout.max_new = {c.rollout.max_new}"
+    names = [r.name for r in c.grading.rewards]
+    if not names or len(set(names)) < len(names):
+        yield f"grading.rewards: expected at least one and each once, got {names}"
+    if c.profile is not None and not 1 <= c.profile[0] <= c.profile[1] <= c.iterations:
+        yield f"profile: expected 1 <= first <= last <= iterations = {c.iterations}, got {list(c.profile)}"
+    if c.export.folder is not None and not _is_below(c.export.folder):
+        yield f"export.folder: expected a folder below run_dir such as export, got {c.export.folder!r}"
+
+
+def _is_below(folder: str) -> bool:
+    """A relative path that leads to a folder of its own."""
+    path = PurePath(folder)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
@@ -268,7 +315,7 @@ def parse_config(tree: dict[str, Any], *, source: str = "config") -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(e) for e in error.errors()]
+        lines = [line for e in error.errors() for line in _explain(e).splitlines()]
         raise ConfigError(f"{source}: {len(lines)} bad field(s)\n" + "\n".join(lines)) from None
 
 
@@ -298,12 +345,13 @@ def _explain(error: Any) -> str:
             section = _section(section, str(part))
         known = sorted(section.model_fields) if section is not None else []
         near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        return f"  {path}: no such field{hint} Accepted: {', '.join(known)}"
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        return f"  {path}: no such field{hint}; accepted: {', '.join(known)}"
     if error["type"] == "missing":
         return f"  {path}: required and not given"
     if error["type"] == "value_error":
-        return "\n".join(f"  {line}" for line in str(error["ctx"]["error"]).splitlines())
+        where = f"{path}: " if error["loc"] else ""  # contradictions name their fields themselves
+        return "\n".join(f"  {where}{line}" for line in str(error["ctx"]["error"]).splitlines())
     return f"  {path}: {error['msg']}, got {error['input']!r}"
 
 

@@ -67,6 +67,20 @@ def export(
     run(source, target, dtype)
 
 
+@app.command()
+def bench(
+    model: Annotated[str, typer.Option(help="nano, micro or both: random policies made on the spot.")] = "nano",
+    only: Annotated[str, typer.Option(help="Workloads, comma-separated: W1,W2,W3,W4; default: all.")] = "",
+    repeats: Annotated[int, typer.Option(help="Warm runs per row.", min=1)] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    against: Annotated[str | None, typer.Option(help="torch: run plain PyTorch in turn with this package.")] = None,
+) -> None:
+    """Time rollout, update, credit and a whole iteration on this machine."""
+    from oarjax.cli.bench import run
+
+    run(model, only, repeats, as_json, against)
+
+
 def main() -> None:
     """Run the command; an error that the user can mend is one red line and exit code 2, not a traceback."""
     from oarjax.cli.errors import USER_ERRORS, show

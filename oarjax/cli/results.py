@@ -10,10 +10,14 @@ import numpy as np
 from oarjax.cli.evaluate import Evaluation
 from oarjax.cli.session import Session, facts
 from oarjax.cli.trainer import Trained
-from oarjax.host.curves import curves
+from oarjax.host.curves import average, curves
 from oarjax.host.page import write_page
 from oarjax.host.report import read_completions, read_metrics
 from oarjax.host.summary import SummaryRow, print_summary, summarise, write_summary
+
+
+METHODS = {"uniform": "GRPO", "oar_g": "OAR-G", "oar_p": "OAR-P", "permuted": "OAR-G permuted"}
+"""credit.method as the table and the curves name it; permuted: the weights on other tokens of the sequence."""
 
 
 def show_results(
@@ -28,9 +32,8 @@ def show_results(
     if not cfg.report.html:
         return
     records = {
-        f"{method} {t.folder.parent.name}" if len(trained) > 1 else method: read_metrics(t.folder / "metrics.jsonl")
+        METHODS[method]: average([read_metrics(t.folder / "metrics.jsonl") for t in trained])
         for method, trained in runs.items()
-        for t in trained
     }
     shown = next(iter(runs.values()))[0]
     curves(records, folder)
@@ -58,7 +61,7 @@ def _table(
         lasts = [t.last for t in trained if t.last is not None]
         rows.append(
             summarise(
-                method,
+                METHODS[method],
                 np.stack([e.scores for e in lasts], axis=1),
                 baseline=baseline,
                 mean_length=float(np.mean([e.length for e in lasts])),

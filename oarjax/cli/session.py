@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from oarjax.host import builtin
 from oarjax.host.data import Encoded, encode_pairs, encode_problems
 from oarjax.host.devices import choose_platform, make_mesh, use_compilation_cache
 from oarjax.host.grade import Grader
-from oarjax.host.hf import load_params, read_config
+from oarjax.host.hf import load_params, read_config, read_tokenizer_folder
 from oarjax.host.problems import Problem, load_problems
-from oarjax.host.rewards import Sample
+from oarjax.host.rewards import Sample, find_rewards, load_plugins
 from oarjax.host.tokenizer import load_tokenizer, pad_id, stop_ids, text_of, token_bytes
 from oarjax.models.qwen import QwenConfig, make_policy
 from oarjax.models.weights import abstract_params, divisible_pieces, logical_axes, parameter_count
@@ -146,20 +147,15 @@ def open_session(cfg: Config, console: Console) -> Session:
         ConfigError: fields that do not fit the checkpoint, tokenizer or devices.
         DeviceError, UnsupportedModel, CheckpointError, TokenizerError, DataError: from the parts themselves.
     """
-    if cfg.credit.answer.style == "regex":
-        check_pattern(cfg.credit.answer.pattern)
+    _check_grading(cfg)
+    _check_report(cfg)
     platform = choose_platform(cfg.device)
     use_compilation_cache(cfg.compilation_cache)
     folder = Path(cfg.run_dir).expanduser()
     mesh = make_mesh(**cfg.mesh.model_dump())
     _check_rows(cfg, dict(mesh.shape))
 
-    path = cfg.policy.path
-    if path == "builtin:arithmetic":
-        path = str(builtin.write_builtin_policy(folder / "policy", seed=cfg.seed))
-    elif path.startswith("builtin:"):
-        raise ConfigError(f"policy.path: {path!r} is unknown; accepted: builtin:arithmetic, a folder, a hub name")
-    model, source = read_config(path, revision=cfg.policy.revision)
+    model, source = read_config(_policy_path(cfg, folder), revision=cfg.policy.revision)
     check_divisible(logical_axes(model), divisible_pieces(model), dict(mesh.shape))
     _check_lengths(cfg, model)
     tokenizer = load_tokenizer(source)
@@ -217,30 +213,57 @@ def stop_token(tokenizer: PreTrainedTokenizerFast, stops: tuple[int, ...]) -> in
     return int(own) if own in stops else stops[0]
 
 
+def _policy_path(cfg: Config, run: Path) -> str:
+    """Where the policy is read from; the built-in ones are written below the run's folder first."""
+    if cfg.policy.path == "builtin:arithmetic":
+        return str(builtin.write_builtin_policy(run / "policy", seed=cfg.seed))
+    if cfg.policy.path == "builtin:random" and cfg.policy.tokenizer is not None:
+        tokenizer = read_tokenizer_folder(cfg.policy.tokenizer, revision=cfg.policy.revision)
+        return str(builtin.write_random_policy(run / "policy", tokenizer=tokenizer, seed=cfg.seed))
+    return cfg.policy.path
+
+
+def _check_grading(cfg: Config) -> None:
+    """Plugins, reward names and the answer's pattern, before anything that takes time."""
+    try:
+        load_plugins(cfg.grading.plugins)
+        find_rewards([r.name for r in cfg.grading.rewards])
+        if cfg.credit.answer.style == "regex":
+            check_pattern(cfg.credit.answer.pattern)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _check_report(cfg: Config) -> None:
+    """Packages that the reports need and that only an extra installs: missed now, not after the last iteration."""
+    needs = {"matplotlib": ("report.html", "false", cfg.report.html)}
+    needs["tensorboardX"] = ("report.to", "[jsonl]", "tensorboard" in cfg.report.to)
+    for package, (field, instead, wanted) in needs.items():
+        if wanted and find_spec(package) is None:
+            raise ConfigError(
+                f'{field}: needs {package}, which is not installed; pip install "oarjax[log]", or set {field}={instead}'
+            )
+
+
 def _check_rows(cfg: Config, mesh: Mapping[str, int]) -> None:
-    """Rows are divided over the data axes, and microbatches must fill a minibatch."""
+    """Rows are divided over the data axes."""
     check_rows(cfg.rollout.prompts, mesh, what="rollout.prompts")
     check_rows(cfg.update.microbatch, mesh, what="update.microbatch")
     check_rows(cfg.eval.batch, mesh, what="eval.batch")
-    rows = cfg.rollout.prompts * cfg.rollout.group_size // cfg.update.minibatches
-    if rows % cfg.update.microbatch:
-        raise ConfigError(
-            f"update.microbatch: {cfg.update.microbatch} does not divide the {rows} rows of a minibatch "
-            "(rollout.prompts * rollout.group_size / update.minibatches)"
-        )
     if cfg.sft is not None:
         check_rows(cfg.sft.microbatch, mesh, what="sft.microbatch")
-        if cfg.sft.batch % cfg.sft.microbatch:
-            raise ConfigError(f"sft.microbatch: {cfg.sft.microbatch} does not divide sft.batch = {cfg.sft.batch}")
 
 
 def _check_lengths(cfg: Config, model: QwenConfig) -> None:
-    longest = cfg.data.max_prompt + cfg.rollout.max_new
-    if longest > model.max_position_embeddings:
-        raise ConfigError(
-            f"data.max_prompt + rollout.max_new = {longest} tokens, more than the checkpoint's "
-            f"max_position_embeddings = {model.max_position_embeddings}; lower one of them"
-        )
+    lengths = {"data.max_prompt + rollout.max_new": cfg.data.max_prompt + cfg.rollout.max_new}
+    if cfg.sft is not None:
+        lengths["sft.max_length"] = cfg.sft.max_length
+    for fields, longest in lengths.items():
+        if longest > model.max_position_embeddings:
+            raise ConfigError(
+                f"{fields} = {longest} tokens, more than the checkpoint's "
+                f"max_position_embeddings = {model.max_position_embeddings}; lower {fields.replace(' + ', ' or ')}"
+            )
 
 
 def lay_out(session: Session, tx: optax.GradientTransformation) -> Shardings:

@@ -10,7 +10,7 @@ import yaml
 from rich.console import Console
 
 from oarjax.cli.evaluate import Evaluation, evaluate
-from oarjax.cli.results import show_results
+from oarjax.cli.results import METHODS, show_results
 from oarjax.cli.session import Session, facts, lay_out, open_session
 from oarjax.cli.trainer import Trained, train
 from oarjax.cli.warm_start import warm_start
@@ -55,7 +55,8 @@ def _train_once(cfg: Config, console: Console) -> None:
 
 def _compare(cfg: Config, seeds: list[int], console: Console) -> None:
     """Every method from the same warm start, with the same prompts and the same noise, seed by seed."""
-    root = Path(f"{cfg.run_dir}-compare").expanduser()
+    root = Path(cfg.run_dir).expanduser()
+    root = root.with_name(f"{root.name}-compare")
     _refuse_taken(root)
     methods = list(dict.fromkeys([cfg.credit.method, "uniform", "permuted"]))
     befores: list[Evaluation | None] = []
@@ -70,7 +71,7 @@ def _compare(cfg: Config, seeds: list[int], console: Console) -> None:
             start, before = _start(session, grader)
             befores.append(before)
             for method in methods:
-                console.rule(f"seed {seed}, {method}")
+                console.rule(f"seed {seed}, {METHODS[method]}")
                 same = _with(session.cfg, credit=_with(cfg.credit, method=method))
                 folder = _claim(session.folder / method, same)
                 runs[method].append(train(session.with_config(same), grader, start, before, folder))
@@ -106,6 +107,9 @@ def _refuse_taken(folder: Path) -> None:
 def _claim(folder: Path, cfg: Config) -> Path:
     """Make the run's folder and write its whole config there."""
     _refuse_taken(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False))
+    except OSError as error:
+        raise ConfigError(f"run_dir: cannot write to {folder}: {error}; give another run_dir=...") from error
     return folder

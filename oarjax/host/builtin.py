@@ -1,4 +1,7 @@
-"""builtin:arithmetic: chained sums, a character-level tokenizer and a tiny Qwen2 policy, made on the spot.
+"""builtin:arithmetic and builtin:random: what a run can start from without a checkpoint or a dataset.
+
+builtin:random is a tiny random Qwen2 for any tokenizer, with an embedding as wide as the real ones: for trying out
+real data on a small machine. builtin:arithmetic is chained sums, a character-level tokenizer and a tiny Qwen2 policy.
 
 A problem is a chain such as ``37+25-18=``. Its written-out solution goes one step at a time,
 ``37+25=62;62-18=44;#### 44``, and answers as GSM8K does. The supervised split mixes two habits: part of its
@@ -11,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +22,14 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from oarjax.host.hf import write_random_checkpoint
+from oarjax.host.hf import tokenizer_files, write_random_checkpoint
+from oarjax.host.tokenizer import load_tokenizer, pad_id, stop_ids
 
 MARKER = "####"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 LETTERS = "0123456789+-*/=;.,()? \n"
+VOCABULARY = 151_936
+"""Rows of the embedding of Qwen2.5 up to 3B and of Qwen3."""
 SIZES = {"train": 20_000, "eval": 500, "sft": 20_000}
 """Problems of each split where no limit says otherwise."""
 
@@ -149,6 +156,27 @@ def write_builtin_policy(
     fields = builtin_config(hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab)
     with tempfile.TemporaryDirectory() as scratch:
         write_tokenizer(scratch)
+        return write_random_checkpoint(Path(folder), fields, seed=seed, tokenizer=Path(scratch))
+
+
+def write_random_policy(folder: Path | str, *, tokenizer: Path, seed: int) -> Path:
+    """A tiny random Qwen2 for the tokenizer of a folder, as an HF folder.
+
+    Its embedding has Qwen's ``VOCABULARY`` rows, or as many as a larger tokenizer needs, in multiples of 128.
+
+    Raises TokenizerError where the folder holds no usable tokenizer.
+    """
+    reader = load_tokenizer(tokenizer)
+    stops = stop_ids(tokenizer, reader)
+    rows = max(VOCABULARY, -(-(max(reader.get_vocab().values()) + 1) // 128) * 128)
+    fields = builtin_config(hidden=32, layers=2, heads=4, kv_heads=2, ffn=64, vocab=rows)
+    fields |= {"bos_token_id": pad_id(reader), "eos_token_id": list(stops), "max_position_embeddings": 2048}
+    with tempfile.TemporaryDirectory() as scratch:
+        for file in tokenizer_files(tokenizer):
+            shutil.copyfile(file, Path(scratch) / file.name)
+        _write_json(
+            Path(scratch) / "generation_config.json", {"eos_token_id": list(stops), "pad_token_id": pad_id(reader)}
+        )
         return write_random_checkpoint(Path(folder), fields, seed=seed, tokenizer=Path(scratch))
 
 

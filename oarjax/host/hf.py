@@ -7,7 +7,8 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -55,20 +56,49 @@ def read_config(path: str | Path, *, revision: str | None = None) -> tuple[QwenC
     folder = Path(path).expanduser()
     if folder.is_dir():
         return QwenConfig.from_hf(read_fields(folder)), folder
-    name = str(path)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise CheckpointError(
-            f"policy {name}: no such folder; give an HF folder or a hub name such as Qwen/Qwen2.5-0.5B"
-        )
-    try:
+    name = _hub_name(path, "policy", example="Qwen/Qwen2.5-0.5B")
+    with _fetching(f"policy {name}", revision):
         cfg = QwenConfig.from_hf(read_fields(Path(hf_hub_download(name, "config.json", revision=revision)).parent))
         patterns = ["*.safetensors", "config.json", INDEX, *COPIED]
         return cfg, Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+
+
+def read_tokenizer_folder(path: str | Path, *, revision: str | None = None) -> Path:
+    """The local folder of a tokenizer: a folder, or a hub name of which nothing but the tokenizer is downloaded.
+
+    Raises:
+        CheckpointError: no such folder or hub name.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    name = _hub_name(path, "tokenizer", example="Qwen/Qwen2.5-0.5B")
+    with _fetching(f"tokenizer {name}", revision):
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(COPIED)))
+
+
+def _hub_name(path: str | Path, what: str, *, example: str) -> str:
+    name = str(path)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise CheckpointError(f"{what} {name}: no such folder; give an HF folder or a hub name such as {example}")
+    return name
+
+
+@contextmanager
+def _fetching(what: str, revision: str | None) -> Iterator[None]:
+    """The hub's many errors as one that says what to check."""
+    try:
+        yield
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
-            f"policy {name}: no such folder here, and the hub did not give it "
+            f"{what}: no such folder here, and the hub did not give it "
             f"(revision {revision or 'main'}): {error}; check the name, the network and your access"
         ) from error
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files of a checkpoint that belong to its tokenizer and its generation."""
+    return [file for file in sorted(folder.iterdir()) if any(fnmatch(file.name, pattern) for pattern in COPIED)]
 
 
 def read_fields(folder: Path) -> dict[str, Any]:
@@ -224,9 +254,8 @@ def _write(
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         fresh = Path(scratch) / "new"
         fresh.mkdir()
-        for file in sorted(Path(files_of).iterdir()) if files_of else ():
-            if any(fnmatch(file.name, pattern) for pattern in COPIED):
-                shutil.copyfile(file, fresh / file.name)
+        for file in tokenizer_files(Path(files_of)) if files_of else ():
+            shutil.copyfile(file, fresh / file.name)
         (fresh / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
         _write_shards(fresh, cfg, params, dtype, shard_bytes)
         if folder.exists():
