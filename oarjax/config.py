@@ -43,12 +43,20 @@ BUILTIN_POLICIES = ("builtin:arithmetic", "builtin:random")
 
 class PolicyConfig(Section):
     path: str = Field(description="HF folder, hub name, or a tiny Qwen2 made on the spot (builtin:...)")
-    tokenizer: str | None = Field(None, description="for builtin:random: HF folder or hub name; others have their own")
-    revision: str | None = Field(None, description="hub revision (commit, tag or branch) of what is named above")
+    tokenizer: str | None = Field(
+        default=None, description="for builtin:random: HF folder or hub name; others have their own"
+    )
+    revision: str | None = Field(
+        default=None, description="hub revision (commit, tag or branch) of what is named above"
+    )
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on TPU and GPU")
-    remat: Literal["none", "dots", "full"] = Field("full", description="what the backward pass recomputes per layer")
-    head_chunk: Positive = Field(2048, description="token positions per chunk of the vocabulary head")
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="auto: bfloat16 on TPU and GPU"
+    )
+    remat: Literal["none", "dots", "full"] = Field(
+        default="full", description="what the backward pass recomputes per layer"
+    )
+    head_chunk: Positive = Field(default=2048, description="token positions per chunk of the vocabulary head")
 
 
 class MeshConfig(Section):
@@ -62,21 +70,23 @@ class MeshConfig(Section):
 class ArithmeticConfig(Section):
     """Problems of builtin:arithmetic."""
 
-    terms: Annotated[int, Field(ge=2)] = Field(5, description="numbers in a chain")
-    highest: Positive = Field(99, description="running totals lie in 0..highest")
-    written: Share = Field(0.5, description="of the sft split: share of completions that write the steps out")
+    terms: Annotated[int, Field(ge=2)] = Field(default=5, description="numbers in a chain")
+    highest: Positive = Field(default=99, description="running totals lie in 0..highest")
+    written: Share = Field(default=0.5, description="of the sft split: share of completions that write the steps out")
     seed: Count = 0
 
 
 class DatasetConfig(Section):
     source: str = Field(description="builtin:arithmetic, a .jsonl or .parquet file, or a hub dataset name")
-    name: str | None = Field(None, description="hub dataset configuration, e.g. main")
+    name: str | None = Field(default=None, description="hub dataset configuration, e.g. main")
     split: str = "train"
     revision: str | None = None
     prompt_field: str = "question"
     answer_field: str = "answer"
-    limit: Count = Field(0, description="use only the first n rows; 0 = all (of builtin:arithmetic, its usual number)")
-    arithmetic: ArithmeticConfig = Field(ArithmeticConfig(), description="for source builtin:arithmetic")
+    limit: Count = Field(
+        default=0, description="use only the first n rows; 0 = all (of builtin:arithmetic, its usual number)"
+    )
+    arithmetic: ArithmeticConfig = Field(default=ArithmeticConfig(), description="for source builtin:arithmetic")
 
 
 class DataConfig(Section):
@@ -84,20 +94,20 @@ class DataConfig(Section):
     eval: DatasetConfig | None = None
     template: Literal["chat", "plain"] = "chat"
     system_prompt: str | None = None
-    prompt_format: str = Field("{prompt}", description="applied to each prompt before the template")
-    max_prompt: Positive = Field(512, description="tokens; longer prompts are counted and left out, never cut")
+    prompt_format: str = Field(default="{prompt}", description="applied to each prompt before the template")
+    max_prompt: Positive = Field(default=512, description="tokens; longer prompts are counted and left out, never cut")
     shuffle: bool = True
 
 
 class RolloutConfig(Section):
-    prompts: Positive = Field(32, description="prompts per iteration, over all hosts")
+    prompts: Positive = Field(default=32, description="prompts per iteration, over all hosts")
     group_size: Annotated[int, Field(ge=2)] = 8
     max_new: Positive = 1024
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    top_k: Count = Field(0, description="0 = off")
+    top_k: Count = Field(default=0, description="0 = off")
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    prompt_bucket: Positive = Field(64, description="prompt lengths are padded up to a multiple of this")
-    completion_bucket: Positive = Field(256, description="completions are scored at a multiple of this")
+    prompt_bucket: Positive = Field(default=64, description="prompt lengths are padded up to a multiple of this")
+    completion_bucket: Positive = Field(default=256, description="completions are scored at a multiple of this")
 
 
 class RewardConfig(Section):
@@ -107,12 +117,14 @@ class RewardConfig(Section):
 
 class GradingConfig(Section):
     rewards: tuple[RewardConfig, ...] = (RewardConfig(name="math"),)
-    plugins: tuple[str, ...] = Field((), description="Python files or modules that register rewards")
+    plugins: tuple[str, ...] = Field(default=(), description="Python files or modules that register rewards")
     workers: Positive = 2
-    deadline: Annotated[float, Field(gt=0)] = Field(5.0, description="seconds per answer")
-    memory_mb: Positive = Field(2048, description="resident memory of a worker; above it, it is killed")
-    overlong_window: Count = Field(0, description="last tokens before max_new over which the penalty grows; 0 = off")
-    overlong_penalty: Rate = Field(1.0, description="subtracted from the reward of a completion cut at max_new")
+    deadline: Annotated[float, Field(gt=0)] = Field(default=5.0, description="seconds per answer")
+    memory_mb: Positive = Field(default=2048, description="resident memory of a worker; above it, it is killed")
+    overlong_window: Count = Field(
+        default=0, description="last tokens before max_new over which the penalty grows; 0 = off"
+    )
+    overlong_penalty: Rate = Field(default=1.0, description="subtracted from the reward of a completion cut at max_new")
 
 
 class AdvantageConfig(Section):
@@ -127,15 +139,17 @@ class LossConfig(Section):
     aggregation: Literal["grpo", "bnpo", "dapo", "dr_grpo"] = "dapo"
     clip_low: Share = 0.2
     clip_high: Rate = 0.28
-    dual_clip: Annotated[float, Field(gt=1)] | None = Field(None, description="cap on the ratio where A < 0")
-    ratio_cap: Annotated[float, Field(gt=0)] = Field(5.0, description="CISPO's absolute upper bound on the ratio")
+    dual_clip: Annotated[float, Field(gt=1)] | None = Field(default=None, description="cap on the ratio where A < 0")
+    ratio_cap: Annotated[float, Field(gt=0)] = Field(
+        default=5.0, description="CISPO's absolute upper bound on the ratio"
+    )
     kl_beta: Rate = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     entropy_bonus: float = 0.0
     sampler_correction_cap: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="truncated importance weight min(old / behaviour, cap)"
+        default=None, description="truncated importance weight min(old / behaviour, cap)"
     )
-    mask_truncated: bool = Field(False, description="leave completions cut at max_new out of the loss")
+    mask_truncated: bool = Field(default=False, description="leave completions cut at max_new out of the loss")
 
 
 class ProbeConfig(Section):
@@ -149,23 +163,23 @@ class GateConfig(Section):
     tau: Share = 0.4
     boost: Rate = 2.0
     floor: Share = 0.1
-    mass: Literal["kept", "free"] = Field("kept", description="kept: the weights of a row average 1")
+    mass: Literal["kept", "free"] = Field(default="kept", description="kept: the weights of a row average 1")
 
 
 class AnswerConfig(Section):
     style: Literal["boxed", "hash", "tag", "regex"] = "boxed"
-    pattern: str | None = Field(None, description="for style regex; group 1, or the whole match, is the answer")
+    pattern: str | None = Field(default=None, description="for style regex; group 1, or the whole match, is the answer")
 
 
 class CreditConfig(Section):
     method: Literal["uniform", "oar_g", "oar_p", "permuted"] = Field(
-        "oar_g", description="permuted: OAR-G weights shuffled within each sequence, the control"
+        default="oar_g", description="permuted: OAR-G weights shuffled within each sequence, the control"
     )
-    estimator: Literal["linearised", "noisy"] = Field("linearised", description="of OAR-G")
-    sigma: Annotated[float, Field(gt=0)] = Field(1e-3, description="std of OAR-G's embedding noise")
+    estimator: Literal["linearised", "noisy"] = Field(default="linearised", description="of OAR-G")
+    sigma: Annotated[float, Field(gt=0)] = Field(default=1e-3, description="std of OAR-G's embedding noise")
     draws: Positive = 1
-    mask_id: int | None = Field(None, description="token that OAR-P puts in; None = the pad id")
-    chunk: Positive = Field(16, description="OAR-P counterfactuals per forward pass")
+    mask_id: int | None = Field(default=None, description="token that OAR-P puts in; None = the pad id")
+    chunk: Positive = Field(default=16, description="OAR-P counterfactuals per forward pass")
     probe: ProbeConfig = ProbeConfig()
     gate: GateConfig = GateConfig()
     answer: AnswerConfig = AnswerConfig()
@@ -174,7 +188,7 @@ class CreditConfig(Section):
 class OptimConfig(Section):
     lr: Rate = 1e-6
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup: Count = Field(10, description="updates of linear warm-up")
+    warmup: Count = Field(default=10, description="updates of linear warm-up")
     b1: Share = 0.9
     b2: Share = 0.95
     weight_decay: Rate = 0.01
@@ -183,46 +197,46 @@ class OptimConfig(Section):
 
 class UpdateConfig(Section):
     epochs: Positive = 1
-    minibatches: Positive = Field(1, description="optimizer updates per epoch")
-    microbatch: Positive = Field(32, description="rows per forward and backward pass, over all devices")
-    skip_zero_variance: bool = Field(True, description="drop groups whose rewards are all equal before credit")
-    refills: Count = Field(0, description="extra rollouts of fresh prompts to replace dropped groups")
+    minibatches: Positive = Field(default=1, description="optimizer updates per epoch")
+    microbatch: Positive = Field(default=32, description="rows per forward and backward pass, over all devices")
+    skip_zero_variance: bool = Field(default=True, description="drop groups whose rewards are all equal before credit")
+    refills: Count = Field(default=0, description="extra rollouts of fresh prompts to replace dropped groups")
 
 
 class SFTConfig(Section):
     data: DatasetConfig
     steps: Positive
     batch: Positive = 64
-    microbatch: Positive = Field(64, description="rows per forward and backward pass")
+    microbatch: Positive = Field(default=64, description="rows per forward and backward pass")
     optim: OptimConfig = OptimConfig(lr=1e-3)
     max_length: Positive = 512
 
 
 class EvalConfig(Section):
-    every: Count = Field(10, description="iterations; 0 = only before the first and after the last")
+    every: Count = Field(default=10, description="iterations; 0 = only before the first and after the last")
     samples: Positive = 1
-    temperature: Rate = Field(1.0, description="0 = greedy")
+    temperature: Rate = Field(default=1.0, description="0 = greedy")
     batch: Positive = 128
 
 
 class ReportConfig(Section):
     to: tuple[Literal["jsonl", "tensorboard"], ...] = ("jsonl",)
-    completions: Count = Field(4, description="completions saved and shown per iteration")
-    html: bool = Field(True, description="write report.html and the curves")
+    completions: Count = Field(default=4, description="completions saved and shown per iteration")
+    html: bool = Field(default=True, description="write report.html and the curves")
 
 
 class ExportConfig(Section):
-    folder: str | None = Field("export", description="HF folder below the run folder; null = no export")
-    dtype: Literal["float32", "bfloat16"] | None = Field(None, description="null = as trained")
+    folder: str | None = Field(default="export", description="HF folder below the run folder; null = no export")
+    dtype: Literal["float32", "bfloat16"] | None = Field(default=None, description="null = as trained")
 
 
 class Config(Section):
     run_dir: str
     seed: Count = 0
     iterations: Count = 100
-    device: Literal["auto", "cpu", "gpu", "tpu"] = Field("auto", description="an absent device is an error")
-    compilation_cache: str | None = Field("~/.cache/oarjax/xla", description="null = off")
-    profile: tuple[Count, Count] | None = Field(None, description="[first, last] iteration to trace")
+    device: Literal["auto", "cpu", "gpu", "tpu"] = Field(default="auto", description="an absent device is an error")
+    compilation_cache: str | None = Field(default="~/.cache/oarjax/xla", description="null = off")
+    profile: tuple[Count, Count] | None = Field(default=None, description="[first, last] iteration to trace")
     policy: PolicyConfig
     mesh: MeshConfig = MeshConfig()
     data: DataConfig
@@ -298,9 +312,11 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
             are wrong; all wrong fields are in one message.
     """
     try:
-        tree = yaml.safe_load(Path(path).read_text())
+        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"config {path}: no such file; shipped ones are in configs/") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config {path}: cannot be read: {error}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"config {path}: not valid YAML: {error}") from None
     if not isinstance(tree, dict):

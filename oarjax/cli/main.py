@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,60 +12,112 @@ import typer
 app = typer.Typer(
     name="oarjax",
     help="Train Qwen policies with GRPO and Outcome-grounded Advantage Reshaping (OAR), in JAX.",
+    epilog="Start with: oarjax train configs/demo.yaml",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
 
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="A run's config; see configs/.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY.SUB=VALUE]...", help="Fields to change.")]
+
+class Template(StrEnum):
+    AUTO = "auto"
+    CHAT = "chat"
+    PLAIN = "plain"
 
 
-@app.command()
+class Dtype(StrEnum):
+    KEEP = "keep"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+def seed_list(text: str) -> list[int]:
+    """``0,1,2`` as numbers."""
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise typer.BadParameter(
+            f"expected whole numbers with commas between them, such as 0,1,2, got {text!r}"
+        ) from None
+
+
+TRAIN_HELP = (
+    "Train a policy and show that it got better.\n\n"
+    "Every iteration samples completions, grades them, gives every token its credit and updates the policy. The run "
+    "folder holds the whole config, metrics.jsonl, completions.jsonl, the trained policy as an HF folder and "
+    "report.html. An existing run is never written over."
+)
+
+
+@app.command(
+    help=TRAIN_HELP,
+    epilog="Example: oarjax train configs/demo.yaml rollout.group_size=16 credit.method=oar_p run_dir=runs/p",
+)
 def train(
-    config: ConfigPath,
-    overrides: Overrides = None,
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG.yaml", help="The run's config; configs/ has some.", show_default=False)
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY.SUB=VALUE...",
+            help="Config fields to change, as many as you like; values are YAML. A wrong name or value is answered "
+            "with what is accepted.",
+            show_default=False,
+        ),
+    ] = None,
     compare: Annotated[
         bool,
-        typer.Option("--compare", help="Also train with plain GRPO and permuted weights."),
+        typer.Option(
+            "--compare",
+            help="Train by the config's method, by plain GRPO and with OAR-G weights permuted within each sequence, "
+            "all from the same start with the same noise. Goes to run_dir with -compare appended.",
+        ),
     ] = False,
-    seeds: Annotated[str, typer.Option(help="Seeds of --compare, comma-separated; default: the config's own.")] = "",
+    seeds: Annotated[
+        str, typer.Option(metavar="0,1,...", help="Seeds of --compare.", show_default="the config's own")
+    ] = "",
 ) -> None:
-    """Train a policy: rollouts, grades, credit per token, updates, evaluation, export."""
+    """``oarjax train``; see ``TRAIN_HELP``."""
+    chosen = seed_list(seeds)
     from oarjax.cli.train import run
 
-    run(config, overrides or [], compare=compare, seeds=[int(s) for s in seeds.split(",") if s])
+    run(config, overrides or [], compare=compare, seeds=chosen)
 
 
-@app.command()
+@app.command(epilog='Example: oarjax sample runs/demo/export "12+30-5=" --count 4')
 def sample(
     policy: Annotated[str, typer.Argument(metavar="POLICY", help="HF folder or hub name, e.g. runs/demo/export.")],
-    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="One or more prompts.")],
-    template: Annotated[str, typer.Option(help="chat or plain.")] = "chat",
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="One prompt or several.")],
+    template: Annotated[
+        Template, typer.Option(help="auto: the tokenizer's chat template where it has one, else the plain text.")
+    ] = Template.AUTO,
     count: Annotated[int, typer.Option(help="Completions per prompt.", min=1)] = 1,
-    max_new: Annotated[int, typer.Option(help="Tokens at most.", min=1)] = 256,
+    max_new: Annotated[int, typer.Option(help="Tokens of a completion at most.", min=1)] = 256,
     temperature: Annotated[float, typer.Option(help="0 = greedy.", min=0.0)] = 1.0,
-    top_k: Annotated[int, typer.Option(help="0 = off.", min=0)] = 0,
-    top_p: Annotated[float, typer.Option(help="1 = off.", min=0.0, max=1.0)] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the sampler.")] = 0,
+    top_k: Annotated[int, typer.Option(help="Draw among the k likeliest tokens; 0 = all.", min=0)] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Draw among the likeliest tokens of this mass; 1 = all.", min=0.0, max=1.0)
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same completions.")] = 0,
 ) -> None:
     """Print completions of a policy."""
     from oarjax.cli.sample import run
 
-    run(policy, prompts, template, count, max_new, temperature, top_k, top_p, seed)
+    run(policy, prompts, template.value, count, max_new, temperature, top_k, top_p, seed)
 
 
-@app.command()
+@app.command(epilog="Example: oarjax export runs/demo/export exported --dtype bfloat16")
 def export(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="HF folder or hub name to read.")],
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Folder to write; must not exist.")],
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, or keep.")] = "keep",
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Folder to write; must not exist yet.")],
+    dtype: Annotated[Dtype, typer.Option(help="Of the numbers written; keep = as they are stored.")] = Dtype.KEEP,
 ) -> None:
-    """Write a policy as an HF folder (safetensors, config, tokenizer) that transformers loads."""
+    """Rewrite a policy as an HF folder (safetensors, config, tokenizer) that transformers loads."""
     from oarjax.cli.export import run
 
-    run(source, target, dtype)
+    run(source, target, dtype.value)
 
 
 @app.command()
@@ -82,12 +135,17 @@ def bench(
 
 
 def main() -> None:
-    """Run the command; an error that the user can mend is one red line and exit code 2, not a traceback."""
-    from oarjax.cli.errors import USER_ERRORS, show
-
+    """Run the command; an error that the user can mend is a message and exit code 2, not a traceback."""
     try:
         app()
-    except USER_ERRORS as error:
+    except KeyboardInterrupt:
+        print("interrupted; what has been written stays", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        from oarjax.cli.errors import USER_ERRORS, show
+
+        if not isinstance(error, USER_ERRORS):
+            raise
         show(error)
         sys.exit(2)
 

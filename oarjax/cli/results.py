@@ -15,7 +15,6 @@ from oarjax.host.page import write_page
 from oarjax.host.report import read_completions, read_metrics
 from oarjax.host.summary import SummaryRow, print_summary, summarise, write_summary
 
-
 METHODS = {"uniform": "GRPO", "oar_g": "OAR-G", "oar_p": "OAR-P", "permuted": "OAR-G permuted"}
 """credit.method as the table and the curves name it; permuted: the weights on other tokens of the sequence."""
 

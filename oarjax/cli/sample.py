@@ -28,14 +28,18 @@ def run(
     top_p: float,
     seed: int,
 ) -> None:
-    if template not in ("chat", "plain"):
-        raise ConfigError(f"--template: expected chat or plain, got {template}")
+    if template not in ("auto", "chat", "plain"):
+        raise ConfigError(f"--template: expected auto, chat or plain, got {template}")
     if not 0 < top_p <= 1:
         raise ConfigError(f"--top-p: expected a share in (0, 1], got {top_p}")
     compute = jnp.float32 if choose_platform("auto") == "cpu" else jnp.bfloat16
     use_compilation_cache("~/.cache/oarjax/xla")
     model, folder = read_config(policy)
     tokenizer = load_tokenizer(folder)
+    if template == "chat" and tokenizer.chat_template is None:
+        raise ConfigError("--template: this policy's tokenizer has no chat template; use plain")
+    if template == "auto":
+        template = "plain" if tokenizer.chat_template is None else "chat"
     stops, pad = stop_ids(folder, tokenizer), pad_id(tokenizer)
     ids = [
         render_prompt(tokenizer, p, template=template, system_prompt=None, prompt_format="{prompt}") for p in prompts
@@ -62,7 +66,7 @@ def run(
             pad_id=pad,
         )
     )
-    rollout = jax.device_get(draw(load_params(folder, model), batch, jax.random.key(seed)))
+    rollout = jax.device_get(draw(load_params(folder, model, dtype=compute), batch, jax.random.key(seed)))
     table, console = token_bytes(tokenizer, model.vocab_size), make_console()
     for row in range(len(rollout.ended)):
         if row % count == 0:

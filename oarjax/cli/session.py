@@ -281,8 +281,9 @@ def lay_out(session: Session, tx: optax.GradientTransformation) -> Shardings:
         params,
         transform_non_params=lambda _: everywhere,
     )
+    tree: Any = TrainState  # of shardings, one for every array of a state
     return Shardings(
-        state=TrainState(step=everywhere, params=params, opt_state=opt_state, key=everywhere),
+        state=tree(step=everywhere, params=params, opt_state=opt_state, key=everywhere),
         params=params,
         rows=named(batch_spec()),
         replicated=everywhere,

@@ -1,0 +1,194 @@
+"""Reading a config: files, overrides, and every kind of mistake, each with its path and what is accepted."""
+
+import re
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from oarjax.config import ConfigError, load_config, parse_config
+
+SMALLEST = {"run_dir": "r", "policy": {"path": "p"}, "data": {"train": {"source": "t.jsonl"}}}
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(SMALLEST))
+    return path
+
+
+def message(tree) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(tree)
+    return str(caught.value)
+
+
+def changed(**changes):
+    """The smallest config with fields changed, "__" for a dot."""
+    tree = yaml.safe_load(yaml.safe_dump(SMALLEST))
+    for path, value in changes.items():
+        *parents, leaf = path.split("__")
+        node = tree
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[leaf] = value
+    return tree
+
+
+def test_three_fields_are_enough_and_the_rest_are_the_design_defaults(file):
+    cfg = load_config(file)
+    assert (cfg.rollout.group_size, cfg.rollout.max_new, cfg.data.max_prompt) == (8, 1024, 512)
+    assert (cfg.optim.lr, cfg.optim.warmup, cfg.optim.b2, cfg.optim.weight_decay) == (1e-6, 10, 0.95, 0.01)
+    assert (cfg.loss.clip_low, cfg.loss.clip_high, cfg.loss.kl_beta, cfg.loss.aggregation) == (0.2, 0.28, 0, "dapo")
+    assert (cfg.credit.method, cfg.credit.draws) == ("oar_g", 1)
+    assert (cfg.credit.gate.tau, cfg.credit.gate.boost, cfg.credit.gate.floor) == (0.4, 2.0, 0.1)
+    with pytest.raises(ValidationError, match="frozen"):
+        cfg.seed = 1
+
+
+def test_a_whole_config_written_down_reads_back_the_same(file, tmp_path):
+    cfg = load_config(file, ["profile=[1, 2]", "grading.plugins=[mine.py]", "loss.sampler_correction_cap=2"])
+    again = tmp_path / "again.yaml"
+    again.write_text(yaml.safe_dump(cfg.model_dump(mode="json")))
+    assert load_config(again) == cfg
+
+
+def test_overrides_are_yaml_and_the_last_one_counts(file):
+    cfg = load_config(
+        file,
+        [
+            "rollout.group_size=16",
+            "rollout.group_size=4",
+            "optim.lr=3e-5",  # text to a YAML 1.1 reader
+            "data.eval.source=e.jsonl",  # makes the section
+            "compilation_cache=null",
+            "report.to=[jsonl, tensorboard]",
+            "data.system_prompt=a=b, c",
+        ],
+    )
+    assert cfg.rollout.group_size == 4
+    assert cfg.optim.lr == 3e-5
+    assert cfg.data.eval is not None
+    assert cfg.data.eval.source == "e.jsonl"
+    assert cfg.compilation_cache is None
+    assert cfg.data.system_prompt == "a=b, c"
+    assert cfg.report.to == ("jsonl", "tensorboard")
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("rollout.group_size", r"override 'rollout.group_size': expected key.sub=value"),
+        ("run_dir.sub=1", r"override 'run_dir.sub=1': run_dir is a value and has no field sub"),
+        ("seed=[1", r"override 'seed=\[1': the value is not valid YAML; quote it"),
+        (
+            "rollout.group=16",
+            r"rollout.group: no such field \(did you mean group_size\?\); accepted: completion_bucket",
+        ),
+        ("rolout.group_size=16", r"rolout: no such field \(did you mean rollout\?\); accepted: .*rollout, run_dir"),
+        ("rollout=3", r"rollout: .*got 3"),
+    ],
+)
+def test_bad_overrides(file, override, says):
+    with pytest.raises(ConfigError, match=says):
+        load_config(file, [override])
+
+
+def test_bad_files(tmp_path):
+    with pytest.raises(ConfigError, match=r"config .*none\.yaml: no such file; shipped ones are in configs/"):
+        load_config(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path)
+    for text, says in [("a: [", "not valid YAML"), ("- a", "expected a mapping of fields, got list")]:
+        (tmp_path / "bad.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=says):
+            load_config(tmp_path / "bad.yaml")
+
+
+def test_all_wrong_fields_come_in_one_message_with_paths_and_accepted_values():
+    tree = changed(
+        rollout__group_size=1,
+        loss__level="word",
+        credit__gate__taw=0.5,
+        grading__rewards=[{"name": "math", "wieght": 2}],
+        mesh__data=0,
+        optim__lr=-1,
+        iterations="many",
+    )
+    del tree["run_dir"], tree["data"]["train"]["source"]
+    assert message(tree).splitlines() == [
+        "config: 9 bad field(s)",
+        "  run_dir: required and not given",
+        "  iterations: Input should be a valid integer, unable to parse string as an integer, got 'many'",
+        "  mesh.data: expected a positive number of devices, or -1 for all that are left, got 0",
+        "  data.train.source: required and not given",
+        "  rollout.group_size: Input should be greater than or equal to 2, got 1",
+        "  grading.rewards.0.wieght: no such field (did you mean weight?); accepted: name, weight",
+        "  credit.gate.taw: no such field (did you mean tau?); accepted: boost, floor, mass, rule, tau",
+        "  loss.level: Input should be 'token' or 'sequence', got 'word'",
+        "  optim.lr: Input should be greater than or equal to 0, got -1",
+    ]
+
+
+def test_field_of_an_optional_section_is_found():
+    assert "data.eval.sauce: no such field (did you mean source?)" in message(
+        changed(data__eval={"source": "x.jsonl", "sauce": 1})
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"loss__dual_clip": 3.0}, "loss.dual_clip: the ratio is exactly 1 with one epoch and one minibatch"),
+        ({"update__minibatches": 5}, "update.minibatches: 5 does not divide rollout.prompts = 32"),
+        (
+            {"update__minibatches": 4, "update__microbatch": 48},
+            "update.microbatch: 48 does not divide the 64 rows of a minibatch",
+        ),
+        ({"credit__answer__style": "regex"}, "credit.answer.pattern: needed when credit.answer.style is regex"),
+        ({"credit__answer__pattern": "x"}, "credit.answer.pattern: style boxed has its own; set null"),
+        ({"grading__overlong_window": 2000}, "grading.overlong_window: 2000 exceeds rollout.max_new = 1024"),
+        ({"grading__rewards": []}, "grading.rewards: expected at least one and each once, got []"),
+        (
+            {"grading__rewards": [{"name": "math"}, {"name": "math"}]},
+            "grading.rewards: expected at least one and each once, got ['math', 'math']",
+        ),
+        ({"profile": [3, 2]}, "profile: expected 1 <= first <= last <= iterations = 100, got [3, 2]"),
+        ({"profile": [0, 2]}, "profile: expected 1 <= first"),
+        ({"profile": [99, 101]}, "profile: expected 1 <= first"),
+        ({"export__folder": "../other"}, "export.folder: expected a folder below run_dir such as export"),
+        ({"export__folder": "/tmp"}, "export.folder: expected a folder below run_dir"),
+        ({"export__folder": "."}, "export.folder: expected a folder below run_dir"),
+        ({"mesh": {"data": -1, "tensor": -1}}, "mesh: at most one axis can be -1"),
+        ({"policy__path": "builtin:big"}, "policy.path: builtin:big is unknown; accepted: builtin:arithmetic, builtin"),
+        ({"policy__path": "builtin:random"}, "policy.tokenizer: builtin:random needs one"),
+        ({"policy__tokenizer": "t"}, "policy.tokenizer: p has its own tokenizer; set null"),
+        (
+            {"sft": {"data": {"source": "s.jsonl"}, "steps": 1, "batch": 10, "microbatch": 4}},
+            "sft.microbatch: 4 does not divide sft.batch = 10",
+        ),
+    ],
+)
+def test_contradictions_name_the_field_and_the_remedy(fields, says):
+    text = message(changed(**fields))
+    assert says in text
+    assert text.startswith("config: 1 bad field(s)\n  ")
+
+
+def test_several_contradictions_come_together():
+    text = message(changed(update__minibatches=5, policy__path="builtin:random", profile=[9, 1]))
+    assert [line.split(":")[0] for line in text.splitlines()] == [
+        "config",
+        "  policy.tokenizer",
+        "  update.minibatches",
+        "  profile",
+    ]
+    assert re.match(r"config: 3 bad field\(s\)", text)
+
+
+def test_the_shipped_configs_are_valid():
+    from conftest import ROOT
+
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        load_config(path)
