@@ -6,6 +6,9 @@ distributions.
 
 ``linearised`` (ours) is its limit for small sigma, without that difference: dJ/de = J^T (q - p) with q - p replaced by
 its first order p (dz - <p, dz>), dz = jvp(probe, noise). It scales with sigma as ``noisy`` does.
+The two are equal to first order only: where sigma is not small beside the embeddings (1e-3 against a std of .02 on
+the tests' amplified random nets) they rank tokens differently. With bfloat16 matmul operands the median error of
+``noisy`` there was 9% to 90% over six nets, that of ``linearised`` 2% to 9%.
 
 For ``answer_joint`` J = phi_clean - phi(e + noise), and the limit is gradient times input, |<d phi/de_t, e_t>|: no
 noise, and no factor of sigma in either.
@@ -180,13 +183,16 @@ def _estimator(
 
 def _noisy(states, joint_cotangent, logits_of, context: Context) -> Score:
     """dJ/de at e + noise. J is summed over rows: no row sees another, so the gradient is each row's own."""
-    target = None if joint_cotangent else logits_of(states(context.embeddings))
+    cotangent = joint_cotangent
+    if cotangent is None:
+        target = logits_of(states(context.embeddings))
+
+        def cotangent(hidden):
+            return jax.grad(lambda h: jnp.sum(kl_divergence(target, logits_of(h))))(hidden)
 
     def gradient(noise):
         hidden, pull = jax.vjp(states, context.embeddings + noise)
-        if joint_cotangent:
-            return pull(joint_cotangent(hidden))[0]
-        return pull(jax.grad(lambda h: jnp.sum(kl_divergence(target, logits_of(h))))(hidden))[0]
+        return pull(cotangent(hidden))[0]
 
     return gradient
 
