@@ -1,0 +1,168 @@
+"""``oarjax bench`` on tiny shapes: the document's fields, counted programs, and that both sides do the same work.
+
+Nothing here looks at how long anything took.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jaxtyping import Array
+from rich.console import Console
+from typer.testing import CliRunner
+
+from oarjax.cli import bench, measure
+from oarjax.cli.bench_work import Shapes, draw_tokens, half_right, make_rows, spans
+from oarjax.cli.main import app
+from oarjax.config import ConfigError
+from oarjax.flops import forward_flops
+from oarjax.host.hf import write_random_checkpoint
+from oarjax.models.qwen import QwenConfig
+
+TINY = bench.COMMON | {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": 40,
+}
+SHAPES = Shapes(
+    prompts=4, prompt_tokens=3, new_tokens=8, credit_rows=2, reasoning=4, cue=1, answer=2, groups=2, group_size=2
+)
+
+
+def run_tiny(workloads: list[str], against: str | None = None) -> dict:
+    return bench.bench_model(
+        "tiny", TINY, SHAPES, workloads=workloads, repeats=2, against=against, console=Console(quiet=True)
+    )
+
+
+def test_every_row_runs_warm_and_is_reported():
+    found = run_tiny(["W1", "W2", "W3", "W4"])
+    assert [(r["workload"], r["name"]) for r in found["rows"]] == [
+        ("W1", "rollout"),
+        ("W2", "update"),
+        ("W2", "log-probs"),
+        ("W3", "OAR-G linearised"),
+        ("W3", "OAR-G noisy"),
+        ("W3", "OAR-P"),
+        ("W4", "iteration"),
+    ]
+    for row in found["rows"]:
+        ours = row["ours"]
+        assert len(ours["seconds"]["runs"]) == 2
+        assert ours["compilations"] >= 1
+        assert ours["compilations_warm"] == 0, f"{row['name']} compiles anew when warm"
+        assert ours["peak_rss_mb"] > 0
+        assert row["speedup"] is None
+        assert ("updates_per_sequence" in ours) == (row["workload"] == "W3")
+    tokens = found["rows"][0]["ours"]
+    assert tokens["value"]["runs"][0] == pytest.approx(4 * 8 / tokens["seconds"]["runs"][0])
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_multiples_of_the_update():
+    rows = [
+        {"workload": "W2", "name": "update", "ours": {"seconds": {"median": 8.0}}},
+        {"workload": "W3", "name": "OAR-P", "ours": {"value": {"median": 6.0}}},
+    ]
+    bench.add_multiples(rows, sequences=4)
+    assert rows[1]["ours"]["updates_per_sequence"] == 3.0  # 6 s per sequence, 8 / 4 = 2 s per sequence
+
+
+def test_runs_alternate_after_the_warm_up():
+    calls = []
+    sides = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
+    with measure.counted_compilations() as compiled:
+        found = measure.measure(sides, repeats=3, compiled=compiled)
+    assert "".join(calls) == "aabb" + "ababab"
+    assert found["a"].compilations == found["a"].compilations_warm == 0
+    assert len(found["b"].seconds) == len(found["b"].cpu_seconds) == 3
+
+
+def test_spread_and_pairs():
+    assert measure.spread([3.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 3.0, "runs": [3.0, 1.0, 2.0]}
+    a, b = measure.Measured(seconds=[4.0, 9.0]), measure.Measured(seconds=[2.0, 3.0])
+    assert bench.pairwise(a, b)["runs"] == [2.0, 3.0]
+
+
+def test_work_is_what_the_rows_say():
+    rows = {r.name: r for r in make_rows(QwenConfig.from_hf(TINY), SHAPES)}
+    assert rows["rollout"].amount == 32
+    assert rows["OAR-P"].amount == 2
+    assert rows["update"].flops == 3 * rows["log-probs"].flops
+    # Attention 2 * (16 * 16 + 16 * 16) per layer (q and o, k and v of 2 heads), MLP 3 * 16 * 24, head 16 * 40.
+    multiplied = 2 * (4 * 16 * 16 + 3 * 16 * 24) + 16 * 40
+    expected = forward_flops(matmul_params=float(multiplied), layers=2, heads_width=16, tokens=44.0, context=5.5)
+    assert rows["log-probs"].flops == expected
+    span = spans(3, 8, SHAPES)
+    assert np.asarray(span.reasoning).sum(1).tolist() == [4, 4, 4]
+    assert np.flatnonzero(np.asarray(span.answer)[0]).tolist() == [5, 6]
+    assert half_right(6, 3).rewards.tolist() == [1, 1, 0, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "mega"], "--model: expected nano, micro or both, got mega"),
+        (["--only", "W2,W9"], "--only: expected some of W1,W2,W3,W4, got W9"),
+        (["--against", "trl"], "--against: expected torch, got trl"),
+    ],
+)
+def test_bad_options_say_what_is_accepted(options, message):
+    result = CliRunner().invoke(app, ["bench", *options])
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception) == message
+
+
+def test_missing_torch_names_the_extra(monkeypatch):
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r'torch is not installed; pip install "oarjax\[parity\]"'):
+        bench.run("nano", "", 1, False, "torch")
+
+
+def test_json_is_one_document_and_nothing_else(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "MODELS", {"nano": TINY})
+    monkeypatch.setattr(bench, "Shapes", lambda: SHAPES)
+    monkeypatch.setattr(bench.jax.config, "update", lambda *_: None)  # the tests keep their compilation cache
+    bench.run("nano", "w2", 1, True, None)
+    document = json.loads(capsys.readouterr().out)
+    assert document["threads"] >= 1
+    assert [r["name"] for r in document["models"][0]["rows"]] == ["update", "log-probs"]
+    bench.run("nano", "W2", 1, False, None)
+    assert "log-probs" in capsys.readouterr().out
+
+
+@pytest.fixture
+def both(tmp_path) -> tuple:
+    pytest.importorskip("torch", reason="torch is not installed (extra parity)")
+    from oarjax.cli.bench_torch import Torch
+    from oarjax.cli.bench_work import Ours
+
+    folder: Path = write_random_checkpoint(tmp_path / "tiny", TINY | {"initializer_range": 0.3}, seed=0)
+    tokens = draw_tokens(40, SHAPES, seed=0)
+    ours = Ours(folder, SHAPES, tokens)
+    return ours, Torch(folder, SHAPES, tokens, ours.cfg, threads=1, device="cpu"), tokens
+
+
+def test_both_sides_compute_the_same(both):
+    import torch
+
+    ours, other, tokens = both
+    rows = torch.as_tensor(tokens.rows, dtype=torch.long)
+    mine: Array = ours.works["log-probs"]().old_logps
+    np.testing.assert_allclose(np.asarray(mine).reshape(4, 8), other.log_probs(rows).numpy(), atol=2e-5)
+    masked = np.asarray(ours.works["OAR-P"]().importance).reshape(2, 7)[:, :4]
+    credit = torch.as_tensor(tokens.credit, dtype=torch.long)
+    theirs = np.stack([other.masked_importance(ids).numpy() for ids in credit])
+    np.testing.assert_allclose(masked, theirs, atol=1e-4 * theirs.max())
+    assert other.gradient_importance(credit).shape == (2, 4)
+
+
+def test_against_torch_reports_the_ratio_of_every_pair():
+    pytest.importorskip("torch", reason="torch is not installed (extra parity)")
+    found = run_tiny(["W1", "W4"], against="torch")
+    for row in found["rows"]:
+        pairs = zip(row["torch"]["seconds"]["runs"], row["ours"]["seconds"]["runs"])
+        assert row["speedup"]["runs"] == pytest.approx([x / y for x, y in pairs])
