@@ -93,7 +93,9 @@ def test_refilling_keeps_informative_groups_in_drawing_order():
 
 def test_grades_are_joined_and_chosen_alike():
     a = Grades(np.float32([1, 0]), {"math": np.float32([1, 0])}, ["graded", "graded"], ["1", "2"], ["", ""])
-    b = Grades(np.float32([np.nan, 1]), {"math": np.float32([np.nan, 1])}, ["timeout", "graded"], [None, "4"], ["x", ""])
+    b = Grades(
+        np.float32([np.nan, 1]), {"math": np.float32([np.nan, 1])}, ["timeout", "graded"], [None, "4"], ["x", ""]
+    )
     both = join_grades([a, b], np.array([2, 0]))
     np.testing.assert_array_equal(both.rewards, np.float32([np.nan, 1]))
     assert (both.verdicts, both.answers, both.notes) == (["timeout", "graded"], [None, "1"], ["x", ""])

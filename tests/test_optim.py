@@ -20,7 +20,10 @@ def test_no_warm_up():
 
 
 def test_biases_and_norms_do_not_decay():
-    params = {"layers": {"q": {"kernel": 1.0, "bias": 1.0}, "attention_norm": {"scale": 1.0}}, "embed": {"embedding": 1.0}}
+    params = {
+        "layers": {"q": {"kernel": 1.0, "bias": 1.0}, "attention_norm": {"scale": 1.0}},
+        "embed": {"embedding": 1.0},
+    }
     assert decays(params) == {
         "layers": {"q": {"kernel": True, "bias": False}, "attention_norm": {"scale": False}},
         "embed": {"embedding": True},

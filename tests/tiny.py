@@ -1,0 +1,123 @@
+"""A whole tiny run for tests: config, Qwen2 policy, steps, and an outside world that grades without workers."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from oarjax.config import Config, parse_config
+from oarjax.loop import Outside
+from oarjax.models.qwen import QwenConfig, make_policy
+from oarjax.models.weights import init_params
+from oarjax.policy import Policy
+from oarjax.steps import Shardings, Steps, make_optimizer, make_steps
+from oarjax.types import AnswerSpan, Grades, Params, PromptBatch, TrainState
+
+STOP, PAD, MARK = 1, 0, 2
+VOCAB = 24
+
+
+def model() -> QwenConfig:
+    return QwenConfig.from_hf(
+        {
+            "model_type": "qwen2",
+            "vocab_size": VOCAB,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e4,
+            "max_position_embeddings": 64,
+            "tie_word_embeddings": True,
+            "initializer_range": 0.4,
+        }
+    )
+
+
+def config(**changes) -> Config:
+    tree = {
+        "run_dir": "unused",
+        "iterations": 4,
+        "policy": {"path": "unused", "remat": "none"},
+        "data": {"train": {"source": "unused"}},
+        "rollout": {"prompts": 4, "group_size": 4, "max_new": 10, "completion_bucket": 10},
+        "credit": {"method": "uniform"},
+        "update": {"microbatch": 4},
+        "optim": {"lr": 1e-2, "warmup": 0},
+    }
+    for path, value in changes.items():
+        *parents, leaf = path.split("__")
+        node = tree
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[leaf] = value
+    return parse_config(tree)
+
+
+def one_device() -> Shardings:
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return Shardings(state=everywhere, params=everywhere, rows=everywhere, replicated=everywhere)
+
+
+def build(cfg: Config) -> tuple[Policy, Steps, TrainState]:
+    policy = make_policy(model(), compute_dtype=jnp.float32, remat=cfg.policy.remat)
+    tx, _ = make_optimizer(cfg)
+    params: Params = init_params(model(), jax.random.key(3), dtype=jnp.float32)
+    state = TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), jax.random.key(cfg.seed))
+    where = one_device()
+    steps = make_steps(policy, tx, where, cfg, stop_ids=(STOP,), pad_id=PAD)
+    return policy, steps, jax.device_put(state, where.replicated)
+
+
+def prompts(count: int = 4, seed: int = 0) -> PromptBatch:
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(2, 7, count)
+    return PromptBatch(
+        tokens=draw.integers(3, VOCAB, (count, 6)).astype(np.int32),
+        valid=np.arange(6) >= 6 - lengths[:, None],
+        problem=np.arange(count, dtype=np.int32),
+    )
+
+
+def find_answers(rollout) -> AnswerSpan:
+    """The last generated token before the stop is the answer, all before it the reasoning."""
+    length = rollout.completion.sum(1) - rollout.ended
+    place = np.arange(rollout.completion.shape[1])
+    found = length >= 2
+    return AnswerSpan(
+        reasoning=(place < length[:, None] - 1) & found[:, None],
+        answer=(place == length[:, None] - 1) & found[:, None],
+        found=found,
+    )
+
+
+def grades(rewards: np.ndarray) -> Grades:
+    n = len(rewards)
+    rewards = rewards.astype(np.float32)
+    verdicts = ["graded" if np.isfinite(r) else "timeout" for r in rewards]
+    return Grades(rewards, {"test": rewards}, verdicts, [None] * n, [""] * n)
+
+
+def even_tokens(rollout) -> np.ndarray:
+    """A reward for tests: more than half of the completion's tokens are even."""
+    ids = np.asarray(rollout.tokens)[:, -rollout.completion.shape[1] :]
+    return (((ids % 2 == 0) & rollout.completion).sum(1) * 2 > rollout.completion.sum(1)).astype(np.float32)
+
+
+def outside(reward=even_tokens, batches=None) -> Outside:
+    source = iter(batches) if batches is not None else (prompts(seed=i) for i in range(10**6))
+    return Outside(
+        next_prompts=lambda: next(source),
+        submit=lambda batch, rollout: lambda: grades(reward(rollout)),
+        find_answers=find_answers,
+        fetch=jax.device_get,
+        place=lambda tree, layout: jax.tree.map(jnp.asarray, tree),
+        phase=lambda name: nullcontext(),
+    )
