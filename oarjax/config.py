@@ -219,6 +219,11 @@ class EvalConfig(Section):
     batch: Positive = 128
 
 
+class CheckpointConfig(Section):
+    every: Count = Field(default=10, description="iterations between checkpoints; 0 = none")
+    keep: Positive = Field(default=2, description="newest checkpoints to keep")
+
+
 class ReportConfig(Section):
     to: tuple[Literal["jsonl", "tensorboard"], ...] = ("jsonl",)
     completions: Count = Field(default=4, description="completions saved and shown per iteration")
@@ -249,6 +254,7 @@ class Config(Section):
     update: UpdateConfig = UpdateConfig()
     optim: OptimConfig = OptimConfig()
     eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     report: ReportConfig = ReportConfig()
     export: ExportConfig = ExportConfig()
 

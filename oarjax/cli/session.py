@@ -134,10 +134,10 @@ class Session:
             pattern=answer.pattern,
         )
 
-    def load(self, layout: Shardings) -> Params:
+    def load(self, layout: Shardings, *, source: Path | None = None) -> Params:
         """The policy's weights, laid out over the mesh."""
         dtype = jnp.dtype(self.cfg.policy.param_dtype)
-        return load_params(self.source, self.model, dtype=dtype, shardings=layout.params)
+        return load_params(source or self.source, self.model, dtype=dtype, shardings=layout.params)
 
 
 def open_session(cfg: Config, console: Console) -> Session:

@@ -17,7 +17,7 @@ from oarjax.cli.warm_start import warm_start
 from oarjax.config import Config, ConfigError, load_config
 from oarjax.host.grade import Grader
 from oarjax.host.hf import export
-from oarjax.host.progress import banner
+from oarjax.host.progress import banner, flatten
 from oarjax.host.report import make_console
 from oarjax.steps import make_optimizer, make_steps
 from oarjax.types import Params
@@ -39,7 +39,7 @@ def run(config: Path, overrides: Sequence[str], *, compare: bool, seeds: Sequenc
 
 def _train_once(cfg: Config, console: Console) -> None:
     folder = Path(cfg.run_dir).expanduser()
-    _refuse_taken(folder)
+    _refuse_another_run(folder, cfg)
     session = open_session(cfg, console)
     _claim(folder, cfg)
     banner(console, facts(session), cfg.model_dump(mode="json", exclude_defaults=True))
@@ -57,7 +57,7 @@ def _compare(cfg: Config, seeds: list[int], console: Console) -> None:
     """Every method from the same warm start, with the same prompts and the same noise, seed by seed."""
     root = Path(cfg.run_dir).expanduser()
     root = root.with_name(f"{root.name}-compare")
-    _refuse_taken(root)
+    _refuse_another_run(root, cfg)
     methods = list(dict.fromkeys([cfg.credit.method, "uniform", "permuted"]))
     befores: list[Evaluation | None] = []
     runs: dict[str, list[Trained]] = {name: [] for name in methods}
@@ -86,7 +86,13 @@ def _start(session: Session, grader: Grader) -> tuple[Params, Evaluation | None]
     layout = lay_out(session, tx)
     params = session.load(layout)
     if cfg.sft is not None:
-        params = warm_start(session, params)
+        warm = session.folder / "start"
+        if (warm / "config.json").is_file():
+            session.console.print(f"the warm start is read from {warm}", markup=False)
+            params = session.load(layout, source=warm)
+        else:
+            params = warm_start(session, params)
+            export(warm, session.model, params, source=session.source)
     if session.held_out is None:
         return params, None
     steps = make_steps(session.policy, tx, layout, cfg, stop_ids=session.stop_ids, pad_id=session.pad_id)
@@ -99,14 +105,27 @@ def _with(section: Any, **changes: Any) -> Any:
     return type(section)(**(fields | changes))
 
 
-def _refuse_taken(folder: Path) -> None:
-    if (folder / "config.yaml").exists():
-        raise ConfigError(f"run_dir: {folder} already holds a run; give another run_dir=..., or move that one away")
+def _refuse_another_run(folder: Path, cfg: Config) -> None:
+    """The same command goes on with its run; any other must not touch it."""
+    known = folder / "config.yaml"
+    if not known.exists():
+        return
+    before, now = flatten(yaml.safe_load(known.read_text())), flatten(cfg.model_dump(mode="json"))
+    changed = [
+        f"{name} was {before.get(name)!r}, is {now.get(name)!r}"
+        for name in sorted(before | now)
+        if before.get(name) != now.get(name)
+    ]
+    if changed:
+        raise ConfigError(
+            f"run_dir: {folder} holds a run of another config ({'; '.join(changed)}); "
+            "give another run_dir=..., or that config to go on with it"
+        )
 
 
 def _claim(folder: Path, cfg: Config) -> Path:
     """Make the run's folder and write its whole config there."""
-    _refuse_taken(folder)
+    _refuse_another_run(folder, cfg)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False))

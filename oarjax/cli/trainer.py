@@ -16,6 +16,7 @@ from oarjax.cli.evaluate import Evaluation, evaluate
 from oarjax.cli.session import Session, lay_out, new_state
 from oarjax.config import Config
 from oarjax.flops import iteration_flops
+from oarjax.host.checkpoint import Checkpoints
 from oarjax.host.data import PromptStream
 from oarjax.host.devices import peak_flops
 from oarjax.host.grade import Grader
@@ -38,7 +39,10 @@ class Trained:
 
 
 def train(session: Session, grader: Grader, start: Params, before: Evaluation | None, folder: Path) -> Trained:
-    """Iterate from ``start``, which stays as it is; metrics and completions go to ``folder``."""
+    """Iterate from ``start``, which stays as it is; metrics, completions and checkpoints go to ``folder``.
+
+    A folder with a checkpoint is gone on with, and ends as if it had never stopped.
+    """
     cfg, console = session.cfg, session.console
     tx, schedule = make_optimizer(cfg)
     layout = lay_out(session, tx)
@@ -63,18 +67,24 @@ def train(session: Session, grader: Grader, start: Params, before: Evaluation | 
         phase=timer.phase,
     )
     peak, _ = peak_flops(session.compute_dtype)
-    began, last = time.perf_counter(), before
+    began, last, first = time.perf_counter(), before, 0
     with ExitStack() as stack:
+        checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", keep=cfg.checkpoint.keep))
+        if (newest := checkpoints.newest()) is not None:
+            state, record = checkpoints.restore(newest, like=state)
+            stream.restore(record["data"])
+            first, last = newest, None
+            console.print(f"going on after iteration {first}, from {folder / 'checkpoints'}", markup=False)
         metrics_file = stack.enter_context(MetricsWriter(folder, to=cfg.report.to))
         completions_file = stack.enter_context(CompletionsWriter(folder / "completions.jsonl"))
         progress = stack.enter_context(Progress(cfg.iterations, label=cfg.credit.method, console=console))
         warnings = OnceWarnings(console)
         warnings.check_sampling(top_k=cfg.rollout.top_k, top_p=cfg.rollout.top_p)
-        if before is not None:
+        if before is not None and first == 0:
             metrics_file.write(0, before.metrics)
         timer.lap()
         rows: list[CompletionRow] = []
-        for iteration in range(1, cfg.iterations + 1):
+        for iteration in range(first + 1, cfg.iterations + 1):
             with _profiled(cfg, iteration, folder):
                 state, done = iterate(state, reference, iteration, steps=steps, outside=outside, cfg=cfg)
             if _due(cfg, iteration):
@@ -83,6 +93,7 @@ def train(session: Session, grader: Grader, start: Params, before: Evaluation | 
             phases = timer.lap()
             training = phases["total"] - phases.get("evaluate", 0.0)
             metrics = done.metrics | {f"seconds/{name}": value for name, value in phases.items()}
+            metrics["seconds/training"] = training
             metrics["lr"] = float(schedule(max(int(state.step) - 1, 0)))
             metrics["tokens_per_second"] = metrics["completion_tokens"] / training
             metrics["mfu"] = _model_flops(session, metrics) / (training * peak)
@@ -93,6 +104,11 @@ def train(session: Session, grader: Grader, start: Params, before: Evaluation | 
             completions_file.write(iteration, rows)
             progress.update(iteration, metrics, phases)
             warnings.check(iteration, metrics)
+            every = cfg.checkpoint.every
+            if every and (iteration % every == 0 or iteration == cfg.iterations):
+                checkpoints.save(iteration, state, {"data": stream.state()})
+        if last is None and session.held_out is not None:  # it had finished before
+            last = evaluate(session, steps, grader, state.params)
     show_completions(console, cfg.iterations, rows)
     return Trained(folder, state.params, last, time.perf_counter() - began)
 
@@ -132,7 +148,7 @@ def _model_flops(session: Session, metrics: dict[str, float]) -> float:
     rows = cfg.rollout.prompts * cfg.rollout.group_size
     forwards = {"uniform": 0.0, "oar_p": 1.0 + metrics["reasoning_length"]}
     return iteration_flops(
-        matmul_params=matmul_parameters(model),
+        matmul_params=float(matmul_parameters(model)),
         layers=model.num_hidden_layers,
         heads_width=model.num_attention_heads * model.head_dim,
         prompt_tokens=metrics["prompt_tokens"],

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from oarjax.types import TrainState
@@ -33,6 +34,8 @@ class Checkpoints:
 
     def save(self, iteration: int, state: TrainState, record: dict[str, Any]) -> None:
         """Start writing; returns once the arrays are copied, so that the next update may reuse their memory."""
+        if jax.default_backend() == "cpu":  # there a "host copy" is the array's own memory, which updates reuse
+            state = jax.tree.map(jnp.copy, state)
         saved = ocp.args.Composite(state=ocp.args.StandardSave(_plain(state)), record=ocp.args.JsonSave(record))
         self._manager.save(iteration, args=saved)
 
