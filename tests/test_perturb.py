@@ -64,13 +64,13 @@ def test_equals_masking_tokens_one_by_one(mode):
 @pytest.mark.parametrize("chunk", [1, 3, 100])
 def test_chunk_size_changes_nothing(chunk):
     whole = importance(*batch())
-    np.testing.assert_allclose(importance(*batch(), chunk=chunk), whole, rtol=0, atol=1e-6 * whole.max())
+    np.testing.assert_allclose(importance(*batch(), chunk=chunk), whole, rtol=0, atol=1e-5 * whole.max())
 
 
 def test_padding_and_neighbours_change_nothing():
     together = importance(*batch())
     wider = importance(*batch(prompt=7, length=15, pad=MASK))
-    np.testing.assert_allclose(wider[:, :12], together, rtol=0, atol=1e-6 * together.max())
+    np.testing.assert_allclose(wider[:, :12], together, rtol=0, atol=1e-5 * together.max())
     assert (wider[:, 12:] == 0).all()
     for i in (0, 2):
         alone = importance(*single(ROWS[i]))
