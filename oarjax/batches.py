@@ -7,6 +7,7 @@ out (groups of equal rewards) saves work and never compiles anything anew.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,9 +23,7 @@ def bucket(length: int, step: int, limit: int) -> int:
     return min(limit, -(-max(length, 1) // step) * step)
 
 
-def trim(
-    rollout: Rollout, span: AnswerSpan, rows: Int[np.ndarray, "R"], *, length: int
-) -> tuple[Rollout, AnswerSpan]:
+def trim(rollout: Rollout, span: AnswerSpan, rows: Int[np.ndarray, "R"], *, length: int) -> tuple[Rollout, AnswerSpan]:
     """Cut the completion axis to its first ``length`` positions, which hold every token of the chosen rows.
 
     Raises:
@@ -36,14 +35,15 @@ def trim(
     if rollout.completion[rows, length:].any():
         raise ValueError(f"trim: completions reach {rollout.completion[rows].sum(1).max()} tokens, more than {length}")
     end = rollout.tokens.shape[1] - cut
-    short = rollout.replace(
+    short = replace(
+        rollout,
         tokens=rollout.tokens[:, :end],
         valid=rollout.valid[:, :end],
         completion=rollout.completion[:, :length],
         behaviour_logps=rollout.behaviour_logps[:, :length],
         filtered_logps=rollout.filtered_logps[:, :length],
     )
-    return short, span.replace(reasoning=span.reasoning[:, :length], answer=span.answer[:, :length])
+    return short, replace(span, reasoning=span.reasoning[:, :length], answer=span.answer[:, :length])
 
 
 def join(rollouts: list[Rollout]) -> Rollout:
@@ -56,7 +56,7 @@ def join(rollouts: list[Rollout]) -> Rollout:
             parts = [np.pad(x, ((0, 0), (width - x.shape[1], 0))) for x in parts]
         return np.concatenate(parts)
 
-    return Rollout(**{name: joined(name) for name in vars(rollouts[0])})
+    return Rollout(**{name: joined(name) for name in vars(rollouts[0])})  # pyright: ignore[reportArgumentType]
 
 
 def join_grades(parts: list[Grades], rows: np.ndarray) -> Grades:

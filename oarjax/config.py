@@ -199,7 +199,10 @@ class UpdateConfig(Section):
     epochs: Positive = 1
     minibatches: Positive = Field(default=1, description="optimizer updates per epoch")
     microbatch: Positive = Field(default=32, description="rows per forward and backward pass, over all devices")
-    skip_zero_variance: bool = Field(default=True, description="drop groups whose rewards are all equal before credit")
+    skip_zero_variance: bool = Field(
+        default=True,
+        description="drop groups of equal rewards before credit and update, their KL and entropy terms too",
+    )
     refills: Count = Field(default=0, description="extra rollouts of fresh prompts to replace dropped groups")
 
 

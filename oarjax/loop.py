@@ -12,7 +12,7 @@ import numpy as np
 
 from oarjax.batches import Deck, bucket, informative_first, join, join_grades, take, trim
 from oarjax.config import Config
-from oarjax.grpo import group_advantages, zero_variance_groups
+from oarjax.grpo import group_advantages, without_truncated, zero_variance_groups
 from oarjax.measures import rollout_metrics
 from oarjax.oar.probe import probe_mode
 from oarjax.sampling import rollout_key
@@ -91,15 +91,16 @@ def iterate(
             eps=cfg.advantage.eps,
         )
     )
-    counted = np.isfinite(grades.rewards) & (rollout.ended | (not cfg.loss.mask_truncated))
+    # Ungraded rows teach nothing, and neither do truncated ones where the config says so.
+    trained = jnp.asarray(rollout.completion & np.isfinite(grades.rewards)[:, None])
+    if cfg.loss.mask_truncated:
+        trained = without_truncated(trained, jnp.asarray(rollout.ended))
     batches, credits, metrics = [], [], {}
     with o.phase("credit"):
-        for k, (a, c) in enumerate(deck.deal((advantages, counted))):
+        for k, hand in enumerate(deck.deal((advantages, trained[:, :length]))):
+            a, completion = o.place(hand, "microbatches")
             (r, s, _), found = hands[k], scores[k]
-            completion = r.completion & o.place(c, "microbatches")[..., None]
-            given, measured = steps.credit(
-                found.importance, s, o.place(a, "microbatches"), completion, jax.random.fold_in(credit_key, k)
-            )
+            given, measured = steps.credit(found.importance, s, a, completion, jax.random.fold_in(credit_key, k))
             metrics = add_metrics(metrics, measured)
             credits.append(given)
             batches.append(
@@ -116,7 +117,7 @@ def iterate(
 
     with o.phase("update"):
         # The mean is over all graded rows, trained on or not: leaving rows out changes the work, not the loss.
-        denominator = steps.denominator(jnp.asarray(rollout.completion & counted[:, None]))
+        denominator = steps.denominator(trained)
         for epoch in range(cfg.update.epochs):
             for k in np.random.default_rng((cfg.seed, iteration, epoch)).permutation(cfg.update.minibatches):
                 if deck.used[k]:
@@ -138,13 +139,14 @@ def draw(
     Returns the problems [P], the rollout [P * G], and the grades to wait for.
     """
     o, group, wanted = outside, cfg.rollout.group_size, cfg.rollout.prompts
+    constant = np.ones(0, bool)
     drawn: list[tuple[np.ndarray, Rollout, Callable[[], Grades]]] = []
     for attempt in range(1 + cfg.update.refills):
         with o.phase("sample"):
             prompts = o.next_prompts()
             key = rollout_key(state.key, step=iteration, batch=attempt)
             rollout = o.fetch(steps.sample(state.params, o.place(prompts, "rows"), key))
-        drawn.append((prompts.problem, rollout, o.submit(prompts, rollout)))
+        drawn.append((np.asarray(prompts.problem), rollout, o.submit(prompts, rollout)))
         if cfg.update.refills == 0:
             return drawn[0]
         with o.phase("grade"):

@@ -7,6 +7,7 @@ is a ``fori_loop`` with a traced bound around a whole gradient, so one compilati
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -328,13 +329,14 @@ def descend(
     grads = jax.tree.map(lambda g, p: (g / count).astype(p.dtype), grads, state.params)
     norm = optax.tree.norm(grads)
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
-    moved = state.replace(step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+    moved = replace(state, step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state)
     finite = jnp.isfinite(norm) & jnp.isfinite(mean.total)
-    kept = state.replace(
+    kept = replace(
+        state,
         **{
             name: jax.tree.map(partial(jnp.where, finite), getattr(moved, name), getattr(state, name))
             for name in ("step", "params", "opt_state")
-        }
+        },
     )
     once = jnp.ones((), jnp.float32)
     return kept, metrics | {

@@ -94,7 +94,7 @@ def train(session: Session, grader: Grader, start: Params, before: Evaluation | 
             training = phases["total"] - phases.get("evaluate", 0.0)
             metrics = done.metrics | {f"seconds/{name}": value for name, value in phases.items()}
             metrics["seconds/training"] = training
-            metrics["lr"] = float(schedule(max(int(state.step) - 1, 0)))
+            metrics["lr"] = float(np.asarray(schedule(max(int(state.step) - 1, 0))))
             metrics["tokens_per_second"] = metrics["completion_tokens"] / training
             metrics["mfu"] = _model_flops(session, metrics) / (training * peak)
             if last is not None and "evaluate" in phases:

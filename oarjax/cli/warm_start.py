@@ -35,16 +35,17 @@ def warm_start(session: Session, params: Params) -> Params:
     with Progress(cfg.steps, label="sft", console=session.console) as progress:
         for number in range(1, cfg.steps + 1):
             batch = next(stream)
-            rows = TrainBatch(
-                tokens=batch.tokens,
-                valid=batch.valid,
-                completion=batch.completion,
-                advantages=batch.completion.astype(np.float32),
-                old_logps=None,
-                ref_logps=None,
-                behaviour_logps=None,
+            (hand,) = deck.deal(
+                TrainBatch(  # numpy until it is placed
+                    tokens=batch.tokens,  # pyright: ignore[reportArgumentType]
+                    valid=batch.valid,  # pyright: ignore[reportArgumentType]
+                    completion=batch.completion,  # pyright: ignore[reportArgumentType]
+                    advantages=np.zeros(batch.completion.shape, np.float32),  # pyright: ignore[reportArgumentType]
+                    old_logps=None,
+                    ref_logps=None,
+                    behaviour_logps=None,
+                )
             )
-            (hand,) = deck.deal(rows)
             state, metrics = step(state, session.place(hand, "microbatches"), deck.used[0])
             if number % every == 0 or number == cfg.steps:
                 shown = {name: float(mean.value) for name, mean in jax.device_get(metrics).items()}

@@ -6,6 +6,7 @@ command goes on from the newest one.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,8 @@ class Checkpoints:
         shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, _plain(like))
         args = ocp.args.Composite(state=ocp.args.StandardRestore(shapes), record=ocp.args.JsonRestore())
         found = self._manager.restore(iteration, args=args)
-        key = jax.random.wrap_key_data(found.state.key, impl=jax.random.key_impl(like.key))
-        return found.state.replace(key=key), found.record
+        key = jax.random.wrap_key_data(found["state"].key, impl=jax.random.key_impl(like.key))
+        return replace(found["state"], key=key), found["record"]
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -57,4 +58,4 @@ class Checkpoints:
 
 def _plain(state: TrainState) -> TrainState:
     """The state with its random key as numbers."""
-    return state.replace(key=jax.random.key_data(state.key))
+    return replace(state, key=jax.random.key_data(state.key))

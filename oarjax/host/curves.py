@@ -24,7 +24,7 @@ PANELS = (
     Panel("length", "mean length, tokens"),
     Panel("entropy", "entropy, nats"),
     Panel("ess", "effective share of reasoning tokens", percent=True),
-    Panel("seconds/total", "seconds per iteration", from_zero=True),
+    Panel("seconds/training", "seconds per iteration, evaluation left out", from_zero=True),
 )
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")

@@ -145,6 +145,15 @@ def load_params(folder: Path, cfg: QwenConfig, *, dtype: DTypeLike = jnp.float32
     return build_tree(cfg, leaf)
 
 
+def stored_dtype(folder: Path) -> np.dtype:
+    """The dtype of the embedding in the checkpoint's files."""
+    files = _tensor_files(folder)
+    name = "model.embed_tokens.weight"
+    if name not in files:
+        raise CheckpointError(f"{folder}: no tensor {name}; config.json and the weights do not belong together")
+    return _open(files[name]).get_tensor(name).dtype
+
+
 def _read(weight: Weight, index: tuple[slice, ...], get: Callable[[str], Any], dtype: np.dtype) -> np.ndarray:
     """One block of a tree array, out of the checkpoint's tensors."""
     if weight.layers is None:

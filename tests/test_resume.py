@@ -1,0 +1,92 @@
+"""A run that was stopped and started again ends as one that was not."""
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from oarjax.cli import train as command
+from oarjax.config import ConfigError, load_config
+from oarjax.host.hf import load_params, read_config
+from oarjax.host.report import read_metrics
+
+SMALL = [
+    "sft.steps=3",
+    "sft.batch=16",
+    "sft.microbatch=16",
+    "sft.data.limit=64",
+    "data.train.limit=20",
+    "data.eval.limit=16",
+    "rollout.prompts=8",
+    "rollout.group_size=2",
+    "rollout.max_new=16",
+    "update.microbatch=16",
+    "eval.batch=16",
+    "report.html=false",
+    "compilation_cache=null",
+    "checkpoint.every=1",
+    "credit.method=uniform",
+    "optim.schedule=constant",
+    "grading.workers=1",
+]
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.slow
+def test_a_stopped_run_ends_as_if_it_had_not_stopped(tmp_path, data, monkeypatch):
+    def config(folder):
+        return load_config(data.parent.parent / "configs/demo.yaml", [*SMALL, "iterations=4", f"run_dir={folder}"])
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    command._train_once(config(whole), Console(quiet=True))
+
+    calls = []
+    iterate = command.train.__globals__["iterate"]
+
+    def stops_in_the_third(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise Stopped
+        return iterate(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setitem(command.train.__globals__, "iterate", stops_in_the_third)
+        with pytest.raises(Stopped):
+            command._train_once(config(parts), Console(quiet=True))
+    command._train_once(config(parts), Console(quiet=True))
+
+    model, _ = read_config(whole / "export")
+    a, b = load_params(whole / "export", model), load_params(parts / "export", model)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
+        np.testing.assert_array_equal(x, y)
+    timeless = [
+        [
+            {k: v for k, v in row.items() if not k.startswith(("seconds", "time", "tokens_per_second", "mfu"))}
+            for row in m
+        ]
+        for m in (read_metrics(whole / "metrics.jsonl"), read_metrics(parts / "metrics.jsonl"))
+    ]
+    assert timeless[0] == timeless[1]
+    assert (whole / "completions.jsonl").read_text() == (parts / "completions.jsonl").read_text()
+
+
+def timeless(folder):
+    """Metrics without what a clock said."""
+    clocks = ("seconds", "time", "tokens_per_second", "mfu")
+    return [
+        {name: value for name, value in row.items() if not name.startswith(clocks)}
+        for row in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+def test_another_config_does_not_touch_a_run(tmp_path, data):
+    demo = data.parent.parent / "configs/demo.yaml"
+    cfg = load_config(demo, [f"run_dir={tmp_path}"])
+    command._claim(tmp_path, cfg)
+    command._refuse_another_run(tmp_path, cfg)  # the same command may go on
+    other = load_config(demo, [f"run_dir={tmp_path}", "optim.lr=0.5"])
+    with pytest.raises(ConfigError, match=r"another config \(optim\.lr was 0\.0001, is 0\.5\); give another run_dir"):
+        command._refuse_another_run(tmp_path, other)
