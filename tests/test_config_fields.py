@@ -1,0 +1,537 @@
+"""Every field of the config is read: changed once, it changes a program, what a run does or writes, or gives an error.
+
+``FIELDS`` must name every leaf of ``Config``; a new field without an entry here fails. An entry is a changed value,
+what the rest of the config must be for the field to matter, and a view: a function of the config whose result must
+differ. Views go through the same builders as the command; only device programs and graders are replaced by fakes
+where a view looks at the host's side.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import re
+import sys
+import types
+import zlib
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import CACHE, ROOT
+from rich.console import Console
+
+import oarjax.cli.session
+import oarjax.cli.train
+import oarjax.cli.trainer
+import oarjax.cli.warm_start
+from oarjax.cli.errors import USER_ERRORS
+from oarjax.cli.session import Session, lay_out, open_session
+from oarjax.config import Config, Section, parse_config
+from oarjax.host.builtin import write_builtin_policy
+from oarjax.host.grade import Grader
+from oarjax.host.rewards import Sample
+from oarjax.models.weights import abstract_params
+from oarjax.steps import Steps, make_optimizer, make_sft_optimizer, make_sft_step, make_steps
+from oarjax.types import AnswerSpan, Credit, Grades, Mean, PromptBatch, Rollout, Scores, TrainBatch, TrainState
+
+PLUGIN = ROOT / "tests" / "data" / "config" / "field_rewards.py"
+WIDTH = 8  # prompt positions of the programs that are lowered
+
+BASE: dict[str, Any] = {
+    "run_dir": "run",  # below the test's own folder, as the current one
+    "iterations": 2,
+    "device": "cpu",
+    "compilation_cache": str(CACHE),
+    "policy": {"path": "policies/tiny"},
+    "data": {
+        "template": "plain",
+        "max_prompt": 24,
+        "train": {"source": "builtin:arithmetic", "split": "train", "limit": 6, "arithmetic": {"terms": 2}},
+        "eval": {"source": "builtin:arithmetic", "split": "eval", "limit": 3, "arithmetic": {"terms": 2}},
+    },
+    "sft": {
+        "data": {"source": "builtin:arithmetic", "split": "sft", "limit": 6, "arithmetic": {"terms": 2}},
+        "steps": 2,
+        "batch": 4,
+        "microbatch": 2,
+        "max_length": 48,
+    },
+    "rollout": {"prompts": 4, "group_size": 2, "max_new": 10, "prompt_bucket": 8, "completion_bucket": 5},
+    "grading": {"rewards": [{"name": "exact"}], "workers": 1},
+    "credit": {"answer": {"style": "hash"}},
+    "update": {"microbatch": 2},
+    "eval": {"every": 0, "batch": 2},
+    "checkpoint": {"every": 0},
+    "report": {"completions": 1, "html": False},
+}
+
+
+# --- The fields, and how each one shows -----------------------------------------------------------------------------
+
+
+class Field(NamedTuple):
+    value: Any
+    view: Any
+    given: dict[str, Any] = {}  # noqa: RUF012
+    error: str | None = None  # what the message says, where the changed value is one that cannot run here
+
+
+def dataset(where: str) -> dict[str, Field]:
+    """Fields of a dataset section, seen in what it encodes to."""
+    sees, file, hub = partial(data, where=where), {f"{where}.source": "rows.jsonl"}, {f"{where}.source": "org/set"}
+    return {
+        f"{where}.source": Field("rows.jsonl", sees),
+        f"{where}.name": Field("other", sees, hub),
+        f"{where}.split": Field("validation", sees, hub),
+        f"{where}.revision": Field("abc", sees, hub),
+        f"{where}.prompt_field": Field("second", sees, file),
+        f"{where}.answer_field": Field("second", sees, file),
+        f"{where}.limit": Field(2, sees),
+        f"{where}.arithmetic.terms": Field(3, sees),
+        f"{where}.arithmetic.highest": Field(30, sees),
+        f"{where}.arithmetic.written": Field(0.0, sees, {f"{where}.split": "sft"}),
+        f"{where}.arithmetic.seed": Field(1, sees),
+    }
+
+
+def optimizer(where: str, sees: Any) -> dict[str, Field]:
+    """Fields of an optimizer section, seen in the program that updates."""
+    return {
+        f"{where}.lr": Field(0.5, sees),
+        f"{where}.schedule": Field("cosine", sees),
+        f"{where}.warmup": Field(3, sees),
+        f"{where}.b1": Field(0.5, sees),
+        f"{where}.b2": Field(0.5, sees),
+        f"{where}.weight_decay": Field(0.3, sees),
+        f"{where}.clip_norm": Field(0.3, sees),
+    }
+
+
+def fields() -> dict[str, Field]:
+    sample, evaluation, score = (partial(program, name=name) for name in ("sample", "evaluate", "score"))
+    credit, denominator, update = (partial(program, name=name) for name in ("credit", "denominator", "update"))
+    masking = {"credit.method": "oar_p"}
+    cispo, kl = {"loss.surrogate": "cispo"}, {"loss.kl_beta": 0.1}
+    plugin = {"grading.plugins": [str(PLUGIN)]}
+    return {
+        "run_dir": Field("elsewhere", command),
+        "seed": Field(5, command),
+        "iterations": Field(3, command),
+        "device": Field("tpu", command, error="device: tpu was asked for and JAX finds cpu"),
+        "compilation_cache": Field("cache", settings),
+        "profile": Field([1, 2], command),
+        "policy.path": Field("policies/other", update),
+        "policy.tokenizer": Field(
+            "nowhere", data, {"policy.path": "builtin:random"}, error="tokenizer nowhere: no such folder"
+        ),
+        "policy.revision": Field("abc", data, {"policy.path": "org/none"}, error=r"org/none.*\(revision abc\)"),
+        "policy.param_dtype": Field("bfloat16", command),
+        "policy.compute_dtype": Field("bfloat16", sample),
+        "policy.remat": Field("none", update),
+        "policy.head_chunk": Field(8, update),
+        "mesh.data": Field(7, data, error="mesh: .*'data': 7.* does not multiply to the 1 devices"),
+        "mesh.fsdp": Field(7, data, error="mesh: .*'fsdp': 7.* does not multiply to the 1 devices"),
+        "mesh.tensor": Field(7, data, error="mesh: .*'tensor': 7.* does not multiply to the 1 devices"),
+        **dataset("data.train"),
+        **dataset("data.eval"),
+        **dataset("sft.data"),
+        "data.template": Field("chat", data, error="no chat template; set data.template to plain"),
+        "data.system_prompt": Field("1", data),
+        "data.prompt_format": Field("({prompt})", data),
+        "data.max_prompt": Field(5, data),
+        "data.shuffle": Field(False, command),
+        "sft.steps": Field(3, command),
+        "sft.batch": Field(6, command),
+        "sft.microbatch": Field(4, command),
+        "sft.max_length": Field(12, partial(data, where="sft.data")),
+        **optimizer("sft.optim", sft_program),
+        "rollout.prompts": Field(6, command),
+        "rollout.group_size": Field(4, command),
+        "rollout.max_new": Field(12, sample),
+        "rollout.temperature": Field(0.7, sample),
+        "rollout.top_k": Field(3, sample),
+        "rollout.top_p": Field(0.5, sample),
+        "rollout.prompt_bucket": Field(12, command),
+        "rollout.completion_bucket": Field(2, command),
+        "grading.rewards.name": Field("format", grading),
+        "grading.rewards.weight": Field(2.0, grading),
+        "grading.plugins": Field([str(PLUGIN)], grading, {"grading.rewards": [{"name": "field_pid"}]}),
+        "grading.workers": Field(2, grading, {"grading.rewards": [{"name": "field_pid"}], **plugin}),
+        "grading.deadline": Field(0.2, grading, {"grading.rewards": [{"name": "field_slow"}], **plugin}),
+        "grading.memory_mb": Field(300, grading, {"grading.rewards": [{"name": "field_large"}], **plugin}),
+        "grading.overlong_window": Field(4, command),
+        "grading.overlong_penalty": Field(0.5, command, {"grading.overlong_window": 4}),
+        "advantage.scale": Field("none", command),
+        "advantage.ddof": Field(0, command),
+        "advantage.eps": Field(0.5, command),
+        "credit.method": Field("oar_p", score),
+        "credit.estimator": Field("noisy", score),
+        "credit.sigma": Field(0.5, score, {"credit.estimator": "noisy"}),
+        "credit.draws": Field(2, score),
+        "credit.mask_id": Field(7, score, masking),
+        "credit.chunk": Field(2, score, masking),
+        "credit.probe.mode": Field("last", command),
+        "credit.probe.warmup_mode": Field("answer_joint", command, {"credit.probe.warmup_iterations": 1}),
+        "credit.probe.warmup_iterations": Field(1, command),
+        "credit.gate.rule": Field("level", credit),
+        "credit.gate.tau": Field(0.2, credit),
+        "credit.gate.boost": Field(0.5, credit),
+        "credit.gate.floor": Field(0.3, credit),
+        "credit.gate.mass": Field("free", credit),
+        "credit.answer.style": Field("boxed", spans),
+        "credit.answer.pattern": Field("[0-9]", spans, {"credit.answer": {"style": "regex", "pattern": "[+]"}}),
+        "loss.surrogate": Field("cispo", update),
+        "loss.level": Field("sequence", update, {"update.epochs": 2}),
+        "loss.aggregation": Field("grpo", denominator),
+        "loss.clip_low": Field(0.1, update),
+        "loss.clip_high": Field(0.1, update),
+        "loss.dual_clip": Field(3.0, update, {"update.epochs": 2}),
+        "loss.ratio_cap": Field(2.0, update, cispo),
+        "loss.kl_beta": Field(0.1, score),
+        "loss.kl_estimator": Field("k2", update, kl),
+        "loss.entropy_bonus": Field(0.1, update),
+        "loss.sampler_correction_cap": Field(2.0, update),
+        "loss.mask_truncated": Field(True, command),
+        "update.epochs": Field(2, command),
+        "update.minibatches": Field(2, command),
+        "update.microbatch": Field(4, command),
+        "update.skip_zero_variance": Field(False, command),
+        "update.refills": Field(1, command),
+        **optimizer("optim", update),
+        "eval.every": Field(1, command),
+        "eval.samples": Field(2, command),
+        "eval.temperature": Field(0.0, evaluation),
+        "eval.batch": Field(4, command),
+        "checkpoint.every": Field(1, command),
+        "checkpoint.keep": Field(1, command, {"checkpoint.every": 1}),
+        "report.to": Field(["jsonl", "tensorboard"], command),
+        "report.completions": Field(2, command),
+        "report.html": Field(True, command),
+        "export.folder": Field("trained", command),
+        "export.dtype": Field("bfloat16", command),
+    }
+
+
+def leaves(section: type[Section], prefix: str = "") -> list[str]:
+    """Dotted paths of all fields that are not sections; lists of sections count as one."""
+    found = []
+    for name, field in section.model_fields.items():
+        inner = [t for t in parts(field.annotation) if isinstance(t, type) and issubclass(t, Section)]
+        found += leaves(inner[0], f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
+    return found
+
+
+def parts(annotation: Any) -> list[Any]:
+    """A type and everything it is made of."""
+    return [annotation, *(p for inner in getattr(annotation, "__args__", ()) for p in parts(inner))]
+
+
+# --- Views: what a config does, as something that can be compared ----------------------------------------------------
+
+
+def build(cfg: Config) -> Session:
+    return open_session(cfg, Console(file=io.StringIO()))
+
+
+def spec(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def program(cfg: Config, *, name: str) -> str:
+    """The text of a device program, as lowered for the config's shapes."""
+    session = build(cfg)
+    tx, _ = make_optimizer(cfg)
+    layout = lay_out(session, tx)
+    steps = make_steps(session.policy, tx, layout, cfg, stop_ids=session.stop_ids, pad_id=session.pad_id)
+    params = abstract_params(session.model, dtype=jnp.dtype(cfg.policy.param_dtype))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    rows, T = cfg.rollout.prompts * cfg.rollout.group_size, cfg.rollout.max_new
+    b = cfg.update.microbatch
+    M = rows // cfg.update.minibatches // b
+    tokens, valid, mask, values = (
+        spec((M, b, WIDTH + T), jnp.int32),
+        spec((M, b, WIDTH + T), jnp.bool_),
+        spec((M, b, T), jnp.bool_),
+        spec((M, b, T)),
+    )
+    span = AnswerSpan(mask, mask, spec((M, b), jnp.bool_))
+    count = spec((), jnp.int32)
+    if name in ("sample", "evaluate"):
+        prompts = cfg.rollout.prompts
+        batch = PromptBatch(
+            spec((prompts, WIDTH), jnp.int32), spec((prompts, WIDTH), jnp.bool_), spec((prompts,), jnp.int32)
+        )
+        return getattr(steps, name).lower(params, batch, key).as_text()
+    if name == "score":
+        rollout = Rollout(tokens, valid, mask, values, values, spec((M, b), jnp.bool_))
+        numbers = spec((M, b), jnp.int32)
+        return steps.score.lower(params, params, rollout, span, numbers, count, key, probe="last").as_text()
+    if name == "credit":
+        return steps.credit.lower(values, span, spec((M, b)), mask, key).as_text()
+    if name == "denominator":
+        return steps.denominator.lower(spec((rows, T), jnp.bool_)).as_text()
+    state = jax.eval_shape(lambda p: TrainState(jnp.zeros((), jnp.int32), p, tx.init(p), jax.random.key(0)), params)
+    old = values if cfg.update.epochs * cfg.update.minibatches > 1 else None
+    ref = values if cfg.loss.kl_beta > 0 else None
+    batch = TrainBatch(tokens, valid, mask, values, old, ref, values)
+    return steps.update.lower(state, batch, count, spec(())).as_text()
+
+
+def sft_program(cfg: Config) -> str:
+    """The text of the warm start's program."""
+    assert cfg.sft is not None
+    session = build(cfg)
+    tx, _ = make_sft_optimizer(cfg.sft)
+    step = make_sft_step(session.policy, tx, lay_out(session, tx), head_chunk=cfg.policy.head_chunk)
+    params = abstract_params(session.model, dtype=jnp.float32)
+    state = jax.eval_shape(lambda p: TrainState(jnp.zeros((), jnp.int32), p, tx.init(p), jax.random.key(0)), params)
+    shape = (2, cfg.sft.microbatch)
+    tokens, valid = spec((*shape, WIDTH + 4), jnp.int32), spec((*shape, WIDTH + 4), jnp.bool_)
+    batch = TrainBatch(tokens, valid, spec((*shape, 4), jnp.bool_), spec((*shape, 4)), None, None, None)
+    return step.lower(state, batch, spec((), jnp.int32)).as_text()
+
+
+def data(cfg: Config, *, where: str = "data.train") -> Any:
+    """The ids and answers that a dataset section comes to."""
+    session = build(cfg)
+    encoded = {"data.train": session.train, "data.eval": session.held_out, "sft.data": session.pairs}[where]
+    return encoded.prompts, encoded.completions, [p.answer for p in encoded.problems], encoded.dropped
+
+
+def spans(cfg: Config) -> Any:
+    """Where an answer is found in a completion that has several."""
+    session = build(cfg)
+    ids = session.tokenizer("1+2=3;#### 3", add_special_tokens=False)["input_ids"]
+    tokens = np.asarray([ids], np.int32)
+    mask = np.ones(tokens.shape, bool)
+    zeros = np.zeros(tokens.shape, np.float32)
+    found = session.find_answers(Rollout(tokens, mask, mask, zeros, zeros, np.ones(1, bool)))
+    return [np.asarray(x).tolist() for x in (found.reasoning, found.answer, found.found)]
+
+
+def settings(cfg: Config) -> Any:
+    build(cfg)
+    return jax.config.jax_compilation_cache_dir
+
+
+def grading(cfg: Config) -> Any:
+    """What real workers make of four completions. Process ids count as how many there are."""
+    session = build(cfg)
+    samples = [Sample(prompt="1+1=", completion=f"#### {n}", answer="2") for n in range(4)]
+    with session.grader() as grader:
+        grades = grader.grade(samples)
+    if "field_pid" in grades.per_reward:
+        return len(set(grades.rewards.tolist()))
+    return grades.rewards.tolist(), grades.verdicts
+
+
+def command(cfg: Config) -> Any:
+    """A whole run with fake device programs and a fake grader: what they were asked, and what was written."""
+    log: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(oarjax.cli.session, "Grader", FakeGrader)
+        patch.setattr(oarjax.cli.trainer, "make_steps", partial(fake_steps, log))
+        patch.setattr(oarjax.cli.train, "make_steps", partial(fake_steps, log))
+        patch.setattr(oarjax.cli.warm_start, "make_sft_step", partial(fake_sft_step, log))
+        patch.setattr(oarjax.cli.trainer, "peak_flops", lambda dtype: (1e9, "fake"))
+        patch.setattr(jax.profiler, "start_trace", lambda folder: log.append("trace"))
+        patch.setattr(jax.profiler, "stop_trace", lambda: log.append("end of trace"))
+        oarjax.cli.train._train_once(cfg, Console(file=io.StringIO()))
+    folder = Path(cfg.run_dir)
+    written = {str(p): p.stat().st_size for p in sorted(folder.rglob("*")) if p.suffix == ".safetensors"}
+    checkpoints = sorted(p.name for p in folder.glob("checkpoints/*"))
+    inside = [p for p in folder.rglob("*") if p.is_file() and "events" not in p.name and "checkpoints" not in p.parts]
+    files = sorted(map(str, inside))
+    events = any("events" in p.name for p in folder.rglob("*"))
+    completions = (folder / "completions.jsonl").read_text()
+    return log, written, files, checkpoints, events, logged(folder / "metrics.jsonl"), completions
+
+
+def logged(path: Path) -> list[dict[str, Any]]:
+    """Lines of metrics without what a clock says."""
+    clocks = ("seconds/", "time", "tokens_per_second", "mfu")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(clocks)} for line in lines]
+
+
+def shapes(tree: Any) -> list[Any]:
+    return [x.shape for x in jax.tree.leaves(tree)]
+
+
+def fake_steps(log: list[Any], policy: Any, tx: Any, layout: Any, cfg: Config, **_: Any) -> Steps:
+    """Device programs that write down what they are given. Completions grow with the row; a few are cut."""
+
+    def roll(name: str, group: int, params: Any, prompts: PromptBatch, key: Any) -> Rollout:
+        kind = str(params["embed"]["embedding"].dtype)
+        log.append((name, kind, np.asarray(prompts.tokens).tolist(), jax.random.key_data(key).tolist()))
+        rows, T = len(prompts.problem) * group, cfg.rollout.max_new
+        draw = np.random.default_rng(rows)
+        mask = np.arange(T) < (1 + np.arange(rows) % T)[:, None]
+        text = np.where(mask, draw.integers(4, 14, (rows, T)), 0)
+        tokens, valid = (np.repeat(np.asarray(x), group, axis=0) for x in (prompts.tokens, prompts.valid))
+        zeros = np.zeros((rows, T), np.float32)
+        return Rollout(
+            np.concatenate([tokens, text], 1).astype(np.int32),
+            np.concatenate([valid, mask], 1),
+            mask,
+            zeros,
+            zeros,
+            np.arange(rows) % 3 != 0,
+        )
+
+    def score(params, ref, rollout, span, numbers, used, key, *, probe):
+        log.append(("score", shapes(rollout), int(used), probe))
+        return Scores(None, None, None)
+
+    def credit(importance, span, advantages, completion, key):
+        log.append(("credit", np.asarray(advantages).tolist(), np.asarray(completion).sum().item()))
+        return Credit(completion * 0.0, completion * 1.0, completion * 1.0), {}
+
+    def update(state, batch, used, denominator):
+        log.append(("update", shapes(batch), int(used)))
+        return state.replace(step=state.step + 1), {}
+
+    return Steps(
+        sample=partial(roll, "sample", cfg.rollout.group_size),
+        evaluate=partial(roll, "evaluate", cfg.eval.samples),
+        score=score,
+        credit=credit,
+        denominator=lambda completion: float(completion.sum()),
+        update=update,
+    )
+
+
+def fake_sft_step(log: list[Any], policy: Any, tx: Any, layout: Any, *, head_chunk: int) -> Any:
+    def step(state, batch, used):
+        log.append(("sft", shapes(batch), int(used), np.asarray(batch.tokens).tolist()))
+        return state, {"loss": Mean(jnp.ones(()), jnp.ones(()))}
+
+    return step
+
+
+class FakeGrader(Grader):
+    """Rewards by length, at once: equal in some groups, different in others."""
+
+    def __init__(self, rewards, **_):
+        self.names = [name for name, _ in rewards]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def submit(self, samples):
+        n = len(samples)
+        rewards = np.asarray([float(s.tokens in (1, 4, 9, 10)) for s in samples], np.float32)
+        done: Future[Grades] = Future()
+        done.set_result(Grades(rewards, dict.fromkeys(self.names, rewards), ["graded"] * n, [None] * n, [""] * n))
+        return done
+
+
+def fake_hub() -> Any:
+    """The package ``datasets`` as far as it is used: rows that tell how they were asked for."""
+    module: Any = types.ModuleType("datasets")
+    module.load_dataset = lambda *args, **options: [
+        {"question": f"1+{zlib.crc32(repr((args, options)).encode())}=", "answer": "2"}
+    ]
+    return module
+
+
+# --- The test --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("policies")
+    size = {"layers": 1, "heads": 2, "kv_heads": 1, "ffn": 16}
+    write_builtin_policy(folder / "tiny", seed=0, hidden=16, **size)
+    write_builtin_policy(folder / "other", seed=0, hidden=8, **size)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """Views of configs that several fields start from."""
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def jax_settings():
+    """A session changes where JAX keeps compiled programs; put it back."""
+    names = [
+        "jax_compilation_cache_dir",
+        "jax_enable_compilation_cache",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    ]
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def change(tree: dict[str, Any], path: str, value: Any) -> None:
+    if path.startswith("grading.rewards."):
+        tree["grading"]["rewards"][0][path.rpartition(".")[2]] = value
+        return
+    *parents, leaf = path.split(".")
+    for name in parents:
+        tree = tree.setdefault(name, {})
+    tree[leaf] = value
+
+
+def test_every_field_has_an_entry():
+    assert sorted(fields()) == sorted(leaves(Config))
+
+
+def look(view: Any, tree: dict[str, Any], here: Path, policies: Path, monkeypatch) -> Any:
+    """A view of a config from a folder of its own, or the error that it gives."""
+    here.mkdir()
+    (here / "policies").symlink_to(policies)
+    (here / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2", "second": "3"}\n' * 2)
+    monkeypatch.setitem(sys.modules, "datasets", fake_hub())
+    monkeypatch.chdir(here)
+    try:
+        return view(parse_config(tree))
+    except USER_ERRORS as error:
+        return f"error: {error}"
+
+
+@pytest.mark.parametrize("path", sorted(leaves(Config)))
+def test_field_is_read(path, policies, seen, tmp_path, monkeypatch):
+    field = fields().get(path)
+    assert field is not None, f"{path}: say in fields() how this field shows, or remove it"
+    tree = copy.deepcopy(BASE)
+    for name, value in field.given.items():
+        change(tree, name, value)
+    asked = (str(field.view), json.dumps(tree))
+    if asked not in seen:
+        seen[asked] = look(field.view, tree, tmp_path / "before", policies, monkeypatch)
+    change(tree, path, field.value)
+    after = look(field.view, tree, tmp_path / "after", policies, monkeypatch)
+    assert after != seen[asked]
+    if field.error is None:
+        assert not str(after).startswith("error:"), after
+    else:
+        assert re.search(field.error, str(after)), after
+
+
+@pytest.mark.parametrize(
+    "path", ["seed", "grading.deadline", "rollout.top_k", "optim.lr", "sft.optim.lr", "data.train.name"]
+)
+def test_the_same_config_gives_the_same_view(path, policies, tmp_path, monkeypatch):
+    """Otherwise a field that nothing reads could seem to change something."""
+    field, tree = fields()[path], copy.deepcopy(BASE)
+    for name, value in field.given.items():
+        change(tree, name, value)
+    one, two = (look(field.view, copy.deepcopy(tree), tmp_path / n, policies, monkeypatch) for n in ("one", "two"))
+    assert one == two
+    assert not str(one).startswith("error:")
