@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from oarjax.cli import train as command
+from oarjax.cli import trainer
 from oarjax.config import ConfigError, load_config
 from oarjax.host.hf import load_params, read_config
 from oarjax.host.report import read_metrics
@@ -44,7 +45,7 @@ def test_a_stopped_run_ends_as_if_it_had_not_stopped(tmp_path, data, monkeypatch
     command._train_once(config(whole), Console(quiet=True))
 
     calls = []
-    iterate = command.train.__globals__["iterate"]
+    iterate = trainer.iterate
 
     def stops_in_the_third(*args, **kwargs):
         calls.append(1)
@@ -53,7 +54,7 @@ def test_a_stopped_run_ends_as_if_it_had_not_stopped(tmp_path, data, monkeypatch
         return iterate(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setitem(command.train.__globals__, "iterate", stops_in_the_third)
+        patch.setattr(trainer, "iterate", stops_in_the_third)
         with pytest.raises(Stopped):
             command._train_once(config(parts), Console(quiet=True))
     command._train_once(config(parts), Console(quiet=True))
