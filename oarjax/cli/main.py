@@ -32,16 +32,6 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
-def seed_list(text: str) -> list[int]:
-    """``0,1,2`` as numbers."""
-    try:
-        return [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise typer.BadParameter(
-            f"expected whole numbers with commas between them, such as 0,1,2, got {text!r}"
-        ) from None
-
-
 TRAIN_HELP = (
     "Train a policy and show that it got better.\n\n"
     "Every iteration samples completions, grades them, gives every token its credit and updates the policy. The run "
@@ -80,10 +70,9 @@ def train(
     ] = "",
 ) -> None:
     """``oarjax train``; see ``TRAIN_HELP``."""
-    chosen = seed_list(seeds)
     from oarjax.cli.train import run
 
-    run(config, overrides or [], compare=compare, seeds=chosen)
+    run(config, overrides or [], compare=compare, seeds=seeds)
 
 
 @app.command(epilog='Example: oarjax sample runs/demo/export "12+30-5=" --count 4')
@@ -138,9 +127,6 @@ def main() -> None:
     """Run the command; an error that the user can mend is a message and exit code 2, not a traceback."""
     try:
         app()
-    except KeyboardInterrupt:
-        print("interrupted; what has been written stays", file=sys.stderr)
-        sys.exit(130)
     except Exception as error:
         from oarjax.cli.errors import USER_ERRORS, show
 

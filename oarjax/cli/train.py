@@ -23,7 +23,7 @@ from oarjax.steps import make_optimizer, make_steps
 from oarjax.types import Params
 
 
-def run(config: Path, overrides: Sequence[str], *, compare: bool, seeds: Sequence[int]) -> None:
+def run(config: Path, overrides: Sequence[str], *, compare: bool, seeds: str = "") -> None:
     """Train as the config says; with ``compare``, also the controls, from the same start, once per seed."""
     console = make_console()
     cfg = load_config(config, list(overrides))
@@ -32,9 +32,17 @@ def run(config: Path, overrides: Sequence[str], *, compare: bool, seeds: Sequenc
     if compare and cfg.data.eval is None:
         raise ConfigError("data.eval: --compare needs held-out problems")
     if compare:
-        _compare(cfg, list(seeds) or [cfg.seed], console)
+        _compare(cfg, _seeds(seeds) or [cfg.seed], console)
     else:
         _train_once(cfg, console)
+
+
+def _seeds(text: str) -> list[int]:
+    """``0,1,2`` as numbers."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
+        raise ConfigError(f"--seeds: expected different whole numbers such as 0,1,2, got {text!r}")
+    return [int(part) for part in parts]
 
 
 def _train_once(cfg: Config, console: Console) -> None:

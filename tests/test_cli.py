@@ -1,0 +1,405 @@
+"""The oarjax command as a user meets it: help, mistakes, a whole tiny run, and what can be done with its export."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from conftest import CACHE, ROOT
+
+from oarjax.cli.main import main
+from oarjax.config import load_config
+from oarjax.host.builtin import write_builtin_policy
+from oarjax.host.hf import load_params, read_config, stored_dtype
+from oarjax.host.report import read_completions, read_metrics
+from oarjax.host.summary import read_summary
+
+TINY = {
+    "iterations": 2,
+    "device": "cpu",
+    "compilation_cache": str(CACHE),
+    "data": {
+        "template": "plain",
+        "max_prompt": 24,
+        "train": {"source": "builtin:arithmetic", "split": "train", "limit": 20, "arithmetic": {"terms": 2}},
+        "eval": {"source": "builtin:arithmetic", "split": "eval", "limit": 5, "arithmetic": {"terms": 2}},
+    },
+    "sft": {
+        "data": {"source": "builtin:arithmetic", "split": "sft", "limit": 20, "arithmetic": {"terms": 2}},
+        "steps": 3,
+        "batch": 4,
+        "microbatch": 4,
+        "max_length": 48,
+    },
+    "rollout": {"prompts": 4, "group_size": 4, "max_new": 12, "prompt_bucket": 16, "completion_bucket": 12},
+    "grading": {"rewards": [{"name": "exact"}, {"name": "long"}], "workers": 1},
+    "credit": {"answer": {"style": "regex", "pattern": "[0-9]"}},
+    "update": {"microbatch": 8},
+    "eval": {"batch": 4},
+    "report": {"completions": 3},
+}
+PLUGIN = """
+from oarjax.host.rewards import Sample, reward
+
+@reward("long")
+def long(sample: Sample) -> float:
+    return float(sample.tokens)
+"""
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("policy")
+    return write_builtin_policy(folder / "tiny", seed=0, hidden=16, layers=1, heads=2, kv_heads=1, ffn=16)
+
+
+@pytest.fixture(scope="module")
+def config(policy, tmp_path_factory):
+    """A config file, its run folder beside it, and the plugin that it names."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "mine.py").write_text(PLUGIN)
+    tree = TINY | {"run_dir": str(folder / "run"), "policy": {"path": str(policy)}}
+    tree["grading"] = {**TINY["grading"], "plugins": [str(folder / "mine.py")]}
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(tree))
+    return folder / "tiny.yaml"
+
+
+@pytest.fixture(autouse=True)
+def jax_settings():
+    """A session changes where JAX keeps compiled programs; put it back."""
+    names = [
+        "jax_compilation_cache_dir",
+        "jax_enable_compilation_cache",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    ]
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture
+def oarjax(monkeypatch, capfd):
+    """Run the command in this process: (exit code, standard output, standard error)."""
+
+    def command(*arguments) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["oarjax", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.setenv("TERM", "dumb")
+        capfd.readouterr()
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(bool(end.code))
+        return code, *capfd.readouterr()
+
+    return command
+
+
+# Help
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (
+            (),
+            [
+                "Train Qwen policies with GRPO",
+                "train",
+                "sample",
+                "export",
+                "Start with: oarjax train configs/demo.yaml",
+            ],
+        ),
+        (
+            ("train",),
+            ["CONFIG.yaml", "KEY.SUB=VALUE...", "--compare", "--seeds", "values are YAML", "rollout.group_size=16"],
+        ),
+        (("sample",), ["POLICY", "PROMPT...", "--temperature", "0 = greedy", "auto|chat|plain", "runs/demo/export"]),
+        (("export",), ["SOURCE", "TARGET", "keep|float32|bfloat16", "must not exist yet"]),
+    ],
+)
+def test_help(oarjax, command, says):
+    code, out, _ = oarjax(*command, "--help")
+    assert code == 0
+    for words in says:
+        assert words in out
+
+
+def test_nothing_asked_shows_the_help(oarjax):
+    _, out, err = oarjax()
+    print(repr(out), repr(err))
+    assert "Train Qwen policies with GRPO" in out + err
+
+
+def test_help_imports_no_jax():
+    """A command that only prints must come at once."""
+    import subprocess
+
+    script = "import sys, oarjax.cli.main; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+# Mistakes: one message, exit code 2, no traceback, nothing compiled, nothing claimed
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (["rollout.group=3"], "rollout.group: no such field (did you mean group_size?)"),
+        (["rollout.group_size=1"], "rollout.group_size: Input should be greater than or equal to 2, got 1"),
+        (["update.minibatches=3"], "update.minibatches: 3 does not divide rollout.prompts = 4"),
+        (
+            ["device=tpu"],
+            'device: tpu was asked for and JAX finds cpu (cpu). Install the extra (pip install "oarjax[tpu]")',
+        ),
+        (
+            ["device=gpu"],
+            'device: gpu was asked for and JAX finds cpu (cpu). Install the extra (pip install "oarjax[cuda]")',
+        ),
+        (["mesh.data=2", "mesh.tensor=3"], "does not multiply to the"),
+        (["policy.path=nowhere"], "policy nowhere: no such folder; give an HF folder or a hub name"),
+        (["policy.path=builtin:large"], "policy.path: builtin:large is unknown; accepted: builtin:arithmetic"),
+        (["data.max_prompt=2"], "all 20 prompts are longer than 2 tokens; raise data.max_prompt"),
+        (["sft.max_length=4"], "all 20 pairs are longer than 4 tokens; raise sft.max_length"),
+        (["rollout.max_new=500"], "data.max_prompt + rollout.max_new = 524 tokens, more than the checkpoint's"),
+        (
+            ["sft.max_length=513"],
+            "sft.max_length = 513 tokens, more than the checkpoint's max_position_embeddings = 512",
+        ),
+        (["data.train.source=nothing.jsonl"], "data.train.source: no file nothing.jsonl"),
+        (["data.template=chat"], "the tokenizer has no chat template; set data.template to plain"),
+        (["grading.plugins=[nothing.py]"], "grading.plugins: 'nothing.py' cannot be imported"),
+        (["credit.answer.pattern=("], "is not a regular expression"),
+        (["credit.mask_id=32"], "credit.mask_id: 32 is not a token; the vocabulary has 32"),
+        (["run_dir=/proc/none"], "run_dir: "),
+        (["--seeds", "1"], "--seeds goes with --compare; for one run set seed=N"),
+        (["--compare", "data.eval=null"], "data.eval: --compare needs held-out problems"),
+        (["--compare", "--seeds", "1,x"], "--seeds: expected different whole numbers such as 0,1,2, got '1,x'"),
+        (["--compare", "--seeds", "1,1"], "--seeds: expected different whole numbers such as 0,1,2, got '1,1'"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_compiled(oarjax, config, tmp_path, changes, says, monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr("oarjax.cli.train._start", never)
+    folder = tmp_path / "run"
+    code, out, err = oarjax("train", config, f"run_dir={folder}", *changes)
+    assert code == 2
+    assert says in err
+    assert "Traceback" not in out + err
+    assert not (folder / "config.yaml").exists()
+
+
+def test_unknown_reward_names_the_known_ones(oarjax, config, tmp_path):
+    tree = yaml.safe_load(config.read_text())
+    tree["grading"] = {"rewards": [{"name": "maths"}]}
+    (tmp_path / "bad.yaml").write_text(yaml.safe_dump(tree))
+    code, _, err = oarjax("train", tmp_path / "bad.yaml", f"run_dir={tmp_path / 'run'}")
+    assert code == 2
+    assert "grading.rewards: no reward is called 'maths'; known are exact, format" in err
+
+
+def test_tokenizer_larger_than_the_vocabulary(oarjax, config, policy, tmp_path):
+    import shutil
+
+    folder = shutil.copytree(policy, tmp_path / "policy")
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | {"vocab_size": 20}))
+    code, _, err = oarjax("train", config, f"run_dir={tmp_path / 'run'}", f"policy.path={folder}")
+    assert code == 2
+    assert "the tokenizer has ids up to 26 and the model's vocabulary only 20: they do not belong together" in err
+
+
+@pytest.mark.parametrize(
+    ("package", "change"), [("matplotlib", "report.html=true"), ("tensorboardX", "report.to=[tensorboard]")]
+)
+def test_a_missing_package_is_missed_at_the_start(oarjax, config, tmp_path, package, change, monkeypatch):
+    from oarjax.cli import session
+
+    monkeypatch.setattr(session, "find_spec", lambda name: None if name == package else object())
+    code, _, err = oarjax("train", config, f"run_dir={tmp_path / 'run'}", change)
+    assert code == 2
+    assert f'needs {package}, which is not installed; pip install "oarjax[log]", or set report.' in err
+
+
+def test_an_error_of_ours_keeps_its_traceback(oarjax, config, tmp_path, monkeypatch):
+    def broken(*_):
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr("oarjax.cli.train.open_session", broken)
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        oarjax("train", config, f"run_dir={tmp_path / 'run'}")
+
+
+def test_interrupted(oarjax, config, tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("oarjax.cli.train.open_session", interrupted)
+    code, out, err = oarjax("train", config, f"run_dir={tmp_path / 'run'}")
+    assert code == 130
+    assert "Traceback" not in out + err
+
+
+# A whole tiny run
+
+
+@pytest.fixture(scope="module")
+def run(config):
+    """The folder of a finished run, and what the command printed."""
+    import subprocess
+
+    done = subprocess.run(
+        [sys.executable, "-m", "oarjax.cli.main", "train", str(config), "report.to=[jsonl, tensorboard]", "seed=3"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    return config.parent / "run", done.stdout
+
+
+@pytest.mark.slow
+def test_a_run_writes_what_it_promises(run):
+    folder, out = run
+    for name in ("config.yaml", "metrics.jsonl", "completions.jsonl", "summary.json", "curves.png", "report.html"):
+        assert (folder / name).stat().st_size > 0, name
+    assert any(folder.glob("tensorboard/events*"))
+
+    before, first, last = read_metrics(folder / "metrics.jsonl")
+    assert before["iteration"] == 0
+    assert 0 <= before["pass_at_1"] <= 1
+    names = {"reward", "reward/long", "length", "entropy", "ess", "loss", "grad_norm", "lr", "tokens_per_second", "mfu"}
+    names |= {"zero_variance", "truncated", "ungraded", "verdict/graded", "sampler_gap"}
+    names |= {f"seconds/{phase}" for phase in ("sample", "grade", "score", "credit", "update", "total")}
+    for record in (first, last):
+        assert names <= set(record), names - set(record)
+        assert all(np.isfinite(record[name]) for name in names)
+    assert first["reward"] == pytest.approx(first["reward/exact"] + first["reward/long"])
+    assert "pass_at_1" not in first
+    assert "pass_at_1" in last
+
+    rows = read_completions(folder / "completions.jsonl")
+    assert [iteration for iteration, _ in rows] == [1, 1, 1, 2, 2, 2]
+    row = rows[0][1]
+    assert row.prompt.endswith("=")
+    assert "".join(row.tokens) == row.completion
+    assert len(row.weights) == len(row.tokens) == row.rewards["long"]
+
+    assert [r.name for r in read_summary(folder / "summary.json")] == ["SFT policy", "OAR-G"]
+    for words in ("OAR-G", "SFT policy", "pass@1", str(folder / "export"), "report.html"):
+        assert words in out, words
+
+
+@pytest.mark.slow
+def test_the_export_is_a_policy_like_any_other(oarjax, run, config, tmp_path):
+    folder, _ = run
+    model, where = read_config(folder / "export")
+    params = load_params(where, model)
+    start = load_params(read_config(yaml.safe_load(config.read_text())["policy"]["path"])[1], model)
+    assert not np.array_equal(params["embed"]["embedding"], start["embed"]["embedding"])
+
+    code, out, _ = oarjax("sample", where, "1+2=", "3+4=", "--count", 2, "--max-new", 6, "--seed", 1)
+    assert code == 0
+    assert "1+2=" in out
+    assert "3+4=" in out
+    assert oarjax("sample", where, "1+2=", "3+4=", "--count", 2, "--max-new", 6, "--seed", 1)[1] == out
+
+    code, out, _ = oarjax("export", where, tmp_path / "half", "--dtype", "bfloat16")
+    assert code == 0
+    assert "parameters to" in out
+    assert stored_dtype(tmp_path / "half") == "bfloat16"
+    assert oarjax("export", where, tmp_path / "half")[0] == 2
+
+    code, _, err = oarjax(
+        "train",
+        config,
+        f"run_dir={tmp_path / 'next'}",
+        f"policy.path={where}",
+        "sft=null",
+        "iterations=1",
+        "report.html=false",
+    )
+    assert code == 0, err
+    assert (tmp_path / "next" / "export" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_a_run_is_never_written_over(oarjax, run, config):
+    folder, _ = run
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    code, _, err = oarjax("train", config, "seed=4")
+    assert code == 2
+    assert f"run_dir: {folder} holds a run of another config (" in err
+    assert "seed was 3, is 4" in err
+    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.slow
+def test_profile_leaves_a_trace(oarjax, config, tmp_path):
+    quick = ["sft=null", "data.eval=null", "export.folder=null", "report.html=false"]
+    code, _, err = oarjax("train", config, f"run_dir={tmp_path / 'run'}", "profile=[1, 1]", *quick)
+    assert code == 0, err
+    assert any((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
+
+
+@pytest.mark.slow
+def test_compare_has_one_row_and_one_curve_per_method(oarjax, config, tmp_path):
+    code, _, err = oarjax(
+        "train", config, f"run_dir={tmp_path / 'run'}", "--compare", "--seeds", "0,1", "iterations=1", "sft.steps=1"
+    )
+    assert code == 0, err
+    root = tmp_path / "run-compare"
+    rows = read_summary(root / "summary.json")
+    assert [r.name for r in rows] == ["SFT policy", "OAR-G", "GRPO", "OAR-G permuted"]
+    assert all(len(r.by_seed) == 2 for r in rows)
+    page = (root / "report.html").read_text()
+    for name in ("OAR-G", "GRPO", "OAR-G permuted"):
+        assert name in page
+    assert "seed0" not in page.split("<pre")[0]
+    assert (root / "curves.png").is_file()
+
+    # the same start, prompts and noise for every method: the first rollout and its rewards are the same
+    for seed in (0, 1):
+        first = [read_metrics(root / f"seed{seed}" / m / "metrics.jsonl")[1] for m in ("oar_g", "uniform", "permuted")]
+        assert first[0]["reward"] == first[1]["reward"] == first[2]["reward"]
+        assert load_config(root / f"seed{seed}" / "permuted" / "config.yaml").credit.method == "permuted"
+
+
+# sample and export by themselves
+
+
+def test_sample_mistakes(oarjax, policy):
+    for arguments, says in [
+        (("nowhere", "x"), "policy nowhere: no such folder"),
+        ((policy, "1+1=", "--max-new", 600), "--max-new: 4 prompt tokens and 600 new ones exceed the checkpoint's"),
+        ((policy, "1+1=", "--template", "chat"), "--template: this policy's tokenizer has no chat template; use plain"),
+        ((policy, "1+1=", "--top-p", 0), "--top-p: expected a share in (0, 1], got 0.0"),
+        ((policy, "x"), "the tokenizer cannot encode 'x'"),
+    ]:
+        code, _, err = oarjax("sample", *arguments)
+        assert code == 2
+        assert says in err
+
+
+def test_export_keeps_and_converts(oarjax, policy, tmp_path):
+    assert oarjax("export", policy, tmp_path / "same")[0] == 0
+    assert (tmp_path / "same" / "model.safetensors").read_bytes() == (policy / "model.safetensors").read_bytes()
+    code, _, err = oarjax("export", policy, tmp_path / "same")
+    assert code == 2
+    assert "exists; give a folder that does not" in err
+
+
+def test_shipped_configs_say_where_their_files_go():
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        assert load_config(path).run_dir == f"runs/{path.stem}"
