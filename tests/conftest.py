@@ -64,3 +64,14 @@ def unchecked():
     jaxtyping_config.update("jaxtyping_disable", True)
     yield
     jaxtyping_config.update("jaxtyping_disable", before)
+
+
+@pytest.fixture(autouse=True)
+def compilation_cache():
+    """A session says where JAX keeps compiled programs; after each test the suite's own settings hold again."""
+    names = ("compilation_cache_dir", "enable_compilation_cache")
+    names += ("persistent_cache_min_compile_time_secs", "persistent_cache_min_entry_size_bytes")
+    before = {f"jax_{name}": getattr(jax.config, f"jax_{name}") for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 
-import jax
 import numpy as np
 import pytest
 import yaml
@@ -66,21 +65,6 @@ def config(policy, tmp_path_factory):
     tree["grading"] = {**TINY["grading"], "plugins": [str(folder / "mine.py")]}
     (folder / "tiny.yaml").write_text(yaml.safe_dump(tree))
     return folder / "tiny.yaml"
-
-
-@pytest.fixture(autouse=True)
-def jax_settings():
-    """A session changes where JAX keeps compiled programs; put it back."""
-    names = [
-        "jax_compilation_cache_dir",
-        "jax_enable_compilation_cache",
-        "jax_persistent_cache_min_compile_time_secs",
-        "jax_persistent_cache_min_entry_size_bytes",
-    ]
-    before = {name: getattr(jax.config, name) for name in names}
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
 
 
 @pytest.fixture

@@ -463,21 +463,6 @@ def seen():
     return {}
 
 
-@pytest.fixture(autouse=True)
-def jax_settings():
-    """A session changes where JAX keeps compiled programs; put it back."""
-    names = [
-        "jax_compilation_cache_dir",
-        "jax_enable_compilation_cache",
-        "jax_persistent_cache_min_compile_time_secs",
-        "jax_persistent_cache_min_entry_size_bytes",
-    ]
-    before = {name: getattr(jax.config, name) for name in names}
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
 def change(tree: dict[str, Any], path: str, value: Any) -> None:
     if path.startswith("grading.rewards."):
         tree["grading"]["rewards"][0][path.rpartition(".")[2]] = value

@@ -43,21 +43,30 @@ def choose_platform(wanted: str) -> str:
     except RuntimeError as error:
         raise DeviceError(f"device: JAX finds no usable device: {error}") from error
     if wanted not in ("auto", found):
-        extra = {"tpu": "tpu", "gpu": "cuda"}.get(wanted, wanted)
+        install = 'Install the extra (pip install "oarjax[{}]"), free the device'
+        remedy = {"tpu": install.format("tpu"), "gpu": install.format("cuda")}.get(wanted, "Set JAX_PLATFORMS=cpu")
         raise DeviceError(
             f"device: {wanted} was asked for and JAX finds {found} ({jax.devices()[0].device_kind}). "
-            f'Install the extra (pip install "oarjax[{extra}]"), free the device, or set device: {found}'
+            f"{remedy}, or set device: {found}"
         )
     return found
 
 
 def use_compilation_cache(folder: str | None) -> Path | None:
-    """Keep compiled programs on disk, so that the next run starts in seconds. None turns it off."""
+    """Keep compiled programs on disk, so that the next run starts in seconds. None turns it off.
+
+    Raises:
+        DeviceError: the folder cannot be made.
+    """
     if folder is None:
         jax.config.update("jax_enable_compilation_cache", False)
         return None
     path = Path(folder).expanduser()
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DeviceError(f"compilation_cache: cannot write to {path}: {error}; give another folder or null") from error
+    jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
