@@ -126,7 +126,7 @@ def iterate(
         jax.block_until_ready(state)
 
     weights = deck.collect(o.fetch([c.weights for c in credits]), np.ones(rollout.completion.shape, np.float32))
-    measured = {name: float(mean.value) for name, mean in o.fetch(metrics).items()}
+    measured = {name: float(mean.value) for name, mean in o.fetch(metrics).items() if mean.count > 0}
     measured |= rollout_metrics(rollout, span, grades, group_size=group, rows_used=len(rows))
     return state, Iteration(measured, rollout, span, grades, problems, advantages, weights)
 
