@@ -220,22 +220,19 @@ def _load() -> float | None:
 
 
 def table(found: dict[str, Any], *, against: str | None) -> Table:
-    """Medians with minimum and maximum."""
+    """Medians with minimum and maximum, within 80 columns; the JSON document has every number."""
     out = Table(title=f"{found['model']}, {found['parameters']:,} parameters, float32", title_justify="left")
-    out.add_column("")
-    out.add_column("work")
-    for side in ("oarjax", *([against] if against else [])):
-        out.add_column(side, justify="right")
-    if against:
-        out.add_column(f"{against} / oarjax", justify="right")
-    out.add_column("programs", justify="right")
-    out.add_column("peak MiB", justify="right")
+    more = ["oarjax", "torch", "torch/oarjax"] if against else ["oarjax", "programs", "peak MiB"]
+    for heading, side in zip(["", "work", *more], ("left", "left", "right", "right", "right")):
+        out.add_column(heading, justify=side, no_wrap=True)
     for row in found["rows"]:
         cells = [row["workload"], f"{row['name']}\n[dim]{row['what']}[/dim]", value_text(row, "ours")]
         if against:
             s = row["speedup"]
             cells += [value_text(row, "torch"), f"{s['median']:.2f}x\n[dim]{s['min']:.2f}-{s['max']:.2f}[/dim]"]
-        out.add_row(*cells, str(row["ours"]["compilations"]), f"{row['ours']['peak_rss_mb']:,.0f}")
+        else:
+            cells += [str(row["ours"]["compilations"]), f"{row['ours']['peak_rss_mb']:,.0f}"]
+        out.add_row(*cells)
     return out
 
 
@@ -251,7 +248,12 @@ def value_text(row: dict[str, Any], side: str) -> str:
 def footnote(document: dict[str, Any]) -> str:
     """How to read the table."""
     versions = ", ".join(f"{name} {number}" for name, number in document["versions"].items())
-    paired = " Sides ran in turn; the ratio is pair by pair, above 1 oarjax is faster." if "torch" in versions else ""
+    paired = ""
+    if "torch" in document["versions"]:
+        paired = (
+            " Sides ran in turn; the ratio is pair by pair, above 1 oarjax is faster. "
+            "On a busy machine several torch threads wait for one another: bind the command to one core (taskset -c 0)."
+        )
     return (
         f"Medians of {document['repeats']} warm runs, minimum and maximum below. {document['threads']} threads on "
         f"{document['device']}; load {document['load_average_before']:.1f} before.{paired} {versions}"

@@ -28,7 +28,8 @@ class Torch:
         torch.manual_seed(0)
         disable_progress_bar()
         self.shapes, self.cfg, self.device = shapes, cfg, device
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model = model.to(device).eval()
         o = cfg.optim
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=o.lr, betas=(o.b1, o.b2), weight_decay=o.weight_decay

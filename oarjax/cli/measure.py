@@ -24,7 +24,7 @@ class Compilations:
 
     count: int = 0
 
-    def heard(self, event: str, seconds: float, **_: Any) -> None:
+    def heard(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             self.count += 1
 
