@@ -255,6 +255,6 @@ def footnote(document: dict[str, Any]) -> str:
             "On a busy machine several torch threads wait for one another: bind the command to one core (taskset -c 0)."
         )
     return (
-        f"Medians of {document['repeats']} warm runs, minimum and maximum below. {document['threads']} threads on "
-        f"{document['device']}; load {document['load_average_before']:.1f} before.{paired} {versions}"
+        f"Medians of {document['repeats']} warm runs, minimum and maximum below. {document['threads']} CPU thread(s), "
+        f"device {document['device']}, load {document['load_average_before']:.1f} before.{paired} {versions}"
     )
