@@ -1,4 +1,4 @@
-"""Runtime shape checks on every annotated function, a compilation cache, and eight virtual devices."""
+"""Runtime shape checks on every annotated function, a compilation cache, and the golden files where they are."""
 
 import os
 from pathlib import Path

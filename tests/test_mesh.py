@@ -20,7 +20,7 @@ SMALL = [
     "data.eval.limit=16",
     "iterations=2",
     "rollout.prompts=8",
-    "rollout.group_size=2",
+    "rollout.group_size=4",
     "rollout.max_new=16",
     "update.microbatch=8",
     "eval.batch=16",
@@ -28,8 +28,22 @@ SMALL = [
 ]
 
 
+REWARD = """
+from oarjax.host.rewards import reward
+
+
+@reward("even_length")
+def even_length(sample):
+    return float(sample.tokens % 2 == 0)
+"""
+
+
 def train(folder: Path, devices: int, *overrides: str) -> tuple[list[dict], str]:
-    command = [sys.executable, "-m", "oarjax.cli.main", "train", str(ROOT / "configs/demo.yaml"), *SMALL, *overrides]
+    plugin = folder.with_suffix(".py")
+    plugin.write_text(REWARD)
+    reward = ["grading.rewards=[{name: even_length}]", f"grading.plugins=[{plugin}]"]
+    command = [sys.executable, "-m", "oarjax.cli.main", "train", str(ROOT / "configs/demo.yaml")]
+    command += [*SMALL, *reward, *overrides]
     flags = f"--xla_force_host_platform_device_count={devices}"
     done = subprocess.run(
         [*command, f"run_dir={folder}"],
@@ -49,6 +63,7 @@ def test_eight_devices_train_as_one_does(tmp_path):
     assert len(one) == len(eight) == 3
     for a, b in zip(one[1:], eight[1:]):
         assert (a["reward"], a["length"], a["rows_used"]) == (b["reward"], b["length"], b["rows_used"])
+        assert a["rows_used"] > 0
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4, abs=1e-6)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
         assert a["entropy"] == pytest.approx(b["entropy"], rel=1e-5)
