@@ -34,7 +34,7 @@ class ConfigError(ValueError):
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 BUILTIN_POLICIES = ("builtin:arithmetic", "builtin:random")
@@ -49,7 +49,6 @@ class PolicyConfig(Section):
     revision: str | None = Field(
         default=None, description="hub revision (commit, tag or branch) of what is named above"
     )
-    param_dtype: Literal["float32", "bfloat16"] = "float32"
     compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="auto: bfloat16 on TPU and GPU"
     )
@@ -111,7 +110,7 @@ class RolloutConfig(Section):
 
 
 class RewardConfig(Section):
-    name: str = Field(description="a built-in reward or one registered by reward_plugins")
+    name: str = Field(description="a built-in reward or one that grading.plugins register")
     weight: float = 1.0
 
 

@@ -19,6 +19,9 @@ from oarjax.sampling import rollout_key
 from oarjax.steps import Steps
 from oarjax.types import AnswerSpan, Grades, Mean, Params, PromptBatch, Rollout, TrainBatch, TrainState
 
+NOISE, ORDER = 2**31 - 1, 2**31 - 2
+"""Batch numbers that no rollout has: the keys of OAR-G's noise and of the order of permuted weights."""
+
 
 class Outside(NamedTuple):
     """Everything an iteration needs from the host side."""
@@ -55,9 +58,9 @@ def iterate(
         warmup_mode=cfg.credit.probe.warmup_mode,
         warmup_iterations=cfg.credit.probe.warmup_iterations,
     )
-    credit_key = jax.random.fold_in(rollout_key(state.key, step=iteration, batch=0), 1)
+    noise_key, order_key = (rollout_key(state.key, step=iteration, batch=b) for b in (NOISE, ORDER))
 
-    problems, rollout, grading = draw(state, iteration, steps=steps, outside=o, cfg=cfg)
+    problems, rollout, grading, everything = draw(state, iteration, steps=steps, outside=o, cfg=cfg)
     with o.phase("spans"):
         span = o.find_answers(rollout)
 
@@ -75,7 +78,7 @@ def iterate(
 
     with o.phase("score"):
         scores = [
-            steps.score(state.params, ref_params, r, s, numbers, used, credit_key, probe=probe)
+            steps.score(state.params, ref_params, r, s, numbers, used, noise_key, probe=probe)
             for (r, s, numbers), used in zip(hands, deck.used)
         ]
         jax.block_until_ready(scores)
@@ -100,7 +103,7 @@ def iterate(
         for k, hand in enumerate(deck.deal((advantages, trained[:, :length]))):
             a, completion = o.place(hand, "microbatches")
             (r, s, _), found = hands[k], scores[k]
-            given, measured = steps.credit(found.importance, s, a, completion, jax.random.fold_in(credit_key, k))
+            given, measured = steps.credit(found.importance, s, a, completion, jax.random.fold_in(order_key, k))
             metrics = add_metrics(metrics, measured)
             credits.append(given)
             batches.append(
@@ -120,23 +123,25 @@ def iterate(
         denominator = steps.denominator(trained)
         for epoch in range(cfg.update.epochs):
             for k in np.random.default_rng((cfg.seed, iteration, epoch)).permutation(cfg.update.minibatches):
-                if deck.used[k]:
+                if deck.used[k] and trained.any():  # an empty update would still decay the weights
                     state, measured = steps.update(state, batches[k], deck.used[k], denominator)
                     metrics = add_metrics(metrics, measured)
         jax.block_until_ready(state)
 
     weights = deck.collect(o.fetch([c.weights for c in credits]), np.ones(rollout.completion.shape, np.float32))
     measured = {name: float(mean.value) for name, mean in o.fetch(metrics).items() if mean.count > 0}
-    measured |= rollout_metrics(rollout, span, grades, group_size=group, rows_used=len(rows))
+    measured |= rollout_metrics(*everything(), group_size=group)
+    measured |= {"rows_used": float(len(rows)), "reasoning_length": float(span.reasoning.sum(1).mean())}
     return state, Iteration(measured, rollout, span, grades, problems, advantages, weights)
 
 
 def draw(
     state: TrainState, iteration: int, *, steps: Steps, outside: Outside, cfg: Config
-) -> tuple[np.ndarray, Rollout, Callable[[], Grades]]:
+) -> tuple[np.ndarray, Rollout, Callable[[], Grades], Callable[[], tuple[Rollout, Grades]]]:
     """Sample groups and start grading them; refill groups of equal rewards from fresh prompts if asked to.
 
-    Returns the problems [P], the rollout [P * G], and the grades to wait for.
+    Returns the problems [P], the rollout [P * G], the grades to wait for, and all that was drawn, for the log: groups
+    picked for their unequal rewards would give a reward that no policy has.
     """
     o, group, wanted = outside, cfg.rollout.group_size, cfg.rollout.prompts
     constant = np.ones(0, bool)
@@ -148,7 +153,7 @@ def draw(
             rollout = o.fetch(steps.sample(state.params, o.place(prompts, "rows"), key))
         drawn.append((np.asarray(prompts.problem), rollout, o.submit(prompts, rollout)))
         if cfg.update.refills == 0:
-            return drawn[0]
+            return *drawn[0], lambda: (drawn[0][1], drawn[0][2]())
         with o.phase("grade"):
             rewards = np.concatenate([grades().rewards for *_, grades in drawn])
         constant = equal_groups(rewards, group)
@@ -156,8 +161,9 @@ def draw(
             break
     rows = informative_first(constant, prompts=wanted, group_size=group)
     problems = np.concatenate([p for p, *_ in drawn])[rows[::group] // group]
-    grades = join_grades([g() for *_, g in drawn], rows)
-    return problems, take(join([r for _, r, _ in drawn]), rows), lambda: grades
+    rollouts, parts = join([r for _, r, _ in drawn]), [g() for *_, g in drawn]
+    grades, all_grades = join_grades(parts, rows), join_grades(parts, np.arange(len(rollouts.ended)))
+    return problems, take(rollouts, rows), lambda: grades, lambda: (rollouts, all_grades)
 
 
 def equal_groups(rewards: np.ndarray, group_size: int) -> np.ndarray:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from oarjax.types import AnswerSpan, Grades, Rollout
+from oarjax.types import Grades, Rollout
 
 
-def rollout_metrics(
-    rollout: Rollout, span: AnswerSpan, grades: Grades, *, group_size: int, rows_used: int
-) -> dict[str, float]:
+def rollout_metrics(rollout: Rollout, grades: Grades, *, group_size: int) -> dict[str, float]:
     """Rewards, lengths and the shares that explain a loss of 0: ungraded, equal groups, truncated."""
     lengths = rollout.completion.sum(1)
     rewards = grades.rewards
@@ -19,10 +17,9 @@ def rollout_metrics(
         "reward": float(graded.mean()) if graded.size else float("nan"),
         "reward_std": float(graded.std()) if graded.size else float("nan"),
         "ungraded": 1.0 - graded.size / rewards.size,
+        "groups_drawn": float(len(groups)),
         "zero_variance": float(np.mean(np.nanmax(_filled(groups), 1) == np.nanmin(_filled(groups), 1))),
-        "rows_used": float(rows_used),
         "length": float(lengths.mean()),
-        "reasoning_length": float(span.reasoning.sum(1).mean()),
         "length_max": float(lengths.max()),
         "truncated": float(1.0 - rollout.ended.mean()),
         "prompt_tokens": float(rollout.valid.sum() - rollout.completion.sum()),

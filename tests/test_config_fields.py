@@ -132,7 +132,6 @@ def fields() -> dict[str, Field]:
             "nowhere", data, {"policy.path": "builtin:random"}, error="tokenizer nowhere: no such folder"
         ),
         "policy.revision": Field("abc", data, {"policy.path": "org/none"}, error=r"org/none.*\(revision abc\)"),
-        "policy.param_dtype": Field("bfloat16", command),
         "policy.compute_dtype": Field("bfloat16", sample),
         "policy.remat": Field("none", update),
         "policy.head_chunk": Field(8, update),
@@ -250,7 +249,7 @@ def program(cfg: Config, *, name: str) -> str:
     tx, _ = make_optimizer(cfg)
     layout = lay_out(session, tx)
     steps = make_steps(session.policy, tx, layout, cfg, stop_ids=session.stop_ids, pad_id=session.pad_id)
-    params = abstract_params(session.model, dtype=jnp.dtype(cfg.policy.param_dtype))
+    params = abstract_params(session.model, dtype=jnp.float32)
     key = jax.eval_shape(lambda: jax.random.key(0))
     rows, T = cfg.rollout.prompts * cfg.rollout.group_size, cfg.rollout.max_new
     b = cfg.update.microbatch

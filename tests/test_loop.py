@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 import tiny
 
-from oarjax.loop import iterate
+from oarjax.loop import NOISE, ORDER, iterate
+from oarjax.sampling import rollout_key
 
 
 def run(cfg, iterations=1, **kwargs):
@@ -109,7 +110,9 @@ def test_refills_replace_groups_of_equal_rewards():
         return np.where(np.arange(16) < 8, np.arange(16) % 2, 1.0)  # groups 0, 1 informative, 2, 3 not
 
     _, done = run(tiny.config(update__refills=3), reward=reward)
-    assert done.metrics["zero_variance"] == 0
+    assert done.metrics["groups_drawn"] == 8
+    assert done.metrics["zero_variance"] == 1 / 2  # of all that was drawn
+    assert done.metrics["reward"] == 3 / 4  # not of the groups picked for their unequal rewards
     assert done.metrics["rows_used"] == 16
     np.testing.assert_array_equal(done.problems, [0, 1, 0, 1])  # from the first draw and the second
 
@@ -177,3 +180,16 @@ def test_one_compilation_serves_any_number_of_rows(method):
     assert steps.update._cache_size() == 1
     assert steps.score._cache_size() == 1
     assert steps.sample._cache_size() == 1
+
+
+def test_every_purpose_has_its_own_noise():
+    """No key of a row's tokens, of OAR-G's noise or of the permutation is another's."""
+    root = jax.random.key(0)
+    keys = []
+    for iteration in (1, 2):
+        for batch in (0, 1, NOISE, ORDER):
+            base = rollout_key(root, step=iteration, batch=batch)
+            keys += [jax.random.fold_in(base, row) for row in range(8)]
+            keys += [jax.random.fold_in(jax.random.fold_in(base, row), t) for row in range(8) for t in range(8)]
+    numbers = {tuple(jax.random.key_data(k).tolist()) for k in keys}
+    assert len(numbers) == len(keys)

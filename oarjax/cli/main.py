@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -36,7 +37,7 @@ TRAIN_HELP = (
     "Train a policy and show that it got better.\n\n"
     "Every iteration samples completions, grades them, gives every token its credit and updates the policy. The run "
     "folder holds the whole config, metrics.jsonl, completions.jsonl, the trained policy as an HF folder and "
-    "report.html. An existing run is never written over."
+    "report.html. The same command goes on with a run that was stopped; any other is refused its folder."
 )
 
 
@@ -125,6 +126,8 @@ def bench(
 
 def main() -> None:
     """Run the command; an error that the user can mend is a message and exit code 2, not a traceback."""
+    # transformers reads tokenizers here and needs no torch; its notice looks like a broken install.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         app()
     except Exception as error:

@@ -136,8 +136,8 @@ class Session:
 
     def load(self, layout: Shardings, *, source: Path | None = None) -> Params:
         """The policy's weights, laid out over the mesh."""
-        dtype = jnp.dtype(self.cfg.policy.param_dtype)
-        return load_params(source or self.source, self.model, dtype=dtype, shardings=layout.params)
+        # Always float32: in bfloat16 a step of 1e-6 is lost in rounding. Matmuls cast to the compute dtype themselves.
+        return load_params(source or self.source, self.model, dtype=jnp.float32, shardings=layout.params)
 
 
 def open_session(cfg: Config, console: Console) -> Session:
@@ -215,6 +215,10 @@ def stop_token(tokenizer: PreTrainedTokenizerFast, stops: tuple[int, ...]) -> in
 
 def _policy_path(cfg: Config, run: Path) -> str:
     """Where the policy is read from; the built-in ones are written below the run's folder first."""
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run_dir: cannot write to {run}: {error}; give another run_dir=...") from error
     if cfg.policy.path == "builtin:arithmetic":
         return str(builtin.write_builtin_policy(run / "policy", seed=cfg.seed))
     if cfg.policy.path == "builtin:random" and cfg.policy.tokenizer is not None:
@@ -277,7 +281,7 @@ def lay_out(session: Session, tx: optax.GradientTransformation) -> Shardings:
     opt_state = optax.tree_map_params(
         tx,
         lambda _, where: where,
-        jax.eval_shape(tx.init, abstract_params(session.model, dtype=jnp.dtype(session.cfg.policy.param_dtype))),
+        jax.eval_shape(tx.init, abstract_params(session.model, dtype=jnp.float32)),
         params,
         transform_non_params=lambda _: everywhere,
     )

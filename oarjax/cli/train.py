@@ -113,16 +113,20 @@ def _with(section: Any, **changes: Any) -> Any:
     return type(section)(**(fields | changes))
 
 
+HARMLESS = ("compilation_cache", "profile", "checkpoint.", "report.", "export.", "grading.workers", "eval.batch")
+"""Fields that may differ when a run goes on: they do not change what it learns."""
+
+
 def _refuse_another_run(folder: Path, cfg: Config) -> None:
-    """The same command goes on with its run; any other must not touch it."""
+    """The same command goes on with its run; any other must not touch one that has got anywhere."""
     known = folder / "config.yaml"
-    if not known.exists():
+    if not known.exists() or not any(any(folder.glob(part)) for part in ("start", "checkpoints/*", "seed*/start")):
         return
     before, now = flatten(yaml.safe_load(known.read_text())), flatten(cfg.model_dump(mode="json"))
     changed = [
         f"{name} was {before.get(name)!r}, is {now.get(name)!r}"
         for name in sorted(before | now)
-        if before.get(name) != now.get(name)
+        if before.get(name) != now.get(name) and not name.startswith(HARMLESS)
     ]
     if changed:
         raise ConfigError(

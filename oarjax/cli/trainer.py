@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,13 +18,20 @@ from oarjax.flops import iteration_flops
 from oarjax.host.checkpoint import Checkpoints
 from oarjax.host.data import PromptStream
 from oarjax.host.devices import peak_flops
-from oarjax.host.grade import Grader
+from oarjax.host.grade import Grader, GraderError
 from oarjax.host.progress import OnceWarnings, PhaseTimer, Progress
-from oarjax.host.report import CompletionRow, CompletionsWriter, MetricsWriter, show_completions, token_texts
+from oarjax.host.report import (
+    CompletionRow,
+    CompletionsWriter,
+    MetricsWriter,
+    read_metrics,
+    show_completions,
+    token_texts,
+)
 from oarjax.loop import Iteration, Outside, iterate
 from oarjax.models.weights import matmul_parameters
 from oarjax.steps import make_optimizer, make_steps
-from oarjax.types import Params
+from oarjax.types import Grades, Params
 
 
 @dataclass(frozen=True)
@@ -84,9 +90,13 @@ def train(session: Session, grader: Grader, start: Params, before: Evaluation | 
             metrics_file.write(0, before.metrics)
         timer.lap()
         rows: list[CompletionRow] = []
+        tracing: _Trace | None = None
         for iteration in range(first + 1, cfg.iterations + 1):
-            with _profiled(cfg, iteration, folder):
-                state, done = iterate(state, reference, iteration, steps=steps, outside=outside, cfg=cfg)
+            if cfg.profile is not None and not tracing and cfg.profile[0] <= iteration <= cfg.profile[1]:
+                tracing = stack.enter_context(closing(_Trace(folder / "profile")))
+            state, done = iterate(state, reference, iteration, steps=steps, outside=outside, cfg=cfg)
+            if cfg.profile is not None and tracing and iteration >= cfg.profile[1]:
+                tracing.close()
             if _due(cfg, iteration):
                 with timer.phase("evaluate"):
                     last = evaluate(session, steps, grader, state.params)
@@ -104,13 +114,15 @@ def train(session: Session, grader: Grader, start: Params, before: Evaluation | 
             completions_file.write(iteration, rows)
             progress.update(iteration, metrics, phases)
             warnings.check(iteration, metrics)
+            _explain_crashes(done.grades, warnings)
             every = cfg.checkpoint.every
             if every and (iteration % every == 0 or iteration == cfg.iterations):
                 checkpoints.save(iteration, state, {"data": stream.state()})
         if last is None and session.held_out is not None:  # it had finished before
             last = evaluate(session, steps, grader, state.params)
     show_completions(console, cfg.iterations, rows)
-    return Trained(folder, state.params, last, time.perf_counter() - began)
+    spent = sum(record.get("seconds/total", 0.0) for record in read_metrics(folder / "metrics.jsonl"))
+    return Trained(folder, state.params, last, spent or time.perf_counter() - began)
 
 
 def completion_rows(session: Session, done: Iteration, count: int) -> list[CompletionRow]:
@@ -130,6 +142,7 @@ def completion_rows(session: Session, done: Iteration, count: int) -> list[Compl
                 reward=float(done.grades.rewards[b]),
                 answer=done.grades.answers[b],
                 verdict=done.grades.verdicts[b],
+                note=done.grades.notes[b],
                 rewards={name: float(values[b]) for name, values in done.grades.per_reward.items()},
                 advantage=float(done.advantages[b]),
                 reference=problem.reference,
@@ -145,7 +158,7 @@ def completion_rows(session: Session, done: Iteration, count: int) -> list[Compl
 def _model_flops(session: Session, metrics: dict[str, float]) -> float:
     """FLOPs of the iteration that these metrics are of."""
     cfg, model = session.cfg, session.model
-    rows = cfg.rollout.prompts * cfg.rollout.group_size
+    rows = metrics["groups_drawn"] * cfg.rollout.group_size
     forwards = {"uniform": 0.0, "oar_p": 1.0 + metrics["reasoning_length"]}
     return iteration_flops(
         matmul_params=float(matmul_parameters(model)),
@@ -170,11 +183,32 @@ def _due(cfg: Config, iteration: int) -> bool:
     return iteration == cfg.iterations or (cfg.eval.every > 0 and iteration % cfg.eval.every == 0)
 
 
-@contextmanager
-def _profiled(cfg: Config, iteration: int, folder: Path) -> Iterator[None]:
-    """A profiler trace of the iterations that the config names, for TensorBoard, XProf or Perfetto."""
-    if cfg.profile is not None and iteration == cfg.profile[0]:
-        jax.profiler.start_trace(str(folder / "profile"))
-    yield
-    if cfg.profile is not None and iteration == min(cfg.profile[1], cfg.iterations):
-        jax.profiler.stop_trace()
+def _explain_crashes(grades: Grades, warnings: OnceWarnings) -> None:
+    """Say once what a reward raised. If every completion crashed, nothing can be learned: stop.
+
+    Raises:
+        GraderError: with what the graders said.
+    """
+    said = [note for verdict, note in zip(grades.verdicts, grades.notes) if verdict == "crash"]
+    if not said:
+        return
+    if len(said) == len(grades.verdicts):
+        raise GraderError(
+            f"grading crashed on every completion, first with: {said[0]}; mend the reward and start again"
+        )
+    warnings.say(
+        "crash", f"grading crashed on {len(said)} of {len(grades.verdicts)} completions, first with: {said[0]}"
+    )
+
+
+class _Trace:
+    """A profiler trace for TensorBoard, XProf or Perfetto, ended by ``close`` or with the run."""
+
+    def __init__(self, folder: Path):
+        jax.profiler.start_trace(str(folder))
+        self._open = True
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            jax.profiler.stop_trace()

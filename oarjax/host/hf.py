@@ -104,7 +104,10 @@ def tokenizer_files(folder: Path) -> list[Path]:
 def read_fields(folder: Path) -> dict[str, Any]:
     """config.json as it stands."""
     try:
-        return json.loads((folder / "config.json").read_text())
+        fields = json.loads((folder / "config.json").read_text())
+        if isinstance(fields, dict):
+            return fields
+        raise CheckpointError(f"{folder}/config.json: expected an object, got {type(fields).__name__}; fetch it again")
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: no config.json; expected a Hugging Face checkpoint folder") from None
     except json.JSONDecodeError as error:
@@ -173,7 +176,10 @@ def _read(weight: Weight, index: tuple[slice, ...], get: Callable[[str], Any], d
 def _tensor_files(folder: Path) -> dict[str, Path]:
     """Which file holds each tensor."""
     if (folder / INDEX).is_file():
-        where = json.loads((folder / INDEX).read_text())["weight_map"]
+        try:
+            where = dict(json.loads((folder / INDEX).read_text())["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{folder}/{INDEX} is not an index of shards ({error!r}); fetch it again") from None
         missing = sorted({file for file in where.values() if not (folder / file).is_file()})
         if missing:
             raise CheckpointError(

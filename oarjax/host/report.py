@@ -154,7 +154,8 @@ class CompletionRow:
     completion: str
     reward: float  # the weighted sum; NaN = ungraded
     answer: str | None  # as extracted from the completion; None = none found
-    verdict: str  # of the grader: correct, wrong, timeout, ...
+    verdict: str  # of the grader: graded, unparseable, timeout, ...
+    note: str = ""  # why the verdict is not "graded"
     rewards: Mapping[str, float] = field(default_factory=dict)  # by reward function
     advantage: float = math.nan  # of the whole completion, before it was reshaped
     reference: str | None = None  # the right answer
@@ -189,6 +190,8 @@ def read_completions(path: Path) -> list[tuple[int, CompletionRow]]:
     found = []
     for record in _read_lines(path):
         iteration = record.pop("iteration")
+        while found and found[-1][0] > iteration:  # a resumed run wrote these again
+            found.pop()
         for name in ("reward", "advantage"):
             record[name] = math.nan if record[name] is None else record[name]
         record["weights"] = [math.nan if w is None else w for w in record["weights"]]

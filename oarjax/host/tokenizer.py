@@ -34,12 +34,16 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
     folder = Path(folder)
     if not folder.is_dir():
         raise TokenizerError(f"tokenizer folder {folder}: no such folder")
-    if (folder / "tokenizer.json").exists():
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
-    elif (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    else:
+    whole = (folder / "tokenizer.json").exists()
+    if not whole and not ((folder / "vocab.json").exists() and (folder / "merges.txt").exists()):
         raise TokenizerError(f"tokenizer folder {folder}: expected tokenizer.json, or vocab.json with merges.txt")
+    try:
+        if whole:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except Exception as error:  # the tokenizers library has no error class of its own
+        raise TokenizerError(f"tokenizer folder {folder} cannot be read ({error}); fetch it again") from error
     _check_round_trip(tokenizer, folder)
     return tokenizer
 
@@ -56,7 +60,10 @@ def stop_ids(folder: Path | str, tokenizer: PreTrainedTokenizerFast) -> tuple[in
     found: set[int] = set()
     path = Path(folder) / "generation_config.json"
     if path.exists():
-        declared = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        try:
+            declared = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise TokenizerError(f"{path} is not a JSON object ({error}); fetch it again") from None
         if declared is not None:
             found |= {declared} if isinstance(declared, int) else set(declared)
     vocab = tokenizer.get_vocab()
