@@ -116,7 +116,7 @@ def check_scores(folder: Path, dtype: str):
 
 
 def check_weights(folder: Path, dtype: str):
-    """From tokens and parameters to the golden weights, ESS included: probe, score, normalise, gate, mass."""
+    """From tokens and parameters to the golden weights: probe, score, normalise, gate, mass."""
     arrays, _ = golden(folder)
     settings = json.loads((folder / "case.json").read_text())["weight_settings"]
     for name, score in scores(folder, dtype).items():

@@ -150,6 +150,19 @@ def test_completions_round_trip(tmp_path):
     assert second == rows[1]
 
 
+def test_a_resumed_run_leaves_each_completion_once(tmp_path):
+    path = tmp_path / "completions.jsonl"
+    with CompletionsWriter(path) as writer:
+        for iteration in (1, 2, 3):
+            writer.write(iteration, [row(completion=f"first {iteration}")])
+    with path.open("a") as file:
+        file.write('{"iteration": 4, "comp')  # cut by a kill
+    with CompletionsWriter(path, after=2) as writer:
+        writer.write(3, [row(completion="again 3")])
+    found = [(n, r.completion) for n, r in read_completions(path)]
+    assert found == [(1, "first 1"), (2, "first 2"), (3, "again 3")]
+
+
 def test_visible_spells_out_what_a_terminal_would_act_on_or_hide():
     assert visible("a\tb\nc é 数") == "a\tb\nc é 数"
     assert visible("\x1b[31m\r\x00\x9b") == "<U+001B>[31m<U+000D><U+0000><U+009B>"

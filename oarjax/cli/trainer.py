@@ -82,7 +82,7 @@ def train(session: Session, grader: Grader, start: Params, before: Evaluation | 
             first, last = newest, None
             console.print(f"going on after iteration {first}, from {folder / 'checkpoints'}", markup=False)
         metrics_file = stack.enter_context(MetricsWriter(folder, to=cfg.report.to))
-        completions_file = stack.enter_context(CompletionsWriter(folder / "completions.jsonl"))
+        completions_file = stack.enter_context(CompletionsWriter(folder / "completions.jsonl", after=first))
         progress = stack.enter_context(Progress(cfg.iterations, label=cfg.credit.method, console=console))
         warnings = OnceWarnings(console)
         warnings.check_sampling(top_k=cfg.rollout.top_k, top_p=cfg.rollout.top_p)

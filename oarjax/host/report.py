@@ -166,9 +166,17 @@ class CompletionRow:
 
 
 class CompletionsWriter:
-    """Sampled completions to a JSONL file, one line each: {"iteration": n, and the fields of CompletionRow}."""
+    """Sampled completions to a JSONL file, one line each: {"iteration": n, and the fields of CompletionRow}.
 
-    def __init__(self, path: Path):
+    ``after`` is the iteration that a resumed run goes on from: lines beyond it are dropped, they will be written again.
+    """
+
+    def __init__(self, path: Path, *, after: int = 0):
+        if path.exists():
+            kept = [record for record in _read_lines(path) if record["iteration"] <= after]
+            rewritten = path.with_suffix(".rewritten")
+            rewritten.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+            rewritten.replace(path)
         self._file = _open_lines(path)
 
     def write(self, iteration: int, rows: Sequence[CompletionRow]) -> None:
@@ -190,8 +198,6 @@ def read_completions(path: Path) -> list[tuple[int, CompletionRow]]:
     found = []
     for record in _read_lines(path):
         iteration = record.pop("iteration")
-        while found and found[-1][0] > iteration:  # a resumed run wrote these again
-            found.pop()
         for name in ("reward", "advantage"):
             record[name] = math.nan if record[name] is None else record[name]
         record["weights"] = [math.nan if w is None else w for w in record["weights"]]
