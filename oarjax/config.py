@@ -155,30 +155,125 @@ class ProbeConfig(Section):
     mode: Literal["last", "answer_mean", "answer_joint"] = "answer_mean"
     warmup_mode: Literal["last", "answer_mean", "answer_joint"] = "last"
     warmup_iterations: Count = 0
+    function: str | None = Field(
+        default=None,
+        description="own probe instead of these modes, file.py:name or module:name; see oarjax.oar.probe.Probe",
+    )
+
+
+GATE_PRESETS = {"paper": {"tau": 0.4, "boost": 2.0}, "readme": {"tau": 0.25, "boost": 1.0}}
+"""The paper's main setting, and the defaults that the released code's page states."""
 
 
 class GateConfig(Section):
+    """From importance to weights; in a file also the name of a preset, ``gate: readme``."""
+
     rule: Literal["quantile", "level"] = "quantile"
+    levels: Literal["both", "boost", "suppress"] = Field(
+        default="both", description="boost: nothing below 1 before the mass is kept; suppress: nothing above"
+    )
     tau: Share = 0.4
     boost: Rate = 2.0
     floor: Share = 0.1
     mass: Literal["kept", "free"] = Field(default="kept", description="kept: the weights of a row average 1")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        if value not in GATE_PRESETS:
+            raise ValueError(f"expected fields, or a preset out of {', '.join(GATE_PRESETS)}, got {value!r}")
+        return GATE_PRESETS[value]
+
 
 class AnswerConfig(Section):
-    style: Literal["boxed", "hash", "tag", "regex"] = "boxed"
+    style: Literal["boxed", "hash", "tag", "regex", "none"] = Field(
+        default="boxed", description="none: no answer is looked for and the whole completion reasons (own probes)"
+    )
     pattern: str | None = Field(default=None, description="for style regex; group 1, or the whole match, is the answer")
+    source: Literal["own", "reference"] = Field(
+        default="own", description="what is probed: the completion's own answer, or cue and reference answer instead"
+    )
+    cue: str | None = Field(
+        default=None, description="for source reference: text between reasoning and answer; null = the style's marker"
+    )
+
+
+class MaskingConfig(Section):
+    """OAR-P, and the exact part of oar_screened."""
+
+    counterfactual: Literal["mask", "second_choice", "mean_embedding", "deleted"] = Field(
+        default="mask", description="what stands in a token's place; deleted: hidden from attention"
+    )
+    mask_id: Count | None = Field(default=None, description="for counterfactual mask; null = the pad id")
+    unit: Literal["token", "line", "sentence"] = Field(
+        default="token", description="line, sentence: one counterfactual per span, its score spread over the tokens"
+    )
+    chunk: Positive = Field(
+        default=16, description="counterfactuals of a whole completion per row and forward; more of shorter suffixes"
+    )
+    buckets: Positive = Field(default=8, description="suffix lengths that are compiled; more = fewer FLOPs")
+
+
+class FisherConfig(Section):
+    """OAR-F, and the screening part of oar_screened."""
+
+    outcomes: Positive = Field(default=4, description="likeliest answers taken exactly, one backward pass each")
+    sampled: Count = Field(default=0, description="further backward passes, for answers drawn from the rest")
+
+
+class ScreenConfig(Section):
+    share: Share = Field(default=0.25, description="of a row's reasoning that is scored exactly")
+
+
+class EntropyConfig(Section):
+    share: Annotated[float, Field(gt=0, le=1)] = Field(default=0.2, description="of tokens that entropy_top keeps")
+    scope: Literal["sequence", "batch"] = Field(default="batch", description="tokens among which the share is taken")
+    mass: Literal["kept", "free"] = Field(default="kept", description="kept: the weights average 1 over the scope")
+
+
+class KeywordConfig(Section):
+    words: tuple[str, ...] = ("therefore", "so", "thus", "hence", "because", "since", "but", "wait", "=")
+    boost: Rate = Field(default=2.0, description="added to the weight of a keyword's tokens, before the mass is kept")
+
+
+class GrailConfig(Section):
+    mean: Rate = 1.0
+    spread: Rate = Field(default=0.5, description="weight per standard deviation of log saliency")
+    low: Rate = 0.5
+    high: Rate = 5.0
 
 
 class CreditConfig(Section):
-    method: Literal["uniform", "oar_g", "oar_p", "permuted"] = Field(
-        default="oar_g", description="permuted: OAR-G weights shuffled within each sequence, the control"
+    method: Literal[
+        "uniform",
+        "oar_g",
+        "oar_p",
+        "oar_f",
+        "oar_screened",
+        "entropy_top",
+        "entropy",
+        "keywords",
+        "grail",
+        "random",
+        "permuted",
+    ] = Field(default="oar_g", description="uniform: plain GRPO; permuted: weights on the wrong tokens, the control")
+    permuted_of: Literal["oar_g", "oar_p", "oar_f", "oar_screened"] = Field(
+        default="oar_g", description="whose weights permuted shuffles"
+    )
+    polarity: Literal["both", "correct", "wrong"] = Field(
+        default="both", description="rows that are reweighted: all, or those of positive or negative advantage"
     )
     estimator: Literal["linearised", "noisy"] = Field(default="linearised", description="of OAR-G")
     sigma: Annotated[float, Field(gt=0)] = Field(default=1e-3, description="std of OAR-G's embedding noise")
     draws: Positive = 1
-    mask_id: int | None = Field(default=None, description="token that OAR-P puts in; None = the pad id")
-    chunk: Positive = Field(default=16, description="OAR-P counterfactuals per forward pass")
+    masking: MaskingConfig = MaskingConfig()
+    fisher: FisherConfig = FisherConfig()
+    screen: ScreenConfig = ScreenConfig()
+    entropy: EntropyConfig = EntropyConfig()
+    keywords: KeywordConfig = KeywordConfig()
+    grail: GrailConfig = GrailConfig()
     probe: ProbeConfig = ProbeConfig()
     gate: GateConfig = GateConfig()
     answer: AnswerConfig = AnswerConfig()
@@ -319,6 +414,15 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
         ConfigError: the file is missing or not YAML, an override has no ``=`` or no such parent, or fields
             are wrong; all wrong fields are in one message.
     """
+    return parse_config(read_tree(path, overrides), source=str(path))
+
+
+def read_tree(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> dict[str, Any]:
+    """The fields of a YAML file with ``key.sub=value`` overrides applied, not validated.
+
+    Raises:
+        ConfigError: the file is missing or not YAML, or an override has no ``=`` or no such parent.
+    """
     try:
         tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -330,8 +434,8 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     if not isinstance(tree, dict):
         raise ConfigError(f"config {path}: expected a mapping of fields, got {type(tree).__name__}")
     for override in overrides:
-        _apply(tree, override)
-    return parse_config(tree, source=str(path))
+        apply_override(tree, override)
+    return tree
 
 
 def parse_config(tree: dict[str, Any], *, source: str = "config") -> Config:
@@ -339,11 +443,17 @@ def parse_config(tree: dict[str, Any], *, source: str = "config") -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        lines = [line for e in error.errors() for line in _explain(e).splitlines()]
-        raise ConfigError(f"{source}: {len(lines)} bad field(s)\n" + "\n".join(lines)) from None
+        raise explained(error, Config, source=source) from None
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
+def explained(error: ValidationError, root: type[Section], *, source: str) -> ConfigError:
+    """Every wrong field of a ``root`` with its path and what is accepted, as one error."""
+    lines = [line for e in error.errors() for line in _explain(e, root).splitlines()]
+    return ConfigError(f"{source}: {len(lines)} bad field(s)\n" + "\n".join(lines))
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set the field of a nested dict that ``key.sub=value`` names; sections on the way are made."""
     key, sep, text = override.partition("=")
     if not sep:
         raise ConfigError(f"override {override!r}: expected key.sub=value")
@@ -361,10 +471,10 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     tree[leaf] = value
 
 
-def _explain(error: Any) -> str:
+def _explain(error: Any, root: type[Section]) -> str:
     path = ".".join(str(part) for part in error["loc"]) or "config"
     if error["type"] == "extra_forbidden":
-        section: Any = Config
+        section: Any = root
         for part in error["loc"][:-1]:
             section = _section(section, str(part))
         known = sorted(section.model_fields) if section is not None else []

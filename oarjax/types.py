@@ -57,6 +57,7 @@ class AnswerSpan:
     reasoning: Bool[Array, "B T"]  # the tokens whose advantage may be reshaped
     answer: Bool[Array, "B T"]
     found: Bool[Array, "B"]
+    units: Int32[Array, "B T"] | None = None  # number of the line or sentence of each token, where asked for
 
 
 Verdict = Literal["graded", "unparseable", "ungraded", "timeout", "crash"]

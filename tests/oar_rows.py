@@ -7,6 +7,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from oarjax.oar.clean import linear_pass
+from oarjax.oar.gradient import noise_scores
+from oarjax.oar.probe import outcome_probe
 from oarjax.types import AnswerSpan
 
 
@@ -53,3 +56,10 @@ def batch(rows=ROWS, *, prompt=PROMPT, length=LENGTH, pad=0):
 def single(row):
     """One row with no padding at all."""
     return batch([row], prompt=len(row.prompt), length=len(row.completion))
+
+
+def noise_importance(policy, params, tokens, valid, span, noise, *, estimator, mode, temperature):
+    """OAR-G of a batch for noise that is given."""
+    clean = linear_pass(policy, params, tokens, valid, completion_length=span.answer.shape[1])
+    probe = outcome_probe(mode, temperature=temperature)
+    return noise_scores(policy, params, clean, tokens, valid, span, noise, probe=probe, estimator=estimator)

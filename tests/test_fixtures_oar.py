@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oar_rows import noise_importance
 
 from oarjax.host.hf import load_params, read_config
 from oarjax.models.qwen import make_policy
 from oarjax.oar.diagnose import spearman
 from oarjax.oar.gate import oar_weights
-from oarjax.oar.gradient import linearised_importance, noisy_importance
 from oarjax.oar.perturb import masked_token_importance
+from oarjax.oar.probe import outcome_probe
 from oarjax.types import AnswerSpan
 
 DATA = Path(__file__).parent / "data" / "oar"
@@ -76,14 +77,16 @@ def scores(folder: Path, dtype: str) -> dict[str, np.ndarray]:
                 tokens,
                 valid,
                 span(mask),
-                mode=mode,
+                probe=outcome_probe(mode, temperature=1.0),
                 mask_id=int(arrays["pad_id"]),
                 chunk=8,
-                temperature=1.0,
+                buckets=3,
             )
 
         def noisy(params, mask, noise, mode):
-            return noisy_importance(policy, params, tokens, valid, span(mask), noise, mode=mode, temperature=1.0)
+            return noise_importance(
+                policy, params, tokens, valid, span(mask), noise, estimator="noisy", mode=mode, temperature=1.0
+            )
 
         def everything(params, noise, answers):
             found = {}
@@ -179,11 +182,13 @@ def test_linearised_survives_bfloat16_where_noisy_does_not(x64, highest_precisio
         policy = make_policy(cfg, compute_dtype=compute, remat="none")
         noise = jnp.zeros((1, end - start, cfg.hidden_size), dtype)
         noise = noise.at[0, : conclude - start].set(arrays["noise__std1e-3"])
-        for estimator in (linearised_importance, noisy_importance):
+        for estimator in ("linearised", "noisy"):
 
             def run(params, noise, policy=policy, estimator=estimator):
                 valid = jnp.ones(tokens.shape, bool)
-                return estimator(policy, params, tokens, valid, span, noise, mode="answer_mean", temperature=1.0)
+                return noise_importance(
+                    policy, params, tokens, valid, span, noise, estimator=estimator, mode="answer_mean", temperature=1.0
+                )
 
             found[estimator, compute] = jax.jit(run)(params, noise)[:, : conclude - start]
 
@@ -192,10 +197,10 @@ def test_linearised_survives_bfloat16_where_noisy_does_not(x64, highest_precisio
         agreement = spearman(truth, rounded, jnp.ones(truth.shape, bool))
         return float(jnp.median(jnp.abs(rounded - truth) / truth)), float(agreement[0])
 
-    error, agreement = error_and_agreement(linearised_importance)
+    error, agreement = error_and_agreement("linearised")
     assert error < 0.1
     assert agreement > 0.98
-    error, agreement = error_and_agreement(noisy_importance)
+    error, agreement = error_and_agreement("noisy")
     assert error > 0.3
     assert agreement < 0.9
 

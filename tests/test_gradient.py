@@ -7,17 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oar_rows import LENGTH, PROMPT, ROWS, batch, single
+from oar_rows import LENGTH, PROMPT, ROWS, batch, noise_importance, single
 from toy_policy import toy_params, toy_policy
 
-from oarjax.oar.gradient import (
-    embedding_noise,
-    gradient_importance,
-    linearised_importance,
-    noisy_importance,
-    row_keys,
-)
-from oarjax.oar.probe import kl_divergence
+from oarjax.oar.gradient import embedding_noise, gradient_importance, row_keys
+from oarjax.oar.probe import kl_divergence, outcome_probe
 from oarjax.policy import Policy, positions_of
 from oarjax.types import AnswerSpan
 
@@ -33,8 +27,8 @@ def unit_noise(length=LENGTH, dtype=jnp.float32):
 @functools.partial(jax.jit, static_argnames=("estimator", "mode", "sigma", "draws"))
 def importance(tokens, valid, span, keys=KEYS, *, estimator="linearised", mode="answer_mean", sigma=1e-2, draws=1):
     return gradient_importance(
-        POLICY, PARAMS, tokens, valid, span, keys, estimator=estimator, mode=mode, sigma=sigma, draws=draws,
-        temperature=0.7,
+        POLICY, PARAMS, tokens, valid, span, keys, estimator=estimator, sigma=sigma, draws=draws,
+        probe=outcome_probe(mode, temperature=0.7),
     )  # fmt: skip
 
 
@@ -72,9 +66,11 @@ def test_noisy_is_its_definition_and_linearised_its_limit(x64, mode):
 
     @jax.jit
     def noisy(noise):
-        return noisy_importance(POLICY, params, *args, noise, mode=mode, temperature=0.7)
+        return noise_importance(POLICY, params, *args, noise, estimator="noisy", mode=mode, temperature=0.7)
 
-    linearised = jax.jit(lambda noise: linearised_importance(POLICY, params, *args, noise, mode=mode, temperature=0.7))
+    @jax.jit
+    def linearised(noise):
+        return noise_importance(POLICY, params, *args, noise, estimator="linearised", mode=mode, temperature=0.7)
 
     expected = jax.jit(lambda n: by_definition(params, *args, n, mode))(1e-2 * unit)
     np.testing.assert_allclose(noisy(1e-2 * unit), expected, rtol=0, atol=1e-10 * expected.max())
@@ -119,8 +115,16 @@ def test_linearised_by_hand():
     span = AnswerSpan(jnp.arange(4)[None] < 2, jnp.arange(4)[None] == 3, jnp.ones(1, bool))
     params = {"embed": jnp.asarray(embed, jnp.float32), "head": jnp.asarray(head, jnp.float32)}
     run = jax.jit(
-        lambda noise: linearised_importance(
-            sum_policy(), params, tokens, valid, span, noise, mode="answer_mean", temperature=2.0
+        lambda noise: noise_importance(
+            sum_policy(),
+            params,
+            tokens,
+            valid,
+            span,
+            noise,
+            estimator="linearised",
+            mode="answer_mean",
+            temperature=2.0,
         )
     )
     found = run(jnp.asarray(noise, jnp.float32))
@@ -153,7 +157,9 @@ def test_draws_are_averaged_and_differ():
     def with_noise(draw):
         keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(KEYS, draw)
         noise = embedding_noise(keys, length=LENGTH, width=WIDTH, sigma=1e-2, dtype=jnp.float32)
-        return linearised_importance(POLICY, PARAMS, tokens, valid, span, noise, mode="answer_mean", temperature=0.7)
+        return noise_importance(
+            POLICY, PARAMS, tokens, valid, span, noise, estimator="linearised", mode="answer_mean", temperature=0.7
+        )
 
     each = np.stack([with_noise(draw) for draw in range(3)])
     found = importance(tokens, valid, span, draws=3)
@@ -179,8 +185,8 @@ def test_no_gradient_reaches_the_parameters():
 
     def total(params):
         return gradient_importance(
-            POLICY, params, tokens, valid, span, KEYS[:2], estimator="linearised", mode="answer_mean", sigma=1e-2,
-            draws=1, temperature=1.0,
+            POLICY, params, tokens, valid, span, KEYS[:2], estimator="linearised", sigma=1e-2, draws=1,
+            probe=outcome_probe("answer_mean", temperature=1.0),
         ).sum()  # fmt: skip
 
     for leaf in jax.tree.leaves(jax.jit(jax.grad(total))(PARAMS)):
@@ -193,8 +199,3 @@ def test_errors_say_what_was_expected():
         importance(*args, draws=0)
     with pytest.raises(ValueError, match="sigma: expected a positive standard deviation, got 0"):
         importance(*args, sigma=0.0)
-    with pytest.raises(ValueError, match="temperature: expected the sampler's, a positive number, got 0"):
-        jax.eval_shape(
-            lambda noise: linearised_importance(POLICY, PARAMS, *args, noise, mode="last", temperature=0.0),
-            unit_noise(),
-        )

@@ -1,6 +1,6 @@
 """The outcome distribution: which states it reads, how they are joined, and what it costs nothing to leave out."""
 
-import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,13 @@ from toy_policy import toy_params, toy_policy
 
 from oarjax.logps import token_logps
 from oarjax.oar.probe import (
+    Probe,
     answer_logp,
-    answer_logp_cotangent,
-    check_mode,
-    completion_context,
+    divergence,
     from_inputs,
     kl_divergence,
     outcome_logits,
-    predicting_states,
+    outcome_probe,
     probe_mode,
     scored_tokens,
     to_inputs,
@@ -29,15 +28,13 @@ POLICY, PARAMS = toy_policy(), toy_params(jax.random.key(0), scale=1.5)
 TOKENS, VALID, SPAN = batch()
 
 
-@functools.partial(jax.jit, static_argnames="length")
-def states(tokens=TOKENS, valid=VALID, length=LENGTH):
-    context = completion_context(POLICY, PARAMS, tokens, valid, completion_length=length)
-    return predicting_states(POLICY, PARAMS, context, context.embeddings)
-
-
 @jax.jit
 def whole(tokens, valid):
     return POLICY.trunk(PARAMS, POLICY.embed(PARAMS, tokens), positions_of(valid), valid)[0]
+
+
+def states():
+    return whole(TOKENS, VALID)[:, PROMPT - 1 : -1]
 
 
 def test_probe_mode_warms_up():
@@ -46,41 +43,18 @@ def test_probe_mode_warms_up():
     assert probe_mode(0, mode="answer_joint", warmup_mode="last", warmup_iterations=0) == "answer_joint"
 
 
-def test_predicting_states_are_those_of_one_whole_forward():
-    expected = whole(TOKENS, VALID)[:, PROMPT - 1 : -1]
-    real = VALID[:, PROMPT:]
-    np.testing.assert_allclose(states()[real], expected[real], rtol=0, atol=1e-5)
-
-
-def test_a_prompt_of_one_slot_has_no_prefix():
-    tokens, valid = TOKENS[:, PROMPT - 1 :], VALID[:, PROMPT - 1 :]
-    context = completion_context(POLICY, PARAMS, tokens, valid, completion_length=LENGTH)
-    assert context.prefix is None
-    expected = whole(tokens, valid)[:, :-1]
-    real = valid[:, 1:]
-    np.testing.assert_allclose(states(tokens, valid)[real], expected[real], rtol=0, atol=1e-5)
-
-
-def test_variants_of_a_row_lie_side_by_side():
-    context = jax.jit(lambda: completion_context(POLICY, PARAMS, TOKENS, VALID, completion_length=LENGTH))()
-    scaled = context.embeddings[:, None] * jnp.array([1.0, 0.5, 2.0])[None, :, None, None]
-    run = jax.jit(lambda e: predicting_states(POLICY, PARAMS, context, e))
-    together, half = run(scaled.reshape(-1, *scaled.shape[2:])), run(0.5 * context.embeddings)
-    np.testing.assert_allclose(together.reshape(scaled.shape)[:, 1], half, rtol=0, atol=1e-5)
-
-
 def test_inputs_are_completion_tokens_shifted_by_one():
     x = jnp.array([[1, 2, 3]])
     assert to_inputs(x).tolist() == [[0, 1, 2]]
     assert from_inputs(x).tolist() == [[2, 3, 0]]
-    inputs = jax.jit(lambda: completion_context(POLICY, PARAMS, TOKENS, VALID, completion_length=LENGTH).embeddings)()
-    np.testing.assert_array_equal(inputs[:, 1:], POLICY.embed(PARAMS, TOKENS[:, PROMPT:-1]))
 
 
 def test_scored_tokens_are_the_reasoning_of_answered_rows():
-    assert scored_tokens(SPAN).sum(1).tolist() == [5, 3, 7, 0]
+    last = outcome_probe("last", temperature=1.0)
+    assert scored_tokens(SPAN, last).sum(1).tolist() == [5, 3, 7, 0]
     nowhere = SPAN.replace(answer=jnp.zeros_like(SPAN.answer))  # found, but cut off
-    assert not scored_tokens(nowhere).any()
+    assert not scored_tokens(nowhere, last).any()
+    assert scored_tokens(nowhere, last._replace(reads="completion")).sum(1).tolist() == [5, 3, 7, 0]
 
 
 def test_last_is_the_end_of_the_sequence_without_its_answer():
@@ -117,23 +91,28 @@ def test_answer_logp_is_the_mean_of_the_tokens_log_probabilities():
     assert found[3] == 0
 
 
-def test_answer_logp_cotangent_is_its_gradient():
+def test_gradient_of_answer_logp():
     hidden, targets = states(), TOKENS[:, PROMPT:]
 
     def direct(hidden):
         logps = jnp.take_along_axis(jax.nn.log_softmax(POLICY.unembed(PARAMS, hidden)), targets[..., None], -1)[..., 0]
         return jnp.sum((logps * SPAN.answer).sum(1) / jnp.maximum(SPAN.answer.sum(1), 1))
 
-    found = answer_logp_cotangent(POLICY, PARAMS, hidden, SPAN.answer, targets, temperature=1.0)
-    np.testing.assert_allclose(found, jax.grad(direct)(hidden), rtol=0, atol=1e-6)
+    def looped(hidden):
+        return answer_logp(POLICY, PARAMS, hidden, SPAN.answer, targets, temperature=1.0).sum()
+
+    np.testing.assert_allclose(jax.grad(looped)(hidden), jax.grad(direct)(hidden), rtol=0, atol=1e-6)
+
+
+def test_divergence_of_a_scalar_is_what_it_lost():
+    score = Probe(lambda *_: jnp.zeros(2), "scalar", "completion")
+    np.testing.assert_allclose(divergence(score, jnp.array([3.0, 1.0]), jnp.array([1.0, 2.0])), [2.0, -1.0])
 
 
 def test_errors_say_what_was_expected():
-    with pytest.raises(ValueError, match="need at least 17 token positions, the prompt first; got N = 16"):
-        completion_context(POLICY, PARAMS, TOKENS, VALID, completion_length=16)
     with pytest.raises(ValueError, match="mode: expected one of last, answer_mean, answer_joint, got 'mean'"):
-        check_mode("mean")
+        inspect.unwrap(outcome_probe)("mean", temperature=1.0)  # past the tests' own type checks
     with pytest.raises(ValueError, match="temperature: expected the sampler's, a positive number, got 0"):
-        outcome_logits(POLICY, PARAMS, states(), SPAN.answer, mode="last", temperature=0.0)
-    with pytest.raises(ValueError, match="temperature: expected the sampler's"):
-        answer_logp(POLICY, PARAMS, states(), SPAN.answer, TOKENS[:, PROMPT:], temperature=-1.0)
+        outcome_probe("last", temperature=0.0)
+    with pytest.raises(ValueError, match="mode must be last or answer_mean, got 'answer_joint'"):
+        outcome_logits(POLICY, PARAMS, states(), SPAN.answer, mode="answer_joint", temperature=1.0)

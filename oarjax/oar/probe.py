@@ -1,13 +1,13 @@
-"""The outcome distribution: what the policy says of its own answer, and how far a perturbation moves it.
+"""The outcome probe: what is read of a completion's hidden states, and how far a perturbation moves it.
 
-Under causal attention the prompt does not feel a perturbation of the completion, so its keys and values are computed
-once and every perturbed forward runs over the completion alone. Rows enter that forward shifted by one: input t is
-the token before completion token t (input 0 is the last prompt token), so that hidden state t predicts completion
-token t, and the answer mask of the completion is also the mask of the hidden states that predict the answer.
+Rows enter a forward shifted by one: input t is the token before completion token t (input 0 is the last prompt
+token), so that hidden state t predicts completion token t, and the answer mask of the completion is also the mask of
+the hidden states that predict the answer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -15,68 +15,67 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from oarjax.logps import logits_logps
-from oarjax.policy import Policy, positions_of
-from oarjax.types import AnswerSpan, KVCache, Params
+from oarjax.policy import Policy
+from oarjax.types import AnswerSpan, Params
 
 ProbeMode = Literal["last", "answer_mean", "answer_joint"]
+
+
+class Reading(NamedTuple):
+    """What a probe may look at beside the hidden states, all at the same positions."""
+
+    tokens: Int[Array, "B T"]  # completion tokens that the states predict
+    valid: Bool[Array, "B T"]  # positions that hold a token
+    answer: Bool[Array, "B T"]
+
+
+Read = Callable[[Policy, Params, Float[Array, "B T D"], Reading], Array]
+
+
+def reading_of(tokens: Int[Array, "B N"], valid: Bool[Array, "B N"], span: AnswerSpan) -> Reading:
+    """The completion's part of a rollout."""
+    length = span.answer.shape[1]
+    return Reading(tokens[:, -length:], valid[:, -length:], span.answer)
+
+
+class Probe(NamedTuple):
+    """The outcome that importance is measured by. Any pure function of the hidden states will do.
+
+    Built in are ``outcome_probe``'s three. One of your own for tasks without an answer span, e.g. a reward model's
+    score of the last state: ``Probe(read=score, kind="scalar", reads="completion")``.
+    """
+
+    read: Read  # (policy, params, hidden, reading) -> logits [B, V] or scores [B]
+    kind: Literal["distribution", "scalar"]  # compared by KL(clean || moved), or by clean - moved
+    reads: Literal["answer", "completion"]  # answer: nothing before the first answer token, and rows need an answer
+
+
+def outcome_probe(mode: ProbeMode, *, temperature: float) -> Probe:
+    """The paper's probes: ``last`` (LT-Logits), ``answer_mean`` (AS-Mean), ``answer_joint`` (AS-Joint).
+
+    Raises:
+        ValueError: unknown mode, or temperature (the sampler's own) is not positive.
+    """
+    if mode not in get_args(ProbeMode):
+        raise ValueError(f"mode: expected one of {', '.join(get_args(ProbeMode))}, got {mode!r}")
+    if temperature <= 0:
+        raise ValueError(f"temperature: expected the sampler's, a positive number, got {temperature}")
+    if mode == "answer_joint":
+
+        def joint(policy: Policy, params: Params, hidden: Float[Array, "B T D"], at: Reading) -> Float[Array, "B"]:
+            return answer_logp(policy, params, hidden, at.answer, at.tokens, temperature=temperature)
+
+        return Probe(joint, "scalar", "answer")
+
+    def logits(policy: Policy, params: Params, hidden: Float[Array, "B T D"], at: Reading) -> Float[Array, "B V"]:
+        return outcome_logits(policy, params, hidden, at.answer, mode=mode, temperature=temperature)
+
+    return Probe(logits, "distribution", "answer")
 
 
 def probe_mode(iteration: int, *, mode: ProbeMode, warmup_mode: ProbeMode, warmup_iterations: int) -> ProbeMode:
     """``warmup_mode`` for the first ``warmup_iterations`` iterations (counted from 0), then ``mode``."""
     return warmup_mode if iteration < warmup_iterations else mode
-
-
-class Context(NamedTuple):
-    """What all forwards of a batch share: clean inputs of the completion and the prompt's keys and values."""
-
-    embeddings: Float[Array, "B T D"]  # clean, of the tokens before each completion token
-    positions: Int[Array, "B T"]
-    valid: Bool[Array, "B T"]
-    prefix: KVCache | None  # the prompt but its last token; None for a prompt of one slot
-
-
-def completion_context(
-    policy: Policy, params: Params, tokens: Int[Array, "B N"], valid: Bool[Array, "B N"], *, completion_length: int
-) -> Context:
-    """Run the prompt once and embed the inputs that predict the last ``completion_length`` = T tokens.
-
-    Raises:
-        ValueError: no prompt position before the completion.
-    """
-    start = tokens.shape[1] - completion_length - 1
-    if start < 0 or completion_length < 1:
-        raise ValueError(
-            f"completion_context: T = {completion_length} completion positions need at least {completion_length + 1} "
-            f"token positions, the prompt first; got N = {tokens.shape[1]}"
-        )
-    positions = positions_of(valid)
-    embeddings = policy.embed(params, tokens)
-    prefix = None
-    if start > 0:
-        _, prefix = policy.trunk(
-            params,
-            embeddings[:, :start],
-            positions[:, :start],
-            valid[:, :start],
-            cache=policy.init_cache(tokens.shape[0], start),
-        )
-    own = slice(start, start + completion_length)
-    return Context(embeddings[:, own], positions[:, own], valid[:, own], prefix)
-
-
-def predicting_states(
-    policy: Policy, params: Params, context: Context, embeddings: Float[Array, "BK T D"]
-) -> Float[Array, "BK T D"]:
-    """Hidden states that predict the completion's tokens, of K variants of each row (row-major: b * K + k)."""
-    copies = embeddings.shape[0] // context.valid.shape[0]
-    hidden, _ = policy.trunk(
-        params,
-        embeddings,
-        jnp.repeat(context.positions, copies, axis=0),
-        jnp.repeat(context.valid, copies, axis=0),
-        prefix=context.prefix,
-    )
-    return hidden
 
 
 def to_inputs(x: Shaped[Array, "B T *rest"]) -> Shaped[Array, "B T *rest"]:
@@ -89,10 +88,17 @@ def from_inputs(x: Shaped[Array, "B T *rest"]) -> Shaped[Array, "B T *rest"]:
     return jnp.concatenate([x[:, 1:], jnp.zeros_like(x[:, :1])], axis=1)
 
 
-def scored_tokens(span: AnswerSpan) -> Bool[Array, "B T"]:
-    """The tokens that get a score: the reasoning of rows with an answer."""
-    usable = span.found & span.answer.any(axis=1)
+def scored_tokens(span: AnswerSpan, probe: Probe) -> Bool[Array, "B T"]:
+    """The tokens that get a score: the reasoning, of rows with an answer where the probe reads one."""
+    usable = span.found
+    if probe.reads == "answer":
+        usable = usable & span.answer.any(axis=1)
     return span.reasoning & usable[:, None]
+
+
+def divergence(probe: Probe, clean: Float[Array, "B ..."], moved: Float[Array, "B ..."]) -> Float[Array, "B"]:
+    """How far the outcome moved: KL(clean || moved) in nats, or clean minus moved for a scalar (may be negative)."""
+    return kl_divergence(clean, moved) if probe.kind == "distribution" else clean - moved
 
 
 def outcome_logits(
@@ -112,11 +118,8 @@ def outcome_logits(
     round one mean state, not A states. A row with no answer gets the head of a zero state.
 
     Raises:
-        ValueError: ``mode`` is not one of these (``answer_joint`` has no distribution: see answer_logp), or
-            temperature is not positive.
+        ValueError: ``mode`` is not one of these (``answer_joint`` has no distribution: see answer_logp).
     """
-    if temperature <= 0:
-        raise ValueError(f"temperature: expected the sampler's, a positive number, got {temperature}")
     if mode == "last":
         share = answer & (jnp.cumsum(answer, axis=1) == 1)
     elif mode == "answer_mean":
@@ -144,21 +147,21 @@ def answer_logp(
     *,
     temperature: float,
 ) -> Float[Array, "B"]:
-    """phi: mean log-probability of the answer's tokens, in nats (AS-Joint); 0 for a row with no answer."""
-    return _over_answer(policy, params, hidden, answer, completion, temperature)[0]
+    """phi: mean log-probability of the answer's tokens, in nats (AS-Joint); 0 for a row with no answer.
 
+    One answer token of every row at a time: [B, V] in memory, never [B, T, V]. The loop runs to the longest answer
+    of the batch. Differentiable in ``hidden`` alone, by reverse mode: the same loop makes the gradient.
+    """
 
-def answer_logp_cotangent(
-    policy: Policy,
-    params: Params,
-    hidden: Float[Array, "B T D"],
-    answer: Bool[Array, "B T"],
-    completion: Int[Array, "B T"],
-    *,
-    temperature: float,
-) -> Float[Array, "B T D"]:
-    """d phi / d hidden, of every row's own phi; 0 away from the answer."""
-    return _over_answer(policy, params, hidden, answer, completion, temperature)[1]
+    def over_answer(states: Float[Array, "B T D"]) -> tuple[Float[Array, "B"], Float[Array, "B T D"]]:
+        return _over_answer(policy, params, states, answer, completion, temperature)
+
+    @jax.custom_vjp
+    def phi(states: Float[Array, "B T D"]) -> Float[Array, "B"]:
+        return over_answer(states)[0]  # under jit the gradient that nobody asks for is not computed
+
+    phi.defvjp(over_answer, lambda gradient, ct: ((ct[:, None, None] * gradient).astype(gradient.dtype),))
+    return phi(hidden)
 
 
 def _over_answer(
@@ -169,13 +172,7 @@ def _over_answer(
     completion: Int[Array, "B T"],
     temperature: float,
 ) -> tuple[Float[Array, "B"], Float[Array, "B T D"]]:
-    """phi and d phi / d hidden, one answer token of every row at a time: [B, V] in memory, never [B, T, V].
-
-    The loop runs to the longest answer of the batch. A caller that wants phi alone pays nothing for the other
-    under jit.
-    """
-    if temperature <= 0:
-        raise ValueError(f"temperature: expected the sampler's, a positive number, got {temperature}")
+    """phi and d phi / d hidden, of every row's own phi; the gradient is 0 away from the answer."""
     rows = jnp.arange(answer.shape[0])
     count = answer.sum(axis=1)
     order = jnp.argsort(~answer, axis=1, stable=True)  # answer positions first
@@ -194,9 +191,3 @@ def _over_answer(
 
     start = jnp.zeros(answer.shape[0], wide), jnp.zeros_like(hidden)
     return jax.lax.fori_loop(0, count.max(), add_token, start)
-
-
-def check_mode(mode: str) -> None:
-    """Raises ValueError unless ``mode`` is a probe mode."""
-    if mode not in get_args(ProbeMode):
-        raise ValueError(f"mode: expected one of {', '.join(get_args(ProbeMode))}, got {mode!r}")
