@@ -223,8 +223,16 @@ class FisherConfig(Section):
     sampled: Count = Field(default=0, description="further backward passes, for answers drawn from the rest")
 
 
+class LocalConfig(Section):
+    """OAR-L, and the screening part of oar_screened."""
+
+    window: Count = Field(default=2, description="tokens after the changed one that are recomputed too")
+    answers: Positive = Field(default=4, description="answer tokens that are read, at most")
+
+
 class ScreenConfig(Section):
-    share: Share = Field(default=0.25, description="of a row's reasoning that is scored exactly")
+    share: Share = Field(default=0.2, description="of a row's reasoning that is scored exactly")
+    by: Literal["oar_l", "oar_f"] = Field(default="oar_l", description="whose scores choose that share")
 
 
 class EntropyConfig(Section):
@@ -251,6 +259,7 @@ class CreditConfig(Section):
         "oar_g",
         "oar_p",
         "oar_f",
+        "oar_l",
         "oar_screened",
         "entropy_top",
         "entropy",
@@ -259,7 +268,7 @@ class CreditConfig(Section):
         "random",
         "permuted",
     ] = Field(default="oar_g", description="uniform: plain GRPO; permuted: weights on the wrong tokens, the control")
-    permuted_of: Literal["oar_g", "oar_p", "oar_f", "oar_screened"] = Field(
+    permuted_of: Literal["oar_g", "oar_p", "oar_f", "oar_l", "oar_screened"] = Field(
         default="oar_g", description="whose weights permuted shuffles"
     )
     polarity: Literal["both", "correct", "wrong"] = Field(
@@ -270,6 +279,7 @@ class CreditConfig(Section):
     draws: Positive = 1
     masking: MaskingConfig = MaskingConfig()
     fisher: FisherConfig = FisherConfig()
+    local: LocalConfig = LocalConfig()
     screen: ScreenConfig = ScreenConfig()
     entropy: EntropyConfig = EntropyConfig()
     keywords: KeywordConfig = KeywordConfig()
@@ -332,6 +342,46 @@ class ExportConfig(Section):
     dtype: Literal["float32", "bfloat16"] | None = Field(default=None, description="null = as trained")
 
 
+LAB_METHODS: dict[str, dict[str, Any]] = {
+    "OAR-P": {"method": "oar_p"},
+    "OAR-P, second choice": {"method": "oar_p", "masking": {"counterfactual": "second_choice"}},
+    "OAR-P, mean embedding": {"method": "oar_p", "masking": {"counterfactual": "mean_embedding"}},
+    "OAR-P, deleted": {"method": "oar_p", "masking": {"counterfactual": "deleted"}},
+    "OAR-P, screened": {"method": "oar_screened"},
+    "OAR-F": {"method": "oar_f"},
+    "OAR-G, 1 draw": {"method": "oar_g", "estimator": "linearised", "draws": 1},
+    "OAR-G, 4 draws": {"method": "oar_g", "estimator": "linearised", "draws": 4},
+    "OAR-G, 16 draws": {"method": "oar_g", "estimator": "linearised", "draws": 16},
+    "OAR-G noisy, 1 draw": {"method": "oar_g", "estimator": "noisy", "draws": 1},
+    "OAR-G noisy, 4 draws": {"method": "oar_g", "estimator": "noisy", "draws": 4},
+    "GRAIL": {"method": "grail"},
+    "entropy": {"method": "entropy"},
+    "random": {"method": "random"},
+    "uniform (GRPO)": {"method": "uniform"},
+}
+
+
+class LabConfig(Section):
+    """``oarjax credit``: which methods are compared, and on how much."""
+
+    problems: Positive = Field(default=100, description="completions to compare on, one per problem")
+    shortest: Positive = Field(default=10, description="reasoning tokens that a completion needs to be taken")
+    temperature: Rate | None = Field(
+        default=None, description="of the completions; null = rollout.temperature, 0 = greedy"
+    )
+    methods: dict[str, dict[str, Any]] = Field(
+        default=LAB_METHODS, description="name to show -> fields of credit that it changes"
+    )
+    share: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.1, description="of a row's reasoning that counts as a method's top"
+    )
+    batch: Positive = Field(default=10, description="completions scored, and timed, at once")
+    branches: Positive = Field(default=128, description="changed completions decoded at once")
+    answer_tokens: Positive = Field(default=16, description="tokens decoded to see what answer is given")
+    bootstrap: Positive = Field(default=2000, description="resamples behind each 95% interval")
+    shown: Count = Field(default=12, description="completions on the page")
+
+
 class Config(Section):
     run_dir: str
     seed: Count = 0
@@ -354,6 +404,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     report: ReportConfig = ReportConfig()
     export: ExportConfig = ExportConfig()
+    lab: LabConfig = LabConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
@@ -399,6 +450,35 @@ def _contradictions(c: Config) -> Iterator[str]:
         yield f"profile: expected 1 <= first <= last <= iterations = {c.iterations}, got {list(c.profile)}"
     if c.export.folder is not None and not _is_below(c.export.folder):
         yield f"export.folder: expected a folder below run_dir such as export, got {c.export.folder!r}"
+    yield from _bad_lab_methods(c)
+
+
+def _bad_lab_methods(c: Config) -> Iterator[str]:
+    if not c.lab.methods:
+        yield "lab.methods: expected at least one method"
+    for name, changes in c.lab.methods.items():
+        try:
+            answer = changed(c.credit, changes).answer
+        except ValidationError as error:
+            lines = "; ".join(" ".join(line.split()) for e in error.errors() for line in [_explain(e, CreditConfig)])
+            yield f"lab.methods.{name}: {lines}"
+        else:
+            if answer != c.credit.answer:
+                yield f"lab.methods.{name}: all methods read the same answers; set credit.answer instead"
+
+
+def changed(credit: CreditConfig, changes: dict[str, Any]) -> CreditConfig:
+    """A credit section with some fields changed; nested mappings change fields of sections.
+
+    Raises:
+        ValidationError: a field that there is not, or a wrong value.
+    """
+
+    def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+        both = {k: merged(old[k], v) if isinstance(v, dict) and isinstance(old.get(k), dict) else v for k, v in new.items()}
+        return old | both
+
+    return CreditConfig.model_validate(merged(credit.model_dump(), changes))
 
 
 def _is_below(folder: str) -> bool:

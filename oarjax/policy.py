@@ -30,13 +30,15 @@ class Trunk(Protocol):
         *,
         cache: KVCache | None = None,
         prefix: KVCache | None = None,
+        visible: Bool[Array, "B N C"] | None = None,
     ) -> tuple[Float[Array, "B N D"], KVCache | None]:
         """Final hidden states, after the last norm, and the cache with these N tokens appended.
 
         Without a cache: causal self-attention over N, invalid positions never attended to; the second
         result is None. With a cache of B rows: the N tokens are written at slots ``cache.length`` .. +N and
         attend to every valid slot before them and causally to one another. With a prefix of P rows, B = P*G:
-        row b attends to all valid slots of prefix row b // G as well, which is read and never copied per row.
+        row b attends to all valid slots of prefix row b // G as well, which is read and never copied per row;
+        with ``visible`` each query only to those of its C slots that it names.
         """
         ...
 

@@ -164,7 +164,7 @@ def test_errors_say_what_was_expected():
     with pytest.raises(ValueError, match="need at least 13 token positions, the prompt first; got N = 12"):
         importance(tokens[:, 4:], valid[:, 4:], span)
     hidden = jnp.zeros((4, 12, 8))
-    with pytest.raises(ValueError, match="counterfactual: expected one with an embedding, mask, .*, got 'deleted'"):
+    with pytest.raises(ValueError, match=r"counterfactual: expected one with an embedding, mask, .*, got 'deleted'"):
         replacement_embeddings(POLICY, PARAMS, hidden, tokens[:, 4:], counterfactual="deleted", mask_id=MASK)
 
 

@@ -28,7 +28,7 @@ def toy_policy(*, width=8, heads=2, on_token=None) -> Policy:
     def embed(params, tokens):
         return params["embed"][tokens]
 
-    def trunk(params, embeddings, positions, valid, *, cache=None, prefix=None):
+    def trunk(params, embeddings, positions, valid, *, cache=None, prefix=None, visible=None):
         if on_token is not None:
             jax.debug.callback(on_token, embeddings.shape[1])
         rows, count, _ = embeddings.shape
@@ -50,7 +50,10 @@ def toy_policy(*, width=8, heads=2, on_token=None) -> Policy:
             group = rows // prefix.k.shape[1]
             grouped = q.reshape(-1, group, count, heads, h)
             s = jnp.einsum("pgnhd,pchd->pghnc", grouped, prefix.k[0])
-            s = jnp.where(prefix.valid[:, None, None, None, :], s, -1e9)
+            open_slots = prefix.valid[:, None, None, None, :]
+            if visible is not None:
+                open_slots = open_slots & visible.reshape(-1, group, 1, count, visible.shape[-1])
+            s = jnp.where(open_slots, s, -1e9)
             scores.append(s.reshape(rows, heads, count, -1))
         weights = jax.nn.softmax(jnp.concatenate(scores, -1), -1)
         own, rest = weights[..., : keys.shape[1]], weights[..., keys.shape[1] :]

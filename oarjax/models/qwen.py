@@ -285,6 +285,7 @@ def make_policy(cfg: QwenConfig, *, compute_dtype: DTypeLike = jnp.float32, rema
         *,
         cache: KVCache | None = None,
         prefix: KVCache | None = None,
+        visible: Bool[Array, "B N C"] | None = None,
     ) -> tuple[Float[Array, "B N D"], KVCache | None]:
         new = valid.shape[1]
         cos, sin = rotation(positions, frequencies, scale=scale, dtype=stream)
@@ -301,6 +302,8 @@ def make_policy(cfg: QwenConfig, *, compute_dtype: DTypeLike = jnp.float32, rema
 
         stores = [c for c in (prefix, filled) if c is not None]
         masks = [_written(c)[:, None, :] for c in stores]
+        if visible is not None:  # of the prefix, by row and query
+            masks[0] = masks[0] & visible.reshape(masks[0].shape[0], -1, visible.shape[-1])
         step = _rematerialised(body, remat) if cache is None else body
         x, kv = jax.lax.scan(step, embeddings.astype(stream), (params["layers"], *((c.k, c.v) for c in stores)))
         hidden = nnx.merge(norm_def, params["norm"])(x)

@@ -17,6 +17,8 @@ from oarjax.masked import masked_count, masked_minmax, masked_quantile, masked_s
 EPS = 1e-8
 """Added to both divisors of the gate, as published."""
 
+Levels = Literal["both", "boost", "suppress"]
+
 
 def normalise(
     importance: Float[Array, "B T"],
@@ -42,6 +44,7 @@ def gate(
     reasoning: Bool[Array, "B T"],
     *,
     rule: Literal["quantile", "level"] = "quantile",
+    levels: Levels = "both",
     tau: float = 0.4,
     boost: float = 2.0,
     floor: float = 0.1,
@@ -51,10 +54,11 @@ def gate(
     h < c: max(h / (c + 1e-8), floor), in [floor, 1].   h >= c: 1 + boost (h - c) / (1 - c + 1e-8), in [1, 1 + boost].
 
     ``quantile`` puts c at the tau-quantile of the row's own h (as released); ``level`` takes c = tau itself, which on
-    skewed scores suppresses far more tokens.
+    skewed scores suppresses far more tokens. ``levels`` are the paper's ablation: ``boost`` alone leaves what is below
+    c at 1, ``suppress`` alone what is above it.
 
     Raises:
-        ValueError: unknown rule, tau or floor outside [0, 1], negative boost.
+        ValueError: unknown rule or levels, tau or floor outside [0, 1], negative boost.
     """
     if not (0 <= tau <= 1 and 0 <= floor <= 1 and boost >= 0):
         raise ValueError(
@@ -66,9 +70,11 @@ def gate(
         c = jnp.full((h.shape[0], 1), tau, h.dtype)
     else:
         raise ValueError(f"gate: rule must be quantile or level, got {rule!r}")
-    suppressed = jnp.maximum(h / (c + EPS), floor)
-    boosted = 1 + boost * (h - c) / (1 - c + EPS)
-    return jnp.where(reasoning, jnp.where(h < c, suppressed, boosted), 1)
+    if levels not in ("both", "boost", "suppress"):
+        raise ValueError(f"gate: levels must be both, boost or suppress, got {levels!r}")
+    suppressed = 1.0 if levels == "boost" else jnp.maximum(h / (c + EPS), floor)
+    boosted = 1.0 if levels == "suppress" else 1 + boost * (h - c) / (1 - c + EPS)
+    return jnp.where(reasoning, jnp.where(h < c, suppressed, boosted), 1).astype(h.dtype)
 
 
 def preserve_mass(weights: Float[Array, "B T"], reasoning: Bool[Array, "B T"]) -> Float[Array, "B T"]:
@@ -86,6 +92,7 @@ def oar_weights(
     reasoning: Bool[Array, "B T"],
     *,
     rule: Literal["quantile", "level"] = "quantile",
+    levels: Levels = "both",
     tau: float = 0.4,
     boost: float = 2.0,
     floor: float = 0.1,
@@ -100,7 +107,7 @@ def oar_weights(
     if mass not in ("kept", "free"):
         raise ValueError(f"oar_weights: mass must be kept or free, got {mass!r}")
     h = normalise(importance, reasoning, signs=signs)
-    weights = gate(h, reasoning, rule=rule, tau=tau, boost=boost, floor=floor)
+    weights = gate(h, reasoning, rule=rule, levels=levels, tau=tau, boost=boost, floor=floor)
     if mass == "kept":
         weights = preserve_mass(weights, reasoning)
     usable = jnp.all(jnp.isfinite(h), axis=-1) & jnp.any(h > 0, axis=-1)

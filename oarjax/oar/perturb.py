@@ -10,6 +10,7 @@ share. Over a whole completion that is 1/2 + 1/(2 buckets) of the positions that
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import jax
@@ -132,18 +133,18 @@ def over_counterfactuals(
         raise ValueError(f"chunk: expected at least 1 counterfactual per forward, got {chunk}")
     if buckets < 1:
         raise ValueError(f"buckets: expected at least 1, got {buckets}")
-    rows, length = first.shape
+    length = first.shape[1]
     here = first == jnp.arange(length)  # a change begins
     edges = [length * j // min(buckets, length) for j in range(min(buckets, length))] + [length]
     out = jnp.zeros(first.shape, jnp.promote_types(clean.hidden.dtype, jnp.float32))
-    for low, high in zip(edges, edges[1:]):
+    for low, high in itertools.pairwise(edges):
         # Input t + 1 carries token t, so inputs low .. high - 1 carry tokens low - 1 .. high - 2.
         tokens = slice(max(low - 1, 0), max(high - 1, 0))
         width = tokens.stop - tokens.start
         if width == 0:
             continue
         size = min(width, max(1, chunk * length // (length - low)))
-        order = _positions(here[:, tokens], first=tokens.start, slots=-(-width // size) * size, none=length)
+        order = masked_positions(here[:, tokens], first=tokens.start, slots=-(-width // size) * size, none=length)
         score = _bucket(policy, params, clean, first, replacement, find, order, low=low, size=size)
         chunks = -(-jnp.max(jnp.sum(here[:, tokens], axis=1)) // size)
         out = jax.lax.fori_loop(0, chunks, score, out)
@@ -204,7 +205,7 @@ def _slots_before(stored: KVCache, count: int) -> KVCache | None:
     )
 
 
-def _positions(mask: Bool[Array, "B W"], *, first: int, slots: int, none: int) -> Int[Array, "B slots"]:
+def masked_positions(mask: Bool[Array, "B W"], *, first: int, slots: int, none: int) -> Int[Array, "B slots"]:
     """Positions of the True entries of each row in order, counted from ``first``; then ``none``."""
     width = mask.shape[1]
     at = jnp.sort(jnp.where(mask, first + jnp.arange(width), none), axis=1)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from oarjax.masked import masked_count, masked_sum, widened
+from oarjax.masked import masked_count, masked_quantile, masked_sum, widened
 
 
 def top_share(scores: Float[Array, "B T"], mask: Bool[Array, "B T"], *, share: float) -> Bool[Array, "B T"]:
@@ -26,12 +25,18 @@ def top_share(scores: Float[Array, "B T"], mask: Bool[Array, "B T"], *, share: f
 def screened_scores(
     exact: Float[Array, "B T"], estimate: Float[Array, "B T"], chosen: Bool[Array, "B T"], scored: Bool[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """Exact scores of the chosen tokens; the others' estimates, brought to the scale of the exact ones.
+    """Exact scores of the chosen tokens; the others' estimates, brought to their scale and kept below them.
 
-    The factor of a row is sum(exact) / sum(estimate) over its chosen tokens, so the others keep their order among
-    themselves. Where it is undefined (nothing chosen, or nothing above 0) they keep their estimates.
+    A row's factor is sum(exact) / sum(estimate) over its chosen tokens, and less where the highest of the others
+    would pass the median of the chosen. The others keep their order among themselves. Where the factor is undefined
+    (nothing chosen, nothing above 0) they keep their estimates. Absolute values, for scores that may be negative.
     """
-    above, below = masked_sum(jnp.abs(exact), chosen), masked_sum(jnp.abs(estimate), chosen)
-    usable = (above > 0) & (below > 0)
-    scale = jnp.where(usable, above / jnp.where(usable, below, 1), 1)
-    return jax.lax.select(chosen, exact, jnp.where(scored, estimate * scale[:, None], 0).astype(exact.dtype))
+    exact, estimate = jnp.where(chosen, exact, 0), jnp.abs(estimate).astype(exact.dtype)
+    others = scored & ~chosen
+    above, below = masked_sum(jnp.abs(exact), chosen), masked_sum(estimate, chosen)
+    highest = jnp.max(jnp.where(others, estimate, 0), axis=-1)
+    cap = masked_quantile(jnp.abs(exact), chosen, level=0.5)
+    scale = jnp.where(below > 0, above / jnp.where(below > 0, below, 1), jnp.inf)
+    scale = jnp.minimum(scale, jnp.where(highest > 0, cap / jnp.where(highest > 0, highest, 1), jnp.inf))
+    scale = jnp.where(jnp.isfinite(scale) & (scale > 0), scale, 1)
+    return jnp.where(chosen, exact, jnp.where(others, estimate * scale[:, None], 0))
