@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from oarjax.oar.clean import LinearPass, linear_pass
 from oarjax.oar.counterfactual import Counterfactual, replacement_embeddings
