@@ -103,7 +103,7 @@ def iterate(
         for k, hand in enumerate(deck.deal((advantages, trained[:, :length]))):
             a, completion = o.place(hand, "microbatches")
             (r, s, _), found = hands[k], scores[k]
-            given, measured = steps.credit(found.importance, s, a, completion, jax.random.fold_in(order_key, k))
+            given, measured = steps.credit(found, r, s, a, completion, jax.random.fold_in(order_key, k))
             metrics = add_metrics(metrics, measured)
             credits.append(given)
             batches.append(

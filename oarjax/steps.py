@@ -16,16 +16,15 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from oarjax.config import Config, CreditConfig, LossConfig, OptimConfig, SFTConfig
-from oarjax.credit.permuted import permuted_weights
-from oarjax.credit.uniform import uniform_weights
+from oarjax.config import Config, LossConfig, OptimConfig, SFTConfig
+from oarjax.credit.keywords import KeywordTable
+from oarjax.credit.signals import Signals
 from oarjax.grpo import aggregate, policy_loss
-from oarjax.logps import token_logps
-from oarjax.oar.diagnose import ess_ratio, top_mass
-from oarjax.oar.gate import oar_weights, reshape
-from oarjax.oar.gradient import gradient_importance, row_keys
-from oarjax.oar.perturb import masked_token_importance
-from oarjax.oar.probe import ProbeMode
+from oarjax.logps import hidden_logps, token_logps
+from oarjax.methods import credit_metrics, scorer, signals, weigher
+from oarjax.oar.gate import reshape
+from oarjax.oar.gradient import row_keys
+from oarjax.oar.probe import Probe, ProbeMode
 from oarjax.optim import adamw, learning_rate
 from oarjax.policy import Policy
 from oarjax.sampling import sample
@@ -42,7 +41,7 @@ class Steps(NamedTuple):
     sample: Callable[..., Rollout]  # (params, prompts, key)
     evaluate: Callable[..., Rollout]  # the same with the evaluation's temperature and samples
     score: Callable[..., Scores]  # (params, ref_params, rollout, span, row numbers, used, key, probe=mode)
-    credit: Callable[..., tuple[Credit, Metrics]]  # (importance, span, advantages, completion, key)
+    credit: Callable[..., tuple[Credit, Metrics]]  # (scores, rollout, span, advantages, completion, key)
     denominator: Callable[..., Float[Array, ""]]  # (completion of the whole rollout)
     update: Callable[..., tuple[TrainState, Metrics]]  # (state, batch, used, denominator)
 
@@ -79,15 +78,23 @@ def make_steps(
     *,
     stop_ids: tuple[int, ...],
     pad_id: int,
+    keyword_table: KeywordTable | None = None,
+    own_probe: Probe | None = None,
 ) -> Steps:
-    """Bind policy, optimizer and config into jitted programs. Compiles nothing yet."""
+    """Bind policy, optimizer and config into jitted programs. Compiles nothing yet.
+
+    Raises:
+        ConfigError: the method of credit needs what is not there, such as ``keyword_table`` for keywords.
+    """
     roll = cfg.rollout
     draw = partial(sample, policy, max_new=roll.max_new, stop_ids=stop_ids, pad_id=pad_id)
-    logps_of = partial(token_logps, policy, temperature=roll.temperature, head_chunk=cfg.policy.head_chunk)
+    head = {"temperature": roll.temperature, "head_chunk": cfg.policy.head_chunk}
+    logps_of = partial(token_logps, policy, **head)
     # With one update per rollout the ratio is 1: old = stop_gradient(new), no pass of its own.
     wants_old = cfg.update.epochs * cfg.update.minibatches > 1
-    importance_of = importance(cfg.credit, policy, temperature=roll.temperature, pad_id=pad_id)
-    weights_of = weights(cfg.credit)
+    wants_entropies = "entropies" in signals(cfg.credit)
+    score_of = scorer(cfg.credit, policy, temperature=roll.temperature, pad_id=pad_id, own_probe=own_probe)
+    weights_of = weigher(cfg.credit, keyword_table=keyword_table)
 
     def sample_groups(params: Params, prompts: PromptBatch, key: Key[Array, ""]) -> Rollout:
         return draw(
@@ -117,17 +124,28 @@ def make_steps(
     ) -> Scores:
         def one(xs: tuple[Rollout, AnswerSpan, Int[Array, "b"]]) -> Scores:
             r, s, rows = xs
-            logps = partial(logps_of, tokens=r.tokens, valid=r.valid, completion_length=r.completion.shape[-1])
+            length = r.completion.shape[-1]
+            logps = partial(logps_of, tokens=r.tokens, valid=r.valid, completion_length=length)
+            found = score_of(params, r, s, row_keys(key, rows), probe)
+            old = entropies = None
+            if wants_old or wants_entropies:  # the attribution's clean pass will do, where there was one
+                old, entropies = (
+                    logps(params)
+                    if found.hidden is None
+                    else hidden_logps(policy, params, found.hidden, r.tokens[:, -length:], **head)
+                )
             return Scores(
-                old_logps=logps(params)[0] if wants_old else None,
+                old_logps=old if wants_old else None,
                 ref_logps=logps(ref_params)[0] if cfg.loss.kl_beta > 0 else None,
-                importance=importance_of(params, r, s, row_keys(key, rows), probe),
+                importance=found.importance,
+                entropies=entropies if wants_entropies else None,
             )
 
         return map_used(one, (rollout, span, numbers), used)
 
     def credit(
-        scores: Float[Array, "M b T"] | None,
+        scores: Scores,
+        rollout: Rollout,
         span: AnswerSpan,
         advantages: Float[Array, "M b"],
         completion: Bool[Array, "M b T"],
@@ -135,12 +153,17 @@ def make_steps(
     ) -> tuple[Credit, Metrics]:
         M, b = advantages.shape
         flat = partial(jax.tree.map, lambda x: x.reshape(M * b, *x.shape[2:]))
-        s, mask, raw = flat(span), flat(completion), flat(scores)
-        w = weights_of(raw, s.reasoning, key)
+        s, mask, a = flat(span), flat(completion), flat(advantages)
+        found = Signals(
+            importance=flat(scores.importance),
+            entropies=flat(scores.entropies),
+            tokens=flat(rollout.tokens)[:, -mask.shape[1] :],
+        )
+        w = weights_of(found, s, a, mask, key)
         given = Credit(
-            importance=jnp.zeros_like(w) if raw is None else raw,
+            importance=jnp.zeros_like(w) if found.importance is None else found.importance,
             weights=w,
-            advantages=reshape(flat(advantages), w, mask),
+            advantages=reshape(a, w, mask),
         )
         shaped = jax.tree.map(lambda x: x.reshape(M, b, *x.shape[1:]), given)
         return shaped, credit_metrics(w, s, mask)
@@ -196,63 +219,6 @@ def make_sft_step(
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings.state, shardings.replicated))
 
 
-def importance(cfg: CreditConfig, policy: Policy, *, temperature: float, pad_id: int) -> Callable[..., Any]:
-    """(params, rollout, span, row keys, probe) -> importance [b, T] by the configured method, None if it needs none."""
-    if cfg.method == "uniform":
-        return lambda params, rollout, span, keys, probe: None
-    if cfg.method == "oar_p":
-        mask_id = pad_id if cfg.mask_id is None else cfg.mask_id
-
-        def by_masking(params: Params, r: Rollout, span: AnswerSpan, keys: Any, probe: ProbeMode) -> Any:
-            return masked_token_importance(
-                policy,
-                params,
-                r.tokens,
-                r.valid,
-                span,
-                mode=probe,
-                mask_id=mask_id,
-                chunk=cfg.chunk,
-                temperature=temperature,
-            )
-
-        return by_masking
-
-    def by_gradient(params: Params, r: Rollout, span: AnswerSpan, keys: Any, probe: ProbeMode) -> Any:
-        return gradient_importance(
-            policy,
-            params,
-            r.tokens,
-            r.valid,
-            span,
-            keys,
-            mode=probe,
-            estimator=cfg.estimator,
-            sigma=cfg.sigma,
-            draws=cfg.draws,
-            temperature=temperature,
-        )
-
-    return by_gradient
-
-
-def weights(cfg: CreditConfig) -> Callable[..., Float[Array, "B T"]]:
-    """(importance, reasoning, key) -> token weights [B, T] by the configured method."""
-    gate = partial(
-        oar_weights,
-        rule=cfg.gate.rule,
-        tau=cfg.gate.tau,
-        boost=cfg.gate.boost,
-        floor=cfg.gate.floor,
-        mass=cfg.gate.mass,
-    )
-    if cfg.method == "uniform":
-        return lambda scores, reasoning, key: uniform_weights(reasoning)
-    if cfg.method == "permuted":
-        return lambda scores, reasoning, key: permuted_weights(gate(scores, reasoning), reasoning, key)
-    return lambda scores, reasoning, key: gate(scores, reasoning)
-
-
 def bound_loss(cfg: LossConfig, *, max_length: int) -> Callable[..., tuple[Mean, Metrics]]:
     """``policy_loss`` with a run's settings."""
     return partial(
@@ -270,21 +236,6 @@ def bound_loss(cfg: LossConfig, *, max_length: int) -> Callable[..., tuple[Mean,
         sampler_cap=cfg.sampler_correction_cap,
         max_length=max_length,
     )
-
-
-def credit_metrics(w: Float[Array, "B T"], span: AnswerSpan, completion: Bool[Array, "B T"]) -> Metrics:
-    """Concentration of the weights over rows that reason, and the share of rows without an answer."""
-    rows = completion.any(-1)
-    counted = rows & span.reasoning.any(-1)
-
-    def row_mean(values: Float[Array, "B"], among: Bool[Array, "B"]) -> Mean:
-        return Mean(jnp.sum(jnp.where(among, values, 0)), jnp.sum(among).astype(jnp.float32))
-
-    return {
-        "ess": row_mean(ess_ratio(w, span.reasoning), counted),
-        "top10": row_mean(top_mass(w, span.reasoning, share=0.1), counted),
-        "no_answer": row_mean((~span.found).astype(jnp.float32), rows),
-    }
 
 
 def map_used(fn: Callable[[Any], Any], xs: Any, used: Int[Array, ""]) -> Any:

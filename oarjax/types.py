@@ -85,6 +85,7 @@ class Scores:
     old_logps: Float[Array, "B T"] | None
     ref_logps: Float[Array, "B T"] | None
     importance: Float[Array, "B T"] | None
+    entropies: Float[Array, "B T"] | None
 
 
 @struct.dataclass

@@ -134,7 +134,7 @@ def bench_model(
             "remat": ours.cfg.policy.remat,
             "microbatch": ours.cfg.update.microbatch,
             "head_chunk": ours.cfg.policy.head_chunk,
-            "oar_p_chunk": ours.cfg.credit.chunk,
+            "oar_p_chunk": ours.cfg.credit.masking.chunk,
             "probe": ours.cfg.credit.probe.mode,
         },
         "rows": rows,

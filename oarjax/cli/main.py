@@ -62,7 +62,7 @@ def train(
         bool,
         typer.Option(
             "--compare",
-            help="Train by the config's method, by plain GRPO and with OAR-G weights permuted within each sequence, "
+            help="Train by the config's method, by plain GRPO and with its weights permuted within each sequence, "
             "all from the same start with the same noise. Goes to run_dir with -compare appended.",
         ),
     ] = False,

@@ -10,13 +10,30 @@ import numpy as np
 from oarjax.cli.evaluate import Evaluation
 from oarjax.cli.session import Session, facts
 from oarjax.cli.trainer import Trained
+from oarjax.config import CreditConfig
 from oarjax.host.curves import average, curves
 from oarjax.host.page import write_page
 from oarjax.host.report import read_completions, read_metrics
 from oarjax.host.summary import SummaryRow, print_summary, summarise, write_summary
 
-METHODS = {"uniform": "GRPO", "oar_g": "OAR-G", "oar_p": "OAR-P", "permuted": "OAR-G permuted"}
-"""credit.method as the table and the curves name it; permuted: the weights on other tokens of the sequence."""
+METHODS = {
+    "uniform": "GRPO",
+    "oar_g": "OAR-G",
+    "oar_p": "OAR-P",
+    "oar_f": "OAR-F",
+    "oar_screened": "OAR-P screened",
+    "entropy_top": "entropy, top share",
+    "entropy": "entropy, gated",
+    "keywords": "keywords",
+    "grail": "GRAIL",
+    "random": "random, gated",
+}
+"""credit.method as the table and the curves name it."""
+
+
+def label(method: str, credit: CreditConfig) -> str:
+    """The name of a method; permuted is named after the method whose weights go to other tokens."""
+    return f"{METHODS[credit.permuted_of]} permuted" if method == "permuted" else METHODS[method]
 
 
 def show_results(
@@ -24,14 +41,14 @@ def show_results(
 ) -> None:
     """Print the table of held-out accuracy; write summary.json, the curves and report.html."""
     cfg, console = session.cfg, session.console
-    rows = _table(befores, runs, start="SFT policy" if cfg.sft else "start")
+    rows = _table(befores, runs, cfg.credit, start="SFT policy" if cfg.sft else "start")
     if rows:
         print_summary(console, rows)
         write_summary(folder / "summary.json", rows)
     if not cfg.report.html:
         return
     records = {
-        METHODS[method]: average([read_metrics(t.folder / "metrics.jsonl") for t in trained])
+        label(method, cfg.credit): average([read_metrics(t.folder / "metrics.jsonl") for t in trained])
         for method, trained in runs.items()
     }
     shown = next(iter(runs.values()))[0]
@@ -49,7 +66,7 @@ def show_results(
 
 
 def _table(
-    befores: Sequence[Evaluation | None], runs: Mapping[str, Sequence[Trained]], *, start: str
+    befores: Sequence[Evaluation | None], runs: Mapping[str, Sequence[Trained]], credit: CreditConfig, *, start: str
 ) -> list[SummaryRow]:
     known = [b for b in befores if b is not None]
     if not known:
@@ -60,7 +77,7 @@ def _table(
         lasts = [t.last for t in trained if t.last is not None]
         rows.append(
             summarise(
-                METHODS[method],
+                label(method, credit),
                 np.stack([e.scores for e in lasts], axis=1),
                 baseline=baseline,
                 mean_length=float(np.mean([e.length for e in lasts])),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from oarjax.config import Config, ConfigError, DatasetConfig
+from oarjax.credit.keywords import KeywordTable, keyword_table
 from oarjax.grpo import overlong_penalty
 from oarjax.host import builtin
 from oarjax.host.data import Encoded, encode_pairs, encode_problems
@@ -28,7 +30,7 @@ from oarjax.host.grade import Grader
 from oarjax.host.hf import load_params, read_config, read_tokenizer_folder
 from oarjax.host.problems import Problem, load_problems
 from oarjax.host.rewards import Sample, find_rewards, load_plugins
-from oarjax.host.tokenizer import load_tokenizer, pad_id, stop_ids, text_of, token_bytes
+from oarjax.host.tokenizer import encode, load_tokenizer, pad_id, stop_ids, text_of, token_bytes
 from oarjax.models.qwen import QwenConfig, make_policy
 from oarjax.models.weights import abstract_params, divisible_pieces, logical_axes, parameter_count
 from oarjax.oar.answer import check_pattern
@@ -122,6 +124,16 @@ class Session:
 
         return wait
 
+    def keyword_table(self) -> KeywordTable | None:
+        """How this tokenizer spells the words of method keywords; None for other methods."""
+        cfg = self.cfg.credit
+        if cfg.method != "keywords":
+            return None
+        try:
+            return keyword_table(cfg.keywords.words, partial(encode, self.tokenizer), self.table)
+        except ValueError as error:
+            raise ConfigError(f"credit.keywords.words: {error}; give words that its tokens can spell") from error
+
     def grader(self) -> Grader:
         cfg, answer = self.cfg.grading, self.cfg.credit.answer
         return Grader(
@@ -161,8 +173,9 @@ def open_session(cfg: Config, console: Console) -> Session:
     tokenizer = load_tokenizer(source)
     stops, pad = stop_ids(source, tokenizer), pad_id(tokenizer)
     table = token_bytes(tokenizer, model.vocab_size)
-    if cfg.credit.mask_id is not None and not 0 <= cfg.credit.mask_id < model.vocab_size:
-        raise ConfigError(f"credit.mask_id: {cfg.credit.mask_id} is not a token; the vocabulary has {model.vocab_size}")
+    mask_id = cfg.credit.masking.mask_id
+    if mask_id is not None and not 0 <= mask_id < model.vocab_size:
+        raise ConfigError(f"credit.masking.mask_id: {mask_id} is not a token; the vocabulary has {model.vocab_size}")
 
     def read(data: DatasetConfig, where: str) -> Encoded:
         return encode_problems(
@@ -188,7 +201,7 @@ def open_session(cfg: Config, console: Console) -> Session:
     compute = {"auto": "float32" if platform == "cpu" else "bfloat16"}.get(
         cfg.policy.compute_dtype, cfg.policy.compute_dtype
     )
-    return Session(
+    session = Session(
         cfg=cfg,
         console=console,
         folder=folder,
@@ -205,6 +218,8 @@ def open_session(cfg: Config, console: Console) -> Session:
         held_out=None if cfg.data.eval is None else read(cfg.data.eval, "data.eval"),
         pairs=pairs,
     )
+    session.keyword_table()  # a mistake in the words is told now
+    return session
 
 
 def stop_token(tokenizer: PreTrainedTokenizerFast, stops: tuple[int, ...]) -> int:

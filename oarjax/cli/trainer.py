@@ -13,7 +13,7 @@ import numpy as np
 
 from oarjax.cli.evaluate import Evaluation, evaluate
 from oarjax.cli.session import Session, lay_out, new_state
-from oarjax.config import Config
+from oarjax.config import Config, CreditConfig
 from oarjax.flops import iteration_flops
 from oarjax.host.checkpoint import Checkpoints
 from oarjax.host.data import PromptStream
@@ -29,6 +29,7 @@ from oarjax.host.report import (
     token_texts,
 )
 from oarjax.loop import Iteration, Outside, iterate
+from oarjax.methods import attribution
 from oarjax.models.weights import matmul_parameters
 from oarjax.steps import make_optimizer, make_steps
 from oarjax.types import Grades, Params
@@ -52,7 +53,15 @@ def train(session: Session, grader: Grader, start: Params, before: Evaluation | 
     cfg, console = session.cfg, session.console
     tx, schedule = make_optimizer(cfg)
     layout = lay_out(session, tx)
-    steps = make_steps(session.policy, tx, layout, cfg, stop_ids=session.stop_ids, pad_id=session.pad_id)
+    steps = make_steps(
+        session.policy,
+        tx,
+        layout,
+        cfg,
+        stop_ids=session.stop_ids,
+        pad_id=session.pad_id,
+        keyword_table=session.keyword_table(),
+    )
     state = new_state(start, tx, layout, seed=cfg.seed)
     reference = start if cfg.loss.kl_beta > 0 else None
     stream = PromptStream(
@@ -159,7 +168,6 @@ def _model_flops(session: Session, metrics: dict[str, float]) -> float:
     """FLOPs of the iteration that these metrics are of."""
     cfg, model = session.cfg, session.model
     rows = metrics["groups_drawn"] * cfg.rollout.group_size
-    forwards = {"uniform": 0.0, "oar_p": 1.0 + metrics["reasoning_length"]}
     return iteration_flops(
         matmul_params=float(matmul_parameters(model)),
         layers=model.num_hidden_layers,
@@ -168,12 +176,25 @@ def _model_flops(session: Session, metrics: dict[str, float]) -> float:
         completion_tokens=metrics["completion_tokens"],
         group_size=cfg.rollout.group_size,
         used_share=metrics["rows_used"] / rows,
-        # OAR-G: the clean pass once, then per draw a tangent (or noisy) pass and a transposed one.
-        credit_forwards=forwards.get(cfg.credit.method, 1.0 + 2.0 * cfg.credit.draws),
+        credit_forwards=_credit_forwards(cfg.credit, metrics["reasoning_length"]),
         scoring_forwards=float(cfg.update.epochs * cfg.update.minibatches > 1) + float(cfg.loss.kl_beta > 0),
         epochs=cfg.update.epochs,
         context=(metrics["prompt_tokens"] + metrics["completion_tokens"]) / rows / 2,
     )
+
+
+def _credit_forwards(cfg: CreditConfig, reasoning: float) -> float:
+    """Forward passes that a method asks for per sequence; sharing prefixes needs fewer."""
+    fisher = float(cfg.fisher.outcomes + cfg.fisher.sampled)
+    return {
+        "oar_g": 1 + 2.0 * cfg.draws,  # the clean pass, then per draw a tangent (or noisy) one and a transposed one
+        "oar_p": 1 + reasoning,
+        "oar_f": 1 + fisher,
+        "oar_screened": 1 + fisher + cfg.screen.share * reasoning,
+        "grail": 2.0,
+        "entropy": 1.0,
+        "entropy_top": 1.0,
+    }.get(attribution(cfg), 0.0)
 
 
 def _due(cfg: Config, iteration: int) -> bool:

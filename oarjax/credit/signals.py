@@ -1,0 +1,49 @@
+"""The one shape that every method of token credit has, and what a method may look at.
+
+A method is a pure function from signals, answer spans, group advantages and masks to weights [B, T] >= 0. It multiplies
+the advantage of each token (``oarjax.oar.gate.reshape``) and never changes its sign.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, Protocol
+
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from oarjax.types import AnswerSpan
+
+Signal = Literal["importance", "entropies", "tokens"]
+
+
+class Signals(NamedTuple):
+    """What the rollout policy said of its own completions; None where the method does not ask for it."""
+
+    importance: Float[Array, "B T"] | None = None  # attribution scores, 0 outside the reasoning
+    entropies: Float[Array, "B T"] | None = None  # of the distribution that each token was drawn from, nats
+    tokens: Int[Array, "B T"] | None = None  # completion ids
+
+
+class TokenCredit(Protocol):
+    def __call__(
+        self,
+        signals: Signals,
+        span: AnswerSpan,
+        advantages: Float[Array, "B"],
+        completion: Bool[Array, "B T"],
+        key: Key[Array, ""],
+        /,
+    ) -> Float[Array, "B T"]:
+        """Token weights, finite and >= 0; those outside the completion are not used."""
+        ...
+
+
+def given(signal: Array | None, name: Signal, *, method: str) -> Array:
+    """A signal that the method needs.
+
+    Raises:
+        ValueError: it is None. A run computes what its method declares, so only callers with signals of their own
+            can meet this.
+    """
+    if signal is None:
+        raise ValueError(f"credit method {method}: needs the signal {name}, got None; give Signals({name}=...)")
+    return signal
