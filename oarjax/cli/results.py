@@ -21,6 +21,7 @@ METHODS = {
     "oar_g": "OAR-G",
     "oar_p": "OAR-P",
     "oar_f": "OAR-F",
+    "oar_l": "OAR-L",
     "oar_screened": "OAR-P screened",
     "entropy_top": "entropy, top share",
     "entropy": "entropy, gated",

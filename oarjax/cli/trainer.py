@@ -186,11 +186,14 @@ def _model_flops(session: Session, metrics: dict[str, float]) -> float:
 def _credit_forwards(cfg: CreditConfig, reasoning: float) -> float:
     """Forward passes that a method asks for per sequence; sharing prefixes needs fewer."""
     fisher = float(cfg.fisher.outcomes + cfg.fisher.sampled)
+    local = float(1 + cfg.local.window + cfg.local.answers)
+    screen = local if cfg.screen.by == "oar_l" else 1 + fisher
     return {
         "oar_g": 1 + 2.0 * cfg.draws,  # the clean pass, then per draw a tangent (or noisy) one and a transposed one
         "oar_p": 1 + reasoning,
         "oar_f": 1 + fisher,
-        "oar_screened": 1 + fisher + cfg.screen.share * reasoning,
+        "oar_l": 1 + local,
+        "oar_screened": 1 + screen + cfg.screen.share * reasoning,
         "grail": 2.0,
         "entropy": 1.0,
         "entropy_top": 1.0,
