@@ -344,10 +344,11 @@ class ExportConfig(Section):
 
 LAB_METHODS: dict[str, dict[str, Any]] = {
     "OAR-P": {"method": "oar_p"},
-    "OAR-P, second choice": {"method": "oar_p", "masking": {"counterfactual": "second_choice"}},
-    "OAR-P, mean embedding": {"method": "oar_p", "masking": {"counterfactual": "mean_embedding"}},
+    "OAR-P, 2nd choice": {"method": "oar_p", "masking": {"counterfactual": "second_choice"}},
+    "OAR-P, mean": {"method": "oar_p", "masking": {"counterfactual": "mean_embedding"}},
     "OAR-P, deleted": {"method": "oar_p", "masking": {"counterfactual": "deleted"}},
     "OAR-P, screened": {"method": "oar_screened"},
+    "OAR-L": {"method": "oar_l"},
     "OAR-F": {"method": "oar_f"},
     "OAR-G, 1 draw": {"method": "oar_g", "estimator": "linearised", "draws": 1},
     "OAR-G, 4 draws": {"method": "oar_g", "estimator": "linearised", "draws": 4},

@@ -34,15 +34,22 @@ def executed_flops(fn: Callable[..., Any], *args: Any) -> float:
     Raises:
         ValueError: the program holds work that cannot be counted, such as a kernel.
     """
+    return flop_counter(fn, *args)(*args)
+
+
+def flop_counter(fn: Callable[..., Any], *args: Any) -> Callable[..., float]:
+    """``executed_flops`` of ``fn`` for any arrays of the shapes of ``args``, compiled once."""
     closed = jax.make_jaxpr(fn)(*args)
     jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
-    flat = [x for x, keep in zip(jax.tree.leaves(args), used) if keep]
 
     @jax.jit
     def count(consts: Values, values: Values) -> Any:
         return _run(jaxpr, consts, values)[1]
 
-    return float(count(closed.consts, flat))
+    def counted(*args: Any) -> float:
+        return float(count(closed.consts, [x for x, keep in zip(jax.tree.leaves(args), used) if keep]))
+
+    return counted
 
 
 def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> tuple[Values, Any]:

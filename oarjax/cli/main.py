@@ -110,6 +110,43 @@ def export(
     run(source, target, dtype.value)
 
 
+CREDIT_HELP = (
+    "Compare the methods of token credit on a policy's own completions.\n\n"
+    "Which tokens each method credits against exact OAR-P and against the tokens that decide the answer, found by "
+    "changing them one at a time; how its weights are spread; what it costs. The run folder gets credit.json, "
+    "credit.png and credit.html, where every completion's tokens are coloured by the method of your choice."
+)
+
+
+@app.command(
+    help=CREDIT_HELP, epilog="Example: oarjax credit configs/demo_credit.yaml lab.problems=200 run_dir=runs/credit"
+)
+def credit(
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG.yaml", help="Policy, problems and section lab.", show_default=False)
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY.SUB=VALUE...", help="Config fields to change; values are YAML.", show_default=False
+        ),
+    ] = None,
+    rollouts: Annotated[
+        Path | None,
+        typer.Option(
+            help="Saved completions instead of new ones: JSON lines with prompt and completion, as text or as "
+            "prompt_ids and completion_ids, and reference.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """``oarjax credit``; see ``CREDIT_HELP``."""
+    from oarjax.cli.credit import run
+
+    run(config, overrides or [], as_json, rollouts)
+
+
 @app.command()
 def bench(
     model: Annotated[str, typer.Option(help="nano, micro or both: random policies made on the spot.")] = "nano",

@@ -14,9 +14,10 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,23 @@ def split_of(question: str) -> str:
     """The one split that may have a question: an eighth is held out, the rest is train's and sft's in halves."""
     bucket = hashlib.blake2b(question.encode(), digest_size=8).digest()[0] % 16
     return "eval" if bucket < 2 else "train" if bucket < 9 else "sft"
+
+
+def computed_tokens(tokens: Sequence[str]) -> list[bool]:
+    """Which tokens of a written-out solution hold digits of a step's result: the 62 and the 44 of 37+25=62;62-18=44;
+
+    These carry the computation: a digit of the answer is read off the last of them, and each step starts from the
+    result before it. What stands before the ``=`` is copied from the question.
+    """
+    text, at = "".join(tokens), 0
+    digits = [False] * len(text)
+    for match in re.finditer(r"=([0-9]+);", text):
+        digits[match.start(1) : match.end(1)] = [True] * len(match[1])
+    found = []
+    for token in tokens:
+        found.append(any(digits[at : at + len(token)]))
+        at += len(token)
+    return found
 
 
 def write_tokenizer(folder: Path | str) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Bool, Float
 
-from oarjax.oar.diagnose import ess_ratio, recall_at_k, spearman, top_mass
+from oarjax.oar.diagnose import ess_ratio, recall_at_k, separation, spearman, top_mass
 from oarjax.oar.screen import top_share
 
 
@@ -26,29 +26,29 @@ class Evidence(NamedTuple):
 def agreement(
     scores: Float[Array, "B T"], evidence: Evidence, *, share: float
 ) -> dict[str, Float[Array, "B"]]:
-    """Spearman's correlation with exact OAR-P, and the share of each set of tokens that the top ``share`` of scores
-    holds; ``recall_exact`` is that of exact OAR-P's own top ``share``."""
+    """Spearman's correlation with exact OAR-P; how much of each set of tokens the top ``share`` of scores holds, where
+    ``recall_exact`` is of exact OAR-P's own top; and how well the scores separate each set from the rest."""
     mask = evidence.reasoning
-    wanted = {
-        "recall_exact": top_share(evidence.exact, mask, share=share),
-        "recall_direct": evidence.direct,
-        "recall_total": evidence.total,
-        "recall_known": evidence.known,
-    }
-    found = {
-        name: recall_at_k(scores, causal, mask, share=share) for name, causal in wanted.items() if causal is not None
-    }
-    return {"spearman": spearman(scores, evidence.exact, mask)} | found
+    found = {"spearman": spearman(scores, evidence.exact, mask)}
+    exact = top_share(evidence.exact, mask, share=share)
+    for name, causal in (("exact", exact), *_sets(evidence)):
+        found[f"recall_{name}"] = recall_at_k(scores, causal, mask, share=share)
+        found[f"auc_{name}"] = separation(scores, causal, mask)
+    return found
 
 
 def best_agreement(evidence: Evidence, *, share: float) -> dict[str, Float[Array, "B"]]:
     """The recall of a ranking that has every causal token first: below 1 where they are more than the top holds."""
-    sets = {"recall_direct": evidence.direct, "recall_total": evidence.total, "recall_known": evidence.known}
     return {
-        name: recall_at_k(causal.astype(evidence.exact.dtype), causal, evidence.reasoning, share=share)
-        for name, causal in sets.items()
-        if causal is not None
+        f"recall_{name}": recall_at_k(causal.astype(evidence.exact.dtype), causal, evidence.reasoning, share=share)
+        for name, causal in _sets(evidence)
     }
+
+
+def _sets(evidence: Evidence) -> list[tuple[str, Bool[Array, "B T"]]]:
+    """The sets of causal tokens that are known."""
+    named = {"direct": evidence.direct, "total": evidence.total, "known": evidence.known}
+    return [(name, causal) for name, causal in named.items() if causal is not None]
 
 
 def concentration(

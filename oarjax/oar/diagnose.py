@@ -58,6 +58,19 @@ def recall_at_k(
     return jnp.where(jnp.any(wanted, axis=-1), masked_mean(chosen, wanted), jnp.nan)
 
 
+def separation(scores: Float[Array, "B T"], causal: Bool[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B"]:
+    """Chance that a causal token scores above one that is not, ties counted half (the area under the ROC curve), in
+    [0, 1]; .5 = a score that knows nothing. Unlike recall at k it has no ceiling where causal tokens are many.
+    """
+    wanted = causal & mask
+    ones, zeros = masked_count(wanted), masked_count(mask & ~causal)
+    pairs = (ones * zeros).astype(jnp.float32)
+    finite = jnp.all(jnp.where(mask, jnp.isfinite(scores), True), axis=-1)
+    defined = finite & (pairs > 0)
+    above = masked_sum(_centred_ranks(scores, mask), wanted) / jnp.where(pairs > 0, pairs, 1)
+    return jnp.where(defined, 0.5 + above, jnp.nan)
+
+
 def _top_count(mask: Bool[Array, "B T"], share: float) -> Int[Array, "B"]:
     """ceil(share * n), where share * n may come out a rounding above a whole number."""
     if not 0 < share <= 1:

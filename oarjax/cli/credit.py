@@ -1,0 +1,52 @@
+"""``oarjax credit``: which tokens each method credits, what that costs, and whether they decide the answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from oarjax.cli.lab import draw_completions, make_programs, run_lab, saved_completions
+from oarjax.cli.session import facts, lay_out, open_session
+from oarjax.config import BUILTIN_POLICIES, Config, ConfigError, load_config
+from oarjax.host.lab_results import lab_json, print_lab, write_lab
+from oarjax.host.report import make_console, visible
+from oarjax.host.saved_rollouts import read_rollouts
+from oarjax.steps import make_optimizer
+
+
+def run(config: Path, overrides: list[str], as_json: bool, rollouts: Path | None) -> None:
+    cfg = load_config(config, overrides)
+    check_policy(cfg)
+    saved = None if rollouts is None else read_rollouts(rollouts)
+    console = Console(stderr=True, quiet=True) if as_json else make_console()
+    session = open_session(cfg, console)
+    for name, value in facts(session).items():
+        console.print(f"{name:<12}{visible(str(value))}", markup=False)
+    tx, _ = make_optimizer(cfg)
+    programs = make_programs(session, session.load(lay_out(session, tx)))
+    with console.status("completions"):
+        drawn = draw_completions(session, programs) if saved is None else saved_completions(session, saved)
+    with session.grader() as grader:
+        result = run_lab(session, programs, grader, drawn)
+    write_lab(session.folder / "credit.json", result)
+    if as_json:
+        print(lab_json(result))
+    else:
+        print_lab(console, result)
+
+
+def check_policy(cfg: Config) -> None:
+    """A run's export that is not there yet is told apart from a misspelt hub name.
+
+    Raises:
+        ConfigError: with the command that makes it.
+    """
+    path = Path(cfg.policy.path).expanduser()
+    if cfg.policy.path in BUILTIN_POLICIES or path.is_dir() or path.name != "export":
+        return
+    name = path.parent.name
+    raise ConfigError(
+        f"policy.path: {path} does not exist yet; it is the policy that a run leaves behind, train it first: "
+        f"oarjax train configs/{name}.yaml"
+    )
