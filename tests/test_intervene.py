@@ -79,9 +79,7 @@ def programs(policy, params, *, length, stop_ids=(STOP,)):
 
     @jax.jit
     def changes(r, reasoning, answer, other):
-        return answer_choice_changes(
-            policy, params, r.tokens, r.valid, reasoning, answer, other, chunk=2, buckets=3
-        )
+        return answer_choice_changes(policy, params, r.tokens, r.valid, reasoning, answer, other, chunk=2, buckets=3)
 
     def choose(r):
         return choices(policy, params, jnp.asarray(r.tokens), jnp.asarray(r.valid), completion_length=length)
@@ -179,9 +177,7 @@ def test_a_row_without_a_clean_answer_is_not_usable():
 def test_a_change_to_the_stop_token_ends_the_text():
     decode, _, _ = programs(chain_policy(), {}, length=7)
     rollout = rollout_of([[1]], [COMPLETIONS[0]], width=2, length=7)
-    found = continued(
-        decode, rollout, [Branch(0, 2, 1, STOP, 4), Branch(0, 2, 1, 5, 1)], rows=2, stop_ids=(STOP,)
-    )
+    found = continued(decode, rollout, [Branch(0, 2, 1, STOP, 4), Branch(0, 2, 1, 5, 1)], rows=2, stop_ids=(STOP,))
     assert found == [Continued([2, STOP], True), Continued([2, 5, 3], False)]
 
 

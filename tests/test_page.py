@@ -11,7 +11,7 @@ from oarjax.host.page import nice_ticks, pick_completions, token_colour, token_p
 from oarjax.host.report import CompletionRow
 from oarjax.host.summary import SummaryRow
 
-VOID = {"meta"}
+VOID = {"meta", "input"}
 EVIL = '<script>alert(1)</script>"onload="x\' </pre><img src=http://evil.example/x.png>{{ 7 * 7 }}\u202e\x1b[2J'
 
 

@@ -9,6 +9,8 @@ from rich.console import Console
 from oarjax.cli.lab import draw_completions, make_programs, run_lab, saved_completions
 from oarjax.cli.session import facts, lay_out, open_session
 from oarjax.config import BUILTIN_POLICIES, Config, ConfigError, load_config
+from oarjax.host.lab_page import write_lab_page
+from oarjax.host.lab_plot import plot_lab
 from oarjax.host.lab_results import lab_json, print_lab, write_lab
 from oarjax.host.report import make_console, visible
 from oarjax.host.saved_rollouts import read_rollouts
@@ -30,10 +32,14 @@ def run(config: Path, overrides: list[str], as_json: bool, rollouts: Path | None
     with session.grader() as grader:
         result = run_lab(session, programs, grader, drawn)
     write_lab(session.folder / "credit.json", result)
+    if cfg.report.html:
+        plot_lab(session.folder / "credit.png", result)
+        write_lab_page(session.folder / "credit.html", result)
     if as_json:
         print(lab_json(result))
     else:
         print_lab(console, result)
+        console.print(f"written to {session.folder}", markup=False)
 
 
 def check_policy(cfg: Config) -> None:

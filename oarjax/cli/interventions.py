@@ -124,9 +124,7 @@ def direct_flips(
         masks = (np.pad(reasoning & usable[:, None], wide), decoded_part, np.pad(np.asarray(choice.other), wide))
         departs[chosen] = np.asarray(changes(part, *(x[chosen] for x in masks)))
     doubtful = np.argwhere(departs[:, :total] & reasoning)
-    branches = [
-        Branch(int(r), int(begins[r]), int(t), int(choice.other[r, t]), answer_tokens) for r, t in doubtful
-    ]
+    branches = [Branch(int(r), int(begins[r]), int(t), int(choice.other[r, t]), answer_tokens) for r, t in doubtful]
     flips = np.zeros(reasoning.shape, bool)
     for (r, t), found in zip(doubtful, continued(decode, rollout, branches, rows=rows)):
         flips[r, t] = answer_of(found.tokens) != wanted[int(r)]

@@ -155,11 +155,12 @@ def draw_completions(session: Session, programs: Programs) -> Drawn:
         span = session.find_answers(rollout)
         rows = usable_rows(span, shortest=cfg.lab.shortest)
         rows = rows[rows < real][: cfg.lab.problems - len(problems)]
-        considered += real
+        enough = len(problems) + len(rows) == cfg.lab.problems
+        considered += int(rows[-1]) + 1 if enough else real
         rollouts.append(take(rollout, rows))
         spans.append(take(span, rows))
         problems += [found[row] for row in rows]
-        if len(problems) == cfg.lab.problems:
+        if enough:
             break
     if not problems:
         raise ConfigError(_nothing_to_compare(considered, cfg.lab.shortest, cfg.credit.answer.style))

@@ -124,21 +124,23 @@ COSTS = (
 BEST = "best possible"
 
 
-def cell(found: Figure | None, *, scale: float = 1.0, plus: bool = True) -> str:
+def cell(found: Figure | None, *, scale: float = 1.0) -> str:
     """``0.57 ±.04``: the mean and half the interval; n/a where undefined, the mean alone where it has no interval."""
     if found is None or not math.isfinite(found.mean):
         return "n/a" if found is not None else ""
     mean, half = scale * found.mean, scale * (found.high - found.low) / 2
     digits = 2 if abs(mean) < 10 else 1 if abs(mean) < 100 else 0
     text = f"{mean:,.{digits}f}"
-    if not plus or not math.isfinite(half):
+    if not math.isfinite(half):
         return text
     return f"{text} ±{f'{half:.{digits}f}'.removeprefix('0') if digits else f'{half:.0f}'}"
 
 
 def shown_columns(result: LabResult, columns: Sequence[Column]) -> list[Column]:
     """Those that at least one method has a figure for."""
-    return [c for c in columns if any(math.isfinite(m.figures[c.name].mean) for m in result.methods if c.name in m.figures)]
+    return [
+        c for c in columns if any(math.isfinite(m.figures[c.name].mean) for m in result.methods if c.name in m.figures)
+    ]
 
 
 def table_cells(result: LabResult, columns: Sequence[Column]) -> list[list[str]]:
@@ -159,7 +161,7 @@ def tables(result: LabResult) -> list[tuple[str, Sequence[Column]]]:
     top = f"top {100 * result.share:g}%"
     return [
         (f"Which tokens: what the {top} of the reasoning holds", AGREEMENT),
-        ("Which tokens: how well scores tell them from the rest (0.5 = not at all)", SEPARATION),
+        ("Which tokens: chance of scoring above the rest", SEPARATION),
         ("Weights and cost", COSTS),
     ]
 
@@ -180,7 +182,7 @@ def print_lab(console: Console, result: LabResult) -> None:
             table.add_row(*(Text(visible(text), style=style) for text in line))
         console.print(table)
         console.print()
-    named = ", ".join(f"{name} {cell(found, scale=100)}%" for name, found in result.oracles.items())
+    named = ", ".join(f"{name} {cell(found, scale=100.0)}%" for name, found in result.oracles.items())
     console.print(f"Share of reasoning tokens that each oracle names: {named}.", markup=False)
     console.print(f"{result.interval}.", style="dim", markup=False)
 

@@ -23,9 +23,7 @@ class Evidence(NamedTuple):
     known: Bool[Array, "B T"] | None  # tokens known to carry the computation
 
 
-def agreement(
-    scores: Float[Array, "B T"], evidence: Evidence, *, share: float
-) -> dict[str, Float[Array, "B"]]:
+def agreement(scores: Float[Array, "B T"], evidence: Evidence, *, share: float) -> dict[str, Float[Array, "B"]]:
     """Spearman's correlation with exact OAR-P; how much of each set of tokens the top ``share`` of scores holds, where
     ``recall_exact`` is of exact OAR-P's own top; and how well the scores separate each set from the rest."""
     mask = evidence.reasoning
