@@ -3,8 +3,9 @@
 The public names, each imported when it is first used; importing oarjax itself opens no device, file or network.
 
     equations     group_advantages, clipped_surrogate, cispo_surrogate, kl_estimate, aggregate, policy_loss
-    OAR           find_answers, masked_token_importance, gradient_importance, normalise, gate, preserve_mass,
-                  oar_weights, reshape
+    importance    find_answers, outcome_probe, Probe, masked_token_importance (OAR-P), gradient_importance (OAR-G),
+                  fisher_importance (OAR-F), local_importance (OAR-L), top_share, screened_scores
+    weights       normalise, gate, preserve_mass, oar_weights, reshape
     diagnostics   ess_ratio, top_mass, spearman, recall_at_k
     policies      Policy, QwenConfig, make_policy, read_config, load_params, export
     sampling      sample, token_logps
@@ -27,7 +28,11 @@ _HOME = {
         "policy_loss",
     ),
     "oarjax.oar.span": ("find_answers",),
+    "oarjax.oar.probe": ("Probe", "outcome_probe"),
     "oarjax.oar.perturb": ("masked_token_importance",),
+    "oarjax.oar.fisher": ("fisher_importance",),
+    "oarjax.oar.local": ("local_importance",),
+    "oarjax.oar.screen": ("screened_scores", "top_share"),
     "oarjax.oar.gradient": ("gradient_importance", "row_keys"),
     "oarjax.oar.gate": ("normalise", "gate", "preserve_mass", "oar_weights", "reshape"),
     "oarjax.oar.diagnose": ("ess_ratio", "top_mass", "spearman", "recall_at_k"),

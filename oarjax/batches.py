@@ -43,7 +43,8 @@ def trim(rollout: Rollout, span: AnswerSpan, rows: Int[np.ndarray, "R"], *, leng
         behaviour_logps=rollout.behaviour_logps[:, :length],
         filtered_logps=rollout.filtered_logps[:, :length],
     )
-    return short, replace(span, reasoning=span.reasoning[:, :length], answer=span.answer[:, :length])
+    units = None if span.units is None else span.units[:, :length]
+    return short, replace(span, reasoning=span.reasoning[:, :length], answer=span.answer[:, :length], units=units)
 
 
 def join(rollouts: list[Rollout]) -> Rollout:

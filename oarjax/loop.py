@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +33,8 @@ class Outside(NamedTuple):
     fetch: Callable[[Any], Any]  # device -> numpy
     place: Callable[[Any, str], Any]  # numpy -> device, laid out as "rows" or "microbatches"
     phase: Callable[[str], AbstractContextManager[Any]]  # times a phase
+    probed: Callable[[Rollout, AnswerSpan, np.ndarray], tuple[Rollout, AnswerSpan]] | None = None
+    # (rollout, span, problems) -> what importance is measured on, where that is not the rollout itself
 
 
 class Iteration(NamedTuple):
@@ -63,6 +66,10 @@ def iterate(
     problems, rollout, grading, everything = draw(state, iteration, steps=steps, outside=o, cfg=cfg)
     with o.phase("spans"):
         span = o.find_answers(rollout)
+        probed = o.probed(rollout, span, problems) if o.probed else None
+        if probed:
+            made = rollout.completion.shape[1]
+            span = replace(span, reasoning=probed[1].reasoning[:, :made], found=probed[1].found)
 
     # Which rows are worth scoring. Without skipping that needs no reward, so workers grade while the device scores.
     rows = np.arange(capacity)
@@ -74,12 +81,15 @@ def iterate(
     length = bucket(longest, cfg.rollout.completion_bucket, cfg.rollout.max_new)
     deck = Deck(rows, cfg.update.minibatches, cfg.update.microbatch, capacity)
     cards = (*trim(rollout, span, rows, length=length), np.arange(capacity, dtype=np.int32))
+    if probed:
+        room = probed[0].completion.shape[1] - rollout.completion.shape[1]
+        cards = (*cards, trim(*probed, rows, length=length + room))
     hands = [o.place(hand, "microbatches") for hand in deck.deal(cards)]
 
     with o.phase("score"):
         scores = [
-            steps.score(state.params, ref_params, r, s, numbers, used, noise_key, probe=probe)
-            for (r, s, numbers), used in zip(hands, deck.used)
+            steps.score(state.params, ref_params, r, s, numbers, used, noise_key, *instead, probe=probe)
+            for (r, s, numbers, *instead), used in zip(hands, deck.used)
         ]
         jax.block_until_ready(scores)
 
@@ -102,7 +112,7 @@ def iterate(
     with o.phase("credit"):
         for k, hand in enumerate(deck.deal((advantages, trained[:, :length]))):
             a, completion = o.place(hand, "microbatches")
-            (r, s, _), found = hands[k], scores[k]
+            (r, s, *_), found = hands[k], scores[k]
             given, measured = steps.credit(found, r, s, a, completion, jax.random.fold_in(order_key, k))
             metrics = add_metrics(metrics, measured)
             credits.append(given)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,10 +62,8 @@ class Scored(NamedTuple):
     hidden: Float[Array, "B T D"] | None  # states that predict the completion's tokens
 
 
-class Scorer(Protocol):
-    def __call__(
-        self, params: Params, rollout: Rollout, span: AnswerSpan, keys: Key[Array, "B"], mode: ProbeMode, /
-    ) -> Scored: ...
+Scorer = Callable[[Params, Rollout, AnswerSpan, Key[Array, "B"], ProbeMode], Scored]
+"""(params, rollout, span, row keys, probe mode) -> scores."""
 
 
 def signals(cfg: CreditConfig) -> frozenset[Signal]:
@@ -251,8 +249,6 @@ def _nearby(cfg: CreditConfig, mask_id: int) -> dict[str, Any]:
 
 # --- Weights ---------------------------------------------------------------------------------------------------------
 
-Weigh = Callable[[Signals, AnswerSpan, Float[Array, "B"], Bool[Array, "B T"], Key[Array, ""]], Float[Array, "B T"]]
-
 
 def weigher(cfg: CreditConfig, *, keyword_table: KeywordTable | None = None) -> TokenCredit:
     """(signals, span, advantages, completion, key) -> token weights [B, T] by the configured method and polarity.
@@ -278,7 +274,7 @@ def weigher(cfg: CreditConfig, *, keyword_table: KeywordTable | None = None) -> 
     return weights
 
 
-def _bound(cfg: CreditConfig, keyword_table: KeywordTable | None) -> Weigh:
+def _bound(cfg: CreditConfig, keyword_table: KeywordTable | None) -> TokenCredit:
     """The method's own weights, before the polarity."""
     method = cfg.method
     gate = partial(oar_weights, **cfg.gate.model_dump())
@@ -303,7 +299,7 @@ def _bound(cfg: CreditConfig, keyword_table: KeywordTable | None) -> Weigh:
     return {"entropy_top": _entropy_top, "keywords": _keywords, "grail": _grail}[method](cfg, keyword_table)
 
 
-def _entropy_top(cfg: CreditConfig, keyword_table: KeywordTable | None) -> Weigh:
+def _entropy_top(cfg: CreditConfig, keyword_table: KeywordTable | None) -> TokenCredit:
     def weigh(signals: Signals, span: AnswerSpan, advantages: Array, completion: Array, key: Array) -> Array:
         among = completion
         if cfg.entropy.scope == "batch":
@@ -315,7 +311,7 @@ def _entropy_top(cfg: CreditConfig, keyword_table: KeywordTable | None) -> Weigh
     return weigh
 
 
-def _keywords(cfg: CreditConfig, keyword_table: KeywordTable | None) -> Weigh:
+def _keywords(cfg: CreditConfig, keyword_table: KeywordTable | None) -> TokenCredit:
     if keyword_table is None:
         raise ConfigError(
             "credit.method: keywords needs the words as token ids; give make_steps or weigher a keyword_table "
@@ -329,7 +325,7 @@ def _keywords(cfg: CreditConfig, keyword_table: KeywordTable | None) -> Weigh:
     return weigh
 
 
-def _grail(cfg: CreditConfig, keyword_table: KeywordTable | None) -> Weigh:
+def _grail(cfg: CreditConfig, keyword_table: KeywordTable | None) -> TokenCredit:
     if cfg.grail.low > cfg.grail.high:
         raise ConfigError(f"credit.grail.low: {cfg.grail.low} exceeds credit.grail.high = {cfg.grail.high}")
 

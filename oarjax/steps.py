@@ -40,7 +40,7 @@ class Steps(NamedTuple):
 
     sample: Callable[..., Rollout]  # (params, prompts, key)
     evaluate: Callable[..., Rollout]  # the same with the evaluation's temperature and samples
-    score: Callable[..., Scores]  # (params, ref_params, rollout, span, row numbers, used, key, probe=mode)
+    score: Callable[..., Scores]  # (params, ref_params, rollout, span, row numbers, used, key[, probed], probe=mode)
     credit: Callable[..., tuple[Credit, Metrics]]  # (scores, rollout, span, advantages, completion, key)
     denominator: Callable[..., Float[Array, ""]]  # (completion of the whole rollout)
     update: Callable[..., tuple[TrainState, Metrics]]  # (state, batch, used, denominator)
@@ -119,14 +119,18 @@ def make_steps(
         numbers: Int[Array, "M b"],
         used: Int[Array, ""],
         key: Key[Array, ""],
+        probed: tuple[Rollout, AnswerSpan] | None = None,
         *,
         probe: ProbeMode,
     ) -> Scores:
-        def one(xs: tuple[Rollout, AnswerSpan, Int[Array, "b"]]) -> Scores:
-            r, s, rows = xs
+        def one(xs: tuple[Rollout, AnswerSpan, Int[Array, "b"], tuple[Rollout, AnswerSpan] | None]) -> Scores:
+            r, s, rows, instead = xs
             length = r.completion.shape[-1]
             logps = partial(logps_of, tokens=r.tokens, valid=r.valid, completion_length=length)
-            found = score_of(params, r, s, row_keys(key, rows), probe)
+            found = score_of(params, *(instead or (r, s)), row_keys(key, rows), probe)
+            if instead is not None:  # its reasoning stands where the rollout's does; its clean states do not
+                importance = None if found.importance is None else found.importance[:, :length]
+                found = found._replace(importance=importance, hidden=None)
             old = entropies = None
             if wants_old or wants_entropies:  # the attribution's clean pass will do, where there was one
                 old, entropies = (
@@ -141,7 +145,7 @@ def make_steps(
                 entropies=entropies if wants_entropies else None,
             )
 
-        return map_used(one, (rollout, span, numbers), used)
+        return map_used(one, (rollout, span, numbers, probed), used)
 
     def credit(
         scores: Scores,

@@ -42,6 +42,7 @@ from oarjax.steps import Steps, make_optimizer, make_sft_optimizer, make_sft_ste
 from oarjax.types import AnswerSpan, Credit, Grades, Mean, PromptBatch, Rollout, Scores, TrainBatch, TrainState
 
 PLUGIN = ROOT / "tests" / "data" / "config" / "field_rewards.py"
+PROBE = ROOT / "tests" / "data" / "config" / "field_probe.py"
 WIDTH = 8  # prompt positions of the programs that are lowered
 
 BASE: dict[str, Any] = {
@@ -174,17 +175,29 @@ def fields() -> dict[str, Field]:
         "credit.estimator": Field("noisy", score),
         "credit.sigma": Field(0.5, score, {"credit.estimator": "noisy"}),
         "credit.draws": Field(2, score),
-        "credit.mask_id": Field(7, score, masking),
-        "credit.chunk": Field(2, score, masking),
+        "credit.masking.counterfactual": Field("deleted", score, masking),
+        "credit.masking.mask_id": Field(7, score, masking),
+        "credit.masking.unit": Field("sentence", spans),
+        "credit.masking.chunk": Field(2, score, masking | {"credit.masking.buckets": 1}),
+        "credit.masking.buckets": Field(2, score, masking),
+        "credit.fisher.outcomes": Field(2, score, {"credit.method": "oar_f"}),
+        "credit.fisher.sampled": Field(1, score, {"credit.method": "oar_f"}),
+        "credit.local.window": Field(1, score, {"credit.method": "oar_l"}),
+        "credit.local.answers": Field(1, score, {"credit.method": "oar_l"}),
+        "credit.screen.share": Field(0.5, score, {"credit.method": "oar_screened"}),
+        "credit.screen.by": Field("oar_f", score, {"credit.method": "oar_screened"}),
         "credit.probe.mode": Field("last", command),
         "credit.probe.warmup_mode": Field("answer_joint", command, {"credit.probe.warmup_iterations": 1}),
         "credit.probe.warmup_iterations": Field(1, command),
+        "credit.probe.function": Field(f"{PROBE}:last_state", score),
         "credit.gate.rule": Field("level", credit),
         "credit.gate.tau": Field(0.2, credit),
         "credit.gate.boost": Field(0.5, credit),
         "credit.gate.floor": Field(0.3, credit),
         "credit.gate.mass": Field("free", credit),
         "credit.answer.style": Field("boxed", spans),
+        "credit.answer.source": Field("reference", probes),
+        "credit.answer.cue": Field("=", probes, {"credit.answer": {"style": "hash", "source": "reference"}}),
         "credit.answer.pattern": Field("[0-9]", spans, {"credit.answer": {"style": "regex", "pattern": "[+]"}}),
         "loss.surrogate": Field("cispo", update),
         "loss.level": Field("sequence", update, {"update.epochs": 2}),
@@ -248,7 +261,16 @@ def program(cfg: Config, *, name: str) -> str:
     session = build(cfg)
     tx, _ = make_optimizer(cfg)
     layout = lay_out(session, tx)
-    steps = make_steps(session.policy, tx, layout, cfg, stop_ids=session.stop_ids, pad_id=session.pad_id)
+    steps = make_steps(
+        session.policy,
+        tx,
+        layout,
+        cfg,
+        stop_ids=session.stop_ids,
+        pad_id=session.pad_id,
+        keyword_table=session.keyword_table(),
+        own_probe=session.own_probe,
+    )
     params = abstract_params(session.model, dtype=jnp.float32)
     key = jax.eval_shape(lambda: jax.random.key(0))
     rows, T = cfg.rollout.prompts * cfg.rollout.group_size, cfg.rollout.max_new
@@ -304,15 +326,30 @@ def data(cfg: Config, *, where: str = "data.train") -> Any:
     return encoded.prompts, encoded.completions, [p.answer for p in encoded.problems], encoded.dropped
 
 
+def completed(session: Session) -> Rollout:
+    """A completion with several places where an answer may stand."""
+    ids = session.tokenizer("1+2=3;#### 3", add_special_tokens=False)["input_ids"]
+    tokens = np.asarray([[0, *ids]], np.int32)
+    mask = np.ones((1, len(ids)), bool)
+    zeros = np.zeros(mask.shape, np.float32)
+    return Rollout(tokens, np.ones(tokens.shape, bool), mask, zeros, zeros, np.ones(1, bool))
+
+
 def spans(cfg: Config) -> Any:
     """Where an answer is found in a completion that has several."""
     session = build(cfg)
-    ids = session.tokenizer("1+2=3;#### 3", add_special_tokens=False)["input_ids"]
-    tokens = np.asarray([ids], np.int32)
-    mask = np.ones(tokens.shape, bool)
-    zeros = np.zeros(tokens.shape, np.float32)
-    found = session.find_answers(Rollout(tokens, mask, mask, zeros, zeros, np.ones(1, bool)))
-    return [np.asarray(x).tolist() for x in (found.reasoning, found.answer, found.found)]
+    found = session.find_answers(completed(session))
+    return [None if x is None else np.asarray(x).tolist() for x in vars(found).values()]
+
+
+def probes(cfg: Config) -> Any:
+    """What importance is measured on."""
+    session = build(cfg)
+    rollout = completed(session)
+    if cfg.credit.answer.source == "own":
+        return rollout.tokens.tolist()
+    problems = np.array([min(session.train.by_index)])
+    return session.probed(rollout, session.find_answers(rollout), problems)[0].tokens.tolist()
 
 
 def settings(cfg: Config) -> Any:

@@ -1,4 +1,7 @@
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -193,3 +196,44 @@ def test_every_purpose_has_its_own_noise():
             keys += [jax.random.fold_in(jax.random.fold_in(base, row), t) for row in range(8) for t in range(8)]
     numbers = {tuple(jax.random.key_data(k).tolist()) for k in keys}
     assert len(numbers) == len(keys)
+
+
+def test_importance_is_measured_on_what_is_probed():
+    """The same rollout as "probed" changes nothing; another answer in it changes importance and nothing else."""
+    cfg = tiny.config(credit__method="oar_p", update__skip_zero_variance=False, update__epochs=2)
+    _, steps, state = tiny.build(cfg)
+
+    def weigh(probed):
+        where = tiny.outside(batches=[tiny.prompts()])._replace(probed=probed)
+        return iterate(jax.tree.map(jnp.copy, state), None, 1, steps=steps, outside=where, cfg=cfg)[1]
+
+    def longer(rollout, span, other):
+        """Two positions more, and where asked another token as the answer."""
+        tokens = np.array(rollout.tokens)
+        T = rollout.completion.shape[1]
+        at = np.pad(np.asarray(span.answer), ((0, 0), (tokens.shape[1] - T, 0)))
+        tokens = np.where(at & other, (tokens + 1) % tiny.VOCAB, tokens)
+
+        def pad(x):
+            return np.pad(np.asarray(x), ((0, 0), (0, 2)))
+
+        rollout = dataclasses.replace(
+            rollout,
+            tokens=pad(tokens),
+            valid=pad(rollout.valid),
+            completion=pad(rollout.completion),
+            behaviour_logps=pad(rollout.behaviour_logps),
+            filtered_logps=pad(rollout.filtered_logps),
+        )
+        return rollout, dataclasses.replace(span, reasoning=pad(span.reasoning), answer=pad(span.answer))
+
+    plain = weigh(None)
+    same = weigh(lambda rollout, span, problems: longer(rollout, span, False))
+    np.testing.assert_allclose(same.weights, plain.weights, rtol=0, atol=1e-4)
+    cfg = tiny.config(
+        credit__method="oar_p", update__skip_zero_variance=False, update__epochs=2, credit__probe__mode="answer_joint"
+    )
+    _, steps, state = tiny.build(cfg)
+    plain, other = weigh(None), weigh(lambda rollout, span, problems: longer(rollout, span, True))
+    assert np.abs(other.weights - plain.weights).max() > 1e-3
+    np.testing.assert_array_equal(other.rollout.tokens, plain.rollout.tokens)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from oarjax.oar.answer import check_pattern, extract_answer
-from oarjax.oar.span import byte_extent, find_answers
+from oarjax.oar.span import byte_extent, find_answers, find_units, whole_completion, with_reference
+from oarjax.types import Rollout
 
 BYTES = [bytes([i]) for i in range(256)] + [b""]  # ids 0..255 are bytes, 256 is a stop token
 STOP = 256
@@ -246,3 +247,65 @@ def test_all_real_outputs(shared):
             exceeding += check([place[i] for i in ids], small, box_by_depth(text), rng)
             outputs += 1
     assert (outputs, exceeding) == (400, 104)
+
+
+def row(text, width):
+    ids = list(text.encode())
+    tokens = np.array([ids + [0] * (width - len(ids))], np.int32)
+    return tokens, np.arange(width)[None] < len(ids)
+
+
+def test_units_end_with_lines_or_sentences():
+    text = "Pi is 3.14. So\nwhat? 1+1=2;2+2=4"
+    tokens, completion = row(text, 40)
+
+    def pieces(unit):
+        number = find_units(tokens, completion, BYTES, unit=unit)[0, : len(text)]
+        return ["".join(c for c, n in zip(text, number) if n == i) for i in range(number.max() + 1)]
+
+    assert pieces("line") == ["Pi is 3.14. So\n", "what? 1+1=2;2+2=4"]
+    assert pieces("sentence") == ["Pi is 3.14.", " So\n", "what?", " 1+1=2;", "2+2=4"]
+
+
+def test_a_token_belongs_to_the_unit_in_which_it_begins():
+    table = [b"a", b"b.\nc", b"d", b""]
+    tokens = np.array([[0, 1, 2, 3, 9]], np.int32)
+    units = find_units(tokens, np.array([[True] * 4 + [False]]), table, unit="line")
+    assert units.tolist() == [[0, 0, 1, 1, 0]]
+
+
+def test_without_an_answer_the_whole_completion_reasons():
+    tokens = np.array([[65, 66, STOP, 0], [STOP, 0, 0, 0]], np.int32)
+    completion = np.array([[True, True, True, False], [True, False, False, False]])
+    span = whole_completion(tokens, completion, BYTES)
+    assert span.reasoning.tolist() == [[True, True, False, False], [False] * 4]
+    assert span.found.tolist() == [True, False]
+    assert not span.answer.any()
+
+
+def rollout_of(tokens, completion, ended, prompt=2):
+    tokens = np.concatenate([np.full((len(tokens), prompt), 80, np.int32), tokens], axis=1)
+    valid = np.concatenate([np.ones((len(tokens), prompt), bool), completion], axis=1)
+    zeros = np.zeros(completion.shape, np.float32)
+    return Rollout(tokens, valid, completion, zeros, zeros, np.array(ended))
+
+
+def test_a_reference_answer_takes_the_place_of_ones_own():
+    texts = [r"ab\boxed{7}.", "abc"]
+    tokens, completion = (np.concatenate(x) for x in zip(*(row(t, 14) for t in texts)))
+    tokens[1, 3], completion[1, 3] = STOP, True
+    span = find_answers(tokens, completion, BYTES, style="boxed")
+    rollout = rollout_of(tokens, completion, [True, True])
+    endings = [(list(b"= "), list(b"12")), (list(b"= "), list(b"4"))]
+    probed, at = with_reference(rollout, span, endings, room=4)
+    made = probed.tokens[:, 2:]
+    assert bytes(made[0, :6].tolist()) == b"ab= 12"
+    assert bytes(made[1, :6].tolist()) == b"abc= 4", "without an answer, all but the stop token reasons"
+    assert probed.completion.sum(1).tolist() == [6, 6]
+    assert at.reasoning.sum(1).tolist() == [2, 3]
+    assert at.answer[0].nonzero()[0].tolist() == [4, 5]
+    assert at.answer[1].nonzero()[0].tolist() == [5]
+    assert at.found.all()
+    assert probed.valid[:, :2].all()
+    with pytest.raises(ValueError, match="row 0 needs 2 [+] 2 tokens for cue and answer.*there is room for 3"):
+        with_reference(rollout, span, endings, room=3)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
+from oarjax.batches import bucket
 from oarjax.config import Config, ConfigError, DatasetConfig
 from oarjax.credit.keywords import KeywordTable, keyword_table
 from oarjax.grpo import overlong_penalty
@@ -28,13 +29,15 @@ from oarjax.host.data import Encoded, encode_pairs, encode_problems
 from oarjax.host.devices import choose_platform, make_mesh, use_compilation_cache
 from oarjax.host.grade import Grader
 from oarjax.host.hf import load_params, read_config, read_tokenizer_folder
+from oarjax.host.plugins import import_object
 from oarjax.host.problems import Problem, load_problems
 from oarjax.host.rewards import Sample, find_rewards, load_plugins
 from oarjax.host.tokenizer import encode, load_tokenizer, pad_id, stop_ids, text_of, token_bytes
 from oarjax.models.qwen import QwenConfig, make_policy
 from oarjax.models.weights import abstract_params, divisible_pieces, logical_axes, parameter_count
-from oarjax.oar.answer import check_pattern
-from oarjax.oar.span import find_answers
+from oarjax.oar.answer import CUES, check_pattern
+from oarjax.oar.probe import Probe
+from oarjax.oar.span import find_answers, find_units, whole_completion, with_reference
 from oarjax.policy import Policy
 from oarjax.sharding import batch_spec, check_divisible, check_rows, param_specs
 from oarjax.steps import Shardings
@@ -74,11 +77,62 @@ class Session:
         return jax.device_put(tree, NamedSharding(self.mesh, PartitionSpec(*lead, *batch_spec())))
 
     def find_answers(self, rollout: Rollout) -> AnswerSpan:
-        answer, length = self.cfg.credit.answer, rollout.completion.shape[1]
-        completions = np.asarray(rollout.tokens)[:, -length:]
-        return find_answers(
-            completions, np.asarray(rollout.completion), self.table, style=answer.style, pattern=answer.pattern
-        )
+        answer, unit = self.cfg.credit.answer, self.cfg.credit.masking.unit
+        made = np.asarray(rollout.completion)
+        ids = np.asarray(rollout.tokens)[:, -made.shape[1] :]
+        if answer.style == "none":
+            span = whole_completion(ids, made, self.table)
+        else:
+            span = find_answers(ids, made, self.table, style=answer.style, pattern=answer.pattern)
+        if unit == "token":
+            return span
+        return replace(span, units=find_units(ids, made, self.table, unit=unit))  # type: ignore[arg-type]
+
+    @cached_property
+    def endings(self) -> dict[int, tuple[list[int], list[int]]]:
+        """Token ids of the cue and of the reference answer of every training problem, for answer.source reference.
+
+        Raises:
+            ConfigError: a style without a cue of its own, or a reference without tokens.
+        """
+        answer = self.cfg.credit.answer
+        cue = CUES.get(answer.style) if answer.cue is None else answer.cue
+        if cue is None:
+            raise ConfigError(f"credit.answer.cue: style {answer.style} has none of its own; give one")
+        before = encode(self.tokenizer, cue)
+        found = {i: (before, encode(self.tokenizer, p.reference)) for i, p in self.train.by_index.items()}
+        for i, (_, target) in found.items():
+            if not target:
+                raise ConfigError(f"credit.answer.source: problem {i} has an empty reference answer; set own")
+        return found
+
+    def probed(self, rollout: Rollout, span: AnswerSpan, problems: np.ndarray) -> tuple[Rollout, AnswerSpan]:
+        """Rollouts with cue and reference answer in the place of their own answer."""
+        room = max(len(cue) + len(target) for cue, target in self.endings.values())
+        group = len(rollout.ended) // len(problems)
+        endings = [self.endings[int(p)] for p in np.repeat(problems, group)]
+        instead, at = with_reference(rollout, span, endings, room=bucket(room, 8, 1 << 30))
+        unit = self.cfg.credit.masking.unit
+        if unit == "token":
+            return instead, at
+        made = np.asarray(instead.completion)
+        ids = np.asarray(instead.tokens)[:, -made.shape[1] :]
+        return instead, replace(at, units=find_units(ids, made, self.table, unit=unit))  # type: ignore[arg-type]
+
+    @cached_property
+    def own_probe(self) -> Probe | None:
+        """The probe of credit.probe.function.
+
+        Raises:
+            ConfigError: it is not to be found, or not a Probe.
+        """
+        place = self.cfg.credit.probe.function
+        if place is None:
+            return None
+        try:
+            return import_object(place, field="credit.probe.function", expected=Probe)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
 
     def completions(self, rollout: Rollout) -> list[str]:
         """The generated texts, stop tokens and other special tokens left out. Untrusted."""
@@ -142,7 +196,7 @@ class Session:
             workers=cfg.workers,
             deadline=cfg.deadline,
             memory_mb=cfg.memory_mb,
-            style=answer.style,
+            style="boxed" if answer.style == "none" else answer.style,
             pattern=answer.pattern,
         )
 
@@ -218,7 +272,10 @@ def open_session(cfg: Config, console: Console) -> Session:
         held_out=None if cfg.data.eval is None else read(cfg.data.eval, "data.eval"),
         pairs=pairs,
     )
-    session.keyword_table()  # a mistake in the words is told now
+    session.keyword_table()  # a mistake in the words, the probe or the references is told now
+    _ = session.own_probe
+    if cfg.credit.answer.source == "reference":
+        _ = session.endings
     return session
 
 

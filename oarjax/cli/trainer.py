@@ -61,6 +61,7 @@ def train(session: Session, grader: Grader, start: Params, before: Evaluation | 
         stop_ids=session.stop_ids,
         pad_id=session.pad_id,
         keyword_table=session.keyword_table(),
+        own_probe=session.own_probe,
     )
     state = new_state(start, tx, layout, seed=cfg.seed)
     reference = start if cfg.loss.kl_beta > 0 else None
@@ -80,6 +81,7 @@ def train(session: Session, grader: Grader, start: Params, before: Evaluation | 
         fetch=session.fetch,
         place=session.place,
         phase=timer.phase,
+        probed=session.probed if cfg.credit.answer.source == "reference" else None,
     )
     peak, _ = peak_flops(session.compute_dtype)
     began, last, first = time.perf_counter(), before, 0

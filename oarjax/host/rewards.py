@@ -16,15 +16,12 @@ memory, and that costs one answer. This module imports neither jax nor, before t
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import re
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
+from oarjax.host.plugins import import_plugin
 from oarjax.oar.answer import extract_answer
 
 
@@ -90,24 +87,12 @@ def load_plugins(plugins: Sequence[str]) -> None:
     """
     for plugin in plugins:
         try:
-            if plugin.endswith(".py"):
-                _import_file(Path(plugin).expanduser().resolve())
-            else:
-                importlib.import_module(plugin)
+            import_plugin(plugin)
         except Exception as error:
             raise ValueError(
                 f"grading.plugins: {plugin!r} cannot be imported ({type(error).__name__}: {error}); "
                 "expected a Python file or a module on the path"
             ) from error
-
-
-def _import_file(path: Path) -> None:
-    spec = importlib.util.spec_from_file_location(f"oarjax_plugin_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
 
 
 def find_rewards(names: Sequence[str]) -> tuple[Reward, ...]:

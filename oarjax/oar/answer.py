@@ -22,6 +22,8 @@ from typing import Literal, NamedTuple
 import regex
 
 Style = Literal["boxed", "hash", "tag", "regex"]
+CUES = {"boxed": "\nThe final answer is \\boxed{", "hash": "\n#### ", "tag": "\n<answer>"}
+"""What is put before a reference answer to have the policy predict it, by style."""
 
 PATTERN_SECONDS = 1.0
 """Limit on one search with a user's pattern."""

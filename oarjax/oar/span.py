@@ -6,14 +6,16 @@ sampler drew need not be the tokenizer's own way to write the text, nor valid UT
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Bool, Int32
 
 from oarjax.oar.answer import Extent, Style, find_extent
-from oarjax.types import AnswerSpan
+from oarjax.types import AnswerSpan, Rollout
 
 
 def find_answers(
@@ -66,6 +68,89 @@ def find_answers(
         span.reasoning[row, where] = stop <= extent.marker
         span.found[row] = True
     return span
+
+
+def whole_completion(
+    tokens: Int32[np.ndarray, "B T"], completion: Bool[np.ndarray, "B T"], token_bytes: Sequence[bytes]
+) -> AnswerSpan:
+    """For tasks without an answer: everything with text reasons, nothing answers. Rows without text are not found."""
+    text = np.array([bool(piece) for piece in token_bytes])
+    reasoning = completion & (tokens < len(text)) & text[np.minimum(tokens, len(text) - 1)]
+    return AnswerSpan(reasoning=reasoning, answer=np.zeros_like(completion), found=reasoning.any(1))  # type: ignore[arg-type]
+
+
+Unit = Literal["line", "sentence"]
+_ENDS = {"line": re.compile(rb"\n+"), "sentence": re.compile(rb"[.!?]+(?=\s)|[;\n]+")}
+
+
+def find_units(
+    tokens: Int32[np.ndarray, "B T"],
+    completion: Bool[np.ndarray, "B T"],
+    token_bytes: Sequence[bytes],
+    *,
+    unit: Unit,
+) -> Int32[np.ndarray, "B T"]:
+    """The number, from 0, of the line or sentence that each generated token belongs to; 0 elsewhere.
+
+    Lines end with line breaks; sentences too, and with ``;`` or with ``.``, ``!``, ``?`` before white space (so not
+    within 3.14). A token belongs to the unit in which it begins.
+    """
+    out = np.zeros(tokens.shape, np.int32)
+    for row, (ids, mask) in enumerate(zip(tokens, completion)):
+        where = np.flatnonzero(mask)
+        pieces = [token_bytes[i] if 0 <= i < len(token_bytes) else b"" for i in ids[where].tolist()]
+        start = np.cumsum([0, *map(len, pieces)])[:-1]
+        ends = np.array([m.end() for m in _ENDS[unit].finditer(b"".join(pieces))], np.int64)
+        out[row, where] = np.searchsorted(ends, start, side="right")
+    return out
+
+
+def with_reference(
+    rollout: Rollout, span: AnswerSpan, endings: Sequence[tuple[Sequence[int], Sequence[int]]], *, room: int
+) -> tuple[Rollout, AnswerSpan]:
+    """Rollouts to probe instead: reasoning as generated, then a cue and the reference answer.
+
+    The reasoning of a row without an answer is its completion but for the stop token. Reasoning tokens keep their
+    places, so scores of the result, cut to the first T positions, are scores of the rollout.
+
+    Args:
+        endings: token ids of the cue and of the answer for every row.
+        room: positions added to the completion, at least the longest ending.
+
+    Raises:
+        ValueError: an ending that does not fit, or an empty answer.
+    """
+    tokens, made = np.asarray(rollout.tokens), np.asarray(rollout.completion)
+    rows, length = made.shape
+    prompt = tokens.shape[1] - length
+    out = np.zeros((rows, prompt + length + room), tokens.dtype)
+    valid = np.zeros(out.shape, bool)
+    out[:, :prompt], valid[:, :prompt] = tokens[:, :prompt], np.asarray(rollout.valid)[:, :prompt]
+    reasoning, answer = np.zeros((2, rows, length + room), bool)
+    ended = np.asarray(rollout.ended)
+    for row, (cue, target) in enumerate(endings):
+        if len(cue) + len(target) > room or not len(target):
+            raise ValueError(
+                f"with_reference: row {row} needs {len(cue)} + {len(target)} tokens for cue and answer, at least one "
+                f"of them the answer's; there is room for {room}"
+            )
+        if span.found[row]:
+            end = int(np.flatnonzero(span.reasoning[row]).max(initial=-1)) + 1
+            reasoning[row, :length] = span.reasoning[row]
+        else:
+            end = int(made[row].sum()) - int(ended[row])
+            reasoning[row, :end] = True
+        begin = end + len(cue)
+        stop = begin + len(target)
+        out[row, prompt : prompt + end] = tokens[row, prompt : prompt + end]
+        out[row, prompt + end : prompt + begin] = cue
+        out[row, prompt + begin : prompt + stop] = target
+        valid[row, prompt : prompt + stop] = True
+        answer[row, begin:stop] = True
+    filled = valid[:, prompt:]
+    zeros = np.zeros(filled.shape, np.float32)
+    probed = Rollout(out, valid, filled, zeros, zeros, ended)  # type: ignore[arg-type]
+    return probed, AnswerSpan(reasoning=reasoning, answer=answer, found=reasoning.any(1))  # type: ignore[arg-type]
 
 
 def byte_extent(text: bytes, *, style: Style, pattern: str | None = None) -> Extent | None:

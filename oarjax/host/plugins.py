@@ -1,0 +1,48 @@
+"""The user's own Python, by file or by module name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def import_plugin(plugin: str) -> ModuleType:
+    """A Python file (``path/to/mine.py``) or a module on the path (``package.mine``)."""
+    if not plugin.endswith(".py"):
+        return importlib.import_module(plugin)
+    path = Path(plugin).expanduser().resolve()
+    spec = importlib.util.spec_from_file_location(f"oarjax_plugin_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def import_object(place: str, *, field: str, expected: type) -> Any:
+    """What ``file.py:name`` or ``module:name`` names.
+
+    Raises:
+        ValueError: it is not of that form, cannot be imported, is not there or is not of the ``expected`` class.
+    """
+    plugin, colon, name = place.rpartition(":")
+    if not colon or not plugin or not name:
+        raise ValueError(f"{field}: expected file.py:name or module:name, got {place!r}")
+    try:
+        module = import_plugin(plugin)
+    except Exception as error:
+        raise ValueError(
+            f"{field}: {plugin!r} cannot be imported ({type(error).__name__}: {error}); expected a Python file or a "
+            "module on the path"
+        ) from error
+    if not hasattr(module, name):
+        raise ValueError(f"{field}: {plugin} has nothing named {name}")
+    found = vars(module)[name]
+    if not isinstance(found, expected):
+        raise ValueError(f"{field}: {place} is a {type(found).__name__}; expected a {expected.__name__}")
+    return found
