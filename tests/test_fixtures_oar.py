@@ -24,8 +24,10 @@ MODES = ("last", "last_after_answer", "answer_mean", "answer_joint", "answer_joi
 
 # Largest error over the largest score. Float64 agrees to rounding (measured: below 5e-13). Float32: 1e-5 for OAR-P and
 # for the joint mode at sigma 1e-2. Looser, and why: noisy OAR-G differences two nearly equal distributions; its
-# gradient is p_noisy - p_clean, of order sigma, so logits' rounding of 1e-6 weighs 1 / sigma times more. The published
-# code's own float32 scores are as far off: 1.3e-4 where ours are 1.4e-4, 3.7e-5 at most where ours are 3.3e-5.
+# gradient is p_noisy - p_clean, of order sigma, so logits' rounding of 1e-6 weighs 1 / sigma times more. What comes out
+# is a draw from that rounding: the same scores (case 4, sigma 1e-2, answer_mean) from batches of 1, 2, 3 or 8 equal
+# rows, with or without padding, compiled with or without optimisation, are off by 4e-6 to 3.3e-5 over 16 such
+# programs. The published code's own float32 scores are 1.3e-4 off where ours are 1.4e-4, and 3.7e-5 at most at 1e-2.
 F32 = {
     "P": 1e-5,
     "G_std1e-2__last": 5e-5,
@@ -167,46 +169,47 @@ def test_the_other_cases(case, dtype, shared):
     check_weights(folder, dtype)
 
 
-@pytest.mark.slow
-def test_linearised_survives_bfloat16_where_noisy_does_not(x64, highest_precision):
-    """Case 4, sigma 1e-3, bfloat16 matmul operands against float64: median error measured 3% and 90%."""
-    folder = DATA / "case4"
+def rounding(folder: Path, estimator: str) -> tuple[float, float, int]:
+    """bfloat16 matmul operands against float64, 32 draws at sigma 1e-3: median error, Spearman, tokens."""
     arrays, (_, start, conclude, answer, end) = golden(folder)
     cfg, path = read_config(folder / "model")
     tokens = jnp.asarray(arrays["ids_full"])[None]
-    at = jnp.arange(start, end)[None]
+    at, n = jnp.arange(start, end)[None], conclude - start
     span = AnswerSpan(at < conclude, at >= answer, jnp.ones(1, bool))
+    noise = 1e-3 * np.random.default_rng(0).standard_normal((32, 1, end - start, cfg.hidden_size))
     found = {}
     for compute, dtype in (("float64", "float64"), ("bfloat16", "float32")):
         params = load_params(path, cfg, dtype=dtype)
         policy = make_policy(cfg, compute_dtype=compute, remat="none")
-        noise = jnp.zeros((1, end - start, cfg.hidden_size), dtype)
-        noise = noise.at[0, : conclude - start].set(arrays["noise__std1e-3"])
-        for estimator in ("linearised", "noisy"):
 
-            def run(params, noise, policy=policy, estimator=estimator):
-                valid = jnp.ones(tokens.shape, bool)
-                return noise_importance(
-                    policy, params, tokens, valid, span, noise, estimator=estimator, mode="answer_mean", temperature=1.0
-                )
+        def one(noise, params=params, policy=policy):
+            valid = jnp.ones(tokens.shape, bool)
+            return noise_importance(
+                policy, params, tokens, valid, span, noise, estimator=estimator, mode="answer_mean", temperature=1.0
+            )[0, :n]
 
-            found[estimator, compute] = jax.jit(run)(params, noise)[:, : conclude - start]
+        found[compute] = jax.jit(jax.vmap(one))(jnp.asarray(noise, dtype))
+    truth, rounded = found["float64"], found["bfloat16"].astype(jnp.float64)
+    error = jnp.median(jnp.median(jnp.abs(rounded - truth) / truth, axis=1))
+    agreement = jnp.median(spearman(truth, rounded, jnp.ones(truth.shape, bool)))
+    return float(error), float(agreement), n
 
-    def error_and_agreement(estimator):
-        truth, rounded = found[estimator, "float64"], found[estimator, "bfloat16"]
-        agreement = spearman(truth, rounded, jnp.ones(truth.shape, bool))
-        return float(jnp.median(jnp.abs(rounded - truth) / truth)), float(agreement[0])
 
-    error, agreement = error_and_agreement("linearised")
-    assert error < 0.1
-    assert agreement > 0.98
-    error, agreement = error_and_agreement("noisy")
+@pytest.mark.slow
+@pytest.mark.parametrize("case", range(6))
+def test_linearised_survives_bfloat16(case, x64, highest_precision, request):
+    """Measured: errors 2.2% to 4.8% with answer_mean, Spearman .990 or more; docs/numerics.md has all figures."""
+    folder = DATA / f"case{case}"
+    if not folder.exists():
+        folder = request.getfixturevalue("shared") / "fixtures" / "oar" / f"case{case}"
+    error, agreement, tokens = rounding(folder, "linearised")
+    assert error < 0.05
+    assert agreement > 0.98 or tokens < 20
+
+
+@pytest.mark.slow
+def test_noisy_does_not_survive_bfloat16(x64, highest_precision):
+    """Case 4: measured 78% and .72."""
+    error, agreement, _ = rounding(DATA / "case4", "noisy")
     assert error > 0.3
     assert agreement < 0.9
-
-
-def test_the_small_copies_are_the_golden_files(shared):
-    for case in (0, 2, 4):
-        ours, theirs = (np.load(f / f"case{case}" / "arrays.npz") for f in (DATA, shared / "fixtures" / "oar"))
-        for name in ours.files:
-            np.testing.assert_array_equal(ours[name], theirs[name])
