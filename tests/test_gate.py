@@ -44,6 +44,26 @@ def test_level_gate_hand_worked():
     np.testing.assert_allclose(gate(H, ROW, rule="level", tau=0.5, boost=1.0, floor=0.1), expected, rtol=1e-6)
 
 
+def test_boost_alone_and_suppress_alone_hand_worked():
+    # the quantile case above with 1 below the threshold, and with 1 above it
+    args = {"tau": 0.4, "boost": 2.0, "floor": 0.1}
+    boosted, suppressed = (gate(H, ROW, levels=levels, **args) for levels in ("boost", "suppress"))
+    np.testing.assert_allclose(boosted, [[1, 1, 4 / 3, 13 / 6, 3, 1]], rtol=1e-6)
+    np.testing.assert_allclose(suppressed, [[0.1, 0.625, 1, 1, 1, 1]], rtol=1e-6)
+    # scaled to a mean of 1: sums 8.5 and 3.725 over five tokens
+    kept = oar_weights(SCORES, ROW, levels="boost", **args)
+    np.testing.assert_allclose(kept[0, :5], boosted[0, :5] * 5 / 8.5, rtol=1e-5)
+    kept = oar_weights(SCORES, ROW, levels="suppress", **args)
+    np.testing.assert_allclose(kept[0, :5], suppressed[0, :5] * 5 / 3.725, rtol=1e-5)
+
+
+def test_a_threshold_of_one_stays_finite_when_compiled():
+    # most scores tie at the top: c = 1, and 1 - c + 1e-8 compiles to (1 + 1e-8) - c = 0 in float32
+    scores, row = jnp.array([[0.0, 0.5, 0.5, 0.5]]), jnp.ones((1, 4), bool)
+    free = jax.jit(lambda s: oar_weights(s, row, mass="free"))(scores)
+    np.testing.assert_allclose(free, [[0.1, 1, 1, 1]], rtol=1e-6)
+
+
 def test_floor_zero_suppresses_fully():
     assert gate(H, ROW, tau=0.4, boost=2.0, floor=0.0)[0, 0] == 0
 
@@ -149,6 +169,8 @@ def test_gate_out_of_range(bad):
 def test_unknown_modes_are_named(unchecked):
     with pytest.raises(ValueError, match="rule must be quantile or level, got 'median'"):
         gate(H, ROW, rule="median")
+    with pytest.raises(ValueError, match="levels must be both, boost or suppress, got 'none'"):
+        gate(H, ROW, levels="none")
     with pytest.raises(ValueError, match="signs must be clamped or signed, got 'abs'"):
         normalise(H, ROW, signs="abs")
     with pytest.raises(ValueError, match="mass must be kept or free, got 'both'"):

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from oarjax.config import Config, parse_config
+from oarjax.credit.keywords import KeywordTable
 from oarjax.loop import Outside
 from oarjax.models.qwen import QwenConfig, make_policy
 from oarjax.models.weights import init_params
@@ -66,13 +67,13 @@ def one_device() -> Shardings:
     return Shardings(state=everywhere, params=everywhere, rows=everywhere, replicated=everywhere)
 
 
-def build(cfg: Config) -> tuple[Policy, Steps, TrainState]:
+def build(cfg: Config, keyword_table: KeywordTable | None = None) -> tuple[Policy, Steps, TrainState]:
     policy = make_policy(model(), compute_dtype=jnp.float32, remat=cfg.policy.remat)
     tx, _ = make_optimizer(cfg)
     params: Params = init_params(model(), jax.random.key(3), dtype=jnp.float32)
     state = TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), jax.random.key(cfg.seed))
     where = one_device()
-    steps = make_steps(policy, tx, where, cfg, stop_ids=(STOP,), pad_id=PAD)
+    steps = make_steps(policy, tx, where, cfg, stop_ids=(STOP,), pad_id=PAD, keyword_table=keyword_table)
     return policy, steps, jax.device_put(state, where.replicated)
 
 

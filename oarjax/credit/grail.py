@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from oarjax.masked import masked_mean, widened
+from oarjax.masked import masked_mean, masked_min, widened
 
 EPS = 1e-8
 """Added to the saliency inside the logarithm and to the variance, as released."""
@@ -19,6 +19,7 @@ EPS = 1e-8
 def log_zscores(saliency: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     """z = (log(s + 1e-8) - mean) / sqrt(var + 1e-8) over the valid tokens of each row, 0 elsewhere."""
     logs = jnp.log(jnp.where(mask, widened(saliency), 1) + EPS)
+    logs = logs - masked_min(logs, mask)[:, None]  # equal scores give 0 exactly, not rounding over 1e-4
     centred = jnp.where(mask, logs - masked_mean(logs, mask)[:, None], 0)
     return centred / jnp.sqrt(masked_mean(centred**2, mask) + EPS)[:, None]
 

@@ -6,7 +6,8 @@ the advantage of each token (``oarjax.oar.gate.reshape``) and never changes its 
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 from jaxtyping import Array, Bool, Float, Int, Key
 
@@ -23,18 +24,10 @@ class Signals(NamedTuple):
     tokens: Int[Array, "B T"] | None = None  # completion ids
 
 
-class TokenCredit(Protocol):
-    def __call__(
-        self,
-        signals: Signals,
-        span: AnswerSpan,
-        advantages: Float[Array, "B"],
-        completion: Bool[Array, "B T"],
-        key: Key[Array, ""],
-        /,
-    ) -> Float[Array, "B T"]:
-        """Token weights, finite and >= 0; those outside the completion are not used."""
-        ...
+TokenCredit = Callable[
+    [Signals, AnswerSpan, Float[Array, "B"], Bool[Array, "B T"], Key[Array, ""]], Float[Array, "B T"]
+]
+"""(signals, span, advantages, completion, key) -> token weights, finite and >= 0; outside the completion unused."""
 
 
 def given(signal: Array | None, name: Signal, *, method: str) -> Array:

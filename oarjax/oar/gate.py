@@ -73,7 +73,8 @@ def gate(
     if levels not in ("both", "boost", "suppress"):
         raise ValueError(f"gate: levels must be both, boost or suppress, got {levels!r}")
     suppressed = 1.0 if levels == "boost" else jnp.maximum(h / (c + EPS), floor)
-    boosted = 1.0 if levels == "suppress" else 1 + boost * (h - c) / (1 - c + EPS)
+    # At c = 1 a compiler may add EPS to the 1 first, where it is lost in rounding: the maximum keeps it from 0 / 0.
+    boosted = 1.0 if levels == "suppress" else 1 + boost * (h - c) / jnp.maximum(1 - c + EPS, EPS)
     return jnp.where(reasoning, jnp.where(h < c, suppressed, boosted), 1).astype(h.dtype)
 
 
