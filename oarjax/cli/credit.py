@@ -20,6 +20,7 @@ from oarjax.steps import make_optimizer
 def run(config: Path, overrides: list[str], as_json: bool, rollouts: Path | None) -> None:
     cfg = load_config(config, overrides)
     check_policy(cfg)
+    check_answers(cfg)
     saved = None if rollouts is None else read_rollouts(rollouts)
     console = Console(stderr=True, quiet=True) if as_json else make_console()
     session = open_session(cfg, console)
@@ -56,3 +57,16 @@ def check_policy(cfg: Config) -> None:
         f"policy.path: {path} does not exist yet; it is the policy that a run leaves behind, train it first: "
         f"oarjax train configs/{name}.yaml"
     )
+
+
+def check_answers(cfg: Config) -> None:
+    """The lab changes tokens and looks at the answer that the completion itself gives.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    answer = cfg.credit.answer
+    if answer.style == "none":
+        raise ConfigError("credit.answer.style: none, and the lab measures by answers; set the style of your answers")
+    if answer.source != "own":
+        raise ConfigError(f"credit.answer.source: {answer.source}, and the lab reads the completions' own; set own")

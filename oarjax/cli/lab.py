@@ -121,7 +121,8 @@ def make_programs(session: Session, params: Params) -> Programs:
         )[1]
 
     def attribute(credit: CreditConfig) -> Callable[..., Any]:
-        score = scorer(credit, policy, temperature=roll.temperature, pad_id=pad)
+        probe = as_method(session, credit).own_probe
+        score = scorer(credit, policy, temperature=roll.temperature, pad_id=pad, own_probe=probe)
         return lambda params, r, span, keys: score(params, r, span, keys, credit.probe.mode).importance
 
     return Programs(
@@ -349,7 +350,7 @@ def score_everything(
     works: dict[Any, tuple[Callable[..., Any], AnswerSpan]] = {}
     for credit in credits:
         if "importance" in signals(credit):
-            works[credit] = programs.attribute(credit), span_of(session, credit, rollout)
+            works[credit] = programs.attribute(credit), as_method(session, credit).find_answers(rollout)
         elif "entropies" in signals(credit):
             works[credit] = programs.entropies, drawn.span
     jitted = {credit: jax.jit(fn) for credit, (fn, _) in works.items()}
@@ -398,9 +399,9 @@ def draws_noise(credit: CreditConfig) -> bool:
     return by_fisher and credit.fisher.sampled > 0
 
 
-def span_of(session: Session, credit: CreditConfig, rollout: Rollout) -> AnswerSpan:
-    """Answer spans as a method's own config cuts them into units."""
-    return session.with_config(session.cfg.model_copy(update={"credit": credit})).find_answers(rollout)
+def as_method(session: Session, credit: CreditConfig) -> Session:
+    """The session of a run with this method: its own units of the reasoning, keywords and probe."""
+    return session.with_config(session.cfg.model_copy(update={"credit": credit}))
 
 
 class Judged(NamedTuple):
@@ -413,8 +414,7 @@ class Judged(NamedTuple):
 
 def judge(session: Session, drawn: Drawn, credit: CreditConfig, scored: Scored | None, rewards: np.ndarray) -> Judged:
     """Weights, and what tokens are ranked by: the raw scores, or the weights of a method that has none."""
-    own = session.with_config(session.cfg.model_copy(update={"credit": credit}))
-    weigh = weigher(credit, keyword_table=own.keyword_table())
+    weigh = weigher(credit, keyword_table=as_method(session, credit).keyword_table())
     rollout, wants = drawn.rollout, signals(credit)
     made = np.asarray(rollout.completion)
     advantages = jnp.where(jnp.asarray(rewards) > 0, 1.0, -1.0)
