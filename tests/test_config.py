@@ -54,6 +54,19 @@ def test_a_whole_config_written_down_reads_back_the_same(file, tmp_path):
     assert load_config(again) == cfg
 
 
+def test_a_gate_preset_is_a_name_for_its_values(file):
+    gate = load_config(file, ["credit.gate=readme"]).credit.gate
+    assert (gate.tau, gate.boost, gate.floor, gate.rule, gate.levels) == (0.25, 1.0, 0.1, "quantile", "both")
+    assert load_config(file, ["credit.gate=paper"]).credit.gate == load_config(file).credit.gate
+    assert parse_config(changed(credit__gate="readme")).credit.gate == gate  # in a file
+    # what is written down are the values
+    written = load_config(file, ["credit.gate=readme"]).model_dump(mode="json")["credit"]["gate"]
+    assert (written["tau"], written["boost"]) == (0.25, 1.0)
+    assert "  credit.gate: expected fields, or a preset out of paper, readme, got 'official'" in message(
+        changed(credit__gate="official")
+    )
+
+
 def test_overrides_are_yaml_and_the_last_one_counts(file):
     cfg = load_config(
         file,
@@ -125,7 +138,7 @@ def test_all_wrong_fields_come_in_one_message_with_paths_and_accepted_values():
         "  data.train.source: required and not given",
         "  rollout.group_size: Input should be greater than or equal to 2, got 1",
         "  grading.rewards.0.wieght: no such field (did you mean weight?); accepted: name, weight",
-        "  credit.gate.taw: no such field (did you mean tau?); accepted: boost, floor, mass, rule, tau",
+        "  credit.gate.taw: no such field (did you mean tau?); accepted: boost, floor, levels, mass, rule, tau",
         "  loss.level: Input should be 'token' or 'sequence', got 'word'",
         "  optim.lr: Input should be greater than or equal to 0, got -1",
     ]
