@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import CACHE, ROOT
+from fake_lab import lab, lab_sampler
 from rich.console import Console
 
 import oarjax.cli.session
@@ -121,6 +122,8 @@ def fields() -> dict[str, Field]:
     masking = {"credit.method": "oar_p"}
     cispo, kl = {"loss.surrogate": "cispo"}, {"loss.kl_beta": 0.1}
     plugin = {"grading.plugins": [str(PLUGIN)]}
+    tokens_credited = partial(lab, grader=FakeGrader)
+    small_lab = {"lab": {"shortest": 3, "methods": {"OAR-P": {"method": "oar_p"}, "random": {"method": "random"}}}}
     return {
         "run_dir": Field("elsewhere", command),
         "seed": Field(5, command),
@@ -172,6 +175,8 @@ def fields() -> dict[str, Field]:
         "advantage.ddof": Field(0, command),
         "advantage.eps": Field(0.5, command),
         "credit.method": Field("oar_p", score),
+        "credit.permuted_of": Field("oar_p", score, {"credit.method": "permuted"}),
+        "credit.polarity": Field("wrong", credit),
         "credit.estimator": Field("noisy", score),
         "credit.sigma": Field(0.5, score, {"credit.estimator": "noisy"}),
         "credit.draws": Field(2, score),
@@ -186,11 +191,21 @@ def fields() -> dict[str, Field]:
         "credit.local.answers": Field(1, score, {"credit.method": "oar_l"}),
         "credit.screen.share": Field(0.5, score, {"credit.method": "oar_screened"}),
         "credit.screen.by": Field("oar_f", score, {"credit.method": "oar_screened"}),
+        "credit.entropy.share": Field(0.5, credit, {"credit.method": "entropy_top"}),
+        "credit.entropy.scope": Field("sequence", credit, {"credit.method": "entropy_top"}),
+        "credit.entropy.mass": Field("free", credit, {"credit.method": "entropy_top"}),
+        "credit.keywords.words": Field(["+", "7"], credit, {"credit.method": "keywords"}),
+        "credit.keywords.boost": Field(1.0, credit, {"credit.method": "keywords"}),
+        "credit.grail.mean": Field(0.9, credit, {"credit.method": "grail"}),
+        "credit.grail.spread": Field(0.4, credit, {"credit.method": "grail"}),
+        "credit.grail.low": Field(0.2, credit, {"credit.method": "grail"}),
+        "credit.grail.high": Field(3.0, credit, {"credit.method": "grail"}),
         "credit.probe.mode": Field("last", command),
         "credit.probe.warmup_mode": Field("answer_joint", command, {"credit.probe.warmup_iterations": 1}),
         "credit.probe.warmup_iterations": Field(1, command),
         "credit.probe.function": Field(f"{PROBE}:last_state", score),
         "credit.gate.rule": Field("level", credit),
+        "credit.gate.levels": Field("boost", credit),
         "credit.gate.tau": Field(0.2, credit),
         "credit.gate.boost": Field(0.5, credit),
         "credit.gate.floor": Field(0.3, credit),
@@ -199,6 +214,16 @@ def fields() -> dict[str, Field]:
         "credit.answer.source": Field("reference", probes),
         "credit.answer.cue": Field("=", probes, {"credit.answer": {"style": "hash", "source": "reference"}}),
         "credit.answer.pattern": Field("[0-9]", spans, {"credit.answer": {"style": "regex", "pattern": "[+]"}}),
+        "lab.problems": Field(2, tokens_credited, small_lab),
+        "lab.shortest": Field(4, tokens_credited, small_lab),
+        "lab.temperature": Field(0.0, lab_sampler),
+        "lab.methods": Field({"mine": {"method": "oar_l"}}, tokens_credited, small_lab),
+        "lab.share": Field(0.5, tokens_credited, small_lab),
+        "lab.batch": Field(2, tokens_credited, small_lab),
+        "lab.branches": Field(2, tokens_credited, small_lab),
+        "lab.answer_tokens": Field(3, tokens_credited, small_lab),
+        "lab.bootstrap": Field(50, tokens_credited, small_lab),
+        "lab.shown": Field(1, tokens_credited, small_lab),
         "loss.surrogate": Field("cispo", update),
         "loss.level": Field("sequence", update, {"update.epochs": 2}),
         "loss.aggregation": Field("grpo", denominator),
@@ -290,12 +315,14 @@ def program(cfg: Config, *, name: str) -> str:
             spec((prompts, WIDTH), jnp.int32), spec((prompts, WIDTH), jnp.bool_), spec((prompts,), jnp.int32)
         )
         return getattr(steps, name).lower(params, batch, key).as_text()
+    rollout = Rollout(tokens, valid, mask, values, values, spec((M, b), jnp.bool_))
     if name == "score":
-        rollout = Rollout(tokens, valid, mask, values, values, spec((M, b), jnp.bool_))
         numbers = spec((M, b), jnp.int32)
         return steps.score.lower(params, params, rollout, span, numbers, count, key, probe="last").as_text()
     if name == "credit":
-        return steps.credit.lower(values, span, spec((M, b)), mask, key).as_text()
+        return steps.credit.lower(
+            Scores(values, values, values, values), rollout, span, spec((M, b)), mask, key
+        ).as_text()
     if name == "denominator":
         return steps.denominator.lower(spec((rows, T), jnp.bool_)).as_text()
     state = jax.eval_shape(lambda p: TrainState(jnp.zeros((), jnp.int32), p, tx.init(p), jax.random.key(0)), params)
@@ -424,9 +451,9 @@ def fake_steps(log: list[Any], policy: Any, tx: Any, layout: Any, cfg: Config, *
 
     def score(params, ref, rollout, span, numbers, used, key, *, probe):
         log.append(("score", shapes(rollout), int(used), probe))
-        return Scores(None, None, None)
+        return Scores(None, None, None, None)
 
-    def credit(importance, span, advantages, completion, key):
+    def credit(scores, rollout, span, advantages, completion, key):
         log.append(("credit", np.asarray(advantages).tolist(), np.asarray(completion).sum().item()))
         return Credit(completion * 0.0, completion * 1.0, completion * 1.0), {}
 
