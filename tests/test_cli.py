@@ -162,7 +162,12 @@ def test_help_imports_no_jax():
         (["data.template=chat"], "the tokenizer has no chat template; set data.template to plain"),
         (["grading.plugins=[nothing.py]"], "grading.plugins: 'nothing.py' cannot be imported"),
         (["credit.answer.pattern=("], "is not a regular expression"),
-        (["credit.mask_id=32"], "credit.mask_id: 32 is not a token; the vocabulary has 32"),
+        (["credit.masking.mask_id=32"], "credit.masking.mask_id: 32 is not a token; the vocabulary has 32"),
+        (
+            ["credit.method=keywords", "credit.keywords.words=[so, wait]"],
+            "credit.keywords.words: none of 'so', 'wait' can be written in this vocabulary; give words that its tokens",
+        ),
+        (["credit.gate=strict"], "credit.gate: expected fields, or a preset out of paper, readme, got 'strict'"),
         (["run_dir=/proc/none"], "run_dir: "),
         (["--seeds", "1"], "--seeds goes with --compare; for one run set seed=N"),
         (["--compare", "data.eval=null"], "data.eval: --compare needs held-out problems"),
