@@ -6,11 +6,12 @@ answer to the masked sequence although its answer modes read there; here a rollo
 A changed token changes nothing before it. The clean pass keeps its keys and values, and a counterfactual runs only
 over the positions from its own bucket's start to the end, reading the clean prefix that all counterfactuals of a row
 share. Over a whole completion that is 1/2 + 1/(2 buckets) of the positions that whole forwards would visit.
+Rows are set so that their answers end together: nothing after an answer is recomputed, and chunks of several rows hold
+counterfactuals that are about equally long.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import jax
@@ -87,6 +88,12 @@ def masked_scores(
     counterfactual: Counterfactual,
 ) -> Float[Array, "B T"]:
     """``masked_token_importance`` of the ``scored`` tokens, after a clean pass."""
+    if probe.reads == "answer":
+        clean, reading, at = _ends_together(clean, reading, reading.answer | scored)
+        scored = jnp.take_along_axis(scored, at, axis=1)
+        units = None if units is None else jnp.take_along_axis(units, at, axis=1)
+    else:
+        at = jnp.broadcast_to(jnp.arange(scored.shape[1]), scored.shape)
     before = probe.read(policy, params, clean.hidden, reading)
 
     def moved(states: Float[Array, "BK L D"], length: int, copies: int) -> Float[Array, "BK"]:
@@ -104,11 +111,11 @@ def masked_scores(
         )
     first = first_of_unit(scored, units)
     found = over_counterfactuals(policy, params, clean, first, replacement, moved, chunk=chunk, buckets=buckets)
-    if units is None:
-        return found
-    size = jnp.sum(first[:, :, None] == first[:, None, :], axis=-1)
-    shared = jnp.take_along_axis(found, jnp.minimum(first, first.shape[1] - 1), axis=1) / size
-    return jnp.where(scored, shared, 0)
+    if units is not None:
+        size = jnp.sum(first[:, :, None] == first[:, None, :], axis=-1)
+        shared = jnp.take_along_axis(found, jnp.minimum(first, first.shape[1] - 1), axis=1) / size
+        found = jnp.where(scored, shared, 0)
+    return jnp.take_along_axis(found, jnp.argsort(at, axis=1), axis=1)
 
 
 def over_counterfactuals(
@@ -127,7 +134,8 @@ def over_counterfactuals(
     Tokens with the same ``first`` are changed together; ``first`` is the position of the first of them, or T for a
     token that nothing changes. They get the ``replacement`` embedding, or are hidden from attention where it is None.
 
-    Rows wait for the one with the most counterfactuals in a bucket, so a call with few rows wastes the least.
+    Rows wait for the one with the most changes, and a chunk starts at the earliest change that any row has in it or
+    after it: rows whose changes end at about the same place waste the least.
     """
     if chunk < 1:
         raise ValueError(f"chunk: expected at least 1 counterfactual per forward, got {chunk}")
@@ -135,23 +143,36 @@ def over_counterfactuals(
         raise ValueError(f"buckets: expected at least 1, got {buckets}")
     length = first.shape[1]
     here = first == jnp.arange(length)  # a change begins
-    edges = [length * j // min(buckets, length) for j in range(min(buckets, length))] + [length]
+    count = jnp.max(jnp.sum(here, axis=1))
+    lows = [length * j // min(buckets, length) for j in range(min(buckets, length))]
+    sizes = [min(length, max(1, chunk * length // (length - low))) for low in lows]
+    order = _last_together(here, spare=max(sizes))
+    # The first input that carries a change of this chunk or a later one: input t + 1 carries token t.
+    earliest = jax.lax.cummin(jnp.min(order, axis=0), reverse=True) + 1
+    branches = [
+        _recomputed_from(policy, params, clean, first, replacement, find, order, low=low, size=size)
+        for low, size in zip(lows, sizes)
+    ]
+
+    def step(state: tuple[Int[Array, ""], Float[Array, "B T"]]) -> tuple[Int[Array, ""], Float[Array, "B T"]]:
+        i, out = state
+        bucket = jnp.searchsorted(jnp.asarray(lows), earliest[i], side="right") - 1
+        return i + jnp.asarray(sizes)[bucket], jax.lax.switch(bucket, branches, i, out)
+
     out = jnp.zeros(first.shape, jnp.promote_types(clean.hidden.dtype, jnp.float32))
-    for low, high in itertools.pairwise(edges):
-        # Input t + 1 carries token t, so inputs low .. high - 1 carry tokens low - 1 .. high - 2.
-        tokens = slice(max(low - 1, 0), max(high - 1, 0))
-        width = tokens.stop - tokens.start
-        if width == 0:
-            continue
-        size = min(width, max(1, chunk * length // (length - low)))
-        order = masked_positions(here[:, tokens], first=tokens.start, slots=-(-width // size) * size, none=length)
-        score = _bucket(policy, params, clean, first, replacement, find, order, low=low, size=size)
-        chunks = -(-jnp.max(jnp.sum(here[:, tokens], axis=1)) // size)
-        out = jax.lax.fori_loop(0, chunks, score, out)
-    return out
+    return jax.lax.while_loop(lambda state: state[0] < length, step, (length - count, out))[1]
 
 
-def _bucket(
+def _last_together(here: Bool[Array, "B T"], *, spare: int) -> Int[Array, "B slots"]:
+    """Positions of the True entries of each row in order, the last of every row in column T - 1; T elsewhere."""
+    length = here.shape[1]
+    at = masked_positions(here, first=0, slots=length, none=length)
+    late = length - jnp.sum(here, axis=1, keepdims=True)
+    turned = jnp.take_along_axis(at, (jnp.arange(length) - late) % length, axis=1)
+    return jnp.pad(turned, ((0, 0), (0, spare)), constant_values=length)
+
+
+def _recomputed_from(
     policy: Policy,
     params: Params,
     clean: StoredPass,
@@ -163,17 +184,15 @@ def _bucket(
     low: int,
     size: int,
 ) -> Callable[[Int[Array, ""], Float[Array, "B T"]], Float[Array, "B T"]]:
-    """The body of a loop: ``size`` = K counterfactuals of every row, over inputs ``low`` .. T - 1."""
+    """One chunk: ``size`` = K counterfactuals of every row from column i of ``order``, over inputs ``low`` .. T - 1."""
     rows, length = first.shape
     suffix = length - low
     changed_by = to_inputs(first + 1)[:, None, low:] - 1  # -1 at the last prompt token
-    embeddings = clean.embeddings[:, None, low:]
-    prefix = _slots_before(clean.stored, clean.stored.valid.shape[1] - suffix)
-    positions = jnp.repeat(clean.positions[:, low:], size, axis=0)
-    valid = jnp.broadcast_to(clean.valid[:, None, low:], (rows, size, suffix))
 
     def score(i: Int[Array, ""], out: Float[Array, "B T"]) -> Float[Array, "B T"]:
-        at = jax.lax.dynamic_slice_in_dim(order, i * size, size, axis=1)  # [B, K], T = nothing left
+        embeddings = clean.embeddings[:, None, low:]
+        valid = jnp.broadcast_to(clean.valid[:, None, low:], (rows, size, suffix))
+        at = jax.lax.dynamic_slice_in_dim(order, i, size, axis=1)  # [B, K], T = nothing
         hit = (changed_by == at[:, :, None]) & (at < length)[:, :, None]
         if replacement is None:
             variants, seen = jnp.broadcast_to(embeddings, (rows, size, *embeddings.shape[2:])), valid & ~hit
@@ -183,14 +202,50 @@ def _bucket(
         hidden, _ = policy.trunk(
             params,
             variants.reshape(rows * size, suffix, -1),
-            positions,
+            jnp.repeat(clean.positions[:, low:], size, axis=0),
             seen.reshape(rows * size, suffix),
-            prefix=prefix,
+            prefix=_slots_before(clean.stored, clean.stored.valid.shape[1] - suffix),
         )
         found = find(hidden, suffix, size).reshape(rows, size).astype(out.dtype)
         return out.at[jnp.arange(rows)[:, None], at].set(found, mode="drop")
 
     return score
+
+
+def _ends_together(
+    clean: StoredPass, reading: Reading, needed: Bool[Array, "B T"]
+) -> tuple[StoredPass, Reading, Int[Array, "B T"]]:
+    """Rows turned right until their last needed position is the last of all, and where each position went.
+
+    What comes after it wraps around to the left and is invalid. Attention goes by ``positions``, not by slots.
+    """
+    length = needed.shape[1]
+    shift = jnp.where(needed.any(axis=1), jnp.argmax(needed[:, ::-1], axis=1), 0)[:, None]
+    at, kept = (jnp.arange(length) - shift) % length, jnp.arange(length) >= shift
+
+    def turned(x: Array) -> Array:
+        return jnp.take_along_axis(x, at.reshape(*at.shape, *[1] * (x.ndim - 2)), axis=1)
+
+    stored, start = clean.stored, clean.stored.valid.shape[1] - length
+
+    def turned_slots(x: Array) -> Array:
+        return jnp.concatenate([x[:, :, :start], jax.vmap(turned)(x[:, :, start:])], axis=2)
+
+    return (
+        StoredPass(
+            embeddings=turned(clean.embeddings),
+            positions=turned(clean.positions),
+            valid=turned(clean.valid) & kept,
+            hidden=turned(clean.hidden),
+            stored=stored.replace(
+                k=turned_slots(stored.k),
+                v=turned_slots(stored.v),
+                valid=jnp.concatenate([stored.valid[:, :start], turned(stored.valid[:, start:]) & kept], axis=1),
+            ),
+        ),
+        Reading(turned(reading.tokens), turned(reading.valid) & kept, turned(reading.answer)),
+        at,
+    )
 
 
 def _slots_before(stored: KVCache, count: int) -> KVCache | None:
