@@ -13,7 +13,9 @@ import pytest
 from rich.console import Console
 
 import oarjax.cli.session
-from oarjax.cli.lab import Programs, draw_completions, make_programs, run_lab
+from oarjax.cli.lab import run_lab
+from oarjax.cli.lab_completions import draw_completions
+from oarjax.cli.lab_programs import Programs, make_programs
 from oarjax.cli.session import Session, open_session
 from oarjax.config import Config
 from oarjax.models.weights import abstract_params

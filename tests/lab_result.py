@@ -4,7 +4,6 @@ import math
 
 from oarjax.host.lab_results import Figure, LabCompletion, LabResult, MethodResult
 
-
 EVEN, ONES = {"uniform (GRPO)": [0.0] * 4}, {"uniform (GRPO)": [1.0] * 4}
 
 

@@ -14,6 +14,7 @@ from oarjax.host.builtin import (
     arithmetic_problem,
     arithmetic_rows,
     builtin_config,
+    computed_tokens,
     split_of,
     write_builtin_policy,
     write_tokenizer,
@@ -46,6 +47,16 @@ def test_steps_lead_from_the_question_to_the_answer():
             total = right
         assert (f"{spelled}=", total) == (question, answer)
         assert str(eval(question[:-1])) == answer
+
+
+def test_computed_tokens_are_the_digits_of_results():
+    text = "37+25=62;62-18=4;"
+    found = computed_tokens([*text, "####", " ", "4"])
+    assert [i for i, x in enumerate(found) if x] == [6, 7, 15]
+    # Whatever the tokens: one that holds part of a result counts; an unfinished step has none.
+    assert computed_tokens(["37+25", "=6", "2;62", "-18=4"]) == [False, True, True, False]
+    assert computed_tokens(["####", " 4"]) == [False, False]
+    assert computed_tokens([]) == []
 
 
 def test_answers_are_spread_evenly():

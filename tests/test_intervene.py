@@ -9,10 +9,10 @@ import pytest
 from toy_policy import toy_params, toy_policy
 
 from oarjax.cli.interventions import Branch, Continued, continued, direct_flips, total_flips
-from oarjax.oar.intervene import Branches, Choices, answer_choice_changes, branch_prompts, choices
+from oarjax.oar.intervene import Branches, answer_choice_changes, branch_prompts, choices
 from oarjax.policy import Policy, positions_of
 from oarjax.sampling import sample
-from oarjax.types import AnswerSpan, KVCache, PromptBatch, Rollout
+from oarjax.types import AnswerSpan, KVCache, Rollout
 
 V, STOP = 10, 0
 
@@ -108,9 +108,16 @@ COMPLETIONS = [[2, 7, 3, 4, 8, STOP], [9, 5, 3, 4, 6, STOP]]
 """From prompt 1: the policy's own greedy completion, and one that begins with its second choice."""
 
 
-def both(completions, rewards, *, batch=2, rows=3, length=7):
+@functools.cache
+def chain_programs():
+    """Compiled once for all tests: every completion has room for 7 tokens."""
+    return programs(chain_policy(), {}, length=7)
+
+
+def both(completions, rewards, *, batch=2, rows=3):
+    length = 7
     rollout, span = rollout_of([[3, 1], [1]], completions, width=3, length=length), span_of(completions, length)
-    decode, changes, choose = programs(chain_policy(), {}, length=length)
+    decode, changes, choose = chain_programs()
     choice = choose(rollout)
     direct = direct_flips(
         decode, changes, rollout, span, choice, answer_of=answer_of, answer_tokens=3, batch=batch, rows=rows, pad_id=0
@@ -130,7 +137,7 @@ def test_choices_are_the_first_and_the_next():
     assert choice.other[1, :3].tolist() == [2, 2, 9]  # where the completion has another token, the first choice
 
 
-@pytest.mark.parametrize(("batch", "rows"), [(2, 3), (1, 1), (5, 64)])
+@pytest.mark.parametrize(("batch", "rows"), [(2, 3), (1, 1), (5, 16)])
 def test_the_deciding_tokens_are_found(batch, rows):
     """Row 0, 2 7 3: only the 7 decides the answer given the rest; but without the 2, no 7 is written.
 
@@ -164,8 +171,8 @@ def test_unknown_rewards_leave_the_row_out():
 
 
 def test_a_row_without_a_clean_answer_is_not_usable():
-    rollout, span = rollout_of([[1]], [[2, 7, 3, 4, 8]], width=1, length=6), span_of([[2, 7, 3, 4, 8]], 6)
-    decode, changes, choose = programs(chain_policy(), {}, length=6)
+    rollout, span = rollout_of([[1]], [[2, 7, 3, 4, 8]], width=3, length=7), span_of([[2, 7, 3, 4, 8]], 7)
+    decode, changes, choose = chain_programs()
     found = direct_flips(
         decode, changes, rollout, span, choose(rollout), answer_of=lambda ids: None, answer_tokens=2, batch=1, rows=2,
         pad_id=0,
@@ -175,8 +182,8 @@ def test_a_row_without_a_clean_answer_is_not_usable():
 
 
 def test_a_change_to_the_stop_token_ends_the_text():
-    decode, _, _ = programs(chain_policy(), {}, length=7)
-    rollout = rollout_of([[1]], [COMPLETIONS[0]], width=2, length=7)
+    decode, _, _ = chain_programs()
+    rollout = rollout_of([[1]], [COMPLETIONS[0]], width=3, length=7)
     found = continued(decode, rollout, [Branch(0, 2, 1, STOP, 4), Branch(0, 2, 1, 5, 1)], rows=2, stop_ids=(STOP,))
     assert found == [Continued([2, STOP], True), Continued([2, 5, 3], False)]
 

@@ -16,7 +16,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 import oarjax.cli.session
 from oarjax.cli.interventions import Continued
-from oarjax.cli.lab import draw_completions, draws_noise, graded, known_tokens, saved_completions, usable_rows
+from oarjax.cli.lab import draws_noise, graded, known_tokens
+from oarjax.cli.lab_completions import draw_completions, saved_completions, usable_rows
 from oarjax.cli.main import main
 from oarjax.cli.session import open_session
 from oarjax.config import CreditConfig, changed, parse_config
@@ -116,7 +117,7 @@ def test_completions_are_taken_in_order_until_enough_have_an_answer(tmp_path, po
 
 def test_known_tokens_are_the_digits_of_results(tmp_path, policy):
     session = session_of(tmp_path, policy)
-    texts = [list("3+9=12;12-4=8;") + ["####", " ", "8"], ["####", " ", "8"]]
+    texts = [[*"3+9=12;12-4=8;", "####", " ", "8"], ["####", " ", "8"]]
     reasoning = np.zeros((2, 17), bool)
     reasoning[0, :14] = True
     found = known_tokens(session, texts, reasoning)
@@ -327,7 +328,7 @@ def test_saved_boxed_completions_of_a_qwen3(oarjax_command, tmp_path):
         credit={"answer": {"style": "boxed"}},
         data={"template": "plain", "max_prompt": 24, "train": {"source": str(problems)}},
         grading={"rewards": [{"name": "math"}], "workers": 1},
-        lab=BASE["lab"] | {"answer_tokens": 4},
+        lab=BASE["lab"] | {"answer_tokens": 4, "methods": {n: METHODS[n] for n in ("OAR-P", "entropy", "random")}},
     )
     code, out, err = oarjax_command("credit", path, "--json", "--rollouts", tmp_path / "rollouts.jsonl")
     assert code == 0, err

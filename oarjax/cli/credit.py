@@ -6,7 +6,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from oarjax.cli.lab import draw_completions, make_programs, run_lab, saved_completions
+from oarjax.cli.lab import run_lab
+from oarjax.cli.lab_completions import draw_completions, saved_completions
+from oarjax.cli.lab_programs import make_programs
 from oarjax.cli.session import facts, lay_out, open_session
 from oarjax.config import BUILTIN_POLICIES, Config, ConfigError, load_config
 from oarjax.host.lab_page import write_lab_page

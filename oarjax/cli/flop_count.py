@@ -88,7 +88,8 @@ def _fixed_flops(eqn: Any) -> float | None:
     """
     name = eqn.primitive.name
     if eqn.primitive is primitives.dot_general_p:
-        return _dot_flops(*(v.aval.shape for v in eqn.invars[:2]), eqn.params["dimension_numbers"])
+        left, right = eqn.invars
+        return _dot_flops(left.aval.shape, right.aval.shape, eqn.params["dimension_numbers"])
     if name in ("pallas_call", "conv_general_dilated", "ragged_dot_general", "tpu_custom_call"):
         raise ValueError(f"executed_flops: {name} cannot be counted; count on a CPU, where the plain form runs")
     inner = [_fixed_total(j) for j in _jaxprs(eqn.params)]
@@ -109,7 +110,7 @@ def _fixed_total(jaxpr: Any) -> float | None:
 
 
 def _dot_flops(left: Sequence[int], right: Sequence[int], dimensions: Any) -> float:
-    (contracted, right_contracted), (batch, _) = dimensions
+    (contracted, _), (batch, _) = dimensions
     inner = math.prod(left[i] for i in contracted)
     rows = math.prod(left)
     columns = math.prod(right) // max(inner * math.prod(left[i] for i in batch), 1)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float
 
-from oarjax.batches import bucket
+from oarjax.batches import bucket, take
 from oarjax.oar.intervene import Branches, Choices
 from oarjax.types import AnswerSpan, Rollout
 
@@ -55,7 +55,7 @@ def continued(
     for start in range(0, len(order), rows):
         chosen = order[start : start + rows]
         filled = np.resize(chosen, rows)  # the last batch has the others' shape
-        fields = zip(*(branches[i][:4] for i in filled))
+        fields = zip(*(branches[int(i)][:4] for i in filled))
         limit = max(branches[i].limit for i in chosen)
         found = decode(
             rollout.tokens,  # type: ignore[arg-type]
@@ -120,7 +120,7 @@ def direct_flips(
     departs = np.zeros(decoded_part.shape, bool)
     for start in range(0, len(begins), batch):
         chosen = np.resize(np.arange(start, min(start + batch, len(begins))), batch)
-        part = Rollout(**{name: np.asarray(x)[chosen] for name, x in vars(rewritten).items()})
+        part = take(rewritten, chosen)
         masks = (np.pad(reasoning & usable[:, None], wide), decoded_part, np.pad(np.asarray(choice.other), wide))
         departs[chosen] = np.asarray(changes(part, *(x[chosen] for x in masks)))
     doubtful = np.argwhere(departs[:, :total] & reasoning)

@@ -12,58 +12,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from oarjax.batches import bucket, join, take, trim
+from oarjax.batches import take
 from oarjax.cli.flop_count import flop_counter
 from oarjax.cli.interventions import Continued, Direct, Total, direct_flips, total_flips
+from oarjax.cli.lab_completions import Drawn, answer_given, completion_ids
+from oarjax.cli.lab_programs import Programs, as_method
 from oarjax.cli.session import Session, facts
-from oarjax.config import ConfigError, CreditConfig, changed
+from oarjax.config import CreditConfig, changed
 from oarjax.credit.random import random_scores
 from oarjax.credit.signals import Signals
 from oarjax.host.builtin import computed_tokens
-from oarjax.host.data import eval_batches, left_pad, right_pad
+from oarjax.host.data import right_pad
 from oarjax.host.grade import Grader
 from oarjax.host.lab_results import LabCompletion, LabResult, MethodResult, figure
-from oarjax.host.problems import Problem
 from oarjax.host.report import token_texts
-from oarjax.host.saved_rollouts import SavedRollout
-from oarjax.host.tokenizer import encode, render_prompt, text_of
-from oarjax.logps import token_logps
-from oarjax.methods import attribution, scorer, signals, weigher
+from oarjax.methods import attribution, signals, weigher
 from oarjax.oar.agreement import Evidence, agreement, best_agreement, concentration
-from oarjax.oar.answer import extract_answer
 from oarjax.oar.diagnose import spearman
 from oarjax.oar.gradient import row_keys
-from oarjax.oar.intervene import Branches, answer_choice_changes, branch_prompts, choices
-from oarjax.policy import positions_of
-from oarjax.sampling import sample
-from oarjax.types import AnswerSpan, Params, PromptBatch, Rollout
+from oarjax.oar.intervene import Branches
+from oarjax.types import AnswerSpan, PromptBatch, Rollout
 
 WARM_UP = 2
 """Calls before the clock counts."""
-
-
-class Programs(NamedTuple):
-    """What runs on the device. Those that take params first are timed and counted."""
-
-    params: Params
-    sample: Callable[..., Rollout]  # (prompts, key)
-    choose: Callable[..., Any]  # (rollout) -> Choices
-    decode: Callable[..., Rollout]  # see oarjax.cli.interventions.Decode
-    changes: Callable[..., Any]  # see AnswerChanges there
-    forward: Callable[..., Any]  # (params, rollout, span, row keys) -> states: the unit of cost
-    entropies: Callable[..., Any]  # (params, rollout, span, row keys) -> [b, T]
-    attribute: Callable[[CreditConfig], Callable[..., Any]]  # -> (params, rollout, span, row keys) -> [b, T]
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """Completions to compare on, numpy, with their problems."""
-
-    rollout: Rollout
-    span: AnswerSpan
-    problems: list[Problem]
-    referenced: np.ndarray  # bool [R]: the right answer is known
-    considered: int  # completions that these were taken from
 
 
 @dataclass(frozen=True)
@@ -76,179 +47,6 @@ class Scored:
     forwards: np.ndarray  # [batches]
 
 
-def make_programs(session: Session, params: Params) -> Programs:
-    """Bind the policy. Nothing is compiled yet."""
-    cfg, policy = session.cfg, session.policy
-    roll, masking, pad = cfg.rollout, cfg.credit.masking, session.pad_id
-    draw = partial(sample, policy, group_size=1, stop_ids=session.stop_ids, pad_id=pad)
-    temperature = roll.temperature if cfg.lab.temperature is None else cfg.lab.temperature
-
-    @jax.jit
-    def sampled(params: Params, prompts: PromptBatch, key: jax.Array) -> Rollout:
-        return draw(
-            params, prompts, key, max_new=roll.max_new, temperature=temperature, top_k=roll.top_k, top_p=roll.top_p
-        )
-
-    @jax.jit
-    def choose(params: Params, r: Rollout) -> Any:
-        return choices(policy, params, r.tokens, r.valid, completion_length=r.completion.shape[1])
-
-    @partial(jax.jit, static_argnames=("length", "width", "max_new"))
-    def decoded(
-        params: Params, tokens: Any, valid: Any, branches: Branches, *, length: int, width: int, max_new: int
-    ) -> Rollout:
-        prompts = branch_prompts(tokens, valid, branches, completion_length=length, width=width)
-        return draw(params, prompts, jax.random.key(0), max_new=max_new, temperature=0.0, top_k=0, top_p=1.0)
-
-    @jax.jit
-    def changes(params: Params, r: Rollout, reasoning: Any, answer: Any, other: Any) -> Any:
-        return answer_choice_changes(
-            policy, params, r.tokens, r.valid, reasoning, answer, other, chunk=masking.chunk, buckets=masking.buckets
-        )
-
-    def forward(params: Params, r: Rollout, span: AnswerSpan, keys: Any) -> Any:
-        return policy.trunk(params, policy.embed(params, r.tokens), positions_of(r.valid), r.valid)[0]
-
-    def entropies(params: Params, r: Rollout, span: AnswerSpan, keys: Any) -> Any:
-        return token_logps(
-            policy,
-            params,
-            r.tokens,
-            r.valid,
-            completion_length=r.completion.shape[1],
-            temperature=roll.temperature,
-            head_chunk=cfg.policy.head_chunk,
-        )[1]
-
-    def attribute(credit: CreditConfig) -> Callable[..., Any]:
-        probe = as_method(session, credit).own_probe
-        score = scorer(credit, policy, temperature=roll.temperature, pad_id=pad, own_probe=probe)
-        return lambda params, r, span, keys: score(params, r, span, keys, credit.probe.mode).importance
-
-    return Programs(
-        params=params,
-        sample=partial(sampled, params),
-        choose=partial(choose, params),
-        decode=partial(decoded, params),
-        changes=partial(changes, params),
-        forward=forward,
-        entropies=entropies,
-        attribute=attribute,
-    )
-
-
-# Completions -------------------------------------------------------------------------------------------------------
-
-
-def draw_completions(session: Session, programs: Programs) -> Drawn:
-    """One completion per problem of data.eval (or data.train), in order, until enough have an answer.
-
-    Raises:
-        ConfigError: none has an answer after enough reasoning.
-    """
-    cfg = session.cfg
-    source = session.train if session.held_out is None else session.held_out
-    rollouts, spans, problems, considered = [], [], [], 0
-    batches = eval_batches(source, batch=cfg.eval.batch, bucket=cfg.rollout.prompt_bucket, pad_id=session.pad_id)
-    for number, (prompts, found, real) in enumerate(batches):
-        key = jax.random.fold_in(jax.random.key(cfg.seed), number)
-        rollout = session.fetch(programs.sample(session.place(prompts, "rows"), key))
-        span = session.find_answers(rollout)
-        rows = usable_rows(span, shortest=cfg.lab.shortest)
-        rows = rows[rows < real][: cfg.lab.problems - len(problems)]
-        enough = len(problems) + len(rows) == cfg.lab.problems
-        considered += int(rows[-1]) + 1 if enough else real
-        rollouts.append(take(rollout, rows))
-        spans.append(take(span, rows))
-        problems += [found[row] for row in rows]
-        if enough:
-            break
-    if not problems:
-        raise ConfigError(_nothing_to_compare(considered, cfg.lab.shortest, cfg.credit.answer.style))
-    whole = join(rollouts)
-    span = jax.tree.map(lambda *parts: np.concatenate(parts), *spans)
-    return _trimmed(session, whole, span, problems, np.ones(len(problems), bool), considered)
-
-
-def saved_completions(session: Session, saved: Sequence[SavedRollout]) -> Drawn:
-    """Saved rollouts that have an answer, the first ``lab.problems`` of them.
-
-    Raises:
-        ConfigError: none has one after enough reasoning, or one is longer than the policy's positions.
-    """
-    cfg, tokenizer = session.cfg, session.tokenizer
-
-    def prompt_ids(s: SavedRollout) -> list[int]:
-        if not isinstance(s.prompt, str):
-            return s.prompt
-        return render_prompt(
-            tokenizer,
-            s.prompt,
-            template=cfg.data.template,
-            system_prompt=cfg.data.system_prompt,
-            prompt_format=cfg.data.prompt_format,
-        )
-
-    prompts = [prompt_ids(s) for s in saved]
-    completions = [encode(tokenizer, s.completion) if isinstance(s.completion, str) else s.completion for s in saved]
-    most = session.model.max_position_embeddings
-    for n, ids in enumerate(zip(prompts, completions), 1):
-        if sum(map(len, ids)) > most or not all(0 <= i < session.model.vocab_size for part in ids for i in part):
-            raise ConfigError(
-                f"--rollouts: rollout {n} has {sum(map(len, ids))} tokens or an id that is not the policy's; it has "
-                f"max_position_embeddings = {most} and {session.model.vocab_size} ids"
-            )
-    longest = max(map(len, completions))
-    tokens, valid = left_pad(prompts, length=max(map(len, prompts)), pad_id=session.pad_id)
-    made, completion = right_pad(completions, length=longest, pad_id=session.pad_id)
-    zeros = np.zeros(completion.shape, np.float32)
-    rollout = Rollout(
-        tokens=np.concatenate([tokens, made], 1),  # type: ignore[arg-type]
-        valid=np.concatenate([valid, completion], 1),  # type: ignore[arg-type]
-        completion=completion,  # type: ignore[arg-type]
-        behaviour_logps=zeros,  # type: ignore[arg-type]
-        filtered_logps=zeros,  # type: ignore[arg-type]
-        ended=np.ones(len(saved), bool),  # type: ignore[arg-type]
-    )
-    span = session.find_answers(rollout)
-    rows = usable_rows(span, shortest=cfg.lab.shortest)[: cfg.lab.problems]
-    if len(rows) == 0:
-        raise ConfigError(_nothing_to_compare(len(saved), cfg.lab.shortest, cfg.credit.answer.style))
-    texts = [s.prompt if isinstance(s.prompt, str) else text_of(p, session.table) for s, p in zip(saved, prompts)]
-    problems = [Problem(texts[r], saved[r].reference or "", index=n) for n, r in enumerate(rows)]
-    referenced = np.array([saved[r].reference is not None for r in rows])
-    return _trimmed(session, take(rollout, rows), take(span, rows), problems, referenced, len(saved))
-
-
-def usable_rows(span: AnswerSpan, *, shortest: int) -> np.ndarray:
-    """Rows with an answer after at least ``shortest`` tokens of reasoning."""
-    reasoning, answer = np.asarray(span.reasoning), np.asarray(span.answer)
-    return np.flatnonzero(np.asarray(span.found) & answer.any(1) & (reasoning.sum(1) >= shortest))
-
-
-def _nothing_to_compare(considered: int, shortest: int, style: str) -> str:
-    return (
-        f"lab: none of {considered} completions has an answer (credit.answer.style {style}) after at least {shortest} "
-        "tokens of reasoning; give a trained policy, its own answer style, a lower lab.shortest, or --rollouts"
-    )
-
-
-def _trimmed(
-    session: Session,
-    rollout: Rollout,
-    span: AnswerSpan,
-    problems: list[Problem],
-    referenced: np.ndarray,
-    considered: int,
-) -> Drawn:
-    """Without the positions that no completion reaches."""
-    full = rollout.completion.shape[1]
-    longest = int(np.asarray(rollout.completion).sum(1).max())
-    length = bucket(longest, min(session.cfg.rollout.completion_bucket, 8), full)
-    short, cut = trim(rollout, span, np.arange(len(problems)), length=length)
-    return Drawn(short, cut, problems, referenced, considered)
-
-
 # Oracles -----------------------------------------------------------------------------------------------------------
 
 
@@ -256,12 +54,6 @@ def own_rewards(session: Session, grader: Grader, drawn: Drawn) -> np.ndarray:
     """The first reward of every completion, NaN where the right answer is not known."""
     completions = [Continued(ids, True) for ids in completion_ids(drawn.rollout)]
     return graded(session, grader, drawn, list(range(len(completions))), completions)
-
-
-def completion_ids(rollout: Rollout) -> list[list[int]]:
-    """Every completion without its padding."""
-    made = np.asarray(rollout.completion)
-    return [row[mask].tolist() for row, mask in zip(np.asarray(rollout.tokens)[:, -made.shape[1] :], made)]
 
 
 def graded(
@@ -277,7 +69,7 @@ def graded(
         zeros = np.zeros(made.shape, np.float32)
         ended = np.array([bool(key[-1]) for key in different])
         rollout = Rollout(tokens, made, made, zeros, zeros, ended)  # type: ignore[arg-type]
-        numbered = {n: problem for n, problem in enumerate(drawn.problems)}
+        numbered = dict(enumerate(drawn.problems))
         batch = PromptBatch(tokens[:, :0], made[:, :0], np.asarray(owners, np.int32))  # type: ignore[arg-type]
         grades = session.submit(grader, numbered, batch, rollout)()
         values = dict(zip(different, grades.per_reward[session.cfg.grading.rewards[0].name].tolist()))
@@ -288,17 +80,11 @@ def oracles(
     session: Session, programs: Programs, grader: Grader, drawn: Drawn, rewards: np.ndarray
 ) -> tuple[Direct, Total]:
     """Both interventions on every reasoning token."""
-    lab, answer, rollout = session.cfg.lab, session.cfg.credit.answer, drawn.rollout
+    lab, rollout = session.cfg.lab, drawn.rollout
     decode = partial(programs.decode, length=rollout.completion.shape[1])
 
     def fetched(tokens: Any, valid: Any, branches: Branches, *, width: int, max_new: int) -> Rollout:
         return session.fetch(decode(tokens, valid, branches, width=width, max_new=max_new))
-
-    def answer_of(ids: Sequence[int]) -> str | None:
-        try:
-            return extract_answer(text_of(list(ids), session.table), style=answer.style, pattern=answer.pattern)
-        except TimeoutError:
-            return None
 
     choice = _in_batches(programs.choose, (rollout,), lab.batch)
     direct = direct_flips(
@@ -307,7 +93,7 @@ def oracles(
         rollout,
         drawn.span,
         choice,
-        answer_of=answer_of,
+        answer_of=partial(answer_given, session),
         answer_tokens=lab.answer_tokens,
         batch=lab.batch,
         rows=lab.branches,
@@ -397,11 +183,6 @@ def draws_noise(credit: CreditConfig) -> bool:
         return credit.estimator == "noisy" or credit.probe.mode != "answer_joint"
     by_fisher = kind == "oar_f" or (kind == "oar_screened" and credit.screen.by == "oar_f")
     return by_fisher and credit.fisher.sampled > 0
-
-
-def as_method(session: Session, credit: CreditConfig) -> Session:
-    """The session of a run with this method: its own units of the reasoning, keywords and probe."""
-    return session.with_config(session.cfg.model_copy(update={"credit": credit}))
 
 
 class Judged(NamedTuple):
@@ -526,11 +307,9 @@ def shown_completions(
     known: np.ndarray | None,
 ) -> list[LabCompletion]:
     """The first ``lab.shown`` completions, for the page."""
-    answer = session.cfg.credit.answer
-    shown = []
+    shown, ids = [], completion_ids(drawn.rollout)
     for row, tokens in enumerate(texts[: session.cfg.lab.shown]):
         n = len(tokens)
-        text = text_of(completion_ids(drawn.rollout)[row], session.table)
 
         def short(x: np.ndarray, row: int = row, n: int = n) -> list[float]:
             return [float(f"{v:.4g}") for v in x[row, :n]]
@@ -538,7 +317,7 @@ def shown_completions(
         shown.append(
             LabCompletion(
                 prompt=drawn.problems[row].prompt,
-                answer=extract_answer(text, style=answer.style, pattern=answer.pattern),
+                answer=answer_given(session, ids[row]),
                 reference=drawn.problems[row].reference if drawn.referenced[row] else None,
                 reward=float(rewards[row]),
                 tokens=list(tokens),

@@ -1,7 +1,7 @@
 """credit.html: every method's weights on the same completions, on one self-contained page without scripts.
 
 The method is switched by radio buttons and style rules alone. Everything that comes from a model or a dataset goes
-through the template's escaping, and ``visible`` before it; the page loads nothing, and its content policy forbids it to.
+through the template's escaping, and ``visible`` before it; the page loads nothing, as its content policy says.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def write_lab_page(path: Path, result: LabResult) -> None:
 
 
 def level_class(weight: float, *, method: int | None) -> str:
-    """The style class of a weight: p1..p8 above 1 (p8 from 3 on), s1..s8 below, none at 1, after the method's number."""
+    """The class of a weight after its method's number: p1..p8 above 1 (p8 from 3 on), s1..s8 below, none at 1."""
     if not math.isfinite(weight):
         return ""
     strength = min((weight - 1) / 2, 1.0) if weight > 1 else 1 - max(weight, 0.0)

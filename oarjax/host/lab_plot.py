@@ -44,7 +44,7 @@ def _against_cost(axis: Any, result: LabResult, name: str, title: str) -> None:
     free = []
     for i, method in enumerate(result.methods):
         cost, found = method.figures.get("forwards"), method.figures.get(name)
-        if cost is None or not _known(found):
+        if cost is None or found is None or not math.isfinite(found.mean):
             continue
         if not cost.mean > 0:
             free.append(method)
@@ -61,7 +61,7 @@ def _against_cost(axis: Any, result: LabResult, name: str, title: str) -> None:
             label=visible(method.name),
         )
     levels = [("costs nothing", method.figures[name].mean, ":") for method in free[-1:]]
-    if name in result.best and _known(result.best[name]):
+    if name in result.best and math.isfinite(result.best[name].mean):
         levels.append(("best possible", result.best[name].mean, "--"))
     for text, level, dash in levels:
         axis.axhline(level, color="#999999", linestyle=dash, linewidth=1.2)
@@ -76,7 +76,9 @@ def _against_cost(axis: Any, result: LabResult, name: str, title: str) -> None:
 
 
 def _bars(axis: Any, result: LabResult, name: str, title: str) -> None:
-    rows: list[tuple[int, MethodResult]] = [(i, m) for i, m in enumerate(result.methods) if _known(m.figures.get(name))]
+    rows: list[tuple[int, MethodResult]] = [
+        (i, m) for i, m in enumerate(result.methods) if name in m.figures and math.isfinite(m.figures[name].mean)
+    ]
     for place, (i, method) in enumerate(rows):
         found = method.figures[name]
         axis.barh(place, found.mean, xerr=_half(found), color=COLOURS[i % len(COLOURS)], height=0.7, capsize=2)
@@ -84,10 +86,6 @@ def _bars(axis: Any, result: LabResult, name: str, title: str) -> None:
     axis.invert_yaxis()
     axis.axvline(0, color="#555555", linewidth=0.8)
     _dress(axis, title)
-
-
-def _known(found: Figure | None) -> bool:
-    return found is not None and math.isfinite(found.mean)
 
 
 def _half(found: Figure) -> Any:

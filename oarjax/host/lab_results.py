@@ -24,7 +24,7 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Figure:
-    """A mean over problems (or, for costs, over batches of them) with its 95% interval; NaN where nothing is defined."""
+    """A mean over problems, or over batches of them for costs, with its 95% interval; NaN where undefined."""
 
     mean: float
     low: float
@@ -208,7 +208,7 @@ def read_lab(path: Path) -> LabResult:
         return math.nan if value is None else value
 
     def figures(found: Mapping[str, Any]) -> dict[str, Figure]:
-        return {k: Figure(*(number(v[n]) for n in ("mean", "low", "high")), v["count"]) for k, v in found.items()}
+        return {k: Figure(number(v["mean"]), number(v["low"]), number(v["high"]), v["count"]) for k, v in found.items()}
 
     methods = [MethodResult(m["name"], m["credit"], figures(m["figures"])) for m in tree["methods"]]
     completions = []

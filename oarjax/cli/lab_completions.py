@@ -1,0 +1,157 @@
+"""The completions that the credit lab compares methods on: drawn from the policy, or saved ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from oarjax.batches import bucket, join, take, trim
+from oarjax.cli.lab_programs import Programs
+from oarjax.cli.session import Session
+from oarjax.config import ConfigError
+from oarjax.host.data import eval_batches, left_pad, right_pad
+from oarjax.host.problems import Problem
+from oarjax.host.saved_rollouts import SavedRollout
+from oarjax.host.tokenizer import encode, render_prompt, text_of
+from oarjax.oar.answer import extract_answer
+from oarjax.types import AnswerSpan, Rollout
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Completions to compare on, numpy, with their problems."""
+
+    rollout: Rollout
+    span: AnswerSpan
+    problems: list[Problem]
+    referenced: np.ndarray  # bool [R]: the right answer is known
+    considered: int  # completions that these were taken from
+
+
+def draw_completions(session: Session, programs: Programs) -> Drawn:
+    """One completion per problem of data.eval (or data.train), in order, until enough have an answer.
+
+    Raises:
+        ConfigError: none has an answer after enough reasoning.
+    """
+    cfg = session.cfg
+    source = session.train if session.held_out is None else session.held_out
+    rollouts, spans, problems, considered = [], [], [], 0
+    batches = eval_batches(source, batch=cfg.eval.batch, bucket=cfg.rollout.prompt_bucket, pad_id=session.pad_id)
+    for number, (prompts, found, real) in enumerate(batches):
+        key = jax.random.fold_in(jax.random.key(cfg.seed), number)
+        rollout = session.fetch(programs.sample(session.place(prompts, "rows"), key))
+        span = session.find_answers(rollout)
+        rows = usable_rows(span, shortest=cfg.lab.shortest)
+        rows = rows[rows < real][: cfg.lab.problems - len(problems)]
+        enough = len(problems) + len(rows) == cfg.lab.problems
+        considered += int(rows[-1]) + 1 if enough else real
+        rollouts.append(take(rollout, rows))
+        spans.append(take(span, rows))
+        problems += [found[row] for row in rows]
+        if enough:
+            break
+    if not problems:
+        raise ConfigError(_nothing_to_compare(considered, cfg.lab.shortest, cfg.credit.answer.style))
+    whole = join(rollouts)
+    span = jax.tree.map(lambda *parts: np.concatenate(parts), *spans)
+    return _trimmed(session, whole, span, problems, np.ones(len(problems), bool), considered)
+
+
+def saved_completions(session: Session, saved: Sequence[SavedRollout]) -> Drawn:
+    """Saved rollouts that have an answer, the first ``lab.problems`` of them.
+
+    Raises:
+        ConfigError: none has one after enough reasoning, or one is longer than the policy's positions.
+    """
+    cfg, tokenizer = session.cfg, session.tokenizer
+
+    def prompt_ids(s: SavedRollout) -> list[int]:
+        if not isinstance(s.prompt, str):
+            return s.prompt
+        return render_prompt(
+            tokenizer,
+            s.prompt,
+            template=cfg.data.template,
+            system_prompt=cfg.data.system_prompt,
+            prompt_format=cfg.data.prompt_format,
+        )
+
+    prompts = [prompt_ids(s) for s in saved]
+    completions = [encode(tokenizer, s.completion) if isinstance(s.completion, str) else s.completion for s in saved]
+    most = session.model.max_position_embeddings
+    for n, ids in enumerate(zip(prompts, completions), 1):
+        if sum(map(len, ids)) > most or not all(0 <= i < session.model.vocab_size for part in ids for i in part):
+            raise ConfigError(
+                f"--rollouts: rollout {n} has {sum(map(len, ids))} tokens or an id that is not the policy's; it has "
+                f"max_position_embeddings = {most} and {session.model.vocab_size} ids"
+            )
+    longest = max(map(len, completions))
+    tokens, valid = left_pad(prompts, length=max(map(len, prompts)), pad_id=session.pad_id)
+    made, completion = right_pad(completions, length=longest, pad_id=session.pad_id)
+    zeros = np.zeros(completion.shape, np.float32)
+    rollout = Rollout(
+        tokens=np.concatenate([tokens, made], 1),  # type: ignore[arg-type]
+        valid=np.concatenate([valid, completion], 1),  # type: ignore[arg-type]
+        completion=completion,  # type: ignore[arg-type]
+        behaviour_logps=zeros,  # type: ignore[arg-type]
+        filtered_logps=zeros,  # type: ignore[arg-type]
+        ended=np.ones(len(saved), bool),  # type: ignore[arg-type]
+    )
+    span = session.find_answers(rollout)
+    rows = usable_rows(span, shortest=cfg.lab.shortest)[: cfg.lab.problems]
+    if len(rows) == 0:
+        raise ConfigError(_nothing_to_compare(len(saved), cfg.lab.shortest, cfg.credit.answer.style))
+    texts = [s.prompt if isinstance(s.prompt, str) else text_of(p, session.table) for s, p in zip(saved, prompts)]
+    problems = [Problem(texts[r], saved[r].reference or "", index=n) for n, r in enumerate(rows)]
+    referenced = np.array([saved[r].reference is not None for r in rows])
+    return _trimmed(session, take(rollout, rows), take(span, rows), problems, referenced, len(saved))
+
+
+def usable_rows(span: AnswerSpan, *, shortest: int) -> np.ndarray:
+    """Rows with an answer after at least ``shortest`` tokens of reasoning."""
+    reasoning, answer = np.asarray(span.reasoning), np.asarray(span.answer)
+    return np.flatnonzero(np.asarray(span.found) & answer.any(1) & (reasoning.sum(1) >= shortest))
+
+
+def _nothing_to_compare(considered: int, shortest: int, style: str) -> str:
+    return (
+        f"lab: none of {considered} completions has an answer (credit.answer.style {style}) after at least {shortest} "
+        "tokens of reasoning; give a trained policy, its own answer style, a lower lab.shortest, or --rollouts"
+    )
+
+
+def _trimmed(
+    session: Session,
+    rollout: Rollout,
+    span: AnswerSpan,
+    problems: list[Problem],
+    referenced: np.ndarray,
+    considered: int,
+) -> Drawn:
+    """Without the positions that no completion reaches."""
+    full = rollout.completion.shape[1]
+    longest = int(np.asarray(rollout.completion).sum(1).max())
+    length = bucket(longest, min(session.cfg.rollout.completion_bucket, 8), full)
+    short, cut = trim(rollout, span, np.arange(len(problems)), length=length)
+    return Drawn(short, cut, problems, referenced, considered)
+
+
+def completion_ids(rollout: Rollout) -> list[list[int]]:
+    """Every completion without its padding."""
+    made = np.asarray(rollout.completion)
+    return [row[mask].tolist() for row, mask in zip(np.asarray(rollout.tokens)[:, -made.shape[1] :], made)]
+
+
+def answer_given(session: Session, ids: Sequence[int]) -> str | None:
+    """The answer that a completion gives, None where it gives none."""
+    answer = session.cfg.credit.answer
+    if answer.style == "none":
+        return None
+    try:
+        return extract_answer(text_of(list(ids), session.table), style=answer.style, pattern=answer.pattern)
+    except TimeoutError:
+        return None
