@@ -1,5 +1,7 @@
 """The alternatives to OAR one by one, each worked by hand. What all must keep is in test_credit_contract.py."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,8 @@ from oarjax.credit.polarity import polarised, reweighted_rows
 from oarjax.credit.random import random_scores
 from oarjax.credit.signals import given
 from oarjax.credit.uniform import uniform_weights
+from oarjax.host.tokenizer import encode as tokenizer_encode
+from oarjax.host.tokenizer import load_tokenizer, token_bytes
 from oarjax.oar.diagnose import ess_ratio
 
 RNG = np.random.default_rng(0)
@@ -246,3 +250,15 @@ def test_unknown_polarity(unchecked):
 def test_a_missing_signal_is_named():
     with pytest.raises(ValueError, match=r"credit method entropy: needs the signal entropies, got None"):
         given(None, "entropies", method="entropy")
+
+
+def test_keywords_with_qwens_tokenizer(shared):
+    tokenizer = load_tokenizer(shared / "tokenizer")
+    table = token_bytes(tokenizer, 151936)
+    words = ("therefore", "so", "hence", "wait", "but", "=")
+    known = keyword_table(words, partial(tokenizer_encode, tokenizer), table)
+    text = "So x = 3. Therefore, 2+3=5; also wait\n\nBut the sonata, (so) hence\nwhence butter a==b reso a =\n4"
+    ids = np.array([tokenizer_encode(tokenizer, text)], np.int32)
+    hits = np.asarray(keyword_tokens(jnp.asarray(ids), jnp.ones(ids.shape, bool), known))[0]
+    pieces = [table[i].decode() for i in ids[0][hits]]
+    assert pieces == ["So", " =", " Therefore", "=", " wait", "But", "so", " hence", " =\n"]
