@@ -73,7 +73,7 @@ def _equation(eqn: Any, values: Values) -> tuple[Values, Any]:
     if primitive is primitives.while_p:
         return _while(params, values)
     if primitive is primitives.scan_p:
-        return _scan(params, values)
+        return _scan(eqn, values)
     if primitive is primitives.cond_p:
         return _cond(params, values)
     (inner,) = _jaxprs(params)
@@ -133,8 +133,12 @@ def _while(params: Any, values: Values) -> tuple[Values, Any]:
     return jax.lax.while_loop(again, step, (start, _zero()))
 
 
-def _scan(params: Any, values: Values) -> tuple[Values, Any]:
-    body, k, c = params["jaxpr"], params["num_consts"], params["num_carry"]
+def _scan(eqn: Any, values: Values) -> tuple[Values, Any]:
+    params, body = eqn.params, eqn.params["jaxpr"]
+    # What is scanned over has one axis more outside than in the body. (How params count these differs with JAX.)
+    inside, outside = (_ranks(x.invars) for x in (body.jaxpr, eqn))
+    c = sum(a == b for a, b in zip(_ranks(body.jaxpr.outvars), _ranks(eqn.outvars), strict=True))
+    k = sum(a == b for a, b in zip(inside, outside, strict=True)) - c
     consts, start, xs = values[:k], values[k : k + c], values[k + c :]
 
     def step(carry: Any, x: Any) -> Any:
@@ -157,6 +161,10 @@ def _cond(params: Any, values: Values) -> tuple[Values, Any]:
         return run
 
     return jax.lax.switch(index, [branch(closed) for closed in params["branches"]], *operands)
+
+
+def _ranks(variables: Sequence[Any]) -> list[int]:
+    return [len(v.aval.shape) for v in variables]
 
 
 def _zero() -> Any:
