@@ -47,7 +47,7 @@ FLOORS = {
     "host": 9.0,  # a wing of its own, see WING
     "cli": 10.0,
 }
-WING = {"types", "config", "policy", "sharding", "models", "credit", "oar.answer"}
+WING = {"types", "config", "config_study", "policy", "sharding", "models", "credit", "oar.answer"}
 """What host/ may import besides itself; nothing on floors 1-4 imports host/."""
 
 

@@ -8,6 +8,7 @@ import pytest
 
 import oarjax
 from oarjax.config import load_config
+from oarjax.config_study import load_study, make_plan
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -16,7 +17,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
 def test_shipped_configs_are_valid_and_say_how_to_run_them(path):
-    load_config(path)
+    make_plan(load_study(path)) if path.name.startswith("study_") else load_config(path)
     assert path.read_text().startswith("# ")
 
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from oarjax.cli import run_folder, trainer
 from oarjax.cli import train as command
-from oarjax.cli import trainer
 from oarjax.config import ConfigError, load_config
 from oarjax.host.hf import load_params, read_config
 from oarjax.host.report import read_metrics
@@ -86,13 +86,13 @@ def timeless(folder):
 def test_another_config_does_not_touch_a_run(tmp_path, data):
     demo = data.parent.parent / "configs/demo.yaml"
     cfg = load_config(demo, [f"run_dir={tmp_path}", "optim.lr=0.25"])
-    command._claim(tmp_path, cfg)
+    run_folder.claim(tmp_path, cfg)
     (tmp_path / "start").mkdir()
-    command._refuse_another_run(tmp_path, cfg)  # the same command may go on
+    run_folder.refuse_another_run(tmp_path, cfg)  # the same command may go on
     other = load_config(demo, [f"run_dir={tmp_path}", "optim.lr=0.5"])
     with pytest.raises(ConfigError, match=r"another config \(optim\.lr was 0\.25, is 0\.5\); give another run_dir"):
-        command._refuse_another_run(tmp_path, other)
+        run_folder.refuse_another_run(tmp_path, other)
     shown = load_config(demo, [f"run_dir={tmp_path}", "optim.lr=0.25", "report.html=false"])
-    command._refuse_another_run(tmp_path, shown)  # what a run learns does not depend on it
+    run_folder.refuse_another_run(tmp_path, shown)  # what a run learns does not depend on it
     (tmp_path / "start").rmdir()
-    command._refuse_another_run(tmp_path, other)  # nothing to lose yet
+    run_folder.refuse_another_run(tmp_path, other)  # nothing to lose yet

@@ -10,6 +10,8 @@ from oarjax.host.devices import DeviceError
 from oarjax.host.grade import GraderError
 from oarjax.host.hf import CheckpointError
 from oarjax.host.problems import DataError
+from oarjax.host.study_jobs import StudyError
+from oarjax.host.study_page import PageError
 from oarjax.host.tokenizer import TokenizerError
 from oarjax.models.qwen import UnsupportedModel
 from oarjax.sharding import ShardingError
@@ -20,6 +22,8 @@ USER_ERRORS = (
     GraderError,
     CheckpointError,
     DataError,
+    PageError,
+    StudyError,
     TokenizerError,
     UnsupportedModel,
     ShardingError,

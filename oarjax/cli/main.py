@@ -147,6 +147,47 @@ def credit(
     run(config, overrides or [], as_json, rollouts)
 
 
+STUDY_HELP = (
+    "Does a method learn better? Train several arms of one run config, each with several seeds.\n\n"
+    "All arms of a seed have the same start, problems, noise and number of rollouts. Every arm and seed is a run "
+    "folder: finished ones are not run again, half-done ones go on from their checkpoint. The study's folder gets "
+    "study.json, study.md, curves.png with 95% intervals over seeds, and frontier.png where the config has a sweep."
+)
+
+
+@app.command(help=STUDY_HELP, epilog="Example: oarjax study configs/study_demo.yaml --quick")
+def study(
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG.yaml", help="Base config, arms, seeds and sweep.", show_default=False)
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY.SUB=VALUE...", help="Fields of the study to change; values are YAML.", show_default=False
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="With the changes of the config's section quick, in run_dir-quick.")
+    ] = False,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            help="Runs at once, each on cores of its own; 0 = none, only collect what has finished.",
+            min=0,
+            show_default="one per core where the config's device is cpu, else 1",
+        ),
+    ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(help="Markdown page to paste the results into, between its marks.", show_default=False),
+    ] = None,
+) -> None:
+    """``oarjax study``; see ``STUDY_HELP``."""
+    from oarjax.cli.study import run
+
+    run(config, overrides or [], quick=quick, jobs=jobs, page=page)
+
+
 @app.command()
 def bench(
     model: Annotated[str, typer.Option(help="nano, micro or both: random policies made on the spot.")] = "nano",

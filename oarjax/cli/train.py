@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import yaml
 from rich.console import Console
 
 from oarjax.cli.evaluate import Evaluation, evaluate
-from oarjax.cli.results import METHODS, show_results
+from oarjax.cli.results import label, show_results
+from oarjax.cli.run_folder import changed, claim, refuse_another_run
 from oarjax.cli.session import Session, facts, lay_out, open_session
 from oarjax.cli.trainer import Trained, train
 from oarjax.cli.warm_start import warm_start
 from oarjax.config import Config, ConfigError, load_config
 from oarjax.host.grade import Grader
 from oarjax.host.hf import export
-from oarjax.host.progress import banner, flatten
+from oarjax.host.progress import banner
 from oarjax.host.report import make_console
+from oarjax.methods import ATTRIBUTIONS
 from oarjax.steps import make_optimizer, make_steps
 from oarjax.types import Params
 
@@ -47,12 +47,12 @@ def _seeds(text: str) -> list[int]:
 
 def _train_once(cfg: Config, console: Console) -> None:
     folder = Path(cfg.run_dir).expanduser()
-    _refuse_another_run(folder, cfg)
+    refuse_another_run(folder, cfg)
     session = open_session(cfg, console)
-    _claim(folder, cfg)
+    claim(folder, cfg)
     banner(console, facts(session), cfg.model_dump(mode="json", exclude_defaults=True))
     with session.grader() as grader:
-        start, before = _start(session, grader)
+        start, before = start_policy(session, grader)
         trained = train(session, grader, start, before, folder)
     if cfg.export.folder is not None:
         target = folder / cfg.export.folder
@@ -65,29 +65,31 @@ def _compare(cfg: Config, seeds: list[int], console: Console) -> None:
     """Every method from the same warm start, with the same prompts and the same noise, seed by seed."""
     root = Path(cfg.run_dir).expanduser()
     root = root.with_name(f"{root.name}-compare")
-    _refuse_another_run(root, cfg)
+    refuse_another_run(root, cfg)
+    if cfg.credit.method in ATTRIBUTIONS:
+        cfg = changed(cfg, credit=changed(cfg.credit, permuted_of=cfg.credit.method))
     methods = list(dict.fromkeys([cfg.credit.method, "uniform", "permuted"]))
     befores: list[Evaluation | None] = []
     runs: dict[str, list[Trained]] = {name: [] for name in methods}
     session: Session | None = None
     for seed in seeds:
-        session = open_session(_with(cfg, seed=seed, run_dir=str(root / f"seed{seed}")), console)
+        session = open_session(changed(cfg, seed=seed, run_dir=str(root / f"seed{seed}")), console)
         if seed == seeds[0]:
-            _claim(root, cfg)
+            claim(root, cfg)
             banner(console, facts(session), cfg.model_dump(mode="json", exclude_defaults=True))
         with session.grader() as grader:
-            start, before = _start(session, grader)
+            start, before = start_policy(session, grader)
             befores.append(before)
             for method in methods:
-                console.rule(f"seed {seed}, {METHODS[method]}")
-                same = _with(session.cfg, credit=_with(cfg.credit, method=method))
-                folder = _claim(session.folder / method, same)
+                console.rule(f"seed {seed}, {label(method, cfg.credit)}")
+                same = changed(session.cfg, credit=changed(cfg.credit, method=method))
+                folder = claim(session.folder / method, same)
                 runs[method].append(train(session.with_config(same), grader, start, before, folder))
     if session is not None:
         show_results(session, root, befores, runs)
 
 
-def _start(session: Session, grader: Grader) -> tuple[Params, Evaluation | None]:
+def start_policy(session: Session, grader: Grader) -> tuple[Params, Evaluation | None]:
     """The policy to train from, after the warm start where there is one, and how good it is."""
     cfg = session.cfg
     tx, _ = make_optimizer(cfg)
@@ -103,44 +105,14 @@ def _start(session: Session, grader: Grader) -> tuple[Params, Evaluation | None]
             export(warm, session.model, params, source=session.source)
     if session.held_out is None:
         return params, None
-    steps = make_steps(session.policy, tx, layout, cfg, stop_ids=session.stop_ids, pad_id=session.pad_id)
+    steps = make_steps(
+        session.policy,
+        tx,
+        layout,
+        cfg,
+        stop_ids=session.stop_ids,
+        pad_id=session.pad_id,
+        keyword_table=session.keyword_table(),
+        own_probe=session.own_probe,
+    )
     return params, evaluate(session, steps, grader, params)
-
-
-def _with(section: Any, **changes: Any) -> Any:
-    """A config section with fields changed, validated again."""
-    fields = {name: getattr(section, name) for name in type(section).model_fields}
-    return type(section)(**(fields | changes))
-
-
-HARMLESS = ("compilation_cache", "profile", "checkpoint.", "report.", "export.", "grading.workers", "eval.batch")
-"""Fields that may differ when a run goes on: they do not change what it learns."""
-
-
-def _refuse_another_run(folder: Path, cfg: Config) -> None:
-    """The same command goes on with its run; any other must not touch one that has got anywhere."""
-    known = folder / "config.yaml"
-    if not known.exists() or not any(any(folder.glob(part)) for part in ("start", "checkpoints/*", "seed*/start")):
-        return
-    before, now = flatten(yaml.safe_load(known.read_text())), flatten(cfg.model_dump(mode="json"))
-    changed = [
-        f"{name} was {before.get(name)!r}, is {now.get(name)!r}"
-        for name in sorted(before | now)
-        if before.get(name) != now.get(name) and not name.startswith(HARMLESS)
-    ]
-    if changed:
-        raise ConfigError(
-            f"run_dir: {folder} holds a run of another config ({'; '.join(changed)}); "
-            "give another run_dir=..., or that config to go on with it"
-        )
-
-
-def _claim(folder: Path, cfg: Config) -> Path:
-    """Make the run's folder and write its whole config there."""
-    _refuse_another_run(folder, cfg)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False))
-    except OSError as error:
-        raise ConfigError(f"run_dir: cannot write to {folder}: {error}; give another run_dir=...") from error
-    return folder

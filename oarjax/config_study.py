@@ -1,0 +1,238 @@
+"""The config of a study: arms and seeds of one run config, and what it comes to: every run with its folder.
+
+A study is a YAML file plus ``key.sub=value`` overrides, as a run is. Everything is checked before the first run.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, ValidationError, model_validator
+
+from oarjax.config import Config, ConfigError, Count, Section, explained, parse_config, read_tree
+
+Changes = dict[str, Any]
+"""Fields to change: nested, or with dots in their names (``credit.gate.tau: 0.2``), or both."""
+
+FREE = ("advantage", "credit", "loss", "optim", "update")
+"""Sections in which arms may differ. Start, problems, rollouts and evaluation are the same for all."""
+FIXED = ("update.refills",)
+"""Fields of these sections that would give an arm other rollouts."""
+
+
+def _different(seeds: tuple[int, ...]) -> tuple[int, ...]:
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ValueError(f"expected at least one seed and each once, got {list(seeds)}")
+    return seeds
+
+
+Seeds = Annotated[tuple[Count, ...], AfterValidator(_different)]
+
+
+class SweepConfig(Section):
+    """Every combination of one arm's fields."""
+
+    of: str = Field(description="the arm that the fields are changed in")
+    over: dict[str, tuple[Any, ...]] = Field(description="dotted field -> its values; two fields make a heat map")
+    seeds: Seeds
+
+    @model_validator(mode="after")
+    def _values(self) -> SweepConfig:
+        bad = [name for name, values in self.over.items() if len({json.dumps(v) for v in values}) < max(len(values), 1)]
+        if not self.over or bad:
+            named = f"of {', '.join(bad)}" if bad else "for at least one field"
+            raise ValueError(f"over: expected at least one value {named}, and each once")
+        return self
+
+
+class StudyConfig(Section):
+    run_dir: str = Field(description="folder of the study; with --quick, -quick is appended")
+    base: str | dict[str, Any] = Field(description="the run that arms change: a file beside this one, or its fields")
+    arms: dict[str, Changes] = Field(description="name to show -> fields changed, in: " + ", ".join(FREE))
+    seeds: Seeds
+    against: tuple[str, ...] = Field(default=(), description="arms that the others are compared with, seed by seed")
+    sweep: SweepConfig | None = None
+    quick: Changes | None = Field(default=None, description="fields of the study that --quick changes")
+
+    @model_validator(mode="after")
+    def _arms_exist(self) -> StudyConfig:
+        problems = [
+            f"{where}: no arm is called {name!r}; the arms are {', '.join(self.arms)}"
+            for where, name in [*(("against", n) for n in self.against), *_swept(self.sweep)]
+            if name not in self.arms
+        ]
+        if not self.arms:
+            problems.append("arms: expected at least one")
+        slugs = [slug(name) for name in self.arms]
+        problems += [
+            f"arms.{name}: expected a name that makes a folder of its own, got {folder!r}"
+            for name, folder in zip(self.arms, slugs)
+            if not folder or slugs.count(folder) > 1 or folder in TAKEN
+        ]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+TAKEN = ("start", "policy", "sweep")
+"""Folders of a seed that are no arm's."""
+
+
+def _swept(sweep: SweepConfig | None) -> list[tuple[str, str]]:
+    return [] if sweep is None else [("sweep.of", sweep.of)]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run of a study. ``config.run_dir`` is its folder, in the folder of its seed."""
+
+    name: str  # as shown: the arm, or the cell's fields
+    seed: int
+    config: Config
+    home: Path  # the seed's folder: its warm start
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination of the sweep's values, with its run for every seed."""
+
+    values: tuple[Any, ...]  # in the order of sweep.over
+    runs: tuple[Planned, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    study: StudyConfig
+    root: Path
+    starts: dict[int, Config]  # by seed: the base config in the seed's folder
+    arms: dict[str, tuple[Planned, ...]]  # by arm, in the order of the seeds
+    cells: tuple[Cell, ...]
+
+    @property
+    def runs(self) -> list[Planned]:
+        """Every run once, the arms of a seed together, the sweep last."""
+        ordered = [run for runs in zip(*self.arms.values()) for run in runs]
+        ordered += [run for runs in zip(*(cell.runs for cell in self.cells)) for run in runs]
+        return list({run.config.run_dir: run for run in ordered}.values())
+
+
+def load_study(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *, quick: bool = False) -> StudyConfig:
+    """Read a study's YAML file, apply overrides, and with ``quick`` what the file says about that; validate.
+
+    Raises:
+        ConfigError: as ``load_config``; ``quick`` and the file says nothing about it; the base's file is missing.
+    """
+    tree = read_tree(path, overrides)
+    study = _validate(tree, source=str(path))
+    if quick and study.quick is None:
+        raise ConfigError(f"{path}: --quick needs a section quick: the fields that it changes")
+    if quick and study.quick is not None:
+        changes = {"run_dir": f"{study.run_dir}-quick"} | study.quick
+        study = _validate(merged(tree, changes, where="quick"), source=f"{path} with --quick")
+    if isinstance(study.base, str):
+        base = read_tree(Path(path).parent / study.base)
+        study = _validate(study.model_dump() | {"base": base}, source=str(path))
+    return study
+
+
+def _validate(tree: dict[str, Any], *, source: str) -> StudyConfig:
+    try:
+        return StudyConfig.model_validate(tree)
+    except ValidationError as error:
+        raise explained(error, StudyConfig, source=source) from None
+
+
+def make_plan(study: StudyConfig) -> Plan:
+    """Every run of a study.
+
+    Raises:
+        ConfigError: an arm or a cell is no valid run, or would not have the same start and rollouts as the others.
+    """
+    if isinstance(study.base, str):
+        raise ConfigError(f"base: {study.base} is not read yet; load_study reads it")
+    base, root, sweep = study.base, Path(study.run_dir).expanduser(), study.sweep
+    seeds = tuple(dict.fromkeys((*study.seeds, *(sweep.seeds if sweep else ()))))
+
+    def config(changes: Changes, seed: int, folder: Path, where: str) -> Config:
+        tree = merged(base, changes, where=where) | {"seed": seed, "run_dir": str(folder)}
+        return parse_config(tree, source=where)
+
+    def planned(name: str, changes: Changes, seed: int, folder: str, where: str) -> Planned:
+        made = config(changes, seed, home(seed) / folder, where)
+        _check_equal(starts[seed], made, where)
+        return Planned(name, seed, made, home(seed))
+
+    def home(seed: int) -> Path:
+        return root / f"seed{seed}"
+
+    starts = {seed: config({}, seed, home(seed), "base") for seed in seeds}
+    arms = {
+        name: tuple(planned(name, changes, seed, slug(name), f"arms.{name}") for seed in study.seeds)
+        for name, changes in study.arms.items()
+    }
+    if sweep is None:
+        return Plan(study, root, starts, arms, ())
+    known = {_content(run.config): run for runs in arms.values() for run in runs}
+    cells = []
+    for values in itertools.product(*sweep.over.values()):
+        fields = dict(zip(sweep.over, values))
+        name = ", ".join(f"{field.rpartition('.')[2]} {value}" for field, value in fields.items())
+        changes = merged(merged({}, study.arms[sweep.of], where=sweep.of), fields, where="sweep.over")
+        runs = [planned(name, changes, seed, f"sweep/{slug(name)}", f"sweep {name}") for seed in sweep.seeds]
+        cells.append(Cell(values, tuple(known.get(_content(run.config), run) for run in runs)))
+    return Plan(study, root, starts, arms, tuple(cells))
+
+
+def merged(tree: Mapping[str, Any], changes: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """A copy of a nested dict with fields changed; dots in names lead into sections, mappings are merged.
+
+    Raises:
+        ConfigError: a name leads into something that is no section.
+    """
+    out = copy.deepcopy(dict(tree))
+    for key, value in changes.items():
+        *parents, leaf = key.split(".")
+        node = out
+        for name in parents:
+            node[name] = {} if node.get(name) is None else node[name]
+            node = node[name]
+            if not isinstance(node, dict):
+                raise ConfigError(f"{where}: {key}: {name} is a value and has no field {leaf}")
+        known = node.get(leaf)
+        inside = isinstance(value, Mapping) and isinstance(known, Mapping | None)
+        node[leaf] = merged(known or {}, value, where=where) if inside else copy.deepcopy(value)
+    return out
+
+
+def slug(name: str) -> str:
+    """A name as a folder's: letters, digits, dots, the rest as single dashes."""
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-.")
+
+
+def _content(cfg: Config) -> str:
+    """What a run is, wherever its folder is."""
+    return json.dumps(cfg.model_dump(mode="json", exclude={"run_dir"}), sort_keys=True)
+
+
+def _check_equal(base: Config, arm: Config, where: str) -> None:
+    """Arms differ in how the policy learns from rollouts, and in nothing else."""
+    changed = [
+        f"{section}.{field}" if isinstance(before, Section) else section
+        for section in type(base).model_fields
+        if section != "run_dir" and (before := getattr(base, section)) != (now := getattr(arm, section))
+        for field in (type(before).model_fields if isinstance(before, Section) else [""])
+        if field == "" or getattr(before, field) != getattr(now, field)
+    ]
+    wrong = [path for path in changed if path.split(".")[0] not in FREE or path in FIXED]
+    if wrong:
+        raise ConfigError(
+            f"{where}: changes {', '.join(wrong)}; arms may differ in {', '.join(FREE)} (not in {', '.join(FIXED)}), "
+            "so that all have the same start, problems and rollouts; put it into base"
+        )
