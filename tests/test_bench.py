@@ -12,8 +12,9 @@ from jaxtyping import Array
 from rich.console import Console
 from typer.testing import CliRunner
 
-from oarjax.cli import bench, measure
-from oarjax.cli.bench_work import Shapes, draw_tokens, half_right, make_rows, spans
+from oarjax.cli import bench, bench_project, bench_step, measure
+from oarjax.cli.bench_credit import LONG, PLAIN, SCORES, SHARED, bench_long, score_flops
+from oarjax.cli.bench_work import Ours, Shapes, draw_tokens, half_constant, half_right, make_rows, spans
 from oarjax.cli.main import app
 from oarjax.config import ConfigError
 from oarjax.flops import forward_flops
@@ -105,7 +106,7 @@ def test_work_is_what_the_rows_say():
     ("options", "message"),
     [
         (["--model", "mega"], "--model: expected nano, micro or both, got mega"),
-        (["--only", "W2,W9"], "--only: expected some of W1,W2,W3,W4, got W9"),
+        (["--only", "W2,W9"], "--only: expected some of W1,W2,W3,W4,W5,W6, got W9"),
         (["--against", "trl"], "--against: expected torch, got trl"),
     ],
 )
@@ -175,3 +176,62 @@ def test_against_torch_reports_the_ratio_of_every_pair(workload):
     for row in found["rows"]:
         pairs = zip(row["torch"]["seconds"]["runs"], row["ours"]["seconds"]["runs"])
         assert row["speedup"]["runs"] == pytest.approx([x / y for x, y in pairs])
+
+
+def test_suffixes_take_at_most_six_tenths_of_whole_forwards_at_512_tokens(tmp_path):
+    folder = write_random_checkpoint(tmp_path / "tiny", TINY, seed=0)
+    flops = score_flops(Ours(folder, LONG, draw_tokens(40, LONG, seed=0)), ("OAR-P", "screened OAR-P"))
+    assert flops["OAR-P"] <= 0.6 * flops[PLAIN]
+    assert flops["screened OAR-P"] <= 0.6 * flops["OAR-P"]
+
+
+@pytest.mark.slow
+def test_long_credit_has_every_form(tmp_path):
+    folder = write_random_checkpoint(tmp_path / "tiny", TINY, seed=0)
+    with measure.counted_compilations() as compiled:
+        found = bench_long(folder, 40, SHAPES, repeats=2, compiled=compiled)
+    assert [r["name"] for r in found["rows"]] == [PLAIN, *SCORES]
+    assert found["rows"][0]["plain_over_this"]["runs"] == [1.0, 1.0]
+    by_name = {r["name"]: r for r in found["rows"]}
+    assert by_name["OAR-P"]["executed_flops"] < by_name[SHARED]["executed_flops"] < by_name[PLAIN]["executed_flops"]
+    assert json.loads(json.dumps(found)) == found
+
+
+@pytest.mark.slow
+def test_steps_of_every_method_are_beside_grpo_with_and_without_skipping(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_step, "METHODS", {k: bench_step.METHODS[k] for k in ("GRPO", "OAR-G, 1 draw", "OAR-P")})
+    folder = write_random_checkpoint(tmp_path / "tiny", TINY, seed=0)
+    setting = bench_step.Setting(TINY, SHAPES, microbatch=2)
+    with measure.counted_compilations() as compiled:
+        found = bench_step.bench_steps(
+            "tiny", setting, folder, repeats=2, compiled=compiled, status=Console(quiet=True).status
+        )
+    rows = found["rows"]
+    assert [(r["method"], r["rows"], r["goal"]) for r in rows] == [
+        ("OAR-G, 1 draw", "all", 1.3),
+        ("OAR-P", "all", 6.0),
+        ("OAR-G, 1 draw", "half skipped", None),
+        ("OAR-P", "half skipped", None),
+    ]
+    for row in rows:
+        assert row["flops_of_grpo"] > 1
+        assert len(row["of_grpo"]["runs"]) == 2
+    every, skipped = rows[0]["executed_flops"], rows[2]["executed_flops"]
+    assert every["sample"] == skipped["sample"]
+    assert every["update"] == 2 * skipped["update"]
+    assert every["score"] == 2 * skipped["score"]
+    assert rows[0]["grpo"]["executed_flops"]["score"] == 0
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_every_second_group_is_constant():
+    assert half_constant(8, 2).rewards.tolist() == [1, 0, 1, 1, 1, 0, 1, 1]
+
+
+def test_projection_prints_methods_beside_goals(capsys):
+    bench.run("nano", "", 1, True, None, True)
+    document = json.loads(capsys.readouterr().out)
+    assert document == json.loads(json.dumps(bench_project.document()))
+    assert document["methods"]["OAR-P"]["goal"] == 2.0
+    bench.run("nano", "", 1, False, None, True)
+    assert "screened OAR-P" in capsys.readouterr().out

@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from oarjax.cli import bench_credit, bench_project, bench_step
 from oarjax.cli.bench_work import Ours, Row, Shapes, draw_tokens, make_rows
 from oarjax.cli.measure import Compilations, Measured, counted_compilations, measure, spread
 from oarjax.config import ConfigError
@@ -59,16 +60,23 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocab_size": 16384,
     },
 }
+LONG_MODEL = MODELS["nano"]
 WORKLOADS = ("W1", "W2", "W3", "W4")
+CREDIT = ("W5", "W6")
+"""Minutes each: run only where they are asked for, on policies of their own choice."""
 
 
-def run(model: str, only: str, repeats: int, as_json: bool, against: str | None) -> None:
+def run(model: str, only: str, repeats: int, as_json: bool, against: str | None, project: bool = False) -> None:
+    if project:
+        projected = bench_project.document()
+        print(json.dumps(projected, indent=2)) if as_json else make_console().print(bench_project.table(projected))
+        return
     names = list(MODELS) if model == "both" else [model]
     if model not in (*MODELS, "both"):
         raise ConfigError(f"--model: expected {', '.join(MODELS)} or both, got {model}")
     wanted = [w.strip().upper() for w in only.split(",") if w.strip()] or list(WORKLOADS)
-    if unknown := [w for w in wanted if w not in WORKLOADS]:
-        raise ConfigError(f"--only: expected some of {','.join(WORKLOADS)}, got {','.join(unknown)}")
+    if unknown := [w for w in wanted if w not in (*WORKLOADS, *CREDIT)]:
+        raise ConfigError(f"--only: expected some of {','.join((*WORKLOADS, *CREDIT))}, got {','.join(unknown)}")
     if against not in (None, "torch"):
         raise ConfigError(f"--against: expected torch, got {against}")
     if against == "torch" and importlib.util.find_spec("torch") is None:
@@ -78,13 +86,14 @@ def run(model: str, only: str, repeats: int, as_json: bool, against: str | None)
     jax.config.update("jax_enable_compilation_cache", False)
     console = make_console() if not as_json else Console(stderr=True, quiet=True)
     document = machine(against) | {"repeats": repeats, "models": []}
-    for name in names:
+    for name in names if set(wanted) & set(WORKLOADS) else []:
         found = bench_model(
             name, MODELS[name], Shapes(), workloads=wanted, repeats=repeats, against=against, console=console
         )
         document["models"].append(found)
         if not as_json:
             console.print(table(found, against=against))
+    document["credit"] = list(bench_of_credit(wanted, repeats=repeats, console=console, show=not as_json))
     document["load_average_after"] = _load()
     if as_json:
         print(json.dumps(document, indent=2))
@@ -139,6 +148,29 @@ def bench_model(
         },
         "rows": rows,
     }
+
+
+def bench_of_credit(wanted: list[str], *, repeats: int, console: Console, show: bool) -> Iterator[dict[str, Any]]:
+    """W5 on nano, then W6 on its own policies."""
+    with tempfile.TemporaryDirectory(prefix="oarjax-bench-") as scratch, counted_compilations() as compiled:
+        if "W5" in wanted:
+            folder = write_random_checkpoint(Path(scratch) / "long", LONG_MODEL, seed=0)
+            with console.status("W5"):
+                found = bench_credit.bench_long(
+                    folder, LONG_MODEL["vocab_size"], bench_credit.LONG, repeats=repeats, compiled=compiled
+                )
+            if show:
+                console.print(bench_credit.table(found))
+            yield found
+        if "W6" in wanted:
+            for name, setting in bench_step.step_settings(COMMON).items():
+                folder = write_random_checkpoint(Path(scratch) / name, setting.fields, seed=0)
+                found = bench_step.bench_steps(
+                    name, setting, folder, repeats=repeats, compiled=compiled, status=console.status
+                )
+                if show:
+                    console.print(bench_step.table(found))
+                yield found
 
 
 def bench_row(row: Row, sides: Sides, *, repeats: int, compiled: Compilations) -> dict[str, Any]:

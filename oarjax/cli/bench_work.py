@@ -19,7 +19,7 @@ from oarjax.host.hf import load_params, read_config
 from oarjax.loop import Outside, iterate
 from oarjax.models.qwen import QwenConfig, make_policy
 from oarjax.models.weights import matmul_parameters
-from oarjax.steps import Shardings, make_optimizer, make_steps
+from oarjax.steps import Shardings, Steps, make_optimizer, make_steps
 from oarjax.types import AnswerSpan, Grades, Params, PromptBatch, Rollout, TrainBatch, TrainState
 
 PAD = 0
@@ -142,6 +142,45 @@ def settings(shapes: Shapes) -> dict[str, Any]:
     }
 
 
+def _microbatch(rows: int, most: int) -> int:
+    """The largest number of rows, at most ``most``, that divides ``rows``."""
+    return next(b for b in range(min(rows, most), 0, -1) if rows % b == 0)
+
+
+def spans(rows: int, length: int, shapes: Shapes) -> AnswerSpan:
+    """The same reasoning and answer in every row; random tokens hold no answer to find."""
+    place = np.broadcast_to(np.arange(length), (rows, length))
+    answer = shapes.reasoning + shapes.cue
+    return AnswerSpan(
+        reasoning=place < shapes.reasoning,  # type: ignore[arg-type]
+        answer=(place >= answer) & (place < answer + shapes.answer),  # type: ignore[arg-type]
+        found=np.ones(rows, bool),  # type: ignore[arg-type]
+    )
+
+
+def half_right(rows: int, group_size: int) -> Grades:
+    """Half of every group is right, so that no group is left out."""
+    rewards = (np.arange(rows) % group_size < (group_size + 1) // 2).astype(np.float32)
+    return Grades(rewards, {"half": rewards}, ["graded"] * rows, [None] * rows, [""] * rows)
+
+
+def half_constant(rows: int, group_size: int) -> Grades:
+    """Every second group is all right, and teaches nothing; of the others half."""
+    found = half_right(rows, group_size).rewards
+    rewards = np.where(np.arange(rows) // group_size % 2 == 1, np.float32(1), found)
+    return Grades(rewards, {"half": rewards}, ["graded"] * rows, [None] * rows, [""] * rows)
+
+
+Rewards = Callable[[int, int], Grades]
+"""(rows, group size) -> grades."""
+Watch = Callable[[Steps], Steps]
+"""Programs -> programs that do the same and are watched."""
+
+
+def as_they_are(steps: Steps) -> Steps:
+    return steps
+
+
 class Ours:
     """Every row's work with oarjax, by the row's name. Nothing is compiled before a work is called."""
 
@@ -196,21 +235,23 @@ class Ours:
 
     def log_probs(self) -> Callable[[], Any]:
         # Two epochs per rollout are what makes training ask for the old log-probs.
-        cfg = self._changed(credit={"method": "uniform"}, update={"epochs": 2})
+        cfg = self.changed(credit={"method": "uniform"}, update={"epochs": 2})
         return self._score(cfg, self.tokens.rows, self.shapes.new_tokens)
 
-    def importance(self, **credit: Any) -> Callable[[], Any]:
+    def importance(self, *, watch: Watch = as_they_are, **credit: Any) -> Callable[[], Any]:
         s = self.shapes
-        return self._score(self._changed(credit=credit), self.tokens.credit, s.reasoning + s.cue + s.answer)
+        return self._score(self.changed(credit=credit), self.tokens.credit, s.reasoning + s.cue + s.answer, watch)
 
-    def iteration(self) -> Callable[[], Any]:
-        s, cfg = self.shapes, self.cfg
-        steps, state = self._steps(cfg), self._state()
+    def iteration(
+        self, cfg: Config | None = None, *, rewards: Rewards = half_right, watch: Watch = as_they_are
+    ) -> Callable[[], Any]:
+        s, cfg = self.shapes, cfg or self.cfg
+        steps, state = watch(self._steps(cfg)), self._state()
         ids = self.tokens.groups
         prompts = PromptBatch(ids, np.ones(ids.shape, bool), np.arange(len(ids), dtype=np.int32))  # type: ignore[arg-type]
         outside = Outside(
             next_prompts=lambda: prompts,
-            submit=lambda batch, rollout: lambda: half_right(len(rollout.ended), s.group_size),
+            submit=lambda batch, rollout: lambda: rewards(len(rollout.ended), s.group_size),
             find_answers=lambda rollout: spans(len(rollout.ended), s.new_tokens, s),
             fetch=jax.device_get,
             place=lambda tree, layout: jax.device_put(tree, self.layout.rows),
@@ -226,8 +267,8 @@ class Ours:
 
         return work
 
-    def _score(self, cfg: Config, ids: np.ndarray, length: int) -> Callable[[], Any]:
-        steps, keys = self._steps(cfg), _Keys()
+    def _score(self, cfg: Config, ids: np.ndarray, length: int, watch: Watch = as_they_are) -> Callable[[], Any]:
+        steps, keys = watch(self._steps(cfg)), _Keys()
         rows, b = len(ids), _microbatch(len(ids), cfg.update.microbatch)
         completion = np.ones((rows, length), bool)
         zeros = np.zeros(completion.shape, np.float32)
@@ -246,7 +287,8 @@ class Ours:
         everywhere = NamedSharding(mesh, PartitionSpec())
         return Shardings(state=everywhere, params=everywhere, rows=everywhere, replicated=everywhere)
 
-    def _changed(self, **sections: dict[str, Any]) -> Config:
+    def changed(self, **sections: dict[str, Any]) -> Config:
+        """The workloads' config with other fields."""
         tree = settings(self.shapes)
         return parse_config(tree | {name: tree.get(name, {}) | fields for name, fields in sections.items()})
 
@@ -272,25 +314,3 @@ class _Keys:
     def next(self) -> jax.Array:
         self.drawn += 1
         return jax.random.key(self.drawn)
-
-
-def _microbatch(rows: int, most: int) -> int:
-    """The largest number of rows, at most ``most``, that divides ``rows``."""
-    return next(b for b in range(min(rows, most), 0, -1) if rows % b == 0)
-
-
-def spans(rows: int, length: int, shapes: Shapes) -> AnswerSpan:
-    """The same reasoning and answer in every row; random tokens hold no answer to find."""
-    place = np.broadcast_to(np.arange(length), (rows, length))
-    answer = shapes.reasoning + shapes.cue
-    return AnswerSpan(
-        reasoning=place < shapes.reasoning,  # type: ignore[arg-type]
-        answer=(place >= answer) & (place < answer + shapes.answer),  # type: ignore[arg-type]
-        found=np.ones(rows, bool),  # type: ignore[arg-type]
-    )
-
-
-def half_right(rows: int, group_size: int) -> Grades:
-    """Half of every group is right, so that no group is left out."""
-    rewards = (np.arange(rows) % group_size < (group_size + 1) // 2).astype(np.float32)
-    return Grades(rewards, {"half": rewards}, ["graded"] * rows, [None] * rows, [""] * rows)

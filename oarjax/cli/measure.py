@@ -68,7 +68,9 @@ def spread(values: list[float]) -> dict[str, Any]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "runs": values}
 
 
-def measure(sides: Mapping[str, Callable[[], Any]], *, repeats: int, compiled: Compilations) -> dict[str, Measured]:
+def measure(
+    sides: Mapping[str, Callable[[], Any]], *, repeats: int, compiled: Compilations, warm_up: int = WARM_UP
+) -> dict[str, Measured]:
     """Warm every side up, then run the sides in turn (A B A B ...), so that what disturbs one disturbs both.
 
     Each callable returns when its work is done.
@@ -77,7 +79,7 @@ def measure(sides: Mapping[str, Callable[[], Any]], *, repeats: int, compiled: C
     for name, work in sides.items():
         before, start = compiled.count, time.perf_counter()
         forget_peak_memory()
-        for _ in range(WARM_UP):
+        for _ in range(warm_up):
             work()
         found[name].peak_rss_mb = peak_memory_mb()
         found[name].warm_up_seconds = time.perf_counter() - start

@@ -237,10 +237,11 @@ def _ends_together(
             positions=turned(clean.positions),
             valid=turned(clean.valid) & kept,
             hidden=turned(clean.hidden),
-            stored=stored.replace(
+            stored=KVCache(
                 k=turned_slots(stored.k),
                 v=turned_slots(stored.v),
                 valid=jnp.concatenate([stored.valid[:, :start], turned(stored.valid[:, start:]) & kept], axis=1),
+                length=stored.length,
             ),
         ),
         Reading(turned(reading.tokens), turned(reading.valid) & kept, turned(reading.answer)),
