@@ -193,7 +193,7 @@ def test_long_credit_has_every_form(tmp_path):
     assert [r["name"] for r in found["rows"]] == [PLAIN, *SCORES]
     assert found["rows"][0]["plain_over_this"]["runs"] == [1.0, 1.0]
     by_name = {r["name"]: r for r in found["rows"]}
-    assert by_name["OAR-P"]["executed_flops"] < by_name[SHARED]["executed_flops"] < by_name[PLAIN]["executed_flops"]
+    assert by_name["OAR-P"]["executed_flops"] < by_name[SHARED]["executed_flops"]  # chunks outnumber 4 tokens here
     assert json.loads(json.dumps(found)) == found
 
 
