@@ -232,7 +232,9 @@ class LocalConfig(Section):
 
 class ScreenConfig(Section):
     share: Share = Field(default=0.2, description="of a row's reasoning that is scored exactly")
-    by: Literal["oar_l", "oar_f"] = Field(default="oar_l", description="whose scores choose that share")
+    by: Literal["oar_l", "oar_f", "oar_g", "random"] = Field(
+        default="oar_l", description="whose scores choose that share; random: the control"
+    )
 
 
 class EntropyConfig(Section):
@@ -476,7 +478,9 @@ def changed(credit: CreditConfig, changes: dict[str, Any]) -> CreditConfig:
     """
 
     def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-        both = {k: merged(old[k], v) if isinstance(v, dict) and isinstance(old.get(k), dict) else v for k, v in new.items()}
+        both = {
+            k: merged(old[k], v) if isinstance(v, dict) and isinstance(old.get(k), dict) else v for k, v in new.items()
+        }
         return old | both
 
     return CreditConfig.model_validate(merged(credit.model_dump(), changes))

@@ -206,18 +206,24 @@ def _locally(cfg: CreditConfig, policy: Policy, probe_of: ProbeOf, mask_id: int)
 
 
 def _screened(cfg: CreditConfig, policy: Policy, probe_of: ProbeOf, mask_id: int) -> Scorer:
-    exact = partial(masked_scores, policy, units=None, **_exactly(cfg, mask_id))
+    settings = _exactly(cfg, mask_id)
+    # A row has only a share of its tokens to score: as many rows at once, so that much fewer of each.
+    few = max(1, round(settings["chunk"] * cfg.screen.share))
+    exact = partial(masked_scores, policy, units=None, **settings | {"chunk": few})
     local = partial(local_scores, policy, **_nearby(cfg, mask_id))
-    by_fisher = _by_fisher(cfg, policy, probe_of, mask_id)
+    other = {"oar_f": _by_fisher, "oar_g": _by_gradient}.get(cfg.screen.by)
+    estimates = other(cfg, policy, probe_of, mask_id) if other else None
 
     def score(params: Params, r: Rollout, span: AnswerSpan, keys: Key[Array, "B"], mode: ProbeMode) -> Scored:
         params, probe = jax.lax.stop_gradient(params), probe_of(mode)
         clean = stored_pass(policy, params, r.tokens, r.valid, completion_length=span.answer.shape[1])
         reading, scored = reading_of(r.tokens, r.valid, span), scored_tokens(span, probe)
-        if cfg.screen.by == "oar_l":
-            estimate = local(params, clean, reading, scored, probe=probe)
+        if estimates is not None:
+            estimate = given(estimates(params, r, span, keys, mode).importance, "importance", method=cfg.screen.by)
+        elif cfg.screen.by == "random":
+            estimate = jax.vmap(lambda key: jax.random.uniform(key, (scored.shape[1],)))(keys)
         else:
-            estimate = given(by_fisher(params, r, span, keys, mode).importance, "importance", method="oar_f")
+            estimate = local(params, clean, reading, scored, probe=probe)
         chosen = top_share(jnp.abs(estimate), scored, share=cfg.screen.share)
         found = exact(params, clean, reading, chosen, probe=probe)
         return Scored(screened_scores(found, estimate, chosen, scored), clean.hidden)
