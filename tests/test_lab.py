@@ -241,7 +241,7 @@ def test_a_policy_without_answers_is_told_so(oarjax_command, tmp_path, policy):
 @pytest.mark.slow
 def test_tables_files_and_json(oarjax_command, tmp_path, policy):
     """A random policy whose first digit counts as its answer."""
-    answer = {"answer": {"style": "regex", "pattern": "[0-9]"}}
+    answer = {"answer": {"style": "regex", "pattern": "[0-9]"}, "masking": {"buckets": 1}}
     path = config_file(tmp_path, policy, credit=answer)
     code, out, err = oarjax_command("credit", path)
     assert code == 0, err
@@ -325,7 +325,7 @@ def test_saved_boxed_completions_of_a_qwen3(oarjax_command, tmp_path):
     path = config_file(
         tmp_path,
         qwen3,
-        credit={"answer": {"style": "boxed"}},
+        credit={"answer": {"style": "boxed"}, "masking": {"buckets": 1}},
         data={"template": "plain", "max_prompt": 24, "train": {"source": str(problems)}},
         grading={"rewards": [{"name": "math"}], "workers": 1},
         lab=BASE["lab"] | {"answer_tokens": 4, "methods": {n: METHODS[n] for n in ("OAR-P", "entropy", "random")}},
