@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
-from oarjax.config import Config, ConfigError, Count, Section, explained, parse_config, read_tree
+from oarjax.config import Config, ConfigError, Count, Section, apply_override, explained, parse_config, read_tree
 
 Changes = dict[str, Any]
 """Fields to change: nested, or with dots in their names (``credit.gate.tau: 0.2``), or both."""
@@ -43,6 +43,11 @@ class SweepConfig(Section):
     over: dict[str, tuple[Any, ...]] = Field(description="dotted field -> its values; two fields make a heat map")
     seeds: Seeds
 
+    @field_validator("over", mode="before")
+    @classmethod
+    def _dotted(cls, value: Any) -> Any:
+        return flat(value) if isinstance(value, Mapping) else value
+
     @model_validator(mode="after")
     def _values(self) -> SweepConfig:
         bad = [name for name, values in self.over.items() if len({json.dumps(v) for v in values}) < max(len(values), 1)]
@@ -54,7 +59,7 @@ class SweepConfig(Section):
 
 class StudyConfig(Section):
     run_dir: str = Field(description="folder of the study; with --quick, -quick is appended")
-    base: str | dict[str, Any] = Field(description="the run that arms change: a file beside this one, or its fields")
+    base: dict[str, Any] = Field(description="the run that arms change: its fields, or a file beside this one")
     arms: dict[str, Changes] = Field(description="name to show -> fields changed, in: " + ", ".join(FREE))
     seeds: Seeds
     against: tuple[str, ...] = Field(default=(), description="arms that the others are compared with, seed by seed")
@@ -129,17 +134,24 @@ def load_study(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *,
     Raises:
         ConfigError: as ``load_config``; ``quick`` and the file says nothing about it; the base's file is missing.
     """
-    tree = read_tree(path, overrides)
+    tree = read_tree(path)
+    _read_base(tree, Path(path).parent)
+    for override in overrides:
+        apply_override(tree, override)
+    _read_base(tree, Path(path).parent)
     study = _validate(tree, source=str(path))
     if quick and study.quick is None:
         raise ConfigError(f"{path}: --quick needs a section quick: the fields that it changes")
     if quick and study.quick is not None:
         changes = {"run_dir": f"{study.run_dir}-quick"} | study.quick
         study = _validate(merged(tree, changes, where="quick"), source=f"{path} with --quick")
-    if isinstance(study.base, str):
-        base = read_tree(Path(path).parent / study.base)
-        study = _validate(study.model_dump() | {"base": base}, source=str(path))
     return study
+
+
+def _read_base(tree: dict[str, Any], folder: Path) -> None:
+    """Put the fields of the base's file in the place of its name."""
+    if isinstance(tree.get("base"), str):
+        tree["base"] = read_tree(folder / tree["base"])
 
 
 def _validate(tree: dict[str, Any], *, source: str) -> StudyConfig:
@@ -155,8 +167,6 @@ def make_plan(study: StudyConfig) -> Plan:
     Raises:
         ConfigError: an arm or a cell is no valid run, or would not have the same start and rollouts as the others.
     """
-    if isinstance(study.base, str):
-        raise ConfigError(f"base: {study.base} is not read yet; load_study reads it")
     base, root, sweep = study.base, Path(study.run_dir).expanduser(), study.sweep
     seeds = tuple(dict.fromkeys((*study.seeds, *(sweep.seeds if sweep else ()))))
 
@@ -208,6 +218,14 @@ def merged(tree: Mapping[str, Any], changes: Mapping[str, Any], *, where: str) -
         known = node.get(leaf)
         inside = isinstance(value, Mapping) and isinstance(known, Mapping | None)
         node[leaf] = merged(known or {}, value, where=where) if inside else copy.deepcopy(value)
+    return out
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one with dotted names; of two values for one name the later one counts."""
+    out: dict[str, Any] = {}
+    for name, value in tree.items():
+        out |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
     return out
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +21,22 @@ def draw_curves(tree: Mapping[str, Any], path: Path) -> None:
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    figure, axes = _figure(2 + len(tree["differences"]) + 3, across=3)
+    figure, axes = _figure(5 + len(tree["differences"]), across=4)
     arms = tree["arms"]
     _learning(axes[0], arms)
     others = list(tree["differences"].items())
     for axis, (other, found) in zip(axes[1:], others):
-        _dots(axis, {n: d["area"] for n, d in found.items()}, arms, f"area, points over {other} (95%, paired)", 100)
+        _dots(axis, {n: d["area"] for n, d in found.items()}, arms, f"area - {other}'s, points (95%)", 100.0)
         axis.axvline(0, color="#888888", linewidth=1)
     panels = (
-        ("final", "final pass@1, % (95%)", 100),
-        ("entropy", "entropy at the end, nats", 1),
-        ("ess", "effective share of reasoning tokens", 1),
-        ("seconds", "seconds per iteration", 1),
+        ("final", "final pass@1, % (95%)", 100.0),
+        ("entropy", "entropy at the end, nats", 1.0),
+        ("ess", "effective share of reasoning tokens", 1.0),
+        ("seconds", "seconds per iteration", 1.0),
     )
     for axis, (what, title, scale) in zip(axes[1 + len(others) :], panels):
         _dots(axis, {name: arm[what] for name, arm in arms.items()}, arms, title, scale)
+    axes[len(others) + len(panels)].set_xlim(left=0)  # seconds
     for axis in axes[1 + len(others) + len(panels) :]:
         axis.set_axis_off()
     lines = axes[0].get_legend_handles_labels()
@@ -109,7 +110,7 @@ def _plain(axis: Any, *, grid: str) -> None:
         axis.spines[side].set_visible(False)
 
 
-def _figure(panels: int, *, across: int) -> tuple[Any, Sequence[Any]]:
+def _figure(panels: int, *, across: int) -> tuple[Any, list[Any]]:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -121,4 +122,4 @@ def _figure(panels: int, *, across: int) -> tuple[Any, Sequence[Any]]:
     size = (4.6 * across, 3.1 * down + 0.4)
     figure = Figure(figsize=size, dpi=DPI, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)  # the figure's own canvas: no global backend is touched
-    return figure, figure.subplots(down, across, squeeze=False).ravel()
+    return figure, figure.subplots(down, across, squeeze=False).ravel().tolist()

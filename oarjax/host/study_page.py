@@ -95,22 +95,22 @@ def sweep_table(sweep: Mapping[str, Any]) -> list[list[str]]:
 
 def share(triple: Triple) -> str:
     """A share as per cent, with half of its interval where there is one."""
-    return _with_half(triple, scale=100, form="{:.1f}", unit="%")
+    return _with_half(triple, scale=100.0, form="{:.1f}", unit="%")
 
 
 def points_of(triple: Triple) -> str:
     """A difference of shares in points, signed."""
-    return _with_half(triple, scale=100, form="{:+.1f}", unit="")
+    return _with_half(triple, scale=100.0, form="{:+.1f}", unit="")
 
 
 def number(triple: Triple) -> str:
-    return _with_half(triple, scale=1, form="{:.3f}", unit="")
+    return _with_half(triple, scale=1.0, form="{:.3f}", unit="")
 
 
 def _with_half(triple: Triple, *, scale: float, form: str, unit: str) -> str:
-    if triple is None or triple[0] is None:
+    mean, _, high = (None, None, None) if triple is None else triple
+    if mean is None:
         return ""
-    mean, _, high = triple
     text = form.format(scale * mean) + unit
     return text if high is None else f"{text} ±{form.replace('+', '').format(scale * (high - mean))}"
 
