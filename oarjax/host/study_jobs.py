@@ -186,6 +186,7 @@ def _ask(worker: subprocess.Popen[str], job: Job, board: _Board) -> str | None:
             return json.loads(answer)["error"]
     except (OSError, ValueError, KeyError) as error:
         worker.kill()
+        worker.wait()  # or it would look alive, and be given the next job
         return f"the worker cannot be talked to: {error!r}"
     finally:
         done.set()
