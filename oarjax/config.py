@@ -211,7 +211,7 @@ class MaskingConfig(Section):
         default="token", description="line, sentence: one counterfactual per span, its score spread over the tokens"
     )
     chunk: Positive = Field(
-        default=16, description="counterfactuals of a whole completion per row and forward; more of shorter suffixes"
+        default=4, description="counterfactuals of a whole completion per row and forward; more of shorter suffixes"
     )
     buckets: Positive = Field(default=8, description="suffix lengths that are compiled; more = fewer FLOPs")
 

@@ -91,7 +91,8 @@ def local_scores(
     rows, length = scored.shape
     answers = min(answers, length)
     places = 1 + min(window, length - 1) + answers  # recomputed positions of a counterfactual
-    size = min(length, max(1, chunk * length // places))
+    # No more than an eighth of the completion at once: what the last chunk of a row has too many is wasted.
+    size = min(-(-length // 8), max(1, chunk * length // places))
     inputs, is_read = _first_answers(reading.answer, answers)
     read_at = Reading(_take(reading.tokens, inputs), is_read, is_read & _take(reading.answer, inputs))
     before = probe.read(policy, params, _take(clean.hidden, inputs), read_at)
