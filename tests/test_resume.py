@@ -94,5 +94,7 @@ def test_another_config_does_not_touch_a_run(tmp_path, data):
         run_folder.refuse_another_run(tmp_path, other)
     shown = load_config(demo, [f"run_dir={tmp_path}", "optim.lr=0.25", "report.html=false"])
     run_folder.refuse_another_run(tmp_path, shown)  # what a run learns does not depend on it
+    moved = load_config(demo, ["run_dir=elsewhere", "optim.lr=0.25"])
+    run_folder.refuse_another_run(tmp_path, moved)  # the folder was
     (tmp_path / "start").rmdir()
     run_folder.refuse_another_run(tmp_path, other)  # nothing to lose yet

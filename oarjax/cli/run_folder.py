@@ -10,8 +10,17 @@ import yaml
 from oarjax.config import Config, ConfigError
 from oarjax.host.progress import flatten
 
-HARMLESS = ("compilation_cache", "profile", "checkpoint.", "report.", "export.", "grading.workers", "eval.batch")
-"""Fields that may differ when a run goes on: they do not change what it learns."""
+HARMLESS = (
+    "run_dir",
+    "compilation_cache",
+    "profile",
+    "checkpoint.",
+    "report.",
+    "export.",
+    "grading.workers",
+    "eval.batch",
+)
+"""Fields that may differ when a run goes on: they do not change what it learns. run_dir: folders may be moved."""
 
 PROGRESS = ("start", "checkpoints/*", "seed*/start", "seed*/*/metrics.jsonl", "metrics.jsonl")
 """What is in a folder that has got anywhere."""
