@@ -307,5 +307,5 @@ def test_a_reference_answer_takes_the_place_of_ones_own():
     assert at.answer[1].nonzero()[0].tolist() == [5]
     assert at.found.all()
     assert probed.valid[:, :2].all()
-    with pytest.raises(ValueError, match="row 0 needs 2 [+] 2 tokens for cue and answer.*there is room for 3"):
+    with pytest.raises(ValueError, match=r"row 0 needs 2 [+] 2 tokens for cue and answer.*there is room for 3"):
         with_reference(rollout, span, endings, room=3)
