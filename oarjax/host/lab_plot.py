@@ -41,6 +41,8 @@ def plot_lab(path: Path, result: LabResult) -> None:
 
 
 def _against_cost(axis: Any, result: LabResult, name: str, title: str) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+
     free = []
     for i, method in enumerate(result.methods):
         cost, found = method.figures.get("forwards"), method.figures.get(name)
@@ -70,6 +72,9 @@ def _against_cost(axis: Any, result: LabResult, name: str, title: str) -> None:
             fontsize=7, color="#777777",
         )  # fmt: skip
     axis.set_xscale("log")
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_major_formatter(ScalarFormatter())
+    axis.xaxis.set_minor_formatter(NullFormatter())
     axis.set_ylim(0, 1.05)
     axis.set_xlabel("executed FLOPs, in forward passes", fontsize=9)
     _dress(axis, title)
