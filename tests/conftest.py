@@ -66,6 +66,13 @@ def unchecked():
     jaxtyping_config.update("jaxtyping_disable", before)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """Programs of a file that is done are let go: over the whole suite they would take several GiB."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(autouse=True)
 def compilation_cache():
     """A session says where JAX keeps compiled programs; after each test the suite's own settings hold again."""

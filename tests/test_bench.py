@@ -178,6 +178,7 @@ def test_against_torch_reports_the_ratio_of_every_pair(workload):
         assert row["speedup"]["runs"] == pytest.approx([x / y for x, y in pairs])
 
 
+@pytest.mark.slow
 def test_suffixes_take_at_most_six_tenths_of_whole_forwards_at_512_tokens(tmp_path):
     folder = write_random_checkpoint(tmp_path / "tiny", TINY, seed=0)
     flops = score_flops(Ours(folder, LONG, draw_tokens(40, LONG, seed=0)), ("OAR-P", "screened OAR-P"))

@@ -198,6 +198,7 @@ def test_every_purpose_has_its_own_noise():
     assert len(numbers) == len(keys)
 
 
+@pytest.mark.slow
 def test_importance_is_measured_on_what_is_probed():
     """The same rollout as "probed" changes nothing; another answer in it changes importance and nothing else."""
     cfg = tiny.config(credit__method="oar_p", update__skip_zero_variance=False, update__epochs=2)

@@ -106,7 +106,7 @@ def _fixed_flops(eqn: Any) -> float | None:
 
 def _fixed_total(jaxpr: Any) -> float | None:
     found = [_fixed_flops(eqn) for eqn in jaxpr.eqns]
-    return None if any(f is None for f in found) else sum(f for f in found if f is not None)
+    return None if any(f is None for f in found) else sum((f for f in found if f is not None), 0.0)
 
 
 def _dot_flops(left: Sequence[int], right: Sequence[int], dimensions: Any) -> float:
