@@ -2,12 +2,13 @@
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 
 import oarjax
-from oarjax.config import load_config
+from oarjax.config import CreditConfig, load_config
 from oarjax.config_study import load_study, make_plan
 
 ROOT = Path(__file__).parent.parent
@@ -38,7 +39,14 @@ def test_the_example_keeps_the_mass_and_moves_it():
 
 
 def test_functions_in_the_table_are_public():
-    rows = [line for line in README.splitlines() if line.startswith("| ") and "`" in line]
+    table = README[README.index("## In your own loss") :]
+    rows = [line for line in table.splitlines() if line.startswith("| ") and "`" in line]
     names = {n for row in rows for n in re.findall(r"`(\w+)`", row)}
     assert len(names) > 15
     assert names <= set(oarjax.__all__)
+
+
+def test_methods_in_the_table_are_those_of_the_config():
+    rows = README[README.index("| `credit.method` |") : README.index("## In a notebook")].splitlines()
+    named = {n for row in rows if row.startswith("| `") for n in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert named == set(get_args(CreditConfig.model_fields["method"].annotation))
