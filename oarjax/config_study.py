@@ -23,8 +23,8 @@ Changes = dict[str, Any]
 
 FREE = ("advantage", "credit", "loss", "optim", "update")
 """Sections in which arms may differ. Start, problems, rollouts and evaluation are the same for all."""
-FIXED = ("update.refills",)
-"""Fields of these sections that would give an arm other rollouts."""
+FIXED = ("update.refills", "credit.answer.style", "credit.answer.pattern")
+"""Fields of these sections that would give an arm other rollouts or other rewards."""
 
 
 def _different(seeds: tuple[int, ...]) -> tuple[int, ...]:
@@ -249,6 +249,8 @@ def _check_equal(base: Config, arm: Config, where: str) -> None:
         if field == "" or getattr(before, field) != getattr(now, field)
     ]
     wrong = [path for path in changed if path.split(".")[0] not in FREE or path in FIXED]
+    before, after = base.credit.answer, arm.credit.answer  # also what the rewards read
+    wrong += [f"credit.answer.{f}" for f in ("style", "pattern") if vars(before)[f] != vars(after)[f]]
     if wrong:
         raise ConfigError(
             f"{where}: changes {', '.join(wrong)}; arms may differ in {', '.join(FREE)} (not in {', '.join(FIXED)}), "

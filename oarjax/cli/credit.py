@@ -8,9 +8,9 @@ from rich.console import Console
 
 from oarjax.cli.lab import run_lab
 from oarjax.cli.lab_completions import draw_completions, saved_completions
-from oarjax.cli.lab_programs import make_programs
+from oarjax.cli.lab_programs import as_method, make_programs
 from oarjax.cli.session import facts, lay_out, open_session
-from oarjax.config import BUILTIN_POLICIES, Config, ConfigError, load_config
+from oarjax.config import BUILTIN_POLICIES, Config, ConfigError, changed, load_config
 from oarjax.host.lab_page import write_lab_page
 from oarjax.host.lab_plot import plot_lab
 from oarjax.host.lab_results import lab_json, print_lab, write_lab
@@ -28,6 +28,8 @@ def run(config: Path, overrides: list[str], as_json: bool, rollouts: Path | None
     session = open_session(cfg, console)
     for name, value in facts(session).items():
         console.print(f"{name:<12}{visible(str(value))}", markup=False)
+    for name, changes in cfg.lab.methods.items():
+        as_method(session, changed(cfg.credit, changes)).check_credit(f"lab.methods.{name}: ")
     tx, _ = make_optimizer(cfg)
     programs = make_programs(session, session.load(lay_out(session, tx)))
     with console.status("completions"):

@@ -33,6 +33,7 @@ from oarjax.host.plugins import import_object
 from oarjax.host.problems import Problem, load_problems
 from oarjax.host.rewards import Sample, find_rewards, load_plugins
 from oarjax.host.tokenizer import encode, load_tokenizer, pad_id, stop_ids, text_of, token_bytes
+from oarjax.methods import scorer, weigher
 from oarjax.models.qwen import QwenConfig, make_policy
 from oarjax.models.weights import abstract_params, divisible_pieces, logical_axes, parameter_count
 from oarjax.oar.answer import CUES, check_pattern
@@ -130,9 +131,15 @@ class Session:
         if place is None:
             return None
         try:
-            return import_object(place, field="credit.probe.function", expected=Probe)
+            probe = import_object(place, field="credit.probe.function", expected=Probe)
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        if probe.kind not in ("distribution", "scalar") or probe.reads not in ("answer", "completion"):
+            raise ConfigError(
+                f"credit.probe.function: {place} has kind {probe.kind!r} and reads {probe.reads!r}; expected kind "
+                "distribution or scalar, and reads answer or completion"
+            )
+        return probe
 
     def completions(self, rollout: Rollout) -> list[str]:
         """The generated texts, stop tokens and other special tokens left out. Untrusted."""
@@ -188,6 +195,26 @@ class Session:
         except ValueError as error:
             raise ConfigError(f"credit.keywords.words: {error}; give words that its tokens can spell") from error
 
+    def check_credit(self, where: str = "") -> None:
+        """Build the method of credit, so that what cannot run is told now and not after the warm start.
+
+        Raises:
+            ConfigError: with ``where`` before it.
+        """
+        cfg = self.cfg.credit
+        try:
+            mask_id = cfg.masking.mask_id
+            if mask_id is not None and not 0 <= mask_id < self.model.vocab_size:
+                raise ConfigError(
+                    f"credit.masking.mask_id: {mask_id} is not a token; the vocabulary has {self.model.vocab_size}"
+                )
+            scorer(cfg, self.policy, temperature=1.0, pad_id=self.pad_id, own_probe=self.own_probe)
+            weigher(cfg, keyword_table=self.keyword_table())
+            if cfg.answer.source == "reference":
+                _ = self.endings
+        except ConfigError as error:
+            raise ConfigError(f"{where}{error}") from error
+
     def grader(self) -> Grader:
         cfg, answer = self.cfg.grading, self.cfg.credit.answer
         return Grader(
@@ -227,9 +254,6 @@ def open_session(cfg: Config, console: Console) -> Session:
     tokenizer = load_tokenizer(source)
     stops, pad = stop_ids(source, tokenizer), pad_id(tokenizer)
     table = token_bytes(tokenizer, model.vocab_size)
-    mask_id = cfg.credit.masking.mask_id
-    if mask_id is not None and not 0 <= mask_id < model.vocab_size:
-        raise ConfigError(f"credit.masking.mask_id: {mask_id} is not a token; the vocabulary has {model.vocab_size}")
 
     def read(data: DatasetConfig, where: str) -> Encoded:
         return encode_problems(
@@ -272,10 +296,7 @@ def open_session(cfg: Config, console: Console) -> Session:
         held_out=None if cfg.data.eval is None else read(cfg.data.eval, "data.eval"),
         pairs=pairs,
     )
-    session.keyword_table()  # a mistake in the words, the probe or the references is told now
-    _ = session.own_probe
-    if cfg.credit.answer.source == "reference":
-        _ = session.endings
+    session.check_credit()
     return session
 
 
@@ -304,6 +325,12 @@ def _check_grading(cfg: Config) -> None:
     try:
         load_plugins(cfg.grading.plugins)
         find_rewards([r.name for r in cfg.grading.rewards])
+        reading = [r.name for r in cfg.grading.rewards if r.name in ("math", "exact", "format")]
+        if cfg.credit.answer.style == "none" and reading:
+            raise ConfigError(
+                f"credit.answer.style: none, and grading.rewards has {', '.join(reading)}, which read an answer; set "
+                "the style of your answers, or rewards of your own (grading.plugins)"
+            )
         if cfg.credit.answer.style == "regex":
             check_pattern(cfg.credit.answer.pattern)
     except ValueError as error:

@@ -32,7 +32,11 @@ def read_rollouts(path: Path) -> list[SavedRollout]:
     if not path.is_file():
         raise DataError(f"--rollouts: no file {path}; give a JSONL file such as completions.jsonl of a run folder")
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--rollouts: {path} cannot be read as UTF-8 text: {error}") from None
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             found.append(_rollout(line, f"{path}, line {number}"))
     if not found:
@@ -43,7 +47,7 @@ def read_rollouts(path: Path) -> list[SavedRollout]:
 def _rollout(line: str, place: str) -> SavedRollout:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # also for a number of thousands of digits
         raise DataError(f"{place}: not JSON ({error}); {FIELDS}") from None
     if not isinstance(record, dict):
         raise DataError(f"{place}: expected an object, got {type(record).__name__}; {FIELDS}")
