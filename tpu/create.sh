@@ -1,0 +1,124 @@
+#!/usr/bin/env bash
+# Request a TPU, spot or on demand, and wait until it runs.
+#
+#   tpu/create.sh [--no-wait] [--any-bucket] [options]
+#
+#   --no-wait       leave the request in the queue; the same command without it waits
+#   --any-bucket    accept a bucket without hierarchical namespace (checkpoints are then not written atomically)
+#
+# Checks the bucket, then asks for a queued resource. Billing starts when it becomes ACTIVE and ends with tpu/delete.sh.
+# Interrupting the wait does not withdraw the request.
+
+# shellcheck source=common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+runtime() { # the runtime version for an accelerator
+  case "$1" in
+    v5litepod-*) echo v2-alpha-tpuv5-lite ;;
+    v5p-*) echo v2-alpha-tpuv5 ;;
+    v6e-*) echo v2-alpha-tpuv6e ;;
+    v4-*) echo tpu-ubuntu2204-base ;;
+    *) return 1 ;;
+  esac
+}
+
+check_bucket() { # before anything is billed: a run without a place for its checkpoints is worth nothing
+  local region="${ZONE%-*}" place tree
+  ask gcloud storage buckets describe "gs://$BUCKET" --project="$PROJECT" \
+    '--format=value[separator=" "](location,hierarchical_namespace.enabled)' ||
+    die "bucket gs://$BUCKET: $PROBLEM. Make it as in tpu/README.md, step 4. Nothing was requested."
+  read -r place tree <<<"$ANSWER" || true
+  if [[ $DRY_RUN == yes ]]; then return; fi
+  if [[ ${tree,,} != true && $any_bucket == no ]]; then
+    die "bucket gs://$BUCKET has no hierarchical namespace (a flat bucket cannot rename a finished checkpoint in one" \
+      "step, so a half-written one could pass for finished). Make another as in tpu/README.md, step 4, or use" \
+      "--any-bucket. Nothing was requested."
+  fi
+  if [[ ${place,,} != "$region" ]]; then
+    say "WARNING: gs://$BUCKET is in $place, the TPU in $region: slower, and traffic between regions is billed."
+  fi
+}
+
+explain() { # gcloud's words: what they mean and what to do
+  case "${1,,}" in
+    *quota* | *resource_exhausted*)
+      say "REFUSED: quota. Project $PROJECT may not have $ACCELERATOR (spot: $SPOT) in $ZONE. Try, in this order:"
+      say "  - remove old entries, failed and suspended ones count too: tpu/status.sh lists them, tpu/delete.sh --name"
+      say "  - another zone, or the other kind (--spot, --on-demand: separate quotas)"
+      say "  - ask for more: https://console.cloud.google.com/iam-admin/quotas?project=$PROJECT (service Cloud TPU API;"
+      say "    v5litepod-1, -4 and -8 come from the 'serving' quotas of v5e)"
+      ;;
+    *permission_denied* | *"has not been used"* | *forbidden*)
+      say "REFUSED: permission. Is the API on (gcloud services enable tpu.googleapis.com --project=$PROJECT)? Do you have"
+      say "  roles/tpu.admin, and roles/iam.serviceAccountUser on ${SERVICE_ACCOUNT:-the default service account}?"
+      ;;
+    *capacity* | *stockout*)
+      say "REFUSED: no free machines of this kind in $ZONE now. Another zone, --spot, or try again later."
+      ;;
+    *accelerator*type* | *"runtime version"* | *runtime_version* | *invalid_argument*)
+      say "REFUSED: $ACCELERATOR with runtime $RUNTIME is not offered in $ZONE. What is:"
+      say "  gcloud compute tpus accelerator-types list --zone=$ZONE --project=$PROJECT"
+      say "  gcloud compute tpus tpu-vm versions list --zone=$ZONE --project=$PROJECT"
+      ;;
+    *) say "REFUSED: see gcloud's words above." ;;
+  esac
+}
+
+request() {
+  local command=(gcloud compute tpus queued-resources create "$TPU_NAME" "${WHERE[@]}" --node-id="$TPU_NAME"
+    --accelerator-type="$ACCELERATOR" --runtime-version="$RUNTIME"
+    --scopes=https://www.googleapis.com/auth/cloud-platform)
+  if [[ $SPOT == yes ]]; then command+=(--spot); fi
+  if [[ -n $SERVICE_ACCOUNT ]]; then command+=(--service-account="$SERVICE_ACCOUNT"); fi
+  if [[ -n $VALID_UNTIL ]]; then command+=(--valid-until-duration="$VALID_UNTIL"); fi
+  local code=0
+  run "${command[@]}" 2>"$SCRATCH/words" || code=$?
+  cat "$SCRATCH/words" >&2
+  if ((code == 0)); then return; fi
+  explain "$(<"$SCRATCH/words")" >&2
+  exit 1
+}
+
+failed() { # the queue gave up: say why, and remove the entry, which would count against the quota
+  ask gcloud compute tpus queued-resources describe "$TPU_NAME" "${WHERE[@]}" \
+    '--format=value(state.failedData.error.message)' || true
+  echo "${ANSWER:-$PROBLEM}" >&2
+  explain "$ANSWER" >&2
+  run gcloud compute tpus queued-resources delete "$TPU_NAME" "${WHERE[@]}" --force --quiet || true
+  exit 1
+}
+
+load "$@"
+wait=yes any_bucket=no
+for argument in "${ARGS[@]}"; do
+  case "$argument" in
+    --no-wait) wait=no ;;
+    --any-bucket) any_bucket=yes ;;
+    *) die "unknown argument: $argument; see --help" ;;
+  esac
+done
+if [[ -z $RUNTIME ]]; then
+  RUNTIME="$(runtime "$ACCELERATOR")" || die "no runtime version known for $ACCELERATOR: set RUNTIME in the settings"
+fi
+
+find_state NONE
+case "$STATE" in
+  NONE)
+    check_bucket
+    say "requesting $ACCELERATOR '$TPU_NAME' in $ZONE, $([[ $SPOT == yes ]] && echo spot || echo "on demand"), runtime $RUNTIME"
+    request
+    ;;
+  ACTIVE) say "$TPU_NAME runs already" && exit 0 ;;
+  WAITING_FOR_RESOURCES | ACCEPTED | CREATING | PROVISIONING) say "$TPU_NAME was requested before" ;;
+  UNKNOWN) die "gcloud cannot say whether $TPU_NAME is there, so nothing was requested: $PROBLEM" ;;
+  *) die "$TPU_NAME is $STATE: tpu/resume.sh replaces it and goes on with the run, tpu/delete.sh removes it" ;;
+esac
+if [[ $wait == no ]]; then exit 0; fi
+
+say "waiting; minutes or days, as there is room. Ctrl-C leaves the request in the queue."
+wait_for "ACTIVE|FAILED|SUSPENDED|SUSPENDING|PREEMPTED|NONE" 31536000
+case "$STATE" in
+  ACTIVE) say "$TPU_NAME runs. Next: tpu/setup.sh" ;;
+  FAILED) failed ;;
+  *) die "$TPU_NAME came and went ($STATE): tpu/resume.sh tries again" ;;
+esac

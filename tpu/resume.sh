@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# Go on with a run, whatever became of its machine: replace a preempted TPU, set it up, start the run where it was.
+#
+#   tpu/resume.sh [--times N] [--delete-after] [options] [-- argument of oarjax train...]
+#
+#   --times N         go on by itself after up to N preemptions (default 0: only now)
+#   --delete-after    delete the TPU when the run has ended, well or not
+#
+# Use the same settings and arguments as with tpu/run.sh. With --times this command has to stay alive: in tmux, or on a
+# small VM of its own.
+
+# shellcheck source=common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+step() { # script, arguments: as part of this one, which says at its end what is billed
+  OARJAX_TPU_INNER=yes "$HERE/$1" "${PASS[@]}" "${@:2}"
+}
+
+replace() { # bring the machine to ACTIVE, a new one if need be; fresh=yes if its workers are not set up
+  fresh=yes
+  find_state ACTIVE
+  case "$STATE" in
+    ACTIVE) fresh=no ;;
+    PREEMPTED | SUSPENDED | SUSPENDING | FAILED | DELETING)
+      say "$TPU_NAME was taken away ($STATE): removing what is left, then requesting another"
+      step delete.sh --yes
+      ;;
+    UNKNOWN) die "gcloud cannot say whether $TPU_NAME is there, so nothing was done: $PROBLEM" ;;
+    STRAY) die "there is a machine '$TPU_NAME' that the queue does not know of: tpu/delete.sh" ;;
+  esac
+  if [[ $fresh == yes ]]; then step create.sh; fi
+}
+
+before=() overrides=()
+while (($#)) && [[ $1 != -- ]]; do before+=("$1") && shift; done
+if (($#)); then overrides=("$@"); fi
+load "${before[@]}"
+times=0 ending=()
+set -- "${ARGS[@]}"
+while (($#)); do
+  case "$1" in
+    --times)
+      [[ ${2:-} =~ ^[0-9]+$ ]] || die "--times: expected a number, got '${2:-}'"
+      times="$2"
+      shift
+      ;;
+    --delete-after) ending=(--delete-after) ;;
+    *) die "unknown argument: $1; arguments of oarjax train come behind --; see --help" ;;
+  esac
+  shift
+done
+
+while :; do
+  replace
+  if [[ $fresh == yes ]]; then step setup.sh; fi
+  code=0
+  step run.sh "${ending[@]}" "${overrides[@]}" || code=$?
+  if [[ $code != 75 ]]; then exit "$code"; fi
+  find_state ACTIVE
+  if [[ $STATE == ACTIVE ]] || ((times-- <= 0)); then exit 75; fi
+  say "preempted; going on, $times more time(s) after this"
+done

@@ -1,0 +1,121 @@
+#!/usr/bin/env bash
+# Start the run on all workers and follow it to its end; or stop it.
+#
+#   tpu/run.sh [--stop | --no-follow | --delete-after] [options] [-- argument of oarjax train...]
+#
+#   --stop            ask the run to write a checkpoint and end
+#   --no-follow       return when it has started; tpu/logs.sh follows
+#   --delete-after    delete the TPU when the run has ended, well or not (works only while this command lives)
+#
+# The same command on a run that was stopped goes on with it. Exit code: 0 done, 75 stopped or preempted (tpu/resume.sh
+# goes on), 1 failed. Ctrl-C stops the following, not the run.
+
+# shellcheck source=common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+worker() { # what worker_run.sh is to do: the command for a worker
+  echo "bash oarjax/src/tpu/worker_run.sh$(printf ' %q' "$@")"
+}
+
+judge() { # how the run stands, in VERDICT: complete, stopped, preempted, running or failed
+  find_state ACTIVE
+  case "$STATE" in
+    ACTIVE) ;;
+    UNKNOWN) VERDICT=running && return ;;
+    *) VERDICT=preempted && return ;;
+  esac
+  ask gcloud storage cat "$SHARED/tpu/worker-*.exit" || true
+  if [[ $DRY_RUN == yes ]]; then ANSWER="worker 0: 0"; fi
+  local codes # of the workers, each once
+  codes="$(awk -F ': ' '{ print $2 }' <<<"$ANSWER" | sort -u)"
+  if grep -qvxE '0|75|running|' <<<"$codes"; then
+    VERDICT=failed
+  elif [[ -z $codes || $codes == *running* ]]; then
+    VERDICT=running
+  elif [[ $codes == 0 ]]; then
+    VERDICT=complete
+  else
+    VERDICT=stopped
+  fi
+}
+
+follow() { # until the run ends or the machine goes; a connection that breaks is taken up again
+  local tries
+  for ((tries = 0; tries < 10; tries++)); do
+    run gcloud compute tpus tpu-vm ssh "$TPU_NAME" "${WHERE[@]}" --worker=0 --command="$(worker follow "$RUN")" || true
+    judge
+    if [[ $VERDICT != running ]]; then return; fi
+    say "the log broke off, the run has not ended: following again"
+    sleep "$POLL_SECONDS"
+  done
+}
+
+report() { # the verdict, what to do, and the exit code
+  case "$VERDICT" in
+    complete)
+      say "DONE: run $RUN is complete, in $SHARED"
+      return 0
+      ;;
+    stopped)
+      say "STOPPED: the run ended with 75 (a checkpoint is written). tpu/run.sh goes on with it on this machine."
+      return 75
+      ;;
+    preempted)
+      say "PREEMPTED: the machine is gone ($STATE). tpu/resume.sh gets another and goes on from the last checkpoint."
+      return 75
+      ;;
+    running)
+      say "STILL RUNNING, as far as known, but its log cannot be followed: tpu/status.sh, then tpu/logs.sh"
+      return 1
+      ;;
+    *)
+      say "FAILED: exit codes by worker (0 done, 75 stopped):"
+      echo "$ANSWER"
+      say "Why is at the end of the log: tpu/logs.sh --saved --worker N. When it is mended: tpu/setup.sh, tpu/run.sh"
+      return 1
+      ;;
+  esac
+}
+
+end() { # report, give the machine back if asked to, leave
+  local code=0
+  report || code=$?
+  if [[ $after == delete ]]; then
+    OARJAX_TPU_INNER=yes "$HERE/delete.sh" "${PASS[@]}" --yes || say "NOT DELETED, see above" >&2
+  fi
+  exit "$code"
+}
+
+before=() overrides=()
+while (($#)) && [[ $1 != -- ]]; do before+=("$1") && shift; done
+if (($#)); then shift && overrides=("$@"); fi
+load "${before[@]}"
+what=start after=stay VERDICT=running
+for argument in "${ARGS[@]}"; do
+  case "$argument" in
+    --stop) what=stop ;;
+    --no-follow) after=leave ;;
+    --delete-after) after=delete ;;
+    *) die "unknown argument: $argument; arguments of oarjax train come behind --; see --help" ;;
+  esac
+done
+need_machine
+
+if [[ $what == stop ]]; then
+  on_workers "stopping the run" "$(worker stop "$RUN")" || die "some workers may still train: tpu/logs.sh, tpu/status.sh"
+  say "stopped; tpu/run.sh goes on with it"
+  exit 0
+fi
+
+commit="$(git -C "$CHECKOUT" rev-parse --short=12 HEAD 2>/dev/null || true)"
+say "run $RUN: $CONFIG on $WORKERS worker(s), into $SHARED"
+on_workers "starting the run" \
+  "$(worker start "$RUN" "$commit" "$MAX_RESTARTS" "$CONFIG" device=tpu "${OVERRIDES[@]}" "${overrides[@]}")" ||
+  die "the run needs all workers, and those that started wait for the others. When the cause is removed: tpu/run.sh" \
+    "again (it starts the missing ones), or tpu/run.sh --stop."
+if [[ $after == leave ]]; then
+  say "started. tpu/logs.sh follows it."
+  exit 0
+fi
+follow
+end

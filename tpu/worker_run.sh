@@ -1,0 +1,129 @@
+#!/usr/bin/env bash
+# On a worker: start, follow or stop a run. Called by tpu/run.sh and tpu/logs.sh.
+#
+#   worker_run.sh start RUN COMMIT MAX_RESTARTS CONFIG [argument of oarjax train...]
+#   worker_run.sh follow RUN
+#   worker_run.sh stop RUN
+#
+# The run's folder is in the mounted bucket, one for all workers. The log is written to the local disk and copied there.
+set -euo pipefail
+
+base="$HOME/oarjax"
+attributes=http://metadata.google.internal/computeMetadata/v1/instance/attributes
+number="$(curl -sSf -H 'Metadata-Flavor: Google' "$attributes/agent-worker-number")"
+action="$1" run="$2"
+here="$base/runs/$run"
+shared="$base/bucket/runs/$run"
+
+tell() { echo "oarjax-worker $number: $*"; }
+fail() { tell "FAILED: $*"; exit 1; }
+alive() { [[ -f $here/pid ]] && kill -0 "$(<"$here/pid")" 2>/dev/null; }
+
+start() { # commit, then what `loop` takes
+  local commit="$1" i
+  shift
+  [[ -x $base/venv/bin/oarjax ]] || fail "oarjax is not installed here: tpu/setup.sh"
+  # Without the mount the run would be written to this machine's disk, and lost with it.
+  mountpoint -q "$base/bucket" || fail "the bucket is not mounted here: tpu/setup.sh"
+  [[ -f $base/src/$2 ]] || fail "there is no $2 in the checkout that was sent: commit it, then tpu/setup.sh"
+  if [[ -n $commit && $commit != "$(cat "$base/src/COMMIT" 2>/dev/null)" ]]; then
+    tell "note: this worker has commit $(cat "$base/src/COMMIT" 2>/dev/null), yours is $commit; tpu/setup.sh sends it"
+  fi
+  if alive; then
+    tell "runs already"
+    tell ok
+    return
+  fi
+  flock --nonblock "$base/lock" true || fail "another run is going on here: $(cat "$base/lock")"
+  mkdir -p "$here"
+  rm -f "$here/stop" "$here/pid"
+  setsid bash "$0" loop "$run" "$@" </dev/null >>"$here/log" 2>&1 &
+  for ((i = 0; i < 100; i++)); do
+    if [[ -f $here/pid ]]; then
+      tell ok
+      return
+    fi
+    sleep 0.1
+  done
+  fail "it did not start: $(tail -n 5 "$here/log")"
+}
+
+loop() { # restarts at most, config, arguments: train, and again after exit code 75, until it is done, fails or is stopped
+  local left="$1" config="$2" code keeper
+  shift 2
+  exec 9>>"$base/lock"
+  flock --nonblock 9
+  echo "$run" >"$base/lock"
+  trap stopped TERM INT
+  cd "$base/src"
+  note running
+  echo $$ >"$here/pid"
+  keep 9>&- &
+  keeper=$!
+  while :; do
+    "$base/venv/bin/oarjax" train "$config" run_dir="$shared" "$@" &
+    child=$!
+    code=0
+    wait "$child" || code=$?
+    while kill -0 "$child" 2>/dev/null; do # a signal ends `wait` before the child has ended
+      code=0
+      wait "$child" || code=$?
+    done
+    if [[ $code != 75 || -e $here/stop ]] || ((left-- <= 0)); then break; fi
+    tell "oarjax ended with 75 (stopped, resumable): starting it again, $left more restart(s) allowed"
+    sleep "${PAUSE:-10}"
+  done
+  kill "$keeper" || true
+  tell "the run ended here with exit code $code"
+  save || true
+  note "$code"
+}
+
+stopped() { # asked to stop, by `stop` or because the machine goes down: oarjax writes a checkpoint and ends with 75
+  touch "$here/stop"
+  if [[ -n ${child:-} ]]; then kill -TERM "$child" 2>/dev/null || true; fi
+}
+
+note() { # exit code or "running": for tpu/run.sh and tpu/status.sh, which may come when this machine is gone
+  mkdir -p "$shared/tpu"
+  echo "worker $number: $1" >"$shared/tpu/worker-$number.exit"
+}
+
+save() { # what is on this machine only, into the bucket
+  mkdir -p "$shared/logs"
+  cp "$here/log" "$shared/logs/worker-$number.log"
+}
+
+keep() { # every minute: the log; and files that grow, which gcsfuse uploads when they are closed or synced
+  while sleep "${KEEP_SECONDS:-60}" && kill -0 $$ 2>/dev/null; do
+    save || true
+    if [[ $number == 0 ]]; then sync "$shared"/*.jsonl 2>/dev/null || true; fi
+  done
+}
+
+follow() {
+  [[ -f $here/log ]] || fail "run $run has not been started on this worker: tpu/run.sh"
+  if alive; then
+    tail -n 200 -F "$here/log" --pid="$(<"$here/pid")" --sleep-interval="${TAIL_SECONDS:-1}"
+  else
+    tail -n 200 "$here/log"
+  fi
+}
+
+stop() {
+  local i
+  if alive; then
+    kill -TERM "$(<"$here/pid")"
+    for ((i = 0; i < 3000; i++)); do
+      if ! alive; then break; fi
+      sleep 0.1
+    done
+  fi
+  if alive; then fail "still busy after 5 minutes"; fi
+  tell ok
+}
+
+case "$action" in
+  start | loop | follow | stop) "$action" "${@:3}" ;;
+  *) fail "unknown action $action" ;;
+esac
