@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
 
 from oarjax.cli.session import Session
 from oarjax.host.data import eval_batches
-from oarjax.host.grade import Grader
+from oarjax.host.verdicts import Grading
 from oarjax.steps import Steps
 from oarjax.types import Params
 
@@ -29,7 +30,23 @@ class Evaluation:
         }
 
 
-def evaluate(session: Session, steps: Steps, grader: Grader, params: Params) -> Evaluation:
+def plain_evaluation(found: Evaluation | None) -> dict[str, Any] | None:
+    """An evaluation as JSON. NaN (ungraded) is null."""
+    if found is None:
+        return None
+    scores = [None if np.isnan(s) else float(s) for s in found.scores]
+    return {"scores": scores, "length": found.length, "truncated": found.truncated}
+
+
+def evaluation_from(tree: dict[str, Any] | None) -> Evaluation | None:
+    """What ``plain_evaluation`` made, back."""
+    if tree is None:
+        return None
+    scores = np.asarray([np.nan if s is None else s for s in tree["scores"]])
+    return Evaluation(scores=scores, length=tree["length"], truncated=tree["truncated"])
+
+
+def evaluate(session: Session, steps: Steps, grader: Grading, params: Params) -> Evaluation:
     """Sample every held-out problem ``eval.samples`` times. The noise depends on the seed, not on the iteration."""
     cfg, held_out = session.cfg, session.held_out
     if held_out is None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from oarjax.config import Config, ConfigError
+from oarjax.host.durable import write_durably
 from oarjax.host.progress import flatten
 
 HARMLESS = (
@@ -15,14 +17,39 @@ HARMLESS = (
     "compilation_cache",
     "profile",
     "checkpoint.",
+    "health.",
     "report.",
     "export.",
     "grading.workers",
     "eval.batch",
+    "distributed.",
 )
 """Fields that may differ when a run goes on: they do not change what it learns. run_dir: folders may be moved."""
 
-PROGRESS = ("start", "checkpoints/*", "seed*/start", "seed*/*/metrics.jsonl", "metrics.jsonl")
+ROUNDING = (
+    "device",
+    "mesh.",
+    "policy.remat",
+    "policy.head_chunk",
+    "update.microbatch",
+    "sft.microbatch",
+    "credit.masking.chunk",
+    "credit.masking.buckets",
+    "grading.deadline",
+    "grading.memory_mb",
+)
+"""Fields that may differ too, and change results by the order of sums, or by which answers are graded in time."""
+
+PROGRESS = (
+    "start",
+    "start.json",
+    "sft.json",
+    "checkpoints.json",
+    "checkpoints/*",
+    "seed*/start",
+    "seed*/*/metrics.jsonl",
+    "metrics.jsonl",
+)
 """What is in a folder that has got anywhere."""
 
 
@@ -32,26 +59,66 @@ def changed(section: Any, **changes: Any) -> Any:
     return type(section)(**(fields | changes))
 
 
-def refuse_another_run(folder: Path, cfg: Config) -> None:
+class Differences(NamedTuple):
+    """Fields of two configs that differ, as "name was this, is that"."""
+
+    refused: list[str]
+    rounding: list[str]  # allowed, and the run ends otherwise than it would have, if only by rounding
+    harmless: list[str]
+
+    def words(self) -> str:
+        """All that are allowed, in a line; empty where there are none."""
+        parts = []
+        if self.rounding:
+            parts.append(f"{'; '.join(self.rounding)} (allowed, but the run will not end bit for bit as it would have)")
+        if self.harmless:
+            parts.append(f"{'; '.join(self.harmless)} (harmless)")
+        return "; ".join(parts)
+
+
+def differences(before: Mapping[str, Any], cfg: Config) -> Differences:
+    """What differs between a config that was saved as a tree, and this one."""
+    was, now = flatten(before), flatten(cfg.model_dump(mode="json"))
+    found = Differences([], [], [])
+    for name in sorted(was | now):
+        if was.get(name) == now.get(name):
+            continue
+        # More iterations are the same run for longer, unless its learning rate was to reach 0 by the old end.
+        longer = name == "iterations" and cfg.optim.schedule == "constant" and now[name] > was.get(name, 0)
+        kind = found.harmless if name.startswith(HARMLESS) else found.refused
+        kind = found.rounding if longer or name.startswith(ROUNDING) else kind
+        kind.append(f"{name} was {was.get(name)!r}, is {now.get(name)!r}")
+    return found
+
+
+def refuse_another_config(before: Mapping[str, Any], cfg: Config, *, what: str) -> Differences:
+    """Refuse to go on with ``what`` under a config that would make another run of it.
+
+    Raises:
+        ConfigError: with the fields that differ, and those that might.
+    """
+    found = differences(before, cfg)
+    if found.refused:
+        others = f"; these may differ: {found.words()}" if found.words() else ""
+        raise ConfigError(
+            f"run_dir: {what} holds a run of another config ({'; '.join(found.refused)}); "
+            f"give another run_dir=..., or that config to go on with it{others}"
+        )
+    return found
+
+
+def refuse_another_run(folder: Path, cfg: Config) -> Differences:
     """The same command goes on with its run; any other must not touch one that has got anywhere.
+
+    Gives the differences that are allowed.
 
     Raises:
         ConfigError: with the fields that differ.
     """
     known = folder / "config.yaml"
     if not known.exists() or not any(any(folder.glob(part)) for part in PROGRESS):
-        return
-    before, now = flatten(yaml.safe_load(known.read_text())), flatten(cfg.model_dump(mode="json"))
-    differ = [
-        f"{name} was {before.get(name)!r}, is {now.get(name)!r}"
-        for name in sorted(before | now)
-        if before.get(name) != now.get(name) and not name.startswith(HARMLESS)
-    ]
-    if differ:
-        raise ConfigError(
-            f"run_dir: {folder} holds a run of another config ({'; '.join(differ)}); "
-            "give another run_dir=..., or that config to go on with it"
-        )
+        return Differences([], [], [])
+    return refuse_another_config(yaml.safe_load(known.read_text()), cfg, what=str(folder))
 
 
 def claim(folder: Path, cfg: Config) -> Path:
@@ -63,7 +130,7 @@ def claim(folder: Path, cfg: Config) -> Path:
     refuse_another_run(folder, cfg)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False))
+        write_durably(folder / "config.yaml", yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False))
     except OSError as error:
         raise ConfigError(f"run_dir: cannot write to {folder}: {error}; give another run_dir=...") from error
     return folder

@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
 
 from oarjax.cli.errors import USER_ERRORS
-from oarjax.cli.evaluate import Evaluation
+from oarjax.cli.evaluate import Evaluation, evaluation_from, plain_evaluation
 from oarjax.cli.run_folder import changed, claim
 from oarjax.cli.session import Session, lay_out, open_session
 from oarjax.cli.train import start_policy
 from oarjax.cli.trainer import train
 from oarjax.config import Config, parse_config
+from oarjax.host.checkpoint import remove_all
 from oarjax.host.grade import Grader
 from oarjax.steps import make_optimizer
 
@@ -99,7 +99,8 @@ def train_run(cfg: Config, home: Path, console: Console, graders: Graders) -> No
     session = session.with_config(cfg)
     start = session.load(lay_out(session, make_optimizer(cfg)[0]))
     train(session, graders.of(session), start, read_before(home / BEFORE), folder)
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    remove_all(folder / "checkpoints")
+    shutil.rmtree(folder / "verdicts", ignore_errors=True)
 
 
 def _start_of(cfg: Config, home: Path) -> Any:
@@ -113,21 +114,13 @@ def _start_of(cfg: Config, home: Path) -> Any:
 
 def write_before(path: Path, before: Evaluation | None) -> None:
     """The start's evaluation as JSON, whole or not at all. NaN (ungraded) is null."""
-    tree = None
-    if before is not None:
-        scores = [None if np.isnan(s) else float(s) for s in before.scores]
-        tree = {"scores": scores, "length": before.length, "truncated": before.truncated}
     half = path.with_suffix(".half")
-    half.write_text(json.dumps(tree))
+    half.write_text(json.dumps(plain_evaluation(before)))
     half.replace(path)
 
 
 def read_before(path: Path) -> Evaluation | None:
-    tree = json.loads(path.read_text())
-    if tree is None:
-        return None
-    scores = np.asarray([np.nan if s is None else s for s in tree["scores"]])
-    return Evaluation(scores=scores, length=tree["length"], truncated=tree["truncated"])
+    return evaluation_from(json.loads(path.read_text()))
 
 
 def _end_with(parent: int) -> None:

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from oarjax.cli.evaluate import Evaluation, evaluate
+from oarjax.cli.evaluate import Evaluation, evaluate, evaluation_from, plain_evaluation
 from oarjax.cli.results import label, show_results
+from oarjax.cli.run_files import check_checkpoint
 from oarjax.cli.run_folder import changed, claim, refuse_another_run
 from oarjax.cli.session import Session, facts, lay_out, open_session
 from oarjax.cli.trainer import Trained, train
 from oarjax.cli.warm_start import warm_start
 from oarjax.config import Config, ConfigError, load_config
+from oarjax.host.checkpoint import remove_all
+from oarjax.host.durable import write_durably
 from oarjax.host.grade import Grader
 from oarjax.host.hf import export
+from oarjax.host.lock import locked
+from oarjax.host.processes import from_first, only_first
 from oarjax.host.progress import banner
 from oarjax.host.report import make_console
+from oarjax.host.stop import Stop
 from oarjax.methods import ATTRIBUTIONS
 from oarjax.steps import make_optimizer, make_steps
 from oarjax.types import Params
@@ -31,10 +40,11 @@ def run(config: Path, overrides: Sequence[str], *, compare: bool, seeds: str = "
         raise ConfigError("--seeds goes with --compare; for one run set seed=N")
     if compare and cfg.data.eval is None:
         raise ConfigError("data.eval: --compare needs held-out problems")
-    if compare:
-        _compare(cfg, _seeds(seeds) or [cfg.seed], console)
-    else:
-        _train_once(cfg, console)
+    with Stop() as stop:
+        if compare:
+            _compare(cfg, _seeds(seeds) or [cfg.seed], console, stop)
+        else:
+            _train_once(cfg, console, stop)
 
 
 def _seeds(text: str) -> list[int]:
@@ -45,23 +55,33 @@ def _seeds(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _train_once(cfg: Config, console: Console) -> None:
+def _train_once(cfg: Config, console: Console, stop: Stop) -> None:
     folder = Path(cfg.run_dir).expanduser()
-    refuse_another_run(folder, cfg)
+    changes = refuse_another_run(folder, cfg).words()
     session = open_session(cfg, console)
-    claim(folder, cfg)
-    banner(console, facts(session), cfg.model_dump(mode="json", exclude_defaults=True))
-    with session.grader() as grader:
-        start, before = start_policy(session, grader)
-        trained = train(session, grader, start, before, folder)
-    if cfg.export.folder is not None:
-        target = folder / cfg.export.folder
-        export(target, session.model, trained.params, source=session.source, dtype=cfg.export.dtype)
-        console.print(f"policy  {target}", markup=False)
-    show_results(session, folder, [before], {cfg.credit.method: [trained]})
+    with _own(session, folder):
+        check_checkpoint(session, folder, make_optimizer(cfg)[0])
+        only_first(lambda: claim(folder, cfg))
+        banner(console, facts(session), cfg.model_dump(mode="json", exclude_defaults=True))
+        if changes:
+            console.print(f"going on with another config: {changes}", markup=False)
+        with session.grader() as grader:
+            start, before = start_policy(session, grader, stop)
+            trained = train(session, grader, start, before, folder, stop)
+        if cfg.export.folder is not None:
+            target = folder / cfg.export.folder
+            export(target, session.model, trained.params, source=session.source, dtype=cfg.export.dtype)
+            console.print(f"policy  {target}", markup=False)
+        if session.first:
+            show_results(session, folder, [before], {cfg.credit.method: [trained]})
 
 
-def _compare(cfg: Config, seeds: list[int], console: Console) -> None:
+def _own(session: Session, folder: Path) -> AbstractContextManager[None]:
+    """Hold the run's folder against other runs; one process does it for all that share the run."""
+    return locked(folder) if session.first else nullcontext()
+
+
+def _compare(cfg: Config, seeds: list[int], console: Console, stop: Stop) -> None:
     """Every method from the same warm start, with the same prompts and the same noise, seed by seed."""
     root = Path(cfg.run_dir).expanduser()
     root = root.with_name(f"{root.name}-compare")
@@ -75,36 +95,44 @@ def _compare(cfg: Config, seeds: list[int], console: Console) -> None:
     for seed in seeds:
         session = open_session(changed(cfg, seed=seed, run_dir=str(root / f"seed{seed}")), console)
         if seed == seeds[0]:
-            claim(root, cfg)
+            only_first(lambda: claim(root, cfg))
             banner(console, facts(session), cfg.model_dump(mode="json", exclude_defaults=True))
-        with session.grader() as grader:
-            start, before = start_policy(session, grader)
+        with _own(session, session.folder), session.grader() as grader:
+            start, before = start_policy(session, grader, stop)
             befores.append(before)
             for method in methods:
                 console.rule(f"seed {seed}, {label(method, cfg.credit)}")
                 same = changed(session.cfg, credit=changed(cfg.credit, method=method))
-                folder = claim(session.folder / method, same)
-                runs[method].append(train(session.with_config(same), grader, start, before, folder))
-    if session is not None:
+                folder = session.folder / method
+                only_first(partial(claim, folder, same))
+                runs[method].append(train(session.with_config(same), grader, start, before, folder, stop))
+    if session is not None and session.first:
         show_results(session, root, befores, runs)
 
 
-def start_policy(session: Session, grader: Grader) -> tuple[Params, Evaluation | None]:
-    """The policy to train from, after the warm start where there is one, and how good it is."""
+def start_policy(session: Session, grader: Grader, stop: Stop | None = None) -> tuple[Params, Evaluation | None]:
+    """The policy to train from, after the warm start where there is one, and how good it is.
+
+    Both are kept in the run's folder, and read from there when it is gone on with.
+    """
     cfg = session.cfg
     tx, _ = make_optimizer(cfg)
     layout = lay_out(session, tx)
     params = session.load(layout)
     if cfg.sft is not None:
         warm = session.folder / "start"
-        if (warm / "config.json").is_file():
+        if from_first(lambda: (warm / "config.json").is_file()):
             session.console.print(f"the warm start is read from {warm}", markup=False)
             params = session.load(layout, source=warm)
         else:
-            params = warm_start(session, params)
+            params = warm_start(session, params, stop or Stop())
             export(warm, session.model, params, source=session.source)
+        only_first(lambda: remove_all(session.folder / "sft"))
     if session.held_out is None:
         return params, None
+    known = session.folder / "start.json"
+    if from_first(known.is_file):
+        return params, evaluation_from(json.loads(known.read_text(encoding="utf-8")))
     steps = make_steps(
         session.policy,
         tx,
@@ -115,4 +143,6 @@ def start_policy(session: Session, grader: Grader) -> tuple[Params, Evaluation |
         keyword_table=session.keyword_table(),
         own_probe=session.own_probe,
     )
-    return params, evaluate(session, steps, grader, params)
+    before = evaluate(session, steps, grader, params)
+    only_first(lambda: write_durably(known, json.dumps(plain_evaluation(before))))
+    return params, before

@@ -12,22 +12,18 @@ import jax
 import numpy as np
 
 from oarjax.cli.evaluate import Evaluation, evaluate
+from oarjax.cli.health import Health
+from oarjax.cli.run_files import RunFiles
 from oarjax.cli.session import Session, lay_out, new_state
 from oarjax.config import Config, CreditConfig
 from oarjax.flops import iteration_flops
-from oarjax.host.checkpoint import Checkpoints
 from oarjax.host.data import PromptStream
 from oarjax.host.devices import peak_flops
-from oarjax.host.grade import Grader, GraderError
+from oarjax.host.grade import GraderError
 from oarjax.host.progress import OnceWarnings, PhaseTimer, Progress
-from oarjax.host.report import (
-    CompletionRow,
-    CompletionsWriter,
-    MetricsWriter,
-    read_metrics,
-    show_completions,
-    token_texts,
-)
+from oarjax.host.report import CompletionRow, read_metrics, show_completions, token_texts
+from oarjax.host.stop import Stop
+from oarjax.host.verdicts import Grading
 from oarjax.loop import Iteration, Outside, iterate
 from oarjax.methods import attribution
 from oarjax.models.weights import matmul_parameters
@@ -45,10 +41,21 @@ class Trained:
     seconds: float
 
 
-def train(session: Session, grader: Grader, start: Params, before: Evaluation | None, folder: Path) -> Trained:
+def train(
+    session: Session,
+    grader: Grading,
+    start: Params,
+    before: Evaluation | None,
+    folder: Path,
+    stop: Stop | None = None,
+) -> Trained:
     """Iterate from ``start``, which stays as it is; metrics, completions and checkpoints go to ``folder``.
 
     A folder with a checkpoint is gone on with, and ends as if it had never stopped.
+
+    Raises:
+        Stopped: ``stop`` was told to; what has been done is saved.
+        StorageError: a file cannot be written, and checkpoint.on_failure is stop.
     """
     cfg, console = session.cfg, session.console
     tx, schedule = make_optimizer(cfg)
@@ -73,39 +80,39 @@ def train(session: Session, grader: Grader, start: Params, before: Evaluation | 
         seed=cfg.seed,
         shuffle=cfg.data.shuffle,
     )
-    timer = PhaseTimer()
-    outside = Outside(
-        next_prompts=lambda: next(stream)[0],
-        submit=partial(session.submit, grader, session.train.by_index),
-        find_answers=session.find_answers,
-        fetch=session.fetch,
-        place=session.place,
-        phase=timer.phase,
-        probed=session.probed if cfg.credit.answer.source == "reference" else None,
-    )
+    timer, warnings, stop = PhaseTimer(), OnceWarnings(console), stop or Stop()
+    warnings.check_sampling(top_k=cfg.rollout.top_k, top_p=cfg.rollout.top_p)
     peak, _ = peak_flops(session.compute_dtype)
-    began, last, first = time.perf_counter(), before, 0
-    with ExitStack() as stack:
-        checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", keep=cfg.checkpoint.keep))
-        if (newest := checkpoints.newest()) is not None:
-            state, record = checkpoints.restore(newest, like=state)
-            stream.restore(record["data"])
-            first, last = newest, None
-            console.print(f"going on after iteration {first}, from {folder / 'checkpoints'}", markup=False)
-        metrics_file = stack.enter_context(MetricsWriter(folder, to=cfg.report.to))
-        completions_file = stack.enter_context(CompletionsWriter(folder / "completions.jsonl", after=first))
+    began = time.perf_counter()
+    with stop.held(), ExitStack() as stack:
+        files = stack.enter_context(RunFiles(session, folder, warnings))
+        state, first, last = files.resume(state, stream)
+        grader = files.recording(grader)
+        outside = Outside(
+            next_prompts=lambda: next(stream)[0],
+            submit=partial(session.submit, grader, session.train.by_index),
+            find_answers=session.find_answers,
+            fetch=session.fetch,
+            place=session.place,
+            phase=timer.phase,
+            probed=session.probed if cfg.credit.answer.source == "reference" else None,
+        )
         progress = stack.enter_context(Progress(cfg.iterations, label=cfg.credit.method, console=console))
-        warnings = OnceWarnings(console)
-        warnings.check_sampling(top_k=cfg.rollout.top_k, top_p=cfg.rollout.top_p)
+        health = Health(session, folder, warnings)
+        health.remember(read_metrics(folder / "metrics.jsonl"), until=first)
+        outside = outside._replace(watch=health)
         if before is not None and first == 0:
-            metrics_file.write(0, before.metrics)
+            last = before
+            files.write(0, before.metrics, [])
         timer.lap()
         rows: list[CompletionRow] = []
         tracing: _Trace | None = None
         for iteration in range(first + 1, cfg.iterations + 1):
+            files.begin(iteration)
             if cfg.profile is not None and not tracing and cfg.profile[0] <= iteration <= cfg.profile[1]:
                 tracing = stack.enter_context(closing(_Trace(folder / "profile")))
             state, done = iterate(state, reference, iteration, steps=steps, outside=outside, cfg=cfg)
+            stopped = health.after(iteration)
             if cfg.profile is not None and tracing and iteration >= cfg.profile[1]:
                 tracing.close()
             if _due(cfg, iteration):
@@ -115,20 +122,23 @@ def train(session: Session, grader: Grader, start: Params, before: Evaluation | 
             training = phases["total"] - phases.get("evaluate", 0.0)
             metrics = done.metrics | {f"seconds/{name}": value for name, value in phases.items()}
             metrics["seconds/training"] = training
+            metrics["skipped_in_a_row"] = float(health.skipped_in_a_row)
             metrics["lr"] = float(np.asarray(schedule(max(int(state.step) - 1, 0))))
             metrics["tokens_per_second"] = metrics["completion_tokens"] / training
             metrics["mfu"] = _model_flops(session, metrics) / (training * peak)
             if last is not None and "evaluate" in phases:
                 metrics |= last.metrics
-            metrics_file.write(iteration, metrics)
             rows = completion_rows(session, done, cfg.report.completions)
-            completions_file.write(iteration, rows)
+            files.write(iteration, metrics, rows)
             progress.update(iteration, metrics, phases)
             warnings.check(iteration, metrics)
             _explain_crashes(done.grades, warnings)
-            every = cfg.checkpoint.every
-            if every and (iteration % every == 0 or iteration == cfg.iterations):
-                checkpoints.save(iteration, state, {"data": stream.state()})
+            told = stop.asked()
+            files.save(iteration, state, stream, last, metrics, now=told)
+            if told:
+                stop.obey()
+            if stopped:
+                raise stopped
         if last is None and session.held_out is not None:  # it had finished before
             last = evaluate(session, steps, grader, state.params)
     show_completions(console, cfg.iterations, rows)

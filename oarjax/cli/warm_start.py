@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from importlib.metadata import version
+
 import jax
 import numpy as np
 
 from oarjax.batches import Deck
 from oarjax.cli.session import Session, lay_out, new_state
+from oarjax.host.checkpoint import Checkpoints
 from oarjax.host.data import SFTStream
-from oarjax.host.progress import Progress
+from oarjax.host.durable import Failures
+from oarjax.host.progress import OnceWarnings, Progress
+from oarjax.host.stop import Stop
 from oarjax.steps import make_sft_optimizer, make_sft_step
 from oarjax.types import Params, TrainBatch
 
 
-def warm_start(session: Session, params: Params) -> Params:
-    """Minimise the mean negative log-probability of the completions' tokens."""
-    cfg, pairs = session.cfg.sft, session.pairs
+def warm_start(session: Session, params: Params, stop: Stop) -> Params:
+    """Minimise the mean negative log-probability of the completions' tokens.
+
+    It has checkpoints of its own in the folder ``sft``: one that was stopped goes on, and ends as if it had not been.
+
+    Raises:
+        Stopped: ``stop`` was told to; what has been done is saved.
+        StorageError: a checkpoint cannot be written, and checkpoint.on_failure is stop.
+    """
+    cfg, pairs, saving = session.cfg.sft, session.pairs, session.cfg.checkpoint
     if cfg is None or pairs is None:
         raise ValueError("warm_start: the config has no sft section")
     tx, _ = make_sft_optimizer(cfg)
@@ -31,9 +44,19 @@ def warm_start(session: Session, params: Params) -> Params:
         seed=session.cfg.seed,
     )
     deck = Deck(np.arange(cfg.batch), 1, cfg.microbatch, cfg.batch)
-    every = max(cfg.steps // 20, 1)
-    with Progress(cfg.steps, label="sft", console=session.console) as progress:
-        for number in range(1, cfg.steps + 1):
+    shown_every, first = max(cfg.steps // 20, 1), 0
+    warnings = OnceWarnings(session.console)
+    failures = Failures(saving.on_failure, warnings.say)
+    with stop.held(), ExitStack() as stack:
+        stack.enter_context(failures.handled())
+        checkpoints = stack.enter_context(Checkpoints(session.folder / "sft", keep=saving.keep))
+        if (newest := checkpoints.trusted(lambda text: warnings.say(text, text))) is not None:
+            state, record = checkpoints.restore(newest, like=state)
+            stream.restore(record["data"])
+            first = newest
+            session.console.print(f"the warm start goes on after step {first}", markup=False)
+        progress = stack.enter_context(Progress(cfg.steps, label="sft", console=session.console))
+        for number in range(first + 1, cfg.steps + 1):
             batch = next(stream)
             (hand,) = deck.deal(
                 TrainBatch(  # numpy until it is placed
@@ -47,7 +70,16 @@ def warm_start(session: Session, params: Params) -> Params:
                 )
             )
             state, metrics = step(state, session.place(hand, "microbatches"), deck.used[0])
-            if number % every == 0 or number == cfg.steps:
+            if number % shown_every == 0 or number == cfg.steps:
                 shown = {name: float(mean.value) for name, mean in jax.device_get(metrics).items()}
                 progress.update(number, shown)
+            told = stop.asked()
+            if saving.warm_start and (told or number % saving.warm_start == 0) and number < cfg.steps:
+                with failures.handled():
+                    record = {"version": version("oarjax"), "config": session.cfg.model_dump(mode="json")}
+                    checkpoints.save(number, state, {**record, "data": stream.state()})
+            if told:
+                with failures.handled():
+                    checkpoints.settle()
+                stop.obey()
     return state.params

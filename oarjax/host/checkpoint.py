@@ -1,11 +1,16 @@
-"""Checkpoints of a run, by Orbax: the whole state, and a JSON record of where the run stands.
+"""Checkpoints of a run that can be trusted: the whole state by Orbax, and a manifest that is written last.
 
-Written in the background, complete or not at all, the newest few kept. A run that is started again with the same
-command goes on from the newest one.
+Written in the background. A checkpoint counts once its manifest is there, and is gone on from only if every byte is as
+the manifest says; any other is put aside under a name that says why, and the one before is taken. All processes call
+every method; the first one writes the manifests, looks and removes.
 """
 
 from __future__ import annotations
 
+import json
+import shutil
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,48 +19,237 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from oarjax.config import ConfigError
+from oarjax.host.durable import StorageError, cannot_write, write_durably
+from oarjax.host.manifest import NAME, damage, read_manifest, write_manifest
+from oarjax.host.processes import from_first, is_first, only_first
 from oarjax.types import TrainState
+
+NONE, LOST = -1, -2
 
 
 class Checkpoints:
-    """The checkpoints in one folder. Use as a context manager: leaving it waits for writes in progress.
+    """The checkpoints in one folder. Use as a context manager: leaving it waits for the write in progress.
 
     Args:
-        folder: made if missing.
-        keep: how many of the newest to keep.
+        folder: made if missing. A file of its name with .json beside it says what has been saved, so that a folder
+            that is gone is not taken for a run that has not begun.
+        keep: how many of the newest to keep, besides the one of the highest score.
+
+    Raises:
+        StorageError: the folder cannot be made.
     """
 
     def __init__(self, folder: Path, *, keep: int):
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+        self.folder, self._keep = folder.absolute(), keep
+        self._thread: threading.Thread | None = None
+        self._error: StorageError | None = None
+        try:
+            only_first(lambda: self.folder.mkdir(parents=True, exist_ok=True))
+            self._device = self.folder.stat().st_dev
+        except OSError as error:
+            raise cannot_write(self.folder, error) from error
+        self._writer = ocp.StandardCheckpointer()
+
+    def finished(self) -> dict[int, dict[str, Any]]:
+        """Iteration -> manifest of the checkpoints that were finished, in order; their arrays are not looked at."""
+        return finished(self.folder)
 
     def newest(self) -> int | None:
-        """The iteration of the newest complete checkpoint."""
-        return self._manager.latest_step()
+        """The iteration of the newest finished checkpoint, whether its arrays can be trusted or not."""
+        return max(self.finished(), default=None)
 
-    def save(self, iteration: int, state: TrainState, record: dict[str, Any]) -> None:
-        """Start writing; returns once the arrays are copied, so that the next update may reuse their memory."""
+    def trusted(self, say: Callable[[str], object]) -> int | None:
+        """The iteration of the newest checkpoint that is byte for byte as it was saved; None before the first.
+
+        Unfinished and damaged newer ones are renamed aside, with a word.
+
+        Raises:
+            StorageError: there were checkpoints, and none is left that can be trusted.
+        """
+        found = from_first(lambda: self._look(say))
+        if found == LOST:
+            raise StorageError(
+                f"{self.folder}: no checkpoint is left that can be trusted, and the run had saved one. Mount the "
+                f"folder again or put a good copy of a checkpoint there; to start over from the beginning, remove "
+                f"{self.folder.name} and {_notes(self.folder).name} in {self.folder.parent}"
+            )
+        return None if found == NONE else found
+
+    def save(self, iteration: int, state: TrainState, record: dict[str, Any], *, score: float | None = None) -> None:
+        """Start writing; returns once the arrays are copied, so that the next update may reuse their memory.
+
+        Args:
+            record: where the run stands, as JSON.
+            score: by which the best one is kept, higher is better.
+
+        Raises:
+            StorageError: this one cannot be written, or the one before could not.
+        """
+        self.settle()
+        at = self._at(iteration)
         if jax.default_backend() == "cpu":  # there a "host copy" is the array's own memory, which updates reuse
             state = jax.tree.map(jnp.copy, state)
-        saved = ocp.args.Composite(state=ocp.args.StandardSave(_plain(state)), record=ocp.args.JsonSave(record))
-        self._manager.save(iteration, args=saved)
+        noted = {"record": record, "score": score, "arrays": arrays(state)}
+        try:
+            # Orbax would make the folder anew, on whatever disk lies below a mount that is gone.
+            if self.folder.stat().st_dev != self._device:
+                raise OSError("the folder is on another device than at the start: was its disk unmounted?")
+            self._writer.save(at, _plain(state))
+        except Exception as error:  # the writer raises whatever its storage does
+            self._forget(at)
+            raise cannot_write(at, error) from error
+        self._thread = threading.Thread(target=self._finish, args=(at, iteration, noted), name="checkpoint")
+        self._thread.start()
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Wait for the write in progress, or only look whether it has failed.
+
+        Raises:
+            StorageError: it has; said once.
+        """
+        if wait and self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def restore(self, iteration: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """The state, laid out over the devices as ``like`` is, and the record."""
-        shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, _plain(like))
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(shapes), record=ocp.args.JsonRestore())
-        found = self._manager.restore(iteration, args=args)
-        key = jax.random.wrap_key_data(found["state"].key, impl=jax.random.key_impl(like.key))
-        return replace(found["state"], key=key), found["record"]
+        """The state, laid out over the devices as ``like`` is, and the record.
+
+        Raises:
+            ConfigError: it is of another model or optimizer.
+        """
+        at = self._at(iteration)
+        noted = read_manifest(at)
+        if noted is None:
+            raise StorageError(f"{at} has no manifest: it was not finished; take another")
+        check_arrays(at, noted["arrays"], arrays(like))
+        found = self._writer.restore(at, jax.tree.map(ocp.utils.to_shape_dtype_struct, _plain(like)))
+        key = jax.random.wrap_key_data(found.key, impl=jax.random.key_impl(like.key))
+        return replace(found, key=key), noted["record"]
+
+    def best(self) -> int | None:
+        """The iteration of the highest score, the earliest of equals."""
+        scores = {n: noted["score"] for n, noted in self.finished().items() if noted["score"] is not None}
+        return max(scores, key=lambda n: scores[n]) if scores else None
 
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._manager.wait_until_finished()
-        self._manager.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            self.settle()
+        except StorageError:
+            if kind is None:  # else what is under way says more
+                raise
+        finally:
+            self._writer.close()
+
+    def _at(self, iteration: int) -> Path:
+        return self.folder / f"{iteration:06d}"
+
+    def _finish(self, at: Path, iteration: int, noted: dict[str, Any]) -> None:
+        """In the background: once the arrays are there, the manifest, and what is no longer needed goes."""
+        try:
+            self._writer.wait_until_finished()
+            if is_first():
+                write_manifest(at, noted)
+                write_durably(_notes(self.folder), json.dumps({"newest": iteration}))
+                self._prune()
+        except Exception as error:  # the writer raises whatever its storage does
+            self._forget(at)
+            self._error = cannot_write(at, error)
+
+    def _prune(self) -> None:
+        done = list(self.finished())
+        for iteration in {*done[: -self._keep]} - {self.best()}:
+            _remove(self._at(iteration))
+
+    def _forget(self, at: Path) -> None:
+        """Free the space of a write that failed."""
+        if is_first():
+            for path in [at, *_half_written(self.folder)]:
+                _remove(path)
+
+    def _look(self, say: Callable[[str], object]) -> int:
+        for path in _half_written(self.folder):
+            say(f"{path.name}: this checkpoint was being written when the run ended, and is removed")
+            _remove(path)
+        for at in sorted(_folders(self.folder), reverse=True):
+            unfinished = not (at / NAME).exists()
+            wrong = f"{NAME} is missing: it was not finished" if unfinished else damage(at)
+            if wrong is None:
+                return int(at.name)
+            aside = _aside(at, "unfinished" if unfinished else "damaged")
+            say(f"checkpoint {at.name} cannot be trusted: {wrong}. It is now {aside}; looking at the one before")
+        return LOST if _notes(self.folder).exists() else NONE
+
+
+def finished(folder: Path) -> dict[int, dict[str, Any]]:
+    """Iteration -> manifest of the finished checkpoints in a folder, in order."""
+    found = {int(at.name): read_manifest(at) for at in sorted(_folders(folder))}
+    return {iteration: noted for iteration, noted in found.items() if noted is not None}
+
+
+def remove_all(folder: Path) -> None:
+    """Remove a folder of checkpoints that is not needed any more."""
+    _notes(folder).unlink(missing_ok=True)  # first: after it, a missing folder is as it should be
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def arrays(state: TrainState) -> dict[str, str]:
+    """Name -> dtype and shape of every array of a state, or of its abstract form."""
+    parts = {"step": state.step, "params": state.params, "opt_state": state.opt_state}
+    leaves, _ = jax.tree_util.tree_flatten_with_path(parts)
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    return {name: f"{leaf.dtype.name}{list(leaf.shape)}" for name, (_, leaf) in zip(names, leaves)}
+
+
+def check_arrays(at: Path, saved: dict[str, str], wanted: dict[str, str]) -> None:
+    """Refuse a checkpoint whose arrays are not this run's.
+
+    Raises:
+        ConfigError: with the first array that differs, and how many do.
+    """
+    differ = [name for name in sorted(saved | wanted) if saved.get(name) != wanted.get(name)]
+    if differ:
+        name = next((name for name in differ if name.startswith("params")), differ[0])
+        raise ConfigError(
+            f"run_dir: checkpoint {at} is of another model or optimizer: {name} is {saved.get(name, 'absent')} there "
+            f"and {wanted.get(name, 'absent')} here ({len(differ)} of {len(saved | wanted)} arrays differ); give "
+            "another run_dir=..., or the policy and optimizer it was made with"
+        )
 
 
 def _plain(state: TrainState) -> TrainState:
     """The state with its random key as numbers."""
     return replace(state, key=jax.random.key_data(state.key))
+
+
+def _notes(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.json")
+
+
+def _folders(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("[0-9]*") if path.name.isdecimal()]
+
+
+def _half_written(folder: Path) -> list[Path]:
+    return list(folder.glob("*orbax-checkpoint-tmp*"))
+
+
+def _remove(path: Path) -> None:
+    (path / NAME).unlink(missing_ok=True)  # a folder half removed counts as unfinished
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _aside(at: Path, why: str) -> str:
+    """Rename a checkpoint so that nothing takes it for one; its new name. Of the unfinished, one is kept."""
+    for old in at.parent.glob("*.unfinished"):
+        shutil.rmtree(old, ignore_errors=True)
+    names = (f"{at.name}.{why}{number}" for number in ("", *(f"-{n}" for n in range(2, 1000))))
+    name = next(name for name in names if not (at.parent / name).exists())
+    at.rename(at.with_name(name))
+    return name

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import codecs
 import io
-import json
 import math
 import sys
 import time
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, SupportsFloat
 
 from rich.console import Console
 from rich.text import Text
+
+from oarjax.host.durable import Lines, read_lines
 
 Metrics = Mapping[str, SupportsFloat]
 
@@ -77,23 +78,26 @@ class MetricsWriter:
 
     A line is {"iteration": n, "time": unix seconds, name: value, ...} in strict JSON: values that are not finite are
     null. Every line is flushed, so that a killed run keeps all it has written; a line cut in half by the kill is
-    dropped when the file is opened again.
+    dropped when the file is opened again. TensorBoard's files are only ever added to.
 
     Args:
         folder: made if missing.
         to: any of "jsonl" and "tensorboard".
+        position: bytes of metrics.jsonl to go on after, as ``sync`` gave them; None = all its whole lines.
 
     Raises:
         ModuleNotFoundError: TensorBoard was asked for and tensorboardX is not installed.
+        StorageError: the file cannot be written, here or in any method.
         ValueError: an unknown name in ``to``.
     """
 
-    def __init__(self, folder: Path, *, to: Sequence[str] = ("jsonl",)):
+    def __init__(self, folder: Path, *, to: Sequence[str] = ("jsonl",), position: int | None = None):
         unknown = set(to) - {"jsonl", "tensorboard"}
         if unknown:
             raise ValueError(f"report.to: expected jsonl or tensorboard, got {', '.join(sorted(unknown))}")
         self._board = _open_tensorboard(folder / "tensorboard") if "tensorboard" in to else None
-        self._file = _open_lines(folder / "metrics.jsonl") if "jsonl" in to else None
+        self._file = Lines(folder / "metrics.jsonl", position=position) if "jsonl" in to else None
+        self.short = self._file.short if self._file else 0  # bytes of ``position`` that the file did not have
 
     def write(self, iteration: int, metrics: Metrics) -> None:
         """Append one line. Two lines of one iteration (training, then evaluation) are read back as one."""
@@ -103,12 +107,16 @@ class MetricsWriter:
         values = {name: float(value) for name, value in metrics.items()}
         if self._file is not None:
             record = {"iteration": iteration, "time": round(time.time(), 3)}
-            _append(self._file, record | values)
+            self._file.write(record | values)
         if self._board is not None:
             for name, value in values.items():
                 if math.isfinite(value):
                     self._board.add_scalar(name, value, iteration)
             self._board.flush()
+
+    def sync(self) -> int | None:
+        """Put the lines on disk; how many bytes they are, None where there is no file."""
+        return None if self._file is None else self._file.sync()
 
     def close(self) -> None:
         if self._file is not None:
@@ -133,7 +141,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         ValueError: a line before the last one is not JSON.
     """
     records: list[dict[str, Any]] = []
-    for record in _read_lines(path):
+    for record in read_lines(path):
         while records and records[-1]["iteration"] > record["iteration"]:
             records.pop()
         if records and records[-1]["iteration"] == record["iteration"]:
@@ -168,23 +176,29 @@ class CompletionRow:
 class CompletionsWriter:
     """Sampled completions to a JSONL file, one line each: {"iteration": n, and the fields of CompletionRow}.
 
-    ``after`` is the iteration that a resumed run goes on from: lines beyond it are dropped, they will be written again.
+    ``position`` are the bytes to go on after, as ``sync`` gave them; None = all whole lines. Without a ``path`` nothing
+    is written: a run has one writer, however many processes it has.
+
+    Raises:
+        StorageError: the file cannot be written, here or in any method.
     """
 
-    def __init__(self, path: Path, *, after: int = 0):
-        if path.exists():
-            kept = [record for record in _read_lines(path) if record["iteration"] <= after]
-            rewritten = path.with_suffix(".rewritten")
-            rewritten.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-            rewritten.replace(path)
-        self._file = _open_lines(path)
+    def __init__(self, path: Path | None, *, position: int | None = None):
+        self._file = None if path is None else Lines(path, position=position)
+        self.short = self._file.short if self._file else 0
 
     def write(self, iteration: int, rows: Sequence[CompletionRow]) -> None:
         for row in rows:
-            _append(self._file, {"iteration": iteration} | asdict(row))
+            if self._file is not None:
+                self._file.write({"iteration": iteration} | asdict(row))
+
+    def sync(self) -> int | None:
+        """Put the lines on disk; how many bytes they are, None where there is no file."""
+        return None if self._file is None else self._file.sync()
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def __enter__(self) -> CompletionsWriter:
         return self
@@ -196,7 +210,7 @@ class CompletionsWriter:
 def read_completions(path: Path) -> list[tuple[int, CompletionRow]]:
     """(iteration, row) of every line of a completions.jsonl."""
     found = []
-    for record in _read_lines(path):
+    for record in read_lines(path):
         iteration = record.pop("iteration")
         for name in ("reward", "advantage"):
             record[name] = math.nan if record[name] is None else record[name]
@@ -221,50 +235,6 @@ def show_completions(console: Console, iteration: int, rows: Sequence[Completion
 
 def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:limit]} ... ({len(text) - limit} more characters)"
-
-
-# Lines of JSON ----------------------------------------------------------------------------------------------------
-
-
-def _open_lines(path: Path) -> io.TextIOWrapper:
-    """A JSONL file, open to append after its last whole line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        content = path.read_bytes()
-        if content and not content.endswith(b"\n"):
-            with path.open("r+b") as file:
-                file.truncate(content.rfind(b"\n") + 1)
-    return path.open("a", encoding="utf-8")
-
-
-def _append(file: io.TextIOWrapper, record: Mapping[str, Any]) -> None:
-    # ensure_ascii keeps lone surrogates and line separators of model text out of the file.
-    file.write(json.dumps(_finite(record), allow_nan=False, ensure_ascii=True) + "\n")
-    file.flush()
-
-
-def _finite(value: Any) -> Any:
-    """The same tree of values with None where a number is not finite."""
-    if isinstance(value, Mapping):
-        return {name: _finite(v) for name, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
-        return
-    lines = path.read_text(encoding="utf-8").split("\n")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == len(lines):  # no newline after it: cut by a kill
-                return
-            raise ValueError(f"{path}, line {number}: not JSON ({error}); remove the line to read the rest") from None
 
 
 def _open_tensorboard(folder: Path) -> Any:

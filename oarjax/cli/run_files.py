@@ -1,0 +1,175 @@
+"""The files of a run while it iterates: metrics, completions, verdicts and checkpoints, and how they fit together.
+
+A checkpoint holds how long the other files were when it was made. A run that goes on from it cuts them there, so that
+in the end they hold each line once, as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from oarjax.cli.evaluate import Evaluation, evaluation_from, plain_evaluation
+from oarjax.cli.run_folder import refuse_another_config
+from oarjax.cli.session import Session
+from oarjax.host.checkpoint import Checkpoints, arrays, check_arrays, finished
+from oarjax.host.data import PromptStream
+from oarjax.host.durable import Failures
+from oarjax.host.progress import OnceWarnings
+from oarjax.host.report import CompletionRow, CompletionsWriter, Metrics, MetricsWriter
+from oarjax.host.verdicts import Grading, RecordedGrader, setup_of
+from oarjax.models.weights import abstract_params
+from oarjax.types import TrainState
+
+
+class RunFiles:
+    """Use as a context manager, and call ``resume`` first.
+
+    Args:
+        warnings: says what went wrong with a file, and what was done about it.
+
+    Raises:
+        StorageError: from any method, where a file cannot be written and checkpoint.on_failure is stop.
+    """
+
+    def __init__(self, session: Session, folder: Path, warnings: OnceWarnings):
+        self._session, self._cfg, self._folder, self._warnings = session, session.cfg.checkpoint, folder, warnings
+        self._failures = Failures(self._cfg.on_failure, warnings.say)
+        self._verdicts: RecordedGrader | None = None
+        self._best = -math.inf
+        self._stack = ExitStack()
+
+    def __enter__(self) -> RunFiles:
+        self._checkpoints = Checkpoints(self._folder / "checkpoints", keep=self._cfg.keep)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        with self._stack, self._failures.handled():
+            self._checkpoints.__exit__(*error)
+
+    def resume(self, state: TrainState, stream: PromptStream) -> tuple[TrainState, int, Evaluation | None]:
+        """Go to where the newest checkpoint that can be trusted was made: the state, its iteration, its evaluation.
+
+        Without a checkpoint the state as it is and iteration 0.
+
+        Raises:
+            StorageError: there were checkpoints, and none can be trusted.
+        """
+        first, last, positions = 0, None, {"metrics": 0, "completions": 0}
+        newest = self._checkpoints.trusted(self._say)
+        if newest is not None:
+            state, record = self._checkpoints.restore(newest, like=state)
+            stream.restore(record["data"])
+            first, last, positions = newest, evaluation_from(record["evaluation"]), record["positions"]
+            scores = [noted["score"] for noted in self._checkpoints.finished().values() if noted["score"] is not None]
+            self._best = max(scores, default=-math.inf)
+            if record["version"] != version("oarjax"):
+                self._say(f"this checkpoint is of oarjax {record['version']}, and this is {version('oarjax')}")
+            where = self._folder / "checkpoints"
+            self._session.console.print(f"going on after iteration {first}, from {where}", markup=False)
+        report, writes = self._session.cfg.report, self._session.first
+        self._metrics = self._stack.enter_context(
+            MetricsWriter(self._folder, to=report.to if writes else (), position=positions["metrics"])
+        )
+        texts = self._folder / "completions.jsonl" if writes else None
+        self._completions = self._stack.enter_context(CompletionsWriter(texts, position=positions["completions"]))
+        for name, short in (("metrics", self._metrics.short), ("completions", self._completions.short)):
+            if short:
+                self._say(f"{name}.jsonl: its last {short} bytes up to iteration {first} are missing; lines were lost")
+        return state, first, last
+
+    def recording(self, grader: Grading) -> Grading:
+        """A grader whose verdicts are on disk before they are used; as it was, where there are no checkpoints."""
+        if self._cfg.every == 0:
+            return grader
+        cfg = self._session.cfg
+        settings = {"grading": cfg.grading.model_dump(mode="json", exclude={"workers"})}
+        settings["answer"] = cfg.credit.answer.model_dump(mode="json")
+        self._verdicts = RecordedGrader(
+            grader,
+            self._folder / "verdicts",
+            setup=setup_of(settings, cfg.grading.plugins),
+            failures=self._failures,
+            say=self._say,
+            part=jax.process_index(),
+        )
+        return self._verdicts
+
+    def begin(self, iteration: int) -> None:
+        """What is graded from now on belongs to this iteration.
+
+        Raises:
+            StorageError: the checkpoint that was being written has failed.
+        """
+        if self._verdicts is not None:
+            self._verdicts.at(iteration)
+        with self._failures.handled():
+            self._checkpoints.settle(wait=False)
+
+    def write(self, iteration: int, metrics: Metrics, rows: list[CompletionRow]) -> None:
+        with self._failures.handled():
+            self._metrics.write(iteration, metrics)
+            self._completions.write(iteration, rows)
+
+    def save(
+        self,
+        iteration: int,
+        state: TrainState,
+        stream: PromptStream,
+        last: Evaluation | None,
+        metrics: Metrics,
+        *,
+        now: bool,
+    ) -> None:
+        """Write a checkpoint if one is due: every so often, after the last iteration, of the best evaluation so far.
+
+        With ``now`` in any case, and it is complete on return.
+        """
+        every = self._cfg.every
+        score = None if self._cfg.best is None else metrics.get(self._cfg.best)
+        best = score is not None and float(score) > self._best
+        due = iteration % every == 0 or iteration == self._session.cfg.iterations or best or now if every else False
+        if not due:
+            return
+        with self._failures.handled():
+            positions = {"metrics": self._metrics.sync(), "completions": self._completions.sync()}
+            record = {
+                "version": version("oarjax"),
+                "config": self._session.cfg.model_dump(mode="json"),
+                "data": stream.state(),
+                "evaluation": plain_evaluation(last),
+                "positions": positions,
+            }
+            self._checkpoints.save(iteration, state, record, score=float(score) if best and score is not None else None)
+            self._best = float(score) if best and score is not None else self._best
+            if now:
+                self._checkpoints.settle()
+        if self._verdicts is not None:
+            kept = list(self._checkpoints.finished())[-self._cfg.keep :]
+            self._verdicts.prune(min(kept, default=0))
+
+    def _say(self, text: str) -> None:
+        self._warnings.say(text, text)
+
+
+def check_checkpoint(session: Session, folder: Path, tx: optax.GradientTransformation) -> None:
+    """Refuse a folder whose newest checkpoint this run could not go on from; compiles nothing.
+
+    Raises:
+        ConfigError: it is of another config or another model, with what differs.
+    """
+    known = finished(folder / "checkpoints")
+    if not known:
+        return
+    newest = max(known)
+    refuse_another_config(known[newest]["record"]["config"], session.cfg, what=f"{folder}, checkpoint {newest:06d}")
+    params = abstract_params(session.model, dtype=jnp.float32)
+    state = jax.eval_shape(lambda p: TrainState(jnp.zeros((), jnp.int32), p, tx.init(p), jax.random.key(0)), params)
+    check_arrays(folder / "checkpoints" / f"{newest:06d}", known[newest]["arrays"], arrays(state))

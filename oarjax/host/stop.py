@@ -1,0 +1,85 @@
+"""Being told to stop: SIGTERM, Ctrl-C, or a TPU pod's notice that it is to be taken away.
+
+Inside ``held`` a first signal only sets a flag, which the loop asks for after every iteration; anywhere else nothing
+would be lost and it ends the run at once. Either way the exit code says: go on with the same command. A second signal
+kills.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+import jax
+from jax.experimental import multihost_utils
+
+RESUMABLE = 75
+"""Exit code of a run that was told to stop: EX_TEMPFAIL of sysexits.h. The same command goes on with it."""
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Stopped(SystemExit):
+    """The run was told to stop and has saved what there was to save."""
+
+    def __init__(self) -> None:
+        super().__init__(RESUMABLE)
+
+
+class Stop:
+    """Use as a context manager around a run. Signals are heard by the main thread alone; elsewhere there are none."""
+
+    def __init__(self) -> None:
+        self._told = self._held = False
+        self._asked = 0
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> Stop:
+        if threading.current_thread() is threading.main_thread():
+            # Of several processes one may be told alone; JAX's own handler of SIGTERM tells all the others.
+            heard = () if jax.distributed.is_initialized() else SIGNALS
+            self._before = {number: signal.signal(number, self._hear) for number in heard}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._before = {}
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Here a first signal waits to be asked for; told by the end and not yet obeyed, the run stops there."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        if self._told:
+            self.obey()
+
+    def asked(self) -> bool:
+        """Whether to save and stop now; the same on all processes, which must ask equally often."""
+        self._asked += 1
+        if jax.distributed.is_initialized():
+            return multihost_utils.reached_preemption_sync_point(self._asked)
+        return self._told
+
+    def obey(self) -> NoReturn:
+        raise Stopped
+
+    def _hear(self, number: int, _: FrameType | None) -> None:
+        if self._told or jax.distributed.is_initialized():  # a Ctrl-C on one host of many: the others cannot go on
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self._told = True
+        if not self._held:
+            raise Stopped
+        # print() may not be called again from within itself.
+        said = f"\n{signal.Signals(number).name}: saving after this iteration; once more to end at once\n"
+        os.write(2, said.encode())

@@ -1,0 +1,48 @@
+"""A first signal waits for the iteration, or ends at once where nothing is under way; the second kills."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from oarjax.host.stop import RESUMABLE, Stop, Stopped
+
+
+def kill(number=signal.SIGTERM):
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_inside_it_waits_to_be_asked(number, capfd):
+    before = signal.getsignal(number)
+    heard = []
+
+    def run():
+        with Stop() as stop:
+            with stop.held():
+                heard.append(stop.asked())
+                kill(number)
+                heard.append(stop.asked())
+            heard.append("obeyed at the end of what was held")
+
+    with pytest.raises(Stopped) as stopped:
+        run()
+    assert heard == [False, True]
+    assert stopped.value.code == RESUMABLE == 75
+    assert signal.getsignal(number) is before
+    assert "saving after this iteration; once more to end at once" in capfd.readouterr().err
+
+
+def test_outside_it_ends_at_once():
+    with Stop(), pytest.raises(Stopped):
+        kill()
+
+
+def test_the_second_kills():
+    script = "import os, signal; from oarjax.host.stop import Stop\n"
+    script += "with Stop() as stop, stop.held():\n  for _ in range(2): os.kill(os.getpid(), signal.SIGTERM)\n  print(1)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    assert done.returncode == -signal.SIGTERM
+    assert done.stdout == b""
