@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,26 @@ import numpy as np
 from oarjax.batches import Deck, bucket, informative_first, join, join_grades, take, trim
 from oarjax.config import Config
 from oarjax.grpo import group_advantages, without_truncated, zero_variance_groups
-from oarjax.measures import rollout_metrics
-from oarjax.oar.probe import probe_mode
+from oarjax.measures import NONFINITE, rollout_metrics, unsound_rows
+from oarjax.oar.probe import ProbeMode, probe_mode
 from oarjax.sampling import rollout_key
 from oarjax.steps import Steps
-from oarjax.types import AnswerSpan, Grades, Mean, Params, PromptBatch, Rollout, TrainBatch, TrainState
+from oarjax.types import AnswerSpan, Evidence, Grades, Mean, Params, PromptBatch, Rollout, TrainBatch, TrainState
 
 NOISE, ORDER = 2**31 - 1, 2**31 - 2
 """Batch numbers that no rollout has: the keys of OAR-G's noise and of the order of permuted weights."""
+
+
+class Seen(NamedTuple):
+    """What a watch is shown after each phase of a minibatch: its metrics, and all that they were made from."""
+
+    phase: Literal["sample", "credit", "update"]
+    iteration: int
+    minibatch: int
+    metrics: dict[str, Mean]  # of this phase alone
+    state: TrainState  # as it was used; after an update, which leaves the params where it is skipped, the new one
+    probe: ProbeMode
+    evidence: Evidence
 
 
 class Outside(NamedTuple):
@@ -35,6 +47,7 @@ class Outside(NamedTuple):
     phase: Callable[[str], AbstractContextManager[Any]]  # times a phase
     probed: Callable[[Rollout, AnswerSpan, np.ndarray], tuple[Rollout, AnswerSpan]] | None = None
     # (rollout, span, problems) -> what importance is measured on, where that is not the rollout itself
+    watch: Callable[[Seen], None] | None = None  # looks for what is not finite
 
 
 class Iteration(NamedTuple):
@@ -85,6 +98,13 @@ def iterate(
         room = probed[0].completion.shape[1] - rollout.completion.shape[1]
         cards = (*cards, trim(*probed, rows, length=length + room))
     hands = [o.place(hand, "microbatches") for hand in deck.deal(cards)]
+    if o.watch and (unsound := unsound_rows(rollout)).any():
+        whole = Deck(np.arange(capacity), 1, cfg.update.microbatch, capacity)
+        ((r, s, numbers, *instead),) = whole.deal(
+            (rollout, span, np.arange(capacity, dtype=np.int32), *([probed] if probed else []))
+        )
+        count = {f"{NONFINITE}behaviour_logps": Mean(jnp.float32(unsound.sum()), jnp.float32(capacity))}
+        o.watch(Seen("sample", iteration, 0, count, state, probe, Evidence(r, s, numbers, whole.used[0], *instead)))
 
     with o.phase("score"):
         scores = [
@@ -97,7 +117,7 @@ def iterate(
         grades = grading()
     advantages = np.asarray(
         group_advantages(
-            jnp.asarray(grades.rewards),
+            jnp.asarray(np.where(np.isfinite(grades.rewards), grades.rewards, np.nan)),
             group_size=group,
             scale=cfg.advantage.scale,
             ddof=cfg.advantage.ddof,
@@ -108,11 +128,13 @@ def iterate(
     trained = jnp.asarray(rollout.completion & np.isfinite(grades.rewards)[:, None])
     if cfg.loss.mask_truncated:
         trained = without_truncated(trained, jnp.asarray(rollout.ended))
-    batches, credits, metrics = [], [], {}
+    # The mean is over all graded rows, trained on or not: leaving rows out changes the work, not the loss.
+    denominator = steps.denominator(trained)
+    batches, credits, shown, metrics = [], [], [], {}
     with o.phase("credit"):
         for k, hand in enumerate(deck.deal((advantages, trained[:, :length]))):
             a, completion = o.place(hand, "microbatches")
-            (r, s, *_), found = hands[k], scores[k]
+            (r, s, numbers, *instead), found = hands[k], scores[k]
             given, measured = steps.credit(found, r, s, a, completion, jax.random.fold_in(order_key, k))
             metrics = add_metrics(metrics, measured)
             credits.append(given)
@@ -127,15 +149,21 @@ def iterate(
                     behaviour_logps=r.behaviour_logps,
                 )
             )
+            made_of = Evidence(
+                r, s, numbers, deck.used[k], *(instead or [None]), found, a, completion, given.weights, denominator
+            )
+            shown.append(Seen("credit", iteration, k, measured, state, probe, made_of))
+            if o.watch:
+                o.watch(shown[k])
 
     with o.phase("update"):
-        # The mean is over all graded rows, trained on or not: leaving rows out changes the work, not the loss.
-        denominator = steps.denominator(trained)
         for epoch in range(cfg.update.epochs):
             for k in np.random.default_rng((cfg.seed, iteration, epoch)).permutation(cfg.update.minibatches):
                 if deck.used[k] and trained.any():  # an empty update would still decay the weights
                     state, measured = steps.update(state, batches[k], deck.used[k], denominator)
                     metrics = add_metrics(metrics, measured)
+                    if o.watch:
+                        o.watch(shown[k]._replace(phase="update", metrics=measured, state=state))
         jax.block_until_ready(state)
 
     weights = deck.collect(o.fetch([c.weights for c in credits]), np.ones(rollout.completion.shape, np.float32))

@@ -1,14 +1,35 @@
-"""What an iteration's rollouts say about the run: plain numbers for the log. Numpy, on the host."""
+"""What an iteration's rollouts say about the run, and what in its numbers is not finite."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Mapping
 
-from oarjax.types import Grades, Rollout
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from oarjax.types import Grades, Mean, Params, Rollout
+
+NONFINITE = "nonfinite/"
+"""What the metrics of NaN and infinite values begin with. 0 in a healthy run, in the order of cause and effect:
+
+behaviour_logps, old_logps, ref_logps   share of rows whose sampler's, old or reference log-probs are not finite
+entropies, importance                   share of rows with such a signal; their tokens keep weights of 1
+weights                                 share of rows for which the method gave such a weight; they get weights of 1
+advantages                              share of rows of such a group advantage (rewards too large to add up)
+loss, gradient                          share of the iteration's updates with such a loss or gradient norm
+params                                  share of updates that would have left such parameters
+
+Updates with a loss, gradient or params that are not finite are skipped; ``skipped`` is their share.
+"""
+
+QUANTITIES = ("behaviour_logps", "old_logps", "ref_logps", "entropies", "importance", "weights", "advantages")
+QUANTITIES += ("loss", "gradient", "params")
 
 
 def rollout_metrics(rollout: Rollout, grades: Grades, *, group_size: int) -> dict[str, float]:
-    """Rewards, lengths and the shares that explain a loss of 0: ungraded, equal groups, truncated."""
+    """Rewards, lengths and the shares that explain a loss of 0: ungraded, equal groups, truncated. Numpy."""
     lengths = rollout.completion.sum(1)
     rewards = grades.rewards
     graded = rewards[np.isfinite(rewards)]
@@ -24,10 +45,34 @@ def rollout_metrics(rollout: Rollout, grades: Grades, *, group_size: int) -> dic
         "truncated": float(1.0 - rollout.ended.mean()),
         "prompt_tokens": float(rollout.valid.sum() - rollout.completion.sum()),
         "completion_tokens": float(lengths.sum()),
+        f"{NONFINITE}behaviour_logps": float(unsound_rows(rollout).mean()),
     }
     out |= {f"reward/{name}": _nanmean(values) for name, values in grades.per_reward.items()}
     out |= {f"verdict/{name}": n / len(grades.verdicts) for name, n in grades.counts().items()}
     return out
+
+
+def unsound_rows(rollout: Rollout) -> np.ndarray:
+    """Rows [B] with a sampler's log-prob that is not finite: their tokens were drawn from no distribution."""
+    return (~np.isfinite(np.asarray(rollout.behaviour_logps)) & np.asarray(rollout.completion)).any(-1)
+
+
+def nonfinite_rows(
+    values: Mapping[str, Float[Array, "B *T"] | None], mask: Mapping[str, Bool[Array, "B *T"]], rows: Bool[Array, "B"]
+) -> dict[str, Mean]:
+    """Share of the given rows that hold a value which is not finite inside its mask, by the value's name."""
+    count = jnp.sum(rows).astype(jnp.float32)
+
+    def share(x: Float[Array, "B *T"], inside: Bool[Array, "B *T"]) -> Mean:
+        wrong = (~jnp.isfinite(x) & inside).reshape(len(rows), -1).any(-1)
+        return Mean(jnp.sum(wrong & rows).astype(jnp.float32), count)
+
+    return {f"{NONFINITE}{name}": share(x, mask[name]) for name, x in values.items() if x is not None}
+
+
+def all_finite(tree: Params) -> Bool[Array, ""]:
+    """Whether no number of a tree is NaN or infinite."""
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
 
 
 def _filled(groups: np.ndarray) -> np.ndarray:

@@ -21,6 +21,7 @@ from oarjax.credit.keywords import KeywordTable
 from oarjax.credit.signals import Signals
 from oarjax.grpo import aggregate, policy_loss
 from oarjax.logps import hidden_logps, token_logps
+from oarjax.measures import NONFINITE, all_finite, nonfinite_rows
 from oarjax.methods import credit_metrics, scorer, signals, weigher
 from oarjax.oar.gate import reshape
 from oarjax.oar.gradient import row_keys
@@ -164,19 +165,32 @@ def make_steps(
             tokens=flat(rollout.tokens)[:, -mask.shape[1] :],
         )
         w = weights_of(found, s, a, mask, key)
+        wrong = nonfinite_rows(
+            {
+                "old_logps": flat(scores.old_logps),
+                "ref_logps": flat(scores.ref_logps),
+                "importance": found.importance,
+                "entropies": found.entropies,
+                "weights": w,
+                "advantages": a,
+            },
+            {
+                **dict.fromkeys(("old_logps", "ref_logps", "entropies", "weights"), mask),
+                "importance": s.reasoning,
+                "advantages": jnp.ones(a.shape, bool),
+            },
+            mask.any(-1),
+        )
+        w = jnp.where(jnp.all(jnp.isfinite(w) | ~mask, axis=-1)[:, None], w, 1)
         given = Credit(
             importance=jnp.zeros_like(w) if found.importance is None else found.importance,
             weights=w,
             advantages=reshape(a, w, mask),
         )
         shaped = jax.tree.map(lambda x: x.reshape(M, b, *x.shape[1:]), given)
-        return shaped, credit_metrics(w, s, mask)
+        return shaped, credit_metrics(w, s, mask) | wrong
 
-    def loss(params: Params, batch: TrainBatch) -> tuple[Mean, Metrics]:
-        logps, entropies = logps_of(
-            params, tokens=batch.tokens, valid=batch.valid, completion_length=batch.completion.shape[-1]
-        )
-        return bound_loss(cfg.loss, max_length=roll.max_new)(logps, entropies, batch)
+    loss = policy_gradient(policy, cfg)
 
     def denominator(completion: Bool[Array, "B T"]) -> Float[Array, ""]:
         zeros = jnp.zeros(completion.shape, jnp.float32)
@@ -203,6 +217,34 @@ def make_sft_step(
     policy: Policy, tx: optax.GradientTransformation, shardings: Shardings, *, head_chunk: int
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """(state, batch, used) -> (state, metrics): mean negative log-probability of the completions' tokens."""
+    loss = imitation(policy, head_chunk=head_chunk)
+
+    def step(state: TrainState, batch: TrainBatch, used: Int[Array, ""]) -> tuple[TrainState, Metrics]:
+        return descend(tx, loss, state, batch, used, None)
+
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings.state, shardings.replicated))
+
+
+def policy_gradient(policy: Policy, cfg: Config) -> Loss:
+    """The loss of training, of one microbatch."""
+
+    def loss(params: Params, batch: TrainBatch) -> tuple[Mean, Metrics]:
+        logps, entropies = token_logps(
+            policy,
+            params,
+            batch.tokens,
+            batch.valid,
+            completion_length=batch.completion.shape[-1],
+            temperature=cfg.rollout.temperature,
+            head_chunk=cfg.policy.head_chunk,
+        )
+        return bound_loss(cfg.loss, max_length=cfg.rollout.max_new)(logps, entropies, batch)
+
+    return loss
+
+
+def imitation(policy: Policy, *, head_chunk: int) -> Loss:
+    """The loss of the warm start, of one microbatch."""
 
     def loss(params: Params, batch: TrainBatch) -> tuple[Mean, Metrics]:
         logps, entropies = token_logps(
@@ -217,10 +259,7 @@ def make_sft_step(
         token_mean = partial(aggregate, mask=batch.completion, mode="dapo", max_length=1)
         return token_mean(-logps), {"entropy": token_mean(jax.lax.stop_gradient(entropies))}
 
-    def step(state: TrainState, batch: TrainBatch, used: Int[Array, ""]) -> tuple[TrainState, Metrics]:
-        return descend(tx, loss, state, batch, used, None)
-
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings.state, shardings.replicated))
+    return loss
 
 
 def bound_loss(cfg: LossConfig, *, max_length: int) -> Callable[..., tuple[Mean, Metrics]]:
@@ -264,8 +303,9 @@ def descend(
 ) -> tuple[TrainState, Metrics]:
     """One optimizer update from the used microbatches of [M, b, ...], their gradients summed in float32.
 
-    The loss is sum(total) / denominator, by default sum(count). An update whose gradient is not finite is
-    skipped: params, optimizer and step stay, and the metric ``skipped`` is 1.
+    The loss is sum(total) / denominator, by default sum(count). An update whose loss or gradient is not finite, or
+    that would leave such params, is skipped: params, optimizer and step stay, and the metric ``skipped`` is 1; so is
+    ``nonfinite/loss``, ``/gradient`` or, where these two are finite, ``/params``.
     """
 
     def total(params: Params, rows: TrainBatch) -> tuple[Float[Array, ""], tuple[Mean, Metrics]]:
@@ -285,7 +325,8 @@ def descend(
     norm = optax.tree.norm(grads)
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     moved = replace(state, step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state)
-    finite = jnp.isfinite(norm) & jnp.isfinite(mean.total)
+    given = jnp.isfinite(norm) & jnp.isfinite(mean.total)
+    finite = given & all_finite(moved.params)
     kept = replace(
         state,
         **{
@@ -294,8 +335,37 @@ def descend(
         },
     )
     once = jnp.ones((), jnp.float32)
+    wrong = {"loss": ~jnp.isfinite(mean.total), "gradient": ~jnp.isfinite(norm), "params": given & ~finite}
     return kept, metrics | {
+        **{f"{NONFINITE}{name}": Mean(flag.astype(jnp.float32), once) for name, flag in wrong.items()},
         "loss": Mean(mean.total, count),
         "grad_norm": Mean(norm, once),
         "skipped": Mean(1 - finite.astype(jnp.float32), once),
     }
+
+
+class RowCheck(NamedTuple):
+    """What one row does to an update."""
+
+    loss: Mean
+    metrics: Metrics
+    grad_norm: Float[Array, ""]
+    nonfinite: Params  # per array of the params: numbers of its gradient that are not finite, along its first axis
+
+
+def make_row_check(loss: Loss) -> Callable[..., tuple[Params, RowCheck]]:
+    """(params, gradients so far, batch of one row, denominator) -> (gradients with this row's, RowCheck), jitted."""
+
+    def check(
+        params: Params, so_far: Params, row: TrainBatch, denominator: Float[Array, ""]
+    ) -> tuple[Params, RowCheck]:
+        def total(params: Params) -> tuple[Float[Array, ""], tuple[Mean, Metrics]]:
+            mean, metrics = loss(params, row)
+            return mean.total, (mean, metrics)
+
+        (_, (mean, metrics)), grads = jax.value_and_grad(total, has_aux=True)(params)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / denominator, grads)
+        wrong = jax.tree.map(lambda g: jnp.sum(~jnp.isfinite(g), axis=tuple(range(1, g.ndim))), grads)
+        return jax.tree.map(jnp.add, so_far, grads), RowCheck(mean, metrics, optax.tree.norm(grads), wrong)
+
+    return jax.jit(check, donate_argnums=1)

@@ -143,3 +143,22 @@ class KVCache:
     v: Float[Array, "L B C kv h"]
     valid: Bool[Array, "B C"]
     length: Int32[Array, ""]
+
+
+@struct.dataclass
+class Evidence:
+    """One minibatch with all that made its update, to be looked at again; None where it did not get that far.
+
+    Rows in microbatches [M, b, ...] as they were scored, of which the first ``used`` hold rows.
+    """
+
+    rollout: Rollout
+    span: AnswerSpan
+    numbers: Int32[Array, "M b"]  # of the rows among all that were drawn
+    used: Int32[Array, ""]
+    probed: tuple[Rollout, AnswerSpan] | None = None  # what importance was measured on, if not the rollout itself
+    scores: Scores | None = None
+    advantages: Float[Array, "M b"] | None = None  # of the group
+    completion: Bool[Array, "M b T"] | None = None  # tokens that are trained on
+    weights: Float[Array, "M b T"] | None = None
+    denominator: Float[Array, ""] | None = None  # of the loss; None: the count of the minibatch itself

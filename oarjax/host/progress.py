@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -123,59 +123,132 @@ def _one_line(text: str, style: str) -> Text:
 # Warnings and banner ----------------------------------------------------------------------------------------------
 
 
+Judge = Callable[[float, float, float], bool]
+"""(value now, first value seen, limit) -> whether to warn. Not-a-number values are never fine."""
+
+
+def above(now: float, first: float, limit: float) -> bool:
+    return not now <= limit
+
+
+def reached(now: float, first: float, limit: float) -> bool:
+    return now >= limit
+
+
+def share_of_first(now: float, first: float, limit: float) -> bool:
+    return now < limit * first
+
+
+def below(now: float, first: float, limit: float) -> bool:
+    return now < limit
+
+
 @dataclass(frozen=True)
 class Rule:
     """A state of the metrics that deserves a word, and the word: what it means and what to change."""
 
     metric: str
-    holds: Callable[[float, float], bool]  # (value now, first value seen)
-    text: str
+    judge: Judge
+    limit: float
+    text: str  # with {now}, {first} and {limit}
+    key: str = ""  # rules with one key speak once together; by default the metric
 
+
+COLLAPSE = (
+    "entropy fell to {now:.3g} nats (it began at {first:.3g}): the policy hardly explores any more; lower optim.lr, "
+    "raise loss.clip_high, or add loss.entropy_bonus"
+)
+SKIPPED = "of this iteration's updates was not finite, so they were skipped:"
+LESSEN = "lower optim.lr, or set policy.compute_dtype=float32"
+DAMAGED = (
+    "set policy.compute_dtype=float32; if it stays so, the parameters are damaged: go back to an earlier checkpoint"
+)
 
 WARNINGS = (
     Rule(
         "truncated",
-        lambda now, first: now > 0.2,
-        "{now:.0%} of completions were cut at rollout.max_new and have no answer to grade: raise rollout.max_new, or "
-        "set grading.overlong_window so that length is penalised before the cut",
+        above,
+        0.2,
+        "{now:.0%} of completions were cut at rollout.max_new (more than {limit:.0%}) and have no answer to grade: "
+        "raise rollout.max_new, or set grading.overlong_window so that length is penalised before the cut",
     ),
     Rule(
         "zero_variance",
-        lambda now, first: now >= 1.0,
+        reached,
+        1.0,
         "every group had equal rewards, so nothing was learned in this iteration: the problems are all too hard or too "
         "easy for this policy, or the reward never fires; look at completions.jsonl, raise rollout.group_size, or set "
         "update.refills",
     ),
-    Rule(
-        "entropy",
-        lambda now, first: now < 0.1 * first or now < 1e-3,
-        "entropy fell to {now:.3g} nats (it began at {first:.3g}): the policy hardly explores any more; lower "
-        "optim.lr, raise loss.clip_high, or add loss.entropy_bonus",
-    ),
+    Rule("entropy", share_of_first, 0.1, COLLAPSE),
+    Rule("entropy", below, 1e-3, COLLAPSE),
     Rule(
         "ungraded",
-        lambda now, first: now > 0.05,
+        above,
+        0.05,
         "{now:.0%} of completions could not be graded (timeout or crash) and were left out: raise grading.deadline or "
         "grading.memory_mb",
     ),
     Rule(
         "no_answer",
-        lambda now, first: now > 0.5,
+        above,
+        0.5,
         "{now:.0%} of completions have no answer in the style of credit.answer.style, so their tokens keep weights of "
         "1: check the style against completions.jsonl, or ask for it in data.prompt_format",
     ),
     Rule(
         "sampler_gap",
-        lambda now, first: now > 0.05,
+        above,
+        0.05,
         "the sampler's and the trainer's log-probabilities differ by {now:.3g} on average: set "
         "loss.sampler_correction_cap, or policy.compute_dtype=float32",
     ),
+    Rule("nonfinite/loss", above, 0.0, f"the loss of {{now:.0%}} {SKIPPED} {LESSEN}", "loss"),
+    Rule("nonfinite/gradient", above, 0.0, f"the gradient of {{now:.0%}} {SKIPPED} {LESSEN}", "gradient"),
     Rule(
-        "grad_norm",
-        lambda now, first: not math.isfinite(now),
-        "the gradient is not finite: lower optim.lr, or set policy.compute_dtype=float32",
+        "nonfinite/params",
+        above,
+        0.0,
+        "{now:.0%} of this iteration's updates would have made parameters infinite and were skipped: lower optim.lr",
+    ),
+    Rule(
+        "nonfinite/importance",
+        above,
+        0.0,
+        "{now:.0%} of completions have token importance that is not finite, so their tokens keep weights of 1: set "
+        "policy.compute_dtype=float32, credit.estimator=linearised or another credit.probe.mode, or mend your "
+        "credit.probe.function",
+    ),
+    Rule(
+        "nonfinite/weights",
+        above,
+        0.0,
+        "{now:.0%} of completions were given token weights that are not finite and keep weights of 1: set another "
+        "credit.method, or policy.compute_dtype=float32",
+    ),
+    Rule(
+        "nonfinite/advantages",
+        above,
+        0.0,
+        "{now:.0%} of completions have an advantage that is not finite: rewards are too large to be added up; lower "
+        "them or their grading.rewards weight",
+    ),
+    *(
+        Rule(
+            f"nonfinite/{which}",
+            above,
+            0.0,
+            f"the {whose} of {{now:.0%}} of completions are not finite: {DAMAGED}",
+        )
+        for which, whose in {
+            "behaviour_logps": "sampler's log-probabilities",
+            "old_logps": "trainer's own log-probabilities",
+            "ref_logps": "reference policy's log-probabilities",
+            "entropies": "entropies",
+        }.items()
     ),
 )
+"""Every warning and its limit. Metrics that begin with nonfinite/ are those of ``oarjax.measures``."""
 
 
 class OnceWarnings:
@@ -186,18 +259,33 @@ class OnceWarnings:
         self._first: dict[str, float] = {}
         self._said: set[str] = set()
 
+    def remember(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """What a run logged before it was stopped: its first values count, and what was said is not said again."""
+        for record in records:
+            for rule, _ in self._broken({name: value for name, value in record.items() if value is not None}):
+                self._said.add(rule.key or rule.metric)
+
     def check(self, iteration: int, metrics: Metrics) -> list[str]:
         """Warn of what these metrics show; gives back the new warnings."""
         new = []
+        for rule, words in self._broken(metrics):
+            text = f"iteration {iteration}: {words}"
+            new += [text] if self.say(rule.key or rule.metric, text) else []
+        return new
+
+    def _broken(self, metrics: Metrics) -> list[tuple[Rule, str]]:
+        """Rules that apply, in words; notes the first finite value of every metric."""
+        found = []
         for rule in self._rules:
             if rule.metric not in metrics:
                 continue
             now = float(metrics[rule.metric])
-            first = self._first.setdefault(rule.metric, now)
-            if rule.holds(now, first):
-                text = f"iteration {iteration}: {rule.text.format(now=now, first=first)}"
-                new += [text] if self.say(rule.metric, text) else []
-        return new
+            if math.isfinite(now):
+                self._first.setdefault(rule.metric, now)
+            first = self._first.get(rule.metric, now)
+            if rule.judge(now, first, rule.limit):
+                found.append((rule, rule.text.format(now=now, first=first, limit=rule.limit)))
+        return found
 
     def check_sampling(self, *, top_k: int, top_p: float) -> None:
         """Warn where rollouts are drawn from another distribution than the one that is trained."""
