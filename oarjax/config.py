@@ -7,6 +7,7 @@ config; equations take arrays and keyword scalars.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
@@ -18,6 +19,7 @@ Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Word = Annotated[str, Field(min_length=1)]
 
 
 def _axis_size(size: int) -> int:
@@ -64,6 +66,15 @@ class MeshConfig(Section):
     data: AxisSize = -1
     fsdp: AxisSize = 1
     tensor: AxisSize = 1
+
+
+class DistributedConfig(Section):
+    """Processes that share the mesh. A TPU pod's find each other; elsewhere each is started with these."""
+
+    coordinator: str | None = Field(default=None, description="host:port of process 0; null = a TPU pod's own")
+    processes: Positive | None = None
+    process: Count | None = Field(default=None, description="this process's number; the only field that differs")
+    timeout: Positive = Field(default=300, description="seconds to wait for the others at the start")
 
 
 class ArithmeticConfig(Section):
@@ -213,7 +224,9 @@ class MaskingConfig(Section):
     chunk: Positive = Field(
         default=4, description="counterfactuals of a whole completion per row and forward; more of shorter suffixes"
     )
-    buckets: Positive = Field(default=8, description="suffix lengths that are compiled; more = fewer FLOPs")
+    buckets: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=8, description="suffix lengths that are compiled; more = fewer FLOPs and longer compilation"
+    )
 
 
 class FisherConfig(Section):
@@ -244,7 +257,7 @@ class EntropyConfig(Section):
 
 
 class KeywordConfig(Section):
-    words: tuple[str, ...] = ("therefore", "so", "thus", "hence", "because", "since", "but", "wait", "=")
+    words: Annotated[tuple[Word, ...], Field(min_length=1)] = ("therefore", "so", "thus", "hence", "because", "since", "but", "wait", "=")
     boost: Rate = Field(default=2.0, description="added to the weight of a keyword's tokens, before the mass is kept")
 
 
@@ -331,6 +344,25 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     every: Count = Field(default=10, description="iterations between checkpoints; 0 = none")
     keep: Positive = Field(default=2, description="newest checkpoints to keep")
+    best: Literal["pass_at_1"] | None = Field(
+        default="pass_at_1", description="of the evaluation; the checkpoint where it was highest is kept as well"
+    )
+    on_failure: Literal["stop", "warn"] = Field(
+        default="stop", description="a file of the run cannot be written (disk full, gone): end with an error, or go on"
+    )
+    warm_start: Count = Field(default=500, description="sft steps between checkpoints of the warm start; 0 = none")
+
+
+class HealthConfig(Section):
+    """What is done about values that are not finite. An update that meets one is skipped in any case."""
+
+    stop_after: Count = Field(default=5, description="skipped updates in a row after which the run stops; 0 = never")
+    bad_batches: Count = Field(
+        default=3, description="newest batches with such values to keep for oarjax replay; 0 = none"
+    )
+    params_mb: Count = Field(
+        default=2048, description="params up to this size are kept with them; for larger ones a checkpoint is replayed"
+    )
 
 
 class ReportConfig(Section):
@@ -394,6 +426,7 @@ class Config(Section):
     profile: tuple[Count, Count] | None = Field(default=None, description="[first, last] iteration to trace")
     policy: PolicyConfig
     mesh: MeshConfig = MeshConfig()
+    distributed: DistributedConfig = DistributedConfig()
     data: DataConfig
     sft: SFTConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
@@ -405,6 +438,7 @@ class Config(Section):
     optim: OptimConfig = OptimConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    health: HealthConfig = HealthConfig()
     report: ReportConfig = ReportConfig()
     export: ExportConfig = ExportConfig()
     lab: LabConfig = LabConfig()
@@ -428,6 +462,13 @@ def _contradictions(c: Config) -> Iterator[str]:
         yield f"policy.tokenizer: {path} has its own tokenizer; set null"
     if sum(n == -1 for n in (c.mesh.data, c.mesh.fsdp, c.mesh.tensor)) > 1:
         yield "mesh: at most one axis can be -1, which takes the devices that are left"
+    d = c.distributed
+    if len({d.coordinator is None, d.processes is None, d.process is None}) > 1:
+        yield "distributed: coordinator, processes and process go together; give all three or none"
+    elif d.coordinator is not None and not re.fullmatch(r".+:\d+", d.coordinator):
+        yield f"distributed.coordinator: expected host:port such as 10.0.0.2:8476, got {d.coordinator!r}"
+    elif d.processes is not None and d.process is not None and d.process >= d.processes:
+        yield f"distributed.process: {d.process} is not one of {d.processes}; they are numbered from 0"
     if c.update.epochs * c.update.minibatches == 1 and c.loss.dual_clip is not None:
         yield "loss.dual_clip: the ratio is exactly 1 with one epoch and one minibatch; set null or raise update.epochs"
     rows = c.rollout.prompts * c.rollout.group_size
@@ -444,6 +485,8 @@ def _contradictions(c: Config) -> Iterator[str]:
         yield "credit.answer.pattern: needed when credit.answer.style is regex"
     if c.credit.answer.style != "regex" and c.credit.answer.pattern is not None:
         yield f"credit.answer.pattern: style {c.credit.answer.style} has its own; set null, or style to regex"
+    if c.credit.answer.cue is not None and c.credit.answer.source == "own":
+        yield "credit.answer.cue: read for source reference alone, and credit.answer.source is own; set null, or source"
     if c.grading.overlong_window > c.rollout.max_new:
         yield f"grading.overlong_window: {c.grading.overlong_window} exceeds rollout.max_new = {c.rollout.max_new}"
     names = [r.name for r in c.grading.rewards]
@@ -509,7 +552,9 @@ def read_tree(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> 
         ConfigError: the file is missing or not YAML, or an override has no ``=`` or no such parent.
     """
     try:
-        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        _refuse_twice(yaml.compose(text, Loader=yaml.SafeLoader), f"config {path}")
+        tree = yaml.safe_load(text)
     except FileNotFoundError:
         raise ConfigError(f"config {path}: no such file; shipped ones are in configs/") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -521,6 +566,23 @@ def read_tree(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> 
     for override in overrides:
         apply_override(tree, override)
     return tree
+
+
+def _refuse_twice(node: Any, source: str) -> None:
+    """A field that stands twice in a section: YAML would let the last one win in silence."""
+    if isinstance(node, yaml.MappingNode):
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if str(key.value) in lines:
+                raise ConfigError(
+                    f"{source}: {key.value} stands in line {lines[str(key.value)]} and again in line {line}; keep one of them"
+                )
+            lines[str(key.value)] = line
+            _refuse_twice(value, source)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _refuse_twice(value, source)
 
 
 def parse_config(tree: dict[str, Any], *, source: str = "config") -> Config:
@@ -552,7 +614,10 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
             tree[name] = {}
         tree = tree[name]
         if not isinstance(tree, dict):
-            raise ConfigError(f"override {override!r}: {name} is a value and has no field {leaf}")
+            raise ConfigError(
+                f"override {override!r}: {name} is a value ({tree!r}) and has no field {leaf}; give {name} "
+                "its fields instead"
+            )
     tree[leaf] = value
 
 

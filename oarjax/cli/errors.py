@@ -5,8 +5,11 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
+from oarjax.cli.health import UnhealthyRun
 from oarjax.config import ConfigError
+from oarjax.host.bad_batches import BadBatchError
 from oarjax.host.devices import DeviceError
+from oarjax.host.durable import StorageError
 from oarjax.host.grade import GraderError
 from oarjax.host.hf import CheckpointError
 from oarjax.host.problems import DataError
@@ -17,14 +20,17 @@ from oarjax.models.qwen import UnsupportedModel
 from oarjax.sharding import ShardingError
 
 USER_ERRORS = (
+    BadBatchError,
     ConfigError,
     DeviceError,
     GraderError,
     CheckpointError,
     DataError,
     PageError,
+    StorageError,
     StudyError,
     TokenizerError,
+    UnhealthyRun,
     UnsupportedModel,
     ShardingError,
 )
