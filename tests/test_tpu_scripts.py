@@ -1,7 +1,8 @@
-"""The scripts in tpu/, against a stand-in gcloud that records calls and fails on purpose. Nothing here has seen a TPU."""
+"""The scripts in tpu/, against a stand-in gcloud that records calls and fails on purpose; none has seen a TPU."""
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -32,6 +33,7 @@ JAX_VERSION=0.10.2
 PACKAGES_UNTIL=2026-01-02
 GCSFUSE_FLAGS="--enable-streaming-writes=false --one-more"
 POLL_SECONDS=0.02
+GRACE_SECONDS=0
 """
 BILLED = "BILLED: TPU v5litepod-16 't' in us-west4-a is there and costs money until it is deleted"
 NOT_BILLED = "NOT BILLED: there is no TPU 't' in us-west4-a"
@@ -202,7 +204,7 @@ def test_missing_settings_and_unknown_arguments_are_named(cloud):
         ("setup", ["tpu-vm scp", "tpu-vm ssh t", "worker_setup.sh"]),
         ("run", ["tpu-vm ssh t", "--worker=all", "start", "--worker=0", "follow"]),
         ("logs", ["tpu-vm ssh t", "--worker=0"]),
-        ("resume", ["queued-resources describe t", "worker_run.sh"]),
+        ("resume", ["queued-resources delete t", "queued-resources create t", "worker_setup.sh", "worker_run.sh"]),
         ("status", ["queued-resources list", "tpu-vm list"]),
         ("delete", ["queued-resources delete t", "--force"]),
     ],
@@ -218,10 +220,11 @@ def test_dry_run_prints_the_commands_and_does_nothing(cloud, script, commands):
 
 def test_dry_run_shows_what_a_real_one_calls(cloud):
     cloud.put("after_create", "ACTIVE\n")
-    shown = [line[2:] for line in cloud.run("create", "--dry-run").splitlines() if line.startswith("+ ")]
+    said = cloud.run("create", "--dry-run")
     cloud.run("create")
-    assert [c for c in shown if " create " in c] == cloud.calls(" create ")
-    assert set(shown) == set(cloud.calls())
+    shown = {tuple(shlex.split(line[2:])) for line in said.splitlines() if line.startswith("+ ")}
+    assert shown == {tuple(shlex.split(line)) for line in cloud.calls()}
+    assert cloud.calls("queued-resources create")
 
 
 # Create -----------------------------------------------------------------------------------------------------------
@@ -564,6 +567,17 @@ def test_preempted_and_resumed(cloud):
     assert cloud.trained(0)[0] == cloud.trained(0)[1]  # the same command
     assert said.count("BILLED: TPU") == 1  # said once, at the end
     assert BILLED in said
+
+
+def test_a_machine_that_is_called_active_for_a_while_after_it_was_taken_away(cloud):
+    cloud.put("settings.env", SETTINGS + "GRACE_SECONDS=20\n")
+    cloud.running(workers=2)
+    cloud.put("states", "ACTIVE\n" * 6 + "SUSPENDED\n")
+    cloud.put("codes", "75\n" * 9)
+    cloud.put("codes-1", "134\n")  # lost its peer before it could write a checkpoint
+    said = cloud.run("run", code=75)
+    assert "PREEMPTED: the machine is gone (" in said
+    assert "FAILED" not in said
 
 
 def test_resume_goes_on_by_itself_after_preemptions(cloud):

@@ -21,7 +21,7 @@ WORKERS=0
 export CLOUDSDK_CORE_DISABLE_PROMPTS=1  # a question nobody answers would hang a script while the machine costs money
 exec 3>&1    # commands are shown here, also where standard output is caught
 
-say() { echo "tpu: $*"; }
+say() { if [[ $DRY_RUN == yes ]]; then echo "tpu: (dry run) $*"; else echo "tpu: $*"; fi; }
 die() { echo "tpu: $*" >&2; exit 1; }
 
 # Options and settings -------------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ load() { # a script's arguments: settings into variables, options that all scrip
   [[ -f $settings ]] || die "no settings in $settings: cp tpu/settings.example.env tpu/settings.env, then fill it in"
   # What an older settings file may not have:
   SERVICE_ACCOUNT="" RUNTIME="" SPOT=no VALID_UNTIL="" OVERRIDES=() MAX_RESTARTS=20 EXTRAS=tpu,log,hub
-  GCSFUSE_FLAGS="" POLL_SECONDS=20 DELETE_SECONDS=600
+  GCSFUSE_FLAGS="" POLL_SECONDS=20 GRACE_SECONDS=120 DELETE_SECONDS=600
   # shellcheck source=settings.example.env
   source "$settings"
   for assignment in "${given[@]}"; do declare -g "$assignment"; done
@@ -101,7 +101,13 @@ no_more_arguments() { ((${#ARGS[@]} == 0)) || die "unknown argument: ${ARGS[*]};
 
 # Commands -------------------------------------------------------------------------------------------------------------
 
-show() { { printf '+'; printf ' %q' "$@"; printf '\n'; } >&3; }
+show() { # command...: as it could be typed
+  local word line=+
+  for word in "$@"; do
+    if [[ $word =~ ^[A-Za-z0-9_./:=@,+-]+$ ]]; then line+=" $word"; else line+=" ${word@Q}"; fi
+  done
+  echo "$line" >&3
+}
 
 run() { # command...: show it and do it
   show "$@"
@@ -168,6 +174,7 @@ need_machine() { # go on only with a machine that runs; counts its workers
     NONE) die "there is no TPU '$TPU_NAME' in $ZONE: tpu/create.sh makes one" ;;
     PREEMPTED | SUSPENDED | SUSPENDING | FAILED) die "$TPU_NAME was taken away ($STATE): tpu/resume.sh gets another" ;;
     UNKNOWN) die "gcloud cannot say what state $TPU_NAME is in: $PROBLEM" ;;
+    STRAY) die "there is a machine '$TPU_NAME' that the queue does not know of: tpu/delete.sh" ;;
     *) die "$TPU_NAME is $STATE, not ready yet: tpu/create.sh waits for it" ;;
   esac
   ask gcloud compute tpus tpu-vm describe "$TPU_NAME" "${WHERE[@]}" '--flatten=networkEndpoints[]' \

@@ -111,6 +111,7 @@ case "$STATE" in
   ACTIVE) say "$TPU_NAME runs already" && exit 0 ;;
   WAITING_FOR_RESOURCES | ACCEPTED | CREATING | PROVISIONING) say "$TPU_NAME was requested before" ;;
   UNKNOWN) die "gcloud cannot say whether $TPU_NAME is there, so nothing was requested: $PROBLEM" ;;
+  STRAY) die "there is a machine '$TPU_NAME' that the queue does not know of: tpu/delete.sh" ;;
   *) die "$TPU_NAME is $STATE: tpu/resume.sh replaces it and goes on with the run, tpu/delete.sh removes it" ;;
 esac
 if [[ $wait == no ]]; then exit 0; fi

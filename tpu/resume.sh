@@ -18,7 +18,7 @@ step() { # script, arguments: as part of this one, which says at its end what is
 
 replace() { # bring the machine to ACTIVE, a new one if need be; fresh=yes if its workers are not set up
   fresh=yes
-  find_state ACTIVE
+  find_state SUSPENDED
   case "$STATE" in
     ACTIVE) fresh=no ;;
     PREEMPTED | SUSPENDED | SUSPENDING | FAILED | DELETING)

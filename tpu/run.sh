@@ -17,7 +17,7 @@ worker() { # what worker_run.sh is to do: the command for a worker
   echo "bash oarjax/src/tpu/worker_run.sh$(printf ' %q' "$@")"
 }
 
-judge() { # how the run stands, in VERDICT: complete, stopped, preempted, running or failed
+judge() { # how the run stands, in VERDICT: complete, stopped, preempted, running or failed; in EXITS the workers' codes
   find_state ACTIVE
   case "$STATE" in
     ACTIVE) ;;
@@ -26,6 +26,7 @@ judge() { # how the run stands, in VERDICT: complete, stopped, preempted, runnin
   esac
   ask gcloud storage cat "$SHARED/tpu/worker-*.exit" || true
   if [[ $DRY_RUN == yes ]]; then ANSWER="worker 0: 0"; fi
+  EXITS="$ANSWER"
   local codes # of the workers, each once
   codes="$(awk -F ': ' '{ print $2 }' <<<"$ANSWER" | sort -u)"
   if grep -qvxE '0|75|running|' <<<"$codes"; then
@@ -44,7 +45,14 @@ follow() { # until the run ends or the machine goes; a connection that breaks is
   for ((tries = 0; tries < 10; tries++)); do
     run gcloud compute tpus tpu-vm ssh "$TPU_NAME" "${WHERE[@]}" --worker=0 --command="$(worker follow "$RUN")" || true
     judge
-    if [[ $VERDICT != running ]]; then return; fi
+    if [[ $VERDICT == complete || $VERDICT == preempted ]]; then return; fi
+    # A machine that is being taken away is called ACTIVE for a while after its run has ended.
+    if [[ $VERDICT != running ]]; then
+      if [[ $SPOT == yes ]] && wait_for "PREEMPTED|SUSPENDED|SUSPENDING|DELETING|FAILED|NONE" "$GRACE_SECONDS"; then
+        VERDICT=preempted
+      fi
+      return
+    fi
     say "the log broke off, the run has not ended: following again"
     sleep "$POLL_SECONDS"
   done
@@ -70,7 +78,7 @@ report() { # the verdict, what to do, and the exit code
       ;;
     *)
       say "FAILED: exit codes by worker (0 done, 75 stopped):"
-      echo "$ANSWER"
+      echo "$EXITS"
       say "Why is at the end of the log: tpu/logs.sh --saved --worker N. When it is mended: tpu/setup.sh, tpu/run.sh"
       return 1
       ;;
