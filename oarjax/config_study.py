@@ -187,6 +187,11 @@ def make_plan(study: StudyConfig) -> Plan:
         name: tuple(planned(name, changes, seed, slug(name), f"arms.{name}") for seed in study.seeds)
         for name, changes in study.arms.items()
     }
+    names: dict[str, str] = {}
+    for name, runs in arms.items():
+        twin = names.setdefault(_content(runs[0].config), name)
+        if twin != name:
+            raise ConfigError(f"arms.{name}: the same run as arms.{twin}; change a field of it, or leave it out")
     if sweep is None:
         return Plan(study, root, starts, arms, ())
     known = {_content(run.config): run for runs in arms.values() for run in runs}

@@ -111,9 +111,10 @@ def scorer(
 
 def _check_answer(cfg: CreditConfig, kind: str, own_probe: Probe | None) -> None:
     if cfg.answer.style == "none" and cfg.answer.source == "own" and (own_probe is None or own_probe.reads == "answer"):
+        probe = "" if kind == "grail" else "a credit.probe.function that reads the completion, "
         raise ConfigError(
             f"credit.method: {kind} needs an answer and credit.answer.style is none; set the style of your "
-            "completions' answers, a credit.probe.function, or a method such as entropy"
+            f"completions' answers, {probe}or a method such as entropy"
         )
 
 
@@ -124,7 +125,7 @@ def _check_masking(cfg: CreditConfig, kind: str, own_probe: Probe | None) -> Non
             f"credit.masking.counterfactual: deleted leaves no embedding for {kind} to expand around; set another, "
             "or credit.method to oar_p or oar_l"
         )
-    if masking.unit != "token" and kind in ("oar_f", "oar_l", "oar_screened"):
+    if masking.unit != "token" and kind != "oar_p":
         raise ConfigError(f"credit.masking.unit: {masking.unit} is for oar_p; set token, or credit.method to oar_p")
     if own_probe is not None and own_probe.reads != "answer" and screened_by == "oar_l":
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pathlib
 import sys
 
 import numpy as np
@@ -131,6 +132,8 @@ def test_help_imports_no_jax():
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
+PROBES = pathlib.Path(__file__).parent / "data" / "config" / "bad_probes.py"
+
 # Mistakes: one message, exit code 2, no traceback, nothing compiled, nothing claimed
 
 
@@ -166,6 +169,20 @@ def test_help_imports_no_jax():
         (
             ["credit.method=keywords", "credit.keywords.words=[so, wait]"],
             "credit.keywords.words: none of 'so', 'wait' can be written in this vocabulary; give words that its tokens",
+        ),
+        (["credit.keywords.words=[so, '']"], "credit.keywords.words.1: String should have at least 1 character"),
+        (["credit.masking.unit=line", "credit.method=oar_g"], "credit.masking.unit: line is for oar_p; set token, or"),
+        (["credit.answer.cue=so "], "credit.answer.cue: read for source reference alone, and credit.answer.source is"),
+        ([f"credit.probe.function={PROBES}:nothing"], "nothing"),
+        ([f"credit.probe.function={PROBES}:of_kind"], "has kind 'vector' and reads 'completion'; expected kind"),
+        (
+            [f"credit.probe.function={PROBES}:per_token"],
+            "bad_probes.py:per_token gives (2, 8) for hidden states (2, 8,",
+        ),
+        ([f"credit.probe.function={PROBES}:raising"], "bad_probes.py:raising fails on hidden states (2, 8, 16): Type"),
+        (
+            ["credit.gate=paper", "credit.gate.tau=0.3"],
+            "gate is a value ('paper') and has no field tau; give gate its fields",
         ),
         (["credit.gate=strict"], "credit.gate: expected fields, or a preset out of paper, readme, got 'strict'"),
         (["run_dir=/proc/none"], "run_dir: "),

@@ -27,17 +27,24 @@ import pytest
 from conftest import CACHE, ROOT
 from fake_lab import lab, lab_sampler
 from rich.console import Console
+from unsound import seen
 
 import oarjax.cli.session
 import oarjax.cli.train
 import oarjax.cli.trainer
 import oarjax.cli.warm_start
+import oarjax.host.checkpoint
 from oarjax.cli.errors import USER_ERRORS
+from oarjax.cli.health import Health
 from oarjax.cli.session import Session, lay_out, open_session
 from oarjax.config import Config, Section, parse_config
 from oarjax.host.builtin import write_builtin_policy
+from oarjax.host.checkpoint import Checkpoints
+from oarjax.host.durable import StorageError
 from oarjax.host.grade import Grader
+from oarjax.host.progress import OnceWarnings
 from oarjax.host.rewards import Sample
+from oarjax.host.stop import Stop
 from oarjax.models.weights import abstract_params
 from oarjax.steps import Steps, make_optimizer, make_sft_optimizer, make_sft_step, make_steps
 from oarjax.types import AnswerSpan, Credit, Grades, Mean, PromptBatch, Rollout, Scores, TrainBatch, TrainState
@@ -123,6 +130,7 @@ def fields() -> dict[str, Field]:
     cispo, kl = {"loss.surrogate": "cispo"}, {"loss.kl_beta": 0.1}
     plugin = {"grading.plugins": [str(PLUGIN)]}
     tokens_credited = partial(lab, grader=FakeGrader)
+    pod = {"distributed": {"coordinator": "10.0.0.2:8476", "processes": 2, "process": 0}}
     small_lab = {"lab": {"shortest": 3, "methods": {"OAR-P": {"method": "oar_p"}, "random": {"method": "random"}}}}
     return {
         "run_dir": Field("elsewhere", command),
@@ -142,6 +150,10 @@ def fields() -> dict[str, Field]:
         "mesh.data": Field(7, data, error="mesh: .*'data': 7.* does not multiply to the 1 devices"),
         "mesh.fsdp": Field(7, data, error="mesh: .*'fsdp': 7.* does not multiply to the 1 devices"),
         "mesh.tensor": Field(7, data, error="mesh: .*'tensor': 7.* does not multiply to the 1 devices"),
+        "distributed.coordinator": Field("10.0.0.3:8476", joins, pod),
+        "distributed.processes": Field(3, joins, pod),
+        "distributed.process": Field(1, joins, pod),
+        "distributed.timeout": Field(5, joins, pod),
         **dataset("data.train"),
         **dataset("data.eval"),
         **dataset("sft.data"),
@@ -182,7 +194,7 @@ def fields() -> dict[str, Field]:
         "credit.draws": Field(2, score),
         "credit.masking.counterfactual": Field("deleted", score, masking),
         "credit.masking.mask_id": Field(7, score, masking),
-        "credit.masking.unit": Field("sentence", spans),
+        "credit.masking.unit": Field("sentence", spans, {"credit.method": "oar_p"}),
         "credit.masking.chunk": Field(2, score, masking | {"credit.masking.buckets": 1}),
         "credit.masking.buckets": Field(2, score, masking),
         "credit.fisher.outcomes": Field(2, score, {"credit.method": "oar_f"}),
@@ -248,6 +260,12 @@ def fields() -> dict[str, Field]:
         "eval.batch": Field(4, command),
         "checkpoint.every": Field(1, command),
         "checkpoint.keep": Field(1, command, {"checkpoint.every": 1}),
+        "checkpoint.best": Field(None, command, {"checkpoint.every": 2, "eval.every": 1, "iterations": 4}),
+        "checkpoint.on_failure": Field("warn", unwritable, {"checkpoint.every": 1}),
+        "checkpoint.warm_start": Field(1, warm_start_saves),
+        "health.stop_after": Field(2, unhealthy),
+        "health.bad_batches": Field(1, unhealthy),
+        "health.params_mb": Field(0, unhealthy),
         "report.to": Field(["jsonl", "tensorboard"], command),
         "report.completions": Field(2, command),
         "report.html": Field(True, command),
@@ -379,6 +397,26 @@ def probes(cfg: Config) -> Any:
     return session.probed(rollout, session.find_answers(rollout), problems)[0].tokens.tolist()
 
 
+def joins(cfg: Config) -> Any:
+    """How this process looks for the others."""
+    asked: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.distributed, "initialize", lambda **told: asked.append(told))
+        build(cfg)
+    return asked
+
+
+def unhealthy(cfg: Config) -> Any:
+    """A run whose every update is skipped, with 1 MiB of params: when it stops, and what it leaves."""
+    session, folder = build(cfg), Path(cfg.run_dir)
+    health = Health(session, folder, OnceWarnings(Console(file=io.StringIO())))
+    for iteration in range(1, 10):
+        health(seen(iteration, loss=1.0, params={"w": jnp.ones(2**18)}))
+        if health.after(iteration):
+            break
+    return iteration, sorted(path.name for path in folder.glob("bad_batches/*"))
+
+
 def settings(cfg: Config) -> Any:
     build(cfg)
     return jax.config.jax_compilation_cache_dir
@@ -406,7 +444,7 @@ def command(cfg: Config) -> Any:
         patch.setattr(oarjax.cli.trainer, "peak_flops", lambda dtype: (1e9, "fake"))
         patch.setattr(jax.profiler, "start_trace", lambda folder: log.append("trace"))
         patch.setattr(jax.profiler, "stop_trace", lambda: log.append("end of trace"))
-        oarjax.cli.train._train_once(cfg, Console(file=io.StringIO()))
+        oarjax.cli.train._train_once(cfg, Console(file=io.StringIO()), Stop())
     folder = Path(cfg.run_dir)
     written = {str(p): p.stat().st_size for p in sorted(folder.rglob("*")) if p.suffix == ".safetensors"}
     checkpoints = sorted(p.name for p in folder.glob("checkpoints/*"))
@@ -415,6 +453,30 @@ def command(cfg: Config) -> Any:
     events = any("events" in p.name for p in folder.rglob("*"))
     completions = (folder / "completions.jsonl").read_text()
     return log, written, files, checkpoints, events, logged(folder / "metrics.jsonl"), completions
+
+
+def unwritable(cfg: Config) -> Any:
+    """What a run does whose first checkpoint cannot be written; an error that is due here is no error of the field."""
+
+    def full(*_: Any) -> None:
+        raise OSError("No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(oarjax.host.checkpoint, "write_manifest", full)
+        try:
+            return command(cfg)
+        except StorageError as error:
+            assert "cannot write" in str(error)
+            return "stopped"
+
+
+def warm_start_saves(cfg: Config) -> Any:
+    """The steps after which a warm start is saved."""
+    saved: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoints, "save", lambda self, number, *_, **__: saved.append(number))
+        command(cfg)
+    return saved
 
 
 def logged(path: Path) -> list[dict[str, Any]]:

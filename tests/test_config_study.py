@@ -126,6 +126,8 @@ def test_bad_studies(write, changes, says):
         ({"seed": 9, "iterations": 9}, "arms.bad: changes iterations; "),  # the study gives seeds
         ({"update.refills": 2}, "arms.bad: changes update.refills; .*same start, problems and rollouts"),
         ({"data.eval.source": "e.jsonl"}, "arms.bad: changes data.eval; "),
+        ({"credit.answer": {"style": "hash"}}, "arms.bad: changes credit.answer.style; arms may differ in"),
+        ({"credit.method": "uniform"}, "arms.bad: the same run as arms.GRPO; change a field of it, or leave it out"),
         ({"iterations.x": 1}, r"arms.bad: 1 bad field\(s\)\n  iterations: .*got {'x': 1}"),
     ],
 )
