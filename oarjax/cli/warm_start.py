@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from oarjax.batches import Deck
+from oarjax.cli.health import Health
 from oarjax.cli.session import Session, lay_out, new_state
 from oarjax.host.checkpoint import Checkpoints
 from oarjax.host.data import SFTStream
@@ -27,6 +28,7 @@ def warm_start(session: Session, params: Params, stop: Stop) -> Params:
     Raises:
         Stopped: ``stop`` was told to; what has been done is saved.
         StorageError: a checkpoint cannot be written, and checkpoint.on_failure is stop.
+        UnhealthyRun: health.stop_after steps in a row were skipped.
     """
     cfg, pairs, saving = session.cfg.sft, session.pairs, session.cfg.checkpoint
     if cfg is None or pairs is None:
@@ -46,6 +48,7 @@ def warm_start(session: Session, params: Params, stop: Stop) -> Params:
     deck = Deck(np.arange(cfg.batch), 1, cfg.microbatch, cfg.batch)
     shown_every, first = max(cfg.steps // 20, 1), 0
     warnings = OnceWarnings(session.console)
+    health = Health(session, session.folder, warnings)
     failures = Failures(saving.on_failure, warnings.say)
     with stop.held(), ExitStack() as stack:
         stack.enter_context(failures.handled())
@@ -70,6 +73,8 @@ def warm_start(session: Session, params: Params, stop: Stop) -> Params:
                 )
             )
             state, metrics = step(state, session.place(hand, "microbatches"), deck.used[0])
+            if stopped := health.imitated(number, hand, deck.used[0], metrics, state):
+                raise stopped
             if number % shown_every == 0 or number == cfg.steps:
                 shown = {name: float(mean.value) for name, mean in jax.device_get(metrics).items()}
                 progress.update(number, shown)
