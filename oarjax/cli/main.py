@@ -27,6 +27,13 @@ class Template(StrEnum):
     PLAIN = "plain"
 
 
+class Device(StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    GPU = "gpu"
+    TPU = "tpu"
+
+
 class Dtype(StrEnum):
     KEEP = "keep"
     FLOAT32 = "float32"
@@ -188,6 +195,28 @@ def study(
     run(config, overrides or [], quick=quick, jobs=jobs, page=page)
 
 
+REPLAY_HELP = (
+    "Find where a batch stops being finite.\n\n"
+    "A run keeps batches whose loss, gradient, importance or log-probabilities were not finite in its folder "
+    "bad_batches. This computes one of them again, in float32: scores, credit, loss and gradient, row by row, and says "
+    "in which quantity of which row and in which parameters the first such value appears."
+)
+
+
+@app.command(help=REPLAY_HELP, epilog="Example: oarjax replay runs/demo/bad_batches/iteration-000012.safetensors")
+def replay(
+    file: Annotated[
+        Path, typer.Argument(metavar="BATCH.safetensors", help="In bad_batches/ of a run folder.", show_default=False)
+    ],
+    device: Annotated[Device, typer.Option(help="auto: the best that JAX finds.")] = Device.AUTO,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """``oarjax replay``; see ``REPLAY_HELP``."""
+    from oarjax.cli.replay import run
+
+    run(file, device=device.value, as_json=as_json)
+
+
 @app.command()
 def bench(
     model: Annotated[str, typer.Option(help="nano, micro or both: random policies made on the spot.")] = "nano",
@@ -213,10 +242,13 @@ def main() -> None:
         app()
     except Exception as error:
         from oarjax.cli.errors import USER_ERRORS, show
+        from oarjax.host.processes import leave_others
 
         if not isinstance(error, USER_ERRORS):
+            leave_others(1, error)
             raise
         show(error)
+        leave_others(2)
         sys.exit(2)
 
 

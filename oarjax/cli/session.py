@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
-from oarjax.batches import bucket
+from oarjax.batches import bucket, take
 from oarjax.config import Config, ConfigError, DatasetConfig
 from oarjax.credit.keywords import KeywordTable, keyword_table
 from oarjax.grpo import overlong_penalty
@@ -31,13 +31,24 @@ from oarjax.host.grade import Grader
 from oarjax.host.hf import load_params, read_config, read_tokenizer_folder
 from oarjax.host.plugins import import_object
 from oarjax.host.problems import Problem, load_problems
+from oarjax.host.processes import (
+    check_shared,
+    gather_grades,
+    is_first,
+    join_processes,
+    only_first,
+    share,
+    to_devices,
+    to_host,
+)
 from oarjax.host.rewards import Sample, find_rewards, load_plugins
 from oarjax.host.tokenizer import encode, load_tokenizer, pad_id, stop_ids, text_of, token_bytes
+from oarjax.host.verdicts import Grading
 from oarjax.methods import scorer, weigher
 from oarjax.models.qwen import QwenConfig, make_policy
 from oarjax.models.weights import abstract_params, divisible_pieces, logical_axes, parameter_count
 from oarjax.oar.answer import CUES, check_pattern
-from oarjax.oar.probe import Probe
+from oarjax.oar.probe import Probe, Reading
 from oarjax.oar.span import find_answers, find_units, whole_completion, with_reference
 from oarjax.policy import Policy
 from oarjax.sharding import batch_spec, check_divisible, check_rows, param_specs
@@ -69,13 +80,19 @@ class Session:
         """The same parts under a config that differs only in how the policy is trained."""
         return replace(self, cfg=cfg)
 
+    @property
+    def first(self) -> bool:
+        """Whether this process writes the run's files; the others compute the same and write nothing."""
+        return is_first()
+
     def fetch(self, tree: Any) -> Any:
-        return jax.device_get(tree)
+        """Arrays as numpy, whole on every process."""
+        return to_host(tree)
 
     def place(self, tree: Any, layout: str) -> Any:
         """Numpy arrays to the devices: "rows" divides axis 0, "microbatches" axis 1, over the data axes."""
         lead = {"rows": (), "microbatches": (None,)}[layout]
-        return jax.device_put(tree, NamedSharding(self.mesh, PartitionSpec(*lead, *batch_spec())))
+        return to_devices(tree, NamedSharding(self.mesh, PartitionSpec(*lead, *batch_spec())))
 
     def find_answers(self, rollout: Rollout) -> AnswerSpan:
         answer, unit = self.cfg.credit.answer, self.cfg.credit.masking.unit
@@ -148,11 +165,15 @@ class Session:
         return [text_of(row[mask].tolist(), self.table) for row, mask in zip(ids, np.asarray(rollout.completion))]
 
     def submit(
-        self, grader: Grader, problems: Mapping[int, Problem], batch: PromptBatch, rollout: Rollout
+        self, grader: Grading, problems: Mapping[int, Problem], batch: PromptBatch, rollout: Rollout
     ) -> Callable[[], Grades]:
-        """Start grading a rollout; calling the result waits for the grades, overlong penalty included."""
+        """Start grading a rollout; calling the result waits for the grades, overlong penalty included.
+
+        Every process grades its share of the rows, and all of them get all the grades.
+        """
         cfg, lengths = self.cfg.grading, rollout.completion.sum(1)
         group = len(rollout.ended) // len(batch.problem)
+        mine = share(len(rollout.ended))
         samples = [
             Sample(
                 prompt=problems[int(p)].prompt,
@@ -162,13 +183,17 @@ class Session:
                 tokens=int(length),
             )
             for p, text, ended, length in zip(
-                np.repeat(batch.problem, group), self.completions(rollout), rollout.ended, lengths
+                np.repeat(batch.problem, group)[mine],
+                self.completions(take(rollout, mine)),
+                rollout.ended[mine],
+                lengths[mine],
             )
         ]
         pending = grader.submit(samples)
 
+        @cache  # asked for more than once, and all processes must gather as often
         def wait() -> Grades:
-            grades = pending.result()
+            grades = gather_grades(pending.result())
             if cfg.overlong_window == 0:
                 return grades
             penalty = overlong_penalty(
@@ -209,11 +234,40 @@ class Session:
                     f"credit.masking.mask_id: {mask_id} is not a token; the vocabulary has {self.model.vocab_size}"
                 )
             scorer(cfg, self.policy, temperature=1.0, pad_id=self.pad_id, own_probe=self.own_probe)
+            if self.own_probe is not None:
+                self._check_probe(self.own_probe)
             weigher(cfg, keyword_table=self.keyword_table())
             if cfg.answer.source == "reference":
                 _ = self.endings
         except ConfigError as error:
             raise ConfigError(f"{where}{error}") from error
+
+    def _check_probe(self, probe: Probe) -> None:
+        """Trace a probe of one's own at two rows' shapes; computes nothing.
+
+        Raises:
+            ConfigError: with what it raised, or the shape that it gave.
+        """
+        rows, made = 2, 8
+        hidden = jax.ShapeDtypeStruct((rows, made, self.model.hidden_size), jnp.float32)
+        tokens, there = jax.ShapeDtypeStruct((rows, made), jnp.int32), jax.ShapeDtypeStruct((rows, made), bool)
+        reading: Any = Reading(tokens, there, there)
+        place = f"credit.probe.function: {self.cfg.credit.probe.function}"
+        rank, wanted = (2, f"logits [{rows}, outcomes]") if probe.kind == "distribution" else (1, f"scores [{rows}]")
+        read = partial(probe.read, self.policy)
+        try:
+            found = jax.eval_shape(read, abstract_params(self.model, dtype=jnp.float32), hidden, reading)
+        except Exception as error:
+            raise ConfigError(
+                f"{place} fails on hidden states {hidden.shape}: {type(error).__name__}: {error}; for kind "
+                f"{probe.kind} it must give {wanted}"
+            ) from error
+        shape = getattr(found, "shape", None)
+        if shape is None or shape[:1] != (rows,) or len(shape) != rank:
+            raise ConfigError(
+                f"{place} gives {shape or type(found).__name__} for hidden states {hidden.shape}; for kind "
+                f"{probe.kind} it must give {wanted}"
+            )
 
     def grader(self) -> Grader:
         cfg, answer = self.cfg.grading, self.cfg.credit.answer
@@ -242,7 +296,9 @@ def open_session(cfg: Config, console: Console) -> Session:
     """
     _check_grading(cfg)
     _check_report(cfg)
+    join_processes(**cfg.distributed.model_dump())
     platform = choose_platform(cfg.device)
+    console.quiet = console.quiet or not is_first()
     use_compilation_cache(cfg.compilation_cache)
     folder = Path(cfg.run_dir).expanduser()
     mesh = make_mesh(**cfg.mesh.model_dump())
@@ -312,11 +368,15 @@ def _policy_path(cfg: Config, run: Path) -> str:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"run_dir: cannot write to {run}: {error}; give another run_dir=...") from error
+    check_shared(run)
+    made = run / "policy"
     if cfg.policy.path == "builtin:arithmetic":
-        return str(builtin.write_builtin_policy(run / "policy", seed=cfg.seed))
+        only_first(lambda: builtin.write_builtin_policy(made, seed=cfg.seed))
+        return str(made)
     if cfg.policy.path == "builtin:random" and cfg.policy.tokenizer is not None:
         tokenizer = read_tokenizer_folder(cfg.policy.tokenizer, revision=cfg.policy.revision)
-        return str(builtin.write_random_policy(run / "policy", tokenizer=tokenizer, seed=cfg.seed))
+        only_first(lambda: builtin.write_random_policy(made, tokenizer=tokenizer, seed=cfg.seed))
+        return str(made)
     return cfg.policy.path
 
 

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,27 @@ import ml_dtypes  # noqa: F401  (numpy learns bfloat16 from it)
 import numpy as np
 from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from jax.sharding import Sharding
 from jax.typing import DTypeLike
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from oarjax.host.hf_files import (
+    INDEX,
+    SINGLE,
+    SUMS,
+    CheckpointError,
+    check_headers,
+    check_weights,
+    open_tensors,
+    read_architecture,
+    read_fields,
+    tensor_files,
+)
+from oarjax.host.processes import is_first, to_host, wait_for_all
 from oarjax.models.qwen import QwenConfig
 from oarjax.models.weights import Weight, build_tree, init_params, lookup, weight_table
 from oarjax.types import Params
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 COPIED = (
     "generation_config.json",
     "tokenizer*",
@@ -38,29 +51,31 @@ COPIED = (
 )
 COPIED += ("chat_template*",)
 SHARD_BYTES = 5 * 10**9
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be read; says what was expected, what was found and the remedy."""
+MAPPED = 64 * 2**20  # bytes of a file that are mapped at a time, about
 
 
 def read_config(path: str | Path, *, revision: str | None = None) -> tuple[QwenConfig, Path]:
     """The architecture and the local folder of a checkpoint: an HF folder, or a hub name that is downloaded.
 
-    config.json is read first, so that an unsupported model is refused before any weight is fetched or read.
+    config.json is read first, so that an unsupported model is refused before any weight is fetched or read; then the
+    headers of the weights. What the hub gives is all of one commit, also where the revision is a branch that moves.
 
     Raises:
-        CheckpointError: no such folder or hub name, or no config.json.
+        CheckpointError: no such folder or hub name, no config.json, or weights that do not fit it (``check_weights``).
         UnsupportedModel: see QwenConfig.from_hf.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
-        return QwenConfig.from_hf(read_fields(folder)), folder
-    name = _hub_name(path, "policy", example="Qwen/Qwen2.5-0.5B")
-    with _fetching(f"policy {name}", revision):
-        cfg = QwenConfig.from_hf(read_fields(Path(hf_hub_download(name, "config.json", revision=revision)).parent))
-        patterns = ["*.safetensors", "config.json", INDEX, *COPIED]
-        return cfg, Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        cfg = read_architecture(folder)
+    else:
+        name = _hub_name(path, "policy", example="Qwen/Qwen2.5-0.5B")
+        with _fetching(f"policy {name}", revision):
+            commit = Path(hf_hub_download(name, "config.json", revision=revision)).parent  # .../snapshots/<commit>
+            cfg = read_architecture(commit)
+            patterns = ["*.safetensors", "config.json", INDEX, SUMS, *COPIED]
+            folder = Path(snapshot_download(name, revision=commit.name, allow_patterns=patterns))
+    check_weights(folder, cfg)
+    return cfg, folder
 
 
 def read_tokenizer_folder(path: str | Path, *, revision: str | None = None) -> Path:
@@ -101,116 +116,72 @@ def tokenizer_files(folder: Path) -> list[Path]:
     return [file for file in sorted(folder.iterdir()) if any(fnmatch(file.name, pattern) for pattern in COPIED)]
 
 
-def read_fields(folder: Path) -> dict[str, Any]:
-    """config.json as it stands."""
-    try:
-        fields = json.loads((folder / "config.json").read_text())
-        if isinstance(fields, dict):
-            return fields
-        raise CheckpointError(f"{folder}/config.json: expected an object, got {type(fields).__name__}; fetch it again")
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder}: no config.json; expected a Hugging Face checkpoint folder") from None
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{folder}/config.json is not valid JSON: {error}") from None
-
-
 def load_params(folder: Path, cfg: QwenConfig, *, dtype: DTypeLike = jnp.float32, shardings: Any = None) -> Params:
     """The params of a folder, each tensor cast to ``dtype`` and put where ``shardings`` (same tree) says.
 
-    Tensors are read layer by layer and with shardings only the slices that this process holds, so that
-    never more than one stacked tensor is on the host besides what has been placed.
+    With shardings this process reads only the slices that its devices hold, one device's share of one stacked tensor
+    after the other: never more than that is on the host besides what has been placed.
 
     Raises:
         CheckpointError: a missing shard or tensor, one too many, or a wrong shape. A head in the file of a tied
             model and stored RoPE frequencies are passed over, as transformers does.
     """
-    files = _tensor_files(folder)
-    _check_names(folder, cfg, files)
-    handles = {file: _open(file) for file in set(files.values())}
-    for weight in weight_table(cfg):
-        for name in weight.names:
-            found = tuple(handles[files[name]].get_slice(name).get_shape())
-            if found != weight.file_shape:
-                raise CheckpointError(
-                    f"{files[name]}: {name} has shape {found}, config.json asks for {weight.file_shape}; "
-                    "the two files are not of one checkpoint"
-                )
+    files = check_headers(folder, cfg)
 
     def leaf(weight: Weight) -> jax.Array:
-        def read(index: tuple[slice, ...] | None) -> np.ndarray:
-            index = index if index is not None else (slice(None),) * len(weight.shape)
-            return _read(weight, index, lambda name: handles[files[name]].get_slice(name), np.dtype(dtype))
-
+        read = partial(_read, weight, files, dtype=np.dtype(dtype))
         if shardings is None:
-            return jnp.asarray(read(None))
-        return jax.make_array_from_callback(weight.shape, lookup(shardings, weight), read)
+            return jnp.asarray(read((slice(None),) * len(weight.shape)))
+        return _placed(weight.shape, lookup(shardings, weight), read)
 
     return build_tree(cfg, leaf)
 
 
+def _placed(shape: tuple[int, ...], sharding: Sharding, read: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
+    """A global array of which this process reads its devices' blocks, each once and each placed before the next."""
+    alike: dict[tuple[tuple[int, int, int], ...], list[Any]] = {}
+    where = sharding.addressable_devices_indices_map(shape)
+    for device, index in where.items():
+        block = tuple(s.indices(n) for s, n in zip(index or (), shape))
+        alike.setdefault(block, []).append(device)
+    placed = {}
+    for block, devices in alike.items():
+        values = read(tuple(slice(*bounds) for bounds in block))
+        placed |= {device: jax.device_put(values, device) for device in devices}
+        jax.block_until_ready([placed[device] for device in devices])
+    return jax.make_array_from_single_device_arrays(shape, sharding, [placed[device] for device in where])
+
+
 def stored_dtype(folder: Path) -> np.dtype:
     """The dtype of the embedding in the checkpoint's files."""
-    files = _tensor_files(folder)
+    files = tensor_files(folder)
     name = "model.embed_tokens.weight"
     if name not in files:
         raise CheckpointError(f"{folder}: no tensor {name}; config.json and the weights do not belong together")
-    return _open(files[name]).get_tensor(name).dtype
+    return open_tensors(files[name]).get_tensor(name).dtype
 
 
-def _read(weight: Weight, index: tuple[slice, ...], get: Callable[[str], Any], dtype: np.dtype) -> np.ndarray:
-    """One block of a tree array, out of the checkpoint's tensors."""
+def _read(weight: Weight, files: dict[str, Path], index: tuple[slice, ...], *, dtype: np.dtype) -> np.ndarray:
+    """One block of a tree array, out of the checkpoint's tensors.
+
+    A file is mapped anew for every few rows: what has been read of a mapping counts as memory while it is open.
+    """
     if weight.layers is None:
         names, inner = list(weight.names), index
     else:
         names, inner = list(weight.names[index[0]]), index[1:]
     turn = weight.layout == "transposed"
-    stored = inner[::-1] if turn else inner
+    rows, *columns = inner[::-1] if turn else inner
     size = weight.shape[len(weight.shape) - len(inner) :]
     block = np.empty((len(names), *(len(range(n)[s]) for n, s in zip(size, inner))), dtype)
+    first, end, _ = rows.indices(weight.file_shape[0])
+    step = max(1, MAPPED // (4 * math.prod(weight.file_shape[1:])))
     for i, name in enumerate(names):
-        piece = get(name)[stored]
-        block[i] = piece.T if turn else piece
+        out = block[i].T if turn else block[i]
+        for start in range(first, end, step):
+            piece = slice(start, min(start + step, end))
+            out[start - first : piece.stop - first] = open_tensors(files[name]).get_slice(name)[(piece, *columns)]
     return block[0] if weight.layers is None else block
-
-
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Which file holds each tensor."""
-    if (folder / INDEX).is_file():
-        try:
-            where = dict(json.loads((folder / INDEX).read_text())["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{folder}/{INDEX} is not an index of shards ({error!r}); fetch it again") from None
-        missing = sorted({file for file in where.values() if not (folder / file).is_file()})
-        if missing:
-            raise CheckpointError(
-                f"{folder}: {len(missing)} of {len(set(where.values()))} shards named in {INDEX} are missing "
-                f"({', '.join(missing[:3])}); fetch the folder again"
-            )
-        return {name: folder / file for name, file in where.items()}
-    if not (folder / SINGLE).is_file():
-        others = sorted(p.name for p in folder.glob("*.bin"))
-        hint = f"; {others[0]} is a pickle, which is never opened: convert it to safetensors" if others else ""
-        raise CheckpointError(f"{folder}: neither {SINGLE} nor {INDEX} is there{hint}")
-    return dict.fromkeys(_open(folder / SINGLE).keys(), folder / SINGLE)
-
-
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="numpy")
-    except SafetensorError as error:
-        raise CheckpointError(f"{file} is not a whole safetensors file ({error}); fetch it again") from error
-
-
-def _check_names(folder: Path, cfg: QwenConfig, files: dict[str, Path]) -> None:
-    wanted = {name for weight in weight_table(cfg) for name in weight.names}
-    passed_over = {"lm_head.weight"} if cfg.tie_word_embeddings else set()
-    extra = {n for n in files if n not in wanted | passed_over and not n.endswith("rotary_emb.inv_freq")}
-    for names, what in ((wanted - set(files), "missing"), (extra, "not part of this architecture")):
-        if names:
-            shown = ", ".join(sorted(names)[:4])
-            raise CheckpointError(
-                f"{folder}: {len(names)} tensor(s) {what}: {shown}; config.json and the weights do not belong together"
-            )
 
 
 def export(
@@ -227,13 +198,22 @@ def export(
     The folder appears whole or not at all: it is written beside its place and renamed. An earlier export there
     is replaced. ``dtype`` None keeps the dtype of the params. Gives the folder back.
 
+    Every process takes part, tensor by tensor, and the first one writes: it holds one shard of the output at a time.
+
     Raises:
         FileExistsError: the folder holds something that is not a checkpoint.
     """
     out = np.dtype(dtype) if dtype is not None else np.dtype(params["embed"]["embedding"].dtype)
     fields = read_fields(source)
     fields.pop("torch_dtype", None)
-    return _write(folder, cfg, params, fields | {"dtype": out.name}, out, files_of=source, shard_bytes=shard_bytes)
+    if is_first():
+        _write(folder, cfg, params, fields | {"dtype": out.name}, out, files_of=source, shard_bytes=shard_bytes)
+    else:
+        for weight in weight_table(cfg):
+            for layer in range(len(weight.names)):
+                _tensor(params, weight, layer, out)
+    wait_for_all("export")
+    return folder
 
 
 def write_random_checkpoint(
@@ -308,5 +288,5 @@ def _write_shards(folder: Path, cfg: QwenConfig, params: Params, dtype: np.dtype
 def _tensor(params: Params, weight: Weight, layer: int, dtype: np.dtype) -> np.ndarray:
     """One tensor as the checkpoint stores it."""
     array = lookup(params, weight)
-    one = np.asarray(jax.device_get(array if weight.layers is None else array[layer])).astype(dtype)
+    one = np.asarray(to_host((array if weight.layers is None else array[layer]).astype(dtype)))
     return np.ascontiguousarray(one.T if weight.layout == "transposed" else one)
