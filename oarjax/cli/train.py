@@ -19,7 +19,7 @@ from oarjax.cli.trainer import Trained, train
 from oarjax.cli.warm_start import warm_start
 from oarjax.config import Config, ConfigError, load_config
 from oarjax.host.checkpoint import remove_all
-from oarjax.host.durable import write_durably
+from oarjax.host.durable import storage_errors, write_durably
 from oarjax.host.grade import Grader
 from oarjax.host.hf import export
 from oarjax.host.lock import locked
@@ -59,7 +59,7 @@ def _train_once(cfg: Config, console: Console, stop: Stop) -> None:
     folder = Path(cfg.run_dir).expanduser()
     changes = refuse_another_run(folder, cfg).words()
     session = open_session(cfg, console)
-    with _own(session, folder):
+    with _own(session, folder), storage_errors(folder):
         check_checkpoint(session, folder, make_optimizer(cfg)[0])
         only_first(lambda: claim(folder, cfg))
         banner(console, facts(session), cfg.model_dump(mode="json", exclude_defaults=True))
@@ -97,7 +97,7 @@ def _compare(cfg: Config, seeds: list[int], console: Console, stop: Stop) -> Non
         if seed == seeds[0]:
             only_first(lambda: claim(root, cfg))
             banner(console, facts(session), cfg.model_dump(mode="json", exclude_defaults=True))
-        with _own(session, session.folder), session.grader() as grader:
+        with _own(session, session.folder), storage_errors(session.folder), session.grader() as grader:
             start, before = start_policy(session, grader, stop)
             befores.append(before)
             for method in methods:

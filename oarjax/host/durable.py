@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -9,6 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
+
+DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE}
+"""What a full, unwritable or vanished disk answers."""
 
 
 class StorageError(RuntimeError):
@@ -22,6 +26,21 @@ def cannot_write(path: Path, error: BaseException) -> StorageError:
         f"cannot write {path}: {cause}; free space, or make the folder writable and mounted again, and go on with the "
         "same command (checkpoint.on_failure=warn trains on without it)"
     )
+
+
+@contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Errors of the disk while something is written to ``path``, told as such.
+
+    Raises:
+        StorageError: instead of the OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK:
+            raise
+        raise cannot_write(Path(error.filename) if error.filename else path, error) from error
 
 
 def write_durably(path: Path, text: str) -> None:
@@ -80,13 +99,16 @@ class Lines:
     """A file of JSON lines, open to append after its last whole line, or after ``position`` bytes.
 
     A line is in the file whole or not at all, and with the operating system once ``write`` returns. ``short`` says
-    how many bytes of ``position`` were missing from the file.
+    how many bytes of ``position`` were missing from the file. The folder must be there: made here, it might be made on
+    the disk below a mount that is gone.
+
+    Raises:
+        StorageError: the file cannot be opened.
     """
 
     def __init__(self, path: Path, *, position: int | None = None):
         self.path = path
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab", buffering=0)
             size = path.stat().st_size
             self.short = max((position or 0) - size, 0)

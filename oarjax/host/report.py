@@ -20,7 +20,7 @@ from typing import Any, SupportsFloat
 from rich.console import Console
 from rich.text import Text
 
-from oarjax.host.durable import Lines, read_lines
+from oarjax.host.durable import Lines, read_lines, storage_errors
 
 Metrics = Mapping[str, SupportsFloat]
 
@@ -95,6 +95,8 @@ class MetricsWriter:
         unknown = set(to) - {"jsonl", "tensorboard"}
         if unknown:
             raise ValueError(f"report.to: expected jsonl or tensorboard, got {', '.join(sorted(unknown))}")
+        with storage_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         self._board = _open_tensorboard(folder / "tensorboard") if "tensorboard" in to else None
         self._file = Lines(folder / "metrics.jsonl", position=position) if "jsonl" in to else None
         self.short = self._file.short if self._file else 0  # bytes of ``position`` that the file did not have

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -17,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float32
 
-from oarjax.host.durable import Failures, Lines, cannot_write, read_lines, sync_folder
+from oarjax.host.durable import Failures, Lines, read_lines, storage_errors, sync_folder
 from oarjax.host.rewards import Sample
 from oarjax.types import Grades
 
@@ -54,6 +55,8 @@ class RecordedGrader:
         say: Callable[[str], object],
         part: int = 0,
     ):
+        with storage_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         self._grader, self._folder, self._setup = grader, folder, setup
         self._failures, self._say = failures, say
         self._ending = f".{part}.jsonl" if part else ".jsonl"
@@ -124,16 +127,11 @@ def _digest(samples: Sequence[Sample], setup: str) -> str:
 
 def _append(path: Path, record: dict[str, Any]) -> None:
     is_new = not path.exists()
-    lines = Lines(path)
-    try:
+    with storage_errors(path), closing(Lines(path)) as lines:
         lines.write(record)
         lines.sync()
         if is_new:
             sync_folder(path.parent)
-    except OSError as error:
-        raise cannot_write(path, error) from error
-    finally:
-        lines.close()
 
 
 def _plain(grades: Grades) -> dict[str, Any]:

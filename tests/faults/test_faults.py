@@ -1,0 +1,346 @@
+"""Whole runs that are killed, damaged, starved of disk or told to stop end as the run that nothing happened to.
+
+``pytest -m slow tests/faults``, about five minutes of one core once programs are compiled. docs/reliability.md has the
+results. Seeds are printed; OARJAX_FAULTS_SEED and OARJAX_FAULTS_KILLS choose others.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import micro
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from oarjax.host.manifest import damage
+
+pytestmark = pytest.mark.slow
+
+SEED = int(os.environ.get("OARJAX_FAULTS_SEED", "0"))
+KILLS = int(os.environ.get("OARJAX_FAULTS_KILLS", "20"))
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    return micro.micro_config(tmp_path_factory.mktemp("micro"))
+
+
+@pytest.fixture(scope="module")
+def whole(config) -> Path:
+    """The folder of a run that nothing happened to."""
+    run = config.parent / "whole"
+    code, text = micro.finish(config, run)
+    assert code == 0, text
+    assert damage(run / "checkpoints" / "000006") is None
+    return run
+
+
+@pytest.fixture
+def stopped(whole, tmp_path) -> Path:
+    """A copy of it as it was after iteration 4, but for lines that the others wrote later."""
+    run = tmp_path / "run"
+    copy(whole, run)
+    return run
+
+
+def copy(whole: Path, run: Path) -> None:
+    shutil.copytree(whole, run, dirs_exist_ok=True)
+    for name in ("export", "checkpoints/000006"):
+        shutil.rmtree(run / name)
+
+
+def assert_same(run: Path, whole: Path) -> None:
+    assert micro.differing(micro.result(run), micro.result(whole)) == [], micro.said(run)
+
+
+# Kill -9 ----------------------------------------------------------------------------------------------------------
+
+
+def test_killed_at_random_moments_it_ends_bit_for_bit_the_same(config, whole, tmp_path):
+    """Runs one after another, each killed again and again until one attempt outlives its moment."""
+    began = time.monotonic()
+    code, text = micro.finish(config, tmp_path / "timed")  # programs are compiled by now
+    seconds = time.monotonic() - began
+    assert code == 0, text
+    assert_same(tmp_path / "timed", whole)
+    print(f"seed {SEED}: {KILLS} kills in the {seconds:.0f} s that a whole run takes")
+    draw = random.Random(SEED)
+    kills, runs, moments = 0, 0, []
+    while kills < KILLS:
+        runs += 1
+        run = tmp_path / f"killed{runs}"
+        while True:
+            moment = draw.uniform(0, seconds)
+            if kills == KILLS or not micro.kill_after(micro.start(config, run), moment):
+                break
+            kills += 1
+            moments.append(f"{moment:.1f} s, {where(run)}")
+            print(f"run {runs}, kill {kills} after {moments[-1]}")
+        code, text = micro.finish(config, run)  # the attempt that ended, or the one that nothing interrupts
+        assert code == 0, text
+        assert_same(run, whole)
+        assert ".damaged" not in text  # a kill leaves unfinished checkpoints, never wrong ones
+
+
+def where(run: Path) -> str:
+    """How far a killed attempt had come, by the last that it printed."""
+    lines = micro.said(run).strip().splitlines() or ["before anything was printed"]
+    return f"at {lines[-1][:40]!r}"
+
+
+# Damaged checkpoints ----------------------------------------------------------------------------------------------
+
+
+def largest(folder: Path) -> Path:
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def truncate(at: Path) -> None:
+    os.truncate(largest(at), 100)
+
+
+def flip(at: Path) -> None:
+    path = largest(at)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def delete(at: Path) -> None:
+    largest(at).unlink()
+
+
+def unfinish(at: Path) -> None:
+    (at / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("harm", "says", "aside"),
+    [
+        (truncate, "000006 cannot be trusted: d/", "damaged"),
+        (flip, "is not what was saved (its SHA-256 differs)", "damaged"),
+        (delete, "is missing", "damaged"),
+        (unfinish, "manifest.json is missing: it was not finished", "unfinished"),
+    ],
+)
+def test_a_damaged_newest_checkpoint_is_put_aside(config, whole, tmp_path, harm, says, aside):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    harm(run / "checkpoints" / "000006")
+    code, text = micro.finish(config, run)
+    assert code == 0, text
+    assert says in text
+    assert f"It is now 000006.{aside}; looking at the one before" in text
+    assert "going on after iteration 4" in text
+    assert_same(run, whole)
+
+
+def test_without_a_good_checkpoint_it_does_not_start_over(config, whole, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    before = micro.result(run)
+    for at in (run / "checkpoints").glob("0*"):
+        flip(at)
+    code, text = micro.finish(config, run)
+    assert code == 2, text
+    assert "no checkpoint is left that can be trusted, and the run had saved one" in text
+    assert "Traceback" not in text
+    assert before == micro.result(run)
+
+
+# Disks ------------------------------------------------------------------------------------------------------------
+
+
+def can_mount() -> bool:
+    """Whether this process may mount a disk of its own: root may, outside a locked container."""
+    there = Path("/tmp/oarjax-can-mount")
+    there.mkdir(exist_ok=True)
+    done = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", there], capture_output=True, check=False)
+    if done.returncode == 0:
+        subprocess.run(["umount", there], check=True)
+    there.rmdir()
+    return done.returncode == 0
+
+
+DISKS = ("mounted", "limited") if os.geteuid() == 0 and can_mount() else ("limited",)
+"""A small file system of its own, or without the right to mount one a limit on the size of files."""
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A folder on a small disk of its own."""
+    there = tmp_path / "disk"
+    there.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", there], check=True)
+    yield there
+    while subprocess.run(["umount", "-l", there], capture_output=True, check=False).returncode == 0:
+        pass
+
+
+def intact(run: Path) -> None:
+    assert damage(run / "checkpoints" / "000004") is None
+
+
+def fill(there: Path) -> Path:
+    """Leave no room on a disk."""
+    filler = there / "filler"
+    with filler.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            return filler
+
+
+@pytest.mark.parametrize("policy", ["stop", "warn"])
+@pytest.mark.skipif("mounted" not in DISKS, reason="no right to mount a small disk")
+def test_a_full_disk(config, whole, disk, policy):
+    run = disk / "run"
+    copy(whole, run)
+    filler = fill(disk)
+    log = config.parent / f"full-{policy}"  # beside the full disk, not on it
+    log.with_suffix(".log").unlink(missing_ok=True)
+    run.with_suffix(".log").symlink_to(log.with_suffix(".log"))
+    code, text = micro.finish(config, run, f"checkpoint.on_failure={policy}")
+    assert code == 2, text
+    assert "error: cannot write " in text
+    assert "No space left on device" in text
+    assert "Traceback" not in text
+    assert ("oar_g 6/6" in text) == (policy == "warn")  # and then the export has no room
+    intact(run)
+    filler.unlink()
+    code, text = micro.finish(config, run)
+    assert code == 0, text
+    assert_same(run, whole)
+
+
+def test_files_that_may_not_grow(config, whole, stopped):
+    """What a full disk is to those who may mount none: the system refuses to write beyond a size."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2048, resource.RLIM_INFINITY))
+
+    with stopped.with_suffix(".log").open("ab") as log:  # the limit must not hit what is printed
+        process = subprocess.Popen(
+            micro.command(config, stopped), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=limit
+        )
+        text, _ = process.communicate(timeout=600)
+        log.write(text)
+    assert process.returncode == 2, text.decode()
+    assert "File too large" in text.decode()
+    assert "Traceback" not in text.decode()
+    intact(stopped)
+    code, text = micro.finish(config, stopped)
+    assert code == 0, text
+    assert_same(stopped, whole)
+
+
+@pytest.mark.skipif("mounted" not in DISKS, reason="no right to mount a small disk")
+def test_a_disk_that_becomes_read_only(config, whole, disk):
+    run = disk / "run"
+    copy(whole, run)
+    log = config.parent / "read-only.log"
+    log.unlink(missing_ok=True)
+    run.with_suffix(".log").symlink_to(log)
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    code, text = micro.finish(config, run)
+    assert code == 2, text
+    assert "Read-only file system" in text
+    assert "Traceback" not in text
+    subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+    intact(run)
+    assert micro.finish(config, run)[0] == 0
+    assert_same(run, whole)
+
+
+@pytest.mark.skipif("mounted" not in DISKS, reason="no right to mount a small disk")
+def test_a_mount_that_vanishes(config, whole, tmp_path):
+    """Unmounted under a running run: an error, nothing on the disk below, and nothing lost on the one that went."""
+    disk, back = tmp_path / "disk", tmp_path / "back"
+    disk.mkdir()
+    back.mkdir()
+    copy(whole, back / "run")
+    subprocess.run(["mount", "--bind", back, disk], check=True)
+    process = micro.start(config, disk / "run", log=tmp_path / "vanish.log")
+    try:
+        micro.wait_for(process, tmp_path / "vanish.log", "going on after iteration 4")
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+    code = process.wait(timeout=600)
+    text = (tmp_path / "vanish.log").read_text()
+    assert code == 2, text
+    assert "error: cannot write " in text
+    assert "Traceback" not in text
+    assert list(disk.iterdir()) == []
+    intact(back / "run")
+    code, text = micro.finish(config, back / "run")
+    assert code == 0, text
+    assert_same(back / "run", whole)
+
+
+# Being told to stop, and the lock ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "moment", "left"),
+    [(signal.SIGTERM, "sft 20/40", "sft.json"), (signal.SIGTERM, "oar_g 1/6", "checkpoints.json")],
+)
+def test_told_to_stop_it_saves_and_says_75(config, whole, tmp_path, number, moment, left):
+    run = tmp_path / "run"
+    process = micro.start(config, run)
+    micro.wait_for(process, run.with_suffix(".log"), moment)
+    process.send_signal(number)
+    assert process.wait(timeout=600) == 75, micro.said(run)
+    assert (run / left).exists()
+    assert not (run / "export").exists()
+    assert "Traceback" not in micro.said(run)
+    code, text = micro.finish(config, run)
+    assert code == 0, text
+    assert "goes on after step" in text or "going on after iteration" in text
+    assert_same(run, whole)
+
+
+def test_a_run_in_use_is_refused_and_a_killed_one_is_not(config, whole, stopped):
+    process = micro.start(config, stopped)
+    micro.wait_for(process, stopped.with_suffix(".log"), "going on after iteration 4")
+    process.send_signal(signal.SIGSTOP)  # so that it does not end meanwhile
+    code, text = micro.finish(config, stopped)
+    assert code == 2, text
+    assert f"{stopped} is in use by process {process.pid} on " in text
+    process.kill()
+    process.wait()
+    assert micro.finish(config, stopped)[0] == 0
+    assert_same(stopped, whole)
+
+
+# Another config ---------------------------------------------------------------------------------------------------
+
+
+def test_it_goes_on_on_another_mesh(config, whole, stopped):
+    flags = "--xla_force_host_platform_device_count=8"
+    code, text = micro.finish(config, stopped, "mesh={data: 2, fsdp: 2, tensor: 2}", XLA_FLAGS=flags)
+    assert code == 0, text
+    assert "going on after iteration 4" in text
+    assert "mesh.fsdp was 1, is 2" in text
+    assert "(allowed, but the run will not end bit for bit as it would have)" in text
+    ours, theirs = (load_file(run / "export" / "model.safetensors") for run in (stopped, whole))
+    start = load_file(whole / "start" / "model.safetensors")
+    for name, values in theirs.items():
+        moved = np.abs(values - start[name]).max()
+        np.testing.assert_allclose(ours[name], values, atol=0.2 * moved + 1e-6)
+
+
+def test_another_run_is_refused_with_what_may_differ(config, stopped):
+    code, text = micro.finish(config, stopped, "optim.lr=0.5", "update.microbatch=4", "checkpoint.keep=5")
+    assert code == 2
+    assert "holds a run of another config (optim.lr was 0.001, is 0.5)" in text
+    assert "these may differ: update.microbatch was 8, is 4 (allowed, but the run will not end bit for bit" in text
+    assert "checkpoint.keep was 2, is 5 (harmless)" in text
