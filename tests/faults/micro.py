@@ -72,10 +72,10 @@ def start(config: Path, run: Path, *changes: str, log: Path | None = None, **env
         )
 
 
-def finish(config: Path, run: Path, *changes: str, **environment: str) -> tuple[int, str]:
+def finish(config: Path, run: Path, *changes: str, log: Path | None = None, **environment: str) -> tuple[int, str]:
     """Run the command to its end: the exit code, and all that was printed for this folder so far."""
-    code = start(config, run, *changes, **environment).wait(timeout=600)
-    return code, said(run)
+    code = start(config, run, *changes, log=log, **environment).wait(timeout=600)
+    return code, (log or run.with_suffix(".log")).read_text(errors="replace")
 
 
 def said(run: Path) -> str:

@@ -202,14 +202,11 @@ def fill(there: Path) -> Path:
 
 @pytest.mark.parametrize("policy", ["stop", "warn"])
 @pytest.mark.skipif("mounted" not in DISKS, reason="no right to mount a small disk")
-def test_a_full_disk(config, whole, disk, policy):
-    run = disk / "run"
+def test_a_full_disk(config, whole, disk, tmp_path, policy):
+    run, log = disk / "run", tmp_path / "log"
     copy(whole, run)
     filler = fill(disk)
-    log = config.parent / f"full-{policy}"  # beside the full disk, not on it
-    log.with_suffix(".log").unlink(missing_ok=True)
-    run.with_suffix(".log").symlink_to(log.with_suffix(".log"))
-    code, text = micro.finish(config, run, f"checkpoint.on_failure={policy}")
+    code, text = micro.finish(config, run, f"checkpoint.on_failure={policy}", log=log)
     assert code == 2, text
     assert "error: cannot write " in text
     assert "No space left on device" in text
@@ -244,14 +241,11 @@ def test_files_that_may_not_grow(config, whole, stopped):
 
 
 @pytest.mark.skipif("mounted" not in DISKS, reason="no right to mount a small disk")
-def test_a_disk_that_becomes_read_only(config, whole, disk):
-    run = disk / "run"
+def test_a_disk_that_becomes_read_only(config, whole, disk, tmp_path):
+    run, log = disk / "run", tmp_path / "log"
     copy(whole, run)
-    log = config.parent / "read-only.log"
-    log.unlink(missing_ok=True)
-    run.with_suffix(".log").symlink_to(log)
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-    code, text = micro.finish(config, run)
+    code, text = micro.finish(config, run, log=log)
     assert code == 2, text
     assert "Read-only file system" in text
     assert "Traceback" not in text
