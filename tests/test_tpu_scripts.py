@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -504,6 +505,19 @@ def test_stop_lets_the_run_write_a_checkpoint_and_end(cloud):
     assert "a checkpoint is written" in cloud.run("logs")
     assert len(cloud.trained()) == 1  # 75 after a stop is not followed by a restart
     assert "DONE" in cloud.run("run")
+
+
+def test_a_machine_that_goes_down_lets_the_run_write_a_checkpoint(cloud):
+    cloud.running()
+    cloud.put("codes", "hold\n")
+    cloud.run("run", "--no-follow")
+    here = cloud.folder / "worker-0" / "oarjax" / "runs" / "first"
+    for name in ("child", "pid"):  # the system tells everybody; oarjax, told twice, would end without a checkpoint
+        os.kill(int((here / name).read_text()), signal.SIGTERM)
+        time.sleep(0.2)  # two signals at the same time may count as one
+    assert "a checkpoint is written" in cloud.run("logs")
+    assert (cloud.folder / "bucket" / "runs" / "first" / "tpu" / "worker-0.exit").read_text() == "worker 0: 75\n"
+    assert len(cloud.trained()) == 1
 
 
 def test_one_run_at_a_time(cloud):

@@ -49,20 +49,24 @@ start() { # commit, then what `loop` takes
 }
 
 loop() { # restarts at most, config, arguments: train, and again after exit code 75, until it is done, fails or is stopped
-  local left="$1" config="$2" code keeper
+  local left="$1" config="$2" code child keeper
   shift 2
   exec 9>>"$base/lock"
   flock --nonblock 9
   echo "$run" >"$base/lock"
-  trap stopped TERM INT
+  # When the machine goes down, oarjax is told as well. It must not be told twice: the second time, it ends at once.
+  trap 'touch "$here/stop"' TERM INT
+  exec 8<"$base/bucket"  # gcsfuse is told too, and would unmount under the last checkpoint if nobody held the folder
   cd "$base/src"
   note running
-  echo $$ >"$here/pid"
   keep 9>&- &
   keeper=$!
+  rm -f "$here/child"
   while :; do
     "$base/venv/bin/oarjax" train "$config" run_dir="$shared" "$@" &
     child=$!
+    echo "$child" >"$here/child"
+    echo $$ >"$here/pid"
     code=0
     wait "$child" || code=$?
     while kill -0 "$child" 2>/dev/null; do # a signal ends `wait` before the child has ended
@@ -71,17 +75,13 @@ loop() { # restarts at most, config, arguments: train, and again after exit code
     done
     if [[ $code != 75 || -e $here/stop ]] || ((left-- <= 0)); then break; fi
     tell "oarjax ended with 75 (stopped, resumable): starting it again, $left more restart(s) allowed"
-    sleep "${PAUSE:-10}"
+    sleep "${PAUSE:-10}" || true
+    if [[ -e $here/stop ]]; then break; fi
   done
   kill "$keeper" || true
   tell "the run ended here with exit code $code"
   save || true
   note "$code"
-}
-
-stopped() { # asked to stop, by `stop` or because the machine goes down: oarjax writes a checkpoint and ends with 75
-  touch "$here/stop"
-  if [[ -n ${child:-} ]]; then kill -TERM "$child" 2>/dev/null || true; fi
 }
 
 note() { # exit code or "running": for tpu/run.sh and tpu/status.sh, which may come when this machine is gone
@@ -110,10 +110,11 @@ follow() {
   fi
 }
 
-stop() {
+stop() { # oarjax writes a checkpoint and ends with 75; there is no restart
   local i
   if alive; then
-    kill -TERM "$(<"$here/pid")"
+    touch "$here/stop"
+    kill -TERM "$(<"$here/child")" 2>/dev/null || true
     for ((i = 0; i < 3000; i++)); do
       if ! alive; then break; fi
       sleep 0.1
