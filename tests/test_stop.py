@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -38,6 +39,39 @@ def test_inside_it_waits_to_be_asked(number, capfd):
 def test_outside_it_ends_at_once():
     with Stop(), pytest.raises(Stopped):
         kill()
+
+
+TWO = """
+import sys, time, jax
+from oarjax.host.stop import Stop
+with Stop() as stop:
+    jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+    with stop.held():
+        for n in range(6000):
+            if n == 1:
+                print("begun", flush=True)
+            if stop.asked():
+                print(n, flush=True)
+                stop.obey()
+            time.sleep(0.01)
+"""
+
+
+@pytest.mark.slow
+def test_of_two_processes_one_is_told_and_both_stop_after_the_same_iteration():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    both = [
+        subprocess.Popen([sys.executable, "-c", TWO, address, str(n)], stdout=subprocess.PIPE, text=True)
+        for n in range(2)
+    ]
+    for process in both:
+        assert process.stdout.readline() == "begun\n"
+    both[1].terminate()
+    (first, _), (second, _) = (process.communicate(timeout=120) for process in both)
+    assert first == second != ""
+    assert [process.returncode for process in both] == [RESUMABLE] * 2
 
 
 def test_the_second_kills():

@@ -132,12 +132,12 @@ class RunFiles:
 
         With ``now`` in any case, and it is complete on return.
         """
-        every = self._cfg.every
-        score = None if self._cfg.best is None else metrics.get(self._cfg.best)
-        best = score is not None and float(score) > self._best
-        due = iteration % every == 0 or iteration == self._session.cfg.iterations or best or now if every else False
-        if not due:
+        every, score = self._cfg.every, metrics.get(self._cfg.best or "")
+        best = score is not None and float(score) > self._best  # not NaN either
+        if every == 0 or not (now or best or iteration % every == 0 or iteration == self._session.cfg.iterations):
             return
+        if best:
+            self._best = float(score)
         with self._failures.handled():
             positions = {"metrics": self._metrics.sync(), "completions": self._completions.sync()}
             record = {
@@ -147,8 +147,7 @@ class RunFiles:
                 "evaluation": plain_evaluation(last),
                 "positions": positions,
             }
-            self._checkpoints.save(iteration, state, record, score=float(score) if best and score is not None else None)
-            self._best = float(score) if best and score is not None else self._best
+            self._checkpoints.save(iteration, state, record, score=self._best if best else None)
             if now:
                 self._checkpoints.settle()
         if self._verdicts is not None:

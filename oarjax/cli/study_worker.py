@@ -29,6 +29,7 @@ from oarjax.cli.trainer import train
 from oarjax.config import Config, parse_config
 from oarjax.host.checkpoint import remove_all
 from oarjax.host.grade import Grader
+from oarjax.host.lock import locked
 from oarjax.steps import make_optimizer
 
 BEFORE = "before.json"
@@ -86,10 +87,10 @@ class Graders:
 
 def make_start(cfg: Config, console: Console, graders: Graders) -> None:
     """The policy that all runs of a seed begin with, in the folder ``start``, and how good it is."""
-    claim(Path(cfg.run_dir), cfg)
-    session = open_session(cfg, console)
-    _, before = start_policy(session, graders.of(session))
-    write_before(session.folder / BEFORE, before)
+    with locked(claim(Path(cfg.run_dir), cfg)):
+        session = open_session(cfg, console)
+        _, before = start_policy(session, graders.of(session))
+        write_before(session.folder / BEFORE, before)
 
 
 def train_run(cfg: Config, home: Path, console: Console, graders: Graders) -> None:
@@ -98,9 +99,10 @@ def train_run(cfg: Config, home: Path, console: Console, graders: Graders) -> No
     session = open_session(changed(cfg, run_dir=str(home), policy=_start_of(cfg, home), sft=None), console)
     session = session.with_config(cfg)
     start = session.load(lay_out(session, make_optimizer(cfg)[0]))
-    train(session, graders.of(session), start, read_before(home / BEFORE), folder)
-    remove_all(folder / "checkpoints")
-    shutil.rmtree(folder / "verdicts", ignore_errors=True)
+    with locked(folder):
+        train(session, graders.of(session), start, read_before(home / BEFORE), folder)
+        remove_all(folder / "checkpoints")
+        shutil.rmtree(folder / "verdicts", ignore_errors=True)
 
 
 def _start_of(cfg: Config, home: Path) -> Any:
