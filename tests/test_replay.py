@@ -231,3 +231,18 @@ def test_what_cannot_be_replayed(oarjax, tmp_path):
     assert code == 0
     for words in ("BATCH.safetensors", "--device", "--json", "bad_batches/iteration-000012.safetensors"):
         assert words in out
+
+
+@pytest.mark.slow
+def test_a_warm_start_that_explodes(oarjax, base, tmp_path):
+    sft = {"data": MICRO["data"]["train"] | {"split": "sft"}, "steps": 9, "batch": 4, "microbatch": 4, "max_length": 48}
+    tree = yaml.safe_load((base / "run.yaml").read_text()) | {"sft": sft | {"optim": {"lr": 1e39, "warmup": 0}}}
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(tree))
+    code, out, err = oarjax("train", tmp_path / "sft.yaml", f"run_dir={tmp_path / 'run'}", "health.stop_after=2")
+    assert code == 2
+    assert "sft 2, optimizer step 0, phase update: params not finite: nothing could be learned in 2 updates" in err
+    assert "oarjax replay" in out
+    assert not (tmp_path / "run" / "start").exists()  # a start that learned nothing is no start
+    found = replayed(oarjax, err)
+    assert "with a rate of 1e+39 the step is not: lower the rate" in found["place"]
+    assert len(found["rows"]) == 4

@@ -79,7 +79,8 @@ def run(file: Path, *, device: str, as_json: bool) -> None:
     session = replay_session(header, file, device=device, console=console)
     params, step = load_batch_params(header, file, session)
     _show_header(console, header, step)
-    found = replay(header, evidence, params, session, folder=file.parent.parent)
+    with jax.default_matmul_precision("highest"):  # TPUs and GPUs else multiply float32 in fewer bits
+        found = replay(header, evidence, params, session, folder=session.folder)
     if as_json:
         print(json.dumps({"header": asdict(header), "params_of_step": step, **_finite(asdict(found))}))
     else:
@@ -120,7 +121,7 @@ def replay_session(header: Header, file: Path, *, device: str, console: Console)
 
 
 def load_batch_params(header: Header, file: Path, session: Session) -> tuple[Params, int]:
-    """The params that met the batch and their optimizer step: the file beside it, or the nearest checkpoint.
+    """The params that met the batch and their optimizer step: the file beside it, or the nearest checkpoint's.
 
     Raises:
         BadBatchError: neither is there.
@@ -133,9 +134,10 @@ def load_batch_params(header: Header, file: Path, session: Session) -> tuple[Par
         layout = lay_out(session, tx)
         like = new_state(load_params(session.source, session.model, shardings=layout.params), tx, layout, seed=0)
         with Checkpoints(folder, keep=session.cfg.checkpoint.keep) as checkpoints:
-            newest = checkpoints.newest()
-            if newest is not None:
-                state, _ = checkpoints.restore(newest, like=like)
+            # Its params came from the iteration before; a skipped update leaves the same ones behind.
+            near = sorted(checkpoints.finished(), key=lambda n: abs(n - header.number + 1))
+            if near:
+                state, _ = checkpoints.restore(near[0], like=like)
                 return state.params, int(state.step)
     raise BadBatchError(
         f"{file}: its params were larger than health.params_mb={session.cfg.health.params_mb} and were not kept, and "
@@ -193,9 +195,8 @@ def replay(header: Header, evidence: Evidence, params: Params, session: Session,
         for i in filled
     ]
     groups = _groups(session, params, gradient, list(checks.values()))
-    return Finding(
-        _place(header, session, findings, groups, jax.device_get(optax.tree.norm(gradient))), findings, groups
-    )
+    norm = float(optax.tree.norm(gradient))
+    return Finding(_place(header, session, findings, groups, norm), findings, groups)
 
 
 def _scores(header: Header, e: Evidence, params: Params, session: Session, folder: Path) -> Scores:
