@@ -82,6 +82,49 @@ def test_plain_numbers_have_the_verdict_of_math_verify(gold, answer):
     assert rewards.same_value(sample(gold, answer)) == float(slow)
 
 
+DECIMALS = [
+    "0.5",
+    ".5",
+    "0.50",
+    "7.0",
+    "7",
+    "+7",
+    "1,000.00",
+    "1000",
+    "0.333333",
+    "0.3333334",
+    "-2.5",
+    "2.5",
+    "0.49999",
+    "1e3",
+]
+
+
+@pytest.mark.parametrize("gold", DECIMALS)
+def test_plain_decimals_have_the_verdict_of_math_verify(gold):
+    """Decided without mathematics or left to it, never decided otherwise."""
+    from math_verify import verify
+
+    decided = 0
+    for answer in DECIMALS:
+        plain = rewards._plainly_equal(gold, answer)
+        if plain is not None:
+            sides = list(rewards._parsed(gold)), list(rewards._parsed(answer))
+            assert plain == verify(*sides, timeout_seconds=None, raise_on_error=True), (gold, answer)
+            decided += 1
+    assert decided > 8 or gold == "1e3"
+
+
+def test_numbers_of_any_length_are_compared_in_linear_time():
+    long = "123456789" * 1000
+    assert rewards.same_value(sample(long, "00" + long)) == 1.0
+    assert rewards.same_value(sample(long, long + "0")) == 0.0
+    assert rewards.same_value(sample(long, long[:-1] + "0")) == 0.0
+    assert rewards.same_value(sample("7", "\uff17")) == 1.0  # a full-width 7
+    with pytest.raises(Unparseable):
+        rewards.same_value(sample("7", "x" * (rewards.MAX_LENGTH + 1)))
+
+
 @pytest.mark.parametrize("text", [r"\frac{", "???", "garbage {} \\frac", r"\frac{1}{0}", "__import__('os').getcwd()"])
 def test_what_is_no_expression_is_named(text):
     with pytest.raises(Unparseable, match=r"the answer .* is not an expression") as caught:

@@ -22,6 +22,9 @@ from typing import Any
 from oarjax.host.rewards import Reward, Sample, Unparseable, find_rewards, load_plugins, same_value
 from oarjax.oar.answer import extract_answer
 
+MAX_FRAMES = 1000
+"""Python calls inside one another while an answer is graded; one more is a RecursionError, not a torn stack."""
+
 
 def main(fd: int) -> None:
     """Serve until the parent closes the socket."""
@@ -37,6 +40,7 @@ def main(fd: int) -> None:
         _tell(link, {"failed": traceback.format_exc()})
         return
     _limit_memory(setup["memory_mb"])
+    sys.setrecursionlimit(MAX_FRAMES)  # whatever a plugin has raised it to
     _tell(link, {"ready": True})
     while True:
         try:
@@ -55,11 +59,13 @@ def grade_one(sample: Sample, rewards: Sequence[Reward], *, style: Any, pattern:
 
     The verdict is the worst over the rewards: crash, ungraded, unparseable, graded.
     """
+    unknown = {"values": [math.nan] * len(rewards), "extracted": None}
     try:
         extracted = extract_answer(sample.completion, style=style, pattern=pattern)
     except TimeoutError:
-        note = f"answer pattern {pattern!r} ran too long"
-        return {"values": [math.nan] * len(rewards), "verdict": "timeout", "extracted": None, "note": note}
+        return unknown | {"verdict": "timeout", "note": f"answer pattern {pattern!r} ran too long"}
+    except Exception as error:
+        return unknown | {"verdict": "crash", "note": f"{type(error).__name__}: {str(error)[:500]}"}
     sample = replace(sample, extracted=extracted)
     values, verdicts, notes = zip(*(_value(function, sample) for function in rewards))
     worst = next(v for v in ("crash", "ungraded", "unparseable", "graded") if v in verdicts)
@@ -92,6 +98,7 @@ def _limit_memory(memory_mb: int) -> None:
     Where the parent can watch resident memory (Linux) it kills at ``memory_mb``, which no ``except`` can swallow; this
     limit then only stops single huge requests, so it lies higher. Elsewhere it is the limit.
     """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a torn worker must not fill the disk
     factor = 4 if os.path.exists("/proc/self/statm") else 1
     limit = factor * memory_mb * 2**20
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

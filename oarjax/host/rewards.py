@@ -15,12 +15,15 @@ memory, and that costs one answer. This module imports neither jax nor, before t
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from decimal import Decimal
+from typing import Any, Literal, NamedTuple
 
+from oarjax.host.no_eval import forbid_evaluation
 from oarjax.host.plugins import import_plugin
 from oarjax.oar.answer import extract_answer
 
@@ -103,9 +106,11 @@ def find_rewards(names: Sequence[str]) -> tuple[Reward, ...]:
     """
     unknown = [name for name in names if name not in _registry]
     if unknown:
+        near = difflib.get_close_matches(unknown[0], _registry, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(
             f"grading.rewards: no reward is called {', '.join(map(repr, unknown))}; known are "
-            f"{', '.join(sorted(_registry))}. Register your own with @reward and name its file in grading.plugins"
+            f"{', '.join(sorted(_registry))}{hint}. Register your own with @reward and name its file in grading.plugins"
         )
     return tuple(_registry[name] for name in names)
 
@@ -129,9 +134,10 @@ def same_value(sample: Sample) -> float:
     """1 where the answer equals the reference as mathematics, 0 where it differs or there is none.
 
     math-verify compares, with its own timeouts off (they call a slow answer wrong; the grader has a deadline) and
-    errors on. It reads LaTeX with a grammar and evaluates no text. Departures: plain whole numbers are compared
-    directly, with the same verdict, and expressions nested deeper than ``MAX_DEPTH`` count as unparseable, because
-    sympy's recursion errors inside the comparison would come out as "wrong".
+    errors on. It reads LaTeX with a grammar, and what would become code is refused (``host/no_eval.py``). Departures:
+    plain numbers are compared directly, with the same verdict where math-verify gives one; expressions longer than
+    ``MAX_LENGTH`` or nested deeper than ``MAX_DEPTH`` count as unparseable, the latter because sympy's recursion
+    errors inside the comparison would come out as "wrong".
 
     Raises:
         Unparseable: the answer or the reference is no expression.
@@ -158,7 +164,10 @@ def same_value(sample: Sample) -> float:
 MAX_DEPTH = 100
 """Levels of an expression tree that are compared; sympy recurses several frames a level."""
 
-_NUMBER = re.compile(r"-?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?")
+MAX_LENGTH = 2000
+"""Characters of an expression that is parsed. Plain numbers are compared at any length."""
+
+_NUMBER = re.compile(r"([+-]?)(\d{1,3}(?:,\d{3})+|\d*)(?:\.(\d*))?")
 
 
 def reference_answer(text: str) -> str:
@@ -178,15 +187,43 @@ def _tidy(text: str) -> str:
 def _plainly_equal(gold: str, answer: str) -> bool | None:
     """Equal or different without mathematics; None where only mathematics can tell.
 
-    Different is said of whole numbers only: decimals are equal up to rounding.
+    Numbers with a decimal point are equal up to rounding (six places), so only those further apart are different.
     """
     if gold == answer:
         return True
-    if max(len(gold), len(answer)) > 60 or not (_NUMBER.fullmatch(gold) and _NUMBER.fullmatch(answer)):
+    a, b = _plain_number(gold), _plain_number(answer)
+    if a is None or b is None:
         return None
-    if "." in gold or "." in answer:
+    if a == b:
+        return True
+    if not (a.fraction or b.fraction):
+        return False
+    return False if max(len(a.whole), len(b.whole)) <= 15 and abs(a.value() - b.value()) > 1e-5 else None
+
+
+class _PlainNumber(NamedTuple):
+    negative: bool
+    whole: str  # without leading zeros; "" is 0
+    fraction: str  # without trailing zeros
+
+    def value(self) -> Decimal:
+        """To ten decimal places, for up to fifteen digits before the point."""
+        size = Decimal(f"{self.whole or 0}.{self.fraction[:10] or 0}")
+        return -size if self.negative else size
+
+
+def _plain_number(text: str) -> _PlainNumber | None:
+    """Digits of any script with thousands separators, a sign and a decimal point; of any length, in linear time."""
+    match = _NUMBER.fullmatch(text)
+    if match is None:
         return None
-    return int(gold.replace(",", "")) == int(answer.replace(",", ""))
+    sign, whole, fraction = match[1], match[2].replace(",", ""), match[3] or ""
+    if not (whole or fraction):
+        return None
+    if not text.isascii():
+        whole, fraction = ("".join(str(int(digit)) for digit in part) for part in (whole, fraction))
+    whole, fraction = whole.lstrip("0"), fraction.rstrip("0")
+    return _PlainNumber(sign == "-" and bool(whole or fraction), whole, fraction)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -196,9 +233,12 @@ def _parsed_reference(text: str) -> tuple[Any, ...]:
 
 def _parsed(text: str) -> tuple[Any, ...]:
     """What math-verify reads in an answer, empty where it is no expression (a bare string or 1/0 is none)."""
+    if len(text) > MAX_LENGTH:
+        return ()
     from math_verify import LatexExtractionConfig, parse
     from sympy import Basic, MatrixBase, nan, zoo
 
+    forbid_evaluation()
     try:
         found = parse(
             f"\\boxed{{{text}}}",
