@@ -257,7 +257,17 @@ class EntropyConfig(Section):
 
 
 class KeywordConfig(Section):
-    words: Annotated[tuple[Word, ...], Field(min_length=1)] = ("therefore", "so", "thus", "hence", "because", "since", "but", "wait", "=")
+    words: Annotated[tuple[Word, ...], Field(min_length=1)] = (
+        "therefore",
+        "so",
+        "thus",
+        "hence",
+        "because",
+        "since",
+        "but",
+        "wait",
+        "=",
+    )
     boost: Rate = Field(default=2.0, description="added to the weight of a keyword's tokens, before the mass is kept")
 
 
@@ -576,7 +586,8 @@ def _refuse_twice(node: Any, source: str) -> None:
             line = key.start_mark.line + 1
             if str(key.value) in lines:
                 raise ConfigError(
-                    f"{source}: {key.value} stands in line {lines[str(key.value)]} and again in line {line}; keep one of them"
+                    f"{source}: {key.value} stands in line {lines[str(key.value)]} and again in line {line}; "
+                    "keep one of them"
                 )
             lines[str(key.value)] = line
             _refuse_twice(value, source)

@@ -93,7 +93,7 @@ def test_overrides_are_yaml_and_the_last_one_counts(file):
     ("override", "says"),
     [
         ("rollout.group_size", r"override 'rollout.group_size': expected key.sub=value"),
-        ("run_dir.sub=1", r"override 'run_dir.sub=1': run_dir is a value and has no field sub"),
+        ("run_dir.sub=1", r"override 'run_dir.sub=1': run_dir is a value .'r'. and has no field sub; give"),
         ("seed=[1", r"override 'seed=\[1': the value is not valid YAML; quote it"),
         (
             "rollout.group=16",
@@ -113,7 +113,12 @@ def test_bad_files(tmp_path):
         load_config(tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path)
-    for text, says in [("a: [", "not valid YAML"), ("- a", "expected a mapping of fields, got list")]:
+    for text, says in [
+        ("a: [", "not valid YAML"),
+        ("- a", "expected a mapping of fields, got list"),
+        ("a: 1\nb: 2\na: 3", r"bad\.yaml: a stands in line 1 and again in line 3; keep one of them"),
+        ("a: {b: 1}\nc:\n  - {d: 1, e: 2, d: 3}", "d stands in line 3 and again in line 3"),
+    ]:
         (tmp_path / "bad.yaml").write_text(text)
         with pytest.raises(ConfigError, match=says):
             load_config(tmp_path / "bad.yaml")

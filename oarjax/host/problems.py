@@ -98,14 +98,14 @@ def _builtin_rows(config: DatasetConfig, where: str) -> Iterator[Row]:
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             place = f"{path} line {number}"
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
+                row = json.loads(line.decode())
+            except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or brackets without end
                 raise DataError(f"{place}: not JSON ({error}); expected one object a line") from None
             if not isinstance(row, dict):
                 raise DataError(f"{place}: a {type(row).__name__}; expected one object a line")

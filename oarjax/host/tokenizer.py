@@ -55,8 +55,9 @@ def stop_ids(folder: Path | str, tokenizer: PreTrainedTokenizerFast) -> tuple[in
     token, and ``<|im_end|>`` and ``<|endoftext|>`` where the vocabulary has them, so that a Qwen folder that
     lacks the first still gets Qwen's two: (151643, 151645).
 
-    Raises TokenizerError where there is none at all.
+    Raises TokenizerError where there is none at all, or one that the tokenizer does not have.
     """
+    vocab = tokenizer.get_vocab()
     found: set[int] = set()
     path = Path(folder) / "generation_config.json"
     if path.exists():
@@ -65,8 +66,7 @@ def stop_ids(folder: Path | str, tokenizer: PreTrainedTokenizerFast) -> tuple[in
         except (ValueError, AttributeError) as error:
             raise TokenizerError(f"{path} is not a JSON object ({error}); fetch it again") from None
         if declared is not None:
-            found |= {declared} if isinstance(declared, int) else set(declared)
-    vocab = tokenizer.get_vocab()
+            found |= _known_ids(declared, set(vocab.values()), path)
     for token in (tokenizer.eos_token, END_OF_TURN, END_OF_TEXT):
         if token is not None and token in vocab:
             found.add(vocab[token])
@@ -76,6 +76,17 @@ def stop_ids(folder: Path | str, tokenizer: PreTrainedTokenizerFast) -> tuple[in
             "or eos_token_id in generation_config.json"
         )
     return tuple(sorted(found))
+
+
+def _known_ids(declared: Any, known: set[int], path: Path) -> set[int]:
+    ids = declared if isinstance(declared, list) else [declared]
+    unknown = [i for i in ids if isinstance(i, bool) or not isinstance(i, int) or i not in known]
+    if unknown:
+        raise TokenizerError(
+            f"{path}: eos_token_id {unknown[0]!r} is no id of the tokenizer beside it (up to {max(known)}): they do "
+            "not belong together; fetch the folder again"
+        )
+    return set(ids)
 
 
 def pad_id(tokenizer: PreTrainedTokenizerFast) -> int:
@@ -149,7 +160,7 @@ def render_prompt(
     chat: the tokenizer's chat template with the system prompt, where there is one, the prompt as the user's turn
     and the opening of the assistant's turn. plain: the text as it is, a system prompt and a blank line before it.
 
-    Raises TokenizerError for a missing chat template, a format without ``{prompt}``, an empty result.
+    Raises TokenizerError for a missing or failing chat template, a format without ``{prompt}``, an empty result.
     """
     if "{prompt}" not in prompt_format:
         raise TokenizerError(f"data.prompt_format {prompt_format!r}: expected {{prompt}} where the prompt goes")
@@ -159,7 +170,13 @@ def render_prompt(
             raise TokenizerError("the tokenizer has no chat template; set data.template to plain")
         turns = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
         turns.append({"role": "user", "content": text})
-        rendered = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        try:
+            rendered = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # Jinja has many, and a template may raise its own
+            raise TokenizerError(
+                f"the chat template fails on the prompt {_short(prompt)} ({type(error).__name__}: {error}); "
+                "set data.template to plain, or mend the template"
+            ) from error
         ids = encode(tokenizer, str(rendered))
     else:
         ids = encode(tokenizer, text if system_prompt is None else f"{system_prompt}\n\n{text}")

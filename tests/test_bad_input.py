@@ -1,0 +1,299 @@
+"""Bad input through the command: one readable message, exit code 2, no program compiled and no run begun."""
+
+import hashlib
+import json
+import shutil
+import sys
+
+import ml_dtypes  # noqa: F401
+import numpy as np
+import pytest
+import yaml
+from conftest import CACHE
+from safetensors.numpy import load_file, save_file
+
+from oarjax.cli.main import main
+from oarjax.cli.measure import counted_compilations
+from oarjax.host.builtin import write_builtin_policy
+from oarjax.host.hf import export, load_params, read_config
+
+ROWS = [{"question": f"{n}+1=", "answer": f"#### {n + 1}"} for n in range(8)]
+
+
+class Begun(Exception):
+    """The run got past everything that is checked."""
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """A small policy in several shards."""
+    folder = tmp_path_factory.mktemp("policy")
+    one = write_builtin_policy(folder / "one", seed=0, hidden=16, layers=2, heads=2, kv_heads=1, ffn=16)
+    cfg, _ = read_config(one)
+    return export(folder / "shards", cfg, load_params(one, cfg), source=one, shard_bytes=4000)
+
+
+@pytest.fixture
+def policy(sound, tmp_path):
+    """A copy that a test may break."""
+    return shutil.copytree(sound, tmp_path / "policy")
+
+
+@pytest.fixture
+def train(policy, tmp_path, monkeypatch, capfd):
+    """``oarjax train`` on the copy with some fields changed: what it says, after what must hold for every mistake."""
+
+    def begin(*_, **__):
+        raise Begun
+
+    monkeypatch.setattr("oarjax.cli.train.start_policy", begin)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+    def command(*overrides: str) -> str:
+        tree = {
+            "run_dir": str(tmp_path / "run"),
+            "device": "cpu",
+            "compilation_cache": str(CACHE),
+            "policy": {"path": str(policy)},
+            "data": {"template": "plain", "max_prompt": 24, "train": {"source": str(tmp_path / "rows.jsonl")}},
+            "rollout": {"prompts": 4, "group_size": 4, "max_new": 12, "prompt_bucket": 16, "completion_bucket": 12},
+            "grading": {"rewards": [{"name": "exact"}], "workers": 1},
+            "credit": {"answer": {"style": "hash"}},
+            "update": {"microbatch": 8},
+            "report": {"html": False},
+        }
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+        monkeypatch.setattr(sys, "argv", ["oarjax", "train", str(tmp_path / "run.yaml"), *overrides])
+        monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.setenv("TERM", "dumb")
+        capfd.readouterr()
+        with counted_compilations() as compiled, pytest.raises(SystemExit) as end:
+            main()
+        out, err = capfd.readouterr()
+        assert end.value.code == 2
+        assert compiled.count == 0
+        assert "Traceback" not in out + err
+        assert err.startswith("error: ")
+        assert not (tmp_path / "run" / "config.yaml").exists()
+        return err
+
+    return command
+
+
+def test_without_a_mistake_the_run_begins(train):
+    with pytest.raises(Begun):
+        train()
+
+
+def edit(policy, **fields):
+    config = json.loads((policy / "config.json").read_text())
+    (policy / "config.json").write_text(json.dumps(config | fields))
+
+
+def tensors(shard, change):
+    held = load_file(shard)
+    change(held)
+    save_file(held, shard, metadata={"format": "pt"})
+
+
+def first_shard(policy):
+    return sorted(policy.glob("*.safetensors"))[0]
+
+
+def truncated(policy):
+    first_shard(policy).write_bytes(first_shard(policy).read_bytes()[:-4])
+
+
+def longer(policy):
+    first_shard(policy).write_bytes(first_shard(policy).read_bytes() + b"\0" * 4)
+
+
+def header_alone(policy):
+    first_shard(policy).write_bytes(first_shard(policy).read_bytes()[:8])
+
+
+def moved(policy):
+    """The index says that the last norm is in the first shard."""
+    index = policy / "model.safetensors.index.json"
+    tree = json.loads(index.read_text())
+    tree["weight_map"]["model.norm.weight"] = first_shard(policy).name
+    index.write_text(json.dumps(tree))
+
+
+def renamed(policy):
+    index = policy / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("model.norm.weight", "model.nrom.weight"))
+
+
+def elsewhere(policy):
+    index = policy / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(first_shard(policy).name, "../" + first_shard(policy).name))
+
+
+def changed_bits(policy):
+    shard = first_shard(policy)
+    sums = [f"{hashlib.sha256(f.read_bytes()).hexdigest()}  {f.name}\n" for f in sorted(policy.glob("*.safetensors"))]
+    (policy / "SHA256SUMS").write_text("".join(sums))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+
+
+def unknown_sums(policy):
+    (policy / "SHA256SUMS").write_text("d41d8cd98f00b204e9800998ecf8427e  model.safetensors\n")
+
+
+def missing_sums(policy):
+    (policy / "SHA256SUMS").write_text("0" * 64 + "  model-00009.safetensors\n")
+
+
+def whole_numbers(policy):
+    tensors(first_shard(policy), lambda t: t.update({k: v.astype(np.int8) for k, v in t.items()}))
+
+
+def pickled(policy):
+    for file in (*policy.glob("*.safetensors"), policy / "model.safetensors.index.json"):
+        file.unlink()
+    (policy / "pytorch_model.bin").write_bytes(b"\x80\x04")
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (truncated, "is not a whole safetensors file"),
+        (longer, "is not a whole safetensors file"),
+        (header_alone, "is not a whole safetensors file"),
+        (
+            lambda p: first_shard(p).unlink(),
+            "shards named in model.safetensors.index.json are missing (model-00001-of-",
+        ),
+        (moved, "no tensor model.norm.weight, which model.safetensors.index.json says is there; fetch both again"),
+        (renamed, "1 tensor(s) missing: model.norm.weight; config.json and the weights do not belong together"),
+        (elsewhere, "expected the names of files beside it, got '../model-00001-of-"),
+        (changed_bits, "its SHA-256 begins "),
+        (unknown_sums, "SHA256SUMS line 1: expected a SHA-256 and a file's name; write it anew or delete it"),
+        (missing_sums, "model-00009.safetensors is missing, and SHA256SUMS names it; fetch the folder again"),
+        (
+            whole_numbers,
+            "is stored as I8, expected one of F64, F32, F16, BF16; take the checkpoint that is not quantised",
+        ),
+        (pickled, "pytorch_model.bin is a pickle, which is never opened: convert it to safetensors"),
+        (lambda p: (p / "model.safetensors.index.json").write_text("[]"), "is not an index of shards (no weight_map)"),
+        (lambda p: (p / "model.safetensors.index.json").write_text("{"), "index.json is not valid JSON"),
+        # a checkpoint of another model
+        (
+            lambda p: edit(p, hidden_size=8, head_dim=8),
+            "config.json asks for (32, 8); the two files are not of one checkpoint",
+        ),
+        (lambda p: edit(p, num_hidden_layers=3), "tensor(s) missing: model.layers.2."),
+        (lambda p: edit(p, num_hidden_layers=1), "tensor(s) not part of this architecture: model.layers.1."),
+        (lambda p: edit(p, tie_word_embeddings=False), "1 tensor(s) missing: lm_head.weight"),
+        (lambda p: edit(p, model_type="llama"), "model_type = 'llama': not supported, only qwen2 and qwen3"),
+        # config.json itself
+        (lambda p: (p / "config.json").unlink(), "no config.json; expected a Hugging Face checkpoint folder"),
+        (lambda p: (p / "config.json").write_text("{"), "config.json is not valid JSON"),
+        (lambda p: (p / "config.json").write_bytes(b'{"vocab_size": "\xff"}'), "config.json is not valid JSON"),
+        (lambda p: (p / "config.json").write_text("[" * 100_000), "config.json is not valid JSON"),
+        (lambda p: (p / "config.json").write_text("[]"), "config.json: expected an object, got list; fetch it again"),
+        (lambda p: edit(p, vocab_size="many"), "vocab_size = 'many', expected a positive whole number"),
+        (lambda p: edit(p, num_key_value_heads=0), "num_key_value_heads = 0, expected a positive whole number"),
+    ],
+)
+def test_folders_that_are_no_whole_checkpoint(train, policy, harm, says):
+    harm(policy)
+    assert says in train()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("tokenizer.json", None, "expected tokenizer.json, or vocab.json with merges.txt"),
+        ("tokenizer.json", b"{}", "cannot be read"),
+        ("tokenizer.json", b"\xff\xfe", "cannot be read"),
+        (
+            "generation_config.json",
+            b'{"eos_token_id": 31}',
+            "eos_token_id 31 is no id of the tokenizer beside it (up to 26)",
+        ),
+        ("generation_config.json", b'{"eos_token_id": ["2"]}', "eos_token_id '2' is no id of the tokenizer beside it"),
+        ("generation_config.json", b"[]", "is not a JSON object"),
+    ],
+)
+def test_tokenizers_that_do_not_fit(train, policy, file, content, says):
+    if content is None:
+        (policy / file).unlink()
+    else:
+        (policy / file).write_bytes(content)
+    assert says in train()
+
+
+def test_a_tokenizer_larger_than_the_vocabulary(train, policy):
+    edit(policy, vocab_size=20)
+    for shard in policy.glob("*.safetensors"):
+        tensors(shard, lambda t: t.update({k: v[:20] for k, v in t.items() if k == "model.embed_tokens.weight"}))
+    assert "the tokenizer has ids up to 26 and the model's vocabulary only 20: they do not belong together" in train()
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ messages[0].content ", "the chat template fails on the prompt '0+1='"),
+        (
+            "{{ raise_exception('no system turn') }}",
+            "the chat template fails on the prompt '0+1=' (TemplateError: no system",
+        ),
+        ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+        ("", "the prompt '0+1=' encodes to no tokens at all"),
+    ],
+)
+def test_chat_templates_that_fail(train, policy, template, says):
+    path = policy / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    assert says in train("data.template=chat")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (
+            b'{"prompt": "1+1=", "answer": "2"}\n',
+            "rows.jsonl line 1: no field 'question', only 'prompt', 'answer'; set data.train.",
+        ),
+        (
+            b'{"question": "1+1=", "answer": "2"}\n{"question": "1+1="}\n',
+            "rows.jsonl line 2: no field 'answer', only 'question'",
+        ),
+        (b'{"question": ["1+1="], "answer": "2"}\n', "line 1: field 'question' is ['1+1=']; expected text or a number"),
+        (b"", "rows.jsonl holds no rows"),
+        (b'{"question": "1+1=", "answer": "2"}\n\xff\xfe\n', "rows.jsonl line 2: not JSON"),
+        (b'{"question": "1+1=", "answer": ' + b"9" * 5000 + b"}\n", "rows.jsonl line 1: not JSON"),
+        (b"[" * 100_000 + b"\n", "rows.jsonl line 1: not JSON"),
+        (b'{"question": "three apples", "answer": "2"}\n', "the tokenizer cannot encode 'three apples'"),
+    ],
+)
+def test_rows_that_cannot_be_used(train, tmp_path, content, says):
+    path = tmp_path / "bad" / "rows.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(content)
+    assert says in train(f"data.train.source={path}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["data.max_prompt=2"], "all 8 prompts are longer than 2 tokens; raise data.max_prompt"),
+        (["rollout.group_size=1"], "rollout.group_size: Input should be greater than or equal to 2, got 1"),
+        (["update.microbatch=3"], "update.microbatch: 3 does not divide the 16 rows of a minibatch"),
+        (["update.minibatches=3"], "update.minibatches: 3 does not divide rollout.prompts = 4"),
+        (
+            ["grading.rewards=[{name: maths}]"],
+            "grading.rewards: no reward is called 'maths'; known are exact, format, math (did you mean math?)",
+        ),
+        (["grading.rewards=[{name: zzz}]"], "grading.rewards: no reward is called 'zzz'; known are exact, format"),
+        (["grading.deadlien=3"], "grading.deadlien: no such field (did you mean deadline?)"),
+        (["rolout.prompts=4"], "rolout: no such field (did you mean rollout?)"),
+        (["credit.method=oar_h"], "credit.method: Input should be 'uniform', 'oar_g'"),
+    ],
+)
+def test_configs_that_cannot_run(train, overrides, says):
+    assert says in train(*overrides)
