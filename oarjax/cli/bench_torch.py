@@ -28,7 +28,7 @@ class Torch:
         torch.manual_seed(0)
         disable_progress_bar()
         self.shapes, self.cfg, self.device = shapes, cfg, device
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
         self.model = model.to(device).eval()
         o = cfg.optim
         self.optimizer = torch.optim.AdamW(
