@@ -1,4 +1,4 @@
-"""Sources, errors, filters, order, host shards, resuming, padding."""
+"""Sources, errors, filters, order, resuming, padding."""
 
 import json
 import sys
@@ -57,7 +57,7 @@ def encoded(lengths):
     return Encoded(problems, prompts, (), 0)
 
 
-def stream(count=10, *, prompts=4, seed=3, shuffle=True, shard=0, shards=1):
+def stream(count=10, *, prompts=4, seed=3, shuffle=True):
     return PromptStream(
         encoded([1 + row % 3 for row in range(count)]),
         prompts=prompts,
@@ -65,8 +65,6 @@ def stream(count=10, *, prompts=4, seed=3, shuffle=True, shard=0, shards=1):
         pad_id=999,
         seed=seed,
         shuffle=shuffle,
-        shard=shard,
-        shards=shards,
     )
 
 
@@ -265,37 +263,23 @@ def test_batches_hold_what_their_problems_say():
             np.testing.assert_array_equal(tokens[valid], range(10 * row, 10 * row + 1 + row % 3))
 
 
-def test_hosts_share_every_batch_of_the_same_order():
-    """Two hosts take disjoint halves; side by side they are what one host sees, in shape as well."""
-    whole, left, right = stream(), stream(shard=0, shards=2), stream(shard=1, shards=2)
-    for _ in range(6):
-        (a, both), (b, one), (c, two) = next(whole), next(left), next(right)
-        assert one + two == both
-        np.testing.assert_array_equal(a.tokens, np.concatenate([b.tokens, c.tokens]))
-        np.testing.assert_array_equal(a.valid, np.concatenate([b.valid, c.valid]))
-    with pytest.raises(DataError, match="host 0 of 3: a batch of 4 does not divide"):
-        stream(shards=3)
-
-
 # --- resuming --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("taken", [0, 1, 3])
 def test_a_restored_stream_goes_on_exactly(taken):
-    """Through JSON, as a checkpoint would, across an epoch's end, and on two hosts instead of one."""
+    """Through JSON, as a checkpoint would, and across an epoch's end."""
     original = stream()
     for _ in range(taken):
         next(original)
     state = json.loads(json.dumps(original.state()))
     expected = [next(original) for _ in range(5)]
-    resumed, half = stream(), stream(shard=1, shards=2)
+    resumed = stream()
     next(resumed)  # a position of its own is overwritten
     resumed.restore(state)
-    half.restore(state)
-    for want, got, part in zip(expected, (next(resumed) for _ in range(5)), (next(half) for _ in range(5))):
+    for want, got in zip(expected, (next(resumed) for _ in range(5))):
         assert got[1] == want[1]
         np.testing.assert_array_equal(got[0].tokens, want[0].tokens)
-        np.testing.assert_array_equal(part[0].tokens, want[0].tokens[2:])
 
 
 def test_a_position_of_other_data_is_refused():
@@ -318,23 +302,10 @@ def test_evaluation_takes_every_problem_once_in_order():
     np.testing.assert_array_equal(last.tokens[1], last.tokens[0])
 
 
-def test_evaluation_is_shared_by_hosts():
-    """5 problems, batches of 4 on two hosts: host 1 counts 2 and then none."""
-    both = [
-        [
-            (problems[:real], real)
-            for _, problems, real in eval_batches(e, batch=4, bucket=4, pad_id=0, shard=s, shards=2)
-        ]
-        for e, s in ((encoded([1] * 5), 0), (encoded([1] * 5), 1))
-    ]
-    assert [[real for _, real in host] for host in both] == [[2, 1], [2, 0]]
-    assert sorted(p.index for host in both for problems, _ in host for p in problems) == [100, 101, 102, 103, 104]
-
-
-def sft_stream(tokenizer, **shards):
+def sft_stream(tokenizer):
     problems = [Problem("1+2=", "#### 3", 0), Problem("10+20=", "10+20=30;#### 30", 1)]
     pairs = encode_pairs(problems, tokenizer, **PLAIN, max_length=64, stop_id=2)
-    return SFTStream(pairs, batch=2, prompt_bucket=4, completion_bucket=8, pad_id=0, seed=0, **shards)
+    return SFTStream(pairs, batch=2, prompt_bucket=4, completion_bucket=8, pad_id=0, seed=0)
 
 
 def test_sft_batches_lie_like_training_batches(tokenizer):
@@ -349,17 +320,16 @@ def test_sft_batches_lie_like_training_batches(tokenizer):
     np.testing.assert_array_equal(np.flatnonzero(batch.valid[short]), range(4, 12))
 
 
-def test_sft_streams_resume_and_shard(tokenizer):
-    whole, left, right = sft_stream(tokenizer), *(sft_stream(tokenizer, shard=s, shards=2) for s in (0, 1))
+def test_sft_streams_resume(tokenizer):
+    whole, resumed = sft_stream(tokenizer), sft_stream(tokenizer)
     next(whole)
-    left.restore(whole.state())
-    right.restore(whole.state())
+    resumed.restore(whole.state())
     for _ in range(3):
-        np.testing.assert_array_equal(next(whole).tokens, np.concatenate([next(left).tokens, next(right).tokens]))
+        np.testing.assert_array_equal(next(whole).tokens, next(resumed).tokens)
 
 
 def test_stream_takes_any_row_count():
-    assert Stream(1, batch=3, seed=0, shuffle=True, shard=0, shards=1).next_rows() == [0, 0, 0]
+    assert Stream(1, batch=3, seed=0, shuffle=True).next_rows() == [0, 0, 0]
 
 
 def test_gsm8k_with_qwens_chat_template(shared):

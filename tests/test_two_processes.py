@@ -29,7 +29,6 @@ TINY = {
         "template": "plain",
         "max_prompt": 24,
         "train": {"source": "builtin:arithmetic", "split": "train", "limit": 20, "arithmetic": {"terms": 2}},
-        "eval": {"source": "builtin:arithmetic", "split": "eval", "limit": 5, "arithmetic": {"terms": 2}},
     },
     "sft": {
         "data": {"source": "builtin:arithmetic", "split": "sft", "limit": 20, "arithmetic": {"terms": 2}},
@@ -43,7 +42,7 @@ TINY = {
     "credit": {"answer": {"style": "regex", "pattern": "[0-9]"}},
     "update": {"microbatch": 8},
     "optim": {"lr": 1e-3, "warmup": 0},
-    "eval": {"batch": 8, "every": 0},
+    "eval": {"batch": 8},
     "checkpoint": {"every": 1, "keep": 5},
     "report": {"completions": 8, "html": False},
 }
@@ -63,7 +62,7 @@ def free_port() -> int:
         return place.getsockname()[1]
 
 
-def run_together(commands: list[list[str]], *, devices: int, logs: Path, timeout: float = 400) -> list[int]:
+def run_together(commands: list[list[str]], *, devices: int, logs: Path, timeout: float = 900) -> list[int]:
     """Exit codes of commands that run at the same time, each with its output in a file; none outlives the test."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -103,7 +102,7 @@ def train(config: Path, folder: Path, *overrides: str, processes: int) -> list[s
 def config(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("two")
     (folder / "mine.py").write_text(REWARD)
-    policy = write_builtin_policy(folder / "policy", seed=0, hidden=16, layers=2, heads=4, kv_heads=2, ffn=32)
+    policy = write_builtin_policy(folder / "policy", seed=0, hidden=16, layers=1, heads=4, kv_heads=2, ffn=32)
     tree = TINY | {"policy": {"path": str(policy)}, "compilation_cache": str(folder / "cache")}
     tree["grading"] = {**TINY["grading"], "plugins": [str(folder / "mine.py")]}
     (folder / "tiny.yaml").write_text(yaml.safe_dump(tree))
@@ -121,7 +120,7 @@ def same_weights(a: Path, b: Path) -> None:
 def same_runs(a: Path, b: Path) -> None:
     one, two = read_metrics(a / "metrics.jsonl"), read_metrics(b / "metrics.jsonl")
     assert [line["iteration"] for line in one] == [line["iteration"] for line in two]
-    exact = ("reward", "length", "rows_used", "completion_tokens", "prompt_tokens", "pass_at_1", "groups_drawn")
+    exact = ("reward", "length", "rows_used", "completion_tokens", "prompt_tokens", "groups_drawn")
     for x, y in zip(one, two):
         assert {n: x[n] for n in exact if n in x} == {n: y[n] for n in exact if n in y}
         for name in ("loss", "grad_norm", "entropy"):
@@ -145,10 +144,10 @@ def test_two_processes_train_as_one_and_go_on_over_another_mesh(config, tmp_path
     noise = [line for line in second.splitlines() if line.strip() and "Gloo" not in line]
     assert not noise, second  # the first process speaks for both
 
-    # Gone on with from the first iteration's checkpoint, by two processes over another mesh.
+    # Gone on with from the first iteration's checkpoint, by one process over another mesh.
     shutil.copytree(two, moved)
-    shutil.rmtree(moved / "checkpoints" / "2")
-    said, _ = train(config, moved, "mesh={data: 4, fsdp: 1, tensor: 2}", processes=2)
+    shutil.rmtree(moved / "checkpoints" / "000002")
+    (said,) = train(config, moved, "mesh={data: 4, fsdp: 1, tensor: 2}", processes=1)
     assert "going on after iteration 1" in said
     same_runs(one, moved)
 
@@ -200,7 +199,7 @@ def test_each_process_reads_only_what_it_holds(gigabyte, tmp_path, fsdp, tensor)
     address = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-c", MEMORY, str(gigabyte), address]
     codes = run_together(
-        [[*command, str(n), str(fsdp), str(tensor)] for n in range(2)], devices=4, logs=tmp_path, timeout=200
+        [[*command, str(n), str(fsdp), str(tensor)] for n in range(2)], devices=4, logs=tmp_path
     )
     said = [(tmp_path / f"{n}.log").read_text() for n in range(2)]
     assert codes == [0, 0], said

@@ -299,6 +299,9 @@ def open_session(cfg: Config, console: Console) -> Session:
     join_processes(**cfg.distributed.model_dump())
     platform = choose_platform(cfg.device)
     console.quiet = console.quiet or not is_first()
+    if jax.process_count() > 1 and cfg.checkpoint.on_failure == "warn":
+        # Whoever goes on without a file that the others are writing leaves them waiting.
+        raise ConfigError(f"checkpoint.on_failure: warn is for one process, and here are {jax.process_count()}; set stop")
     use_compilation_cache(cfg.compilation_cache)
     folder = Path(cfg.run_dir).expanduser()
     mesh = make_mesh(**cfg.mesh.model_dump())

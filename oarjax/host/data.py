@@ -1,9 +1,10 @@
 """The pipelines that deal problems out as padded arrays.
 
-Order is Grain's: a fresh shuffle every epoch, a function of the seed alone. Every host walks the same global order
-and takes its own rows of every batch, so neither the order nor the padded shape depends on the number of hosts,
-and a saved position can be resumed on any number of them. Nothing is dropped at an epoch's end: a batch that
-straddles it is filled from the next epoch.
+Order is Grain's: a fresh shuffle every epoch, a function of the seed alone. Every process deals out the same whole
+batches, already rid of what is too long, and sends its own devices their rows of them (``host.processes.to_devices``):
+neither order nor shape depends on the number of processes, none runs out before the others, and a saved position can
+be resumed on any number of them. Nothing is dropped at an epoch's end: a batch that straddles it is filled from the
+next epoch.
 """
 
 from __future__ import annotations
@@ -134,31 +135,24 @@ def bucketed(rows: Iterable[Sequence[int]], bucket: int) -> int:
 
 
 class Stream:
-    """Row numbers of ``rows`` items in global batches, without end, and a position that can be saved.
+    """Row numbers of ``rows`` items in batches, without end, and a position that can be saved.
 
-    The order depends on ``seed``, ``rows`` and ``shuffle`` alone; ``share`` cuts this host's part out of a batch.
+    The order depends on ``seed``, ``rows`` and ``shuffle`` alone.
     """
 
-    def __init__(self, rows: int, *, batch: int, seed: int, shuffle: bool, shard: int, shards: int) -> None:
-        if batch % shards or not 0 <= shard < shards:
-            raise DataError(f"host {shard} of {shards}: a batch of {batch} does not divide among them evenly")
+    def __init__(self, rows: int, *, batch: int, seed: int, shuffle: bool) -> None:
         order = grain.MapDataset.range(rows).seed(seed % 2**32)
         order = (order.shuffle() if shuffle else order).repeat()
         # Threads would only delay a handful of integers; none are left behind at exit.
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
         self._batches = iter(order.batch(batch, batch_fn=list).to_iter_dataset(options))
         self._made_of = {"rows": rows, "batch": batch, "seed": seed, "shuffle": shuffle}
-        self._share = slice(shard * batch // shards, (shard + 1) * batch // shards)
 
     def next_rows(self) -> list[int]:
-        """The next global batch."""
         return [int(row) for row in next(self._batches)]
 
-    def share(self, rows: list[int]) -> list[int]:
-        return rows[self._share]
-
     def state(self) -> dict[str, Any]:
-        """JSON-able position; the same on every host."""
+        """JSON-able position; the same on every process."""
         return {**self._made_of, "position": self._batches.get_state()}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -173,7 +167,7 @@ class Stream:
 
 
 class PromptStream:
-    """This host's prompts, ``prompts`` / ``shards`` a batch, without end. ``state`` and ``restore`` resume exactly."""
+    """Batches of ``prompts`` prompts, without end. ``state`` and ``restore`` resume exactly."""
 
     def __init__(
         self,
@@ -184,11 +178,9 @@ class PromptStream:
         pad_id: int,
         seed: int,
         shuffle: bool,
-        shard: int = 0,
-        shards: int = 1,
     ) -> None:
         self._encoded, self._bucket, self._pad_id = encoded, bucket, pad_id
-        self._stream = Stream(len(encoded), batch=prompts, seed=seed, shuffle=shuffle, shard=shard, shards=shards)
+        self._stream = Stream(len(encoded), batch=prompts, seed=seed, shuffle=shuffle)
 
     def __iter__(self) -> PromptStream:
         return self
@@ -196,7 +188,7 @@ class PromptStream:
     def __next__(self) -> tuple[PromptBatch, list[Problem]]:
         rows = self._stream.next_rows()
         length = bucketed((self._encoded.prompts[row] for row in rows), self._bucket)
-        return _prompt_batch(self._encoded, self._stream.share(rows), length, self._pad_id)
+        return _prompt_batch(self._encoded, rows, length, self._pad_id)
 
     def state(self) -> dict[str, Any]:
         return self._stream.state()
@@ -206,7 +198,7 @@ class PromptStream:
 
 
 class SFTStream:
-    """This host's prompt and completion pairs, in endless shuffled batches. Resumes as PromptStream does."""
+    """Prompt and completion pairs, in endless shuffled batches. Resumes as PromptStream does."""
 
     def __init__(
         self,
@@ -217,12 +209,10 @@ class SFTStream:
         completion_bucket: int,
         pad_id: int,
         seed: int,
-        shard: int = 0,
-        shards: int = 1,
     ) -> None:
         self._encoded, self._pad_id = encoded, pad_id
         self._buckets = (prompt_bucket, completion_bucket)
-        self._stream = Stream(len(encoded), batch=batch, seed=seed, shuffle=True, shard=shard, shards=shards)
+        self._stream = Stream(len(encoded), batch=batch, seed=seed, shuffle=True)
 
     def __iter__(self) -> SFTStream:
         return self
@@ -232,9 +222,8 @@ class SFTStream:
         prompts, completions = self._encoded.prompts, self._encoded.completions
         prompt_length = bucketed((prompts[row] for row in rows), self._buckets[0])
         completion_length = bucketed((completions[row] for row in rows), self._buckets[1])
-        mine = self._stream.share(rows)
-        left, left_valid = left_pad([prompts[row] for row in mine], length=prompt_length, pad_id=self._pad_id)
-        right, completion = right_pad([completions[row] for row in mine], length=completion_length, pad_id=self._pad_id)
+        left, left_valid = left_pad([prompts[row] for row in rows], length=prompt_length, pad_id=self._pad_id)
+        right, completion = right_pad([completions[row] for row in rows], length=completion_length, pad_id=self._pad_id)
         return SFTBatch(
             tokens=np.concatenate([left, right], axis=1),
             valid=np.concatenate([left_valid, completion], axis=1),
@@ -249,20 +238,17 @@ class SFTStream:
 
 
 def eval_batches(
-    encoded: Encoded, *, batch: int, bucket: int, pad_id: int, shard: int = 0, shards: int = 1
+    encoded: Encoded, *, batch: int, bucket: int, pad_id: int
 ) -> Iterator[tuple[PromptBatch, list[Problem], int]]:
     """Every problem once, in order: (prompts, problems, how many of them count).
 
     The last batch is filled up with its own first problem, to keep the shape; only the leading rows count.
     """
-    if batch % shards:
-        raise DataError(f"eval.batch {batch}: {shards} hosts cannot share it evenly")
-    first, last = shard * batch // shards, (shard + 1) * batch // shards
     for start in range(0, len(encoded), batch):
         real = min(batch, len(encoded) - start)
         rows = [start + place if place < real else start for place in range(batch)]
         length = bucketed((encoded.prompts[row] for row in rows), bucket)
-        yield *_prompt_batch(encoded, rows[first:last], length, pad_id), min(max(real - first, 0), last - first)
+        yield *_prompt_batch(encoded, rows, length, pad_id), real
 
 
 def _prompt_batch(encoded: Encoded, rows: list[int], length: int, pad_id: int) -> tuple[PromptBatch, list[Problem]]:
