@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import CACHE, ROOT
 
-ROOT = Path(__file__).parent.parent
+from oarjax.host.report import read_metrics
+
 TPU = ROOT / "tpu"
 STAND_INS = ROOT / "tests" / "data" / "tpu"
 COMMANDS = ("create", "setup", "run", "logs", "resume", "status", "delete")
@@ -564,13 +566,44 @@ def test_delete_after_that_cannot_delete_says_so(cloud):
     assert BILLED in said
 
 
+REAL = f"""#!/usr/bin/env bash
+export JAX_PLATFORMS=cpu HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+exec {sys.executable} -m oarjax.cli.main "$@"
+"""
+SMALL = (
+    "device=cpu iterations=40 sft=null eval.every=0 data.train.limit=20 data.eval.limit=16 rollout.prompts=4 "
+    "rollout.group_size=2 rollout.max_new=8 update.microbatch=8 eval.batch=16 report.html=false checkpoint.every=1 "
+    "credit.method=uniform grading.workers=1"
+)
+
+
+@pytest.mark.slow
+def test_the_real_oarjax_told_to_stop_is_started_again_and_completes_the_run(cloud):
+    cloud.put("settings.env", SETTINGS.replace("OVERRIDES=(", f"OVERRIDES=({SMALL}) IGNORED=("))
+    cloud.running()
+    base = cloud.folder / "worker-0" / "oarjax"
+    (base / "venv" / "bin" / "oarjax").write_text(REAL)
+    shutil.copy(ROOT / "configs" / "demo.yaml", base / "src" / "configs")
+    metrics = cloud.folder / "bucket" / "runs" / "first" / "metrics.jsonl"
+    cache = f"compilation_cache={CACHE / 'tpu-scripts'}"
+    with cloud.start("run", "--config", "configs/demo.yaml", "--", cache) as process:
+        while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 1):
+            time.sleep(0.1)
+        os.kill(int((base / "runs" / "first" / "child").read_text()), signal.SIGTERM)
+        said, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, said
+    assert said.count("ended with 75 (stopped, resumable): starting it again, 2 more restart(s) allowed") == 1
+    assert "DONE: run first is complete" in said
+    assert [row["iteration"] for row in read_metrics(metrics)] == list(range(41))
+
+
 # Preemption -------------------------------------------------------------------------------------------------------
 
 
 def test_preempted_and_resumed(cloud):
     cloud.running(workers=2)
     cloud.put("codes", "preempt\n0\n")
-    said = cloud.run("run", code=75)
+    said = cloud.run("run", code=76)
     assert "PREEMPTED: the machine is gone (SUSPENDED). tpu/resume.sh" in said
     assert "NOT BILLED" in said
     assert "still counts against the quota" in said
@@ -589,7 +622,7 @@ def test_a_machine_that_is_called_active_for_a_while_after_it_was_taken_away(clo
     cloud.put("states", "ACTIVE\n" * 6 + "SUSPENDED\n")
     cloud.put("codes", "75\n" * 9)
     cloud.put("codes-1", "134\n")  # lost its peer before it could write a checkpoint
-    said = cloud.run("run", code=75)
+    said = cloud.run("run", code=76)
     assert "PREEMPTED: the machine is gone (" in said
     assert "FAILED" not in said
 
@@ -604,9 +637,17 @@ def test_resume_goes_on_by_itself_after_preemptions(cloud):
 
 def test_resume_gives_up_after_so_many(cloud):
     cloud.put("codes", "preempt\n" * 3)
-    said = cloud.run("resume", "--times", "1", code=75)
+    said = cloud.run("resume", "--times", "1", code=76)
     assert len(cloud.calls("queued-resources create")) == 2
     assert "Its entry in the queue still counts" in said
+
+
+def test_resume_gets_no_machine_for_a_run_that_was_stopped(cloud):
+    cloud.put("codes", "75\n" * 9)
+    said = cloud.run("resume", "--times", "5", "--delete-after", code=75)
+    assert "STOPPED" in said
+    assert len(cloud.calls("queued-resources create")) == 1
+    assert NOT_BILLED in said
 
 
 def test_a_machine_that_is_gone_while_the_queue_says_active(cloud):

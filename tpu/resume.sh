@@ -3,7 +3,7 @@
 #
 #   tpu/resume.sh [--times N] [--delete-after] [options] [-- argument of oarjax train...]
 #
-#   --times N         go on by itself after up to N preemptions (default 0: only now)
+#   --times N         replace the machine by itself, up to N times, when it is taken away again (default 0)
 #   --delete-after    delete the TPU when the run has ended, well or not
 #
 # Use the same settings and arguments as with tpu/run.sh. With --times this command has to stay alive: in tmux, or on a
@@ -55,8 +55,7 @@ while :; do
   if [[ $fresh == yes ]]; then step setup.sh; fi
   code=0
   step run.sh "${ending[@]}" "${overrides[@]}" || code=$?
-  if [[ $code != 75 ]]; then exit "$code"; fi
-  find_state ACTIVE
-  if [[ $STATE == ACTIVE ]] || ((times-- <= 0)); then exit 75; fi
+  # Only a machine that was taken away is replaced: a run that was stopped on purpose stays stopped.
+  if [[ $code != 76 ]] || ((times-- <= 0)); then exit "$code"; fi
   say "preempted; going on, $times more time(s) after this"
 done

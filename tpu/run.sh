@@ -7,8 +7,8 @@
 #   --no-follow       return when it has started; tpu/logs.sh follows
 #   --delete-after    delete the TPU when the run has ended, well or not (works only while this command lives)
 #
-# The same command on a run that was stopped goes on with it. Exit code: 0 done, 75 stopped or preempted (tpu/resume.sh
-# goes on), 1 failed. Ctrl-C stops the following, not the run.
+# The same command on a run that was stopped goes on with it. Exit code: 0 done, 75 stopped (tpu/run.sh goes
+# on), 76 machine gone (tpu/resume.sh goes on), 1 failed. Ctrl-C stops the following, not the run.
 
 # shellcheck source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -70,7 +70,7 @@ report() { # the verdict, what to do, and the exit code
       ;;
     preempted)
       say "PREEMPTED: the machine is gone ($STATE). tpu/resume.sh gets another and goes on from the last checkpoint."
-      return 75
+      return 76
       ;;
     running)
       say "STILL RUNNING, as far as known, but its log cannot be followed: tpu/status.sh, then tpu/logs.sh"
