@@ -229,9 +229,9 @@ def test_tokenizer_larger_than_the_vocabulary(oarjax, config, policy, tmp_path):
     ("package", "change"), [("matplotlib", "report.html=true"), ("tensorboardX", "report.to=[tensorboard]")]
 )
 def test_a_missing_package_is_missed_at_the_start(oarjax, config, tmp_path, package, change, monkeypatch):
-    from oarjax.cli import session
+    from oarjax.cli import checks
 
-    monkeypatch.setattr(session, "find_spec", lambda name: None if name == package else object())
+    monkeypatch.setattr(checks, "find_spec", lambda name: None if name == package else object())
     code, _, err = oarjax("train", config, f"run_dir={tmp_path / 'run'}", change)
     assert code == 2
     assert f'needs {package}, which is not installed; pip install "oarjax[log]", or set report.' in err

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from oarjax.cli.checks import check_failures
 from oarjax.config import ConfigError, parse_config
 from oarjax.host import processes
 from oarjax.host.devices import DeviceError
@@ -170,3 +171,12 @@ def test_grades_of_all_shares(monkeypatch):
     assert together.verdicts == ["graded", "timeout", "graded"]
     assert together.answers == [None, "", "7"]
     assert together.notes == ["\ud800 \u2028", "t", ""]
+
+
+def test_several_processes_stop_where_one_cannot_write():
+    tree = {"run_dir": "r", "policy": {"path": "p"}, "data": {"train": {"source": "s"}}}
+    cfg = parse_config(tree | {"checkpoint": {"on_failure": "warn"}})
+    check_failures(cfg, processes=1)
+    with pytest.raises(ConfigError, match=r"checkpoint.on_failure: warn is for one process, and here are 2; set stop"):
+        check_failures(cfg, processes=2)
+    check_failures(parse_config(tree), processes=2)

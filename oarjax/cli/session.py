@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from oarjax.batches import bucket, take
+from oarjax.cli.checks import check_batches, check_failures, check_grading, check_lengths, check_report
 from oarjax.config import Config, ConfigError, DatasetConfig
 from oarjax.credit.keywords import KeywordTable, keyword_table
 from oarjax.grpo import overlong_penalty
@@ -41,17 +41,17 @@ from oarjax.host.processes import (
     to_devices,
     to_host,
 )
-from oarjax.host.rewards import Sample, find_rewards, load_plugins
+from oarjax.host.rewards import Sample
 from oarjax.host.tokenizer import encode, load_tokenizer, pad_id, stop_ids, text_of, token_bytes
 from oarjax.host.verdicts import Grading
 from oarjax.methods import scorer, weigher
 from oarjax.models.qwen import QwenConfig, make_policy
 from oarjax.models.weights import abstract_params, divisible_pieces, logical_axes, parameter_count
-from oarjax.oar.answer import CUES, check_pattern
+from oarjax.oar.answer import CUES
 from oarjax.oar.probe import Probe, Reading
 from oarjax.oar.span import find_answers, find_units, whole_completion, with_reference
 from oarjax.policy import Policy
-from oarjax.sharding import batch_spec, check_divisible, check_rows, param_specs
+from oarjax.sharding import batch_spec, check_divisible, param_specs
 from oarjax.steps import Shardings
 from oarjax.types import AnswerSpan, Grades, Params, PromptBatch, Rollout, TrainState
 
@@ -294,22 +294,20 @@ def open_session(cfg: Config, console: Console) -> Session:
         ConfigError: fields that do not fit the checkpoint, tokenizer or devices.
         DeviceError, UnsupportedModel, CheckpointError, TokenizerError, DataError: from the parts themselves.
     """
-    _check_grading(cfg)
-    _check_report(cfg)
+    check_grading(cfg)
+    check_report(cfg)
     join_processes(**cfg.distributed.model_dump())
     platform = choose_platform(cfg.device)
     console.quiet = console.quiet or not is_first()
-    if jax.process_count() > 1 and cfg.checkpoint.on_failure == "warn":
-        # Whoever goes on without a file that the others are writing leaves them waiting.
-        raise ConfigError(f"checkpoint.on_failure: warn is for one process, and here are {jax.process_count()}; set stop")
+    check_failures(cfg, processes=jax.process_count())
     use_compilation_cache(cfg.compilation_cache)
     folder = Path(cfg.run_dir).expanduser()
     mesh = make_mesh(**cfg.mesh.model_dump())
-    _check_rows(cfg, dict(mesh.shape))
+    check_batches(cfg, dict(mesh.shape))
 
     model, source = read_config(_policy_path(cfg, folder), revision=cfg.policy.revision)
     check_divisible(logical_axes(model), divisible_pieces(model), dict(mesh.shape))
-    _check_lengths(cfg, model)
+    check_lengths(cfg, model)
     tokenizer = load_tokenizer(source)
     stops, pad = stop_ids(source, tokenizer), pad_id(tokenizer)
     table = token_bytes(tokenizer, model.vocab_size)
@@ -381,55 +379,6 @@ def _policy_path(cfg: Config, run: Path) -> str:
         only_first(lambda: builtin.write_random_policy(made, tokenizer=tokenizer, seed=cfg.seed))
         return str(made)
     return cfg.policy.path
-
-
-def _check_grading(cfg: Config) -> None:
-    """Plugins, reward names and the answer's pattern, before anything that takes time."""
-    try:
-        load_plugins(cfg.grading.plugins)
-        find_rewards([r.name for r in cfg.grading.rewards])
-        reading = [r.name for r in cfg.grading.rewards if r.name in ("math", "exact", "format")]
-        if cfg.credit.answer.style == "none" and reading:
-            raise ConfigError(
-                f"credit.answer.style: none, and grading.rewards has {', '.join(reading)}, which read an answer; set "
-                "the style of your answers, or rewards of your own (grading.plugins)"
-            )
-        if cfg.credit.answer.style == "regex":
-            check_pattern(cfg.credit.answer.pattern)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _check_report(cfg: Config) -> None:
-    """Packages that the reports need and that only an extra installs: missed now, not after the last iteration."""
-    needs = {"matplotlib": ("report.html", "false", cfg.report.html)}
-    needs["tensorboardX"] = ("report.to", "[jsonl]", "tensorboard" in cfg.report.to)
-    for package, (field, instead, wanted) in needs.items():
-        if wanted and find_spec(package) is None:
-            raise ConfigError(
-                f'{field}: needs {package}, which is not installed; pip install "oarjax[log]", or set {field}={instead}'
-            )
-
-
-def _check_rows(cfg: Config, mesh: Mapping[str, int]) -> None:
-    """Rows are divided over the data axes."""
-    check_rows(cfg.rollout.prompts, mesh, what="rollout.prompts")
-    check_rows(cfg.update.microbatch, mesh, what="update.microbatch")
-    check_rows(cfg.eval.batch, mesh, what="eval.batch")
-    if cfg.sft is not None:
-        check_rows(cfg.sft.microbatch, mesh, what="sft.microbatch")
-
-
-def _check_lengths(cfg: Config, model: QwenConfig) -> None:
-    lengths = {"data.max_prompt + rollout.max_new": cfg.data.max_prompt + cfg.rollout.max_new}
-    if cfg.sft is not None:
-        lengths["sft.max_length"] = cfg.sft.max_length
-    for fields, longest in lengths.items():
-        if longest > model.max_position_embeddings:
-            raise ConfigError(
-                f"{fields} = {longest} tokens, more than the checkpoint's "
-                f"max_position_embeddings = {model.max_position_embeddings}; lower {fields.replace(' + ', ' or ')}"
-            )
 
 
 def lay_out(session: Session, tx: optax.GradientTransformation) -> Shardings:
