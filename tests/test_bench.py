@@ -12,7 +12,7 @@ from jaxtyping import Array
 from rich.console import Console
 from typer.testing import CliRunner
 
-from oarjax.cli import bench, bench_project, bench_step, measure
+from oarjax.cli import bench, bench_grading, bench_project, bench_step, measure
 from oarjax.cli.bench_credit import LONG, PLAIN, SCORES, SHARED, bench_long, score_flops
 from oarjax.cli.bench_work import Ours, Shapes, draw_tokens, half_constant, half_right, make_rows, spans
 from oarjax.cli.main import app
@@ -106,7 +106,7 @@ def test_work_is_what_the_rows_say():
     ("options", "message"),
     [
         (["--model", "mega"], "--model: expected nano, micro or both, got mega"),
-        (["--only", "W2,W9"], "--only: expected some of W1,W2,W3,W4,W5,W6, got W9"),
+        (["--only", "W2,W9"], "--only: expected some of W1,W2,W3,W4,W5,W6,W7, got W9"),
         (["--against", "trl"], "--against: expected torch, got trl"),
     ],
 )
@@ -223,6 +223,26 @@ def test_steps_of_every_method_are_beside_grpo_with_and_without_skipping(tmp_pat
     assert every["score"] == 2 * skipped["score"]
     assert rows[0]["grpo"]["executed_flops"]["score"] == 0
     assert json.loads(json.dumps(found)) == found
+
+
+def test_solutions_are_half_right_in_the_shares_they_should_be():
+    samples = bench_grading.draw_solutions(1000, seed=0)
+    assert samples == bench_grading.draw_solutions(1000, seed=0)
+    plain = sum(s.completion.rpartition("{")[2].removesuffix("}.").isdigit() for s in samples)
+    assert 0.75 < plain / 1000 < 0.85
+    assert sum(share for share, _ in bench_grading.FORMS) == pytest.approx(1)
+
+
+@pytest.mark.slow
+def test_grading_is_timed_on_answers_that_all_get_a_verdict(capsys):
+    with measure.counted_compilations() as compiled:
+        found = bench_grading.bench_grading(workers=1, repeats=2, compiled=compiled, answers=64)
+    assert found["verdicts"] == {"graded": 64}
+    assert 0.3 < found["right"] < 0.7
+    assert found["ours"]["value"]["runs"] == pytest.approx([64 / s for s in found["ours"]["seconds"]["runs"]])
+    assert json.loads(json.dumps(found)) == found
+    Console().print(bench_grading.table(found))
+    assert "graded 64" in capsys.readouterr().out
 
 
 def test_every_second_group_is_constant():

@@ -19,7 +19,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from oarjax.cli import bench_credit, bench_project, bench_step
+from oarjax.cli import bench_credit, bench_grading, bench_project, bench_step
 from oarjax.cli.bench_work import Ours, Row, Shapes, draw_tokens, make_rows
 from oarjax.cli.measure import Compilations, Measured, counted_compilations, measure, spread
 from oarjax.config import ConfigError
@@ -64,6 +64,7 @@ LONG_MODEL = MODELS["nano"]
 WORKLOADS = ("W1", "W2", "W3", "W4")
 CREDIT = ("W5", "W6")
 """Minutes each: run only where they are asked for, on policies of their own choice."""
+GRADING = "W7"
 
 
 def run(model: str, only: str, repeats: int, as_json: bool, against: str | None, project: bool = False) -> None:
@@ -75,8 +76,10 @@ def run(model: str, only: str, repeats: int, as_json: bool, against: str | None,
     if model not in (*MODELS, "both"):
         raise ConfigError(f"--model: expected {', '.join(MODELS)} or both, got {model}")
     wanted = [w.strip().upper() for w in only.split(",") if w.strip()] or list(WORKLOADS)
-    if unknown := [w for w in wanted if w not in (*WORKLOADS, *CREDIT)]:
-        raise ConfigError(f"--only: expected some of {','.join((*WORKLOADS, *CREDIT))}, got {','.join(unknown)}")
+    if unknown := [w for w in wanted if w not in (*WORKLOADS, *CREDIT, GRADING)]:
+        raise ConfigError(
+            f"--only: expected some of {','.join((*WORKLOADS, *CREDIT, GRADING))}, got {','.join(unknown)}"
+        )
     if against not in (None, "torch"):
         raise ConfigError(f"--against: expected torch, got {against}")
     if against == "torch" and importlib.util.find_spec("torch") is None:
@@ -94,6 +97,12 @@ def run(model: str, only: str, repeats: int, as_json: bool, against: str | None,
         if not as_json:
             console.print(table(found, against=against))
     document["credit"] = list(bench_of_credit(wanted, repeats=repeats, console=console, show=not as_json))
+    if GRADING in wanted:
+        with console.status(GRADING), counted_compilations() as compiled:
+            graded = bench_grading.bench_grading(workers=threads(), repeats=repeats, compiled=compiled)
+        document["grading"] = graded
+        if not as_json:
+            console.print(bench_grading.table(graded))
     document["load_average_after"] = _load()
     if as_json:
         print(json.dumps(document, indent=2))

@@ -221,14 +221,15 @@ def replay(
 def bench(
     model: Annotated[str, typer.Option(help="nano, micro or both: random policies made on the spot.")] = "nano",
     only: Annotated[
-        str, typer.Option(help="Workloads, comma-separated: W1 to W4 (default), W5: long credit, W6: steps.")
+        str,
+        typer.Option(help="Workloads, comma-separated: W1 to W4 (default), W5 long credit, W6 steps, W7 grading."),
     ] = "",
     repeats: Annotated[int, typer.Option(help="Warm runs per row.", min=1)] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
     against: Annotated[str | None, typer.Option(help="torch: run plain PyTorch in turn with this package.")] = None,
     project: Annotated[bool, typer.Option("--project", help="Compute what credit would cost a 7B policy.")] = False,
 ) -> None:
-    """Time rollout, update, credit and a whole iteration on this machine."""
+    """Time rollout, update, credit, a whole iteration or grading on this machine."""
     from oarjax.cli.bench import run
 
     run(model, only, repeats, as_json, against, project)
