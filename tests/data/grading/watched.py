@@ -40,9 +40,11 @@ def watched(sample: Sample) -> float:
         eval("1")
         with open(os.devnull):
             pass
-        if len(seen) != 2:
+        if {event.split()[0] for event in seen} != {"compile", "exec", "open"}:
             raise RuntimeError(f"the watch is blind: {seen}")
         seen.clear()
     if seen:
-        raise RuntimeError("; ".join(seen[:5]))
+        found = "; ".join(seen[:5])
+        seen.clear()
+        raise RuntimeError(found)
     return 0.0
