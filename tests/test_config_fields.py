@@ -24,10 +24,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import unsound
 from conftest import CACHE, ROOT
 from fake_lab import lab, lab_sampler
 from rich.console import Console
-from unsound import seen
 
 import oarjax.cli.session
 import oarjax.cli.train
@@ -411,7 +411,7 @@ def unhealthy(cfg: Config) -> Any:
     session, folder = build(cfg), Path(cfg.run_dir)
     health = Health(session, folder, OnceWarnings(Console(file=io.StringIO())))
     for iteration in range(1, 10):
-        health(seen(iteration, loss=1.0, params={"w": jnp.ones(2**18)}))
+        health(unsound.seen(iteration, loss=1.0, params={"w": jnp.ones(2**18)}))
         if health.after(iteration):
             break
     return iteration, sorted(path.name for path in folder.glob("bad_batches/*"))
