@@ -38,25 +38,34 @@ def test_processes_are_told_or_find_out(asked, monkeypatch):
     join_processes(**ALONE)
     assert asked[0]["coordinator_address"] == "10.0.0.2:8476"
     assert (asked[0]["num_processes"], asked[0]["process_id"]) == (4, 3)
-    assert asked[1] == {"initialization_timeout": 300}  # JAX's own detection does the rest
+    assert asked[1] == {"initialization_timeout": 300 + processes.GRACE}  # JAX's own detection does the rest
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     join_processes(**ALONE)
     assert len(asked) == 2
 
 
-def test_others_that_do_not_come(monkeypatch):
-    def late(**_):
-        raise RuntimeError("DEADLINE_EXCEEDED: barrier timed out\nmore")
+def test_jax_cannot_start(monkeypatch):
+    def taken(**_):
+        raise RuntimeError("the port is taken")
 
-    monkeypatch.setattr(jax.distributed, "initialize", late)
-    says = (
-        r"process 1 of 2 did not meet the others at h:1 within 7 s \(DEADLINE.*out\)\. Start the same command on every"
-    )
+    monkeypatch.setattr(jax.distributed, "initialize", taken)
+    says = "process 1 of 2 could not start with the others at h:1: the port is taken"
     with pytest.raises(DeviceError, match=says):
         join_processes(coordinator="h:1", processes=2, process=1, timeout=7)
+
+
+def test_others_that_do_not_come(monkeypatch):
+    """The wait ends with words and without JAX."""
+    ended, late = [], threading.Event()
+
+    def never(**_):
+        late.wait(60)
+
+    monkeypatch.setattr(processes, "_give_up", lambda error: (ended.append(str(error)), late.set()))
     monkeypatch.setattr(processes, "pod_hosts", lambda: 2)
-    with pytest.raises(DeviceError, match="this host of the TPU pod did not meet the others at the first host"):
-        join_processes(**ALONE)
+    monkeypatch.setattr(jax.distributed, "initialize", never)
+    join_processes(**ALONE | {"timeout": 0})
+    assert "this host of the TPU pod did not meet the others at the first host within 0 s. Start the same" in ended[0]
 
 
 @pytest.mark.parametrize(

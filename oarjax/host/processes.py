@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import sys
+import threading
 import traceback
 import urllib.request
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from jaxtyping import Int
 from oarjax.host.devices import DeviceError
 from oarjax.types import Grades
 
+GRACE = 60  # seconds that JAX waits for longer than the message about it
 METADATA = "http://{}/computeMetadata/v1/instance/attributes/{}"
 
 
@@ -35,8 +37,10 @@ def join_processes(*, coordinator: str | None, processes: int | None, process: i
     With a ``coordinator`` (host:port of process 0) as told; without one, by itself on a TPU pod of several hosts, and
     nothing happens elsewhere. Returns once all have come.
 
+    Where they do not all come within ``timeout`` seconds, this process ends with an error message and exit code 2.
+
     Raises:
-        DeviceError: they did not find each other within ``timeout`` seconds.
+        DeviceError: JAX cannot start, for instance because the port is taken.
     """
     if jax.distributed.is_initialized():
         return
@@ -47,14 +51,27 @@ def join_processes(*, coordinator: str | None, processes: int | None, process: i
     elif pod_hosts() == 1:
         return
     who = f"process {process} of {processes}" if told else "this host of the TPU pod"
+    where = coordinator or "the first host"
+    late = DeviceError(
+        f"distributed: {who} did not meet the others at {where} within {timeout} s. Start the same command on every "
+        "host, each with its own distributed.process, and see that the port is free and can be reached; or raise "
+        "distributed.timeout"
+    )
+    watch = threading.Timer(timeout, _give_up, [late])
+    watch.daemon = True
+    watch.start()
     try:
-        jax.distributed.initialize(**told, initialization_timeout=timeout)
+        jax.distributed.initialize(**told, initialization_timeout=timeout + GRACE)
     except (RuntimeError, ValueError) as error:
-        raise DeviceError(
-            f"distributed: {who} did not meet the others at {coordinator or 'the first host'} within {timeout} s "
-            f"({str(error).splitlines()[0]}). Start the same command on every host, each with its own "
-            "distributed.process, and see that the port is free and can be reached; or raise distributed.timeout"
-        ) from error
+        raise DeviceError(f"distributed: {who} could not start with the others at {where}: {error}") from error
+    finally:
+        watch.cancel()
+
+
+def _give_up(error: DeviceError) -> None:
+    """End the process with words. Where others do not come, JAX ends it with a stack trace of C++, a little later."""
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    os._exit(2)
 
 
 def pod_hosts(devices: Path = Path("/dev")) -> int:
