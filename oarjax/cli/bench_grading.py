@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from oarjax.cli.measure import Compilations, measure, spread
+from oarjax.cli.measure import WARM_UP, Compilations, measure, spread
 from oarjax.host.grade import Grader
 from oarjax.host.rewards import Sample
 
@@ -42,11 +42,11 @@ def draw_solutions(count: int, *, seed: int) -> list[Sample]:
 
 
 def bench_grading(*, workers: int, repeats: int, compiled: Compilations, answers: int = ANSWERS) -> dict[str, Any]:
-    """Warm workers grade the same answers again and again."""
-    samples = draw_solutions(answers, seed=0)
+    """Warm workers grade other answers in every run, so that nothing is remembered."""
+    batches = iter([draw_solutions(answers, seed=seed) for seed in range(WARM_UP + repeats + 1)])
     with Grader((("math", 1.0),), workers=workers) as grader:
-        found = measure({"ours": lambda: grader.grade(samples)}, repeats=repeats, compiled=compiled)["ours"]
-        grades = grader.grade(samples)
+        found = measure({"ours": lambda: grader.grade(next(batches))}, repeats=repeats, compiled=compiled)["ours"]
+        grades = grader.grade(next(batches))
     return {
         "workload": "W7",
         "name": "grading",
