@@ -130,8 +130,8 @@ def same_runs(a: Path, b: Path) -> None:
     drawn = [[(i, row.tokens, row.reward) for i, row in read_completions(f / "completions.jsonl")] for f in (a, b)]
     assert drawn[0] == drawn[1]
     weights = [[row.weights for _, row in read_completions(f / "completions.jsonl")] for f in (a, b)]
-    for x, y in zip(*weights):
-        np.testing.assert_allclose(y, x, rtol=0, atol=1e-4)
+    for x, y in zip(*weights):  # the gate stretches a row's scores to 0..1, and their rounding with them
+        np.testing.assert_allclose(y, x, rtol=0, atol=1e-3)
     same_weights(a / "export", b / "export")
 
 

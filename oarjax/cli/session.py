@@ -250,8 +250,9 @@ class Session:
         """
         rows, made = 2, 8
         hidden = jax.ShapeDtypeStruct((rows, made, self.model.hidden_size), jnp.float32)
-        tokens, there = jax.ShapeDtypeStruct((rows, made), jnp.int32), jax.ShapeDtypeStruct((rows, made), bool)
-        reading: Any = Reading(tokens, there, there)
+        tokens: Any = jax.ShapeDtypeStruct((rows, made), jnp.int32)  # shapes instead of arrays
+        there: Any = jax.ShapeDtypeStruct((rows, made), bool)
+        reading = Reading(tokens, there, there)
         place = f"credit.probe.function: {self.cfg.credit.probe.function}"
         rank, wanted = (2, f"logits [{rows}, outcomes]") if probe.kind == "distribution" else (1, f"scores [{rows}]")
         read = partial(probe.read, self.policy)
