@@ -194,7 +194,7 @@ on_workers() { # what it is, command: run it on all workers; each has to print "
     grep -q "^oarjax-worker $worker: ok" "$SCRATCH/said" || failed+=("$worker")
   done
   if ((${#failed[@]} == 0)); then return; fi
-  say "FAILED: $1 on worker ${failed[*]} (of 0 to $((WORKERS - 1))); gcloud's exit code was $code, its output is above" >&2
+  say "FAILED: $1 on worker ${failed[*]} (of 0 to $((WORKERS - 1))); gcloud ended with $code, its output is above" >&2
   return 1
 }
 

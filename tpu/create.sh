@@ -4,7 +4,7 @@
 #   tpu/create.sh [--no-wait] [--any-bucket] [options]
 #
 #   --no-wait       leave the request in the queue; the same command without it waits
-#   --any-bucket    accept a bucket without hierarchical namespace (checkpoints are then not written atomically)
+#   --any-bucket    accept a bucket without hierarchical namespace (a finished checkpoint is then copied, not renamed)
 #
 # Checks the bucket, then asks for a queued resource. Billing starts when it becomes ACTIVE and ends with tpu/delete.sh.
 # Interrupting the wait does not withdraw the request.
@@ -30,9 +30,9 @@ check_bucket() { # before anything is billed: a run without a place for its chec
   read -r place tree <<<"$ANSWER" || true
   if [[ $DRY_RUN == yes ]]; then return; fi
   if [[ ${tree,,} != true && $any_bucket == no ]]; then
-    die "bucket gs://$BUCKET has no hierarchical namespace (a flat bucket cannot rename a finished checkpoint in one" \
-      "step, so a half-written one could pass for finished). Make another as in tpu/README.md, step 4, or use" \
-      "--any-bucket. Nothing was requested."
+    die "bucket gs://$BUCKET has no hierarchical namespace, as far as gcloud says. A flat one cannot rename a" \
+      "finished checkpoint, but copies it file by file. Make another as in tpu/README.md, step 4, or use --any-bucket." \
+      "Nothing was requested."
   fi
   if [[ ${place,,} != "$region" ]]; then
     say "WARNING: gs://$BUCKET is in $place, the TPU in $region: slower, and traffic between regions is billed."
@@ -49,8 +49,8 @@ explain() { # gcloud's words: what they mean and what to do
       say "    v5litepod-1, -4 and -8 come from the 'serving' quotas of v5e)"
       ;;
     *permission_denied* | *"has not been used"* | *forbidden*)
-      say "REFUSED: permission. Is the API on (gcloud services enable tpu.googleapis.com --project=$PROJECT)? Do you have"
-      say "  roles/tpu.admin, and roles/iam.serviceAccountUser on ${SERVICE_ACCOUNT:-the default service account}?"
+      say "REFUSED: permission. Is the API on (gcloud services enable tpu.googleapis.com --project=$PROJECT)? Do you"
+      say "  have roles/tpu.admin, and roles/iam.serviceAccountUser on ${SERVICE_ACCOUNT:-the default service account}?"
       ;;
     *capacity* | *stockout*)
       say "REFUSED: no free machines of this kind in $ZONE now. Another zone, --spot, or try again later."
@@ -105,7 +105,7 @@ find_state NONE
 case "$STATE" in
   NONE)
     check_bucket
-    say "requesting $ACCELERATOR '$TPU_NAME' in $ZONE, $([[ $SPOT == yes ]] && echo spot || echo "on demand"), runtime $RUNTIME"
+    say "requesting $ACCELERATOR '$TPU_NAME' in $ZONE (spot: $SPOT), runtime $RUNTIME"
     request
     ;;
   ACTIVE) say "$TPU_NAME runs already" && exit 0 ;;

@@ -110,7 +110,7 @@ done
 need_machine
 
 if [[ $what == stop ]]; then
-  on_workers "stopping the run" "$(worker stop "$RUN")" || die "some workers may still train: tpu/logs.sh, tpu/status.sh"
+  on_workers "stopping the run" "$(worker stop "$RUN")" || die "some workers may still train: tpu/status.sh"
   say "stopped; tpu/run.sh goes on with it"
   exit 0
 fi

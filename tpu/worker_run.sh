@@ -38,7 +38,7 @@ start() { # commit, then what `loop` takes
   mkdir -p "$here"
   rm -f "$here/stop" "$here/pid"
   setsid bash "$0" loop "$run" "$@" </dev/null >>"$here/log" 2>&1 &
-  for ((i = 0; i < 100; i++)); do
+  for ((i = 0; i < 600; i++)); do
     if [[ -f $here/pid ]]; then
       tell ok
       return
@@ -48,7 +48,7 @@ start() { # commit, then what `loop` takes
   fail "it did not start: $(tail -n 5 "$here/log")"
 }
 
-loop() { # restarts at most, config, arguments: train, and again after exit code 75, until it is done, fails or is stopped
+loop() { # restarts at most, config, arguments: train, again after exit code 75, until it is done, fails or is stopped
   local left="$1" config="$2" code child keeper
   shift 2
   exec 9>>"$base/lock"
