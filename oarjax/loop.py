@@ -104,7 +104,17 @@ def iterate(
             (rollout, span, np.arange(capacity, dtype=np.int32), *([probed] if probed else []))
         )
         count = {f"{NONFINITE}behaviour_logps": Mean(jnp.float32(unsound.sum()), jnp.float32(capacity))}
-        o.watch(Seen("sample", iteration, 0, count, state, probe, Evidence(r, s, numbers, whole.used[0], *instead)))
+        o.watch(
+            Seen(
+                "sample",
+                iteration,
+                0,
+                count,
+                state,
+                probe,
+                Evidence(r, s, numbers, jnp.asarray(whole.used[0]), *instead),
+            )
+        )
 
     with o.phase("score"):
         scores = [
@@ -149,8 +159,9 @@ def iterate(
                     behaviour_logps=r.behaviour_logps,
                 )
             )
+            used = jnp.asarray(deck.used[k])
             made_of = Evidence(
-                r, s, numbers, deck.used[k], *(instead or [None]), found, a, completion, given.weights, denominator
+                r, s, numbers, used, instead[0] if instead else None, found, a, completion, given.weights, denominator
             )
             shown.append(Seen("credit", iteration, k, measured, state, probe, made_of))
             if o.watch:

@@ -54,7 +54,8 @@ def rollout_metrics(rollout: Rollout, grades: Grades, *, group_size: int) -> dic
 
 def unsound_rows(rollout: Rollout) -> np.ndarray:
     """Rows [B] with a sampler's log-prob that is not finite: their tokens were drawn from no distribution."""
-    return (~np.isfinite(np.asarray(rollout.behaviour_logps)) & np.asarray(rollout.completion)).any(-1)
+    wrong = ~np.isfinite(np.asarray(rollout.behaviour_logps)) & np.asarray(rollout.completion)
+    return np.asarray(wrong.any(-1))
 
 
 def nonfinite_rows(

@@ -84,8 +84,9 @@ class Health:
         made = np.asarray(batch.completion)
         values, none = np.zeros(made.shape, np.float32), np.zeros(made.shape, bool)
         numbers = np.arange(made[..., 0].size, dtype=np.int32).reshape(made.shape[:2])
-        rows: dict[str, Any] = {"tokens": batch.tokens, "valid": batch.valid, "completion": made}
-        rollout = Rollout(**rows, behaviour_logps=values, filtered_logps=values, ended=made.any(-1))
+        rows: dict[str, Any] = {"tokens": batch.tokens, "valid": batch.valid, "completion": made, "ended": made.any(-1)}
+        rows |= {"behaviour_logps": values, "filtered_logps": values}
+        rollout = Rollout(**rows)
         evidence = Evidence(rollout, AnswerSpan(none, none, none.any(-1)), numbers, used)  # type: ignore[arg-type]
         self.look("sft", Seen("update", number, 0, metrics, state, "last", evidence))
         return self.after(number, "sft")
