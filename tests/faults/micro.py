@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 from conftest import CACHE
 
@@ -83,14 +85,36 @@ def said(run: Path) -> str:
 
 
 def kill_after(process: subprocess.Popen, seconds: float) -> bool:
-    """Kill it with signal 9 after so many seconds; False where it had ended by then."""
-    try:
-        process.wait(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        return True
+    """Kill it with signal 9 once it has used so many seconds of processor; False where it had ended by then.
+
+    Its own seconds, so that a busy machine changes nothing about how far it has come.
+    """
+    while process.poll() is None:
+        if cpu_seconds(process.pid) >= seconds:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            return True
+        time.sleep(0.005)
     return False
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time of a process so far, all its threads."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        times = psutil.Process(pid).cpu_times()
+        return times.user + times.system
+    return 0.0
+
+
+def whole_run(config: Path, run: Path) -> float:
+    """Run the command to its end undisturbed: the processor time that it took."""
+    process, seconds = start(config, run), 0.0
+    while process.poll() is None:
+        seconds = max(seconds, cpu_seconds(process.pid))
+        time.sleep(0.005)
+    if process.returncode != 0:
+        raise AssertionError(said(run))
+    return seconds
 
 
 def wait_for(process: subprocess.Popen, path: Path, text: str = "", *, seconds: float = 300) -> None:

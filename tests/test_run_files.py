@@ -1,0 +1,150 @@
+"""What a run folder is gone on with: its checkpoints, its config, its model. Device programs and grader are fakes."""
+
+import copy
+import json
+import shutil
+
+import pytest
+import test_config_fields as fakes
+from conftest import ROOT
+
+import oarjax.cli.train
+from oarjax.cli import run_files, run_folder
+from oarjax.config import ConfigError, load_config, parse_config
+from oarjax.host.builtin import write_builtin_policy
+from oarjax.host.durable import Lines, StorageError, read_lines, write_durably
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """A config whose run is made of fakes, in a folder of its own."""
+    write_builtin_policy(tmp_path / "policies" / "tiny", seed=0, hidden=16, layers=1, heads=2, kv_heads=1, ffn=16)
+    monkeypatch.chdir(tmp_path)
+    tree = copy.deepcopy(fakes.BASE)
+    tree["checkpoint"] = {"every": 1}
+
+    def make(**changes):
+        return parse_config(tree | changes)
+
+    return make
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(oarjax.cli.train, "start_policy", never)
+
+
+@pytest.fixture
+def run(config, tmp_path):
+    fakes.command(config())
+    return tmp_path / "run"
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_anything_is_compiled(run, config, nothing_compiled):
+    shutil.rmtree("policies/tiny")
+    write_builtin_policy("policies/tiny", seed=0, hidden=8, layers=1, heads=2, kv_heads=1, ffn=16)
+    with pytest.raises(
+        ConfigError, match=r"checkpoint run/checkpoints/000002 is of another model or optimizer: params/"
+    ):
+        fakes.command(config())
+
+
+def test_the_checkpoints_own_config_counts_where_the_folders_is_gone(run, config, nothing_compiled):
+    (run / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match=r"run, checkpoint 000002 holds a run of another config \(seed was 0, is 1\)"):
+        fakes.command(config(seed=1))
+
+
+def test_a_finished_run_only_reports_again(run, config):
+    before = (run / "metrics.jsonl").read_text(), (run / "completions.jsonl").read_text()
+    log, *_ = fakes.command(config())
+    assert [entry for entry in log if entry[0] in ("sample", "evaluate", "sft")] == []
+    assert before == ((run / "metrics.jsonl").read_text(), (run / "completions.jsonl").read_text())
+
+
+def test_files_are_cut_to_what_the_checkpoint_knows(run, config):
+    """Lines of an iteration that was not saved are written again, once."""
+    before = fakes.logged(run / "metrics.jsonl"), (run / "completions.jsonl").read_text()
+    shutil.rmtree(run / "checkpoints" / "000002")
+    fakes.command(config())
+    assert before == (fakes.logged(run / "metrics.jsonl"), (run / "completions.jsonl").read_text())
+
+
+def test_lost_lines_and_another_version_are_told(run, config, monkeypatch, capsys):
+    manifest = run / "checkpoints" / "000001" / "manifest.json"
+    shutil.rmtree(run / "checkpoints" / "000002")
+    assert json.loads(manifest.read_text())["record"]["record"]["version"]
+    (run / "metrics.jsonl").write_text("")
+    monkeypatch.setattr(run_files, "version", lambda name: "9.9")
+    said = []
+    monkeypatch.setattr(run_files.RunFiles, "_say", lambda self, text: said.append(text))
+    fakes.command(config())
+    assert "metrics.jsonl: its last" in said[1]
+    assert "bytes up to iteration 1 are missing; lines were lost" in said[1]
+    assert said[0].endswith("and this is 9.9")
+
+
+def test_what_may_differ_and_what_may_not():
+    demo = ROOT / "configs/demo.yaml"
+    before = load_config(demo, ["optim.schedule=constant"]).model_dump(mode="json")
+
+    def differ(*overrides):
+        return run_folder.differences(before, load_config(demo, ["optim.schedule=constant", *overrides]))
+
+    assert differ() == ([], [], [])
+    assert differ("report.html=false", "checkpoint.keep=9").harmless == [
+        "checkpoint.keep was 2, is 9",
+        "report.html was True, is False",
+    ]
+    assert differ("mesh.data=1", "update.microbatch=32").rounding == [
+        "mesh.data was -1, is 1",
+        "update.microbatch was 64, is 32",
+    ]
+    assert differ("rollout.temperature=0.5").refused == ["rollout.temperature was 1.0, is 0.5"]
+    assert differ("iterations=40").rounding == ["iterations was 30, is 40"]
+    assert differ("iterations=20").refused == ["iterations was 30, is 20"]
+    assert run_folder.differences(before, load_config(demo, ["iterations=40"])).refused == [
+        "iterations was 30, is 40",
+        "optim.schedule was 'constant', is 'linear'",
+    ]
+
+
+def test_a_line_is_written_whole_or_not_at_all(tmp_path):
+    lines = Lines(tmp_path / "x.jsonl")
+    lines.write({"a": 1})
+    position = lines.sync()
+
+    class Full:
+        def __getattr__(self, name):
+            return getattr(file, name)
+
+        def write(self, data):
+            file.write(data[:3])
+            raise OSError(28, "No space left on device")
+
+    file, lines._file = lines._file, Full()
+    with pytest.raises(StorageError, match=r"cannot write .*x\.jsonl: .*No space left on device; free space, or make"):
+        lines.write({"b": 2})
+    lines._file = file
+    lines.write({"c": float("nan")})
+    lines.close()
+    assert list(read_lines(tmp_path / "x.jsonl")) == [{"a": 1}, {"c": None}]
+    again = Lines(tmp_path / "x.jsonl", position=position)
+    assert (again.short, list(read_lines(tmp_path / "x.jsonl"))) == (0, [{"a": 1}])
+    again.close()
+    assert Lines(tmp_path / "x.jsonl", position=position + 5).short == 5
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    write_durably(tmp_path / "x", "old")
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_durably(tmp_path / "x", "new")
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("x", "old")]
