@@ -60,8 +60,8 @@ class Cloud:
         command = ["bash", str(self.checkout / "tpu" / f"{script}.sh"), "--settings", str(self.settings), *arguments]
         quick = dict.fromkeys(("CHECK_SECONDS", "PAUSE", "TAIL_SECONDS", "KEEP_SECONDS"), "0.02")
         env = quick | {"PATH": self.path, "HOME": str(self.folder / "home"), "STAND_IN": str(self.folder)}
-        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return subprocess.Popen(command, env=env, text=True, cwd=self.folder, **streams)
+        nobody, caught, same = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
+        return subprocess.Popen(command, env=env, text=True, cwd=self.folder, stdin=nobody, stdout=caught, stderr=same)
 
     def run(self, script: str, *arguments: str, code: int = 0) -> str:
         """What the script says; it must end with ``code``."""

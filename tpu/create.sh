@@ -31,8 +31,8 @@ check_bucket() { # before anything is billed: a run without a place for its chec
   if [[ $DRY_RUN == yes ]]; then return; fi
   if [[ ${tree,,} != true && $any_bucket == no ]]; then
     die "bucket gs://$BUCKET has no hierarchical namespace, as far as gcloud says. A flat one cannot rename a" \
-      "finished checkpoint, but copies it file by file. Make another as in tpu/README.md, step 4, or use --any-bucket." \
-      "Nothing was requested."
+      "finished checkpoint, but copies it file by file. Make another as in tpu/README.md, step 4, or use" \
+      "--any-bucket. Nothing was requested."
   fi
   if [[ ${place,,} != "$region" ]]; then
     say "WARNING: gs://$BUCKET is in $place, the TPU in $region: slower, and traffic between regions is billed."
