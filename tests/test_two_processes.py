@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -81,19 +82,21 @@ def run_together(commands: list[list[str]], *, devices: int, logs: Path, timeout
             process.wait()
 
 
-def train(config: Path, folder: Path, *overrides: str, processes: int) -> list[str]:
-    """Run ``oarjax train`` on eight devices; what each process printed."""
+def train(config: Path, folder: Path, *overrides: str, processes: int) -> tuple[list[int], list[str]]:
+    """Run ``oarjax train`` on eight devices: the exit code of each process, and what it printed."""
     command = [sys.executable, "-m", "oarjax.cli.main", "train", str(config), f"run_dir={folder}", *overrides]
-    address = f"distributed.coordinator=127.0.0.1:{free_port()}"
-    told = [
-        [address, f"distributed.processes={processes}", f"distributed.process={n}", "distributed.timeout=60"]
-        for n in range(processes)
-    ]
+    told = [f"distributed.coordinator=127.0.0.1:{free_port()}", f"distributed.processes={processes}"]
     logs = folder.with_name(folder.name + "-logs")
     logs.mkdir(exist_ok=True)
-    commands = [[*command, *(told[n] if processes > 1 else [])] for n in range(processes)]
+    numbers = range(processes)
+    commands = [[*command, *([*told, f"distributed.process={n}"] if processes > 1 else [])] for n in numbers]
     codes = run_together(commands, devices=8 // processes, logs=logs)
-    said = [(logs / f"{n}.log").read_text() for n in range(processes)]
+    return codes, [(logs / f"{n}.log").read_text() for n in numbers]
+
+
+def trained(config: Path, folder: Path, *overrides: str, processes: int) -> list[str]:
+    """What each process of a run printed that came to its end."""
+    codes, said = train(config, folder, *overrides, processes=processes)
     assert codes == [0] * processes, "\n\n".join(text[-3000:] for text in said)
     return said
 
@@ -137,16 +140,17 @@ def same_runs(a: Path, b: Path) -> None:
 
 def test_two_processes_train_as_one_and_go_on_over_another_mesh(config, tmp_path):
     one, two, moved = tmp_path / "one", tmp_path / "two", tmp_path / "moved"
-    train(config, one, processes=1)
-    first, second = train(config, two, processes=2)
+    trained(config, one, processes=1)
+    first, second = trained(config, two, processes=2)
     same_runs(one, two)
     for words in ("run folder", "oar_g 1/2", "policy"):  # the first process speaks for both
-        assert words in first and words not in second, words
+        assert words in first, words
+        assert words not in second, words
 
     # Gone on with from the first iteration's checkpoint, by one process over another mesh.
     shutil.copytree(two, moved)
     shutil.rmtree(moved / "checkpoints" / "000002")
-    (said,) = train(config, moved, "mesh={data: 4, fsdp: 1, tensor: 2}", processes=1)
+    (said,) = trained(config, moved, "mesh={data: 4, fsdp: 1, tensor: 2}", processes=1)
     assert "going on after iteration 1" in said
     same_runs(one, moved)
 
@@ -220,3 +224,16 @@ def test_a_process_that_stays_alone_says_so(config, tmp_path):
         assert codes == [2], said
         assert f"distributed: process {number} of 2 did not meet the others" in said
         assert "Traceback" not in said
+
+
+def test_an_error_on_one_process_ends_them_all(config, tmp_path):
+    """The first one is refused the folder, while the other waits for it."""
+    run = tmp_path / "run"
+    run.mkdir()
+    with (run / "lock").open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        codes, said = train(config, run, processes=2)
+    assert codes[0] == 2, said[0]
+    assert "is in use by" in said[0]
+    assert "Traceback" not in said[0]
+    assert codes[1] != 0, said[1]
