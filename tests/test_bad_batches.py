@@ -55,12 +55,10 @@ def test_what_importance_was_measured_on_comes_back(tmp_path):
     np.testing.assert_array_equal(evidence.probed[1].answer, plain.span.answer)
 
 
-def test_params_come_back_and_are_written_once(tmp_path):
+def test_params_come_back(tmp_path):
     params = {"embed": {"embedding": np.arange(6, dtype=np.float32).reshape(2, 3)}, "norm": {"scale": np.ones(3)}}
-    name = write_params(tmp_path, params, step=11)
-    before = (tmp_path / name).stat().st_mtime_ns
-    assert write_params(tmp_path, params, step=11) == name == "params-step-000011.safetensors"
-    assert (tmp_path / name).stat().st_mtime_ns == before
+    name = write_params(tmp_path, {"w": np.zeros(2)}, kind="sft", step=11)
+    assert write_params(tmp_path, params, kind="sft", step=11) == name == "params-sft-000011.safetensors"
     found = read_params(tmp_path / name)
     assert jax.tree.structure(found) == jax.tree.structure(params)
     jax.tree.map(np.testing.assert_array_equal, found, params)
@@ -68,19 +66,28 @@ def test_params_come_back_and_are_written_once(tmp_path):
 
 def test_arrays_that_are_not_contiguous_are_written_as_they_read(tmp_path):
     params = {"w": np.arange(6, dtype=np.float32).reshape(2, 3).T}
-    np.testing.assert_array_equal(read_params(tmp_path / write_params(tmp_path, params, step=0))["w"], params["w"])
+    np.testing.assert_array_equal(
+        read_params(tmp_path / write_params(tmp_path, params, kind="sft", step=0))["w"], params["w"]
+    )
 
 
 def test_the_newest_are_kept_and_the_params_that_they_need(tmp_path):
     for number in (3, 20, 5):
-        params = write_params(tmp_path, {"w": np.ones(2)}, step=number)
+        params = write_params(tmp_path, {"w": np.ones(2)}, kind="iteration", step=number)
         write_bad_batch(tmp_path, header(number, params=params), unsound.evidence(), keep=2)
-    write_bad_batch(tmp_path, header(900, kind="sft"), unsound.evidence(), keep=2)  # older: the warm start comes first
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "iteration-000005.safetensors",
         "iteration-000020.safetensors",
-        "params-step-000005.safetensors",
-        "params-step-000020.safetensors",
+        "params-iteration-000005.safetensors",
+        "params-iteration-000020.safetensors",
+    ]
+    write_bad_batch(tmp_path, header(2), unsound.evidence(), keep=2)  # a run that went back: the newest all the same
+    write_bad_batch(tmp_path, header(900, kind="sft"), unsound.evidence(), keep=3)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "iteration-000002.safetensors",
+        "iteration-000020.safetensors",
+        "params-iteration-000020.safetensors",
+        "sft-000900.safetensors",
     ]
     (tmp_path / "iteration-000020.safetensors").write_bytes(b"damaged")
     write_bad_batch(tmp_path, header(21), unsound.evidence(), keep=2)

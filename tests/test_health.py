@@ -122,7 +122,7 @@ def test_a_skipped_update_is_kept_with_all_that_replays_it(policy, tmp_path):
     health(unsound.seen(12, loss=1.0, gradient=1.0))
     assert health.after(12) is None
     assert health.skipped_in_a_row == 1
-    assert names(tmp_path) == ["iteration-000012.safetensors", "params-step-000007.safetensors"]
+    assert names(tmp_path) == ["iteration-000012.safetensors", "params-iteration-000007.safetensors"]
     header, evidence = read_bad_batch(tmp_path / "bad_batches" / names(tmp_path)[0])
     assert header.wrong == {"credit": ["importance"], "update": ["loss", "gradient"]}
     assert (header.kind, header.number, header.minibatch, header.step) == ("iteration", 12, 1, 7)
@@ -217,3 +217,17 @@ def test_the_count_goes_on_where_a_run_was_stopped(policy, tmp_path):
     health = watch(policy, tmp_path, stop_after=3)
     health.remember([], until=0)
     assert health.skipped_in_a_row == 0
+
+
+def test_params_are_written_anew_when_they_have_changed(policy, tmp_path, monkeypatch):
+    written = []
+    write = module.write_params
+    monkeypatch.setattr(module, "write_params", lambda *a, **k: written.append(k["step"]) or write(*a, **k))
+    health = watch(policy, tmp_path, stop_after=0)
+    for n, step in enumerate([4, 4, 5, 5, 5], 1):
+        health(unsound.seen(n, loss=1.0, step=step))
+        health.after(n)
+    assert written == [4, 5]
+    headers = [read_bad_batch(path)[0] for path in sorted((tmp_path / "bad_batches").glob("iteration-*"))]
+    assert [(h.number, h.params) for h in headers] == [(n, "params-iteration-000005.safetensors") for n in (3, 4, 5)]
+    assert len(names(tmp_path)) == 4

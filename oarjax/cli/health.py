@@ -39,6 +39,8 @@ class Health:
         self._kept: tuple[str, int, bool] | None = None  # newest tried: kind, number, whether skipped
         self._path: Path | None = None  # of the newest that could be written
         self._step = 0
+        self._met: tuple[str, int] | None = None  # kind and step of the newest params
+        self._params: str | None = None
 
     def __call__(self, seen: Seen) -> None:
         """Look for what is not finite in a phase of a minibatch."""
@@ -128,12 +130,16 @@ class Health:
 
     def _keep(self, kind: str, seen: Seen) -> Path:
         session, folder, key = self._session, self._folder / FOLDER, seen.state.key
+        met = (kind, self._step)
         fits = _megabytes(seen.state.params) <= self._cfg.params_mb
-        whole = session.fetch(seen.state.params) if fits else None
+        whole = session.fetch(seen.state.params) if fits and met != self._met else None
+        self._met = met  # on every host, so that all fetch alike
         evidence, numbers = session.fetch((seen.evidence, jax.random.key_data(key)))
         if not session.first:
             return folder
-        params = None if whole is None else write_params(folder, whole, step=self._step)
+        if whole is not None:
+            self._params = None  # until it is written
+            self._params = write_params(folder, whole, kind=kind, step=self._step)
         header = Header(
             kind=kind,
             number=seen.iteration,
@@ -149,7 +155,7 @@ class Health:
             compute_dtype=str(session.compute_dtype),
             platform=jax.default_backend(),
             versions={"oarjax": oarjax.__version__, "jax": jax.__version__},
-            params=params,
+            params=self._params if fits else None,
         )
         return write_bad_batch(folder, header, evidence, keep=self._cfg.bad_batches)
 

@@ -1,7 +1,8 @@
 """Batches with values that are not finite, kept below the run's folder to be replayed. safetensors, never pickle.
 
-    bad_batches/iteration-000012.safetensors    one minibatch, with a JSON header in the file's metadata
-    bad_batches/params-step-000011.safetensors  the params after 11 updates, for all batches that they met
+    bad_batches/iteration-000012.safetensors         one minibatch, with a JSON header in the file's metadata
+    bad_batches/params-iteration-000011.safetensors  the params after 11 updates, for all batches that they met
+    bad_batches/sft-000003.safetensors               a step of the warm start; its params are params-sft-...
 
 Only the first host should write.
 """
@@ -56,26 +57,25 @@ class Header:
 def write_bad_batch(folder: Path, header: Header, evidence: Evidence, *, keep: int) -> Path:
     """Write one file, whole or not at all; an earlier one of the same iteration is replaced.
 
-    Of all batches the ``keep`` newest stay, and of the params those that they need.
+    Of all batches this one and the newest others stay, ``keep`` in all, and of the params those that they need.
 
     Raises:
         OSError: the disk is full or the folder cannot be written to.
     """
     path = folder / f"{header.kind}-{header.number:06d}.safetensors"
     _write(path, _flat(evidence), {METADATA: json.dumps(asdict(header), allow_nan=False)})
-    _prune(folder, keep=keep)
+    _prune(path, keep=keep)
     return path
 
 
-def write_params(folder: Path, params: Params, *, step: int) -> str:
-    """Write the params of an optimizer step, unless they are there; gives the file's name.
+def write_params(folder: Path, params: Params, *, kind: str, step: int) -> str:
+    """Write the params after so many optimizer steps of a kind of training; gives the file's name.
 
     Raises:
         OSError: as above.
     """
-    path = folder / f"params-step-{step:06d}.safetensors"
-    if not path.exists():
-        _write(path, _flat(params), None)
+    path = folder / f"params-{kind}-{step:06d}.safetensors"
+    _write(path, _flat(params), None)
     return path.name
 
 
@@ -140,18 +140,20 @@ def _place(path: Path) -> tuple[bool, int] | None:
     return (found[1] == "iteration", int(found[2])) if found else None
 
 
-def _prune(folder: Path, *, keep: int) -> None:
-    batches = sorted((p for p in folder.iterdir() if _place(p)), key=lambda p: _place(p) or (False, 0))
-    for old in batches[: max(len(batches) - keep, 0)]:
+def _prune(newest: Path, *, keep: int) -> None:
+    """Of a folder's batches leave ``newest``, whatever its number (a run may have gone back), and the last others."""
+    others = [p for p in newest.parent.iterdir() if _place(p) and p != newest]
+    others.sort(key=lambda p: _place(p) or (False, 0), reverse=True)
+    for old in others[keep - 1 :]:
         old.unlink()
     needed = set()
-    for path in batches[-keep:]:
+    for path in (newest, *others[: keep - 1]):
         try:
             with safe_open(path, framework="numpy") as file:
                 needed.add(json.loads((file.metadata() or {})[METADATA])["params"])
         except (SafetensorError, KeyError, ValueError):  # damaged: it needs nothing
             continue
-    for path in folder.glob("params-step-*.safetensors"):
+    for path in newest.parent.glob("params-*-*.safetensors"):
         if path.name not in needed:
             path.unlink()
 
