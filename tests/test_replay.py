@@ -14,6 +14,7 @@ from unsound import MICRO
 
 from oarjax.cli import trainer
 from oarjax.cli.main import main
+from oarjax.cli.replay import GroupFinding, _last_group
 from oarjax.host.bad_batches import read_bad_batch, read_params
 from oarjax.host.builtin import write_builtin_policy
 from oarjax.host.hf import load_params, read_config
@@ -221,6 +222,23 @@ def test_rewards_that_overflow(oarjax, base, tmp_path):
     assert code == 2
     assert "larger than health.params_mb=0 and were not kept, and" in err
     assert "has no checkpoint; raise health.params_mb, or set checkpoint.every" in err
+
+
+def test_a_gradient_is_followed_backwards():
+    """The backward pass goes from the head down: where it first goes wrong is the highest layer, or what is above."""
+
+    def group(name, rows=0, at=()):
+        return GroupFinding(name, params=0, params_at=[], rows=rows, gradient_at=list(at), grad_norm=1.0)
+
+    below = [
+        group("embed.embedding", 2),
+        group("layers.mlp.up.kernel", 2, [0, 1]),
+        group("layers.mlp.down.kernel", 1, [0]),
+    ]
+    assert _last_group([*below, group("norm.scale")]) == "layers.mlp.up.kernel, layer 1"
+    assert _last_group([*below, group("norm.scale", 1)]) == "norm.scale"
+    assert _last_group([below[0], group("norm.scale")]) == "embed.embedding"
+    assert _last_group([group("norm.scale")]) == "their norm, which is too large for float32"
 
 
 def test_what_cannot_be_replayed(oarjax, tmp_path):
