@@ -15,6 +15,7 @@ FLOORS = {
     "config_study": 0.15,
     "oar.answer": 0.2,  # text only
     "masked": 1.0,
+    "accuracy": 1.0,
     "grpo": 1.1,
     "oar.gate": 1.1,
     "oar.diagnose": 1.1,
