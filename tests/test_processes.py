@@ -164,9 +164,19 @@ def test_every_row_has_one_grader(monkeypatch):
 def test_grades_of_all_shares(monkeypatch):
     """Two processes of one and two rows. JSON stands between them: NaN, null and odd text must come through."""
     parts = [
-        Grades(np.float32([0.1]), {"exact": np.float32([0.1])}, ["graded"], [None], ["\ud800 \u2028"]),
         Grades(
-            np.float32([np.nan, 1]), {"exact": np.float32([np.nan, 1])}, ["timeout", "graded"], ["", "7"], ["t", ""]
+            np.asarray([0.1], np.float32),
+            {"exact": np.asarray([0.1], np.float32)},
+            ["graded"],
+            [None],
+            ["\ud800 \u2028"],
+        ),
+        Grades(
+            np.asarray([np.nan, 1], np.float32),
+            {"exact": np.asarray([np.nan, 1], np.float32)},
+            ["timeout", "graded"],
+            ["", "7"],
+            ["t", ""],
         ),
     ]
     sent = []
@@ -174,7 +184,7 @@ def test_grades_of_all_shares(monkeypatch):
     pretend(monkeypatch, 2, 0)
     processes.gather_grades(parts[0])
     together = processes.gather_grades(parts[1])
-    np.testing.assert_array_equal(together.rewards, np.float32([0.1, np.nan, 1]))
+    np.testing.assert_array_equal(together.rewards, np.asarray([0.1, np.nan, 1], np.float32))
     np.testing.assert_array_equal(together.per_reward["exact"], together.rewards)
     assert together.rewards.dtype == np.float32
     assert together.verdicts == ["graded", "timeout", "graded"]
