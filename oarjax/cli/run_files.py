@@ -132,12 +132,12 @@ class RunFiles:
 
         With ``now`` in any case, and it is complete on return.
         """
-        every, score = self._cfg.every, metrics.get(self._cfg.best or "")
-        best = score is not None and float(score) > self._best  # not NaN either
+        every, score = self._cfg.every, float(metrics.get(self._cfg.best or "", math.nan))
+        best = score > self._best  # NaN, for not evaluated, never is
         if every == 0 or not (now or best or iteration % every == 0 or iteration == self._session.cfg.iterations):
             return
         if best:
-            self._best = float(score)
+            self._best = score
         with self._failures.handled():
             positions = {"metrics": self._metrics.sync(), "completions": self._completions.sync()}
             record = {

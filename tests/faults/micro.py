@@ -25,7 +25,7 @@ CLOCKS = ("seconds", "time", "tokens_per_second", "mfu")
 
 def micro_config(folder: Path) -> Path:
     """The config of a micro run, with its policy beside it."""
-    policy = write_builtin_policy(folder / "policy", seed=0, hidden=16, layers=1, heads=2, kv_heads=1, ffn=16)
+    policy = write_builtin_policy(folder / "policy", seed=0, hidden=16, layers=1, heads=2, kv_heads=2, ffn=16)
     task = {"source": "builtin:arithmetic", "arithmetic": {"terms": 2, "highest": 40}}
     tree: dict[str, Any] = {
         "run_dir": str(folder / "run"),
