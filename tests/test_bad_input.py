@@ -265,6 +265,11 @@ def test_chat_templates_that_fail(train, policy, template, says):
         ),
         (b'{"question": ["1+1="], "answer": "2"}\n', "line 1: field 'question' is ['1+1=']; expected text or a number"),
         (b"", "rows.jsonl holds no rows"),
+        (
+            b'{"question": "1+1=", "answer": " "}\n' * 3,
+            "field 'answer' is blank in all 3 rows; set data.train.answer_field",
+        ),
+        (b'{"question": "", "answer": "2"}\n', "field 'question' is blank in all 1 rows; set data.train.prompt_field"),
         (b'{"question": "1+1=", "answer": "2"}\n\xff\xfe\n', "rows.jsonl line 2: not JSON"),
         (b'{"question": "1+1=", "answer": ' + b"9" * 5000 + b"}\n", "rows.jsonl line 1: not JSON"),
         (b"[" * 100_000 + b"\n", "rows.jsonl line 1: not JSON"),

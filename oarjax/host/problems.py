@@ -40,7 +40,7 @@ def reference_answer(answer: str) -> str:
 def load_problems(config: DatasetConfig, *, where: str = "data.train") -> list[Problem]:
     """The problems of a dataset, in its order. ``where`` is the config section that errors name.
 
-    Raises DataError for a missing or empty source, a bad line, a missing field, or a missing package.
+    Raises DataError for a missing or empty source, a bad line, a missing or blank field, or a missing package.
     """
     if config.source.startswith("builtin:"):
         rows = _builtin_rows(config, where)
@@ -64,6 +64,8 @@ def load_problems(config: DatasetConfig, *, where: str = "data.train") -> list[P
     ]
     if not problems:
         raise DataError(f"{where}.source: {config.source} holds no rows")
+    _refuse_blank([p.prompt for p in problems], config.prompt_field, config.source, f"{where}.prompt_field")
+    _refuse_blank([p.answer for p in problems], config.answer_field, config.source, f"{where}.answer_field")
     return problems
 
 
@@ -76,6 +78,12 @@ def _field(row: dict[str, Any], field: str, place: str, setting: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(f"{place}: field {field!r} is {value!r}; expected text or a number; set {setting} to another")
     return str(value)
+
+
+def _refuse_blank(values: list[str], field: str, source: str, setting: str) -> None:
+    """Single blank rows are the grader's to count; a column of nothing else is the wrong one."""
+    if not any(value.strip() for value in values):
+        raise DataError(f"{source}: field {field!r} is blank in all {len(values)} rows; set {setting} to another")
 
 
 def _builtin_rows(config: DatasetConfig, where: str) -> Iterator[Row]:
