@@ -21,8 +21,9 @@ def watch(event, arguments):
     if text and str(name).startswith(("<lambdifygenerated", "<unknown>")):
         return
     frame = sys._getframe()
-    while frame is not None:  # modules may be imported late
-        if frame.f_globals.get("__name__", "").startswith("importlib"):
+    while frame is not None:
+        # Modules may be imported late, and one of sympy's writes code from the number of variables alone.
+        if frame.f_globals.get("__name__", "").startswith(("importlib", "sympy.polys.monomials")):
             return
         frame = frame.f_back
     seen.append(f"{event} {name}")
