@@ -10,7 +10,9 @@ A reward takes a ``Sample`` and returns a float. A user's own stands in a Python
         return float(sample.tokens < 200)
 
 Rewards run in the grading workers (``host/grade.py``), never in the training process: they may hang, crash or eat
-memory, and that costs one answer. This module imports neither jax nor, before the first answer, sympy.
+memory, and that costs one answer. Beside the reward ``math``, sympy's ``sympify`` and ``parse_expr`` read numbers and
+names alone: they would run what a completion says (``host/no_eval.py``). This module imports neither jax nor, before
+the first answer, sympy.
 """
 
 from __future__ import annotations
