@@ -264,3 +264,22 @@ def test_a_warm_start_that_explodes(oarjax, base, tmp_path):
     found = replayed(oarjax, err)
     assert "with a rate of 1e+39 the step is not: lower the rate" in found["place"]
     assert len(found["rows"]) == 4
+
+
+@pytest.mark.slow
+def test_a_batch_of_everything_there_is(oarjax, base, tmp_path):
+    """Several updates, a reference policy, importance on the reference answer: replay needs each part of the file."""
+    change = ["update.epochs=2", "update.minibatches=2", "loss.kl_beta=0.1", "credit.method=oar_g", "iterations=1"]
+    change += ["credit.answer.source=reference", "credit.answer.cue='='", "grading.rewards=[{name: huge}]"]
+    code, out, err = train(oarjax, base, tmp_path / "run", *change)
+    assert code == 0, err  # four updates were skipped, one fewer than health.stop_after
+    (record,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert record["skipped_in_a_row"] == 4
+    (file,) = (tmp_path / "run" / "bad_batches").glob("iteration-*")
+    _, evidence = read_bad_batch(file)
+    assert evidence.probed is not None
+    assert evidence.scores.old_logps.shape == evidence.scores.ref_logps.shape == evidence.completion.shape
+    found = replayed(oarjax, "oarjax replay " + out.split("oarjax replay ")[1].split("\n")[0])
+    assert len(found["rows"]) == 8
+    assert {row["replayed"] for row in found["rows"]} == {"advantage"}
+    assert {row["recorded"] for row in found["rows"]} == {"advantage"}
