@@ -51,7 +51,10 @@ def outcome(shape, method):
     a = np.random.default_rng(7).normal(size=16).astype(np.float32)
     a, mask = place(deck.deal((a, rollout.completion))[0], None)
     given, _ = steps.credit(found, r, s, a, mask, jax.random.key(6))
-    batch = TrainBatch(tokens=r.tokens, valid=r.valid, completion=mask, advantages=given.advantages, old_logps=None,
+    # Every program is given the same: the credit's own rounding is not to show in the gradients.
+    per_token = np.random.default_rng(8).normal(size=rollout.completion.shape).astype(np.float32)
+    (per_token,) = place(deck.deal((per_token * rollout.completion,))[0], None)
+    batch = TrainBatch(tokens=r.tokens, valid=r.valid, completion=mask, advantages=per_token, old_logps=None,
                        ref_logps=None, behaviour_logps=r.behaviour_logps)
     state = new_state(params, one, layout, seed=0)
     moved, metrics = steps.update(state, batch, used, steps.denominator(jnp.asarray(rollout.completion)))
