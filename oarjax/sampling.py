@@ -1,8 +1,9 @@
 """Rollouts: prefill each prompt once, then decode its whole group in one ``lax.while_loop``.
 
-Noise. Row b at step t draws with two uniforms from ``fold_in(fold_in(key, b), t)``: nothing else enters, so
-splitting rows over devices or hosts changes no draw, and rows appended to a batch leave the others as they
-were. Different batches need different keys: ``rollout_key``.
+Noise. A row at step t draws with two uniforms from ``fold_in(row's key, t)``: nothing else enters, so splitting rows
+over devices or hosts changes no draw, and rows appended to a batch leave the others as they were. Row b of a rollout
+has the key ``fold_in(key, b)``, and different batches need different keys: ``rollout_key``. In an evaluation the key is
+the problem's and the sample's own, ``problem_keys``: how problems are batched changes no draw.
 
 Drawing is by inverting the cumulative distribution, in two levels: blocks of 128 tokens by their mass, then a
 token in its block, each with a uniform of its own. One uniform of 23 bits over a whole vocabulary of 151,936
@@ -34,6 +35,12 @@ def rollout_key(root: Key[Array, ""], *, step: int | Int[Array, ""], batch: int 
     return jax.random.fold_in(jax.random.fold_in(root, step), batch)
 
 
+def problem_keys(key: Key[Array, ""], problems: Int[Array, "P"], *, samples: int) -> Key[Array, "B"]:
+    """A key for each of the ``samples`` rows of every problem, by its number in the dataset and the sample's."""
+    rows = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.repeat(problems, samples))
+    return jax.vmap(jax.random.fold_in)(rows, jnp.tile(jnp.arange(samples), problems.shape[0]))
+
+
 class _Loop(NamedTuple):
     step: Int32[Array, ""]  # tokens drawn so far
     token: Int32[Array, "B"]  # the last one
@@ -59,7 +66,42 @@ def sample(
     stop_ids: tuple[int, ...],
     pad_id: int,
 ) -> Rollout:
-    """Draw ``group_size`` completions of at most ``max_new`` tokens for every prompt.
+    """Draw ``group_size`` completions for every prompt, row b with noise from ``fold_in(key, b)``: see ``sample_rows``.
+
+    Raises:
+        ValueError: a keyword outside its range.
+    """
+    if group_size < 1:
+        raise ValueError(f"group_size: expected at least 1, got {group_size}")
+    rows = jnp.arange(prompts.tokens.shape[0] * group_size)
+    return sample_rows(
+        policy,
+        params,
+        prompts,
+        jax.vmap(lambda row: jax.random.fold_in(key, row))(rows),
+        max_new=max_new,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop_ids=stop_ids,
+        pad_id=pad_id,
+    )
+
+
+def sample_rows(
+    policy: Policy,
+    params: Params,
+    prompts: PromptBatch,
+    keys: Key[Array, "B"],
+    *,
+    max_new: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    stop_ids: tuple[int, ...],
+    pad_id: int,
+) -> Rollout:
+    """Draw a completion of at most ``max_new`` tokens for every key: the first B / P of them for the first prompt.
 
     A row ends with the first sampled stop id, which belongs to the completion; from there on tokens are
     ``pad_id``, ``valid`` is False and log-probs are 0. ``ended`` is False for rows cut at ``max_new``. The loop
@@ -79,11 +121,13 @@ def sample(
     Raises:
         ValueError: a keyword outside its range.
     """
-    _check(group_size=group_size, max_new=max_new, temperature=temperature, top_k=top_k, top_p=top_p)
+    _check(max_new=max_new, temperature=temperature, top_k=top_k, top_p=top_p)
     count, width = prompts.tokens.shape
-    rows = count * group_size
+    rows = keys.shape[0]
+    if rows == 0 or rows % count:
+        raise ValueError(f"keys: expected as many for each of the {count} prompts, got {rows}")
+    group_size = rows // count
     stops = jnp.asarray(stop_ids, jnp.int32)
-    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(rows))
 
     def draw(logits, step):
         uniforms = jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, step), (2,)))(keys)
@@ -242,10 +286,9 @@ def _chosen(logits: Float[Array, "B V"], token: Int32[Array, "B"]) -> Float[Arra
     return jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
 
 
-def _check(*, group_size: int, max_new: int, temperature: float, top_k: int, top_p: float) -> None:
-    for name, value in (("group_size", group_size), ("max_new", max_new)):
-        if value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
+def _check(*, max_new: int, temperature: float, top_k: int, top_p: float) -> None:
+    if max_new < 1:
+        raise ValueError(f"max_new: expected at least 1, got {max_new}")
     if temperature < 0:
         raise ValueError(f"temperature: expected 0 (greedy) or more, got {temperature}")
     if top_k < 0:

@@ -28,7 +28,7 @@ from oarjax.oar.gradient import row_keys
 from oarjax.oar.probe import Probe, ProbeMode
 from oarjax.optim import adamw, learning_rate
 from oarjax.policy import Policy
-from oarjax.sampling import sample
+from oarjax.sampling import problem_keys, sample, sample_rows
 from oarjax.types import AnswerSpan, Credit, Mean, Params, PromptBatch, Rollout, Scores, TrainBatch, TrainState
 
 Metrics = dict[str, Mean]
@@ -40,7 +40,7 @@ class Steps(NamedTuple):
     """The device programs of a run."""
 
     sample: Callable[..., Rollout]  # (params, prompts, key)
-    evaluate: Callable[..., Rollout]  # the same with the evaluation's temperature and samples
+    evaluate: Callable[..., Rollout]  # the same as cfg.eval says, every problem and sample with noise of its own
     score: Callable[..., Scores]  # (params, ref_params, rollout, span, row numbers, used, key[, probed], probe=mode)
     credit: Callable[..., tuple[Credit, Metrics]]  # (scores, rollout, span, advantages, completion, key)
     denominator: Callable[..., Float[Array, ""]]  # (completion of the whole rollout)
@@ -109,8 +109,18 @@ def make_steps(
         )
 
     def sample_evaluation(params: Params, prompts: PromptBatch, key: Key[Array, ""]) -> Rollout:
-        e = cfg.eval
-        return draw(params, prompts, key, group_size=e.samples, temperature=e.temperature, top_k=0, top_p=1.0)
+        return sample_rows(
+            policy,
+            params,
+            prompts,
+            problem_keys(key, prompts.problem, samples=cfg.eval.samples),
+            max_new=roll.max_new,
+            temperature=cfg.eval.temperature,
+            top_k=0,
+            top_p=1.0,
+            stop_ids=stop_ids,
+            pad_id=pad_id,
+        )
 
     def score(
         params: Params,

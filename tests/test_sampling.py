@@ -15,7 +15,7 @@ from oarjax.host.hf import load_params, read_config
 from oarjax.logps import token_logps
 from oarjax.models.qwen import make_policy
 from oarjax.policy import positions_of
-from oarjax.sampling import draw_token, filter_logits, rollout_key, sample
+from oarjax.sampling import draw_token, filter_logits, problem_keys, rollout_key, sample, sample_rows
 from oarjax.types import PromptBatch
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
@@ -348,3 +348,28 @@ def test_refuses_keywords_out_of_range(toy):
     ]:
         with pytest.raises(ValueError, match=text):
             sampler(toy[0], **wrong)(toy[1], prompt_batch(4), jax.random.key(0))
+
+
+def test_noise_of_a_problem_is_its_own(toy):
+    """Whatever else is in the batch, and in whatever order: a problem's samples are the same."""
+    policy, params = toy
+    settings = {"max_new": 8, "temperature": 1.0, **OFF, "stop_ids": (3, 11), "pad_id": 0}
+
+    def drawn(order, samples):
+        batch = prompt_batch(4, [PROMPTS[i] for i in order]).replace(problem=jnp.asarray(order, jnp.int32) + 7)
+        keys = problem_keys(jax.random.key(5), batch.problem, samples=samples)
+        rollout = sample_rows(policy, params, batch, keys, **settings)
+        made = np.asarray(rollout.tokens[:, 4:]).reshape(len(order), samples, -1)
+        return dict(zip(order, made.tolist()))
+
+    whole = drawn([0, 1, 2], 3)
+    assert drawn([2, 0, 1], 3) == whole
+    assert drawn([1], 2) == {1: whole[1][:2]}
+    assert len({str(row) for rows in whole.values() for row in rows}) > 6
+
+
+def test_as_many_keys_for_every_prompt(toy):
+    policy, params = toy
+    settings = {"max_new": 8, "temperature": 1.0, **OFF, "stop_ids": (3,), "pad_id": 0}
+    with pytest.raises(ValueError, match="as many for each of the 3 prompts, got 4"):
+        sample_rows(policy, params, prompt_batch(4), jax.random.split(jax.random.key(0), 4), **settings)

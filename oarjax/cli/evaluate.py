@@ -1,18 +1,34 @@
-"""Held-out accuracy of a policy, sampled with the evaluation's settings."""
+"""Held-out accuracy of a policy: sampled, graded, and put in the problems' order.
+
+The same for the evaluations of a run and for ``oarjax evaluate``: noise is a function of (seed, problem, sample), so
+neither the batches nor what was evaluated before change a result.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Float, Int
 
+from oarjax.accuracy import mean_score
+from oarjax.batches import take
 from oarjax.cli.session import Session
-from oarjax.host.data import eval_batches
+from oarjax.host.data import Encoded, eval_batches
 from oarjax.host.verdicts import Grading
 from oarjax.steps import Steps
-from oarjax.types import Params
+from oarjax.types import Grades, Params, Rollout
+
+
+class Graded(NamedTuple):
+    """The samples of some problems, ``eval.samples`` rows each."""
+
+    problems: Int[np.ndarray, "P"]  # row numbers in the dataset
+    rollout: Rollout
+    grades: Grades
 
 
 @dataclass(frozen=True)
@@ -48,25 +64,59 @@ def evaluation_from(tree: dict[str, Any] | None) -> Evaluation | None:
 
 def evaluate(session: Session, steps: Steps, grader: Grading, params: Params) -> Evaluation:
     """Sample every held-out problem ``eval.samples`` times. The noise depends on the seed, not on the iteration."""
-    cfg, held_out = session.cfg, session.held_out
+    held_out = session.held_out
     if held_out is None:
         raise ValueError("evaluate: the config has no data.eval")
-    key = jax.random.fold_in(jax.random.key(cfg.seed), 2**31 - 1)
-    scores, lengths, ended, waiting = [], [], [], []
-    batches = eval_batches(held_out, batch=cfg.eval.batch, bucket=cfg.rollout.prompt_bucket, pad_id=session.pad_id)
-    for n, (prompts, _, real) in enumerate(batches):
-        rollout = session.fetch(steps.evaluate(params, session.place(prompts, "rows"), jax.random.fold_in(key, n)))
-        rows = real * cfg.eval.samples
-        lengths.append(rollout.completion.sum(1)[:rows])
-        ended.append(rollout.ended[:rows])
-        waiting.append((session.submit(grader, held_out.by_index, prompts, rollout), rows))
-    first = cfg.grading.rewards[0].name
-    for wait, rows in waiting:
-        given = wait().per_reward[first][:rows].reshape(-1, cfg.eval.samples)
-        known = np.isfinite(given)
-        scores.append(np.where(known.any(1), np.nansum(given, 1) / np.maximum(known.sum(1), 1), np.nan))
+    batches = list(graded_batches(session, steps, grader, params, held_out))
+    scores: dict[int, float] = {}
+    for batch in batches:
+        scores |= dict(zip(batch.problems.tolist(), mean_score(first_rewards(session, batch)).tolist()))
     return Evaluation(
-        scores=np.concatenate(scores),
-        length=float(np.concatenate(lengths).mean()),
-        truncated=float(1 - np.concatenate(ended).mean()),
+        scores=np.asarray([scores[problem.index] for problem in held_out.problems]),
+        length=float(np.concatenate([batch.rollout.completion.sum(1) for batch in batches]).mean()),
+        truncated=float(1 - np.concatenate([batch.rollout.ended for batch in batches]).mean()),
+    )
+
+
+def graded_batches(
+    session: Session, steps: Steps, grader: Grading, params: Params, encoded: Encoded, *, skip: int = 0
+) -> Iterator[Graded]:
+    """The samples of every problem, batch by batch; one batch is sampled while those before it are graded.
+
+    Args:
+        skip: problems that are known already, the first in ``host.data.eval_order``.
+    """
+    cfg = session.cfg
+    key = jax.random.fold_in(jax.random.key(cfg.seed), 2**31 - 1)
+    waiting = None
+    settings = {"batch": cfg.eval.batch, "bucket": cfg.rollout.prompt_bucket, "pad_id": session.pad_id}
+    for prompts, _, real in eval_batches(encoded, **settings, skip=skip):
+        rollout = session.fetch(steps.evaluate(params, session.place(prompts, "rows"), key))
+        wait = session.submit(grader, encoded.by_index, prompts, rollout)
+        if waiting is not None:
+            yield _leading(*waiting, samples=cfg.eval.samples)
+        waiting = (np.asarray(prompts.problem)[:real], rollout, wait)
+    if waiting is not None:
+        yield _leading(*waiting, samples=cfg.eval.samples)
+
+
+def first_rewards(session: Session, batch: Graded) -> Float[np.ndarray, "P n"]:
+    """The first reward of every sample, which is what evaluations score; NaN where it could not be graded."""
+    name = session.cfg.grading.rewards[0].name
+    return batch.grades.per_reward[name].reshape(len(batch.problems), -1).astype(float)
+
+
+def _leading(problems: Int[np.ndarray, "P"], rollout: Rollout, wait: Any, *, samples: int) -> Graded:
+    """Wait for the grades, and drop the rows that only fill the batch."""
+    rows, grades = len(problems) * samples, wait()
+    return Graded(
+        problems,
+        take(rollout, np.arange(rows)),
+        Grades(
+            rewards=grades.rewards[:rows],
+            per_reward={name: values[:rows] for name, values in grades.per_reward.items()},
+            verdicts=grades.verdicts[:rows],
+            answers=grades.answers[:rows],
+            notes=grades.notes[:rows],
+        ),
     )

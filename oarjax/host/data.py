@@ -59,6 +59,7 @@ def encode_problems(
     system_prompt: str | None,
     prompt_format: str,
     max_prompt: int,
+    thinking: bool | None = None,
 ) -> Encoded:
     """Prompts as ids. Those of more than ``max_prompt`` tokens are left out and counted, never cut.
 
@@ -67,7 +68,7 @@ def encode_problems(
     pairs = [
         (problem, ids)
         for problem in problems
-        if len(ids := _render(tokenizer, problem, template, system_prompt, prompt_format)) <= max_prompt
+        if len(ids := _render(tokenizer, problem, template, system_prompt, prompt_format, thinking)) <= max_prompt
     ]
     if not pairs:
         raise DataError(f"all {len(problems)} prompts are longer than {max_prompt} tokens; raise data.max_prompt")
@@ -84,6 +85,7 @@ def encode_pairs(
     prompt_format: str,
     max_length: int,
     stop_id: int,
+    thinking: bool | None = None,
 ) -> Encoded:
     """Prompts with the completions to imitate: the answer field's ids, then ``stop_id``.
 
@@ -91,7 +93,7 @@ def encode_pairs(
     """
     triples = []
     for problem in problems:
-        prompt = _render(tokenizer, problem, template, system_prompt, prompt_format)
+        prompt = _render(tokenizer, problem, template, system_prompt, prompt_format, thinking)
         completion = [*encode(tokenizer, problem.answer), stop_id]
         if len(prompt) + len(completion) <= max_length:
             triples.append((problem, prompt, completion))
@@ -237,16 +239,24 @@ class SFTStream:
         self._stream.restore(state)
 
 
-def eval_batches(
-    encoded: Encoded, *, batch: int, bucket: int, pad_id: int
-) -> Iterator[tuple[PromptBatch, list[Problem], int]]:
-    """Every problem once, in order: (prompts, problems, how many of them count).
+def eval_order(encoded: Encoded) -> list[int]:
+    """Rows by prompt length, the longest first: batches are little padded, and too little memory shows at once."""
+    return sorted(range(len(encoded)), key=lambda row: -len(encoded.prompts[row]))
 
-    The last batch is filled up with its own first problem, to keep the shape; only the leading rows count.
+
+def eval_batches(
+    encoded: Encoded, *, batch: int, bucket: int, pad_id: int, skip: int = 0
+) -> Iterator[tuple[PromptBatch, list[Problem], int]]:
+    """Every problem once, in the order of ``eval_order``: (prompts, problems, how many of them count).
+
+    The last batch is filled up with its own first problem, to keep the shape; only the leading rows count. The first
+    ``skip`` problems of the order are left out.
     """
-    for start in range(0, len(encoded), batch):
-        real = min(batch, len(encoded) - start)
-        rows = [start + place if place < real else start for place in range(batch)]
+    order = eval_order(encoded)
+    for start in range(skip, len(order), batch):
+        rows = order[start : start + batch]
+        real = len(rows)
+        rows += [rows[0]] * (batch - real)
         length = bucketed((encoded.prompts[row] for row in rows), bucket)
         yield *_prompt_batch(encoded, rows, length, pad_id), real
 
@@ -263,7 +273,13 @@ def _render(
     template: Literal["chat", "plain"],
     system_prompt: str | None,
     prompt_format: str,
+    thinking: bool | None,
 ) -> list[int]:
     return render_prompt(
-        tokenizer, problem.prompt, template=template, system_prompt=system_prompt, prompt_format=prompt_format
+        tokenizer,
+        problem.prompt,
+        template=template,
+        system_prompt=system_prompt,
+        prompt_format=prompt_format,
+        thinking=thinking,
     )
