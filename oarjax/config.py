@@ -104,6 +104,9 @@ class DataConfig(Section):
     eval: DatasetConfig | None = None
     template: Literal["chat", "plain"] = "chat"
     system_prompt: str | None = None
+    thinking: bool | None = Field(
+        default=None, description="for chat templates with enable_thinking (Qwen3); null = as the template has it"
+    )
     prompt_format: str = Field(default="{prompt}", description="applied to each prompt before the template")
     max_prompt: Positive = Field(default=512, description="tokens; longer prompts are counted and left out, never cut")
     shuffle: bool = True
@@ -479,6 +482,8 @@ def _contradictions(c: Config) -> Iterator[str]:
         yield f"distributed.coordinator: expected host:port such as 10.0.0.2:8476, got {d.coordinator!r}"
     elif d.processes is not None and d.process is not None and d.process >= d.processes:
         yield f"distributed.process: {d.process} is not one of {d.processes}; they are numbered from 0"
+    if c.data.thinking is not None and c.data.template != "chat":
+        yield f"data.thinking: goes with data.template chat, and it is {c.data.template}; set null, or template to chat"
     if c.update.epochs * c.update.minibatches == 1 and c.loss.dual_clip is not None:
         yield "loss.dual_clip: the ratio is exactly 1 with one epoch and one minibatch; set null or raise update.epochs"
     rows = c.rollout.prompts * c.rollout.group_size

@@ -159,6 +159,7 @@ def fields() -> dict[str, Field]:
         **dataset("sft.data"),
         "data.template": Field("chat", data, error="no chat template; set data.template to plain"),
         "data.system_prompt": Field("1", data),
+        "data.thinking": Field(False, data, error="data.thinking: goes with data.template chat"),
         "data.prompt_format": Field("({prompt})", data),
         "data.max_prompt": Field(5, data),
         "data.shuffle": Field(False, command),

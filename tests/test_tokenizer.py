@@ -126,6 +126,20 @@ def test_chat_template_opens_the_assistants_turn(bpe):
     assert [i for i in ids if i in (start, end)] == [start, end, start, end, start]
 
 
+def test_thinking_is_switched_where_the_template_can(bpe):
+    tokenizer = load_tokenizer(bpe)
+    rendered = {"template": "chat", "system_prompt": None, "prompt_format": "{prompt}"}
+    with pytest.raises(TokenizerError, match=r"data\.thinking: the chat template has no enable_thinking; set"):
+        render_prompt(tokenizer, "2+2?", **rendered, thinking=True)
+    tokenizer.chat_template = str(tokenizer.chat_template) + "{% if enable_thinking is false %}No.{% endif %}"
+    table = token_bytes(tokenizer, 300)
+    whole = {
+        on: text_of(render_prompt(tokenizer, "2+2?", **rendered, thinking=on), table) for on in (None, True, False)
+    }
+    assert whole[True] == whole[None]
+    assert whole[False] == whole[None] + "No."
+
+
 def test_plain_template(bpe):
     tokenizer = load_tokenizer(bpe)
     table = token_bytes(tokenizer, 300)

@@ -78,6 +78,7 @@ def saved_completions(session: Session, saved: Sequence[SavedRollout]) -> Drawn:
             template=cfg.data.template,
             system_prompt=cfg.data.system_prompt,
             prompt_format=cfg.data.prompt_format,
+            thinking=cfg.data.thinking,
         )
 
     prompts = [prompt_ids(s) for s in saved]

@@ -320,6 +320,7 @@ def open_session(cfg: Config, console: Console) -> Session:
             template=cfg.data.template,
             system_prompt=cfg.data.system_prompt,
             prompt_format=cfg.data.prompt_format,
+            thinking=cfg.data.thinking,
             max_prompt=cfg.data.max_prompt,
         )
 
@@ -331,6 +332,7 @@ def open_session(cfg: Config, console: Console) -> Session:
             template=cfg.data.template,
             system_prompt=cfg.data.system_prompt,
             prompt_format=cfg.data.prompt_format,
+            thinking=cfg.data.thinking,
             max_length=cfg.sft.max_length,
             stop_id=stop_token(tokenizer, stops),
         )

@@ -153,14 +153,17 @@ def render_prompt(
     template: Literal["chat", "plain"],
     system_prompt: str | None,
     prompt_format: str,
+    thinking: bool | None = None,
 ) -> list[int]:
     """Ids of one prompt, ready for the completion to follow.
 
     ``prompt_format`` is applied first; only ``{prompt}`` is replaced, so other braces (``\\boxed{}``) stand.
     chat: the tokenizer's chat template with the system prompt, where there is one, the prompt as the user's turn
-    and the opening of the assistant's turn. plain: the text as it is, a system prompt and a blank line before it.
+    and the opening of the assistant's turn, with Qwen3's switch for thinking where it is given. plain: the text as it
+    is, a system prompt and a blank line before it.
 
-    Raises TokenizerError for a missing or failing chat template, a format without ``{prompt}``, an empty result.
+    Raises TokenizerError for a missing or failing chat template, one without the switch that is given, a format
+    without ``{prompt}``, an empty result.
     """
     if "{prompt}" not in prompt_format:
         raise TokenizerError(f"data.prompt_format {prompt_format!r}: expected {{prompt}} where the prompt goes")
@@ -168,10 +171,13 @@ def render_prompt(
     if template == "chat":
         if tokenizer.chat_template is None:
             raise TokenizerError("the tokenizer has no chat template; set data.template to plain")
+        switch: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
+        if switch and not can_think(tokenizer):
+            raise TokenizerError("data.thinking: the chat template has no enable_thinking; set data.thinking to null")
         turns = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
         turns.append({"role": "user", "content": text})
         try:
-            rendered = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+            rendered = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, **switch)
         except Exception as error:  # Jinja has many, and a template may raise its own
             raise TokenizerError(
                 f"the chat template fails on the prompt {_short(prompt)} ({type(error).__name__}: {error}); "
@@ -183,6 +189,11 @@ def render_prompt(
     if not ids:
         raise TokenizerError(f"the prompt {_short(prompt)} encodes to no tokens at all")
     return ids
+
+
+def can_think(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Whether the chat template has Qwen3's switch for thinking."""
+    return "enable_thinking" in str(tokenizer.chat_template)
 
 
 def _check_round_trip(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
