@@ -105,6 +105,65 @@ def sample(
     run(policy, prompts, template.value, count, max_new, temperature, top_k, top_p, seed)
 
 
+EVALUATE_HELP = (
+    "Evaluate a policy on benchmarks by name: pass@1, pass@k, avg@k and maj@k with 95% intervals.\n\n"
+    "Benchmarks: gsm8k, math500, aime24, aime25, amc23 (from the hub, or name=file for a local copy), demo, any file "
+    "(.jsonl, .parquet) or hub dataset; of a run, without --data, its own held-out problems. The folder gets "
+    "results.json, and samples.jsonl with every sample; the same command goes on with an evaluation that was stopped."
+)
+
+
+@app.command(help=EVALUATE_HELP, epilog="Example: oarjax evaluate runs/demo --data demo --k 8")
+def evaluate(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="Run folder (its export, else its newest checkpoint), checkpoint folder, HF folder or hub name.",
+            show_default=False,
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY.SUB=VALUE...",
+            help="Config fields, such as rollout.max_new=4096 eval.batch=16 data.eval.limit=100 mesh.tensor=4.",
+            show_default=False,
+        ),
+    ] = None,
+    data: Annotated[str | None, typer.Option(metavar="NAMES", help="With commas between.", show_default=False)] = None,
+    k: Annotated[int | None, typer.Option(help="Samples per problem.", min=1, show_default="1")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 = greedy.", min=0.0, show_default="0 for one sample, 1 for more")
+    ] = None,
+    prompt: Annotated[
+        str,
+        typer.Option(help="chat, qwen-math, qwen3, qwen3-no-thinking, few-shot or plain; auto: by the tokenizer."),
+    ] = "auto",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the results.", show_default="below the run's, or in runs/evaluate")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """``oarjax evaluate``; see ``EVALUATE_HELP``."""
+    from oarjax.cli.benchmark import run
+
+    given = overrides or []
+    run(target, data=data, k=k, temperature=temperature, prompt=prompt, overrides=given, out=out, as_json=as_json)
+
+
+@app.command(epilog="Example: oarjax compare runs/a/evaluate/demo-k8 runs/b/evaluate/demo-k8")
+def compare(
+    ours: Annotated[Path, typer.Argument(metavar="A", help="results.json of oarjax evaluate, or its folder.")],
+    theirs: Annotated[Path, typer.Argument(metavar="B", help="The one to compare with, on the same problems.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """Compare two evaluations problem by problem: differences with 95% intervals."""
+    from oarjax.cli.benchmark import run_compare
+
+    run_compare(ours, theirs, as_json=as_json)
+
+
 @app.command(epilog="Example: oarjax export runs/demo/export exported --dtype bfloat16")
 def export(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="HF folder or hub name to read.")],

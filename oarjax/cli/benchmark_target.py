@@ -1,0 +1,91 @@
+"""What ``oarjax evaluate`` evaluates: a run's export or checkpoint, an HF folder, or a hub name."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+from oarjax.cli.session import Session, lay_out, new_state
+from oarjax.config import BUILTIN_POLICIES, Config, ConfigError, parse_config
+from oarjax.host.checkpoint import Checkpoints, finished
+from oarjax.host.manifest import NAME, damage
+from oarjax.steps import make_optimizer
+from oarjax.types import Params
+
+
+class Target(NamedTuple):
+    policy: str  # HF folder or hub name: architecture, tokenizer and, without a checkpoint, weights
+    run: Config | None = None  # of the run whose folder was named
+    checkpoint: Path | None = None
+
+
+def find_target(text: str) -> Target:
+    """What a folder or name stands for. A run is read, never changed: it may be going on.
+
+    Raises:
+        ConfigError: a run without a policy yet, or a checkpoint that cannot be trusted.
+    """
+    path = Path(text).expanduser()
+    if (path / "config.yaml").is_file():
+        cfg = _config(path)
+        export = path / (cfg.export.folder or "export")
+        if (export / "config.json").is_file():
+            return Target(str(export), cfg)
+        return Target(_policy(path, cfg), cfg, _newest(path))
+    if path.name.isdecimal() and (path / NAME).is_file():
+        run = path.absolute().parent.parent
+        if not (run / "config.yaml").is_file():
+            raise ConfigError(f"{path}: a checkpoint is read with its run's config.yaml, and {run} has none")
+        if (wrong := damage(path)) is not None:
+            raise ConfigError(f"{path}: this checkpoint cannot be trusted: {wrong}; take another")
+        cfg = _config(run)
+        return Target(_policy(run, cfg), cfg, path.absolute())
+    return Target(text)
+
+
+def _config(run: Path) -> Config:
+    return parse_config(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")), source=f"{run}/config.yaml")
+
+
+def _policy(run: Path, cfg: Config) -> str:
+    """The HF folder that a run's checkpoints started from; built-in policies lie in the run's folder."""
+    return str(run / "policy") if cfg.policy.path in BUILTIN_POLICIES else cfg.policy.path
+
+
+def _newest(run: Path) -> Path:
+    for number in sorted(finished(run / "checkpoints"), reverse=True):
+        at = (run / "checkpoints" / f"{number:06d}").absolute()
+        if damage(at) is None:
+            return at
+    raise ConfigError(f"{run}: this run has neither an export nor a checkpoint that can be trusted yet; let it go on")
+
+
+def load_target(target: Target, session: Session) -> Params:
+    """The weights, laid out over the session's mesh. A checkpoint's come with the run's optimizer state for a moment.
+
+    Raises:
+        ConfigError: the checkpoint is of another model.
+    """
+    if target.run is None or target.checkpoint is None:
+        return session.load(lay_out(session, make_optimizer(session.cfg)[0]))
+    tx, _ = make_optimizer(target.run)
+    layout = lay_out(session, tx)
+    like = new_state(session.load(layout), tx, layout, seed=0)
+    with Checkpoints(target.checkpoint.parent, keep=1) as checkpoints:
+        state, _ = checkpoints.restore(int(target.checkpoint.name), like=like)
+    return state.params
+
+
+def weights_digest(target: Target, folder: Path) -> str:
+    """SHA-256 of the weights, to tell whether a half-done evaluation was of this very policy."""
+    digest = hashlib.sha256()
+    if target.checkpoint is not None:
+        digest.update((target.checkpoint / NAME).read_bytes())
+        return digest.hexdigest()
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()

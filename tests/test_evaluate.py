@@ -1,0 +1,286 @@
+"""``oarjax evaluate``: a run, its export and its checkpoint agree, a killed one goes on, two are compared."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import yaml
+from conftest import CACHE
+
+import oarjax.cli.benchmark
+from oarjax.cli.benchmark_results import benchmark_result, compare
+from oarjax.cli.benchmark_target import find_target
+from oarjax.cli.main import main
+from oarjax.config import ConfigError
+from oarjax.host.benchmarks import BENCHMARKS, FIRST_ANSWER, PROMPTS, family_prompt, few_shot, read_names
+from oarjax.host.builtin import write_builtin_policy
+from oarjax.host.report import read_metrics
+from oarjax.host.sample_lines import SampleLines
+from oarjax.host.tokenizer import load_tokenizer
+from oarjax.oar.answer import extract_answer
+
+CHEAP = ["data.eval.limit=10", "rollout.max_new=8", "eval.batch=4", "grading.workers=1", f"compilation_cache={CACHE}"]
+CHEAP += ["device=cpu"]
+
+
+@pytest.fixture
+def oarjax_json(monkeypatch, capfd):
+    """Run the command with --json in this process: what it prints, or (exit code, error)."""
+
+    def command(*arguments):
+        monkeypatch.setattr(sys, "argv", ["oarjax", *map(str, arguments), "--json"])
+        capfd.readouterr()
+        try:
+            main()
+        except SystemExit as end:
+            if end.code:
+                return end.code, " ".join(capfd.readouterr().err.split())
+        return json.loads(capfd.readouterr().out)
+
+    return command
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("policy") / "tiny"
+    return write_builtin_policy(folder, seed=0, hidden=16, layers=1, heads=2, kv_heads=1, ffn=16)
+
+
+def test_a_policy_on_the_demo(oarjax_json, policy, tmp_path):
+    result = oarjax_json("evaluate", policy, "--data", "demo", "--k", 4, *CHEAP, "--out", tmp_path / "a")
+    found = result["benchmarks"]["demo"]
+    assert (found["problems"], found["samples"], found["prompt"]) == (10, 4, "plain")
+    assert set(found["figures"]) == {"pass@1", "pass@2", "pass@4", "avg@4", "maj@4"}
+    assert json.loads((tmp_path / "a" / "results.json").read_text()) == result
+    rows = [json.loads(line) for line in (tmp_path / "a" / "samples.jsonl").read_text().splitlines()]
+    assert sorted((r["problem"], r["sample"]) for r in rows) == [(p, s) for p in range(10) for s in range(4)]
+    assert found["truncated"] == np.mean([not r["ended"] for r in rows])
+    assert found["length"] == np.mean([r["tokens"] for r in rows])
+    assert [len(r["prompt"]) for r in rows] == sorted((len(r["prompt"]) for r in rows), reverse=True)
+    assert len({r["completion"] for r in rows}) > 20
+
+
+def test_killed_it_goes_on_and_gives_the_same_json(oarjax_json, policy, tmp_path, monkeypatch):
+    arguments = ["evaluate", policy, "--data", "demo", "--k", 2, *CHEAP]
+    whole = oarjax_json(*arguments, "--out", tmp_path / "whole")
+    written, write = [], SampleLines.write
+
+    def killed(self, records):
+        if len(written) == 2:
+            write(self, records[:3])  # in the middle of the third batch
+            raise KeyboardInterrupt
+        written.append(records)
+        write(self, records)
+
+    monkeypatch.setattr(SampleLines, "write", killed)
+    monkeypatch.setattr(sys, "argv", ["oarjax", *map(str, arguments), "--out", str(tmp_path / "cut")])
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        main()
+    monkeypatch.setattr(SampleLines, "write", write)
+    cut = tmp_path / "cut" / "samples.jsonl"
+    assert len(cut.read_text().splitlines()) == 2 * 4 * 2 + 3
+    with cut.open("a") as file:
+        file.write('{"benchmark": "demo", "prob')
+    drawn = []
+    monkeypatch.setattr(SampleLines, "write", lambda self, records: (drawn.extend(records), write(self, records))[1])
+    assert oarjax_json(*arguments, "--out", tmp_path / "cut") == whole
+    assert len(drawn) == 2 * 2  # the third batch has two problems
+    assert cut.read_text() == (tmp_path / "whole" / "samples.jsonl").read_text()
+    monkeypatch.setattr(oarjax.cli.benchmark, "graded_batches", None)  # and again, there is nothing left to draw
+    assert oarjax_json(*arguments, "--out", tmp_path / "cut") == whole
+    code, error = oarjax_json(*arguments, "seed=1", "--out", tmp_path / "cut")
+    assert code == 2
+    assert "holds another evaluation (benchmarks.demo.settings.seed differ)" in error
+
+
+def test_neither_batches_nor_other_problems_change_a_sample(oarjax_json, policy, tmp_path):
+    def rows(name, *changes):
+        oarjax_json("evaluate", policy, "--data", "demo", "--k", 2, *CHEAP, *changes, "--out", tmp_path / name)
+        lines = (tmp_path / name / "samples.jsonl").read_text().splitlines()
+        return {(r["problem"], r["sample"]): r["completion"] for r in map(json.loads, lines)}
+
+    four = rows("four")
+    assert rows("three", "eval.batch=3") == four
+    few = rows("few", "data.eval.limit=4")
+    assert few == {place: text for place, text in four.items() if place[0] < 4}
+
+
+@pytest.mark.slow
+def test_a_run_its_export_and_its_checkpoint_agree(oarjax_json, policy, tmp_path, monkeypatch):
+    """The same JSON from each of them, and of the run's own held-out problems what the run itself had measured last."""
+    task = {"source": "builtin:arithmetic", "arithmetic": {"terms": 2, "highest": 19}}
+    tree = {
+        "run_dir": str(tmp_path / "run"),
+        "iterations": 2,
+        "device": "cpu",
+        "compilation_cache": str(CACHE),
+        "policy": {"path": str(policy), "remat": "none"},
+        "data": {
+            "template": "plain",
+            "max_prompt": 16,
+            "train": task | {"split": "train", "limit": 40},
+            "eval": task | {"split": "eval", "limit": 12},
+        },
+        "sft": {"data": task | {"split": "sft", "limit": 64}, "steps": 80, "batch": 16, "microbatch": 16}
+        | {"max_length": 48},
+        "rollout": {"prompts": 4, "group_size": 4, "max_new": 12, "prompt_bucket": 16, "completion_bucket": 12},
+        "grading": {"rewards": [{"name": "format"}, {"name": "exact"}], "workers": 1},
+        "credit": {"answer": {"style": "hash"}},
+        "update": {"microbatch": 8},
+        "optim": {"lr": 1e-3},
+        "eval": {"batch": 5, "samples": 3},
+        "checkpoint": {"every": 1},
+        "report": {"html": False},
+        "export": {"folder": "exported"},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+    run = tmp_path / "run"
+    monkeypatch.setattr(sys, "argv", ["oarjax", "train", str(tmp_path / "run.yaml")])
+    with pytest.raises(SystemExit, match="^0$"):
+        main()
+    arguments = ["--data", "demo", "--k", 8, *CHEAP]
+    of_run = oarjax_json("evaluate", run, *arguments)
+    assert json.loads((run / "evaluate" / "demo-k8" / "results.json").read_text()) == of_run
+    assert oarjax_json("evaluate", run / "exported", *arguments, "--out", tmp_path / "out") == of_run
+    newest = oarjax_json("evaluate", run / "checkpoints" / "000002", *arguments)
+    assert newest["benchmarks"] == of_run["benchmarks"]
+    assert newest["policy"] != of_run["policy"]
+    own = oarjax_json("evaluate", run, "grading.workers=1", "eval.batch=7")["benchmarks"]["held-out"]
+    last = read_metrics(run / "metrics.jsonl")[-1]
+    np.testing.assert_allclose(own["figures"]["avg@3"]["value"], last["pass_at_1"])
+    assert last["pass_at_1"] > 0
+    np.testing.assert_allclose(own["length"], last["eval/length"])
+    np.testing.assert_allclose(own["truncated"], last["eval/truncated"])
+
+    (run / "exported").rename(tmp_path / "elsewhere")
+    assert find_target(str(run)).checkpoint == run / "checkpoints" / "000002"
+    weights = next((run / "checkpoints" / "000002").rglob("d/*"))
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    assert find_target(str(run)).checkpoint == run / "checkpoints" / "000001"
+    with pytest.raises(ConfigError, match="this checkpoint cannot be trusted"):
+        find_target(str(run / "checkpoints" / "000002"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--data", "demo", "--k", "2", "--temperature", "0"], "all 2 samples of a problem are the same"),
+        (["--data", "demo,demo"], "expected different names out of gsm8k"),
+        (["--data", "gsm9k"], "'gsm9k' is neither a benchmark (gsm8k, math500"),
+        (["--data", "mine=rows.jsonl"], "'mine' is no benchmark"),
+        (["--data", "nothing.jsonl"], "data.eval.source: no file nothing.jsonl"),
+        (["--data", "demo", "optim.lr=1"], "optim.lr=1: an evaluation reads seed, device"),
+        (["--data", "demo", "rollout.max_new=0"], "rollout.max_new: Input should be greater than 0"),
+        (["--data", "demo", "rollout.max_new=5000"], "more than the checkpoint's max_position_embeddings"),
+        (["--data", "demo", "data.eval.splitt=test"], "splitt: no such field (did you mean split?)"),
+        ([], "is no run with held-out problems of its own"),
+    ],
+)
+def test_mistakes(oarjax_json, policy, tmp_path, arguments, says):
+    code, error = oarjax_json("evaluate", policy, *arguments, "--out", tmp_path / "out", "device=cpu")
+    assert code == 2
+    assert says in error
+
+
+def test_prompts_that_do_not_fit(oarjax_json, policy, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"problem": "1+2=", "answer": 3}\n')
+    arguments = ["evaluate", policy, "--data", tmp_path / "rows.jsonl", "--out", tmp_path / "out", "device=cpu"]
+    arguments += ["data.max_prompt=64", "rollout.max_new=8"]
+    code, error = oarjax_json(*arguments, "--prompt", "chat")
+    assert code == 2
+    assert "the tokenizer has no chat template" in error
+    code, error = oarjax_json(*arguments, "--prompt", "poem")
+    assert code == 2
+    assert "--prompt: expected auto, chat, qwen-math" in error
+
+
+def test_a_file_of_ones_own(oarjax_json, policy, tmp_path):
+    """Its fields are found by their names, a local copy of a benchmark is asked like the benchmark."""
+    (tmp_path / "rows.jsonl").write_text('{"problem": "1+2=", "answer": 3}\n{"problem": "2+2=", "answer": "4"}\n')
+    small = ["rollout.max_new=4", "data.max_prompt=16", *CHEAP[2:], "credit.answer.style=hash"]
+    result = oarjax_json(
+        "evaluate", policy, "--data", tmp_path / "rows.jsonl", "--prompt", "plain", *small, "--out", tmp_path / "out"
+    )
+    found = result["benchmarks"]["rows"]
+    assert (found["problems"], found["figures"]["pass@1"]["problems"]) == (2, 2)
+    (asked,) = read_names(f"gsm8k={tmp_path}/rows.jsonl")
+    assert (asked.name, asked.benchmark.max_new) == ("gsm8k", BENCHMARKS["gsm8k"].max_new)
+
+
+def lines(scores, answers):
+    return [
+        {"problem": p, "sample": s, "score": score, "answer": answers[p][s], "tokens": 10, "ended": s > 0}
+        | {"verdict": "timeout" if score is None else "graded"}
+        for p, row in enumerate(scores)
+        for s, score in enumerate(row)
+    ]
+
+
+def test_figures_of_a_benchmark():
+    records = lines([[1.0, 0.0, 1.0], [0.0, 0.0, None]], [["3", "4", "3"], ["1", None, "2"]])
+    found = benchmark_result(records[::-1], samples=3)
+    values = {name: figure["value"] for name, figure in found["figures"].items()}
+    np.testing.assert_allclose([values["pass@1"], values["avg@3"], values["maj@3"]], [1 / 3, 1 / 3, 1 / 2])
+    np.testing.assert_allclose(values["pass@2"], 1 / 2)
+    assert (values["pass@3"], found["figures"]["pass@3"]["problems"]) == (1, 1)  # the other has two graded samples
+    assert found["ungraded"] == 1
+    assert found["verdicts"] == {"graded": 5, "timeout": 1}
+    np.testing.assert_allclose([found["truncated"], found["no_answer"], found["length"]], [1 / 3, 1 / 6, 10])
+
+
+def test_two_evaluations_are_paired(oarjax_json, policy, tmp_path):
+    for name, seed in (("a", 0), ("b", 1)):
+        oarjax_json("evaluate", policy, "--data", "demo", "--k", 2, *CHEAP, f"seed={seed}", "--out", tmp_path / name)
+    a, b = (json.loads((tmp_path / name / "results.json").read_text()) for name in "ab")
+    for result, scores in ((a, [1.0, 1, 0.5]), (b, [0.5, 1, 0])):
+        result["benchmarks"]["demo"]["by_problem"]["avg@2"][:3] = scores
+        result["benchmarks"]["demo"]["by_problem"]["avg@2"][3:] = [0.0] * 7
+    found = compare(a, b)["benchmarks"]["demo"]
+    np.testing.assert_allclose(found["figures"]["avg@2"]["value"], 0.1)
+    # Deviation of (.5, 0, .5, 0 x 7), t(0.975, 9) = 2.262157.
+    half = 2.262157 * np.std([0.5, 0, 0.5] + [0] * 7, ddof=1) / np.sqrt(10)
+    np.testing.assert_allclose(found["figures"]["avg@2"]["high"], 0.1 + half, rtol=1e-6)
+    assert found["settings"] == {"seed": [0, 1]}
+    printed = oarjax_json("compare", tmp_path / "a", tmp_path / "b" / "results.json")
+    assert set(printed["benchmarks"]["demo"]["figures"]) == {"pass@1", "pass@2", "avg@2", "maj@2"}
+    b["benchmarks"]["demo"]["data"] = "other"
+    with pytest.raises(ConfigError, match="other problems and cannot be paired"):
+        compare(a, b)
+    with pytest.raises(ConfigError, match="share no benchmark"):
+        compare(a, {"benchmarks": {}})
+
+
+def test_prompts_by_family(policy):
+    tokenizer = load_tokenizer(policy)
+    families = {}
+    for template in (
+        None,
+        "{{ messages }}",
+        "{% if enable_thinking %}",
+        "x " + PROMPTS["qwen-math"]["data.system_prompt"],
+    ):
+        tokenizer.chat_template = template
+        families[template] = family_prompt("org/policy", tokenizer)
+    assert list(families.values()) == ["few-shot", "chat", "qwen3", "qwen-math"]
+    tokenizer.chat_template = "{{ messages }}"
+    assert family_prompt("Qwen/Qwen2.5-Math-1.5B", tokenizer) == "qwen-math"
+
+
+def test_few_shot_reads_the_first_answer():
+    assert few_shot().count("{prompt}") == 1
+    made = " 2 + 2 = 4. The answer is $4$.\n\nQuestion: 3?\nAnswer: The answer is 5."
+    assert extract_answer(made, style="regex", pattern=FIRST_ANSWER) == "4"
+    assert extract_answer("The answer is \\frac{1}{9}.", style="regex", pattern=FIRST_ANSWER) == "\\frac{1}{9}"
+    assert extract_answer("It is 4.", style="regex", pattern=FIRST_ANSWER) is None
+
+
+def test_names():
+    assert [a.name for a in read_names("gsm8k, aime24=old/aime.parquet,mine.jsonl,org/set")] == [
+        "gsm8k",
+        "aime24",
+        "mine",
+        "set",
+    ]
