@@ -7,7 +7,9 @@ every method; the first one writes the manifests, looks and removes.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import shutil
 import threading
 from collections.abc import Callable
@@ -136,6 +138,7 @@ class Checkpoints:
         return max(scores, key=lambda n: scores[n]) if scores else None
 
     def __enter__(self) -> Checkpoints:
+        logging.getLogger("absl").addFilter(_not_orbax)
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -145,7 +148,9 @@ class Checkpoints:
             if kind is None:  # else what is under way says more
                 raise
         finally:
-            self._writer.close()
+            with contextlib.suppress(Exception):  # of a write that failed, which has been told
+                self._writer.close()
+            logging.getLogger("absl").removeFilter(_not_orbax)
 
     def _at(self, iteration: int) -> Path:
         return self.folder / f"{iteration:06d}"
@@ -168,7 +173,10 @@ class Checkpoints:
             _remove(self._at(iteration))
 
     def _forget(self, at: Path) -> None:
-        """Free the space of a write that failed."""
+        """Free the space of a write that failed, and the writer that remembers it."""
+        with contextlib.suppress(Exception):
+            self._writer.close()
+        self._writer = ocp.StandardCheckpointer()
         if is_first():
             for path in [at, *_half_written(self.folder)]:
                 _remove(path)
@@ -221,6 +229,11 @@ def check_arrays(at: Path, saved: dict[str, str], wanted: dict[str, str]) -> Non
             f"and {wanted.get(name, 'absent')} here ({len(differ)} of {len(saved | wanted)} arrays differ); give "
             "another run_dir=..., or the policy and optimizer it was made with"
         )
+
+
+def _not_orbax(record: logging.LogRecord) -> bool:
+    """Whether a log record is of anything else: Orbax prints a traceback of each error that it raises as well."""
+    return "orbax" not in record.pathname
 
 
 def _plain(state: TrainState) -> TrainState:
