@@ -357,8 +357,9 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     every: Count = Field(default=10, description="iterations between checkpoints; 0 = none")
     keep: Positive = Field(default=2, description="newest checkpoints to keep")
-    best: Literal["pass_at_1"] | None = Field(
-        default="pass_at_1", description="of the evaluation; the checkpoint where it was highest is kept as well"
+    best: Literal["pass_at_1", "pass_at_k", "maj_at_k"] | None = Field(
+        default="pass_at_1",
+        description="of the evaluation, k = eval.samples; the checkpoint where it was highest is kept as well",
     )
     on_failure: Literal["stop", "warn"] = Field(
         default="stop", description="a file of the run cannot be written (disk full, gone): end with an error, or go on"
@@ -511,6 +512,8 @@ def _contradictions(c: Config) -> Iterator[str]:
         yield f"profile: expected 1 <= first <= last <= iterations = {c.iterations}, got {list(c.profile)}"
     if c.export.folder is not None and not _is_below(c.export.folder):
         yield f"export.folder: expected a folder below run_dir such as export, got {c.export.folder!r}"
+    if c.checkpoint.best in ("pass_at_k", "maj_at_k") and c.eval.samples == 1:
+        yield f"checkpoint.best: {c.checkpoint.best} is over several samples, and eval.samples is 1; raise it"
     yield from _bad_lab_methods(c)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 
 import numpy as np
@@ -13,10 +15,12 @@ from conftest import CACHE
 import oarjax.cli.benchmark
 from oarjax.cli.benchmark_results import benchmark_result, compare
 from oarjax.cli.benchmark_target import find_target
+from oarjax.cli.evaluate import Evaluation, evaluation_from, plain_evaluation
 from oarjax.cli.main import main
-from oarjax.config import ConfigError
+from oarjax.config import ConfigError, parse_config
 from oarjax.host.benchmarks import BENCHMARKS, FIRST_ANSWER, PROMPTS, family_prompt, few_shot, read_names
 from oarjax.host.builtin import write_builtin_policy
+from oarjax.host.checkpoint import finished
 from oarjax.host.report import read_metrics
 from oarjax.host.sample_lines import SampleLines
 from oarjax.host.tokenizer import load_tokenizer
@@ -109,6 +113,19 @@ def test_neither_batches_nor_other_problems_change_a_sample(oarjax_json, policy,
 
 
 @pytest.mark.slow
+def test_devices_change_nothing(oarjax_json, policy, tmp_path):
+    """Four devices in another process, against the one of this."""
+    arguments = ["evaluate", policy, "--data", "demo", "--k", 2, *CHEAP]
+    oarjax_json(*arguments, "--out", tmp_path / "one")
+    flags = "--xla_force_host_platform_device_count=4"
+    command = [sys.executable, "-m", "oarjax.cli.main", *map(str, arguments), "mesh.data=2", "mesh.fsdp=2"]
+    command += ["--out", str(tmp_path / "four")]
+    subprocess.run(command, check=True, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True)
+    for name in ("results.json", "samples.jsonl"):
+        assert (tmp_path / "four" / name).read_text() == (tmp_path / "one" / name).read_text()
+
+
+@pytest.mark.slow
 def test_a_run_its_export_and_its_checkpoint_agree(oarjax_json, policy, tmp_path, monkeypatch):
     """The same JSON from each of them, and of the run's own held-out problems what the run itself had measured last."""
     task = {"source": "builtin:arithmetic", "arithmetic": {"terms": 2, "highest": 19}}
@@ -132,14 +149,14 @@ def test_a_run_its_export_and_its_checkpoint_agree(oarjax_json, policy, tmp_path
         "update": {"microbatch": 8},
         "optim": {"lr": 1e-3},
         "eval": {"batch": 5, "samples": 3},
-        "checkpoint": {"every": 1},
+        "checkpoint": {"every": 1, "best": "maj_at_k"},
         "report": {"html": False},
         "export": {"folder": "exported"},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
     run = tmp_path / "run"
     monkeypatch.setattr(sys, "argv", ["oarjax", "train", str(tmp_path / "run.yaml")])
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         main()
     arguments = ["--data", "demo", "--k", 8, *CHEAP]
     of_run = oarjax_json("evaluate", run, *arguments)
@@ -152,6 +169,9 @@ def test_a_run_its_export_and_its_checkpoint_agree(oarjax_json, policy, tmp_path
     last = read_metrics(run / "metrics.jsonl")[-1]
     np.testing.assert_allclose(own["figures"]["avg@3"]["value"], last["pass_at_1"])
     assert last["pass_at_1"] > 0
+    for figure, metric in (("pass@3", "pass_at_k"), ("maj@3", "maj_at_k")):
+        np.testing.assert_allclose(own["figures"][figure]["value"], last[metric])
+    assert finished(run / "checkpoints")[2]["score"] == last["maj_at_k"]
     np.testing.assert_allclose(own["length"], last["eval/length"])
     np.testing.assert_allclose(own["truncated"], last["eval/truncated"])
 
@@ -229,6 +249,27 @@ def test_figures_of_a_benchmark():
     assert found["ungraded"] == 1
     assert found["verdicts"] == {"graded": 5, "timeout": 1}
     np.testing.assert_allclose([found["truncated"], found["no_answer"], found["length"]], [1 / 3, 1 / 6, 10])
+
+
+def test_an_evaluation_survives_its_checkpoint():
+    found = Evaluation(np.asarray([1.0, np.nan]), 3.0, 0.5, {"pass_at_k": 1.0, "maj_at_k": np.nan})
+    back = evaluation_from(json.loads(json.dumps(plain_evaluation(found))))
+    assert back is not None
+    np.testing.assert_equal(back.metrics, found.metrics)
+    assert found.metrics["pass_at_k"] == 1
+    older = {"scores": [1.0], "length": 3.0, "truncated": 0.0}
+    read = evaluation_from(older)
+    assert read is not None
+    assert set(read.metrics) == {"pass_at_1", "eval/length", "eval/truncated"}
+
+
+def test_the_best_over_samples_needs_samples():
+    tree = {"run_dir": "run", "policy": {"path": "p"}, "data": {"train": {"source": "rows.jsonl"}}}
+    with pytest.raises(
+        ConfigError, match=r"checkpoint\.best: maj_at_k is over several samples, and eval\.samples is 1"
+    ):
+        parse_config(tree | {"checkpoint": {"best": "maj_at_k"}})
+    parse_config(tree | {"checkpoint": {"best": "maj_at_k"}, "eval": {"samples": 2}})
 
 
 def test_two_evaluations_are_paired(oarjax_json, policy, tmp_path):

@@ -17,15 +17,11 @@ from rich.text import Text
 
 from oarjax.accuracy import (
     Figure,
-    answer_numbers,
-    majority_correct,
     mean_interval,
-    mean_score,
     paired_difference,
-    pass_at_k,
-    powers_up_to,
     share_interval,
 )
+from oarjax.cli.evaluate import per_problem
 from oarjax.config import ConfigError
 from oarjax.host.report import visible
 
@@ -56,20 +52,6 @@ def benchmark_result(records: Sequence[dict[str, Any]], *, samples: int) -> dict
         "by_problem": {"problem": [group[0]["problem"] for group in groups]}
         | {name: [_number(v) for v in values] for name, values in by_problem.items()},
     }
-
-
-def per_problem(
-    scores: Float[np.ndarray, "P n"], answers: Sequence[Sequence[str | None]]
-) -> dict[str, Float[np.ndarray, "P"]]:
-    """Every figure's value of every problem. A sample is right where its score is 1 or more."""
-    samples = scores.shape[1]
-    correct = np.where(np.isnan(scores), np.nan, scores >= 1)
-    if samples == 1:
-        return {"pass@1": pass_at_k(correct, k=1)}
-    found = {f"pass@{k}": pass_at_k(correct, k=k) for k in powers_up_to(samples)}
-    found[f"avg@{samples}"] = mean_score(scores)
-    found[f"maj@{samples}"] = majority_correct(answer_numbers(answers), correct)
-    return found
 
 
 def print_results(console: Console, result: dict[str, Any]) -> None:

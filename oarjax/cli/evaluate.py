@@ -6,18 +6,18 @@ neither the batches nor what was evaluated before change a result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from oarjax.accuracy import mean_score
+from oarjax.accuracy import answer_numbers, majority_correct, mean_score, pass_at_k, powers_up_to
 from oarjax.batches import take
 from oarjax.cli.session import Session
-from oarjax.host.data import Encoded, eval_batches
+from oarjax.host.data import Encoded, eval_batches, eval_order
 from oarjax.host.verdicts import Grading
 from oarjax.steps import Steps
 from oarjax.types import Grades, Params, Rollout
@@ -36,11 +36,13 @@ class Evaluation:
     scores: np.ndarray  # [problems], mean over samples of the first reward; NaN where none could be graded
     length: float  # mean completion, tokens
     truncated: float  # share cut at rollout.max_new
+    others: dict[str, float] = field(default_factory=dict)  # pass_at_k and maj_at_k, of eval.samples over 1
 
     @property
     def metrics(self) -> dict[str, float]:
         return {
-            "pass_at_1": float(np.nanmean(self.scores)) if np.isfinite(self.scores).any() else float("nan"),
+            "pass_at_1": _mean(self.scores),
+            **self.others,
             "eval/length": self.length,
             "eval/truncated": self.truncated,
         }
@@ -51,7 +53,8 @@ def plain_evaluation(found: Evaluation | None) -> dict[str, Any] | None:
     if found is None:
         return None
     scores = [None if np.isnan(s) else float(s) for s in found.scores]
-    return {"scores": scores, "length": found.length, "truncated": found.truncated}
+    others = {name: None if np.isnan(value) else value for name, value in found.others.items()}
+    return {"scores": scores, "length": found.length, "truncated": found.truncated, "others": others}
 
 
 def evaluation_from(tree: dict[str, Any] | None) -> Evaluation | None:
@@ -59,7 +62,8 @@ def evaluation_from(tree: dict[str, Any] | None) -> Evaluation | None:
     if tree is None:
         return None
     scores = np.asarray([np.nan if s is None else s for s in tree["scores"]])
-    return Evaluation(scores=scores, length=tree["length"], truncated=tree["truncated"])
+    others = {name: float("nan") if value is None else value for name, value in tree.get("others", {}).items()}
+    return Evaluation(scores=scores, length=tree["length"], truncated=tree["truncated"], others=others)
 
 
 def evaluate(session: Session, steps: Steps, grader: Grading, params: Params) -> Evaluation:
@@ -68,13 +72,18 @@ def evaluate(session: Session, steps: Steps, grader: Grading, params: Params) ->
     if held_out is None:
         raise ValueError("evaluate: the config has no data.eval")
     batches = list(graded_batches(session, steps, grader, params, held_out))
-    scores: dict[int, float] = {}
-    for batch in batches:
-        scores |= dict(zip(batch.problems.tolist(), mean_score(first_rewards(session, batch)).tolist()))
+    samples = session.cfg.eval.samples
+    given = np.concatenate([first_rewards(session, batch) for batch in batches])
+    answers = [answer for batch in batches for answer in batch.grades.answers]
+    back = np.argsort(eval_order(held_out))  # from the order of the batches to the problems'
+    scores = given[back]
+    figures = per_problem(scores, [answers[at * samples : (at + 1) * samples] for at in back])
+    names = {"pass_at_k": f"pass@{samples}", "maj_at_k": f"maj@{samples}"} if samples > 1 else {}
     return Evaluation(
-        scores=np.asarray([scores[problem.index] for problem in held_out.problems]),
+        scores=mean_score(scores),
         length=float(np.concatenate([batch.rollout.completion.sum(1) for batch in batches]).mean()),
         truncated=float(1 - np.concatenate([batch.rollout.ended for batch in batches]).mean()),
+        others={name: _mean(figures[figure]) for name, figure in names.items()},
     )
 
 
@@ -106,6 +115,20 @@ def first_rewards(session: Session, batch: Graded) -> Float[np.ndarray, "P n"]:
     return batch.grades.per_reward[name].reshape(len(batch.problems), -1).astype(float)
 
 
+def per_problem(
+    scores: Float[np.ndarray, "P n"], answers: Sequence[Sequence[str | None]]
+) -> dict[str, Float[np.ndarray, "P"]]:
+    """Every figure's value of every problem. A sample is right where its score is 1 or more."""
+    samples = scores.shape[1]
+    correct = np.where(np.isnan(scores), np.nan, scores >= 1)
+    if samples == 1:
+        return {"pass@1": pass_at_k(correct, k=1)}
+    found = {f"pass@{k}": pass_at_k(correct, k=k) for k in powers_up_to(samples)}
+    found[f"avg@{samples}"] = mean_score(scores)
+    found[f"maj@{samples}"] = majority_correct(answer_numbers(answers), correct)
+    return found
+
+
 def _leading(problems: Int[np.ndarray, "P"], rollout: Rollout, wait: Any, *, samples: int) -> Graded:
     """Wait for the grades, and drop the rows that only fill the batch."""
     rows, grades = len(problems) * samples, wait()
@@ -120,3 +143,8 @@ def _leading(problems: Int[np.ndarray, "P"], rollout: Rollout, wait: Any, *, sam
             notes=grades.notes[:rows],
         ),
     )
+
+
+def _mean(values: Float[np.ndarray, "P"]) -> float:
+    """Of what is known; NaN where nothing is."""
+    return float(np.nanmean(values)) if np.isfinite(values).any() else float("nan")
