@@ -47,7 +47,7 @@ class RunFiles:
         self._stack = ExitStack()
 
     def __enter__(self) -> RunFiles:
-        self._checkpoints = Checkpoints(self._folder / "checkpoints", keep=self._cfg.keep)
+        self._checkpoints = Checkpoints(self._folder / "checkpoints", keep=self._cfg.keep).__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:

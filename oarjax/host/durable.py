@@ -40,7 +40,8 @@ def storage_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in DISK:
             raise
-        raise cannot_write(Path(error.filename) if error.filename else path, error) from error
+        named = error.filename2 or error.filename  # of a copy, the second is what is written
+        raise cannot_write(Path(named) if named else path, error) from error
 
 
 def write_durably(path: Path, text: str) -> None:
