@@ -1,6 +1,6 @@
 """Whole runs that are killed, damaged, starved of disk or told to stop end as the run that nothing happened to.
 
-``pytest -m slow tests/faults``, about five minutes of one core once programs are compiled. docs/reliability.md has the
+``pytest -m slow tests/faults``, some eight minutes of one core once programs are compiled. docs/reliability.md has the
 results. Seeds are printed; OARJAX_FAULTS_SEED and OARJAX_FAULTS_KILLS choose others.
 """
 
