@@ -19,6 +19,7 @@ from oarjax.host.data import (
     encode_pairs,
     encode_problems,
     eval_batches,
+    eval_order,
     pad_prompts,
 )
 from oarjax.host.problems import DataError, Problem, load_problems, reference_answer
@@ -292,20 +293,25 @@ def test_a_position_of_other_data_is_refused():
 # --- evaluation and SFT ----------------------------------------------------------------------------------------
 
 
-def test_evaluation_takes_every_problem_once_the_longest_first():
-    batches = list(eval_batches(encoded([1, 5, 3, 5, 4]), batch=2, bucket=4, pad_id=0))
+def test_evaluation_takes_every_problem_once_in_order():
+    batches = list(eval_batches(encoded([1, 2, 3, 4, 5]), batch=2, bucket=4, pad_id=0))
     assert [real for _, _, real in batches] == [2, 2, 1]
-    assert [p.index for _, problems, real in batches for p in problems[:real]] == [101, 103, 104, 102, 100]
-    assert [batch.tokens.shape for batch, _, _ in batches] == [(2, 8), (2, 4), (2, 4)]
+    assert [p.index for _, problems, real in batches for p in problems[:real]] == [100, 101, 102, 103, 104]
+    assert [batch.tokens.shape for batch, _, _ in batches] == [(2, 4), (2, 4), (2, 8)]
     last, problems, _ = batches[-1]
     assert problems[1] == problems[0]  # the filling
     np.testing.assert_array_equal(last.tokens[1], last.tokens[0])
 
 
-def test_evaluation_goes_on_after_problems_that_are_known():
-    batches = list(eval_batches(encoded([1, 5, 3, 5, 4]), batch=2, bucket=4, pad_id=0, skip=3))
-    assert [p.index for _, problems, real in batches for p in problems[:real]] == [102, 100]
-    assert not list(eval_batches(encoded([1, 2]), batch=2, bucket=4, pad_id=0, skip=2))
+def test_evaluation_takes_the_longest_first_and_goes_on_anywhere():
+    data = encoded([1, 5, 3, 5, 4])
+    assert eval_order(data) == [1, 3, 4, 2, 0]
+    batches = list(eval_batches(data, batch=2, bucket=4, pad_id=0, order=eval_order(data)))
+    assert [p.index for _, problems, real in batches for p in problems[:real]] == [101, 103, 104, 102, 100]
+    assert [batch.tokens.shape for batch, _, _ in batches] == [(2, 8), (2, 4), (2, 4)]
+    rest = list(eval_batches(data, batch=2, bucket=4, pad_id=0, order=eval_order(data)[3:]))
+    assert [p.index for _, problems, real in rest for p in problems[:real]] == [102, 100]
+    assert not list(eval_batches(data, batch=2, bucket=4, pad_id=0, order=[]))
 
 
 def sft_stream(tokenizer):

@@ -276,7 +276,7 @@ def test_two_evaluations_are_paired(oarjax_json, policy, tmp_path):
     for name, seed in (("a", 0), ("b", 1)):
         oarjax_json("evaluate", policy, "--data", "demo", "--k", 2, *CHEAP, f"seed={seed}", "--out", tmp_path / name)
     a, b = (json.loads((tmp_path / name / "results.json").read_text()) for name in "ab")
-    for result, scores in ((a, [1.0, 1, 0.5]), (b, [0.5, 1, 0])):
+    for result, scores in ((a, [1.0, 1.0, 0.5]), (b, [0.5, 1.0, 0.0])):
         result["benchmarks"]["demo"]["by_problem"]["avg@2"][:3] = scores
         result["benchmarks"]["demo"]["by_problem"]["avg@2"][3:] = [0.0] * 7
     found = compare(a, b)["benchmarks"]["demo"]

@@ -99,7 +99,7 @@ def graded_batches(
     key = jax.random.fold_in(jax.random.key(cfg.seed), 2**31 - 1)
     waiting = None
     settings = {"batch": cfg.eval.batch, "bucket": cfg.rollout.prompt_bucket, "pad_id": session.pad_id}
-    for prompts, _, real in eval_batches(encoded, **settings, skip=skip):
+    for prompts, _, real in eval_batches(encoded, **settings, order=eval_order(encoded)[skip:]):
         rollout = session.fetch(steps.evaluate(params, session.place(prompts, "rows"), key))
         wait = session.submit(grader, encoded.by_index, prompts, rollout)
         if waiting is not None:

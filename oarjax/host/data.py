@@ -245,16 +245,15 @@ def eval_order(encoded: Encoded) -> list[int]:
 
 
 def eval_batches(
-    encoded: Encoded, *, batch: int, bucket: int, pad_id: int, skip: int = 0
+    encoded: Encoded, *, batch: int, bucket: int, pad_id: int, order: Sequence[int] | None = None
 ) -> Iterator[tuple[PromptBatch, list[Problem], int]]:
-    """Every problem once, in the order of ``eval_order``: (prompts, problems, how many of them count).
+    """Every problem of ``order``, by default all as they come: (prompts, problems, how many of them count).
 
-    The last batch is filled up with its own first problem, to keep the shape; only the leading rows count. The first
-    ``skip`` problems of the order are left out.
+    The last batch is filled up with its own first problem, to keep the shape; only the leading rows count.
     """
-    order = eval_order(encoded)
-    for start in range(skip, len(order), batch):
-        rows = order[start : start + batch]
+    order = range(len(encoded)) if order is None else order
+    for start in range(0, len(order), batch):
+        rows = list(order[start : start + batch])
         real = len(rows)
         rows += [rows[0]] * (batch - real)
         length = bucketed((encoded.prompts[row] for row in rows), bucket)
