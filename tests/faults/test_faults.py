@@ -12,6 +12,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import tempfile
 from pathlib import Path
 
 import micro
@@ -158,8 +159,7 @@ def test_without_a_good_checkpoint_it_does_not_start_over(config, whole, tmp_pat
 
 def can_mount() -> bool:
     """Whether this process may mount a disk of its own: root may, outside a locked container."""
-    there = Path("/tmp/oarjax-can-mount")
-    there.mkdir(exist_ok=True)
+    there = Path(tempfile.mkdtemp())  # several test processes ask at once
     done = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", there], capture_output=True, check=False)
     if done.returncode == 0:
         subprocess.run(["umount", there], check=True)
