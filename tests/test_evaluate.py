@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -13,9 +14,10 @@ import numpy as np
 import pytest
 import yaml
 from conftest import CACHE
+from rich.console import Console
 
 import oarjax.cli.benchmark
-from oarjax.cli.benchmark_results import benchmark_result, compare
+from oarjax.cli.benchmark_results import benchmark_result, compare, print_results
 from oarjax.cli.benchmark_target import find_target
 from oarjax.cli.evaluate import Evaluation, evaluation_from, plain_evaluation
 from oarjax.cli.main import main
@@ -267,6 +269,19 @@ def test_figures_of_a_benchmark():
     assert found["ungraded"] == 1
     assert found["verdicts"] == {"graded": 5, "timeout": 1}
     np.testing.assert_allclose([found["truncated"], found["no_answer"], found["length"]], [1 / 3, 1 / 6, 10])
+
+
+def test_the_table_has_a_column_for_each_benchmark():
+    one = benchmark_result(lines([[1.0], [0.0]], [["3"], [None]]), samples=1)
+    two = benchmark_result(lines([[1.0, 0.0]], [["3", "4"]]), samples=2)
+    shown = io.StringIO()
+    console = Console(file=shown, width=80)
+    print_results(console, {"benchmarks": {"gsm8k": one, "aime24": two}})
+    rows = {line.split("│")[1].strip(): line for line in shown.getvalue().splitlines() if "│" in line}
+    assert "50.0 (0.0 to 100.0)" in rows["pass@1"]
+    assert "n/a" in rows["maj@2"]
+    assert "100.0" in rows["maj@2"]
+    assert "50.0%" in rows["no answer"]
 
 
 def test_an_evaluation_survives_its_checkpoint():

@@ -55,15 +55,19 @@ def benchmark_result(records: Sequence[dict[str, Any]], *, samples: int) -> dict
 
 
 def print_results(console: Console, result: dict[str, Any]) -> None:
-    names = list(dict.fromkeys(name for found in result["benchmarks"].values() for name in found["figures"]))
+    """A column for each benchmark."""
+    found = result["benchmarks"]
     table = Table()
-    table.add_column("benchmark")
-    for heading in ("problems", *names, "length", "truncated", "no answer", "ungraded"):
-        table.add_column(heading, justify="right")
-    for benchmark, found in result["benchmarks"].items():
-        figures = [per_cent(found["figures"].get(name)) for name in names]
-        rest = [f"{found['length']:.0f}", f"{found['truncated']:.1%}", f"{found['no_answer']:.1%}"]
-        table.add_row(Text(visible(benchmark)), str(found["problems"]), *figures, *rest, str(found["ungraded"]))
+    table.add_column("")
+    for benchmark in found:
+        table.add_column(Text(visible(benchmark)), justify="right")
+    table.add_row("problems", *[str(f["problems"]) for f in found.values()])
+    for name in dict.fromkeys(name for f in found.values() for name in f["figures"]):
+        table.add_row(name, *[per_cent(f["figures"].get(name)) for f in found.values()])
+    table.add_row("length", *[f"{f['length']:.0f}" for f in found.values()])
+    table.add_row("truncated", *[f"{f['truncated']:.1%}" for f in found.values()])
+    table.add_row("no answer", *[f"{f['no_answer']:.1%}" for f in found.values()])
+    table.add_row("ungraded", *[str(f["ungraded"]) for f in found.values()])
     console.print(table)
     console.print(f"Per cent, {INTERVALS}.", style="dim", markup=False)
 
