@@ -217,9 +217,14 @@ def test_unknown_reward_names_the_known_ones(oarjax, config, tmp_path):
 def test_tokenizer_larger_than_the_vocabulary(oarjax, config, policy, tmp_path):
     import shutil
 
+    from safetensors.numpy import load_file, save_file
+
     folder = shutil.copytree(policy, tmp_path / "policy")
     fields = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(fields | {"vocab_size": 20}))
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:20].copy()
+    save_file(weights, folder / "model.safetensors")
     code, _, err = oarjax("train", config, f"run_dir={tmp_path / 'run'}", f"policy.path={folder}")
     assert code == 2
     assert "the tokenizer has ids up to 26 and the model's vocabulary only 20: they do not belong together" in err
