@@ -138,8 +138,19 @@ def same_runs(a: Path, b: Path) -> None:
     same_weights(a / "export", b / "export")
 
 
+def result(folder: Path) -> tuple[dict[str, bytes], list[dict[str, float]], bytes]:
+    """All that a run leaves, but for what a clock said."""
+    clock = ("time", "seconds/", "tokens_per_second", "mfu")
+    lines = [
+        {name: value for name, value in line.items() if not name.startswith(clock)}
+        for line in read_metrics(folder / "metrics.jsonl")
+    ]
+    weights = {name: array.tobytes() for name, array in load_file(folder / "export" / "model.safetensors").items()}
+    return weights, lines, (folder / "completions.jsonl").read_bytes()
+
+
 def test_two_processes_train_as_one_and_go_on_over_another_mesh(config, tmp_path):
-    one, two, moved = tmp_path / "one", tmp_path / "two", tmp_path / "moved"
+    one, two, moved, again = (tmp_path / name for name in ("one", "two", "moved", "again"))
     trained(config, one, processes=1)
     first, second = trained(config, two, processes=2)
     same_runs(one, two)
@@ -147,9 +158,16 @@ def test_two_processes_train_as_one_and_go_on_over_another_mesh(config, tmp_path
         assert words in first, words
         assert words not in second, words
 
-    # Gone on with from the first iteration's checkpoint, by one process over another mesh.
-    shutil.copytree(two, moved)
-    shutil.rmtree(moved / "checkpoints" / "000002")
+    # Gone on with from the first iteration's checkpoint, by two processes: the same bits.
+    for copy in (again, moved):
+        shutil.copytree(two, copy)
+        shutil.rmtree(copy / "checkpoints" / "000002")
+    shutil.rmtree(again / "export")
+    said, _ = trained(config, again, processes=2)
+    assert "going on after iteration 1" in said
+    assert result(again) == result(two)
+
+    # The same by one process over another mesh.
     (said,) = trained(config, moved, "mesh={data: 4, fsdp: 1, tensor: 2}", processes=1)
     assert "going on after iteration 1" in said
     same_runs(one, moved)
