@@ -465,6 +465,10 @@ class Config(Section):
         return self
 
 
+RUN_FOLDERS = ("start", "sft", "checkpoints", "verdicts", "bad_batches", "policy", "profile", "tensorboard")
+"""What a run writes below its folder."""
+
+
 def _contradictions(c: Config) -> Iterator[str]:
     """Fields that are each fine and cannot run together."""
     path, tokenizer = c.policy.path, c.policy.tokenizer
@@ -512,6 +516,8 @@ def _contradictions(c: Config) -> Iterator[str]:
         yield f"profile: expected 1 <= first <= last <= iterations = {c.iterations}, got {list(c.profile)}"
     if c.export.folder is not None and not _is_below(c.export.folder):
         yield f"export.folder: expected a folder below run_dir such as export, got {c.export.folder!r}"
+    elif c.export.folder is not None and PurePath(c.export.folder).parts[0] in RUN_FOLDERS:
+        yield f"export.folder: {c.export.folder} is a name that a run's own files have; give another such as export"
     if c.checkpoint.best in ("pass_at_k", "maj_at_k") and c.eval.samples == 1:
         yield f"checkpoint.best: {c.checkpoint.best} is over several samples, and eval.samples is 1; raise it"
     yield from _bad_lab_methods(c)

@@ -27,8 +27,8 @@ judge() { # how the run stands, in VERDICT: complete, stopped, preempted, runnin
   ask gcloud storage cat "$SHARED/tpu/worker-*.exit" || true
   if [[ $DRY_RUN == yes ]]; then ANSWER="worker 0: 0"; fi
   EXITS="$ANSWER"
-  local codes # of the workers, each once
-  codes="$(awk -F ': ' '{ print $2 }' <<<"$ANSWER" | sort -u)"
+  local codes # of this machine's workers, each once; a larger one may have left more files
+  codes="$(awk -F '[ :]+' -v count="$WORKERS" '$2 < count { print $3 }' <<<"$ANSWER" | sort -u)"
   if grep -qvxE '0|75|running|' <<<"$codes"; then
     VERDICT=failed
   elif [[ -z $codes || $codes == *running* ]]; then

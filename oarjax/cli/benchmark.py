@@ -36,6 +36,7 @@ from oarjax.host.progress import Progress, flatten
 from oarjax.host.report import make_console, visible
 from oarjax.host.sample_lines import SampleLines
 from oarjax.host.tokenizer import load_tokenizer
+from oarjax.host.verdicts import setup_of
 from oarjax.steps import make_optimizer, make_steps
 from oarjax.types import Params
 
@@ -348,8 +349,10 @@ def _identity(target: Target, parts: Sequence[Part]) -> dict[str, Any]:
                 "left_out": part.encoded.dropped,
                 "prompt": part.prompt,
                 "settings": _settings(part.session.cfg),
+                "number": number,
+                "plugins": setup_of({}, part.session.cfg.grading.plugins),
             }
-            for part in parts
+            for number, part in enumerate(parts)
         },
     }
 

@@ -83,7 +83,12 @@ def weights_digest(target: Target, folder: Path) -> str:
     """SHA-256 of the weights, to tell whether a half-done evaluation was of this very policy."""
     digest = hashlib.sha256()
     if target.checkpoint is not None:
-        digest.update((target.checkpoint / NAME).read_bytes())
+        try:
+            digest.update((target.checkpoint / NAME).read_bytes())
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{target.checkpoint}: the run has removed this checkpoint by now; start again, or evaluate an export"
+            ) from None
         return digest.hexdigest()
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:

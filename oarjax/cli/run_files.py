@@ -21,7 +21,7 @@ from oarjax.cli.run_folder import refuse_another_config
 from oarjax.cli.session import Session
 from oarjax.host.checkpoint import Checkpoints, arrays, check_arrays, finished
 from oarjax.host.data import PromptStream
-from oarjax.host.durable import Failures
+from oarjax.host.durable import Failures, storage_errors
 from oarjax.host.progress import OnceWarnings
 from oarjax.host.report import CompletionRow, CompletionsWriter, Metrics, MetricsWriter
 from oarjax.host.verdicts import Grading, RecordedGrader, setup_of
@@ -134,7 +134,8 @@ class RunFiles:
         """
         every, score = self._cfg.every, float(metrics.get(self._cfg.best or "", math.nan))
         best = score > self._best  # NaN, for not evaluated, never is
-        if every == 0 or not (now or best or iteration % every == 0 or iteration == self._session.cfg.iterations):
+        due = every > 0 and (best or iteration % every == 0 or iteration == self._session.cfg.iterations)
+        if not (now or due):
             return
         if best:
             self._best = score
@@ -151,8 +152,8 @@ class RunFiles:
             if now:
                 self._checkpoints.settle()
         if self._verdicts is not None:
-            kept = list(self._checkpoints.finished())[-self._cfg.keep :]
-            self._verdicts.prune(min(kept, default=0))
+            with self._failures.handled(), storage_errors(self._folder):
+                self._verdicts.prune(min(self._checkpoints.finished(), default=0))
 
     def _say(self, text: str) -> None:
         self._warnings.say(text, text)

@@ -47,6 +47,8 @@ PROGRESS = (
     "checkpoints.json",
     "checkpoints/*",
     "seed*/start",
+    "seed*/start.json",
+    "seed*/sft.json",
     "seed*/*/metrics.jsonl",
     "metrics.jsonl",
 )

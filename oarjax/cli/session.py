@@ -27,6 +27,7 @@ from oarjax.grpo import overlong_penalty
 from oarjax.host import builtin
 from oarjax.host.data import Encoded, encode_pairs, encode_problems
 from oarjax.host.devices import choose_platform, make_mesh, use_compilation_cache
+from oarjax.host.durable import storage_errors
 from oarjax.host.grade import Grader
 from oarjax.host.hf import load_params, read_config, read_tokenizer_folder
 from oarjax.host.plugins import import_object
@@ -375,11 +376,13 @@ def _policy_path(cfg: Config, run: Path) -> str:
     check_shared(run)
     made = run / "policy"
     if cfg.policy.path == "builtin:arithmetic":
-        only_first(lambda: builtin.write_builtin_policy(made, seed=cfg.seed))
+        with storage_errors(made):
+            only_first(lambda: builtin.write_builtin_policy(made, seed=cfg.seed))
         return str(made)
     if cfg.policy.path == "builtin:random" and cfg.policy.tokenizer is not None:
         tokenizer = read_tokenizer_folder(cfg.policy.tokenizer, revision=cfg.policy.revision)
-        only_first(lambda: builtin.write_random_policy(made, tokenizer=tokenizer, seed=cfg.seed))
+        with storage_errors(made):
+            only_first(lambda: builtin.write_random_policy(made, tokenizer=tokenizer, seed=cfg.seed))
         return str(made)
     return cfg.policy.path
 

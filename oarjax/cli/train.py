@@ -85,9 +85,9 @@ def _compare(cfg: Config, seeds: list[int], console: Console, stop: Stop) -> Non
     """Every method from the same warm start, with the same prompts and the same noise, seed by seed."""
     root = Path(cfg.run_dir).expanduser()
     root = root.with_name(f"{root.name}-compare")
-    refuse_another_run(root, cfg)
     if cfg.credit.method in ATTRIBUTIONS:
         cfg = changed(cfg, credit=changed(cfg.credit, permuted_of=cfg.credit.method))
+    refuse_another_run(root, cfg)
     methods = list(dict.fromkeys([cfg.credit.method, "uniform", "permuted"]))
     befores: list[Evaluation | None] = []
     runs: dict[str, list[Trained]] = {name: [] for name in methods}

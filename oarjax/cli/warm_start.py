@@ -51,7 +51,6 @@ def warm_start(session: Session, params: Params, stop: Stop) -> Params:
     health = Health(session, session.folder, warnings)
     failures = Failures(saving.on_failure, warnings.say)
     with stop.held(), ExitStack() as stack:
-        stack.enter_context(failures.handled())
         checkpoints = stack.enter_context(Checkpoints(session.folder / "sft", keep=saving.keep))
         if (newest := checkpoints.trusted(lambda text: warnings.say(text, text))) is not None:
             state, record = checkpoints.restore(newest, like=state)
@@ -87,4 +86,6 @@ def warm_start(session: Session, params: Params, stop: Stop) -> Params:
                 with failures.handled():
                     checkpoints.settle()
                 stop.obey()
+        with failures.handled():  # the last one is not needed any more
+            checkpoints.settle()
     return state.params

@@ -9,6 +9,7 @@ Only the first host should write.
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from collections.abc import Mapping
@@ -129,7 +130,7 @@ def _write(path: Path, arrays: Mapping[str, np.ndarray], metadata: dict[str, str
         save_file(dict(arrays), fresh, metadata=metadata)
         fresh.replace(path)
     except SafetensorError as error:  # what the writer makes of a full disk
-        raise OSError(f"{path}: {error}") from error
+        raise OSError(errno.ENOSPC, str(error), str(path)) from error
     finally:
         fresh.unlink(missing_ok=True)
 

@@ -162,10 +162,15 @@ class Checkpoints:
             if is_first():
                 write_manifest(at, noted)
                 write_durably(_notes(self.folder), json.dumps({"newest": iteration}))
-                self._prune()
         except Exception as error:  # the writer raises whatever its storage does
-            self._forget(at)
             self._error = cannot_write(at, error)
+            self._forget(at)
+            return
+        try:
+            if is_first():
+                self._prune()
+        except OSError as error:  # this checkpoint stands; the space of older ones is not free
+            self._error = cannot_write(self.folder, error)
 
     def _prune(self) -> None:
         done = list(self.finished())
@@ -173,13 +178,14 @@ class Checkpoints:
             _remove(self._at(iteration))
 
     def _forget(self, at: Path) -> None:
-        """Free the space of a write that failed, and the writer that remembers it."""
+        """Free the space of a write that failed, where the disk lets us, and the writer that remembers it."""
         with contextlib.suppress(Exception):
             self._writer.close()
         self._writer = ocp.StandardCheckpointer()
         if is_first():
-            for path in [at, *_half_written(self.folder)]:
-                _remove(path)
+            with contextlib.suppress(OSError):
+                for path in [at, *_half_written(self.folder)]:
+                    _remove(path)
 
     def _look(self, say: Callable[[str], object]) -> int:
         for path in _half_written(self.folder):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE}
+DISK |= {errno.ENOTCONN, errno.ENODEV, errno.ETIMEDOUT}  # of a mount whose server is gone
 """What a full, unwritable or vanished disk answers."""
 
 

@@ -22,8 +22,10 @@ from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from oarjax.host.durable import cannot_write
 from oarjax.host.hf_files import (
     INDEX,
     SINGLE,
@@ -278,7 +280,10 @@ def _write_shards(folder: Path, cfg: QwenConfig, params: Params, dtype: np.dtype
     for number, shard in enumerate(shards, start=1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {name: _tensor(params, weight, layer, dtype) for weight, layer, name in shard}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        try:
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:  # what the writer makes of a full disk
+            raise cannot_write(folder / file, error) from error
         where |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(s[-1] for s in sizes)}, "weight_map": where}
