@@ -26,7 +26,7 @@ import math
 from oarjax.host.rewards import Sample, reward
 from oarjax.oar.probe import Probe
 
-@reward("long")
+@reward("replay_long")
 def long(sample: Sample) -> float:
     return float(sample.tokens + len(sample.completion.replace("1", "")))
 
@@ -53,7 +53,7 @@ def base(tmp_path_factory):
     write_builtin_policy(folder / "policy", seed=0, hidden=16, layers=2, heads=2, kv_heads=1, ffn=16)
     (folder / "mine.py").write_text(PLUGIN)
     tree = MICRO | {"run_dir": "given", "policy": {"path": str(folder / "policy")}}
-    tree["grading"] = {"rewards": [{"name": "long"}], "workers": 1, "plugins": [str(folder / "mine.py")]}
+    tree["grading"] = {"rewards": [{"name": "replay_long"}], "workers": 1, "plugins": [str(folder / "mine.py")]}
     (folder / "run.yaml").write_text(yaml.safe_dump(tree))
     return folder
 
