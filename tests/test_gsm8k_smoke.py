@@ -27,12 +27,13 @@ CHAT = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MEASURED = """
-import resource, sys
+import sys
 from oarjax.cli.main import main
+from oarjax.cli.measure import peak_memory_mb  # of this program alone; ru_maxrss begins with the parent's
 try:
     main()
 finally:
-    print("peak MiB", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, file=sys.stderr)
+    print("peak MiB", peak_memory_mb(), file=sys.stderr)
 """
 
 
