@@ -129,9 +129,10 @@ class Mean:
 @struct.dataclass
 class TrainState:
     step: Int32[Array, ""]  # optimizer updates so far
-    params: Params
+    params: Params  # what is trained
     opt_state: Any
     key: Key[Array, ""]  # the run's root key; folded, never consumed
+    frozen: Params | None = None  # what the params are laid over and no update changes; None: they are the whole policy
 
 
 @struct.dataclass

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -299,7 +299,7 @@ def open_session(cfg: Config, console: Console) -> Session:
     check_grading(cfg)
     check_report(cfg)
     join_processes(**cfg.distributed.model_dump())
-    platform = choose_platform(cfg.device)
+    choose_platform(cfg.device)
     console.quiet = console.quiet or not is_first()
     check_failures(cfg, processes=jax.process_count())
     use_compilation_cache(cfg.compilation_cache)
@@ -337,9 +337,7 @@ def open_session(cfg: Config, console: Console) -> Session:
             max_length=cfg.sft.max_length,
             stop_id=stop_token(tokenizer, stops),
         )
-    compute = {"auto": "float32" if platform == "cpu" else "bfloat16"}.get(
-        cfg.policy.compute_dtype, cfg.policy.compute_dtype
-    )
+    policy, compute = policy_of(cfg, model, mesh)
     session = Session(
         cfg=cfg,
         console=console,
@@ -347,8 +345,8 @@ def open_session(cfg: Config, console: Console) -> Session:
         mesh=mesh,
         source=source,
         model=model,
-        policy=make_policy(model, compute_dtype=jnp.dtype(compute), remat=cfg.policy.remat),
-        compute_dtype=jnp.dtype(compute),
+        policy=policy,
+        compute_dtype=compute,
         tokenizer=tokenizer,
         table=table,
         stop_ids=stops,
@@ -359,6 +357,14 @@ def open_session(cfg: Config, console: Console) -> Session:
     )
     session.check_credit()
     return session
+
+
+def policy_of(cfg: Config, model: QwenConfig, mesh: Mesh) -> tuple[Policy, Any]:
+    """The policy that a run on this mesh computes with, and its compute dtype. Needs no device, only their kind."""
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    name = {"auto": "float32" if on_cpu else "bfloat16"}.get(cfg.policy.compute_dtype, cfg.policy.compute_dtype)
+    compute = jnp.dtype(name)
+    return make_policy(model, compute_dtype=compute, remat=cfg.policy.remat), compute
 
 
 def stop_token(tokenizer: PreTrainedTokenizerFast, stops: tuple[int, ...]) -> int:
@@ -387,8 +393,18 @@ def _policy_path(cfg: Config, run: Path) -> str:
     return cfg.policy.path
 
 
-def lay_out(session: Session, tx: optax.GradientTransformation) -> Shardings:
-    """Where every array of a run lives on the session's mesh."""
+@runtime_checkable
+class Placed(Protocol):
+    """A policy on a mesh: a Session, or ``oarjax.cli.programs.Parts``."""
+
+    @property
+    def model(self) -> QwenConfig: ...
+    @property
+    def mesh(self) -> Mesh: ...
+
+
+def lay_out(session: Placed, tx: optax.GradientTransformation) -> Shardings:
+    """Where every array of a run lives on its mesh."""
 
     def named(spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(session.mesh, spec)

@@ -1,0 +1,311 @@
+"""The device programs of a run with arguments of the largest shapes that it can meet, as shapes: nothing is computed.
+
+One place that knows what each program is called with. The memory table of a run's start and ``oarjax plan`` lower and
+compile what is built here, and it is what ``train`` jits: ``make_steps`` with the layout of ``lay_out``. It needs a
+config, an architecture and a mesh, whose devices may be those of a topology; no data, no tokenizer, no weights.
+
+    built = build(parts_for(cfg, model, mesh, stop_ids=(0,), pad_id=0))   # or build(parts_of(session))
+    for program in programs(built):
+        compiled = program.lower().compile()
+
+``resident`` says what lies on each device while a phase runs, whether its program takes it or not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from oarjax.batches import bucket
+from oarjax.cli.session import Session, lay_out, policy_of
+from oarjax.config import Config
+from oarjax.credit.keywords import KeywordTable
+from oarjax.host.data import bucketed
+from oarjax.models.qwen import QwenConfig
+from oarjax.models.weights import abstract_params
+from oarjax.oar.probe import Probe, ProbeMode
+from oarjax.policy import Policy
+from oarjax.sharding import batch_spec
+from oarjax.steps import Shardings, Steps, make_optimizer, make_steps
+from oarjax.types import AnswerSpan, PromptBatch, Rollout, TrainBatch, TrainState
+
+Phase = Literal["sample", "evaluate", "score", "credit", "update"]
+Part = Literal["params", "optimizer", "reference"]
+"""Arrays that outlive a phase."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the programs of a run are made from: a Session without data, tokenizer and weights."""
+
+    cfg: Config
+    mesh: Mesh
+    model: QwenConfig
+    policy: Policy
+    stop_ids: tuple[int, ...]
+    pad_id: int
+    prompt_width: int  # positions of the longest prompts, padded
+    keyword_table: KeywordTable | None = None
+    own_probe: Probe | None = None
+    ending_room: int = 0  # positions that credit.answer.source reference adds to a completion
+
+
+class Built(NamedTuple):
+    """Parts bound into programs; nothing is compiled."""
+
+    parts: Parts
+    tx: optax.GradientTransformation
+    layout: Shardings
+    steps: Steps
+
+
+class Program(NamedTuple):
+    """A jitted program of a phase, and what it is called with, as shapes with their shardings."""
+
+    phase: Phase
+    jitted: Any
+    args: tuple[Any, ...]
+    static: Mapping[str, Any]  # keyword arguments
+    takes: frozenset[Part]  # of what is resident, the parts that are among the arguments
+
+    def lower(self) -> Any:
+        """The program as JAX lowers it for these shapes; ``.compile()`` asks the compiler of the mesh's devices."""
+        return self.jitted.lower(*self.args, **self.static)
+
+
+def parts_for(
+    cfg: Config,
+    model: QwenConfig,
+    mesh: Mesh,
+    *,
+    stop_ids: tuple[int, ...],
+    pad_id: int,
+    keyword_table: KeywordTable | None = None,
+    own_probe: Probe | None = None,
+    ending_room: int = 0,
+) -> Parts:
+    """Parts without a session: prompts as long as ``data.max_prompt`` lets them be."""
+    return Parts(
+        cfg=cfg,
+        mesh=mesh,
+        model=model,
+        policy=policy_of(cfg, model, mesh)[0],
+        stop_ids=stop_ids,
+        pad_id=pad_id,
+        prompt_width=bucket(cfg.data.max_prompt, cfg.rollout.prompt_bucket, 1 << 30),
+        keyword_table=keyword_table,
+        own_probe=own_probe,
+        ending_room=ending_room,
+    )
+
+
+def parts_of(session: Session) -> Parts:
+    """The parts of a session: prompts as long as the longest of its data."""
+    cfg, room = session.cfg, 0
+    if cfg.credit.answer.source == "reference":
+        room = bucket(max(len(cue) + len(target) for cue, target in session.endings.values()), 8, 1 << 30)
+    return Parts(
+        cfg=cfg,
+        mesh=session.mesh,
+        model=session.model,
+        policy=session.policy,
+        stop_ids=session.stop_ids,
+        pad_id=session.pad_id,
+        prompt_width=bucketed(session.train.prompts, cfg.rollout.prompt_bucket),
+        keyword_table=session.keyword_table(),
+        own_probe=session.own_probe,
+        ending_room=room,
+    )
+
+
+def build(parts: Parts) -> Built:
+    """The very programs that ``train`` runs."""
+    tx, _ = make_optimizer(parts.cfg)
+    layout = lay_out(parts, tx)
+    steps = make_steps(
+        parts.policy,
+        tx,
+        layout,
+        parts.cfg,
+        stop_ids=parts.stop_ids,
+        pad_id=parts.pad_id,
+        keyword_table=parts.keyword_table,
+        own_probe=parts.own_probe,
+    )
+    return Built(parts, tx, layout, steps)
+
+
+def programs(built: Built) -> tuple[Program, ...]:
+    """Sample, evaluate (where there is data.eval), score, credit and update, in the order of an iteration."""
+    evaluation = () if built.parts.cfg.data.eval is None else (evaluate_program(built),)
+    return (
+        sample_program(built),
+        *evaluation,
+        score_program(built),
+        credit_program(built),
+        update_program(built),
+    )
+
+
+def sample_program(built: Built) -> Program:
+    """Rollouts of one batch of prompts."""
+    prompts = _prompts(built, built.parts.cfg.rollout.prompts)
+    return Program("sample", built.steps.sample, (_params(built), prompts, _key(built)), {}, frozenset({"params"}))
+
+
+def evaluate_program(built: Built) -> Program:
+    """``eval.samples`` completions of one batch of held-out prompts."""
+    prompts = _prompts(built, built.parts.cfg.eval.batch)
+    return Program("evaluate", built.steps.evaluate, (_params(built), prompts, _key(built)), {}, frozenset({"params"}))
+
+
+def score_program(built: Built, *, probe: ProbeMode | None = None) -> Program:
+    """Old log-probs, reference log-probs and importance of one minibatch, as the config asks for them."""
+    cfg = built.parts.cfg
+    params = _params(built)
+    rollout, span, instead = _scored(built)
+    with_reference = cfg.loss.kl_beta > 0
+    args = (params, params if with_reference else None, rollout, span, _numbers(built), _count(), _key(built), *instead)
+    takes: set[Part] = {"params", "reference"} if with_reference else {"params"}
+    static = {"probe": probe or cfg.credit.probe.mode}
+    return Program("score", built.steps.score, args, static, frozenset(takes))
+
+
+def credit_program(built: Built) -> Program:
+    """Weights and advantages of every token of one minibatch."""
+    scores = _scores(built)
+    rollout, span, _ = _scored(built)
+    a = _microbatches(built, (), jnp.float32)
+    args = (scores, rollout, span, a, rollout.completion, _key(built))
+    return Program("credit", built.steps.credit, args, {}, frozenset())
+
+
+def update_program(built: Built) -> Program:
+    """One optimizer update from one minibatch."""
+    scores = _scores(built)
+    rollout, _, _ = _scored(built)
+    batch = TrainBatch(
+        tokens=rollout.tokens,
+        valid=rollout.valid,
+        completion=rollout.completion,
+        advantages=rollout.behaviour_logps,  # of the same shape
+        old_logps=scores.old_logps,
+        ref_logps=scores.ref_logps,
+        behaviour_logps=rollout.behaviour_logps,
+    )
+    denominator = jax.ShapeDtypeStruct((), jnp.float32)
+    args = (abstract_state(built), batch, _count(), denominator)
+    return Program("update", built.steps.update, args, {}, frozenset({"params", "optimizer"}))
+
+
+def abstract_state(built: Built) -> TrainState:
+    """The state as shapes, each with its sharding."""
+    params = abstract_params(built.parts.model, dtype=jnp.float32)
+    state = jax.eval_shape(
+        lambda p: TrainState(jnp.zeros((), jnp.int32), p, built.tx.init(p), jax.random.key(0)), params
+    )
+    return _with(state, built.layout.state)
+
+
+def resident(built: Built, phase: Phase) -> dict[Part, int]:
+    """Bytes per device of what lies there while a phase runs, part by part; rows of a batch are left out."""
+    state = abstract_state(built)
+    parts: dict[Part, Any] = {"params": state.params, "optimizer": state.opt_state}
+    if built.parts.cfg.loss.kl_beta > 0:
+        parts["reference"] = state.params
+    return {name: bytes_per_device(tree) for name, tree in parts.items()}
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Bytes that one device holds of a tree of arrays or shapes with shardings."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    )
+
+
+# --- Arguments -------------------------------------------------------------------------------------------------------
+
+
+def _with(tree: Any, shardings: Any) -> Any:
+    """The shapes with their shardings: a tree like ``tree``, or one sharding for all."""
+    if isinstance(shardings, jax.sharding.Sharding):
+        shardings = jax.tree.map(lambda _: shardings, tree)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
+
+
+def _params(built: Built) -> Any:
+    return _with(abstract_params(built.parts.model, dtype=jnp.float32), built.layout.params)
+
+
+def _key(built: Built) -> Any:
+    return _with(jax.eval_shape(lambda: jax.random.key(0)), built.layout.replicated)
+
+
+def _count() -> Any:
+    """A number of microbatches: from the host, laid out by JAX."""
+    return jax.ShapeDtypeStruct((), jnp.int32)
+
+
+def _prompts(built: Built, count: int) -> PromptBatch:
+    shape = (count, built.parts.prompt_width)
+    shapes: Any = PromptBatch  # of shapes
+    batch = shapes(
+        tokens=jax.ShapeDtypeStruct(shape, jnp.int32),
+        valid=jax.ShapeDtypeStruct(shape, jnp.bool_),
+        problem=jax.ShapeDtypeStruct((count,), jnp.int32),
+    )
+    return _with(batch, built.layout.rows)
+
+
+def _microbatches(built: Built, shape: tuple[int, ...], dtype: Any) -> Any:
+    """[M, b, *shape] of one minibatch."""
+    cfg = built.parts.cfg
+    b = cfg.update.microbatch
+    M = cfg.rollout.prompts * cfg.rollout.group_size // cfg.update.minibatches // b
+    where = NamedSharding(built.parts.mesh, PartitionSpec(None, *batch_spec()))
+    return jax.ShapeDtypeStruct((M, b, *shape), dtype, sharding=where)
+
+
+def _numbers(built: Built) -> Any:
+    return _microbatches(built, (), jnp.int32)
+
+
+def _scored(built: Built) -> tuple[Rollout, AnswerSpan, tuple[Any, ...]]:
+    """Rollouts and spans of one minibatch, and what is probed instead of them, where that is something else."""
+    cfg = built.parts.cfg.credit
+    T, room = built.parts.cfg.rollout.max_new, built.parts.ending_room
+
+    def rows(length: int) -> tuple[Any, Any]:
+        of = partial(_microbatches, built)
+        N = built.parts.prompt_width + length
+        kind: Any = Rollout
+        rollout = kind(
+            tokens=of((N,), jnp.int32),
+            valid=of((N,), jnp.bool_),
+            completion=of((length,), jnp.bool_),
+            behaviour_logps=of((length,), jnp.float32),
+            filtered_logps=of((length,), jnp.float32),
+            ended=of((), jnp.bool_),
+        )
+        mask, kind = of((length,), jnp.bool_), AnswerSpan
+        units = None if cfg.masking.unit == "token" else of((length,), jnp.int32)
+        return rollout, kind(reasoning=mask, answer=mask, found=of((), jnp.bool_), units=units)
+
+    return *rows(T), (rows(T + room),) if room else ()
+
+
+def _scores(built: Built) -> Any:
+    """What score gives."""
+    program = score_program(built)
+    found = jax.eval_shape(partial(program.jitted, **program.static), *program.args)
+    return _with(found, NamedSharding(built.parts.mesh, PartitionSpec(None, *batch_spec())))
