@@ -380,7 +380,11 @@ class HealthConfig(Section):
 
 
 class ReportConfig(Section):
-    to: tuple[Literal["jsonl", "tensorboard"], ...] = ("jsonl",)
+    to: tuple[Literal["jsonl", "tensorboard", "wandb", "trackio"], ...] = Field(
+        default=("jsonl",), description="wandb is offline unless WANDB_MODE says otherwise; trackio is local"
+    )
+    project: Word = Field(default="oarjax", description="of wandb and trackio")
+    name: Word | None = Field(default=None, description="of the run there; null = its folder's")
     completions: Count = Field(default=4, description="completions saved and shown per iteration")
     html: bool = Field(default=True, description="write report.html and the curves")
 
@@ -465,7 +469,7 @@ class Config(Section):
         return self
 
 
-RUN_FOLDERS = ("start", "sft", "checkpoints", "verdicts", "bad_batches", "policy", "profile", "tensorboard")
+RUN_FOLDERS = ("start", "sft", "checkpoints", "verdicts", "bad_batches", "policy", "profile", "tensorboard", "wandb")
 """What a run writes below its folder."""
 
 

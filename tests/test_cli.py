@@ -231,15 +231,23 @@ def test_tokenizer_larger_than_the_vocabulary(oarjax, config, policy, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("package", "change"), [("matplotlib", "report.html=true"), ("tensorboardX", "report.to=[tensorboard]")]
+    ("package", "extra", "change", "instead"),
+    [
+        ("matplotlib", "log", "report.html=true", "report.html=false"),
+        ("tensorboardX", "log", "report.to=[tensorboard]", "report.to=[]"),
+        ("wandb", "wandb", "report.to=[jsonl, wandb]", "report.to=[jsonl]"),
+        ("trackio", "trackio", "report.to=[jsonl, trackio]", "report.to=[jsonl]"),
+    ],
 )
-def test_a_missing_package_is_missed_at_the_start(oarjax, config, tmp_path, package, change, monkeypatch):
+def test_a_missing_package_is_missed_at_the_start(
+    oarjax, config, tmp_path, package, extra, change, instead, monkeypatch
+):
     from oarjax.cli import checks
 
     monkeypatch.setattr(checks, "find_spec", lambda name: None if name == package else object())
     code, _, err = oarjax("train", config, f"run_dir={tmp_path / 'run'}", change)
     assert code == 2
-    assert f'needs {package}, which is not installed; pip install "oarjax[log]", or set report.' in err
+    assert f'needs {package}, which is not installed; pip install "oarjax[{extra}]", or set {instead}' in err
 
 
 def test_an_error_of_ours_keeps_its_traceback(oarjax, config, tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ import types
 import zlib
 from concurrent.futures import Future
 from functools import partial
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -268,6 +269,8 @@ def fields() -> dict[str, Field]:
         "health.bad_batches": Field(1, unhealthy),
         "health.params_mb": Field(0, unhealthy),
         "report.to": Field(["jsonl", "tensorboard"], command),
+        "report.project": Field("other", tracked, {"report.to": ["jsonl", "wandb"]}),
+        "report.name": Field("other", tracked, {"report.to": ["jsonl", "wandb"]}),
         "report.completions": Field(2, command),
         "report.html": Field(True, command),
         "export.folder": Field("trained", command),
@@ -454,6 +457,26 @@ def command(cfg: Config) -> Any:
     events = any("events" in p.name for p in folder.rglob("*"))
     completions = (folder / "completions.jsonl").read_text()
     return log, written, files, checkpoints, events, logged(folder / "metrics.jsonl"), completions
+
+
+def tracked(cfg: Config) -> Any:
+    """What a tracker is told about a run."""
+    told: list[Any] = []
+    module: Any = types.ModuleType("wandb")
+    module.__spec__ = ModuleSpec("wandb", None)
+    module.Settings, module.Table = dict, dict
+
+    def init(**options: Any) -> Any:
+        told.append({name: options[name] for name in ("project", "name", "mode")})
+        return types.SimpleNamespace(
+            define_metric=lambda *_, **__: None, log=lambda record: None, finish=lambda: None, dir="wandb/run/files"
+        )
+
+    module.init = init
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "wandb", module)
+        command(cfg)
+    return told
 
 
 def unwritable(cfg: Config) -> Any:

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 from oarjax.config import Config, ConfigError
 from oarjax.host.rewards import find_rewards, load_plugins
+from oarjax.host.trackers import PACKAGES
 from oarjax.models.qwen import QwenConfig
 from oarjax.oar.answer import check_pattern
 from oarjax.sharding import check_rows
@@ -31,12 +32,15 @@ def check_grading(cfg: Config) -> None:
 
 def check_report(cfg: Config) -> None:
     """Packages that the reports need and that only an extra installs: missed now, not after the last iteration."""
-    needs = {"matplotlib": ("report.html", "false", cfg.report.html)}
-    needs["tensorboardX"] = ("report.to", "[jsonl]", "tensorboard" in cfg.report.to)
-    for package, (field, instead, wanted) in needs.items():
+    needs = {"matplotlib": ("report.html", "false", "log", cfg.report.html)}
+    rest = ", ".join(name for name in cfg.report.to if name not in PACKAGES)
+    for name, (package, extra) in PACKAGES.items():
+        needs[package] = ("report.to", f"[{rest}]", extra, name in cfg.report.to)
+    for package, (field, instead, extra, wanted) in needs.items():
         if wanted and find_spec(package) is None:
             raise ConfigError(
-                f'{field}: needs {package}, which is not installed; pip install "oarjax[log]", or set {field}={instead}'
+                f'{field}: needs {package}, which is not installed; pip install "oarjax[{extra}]", or set '
+                f"{field}={instead}"
             )
 
 

@@ -24,6 +24,7 @@ from oarjax.host.data import PromptStream
 from oarjax.host.durable import Failures, storage_errors
 from oarjax.host.progress import OnceWarnings
 from oarjax.host.report import CompletionRow, CompletionsWriter, Metrics, MetricsWriter
+from oarjax.host.trackers import Run, Trackers, run_id
 from oarjax.host.verdicts import Grading, RecordedGrader, setup_of
 from oarjax.models.weights import abstract_params
 from oarjax.types import TrainState
@@ -76,14 +77,28 @@ class RunFiles:
             self._session.console.print(f"going on after iteration {first}, from {where}", markup=False)
         report, writes = self._session.cfg.report, self._session.first
         self._metrics = self._stack.enter_context(
-            MetricsWriter(self._folder, to=report.to if writes else (), position=positions["metrics"])
+            MetricsWriter(self._folder if writes and "jsonl" in report.to else None, position=positions["metrics"])
         )
         texts = self._folder / "completions.jsonl" if writes else None
         self._completions = self._stack.enter_context(CompletionsWriter(texts, position=positions["completions"]))
         for name, short in (("metrics", self._metrics.short), ("completions", self._completions.short)):
             if short:
                 self._say(f"{name}.jsonl: its last {short} bytes up to iteration {first} are missing; lines were lost")
+        self._trackers = self._stack.enter_context(
+            Trackers(
+                report.to if writes else (),
+                lambda: self._tracked(first),
+                say=self._warnings.say,
+                show=lambda line: self._session.console.print(line, markup=False, soft_wrap=True),
+            )
+        )
         return state, first, last
+
+    def _tracked(self, first: int) -> Run:
+        """What trackers call this run, the same whenever it goes on."""
+        report, folder = self._session.cfg.report, self._folder
+        config = self._session.cfg.model_dump(mode="json")
+        return Run(folder, report.project, report.name or folder.absolute().name, run_id(folder), config, first)
 
     def recording(self, grader: Grading) -> Grading:
         """A grader whose verdicts are on disk before they are used; as it was, where there are no checkpoints."""
@@ -117,6 +132,7 @@ class RunFiles:
         with self._failures.handled():
             self._metrics.write(iteration, metrics)
             self._completions.write(iteration, rows)
+        self._trackers.write(iteration, metrics, rows)
 
     def save(
         self,

@@ -1,7 +1,8 @@
-"""What a run writes down: metrics to JSONL and TensorBoard, sampled completions, and untrusted text made printable.
+"""What a run writes down: metrics and sampled completions as JSONL, and untrusted text made printable.
 
-Only the first host should write. Any metric name is written; the ones that the progress line, the warnings, the
-curves and the page know by heart are in ``oarjax.host.progress.LIVE`` and ``WARNINGS``.
+Only the first host should write. TensorBoard and other trackers: ``oarjax.host.trackers``. Any metric name is written;
+the ones that the progress line, the warnings, the curves and the page know by heart are in
+``oarjax.host.progress.LIVE`` and ``WARNINGS``.
 """
 
 from __future__ import annotations
@@ -74,31 +75,27 @@ def token_texts(tokens: Sequence[bytes]) -> list[str]:
 
 
 class MetricsWriter:
-    """Metrics of every iteration, to metrics.jsonl and TensorBoard files in one folder.
+    """Metrics of every iteration, to metrics.jsonl in a folder.
 
     A line is {"iteration": n, "time": unix seconds, name: value, ...} in strict JSON: values that are not finite are
     null. Every line is flushed, so that a killed run keeps all it has written; a line cut in half by the kill is
-    dropped when the file is opened again. TensorBoard's files are only ever added to.
+    dropped when the file is opened again. Without a ``folder`` nothing is written: a run has one writer, however many
+    processes it has.
 
     Args:
         folder: made if missing.
-        to: any of "jsonl" and "tensorboard".
         position: bytes of metrics.jsonl to go on after, as ``sync`` gave them; None = all its whole lines.
 
     Raises:
-        ModuleNotFoundError: TensorBoard was asked for and tensorboardX is not installed.
         StorageError: the file cannot be written, here or in any method.
-        ValueError: an unknown name in ``to``.
     """
 
-    def __init__(self, folder: Path, *, to: Sequence[str] = ("jsonl",), position: int | None = None):
-        unknown = set(to) - {"jsonl", "tensorboard"}
-        if unknown:
-            raise ValueError(f"report.to: expected jsonl or tensorboard, got {', '.join(sorted(unknown))}")
-        with storage_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        self._board = _open_tensorboard(folder / "tensorboard") if "tensorboard" in to else None
-        self._file = Lines(folder / "metrics.jsonl", position=position) if "jsonl" in to else None
+    def __init__(self, folder: Path | None, *, position: int | None = None):
+        self._file = None
+        if folder is not None:
+            with storage_errors(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+            self._file = Lines(folder / "metrics.jsonl", position=position)
         self.short = self._file.short if self._file else 0  # bytes of ``position`` that the file did not have
 
     def write(self, iteration: int, metrics: Metrics) -> None:
@@ -110,11 +107,6 @@ class MetricsWriter:
         if self._file is not None:
             record = {"iteration": iteration, "time": round(time.time(), 3)}
             self._file.write(record | values)
-        if self._board is not None:
-            for name, value in values.items():
-                if math.isfinite(value):
-                    self._board.add_scalar(name, value, iteration)
-            self._board.flush()
 
     def sync(self) -> int | None:
         """Put the lines on disk; how many bytes they are, None where there is no file."""
@@ -123,8 +115,6 @@ class MetricsWriter:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-        if self._board is not None:
-            self._board.close()
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -237,14 +227,3 @@ def show_completions(console: Console, iteration: int, rows: Sequence[Completion
 
 def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:limit]} ... ({len(text) - limit} more characters)"
-
-
-def _open_tensorboard(folder: Path) -> Any:
-    try:
-        from tensorboardX import SummaryWriter
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            'report.to: tensorboard needs tensorboardX, which is not installed; pip install "oarjax[log]", or set '
-            "report.to to [jsonl]"
-        ) from None
-    return SummaryWriter(str(folder))
