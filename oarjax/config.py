@@ -325,6 +325,9 @@ class OptimConfig(Section):
     b2: Share = 0.95
     weight_decay: Rate = 0.01
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    moments: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="what Adam keeps its moments in; bfloat16 halves them, with b1 and b2 up to .99"
+    )
 
 
 class UpdateConfig(Section):
@@ -505,6 +508,13 @@ def _contradictions(c: Config) -> Iterator[str]:
         )
     if c.sft is not None and c.sft.batch % c.sft.microbatch:
         yield f"sft.microbatch: {c.sft.microbatch} does not divide sft.batch = {c.sft.batch}"
+    for where, o in (("optim", c.optim), *((("sft.optim", c.sft.optim),) if c.sft else ())):
+        for name, decay in (("b1", o.b1), ("b2", o.b2)):
+            if o.moments == "bfloat16" and decay > 0.99:
+                yield (
+                    f"{where}.{name}: {decay} with {where}.moments = bfloat16, in which such averages stand still; "
+                    f"lower {name} to .99 or less, or set {where}.moments=float32"
+                )
     if c.credit.answer.style == "regex" and not c.credit.answer.pattern:
         yield "credit.answer.pattern: needed when credit.answer.style is regex"
     if c.credit.answer.style != "regex" and c.credit.answer.pattern is not None:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
+
+SLOWEST_DECAY = {"float32": 1.0, "bfloat16": 0.99}
+"""The highest b1 and b2 that a stored dtype can follow; see ``stored_in``."""
 
 
 def learning_rate(
@@ -24,13 +29,50 @@ def learning_rate(
 
 
 def adamw(
-    schedule: optax.Schedule, *, b1: float, b2: float, weight_decay: float, clip_norm: float
+    schedule: optax.Schedule,
+    *,
+    b1: float,
+    b2: float,
+    weight_decay: float,
+    clip_norm: float,
+    moments: Literal["float32", "bfloat16"] = "float32",
 ) -> optax.GradientTransformation:
-    """Clip by the global norm, then AdamW; matrices and embeddings decay, biases and norm scales do not."""
-    return optax.chain(
-        optax.clip_by_global_norm(clip_norm),
-        optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=decays),
-    )
+    """Clip by the global norm, then AdamW; matrices and embeddings decay, biases and norm scales do not.
+
+    Raises:
+        ValueError: a decay that moments of this dtype cannot follow.
+    """
+    slowest = SLOWEST_DECAY[moments]
+    for name, decay in (("b1", b1), ("b2", b2)):
+        if decay > slowest:
+            raise ValueError(
+                f"{name}: {decay} with moments in {moments}, which stand still above {slowest}; lower {name}, or keep "
+                "the moments in float32"
+            )
+    adam = optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=decays)
+    return optax.chain(optax.clip_by_global_norm(clip_norm), adam if moments == "float32" else stored_in(adam, moments))
+
+
+def stored_in(tx: optax.GradientTransformation, dtype: DTypeLike) -> optax.GradientTransformation:
+    """The same transformation with its floating-point state kept in ``dtype``; it still computes in float32.
+
+    In bfloat16 Adam's moments take 4 bytes a parameter and not 8. A number there has 8 significant bits, so a moving
+    average with decay b stands still once its step (1 - b) * (new - old) is less than half a unit of its last place, a
+    share of 2^-9 to 2^-8. With b = .95 the second moment is off by 8% at most for that, and the update by 4%; with
+    .99 by 39% and 18%; with .999 a moment that is too high never comes down at all.
+    """
+
+    def cast(state: Any, kind: DTypeLike) -> Any:
+        return jax.tree.map(lambda x: x.astype(kind) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
+
+    def init(params: Any) -> Any:
+        return cast(tx.init(params), dtype)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, state = tx.update(updates, cast(state, jnp.float32), params)
+        return updates, cast(state, dtype)
+
+    return optax.GradientTransformation(init, update)
 
 
 def decays(params: Any) -> Any:

@@ -68,7 +68,8 @@ def make_sft_optimizer(cfg: SFTConfig) -> tuple[optax.GradientTransformation, op
 
 def _optimizer(o: OptimConfig, updates: int) -> tuple[optax.GradientTransformation, optax.Schedule]:
     schedule = learning_rate(peak=o.lr, schedule=o.schedule, warmup=o.warmup, updates=updates)
-    return adamw(schedule, b1=o.b1, b2=o.b2, weight_decay=o.weight_decay, clip_norm=o.clip_norm), schedule
+    tx = adamw(schedule, b1=o.b1, b2=o.b2, weight_decay=o.weight_decay, clip_norm=o.clip_norm, moments=o.moments)
+    return tx, schedule
 
 
 def make_steps(
@@ -312,6 +313,10 @@ def descend(
     denominator: Float[Array, ""] | None,
 ) -> tuple[TrainState, Metrics]:
     """One optimizer update from the used microbatches of [M, b, ...], their gradients summed in float32.
+
+    The microbatches are looped over with a traced count (``fori_loop``) and not scanned: groups of equal rewards are
+    left out, so every iteration keeps another number of rows, and a scan of that length would be compiled for each.
+    The gradient is taken inside the loop, which needs no gradient of its own.
 
     The loss is sum(total) / denominator, by default sum(count). An update whose loss or gradient is not finite, or
     that would leave such params, is skipped: params, optimizer and step stay, and the metric ``skipped`` is 1; so is

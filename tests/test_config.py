@@ -67,6 +67,13 @@ def test_a_gate_preset_is_a_name_for_its_values(file):
     )
 
 
+def test_decays_that_bfloat16_moments_cannot_follow():
+    assert "  optim.b2: 0.999 with optim.moments = bfloat16, in which such averages stand still; lower b2" in message(
+        changed(optim__moments="bfloat16", optim__b2=0.999)
+    )
+    assert parse_config(changed(optim__moments="bfloat16")).optim.moments == "bfloat16"
+
+
 def test_overrides_are_yaml_and_the_last_one_counts(file):
     cfg = load_config(
         file,

@@ -121,6 +121,7 @@ def optimizer(where: str, sees: Any) -> dict[str, Field]:
         f"{where}.b2": Field(0.5, sees),
         f"{where}.weight_decay": Field(0.3, sees),
         f"{where}.clip_norm": Field(0.3, sees),
+        f"{where}.moments": Field("bfloat16", sees),
     }
 
 

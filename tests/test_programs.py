@@ -64,4 +64,5 @@ def test_an_update_reuses_the_memory_of_its_state():
 def test_what_is_resident():
     weights = 4 * parameter_count(tiny.model())
     assert resident(built(), "sample") == {"params": weights, "optimizer": 2 * weights + 2 * 4}
+    assert resident(built(optim__moments="bfloat16"), "update")["optimizer"] == weights + 2 * 4
     assert resident(built(loss__kl_beta=0.1), "score")["reference"] == weights
