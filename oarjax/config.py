@@ -57,6 +57,9 @@ class PolicyConfig(Section):
     remat: Literal["none", "dots", "full"] = Field(
         default="full", description="what the backward pass recomputes per layer"
     )
+    attention: Literal["auto", "xla", "splash"] = Field(
+        default="auto", description="splash: Pallas' TPU kernels (elsewhere interpreted: slow); auto: splash on TPUs"
+    )
     head_chunk: Positive = Field(default=2048, description="token positions per chunk of the vocabulary head")
 
 

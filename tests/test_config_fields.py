@@ -148,6 +148,7 @@ def fields() -> dict[str, Field]:
         "policy.revision": Field("abc", data, {"policy.path": "org/none"}, error=r"org/none.*\(revision abc\)"),
         "policy.compute_dtype": Field("bfloat16", sample),
         "policy.remat": Field("none", update),
+        "policy.attention": Field("splash", update),
         "policy.head_chunk": Field(8, update),
         "mesh.data": Field(7, data, error="mesh: .*'data': 7.* does not multiply to the 1 devices"),
         "mesh.fsdp": Field(7, data, error="mesh: .*'fsdp': 7.* does not multiply to the 1 devices"),

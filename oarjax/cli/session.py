@@ -46,6 +46,7 @@ from oarjax.host.rewards import Sample
 from oarjax.host.tokenizer import encode, load_tokenizer, pad_id, stop_ids, text_of, token_bytes
 from oarjax.host.verdicts import Grading
 from oarjax.methods import scorer, weigher
+from oarjax.models.attention import attention_for
 from oarjax.models.qwen import QwenConfig, make_policy
 from oarjax.models.weights import abstract_params, divisible_pieces, logical_axes, parameter_count
 from oarjax.oar.answer import CUES
@@ -364,7 +365,9 @@ def policy_of(cfg: Config, model: QwenConfig, mesh: Mesh) -> tuple[Policy, Any]:
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     name = {"auto": "float32" if on_cpu else "bfloat16"}.get(cfg.policy.compute_dtype, cfg.policy.compute_dtype)
     compute = jnp.dtype(name)
-    return make_policy(model, compute_dtype=compute, remat=cfg.policy.remat), compute
+    attention = attention_for(cfg.policy.attention, mesh)
+    policy = make_policy(model, compute_dtype=compute, remat=cfg.policy.remat, attention=attention, mesh=mesh)
+    return policy, compute
 
 
 def stop_token(tokenizer: PreTrainedTokenizerFast, stops: tuple[int, ...]) -> int:

@@ -1,5 +1,7 @@
 """One attention primitive: queries over several segments of keys under one softmax, in plain XLA.
 
+It runs everywhere and does everything that a policy asks for; ``models.splash`` does part of it faster on TPUs.
+
 A segment is the new tokens themselves, the rows' own cache, or a prefix cache shared by a group of rows.
 The segments are never concatenated and heads of keys are never repeated: each segment gives a maximum, a
 sum and a weighted value, which are then joined.
@@ -7,13 +9,27 @@ sum and a weighted value, which are then joined.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
+
+AttentionKind = Literal["xla", "splash"]
+
+
+def attention_for(wanted: Literal["auto", "xla", "splash"], mesh: Mesh) -> AttentionKind:
+    """What ``auto`` means on a mesh: splash on TPUs.
+
+    The mesh's devices decide, not JAX's default backend: a program may be compiled for devices that are elsewhere.
+    """
+    if wanted != "auto":
+        return wanted
+    return "splash" if mesh.devices.flat[0].platform == "tpu" else "xla"
 
 
 class Segment(NamedTuple):
@@ -42,6 +58,18 @@ def attend(q: Float[Array, "B N heads h"], segments: tuple[Segment, ...]) -> Flo
     out = reduce(jnp.add, [value for _, value in parts])
     out = out / jnp.where(total > 0, total, 1.0)[..., None]
     return out.transpose(0, 3, 1, 2, 4).reshape(rows, new, heads, width).astype(q.dtype)
+
+
+def segment_mixer(masks: Sequence[Array], valid: Bool[Array, "B N"]) -> Callable[..., Array]:
+    """(keys and values stored under each mask, q, own k, own v) -> attention to both, causal among the new tokens."""
+    new = valid.shape[1]
+    own = valid[:, None, :] & jnp.tril(jnp.ones((new, new), bool))
+
+    def mix(stored: Sequence[tuple[Array, Array]], q: Array, k: Array, v: Array) -> Array:
+        earlier = tuple(Segment(*kv, mask) for kv, mask in zip(stored, masks))
+        return attend(q.astype(k.dtype), (*earlier, Segment(k, v, own)))
+
+    return mix
 
 
 def _scores(

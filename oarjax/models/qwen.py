@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -10,15 +10,19 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from oarjax.models.attention import Segment, attend
+from oarjax.models.attention import AttentionKind, segment_mixer
 from oarjax.models.rope import Yarn, inverse_frequencies, rotate, rotation, yarn_attention_factor
+from oarjax.models.splash import causal_mixer, check_splash
 from oarjax.policy import Policy
 from oarjax.types import KVCache, Params
 
 Remat = Literal["none", "dots", "full"]
+Mix = Callable[[Array, Array, Array], Array]
+"""Attention of rotated q [B N heads h], not yet in the compute dtype, to the tokens' own k and v and what is stored."""
 
 SUPPORTED = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 REMEDY = "use a dense Qwen2, Qwen2.5 or Qwen3 checkpoint with full attention"
@@ -181,8 +185,7 @@ class Attention(nnx.Module):
         x: Float[Array, "B N D"],
         cos: Float[Array, "B N half"],
         sin: Float[Array, "B N half"],
-        own: Bool[Array, "B N N"],
-        earlier: tuple[Segment, ...],
+        mix: Mix,
         *,
         compute_dtype: DTypeLike,
     ) -> tuple[Float[Array, "B N D"], tuple[Float[Array, "B N kv h"], Float[Array, "B N kv h"]]]:
@@ -190,9 +193,8 @@ class Attention(nnx.Module):
         q, k, v = (p(flat).reshape(*x.shape[:2], -1, self.head_dim) for p in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, cos, sin).astype(compute_dtype), rotate(k, cos, sin).astype(compute_dtype)
-        v = v.astype(compute_dtype)
-        out = attend(q, (*earlier, Segment(k, v, own)))
+        k, v = rotate(k, cos, sin).astype(compute_dtype), v.astype(compute_dtype)
+        out = mix(rotate(q, cos, sin), k, v)
         return self.o(out.reshape(flat.shape[0], -1)).reshape(x.shape), (k, v)
 
 
@@ -227,12 +229,11 @@ class Layer(nnx.Module):
         x: Float[Array, "B N D"],
         cos: Float[Array, "B N half"],
         sin: Float[Array, "B N half"],
-        own: Bool[Array, "B N N"],
-        earlier: tuple[Segment, ...],
+        mix: Mix,
         *,
         compute_dtype: DTypeLike,
     ) -> tuple[Float[Array, "B N D"], tuple[Float[Array, "B N kv h"], Float[Array, "B N kv h"]]]:
-        mixed, kv = self.attention(self.attention_norm(x), cos, sin, own, earlier, compute_dtype=compute_dtype)
+        mixed, kv = self.attention(self.attention_norm(x), cos, sin, mix, compute_dtype=compute_dtype)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), kv
 
@@ -258,16 +259,34 @@ class Qwen(nnx.Module):
         self.layers = stack(rngs)
 
 
-def make_policy(cfg: QwenConfig, *, compute_dtype: DTypeLike = jnp.float32, remat: Remat = "full") -> Policy:
+def make_policy(
+    cfg: QwenConfig,
+    *,
+    compute_dtype: DTypeLike = jnp.float32,
+    remat: Remat = "full",
+    attention: AttentionKind = "xla",
+    mesh: Mesh | None = None,
+) -> Policy:
     """The four functions of a Qwen; params are the dict that ``models.weights`` describes.
 
     Matmul operands are in ``compute_dtype`` and accumulate in float32; the residual stream, norms, softmax,
     RoPE angles and logits are float32 (all float64 where compute_dtype is). ``remat`` says what the backward
     pass recomputes of each layer: nothing, all but the matmuls without batch axes, or everything. The cache is
     in ``compute_dtype``; its caller keeps cache.length + N within its slots.
+
+    ``attention``: "splash" has Pallas' TPU kernels over ``mesh`` do whatever is causal self-attention, behind a prefix
+    of as many rows or not: training, scoring, prefill, linearised passes. Decode steps, prefixes that a group of rows
+    shares and ``visible`` stay with "xla", one program for every platform. ``attention_for`` chooses by the mesh.
+
+    Raises:
+        ValueError: splash without a mesh, in float64, or on a mesh whose "tensor" axis does not divide the heads.
     """
     compute = jnp.dtype(compute_dtype)
     stream = jnp.promote_types(compute, jnp.float32)
+    if attention == "splash":
+        if mesh is None:
+            raise ValueError("attention: splash runs per device of a mesh, got mesh=None; give mesh= or use xla")
+        check_splash(cfg.num_attention_heads, compute, mesh)
     model = nnx.eval_shape(lambda: Qwen(cfg, compute_dtype=compute, rngs=nnx.Rngs(0)))
     layer_def = nnx.split(model.layers)[0]
     norm_def = nnx.split(model.norm)[0]
@@ -289,21 +308,24 @@ def make_policy(cfg: QwenConfig, *, compute_dtype: DTypeLike = jnp.float32, rema
     ) -> tuple[Float[Array, "B N D"], KVCache | None]:
         new = valid.shape[1]
         cos, sin = rotation(positions, frequencies, scale=scale, dtype=stream)
-        own = valid[:, None, :] & jnp.tril(jnp.ones((new, new), bool))
         # A cache of exactly N slots can only be empty: there is nothing earlier in it.
         filled = cache if cache is not None and cache.k.shape[2] > new else None
 
+        stores = [c for c in (prefix, filled) if c is not None]
+        plain = filled is None and visible is None and (prefix is None or prefix.k.shape[1] == valid.shape[0])
+        if attention == "splash" and mesh is not None and plain:
+            mixer = causal_mixer([_written(c) for c in stores], valid, mesh)
+        else:
+            masks = [_written(c)[:, None, :] for c in stores]
+            if visible is not None:  # of the prefix, by row and query
+                masks[0] = masks[0] & visible.reshape(masks[0].shape[0], -1, visible.shape[-1])
+            mixer = segment_mixer(masks, valid)
+
         def body(x, xs):
             weights, *stored = xs
-            earlier = tuple(Segment(k, v, mask) for (k, v), mask in zip(stored, masks))
-            layer = nnx.merge(layer_def, weights)
-            x, kv = layer(x, cos, sin, own, earlier, compute_dtype=compute)
+            x, kv = nnx.merge(layer_def, weights)(x, cos, sin, partial(mixer, stored), compute_dtype=compute)
             return x, kv if cache is not None else None
 
-        stores = [c for c in (prefix, filled) if c is not None]
-        masks = [_written(c)[:, None, :] for c in stores]
-        if visible is not None:  # of the prefix, by row and query
-            masks[0] = masks[0] & visible.reshape(masks[0].shape[0], -1, visible.shape[-1])
         step = _rematerialised(body, remat) if cache is None else body
         x, kv = jax.lax.scan(step, embeddings.astype(stream), (params["layers"], *((c.k, c.v) for c in stores)))
         hidden = nnx.merge(norm_def, params["norm"])(x)

@@ -1,0 +1,74 @@
+"""A linear function given together with its transpose, for maps whose transpose is a kernel of its own.
+
+``jax.custom_vjp`` has no forward mode, and ``jax.custom_derivatives.linear_call``, which has both modes, cannot be
+vmapped. This has all of them: a tangent goes through ``push``, a cotangent through ``pull``, and under ``jax.vmap``
+each is vmapped itself. Differentiating it once more is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+Linear = Callable[..., tuple[jax.Array, ...]]
+"""(*residuals, *arrays) -> arrays, linear in the arrays that follow the residuals."""
+
+_pair = Primitive("linear_pair")
+_pair.multiple_results = True
+
+
+def linear_pair(
+    push: Linear, pull: Linear, residuals: Sequence[jax.Array], tangents: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """``push(*residuals, *tangents)``, of which ``pull(*residuals, *cotangents)`` is the transpose.
+
+    Neither function may close over values that are being traced: these belong to ``residuals``.
+    """
+    return _pair.bind(*residuals, *tangents, push=push, pull=pull, held=len(residuals))
+
+
+@_pair.def_impl
+def _call(*args: Any, push: Linear, pull: Linear, held: int) -> list[Any]:
+    return list(push(*args))
+
+
+@_pair.def_abstract_eval
+def _shapes(*args: Any, push: Linear, pull: Linear, held: int) -> list[Any]:
+    given = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args]
+    return [ShapedArray(a.shape, a.dtype) for a in jax.eval_shape(push, *given)]
+
+
+def _transpose(cotangents: Any, *args: Any, push: Linear, pull: Linear, held: int) -> list[Any]:
+    given = [ad.instantiate_zeros(ct) for ct in cotangents]
+    return [None] * held + _pair.bind(*args[:held], *given, push=pull, pull=push, held=held)
+
+
+def _batch(args: Any, dims: Any, *, push: Linear, pull: Linear, held: int) -> tuple[list[Any], list[int]]:
+    """Residuals keep the axis that they have, if any; all linear arguments get one in front."""
+    size = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
+    linear = [
+        jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
+        for a, d in zip(args[held:], dims[held:])
+    ]
+    mapped = partial(_mapped, in_axes=tuple(dims[:held]))
+    out = _pair.bind(*args[:held], *linear, push=mapped(push), pull=mapped(pull), held=held)
+    return out, [0] * len(out)
+
+
+def _mapped(linear: Linear, in_axes: tuple[int | None, ...]) -> Linear:
+    def call(*args: Any) -> tuple[jax.Array, ...]:
+        return jax.vmap(linear, in_axes=(*in_axes, *[0] * (len(args) - len(in_axes))))(*args)
+
+    return call
+
+
+ad.primitive_transposes[_pair] = _transpose
+batching.primitive_batchers[_pair] = _batch
+mlir.register_lowering(_pair, mlir.lower_fun(_call, multiple_results=True))

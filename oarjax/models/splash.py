@@ -1,0 +1,235 @@
+"""Causal self-attention by Pallas' TPU kernels ("splash attention"), in forward and reverse mode, over a mesh.
+
+What it saves over ``attention.attend`` is memory and time: scores exist for one block at a time, forward and backward,
+and blocks above the diagonal are skipped. On TPUs the kernels are compiled; elsewhere Pallas' interpreter runs them,
+far too slowly for anything but tests.
+
+Derivatives. The public kernel has reverse mode only, and OAR-G needs a linearisation as well. So a derivative here is
+a ``linear_pair``: cotangents go through the kernel's own backward pass (dq, and dk with dv), which reuses what the
+forward pass saved, and tangents through blocked XLA. Gradients never touch the XLA half.
+
+Blocks. The kernels want lengths that are multiples of their blocks, and blocks that are multiples of 128, the lanes of
+a TPU. Lengths are padded; blocks are 512 where that pads little: larger tiles keep the matrix unit busy, and
+512 x 512 float32 scores with their operands fit the 16 MiB of VMEM that a kernel gets by default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    BlockSizes,
+    CausalMask,
+    MultiHeadMask,
+    SegmentIds,
+    make_splash_mha,
+)
+from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from oarjax.models.linear_pair import linear_pair
+
+LANES = 128
+BLOCKS = (512, 256, LANES)
+HEADS = "tensor"
+"""Mesh axis over which heads are divided; rows are divided over all the others."""
+
+
+def splash(
+    q: Float[Array, "B N heads h"],
+    k: Float[Array, "B M kv h"],
+    v: Float[Array, "B M kv h"],
+    valid: Bool[Array, "B M"],
+    *,
+    mesh: Mesh,
+) -> Float[Array, "B N heads h"]:
+    """softmax(q k^T / sqrt(h)) v: what ``attend`` gives for the M - N keys of a prefix and the N queries' own.
+
+    Query i sees the valid keys among the first M - N + i + 1; one that sees none gives 0. Head i reads key head
+    i // (heads / kv). The result has the dtype of ``k``, in which q is rounded after scaling; scores, sums and
+    the product with v are float32 inside the kernel.
+
+    Rows are divided over the axes of ``mesh`` other than "tensor" (padded where they do not divide), heads over
+    "tensor", key heads repeated no more than that needs.
+
+    Raises:
+        ValueError: "tensor" does not divide the heads, or float64.
+    """
+    rows, new, heads, width = q.shape
+    keys, kv = k.shape[1:3]
+    check_splash(heads, k.dtype, mesh)
+    tensor = mesh.shape.get(HEADS, 1)
+    repeats = _key_repeats(heads, kv, tensor)
+    sees = jnp.cumsum(valid, axis=1)[:, keys - new :] > 0
+    # Equal ids see each other: 1 for real keys and whoever sees one. Padding sees padding, so no softmax is empty.
+    ids_q, ids_k = sees.astype(jnp.int32), valid.astype(jnp.int32)
+    parts = mesh.size // tensor
+    block_q, block_k = _block(new), _block(keys)
+
+    def heads_first(x: Array, block: int) -> Array:
+        return _pad(x.transpose(0, 2, 1, 3), (parts, 1, block, 1))
+
+    scaled = (q * jnp.asarray(width**-0.5, q.dtype)).astype(k.dtype)
+    out = _attention(mesh, keys - new, block_q, block_k)(
+        heads_first(scaled, block_q),
+        heads_first(jnp.repeat(k, repeats, axis=2), block_k),
+        heads_first(jnp.repeat(v, repeats, axis=2), block_k),
+        _pad(ids_q, (parts, block_q)),
+        _pad(ids_k, (parts, block_k)),
+    )
+    out = out[:rows, :, :new].transpose(0, 2, 1, 3)
+    return jnp.where(sees[:, :, None, None], out, 0)
+
+
+def causal_mixer(written: Sequence[Array], valid: Bool[Array, "B N"], mesh: Mesh) -> Callable[..., Array]:
+    """(keys and values stored for each of these rows, q, own k, own v) -> attention to both, causal among the new."""
+    seen = jnp.concatenate([*written, valid], axis=1)
+
+    def mix(stored: Sequence[tuple[Array, Array]], q: Array, k: Array, v: Array) -> Array:
+        keys, values = (jnp.concatenate(parts, axis=1) for parts in zip(*stored, (k, v)))
+        return splash(q, keys, values, seen, mesh=mesh)
+
+    return mix
+
+
+def check_splash(heads: int, dtype: DTypeLike, mesh: Mesh) -> None:
+    """Refuse what ``splash`` cannot do.
+
+    Raises:
+        ValueError: "tensor" does not divide the heads, or float64.
+    """
+    if jnp.dtype(dtype) == jnp.float64:
+        raise ValueError("attention: splash computes in float32, got float64; use xla")
+    if heads % mesh.shape.get(HEADS, 1):
+        raise ValueError(
+            f"attention: splash gives every device whole heads, got {heads} heads on mesh axis {HEADS} = "
+            f"{mesh.shape[HEADS]}; use a size that divides them, or xla"
+        )
+
+
+def _attention(mesh: Mesh, offset: int, block_q: int, block_k: int) -> Any:
+    """(q [B heads N h], k, v [B kv M h], ids of q [B N] and of k [B M]) -> [B heads N h], all sizes multiples."""
+    row = tuple(axis for axis in mesh.axis_names if axis != HEADS)
+    whole = PartitionSpec(row, HEADS if HEADS in mesh.axis_names else None)
+    ids = PartitionSpec(row)
+    specs = (whole, whole, whole, ids, ids)
+    # What is computed outside the kernels is plain XLA, so that the platform matters to the kernels alone.
+    interpret = mesh.devices.flat[0].platform != "tpu"
+    divide = partial(jax.shard_map, mesh=mesh, out_specs=whole, check_vma=False)
+    forward: Any = divide(
+        partial(_kernel, offset=offset, block_q=block_q, block_k=block_k, interpret=interpret), in_specs=specs
+    )
+    push: Any = divide(partial(_push, offset=offset), in_specs=(*specs, *(whole,) * 4))
+    attention = jax.custom_jvp(forward)
+
+    @attention.defjvp
+    def derivative(primals: Any, tangents: Any) -> Any:
+        *qkv, ids_q, ids_k = primals
+        out, pullback = jax.vjp(lambda q, k, v: forward(q, k, v, ids_q, ids_k), *qkv)
+        saved, tree = jax.tree.flatten(pullback)
+        residuals = [*primals, out, *saved]
+
+        def tangent(*args: Array) -> tuple[Array, ...]:
+            return (push(*args[: len(primals) + 1], *args[-len(qkv) :]),)
+
+        def cotangent(*args: Array) -> tuple[Array, ...]:
+            return jax.tree.unflatten(tree, args[len(primals) + 1 : -1])(args[-1])
+
+        return out, linear_pair(tangent, cotangent, residuals, tangents[: len(qkv)])[0]
+
+    return attention
+
+
+def _kernel(
+    q: Float[Array, "B heads N h"],
+    k: Float[Array, "B kv M h"],
+    v: Float[Array, "B kv M h"],
+    ids_q: Int[Array, "B N"],
+    ids_k: Int[Array, "B M"],
+    *,
+    offset: int,
+    block_q: int,
+    block_k: int,
+    interpret: bool,
+) -> Float[Array, "B heads N h"]:
+    """The rows and heads of one device."""
+    mask = CausalMask((q.shape[2], k.shape[2]), offset=offset)
+    kernel = make_splash_mha(
+        MultiHeadMask([mask] * q.shape[1]),
+        block_sizes=BlockSizes(
+            block_q=block_q,
+            block_kv=block_k,
+            block_q_dkv=block_q,
+            block_kv_dkv=block_k,
+            block_q_dq=block_q,
+            block_kv_dq=block_k,
+        ),
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
+    out: Any = jax.vmap(kernel)(q, k, v, SegmentIds(ids_q, ids_k))
+    return out
+
+
+def _push(
+    q: Float[Array, "B heads N h"],
+    k: Float[Array, "B kv M h"],
+    v: Float[Array, "B kv M h"],
+    ids_q: Int[Array, "B N"],
+    ids_k: Int[Array, "B M"],
+    out: Float[Array, "B heads N h"],
+    dq: Float[Array, "B heads N h"],
+    dk: Float[Array, "B kv M h"],
+    dv: Float[Array, "B kv M h"],
+    *,
+    offset: int,
+) -> Float[Array, "B heads N h"]:
+    """The change of attention's output with q, k and v: P dv + (P ds) v - (P . ds) out, ds = dq k + q dk.
+
+    A block of queries at a time: scores are [B, heads, block, M].
+    """
+    rows, heads, new, width = q.shape
+    kv, keys = k.shape[1:3]
+    blocks = new // LANES
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+    def split(x: Array) -> Array:
+        return jnp.moveaxis(x.reshape(rows, kv, heads // kv, blocks, LANES, width), 3, 0)
+
+    def one(block: Any) -> Array:
+        first, ids, q, out, dq = block
+        seen = first + jnp.arange(LANES)[:, None] + offset >= jnp.arange(keys)
+        seen = (seen & (ids[:, :, None] == ids_k[:, None, :]))[:, None, None]
+        scores = jnp.where(seen, product("bkgnh,bkmh->bkgnm", q, k), jnp.finfo(jnp.float32).min)
+        p = jax.nn.softmax(scores, axis=-1)
+        change = p * (product("bkgnh,bkmh->bkgnm", dq, k) + product("bkgnh,bkmh->bkgnm", q, dk))
+        moved = product("bkgnm,bkmh->bkgnh", p.astype(v.dtype), dv)
+        moved += product("bkgnm,bkmh->bkgnh", change.astype(v.dtype), v)
+        return (moved - change.sum(-1, keepdims=True) * out).astype(out.dtype)
+
+    first = jnp.arange(blocks) * LANES
+    ids = jnp.moveaxis(ids_q.reshape(rows, blocks, LANES), 1, 0)
+    moved = jax.lax.map(one, (first, ids, split(q), split(out), split(dq)))
+    return jnp.moveaxis(moved, 0, 3).reshape(rows, heads, new, width)
+
+
+def _key_repeats(heads: int, kv: int, tensor: int) -> int:
+    """How often each key head stands beside itself for "tensor" to divide them all: the least that does."""
+    group = heads // kv
+    return next(n for n in range(1, group + 1) if group % n == 0 and kv * n % tensor == 0)
+
+
+def _block(length: int) -> int:
+    """The largest block that pads ``length`` by no more than an eighth, or else the smallest."""
+    return next((b for b in BLOCKS if -(-length // b) * b <= length + length // 8), LANES)
+
+
+def _pad(x: Array, multiples: tuple[int, ...]) -> Array:
+    """Zeros after each axis up to a multiple."""
+    return jnp.pad(x, [(0, -size % multiple) for size, multiple in zip(x.shape, multiples)])
