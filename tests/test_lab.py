@@ -24,7 +24,7 @@ from oarjax.config import CreditConfig, changed, parse_config
 from oarjax.host.builtin import SPECIAL, write_builtin_policy
 from oarjax.host.hf import write_random_checkpoint
 from oarjax.host.lab_results import read_lab
-from oarjax.host.saved_rollouts import SavedRollout
+from oarjax.host.saved_rollouts import SavedRollout, read_rollouts
 from oarjax.types import AnswerSpan
 
 METHODS = {
@@ -184,6 +184,26 @@ def test_saved_text_and_ids_come_to_the_same(tmp_path, policy):
     assert drawn.span.reasoning.sum(1).tolist() == [6, 6]
     assert [p.prompt for p in drawn.problems] == ["3+4=", "3+4="]
     assert drawn.considered == 3
+
+
+def test_rollouts_of_trl_and_verl_come_to_the_same(tmp_path, policy):
+    """Their prompts are what the policy read: the config's template is not laid around them again."""
+    session = session_of(tmp_path, policy)
+    session = session.with_config(session.cfg.model_copy(update={"data": changed_data(session, "({prompt})")}))
+    trl = {"step": 1, "prompt": "3+4=", "completion": "3+4=7;#### 7", "math": 1.0, "advantage": 0.5, "answer": "7"}
+    verl = {"input": "3+4=", "output": "3+4=7;#### 7", "gts": "7", "score": 1.0, "step": 1}
+    found = []
+    for name, line in (("trl", trl), ("verl", verl)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(line))
+        found.append(saved_completions(session, read_rollouts(tmp_path / f"{name}.jsonl")))
+    for drawn in found:
+        ids = session.tokenizer("3+4=3+4=7;#### 7", add_special_tokens=False)["input_ids"]
+        assert drawn.rollout.tokens[0][drawn.rollout.valid[0]].tolist() == ids
+        assert drawn.problems[0].reference == "7"
+
+
+def changed_data(session, prompt_format):
+    return session.cfg.data.model_copy(update={"prompt_format": prompt_format})
 
 
 # Mistakes

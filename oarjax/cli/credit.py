@@ -15,15 +15,15 @@ from oarjax.host.lab_page import write_lab_page
 from oarjax.host.lab_plot import plot_lab
 from oarjax.host.lab_results import lab_json, print_lab, write_lab
 from oarjax.host.report import make_console, visible
-from oarjax.host.saved_rollouts import read_rollouts
+from oarjax.host.saved_rollouts import Format, read_rollouts
 from oarjax.steps import make_optimizer
 
 
-def run(config: Path, overrides: list[str], as_json: bool, rollouts: Path | None) -> None:
+def run(config: Path, overrides: list[str], as_json: bool, rollouts: Path | None, form: Format = "auto") -> None:
     cfg = load_config(config, overrides)
     check_policy(cfg)
     check_answers(cfg)
-    saved = None if rollouts is None else read_rollouts(rollouts)
+    saved = None if rollouts is None else read_rollouts(rollouts, form)
     console = Console(stderr=True, quiet=True) if as_json else make_console()
     session = open_session(cfg, console)
     for name, value in facts(session).items():

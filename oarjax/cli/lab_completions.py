@@ -15,7 +15,7 @@ from oarjax.config import ConfigError
 from oarjax.host.data import eval_batches, left_pad, right_pad
 from oarjax.host.problems import Problem
 from oarjax.host.saved_rollouts import SavedRollout
-from oarjax.host.tokenizer import encode, render_prompt, text_of
+from oarjax.host.tokenizer import chat_ids, encode, render_prompt, rendered_ids, text_of
 from oarjax.oar.answer import extract_answer
 from oarjax.types import AnswerSpan, Rollout
 
@@ -69,19 +69,14 @@ def saved_completions(session: Session, saved: Sequence[SavedRollout]) -> Drawn:
     """
     cfg, tokenizer = session.cfg, session.tokenizer
 
-    def prompt_ids(s: SavedRollout) -> list[int]:
-        if not isinstance(s.prompt, str):
-            return s.prompt
-        return render_prompt(
-            tokenizer,
-            s.prompt,
-            template=cfg.data.template,
-            system_prompt=cfg.data.system_prompt,
-            prompt_format=cfg.data.prompt_format,
-            thinking=cfg.data.thinking,
+    found = [_prompt_ids(session, s) for s in saved]
+    prompts, restored = [ids for ids, _ in found], sum(again for _, again in found)
+    if restored:
+        session.console.print(
+            f"the prompts of {restored} of {len(saved)} rollouts were saved without special tokens; the chat "
+            "template gives these texts, and its tokens are taken",
+            soft_wrap=True,
         )
-
-    prompts = [prompt_ids(s) for s in saved]
     completions = [encode(tokenizer, s.completion) if isinstance(s.completion, str) else s.completion for s in saved]
     most = session.model.max_position_embeddings
     for n, ids in enumerate(zip(prompts, completions), 1):
@@ -110,6 +105,20 @@ def saved_completions(session: Session, saved: Sequence[SavedRollout]) -> Drawn:
     problems = [Problem(texts[r], saved[r].reference or "", index=n) for n, r in enumerate(rows)]
     referenced = np.array([saved[r].reference is not None for r in rows])
     return _trimmed(session, take(rollout, rows), take(span, rows), problems, referenced, len(saved))
+
+
+def _prompt_ids(session: Session, saved: SavedRollout) -> tuple[list[int], bool]:
+    """Ids of a saved prompt, and whether special tokens had to be put back."""
+    data, tokenizer, prompt = session.cfg.data, session.tokenizer, saved.prompt
+    if isinstance(prompt, str):
+        if saved.rendered:
+            return rendered_ids(tokenizer, prompt, session.table)
+        settings = data.model_dump(include={"template", "system_prompt", "prompt_format", "thinking"})
+        return render_prompt(tokenizer, prompt, **settings), False
+    if isinstance(prompt[0], dict):
+        switch = {} if data.thinking is None else {"enable_thinking": data.thinking}
+        return chat_ids(tokenizer, prompt, **switch), False  # type: ignore[arg-type]
+    return prompt, False  # type: ignore[return-value]
 
 
 def usable_rows(span: AnswerSpan, *, shortest: int) -> np.ndarray:

@@ -40,6 +40,13 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class RolloutFormat(StrEnum):
+    AUTO = "auto"
+    OARJAX = "oarjax"
+    TRL = "trl"
+    VERL = "verl"
+
+
 TRAIN_HELP = (
     "Train a policy and show that it got better.\n\n"
     "Every iteration samples completions, grades them, gives every token its credit and updates the policy. The run "
@@ -200,17 +207,21 @@ def credit(
     rollouts: Annotated[
         Path | None,
         typer.Option(
-            help="Saved completions instead of new ones: JSON lines with prompt and completion, as text or as "
-            "prompt_ids and completion_ids, and reference.",
+            help="Saved completions instead of new ones, a file or a folder of files: JSON lines with prompt and "
+            "completion, as text, chat messages or prompt_ids and completion_ids, and reference; or what TRL "
+            "(log_completions) or verl (rollout_data_dir) saved.",
             show_default=False,
         ),
     ] = None,
+    form: Annotated[
+        RolloutFormat, typer.Option("--format", help="Of the saved completions; auto: told by their fields.")
+    ] = RolloutFormat.AUTO,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
     """``oarjax credit``; see ``CREDIT_HELP``."""
     from oarjax.cli.credit import run
 
-    run(config, overrides or [], as_json, rollouts)
+    run(config, overrides or [], as_json, rollouts, form.value)
 
 
 STUDY_HELP = (

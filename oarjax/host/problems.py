@@ -48,7 +48,7 @@ def load_problems(config: DatasetConfig, *, where: str = "data.train") -> list[P
         path = Path(config.source).expanduser()
         if not path.is_file():
             raise DataError(f"{where}.source: no file {path}")
-        rows = _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path, where)
+        rows = _jsonl_rows(path) if path.suffix == ".jsonl" else parquet_rows(path, f"{where}.source")
     elif Path(config.source).expanduser().exists():
         raise DataError(f"{where}.source: {config.source} is neither .jsonl nor .parquet; convert it to one of these")
     else:
@@ -120,12 +120,17 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
             yield place, row
 
 
-def _parquet_rows(path: Path, where: str) -> Iterator[Row]:
+def parquet_rows(path: Path, setting: str) -> Iterator[Row]:
+    """Rows of a Parquet file. ``setting`` is what named it, for errors.
+
+    Raises:
+        DataError: pyarrow is missing, or cannot read the file.
+    """
     try:
         import pyarrow.parquet as parquet
     except ImportError:
         raise DataError(
-            f"{where}.source: reading {path} needs pyarrow; install oarjax[hub], or convert it to .jsonl"
+            f"{setting}: reading {path} needs pyarrow; install oarjax[hub], or convert it to .jsonl"
         ) from None
     number = 0
     try:

@@ -6,7 +6,9 @@ that the tokenizer would give for the same text.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -189,6 +191,53 @@ def render_prompt(
     if not ids:
         raise TokenizerError(f"the prompt {_short(prompt)} encodes to no tokens at all")
     return ids
+
+
+def chat_ids(tokenizer: PreTrainedTokenizerFast, turns: Sequence[dict[str, str]], **switch: Any) -> list[int]:
+    """Ids of turns by the chat template, ready for the assistant's; a last turn of its own is gone on with.
+
+    Raises TokenizerError for a missing or failing chat template, and for turns that come to nothing.
+    """
+    if tokenizer.chat_template is None:
+        raise TokenizerError("the tokenizer has no chat template, and these are chat messages; save plain text instead")
+    begun = bool(turns) and turns[-1]["role"] == "assistant"
+    try:
+        rendered = tokenizer.apply_chat_template(
+            list(turns), add_generation_prompt=not begun, continue_final_message=begun, tokenize=False, **switch
+        )
+    except Exception as error:  # Jinja has many, and a template may raise its own
+        raise TokenizerError(f"the chat template fails on {turns!r:.80} ({type(error).__name__}: {error})") from error
+    ids = encode(tokenizer, str(rendered))
+    if not ids:
+        raise TokenizerError(f"the chat {turns!r:.80} encodes to no tokens at all")
+    return ids
+
+
+TURN = re.compile(r"(?:\A|(?<=\n))(system|user|assistant)\n")
+
+
+def rendered_ids(tokenizer: PreTrainedTokenizerFast, text: str, table: Sequence[bytes]) -> tuple[list[int], bool]:
+    """Ids of a prompt that was saved as the text the policy read, and whether its special tokens had to be put back.
+
+    A text decoded without special tokens has lost the marks around its turns. Where it reads as turns of a chat, and
+    the chat template makes of them ids with exactly this text, these are taken; else the text as it stands.
+    """
+    pieces = TURN.split(text)
+    roles = pieces[1::2]
+    asks = roles[1:] if roles[:1] == ["system"] else roles
+    if (
+        tokenizer.chat_template is not None
+        and not pieces[0]
+        and asks
+        and asks == ["user", "assistant"] * (len(asks) // 2)
+    ):
+        turns = [{"role": r, "content": c.removesuffix("\n")} for r, c in zip(roles[:-1], pieces[2:-1:2])]
+        for switch in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
+            with contextlib.suppress(TokenizerError):
+                ids = chat_ids(tokenizer, turns, **switch)
+                if text_of(ids, table) == text and any(not table[i] for i in ids):
+                    return ids, True
+    return encode(tokenizer, text), False
 
 
 def can_think(tokenizer: PreTrainedTokenizerFast) -> bool:
