@@ -334,8 +334,9 @@ def test_the_export_is_a_policy_like_any_other(oarjax, run, config, tmp_path):
     assert "3+4=" in out
     assert oarjax("sample", where, "1+2=", "3+4=", "--count", 2, "--max-new", 6, "--seed", 1)[1] == out
 
-    code, out, _ = oarjax("export", where, tmp_path / "half", "--dtype", "bfloat16")
+    code, out, _ = oarjax("export", where, tmp_path / "half", "--dtype", "bfloat16", "--shard-gb", 1e-5)
     assert code == 0
+    assert (tmp_path / "half" / "model.safetensors.index.json").is_file()
     assert "parameters to" in out
     assert stored_dtype(tmp_path / "half") == "bfloat16"
     assert oarjax("export", where, tmp_path / "half")[0] == 2

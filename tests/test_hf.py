@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from oarjax.host import hf
 from oarjax.host.hf import CheckpointError, export, load_params, read_config, read_fields, write_random_checkpoint
+from oarjax.host.tokenizer import load_tokenizer, stop_ids
 from oarjax.models.qwen import UnsupportedModel
 
 
@@ -92,6 +93,43 @@ def test_export_copies_what_belongs_to_the_model_and_replaces_the_last(copy, tmp
     export(out, cfg, jax.tree.map(lambda x: x + 1, params), source=copy)
     assert tensors(out)["model.norm.weight"][0] == tensors(copy)["model.norm.weight"][0] + 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["copy", "out"]  # no scratch left
+
+
+def test_export_ends_generation_where_the_policy_was_taught_to(copy, tmp_path):
+    cfg, _ = read_config(copy)
+    params = load_params(copy, cfg)
+    bare = export(tmp_path / "bare", cfg, params, source=copy, stop_ids=(3, 5))
+    assert json.loads((bare / "generation_config.json").read_text()) == {"eos_token_id": [3, 5]}
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": 3, "temperature": 0.7}))
+    out = export(tmp_path / "out", cfg, params, source=copy, stop_ids=(3, 5))
+    assert json.loads((out / "generation_config.json").read_text()) == {"eos_token_id": [3, 5], "temperature": 0.7}
+
+
+@pytest.mark.slow
+def test_export_has_what_vllm_reads(shared, data, tmp_path):
+    """Through transformers, as vLLM does: the architecture's class, dtype, stops, tokenizer, template and shards."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    tokenizer = load_tokenizer(shared / "tokenizer")
+    fields = read_fields(data / "policy" / "qwen2_tied") | {"vocab_size": 151_936, "hidden_size": 8, "torch_dtype": "x"}
+    fields |= {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 8}
+    source = write_random_checkpoint(tmp_path / "in", fields, seed=0, tokenizer=shared / "tokenizer")
+    stops = stop_ids(source, tokenizer)
+    cfg, _ = read_config(source)
+    settings = {"dtype": jnp.bfloat16, "shard_bytes": 10**6, "stop_ids": stops}
+    out = export(tmp_path / "out", cfg, load_params(source, cfg), source=source, **settings)
+    config = AutoConfig.from_pretrained(out)
+    assert (config.architectures, config.model_type) == (["Qwen2ForCausalLM"], "qwen2")
+    assert str(config.dtype) in ("bfloat16", "torch.bfloat16")
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    assert GenerationConfig.from_pretrained(out).eos_token_id == [151643, 151645]
+    theirs = AutoTokenizer.from_pretrained(out)
+    turns = [{"role": "user", "content": "1+1="}]
+    shown = [t.apply_chat_template(turns, add_generation_prompt=True, tokenize=False) for t in (tokenizer, theirs)]
+    assert shown[0] == shown[1]
+    assert theirs(shown[0])["input_ids"] == tokenizer(shown[0])["input_ids"]
+    shards = set(json.loads((out / "model.safetensors.index.json").read_text())["weight_map"].values())
+    assert shards == {file.name for file in out.glob("*.safetensors")}
 
 
 def test_export_leaves_foreign_folders_alone(copy, tmp_path):

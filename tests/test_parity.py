@@ -109,11 +109,16 @@ def test_transformers_loads_our_export(kind, dtype, torch, tmp_path, data):
 
     cfg, source = read_config(data / "policy" / kind)
     params = load_params(source, cfg, dtype=jnp.dtype(dtype))
-    folder = export(tmp_path / "out", cfg, params, source=source, shard_bytes=20_000)
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="eager")
+    folder = export(tmp_path / "out", cfg, params, source=source, shard_bytes=20_000, stop_ids=(3, 5))
+    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")  # dtype as config.json says
+    assert theirs.dtype == getattr(torch, dtype)
+    assert theirs.generation_config.eos_token_id == [3, 5]
     original = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), attn_implementation="eager")
     for name, tensor in original.state_dict().items():
         assert torch.equal(tensor, theirs.state_dict()[name]), name
+    ids = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        assert torch.equal(theirs(ids).logits, original(ids).logits)
     assert (folder / "model.safetensors.index.json").is_file()
 
 

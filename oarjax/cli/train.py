@@ -70,7 +70,14 @@ def _train_once(cfg: Config, console: Console, stop: Stop) -> None:
             trained = train(session, grader, start, before, folder, stop)
         if cfg.export.folder is not None:
             target = folder / cfg.export.folder
-            export(target, session.model, trained.params, source=session.source, dtype=cfg.export.dtype)
+            export(
+                target,
+                session.model,
+                trained.params,
+                source=session.source,
+                dtype=cfg.export.dtype,
+                stop_ids=session.stop_ids,
+            )
             console.print(f"policy  {target}", markup=False)
         if session.first:
             show_results(session, folder, [before], {cfg.credit.method: [trained]})

@@ -7,7 +7,7 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import partial
@@ -194,11 +194,14 @@ def export(
     source: Path,
     dtype: DTypeLike | None = None,
     shard_bytes: int = SHARD_BYTES,
+    stop_ids: Sequence[int] = (),
 ) -> Path:
     """Write params as an HF folder: safetensors shards, config.json and tokenizer files of ``source``.
 
     The folder appears whole or not at all: it is written beside its place and renamed. An earlier export there
-    is replaced. ``dtype`` None keeps the dtype of the params. Gives the folder back.
+    is replaced. ``dtype`` None keeps the dtype of the params. ``stop_ids`` become the end tokens of
+    generation_config.json, so that whatever generates from the folder stops where the policy was taught to. Gives the
+    folder back.
 
     Every process takes part, tensor by tensor, and the first one writes: it holds one shard of the output at a time.
 
@@ -209,7 +212,8 @@ def export(
     fields = read_fields(source)
     fields.pop("torch_dtype", None)
     if is_first():
-        _write(folder, cfg, params, fields | {"dtype": out.name}, out, files_of=source, shard_bytes=shard_bytes)
+        fields |= {"dtype": out.name}
+        _write(folder, cfg, params, fields, out, files_of=source, shard_bytes=shard_bytes, stop_ids=stop_ids)
     else:
         for weight in weight_table(cfg):
             for layer in range(len(weight.names)):
@@ -243,6 +247,7 @@ def _write(
     *,
     files_of: Path | None,
     shard_bytes: int,
+    stop_ids: Sequence[int] = (),
 ) -> Path:
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").is_file():
@@ -254,11 +259,19 @@ def _write(
         for file in tokenizer_files(Path(files_of)) if files_of else ():
             shutil.copyfile(file, fresh / file.name)
         (fresh / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+        if stop_ids:
+            _write_stops(fresh / "generation_config.json", stop_ids)
         _write_shards(fresh, cfg, params, dtype, shard_bytes)
         if folder.exists():
             folder.rename(Path(scratch) / "old")
         fresh.rename(folder)
     return folder
+
+
+def _write_stops(file: Path, stop_ids: Sequence[int]) -> None:
+    """What generation ends at; the other defaults of generation stay as they are."""
+    held = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    file.write_text(json.dumps(held | {"eos_token_id": list(stop_ids)}, indent=2) + "\n")
 
 
 def _write_shards(folder: Path, cfg: QwenConfig, params: Params, dtype: np.dtype, shard_bytes: int) -> None:
