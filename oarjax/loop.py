@@ -13,7 +13,7 @@ import numpy as np
 
 from oarjax.batches import Deck, bucket, informative_first, join, join_grades, take, trim
 from oarjax.config import Config
-from oarjax.grpo import group_advantages, without_truncated, zero_variance_groups
+from oarjax.grpo import without_truncated
 from oarjax.measures import NONFINITE, rollout_metrics, unsound_rows
 from oarjax.oar.probe import ProbeMode, probe_mode
 from oarjax.sampling import rollout_key
@@ -88,7 +88,7 @@ def iterate(
     rows = np.arange(capacity)
     if cfg.update.skip_zero_variance:
         with o.phase("grade"):
-            constant = equal_groups(grading().rewards, group)
+            constant = np.asarray(steps.equal_groups(jnp.asarray(grading().rewards)))
         rows = np.flatnonzero(~np.repeat(constant, group))
     longest = int(rollout.completion[rows].sum(1).max(initial=1))
     length = bucket(longest, cfg.rollout.completion_bucket, cfg.rollout.max_new)
@@ -125,17 +125,10 @@ def iterate(
 
     with o.phase("grade"):
         grades = grading()
-    advantages = np.asarray(
-        group_advantages(
-            jnp.asarray(np.where(np.isfinite(grades.rewards), grades.rewards, np.nan)),
-            group_size=group,
-            scale=cfg.advantage.scale,
-            ddof=cfg.advantage.ddof,
-            eps=cfg.advantage.eps,
-        )
-    )
+    graded = np.isfinite(grades.rewards)
+    advantages = np.asarray(steps.advantages(jnp.asarray(np.where(graded, grades.rewards, np.nan))))
     # Ungraded rows teach nothing, and neither do truncated ones where the config says so.
-    trained = jnp.asarray(rollout.completion & np.isfinite(grades.rewards)[:, None])
+    trained = jnp.asarray(rollout.completion & graded[:, None])
     if cfg.loss.mask_truncated:
         trained = without_truncated(trained, jnp.asarray(rollout.ended))
     # The mean is over all graded rows, trained on or not: leaving rows out changes the work, not the loss.
@@ -205,7 +198,7 @@ def draw(
             return *drawn[0], lambda: (drawn[0][1], drawn[0][2]())
         with o.phase("grade"):
             rewards = np.concatenate([grades().rewards for *_, grades in drawn])
-        constant = equal_groups(rewards, group)
+        constant = np.asarray(steps.equal_groups(jnp.asarray(rewards)))
         if (~constant).sum() >= wanted:
             break
     rows = informative_first(constant, prompts=wanted, group_size=group)
@@ -213,11 +206,6 @@ def draw(
     rollouts, parts = join([r for _, r, _ in drawn]), [g() for *_, g in drawn]
     grades, all_grades = join_grades(parts, rows), join_grades(parts, np.arange(len(rollouts.ended)))
     return problems, take(rollouts, rows), lambda: grades, lambda: (rollouts, all_grades)
-
-
-def equal_groups(rewards: np.ndarray, group_size: int) -> np.ndarray:
-    """Groups [P] whose rewards are all equal, on the host."""
-    return np.asarray(zero_variance_groups(jnp.asarray(rewards), group_size=group_size))
 
 
 def add_metrics(a: dict[str, Mean], b: dict[str, Mean]) -> dict[str, Mean]:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from oarjax.config import Config, LossConfig, OptimConfig, SFTConfig
 from oarjax.credit.keywords import KeywordTable
 from oarjax.credit.signals import Signals
-from oarjax.grpo import aggregate, policy_loss
+from oarjax.grpo import aggregate, group_advantages, policy_loss, zero_variance_groups
 from oarjax.logps import hidden_logps, token_logps
 from oarjax.measures import NONFINITE, all_finite, nonfinite_rows
 from oarjax.methods import credit_metrics, scorer, signals, weigher
@@ -41,6 +41,8 @@ class Steps(NamedTuple):
 
     sample: Callable[..., Rollout]  # (params, prompts, key)
     evaluate: Callable[..., Rollout]  # the same as cfg.eval says, every problem and sample with noise of its own
+    equal_groups: Callable[..., Bool[Array, "P"]]  # (rewards): groups that teach nothing
+    advantages: Callable[..., Float[Array, "B"]]  # (rewards, NaN where not graded)
     score: Callable[..., Scores]  # (params, ref_params, rollout, span, row numbers, used, key[, probed], probe=mode)
     credit: Callable[..., tuple[Credit, Metrics]]  # (scores, rollout, span, advantages, completion, key)
     denominator: Callable[..., Float[Array, ""]]  # (completion of the whole rollout)
@@ -217,6 +219,8 @@ def make_steps(
     return Steps(
         sample=jax.jit(sample_groups, out_shardings=shardings.rows),
         evaluate=jax.jit(sample_evaluation, out_shardings=shardings.rows),
+        equal_groups=jax.jit(partial(zero_variance_groups, group_size=roll.group_size)),
+        advantages=jax.jit(partial(group_advantages, group_size=roll.group_size, **cfg.advantage.model_dump())),
         score=jax.jit(score, static_argnames="probe"),
         credit=jax.jit(credit),
         denominator=jax.jit(denominator),

@@ -39,6 +39,7 @@ from oarjax.cli.errors import USER_ERRORS
 from oarjax.cli.health import Health
 from oarjax.cli.session import Session, lay_out, open_session
 from oarjax.config import Config, Section, parse_config
+from oarjax.grpo import group_advantages, zero_variance_groups
 from oarjax.host.builtin import write_builtin_policy
 from oarjax.host.checkpoint import Checkpoints
 from oarjax.host.durable import StorageError
@@ -187,9 +188,9 @@ def fields() -> dict[str, Field]:
         "grading.memory_mb": Field(300, grading, {"grading.rewards": [{"name": "field_large"}], **plugin}),
         "grading.overlong_window": Field(4, command),
         "grading.overlong_penalty": Field(0.5, command, {"grading.overlong_window": 4}),
-        "advantage.scale": Field("none", command),
-        "advantage.ddof": Field(0, command),
-        "advantage.eps": Field(0.5, command),
+        "advantage.scale": Field("none", partial(program, name="advantages")),
+        "advantage.ddof": Field(0, partial(program, name="advantages")),
+        "advantage.eps": Field(0.5, partial(program, name="advantages")),
         "credit.method": Field("oar_p", score),
         "credit.permuted_of": Field("oar_p", score, {"credit.method": "permuted"}),
         "credit.polarity": Field("wrong", credit),
@@ -347,6 +348,8 @@ def program(cfg: Config, *, name: str) -> str:
         return steps.credit.lower(
             Scores(values, values, values, values), rollout, span, spec((M, b)), mask, key
         ).as_text()
+    if name == "advantages":
+        return steps.advantages.lower(spec((rows,))).as_text()
     if name == "denominator":
         return steps.denominator.lower(spec((rows, T), jnp.bool_)).as_text()
     state = jax.eval_shape(lambda p: TrainState(jnp.zeros((), jnp.int32), p, tx.init(p), jax.random.key(0)), params)
@@ -551,6 +554,8 @@ def fake_steps(log: list[Any], policy: Any, tx: Any, layout: Any, cfg: Config, *
     return Steps(
         sample=partial(roll, "sample", cfg.rollout.group_size),
         evaluate=partial(roll, "evaluate", cfg.eval.samples),
+        equal_groups=partial(zero_variance_groups, group_size=cfg.rollout.group_size),
+        advantages=partial(group_advantages, group_size=cfg.rollout.group_size),
         score=score,
         credit=credit,
         denominator=lambda completion: float(completion.sum()),

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scipy.stats import t as student
+from scipy.special import stdtrit  # scipy.stats has it too, and takes a second to import
 
 from oarjax.config_study import Plan, Planned
 from oarjax.host.curves import points
@@ -58,7 +58,7 @@ def interval(values: Sequence[float]) -> Interval:
     if n == 1:
         return Interval(mean, None, None, 1)
     spread = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1))
-    half = float(student.ppf(0.975, n - 1)) * spread / math.sqrt(n)
+    half = float(stdtrit(n - 1, 0.975)) * spread / math.sqrt(n)
     return Interval(mean, mean - half, mean + half, n)
 
 

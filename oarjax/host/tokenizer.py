@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 END_OF_TURN = "<|im_end|>"
 END_OF_TEXT = "<|endoftext|>"
@@ -43,6 +43,8 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
         if whole:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
         else:
+            from transformers import AutoTokenizer  # imports torch where it is installed, which takes seconds
+
             tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # the tokenizers library has no error class of its own
         raise TokenizerError(f"tokenizer folder {folder} cannot be read ({error}); fetch it again") from error
