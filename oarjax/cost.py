@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from oarjax.chips import CHIPS, Chip, Number
 from oarjax.flops import forward_flops
-
-Number = int | float
 
 
 @dataclass(frozen=True)
@@ -34,16 +33,7 @@ QWEN_7B = Decoder(
 """Qwen2.5-7B, from its config.json."""
 
 
-@dataclass(frozen=True)
-class Chip:
-    """Published peaks of one chip."""
-
-    name: str
-    flops: float  # bfloat16, per second
-    bandwidth: float  # of HBM, bytes per second
-
-
-CHIPS = (Chip("TPU v5e", 197e12, 819e9), Chip("TPU v5p", 459e12, 2765e9), Chip("TPU v6e", 918e12, 1640e9))
+PROJECTED = tuple(CHIPS[name] for name in ("v5e", "v5p", "v6e"))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 
 from oarjax.cli.flop_count import executed_flops
 from oarjax.cost import (
-    CHIPS,
+    PROJECTED,
     QWEN_7B,
     Chip,
     Decoder,
@@ -58,7 +58,7 @@ def test_decoding_is_bound_by_memory_or_by_products():
     step_bytes = 2200 + 32 * (16 + 8)
     step_flops = 4 * (2000 + 64 * 8 + 200)
     prefill = (4 * (2000 + 64 * 2) + 200) / (1e6 * 0.5) / 2
-    slow_memory, fast_memory = Chip("a", 1e6, 1e3), Chip("b", 1e6, 1e12)
+    slow_memory, fast_memory = Chip("a", 1e6, 1e3, 1, 1), Chip("b", 1e6, 1e12, 1, 1)
     assert decode_seconds(D, slow_memory, R) == pytest.approx(prefill + step_bytes / (2 * 1e3 * 0.5) * 8 * 2 / 4)
     assert decode_seconds(D, fast_memory, R) == pytest.approx(prefill + step_flops / (2 * 1e6 * 0.25) * 8 * 2 / 4)
 
@@ -72,7 +72,7 @@ def test_masking_by_hand():
 
 
 def test_overhead_is_one_plus_credit_over_a_step():
-    chip = CHIPS[0]
+    chip = PROJECTED[0]
     plain = decode_seconds(QWEN_7B, chip, Run()) + update_flops(QWEN_7B, Run()) / (chip.flops * 0.4)
     found, flops = projection(QWEN_7B, chip, Run()), credit_flops(QWEN_7B, Run())
     assert found.keys() == flops.keys()

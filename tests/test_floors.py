@@ -24,7 +24,10 @@ FLOORS = {
     "measures": 1.2,
     "optim": 1.2,
     "flops": 1.0,
+    "chips": 0.5,
     "cost": 1.1,
+    "hlo": 0.5,
+    "roofline": 1.2,
     "oar.span": 1.1,
     "credit": 1.2,
     "policy": 2.0,
@@ -48,7 +51,7 @@ FLOORS = {
     "host": 9.0,  # a wing of its own, see WING
     "cli": 10.0,
 }
-WING = {"types", "config", "config_study", "policy", "sharding", "models", "credit", "oar.answer"}
+WING = {"chips", "types", "config", "config_study", "policy", "sharding", "models", "credit", "oar.answer"}
 """What host/ may import besides itself; nothing on floors 1-4 imports host/."""
 
 

@@ -7,7 +7,16 @@ from typing import Any
 
 from rich.table import Table
 
-from oarjax.cost import CHIPS, QWEN_7B, Run, credit_flops, decode_seconds, projection, rollout_share_for, update_flops
+from oarjax.cost import (
+    PROJECTED,
+    QWEN_7B,
+    Run,
+    credit_flops,
+    decode_seconds,
+    projection,
+    rollout_share_for,
+    update_flops,
+)
 
 GOALS = {"OAR-G, 1 draw": 1.1, "OAR-P": 2.0}
 PAPER = {"OAR-G, 1 draw": 1.4, "OAR-P": 4.2}
@@ -30,7 +39,7 @@ def document() -> dict[str, Any]:
                 "update_seconds": update_flops(d, run) / (chip.flops * run.mfu),
                 "of_grpo": projection(d, chip, run),
             }
-            for chip in CHIPS
+            for chip in PROJECTED
         ],
         "methods": {
             name: {

@@ -91,8 +91,7 @@ def local_scores(
     rows, length = scored.shape
     answers = min(answers, length)
     places = 1 + min(window, length - 1) + answers  # recomputed positions of a counterfactual
-    # No more than an eighth of the completion at once: what the last chunk of a row has too many is wasted.
-    size = min(-(-length // 8), max(1, chunk * length // places))
+    size = chunk_size(length, places=places, chunk=chunk)
     inputs, is_read = _first_answers(reading.answer, answers)
     read_at = Reading(_take(reading.tokens, inputs), is_read, is_read & _take(reading.answer, inputs))
     before = probe.read(policy, params, _take(clean.hidden, inputs), read_at)
@@ -141,6 +140,14 @@ def local_scores(
     chunks = -(-jnp.max(jnp.sum(scored, axis=1)) // size)
     out = jnp.zeros(scored.shape, jnp.promote_types(clean.hidden.dtype, jnp.float32))
     return jax.lax.fori_loop(0, chunks, score, out)
+
+
+def chunk_size(length: int, *, places: int, chunk: int) -> int:
+    """Counterfactuals of a row at once, each of so many recomputed places.
+
+    No more than an eighth of the completion: what the last chunk of a row has too many is wasted.
+    """
+    return min(-(-length // 8), max(1, chunk * length // places))
 
 
 def _first_answers(answer: Bool[Array, "B T"], count: int) -> tuple[Int[Array, "B A"], Bool[Array, "B A"]]:

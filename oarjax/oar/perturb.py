@@ -144,8 +144,7 @@ def over_counterfactuals(
     length = first.shape[1]
     here = first == jnp.arange(length)  # a change begins
     count = jnp.max(jnp.sum(here, axis=1))
-    lows = [length * j // min(buckets, length) for j in range(min(buckets, length))]
-    sizes = [min(length, max(1, chunk * length // (length - low))) for low in lows]
+    lows, sizes = bucket_sizes(length, chunk=chunk, buckets=buckets)
     order = _last_together(here, spare=max(sizes))
     # The first input that carries a change of this chunk or a later one: input t + 1 carries token t.
     earliest = jax.lax.cummin(jnp.min(order, axis=0), reverse=True) + 1
@@ -161,6 +160,12 @@ def over_counterfactuals(
 
     out = jnp.zeros(first.shape, jnp.promote_types(clean.hidden.dtype, jnp.float32))
     return jax.lax.while_loop(lambda state: state[0] < length, step, (length - count, out))[1]
+
+
+def bucket_sizes(length: int, *, chunk: int, buckets: int) -> tuple[list[int], list[int]]:
+    """Where each bucket's suffixes start, and how many counterfactuals of a row run over one at once."""
+    lows = [length * j // min(buckets, length) for j in range(min(buckets, length))]
+    return lows, [min(length, max(1, chunk * length // (length - low))) for low in lows]
 
 
 def _last_together(here: Bool[Array, "B T"], *, spare: int) -> Int[Array, "B slots"]:

@@ -1,0 +1,33 @@
+"""What one chip can do at best. The one table of such numbers; every plan and projection reads it.
+
+Peaks and bandwidths of HBM are the vendor's data sheets (cloud.google.com/tpu/docs, page of each generation). ``link``
+is one direction of one of the links between chips, as measured in "How to Scale Your Model" (jax-ml.github.io): 10%
+below the data sheets. ``memory`` is what libtpu 0.0.42 lets a program have (the data sheets' 16, 95, 32 and 32 GiB
+less what it keeps for itself).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 2**30
+Number = int | float
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Published peaks of one chip."""
+
+    name: str
+    flops: Number  # bfloat16, per second
+    bandwidth: Number  # of HBM, bytes per second
+    link: Number  # bytes per second, one way over one link
+    memory: Number  # bytes of HBM that a program may use
+
+
+CHIPS = {
+    "v5e": Chip("TPU v5e", flops=197e12, bandwidth=819e9, link=45e9, memory=15.75 * GIB),
+    "v5p": Chip("TPU v5p", flops=459e12, bandwidth=2765e9, link=90e9, memory=95.74 * GIB),
+    "v6e": Chip("TPU v6e", flops=918e12, bandwidth=1638e9, link=90e9, memory=31.25 * GIB),
+    "v4": Chip("TPU v4", flops=275e12, bandwidth=1228e9, link=45e9, memory=30.75 * GIB),
+}

@@ -1,0 +1,426 @@
+"""What a compiled program executes, counted over its optimized HLO text: matrix products, collectives, kernels.
+
+XLA's own cost analysis counts the body of a loop once, whatever its length. Here every instruction is multiplied with
+the trips of the loops around it. A TPU's text states no trip counts: they follow from the loop's condition, the step
+in its body and its start. Loops that values decide (microbatches in use, counterfactuals of a row) are asked for.
+
+The program is one device's, so all numbers are per device.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+WIDTHS = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 16}
+
+
+class HloError(ValueError):
+    """A program whose text does not say what has to be known; names the instruction."""
+
+
+@dataclass(frozen=True)
+class Array:
+    """One array of an instruction's type."""
+
+    dtype: str
+    sizes: tuple[int, ...]
+
+    @property
+    def bytes(self) -> float:
+        """4-bit types count half a byte."""
+        digits = re.search(r"\d+", self.dtype)
+        width = WIDTHS.get(self.dtype, int(digits[0]) / 8 if digits else 0)
+        return float(math.prod(self.sizes) * width)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    name: str
+    type: tuple[Array, ...]  # a tuple's arrays one after another
+    opcode: str
+    operands: tuple[str, ...]
+    rest: str  # attributes
+    value: str  # text between the brackets: a constant's value
+    root: bool
+
+    @property
+    def op_name(self) -> str:
+        """Where in the traced function it came from, such as jit(update)/while/body."""
+        return found[1] if (found := re.search(r'op_name="([^"]*)"', self.rest)) else ""
+
+    def called(self, attribute: str) -> str | None:
+        """The computation that an attribute such as ``body`` names."""
+        return found[1] if (found := re.search(rf"\b(?:{attribute})=%?([\w.\-]+)", self.rest)) else None
+
+
+@dataclass(frozen=True)
+class Program:
+    computations: dict[str, dict[str, Instruction]]
+    entry: str
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A Pallas kernel, whose work its text does not show."""
+
+    name: str
+    operands: tuple[tuple[int, ...], ...]  # sizes
+
+
+@dataclass
+class Executed:
+    """Totals of one run of a program on one device."""
+
+    flops: float = 0.0  # of matrix products, 2 per multiply-add
+    collectives: Counter[str] = field(default_factory=Counter)  # kind -> bytes that a device sends
+    calls: Counter[str] = field(default_factory=Counter)  # kind -> how often
+    kernels: Counter[Kernel] = field(default_factory=Counter)  # -> how often
+
+    def add(self, other: Executed, times: int | float) -> None:
+        """Add another's totals, so many times."""
+        self.flops += times * other.flops
+        pairs: Any = ((self.collectives, other.collectives), (self.calls, other.calls), (self.kernels, other.kernels))
+        for mine, theirs in pairs:
+            for name, count in theirs.items():
+                mine[name] += times * count
+
+
+Trips = Callable[[str, bool], int | float]
+"""(op_name of a loop whose length the text does not say, whether its body branches) -> how often its body runs."""
+
+Branches = Callable[[str, int], Sequence[int | float]]
+"""(op_name of a conditional, branches) -> how often each runs when the conditional does."""
+
+
+def executed(text: str, *, trips: Trips | None = None, branches: Branches | None = None) -> Executed:
+    """Totals of a program's optimized HLO text (``compiled.as_text()``).
+
+    ``trips`` is asked for loops that values decide; ``branches`` for conditionals, where None counts the most
+    expensive branch each time.
+
+    Collectives count the bytes that a device sends in a ring: (n - 1)/n of a gathered or scattered array, twice that
+    for an all-reduce, the array for a permutation. A gather that the compiler spreads over several fusions counts
+    once; an all-reduce of which each device keeps its part is a reduce-scatter.
+
+    Raises:
+        HloError: no entry computation, an unknown operand, or a loop of unknown length and no ``trips``.
+    """
+    program = parse(text)
+
+    @cache
+    def total(name: str) -> Executed:
+        found = Executed()
+        spread: set[tuple[str, str, str]] = set()
+        for instruction in program.computations[name].values():
+            _count(program, name, instruction, found, spread, total, trips, branches)
+        return found
+
+    return total(program.entry)
+
+
+def _count(
+    program: Program,
+    home: str,
+    instruction: Instruction,
+    found: Executed,
+    spread: set[tuple[str, str, str]],
+    total: Callable[[str], Executed],
+    trips: Trips | None,
+    branches: Branches | None,
+) -> None:
+    """Add one instruction, and all that it calls, to ``found``."""
+    opcode = instruction.opcode.removesuffix("-start")
+    here = program.computations[home]
+    if opcode == "convolution":
+        found.flops += convolution_flops(instruction, *(_type_of(here, o) for o in instruction.operands[:2]))
+    elif opcode == "dot":
+        found.flops += dot_flops(instruction, *(_type_of(here, o) for o in instruction.operands[:2]))
+    elif opcode in COLLECTIVES:
+        _count_collective(here, home, instruction, opcode, found)
+    elif opcode == "custom-call" and "tpu_custom_call" in instruction.rest:
+        operands = tuple(a.sizes for o in instruction.operands for a in _type_of(here, o))
+        found.kernels[Kernel(re.sub(r"[.\d]+$", "", instruction.name), operands)] += 1
+    elif opcode == "while":
+        body, times = str(instruction.called("body")), loop_trips(program, home, instruction)
+        if times is None:
+            if trips is None:
+                raise HloError(f"loop {instruction.name} ({instruction.op_name}): its length is not in the text")
+            branching = any(i.opcode == "conditional" for i in program.computations[body].values())
+            times = trips(instruction.op_name, branching)
+        found.add(total(body), times)
+    elif opcode == "conditional":
+        names = _branches(instruction)
+        parts = [total(name) for name in names]
+        if branches is None:
+            found.add(max(parts, key=lambda p: (p.flops, sum(p.collectives.values()))), 1)
+        else:
+            for part, times in zip(parts, branches(instruction.op_name, len(parts)), strict=True):
+                found.add(part, times)
+    elif opcode in ("fusion", "call", "async") and (called := instruction.called("calls|to_apply")):
+        _count_fusion(program, called, found, spread, total)
+
+
+def _count_fusion(
+    program: Program,
+    called: str,
+    found: Executed,
+    spread: set[tuple[str, str, str]],
+    total: Callable[[str], Executed],
+) -> None:
+    """A fusion's work. Pieces of one asynchronous collective repeat it, under one channel and chain."""
+    part = total(called)
+    chains = {
+        (i.opcode, chain[1], channel[1])
+        for i in program.computations[called].values()
+        if i.opcode in COLLECTIVES
+        and (chain := re.search(r'\bchain_id="(\d+)"', i.rest))
+        and (channel := re.search(r"\bchannel_id=(\d+)", i.rest))
+    }
+    if chains and chains <= spread:
+        part = Executed(flops=part.flops, kernels=part.kernels)
+    spread |= chains
+    found.add(part, 1)
+
+
+def _count_collective(
+    here: dict[str, Instruction], home: str, instruction: Instruction, kind: str, found: Executed
+) -> None:
+    size = sum(a.bytes for o in instruction.operands for a in _type_of(here, o))
+    if kind == "all-reduce" and home.startswith("all-reduce-scatter"):
+        kind = "reduce-scatter"  # as a TPU writes it: each device keeps its part
+    members = group_size(instruction)
+    share = (members - 1) / members
+    sent = {"all-gather": size * (members - 1), "all-reduce": 2 * size * share, "collective-permute": size}
+    found.collectives[kind] += sent.get(kind, size * share)  # type: ignore[assignment]
+    found.calls[kind] += 1
+
+
+def group_size(instruction: Instruction) -> int:
+    """Devices that take part in a collective; 2 for a permutation, whose pairs are no group.
+
+    Raises:
+        HloError: replica groups in a form unknown here.
+    """
+    if instruction.opcode.startswith("collective-permute"):
+        return 2
+    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", instruction.rest):
+        return found[1].count(",") + 1
+    if found := re.search(r"replica_groups=\[\d+,(\d+)\]<=", instruction.rest):
+        return int(found[1])
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", instruction.rest):
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", found[1]))
+        return math.prod(int(sizes[name.split(":")[0]]) for name in re.findall(r"'([^']+)'", found[2]))
+    raise HloError(f"{instruction.name}: replica groups are not understood: {instruction.rest[:200]}")
+
+
+# --- Matrix products -------------------------------------------------------------------------------------------------
+
+
+def dot_flops(instruction: Instruction, left: tuple[Array, ...], right: tuple[Array, ...]) -> float:
+    """2 * output * contracted sizes."""
+    found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.rest)
+    axes = [int(i) for i in found[1].split(",") if i] if found else []
+    return 2.0 * math.prod(instruction.type[0].sizes) * math.prod(left[0].sizes[i] for i in axes)
+
+
+def convolution_flops(instruction: Instruction, left: tuple[Array, ...], right: tuple[Array, ...]) -> float:
+    """A convolution's multiply-adds where window and input meet, times 2: how a TPU writes matrix products.
+
+    Batch axes of a product are spatial axes here, with windows so strided, dilated and padded that only matching
+    entries meet; the rest of the window is padding and is not counted.
+
+    Raises:
+        HloError: dimension labels are missing.
+    """
+    labels = re.search(r"dim_labels=([\w?]+)_([\w?]+)->([\w?]+)", instruction.rest)
+    if labels is None:
+        raise HloError(f"{instruction.name}: a convolution without dim_labels")
+    into, kernel, out = labels[1], labels[2], labels[3]
+    window = re.search(r"window=\{([^}]*)\}", instruction.rest)
+    settings = dict(item.split("=") for item in window[1].split()) if window else {}
+    spatial = sorted(c for c in out if c.isdigit())
+    batch_groups = re.search(r"batch_group_count=(\d+)", instruction.rest)
+    meets = 1
+    for i, axis in enumerate(spatial):
+        meets *= _meeting_points(
+            size=left[0].sizes[into.index(axis)],
+            window=right[0].sizes[kernel.index(axis)],
+            out=instruction.type[0].sizes[out.index(axis)],
+            stride=_per_axis(settings, "stride", i),
+            low=_per_axis(settings, "pad", i, default=0),
+            dilate=_per_axis(settings, "lhs_dilate", i),
+            window_dilate=_per_axis(settings, "rhs_dilate", i),
+        )
+    rows = left[0].sizes[into.index("b")] // (int(batch_groups[1]) if batch_groups else 1)
+    columns, inner = right[0].sizes[kernel.index("o")], right[0].sizes[kernel.index("i")]
+    return 2.0 * meets * rows * columns * inner
+
+
+def _per_axis(settings: dict[str, str], name: str, axis: int, *, default: int = 1) -> int:
+    """The setting of one spatial axis; of padding the low end."""
+    if name not in settings:
+        return default
+    return int(settings[name].split("x")[axis].split("_")[0])
+
+
+@cache
+def _meeting_points(*, size: int, window: int, out: int, stride: int, low: int, dilate: int, window_dilate: int) -> int:
+    """Pairs (output position, window position) that read an entry of the input, not padding or a gap."""
+    total = 0
+    end = (size - 1) * dilate + 1
+    for k in range(window):
+        first = k * window_dilate - low
+        if dilate == 1:  # o with 0 <= first + o * stride < end
+            lowest, highest = max(0, -(first // stride)), (end - 1 - first) // stride
+            total += max(0, min(out - 1, highest) - lowest + 1)
+        else:
+            total += sum(0 <= (at := first + o * stride) < end and at % dilate == 0 for o in range(out))
+    return total
+
+
+# --- Loops -----------------------------------------------------------------------------------------------------------
+
+
+def loop_trips(program: Program, home: str, loop: Instruction) -> float | None:
+    """How often the body runs: (bound - start) / step, rounded up; None where one of them is not in the text.
+
+    The condition compares an entry of the carry, perhaps with a constant added, with a constant; it may be joined by
+    ``and`` with others, which can only end the loop earlier. Unrolled bodies have a larger step.
+    """
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):  # CPUs and GPUs say so
+        return float(known[1])
+    condition = program.computations[str(loop.called("condition"))]
+    body = program.computations[str(loop.called("body"))]
+    for compare in (i for i in condition.values() if i.opcode == "compare"):
+        if "direction=LT" not in compare.rest or condition[compare.operands[0]].type[0].dtype not in ("s32", "u32"):
+            continue
+        bound = _constant(condition, compare.operands[1])
+        index, ahead = _entry(condition, compare.operands[0])
+        if index is None:
+            continue
+        start = _start(program.computations[home], loop, index)
+        if bound is None:
+            other, _ = _entry(condition, compare.operands[1])
+            bound = None if other is None else _start(program.computations[home], loop, other)
+        root = next(i for i in body.values() if i.root)
+        step = None
+        if root.opcode == "tuple":
+            moved, by = _entry(body, root.operands[index])
+            step = by if moved == index and by > 0 else None
+        if bound is None or start is None or step is None:
+            return None
+        return float(max(0, -(-(bound - ahead - start) // step)))
+    return None
+
+
+def _start(here: dict[str, Instruction], loop: Instruction, index: int) -> int | None:
+    initial = here.get(loop.operands[0])
+    return _constant(here, initial.operands[index]) if initial is not None and initial.opcode == "tuple" else None
+
+
+def _constant(here: dict[str, Instruction], name: str) -> int | None:
+    found = here.get(name)
+    while found is not None and found.opcode in ("copy", "bitcast", "convert", "reshape", "copy-done", "copy-start"):
+        found = here.get(found.operands[0])
+    if found is None or found.opcode != "constant" or not re.fullmatch(r"-?\d+", found.value):
+        return None
+    return int(found.value)
+
+
+def _entry(here: dict[str, Instruction], name: str) -> tuple[int | None, int]:
+    """(index, n): a value that is the carry's entry plus n."""
+    found, ahead = here.get(name), 0
+    while found is not None:
+        if found.opcode == "get-tuple-element":
+            index = re.search(r"index=(\d+)", found.rest)
+            return (int(index[1]) if index else None), ahead
+        if found.opcode == "add":
+            given = [_constant(here, o) for o in found.operands]
+            if (given[0] is None) == (given[1] is None):
+                return None, 0
+            ahead += next(n for n in given if n is not None)
+            found = here.get(found.operands[given.index(None)])
+        elif found.opcode in ("copy", "bitcast", "convert"):
+            found = here.get(found.operands[0])
+        else:
+            return None, 0
+    return None, 0
+
+
+def _branches(instruction: Instruction) -> list[str]:
+    if found := re.search(r"branch_computations=\{([^}]*)\}", instruction.rest):
+        return [name.strip().lstrip("%") for name in found[1].split(",")]
+    return [str(instruction.called("false_computation")), str(instruction.called("true_computation"))]
+
+
+# --- Text ------------------------------------------------------------------------------------------------------------
+
+HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
+LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
+ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([\d,]*)\]")
+
+
+def parse(text: str) -> Program:
+    """Computations and their instructions. Lines that are neither, such as the rest of a kernel's text, are skipped.
+
+    Raises:
+        HloError: there is no entry computation.
+    """
+    computations: dict[str, dict[str, Instruction]] = {}
+    entry, here = None, None
+    for line in text.splitlines():
+        if header := HEADER.match(line):
+            here = computations.setdefault(header[2], {})
+            entry = header[2] if header[1] else entry
+        elif here is not None and (start := LINE.match(line)):
+            instruction = _instruction(line, start)
+            if instruction is not None:
+                here[instruction.name] = instruction
+    if entry is None:
+        raise HloError("expected optimized HLO text with an ENTRY computation")
+    return Program(computations, entry)
+
+
+def _instruction(line: str, start: re.Match[str]) -> Instruction | None:
+    """``%name = type opcode(operands), attributes``; None for a line of another form."""
+    at = start.end()
+    end = _closing(line, at) + 1 if line[at] == "(" else line.find(" ", at)
+    opcode = re.match(r"\S*\s*([a-z][\w\-]*)\(", line[end:])
+    if end <= 0 or opcode is None:
+        return None
+    bracket = end + opcode.end() - 1
+    close = _closing(line, bracket)
+    inside = line[bracket + 1 : close]
+    return Instruction(
+        name=start[2],
+        type=tuple(Array(m[1], tuple(int(n) for n in m[2].split(",") if n)) for m in ARRAY.finditer(line[at:end])),
+        opcode=opcode[1],
+        operands=tuple(re.findall(r"%([\w.\-]+)", inside)),
+        rest=line[close + 1 :],
+        value=inside,
+        root=start[1] is not None,
+    )
+
+
+def _closing(line: str, at: int) -> int:
+    """The place of the bracket that closes the one at ``at``; the line's end where none does."""
+    depth = 0
+    for i in range(at, len(line)):
+        depth += {"(": 1, ")": -1}.get(line[i], 0)
+        if depth == 0:
+            return i
+    return len(line)
+
+
+def _type_of(here: dict[str, Instruction], name: str) -> tuple[Array, ...]:
+    if name not in here:
+        raise HloError(f"operand %{name} is not defined where it is used")
+    return here[name].type
