@@ -66,6 +66,7 @@ class PolicyConfig(Section):
 class MeshConfig(Section):
     """Devices per axis; -1 once: all that are left."""
 
+    slice: AxisSize = Field(default=1, description="TPU slices, joined by the slow network between them")
     data: AxisSize = -1
     fsdp: AxisSize = 1
     tensor: AxisSize = 1
@@ -122,6 +123,9 @@ class RolloutConfig(Section):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     top_k: Count = Field(default=0, description="0 = off")
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    tensor: Positive | None = Field(
+        default=None, description="devices that share one copy of the policy while sampling; null = mesh.tensor"
+    )
     prompt_bucket: Positive = Field(default=64, description="prompt lengths are padded up to a multiple of this")
     completion_bucket: Positive = Field(default=256, description="completions are scored at a multiple of this")
 
@@ -488,7 +492,7 @@ def _contradictions(c: Config) -> Iterator[str]:
         yield "policy.tokenizer: builtin:random needs one; give an HF folder or a hub name"
     if path != "builtin:random" and tokenizer is not None:
         yield f"policy.tokenizer: {path} has its own tokenizer; set null"
-    if sum(n == -1 for n in (c.mesh.data, c.mesh.fsdp, c.mesh.tensor)) > 1:
+    if sum(n == -1 for n in (c.mesh.slice, c.mesh.data, c.mesh.fsdp, c.mesh.tensor)) > 1:
         yield "mesh: at most one axis can be -1, which takes the devices that are left"
     d = c.distributed
     if len({d.coordinator is None, d.processes is None, d.process is None}) > 1:

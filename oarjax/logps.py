@@ -3,7 +3,8 @@
 A [B, T, V] float32 array of logits is the commonest cause of out-of-memory reports in RL fine-tuning: 32
 rows of 1,024 tokens over Qwen's 151,936 ids are 20 GB, and the backward pass wants them again. Here the head
 runs over ``head_chunk`` token positions at a time, forward and (by recomputation) backward: one more head
-product, and on a CPU still faster than the whole array, because a chunk stays in the cache.
+product, and on a CPU still faster than the whole array, because a chunk stays in the cache. A head that is divided
+between devices is gathered once, before the first chunk, for both directions.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ def hidden_logps(
         logps, entropies = logits_logps(logits, ids.reshape(-1), temperature=temperature)
         return logps.reshape(ids.shape), entropies.reshape(ids.shape)
 
+    params = policy.head(params)
     rows, length = targets.shape
     if rows * length <= head_chunk:
         return score((hidden, targets))

@@ -43,7 +43,7 @@ class Outside(NamedTuple):
     submit: Callable[[PromptBatch, Rollout], Callable[[], Grades]]  # starts grading; calling the result waits
     find_answers: Callable[[Rollout], AnswerSpan]
     fetch: Callable[[Any], Any]  # device -> numpy
-    place: Callable[[Any, str], Any]  # numpy -> device, laid out as "rows" or "microbatches"
+    place: Callable[[Any, str], Any]  # numpy -> device, laid out as "prompts" or "microbatches"
     phase: Callable[[str], AbstractContextManager[Any]]  # times a phase
     probed: Callable[[Rollout, AnswerSpan, np.ndarray], tuple[Rollout, AnswerSpan]] | None = None
     # (rollout, span, problems) -> what importance is measured on, where that is not the rollout itself
@@ -188,11 +188,13 @@ def draw(
     o, group, wanted = outside, cfg.rollout.group_size, cfg.rollout.prompts
     constant = np.ones(0, bool)
     drawn: list[tuple[np.ndarray, Rollout, Callable[[], Grades]]] = []
+    with o.phase("sample"):
+        params = steps.rollout_params(state.params)  # given up again on return: scores and updates need the memory
     for attempt in range(1 + cfg.update.refills):
         with o.phase("sample"):
             prompts = o.next_prompts()
             key = rollout_key(state.key, step=iteration, batch=attempt)
-            rollout = o.fetch(steps.sample(state.params, o.place(prompts, "rows"), key))
+            rollout = o.fetch(steps.sample(params, o.place(prompts, "prompts"), key))
         drawn.append((np.asarray(prompts.problem), rollout, o.submit(prompts, rollout)))
         if cfg.update.refills == 0:
             return *drawn[0], lambda: (drawn[0][1], drawn[0][2]())

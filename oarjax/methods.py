@@ -139,7 +139,7 @@ ProbeOf = Callable[[ProbeMode], Probe]
 
 def _by_gradient(cfg: CreditConfig, policy: Policy, probe_of: ProbeOf, mask_id: int) -> Scorer:
     def score(params: Params, r: Rollout, span: AnswerSpan, keys: Key[Array, "B"], mode: ProbeMode) -> Scored:
-        params = jax.lax.stop_gradient(params)
+        params = policy.head(jax.lax.stop_gradient(params))
         clean = linear_pass(policy, params, r.tokens, r.valid, completion_length=span.answer.shape[1])
         found = gradient_scores(
             policy,
@@ -161,7 +161,7 @@ def _by_gradient(cfg: CreditConfig, policy: Policy, probe_of: ProbeOf, mask_id: 
 
 def _by_fisher(cfg: CreditConfig, policy: Policy, probe_of: ProbeOf, mask_id: int) -> Scorer:
     def score(params: Params, r: Rollout, span: AnswerSpan, keys: Key[Array, "B"], mode: ProbeMode) -> Scored:
-        params = jax.lax.stop_gradient(params)
+        params = policy.head(jax.lax.stop_gradient(params))
         clean = linear_pass(policy, params, r.tokens, r.valid, completion_length=span.answer.shape[1])
         found = fisher_scores(
             policy,
@@ -186,7 +186,7 @@ def _by_masking(cfg: CreditConfig, policy: Policy, probe_of: ProbeOf, mask_id: i
     exact = partial(masked_scores, policy, **_exactly(cfg, mask_id))
 
     def score(params: Params, r: Rollout, span: AnswerSpan, keys: Key[Array, "B"], mode: ProbeMode) -> Scored:
-        params, probe = jax.lax.stop_gradient(params), probe_of(mode)
+        params, probe = policy.head(jax.lax.stop_gradient(params)), probe_of(mode)
         clean = stored_pass(policy, params, r.tokens, r.valid, completion_length=span.answer.shape[1])
         reading, scored = reading_of(r.tokens, r.valid, span), scored_tokens(span, probe)
         return Scored(exact(params, clean, reading, scored, units=span.units, probe=probe), clean.hidden)
@@ -198,7 +198,7 @@ def _locally(cfg: CreditConfig, policy: Policy, probe_of: ProbeOf, mask_id: int)
     local = partial(local_scores, policy, **_nearby(cfg, mask_id))
 
     def score(params: Params, r: Rollout, span: AnswerSpan, keys: Key[Array, "B"], mode: ProbeMode) -> Scored:
-        params, probe = jax.lax.stop_gradient(params), probe_of(mode)
+        params, probe = policy.head(jax.lax.stop_gradient(params)), probe_of(mode)
         clean = stored_pass(policy, params, r.tokens, r.valid, completion_length=span.answer.shape[1])
         reading, scored = reading_of(r.tokens, r.valid, span), scored_tokens(span, probe)
         return Scored(local(params, clean, reading, scored, probe=probe), clean.hidden)
@@ -216,7 +216,7 @@ def _screened(cfg: CreditConfig, policy: Policy, probe_of: ProbeOf, mask_id: int
     estimates = other(cfg, policy, probe_of, mask_id) if other else None
 
     def score(params: Params, r: Rollout, span: AnswerSpan, keys: Key[Array, "B"], mode: ProbeMode) -> Scored:
-        params, probe = jax.lax.stop_gradient(params), probe_of(mode)
+        params, probe = policy.head(jax.lax.stop_gradient(params)), probe_of(mode)
         clean = stored_pass(policy, params, r.tokens, r.valid, completion_length=span.answer.shape[1])
         reading, scored = reading_of(r.tokens, r.valid, span), scored_tokens(span, probe)
         if estimates is not None:
@@ -234,7 +234,7 @@ def _screened(cfg: CreditConfig, policy: Policy, probe_of: ProbeOf, mask_id: int
 
 def _by_saliency(cfg: CreditConfig, policy: Policy, temperature: float) -> Scorer:
     def score(params: Params, r: Rollout, span: AnswerSpan, keys: Key[Array, "B"], mode: ProbeMode) -> Scored:
-        params = jax.lax.stop_gradient(params)
+        params = policy.head(jax.lax.stop_gradient(params))
         clean = linear_pass(policy, params, r.tokens, r.valid, completion_length=span.answer.shape[1])
         found = saliency_scores(policy, params, clean, r.tokens, r.valid, span, temperature=temperature)
         return Scored(found, clean.hidden)

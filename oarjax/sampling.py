@@ -133,6 +133,7 @@ def sample_rows(
         uniforms = jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, step), (2,)))(keys)
         return draw_token(logits, uniforms, temperature=temperature, top_k=top_k, top_p=top_p)
 
+    params = policy.head(params)
     hidden, prefix = policy.trunk(
         params,
         policy.embed(params, prompts.tokens),

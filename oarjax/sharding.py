@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,11 +20,17 @@ RULES: Mapping[str, str | None] = {
 }
 """Training layout: matrices divided over ``fsdp`` along the embedding and over ``tensor`` along the other axis."""
 
-REPLICATED_FSDP: Mapping[str, str | None] = {**RULES, "embed": None}
-"""Rollout layout: whole along ``fsdp``, so that decoding does not gather every weight for every token."""
+ROLLOUT: Mapping[str, str | None] = {**RULES, "embed": None}
+"""Rollout layout: whole along the embedding, so that decoding does not gather every weight for every token."""
 
-ROWS = ("data", "fsdp")
-"""Mesh axes over which the rows of a batch are divided."""
+AXES = ("slice", "data", "fsdp", "tensor")
+"""Mesh axes of the training layout, the slowest network first."""
+
+ROLLOUT_AXES = ("data", "tensor")
+"""Mesh axes of the rollout layout: the same devices in the same order."""
+
+ROWS = ("slice", "data", "fsdp")
+"""Mesh axes over which the rows of a batch are divided, where the mesh has them."""
 
 
 class ShardingError(ValueError):
@@ -48,15 +55,34 @@ def param_specs(axes: Any, *, rules: Mapping[str, str | None] = RULES) -> Any:
     return _map(spec, axes)
 
 
-def batch_spec() -> PartitionSpec:
-    """Rows of a batch over the data and fsdp axes; every other axis whole."""
-    return PartitionSpec(ROWS)
+def training_rules(*, kv_heads: int, tensor: int) -> Mapping[str, str | None]:
+    """``RULES`` for a policy of so many key heads on a tensor axis of this size.
+
+    Where the axis is a multiple of the key heads, their projections stay whole along it: they are small, and a
+    device needs the one key head that its query heads read.
+    """
+    return {**RULES, "kv_heads": None} if tensor % kv_heads == 0 and kv_heads % tensor else RULES
+
+
+def row_axes(mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of ``ROWS`` that a mesh has."""
+    return tuple(axis for axis in ROWS if axis in mesh)
+
+
+def batch_spec(mesh: Mapping[str, int] | None = None) -> PartitionSpec:
+    """Rows of a batch over the mesh's row axes (by default all of ``ROWS``); every other axis whole."""
+    return PartitionSpec(ROWS if mesh is None else row_axes(mesh))
 
 
 def check_divisible(
-    axes: Any, pieces: Any, mesh: Mapping[str, int], *, rules: Mapping[str, str | None] = RULES
+    axes: Any,
+    pieces: Any,
+    mesh: Mapping[str, int],
+    *,
+    rules: Mapping[str, str | None] = RULES,
+    what: str = "the mesh",
 ) -> None:
-    """Refuse a mesh (axis name -> size) that does not divide every param.
+    """Refuse a mesh (axis name -> size) that does not divide every param; ``what`` names it.
 
     ``pieces`` has, in the same tree, what each axis may be cut into (``models.weights.divisible_pieces``): an
     axis of heads is cut between heads, never within one.
@@ -73,20 +99,33 @@ def check_divisible(
     if faults:
         lines = [f"{name} = {size} on mesh axis {axis} = {mesh[str(axis)]}" for name, size, axis in sorted(faults)]
         raise ShardingError(
-            f"the mesh does not divide the policy: {'; '.join(lines)}; choose mesh sizes that divide them"
+            f"{what} does not divide the policy: {'; '.join(lines)}; choose mesh sizes that divide them"
         )
 
 
-def check_rows(rows: int, mesh: Mapping[str, int], *, what: str) -> None:
-    """Refuse a number of rows that the data and fsdp axes do not divide; ``what`` is the config field's path."""
-    parts = 1
-    for axis in ROWS:
-        parts *= mesh.get(axis, 1)
+def check_rows(rows: int, mesh: Mapping[str, int], *, what: str, remedy: str = "") -> None:
+    """Refuse a number of rows that the mesh's row axes do not divide; ``what`` is the config field's path.
+
+    ``remedy``: what would help besides another number of rows.
+
+    Raises:
+        ShardingError: with the axes, both sizes and a number that divides.
+    """
+    axes = row_axes(mesh)
+    parts = math.prod(mesh[axis] for axis in axes)
     if rows % parts:
         raise ShardingError(
-            f"{what} = {rows} rows cannot be divided over mesh axes data x fsdp = {parts}; "
-            f"use a multiple of {parts}, such as {-(-rows // parts) * parts}"
+            f"{what} = {rows} rows cannot be divided over mesh axes {' x '.join(axes)} = {parts}; "
+            f"use a multiple of {parts}, such as {-(-rows // parts) * parts}{remedy}"
         )
+
+
+def repeated_kv_heads(kv_heads: int, *, tensor: int) -> int:
+    """Key heads of the rollout policy: repeated where the tensor axis is a multiple of them, else as they are.
+
+    Grouped-query attention with every key head repeated gives the same numbers.
+    """
+    return tensor if tensor % kv_heads == 0 else kv_heads
 
 
 def _is_leaf(node: Any) -> bool:

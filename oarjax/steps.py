@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from oarjax.config import Config, LossConfig, OptimConfig, SFTConfig
@@ -37,8 +38,9 @@ Loss = Callable[[Params, TrainBatch], tuple[Mean, Metrics]]
 
 
 class Steps(NamedTuple):
-    """The device programs of a run."""
+    """The device programs of a run. The params of ``sample`` and ``evaluate`` are those of ``rollout_params``."""
 
+    rollout_params: Callable[[Params], Params]  # the policy's, as it samples; may share their memory
     sample: Callable[..., Rollout]  # (params, prompts, key)
     evaluate: Callable[..., Rollout]  # the same as cfg.eval says, every problem and sample with noise of its own
     equal_groups: Callable[..., Bool[Array, "P"]]  # (rewards): groups that teach nothing
@@ -50,12 +52,22 @@ class Steps(NamedTuple):
 
 
 class Shardings(NamedTuple):
-    """Where arrays live; ``rows``: axis 0 divided over the data axes."""
+    """Where arrays live in the training layout."""
 
     state: Any  # a tree like TrainState
     params: Any
-    rows: Any
+    rows: Any  # axis 0 divided over the row axes
     replicated: Any
+    microbatches: Any = None  # axis 1 divided over the row axes
+
+
+class RolloutLayout(NamedTuple):
+    """The policy as it samples: other devices hold other parts of it than in training, in the compute dtype."""
+
+    policy: Policy
+    prepare: Callable[[Params], Params]  # from the training params; pure
+    params: Any  # shardings of what ``prepare`` gives
+    rows: Any  # of prompts and rollouts
 
 
 def make_optimizer(cfg: Config) -> tuple[optax.GradientTransformation, optax.Schedule]:
@@ -82,16 +94,22 @@ def make_steps(
     *,
     stop_ids: tuple[int, ...],
     pad_id: int,
+    rollout: RolloutLayout | None = None,
     keyword_table: KeywordTable | None = None,
     own_probe: Probe | None = None,
 ) -> Steps:
     """Bind policy, optimizer and config into jitted programs. Compiles nothing yet.
 
+    Without ``rollout`` the policy samples as it trains.
+
     Raises:
         ConfigError: the method of credit needs what is not there, such as ``keyword_table`` for keywords.
     """
     roll = cfg.rollout
-    draw = partial(sample, policy, max_new=roll.max_new, stop_ids=stop_ids, pad_id=pad_id)
+    moved = None if rollout is None else jax.tree.map(_moved, shardings.params, rollout.params)
+    if rollout is None:
+        rollout = RolloutLayout(policy, lambda params: params, None, shardings.rows)
+    draw = partial(sample, rollout.policy, max_new=roll.max_new, stop_ids=stop_ids, pad_id=pad_id)
     head = {"temperature": roll.temperature, "head_chunk": cfg.policy.head_chunk}
     logps_of = partial(token_logps, policy, **head)
     # With one update per rollout the ratio is 1: old = stop_gradient(new), no pass of its own.
@@ -113,7 +131,7 @@ def make_steps(
 
     def sample_evaluation(params: Params, prompts: PromptBatch, key: Key[Array, ""]) -> Rollout:
         return sample_rows(
-            policy,
+            rollout.policy,
             params,
             prompts,
             problem_keys(key, prompts.problem, samples=cfg.eval.samples),
@@ -217,15 +235,21 @@ def make_steps(
         return descend(tx, loss, state, batch, used, None if cfg.loss.aggregation == "bnpo" else denominator)
 
     return Steps(
-        sample=jax.jit(sample_groups, out_shardings=shardings.rows),
-        evaluate=jax.jit(sample_evaluation, out_shardings=shardings.rows),
+        rollout_params=jax.jit(rollout.prepare, out_shardings=moved),
+        sample=jax.jit(sample_groups, out_shardings=rollout.rows),
+        evaluate=jax.jit(sample_evaluation, out_shardings=rollout.rows),
         equal_groups=jax.jit(partial(zero_variance_groups, group_size=roll.group_size)),
         advantages=jax.jit(partial(group_advantages, group_size=roll.group_size, **cfg.advantage.model_dump())),
-        score=jax.jit(score, static_argnames="probe"),
-        credit=jax.jit(credit),
+        score=jax.jit(score, static_argnames="probe", out_shardings=shardings.microbatches),
+        credit=jax.jit(credit, out_shardings=(shardings.microbatches, shardings.replicated)),
         denominator=jax.jit(denominator),
         update=jax.jit(update, donate_argnums=0, out_shardings=(shardings.state, shardings.replicated)),
     )
+
+
+def _moved(before: NamedSharding, after: NamedSharding) -> NamedSharding | None:
+    """None for an array that stays where it is: JAX then gives it as it came, without a copy, if it is the same."""
+    return None if before.is_equivalent_to(after, len(before.spec)) else after
 
 
 def make_sft_step(

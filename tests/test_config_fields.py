@@ -37,7 +37,8 @@ import oarjax.cli.warm_start
 import oarjax.host.checkpoint
 from oarjax.cli.errors import USER_ERRORS
 from oarjax.cli.health import Health
-from oarjax.cli.session import Session, lay_out, open_session
+from oarjax.cli.layout import lay_out
+from oarjax.cli.session import Session, open_session
 from oarjax.config import Config, Section, parse_config
 from oarjax.grpo import group_advantages, zero_variance_groups
 from oarjax.host.builtin import write_builtin_policy
@@ -151,6 +152,7 @@ def fields() -> dict[str, Field]:
         "policy.remat": Field("none", update),
         "policy.attention": Field("splash", update),
         "policy.head_chunk": Field(8, update),
+        "mesh.slice": Field(7, data, error="mesh: .*'slice': 7.* does not multiply to the 1 devices"),
         "mesh.data": Field(7, data, error="mesh: .*'data': 7.* does not multiply to the 1 devices"),
         "mesh.fsdp": Field(7, data, error="mesh: .*'fsdp': 7.* does not multiply to the 1 devices"),
         "mesh.tensor": Field(7, data, error="mesh: .*'tensor': 7.* does not multiply to the 1 devices"),
@@ -178,6 +180,7 @@ def fields() -> dict[str, Field]:
         "rollout.temperature": Field(0.7, sample),
         "rollout.top_k": Field(3, sample),
         "rollout.top_p": Field(0.5, sample),
+        "rollout.tensor": Field(7, data, error="rollout.tensor: 7 does not divide the 1 devices"),
         "rollout.prompt_bucket": Field(12, command),
         "rollout.completion_bucket": Field(2, command),
         "grading.rewards.name": Field("format", grading),
@@ -318,6 +321,7 @@ def program(cfg: Config, *, name: str) -> str:
         cfg,
         stop_ids=session.stop_ids,
         pad_id=session.pad_id,
+        rollout=session.rollout,
         keyword_table=session.keyword_table(),
         own_probe=session.own_probe,
     )

@@ -1,12 +1,13 @@
 """Choosing devices and meshes, the compilation cache, and what a device can do at best."""
 
+import dataclasses
 import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from oarjax.host.devices import DeviceError, choose_platform, make_mesh, peak_flops, use_compilation_cache
+from oarjax.host.devices import DeviceError, choose_platform, make_mesh, peak_flops, rollout_mesh, use_compilation_cache
 
 
 def fake_device(monkeypatch, platform: str, kind: str, count: int = 1) -> None:
@@ -36,8 +37,9 @@ def test_an_absent_device_is_an_error_not_a_slow_run(monkeypatch):
         choose_platform("auto")
 
 
-def test_mesh_over_one_device_has_all_three_axes():
-    assert dict(make_mesh(data=-1, fsdp=1, tensor=1).shape) == {"data": jax.device_count(), "fsdp": 1, "tensor": 1}
+def test_mesh_over_one_device_has_all_axes():
+    shape = make_mesh(slice=1, data=-1, fsdp=1, tensor=1).shape
+    assert dict(shape) == {"slice": 1, "data": jax.device_count(), "fsdp": 1, "tensor": 1}
 
 
 @pytest.mark.parametrize(
@@ -54,10 +56,58 @@ def test_mesh_over_one_device_has_all_three_axes():
         ({"data": 0, "fsdp": 1, "tensor": 1}, "expected positive sizes and at most one -1"),
     ],
 )
-def test_mesh_that_does_not_fit(axes, says, monkeypatch):
-    monkeypatch.setattr(jax, "device_count", lambda: 8)
+def test_mesh_that_does_not_fit(axes, says):
     with pytest.raises(DeviceError, match=f"mesh: .*{says}"):
-        make_mesh(**axes)
+        make_mesh(slice=1, **axes, devices=[Chip("cpu", n) for n in range(8)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What a mesh wants to know of a device. Two slices of four chips each, a square."""
+
+    platform: str
+    id: int
+    device_kind: str = "TPU v4"
+    core_on_chip: int = 0
+
+    @property
+    def slice_index(self) -> int:
+        return self.id % 2
+
+    @property
+    def process_index(self) -> int:
+        return self.id % 2
+
+    @property
+    def coords(self) -> tuple[int, int, int]:
+        place = self.id // 2
+        return (place % 2, place // 2, 0)
+
+
+def test_the_slice_axis_is_the_slice():
+    """Devices come interleaved; each place on the axis has one slice, whole."""
+    chips = [Chip("tpu", n) for n in range(8)]
+    mesh = make_mesh(slice=-1, data=1, fsdp=2, tensor=2, devices=chips)
+    assert dict(mesh.shape) == {"slice": 2, "data": 1, "fsdp": 2, "tensor": 2}
+    for place, part in enumerate(mesh.devices):
+        assert {chip.slice_index for chip in part.flat} == {place}
+    assert {chip.id for chip in mesh.devices.flat} == set(range(8))
+    with pytest.raises(DeviceError, match=r"mesh.slice: 1, and the 8 devices are in 2 slices; set mesh.slice=2"):
+        make_mesh(slice=1, data=2, fsdp=2, tensor=2, devices=chips)
+
+
+def test_slices_of_other_devices_are_a_plain_outer_axis():
+    mesh = make_mesh(slice=2, data=1, fsdp=2, tensor=2, devices=[Chip("cpu", n, "cpu") for n in range(8)])
+    assert [chip.id for chip in mesh.devices.flat] == list(range(8))
+
+
+def test_rollout_mesh_has_the_same_devices_in_the_same_order():
+    mesh = make_mesh(slice=2, data=1, fsdp=2, tensor=2, devices=[Chip("cpu", n, "cpu") for n in range(8)])
+    sampling = rollout_mesh(mesh, tensor=4)
+    assert dict(sampling.shape) == {"data": 2, "tensor": 4}
+    assert [*sampling.devices.flat] == [*mesh.devices.flat]
+    with pytest.raises(DeviceError, match=r"rollout.tensor: 3 does not divide the 8 devices; set a divisor, or null"):
+        rollout_mesh(mesh, tensor=3)
 
 
 def test_compilation_cache(tmp_path):

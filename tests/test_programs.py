@@ -7,19 +7,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tiny
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from oarjax.cli.programs import build, bytes_per_device, parts_for, programs, resident, update_program
 from oarjax.cli.session import new_state
+from oarjax.host.devices import make_mesh
 from oarjax.host.processes import to_devices
 from oarjax.loop import iterate
 from oarjax.models.weights import init_params, parameter_count
-from oarjax.sharding import batch_spec
 
 
 def one_mesh():
-    axes = ("data", "fsdp", "tensor")
-    return jax.make_mesh((1, 1, 1), axes, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:1])
+    return make_mesh(slice=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
 
 
 def built(**changes):
@@ -27,9 +25,8 @@ def built(**changes):
     return build(parts_for(cfg, tiny.model(), one_mesh(), stop_ids=(tiny.STOP,), pad_id=tiny.PAD))
 
 
-def place(mesh, tree, layout):
-    lead = {"rows": (), "microbatches": (None,)}[layout]
-    return to_devices(tree, NamedSharding(mesh, PartitionSpec(*lead, *batch_spec())))
+def place(built, tree, layout):
+    return to_devices(tree, {"prompts": built.rollout.rows, "microbatches": built.layout.microbatches}[layout])
 
 
 @pytest.mark.slow
@@ -42,13 +39,18 @@ def test_an_iteration_compiles_nothing_that_was_compiled_before(changes, caplog)
     start = jax.device_put(start, b.layout.params)
     state = new_state(start, b.tx, b.layout, seed=0)
     reference = start if b.parts.cfg.loss.kl_beta > 0 else None
-    outside = tiny.outside()._replace(place=partial(place, b.parts.mesh))
+    outside = tiny.outside()._replace(place=partial(place, b))
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         for iteration in (1, 2):
             state, done = iterate(state, reference, iteration, steps=b.steps, outside=outside, cfg=b.parts.cfg)
     assert done.metrics["rows_used"] > 0
     compiled = [r.getMessage() for r in caplog.records if "XLA compilation of" in r.getMessage()]
-    names = [name for name in ("sample_groups", "score", "credit", "update") for m in compiled if f"jit({name})" in m]
+    names = [
+        name
+        for name in ("prepare", "sample_groups", "score", "credit", "update")
+        for m in compiled
+        if f"jit({name})" in m
+    ]
     assert not names, compiled
 
 
@@ -63,6 +65,8 @@ def test_an_update_reuses_the_memory_of_its_state():
 
 def test_what_is_resident():
     weights = 4 * parameter_count(tiny.model())
-    assert resident(built(), "sample") == {"params": weights, "optimizer": 2 * weights + 2 * 4}
+    trained = {"params": weights, "optimizer": 2 * weights + 2 * 4}
+    assert resident(built(), "credit") == trained
+    assert resident(built(), "sample") == {**trained, "rollout": weights}
     assert resident(built(optim__moments="bfloat16"), "update")["optimizer"] == weights + 2 * 4
     assert resident(built(loss__kl_beta=0.1), "score")["reference"] == weights

@@ -11,7 +11,16 @@ from jax.sharding import PartitionSpec as Spec
 
 from oarjax.models.qwen import QwenConfig
 from oarjax.models.weights import build_tree, divisible_pieces, logical_axes
-from oarjax.sharding import REPLICATED_FSDP, ShardingError, batch_spec, check_divisible, check_rows, param_specs
+from oarjax.sharding import (
+    ROLLOUT,
+    ShardingError,
+    batch_spec,
+    check_divisible,
+    check_rows,
+    param_specs,
+    repeated_kv_heads,
+    training_rules,
+)
 
 
 @pytest.fixture
@@ -28,13 +37,14 @@ def test_specs(cfg):
     assert specs["layers"]["mlp"]["down"]["kernel"] == Spec(None, "tensor", "fsdp")
     assert specs["layers"]["mlp_norm"]["scale"] == Spec(None, None)
     assert specs["norm"]["scale"] == Spec(None)
-    assert batch_spec() == Spec(("data", "fsdp"))
+    assert batch_spec() == Spec(("slice", "data", "fsdp"))
+    assert batch_spec({"data": 4, "tensor": 2}) == Spec(("data",))
     shapes = build_tree(cfg, lambda w: w.shape)
     assert jax.tree.structure(specs) == jax.tree.structure(shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def test_rollout_layout_keeps_embeddings_whole(cfg):
-    specs = param_specs(logical_axes(cfg), rules=REPLICATED_FSDP)
+    specs = param_specs(logical_axes(cfg), rules=ROLLOUT)
     assert specs["layers"]["attention"]["q"]["kernel"] == Spec(None, None, "tensor")
 
 
@@ -55,13 +65,32 @@ def test_meshes_that_do_not_divide(cfg):
 
 def test_rows_that_do_not_divide():
     check_rows(12, {"data": 2, "fsdp": 3}, what="update.microbatch")
-    with pytest.raises(ShardingError, match=r"update.microbatch = 10 rows .* data x fsdp = 4; .* such as 12"):
-        check_rows(10, {"data": 2, "fsdp": 2, "tensor": 8}, what="update.microbatch")
+    with pytest.raises(ShardingError, match=r"update.microbatch = 10 rows .* slice x data x fsdp = 4; .* such as 12"):
+        check_rows(10, {"slice": 1, "data": 2, "fsdp": 2, "tensor": 8}, what="update.microbatch")
+    with pytest.raises(ShardingError, match=r"rollout.prompts = 10 rows .* axes data = 4; .* such as 12, or more"):
+        check_rows(10, {"data": 4, "tensor": 8}, what="rollout.prompts", remedy=", or more")
+
+
+@pytest.mark.parametrize(
+    ("heads", "tensor", "place", "repeated"),
+    [(8, 4, "tensor", 8), (4, 4, "tensor", 4), (2, 4, None, 4), (1, 8, None, 8)],
+)
+def test_fewer_key_heads_than_the_tensor_axis(heads, tensor, place, repeated):
+    """In training their projections stay whole along it; for rollouts they are repeated."""
+    assert training_rules(kv_heads=heads, tensor=tensor)["kv_heads"] == place
+    assert repeated_kv_heads(heads, tensor=tensor) == repeated
+
+
+def test_key_heads_that_nothing_divides():
+    assert training_rules(kv_heads=4, tensor=6)["kv_heads"] == "tensor"
+    assert repeated_kv_heads(4, tensor=6) == 4  # refused by check_divisible
+    assert repeated_kv_heads(8, tensor=2) == 8
 
 
 PROGRAM = """
 import sys, numpy as np, jax, jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
+from oarjax.host.devices import make_mesh
 from oarjax.host.hf import load_params, read_config
 from oarjax.models.qwen import make_policy
 from oarjax.models.weights import divisible_pieces, logical_axes
@@ -69,13 +98,13 @@ from oarjax.policy import positions_of
 from oarjax.sharding import batch_spec, check_divisible, param_specs
 
 cfg, folder = read_config(sys.argv[1])
-mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+mesh = make_mesh(slice=1, data=2, fsdp=2, tensor=2)
 check_divisible(logical_axes(cfg), divisible_pieces(cfg), dict(mesh.shape))
 shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(logical_axes(cfg)))
 params = load_params(folder, cfg, shardings=shardings)
 kernel = params["layers"]["attention"]["q"]["kernel"]
 assert kernel.addressable_shards[0].data.size * 4 == kernel.size  # fsdp x tensor
-policy = make_policy(cfg, remat="none")
+policy = make_policy(cfg, remat="none", mesh=mesh)
 golden = np.load(folder / "golden.npz")
 ids = jax.device_put(np.tile(golden["ids"], (2, 1)), NamedSharding(mesh, batch_spec()))
 

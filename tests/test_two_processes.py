@@ -186,7 +186,7 @@ from oarjax.sharding import param_specs
 
 folder, address, number, fsdp, tensor = sys.argv[1:]
 join_processes(coordinator=address, processes=2, process=int(number), timeout=60)
-mesh = make_mesh(data=-1, fsdp=int(fsdp), tensor=int(tensor))
+mesh = make_mesh(slice=1, data=-1, fsdp=int(fsdp), tensor=int(tensor))
 cfg, source = read_config(folder)
 where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(logical_axes(cfg)))
 wait_for_all("ready")

@@ -23,7 +23,8 @@ from oarjax.cli.benchmark_results import (
 )
 from oarjax.cli.benchmark_target import Target, find_target, load_target, weights_digest
 from oarjax.cli.evaluate import Graded, first_rewards, graded_batches
-from oarjax.cli.session import Session, facts, lay_out, open_session
+from oarjax.cli.layout import lay_out
+from oarjax.cli.session import Session, facts, open_session
 from oarjax.config import Config, ConfigError, DatasetConfig, apply_override, explained, parse_config
 from oarjax.host.benchmarks import PROMPTS, Asked, Benchmark, family_prompt, find_fields, read_names
 from oarjax.host.data import Encoded
@@ -178,6 +179,7 @@ def evaluate_part(part: Part, params: Params, samples: SampleLines | None) -> li
         cfg,
         stop_ids=session.stop_ids,
         pad_id=session.pad_id,
+        rollout=session.rollout,
     )
     if skip:
         session.console.print(f"{visible(part.name)}: {skip} of {total} problems are known already", markup=False)
@@ -295,8 +297,8 @@ def _batch(cfg: Config) -> int:
     join_processes(**cfg.distributed.model_dump())
     choose_platform(cfg.device)
     mesh = make_mesh(**cfg.mesh.model_dump())
-    shares = mesh.shape["data"] * mesh.shape["fsdp"]
-    return shares * max(ROWS // cfg.eval.samples, 1)
+    shares = mesh.size // (cfg.rollout.tensor or mesh.shape["tensor"])
+    return max(shares, 1) * max(ROWS // cfg.eval.samples, 1)
 
 
 def _config(tree: dict[str, Any]) -> Config:

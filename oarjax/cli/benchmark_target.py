@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import yaml
 
-from oarjax.cli.session import Session, lay_out, new_state
+from oarjax.cli.layout import lay_out
+from oarjax.cli.session import Session, new_state
 from oarjax.config import BUILTIN_POLICIES, Config, ConfigError, parse_config
 from oarjax.host.checkpoint import Checkpoints, finished
 from oarjax.host.manifest import NAME, damage

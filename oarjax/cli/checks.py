@@ -44,13 +44,14 @@ def check_report(cfg: Config) -> None:
             )
 
 
-def check_batches(cfg: Config, mesh: Mapping[str, int]) -> None:
-    """Rows are divided over the data axes."""
-    check_rows(cfg.rollout.prompts, mesh, what="rollout.prompts")
+def check_batches(cfg: Config, mesh: Mapping[str, int], rollout: Mapping[str, int]) -> None:
+    """Rows are divided over the row axes of the mesh they live on: microbatches, and prompts while sampling."""
     check_rows(cfg.update.microbatch, mesh, what="update.microbatch")
-    check_rows(cfg.eval.batch, mesh, what="eval.batch")
     if cfg.sft is not None:
         check_rows(cfg.sft.microbatch, mesh, what="sft.microbatch")
+    remedy = ", or a larger rollout.tensor"
+    check_rows(cfg.rollout.prompts, rollout, what="rollout.prompts", remedy=remedy)
+    check_rows(cfg.eval.batch, rollout, what="eval.batch", remedy=remedy)
 
 
 def check_lengths(cfg: Config, model: QwenConfig) -> None:

@@ -9,7 +9,8 @@ from rich.console import Console
 from oarjax.cli.lab import run_lab
 from oarjax.cli.lab_completions import draw_completions, saved_completions
 from oarjax.cli.lab_programs import as_method, make_programs
-from oarjax.cli.session import facts, lay_out, open_session
+from oarjax.cli.layout import lay_out
+from oarjax.cli.session import facts, open_session
 from oarjax.config import BUILTIN_POLICIES, Config, ConfigError, changed, load_config
 from oarjax.host.lab_page import write_lab_page
 from oarjax.host.lab_plot import plot_lab

@@ -92,15 +92,17 @@ def graded_batches(
 ) -> Iterator[Graded]:
     """The samples of every problem, batch by batch; one batch is sampled while those before it are graded.
 
+    ``params`` are the training ones: they are laid out for sampling once, here.
+
     Args:
         skip: problems that are known already, the first in ``host.data.eval_order``.
     """
     cfg = session.cfg
     key = jax.random.fold_in(jax.random.key(cfg.seed), 2**31 - 1)
-    waiting = None
+    waiting, sampling = None, steps.rollout_params(params)
     settings = {"batch": cfg.eval.batch, "bucket": cfg.rollout.prompt_bucket, "pad_id": session.pad_id}
     for prompts, _, real in eval_batches(encoded, **settings, order=eval_order(encoded)[skip:]):
-        rollout = session.fetch(steps.evaluate(params, session.place(prompts, "rows"), key))
+        rollout = session.fetch(steps.evaluate(sampling, session.place(prompts, "prompts"), key))
         wait = session.submit(grader, encoded.by_index, prompts, rollout)
         if waiting is not None:
             yield _leading(*waiting, samples=cfg.eval.samples)

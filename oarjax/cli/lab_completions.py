@@ -43,7 +43,7 @@ def draw_completions(session: Session, programs: Programs) -> Drawn:
     batches = eval_batches(source, batch=cfg.eval.batch, bucket=cfg.rollout.prompt_bucket, pad_id=session.pad_id)
     for number, (prompts, found, real) in enumerate(batches):
         key = jax.random.fold_in(jax.random.key(cfg.seed), number)
-        rollout = session.fetch(programs.sample(session.place(prompts, "rows"), key))
+        rollout = session.fetch(programs.sample(session.place(prompts, "prompts"), key))
         span = session.find_answers(rollout)
         rows = usable_rows(span, shortest=cfg.lab.shortest)
         rows = rows[rows < real][: cfg.lab.problems - len(problems)]

@@ -35,7 +35,8 @@ def make_programs(session: Session, params: Params) -> Programs:
     """Bind the policy. Nothing is compiled yet."""
     cfg, policy = session.cfg, session.policy
     roll, masking, pad = cfg.rollout, cfg.credit.masking, session.pad_id
-    draw = partial(sample, policy, group_size=1, stop_ids=session.stop_ids, pad_id=pad)
+    sampling = jax.jit(session.rollout.prepare, out_shardings=session.rollout.params)(params)
+    draw = partial(sample, session.rollout.policy, group_size=1, stop_ids=session.stop_ids, pad_id=pad)
     temperature = roll.temperature if cfg.lab.temperature is None else cfg.lab.temperature
 
     @jax.jit
@@ -82,9 +83,9 @@ def make_programs(session: Session, params: Params) -> Programs:
 
     return Programs(
         params=params,
-        sample=partial(sampled, params),
+        sample=partial(sampled, sampling),
         choose=partial(choose, params),
-        decode=partial(decoded, params),
+        decode=partial(decoded, sampling),
         changes=partial(changes, params),
         forward=forward,
         entropies=entropies,

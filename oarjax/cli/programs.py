@@ -25,7 +25,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from oarjax.batches import bucket
-from oarjax.cli.session import Session, lay_out, policy_of
+from oarjax.cli.layout import lay_out, policy_of, rollout_layout
+from oarjax.cli.session import Session
 from oarjax.config import Config
 from oarjax.credit.keywords import KeywordTable
 from oarjax.host.data import bucketed
@@ -34,11 +35,11 @@ from oarjax.models.weights import abstract_params
 from oarjax.oar.probe import Probe, ProbeMode
 from oarjax.policy import Policy
 from oarjax.sharding import batch_spec
-from oarjax.steps import Shardings, Steps, make_optimizer, make_steps
+from oarjax.steps import RolloutLayout, Shardings, Steps, make_optimizer, make_steps
 from oarjax.types import AnswerSpan, PromptBatch, Rollout, TrainBatch, TrainState
 
-Phase = Literal["sample", "evaluate", "score", "credit", "update"]
-Part = Literal["params", "optimizer", "reference"]
+Phase = Literal["reshard", "sample", "evaluate", "score", "credit", "update"]
+Part = Literal["params", "optimizer", "reference", "rollout"]
 """Arrays that outlive a phase."""
 
 
@@ -64,6 +65,7 @@ class Built(NamedTuple):
     parts: Parts
     tx: optax.GradientTransformation
     layout: Shardings
+    rollout: RolloutLayout
     steps: Steps
 
 
@@ -129,7 +131,7 @@ def parts_of(session: Session) -> Parts:
 def build(parts: Parts) -> Built:
     """The very programs that ``train`` runs."""
     tx, _ = make_optimizer(parts.cfg)
-    layout = lay_out(parts, tx)
+    layout, rollout = lay_out(parts, tx), rollout_layout(parts.cfg, parts.model, parts.mesh)
     steps = make_steps(
         parts.policy,
         tx,
@@ -137,16 +139,18 @@ def build(parts: Parts) -> Built:
         parts.cfg,
         stop_ids=parts.stop_ids,
         pad_id=parts.pad_id,
+        rollout=rollout,
         keyword_table=parts.keyword_table,
         own_probe=parts.own_probe,
     )
-    return Built(parts, tx, layout, steps)
+    return Built(parts, tx, layout, rollout, steps)
 
 
 def programs(built: Built) -> tuple[Program, ...]:
-    """Sample, evaluate (where there is data.eval), score, credit and update, in the order of an iteration."""
+    """Reshard, sample, evaluate (where there is data.eval), score, credit and update, in an iteration's order."""
     evaluation = () if built.parts.cfg.data.eval is None else (evaluate_program(built),)
     return (
+        reshard_program(built),
         sample_program(built),
         *evaluation,
         score_program(built),
@@ -155,16 +159,23 @@ def programs(built: Built) -> tuple[Program, ...]:
     )
 
 
+def reshard_program(built: Built) -> Program:
+    """The policy as it samples, from its params as they are trained."""
+    return Program("reshard", built.steps.rollout_params, (_params(built),), {}, frozenset({"params"}))
+
+
 def sample_program(built: Built) -> Program:
     """Rollouts of one batch of prompts."""
     prompts = _prompts(built, built.parts.cfg.rollout.prompts)
-    return Program("sample", built.steps.sample, (_params(built), prompts, _key(built)), {}, frozenset({"params"}))
+    args = (rollout_shapes(built), prompts, _key(built))
+    return Program("sample", built.steps.sample, args, {}, frozenset({"rollout"}))
 
 
 def evaluate_program(built: Built) -> Program:
     """``eval.samples`` completions of one batch of held-out prompts."""
     prompts = _prompts(built, built.parts.cfg.eval.batch)
-    return Program("evaluate", built.steps.evaluate, (_params(built), prompts, _key(built)), {}, frozenset({"params"}))
+    args = (rollout_shapes(built), prompts, _key(built))
+    return Program("evaluate", built.steps.evaluate, args, {}, frozenset({"rollout"}))
 
 
 def score_program(built: Built, *, probe: ProbeMode | None = None) -> Program:
@@ -215,12 +226,20 @@ def abstract_state(built: Built) -> TrainState:
     return _with(state, built.layout.state)
 
 
+def rollout_shapes(built: Built) -> Any:
+    """The params as they are sampled with, as shapes, each with its sharding."""
+    shapes = jax.eval_shape(built.rollout.prepare, _params(built))
+    return _with(shapes, built.rollout.params)
+
+
 def resident(built: Built, phase: Phase) -> dict[Part, int]:
     """Bytes per device of what lies there while a phase runs, part by part; rows of a batch are left out."""
     state = abstract_state(built)
     parts: dict[Part, Any] = {"params": state.params, "optimizer": state.opt_state}
     if built.parts.cfg.loss.kl_beta > 0:
         parts["reference"] = state.params
+    if phase in ("sample", "evaluate"):
+        parts["rollout"] = rollout_shapes(built)
     return {name: bytes_per_device(tree) for name, tree in parts.items()}
 
 
@@ -264,7 +283,7 @@ def _prompts(built: Built, count: int) -> PromptBatch:
         valid=jax.ShapeDtypeStruct(shape, jnp.bool_),
         problem=jax.ShapeDtypeStruct((count,), jnp.int32),
     )
-    return _with(batch, built.layout.rows)
+    return _with(batch, built.rollout.rows)
 
 
 def _microbatches(built: Built, shape: tuple[int, ...], dtype: Any) -> Any:

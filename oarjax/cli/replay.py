@@ -13,19 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from oarjax.cli.layout import lay_out
 from oarjax.cli.run_folder import changed
-from oarjax.cli.session import Session, lay_out, new_state
+from oarjax.cli.session import Session, new_state
 from oarjax.config import parse_config
 from oarjax.credit.signals import Signals
 from oarjax.host.bad_batches import BadBatchError, Header, read_bad_batch, read_params
 from oarjax.host.checkpoint import Checkpoints
 from oarjax.host.data import Encoded
-from oarjax.host.devices import choose_platform, use_compilation_cache
+from oarjax.host.devices import choose_platform, make_mesh, use_compilation_cache
 from oarjax.host.hf import load_params, read_config
 from oarjax.host.report import make_console, short
 from oarjax.host.tokenizer import load_tokenizer, pad_id, stop_ids, token_bytes
@@ -99,8 +99,7 @@ def replay_session(header: Header, file: Path, *, device: str, console: Console)
     model, source = read_config(there or cfg.policy.path, revision=cfg.policy.revision)
     tokenizer = load_tokenizer(source)
     nothing = Encoded((), (), (), 0)
-    axes = ("data", "fsdp", "tensor")
-    one_device = jax.make_mesh((1, 1, 1), axes, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:1])
+    one_device = make_mesh(slice=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
     return Session(
         cfg=cfg,
         console=console,

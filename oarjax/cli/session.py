@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,8 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from oarjax.batches import bucket, take
-from oarjax.cli.checks import check_batches, check_failures, check_grading, check_lengths, check_report
+from oarjax.cli.checks import check_failures, check_grading, check_lengths, check_report
+from oarjax.cli.layout import check_layouts, policy_of, rollout_layout
 from oarjax.config import Config, ConfigError, DatasetConfig
 from oarjax.credit.keywords import KeywordTable, keyword_table
 from oarjax.grpo import overlong_penalty
@@ -46,15 +47,14 @@ from oarjax.host.rewards import Sample
 from oarjax.host.tokenizer import encode, load_tokenizer, pad_id, stop_ids, text_of, token_bytes
 from oarjax.host.verdicts import Grading
 from oarjax.methods import scorer, weigher
-from oarjax.models.attention import attention_for
-from oarjax.models.qwen import QwenConfig, make_policy
-from oarjax.models.weights import abstract_params, divisible_pieces, logical_axes, parameter_count
+from oarjax.models.qwen import QwenConfig
+from oarjax.models.weights import abstract_params, parameter_count
 from oarjax.oar.answer import CUES
 from oarjax.oar.probe import Probe, Reading
 from oarjax.oar.span import find_answers, find_units, whole_completion, with_reference
 from oarjax.policy import Policy
-from oarjax.sharding import batch_spec, check_divisible, param_specs
-from oarjax.steps import Shardings
+from oarjax.sharding import batch_spec
+from oarjax.steps import RolloutLayout, Shardings
 from oarjax.types import AnswerSpan, Grades, Params, PromptBatch, Rollout, TrainState
 
 
@@ -91,10 +91,18 @@ class Session:
         """Arrays as numpy, whole on every process."""
         return to_host(tree)
 
+    @cached_property
+    def rollout(self) -> RolloutLayout:
+        """The policy as it samples."""
+        return rollout_layout(self.cfg, self.model, self.mesh)
+
     def place(self, tree: Any, layout: str) -> Any:
-        """Numpy arrays to the devices: "rows" divides axis 0, "microbatches" axis 1, over the data axes."""
-        lead = {"rows": (), "microbatches": (None,)}[layout]
-        return to_devices(tree, NamedSharding(self.mesh, PartitionSpec(*lead, *batch_spec())))
+        """Numpy arrays to the devices: "prompts" divides axis 0 for the sampler, "microbatches" axis 1 for the rest."""
+        if layout == "prompts":
+            return to_devices(tree, self.rollout.rows)
+        if layout != "microbatches":
+            raise ValueError(f"layout: expected prompts or microbatches, got {layout!r}")
+        return to_devices(tree, NamedSharding(self.mesh, PartitionSpec(None, *batch_spec())))
 
     def find_answers(self, rollout: Rollout) -> AnswerSpan:
         answer, unit = self.cfg.credit.answer, self.cfg.credit.masking.unit
@@ -306,10 +314,8 @@ def open_session(cfg: Config, console: Console) -> Session:
     use_compilation_cache(cfg.compilation_cache)
     folder = Path(cfg.run_dir).expanduser()
     mesh = make_mesh(**cfg.mesh.model_dump())
-    check_batches(cfg, dict(mesh.shape))
-
     model, source = read_config(_policy_path(cfg, folder), revision=cfg.policy.revision)
-    check_divisible(logical_axes(model), divisible_pieces(model), dict(mesh.shape))
+    check_layouts(cfg, model, mesh)
     check_lengths(cfg, model)
     tokenizer = load_tokenizer(source)
     stops, pad = stop_ids(source, tokenizer), pad_id(tokenizer)
@@ -360,16 +366,6 @@ def open_session(cfg: Config, console: Console) -> Session:
     return session
 
 
-def policy_of(cfg: Config, model: QwenConfig, mesh: Mesh) -> tuple[Policy, Any]:
-    """The policy that a run on this mesh computes with, and its compute dtype. Needs no device, only their kind."""
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    name = {"auto": "float32" if on_cpu else "bfloat16"}.get(cfg.policy.compute_dtype, cfg.policy.compute_dtype)
-    compute = jnp.dtype(name)
-    attention = attention_for(cfg.policy.attention, mesh)
-    policy = make_policy(model, compute_dtype=compute, remat=cfg.policy.remat, attention=attention, mesh=mesh)
-    return policy, compute
-
-
 def stop_token(tokenizer: PreTrainedTokenizerFast, stops: tuple[int, ...]) -> int:
     """The stop id that a completion to imitate ends in: the tokenizer's own where it is one."""
     own = tokenizer.eos_token_id
@@ -394,40 +390,6 @@ def _policy_path(cfg: Config, run: Path) -> str:
             only_first(lambda: builtin.write_random_policy(made, tokenizer=tokenizer, seed=cfg.seed))
         return str(made)
     return cfg.policy.path
-
-
-@runtime_checkable
-class Placed(Protocol):
-    """A policy on a mesh: a Session, or ``oarjax.cli.programs.Parts``."""
-
-    @property
-    def model(self) -> QwenConfig: ...
-    @property
-    def mesh(self) -> Mesh: ...
-
-
-def lay_out(session: Placed, tx: optax.GradientTransformation) -> Shardings:
-    """Where every array of a run lives on its mesh."""
-
-    def named(spec: PartitionSpec) -> NamedSharding:
-        return NamedSharding(session.mesh, spec)
-
-    params = jax.tree.map(named, param_specs(logical_axes(session.model)), is_leaf=_is_spec)
-    everywhere = named(PartitionSpec())
-    opt_state = optax.tree_map_params(
-        tx,
-        lambda _, where: where,
-        jax.eval_shape(tx.init, abstract_params(session.model, dtype=jnp.float32)),
-        params,
-        transform_non_params=lambda _: everywhere,
-    )
-    tree: Any = TrainState  # of shardings, one for every array of a state
-    return Shardings(
-        state=tree(step=everywhere, params=params, opt_state=opt_state, key=everywhere),
-        params=params,
-        rows=named(batch_spec()),
-        replicated=everywhere,
-    )
 
 
 def new_state(params: Params, tx: optax.GradientTransformation, layout: Shardings, *, seed: int) -> TrainState:
@@ -455,7 +417,3 @@ def facts(session: Session) -> dict[str, object]:
         "held out": "none" if session.held_out is None else f"{len(session.held_out)} problems",
         "run folder": session.folder,
     }
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)

@@ -22,8 +22,9 @@ from rich.console import Console
 
 from oarjax.cli.errors import USER_ERRORS
 from oarjax.cli.evaluate import Evaluation, evaluation_from, plain_evaluation
+from oarjax.cli.layout import lay_out
 from oarjax.cli.run_folder import changed, claim
-from oarjax.cli.session import Session, lay_out, open_session
+from oarjax.cli.session import Session, open_session
 from oarjax.cli.train import start_policy
 from oarjax.cli.trainer import train
 from oarjax.config import Config, parse_config

@@ -11,10 +11,11 @@ from pathlib import Path
 from rich.console import Console
 
 from oarjax.cli.evaluate import Evaluation, evaluate, evaluation_from, plain_evaluation
+from oarjax.cli.layout import lay_out
 from oarjax.cli.results import label, show_results
 from oarjax.cli.run_files import check_checkpoint
 from oarjax.cli.run_folder import changed, claim, refuse_another_run
-from oarjax.cli.session import Session, facts, lay_out, open_session
+from oarjax.cli.session import Session, facts, open_session
 from oarjax.cli.trainer import Trained, train
 from oarjax.cli.warm_start import warm_start
 from oarjax.config import Config, ConfigError, load_config
@@ -147,6 +148,7 @@ def start_policy(session: Session, grader: Grader, stop: Stop | None = None) -> 
         cfg,
         stop_ids=session.stop_ids,
         pad_id=session.pad_id,
+        rollout=session.rollout,
         keyword_table=session.keyword_table(),
         own_probe=session.own_probe,
     )

@@ -13,8 +13,9 @@ import numpy as np
 
 from oarjax.cli.evaluate import Evaluation, evaluate
 from oarjax.cli.health import Health
+from oarjax.cli.layout import lay_out
 from oarjax.cli.run_files import RunFiles
-from oarjax.cli.session import Session, lay_out, new_state
+from oarjax.cli.session import Session, new_state
 from oarjax.config import Config, CreditConfig
 from oarjax.flops import iteration_flops
 from oarjax.host.data import PromptStream
@@ -67,6 +68,7 @@ def train(
         cfg,
         stop_ids=session.stop_ids,
         pad_id=session.pad_id,
+        rollout=session.rollout,
         keyword_table=session.keyword_table(),
         own_probe=session.own_probe,
     )

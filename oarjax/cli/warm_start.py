@@ -10,7 +10,8 @@ import numpy as np
 
 from oarjax.batches import Deck
 from oarjax.cli.health import Health
-from oarjax.cli.session import Session, lay_out, new_state
+from oarjax.cli.layout import lay_out
+from oarjax.cli.session import Session, new_state
 from oarjax.host.checkpoint import Checkpoints
 from oarjax.host.data import SFTStream
 from oarjax.host.durable import Failures

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
+
+from oarjax.sharding import AXES, ROLLOUT_AXES
 
 PEAK_FLOPS = {  # dense bf16, per jax device, from the vendors' data sheets
     "TPU v4": 275e12,
@@ -73,24 +79,63 @@ def use_compilation_cache(folder: str | None) -> Path | None:
     return path
 
 
-def make_mesh(*, data: int, fsdp: int, tensor: int) -> Mesh:
-    """A mesh over all devices; one axis may be -1 and takes what is left.
+def make_mesh(*, slice: int, data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh over all devices, or those given; one axis may be -1 and takes what is left.
+
+    Of TPUs in several slices each is one place on the axis ``slice``; elsewhere that axis is a plain outermost one.
+    Neighbours on the last axes are neighbours in the machine.
 
     Raises:
-        DeviceError: the axes do not multiply to the number of devices.
+        DeviceError: the axes do not multiply to the number of devices, or ``slice`` is not the number of slices.
     """
-    axes = {"data": data, "fsdp": fsdp, "tensor": tensor}
-    count = jax.device_count()
-    fixed = int(np.prod([n for n in axes.values() if n != -1]))
+    axes = {"slice": slice, "data": data, "fsdp": fsdp, "tensor": tensor}
+    devices = jax.devices() if devices is None else list(devices)
+    count = len(devices)
+    fixed = math.prod(n for n in axes.values() if n != -1)
     open_axes = [name for name, n in axes.items() if n == -1]
     if len(open_axes) > 1 or any(n < 1 and n != -1 for n in axes.values()):
         raise DeviceError(f"mesh: expected positive sizes and at most one -1, got {axes}")
     if open_axes and count % fixed == 0:
         axes[open_axes[0]] = count // fixed
-    if int(np.prod(list(axes.values()))) != count:
+    if math.prod(axes.values()) != count:
         raise DeviceError(f"mesh: {axes} does not multiply to the {count} devices here; set one axis to -1")
-    # Auto: shardings are hints to the compiler, as jax.jit has always taken them; make_mesh would choose Explicit.
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * 3)
+    slices = len({d.slice_index for d in devices}) if devices[0].platform == "tpu" else 1
+    if slices > 1 and axes["slice"] != slices:
+        raise DeviceError(
+            f"mesh.slice: {axes['slice']}, and the {count} devices are in {slices} slices; set mesh.slice={slices}"
+        )
+    sizes = tuple(axes.values())
+    if slices > 1:
+        inner = (1, *sizes[1:])
+        placed = _split_where_needed(
+            partial(mesh_utils.create_hybrid_device_mesh, inner, (slices, 1, 1, 1), devices=devices)
+        )
+    else:
+        placed = _split_where_needed(partial(mesh_utils.create_device_mesh, sizes, devices))
+    # Auto: shardings are hints to the compiler, as jax.jit has always taken them.
+    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _split_where_needed(place: Callable[..., np.ndarray]) -> np.ndarray:
+    """Devices in the shape of a mesh; an axis of the machine's torus is split between two of ours only if it must."""
+    try:
+        return place(allow_split_physical_axes=False)
+    except NotImplementedError:
+        return place(allow_split_physical_axes=True)
+
+
+def rollout_mesh(mesh: Mesh, *, tensor: int) -> Mesh:
+    """The same devices in the same order, so that arrays of both meshes can meet in one program: (data, tensor).
+
+    Raises:
+        DeviceError: ``tensor`` does not divide the devices.
+    """
+    if mesh.size % tensor:
+        raise DeviceError(
+            f"rollout.tensor: {tensor} does not divide the {mesh.size} devices; set a divisor, or null for mesh.tensor"
+        )
+    devices = mesh.devices.reshape(-1, tensor)
+    return Mesh(devices, ROLLOUT_AXES, axis_types=(AxisType.Auto,) * len(ROLLOUT_AXES))
 
 
 def peak_flops(dtype: Any) -> tuple[float, str]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import partial, reduce
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -18,6 +20,7 @@ from oarjax.models.attention import AttentionKind, segment_mixer
 from oarjax.models.rope import Yarn, inverse_frequencies, rotate, rotation, yarn_attention_factor
 from oarjax.models.splash import causal_mixer, check_splash
 from oarjax.policy import Policy
+from oarjax.sharding import ROWS
 from oarjax.types import KVCache, Params
 
 Remat = Literal["none", "dots", "full"]
@@ -267,12 +270,16 @@ def make_policy(
     attention: AttentionKind = "xla",
     mesh: Mesh | None = None,
 ) -> Policy:
-    """The four functions of a Qwen; params are the dict that ``models.weights`` describes.
+    """The five functions of a Qwen; params are the dict that ``models.weights`` describes.
 
     Matmul operands are in ``compute_dtype`` and accumulate in float32; the residual stream, norms, softmax,
     RoPE angles and logits are float32 (all float64 where compute_dtype is). ``remat`` says what the backward
     pass recomputes of each layer: nothing, all but the matmuls without batch axes, or everything. The cache is
     in ``compute_dtype``; its caller keeps cache.length + N within its slots.
+
+    ``mesh``, of ``sharding``'s training or rollout axes, says where what this makes itself lives: caches with rows
+    over the row axes and key heads over ``tensor``, each where it divides, and the head as ``head`` gathers it, whole
+    but for the vocabulary over ``tensor``.
 
     ``attention``: "splash" has Pallas' TPU kernels over ``mesh`` do whatever is causal self-attention, behind a prefix
     of as many rows or not: training, scoring, prefill, linearised passes. Decode steps, prefixes that a group of rows
@@ -281,6 +288,7 @@ def make_policy(
     Raises:
         ValueError: splash without a mesh, in float64, or on a mesh whose "tensor" axis does not divide the heads.
     """
+    place = partial(_placed, mesh) if mesh is not None and mesh.size > 1 else lambda x, *axes: x
     compute = jnp.dtype(compute_dtype)
     stream = jnp.promote_types(compute, jnp.float32)
     if attention == "splash":
@@ -329,25 +337,80 @@ def make_policy(
         step = _rematerialised(body, remat) if cache is None else body
         x, kv = jax.lax.scan(step, embeddings.astype(stream), (params["layers"], *((c.k, c.v) for c in stores)))
         hidden = nnx.merge(norm_def, params["norm"])(x)
-        return hidden, None if cache is None or kv is None else _append(cache, kv[0], kv[1], valid)
+        return hidden, None if cache is None or kv is None else place_cache(_append(cache, kv[0], kv[1], valid))
+
+    def head(params: Params) -> Params:
+        if WHOLE in params.get("head", {}):
+            return params
+        kernel = _transposed(params["embed"]["embedding"]) if cfg.tie_word_embeddings else params["head"]["kernel"]
+        # Cast first: what travels is in the compute dtype. The gradient takes the other way, see _project.
+        whole = place(jax.lax.stop_gradient(kernel).astype(compute), None, "tensor")
+        return {**params, "head": {"kernel": kernel, WHOLE: whole}}
 
     def unembed(params: Params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        if cfg.tie_word_embeddings:
-            kernel = _transposed(params["embed"]["embedding"].astype(compute))
-        else:
-            kernel = params["head"]["kernel"].astype(compute)
-        return jnp.einsum("...d,dv->...v", hidden.astype(compute), kernel, preferred_element_type=stream)
+        at = head(params)["head"]
+        return _project(hidden.astype(compute), at[WHOLE], at["kernel"])
 
     def init_cache(rows: int, slots: int) -> KVCache:
         shape = (cfg.num_hidden_layers, rows, slots, cfg.num_key_value_heads, cfg.head_dim)
-        return KVCache(
+        empty = KVCache(
             k=jnp.zeros(shape, compute),
             v=jnp.zeros(shape, compute),
             valid=jnp.zeros((rows, slots), bool),
             length=jnp.zeros((), jnp.int32),
         )
+        return place_cache(empty)
 
-    return Policy(embed, trunk, unembed, init_cache)
+    def place_cache(cache: KVCache) -> KVCache:
+        k, v = (place(x, None, ROWS, None, "tensor", None) for x in (cache.k, cache.v))
+        return replace(cache, k=k, v=v, valid=place(cache.valid, ROWS, None))
+
+    return Policy(embed, trunk, unembed, init_cache, head)
+
+
+def _placed(mesh: Mesh, x: Array, *axes: str | tuple[str, ...] | None) -> Array:
+    """x with each of its axes over these mesh axes, where the mesh has them and they divide it."""
+
+    def names(axis: str | tuple[str, ...] | None, size: int) -> tuple[str, ...] | None:
+        wanted = tuple(a for a in ((axis,) if isinstance(axis, str) else axis or ()) if a in mesh.shape)
+        return None if size % math.prod(mesh.shape[a] for a in wanted) else wanted or None
+
+    spec = PartitionSpec(*(names(axis, size) for axis, size in zip(axes, x.shape)))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+WHOLE = "whole"
+"""Name of the gathered head, beside ``kernel``, in the params that ``Policy.head`` gives."""
+
+
+@jax.custom_jvp
+def _project(
+    hidden: Float[Array, "*rows D"], whole: Float[Array, "D V"], kernel: Float[Array, "D V"]
+) -> Float[Array, "*rows V"]:
+    """Logits of states in the compute dtype with the gathered head; the gradient of the head is the kernel's.
+
+    A loop over chunks adds up the gradient in the kernel's own dtype, float32, and where the kernel lives: added up
+    in bfloat16, what later chunks bring would be lost in rounding.
+    """
+    return _logits(hidden, whole)
+
+
+@partial(_project.defjvp, symbolic_zeros=True)
+def _project_jvp(primals, tangents):
+    hidden, whole, _ = primals
+    d_hidden, _, d_kernel = tangents  # the gathered head is a constant
+    out = _logits(hidden, whole)
+    parts = [jnp.zeros_like(out)]
+    if not isinstance(d_hidden, SymbolicZero):
+        parts.append(_logits(d_hidden, whole))
+    if not isinstance(d_kernel, SymbolicZero):
+        parts.append(jnp.einsum("...d,dv->...v", hidden.astype(out.dtype), d_kernel.astype(out.dtype)))
+    return out, reduce(jnp.add, parts[1:] or parts)
+
+
+def _logits(hidden: Float[Array, "*rows D"], kernel: Float[Array, "D V"]) -> Float[Array, "*rows V"]:
+    stream = jnp.promote_types(kernel.dtype, jnp.float32)
+    return jnp.einsum("...d,dv->...v", hidden, kernel, preferred_element_type=stream)
 
 
 @jax.custom_vjp

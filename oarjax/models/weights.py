@@ -143,6 +143,29 @@ def matmul_parameters(cfg: QwenConfig) -> int:
     return matrices + (cfg.vocab_size * cfg.hidden_size if cfg.tie_word_embeddings else 0)
 
 
+def sampling_params(cfg: QwenConfig, params: Params, *, kv_heads: int, dtype: DTypeLike) -> Params:
+    """The params of the same policy with each key head repeated to ``kv_heads``, as a sampler reads them.
+
+    Matrices and their biases are in ``dtype``: with the policy's compute dtype no number changes, since they are cast
+    to it where they are used. Norms and embeddings, which are read in float32, stay as they are.
+    """
+    if kv_heads % cfg.num_key_value_heads:
+        raise ValueError(f"kv_heads: expected a multiple of {cfg.num_key_value_heads}, got {kv_heads}")
+    times = kv_heads // cfg.num_key_value_heads
+
+    def leaf(w: Weight) -> Array:
+        x = lookup(params, w)
+        if w.path[-1] in ("kernel", "bias"):
+            x = x.astype(dtype)
+        if "kv_heads" not in w.axes or times == 1:
+            return x
+        at = w.axes.index("kv_heads")
+        heads = x.reshape(*x.shape[:at], cfg.num_key_value_heads, -1, *x.shape[at + 1 :])
+        return jnp.repeat(heads, times, axis=at).reshape(*x.shape[:at], -1, *x.shape[at + 1 :])
+
+    return build_tree(cfg, leaf)
+
+
 def init_params(cfg: QwenConfig, key: Key[Array, ""], *, dtype: DTypeLike = jnp.float32) -> Params:
     """Random params as Hugging Face starts them: matrices normal with std ``initializer_range``, norms 1, biases 0.
 

@@ -58,6 +58,8 @@ def next_choices(
 ) -> Int[Array, "B T"]:
     """The likeliest token at each position other than the one that stands there; of equals the lowest id."""
 
+    params = policy.head(params)
+
     def best_other(at: tuple[Float[Array, "D"], Int[Array, ""]]) -> Int[Array, ""]:
         state, token = at
         logits = policy.unembed(params, state[None])[0]

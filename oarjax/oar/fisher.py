@@ -49,7 +49,7 @@ def fisher_importance(
     Raises:
         ValueError: outcomes below 1, sampled below 0, a counterfactual without an embedding, or no prompt position.
     """
-    params = jax.lax.stop_gradient(params)
+    params = policy.head(jax.lax.stop_gradient(params))
     clean = linear_pass(policy, params, tokens, valid, completion_length=span.answer.shape[1])
     return fisher_scores(
         policy,

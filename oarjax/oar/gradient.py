@@ -63,7 +63,7 @@ def gradient_importance(
         raise ValueError(f"draws: expected at least 1, got {draws}")
     if sigma <= 0:
         raise ValueError(f"sigma: expected a positive standard deviation, got {sigma}; without noise all scores are 0")
-    params = jax.lax.stop_gradient(params)
+    params = policy.head(jax.lax.stop_gradient(params))
     clean = linear_pass(policy, params, tokens, valid, completion_length=span.answer.shape[1])
     return gradient_scores(
         policy, params, clean, tokens, valid, span, keys, probe=probe, estimator=estimator, sigma=sigma, draws=draws

@@ -96,7 +96,7 @@ def answer_choice_changes(
     one decodes the same; True that it departs somewhere, which may still come to the same answer. One pass over the
     suffixes, as exact OAR-P's, instead of a decoding per token. ``chunk`` and ``buckets`` as there.
     """
-    params = jax.lax.stop_gradient(params)
+    params = policy.head(jax.lax.stop_gradient(params))
     clean = stored_pass(policy, params, tokens, valid, completion_length=answer.shape[1])
     own = tokens[:, -answer.shape[1] :]
 

@@ -51,7 +51,7 @@ def local_importance(
             position.
     """
     scored = scored_tokens(span, probe)
-    params = jax.lax.stop_gradient(params)
+    params = policy.head(jax.lax.stop_gradient(params))
     return local_scores(
         policy,
         params,

@@ -57,7 +57,7 @@ def masked_token_importance(
         ValueError: chunk or buckets below 1, an unknown counterfactual, or no prompt position.
     """
     scored = scored_tokens(span, probe)
-    params = jax.lax.stop_gradient(params)
+    params = policy.head(jax.lax.stop_gradient(params))
     return masked_scores(
         policy,
         params,

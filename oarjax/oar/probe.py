@@ -153,6 +153,8 @@ def answer_logp(
     of the batch. Differentiable in ``hidden`` alone, by reverse mode: the same loop makes the gradient.
     """
 
+    params = policy.head(params)
+
     def over_answer(states: Float[Array, "B T D"]) -> tuple[Float[Array, "B"], Float[Array, "B T D"]]:
         return _over_answer(policy, params, states, answer, completion, temperature)
 

@@ -29,7 +29,7 @@ def answer_saliency(
     Raises:
         ValueError: no prompt position before the completion.
     """
-    params = jax.lax.stop_gradient(params)
+    params = policy.head(jax.lax.stop_gradient(params))
     clean = linear_pass(policy, params, tokens, valid, completion_length=span.answer.shape[1])
     return saliency_scores(policy, params, clean, tokens, valid, span, temperature=temperature)
 
