@@ -288,13 +288,13 @@ def make_policy(
     Raises:
         ValueError: splash without a mesh, in float64, or on a mesh whose "tensor" axis does not divide the heads.
     """
-    place = partial(_placed, mesh) if mesh is not None and mesh.size > 1 else lambda x, *axes: x
     compute = jnp.dtype(compute_dtype)
     stream = jnp.promote_types(compute, jnp.float32)
     if attention == "splash":
         if mesh is None:
             raise ValueError("attention: splash runs per device of a mesh, got mesh=None; give mesh= or use xla")
         check_splash(cfg.num_attention_heads, compute, mesh)
+    place = partial(_placed, mesh) if mesh is not None and mesh.size > 1 else lambda x, *axes: x
     model = nnx.eval_shape(lambda: Qwen(cfg, compute_dtype=compute, rngs=nnx.Rngs(0)))
     layer_def = nnx.split(model.layers)[0]
     norm_def = nnx.split(model.norm)[0]
