@@ -11,6 +11,8 @@ The public names, each imported when it is first used; importing oarjax itself o
     sampling      sample, token_logps
     types         PromptBatch, Rollout, AnswerSpan, Credit, TrainBatch, Mean, TrainState, KVCache
     training      Config, load_config, make_steps, iterate
+    commands      train, credit_lab; Parts, open_parts for a loop of one's own
+    notebooks     show_curves, show_completions, show_tokens, show_credit, show_lab, show_lab_figure
 """
 
 from importlib import import_module
@@ -54,6 +56,15 @@ _HOME = {
     "oarjax.config": ("Config", "load_config"),
     "oarjax.steps": ("make_steps",),
     "oarjax.loop": ("iterate",),
+    "oarjax.cli.notebook": ("train", "credit_lab", "Parts", "open_parts"),
+    "oarjax.host.shown": (
+        "show_curves",
+        "show_completions",
+        "show_tokens",
+        "show_credit",
+        "show_lab",
+        "show_lab_figure",
+    ),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -14,18 +15,32 @@ from oarjax.cli.session import facts, open_session
 from oarjax.config import BUILTIN_POLICIES, Config, ConfigError, changed, load_config
 from oarjax.host.lab_page import write_lab_page
 from oarjax.host.lab_plot import plot_lab
-from oarjax.host.lab_results import lab_json, print_lab, write_lab
+from oarjax.host.lab_results import LabResult, lab_json, print_lab, write_lab
 from oarjax.host.report import make_console, visible
-from oarjax.host.saved_rollouts import Format, read_rollouts
+from oarjax.host.saved_rollouts import Format, SavedRollout, read_rollouts
 from oarjax.steps import make_optimizer
 
 
 def run(config: Path, overrides: list[str], as_json: bool, rollouts: Path | None, form: Format = "auto") -> None:
     cfg = load_config(config, overrides)
-    check_policy(cfg)
-    check_answers(cfg)
     saved = None if rollouts is None else read_rollouts(rollouts, form)
     console = Console(stderr=True, quiet=True) if as_json else make_console()
+    result = measure_credit(cfg, console, saved)
+    if as_json:
+        print(lab_json(result))
+    else:
+        print_lab(console, result)
+        console.print(f"written to {Path(cfg.run_dir).expanduser()}", markup=False)
+
+
+def measure_credit(cfg: Config, console: Console, saved: Sequence[SavedRollout] | None = None) -> LabResult:
+    """Run the lab on new completions, or on saved ones, and write its files to the run folder.
+
+    Raises:
+        ConfigError: the policy does not exist, or its answers cannot be measured by.
+    """
+    check_policy(cfg)
+    check_answers(cfg)
     session = open_session(cfg, console)
     for name, value in facts(session).items():
         console.print(f"{name:<12}{visible(str(value))}", markup=False)
@@ -41,11 +56,7 @@ def run(config: Path, overrides: list[str], as_json: bool, rollouts: Path | None
     if cfg.report.html:
         plot_lab(session.folder / "credit.png", result)
         write_lab_page(session.folder / "credit.html", result)
-    if as_json:
-        print(lab_json(result))
-    else:
-        print_lab(console, result)
-        console.print(f"written to {session.folder}", markup=False)
+    return result
 
 
 def check_policy(cfg: Config) -> None:

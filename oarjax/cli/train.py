@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,7 @@ def run(config: Path, overrides: Sequence[str], *, compare: bool, seeds: str = "
         if compare:
             _compare(cfg, _seeds(seeds) or [cfg.seed], console, stop)
         else:
-            _train_once(cfg, console, stop)
+            train_once(cfg, console, stop)
 
 
 def _seeds(text: str) -> list[int]:
@@ -56,7 +56,8 @@ def _seeds(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _train_once(cfg: Config, console: Console, stop: Stop) -> None:
+def train_once(cfg: Config, console: Console, stop: Stop, seen: Callable[[], object] | None = None) -> None:
+    """One run from its start to its report; ``seen`` as in ``oarjax.cli.trainer.train``."""
     folder = Path(cfg.run_dir).expanduser()
     changes = refuse_another_run(folder, cfg).words()
     session = open_session(cfg, console)
@@ -68,7 +69,7 @@ def _train_once(cfg: Config, console: Console, stop: Stop) -> None:
             console.print(f"going on with another config: {changes}", markup=False)
         with session.grader() as grader:
             start, before = start_policy(session, grader, stop)
-            trained = train(session, grader, start, before, folder, stop)
+            trained = train(session, grader, start, before, folder, stop, seen)
         if cfg.export.folder is not None:
             target = folder / cfg.export.folder
             export(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -49,10 +50,12 @@ def train(
     before: Evaluation | None,
     folder: Path,
     stop: Stop | None = None,
+    seen: Callable[[], object] | None = None,
 ) -> Trained:
     """Iterate from ``start``, which stays as it is; metrics, completions and checkpoints go to ``folder``.
 
-    A folder with a checkpoint is gone on with, and ends as if it had never stopped.
+    A folder with a checkpoint is gone on with, and ends as if it had never stopped. ``seen`` is called whenever there
+    are new lines in the files.
 
     Raises:
         Stopped: ``stop`` was told to; what has been done is saved.
@@ -106,6 +109,8 @@ def train(
         if before is not None and first == 0:
             last = before
             files.write(0, before.metrics, [])
+            if seen is not None:
+                seen()
         timer.lap()
         rows: list[CompletionRow] = []
         tracing: _Trace | None = None
@@ -132,6 +137,8 @@ def train(
                 metrics |= last.metrics
             rows = completion_rows(session, done, cfg.report.completions)
             files.write(iteration, metrics, rows)
+            if seen is not None:
+                seen()
             progress.update(iteration, metrics, phases)
             warnings.check(iteration, metrics)
             _explain_crashes(done.grades, warnings)

@@ -14,7 +14,13 @@ MARKERS = "os^Dv"
 
 
 def plot_lab(path: Path, result: LabResult) -> None:
-    """Recall of both kinds of truth over forward-equivalents, and bars of Spearman's correlation.
+    """Write ``draw_lab``'s figure as a PNG file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draw_lab(result).savefig(path)
+
+
+def draw_lab(result: LabResult) -> Any:
+    """A matplotlib figure: recall of both kinds of truth over forward-equivalents, and bars of Spearman's correlation.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -36,8 +42,7 @@ def plot_lab(path: Path, result: LabResult) -> None:
     handles, labels = panels[0].get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    return figure
 
 
 def _against_cost(axis: Any, result: LabResult, name: str, title: str) -> None:

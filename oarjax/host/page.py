@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from oarjax.host.curves import Panel, Record, drawn_panels, iteration_range, moving_mean, points
 from oarjax.host.report import CompletionRow, short, visible
 from oarjax.host.summary import NOTE, SummaryRow, summary_cells, summary_title
 
-TEMPLATE = Path(__file__).with_name("page.html")
 WIDTH, HEIGHT = 340, 200  # of a chart, in its own units
 LEFT, RIGHT, TOP, BOTTOM = 44, 12, 12, 26
+SIZE = (WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM)
 
 
 class Line(NamedTuple):
@@ -67,26 +68,41 @@ def write_page(
         facts: short ``key: value`` pairs such as device, policy, seconds.
         shown: completions on the page at most.
     """
-    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     header, cells = summary_cells(summary) if summary else ([], [])
-    html = template.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        title=visible(title),
-        tiles=_tiles(summary),
-        header=header,
-        cells=[[visible(cell) for cell in row] for row in cells],
-        caption=summary_title(summary) if summary else "",
-        note=NOTE,
-        legend=[visible(name) for name in runs] if len(runs) > 1 else [],
-        charts=[_chart(panel, runs) for panel in drawn_panels(runs)],
-        size=(WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM),
-        scale=[(weight, token_colour(weight)) for weight in (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0)],
-        completions=[_card(iteration, row) for iteration, row in pick_completions(completions, count=shown)],
-        facts={visible(k): visible(str(v)) for k, v in facts.items()},
-        config=visible(yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)) if config else "",
+    html = (
+        templates()
+        .get_template("page.html")
+        .render(
+            title=visible(title),
+            tiles=_tiles(summary),
+            header=header,
+            cells=[[visible(cell) for cell in row] for row in cells],
+            caption=summary_title(summary) if summary else "",
+            note=NOTE,
+            legend=[visible(name) for name in runs] if len(runs) > 1 else [],
+            charts=[chart(panel, runs) for panel in drawn_panels(runs)],
+            size=SIZE,
+            scale=colour_scale(),
+            completions=[card(iteration, row) for iteration, row in pick_completions(completions, count=shown)],
+            facts={visible(k): visible(str(v)) for k, v in facts.items()},
+            config=visible(yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)) if config else "",
+        )
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     # Lone surrogates of a broken tokenizer cannot be written as UTF-8; ``visible`` has spelt out all others.
     path.write_text(html, encoding="utf-8", errors="replace")
+
+
+@cache
+def templates() -> Environment:
+    """The HTML files beside this one; everything that they are given is escaped."""
+    return Environment(
+        loader=FileSystemLoader(Path(__file__).parent, encoding="utf-8"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
 
 
 def pick_completions(
@@ -105,6 +121,11 @@ def token_colour(weight: float) -> str:
         return ""
     strength = min((weight - 1) / 2, 1.0) if weight > 1 else min(1 - weight, 1.0)
     return f"background: rgb(var(--{'boost' if weight > 1 else 'suppress'}) / {0.62 * strength:.2f})"
+
+
+def colour_scale() -> list[tuple[float, str]]:
+    """Weights and their colours, to read the others by."""
+    return [(weight, token_colour(weight)) for weight in (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0)]
 
 
 def token_pieces(row: CompletionRow) -> list[Piece]:
@@ -133,7 +154,8 @@ def token_pieces(row: CompletionRow) -> list[Piece]:
     ]
 
 
-def _card(iteration: int, row: CompletionRow) -> dict[str, Any]:
+def card(iteration: int, row: CompletionRow) -> dict[str, Any]:
+    """What the template shows of a completion."""
     chips = []
     chips += [(visible(name), short(value)) for name, value in row.rewards.items() if len(row.rewards) > 1]
     if math.isfinite(row.advantage):
@@ -165,7 +187,8 @@ def _tiles(summary: Sequence[SummaryRow]) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def _chart(panel: Panel, runs: Mapping[str, Sequence[Record]]) -> Chart:
+def chart(panel: Panel, runs: Mapping[str, Sequence[Record]]) -> Chart:
+    """One panel's curves in a chart's own units."""
     scale = 100 if panel.percent else 1
     found = [[(x, scale * y) for x, y in points(records, panel.metric)] for records in runs.values()]
     ys = [y for line in found for _, y in line] + ([0.0] if panel.from_zero else [])
