@@ -160,6 +160,7 @@ def test_warnings_alone_are_printed():
     assert console.file.getvalue() == "warning: the policy writes too much\n"
 
 
+@pytest.mark.slow
 def test_parts_of_a_config_fit_together(tmp_path):
     tree = config(tmp_path).model_dump(mode="json")
     tree["data"]["train"] |= {"limit": 8}
