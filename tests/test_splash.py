@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,12 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import ROOT
 from jax.sharding import AxisType, Mesh
 
 from oarjax.models.attention import Segment, attend, attention_for
 from oarjax.models.linear_pair import linear_pair
 from oarjax.models.qwen import QwenConfig, make_policy
-from oarjax.models.splash import splash
+from oarjax.models.splash import block_of, device_kernel, splash
 
 FIELDS = {
     "model_type": "qwen2",
@@ -29,7 +35,7 @@ FIELDS = {
     "rope_theta": 1e4,
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
-    "initializer_range": 0.4,
+    "initializer_range": 0.2,
 }
 ROWS, PREFIX, NEW, HEADS, KV = 2, 20, 140, 4, 2  # 160 keys and 140 queries: both padded, to two blocks
 
@@ -152,3 +158,111 @@ def test_what_splash_cannot_do_is_refused(unchecked):
         make_policy(model, attention="splash", compute_dtype=jnp.float64, mesh=mesh_of(1))
     with pytest.raises(ValueError, match="4 heads on mesh axis tensor = 3; use a size that divides them, or xla"):
         make_policy(model, attention="splash", mesh=mesh_on("tpu", tensor=3))
+
+
+PROGRAM = """
+import json, jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from oarjax.logps import token_logps
+from oarjax.models.qwen import QwenConfig, make_policy
+from oarjax.models.weights import init_params, logical_axes
+from oarjax.oar.gradient import gradient_importance, row_keys
+from oarjax.oar.probe import outcome_probe
+from oarjax.policy import positions_of
+from oarjax.sharding import RULES, param_specs
+from oarjax.types import AnswerSpan
+from test_splash import FIELDS, largest_error
+
+model = QwenConfig.from_hf(FIELDS)
+params = init_params(model, jax.random.key(0), dtype=jnp.float32)
+rows, prompt, made = 3, 6, 10  # rows that no mesh divides
+tokens = jax.random.randint(jax.random.key(1), (rows, prompt + made), 0, 24)
+valid = jnp.arange(prompt + made) >= jnp.array([0, 2, 5])[:, None]
+valid &= jnp.arange(prompt + made) < prompt + jnp.array([10, 7, 9])[:, None]
+counted = valid[:, prompt:]
+answer = jnp.zeros((rows, made), bool).at[:, 6].set(True)
+span = AnswerSpan(reasoning=counted & (jnp.arange(made) < 5), answer=answer, found=jnp.array([True, True, False]))
+keys = row_keys(jax.random.key(2), jnp.arange(rows))
+
+def results(policy, params, names):
+    def logps(params):
+        found = token_logps(policy, params, tokens, valid, completion_length=made, temperature=0.8, head_chunk=8)[0]
+        return jnp.where(counted, found, 0)
+
+    def prefill(params):
+        cache = policy.init_cache(rows, prompt)
+        hidden, cache = policy.trunk(params, policy.embed(params, tokens[:, :prompt]), positions_of(valid)[:, :prompt],
+                                     valid[:, :prompt], cache=cache)
+        real = valid[:, :prompt, None]
+        return jnp.where(real, hidden, 0), jnp.where(real[..., None], cache.v, 0)
+
+    def oar_g(params, estimator, draws):
+        return gradient_importance(policy, params, tokens, valid, span, keys, estimator=estimator, draws=draws,
+                                   sigma=1e-2, probe=outcome_probe("answer_mean", temperature=1.0))
+
+    programs = {
+        "gradients": jax.value_and_grad(lambda p: jnp.sum(jnp.sin(logps(p)))),
+        "linearised": lambda p: oar_g(p, "linearised", 2),
+        "noisy": lambda p: oar_g(p, "noisy", 2),
+        "prefill": prefill,
+    }
+    return {name: jax.jit(programs[name])(params) for name in names}
+
+def compare(shape, *names):
+    mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape),
+                         devices=jax.devices()[: np.prod(list(shape.values()))])
+    rules = {name: axis if axis in shape and name != "kv_heads" else None for name, axis in RULES.items()}
+    specs = param_specs(logical_axes(model), rules=rules)
+    laid = jax.tree.map(lambda spec, x: jax.device_put(x, NamedSharding(mesh, spec)), specs, params,
+                        is_leaf=lambda x: isinstance(x, PartitionSpec))
+    found = results(make_policy(model, remat="full", attention="splash", mesh=mesh), laid, names)
+    errors = {name: largest_error(flat(expected[name]), flat(tree)) for name, tree in found.items()}
+    print(json.dumps(errors), flush=True)
+
+def flat(tree):
+    # all arrays as one, so that those that are nearly 0 count as such
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
+
+everything = ("gradients", "linearised", "noisy", "prefill")
+expected = results(make_policy(model, remat="full"), params, everything)
+compare({"data": 1}, *everything)
+compare({"data": 1, "fsdp": 2, "tensor": 4}, "gradients", "linearised")
+"""
+
+
+@pytest.mark.slow
+def test_programs_of_a_policy_equal_those_with_plain_attention():
+    """Log-probs, gradients, prefill and OAR-G, on one device and on 2 x 4 where key heads are fewer than "tensor"."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=1200, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(found) == 2
+    for errors in found:
+        print(errors)
+        assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("new", [100, 1536])
+def test_kernels_lower_for_tpus(width, new):
+    """Three kernels: forward, dq, and dk with dv. Mosaic takes the shapes; whether they fit VMEM, only libtpu says."""
+    keys, block_q, block_k = PREFIX + new, block_of(new), block_of(PREFIX + new)
+    rounded_q, rounded_k = -(-new // block_q) * block_q, -(-keys // block_k) * block_k
+    sizes = {"q": (2, 4, rounded_q, width), "k": (2, 2, rounded_k, width)}
+    q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in sizes.values())
+    ids = [jax.ShapeDtypeStruct((2, n), jnp.int32) for n in (rounded_q, rounded_k)]
+    kernel = partial(device_kernel, offset=PREFIX, block_q=block_q, block_k=block_k, interpret=False)
+
+    def both(q, k, v, ids_q, ids_k):
+        out, pull = jax.vjp(lambda q, k, v: kernel(q, k, v, ids_q, ids_k), q, k, v)
+        return pull(out)
+
+    text = jax.jit(both).trace(q, k, k, *ids).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") == 3

@@ -69,7 +69,7 @@ def splash(
     # Equal ids see each other: 1 for real keys and whoever sees one. Padding sees padding, so no softmax is empty.
     ids_q, ids_k = sees.astype(jnp.int32), valid.astype(jnp.int32)
     parts = mesh.size // tensor
-    block_q, block_k = _block(new), _block(keys)
+    block_q, block_k = block_of(new), block_of(keys)
 
     def heads_first(x: Array, block: int) -> Array:
         return _pad(x.transpose(0, 2, 1, 3), (parts, 1, block, 1))
@@ -122,7 +122,7 @@ def _attention(mesh: Mesh, offset: int, block_q: int, block_k: int) -> Any:
     interpret = mesh.devices.flat[0].platform != "tpu"
     divide = partial(jax.shard_map, mesh=mesh, out_specs=whole, check_vma=False)
     forward: Any = divide(
-        partial(_kernel, offset=offset, block_q=block_q, block_k=block_k, interpret=interpret), in_specs=specs
+        partial(device_kernel, offset=offset, block_q=block_q, block_k=block_k, interpret=interpret), in_specs=specs
     )
     push: Any = divide(partial(_push, offset=offset), in_specs=(*specs, *(whole,) * 4))
     attention = jax.custom_jvp(forward)
@@ -145,7 +145,7 @@ def _attention(mesh: Mesh, offset: int, block_q: int, block_k: int) -> Any:
     return attention
 
 
-def _kernel(
+def device_kernel(
     q: Float[Array, "B heads N h"],
     k: Float[Array, "B kv M h"],
     v: Float[Array, "B kv M h"],
@@ -225,7 +225,7 @@ def _key_repeats(heads: int, kv: int, tensor: int) -> int:
     return next(n for n in range(1, group + 1) if group % n == 0 and kv * n % tensor == 0)
 
 
-def _block(length: int) -> int:
+def block_of(length: int) -> int:
     """The largest block that pads ``length`` by no more than an eighth, or else the smallest."""
     return next((b for b in BLOCKS if -(-length // b) * b <= length + length // 8), LANES)
 
