@@ -404,6 +404,12 @@ class ExportConfig(Section):
     dtype: Literal["float32", "bfloat16"] | None = Field(default=None, description="null = as trained")
 
 
+class PlanConfig(Section):
+    """``oarjax plan``; a run reads nothing of it."""
+
+    topology: str | None = Field(default=None, description="TPU slice to plan for, such as v5e-16 or v5e:4x4")
+
+
 LAB_METHODS: dict[str, dict[str, Any]] = {
     "OAR-P": {"method": "oar_p"},
     "OAR-P, 2nd choice": {"method": "oar_p", "masking": {"counterfactual": "second_choice"}},
@@ -470,6 +476,7 @@ class Config(Section):
     report: ReportConfig = ReportConfig()
     export: ExportConfig = ExportConfig()
     lab: LabConfig = LabConfig()
+    plan: PlanConfig = PlanConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:

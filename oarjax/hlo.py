@@ -106,9 +106,9 @@ def executed(text: str, *, trips: Trips | None = None, branches: Branches | None
     ``trips`` is asked for loops that values decide; ``branches`` for conditionals, where None counts the most
     expensive branch each time.
 
-    Collectives count the bytes that a device sends in a ring: (n - 1)/n of a gathered or scattered array, twice that
-    for an all-reduce, the array for a permutation. A gather that the compiler spreads over several fusions counts
-    once; an all-reduce of which each device keeps its part is a reduce-scatter.
+    Collectives count the bytes that a device sends in a ring: (n - 1)/n of a gathered or scattered array, of what goes
+    in and of what comes out of an all-reduce, the array for a permutation. A gather that the compiler spreads over
+    several fusions counts once; an all-reduce of which each device keeps its part is a reduce-scatter.
 
     Raises:
         HloError: no entry computation, an unknown operand, or a loop of unknown length and no ``trips``.
@@ -198,7 +198,8 @@ def _count_collective(
         kind = "reduce-scatter"  # as a TPU writes it: each device keeps its part
     members = group_size(instruction)
     share = (members - 1) / members
-    sent = {"all-gather": size * (members - 1), "all-reduce": 2 * size * share, "collective-permute": size}
+    out = sum(a.bytes for a in instruction.type)  # a sum may come back in a narrower type
+    sent = {"all-gather": size * (members - 1), "all-reduce": (size + out) * share, "collective-permute": size}
     found.collectives[kind] += sent.get(kind, size * share)  # type: ignore[assignment]
     found.calls[kind] += 1
 
@@ -215,7 +216,7 @@ def group_size(instruction: Instruction) -> int:
         return found[1].count(",") + 1
     if found := re.search(r"replica_groups=\[\d+,(\d+)\]<=", instruction.rest):
         return int(found[1])
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", instruction.rest):
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", instruction.rest):
         sizes = dict(re.findall(r"'([^']+)'=(\d+)", found[1]))
         return math.prod(int(sizes[name.split(":")[0]]) for name in re.findall(r"'([^']+)'", found[2]))
     raise HloError(f"{instruction.name}: replica groups are not understood: {instruction.rest[:200]}")

@@ -38,6 +38,7 @@ import oarjax.host.checkpoint
 from oarjax.cli.errors import USER_ERRORS
 from oarjax.cli.health import Health
 from oarjax.cli.layout import lay_out
+from oarjax.cli.plan import topology_of
 from oarjax.cli.session import Session, open_session
 from oarjax.config import Config, Section, parse_config
 from oarjax.grpo import group_advantages, zero_variance_groups
@@ -274,6 +275,7 @@ def fields() -> dict[str, Field]:
         "health.stop_after": Field(2, unhealthy),
         "health.bad_batches": Field(1, unhealthy),
         "health.params_mb": Field(0, unhealthy),
+        "plan.topology": Field("v5e-16", planned_for, {"plan.topology": "v5e-8"}),
         "report.to": Field(["jsonl", "tensorboard"], command),
         "report.project": Field("other", tracked, {"report.to": ["jsonl", "wandb"]}),
         "report.name": Field("other", tracked, {"report.to": ["jsonl", "wandb"]}),
@@ -299,6 +301,10 @@ def parts(annotation: Any) -> list[Any]:
 
 
 # --- Views: what a config does, as something that can be compared ----------------------------------------------------
+
+
+def planned_for(cfg: Config) -> str:
+    return topology_of(cfg, None).name
 
 
 def build(cfg: Config) -> Session:

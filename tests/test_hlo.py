@@ -96,6 +96,7 @@ def test_groups_of_a_collective():
     assert members("{{0,4},{1,5}}") == 2
     assert members("[2,8]<=[4,4]T(1,0)") == 8
     assert members("mesh['a'=2,'b'=3,'c'=4] {'a','c'}") == 8
+    assert members("mesh['a'=4,'b'=1,'c'=16], device_ids=([16,4]T(1,0)) {'a'}") == 4
     with pytest.raises(HloError, match="replica groups are not understood"):
         members("anything")
 

@@ -16,6 +16,7 @@ from oarjax.host.problems import DataError
 from oarjax.host.study_jobs import StudyError
 from oarjax.host.study_page import PageError
 from oarjax.host.tokenizer import TokenizerError
+from oarjax.host.topology import TopologyError
 from oarjax.models.qwen import UnsupportedModel
 from oarjax.sharding import ShardingError
 
@@ -30,6 +31,7 @@ USER_ERRORS = (
     StorageError,
     StudyError,
     TokenizerError,
+    TopologyError,
     UnhealthyRun,
     UnsupportedModel,
     ShardingError,

@@ -290,6 +290,56 @@ def replay(
     run(file, device=device.value, as_json=as_json)
 
 
+PLAN_HELP = (
+    "Does a run fit a TPU slice, and how long would a step take at the least? No TPU is needed.\n\n"
+    "Compiles the run's programs for the slice with the TPU's own compiler (pip install \"oarjax[aot]\"), each in a "
+    "process of its own: reshard (to the layout for sampling), sample, score and update. Prints what the compiler says "
+    "of memory, what the programs execute "
+    "and send, and times from peak rates. Exit code 1 where something does not fit, with the remedy."
+)
+
+
+@app.command(help=PLAN_HELP, epilog="Example: oarjax plan configs/qwen2.5-7b_v5p-32.yaml --credit oar_p")
+def plan(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CONFIG.yaml... [KEY.SUB=VALUE...]", help="Configs, and fields to change.", show_default=False
+        ),
+    ],
+    topology: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Such as v5e-16 or v5e:4x4.", show_default="the config's plan.topology"),
+    ] = None,
+    credit: Annotated[
+        str, typer.Option(metavar="METHODS", help="Further methods of credit to compile, with commas between.")
+    ] = "",
+    phases: Annotated[str, typer.Option(metavar="NAMES", help="Programs to compile.")] = "reshard,sample,score,update",
+    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Everything as JSON.")] = None,
+    write: Annotated[Path | None, typer.Option(metavar="FILE.md", help="The tables as a Markdown page.")] = None,
+    cache: Annotated[
+        str, typer.Option(metavar="FOLDER", help="What is known of programs compiled before.")
+    ] = "~/.cache/oarjax/plan",
+    timeout: Annotated[int, typer.Option(help="Seconds for one program.", min=1)] = 3600,
+    jobs: Annotated[int, typer.Option(help="Programs compiled at once, 1 to 2 GiB of memory each.", min=1)] = 2,
+) -> None:
+    """``oarjax plan``; see ``PLAN_HELP``."""
+    from oarjax.cli.plan import run
+
+    if not run(
+        arguments,
+        topology=topology,
+        credit=credit,
+        phases=phases,
+        out=out,
+        write=write,
+        cache=cache,
+        timeout=timeout,
+        jobs=jobs,
+    ):
+        raise typer.Exit(1)
+
+
 @app.command()
 def bench(
     model: Annotated[str, typer.Option(help="nano, micro or both: random policies made on the spot.")] = "nano",

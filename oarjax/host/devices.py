@@ -99,7 +99,8 @@ def make_mesh(*, slice: int, data: int, fsdp: int, tensor: int, devices: Sequenc
         axes[open_axes[0]] = count // fixed
     if math.prod(axes.values()) != count:
         raise DeviceError(f"mesh: {axes} does not multiply to the {count} devices here; set one axis to -1")
-    slices = len({d.slice_index for d in devices}) if devices[0].platform == "tpu" else 1
+    # Devices of a topology of one slice, which programs are only compiled for, do not say which slice they are in.
+    slices = len({getattr(d, "slice_index", 0) for d in devices}) if devices[0].platform == "tpu" else 1
     if slices > 1 and axes["slice"] != slices:
         raise DeviceError(
             f"mesh.slice: {axes['slice']}, and the {count} devices are in {slices} slices; set mesh.slice={slices}"
