@@ -12,7 +12,8 @@ import numpy as np
 from rich.console import Console
 
 from oarjax.cli.credit import measure_credit
-from oarjax.cli.session import lay_out, open_session
+from oarjax.cli.layout import lay_out
+from oarjax.cli.session import open_session
 from oarjax.cli.train import train_once
 from oarjax.config import Config
 from oarjax.host.data import PromptStream
