@@ -97,12 +97,16 @@ class Session:
         return rollout_layout(self.cfg, self.model, self.mesh)
 
     def place(self, tree: Any, layout: str) -> Any:
-        """Numpy arrays to the devices: "prompts" divides axis 0 for the sampler, "microbatches" axis 1 for the rest."""
+        """Numpy arrays to the devices.
+
+        "prompts" divides axis 0 for the sampler; for the training layout "rows" divides axis 0, "microbatches" axis 1.
+        """
         if layout == "prompts":
             return to_devices(tree, self.rollout.rows)
-        if layout != "microbatches":
-            raise ValueError(f"layout: expected prompts or microbatches, got {layout!r}")
-        return to_devices(tree, NamedSharding(self.mesh, PartitionSpec(None, *batch_spec())))
+        lead = {"rows": (), "microbatches": (None,)}.get(layout)
+        if lead is None:
+            raise ValueError(f"layout: expected prompts, rows or microbatches, got {layout!r}")
+        return to_devices(tree, NamedSharding(self.mesh, PartitionSpec(*lead, *batch_spec())))
 
     def find_answers(self, rollout: Rollout) -> AnswerSpan:
         answer, unit = self.cfg.credit.answer, self.cfg.credit.masking.unit
