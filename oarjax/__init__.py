@@ -3,14 +3,16 @@
 The public names, each imported when it is first used; importing oarjax itself opens no device, file or network.
 
     equations     group_advantages, clipped_surrogate, cispo_surrogate, kl_estimate, aggregate, policy_loss
-    importance    find_answers, outcome_probe, Probe, masked_token_importance (OAR-P), gradient_importance (OAR-G),
-                  fisher_importance (OAR-F), local_importance (OAR-L), top_share, screened_scores
+    importance    find_answers, outcome_probe, Probe, Reading, masked_token_importance (OAR-P),
+                  gradient_importance (OAR-G), fisher_importance (OAR-F), local_importance (OAR-L), top_share,
+                  screened_scores
     weights       normalise, gate, preserve_mass, oar_weights, reshape
+    own method    CreditMethod, Signals
     diagnostics   ess_ratio, top_mass, spearman, recall_at_k
     policies      Policy, QwenConfig, make_policy, read_config, load_params, export
     sampling      sample, token_logps
-    types         PromptBatch, Rollout, AnswerSpan, Credit, TrainBatch, Mean, TrainState, KVCache
-    training      Config, load_config, make_steps, iterate
+    types         PromptBatch, Rollout, AnswerSpan, Credit, TrainBatch, Mean, TrainState, KVCache, Grades, Params
+    training      Config, load_config, make_optimizer, make_steps, Shardings, iterate, Outside
     commands      train, credit_lab; Parts, open_parts for a loop of one's own
     notebooks     show_curves, show_completions, show_tokens, show_credit, show_lab, show_lab_figure
 """
@@ -30,7 +32,7 @@ _HOME = {
         "policy_loss",
     ),
     "oarjax.oar.span": ("find_answers",),
-    "oarjax.oar.probe": ("Probe", "outcome_probe"),
+    "oarjax.oar.probe": ("Probe", "Reading", "outcome_probe"),
     "oarjax.oar.perturb": ("masked_token_importance",),
     "oarjax.oar.fisher": ("fisher_importance",),
     "oarjax.oar.local": ("local_importance",),
@@ -38,6 +40,8 @@ _HOME = {
     "oarjax.oar.gradient": ("gradient_importance", "row_keys"),
     "oarjax.oar.gate": ("normalise", "gate", "preserve_mass", "oar_weights", "reshape"),
     "oarjax.oar.diagnose": ("ess_ratio", "top_mass", "spearman", "recall_at_k"),
+    "oarjax.credit.own": ("CreditMethod",),
+    "oarjax.credit.signals": ("Signals",),
     "oarjax.policy": ("Policy",),
     "oarjax.models.qwen": ("QwenConfig", "make_policy"),
     "oarjax.host.hf": ("read_config", "load_params", "export"),
@@ -52,10 +56,12 @@ _HOME = {
         "Mean",
         "TrainState",
         "KVCache",
+        "Grades",
+        "Params",
     ),
     "oarjax.config": ("Config", "load_config"),
-    "oarjax.steps": ("make_steps",),
-    "oarjax.loop": ("iterate",),
+    "oarjax.steps": ("Shardings", "make_optimizer", "make_steps"),
+    "oarjax.loop": ("Outside", "iterate"),
     "oarjax.cli.notebook": ("train", "credit_lab", "Parts", "open_parts"),
     "oarjax.host.shown": (
         "show_curves",

@@ -154,6 +154,11 @@ class AdvantageConfig(Section):
 
 
 class LossConfig(Section):
+    function: str | None = Field(
+        default=None,
+        description="own loss, file.py:name or module:name, see oarjax.steps.TokenLoss; of the fields below it leaves "
+        "aggregation, kl_beta (for the reference's log-probs) and mask_truncated in force",
+    )
     surrogate: Literal["clip", "cispo"] = "clip"
     level: Literal["token", "sequence"] = "token"
     aggregation: Literal["grpo", "bnpo", "dapo", "dr_grpo"] = "dapo"
@@ -302,7 +307,11 @@ class CreditConfig(Section):
         "grail",
         "random",
         "permuted",
+        "own",
     ] = Field(default="oar_g", description="uniform: plain GRPO; permuted: weights on the wrong tokens, the control")
+    function: str | None = Field(
+        default=None, description="for method own: file.py:name or module:name of an oarjax.CreditMethod"
+    )
     permuted_of: Literal["oar_g", "oar_p", "oar_f", "oar_l", "oar_screened"] = Field(
         default="oar_g", description="whose weights permuted shuffles"
     )
@@ -452,6 +461,8 @@ class LabConfig(Section):
 
 
 class Config(Section):
+    """A whole run; each section is a class of its own in ``oarjax.config``, with what its fields mean."""
+
     run_dir: str
     seed: Count = 0
     iterations: Count = 100
@@ -529,6 +540,8 @@ def _contradictions(c: Config) -> Iterator[str]:
                     f"{where}.{name}: {decay} with {where}.moments = bfloat16, in which such averages stand still; "
                     f"lower {name} to .99 or less, or set {where}.moments=float32"
                 )
+    if c.credit.method == "own" and c.credit.function is None:
+        yield "credit.function: needed when credit.method is own; give file.py:name of an oarjax.CreditMethod"
     if c.credit.answer.style == "regex" and not c.credit.answer.pattern:
         yield "credit.answer.pattern: needed when credit.answer.style is regex"
     if c.credit.answer.style != "regex" and c.credit.answer.pattern is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from oarjax.config import ConfigError, CreditConfig
 from oarjax.credit.entropy_top import entropy_top_weights
 from oarjax.credit.grail import grail_weights
 from oarjax.credit.keywords import KeywordTable, keyword_tokens, keyword_weights
+from oarjax.credit.own import CreditMethod
 from oarjax.credit.permuted import permuted_weights
 from oarjax.credit.polarity import polarised, reweighted_rows
 from oarjax.credit.random import random_scores
@@ -66,21 +67,57 @@ Scorer = Callable[[Params, Rollout, AnswerSpan, Key[Array, "B"], ProbeMode], Sco
 """(params, rollout, span, row keys, probe mode) -> scores."""
 
 
-def signals(cfg: CreditConfig) -> frozenset[Signal]:
+def signals(cfg: CreditConfig, own: CreditMethod | None = None) -> frozenset[Signal]:
     """What the method's weights are made of, beside spans, advantages and masks."""
-    return NEEDS[cfg.method]
+    return frozenset(_given(own).needs) if cfg.method == "own" else NEEDS[cfg.method]
 
 
-def attribution(cfg: CreditConfig) -> str:
-    """The method whose importance is computed: that of ``permuted_of`` for the permuted control."""
+def attribution(cfg: CreditConfig, own: CreditMethod | None = None) -> str:
+    """The method whose importance is computed: that of ``permuted_of`` for the permuted control.
+
+    For a method of one's own the one that it names; "own" where it computes its own, or needs none.
+    """
+    if cfg.method == "own":
+        named = _given(own).importance
+        return named if isinstance(named, str) and "importance" in _given(own).needs else "own"
     return cfg.permuted_of if cfg.method == "permuted" else cfg.method
+
+
+def check_method(own: CreditMethod, *, place: str) -> None:
+    """Refuse a method that asks for what there is not.
+
+    Raises:
+        ConfigError: naming ``place``.
+    """
+    if unknown := set(own.needs) - set(get_args(Signal)):
+        raise ConfigError(
+            f"{place}: needs {', '.join(map(repr, sorted(unknown)))}; expected some of {', '.join(get_args(Signal))}"
+        )
+    named = own.importance
+    if isinstance(named, str) and named not in (*ATTRIBUTIONS, "grail"):
+        raise ConfigError(f"{place}: importance {named!r}; expected {', '.join(ATTRIBUTIONS)}, grail or a function")
+
+
+def _given(own: CreditMethod | None) -> CreditMethod:
+    if own is None:
+        raise ConfigError(
+            "credit.method: own needs a method; set credit.function, or give make_steps, scorer or weigher an "
+            "own_method (oarjax.CreditMethod)"
+        )
+    return own
 
 
 # --- Scores ----------------------------------------------------------------------------------------------------------
 
 
 def scorer(
-    cfg: CreditConfig, policy: Policy, *, temperature: float, pad_id: int, own_probe: Probe | None = None
+    cfg: CreditConfig,
+    policy: Policy,
+    *,
+    temperature: float,
+    pad_id: int,
+    own_probe: Probe | None = None,
+    own_method: CreditMethod | None = None,
 ) -> Scorer:
     """(params, rollout, span, row keys, probe mode) -> importance and clean states; (None, None) where none is needed.
 
@@ -90,7 +127,9 @@ def scorer(
         ConfigError: the method reads an answer and the config looks for none, a counterfactual has no embedding, or
             the method cannot work with whole lines or with a probe of one's own.
     """
-    kind = attribution(cfg)
+    kind = attribution(cfg, own_method)
+    if kind == "own" and "importance" in signals(cfg, own_method):
+        return _by_function(cfg, policy, own_method)
     if kind == "grail":
         _check_answer(cfg, kind, None)
         return _by_saliency(cfg, policy, temperature)
@@ -232,6 +271,18 @@ def _screened(cfg: CreditConfig, policy: Policy, probe_of: ProbeOf, mask_id: int
     return score
 
 
+def _by_function(cfg: CreditConfig, policy: Policy, own: CreditMethod | None) -> Scorer:
+    function = _given(own).importance
+
+    def score(params: Params, r: Rollout, span: AnswerSpan, keys: Key[Array, "B"], mode: ProbeMode) -> Scored:
+        if isinstance(function, str):
+            raise ValueError(f"importance: {function} is a name and has a scorer of its own")
+        found = function(policy, jax.lax.stop_gradient(params), r, span, keys)
+        return Scored(jnp.where(span.reasoning, found, 0), None)
+
+    return score
+
+
 def _by_saliency(cfg: CreditConfig, policy: Policy, temperature: float) -> Scorer:
     def score(params: Params, r: Rollout, span: AnswerSpan, keys: Key[Array, "B"], mode: ProbeMode) -> Scored:
         params = policy.head(jax.lax.stop_gradient(params))
@@ -257,7 +308,9 @@ def _nearby(cfg: CreditConfig, mask_id: int) -> dict[str, Any]:
 # --- Weights ---------------------------------------------------------------------------------------------------------
 
 
-def weigher(cfg: CreditConfig, *, keyword_table: KeywordTable | None = None) -> TokenCredit:
+def weigher(
+    cfg: CreditConfig, *, keyword_table: KeywordTable | None = None, own_method: CreditMethod | None = None
+) -> TokenCredit:
     """(signals, span, advantages, completion, key) -> token weights [B, T] by the configured method and polarity.
 
     Rows without reasoning or answer get ones from the methods that reweight the reasoning. ``entropy_top`` over a
@@ -266,7 +319,7 @@ def weigher(cfg: CreditConfig, *, keyword_table: KeywordTable | None = None) -> 
     Raises:
         ConfigError: the method needs what is not there.
     """
-    weigh = _bound(cfg, keyword_table)
+    weigh = _given(own_method).weigh if cfg.method == "own" else _bound(cfg, keyword_table)
 
     def weights(
         signals: Signals,

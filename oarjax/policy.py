@@ -71,6 +71,8 @@ def as_it_is(params: Params) -> Params:
 
 
 class Policy(NamedTuple):
+    """A model as four pure functions of its params; a file of one's own may give them as well as ``make_policy``."""
+
     embed: Embed
     trunk: Trunk
     unembed: Unembed

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from oarjax.config import Config, LossConfig, OptimConfig, SFTConfig
 from oarjax.credit.keywords import KeywordTable
+from oarjax.credit.own import CreditMethod
 from oarjax.credit.signals import Signals
 from oarjax.grpo import aggregate, group_advantages, policy_loss, zero_variance_groups
 from oarjax.logps import hidden_logps, token_logps
@@ -35,6 +36,12 @@ from oarjax.types import AnswerSpan, Credit, Mean, Params, PromptBatch, Rollout,
 Metrics = dict[str, Mean]
 Loss = Callable[[Params, TrainBatch], tuple[Mean, Metrics]]
 """Loss of one microbatch as a sum and a count, and its metrics."""
+
+TokenLoss = Callable[[Float[Array, "B T"], Float[Array, "B T"], TrainBatch], tuple[Mean, Metrics]]
+"""(log-probs, entropies, batch) -> the same: what ``loss.function`` names instead of ``policy_loss``.
+
+Its sums are added over microbatches and divided by what ``loss.aggregation`` counts in the whole rollout.
+"""
 
 
 class Steps(NamedTuple):
@@ -97,6 +104,8 @@ def make_steps(
     rollout: RolloutLayout | None = None,
     keyword_table: KeywordTable | None = None,
     own_probe: Probe | None = None,
+    own_method: CreditMethod | None = None,
+    own_loss: TokenLoss | None = None,
 ) -> Steps:
     """Bind policy, optimizer and config into jitted programs. Compiles nothing yet.
 
@@ -114,9 +123,10 @@ def make_steps(
     logps_of = partial(token_logps, policy, **head)
     # With one update per rollout the ratio is 1: old = stop_gradient(new), no pass of its own.
     wants_old = cfg.update.epochs * cfg.update.minibatches > 1
-    wants_entropies = "entropies" in signals(cfg.credit)
-    score_of = scorer(cfg.credit, policy, temperature=roll.temperature, pad_id=pad_id, own_probe=own_probe)
-    weights_of = weigher(cfg.credit, keyword_table=keyword_table)
+    wants_entropies = "entropies" in signals(cfg.credit, own_method)
+    own = {"own_probe": own_probe, "own_method": own_method}
+    score_of = scorer(cfg.credit, policy, temperature=roll.temperature, pad_id=pad_id, **own)
+    weights_of = weigher(cfg.credit, keyword_table=keyword_table, own_method=own_method)
 
     def sample_groups(params: Params, prompts: PromptBatch, key: Key[Array, ""]) -> Rollout:
         return draw(
@@ -221,7 +231,7 @@ def make_steps(
         shaped = jax.tree.map(lambda x: x.reshape(M, b, *x.shape[1:]), given)
         return shaped, credit_metrics(w, s, mask) | wrong
 
-    loss = policy_gradient(policy, cfg)
+    loss = policy_gradient(policy, cfg, own_loss)
 
     def denominator(completion: Bool[Array, "B T"]) -> Float[Array, ""]:
         zeros = jnp.zeros(completion.shape, jnp.float32)
@@ -264,8 +274,9 @@ def make_sft_step(
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings.state, shardings.replicated))
 
 
-def policy_gradient(policy: Policy, cfg: Config) -> Loss:
+def policy_gradient(policy: Policy, cfg: Config, own_loss: TokenLoss | None = None) -> Loss:
     """The loss of training, of one microbatch."""
+    of_tokens = own_loss or bound_loss(cfg.loss, max_length=cfg.rollout.max_new)
 
     def loss(params: Params, batch: TrainBatch) -> tuple[Mean, Metrics]:
         logps, entropies = token_logps(
@@ -277,7 +288,7 @@ def policy_gradient(policy: Policy, cfg: Config) -> Loss:
             temperature=cfg.rollout.temperature,
             head_chunk=cfg.policy.head_chunk,
         )
-        return bound_loss(cfg.loss, max_length=cfg.rollout.max_new)(logps, entropies, batch)
+        return of_tokens(logps, entropies, batch)
 
     return loss
 

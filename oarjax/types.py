@@ -128,6 +128,8 @@ class Mean:
 
 @struct.dataclass
 class TrainState:
+    """What an update takes and gives back; its memory is used again."""
+
     step: Int32[Array, ""]  # optimizer updates so far
     params: Params  # what is trained
     opt_state: Any

@@ -55,6 +55,7 @@ from oarjax.types import AnswerSpan, Credit, Grades, Mean, PromptBatch, Rollout,
 
 PLUGIN = ROOT / "tests" / "data" / "config" / "field_rewards.py"
 PROBE = ROOT / "tests" / "data" / "config" / "field_probe.py"
+EXAMPLES = ROOT / "docs" / "examples"
 WIDTH = 8  # prompt positions of the programs that are lowered
 
 BASE: dict[str, Any] = {
@@ -196,6 +197,11 @@ def fields() -> dict[str, Field]:
         "advantage.ddof": Field(0, partial(program, name="advantages")),
         "advantage.eps": Field(0.5, partial(program, name="advantages")),
         "credit.method": Field("oar_p", score),
+        "credit.function": Field(
+            f"{EXAMPLES / 'own_credit.py'}:later",
+            score,
+            {"credit.method": "own", "credit.function": f"{EXAMPLES / 'own_credit.py'}:surprising"},
+        ),
         "credit.permuted_of": Field("oar_p", score, {"credit.method": "permuted"}),
         "credit.polarity": Field("wrong", credit),
         "credit.estimator": Field("noisy", score),
@@ -245,6 +251,7 @@ def fields() -> dict[str, Field]:
         "lab.answer_tokens": Field(3, tokens_credited, small_lab),
         "lab.bootstrap": Field(50, tokens_credited, small_lab),
         "lab.shown": Field(1, tokens_credited, small_lab),
+        "loss.function": Field(f"{EXAMPLES / 'own_loss.py'}:half_as_hard_on_failures", update),
         "loss.surrogate": Field("cispo", update),
         "loss.level": Field("sequence", update, {"update.epochs": 2}),
         "loss.aggregation": Field("grpo", denominator),
@@ -330,6 +337,8 @@ def program(cfg: Config, *, name: str) -> str:
         rollout=session.rollout,
         keyword_table=session.keyword_table(),
         own_probe=session.own_probe,
+        own_method=session.own_method,
+        own_loss=session.own_loss,
     )
     params = abstract_params(session.model, dtype=jnp.float32)
     key = jax.eval_shape(lambda: jax.random.key(0))

@@ -31,6 +31,7 @@ FLOORS = {
     "oar.span": 1.1,
     "credit": 1.2,
     "policy": 2.0,
+    "credit.own": 2.05,  # sees a policy
     "sharding": 2.0,
     "models": 2.1,
     "logps": 3.0,

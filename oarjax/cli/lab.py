@@ -18,7 +18,7 @@ from oarjax.cli.interventions import Continued, Direct, Total, direct_flips, tot
 from oarjax.cli.lab_completions import Drawn, answer_given, completion_ids
 from oarjax.cli.lab_programs import Programs, as_method
 from oarjax.cli.session import Session, facts
-from oarjax.config import CreditConfig, changed
+from oarjax.config import ConfigError, CreditConfig, changed
 from oarjax.credit.random import random_scores
 from oarjax.credit.signals import Signals
 from oarjax.host.builtin import computed_tokens
@@ -135,9 +135,15 @@ def score_everything(
     lab, rollout = session.cfg.lab, drawn.rollout
     works: dict[Any, tuple[Callable[..., Any], AnswerSpan]] = {}
     for credit in credits:
-        if "importance" in signals(credit):
+        wants = signals(credit, as_method(session, credit).own_method)
+        if {"importance", "entropies"} <= wants:
+            raise ConfigError(
+                f"lab.methods: {credit.function} needs importance and entropies, and the lab compares one signal a "
+                "method; leave it out, or let it compute the other"
+            )
+        if "importance" in wants:
             works[credit] = programs.attribute(credit), as_method(session, credit).find_answers(rollout)
-        elif "entropies" in signals(credit):
+        elif "entropies" in wants:
             works[credit] = programs.entropies, drawn.span
     jitted = {credit: jax.jit(fn) for credit, (fn, _) in works.items()}
     out: dict[Any, list[tuple[Any, Any, float, float]]] = {credit: [] for credit in works}
@@ -176,9 +182,9 @@ def score_everything(
 
 def draws_noise(credit: CreditConfig) -> bool:
     """Whether another key gives other scores."""
-    kind = attribution(credit)
-    if credit.method in ("random", "permuted"):
+    if credit.method in ("random", "permuted", "own"):  # of one's own: it may
         return True
+    kind = attribution(credit)
     if kind == "oar_g":
         return credit.estimator == "noisy" or credit.probe.mode != "answer_joint"
     by_fisher = kind == "oar_f" or (kind == "oar_screened" and credit.screen.by == "oar_f")
@@ -195,8 +201,9 @@ class Judged(NamedTuple):
 
 def judge(session: Session, drawn: Drawn, credit: CreditConfig, scored: Scored | None, rewards: np.ndarray) -> Judged:
     """Weights, and what tokens are ranked by: the raw scores, or the weights of a method that has none."""
-    weigh = weigher(credit, keyword_table=as_method(session, credit).keyword_table())
-    rollout, wants = drawn.rollout, signals(credit)
+    own = as_method(session, credit)
+    weigh = weigher(credit, keyword_table=own.keyword_table(), own_method=own.own_method)
+    rollout, wants = drawn.rollout, signals(credit, own.own_method)
     made = np.asarray(rollout.completion)
     advantages = jnp.where(jnp.asarray(rewards) > 0, 1.0, -1.0)
 
@@ -210,7 +217,7 @@ def judge(session: Session, drawn: Drawn, credit: CreditConfig, scored: Scored |
         weights = np.asarray(weigh(given, jax.tree.map(jnp.asarray, drawn.span), advantages, jnp.asarray(made), key))
         if credit.method == "random":
             return np.asarray(random_scores(key, rows=made.shape[0], tokens=made.shape[1])), weights
-        return (weights if scores is None or credit.method == "permuted" else scores), weights
+        return (weights if scores is None or credit.method in ("permuted", "own") else scores), weights
 
     keys = [jax.random.fold_in(jax.random.key(session.cfg.seed), draw) for draw in range(2)]
     ranking, weights = once(None if scored is None else scored.scores, keys[0])

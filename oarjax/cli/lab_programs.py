@@ -77,8 +77,9 @@ def make_programs(session: Session, params: Params) -> Programs:
         )[1]
 
     def attribute(credit: CreditConfig) -> Callable[..., Any]:
-        probe = as_method(session, credit).own_probe
-        score = scorer(credit, policy, temperature=roll.temperature, pad_id=pad, own_probe=probe)
+        own = as_method(session, credit)
+        given = {"own_probe": own.own_probe, "own_method": own.own_method}
+        score = scorer(credit, policy, temperature=roll.temperature, pad_id=pad, **given)
         return lambda params, r, span, keys: score(params, r, span, keys, credit.probe.mode).importance
 
     return Programs(

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from oarjax.batches import bucket
 from oarjax.cli.checks import check_lengths
 from oarjax.cli.layout import check_layouts
+from oarjax.cli.own import find_loss, find_method
 from oarjax.cli.programs import (
     Built,
     Program,
@@ -75,7 +76,8 @@ def planned(cfg: Config, model: QwenConfig, mesh: Mesh) -> Built:
     place, own_probe = cfg.credit.probe.function, None
     if place is not None:
         own_probe = import_object(place, field="credit.probe.function", expected=Probe)
-    return build(parts_for(cfg, model, mesh, stop_ids=STOPS, pad_id=PAD, own_probe=own_probe))
+    own = {"own_probe": own_probe, "own_method": find_method(cfg), "own_loss": find_loss(cfg)}
+    return build(parts_for(cfg, model, mesh, stop_ids=STOPS, pad_id=PAD, **own))
 
 
 def program_of(built: Built, phase: str) -> Program:

@@ -29,13 +29,14 @@ from oarjax.cli.layout import lay_out, policy_of, rollout_layout
 from oarjax.cli.session import Session
 from oarjax.config import Config
 from oarjax.credit.keywords import KeywordTable
+from oarjax.credit.own import CreditMethod
 from oarjax.host.data import bucketed
 from oarjax.models.qwen import QwenConfig
 from oarjax.models.weights import abstract_params
 from oarjax.oar.probe import Probe, ProbeMode
 from oarjax.policy import Policy
 from oarjax.sharding import batch_spec
-from oarjax.steps import RolloutLayout, Shardings, Steps, make_optimizer, make_steps
+from oarjax.steps import RolloutLayout, Shardings, Steps, TokenLoss, make_optimizer, make_steps
 from oarjax.types import AnswerSpan, PromptBatch, Rollout, TrainBatch, TrainState
 
 Phase = Literal["reshard", "sample", "evaluate", "score", "credit", "update"]
@@ -56,6 +57,8 @@ class Parts:
     prompt_width: int  # positions of the longest prompts, padded
     keyword_table: KeywordTable | None = None
     own_probe: Probe | None = None
+    own_method: CreditMethod | None = None
+    own_loss: TokenLoss | None = None
     ending_room: int = 0  # positions that credit.answer.source reference adds to a completion
 
 
@@ -92,6 +95,8 @@ def parts_for(
     pad_id: int,
     keyword_table: KeywordTable | None = None,
     own_probe: Probe | None = None,
+    own_method: CreditMethod | None = None,
+    own_loss: TokenLoss | None = None,
     ending_room: int = 0,
 ) -> Parts:
     """Parts without a session: prompts as long as ``data.max_prompt`` lets them be."""
@@ -105,6 +110,8 @@ def parts_for(
         prompt_width=bucket(cfg.data.max_prompt, cfg.rollout.prompt_bucket, 1 << 30),
         keyword_table=keyword_table,
         own_probe=own_probe,
+        own_method=own_method,
+        own_loss=own_loss,
         ending_room=ending_room,
     )
 
@@ -124,6 +131,8 @@ def parts_of(session: Session) -> Parts:
         prompt_width=bucketed(session.train.prompts, cfg.rollout.prompt_bucket),
         keyword_table=session.keyword_table(),
         own_probe=session.own_probe,
+        own_method=session.own_method,
+        own_loss=session.own_loss,
         ending_room=room,
     )
 
@@ -142,6 +151,8 @@ def build(parts: Parts) -> Built:
         rollout=rollout,
         keyword_table=parts.keyword_table,
         own_probe=parts.own_probe,
+        own_method=parts.own_method,
+        own_loss=parts.own_loss,
     )
     return Built(parts, tx, layout, rollout, steps)
 

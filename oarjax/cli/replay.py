@@ -158,7 +158,7 @@ def replay(header: Header, evidence: Evidence, params: Params, session: Session,
         loss = imitation(session.policy, head_chunk=session.cfg.policy.head_chunk)
         scores, weights = Scores(None, None, None, None), jnp.ones(completion.shape)
     else:
-        loss = policy_gradient(session.policy, session.cfg)
+        loss = policy_gradient(session.policy, session.cfg, session.own_loss)
         scores = flat(_scores(header, e, params, session, folder))
         weights = _weights(header, scores, rollout.tokens, span, advantages, completion, session)
     safe = jnp.where(jnp.isfinite(weights).all(-1, keepdims=True), weights, 1)
@@ -214,6 +214,8 @@ def _scores(header: Header, e: Evidence, params: Params, session: Session, folde
         pad_id=session.pad_id,
         keyword_table=session.keyword_table(),
         own_probe=session.own_probe,
+        own_method=session.own_method,
+        own_loss=session.own_loss,
     )
     instead = () if e.probed is None else (e.probed,)
     noise = rollout_key(_key(header), step=header.number, batch=NOISE)
@@ -226,7 +228,7 @@ def _weights(
     """Token weights as the method gives them, those that are not finite included."""
     order = jax.random.fold_in(rollout_key(_key(header), step=header.number, batch=ORDER), header.minibatch)
     signals = Signals(scores.importance, scores.entropies, tokens[:, -completion.shape[1] :])
-    weigh = weigher(session.cfg.credit, keyword_table=session.keyword_table())
+    weigh = weigher(session.cfg.credit, keyword_table=session.keyword_table(), own_method=session.own_method)
     return weigh(signals, span, advantages, completion, order)
 
 

@@ -28,6 +28,7 @@ METHODS = {
     "keywords": "keywords",
     "grail": "GRAIL",
     "random": "random, gated",
+    "own": "own",
 }
 """credit.method as the table and the curves name it."""
 

@@ -22,8 +22,10 @@ from transformers import PreTrainedTokenizerFast
 from oarjax.batches import bucket, take
 from oarjax.cli.checks import check_failures, check_grading, check_lengths, check_report
 from oarjax.cli.layout import check_layouts, policy_of, rollout_layout
+from oarjax.cli.own import check_loss, check_weights, find_loss, find_method
 from oarjax.config import Config, ConfigError, DatasetConfig
 from oarjax.credit.keywords import KeywordTable, keyword_table
+from oarjax.credit.own import CreditMethod
 from oarjax.grpo import overlong_penalty
 from oarjax.host import builtin
 from oarjax.host.data import Encoded, encode_pairs, encode_problems
@@ -54,7 +56,7 @@ from oarjax.oar.probe import Probe, Reading
 from oarjax.oar.span import find_answers, find_units, whole_completion, with_reference
 from oarjax.policy import Policy
 from oarjax.sharding import batch_spec
-from oarjax.steps import RolloutLayout, Shardings
+from oarjax.steps import RolloutLayout, Shardings, TokenLoss
 from oarjax.types import AnswerSpan, Grades, Params, PromptBatch, Rollout, TrainState
 
 
@@ -172,6 +174,16 @@ class Session:
             )
         return probe
 
+    @cached_property
+    def own_method(self) -> CreditMethod | None:
+        """The method of credit.function, where credit.method is own."""
+        return find_method(self.cfg)
+
+    @cached_property
+    def own_loss(self) -> TokenLoss | None:
+        """The loss of loss.function."""
+        return find_loss(self.cfg)
+
     def completions(self, rollout: Rollout) -> list[str]:
         """The generated texts, stop tokens and other special tokens left out. Untrusted."""
         length = rollout.completion.shape[1]
@@ -247,10 +259,13 @@ class Session:
                 raise ConfigError(
                     f"credit.masking.mask_id: {mask_id} is not a token; the vocabulary has {self.model.vocab_size}"
                 )
-            scorer(cfg, self.policy, temperature=1.0, pad_id=self.pad_id, own_probe=self.own_probe)
+            own = {"own_probe": self.own_probe, "own_method": self.own_method}
+            scorer(cfg, self.policy, temperature=1.0, pad_id=self.pad_id, **own)
             if self.own_probe is not None:
                 self._check_probe(self.own_probe)
-            weigher(cfg, keyword_table=self.keyword_table())
+            weigh = weigher(cfg, keyword_table=self.keyword_table(), own_method=self.own_method)
+            if self.own_method is not None:
+                check_weights(weigh, self.own_method, place=f"credit.function: {cfg.function}")
             if cfg.answer.source == "reference":
                 _ = self.endings
         except ConfigError as error:
@@ -367,6 +382,8 @@ def open_session(cfg: Config, console: Console) -> Session:
         pairs=pairs,
     )
     session.check_credit()
+    if session.own_loss is not None:
+        check_loss(session.own_loss, cfg)
     return session
 
 

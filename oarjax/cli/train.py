@@ -152,6 +152,8 @@ def start_policy(session: Session, grader: Grader, stop: Stop | None = None) -> 
         rollout=session.rollout,
         keyword_table=session.keyword_table(),
         own_probe=session.own_probe,
+        own_method=session.own_method,
+        own_loss=session.own_loss,
     )
     before = evaluate(session, steps, grader, params)
     only_first(lambda: write_durably(known, json.dumps(plain_evaluation(before))))

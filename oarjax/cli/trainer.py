@@ -74,6 +74,8 @@ def train(
         rollout=session.rollout,
         keyword_table=session.keyword_table(),
         own_probe=session.own_probe,
+        own_method=session.own_method,
+        own_loss=session.own_loss,
     )
     state = new_state(start, tx, layout, seed=cfg.seed)
     reference = start if cfg.loss.kl_beta > 0 else None
@@ -197,14 +199,16 @@ def _model_flops(session: Session, metrics: dict[str, float]) -> float:
         completion_tokens=metrics["completion_tokens"],
         group_size=cfg.rollout.group_size,
         used_share=metrics["rows_used"] / rows,
-        credit_forwards=_credit_forwards(cfg.credit, metrics["reasoning_length"]),
+        credit_forwards=_credit_forwards(
+            cfg.credit, attribution(cfg.credit, session.own_method), metrics["reasoning_length"]
+        ),
         scoring_forwards=float(cfg.update.epochs * cfg.update.minibatches > 1) + float(cfg.loss.kl_beta > 0),
         epochs=cfg.update.epochs,
         context=(metrics["prompt_tokens"] + metrics["completion_tokens"]) / rows / 2,
     )
 
 
-def _credit_forwards(cfg: CreditConfig, reasoning: float) -> float:
+def _credit_forwards(cfg: CreditConfig, kind: str, reasoning: float) -> float:
     """Forward passes that a method asks for per sequence; sharing prefixes needs fewer."""
     fisher = float(cfg.fisher.outcomes + cfg.fisher.sampled)
     local = float(1 + cfg.local.window + cfg.local.answers)
@@ -218,7 +222,7 @@ def _credit_forwards(cfg: CreditConfig, reasoning: float) -> float:
         "grail": 2.0,
         "entropy": 1.0,
         "entropy_top": 1.0,
-    }.get(attribution(cfg), 0.0)
+    }.get(kind, 0.0)
 
 
 def _due(cfg: Config, iteration: int) -> bool:

@@ -36,7 +36,8 @@ def find_answers(
         tokens: completion ids. Ids beyond the table (padding of the vocabulary) have no bytes.
         completion: generated tokens, stop token included.
         token_bytes: the bytes of every id; special and stop tokens contribute none (``b""``).
-        style, pattern: see ``oarjax.oar.answer``.
+        style: see ``oarjax.oar.answer``.
+        pattern: for style regex
 
     Returns:
         AnswerSpan of numpy arrays, bool [B, T], [B, T] and [B].

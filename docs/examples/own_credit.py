@@ -1,0 +1,55 @@
+"""Token credit of one's own: weights from places, from signals, from another attribution, or from the policy itself.
+
+oarjax train configs/demo.yaml credit.method=own credit.function=docs/examples/own_credit.py:surprising
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Key
+
+import oarjax
+from oarjax import AnswerSpan, CreditMethod, Params, Policy, Rollout, Signals
+
+
+def _later(
+    signals: Signals,
+    span: AnswerSpan,
+    advantages: Float[Array, "B"],
+    completion: Bool[Array, "B T"],
+    key: Key[Array, ""],
+) -> Float[Array, "B T"]:
+    """From 0.5 at the first reasoning token to 1.5 at the last."""
+    place = jnp.cumsum(span.reasoning, axis=1) / jnp.maximum(span.reasoning.sum(1, keepdims=True), 1)
+    return oarjax.preserve_mass(jnp.where(span.reasoning, 0.5 + place, 1.0), span.reasoning)
+
+
+def _proportional(
+    signals: Signals,
+    span: AnswerSpan,
+    advantages: Float[Array, "B"],
+    completion: Bool[Array, "B T"],
+    key: Key[Array, ""],
+) -> Float[Array, "B T"]:
+    """In proportion to the importance, instead of through OAR's gate; a tenth is shared evenly."""
+    h = oarjax.normalise(signals.importance, span.reasoning)
+    return oarjax.preserve_mass(jnp.where(span.reasoning, 0.1 + 0.9 * h, 1.0), span.reasoning)
+
+
+def _surprisal(
+    policy: Policy, params: Params, rollout: Rollout, span: AnswerSpan, keys: Key[Array, "B"]
+) -> Float[Array, "B T"]:
+    """-log p of every token, by one forward pass."""
+    logps, _ = oarjax.token_logps(
+        policy,
+        params,
+        rollout.tokens,
+        rollout.valid,
+        completion_length=rollout.completion.shape[1],
+        temperature=1.0,
+        head_chunk=2048,
+    )
+    return -logps
+
+
+later = CreditMethod(_later)
+proportional = CreditMethod(_proportional, needs=("importance",), importance="oar_p")
+surprising = CreditMethod(_proportional, needs=("importance",), importance=_surprisal)

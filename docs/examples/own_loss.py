@@ -1,0 +1,21 @@
+"""A loss of one's own: log-probabilities in, a sum and a count out.
+
+oarjax train configs/demo.yaml loss.function=docs/examples/own_loss.py:half_as_hard_on_failures
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+import oarjax
+from oarjax import Mean, TrainBatch
+
+
+def half_as_hard_on_failures(
+    logps: Float[Array, "B T"], entropies: Float[Array, "B T"], batch: TrainBatch
+) -> tuple[Mean, dict[str, Mean]]:
+    """REINFORCE, -A log p of every token, with negative advantages at half their size; metrics beside it."""
+    advantages = jnp.where(batch.advantages < 0, 0.5, 1.0) * batch.advantages
+    loss = oarjax.aggregate(-advantages * logps, batch.completion, mode="dapo", max_length=1)
+    entropy = oarjax.aggregate(jax.lax.stop_gradient(entropies), batch.completion, mode="dapo", max_length=1)
+    return loss, {"entropy": entropy}
