@@ -6,6 +6,9 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Programs of tests run for milliseconds and compile for seconds. This leaves out LLVM's passes, which take two thirds
+# of that time; the HLO is optimised as ever. Other processes that tests start have it too.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
 import pytest
@@ -30,6 +33,11 @@ install_import_hook(
     [m for m in MODULES if m not in UNHOOKED and m != "oarjax" and not any(u.startswith(m + ".") for u in UNHOOKED)],
     "beartype.beartype",
 )
+
+
+def virtual_devices(count: int) -> str:
+    """XLA_FLAGS of another process that is to have so many devices."""
+    return f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={count}"
 
 
 @pytest.fixture

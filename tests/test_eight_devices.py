@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, virtual_devices
 
 PROGRAM = """
 import json, sys
@@ -99,7 +99,7 @@ def test_programs_on_eight_devices_and_on_one():
     """Losses, gradients and importance within 1e-5 of the largest; tokens of four seeds identical."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": virtual_devices(8),
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
     }
     done = subprocess.run(

@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 import yaml
-from conftest import CACHE
+from conftest import CACHE, virtual_devices
 from rich.console import Console
 
 import oarjax.cli.benchmark
@@ -137,10 +137,9 @@ def test_devices_change_nothing(oarjax_json, policy, tmp_path):
     """Four devices in another process, against the one of this."""
     arguments = ["evaluate", policy, "--data", "demo", "--k", 2, *CHEAP]
     oarjax_json(*arguments, "--out", tmp_path / "one")
-    flags = "--xla_force_host_platform_device_count=4"
     command = [sys.executable, "-m", "oarjax.cli.main", *map(str, arguments), "mesh.data=2", "mesh.fsdp=2"]
     command += ["--out", str(tmp_path / "four")]
-    subprocess.run(command, check=True, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True)
+    subprocess.run(command, check=True, env=os.environ | {"XLA_FLAGS": virtual_devices(4)}, capture_output=True)
     for name in ("results.json", "samples.jsonl"):
         assert (tmp_path / "four" / name).read_text() == (tmp_path / "one" / name).read_text()
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import virtual_devices
 
 from oarjax.host.report import read_metrics
 
@@ -44,10 +45,9 @@ def train(folder: Path, devices: int, *overrides: str) -> tuple[list[dict], str]
     reward = ["grading.rewards=[{name: even_length}]", f"grading.plugins=[{plugin}]"]
     command = [sys.executable, "-m", "oarjax.cli.main", "train", str(ROOT / "configs/demo.yaml")]
     command += [*SMALL, *reward, *overrides]
-    flags = f"--xla_force_host_platform_device_count={devices}"
     done = subprocess.run(
         [*command, f"run_dir={folder}"],
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"XLA_FLAGS": virtual_devices(devices), "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         timeout=900,

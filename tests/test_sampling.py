@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import virtual_devices
 from test_logps import array_shapes
 from toy_policy import left_padded, toy_params, toy_policy
 
@@ -278,7 +279,7 @@ np.testing.assert_allclose(one.behaviour_logps, many.behaviour_logps, atol=1e-5)
 def test_rows_split_over_devices_draw_the_same():
     """In a process of its own, since the number of devices is fixed when jax starts."""
     environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": virtual_devices(4),
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)]),
     }

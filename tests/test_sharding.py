@@ -7,6 +7,7 @@ import sys
 
 import jax
 import pytest
+from conftest import virtual_devices
 from jax.sharding import PartitionSpec as Spec
 
 from oarjax.models.qwen import QwenConfig
@@ -122,7 +123,7 @@ def test_eight_devices_give_the_golden_logits(data):
     """In a process of its own, since the number of devices is fixed when jax starts."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": virtual_devices(8),
         "JAX_DEFAULT_MATMUL_PRECISION": "highest",
     }
     command = [sys.executable, "-c", PROGRAM, str(data / "policy" / "qwen3_tied")]

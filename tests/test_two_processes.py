@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from conftest import ROOT
+from conftest import ROOT, virtual_devices
 from safetensors.numpy import load_file
 
 from oarjax.host.builtin import write_builtin_policy
@@ -67,7 +67,7 @@ def run_together(commands: list[list[str]], *, devices: int, logs: Path, timeout
     """Exit codes of commands that run at the same time, each with its output in a file; none outlives the test."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": virtual_devices(devices),
         "PYTHONPATH": str(ROOT),
     }
     started: list[subprocess.Popen] = []

@@ -18,6 +18,7 @@ from pathlib import Path
 import micro
 import numpy as np
 import pytest
+from conftest import virtual_devices
 from safetensors.numpy import load_file
 
 from oarjax.host.manifest import damage
@@ -319,8 +320,7 @@ def test_a_run_in_use_is_refused_and_a_killed_one_is_not(config, whole, stopped)
 
 
 def test_it_goes_on_on_another_mesh(config, whole, stopped):
-    flags = "--xla_force_host_platform_device_count=8"
-    code, text = micro.finish(config, stopped, "mesh={data: 2, fsdp: 2, tensor: 2}", XLA_FLAGS=flags)
+    code, text = micro.finish(config, stopped, "mesh={data: 2, fsdp: 2, tensor: 2}", XLA_FLAGS=virtual_devices(8))
     assert code == 0, text
     assert "going on after iteration 4" in text
     assert "mesh.fsdp was 1, is 2" in text
