@@ -26,7 +26,8 @@ CLOCKS = ("seconds", "time", "tokens_per_second", "mfu")
 def micro_config(folder: Path) -> Path:
     """The config of a micro run, with its policy beside it."""
     policy = write_builtin_policy(folder / "policy", seed=0, hidden=16, layers=1, heads=2, kv_heads=2, ffn=16)
-    task = {"source": "builtin:arithmetic", "arithmetic": {"terms": 2, "highest": 40}}
+    terms = {"terms": 2, "highest": 40}
+    task = {"source": "builtin:arithmetic", "arithmetic": terms}
     tree: dict[str, Any] = {
         "run_dir": str(folder / "run"),
         "iterations": ITERATIONS,
@@ -40,7 +41,12 @@ def micro_config(folder: Path) -> Path:
             "eval": task | {"split": "eval", "limit": 8},
         },
         "sft": {
-            "data": task | {"split": "sft", "limit": 64},
+            "data": {
+                "source": "builtin:arithmetic",
+                "split": "sft",
+                "limit": 64,
+                "arithmetic": {**terms, "written": 0.0},
+            },
             "steps": 40,
             "batch": 8,
             "microbatch": 8,
