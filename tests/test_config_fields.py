@@ -472,7 +472,7 @@ def command(cfg: Config) -> Any:
         patch.setattr(oarjax.cli.trainer, "peak_flops", lambda dtype: (1e9, "fake"))
         patch.setattr(jax.profiler, "start_trace", lambda folder: log.append("trace"))
         patch.setattr(jax.profiler, "stop_trace", lambda: log.append("end of trace"))
-        oarjax.cli.train._train_once(cfg, Console(file=io.StringIO()), Stop())
+        oarjax.cli.train.train_once(cfg, Console(file=io.StringIO()), Stop())
     folder = Path(cfg.run_dir)
     written = {str(p): p.stat().st_size for p in sorted(folder.rglob("*")) if p.suffix == ".safetensors"}
     checkpoints = sorted(p.name for p in folder.glob("checkpoints/*"))

@@ -43,7 +43,7 @@ def test_a_stopped_run_ends_as_if_it_had_not_stopped(tmp_path, data, monkeypatch
         return load_config(data.parent.parent / "configs/demo.yaml", [*SMALL, "iterations=4", f"run_dir={folder}"])
 
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    command._train_once(config(whole), Console(quiet=True), Stop())
+    command.train_once(config(whole), Console(quiet=True), Stop())
 
     calls = []
     iterate = trainer.iterate
@@ -57,8 +57,8 @@ def test_a_stopped_run_ends_as_if_it_had_not_stopped(tmp_path, data, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "iterate", stops_in_the_third)
         with pytest.raises(Stopped):
-            command._train_once(config(parts), Console(quiet=True), Stop())
-    command._train_once(config(parts), Console(quiet=True), Stop())
+            command.train_once(config(parts), Console(quiet=True), Stop())
+    command.train_once(config(parts), Console(quiet=True), Stop())
 
     model, _ = read_config(whole / "export")
     a, b = load_params(whole / "export", model), load_params(parts / "export", model)

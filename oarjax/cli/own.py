@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -46,12 +46,12 @@ def find_loss(cfg: Config) -> TokenLoss | None:
     if place is None:
         return None
     try:
-        loss = import_object(place, field="loss.function", expected=object)
+        loss: Any = import_object(place, field="loss.function", expected=object)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if not callable(loss):
-        raise ConfigError(f"loss.function: {place} is a {type(loss).__name__}; expected a function")
-    return loss
+    if callable(loss):
+        return cast(TokenLoss, loss)
+    raise ConfigError(f"loss.function: {place} is a {type(loss).__name__}; expected a function")
 
 
 def check_weights(weigh: TokenCredit, own: CreditMethod, *, place: str) -> None:
