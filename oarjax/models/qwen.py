@@ -277,9 +277,10 @@ def make_policy(
     pass recomputes of each layer: nothing, all but the matmuls without batch axes, or everything. The cache is
     in ``compute_dtype``; its caller keeps cache.length + N within its slots.
 
-    ``mesh``, of ``sharding``'s training or rollout axes, says where what this makes itself lives: caches with rows
-    over the row axes and key heads over ``tensor``, each where it divides, and the head as ``head`` gathers it, whole
-    but for the vocabulary over ``tensor``.
+    ``mesh``, of ``sharding``'s training or rollout axes, says where what is computed lives, each axis where it divides:
+    rows of states, logits and caches over the row axes, key heads and vocabulary over ``tensor``, the head as ``head``
+    gathers it whole but for the vocabulary. Left to itself the compiler may divide states along the embedding as the
+    weights are, and add them up over all devices in every layer.
 
     ``attention``: "splash" has Pallas' TPU kernels over ``mesh`` do whatever is causal self-attention, behind a prefix
     of as many rows or not: training, scoring, prefill, linearised passes. Decode steps, prefixes that a group of rows
@@ -332,11 +333,12 @@ def make_policy(
         def body(x, xs):
             weights, *stored = xs
             x, kv = nnx.merge(layer_def, weights)(x, cos, sin, partial(mixer, stored), compute_dtype=compute)
-            return x, kv if cache is not None else None
+            return place(x, ROWS, None, None), kv if cache is not None else None
 
         step = _rematerialised(body, remat) if cache is None else body
-        x, kv = jax.lax.scan(step, embeddings.astype(stream), (params["layers"], *((c.k, c.v) for c in stores)))
-        hidden = nnx.merge(norm_def, params["norm"])(x)
+        x = place(embeddings.astype(stream), ROWS, None, None)
+        x, kv = jax.lax.scan(step, x, (params["layers"], *((c.k, c.v) for c in stores)))
+        hidden = place(nnx.merge(norm_def, params["norm"])(x), ROWS, None, None)
         return hidden, None if cache is None or kv is None else place_cache(_append(cache, kv[0], kv[1], valid))
 
     def head(params: Params) -> Params:
@@ -348,8 +350,9 @@ def make_policy(
         return {**params, "head": {"kernel": kernel, WHOLE: whole}}
 
     def unembed(params: Params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        at = head(params)["head"]
-        return _project(hidden.astype(compute), at[WHOLE], at["kernel"])
+        at, rest = head(params)["head"], [None] * (hidden.ndim - 2)
+        states = place(hidden.astype(compute), ROWS, *rest, None)
+        return place(_project(states, at[WHOLE], at["kernel"]), ROWS, *rest, "tensor")
 
     def init_cache(rows: int, slots: int) -> KVCache:
         shape = (cfg.num_hidden_layers, rows, slots, cfg.num_key_value_heads, cfg.head_dim)
@@ -369,13 +372,13 @@ def make_policy(
 
 
 def _placed(mesh: Mesh, x: Array, *axes: str | tuple[str, ...] | None) -> Array:
-    """x with each of its axes over these mesh axes, where the mesh has them and they divide it."""
+    """x with each of its axes over these mesh axes, or whole for None; left open where they do not divide it."""
 
-    def names(axis: str | tuple[str, ...] | None, size: int) -> tuple[str, ...] | None:
+    def place(axis: str | tuple[str, ...] | None, size: int) -> Any:
         wanted = tuple(a for a in ((axis,) if isinstance(axis, str) else axis or ()) if a in mesh.shape)
-        return None if size % math.prod(mesh.shape[a] for a in wanted) else wanted or None
+        return PartitionSpec.UNCONSTRAINED if size % math.prod(mesh.shape[a] for a in wanted) else wanted or None
 
-    spec = PartitionSpec(*(names(axis, size) for axis, size in zip(axes, x.shape)))
+    spec = PartitionSpec(*(place(axis, size) for axis, size in zip(axes, x.shape, strict=True)))
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 

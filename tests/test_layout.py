@@ -1,0 +1,169 @@
+"""The two layouts of a run: what is refused, what sampling params hold, and what compiled programs gather and divide."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from conftest import ROOT
+
+from oarjax.cli.layout import check_layouts, lay_out, rollout_layout
+from oarjax.cli.programs import build, parts_for
+from oarjax.host.devices import DeviceError, make_mesh
+from oarjax.models.qwen import make_policy
+from oarjax.models.weights import init_params, sampling_params
+from oarjax.policy import positions_of
+from oarjax.sharding import ShardingError
+
+MODEL = replace(tiny.model(), num_attention_heads=4, num_key_value_heads=2, head_dim=4, hidden_size=16, qk_norm=True)
+
+
+def one_device():
+    return make_mesh(slice=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+
+
+def built(**changes):
+    cfg = tiny.config(data__max_prompt=6, rollout__prompt_bucket=6, **changes)
+    return build(parts_for(cfg, tiny.model(), one_device(), stop_ids=(tiny.STOP,), pad_id=tiny.PAD))
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_sampling_params(kv_heads):
+    params = init_params(MODEL, jax.random.key(0))
+    found = sampling_params(MODEL, params, kv_heads=kv_heads, dtype=jnp.bfloat16)
+    k, wide = params["layers"]["attention"]["k"], found["layers"]["attention"]["k"]
+    heads = k["kernel"].reshape(2, 16, 2, 4).repeat(kv_heads // 2, axis=2)
+    np.testing.assert_array_equal(wide["kernel"], heads.reshape(2, 16, -1).astype(jnp.bfloat16))
+    assert wide["bias"].shape == (2, kv_heads * 4)
+    assert found["layers"]["attention"]["q"]["kernel"].dtype == jnp.bfloat16
+    kept = (found["embed"]["embedding"], found["norm"]["scale"], found["layers"]["attention"]["k_norm"]["scale"])
+    assert all(x.dtype == jnp.float32 for x in kept)  # they are read in float32
+    with pytest.raises(ValueError, match="kv_heads: expected a multiple of 2, got 3"):
+        sampling_params(MODEL, params, kv_heads=3, dtype=jnp.float32)
+
+
+def test_repeated_key_heads_give_the_same_states():
+    params = init_params(MODEL, jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (2, 7), 0, tiny.VOCAB)
+    valid = jnp.ones(tokens.shape, bool)
+
+    def states(model, params):
+        policy = make_policy(model, remat="none")
+        return policy.trunk(params, policy.embed(params, tokens), positions_of(valid), valid)[0]
+
+    wide = sampling_params(MODEL, params, kv_heads=4, dtype=jnp.float32)
+    found = states(replace(MODEL, num_key_value_heads=4), wide)
+    np.testing.assert_allclose(found, states(MODEL, params), rtol=0, atol=1e-6)
+
+
+def test_on_one_device_in_float32_nothing_is_copied():
+    b = built()
+    params = init_params(tiny.model(), jax.random.key(3))
+    params = jax.device_put(params, b.layout.params)
+    for mine, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(b.steps.rollout_params(params)), strict=True):
+        assert mine.unsafe_buffer_pointer() == theirs.unsafe_buffer_pointer()
+
+
+@pytest.mark.slow
+def test_in_bfloat16_what_is_sampled_is_what_casting_at_use_would_sample():
+    """Tokens and log-probs, bit for bit, from params cast beforehand and from the training ones."""
+    b = built(policy__compute_dtype="bfloat16")
+    params = jax.device_put(init_params(tiny.model(), jax.random.key(3)), b.layout.params)
+    cast = b.steps.rollout_params(params)
+    assert cast["layers"]["mlp"]["up"]["kernel"].dtype == jnp.bfloat16
+    for seed in range(2):
+        ours, theirs = (b.steps.sample(p, tiny.prompts(), jax.random.key(seed)) for p in (cast, params))
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_what_does_not_divide_is_refused():
+    mesh = one_device()
+    check_layouts(tiny.config(), MODEL, mesh)
+    with pytest.raises(DeviceError, match=r"rollout.tensor: 2 does not divide the 1 devices; set a divisor, or null"):
+        check_layouts(tiny.config(rollout__tensor=2), MODEL, mesh)
+
+
+PROGRAM = """
+import json, math, sys
+import jax
+from oarjax.cli.programs import build, parts_for, programs
+from oarjax.hlo import COLLECTIVES, parse
+from oarjax.host.devices import make_mesh
+from oarjax.models.qwen import QwenConfig
+import tiny
+
+def instructions(text):
+    # every instruction with the number of loops around it
+    program, found = parse(text), []
+
+    def walk(name, loops):
+        for i in program.computations[name].values():
+            found.append((loops, i))
+            for what in ("body", "condition", "calls", "to_apply"):
+                if i.opcode in ("while", "fusion", "call", "async") and (called := i.called(what)):
+                    walk(called, loops + (i.opcode == "while"))
+
+    walk(program.entry, 0)
+    return found
+
+EMBED, VOCAB = 32, 88
+model = QwenConfig.from_hf(dict(model_type="qwen2", vocab_size=VOCAB, hidden_size=EMBED, intermediate_size=48,
+    num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, rms_norm_eps=1e-6, rope_theta=1e4,
+    max_position_embeddings=64, tie_word_embeddings=False))
+
+def compiled(phase, axes, **changes):
+    mesh = make_mesh(slice=1, data=1, **axes)
+    cfg = tiny.config(data__max_prompt=6, rollout__prompt_bucket=6, rollout__prompts=8, update__microbatch=16,
+                      policy__head_chunk=32, update__epochs=2, **changes)
+    built = build(parts_for(cfg, model, mesh, stop_ids=(1,), pad_id=0))
+    (program,) = (p for p in programs(built) if p.phase == phase)
+    return instructions(program.lower().compile().as_text())
+
+def collectives(found):
+    return [(loops, i) for loops, i in found if i.opcode.removesuffix("-start") in COLLECTIVES]
+
+def sizes(i):
+    return [list(a.sizes) for a in i.type]
+
+for phase in ("score", "update"):
+    found = collectives(compiled(phase, {"fsdp": 8, "tensor": 1}, credit__method="entropy"))
+    print(json.dumps({"phase": phase, "collectives": [[loops, i.opcode, sizes(i), i.op_name] for loops, i in found]}))
+found = compiled("sample", {"fsdp": 2, "tensor": 4})
+print(json.dumps({
+    "phase": "sample",
+    "loops": [[loops, sizes(i)] for loops, i in found if i.opcode == "while"],
+    "collectives": [[loops, i.opcode, sizes(i), i.op_name] for loops, i in collectives(found)],
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def programs():
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {line["phase"]: line for line in found}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["score", "update"])
+def test_the_head_is_gathered_once_and_not_once_per_chunk(programs, phase):
+    """fsdp 8, five chunks. In the loop over microbatches the head is gathered; in that over chunks it is not."""
+    heads = [c for c in programs[phase]["collectives"] if c[1].startswith("all-gather") and [32, 88] in c[2]]
+    assert [loops for loops, *_ in heads] in ([0], [1]), heads
+    print(heads)
