@@ -1,4 +1,4 @@
-"""The two layouts of a run: what is refused, what sampling params hold, and what compiled programs gather and divide."""
+"""The two layouts of a run: what is refused, what sampling params hold, and what compiled programs gather."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import tiny
 from conftest import ROOT
+from test_devices import Chip
 
-from oarjax.cli.layout import check_layouts, lay_out, rollout_layout
+from oarjax.cli.layout import check_layouts
 from oarjax.cli.programs import build, parts_for
 from oarjax.host.devices import DeviceError, make_mesh
 from oarjax.models.qwen import make_policy
@@ -89,6 +90,12 @@ def test_what_does_not_divide_is_refused():
     check_layouts(tiny.config(), MODEL, mesh)
     with pytest.raises(DeviceError, match=r"rollout.tensor: 2 does not divide the 1 devices; set a divisor, or null"):
         check_layouts(tiny.config(rollout__tensor=2), MODEL, mesh)
+    eight = make_mesh(slice=1, data=1, fsdp=8, tensor=1, devices=[Chip("cpu", n, "cpu") for n in range(8)])
+    check_layouts(tiny.config(rollout__tensor=2, update__microbatch=8), MODEL, eight)
+    with pytest.raises(ShardingError, match=r"rollout.tensor\) does not divide .* heads = 4 on mesh axis tensor = 8"):
+        check_layouts(tiny.config(rollout__tensor=8, update__microbatch=8), MODEL, eight)
+    with pytest.raises(ShardingError, match=r"rollout.prompts = 4 rows .* data = 8; .*, or a larger rollout.tensor"):
+        check_layouts(tiny.config(update__microbatch=8), MODEL, eight)
 
 
 PROGRAM = """
@@ -166,4 +173,3 @@ def test_the_head_is_gathered_once_and_not_once_per_chunk(programs, phase):
     """fsdp 8, five chunks. In the loop over microbatches the head is gathered; in that over chunks it is not."""
     heads = [c for c in programs[phase]["collectives"] if c[1].startswith("all-gather") and [32, 88] in c[2]]
     assert [loops for loops, *_ in heads] in ([0], [1]), heads
-    print(heads)

@@ -350,9 +350,9 @@ def make_policy(
         return {**params, "head": {"kernel": kernel, WHOLE: whole}}
 
     def unembed(params: Params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        at, rest = head(params)["head"], [None] * (hidden.ndim - 2)
-        states = place(hidden.astype(compute), ROWS, *rest, None)
-        return place(_project(states, at[WHOLE], at["kernel"]), ROWS, *rest, "tensor")
+        at, rows = head(params)["head"], [ROWS, *[None] * hidden.ndim][: hidden.ndim - 1]
+        states = place(hidden.astype(compute), *rows, None)
+        return place(_project(states, at[WHOLE], at["kernel"]), *rows, "tensor")
 
     def init_cache(rows: int, slots: int) -> KVCache:
         shape = (cfg.num_hidden_layers, rows, slots, cfg.num_key_value_heads, cfg.head_dim)
