@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from oarjax.config import Config, LossConfig, OptimConfig, SFTConfig
@@ -47,7 +46,7 @@ Its sums are added over microbatches and divided by what ``loss.aggregation`` co
 class Steps(NamedTuple):
     """The device programs of a run. The params of ``sample`` and ``evaluate`` are those of ``rollout_params``."""
 
-    rollout_params: Callable[[Params], Params]  # the policy's, as it samples; may share their memory
+    rollout_params: Callable[[Params], Params]  # the policy's, as it samples
     sample: Callable[..., Rollout]  # (params, prompts, key)
     evaluate: Callable[..., Rollout]  # the same as cfg.eval says, every problem and sample with noise of its own
     equal_groups: Callable[..., Bool[Array, "P"]]  # (rewards): groups that teach nothing
@@ -115,7 +114,6 @@ def make_steps(
         ConfigError: the method of credit needs what is not there, such as ``keyword_table`` for keywords.
     """
     roll = cfg.rollout
-    moved = None if rollout is None else jax.tree.map(_moved, shardings.params, rollout.params)
     if rollout is None:
         rollout = RolloutLayout(policy, lambda params: params, None, shardings.rows)
     draw = partial(sample, rollout.policy, max_new=roll.max_new, stop_ids=stop_ids, pad_id=pad_id)
@@ -245,7 +243,7 @@ def make_steps(
         return descend(tx, loss, state, batch, used, None if cfg.loss.aggregation == "bnpo" else denominator)
 
     return Steps(
-        rollout_params=jax.jit(rollout.prepare, out_shardings=moved),
+        rollout_params=jax.jit(rollout.prepare, out_shardings=rollout.params),
         sample=jax.jit(sample_groups, out_shardings=rollout.rows),
         evaluate=jax.jit(sample_evaluation, out_shardings=rollout.rows),
         equal_groups=jax.jit(partial(zero_variance_groups, group_size=roll.group_size)),
@@ -255,11 +253,6 @@ def make_steps(
         denominator=jax.jit(denominator),
         update=jax.jit(update, donate_argnums=0, out_shardings=(shardings.state, shardings.replicated)),
     )
-
-
-def _moved(before: NamedSharding, after: NamedSharding) -> NamedSharding | None:
-    """None for an array that stays where it is: JAX then gives it as it came, without a copy, if it is the same."""
-    return None if before.is_equivalent_to(after, len(before.spec)) else after
 
 
 def make_sft_step(
