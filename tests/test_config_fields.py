@@ -571,6 +571,7 @@ def fake_steps(log: list[Any], policy: Any, tx: Any, layout: Any, cfg: Config, *
         return state.replace(step=state.step + 1), {}
 
     return Steps(
+        rollout_params=lambda params: params,
         sample=partial(roll, "sample", cfg.rollout.group_size),
         evaluate=partial(roll, "evaluate", cfg.eval.samples),
         equal_groups=partial(zero_variance_groups, group_size=cfg.rollout.group_size),

@@ -1,7 +1,9 @@
 """Reading and writing Hugging Face folders: bit for bit, and every way a folder can be broken."""
 
 import json
+import os
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -232,3 +234,23 @@ def test_random_checkpoint_takes_tokenizer_files(data, tmp_path):
     again = write_random_checkpoint(tmp_path / "b", fields, seed=5)
     assert (first / "tokenizer.json").is_file()
     same_bits(tensors(first), tensors(again))
+
+
+def test_an_export_is_on_disk_before_it_has_its_name(data, tmp_path, monkeypatch):
+    cfg, source = read_config(str(data / "policy" / "qwen2_untied"))
+    params, order = load_params(source, cfg), []
+    fsync, rename = os.fsync, Path.rename
+    monkeypatch.setattr("os.fsync", lambda handle: order.append("fsync") or fsync(handle))
+    monkeypatch.setattr(Path, "rename", lambda self, to: order.append("rename") or rename(self, to))
+    export(tmp_path / "out", cfg, params, source=source)
+    files = len(list((tmp_path / "out").iterdir()))
+    assert order == ["fsync"] * (files + 1) + ["rename", "fsync"]
+
+
+def test_what_a_killed_export_left_is_removed_and_nothing_else(tmp_path):
+    left, others = tmp_path / ".export-abc_1234", (".export-abc", ".exports-abcd1234", "export", ".export-ABCD1234")
+    (left / "new").mkdir(parents=True)
+    for name in others:
+        (tmp_path / name).mkdir()
+    hf.remove_half_written(tmp_path / "export")
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(others)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from oarjax.host.durable import StorageError
 from oarjax.host.progress import OnceWarnings, PhaseTimer, Progress, banner, flatten
 from oarjax.host.report import (
     CompletionRow,
@@ -77,7 +78,7 @@ def test_half_written_line_is_left_out_and_dropped_on_reopening(tmp_path):
 def test_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"iteration": 1}\n{"iter\n{"iteration": 3}\n')
-    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2: not JSON .* remove the line"):
+    with pytest.raises(StorageError, match=r"metrics.jsonl, line 2: not JSON .* or remove the line to go on"):
         read_metrics(path)
 
 

@@ -13,6 +13,7 @@ from oarjax.cli import run_files, run_folder
 from oarjax.config import ConfigError, load_config, parse_config
 from oarjax.host.builtin import write_builtin_policy
 from oarjax.host.durable import Lines, StorageError, read_lines, write_durably
+from oarjax.host.manifest import read_manifest, write_manifest
 
 
 @pytest.fixture
@@ -148,3 +149,61 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         write_durably(tmp_path / "x", "new")
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("x", "old")]
+
+
+@pytest.mark.parametrize("name", ["metrics", "completions"])
+@pytest.mark.parametrize("damage", [b'{"iteration": 1, "rew\n', b"\xff\xfe\n", b"[1]\n"])
+def test_a_damaged_line_is_told_before_anything_is_touched(run, config, name, damage):
+    shutil.rmtree(run / "checkpoints" / "000002")
+    path = run / f"{name}.jsonl"
+    first, *rest = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + damage + b"".join(rest))
+    files = {p: p.read_bytes() for p in run.rglob("*.jsonl")}
+    with pytest.raises(StorageError, match=rf"{name}\.jsonl, line 2: not JSON \(.*; put a good copy .* or remove"):
+        fakes.command(config())
+    assert files == {p: p.read_bytes() for p in run.rglob("*.jsonl")}
+    path.write_bytes(first + b"".join(rest))
+    fakes.command(config())
+    assert (run / "export").is_dir()
+
+
+def test_scores_of_two_metrics_are_not_compared(run, config, monkeypatch):
+    for at in sorted((run / "checkpoints").glob("0*")):
+        manifest = at / "manifest.json"
+        noted = read_manifest(at) | {"score": 1e9, "metric": "maj_at_k"}
+        manifest.unlink()
+        write_manifest(at, noted)
+    said = []
+    monkeypatch.setattr(run_files.RunFiles, "_say", lambda self, text: said.append(text))
+    fakes.command(config(checkpoint={"every": 1, "best": "pass_at_1"}))
+    assert said == [
+        "checkpoint.best was maj_at_k and is pass_at_1: the scores are not compared, the best checkpoint is looked for "
+        "anew"
+    ]
+
+
+def test_a_warm_start_of_another_config_is_refused(config, tmp_path, monkeypatch):
+    sft = fakes.BASE["sft"] | {"steps": 3}
+    saving = {"every": 1, "warm_start": 1}
+    whole = fakes.fake_sft_step
+
+    def fails_in_the_third(log, *args, **kwargs):
+        step = whole(log, *args, **kwargs)
+
+        def failing(*given):
+            if sum(entry[0] == "sft" for entry in log) == 2:
+                raise KeyboardInterrupt
+            return step(*given)
+
+        return failing
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fakes, "fake_sft_step", fails_in_the_third)
+        with pytest.raises(KeyboardInterrupt):
+            fakes.command(config(sft=sft, checkpoint=saving))
+    for name in ("config.yaml", "sft.json"):  # a kill between the first checkpoint and the note of it leaves none
+        (tmp_path / "run" / name).unlink()
+    with pytest.raises(ConfigError, match=r"sft, checkpoint 000002 holds a run of another config \(seed was 0"):
+        fakes.command(config(sft=sft, checkpoint=saving, seed=1))
+    log, *_ = fakes.command(config(sft=sft, checkpoint=saving))
+    assert sum(entry[0] == "sft" for entry in log) < 3

@@ -21,7 +21,7 @@ from oarjax.cli.run_folder import refuse_another_config
 from oarjax.cli.session import Session
 from oarjax.host.checkpoint import Checkpoints, arrays, check_arrays, finished
 from oarjax.host.data import PromptStream
-from oarjax.host.durable import Failures, storage_errors
+from oarjax.host.durable import Failures, read_lines, storage_errors
 from oarjax.host.progress import OnceWarnings
 from oarjax.host.report import CompletionRow, CompletionsWriter, Metrics, MetricsWriter
 from oarjax.host.trackers import Run, Trackers, run_id
@@ -48,7 +48,9 @@ class RunFiles:
         self._stack = ExitStack()
 
     def __enter__(self) -> RunFiles:
-        self._checkpoints = Checkpoints(self._folder / "checkpoints", keep=self._cfg.keep).__enter__()
+        self._checkpoints = Checkpoints(
+            self._folder / "checkpoints", keep=self._cfg.keep, metric=self._cfg.best
+        ).__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -69,12 +71,19 @@ class RunFiles:
             state, record = self._checkpoints.restore(newest, like=state)
             stream.restore(record["data"])
             first, last, positions = newest, evaluation_from(record["evaluation"]), record["positions"]
-            scores = [noted["score"] for noted in self._checkpoints.finished().values() if noted["score"] is not None]
-            self._best = max(scores, default=-math.inf)
+            self._best = max(self._checkpoints.scores().values(), default=-math.inf)
+            if self._cfg.best is not None and (others := self._checkpoints.other_metrics()):
+                self._say(
+                    f"checkpoint.best was {', '.join(others)} and is {self._cfg.best}: the scores are not compared, "
+                    "the best checkpoint is looked for anew"
+                )
             if record["version"] != version("oarjax"):
                 self._say(f"this checkpoint is of oarjax {record['version']}, and this is {version('oarjax')}")
             where = self._folder / "checkpoints"
             self._session.console.print(f"going on after iteration {first}, from {where}", markup=False)
+        for name in ("metrics", "completions"):  # before anything is cut off: a damaged line is for the user to mend
+            for _ in read_lines(self._folder / f"{name}.jsonl"):
+                pass
         report, writes = self._session.cfg.report, self._session.first
         self._metrics = self._stack.enter_context(
             MetricsWriter(self._folder if writes and "jsonl" in report.to else None, position=positions["metrics"])

@@ -22,7 +22,7 @@ from oarjax.config import Config, ConfigError, load_config
 from oarjax.host.checkpoint import remove_all
 from oarjax.host.durable import storage_errors, write_durably
 from oarjax.host.grade import Grader
-from oarjax.host.hf import export
+from oarjax.host.hf import export, remove_half_written
 from oarjax.host.lock import locked
 from oarjax.host.processes import from_first, only_first
 from oarjax.host.progress import banner
@@ -64,6 +64,9 @@ def train_once(cfg: Config, console: Console, stop: Stop, seen: Callable[[], obj
     with _own(session, folder), storage_errors(folder):
         check_checkpoint(session, folder, make_optimizer(cfg)[0])
         only_first(lambda: claim(folder, cfg))
+        if cfg.export.folder is not None:
+            target = folder / cfg.export.folder
+            only_first(lambda: remove_half_written(target))
         banner(console, facts(session), cfg.model_dump(mode="json", exclude_defaults=True))
         if changes:
             console.print(f"going on with another config: {changes}", markup=False)
@@ -130,6 +133,7 @@ def start_policy(session: Session, grader: Grader, stop: Stop | None = None) -> 
     params = session.load(layout)
     if cfg.sft is not None:
         warm = session.folder / "start"
+        only_first(lambda: remove_half_written(warm))
         if from_first(lambda: (warm / "config.json").is_file()):
             session.console.print(f"the warm start is read from {warm}", markup=False)
             params = session.load(layout, source=warm)

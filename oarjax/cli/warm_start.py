@@ -11,6 +11,7 @@ import numpy as np
 from oarjax.batches import Deck
 from oarjax.cli.health import Health
 from oarjax.cli.layout import lay_out
+from oarjax.cli.run_folder import refuse_another_config
 from oarjax.cli.session import Session, new_state
 from oarjax.host.checkpoint import Checkpoints
 from oarjax.host.data import SFTStream
@@ -27,6 +28,7 @@ def warm_start(session: Session, params: Params, stop: Stop) -> Params:
     It has checkpoints of its own in the folder ``sft``: one that was stopped goes on, and ends as if it had not been.
 
     Raises:
+        ConfigError: the folder holds a warm start of another config.
         Stopped: ``stop`` was told to; what has been done is saved.
         StorageError: a checkpoint cannot be written, and checkpoint.on_failure is stop.
         UnhealthyRun: health.stop_after steps in a row were skipped.
@@ -54,6 +56,8 @@ def warm_start(session: Session, params: Params, stop: Stop) -> Params:
     with stop.held(), ExitStack() as stack:
         checkpoints = stack.enter_context(Checkpoints(session.folder / "sft", keep=saving.keep))
         if (newest := checkpoints.trusted(lambda text: warnings.say(text, text))) is not None:
+            what = f"{checkpoints.folder}, checkpoint {newest:06d}"
+            refuse_another_config(checkpoints.finished()[newest]["record"]["config"], session.cfg, what=what)
             state, record = checkpoints.restore(newest, like=state)
             stream.restore(record["data"])
             first = newest

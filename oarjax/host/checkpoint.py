@@ -37,13 +37,14 @@ class Checkpoints:
         folder: made if missing. A file of its name with .json beside it says what has been saved, so that a folder
             that is gone is not taken for a run that has not begun.
         keep: how many of the newest to keep, besides the one of the highest score.
+        metric: what the scores are of; those of another metric are not compared with.
 
     Raises:
         StorageError: the folder cannot be made.
     """
 
-    def __init__(self, folder: Path, *, keep: int):
-        self.folder, self._keep = folder.absolute(), keep
+    def __init__(self, folder: Path, *, keep: int, metric: str | None = None):
+        self.folder, self._keep, self._metric = folder.absolute(), keep, metric
         self._thread: threading.Thread | None = None
         self._error: StorageError | None = None
         try:
@@ -92,7 +93,7 @@ class Checkpoints:
         at = self._at(iteration)
         if jax.default_backend() == "cpu":  # there a "host copy" is the array's own memory, which updates reuse
             state = jax.tree.map(jnp.copy, state)
-        noted = {"record": record, "score": score, "arrays": arrays(state)}
+        noted = {"record": record, "score": score, "metric": self._metric, "arrays": arrays(state)}
         try:
             # Orbax would make the folder anew, on whatever disk lies below a mount that is gone.
             if self.folder.stat().st_dev != self._device:
@@ -134,8 +135,19 @@ class Checkpoints:
 
     def best(self) -> int | None:
         """The iteration of the highest score, the earliest of equals."""
-        scores = {n: noted["score"] for n, noted in self.finished().items() if noted["score"] is not None}
+        scores = self.scores()
         return max(scores, key=lambda n: scores[n]) if scores else None
+
+    def scores(self) -> dict[int, float]:
+        """Iteration -> score of the checkpoints that were saved as the best by this metric."""
+        return {n: noted["score"] for n, noted in self._scored() if noted.get("metric", self._metric) == self._metric}
+
+    def other_metrics(self) -> list[str]:
+        """Metrics that checkpoints of this folder were the best by, before another one was chosen."""
+        return sorted({str(noted.get("metric", self._metric)) for _, noted in self._scored()} - {str(self._metric)})
+
+    def _scored(self) -> list[tuple[int, dict[str, Any]]]:
+        return [(n, noted) for n, noted in self.finished().items() if noted["score"] is not None]
 
     def __enter__(self) -> Checkpoints:
         logging.getLogger("absl").addFilter(_not_orbax)

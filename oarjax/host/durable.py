@@ -64,6 +64,18 @@ def write_durably(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
+def sync_files(folder: Path) -> None:
+    """Put a folder without folders in it on disk: every file, and their names.
+
+    Raises:
+        OSError: it is not known what is on disk.
+    """
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    sync_folder(folder)
+
+
 def sync_folder(folder: Path) -> None:
     """Put the names in a folder on disk."""
     handle = os.open(folder, os.O_RDONLY)
@@ -157,20 +169,26 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a file of JSON lines, nothing where there is no file. A half-written last line is left out.
 
     Raises:
-        ValueError: a line before the last one is not JSON.
+        StorageError: a line before the last one is damaged: no JSON, or no record.
     """
     if not path.exists():
         return
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            yield json.loads(line)
-        except json.JSONDecodeError as error:
+            record = json.loads(line)
+            if not isinstance(record, dict):
+                raise ValueError(f"expected an object, got {type(record).__name__}")
+        except ValueError as error:  # of JSON, or of its encoding
             if number == len(lines):  # no newline after it: cut by a kill
                 return
-            raise ValueError(f"{path}, line {number}: not JSON ({error}); remove the line to read the rest") from None
+            raise StorageError(
+                f"{path}, line {number}: not JSON ({error}); put a good copy of the file there, or remove the line to "
+                "go on without it"
+            ) from None
+        yield record
 
 
 def _end_of_lines(path: Path) -> int:

@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from oarjax.host.durable import cannot_write
+from oarjax.host.durable import cannot_write, sync_files, sync_folder
 from oarjax.host.hf_files import (
     INDEX,
     SINGLE,
@@ -198,8 +198,8 @@ def export(
 ) -> Path:
     """Write params as an HF folder: safetensors shards, config.json and tokenizer files of ``source``.
 
-    The folder appears whole or not at all: it is written beside its place and renamed. An earlier export there
-    is replaced. ``dtype`` None keeps the dtype of the params. ``stop_ids`` become the end tokens of
+    The folder appears whole or not at all: it is written beside its place, put on disk and renamed. An earlier export
+    there is replaced. ``dtype`` None keeps the dtype of the params. ``stop_ids`` become the end tokens of
     generation_config.json, so that whatever generates from the folder stops where the policy was taught to. Gives the
     folder back.
 
@@ -262,10 +262,19 @@ def _write(
         if stop_ids:
             _write_stops(fresh / "generation_config.json", stop_ids)
         _write_shards(fresh, cfg, params, dtype, shard_bytes)
+        sync_files(fresh)
         if folder.exists():
             folder.rename(Path(scratch) / "old")
         fresh.rename(folder)
+        sync_folder(folder.parent)
     return folder
+
+
+def remove_half_written(folder: Path) -> None:
+    """Remove what exports of this folder that were killed left beside it. Call where nothing else exports to it."""
+    for path in folder.parent.glob(f".{folder.name}-*"):
+        if re.fullmatch(r"[a-z0-9_]{8}", path.name[len(folder.name) + 2 :]) and path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _write_stops(file: Path, stop_ids: Sequence[int]) -> None:

@@ -130,7 +130,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     written beyond it. A half-written last line is left out.
 
     Raises:
-        ValueError: a line before the last one is not JSON.
+        StorageError: a line before the last one is damaged.
     """
     records: list[dict[str, Any]] = []
     for record in read_lines(path):

@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float32
 
-from oarjax.host.durable import Failures, Lines, read_lines, storage_errors, sync_folder
+from oarjax.host.durable import Failures, Lines, StorageError, read_lines, storage_errors, sync_folder
 from oarjax.host.rewards import Sample
 from oarjax.types import Grades
 
@@ -108,7 +108,7 @@ class RecordedGrader:
     def _read(self, path: Path) -> dict[str, Grades]:
         try:
             return {line["digest"]: _grades(line) for line in read_lines(path)}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (StorageError, ValueError, KeyError, TypeError, AttributeError) as error:
             self._say(f"{path} cannot be read ({error}); iteration {self._iteration} is graded anew")
             path.unlink(missing_ok=True)
             return {}
