@@ -18,7 +18,7 @@ from oarjax.cli.lab_completions import draw_completions
 from oarjax.cli.lab_programs import Programs, make_programs
 from oarjax.cli.session import Session, open_session
 from oarjax.config import Config
-from oarjax.models.weights import abstract_params
+from oarjax.models.weights import init_params
 from oarjax.oar.intervene import Choices
 from oarjax.types import PromptBatch, Rollout
 
@@ -83,7 +83,7 @@ def lab(cfg: Config, *, grader: Any) -> Any:
 def lab_sampler(cfg: Config) -> str:
     """The text of the program that draws the lab's completions."""
     session = open_session(cfg, Console(file=io.StringIO()))
-    params = abstract_params(session.model, dtype=jnp.float32)
+    params = init_params(session.model, jax.random.key(0))
     programs = make_programs(session, params)
     spec = jax.ShapeDtypeStruct
     prompts = PromptBatch(spec((2, 8), jnp.int32), spec((2, 8), jnp.bool_), spec((2,), jnp.int32))  # type: ignore[arg-type]

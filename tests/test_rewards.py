@@ -172,9 +172,9 @@ def test_references_may_be_solutions(text, bare):
 
 
 def test_names_are_checked():
-    with pytest.raises(
-        ValueError, match=r"no reward is called 'maths'; known are exact, format.*, math.*grading.plugins"
-    ):
+    # Other tests of this process may have registered rewards of their own between these.
+    known = r"no reward is called 'maths'; known are .*exact, .*format.*math.*grading.plugins"
+    with pytest.raises(ValueError, match=known):
         find_rewards(["math", "maths"])
     with pytest.raises(ValueError, match="reward 'math' is registered twice"):
         reward("math")(lambda sample: 1.0)
