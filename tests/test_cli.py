@@ -334,7 +334,7 @@ def test_the_export_is_a_policy_like_any_other(oarjax, run, config, tmp_path):
     assert "3+4=" in out
     assert oarjax("sample", where, "1+2=", "3+4=", "--count", 2, "--max-new", 6, "--seed", 1)[1] == out
 
-    code, out, _ = oarjax("export", where, tmp_path / "half", "--dtype", "bfloat16", "--shard-gb", 1e-5)
+    code, out, _ = oarjax("export", where, tmp_path / "half", "--dtype", "bfloat16", "--shard-gb", 2e-6)
     assert code == 0
     assert (tmp_path / "half" / "model.safetensors.index.json").is_file()
     assert "parameters to" in out
