@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -27,6 +28,9 @@ pytestmark = pytest.mark.slow
 
 SEED = int(os.environ.get("OARJAX_FAULTS_SEED", "0"))
 KILLS = int(os.environ.get("OARJAX_FAULTS_KILLS", "20"))
+OURS = re.compile(r'File "[^"]*/oarjax/(\w+/)*\w+\.py"')
+"""A frame of this package in a traceback. Threads of Orbax's storage may still print some of their own when a write
+fails: that their event loop is closed already, a race which changes nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +155,7 @@ def test_without_a_good_checkpoint_it_does_not_start_over(config, whole, tmp_pat
     code, text = micro.finish(config, run)
     assert code == 2, text
     assert "no checkpoint is left that can be trusted, and the run had saved one" in text
-    assert "Traceback" not in text
+    assert not OURS.search(text), text
     assert before == micro.result(run)
 
 
@@ -215,7 +219,7 @@ def test_a_full_disk(config, whole, disk, tmp_path, policy):
     assert code == 2, text
     assert "error: cannot write " in text
     assert "No space left on device" in text
-    assert "Traceback" not in text
+    assert not OURS.search(text), text
     assert ("oar_g 6/6" in text) == (policy == "warn")  # and then the export has no room
     intact(run)
     filler.unlink()
@@ -234,7 +238,7 @@ def test_files_that_may_not_grow(config, whole, stopped):
     text, _ = process.communicate(timeout=600)
     assert process.returncode == 2, text
     assert "File too large" in text
-    assert "Traceback" not in text
+    assert not OURS.search(text), text
     intact(stopped)
     code, text = micro.finish(config, stopped)
     assert code == 0, text
@@ -249,7 +253,7 @@ def test_a_disk_that_has_become_read_only(config, whole, disk, tmp_path):
     code, text = micro.finish(config, run, log=log)
     assert code == 2, text
     assert "Read-only file system" in text
-    assert "Traceback" not in text
+    assert not OURS.search(text), text
     subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
     intact(run)
     assert micro.finish(config, run)[0] == 0
@@ -273,7 +277,7 @@ def test_a_mount_that_vanishes(config, whole, tmp_path):
     text = (tmp_path / "vanish.log").read_text()
     assert code == 2, text
     assert "error: cannot write " in text
-    assert "Traceback" not in text
+    assert not OURS.search(text), text
     assert list(disk.iterdir()) == []
     intact(back / "run")
     code, text = micro.finish(config, back / "run")
@@ -296,7 +300,7 @@ def test_told_to_stop_it_saves_and_says_75(config, whole, tmp_path, number, mome
     assert process.wait(timeout=600) == 75, micro.said(run)
     assert (run / left).exists()
     assert not (run / "export").exists()
-    assert "Traceback" not in micro.said(run)
+    assert not OURS.search(micro.said(run))
     code, text = micro.finish(config, run)
     assert code == 0, text
     assert "goes on after step" in text or "going on after iteration" in text
