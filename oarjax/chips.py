@@ -1,4 +1,4 @@
-"""What one chip can do at best. The one table of such numbers; every plan and projection reads it.
+"""What one TPU chip can do at best. The one table of such numbers; plans, projections and a run's mfu read it.
 
 Peaks and bandwidths of HBM are the vendor's data sheets (cloud.google.com/tpu/docs, page of each generation). ``link``
 is one direction of one of the links between chips, as measured in "How to Scale Your Model" (jax-ml.github.io): 10%

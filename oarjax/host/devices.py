@@ -15,16 +15,20 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from oarjax.chips import CHIPS
 from oarjax.sharding import AXES, ROLLOUT_AXES
 
+TPU_KINDS = {  # what JAX calls the chips of oarjax.chips
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+}
 PEAK_FLOPS = {  # dense bf16, per jax device, from the vendors' data sheets
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
+    **{kind: CHIPS[chip].flops for kind, chip in TPU_KINDS.items()},
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H200": 989e12,
     "NVIDIA A100-SXM4-80GB": 312e12,
