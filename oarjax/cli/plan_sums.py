@@ -223,5 +223,5 @@ def remedy(line: Mapping[str, Any], s: Shapes) -> str:
         return f"lower update.microbatch ({s.microbatch} rows) or credit.masking.chunk, or take {common}"
     return (
         f"lower update.microbatch ({s.microbatch} rows) or policy.head_chunk, set policy.remat=full, "
-        f"optim.moments=bfloat16 or lora.rank, or take {common}"
+        f"optim.moments=bfloat16, or take {common}"
     )
