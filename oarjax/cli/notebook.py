@@ -16,7 +16,6 @@ from oarjax.cli.layout import lay_out
 from oarjax.cli.session import open_session
 from oarjax.cli.train import train_once
 from oarjax.config import Config
-from oarjax.host.data import PromptStream
 from oarjax.host.lab_results import LabResult
 from oarjax.host.problems import Problem
 from oarjax.host.report import read_metrics, token_texts
@@ -73,14 +72,7 @@ def open_parts(cfg: Config) -> Parts:
     """The policy, data and tokenizer of a config, for a loop of one's own."""
     session = open_session(cfg, _WarningsOnly())
     tx, _ = make_optimizer(cfg)
-    stream = PromptStream(
-        session.train,
-        prompts=cfg.rollout.prompts,
-        bucket=cfg.rollout.prompt_bucket,
-        pad_id=session.pad_id,
-        seed=cfg.seed,
-        shuffle=cfg.data.shuffle,
-    )
+    stream = session.prompts()
 
     def tokens(rollout: Rollout) -> list[list[str]]:
         made = np.asarray(rollout.completion)

@@ -28,7 +28,7 @@ from oarjax.credit.keywords import KeywordTable, keyword_table
 from oarjax.credit.own import CreditMethod
 from oarjax.grpo import overlong_penalty
 from oarjax.host import builtin
-from oarjax.host.data import Encoded, encode_pairs, encode_problems
+from oarjax.host.data import Encoded, PromptStream, encode_pairs, encode_problems
 from oarjax.host.devices import choose_platform, make_mesh, use_compilation_cache
 from oarjax.host.durable import storage_errors
 from oarjax.host.grade import Grader
@@ -97,6 +97,17 @@ class Session:
     def rollout(self) -> RolloutLayout:
         """The policy as it samples."""
         return rollout_layout(self.cfg, self.model, self.mesh)
+
+    def prompts(self) -> PromptStream:
+        """The training problems, rollout.prompts at a time, from the first."""
+        return PromptStream(
+            self.train,
+            prompts=self.cfg.rollout.prompts,
+            bucket=self.cfg.rollout.prompt_bucket,
+            pad_id=self.pad_id,
+            seed=self.cfg.seed,
+            shuffle=self.cfg.data.shuffle,
+        )
 
     def place(self, tree: Any, layout: str) -> Any:
         """Numpy arrays to the devices.

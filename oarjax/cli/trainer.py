@@ -19,7 +19,6 @@ from oarjax.cli.run_files import RunFiles
 from oarjax.cli.session import Session, new_state
 from oarjax.config import Config, CreditConfig
 from oarjax.flops import iteration_flops
-from oarjax.host.data import PromptStream
 from oarjax.host.devices import peak_flops
 from oarjax.host.grade import GraderError
 from oarjax.host.progress import OnceWarnings, PhaseTimer, Progress
@@ -79,14 +78,7 @@ def train(
     )
     state = new_state(start, tx, layout, seed=cfg.seed)
     reference = start if cfg.loss.kl_beta > 0 else None
-    stream = PromptStream(
-        session.train,
-        prompts=cfg.rollout.prompts,
-        bucket=cfg.rollout.prompt_bucket,
-        pad_id=session.pad_id,
-        seed=cfg.seed,
-        shuffle=cfg.data.shuffle,
-    )
+    stream = session.prompts()
     timer, warnings, stop = PhaseTimer(), OnceWarnings(console), stop or Stop()
     warnings.check_sampling(top_k=cfg.rollout.top_k, top_p=cfg.rollout.top_p)
     peak, _ = peak_flops(session.compute_dtype)
