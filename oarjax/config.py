@@ -169,6 +169,9 @@ class LossConfig(Section):
         default=5.0, description="CISPO's absolute upper bound on the ratio"
     )
     kl_beta: Rate = 0.0
+    reference: Literal["device", "host"] = Field(
+        default="device", description="where the KL term's reference policy waits between the scorings"
+    )
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     entropy_bonus: float = 0.0
     sampler_correction_cap: Annotated[float, Field(gt=0)] | None = Field(
@@ -346,6 +349,27 @@ class OptimConfig(Section):
     )
 
 
+class LoraConfig(Section):
+    """Low-rank adapters: they alone are trained, and the policy itself is kept once, in the compute dtype."""
+
+    rank: Count = Field(default=0, description="0 = off: every weight is trained")
+    alpha: Annotated[float, Field(gt=0)] = Field(default=32.0, description="adapters act with alpha / rank")
+    targets: Annotated[tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...], Field(min_length=1)] = (
+        "q",
+        "k",
+        "v",
+        "o",
+        "gate",
+        "up",
+        "down",
+    )
+
+    @property
+    def scale(self) -> float:
+        """What the adapters' product is multiplied by."""
+        return self.alpha / max(self.rank, 1)
+
+
 class UpdateConfig(Section):
     epochs: Positive = 1
     minibatches: Positive = Field(default=1, description="optimizer updates per epoch")
@@ -406,6 +430,10 @@ class ReportConfig(Section):
     name: Word | None = Field(default=None, description="of the run there; null = its folder's")
     completions: Count = Field(default=4, description="completions saved and shown per iteration")
     html: bool = Field(default=True, description="write report.html and the curves")
+    memory: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="compile the largest programs at the start and say what each phase needs; auto: on TPU and GPU",
+    )
 
 
 class ExportConfig(Section):
@@ -481,6 +509,7 @@ class Config(Section):
     loss: LossConfig = LossConfig()
     update: UpdateConfig = UpdateConfig()
     optim: OptimConfig = OptimConfig()
+    lora: LoraConfig = LoraConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     health: HealthConfig = HealthConfig()
@@ -533,6 +562,10 @@ def _contradictions(c: Config) -> Iterator[str]:
         )
     if c.sft is not None and c.sft.batch % c.sft.microbatch:
         yield f"sft.microbatch: {c.sft.microbatch} does not divide sft.batch = {c.sft.batch}"
+    if c.loss.reference == "host" and c.loss.kl_beta == 0:
+        yield "loss.reference: host, and with loss.kl_beta = 0 there is no reference; set device, or raise loss.kl_beta"
+    if c.loss.reference == "host" and c.lora.rank:
+        yield "loss.reference: host, and with lora.rank the reference lies below the adapters already; set device"
     for where, o in (("optim", c.optim), *((("sft.optim", c.sft.optim),) if c.sft else ())):
         for name, decay in (("b1", o.b1), ("b2", o.b2)):
             if o.moments == "bfloat16" and decay > 0.99:

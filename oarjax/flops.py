@@ -28,8 +28,13 @@ def iteration_flops(
     scoring_forwards: float,
     epochs: int,
     context: float,
+    update_forwards: float = 3.0,
 ) -> float:
-    """Sampling (prompts once per group), scoring, credit, and three forwards' worth per epoch of update."""
+    """Sampling (prompts once per group), scoring, credit, and ``update_forwards`` forwards' worth per epoch of update.
+
+    These are three: forward, gradients of the states, gradients of the weights. With adapters the last are next to
+    none.
+    """
 
     def forward(tokens: float) -> float:
         return forward_flops(
@@ -38,4 +43,4 @@ def iteration_flops(
 
     sampling = forward(prompt_tokens / group_size + completion_tokens)
     trained = used_share * (prompt_tokens + completion_tokens)
-    return sampling + forward(trained) * (credit_forwards + scoring_forwards + 3.0 * epochs)
+    return sampling + forward(trained) * (credit_forwards + scoring_forwards + update_forwards * epochs)

@@ -14,6 +14,7 @@ import numpy as np
 from oarjax.batches import Deck, bucket, informative_first, join, join_grades, take, trim
 from oarjax.config import Config
 from oarjax.grpo import without_truncated
+from oarjax.lora import whole
 from oarjax.measures import NONFINITE, rollout_metrics, unsound_rows
 from oarjax.oar.probe import ProbeMode, probe_mode
 from oarjax.sampling import rollout_key
@@ -48,6 +49,7 @@ class Outside(NamedTuple):
     probed: Callable[[Rollout, AnswerSpan, np.ndarray], tuple[Rollout, AnswerSpan]] | None = None
     # (rollout, span, problems) -> what importance is measured on, where that is not the rollout itself
     watch: Callable[[Seen], None] | None = None  # looks for what is not finite
+    load_reference: Callable[[Params], Params] = lambda params: params  # to the device, where it lives elsewhere
 
 
 class Iteration(NamedTuple):
@@ -99,8 +101,8 @@ def iterate(
         cards = (*cards, trim(*probed, rows, length=length + room))
     hands = [o.place(hand, "microbatches") for hand in deck.deal(cards)]
     if o.watch and (unsound := unsound_rows(rollout)).any():
-        whole = Deck(np.arange(capacity), 1, cfg.update.microbatch, capacity)
-        ((r, s, numbers, *instead),) = whole.deal(
+        everyone = Deck(np.arange(capacity), 1, cfg.update.microbatch, capacity)
+        ((r, s, numbers, *instead),) = everyone.deal(
             (rollout, span, np.arange(capacity, dtype=np.int32), *([probed] if probed else []))
         )
         count = {f"{NONFINITE}behaviour_logps": Mean(jnp.float32(unsound.sum()), jnp.float32(capacity))}
@@ -112,16 +114,18 @@ def iterate(
                 count,
                 state,
                 probe,
-                Evidence(r, s, numbers, jnp.asarray(whole.used[0]), *instead),
+                Evidence(r, s, numbers, jnp.asarray(everyone.used[0]), *instead),
             )
         )
 
     with o.phase("score"):
+        reference = None if ref_params is None else o.load_reference(ref_params)
         scores = [
-            steps.score(state.params, ref_params, r, s, numbers, used, noise_key, *instead, probe=probe)
+            steps.score(whole(state), reference, r, s, numbers, used, noise_key, *instead, probe=probe)
             for (r, s, numbers, *instead), used in zip(hands, deck.used)
         ]
         jax.block_until_ready(scores)
+        del reference  # the update needs the memory
 
     with o.phase("grade"):
         grades = grading()
@@ -189,7 +193,7 @@ def draw(
     constant = np.ones(0, bool)
     drawn: list[tuple[np.ndarray, Rollout, Callable[[], Grades]]] = []
     with o.phase("sample"):
-        params = steps.rollout_params(state.params)  # given up again on return: scores and updates need the memory
+        params = steps.rollout_params(whole(state))  # given up again on return: scores and updates need the memory
     for attempt in range(1 + cfg.update.refills):
         with o.phase("sample"):
             prompts = o.next_prompts()

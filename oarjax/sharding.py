@@ -17,6 +17,7 @@ RULES: Mapping[str, str | None] = {
     "ffn": "tensor",
     "embed": "fsdp",
     "head": None,  # the numbers inside one head stay together
+    "rank": None,  # of adapters
 }
 """Training layout: matrices divided over ``fsdp`` along the embedding and over ``tensor`` along the other axis."""
 

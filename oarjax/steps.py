@@ -22,6 +22,7 @@ from oarjax.credit.own import CreditMethod
 from oarjax.credit.signals import Signals
 from oarjax.grpo import aggregate, group_advantages, policy_loss, zero_variance_groups
 from oarjax.logps import hidden_logps, token_logps
+from oarjax.lora import below, laid_over
 from oarjax.measures import NONFINITE, all_finite, nonfinite_rows
 from oarjax.methods import credit_metrics, scorer, signals, weigher
 from oarjax.oar.gate import reshape
@@ -163,6 +164,9 @@ def make_steps(
         *,
         probe: ProbeMode,
     ) -> Scores:
+        # Below adapters lies what training started from: the reference is there already.
+        reference = below(params) if cfg.lora.rank else ref_params
+
         def one(xs: tuple[Rollout, AnswerSpan, Int[Array, "b"], tuple[Rollout, AnswerSpan] | None]) -> Scores:
             r, s, rows, instead = xs
             length = r.completion.shape[-1]
@@ -180,7 +184,7 @@ def make_steps(
                 )
             return Scores(
                 old_logps=old if wants_old else None,
-                ref_logps=logps(ref_params)[0] if cfg.loss.kl_beta > 0 else None,
+                ref_logps=logps(reference)[0] if cfg.loss.kl_beta > 0 else None,
                 importance=found.importance,
                 entropies=entropies if wants_entropies else None,
             )
@@ -352,11 +356,12 @@ def descend(
 
     The loss is sum(total) / denominator, by default sum(count). An update whose loss or gradient is not finite, or
     that would leave such params, is skipped: params, optimizer and step stay, and the metric ``skipped`` is 1; so is
-    ``nonfinite/loss``, ``/gradient`` or, where these two are finite, ``/params``.
+    ``nonfinite/loss``, ``/gradient`` or, where these two are finite, ``/params``. What the state holds frozen has no
+    gradient and comes back as it was.
     """
 
     def total(params: Params, rows: TrainBatch) -> tuple[Float[Array, ""], tuple[Mean, Metrics]]:
-        mean, metrics = loss(params, rows)
+        mean, metrics = loss(laid_over(state.frozen, params), rows)
         return mean.total, (mean, metrics)
 
     def one(i: Any) -> tuple[Any, Mean, Metrics]:
@@ -401,13 +406,16 @@ class RowCheck(NamedTuple):
 
 
 def make_row_check(loss: Loss) -> Callable[..., tuple[Params, RowCheck]]:
-    """(params, gradients so far, batch of one row, denominator) -> (gradients with this row's, RowCheck), jitted."""
+    """(params, frozen, gradients so far, batch of one row, denominator) -> (gradients with this row's, RowCheck).
+
+    Jitted; ``frozen`` is what the params are laid over, None where there is nothing.
+    """
 
     def check(
-        params: Params, so_far: Params, row: TrainBatch, denominator: Float[Array, ""]
+        params: Params, frozen: Params | None, so_far: Params, row: TrainBatch, denominator: Float[Array, ""]
     ) -> tuple[Params, RowCheck]:
         def total(params: Params) -> tuple[Float[Array, ""], tuple[Mean, Metrics]]:
-            mean, metrics = loss(params, row)
+            mean, metrics = loss(laid_over(frozen, params), row)
             return mean.total, (mean, metrics)
 
         (_, (mean, metrics)), grads = jax.value_and_grad(total, has_aux=True)(params)
@@ -415,4 +423,4 @@ def make_row_check(loss: Loss) -> Callable[..., tuple[Params, RowCheck]]:
         wrong = jax.tree.map(lambda g: jnp.sum(~jnp.isfinite(g), axis=tuple(range(1, g.ndim))), grads)
         return jax.tree.map(jnp.add, so_far, grads), RowCheck(mean, metrics, optax.tree.norm(grads), wrong)
 
-    return jax.jit(check, donate_argnums=1)
+    return jax.jit(check, donate_argnums=2)

@@ -35,6 +35,7 @@ import oarjax.cli.train
 import oarjax.cli.trainer
 import oarjax.cli.warm_start
 import oarjax.host.checkpoint
+from oarjax.cli.adapters import trained_shapes
 from oarjax.cli.errors import USER_ERRORS
 from oarjax.cli.health import Health
 from oarjax.cli.layout import lay_out
@@ -260,6 +261,7 @@ def fields() -> dict[str, Field]:
         "loss.dual_clip": Field(3.0, update, {"update.epochs": 2}),
         "loss.ratio_cap": Field(2.0, update, cispo),
         "loss.kl_beta": Field(0.1, score),
+        "loss.reference": Field("host", references, kl),
         "loss.kl_estimator": Field("k2", update, kl),
         "loss.entropy_bonus": Field(0.1, update),
         "loss.sampler_correction_cap": Field(2.0, update),
@@ -270,6 +272,9 @@ def fields() -> dict[str, Field]:
         "update.skip_zero_variance": Field(False, command),
         "update.refills": Field(1, command),
         **optimizer("optim", update),
+        "lora.rank": Field(2, update),
+        "lora.alpha": Field(4.0, update, {"lora.rank": 2}),
+        "lora.targets": Field(["q", "v"], update, {"lora.rank": 2}),
         "eval.every": Field(1, command),
         "eval.samples": Field(2, command),
         "eval.temperature": Field(0.0, evaluation),
@@ -286,6 +291,7 @@ def fields() -> dict[str, Field]:
         "report.to": Field(["jsonl", "tensorboard"], command),
         "report.project": Field("other", tracked, {"report.to": ["jsonl", "wandb"]}),
         "report.name": Field("other", tracked, {"report.to": ["jsonl", "wandb"]}),
+        "report.memory": Field("on", memory_tables),
         "report.completions": Field(2, command),
         "report.html": Field(True, command),
         "export.folder": Field("trained", command),
@@ -371,7 +377,10 @@ def program(cfg: Config, *, name: str) -> str:
         return steps.advantages.lower(spec((rows,))).as_text()
     if name == "denominator":
         return steps.denominator.lower(spec((rows, T), jnp.bool_)).as_text()
-    state = jax.eval_shape(lambda p: TrainState(jnp.zeros((), jnp.int32), p, tx.init(p), jax.random.key(0)), params)
+    trained, frozen = trained_shapes(cfg.lora, session.model), params if cfg.lora.rank else None
+    state = jax.eval_shape(
+        lambda p, f: TrainState(jnp.zeros((), jnp.int32), p, tx.init(p), jax.random.key(0), f), trained, frozen
+    )
     old = values if cfg.update.epochs * cfg.update.minibatches > 1 else None
     ref = values if cfg.loss.kl_beta > 0 else None
     batch = TrainBatch(tokens, valid, mask, values, old, ref, values)
@@ -481,6 +490,32 @@ def command(cfg: Config) -> Any:
     events = any("events" in p.name for p in folder.rglob("*"))
     completions = (folder / "completions.jsonl").read_text()
     return log, written, files, checkpoints, events, logged(folder / "metrics.jsonl"), completions
+
+
+def references(cfg: Config) -> Any:
+    """Where the reference policy lies when an iteration begins."""
+    kinds: list[Any] = []
+    iterate = oarjax.cli.trainer.iterate
+
+    def looked(state: Any, reference: Any, *args: Any, **named: Any) -> Any:
+        kinds.append({x.sharding.memory_kind for x in jax.tree.leaves(reference)})
+        return iterate(state, reference, *args, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(oarjax.cli.trainer, "iterate", looked)
+        command(cfg)
+    return kinds
+
+
+def memory_tables(cfg: Config) -> Any:
+    """The programs whose memory a run reports before its first iteration."""
+    asked: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            oarjax.cli.trainer, "report_memory", lambda built, *_: asked.append(built.parts.cfg.rollout.max_new)
+        )
+        command(cfg)
+    return asked
 
 
 def tracked(cfg: Config) -> Any:

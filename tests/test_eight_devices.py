@@ -36,7 +36,7 @@ one = optax.sgd(1000.0)  # what an update subtracts is the gradient, and large b
 def outcome(shape, rollout_tensor):
     axes = dict(zip(("slice", "data", "fsdp", "tensor"), shape))
     mesh = make_mesh(**axes, devices=jax.devices()[: int(np.prod(shape))])
-    layout, found = lay_out(SimpleNamespace(mesh=mesh, model=model), one), {}
+    layout, found = lay_out(SimpleNamespace(mesh=mesh, model=model, cfg=tiny.config()), one), {}
     place = lambda tree: jax.device_put(tree, layout.microbatches)
     params = jax.device_put(init_params(model, jax.random.key(3)), layout.params)
     for method in ("oar_p", "oar_g"):

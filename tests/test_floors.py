@@ -23,6 +23,7 @@ FLOORS = {
     "batches": 1.2,
     "measures": 1.2,
     "optim": 1.2,
+    "lora": 1.2,
     "flops": 1.0,
     "chips": 0.5,
     "cost": 1.1,

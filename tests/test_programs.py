@@ -30,19 +30,20 @@ def place(built, tree, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{"credit__method": "entropy"}, {"loss__kl_beta": 0.1, "update__epochs": 2}])
+@pytest.mark.parametrize(
+    "changes", [{"credit__method": "entropy"}, {"loss__kl_beta": 0.1, "update__epochs": 2, "lora__rank": 2}]
+)
 def test_an_iteration_compiles_nothing_that_was_compiled_before(changes, caplog):
     b = built(**changes)
     for program in programs(b):
         program.lower().compile()
     start = init_params(tiny.model(), jax.random.key(3), dtype=jnp.float32)
     start = jax.device_put(start, b.layout.params)
-    state = new_state(start, b.tx, b.layout, seed=0)
-    reference = start if b.parts.cfg.loss.kl_beta > 0 else None
+    state = new_state(start, b.tx, b.layout, seed=0, lora=b.parts.cfg.lora)
     outside = tiny.outside()._replace(place=partial(place, b))
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         for iteration in (1, 2):
-            state, done = iterate(state, reference, iteration, steps=b.steps, outside=outside, cfg=b.parts.cfg)
+            state, done = iterate(state, None, iteration, steps=b.steps, outside=outside, cfg=b.parts.cfg)
     assert done.metrics["rows_used"] > 0
     compiled = [r.getMessage() for r in caplog.records if "XLA compilation of" in r.getMessage()]
     names = [
@@ -63,6 +64,14 @@ def test_an_update_reuses_the_memory_of_its_state():
     assert memory.alias_size_in_bytes >= 0.99 * state
 
 
+def test_an_update_of_adapters_reuses_the_memory_of_the_frozen_weights():
+    b = built(lora__rank=2, loss__kl_beta=0.1)
+    program = update_program(b)
+    state = bytes_per_device(program.args[0])
+    assert state > 4 * parameter_count(tiny.model())
+    assert program.lower().compile().memory_analysis().alias_size_in_bytes >= 0.99 * state
+
+
 def test_what_is_resident():
     weights = 4 * parameter_count(tiny.model())
     trained = {"params": weights, "optimizer": 2 * weights + 2 * 4}
@@ -70,3 +79,7 @@ def test_what_is_resident():
     assert resident(built(), "sample") == {**trained, "rollout": weights}
     assert resident(built(optim__moments="bfloat16"), "update")["optimizer"] == weights + 2 * 4
     assert resident(built(loss__kl_beta=0.1), "score")["reference"] == weights
+    lora = resident(built(lora__rank=2, loss__kl_beta=0.1, policy__compute_dtype="bfloat16"), "score")
+    assert lora["frozen"] == weights // 2
+    assert lora["optimizer"] == 2 * lora["params"] + 2 * 4
+    assert "reference" not in lora

@@ -126,6 +126,27 @@ def test_a_rate_that_explodes(oarjax, base, tmp_path):
 
 
 @pytest.mark.slow
+def test_adapters_are_replayed_over_the_weights_below_them(oarjax, base, tmp_path):
+    """What is kept are the adapters; the rest is read from where the run read it."""
+    changes = ("optim.lr=1e39", "health.stop_after=2", "lora.rank=2", "loss.kl_beta=0.1")
+    code, _, err = train(oarjax, base, tmp_path / "run", *changes)
+    assert code == 2, err
+    (kept,) = (tmp_path / "run" / "bad_batches").glob("params-*")
+    assert {path[-1].key for path, _ in jax.tree_util.tree_flatten_with_path(read_params(kept))[0]} == {
+        "lora_a",
+        "lora_b",
+    }
+    found = replayed(oarjax, err)
+    assert found["place"].startswith("the optimizer's step: the gradient is finite")
+    names = [group["name"] for group in found["groups"]]
+    assert names[:2] == ["layers.attention.q.lora_a", "layers.attention.q.lora_b"]
+    assert len(names) == 14
+    norms = {group["name"]: group["grad_norm"] for group in found["groups"]}
+    assert norms["layers.mlp.down.lora_b"] > 0
+    assert norms["layers.mlp.down.lora_a"] == 0  # B is still 0
+
+
+@pytest.mark.slow
 def test_params_that_grow_until_nothing_is_finite(oarjax, base, tmp_path):
     """A rate of 1e30 takes one update to params that are finite and good for nothing."""
     code, _, err = train(oarjax, base, tmp_path / "run", "optim.lr=1e30", "health.stop_after=3")

@@ -8,11 +8,14 @@ from typing import NamedTuple
 
 import yaml
 
+from oarjax.cli.adapters import plain_params
 from oarjax.cli.layout import lay_out
+from oarjax.cli.run_folder import changed
 from oarjax.cli.session import Session, new_state
 from oarjax.config import BUILTIN_POLICIES, Config, ConfigError, parse_config
 from oarjax.host.checkpoint import Checkpoints, finished
 from oarjax.host.manifest import NAME, damage
+from oarjax.lora import whole
 from oarjax.steps import make_optimizer
 from oarjax.types import Params
 
@@ -52,7 +55,13 @@ def _config(run: Path) -> Config:
 
 
 def _policy(run: Path, cfg: Config) -> str:
-    """The HF folder that a run's checkpoints started from; built-in policies lie in the run's folder."""
+    """The HF folder that a run's checkpoints started from; built-in policies lie in the run's folder.
+
+    Checkpoints of adapters hold these alone, and go with the warm start's policy where there was one.
+    """
+    if cfg.lora.rank and cfg.sft is not None:
+        starts = (run / "start", run.parent / "start")  # the second: of --compare and of studies
+        return str(next((start for start in starts if start.is_dir()), starts[0]))
     return str(run / "policy") if cfg.policy.path in BUILTIN_POLICIES else cfg.policy.path
 
 
@@ -73,11 +82,13 @@ def load_target(target: Target, session: Session) -> Params:
     if target.run is None or target.checkpoint is None:
         return session.load(lay_out(session, make_optimizer(session.cfg)[0]))
     tx, _ = make_optimizer(target.run)
-    layout = lay_out(session, tx)
-    like = new_state(session.load(layout), tx, layout, seed=0)
+    lora = target.run.lora
+    trained = session.with_config(changed(session.cfg, lora=lora))
+    layout = lay_out(trained, tx)
+    like = new_state(trained.load(layout), tx, layout, seed=0, lora=lora)
     with Checkpoints(target.checkpoint.parent, keep=1) as checkpoints:
         state, _ = checkpoints.restore(int(target.checkpoint.name), like=like)
-    return state.params
+    return plain_params(lora, whole(state), layout.params)
 
 
 def weights_digest(target: Target, folder: Path) -> str:

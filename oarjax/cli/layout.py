@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from oarjax.cli.adapters import trained_axes, trained_shapes
 from oarjax.cli.checks import check_batches
 from oarjax.config import Config
 from oarjax.host.devices import rollout_mesh
+from oarjax.lora import merged
 from oarjax.models.attention import attention_for
 from oarjax.models.qwen import QwenConfig, make_policy
-from oarjax.models.weights import abstract_params, divisible_pieces, logical_axes, sampling_params
+from oarjax.models.weights import divisible_pieces, logical_axes, sampling_params
 from oarjax.policy import Policy
 from oarjax.sharding import (
     ROLLOUT,
@@ -48,12 +50,32 @@ def check_layouts(cfg: Config, model: QwenConfig, mesh: Mesh) -> None:
 
 def policy_of(cfg: Config, model: QwenConfig, mesh: Mesh) -> tuple[Policy, Any]:
     """The policy that a run on this mesh computes with, and its compute dtype. Needs no device, only their kind."""
+    compute = compute_dtype_of(cfg, mesh)
+    policy = make_policy(
+        model,
+        compute_dtype=compute,
+        remat=cfg.policy.remat,
+        attention=attention_for(cfg.policy.attention, mesh),
+        mesh=mesh,
+        adapter_scale=cfg.lora.scale,
+    )
+    return policy, compute
+
+
+def compute_dtype_of(cfg: Config, mesh: Mesh) -> Any:
+    """The dtype of matmul operands on this mesh."""
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     name = {"auto": "float32" if on_cpu else "bfloat16"}.get(cfg.policy.compute_dtype, cfg.policy.compute_dtype)
-    compute = jnp.dtype(name)
-    attention = attention_for(cfg.policy.attention, mesh)
-    policy = make_policy(model, compute_dtype=compute, remat=cfg.policy.remat, attention=attention, mesh=mesh)
-    return policy, compute
+    return jnp.dtype(name)
+
+
+def stored_dtype_of(cfg: Config, mesh: Mesh) -> Any:
+    """The dtype that a policy's weights are loaded in.
+
+    What is trained is float32: in bfloat16 a step of 1e-6 is lost in rounding. Below adapters it is the compute dtype,
+    since nothing else is ever asked of weights that stay as they are.
+    """
+    return compute_dtype_of(cfg, mesh) if cfg.lora.rank else jnp.dtype(jnp.float32)
 
 
 @runtime_checkable
@@ -64,6 +86,8 @@ class Placed(Protocol):
     def model(self) -> QwenConfig: ...
     @property
     def mesh(self) -> Mesh: ...
+    @property
+    def cfg(self) -> Config: ...
 
 
 def lay_out(session: Placed, tx: optax.GradientTransformation) -> Shardings:
@@ -73,17 +97,21 @@ def lay_out(session: Placed, tx: optax.GradientTransformation) -> Shardings:
         return NamedSharding(session.mesh, spec)
 
     params = param_shardings(session.model, session.mesh)
-    everywhere = named(PartitionSpec())
+    lora, everywhere = session.cfg.lora, named(PartitionSpec())
+    trained = params
+    if lora.rank:
+        trained = param_shardings(session.model, session.mesh, axes=trained_axes(lora, session.model))
     opt_state = optax.tree_map_params(
         tx,
         lambda _, where: where,
-        jax.eval_shape(tx.init, abstract_params(session.model, dtype=jnp.float32)),
-        params,
+        jax.eval_shape(tx.init, trained_shapes(lora, session.model)),
+        trained,
         transform_non_params=lambda _: everywhere,
     )
     tree: Any = TrainState  # of shardings, one for every array of a state
+    frozen = params if lora.rank else None
     return Shardings(
-        state=tree(step=everywhere, params=params, opt_state=opt_state, key=everywhere),
+        state=tree(step=everywhere, params=trained, opt_state=opt_state, key=everywhere, frozen=frozen),
         params=params,
         rows=named(batch_spec()),
         replicated=everywhere,
@@ -91,10 +119,10 @@ def lay_out(session: Placed, tx: optax.GradientTransformation) -> Shardings:
     )
 
 
-def param_shardings(model: QwenConfig, mesh: Mesh) -> Any:
-    """Of the params in the training layout."""
+def param_shardings(model: QwenConfig, mesh: Mesh, *, axes: Any = None) -> Any:
+    """Of the params in the training layout, or of a tree of other ``axes`` of the same names."""
     rules = training_rules(kv_heads=model.num_key_value_heads, tensor=mesh.shape["tensor"])
-    specs = param_specs(logical_axes(model), rules=rules)
+    specs = param_specs(logical_axes(model) if axes is None else axes, rules=rules)
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
 
 
@@ -106,7 +134,8 @@ def sampling_model(model: QwenConfig, *, tensor: int) -> QwenConfig:
 def rollout_layout(cfg: Config, model: QwenConfig, mesh: Mesh) -> RolloutLayout:
     """The policy whole on every rollout.tensor devices, in the compute dtype, so that a token gathers no weights.
 
-    The devices and their order are those of ``mesh``. Sampling gives what it would with the training params.
+    The devices and their order are those of ``mesh``. Sampling gives what it would with the training params; adapters
+    are merged into their matrices, so that decoding knows nothing of them.
     """
     sampling = rollout_mesh(mesh, tensor=_rollout_tensor(cfg, mesh))
     wide = sampling_model(model, tensor=sampling.shape["tensor"])
@@ -117,6 +146,7 @@ def rollout_layout(cfg: Config, model: QwenConfig, mesh: Mesh) -> RolloutLayout:
     other = sampling.shape["tensor"] != mesh.shape["tensor"]
 
     def prepare(params: Params) -> Params:
+        params = merged(params, scale=cfg.lora.scale) if cfg.lora.rank else params
         cast = sampling_params(model, params, kv_heads=model.num_key_value_heads, dtype=compute)
         cast = jax.tree.map(_constrained, params, cast, before)  # then moved: half the bytes on the way
         if other:

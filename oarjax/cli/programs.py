@@ -25,12 +25,14 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from oarjax.batches import bucket
-from oarjax.cli.layout import lay_out, policy_of, rollout_layout
+from oarjax.cli.adapters import trained_shapes
+from oarjax.cli.layout import lay_out, policy_of, rollout_layout, stored_dtype_of
 from oarjax.cli.session import Session
 from oarjax.config import Config
 from oarjax.credit.keywords import KeywordTable
 from oarjax.credit.own import CreditMethod
 from oarjax.host.data import bucketed
+from oarjax.lora import whole
 from oarjax.models.qwen import QwenConfig
 from oarjax.models.weights import abstract_params
 from oarjax.oar.probe import Probe, ProbeMode
@@ -40,7 +42,7 @@ from oarjax.steps import RolloutLayout, Shardings, Steps, TokenLoss, make_optimi
 from oarjax.types import AnswerSpan, PromptBatch, Rollout, TrainBatch, TrainState
 
 Phase = Literal["reshard", "sample", "evaluate", "score", "credit", "update"]
-Part = Literal["params", "optimizer", "reference", "rollout"]
+Part = Literal["params", "optimizer", "frozen", "reference", "rollout"]
 """Arrays that outlive a phase."""
 
 
@@ -172,7 +174,7 @@ def programs(built: Built) -> tuple[Program, ...]:
 
 def reshard_program(built: Built) -> Program:
     """The policy as it samples, from its params as they are trained."""
-    return Program("reshard", built.steps.rollout_params, (_params(built),), {}, frozenset({"params"}))
+    return Program("reshard", built.steps.rollout_params, (_params(built),), {}, frozenset({"params", "frozen"}))
 
 
 def sample_program(built: Built) -> Program:
@@ -192,11 +194,14 @@ def evaluate_program(built: Built) -> Program:
 def score_program(built: Built, *, probe: ProbeMode | None = None) -> Program:
     """Old log-probs, reference log-probs and importance of one minibatch, as the config asks for them."""
     cfg = built.parts.cfg
-    params = _params(built)
+    state = abstract_state(built)
     rollout, span, instead = _scored(built)
-    with_reference = cfg.loss.kl_beta > 0
-    args = (params, params if with_reference else None, rollout, span, _numbers(built), _count(), _key(built), *instead)
-    takes: set[Part] = {"params", "reference"} if with_reference else {"params"}
+    takes: set[Part] = {"params", "frozen"}
+    reference = None
+    if cfg.loss.kl_beta > 0 and state.frozen is None:
+        reference = state.params
+        takes |= {"reference"}
+    args = (whole(state), reference, rollout, span, _numbers(built), _count(), _key(built), *instead)
     static = {"probe": probe or cfg.credit.probe.mode}
     return Program("score", built.steps.score, args, static, frozenset(takes))
 
@@ -225,14 +230,17 @@ def update_program(built: Built) -> Program:
     )
     denominator = jax.ShapeDtypeStruct((), jnp.float32)
     args = (abstract_state(built), batch, _count(), denominator)
-    return Program("update", built.steps.update, args, {}, frozenset({"params", "optimizer"}))
+    return Program("update", built.steps.update, args, {}, frozenset({"params", "optimizer", "frozen"}))
 
 
 def abstract_state(built: Built) -> TrainState:
     """The state as shapes, each with its sharding."""
-    params = abstract_params(built.parts.model, dtype=jnp.float32)
+    cfg, model = built.parts.cfg, built.parts.model
+    plain = abstract_params(model, dtype=stored_dtype_of(cfg, built.parts.mesh))
     state = jax.eval_shape(
-        lambda p: TrainState(jnp.zeros((), jnp.int32), p, built.tx.init(p), jax.random.key(0)), params
+        lambda p, f: TrainState(jnp.zeros((), jnp.int32), p, built.tx.init(p), jax.random.key(0), f),
+        trained_shapes(cfg.lora, model),
+        plain if cfg.lora.rank else None,
     )
     return _with(state, built.layout.state)
 
@@ -247,7 +255,9 @@ def resident(built: Built, phase: Phase) -> dict[Part, int]:
     """Bytes per device of what lies there while a phase runs, part by part; rows of a batch are left out."""
     state = abstract_state(built)
     parts: dict[Part, Any] = {"params": state.params, "optimizer": state.opt_state}
-    if built.parts.cfg.loss.kl_beta > 0:
+    if state.frozen is not None:
+        parts["frozen"] = state.frozen  # the reference too
+    elif built.parts.cfg.loss.kl_beta > 0 and (built.parts.cfg.loss.reference == "device" or phase == "score"):
         parts["reference"] = state.params
     if phase in ("sample", "evaluate"):
         parts["rollout"] = rollout_shapes(built)
@@ -274,7 +284,8 @@ def _with(tree: Any, shardings: Any) -> Any:
 
 
 def _params(built: Built) -> Any:
-    return _with(abstract_params(built.parts.model, dtype=jnp.float32), built.layout.params)
+    """All that the policy reads, adapters included."""
+    return whole(abstract_state(built))
 
 
 def _key(built: Built) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,10 @@ from oarjax.host.hf import load_params, read_config
 from oarjax.host.report import make_console, short
 from oarjax.host.tokenizer import load_tokenizer, pad_id, stop_ids, token_bytes
 from oarjax.loop import NOISE, ORDER
+from oarjax.lora import laid_over
 from oarjax.methods import weigher
 from oarjax.models.qwen import make_policy
-from oarjax.models.weights import lookup, weight_table
+from oarjax.models.weights import weight_table
 from oarjax.oar.gate import reshape
 from oarjax.sampling import rollout_key
 from oarjax.steps import RowCheck, Shardings, imitation, make_optimizer, make_row_check, make_steps, policy_gradient
@@ -78,9 +79,10 @@ def run(file: Path, *, device: str, as_json: bool) -> None:
     header, evidence = read_bad_batch(file)
     session = replay_session(header, file, device=device, console=console)
     params, step = load_batch_params(header, file, session)
+    frozen = load_frozen(header, session)
     _show_header(console, header, step)
     with jax.default_matmul_precision("highest"):  # TPUs and GPUs else multiply float32 in fewer bits
-        found = replay(header, evidence, params, session, folder=session.folder)
+        found = replay(header, evidence, params, session, folder=session.folder, frozen=frozen)
     if as_json:
         print(json.dumps({"header": asdict(header), "params_of_step": step, **_finite(asdict(found))}))
     else:
@@ -107,7 +109,9 @@ def replay_session(header: Header, file: Path, *, device: str, console: Console)
         mesh=one_device,
         source=source,
         model=model,
-        policy=make_policy(model, compute_dtype=jnp.dtype(jnp.float32), remat=cfg.policy.remat),
+        policy=make_policy(
+            model, compute_dtype=jnp.dtype(jnp.float32), remat=cfg.policy.remat, adapter_scale=cfg.lora.scale
+        ),
         compute_dtype=jnp.dtype(jnp.float32),
         tokenizer=tokenizer,
         table=token_bytes(tokenizer, model.vocab_size),
@@ -131,7 +135,8 @@ def load_batch_params(header: Header, file: Path, session: Session) -> tuple[Par
     if header.kind == "iteration" and folder.is_dir():
         tx, _ = make_optimizer(session.cfg)
         layout = lay_out(session, tx)
-        like = new_state(load_params(session.source, session.model, shardings=layout.params), tx, layout, seed=0)
+        start = load_params(session.source, session.model, shardings=layout.params)
+        like = new_state(start, tx, layout, seed=0, lora=session.cfg.lora)
         with Checkpoints(folder, keep=session.cfg.checkpoint.keep) as checkpoints:
             # Its params came from the iteration before; a skipped update leaves the same ones behind.
             near = sorted(checkpoints.finished(), key=lambda n: abs(n - header.number + 1))
@@ -144,8 +149,31 @@ def load_batch_params(header: Header, file: Path, session: Session) -> tuple[Par
     )
 
 
-def replay(header: Header, evidence: Evidence, params: Params, session: Session, *, folder: Path) -> Finding:
-    """Score, credit, loss and gradient of every row again."""
+def load_frozen(header: Header, session: Session) -> Params | None:
+    """What the batch's params are laid over: with lora.rank the weights that the run started from, as it held them."""
+    cfg = session.cfg
+    if cfg.lora.rank == 0:
+        return None
+    source = session.source if header.kind == "sft" else _start(session, session.folder)
+    return load_params(source, session.model, dtype=jnp.dtype(header.compute_dtype))
+
+
+def _start(session: Session, folder: Path) -> Path:
+    """The policy that the iterations started from: the warm start's where there was one."""
+    starts = (folder / "start", folder.parent / "start") if session.cfg.sft else ()  # the second: of --compare
+    return next((place for place in starts if place.is_dir()), session.source)
+
+
+def replay(
+    header: Header,
+    evidence: Evidence,
+    params: Params,
+    session: Session,
+    *,
+    folder: Path,
+    frozen: Params | None = None,
+) -> Finding:
+    """Score, credit, loss and gradient of every row again; ``frozen`` is what the params are laid over."""
     b = evidence.numbers.shape[1]
     rows = int(evidence.used) * b
     e = jax.tree.map(jnp.asarray, evidence)
@@ -159,7 +187,7 @@ def replay(header: Header, evidence: Evidence, params: Params, session: Session,
         scores, weights = Scores(None, None, None, None), jnp.ones(completion.shape)
     else:
         loss = policy_gradient(session.policy, session.cfg, session.own_loss)
-        scores = flat(_scores(header, e, params, session, folder))
+        scores = flat(_scores(header, e, params, frozen, session, folder))
         weights = _weights(header, scores, rollout.tokens, span, advantages, completion, session)
     safe = jnp.where(jnp.isfinite(weights).all(-1, keepdims=True), weights, 1)
     batch = TrainBatch(
@@ -177,7 +205,7 @@ def replay(header: Header, evidence: Evidence, params: Params, session: Session,
     checks: dict[int, RowCheck] = {}
     for i in filled:
         row = jax.tree.map(lambda x, i=i: x[i : i + 1], batch)
-        gradient, found = check(params, gradient, row, denominator)
+        gradient, found = check(params, frozen, gradient, row, denominator)
         checks[i] = jax.device_get(found)
     seen = flat(evidence)
     known = (seen.scores, seen.weights, seen.advantages)
@@ -198,13 +226,13 @@ def replay(header: Header, evidence: Evidence, params: Params, session: Session,
     return Finding(_place(header, session, findings, groups, norm), findings, groups)
 
 
-def _scores(header: Header, e: Evidence, params: Params, session: Session, folder: Path) -> Scores:
+def _scores(
+    header: Header, e: Evidence, params: Params, frozen: Params | None, session: Session, folder: Path
+) -> Scores:
     """What the run's own program for scores gives."""
     reference = None
-    if session.cfg.loss.kl_beta > 0:
-        starts = (folder / "start", folder.parent / "start") if session.cfg.sft else ()  # the second: of --compare
-        start = next((place for place in starts if place.is_dir()), session.source)
-        reference = load_params(start, session.model)
+    if session.cfg.loss.kl_beta > 0 and frozen is None:
+        reference = load_params(_start(session, folder), session.model)
     steps = make_steps(
         session.policy,
         optax.identity(),
@@ -219,7 +247,8 @@ def _scores(header: Header, e: Evidence, params: Params, session: Session, folde
     )
     instead = () if e.probed is None else (e.probed,)
     noise = rollout_key(_key(header), step=header.number, batch=NOISE)
-    return steps.score(params, reference, e.rollout, e.span, e.numbers, e.used, noise, *instead, probe=header.probe)
+    whole = laid_over(frozen, params)
+    return steps.score(whole, reference, e.rollout, e.span, e.numbers, e.used, noise, *instead, probe=header.probe)
 
 
 def _weights(
@@ -282,22 +311,36 @@ def _score_stages(i: int, scores: Scores, made: Any, reasoning: Any) -> list[tup
 
 def _groups(session: Session, params: Params, gradient: Params, checks: list[RowCheck]) -> list[GroupFinding]:
     found = []
-    for weight in weight_table(session.model):
-        here = np.asarray(lookup(params, weight))
+    for path in _trained(session, params):
+        here = np.asarray(_at(params, path))
         wrong = (~np.isfinite(here)).reshape(len(here), -1).sum(1)
-        by_row = np.stack([np.asarray(lookup(c.nonfinite, weight)) for c in checks]) if checks else np.zeros((0, 1))
-        stacked = weight.layers is not None
+        by_row = np.stack([np.asarray(_at(c.nonfinite, path)) for c in checks]) if checks else np.zeros((0, 1))
+        stacked = path[0] == "layers"
         found.append(
             GroupFinding(
-                name=".".join(weight.path),
+                name=".".join(path),
                 params=int(wrong.sum()),
                 params_at=np.flatnonzero(wrong).tolist() if stacked else [],
                 rows=int(by_row.any(1).sum()),
                 gradient_at=np.flatnonzero(by_row.any(0)).tolist() if stacked else [],
-                grad_norm=float(np.linalg.norm(np.asarray(lookup(gradient, weight), np.float64))),
+                grad_norm=float(np.linalg.norm(np.asarray(_at(gradient, path), np.float64))),
             )
         )
     return found
+
+
+def _trained(session: Session, params: Params) -> list[tuple[str, ...]]:
+    """Places of the trained arrays in the order of the weights' table, adapters where their matrix stands."""
+    paths = [weight.path for weight in weight_table(session.model)]
+    if session.cfg.lora.rank == 0:
+        return paths
+    pairs = [(*path[:-1], name) for path in paths if path[-1] == "kernel" for name in ("lora_a", "lora_b")]
+    there = {tuple(key.key for key in path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]}
+    return [path for path in pairs if path in there]
+
+
+def _at(tree: Params, path: tuple[str, ...]) -> Any:
+    return reduce(lambda node, name: node[name], path, tree)
 
 
 def _place(

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from oarjax.cli.evaluate import Evaluation
+from oarjax.cli.memory import memory_facts
 from oarjax.cli.session import Session, facts
 from oarjax.cli.trainer import Trained
 from oarjax.config import CreditConfig
@@ -62,7 +63,7 @@ def show_results(
         runs=records,
         completions=read_completions(shown.folder / "completions.jsonl"),
         config=cfg.model_dump(mode="json"),
-        facts=facts(session),
+        facts=facts(session) | memory_facts(shown.folder),
     )
     console.print(f"report  {folder / 'report.html'}", markup=False)
 

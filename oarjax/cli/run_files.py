@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from oarjax.cli.adapters import trained_shapes
 from oarjax.cli.evaluate import Evaluation, evaluation_from, plain_evaluation
 from oarjax.cli.run_folder import refuse_another_config
 from oarjax.cli.session import Session
@@ -26,7 +27,6 @@ from oarjax.host.progress import OnceWarnings
 from oarjax.host.report import CompletionRow, CompletionsWriter, Metrics, MetricsWriter
 from oarjax.host.trackers import Run, Trackers, run_id
 from oarjax.host.verdicts import Grading, RecordedGrader, setup_of
-from oarjax.models.weights import abstract_params
 from oarjax.types import TrainState
 
 
@@ -195,6 +195,6 @@ def check_checkpoint(session: Session, folder: Path, tx: optax.GradientTransform
         return
     newest = max(known)
     refuse_another_config(known[newest]["record"]["config"], session.cfg, what=f"{folder}, checkpoint {newest:06d}")
-    params = abstract_params(session.model, dtype=jnp.float32)
+    params = trained_shapes(session.cfg.lora, session.model)
     state = jax.eval_shape(lambda p: TrainState(jnp.zeros((), jnp.int32), p, tx.init(p), jax.random.key(0)), params)
     check_arrays(folder / "checkpoints" / f"{newest:06d}", known[newest]["arrays"], arrays(state))

@@ -16,6 +16,7 @@ HARMLESS = (
     "run_dir",
     "compilation_cache",
     "profile",
+    "loss.reference",
     "checkpoint.",
     "health.",
     "report.",

@@ -20,10 +20,11 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from oarjax.batches import bucket, take
+from oarjax.cli.adapters import trained_count, trained_shapes
 from oarjax.cli.checks import check_failures, check_grading, check_lengths, check_report
 from oarjax.cli.layout import check_layouts, policy_of, rollout_layout
 from oarjax.cli.own import check_loss, check_weights, find_loss, find_method
-from oarjax.config import Config, ConfigError, DatasetConfig
+from oarjax.config import Config, ConfigError, DatasetConfig, LoraConfig
 from oarjax.credit.keywords import KeywordTable, keyword_table
 from oarjax.credit.own import CreditMethod
 from oarjax.grpo import overlong_penalty
@@ -48,6 +49,7 @@ from oarjax.host.processes import (
 from oarjax.host.rewards import Sample
 from oarjax.host.tokenizer import encode, load_tokenizer, pad_id, stop_ids, text_of, token_bytes
 from oarjax.host.verdicts import Grading
+from oarjax.lora import init_adapters
 from oarjax.methods import scorer, weigher
 from oarjax.models.qwen import QwenConfig
 from oarjax.models.weights import abstract_params, parameter_count
@@ -83,6 +85,12 @@ class Session:
     def with_config(self, cfg: Config) -> Session:
         """The same parts under a config that differs only in how the policy is trained."""
         return replace(self, cfg=cfg)
+
+    @property
+    def wants_memory(self) -> bool:
+        """Whether a run begins with its table of memory."""
+        asked = self.cfg.report.memory
+        return asked == "on" or (asked == "auto" and self.mesh.devices.flat[0].platform != "cpu")
 
     @property
     def first(self) -> bool:
@@ -324,8 +332,8 @@ class Session:
 
     def load(self, layout: Shardings, *, source: Path | None = None) -> Params:
         """The policy's weights, laid out over the mesh."""
-        # Always float32: in bfloat16 a step of 1e-6 is lost in rounding. Matmuls cast to the compute dtype themselves.
-        return load_params(source or self.source, self.model, dtype=jnp.float32, shardings=layout.params)
+        dtype = self.compute_dtype if self.cfg.lora.rank else jnp.float32  # see cli.layout.stored_dtype_of
+        return load_params(source or self.source, self.model, dtype=dtype, shardings=layout.params)
 
 
 def open_session(cfg: Config, console: Console) -> Session:
@@ -347,6 +355,7 @@ def open_session(cfg: Config, console: Console) -> Session:
     model, source = read_config(_policy_path(cfg, folder), revision=cfg.policy.revision)
     check_layouts(cfg, model, mesh)
     check_lengths(cfg, model)
+    trained_shapes(cfg.lora, model)  # adapters that it cannot have are told now
     tokenizer = load_tokenizer(source)
     stops, pad = stop_ids(source, tokenizer), pad_id(tokenizer)
     table = token_bytes(tokenizer, model.vocab_size)
@@ -424,25 +433,50 @@ def _policy_path(cfg: Config, run: Path) -> str:
     return cfg.policy.path
 
 
-def new_state(params: Params, tx: optax.GradientTransformation, layout: Shardings, *, seed: int) -> TrainState:
-    """A state that owns its arrays, since updates reuse their memory and the start is needed again."""
+ADAPTERS = 2**31 - 2
+"""What a run's key is folded with for the start of its adapters; a step that no run reaches."""
+
+
+def new_state(
+    params: Params,
+    tx: optax.GradientTransformation,
+    layout: Shardings,
+    *,
+    seed: int,
+    lora: LoraConfig | None = None,
+    copy: bool = True,
+) -> TrainState:
+    """A state at step 0 that owns its arrays, since updates reuse their memory.
+
+    With ``lora`` of a rank the params are frozen below fresh adapters. ``copy``: the params stay as they are, because
+    they are needed again; otherwise the state takes their memory over.
+    """
 
     def fresh(params: Params) -> TrainState:
-        copied = jax.tree.map(jnp.copy, params)
+        owned = jax.tree.map(jnp.copy, params)
+        key = jax.random.key(seed)
+        if lora is None or lora.rank == 0:
+            trained, frozen = owned, None
+        else:
+            start = jax.random.fold_in(key, ADAPTERS)
+            trained, frozen = init_adapters(start, params, rank=lora.rank, targets=lora.targets), owned
         return TrainState(
-            step=jnp.zeros((), jnp.int32), params=copied, opt_state=tx.init(copied), key=jax.random.key(seed)
+            step=jnp.zeros((), jnp.int32), params=trained, opt_state=tx.init(trained), key=key, frozen=frozen
         )
 
-    return jax.jit(fresh, out_shardings=layout.state)(params)
+    return jax.jit(fresh, out_shardings=layout.state, donate_argnums=() if copy else 0)(params)
 
 
 def facts(session: Session) -> dict[str, object]:
     """What a run is about to do, for the banner and the report."""
-    cfg = session.cfg
+    cfg, trains = session.cfg, "every weight"
+    if cfg.lora.rank:
+        trains = f"adapters of rank {cfg.lora.rank}, {trained_count(cfg.lora, session.model):,} parameters"
     return {
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "mesh": ", ".join(f"{axis} {size}" for axis, size in session.mesh.shape.items()),
         "policy": f"{cfg.policy.path}, {parameter_count(session.model):,} parameters",
+        "trains": trains,
         "computes in": session.compute_dtype,
         "stop ids": ", ".join(map(str, session.stop_ids)),
         "train": f"{len(session.train)} problems, {session.train.dropped} over {cfg.data.max_prompt} tokens left out",

@@ -101,7 +101,7 @@ def train_run(cfg: Config, home: Path, console: Console, graders: Graders) -> No
     session = session.with_config(cfg)
     start = session.load(lay_out(session, make_optimizer(cfg)[0]))
     with locked(folder):
-        train(session, graders.of(session), start, read_before(home / BEFORE), folder)
+        train(session, graders.of(session), start, read_before(home / BEFORE), folder, keep_start=False)
         remove_all(folder / "checkpoints")
         shutil.rmtree(folder / "verdicts", ignore_errors=True)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from oarjax.cli.adapters import plain_params
 from oarjax.cli.evaluate import Evaluation, evaluate, evaluation_from, plain_evaluation
 from oarjax.cli.layout import lay_out
 from oarjax.cli.results import label, show_results
@@ -72,13 +73,14 @@ def train_once(cfg: Config, console: Console, stop: Stop, seen: Callable[[], obj
             console.print(f"going on with another config: {changes}", markup=False)
         with session.grader() as grader:
             start, before = start_policy(session, grader, stop)
-            trained = train(session, grader, start, before, folder, stop, seen)
+            trained = train(session, grader, start, before, folder, stop, seen, keep_start=False)
         if cfg.export.folder is not None:
             target = folder / cfg.export.folder
+            layout = lay_out(session, make_optimizer(cfg)[0])
             export(
                 target,
                 session.model,
-                trained.params,
+                plain_params(cfg.lora, trained.params, layout.params, dtype=cfg.export.dtype),
                 source=session.source,
                 dtype=cfg.export.dtype,
                 stop_ids=session.stop_ids,

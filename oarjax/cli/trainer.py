@@ -15,17 +15,20 @@ import numpy as np
 from oarjax.cli.evaluate import Evaluation, evaluate
 from oarjax.cli.health import Health
 from oarjax.cli.layout import lay_out
+from oarjax.cli.memory import report_memory
+from oarjax.cli.programs import Built, parts_of
 from oarjax.cli.run_files import RunFiles
 from oarjax.cli.session import Session, new_state
 from oarjax.config import Config, CreditConfig
 from oarjax.flops import iteration_flops
-from oarjax.host.devices import peak_flops
+from oarjax.host.devices import peak_flops, to_host_memory
 from oarjax.host.grade import GraderError
 from oarjax.host.progress import OnceWarnings, PhaseTimer, Progress
 from oarjax.host.report import CompletionRow, read_metrics, show_completions, token_texts
 from oarjax.host.stop import Stop
 from oarjax.host.verdicts import Grading
 from oarjax.loop import Iteration, Outside, iterate
+from oarjax.lora import whole
 from oarjax.methods import attribution
 from oarjax.models.weights import matmul_parameters
 from oarjax.steps import make_optimizer, make_steps
@@ -37,7 +40,7 @@ class Trained:
     """What a run ended as."""
 
     folder: Path
-    params: Params
+    params: Params  # all that the policy reads, adapters included
     last: Evaluation | None
     seconds: float
 
@@ -50,8 +53,13 @@ def train(
     folder: Path,
     stop: Stop | None = None,
     seen: Callable[[], object] | None = None,
+    *,
+    keep_start: bool = True,
 ) -> Trained:
-    """Iterate from ``start``, which stays as it is; metrics, completions and checkpoints go to ``folder``.
+    """Iterate from ``start``; metrics, completions and checkpoints go to ``folder``.
+
+    ``start`` stays as it is, and is copied, where ``keep_start`` says so or the KL term needs it; else the state takes
+    its memory over.
 
     A folder with a checkpoint is gone on with, and ends as if it had never stopped. ``seen`` is called whenever there
     are new lines in the files.
@@ -76,8 +84,10 @@ def train(
         own_method=session.own_method,
         own_loss=session.own_loss,
     )
-    state = new_state(start, tx, layout, seed=cfg.seed)
-    reference = start if cfg.loss.kl_beta > 0 else None
+    reference = None
+    if cfg.loss.kl_beta > 0 and cfg.lora.rank == 0:  # below adapters it is there already
+        reference = to_host_memory(start) if cfg.loss.reference == "host" else start
+    state = new_state(start, tx, layout, seed=cfg.seed, lora=cfg.lora, copy=keep_start or reference is start)
     stream = session.prompts()
     timer, warnings, stop = PhaseTimer(), OnceWarnings(console), stop or Stop()
     warnings.check_sampling(top_k=cfg.rollout.top_k, top_p=cfg.rollout.top_p)
@@ -95,7 +105,10 @@ def train(
             place=session.place,
             phase=timer.phase,
             probed=session.probed if cfg.credit.answer.source == "reference" else None,
+            load_reference=partial(jax.device_put, device=layout.params),
         )
+        if session.wants_memory:
+            report_memory(Built(parts_of(session), tx, layout, session.rollout, steps), folder, console)
         progress = stack.enter_context(Progress(cfg.iterations, label=cfg.credit.method, console=console))
         health = Health(session, folder, warnings)
         health.remember(read_metrics(folder / "metrics.jsonl"), until=first)
@@ -118,7 +131,7 @@ def train(
                 tracing.close()
             if _due(cfg, iteration):
                 with timer.phase("evaluate"):
-                    last = evaluate(session, steps, grader, state.params)
+                    last = evaluate(session, steps, grader, whole(state))
             phases = timer.lap()
             training = phases["total"] - phases.get("evaluate", 0.0)
             metrics = done.metrics | {f"seconds/{name}": value for name, value in phases.items()}
@@ -143,10 +156,10 @@ def train(
             if stopped:
                 raise stopped
         if last is None and session.held_out is not None:  # it had finished before
-            last = evaluate(session, steps, grader, state.params)
+            last = evaluate(session, steps, grader, whole(state))
     show_completions(console, cfg.iterations, rows)
     spent = sum(record.get("seconds/total", 0.0) for record in read_metrics(folder / "metrics.jsonl"))
-    return Trained(folder, state.params, last, spent or time.perf_counter() - began)
+    return Trained(folder, whole(state), last, spent or time.perf_counter() - began)
 
 
 def completion_rows(session: Session, done: Iteration, count: int) -> list[CompletionRow]:
@@ -197,6 +210,7 @@ def _model_flops(session: Session, metrics: dict[str, float]) -> float:
         scoring_forwards=float(cfg.update.epochs * cfg.update.minibatches > 1) + float(cfg.loss.kl_beta > 0),
         epochs=cfg.update.epochs,
         context=(metrics["prompt_tokens"] + metrics["completion_tokens"]) / rows / 2,
+        update_forwards=2.0 if cfg.lora.rank else 3.0,
     )
 
 

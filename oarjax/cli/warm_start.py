@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from oarjax.batches import Deck
+from oarjax.cli.adapters import plain_params
 from oarjax.cli.health import Health
 from oarjax.cli.layout import lay_out
 from oarjax.cli.run_folder import refuse_another_config
@@ -18,12 +19,16 @@ from oarjax.host.data import SFTStream
 from oarjax.host.durable import Failures
 from oarjax.host.progress import OnceWarnings, Progress
 from oarjax.host.stop import Stop
+from oarjax.lora import whole
 from oarjax.steps import make_sft_optimizer, make_sft_step
 from oarjax.types import Params, TrainBatch
 
 
 def warm_start(session: Session, params: Params, stop: Stop) -> Params:
-    """Minimise the mean negative log-probability of the completions' tokens.
+    """Minimise the mean negative log-probability of the completions' tokens; takes plain params over and gives such.
+
+    With ``lora.rank`` it trains adapters of its own, and merges them in the end: what follows starts from plain weights
+    in the same dtype, with fresh adapters.
 
     It has checkpoints of its own in the folder ``sft``: one that was stopped goes on, and ends as if it had not been.
 
@@ -39,7 +44,7 @@ def warm_start(session: Session, params: Params, stop: Stop) -> Params:
     tx, _ = make_sft_optimizer(cfg)
     layout = lay_out(session, tx)
     step = make_sft_step(session.policy, tx, layout, head_chunk=session.cfg.policy.head_chunk)
-    state = new_state(params, tx, layout, seed=session.cfg.seed)
+    state = new_state(params, tx, layout, seed=session.cfg.seed, lora=session.cfg.lora, copy=False)
     stream = SFTStream(
         pairs,
         batch=cfg.batch,
@@ -93,4 +98,4 @@ def warm_start(session: Session, params: Params, stop: Stop) -> Params:
                 stop.obey()
         with failures.handled():  # the last one is not needed any more
             checkpoints.settle()
-    return state.params
+    return plain_params(session.cfg.lora, whole(state), layout.params)

@@ -91,6 +91,7 @@ class Checkpoints:
         """
         self.settle()
         at = self._at(iteration)
+        state = replace(state, frozen=None)
         if jax.default_backend() == "cpu":  # there a "host copy" is the array's own memory, which updates reuse
             state = jax.tree.map(jnp.copy, state)
         noted = {"record": record, "score": score, "metric": self._metric, "arrays": arrays(state)}
@@ -119,7 +120,7 @@ class Checkpoints:
             raise error
 
     def restore(self, iteration: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """The state, laid out over the devices as ``like`` is, and the record.
+        """The state, laid out over the devices as ``like`` is, and the record. What is frozen is that of ``like``.
 
         Raises:
             ConfigError: it is of another model or optimizer.
@@ -130,8 +131,8 @@ class Checkpoints:
             raise StorageError(f"{at} has no manifest: it was not finished; take another")
         check_arrays(at, noted["arrays"], arrays(like))
         found = self._writer.restore(at, jax.tree.map(ocp.utils.to_shape_dtype_struct, _plain(like)))
-        key = jax.random.wrap_key_data(found.key, impl=jax.random.key_impl(like.key))
-        return replace(found, key=key), noted["record"]
+        key = jax.random.wrap_key_data(found.pop("key"), impl=jax.random.key_impl(like.key))
+        return replace(like, key=key, **found), noted["record"]
 
     def best(self) -> int | None:
         """The iteration of the highest score, the earliest of equals."""
@@ -254,9 +255,10 @@ def _not_orbax(record: logging.LogRecord) -> bool:
     return "orbax" not in record.pathname
 
 
-def _plain(state: TrainState) -> TrainState:
-    """The state with its random key as numbers."""
-    return replace(state, key=jax.random.key_data(state.key))
+def _plain(state: TrainState) -> dict[str, Any]:
+    """What is written of a state: all but what is frozen, which is where it was read from; the key as numbers."""
+    parts = {"step": state.step, "params": state.params, "opt_state": state.opt_state}
+    return parts | {"key": jax.random.key_data(state.key)}
 
 
 def _notes(folder: Path) -> Path:

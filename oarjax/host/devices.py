@@ -160,3 +160,13 @@ def peak_flops(dtype: Any) -> tuple[float, str]:
         jax.block_until_ready(product(x))
         seconds.append(time.perf_counter() - start)
     return 2 * 1024**3 / min(seconds), "measured on 1024 x 1024 products"
+
+
+def to_host_memory(tree: Any) -> Any:
+    """The arrays in the memory of the devices' hosts, divided as they are; ``jax.device_put`` brings them back."""
+    return jax.device_put(tree, jax.tree.map(lambda x: x.sharding.with_memory_kind("pinned_host"), tree))
+
+
+def memory_limit(device: jax.Device) -> int | None:
+    """Bytes that programs on a device may take, None where it does not say (a CPU)."""
+    return (device.memory_stats() or {}).get("bytes_limit")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from typing import Any, Literal
 
 import jax
@@ -170,16 +170,37 @@ def _read_rope(fields: Mapping[str, Any]) -> tuple[float, Yarn | None]:
     )
 
 
+class Adapted(nnx.Linear):
+    """A linear layer with a low-rank pair beside its kernel: x W + b + scale * (x A) B. See ``oarjax.lora``.
+
+    The pair that is made here only names its places in the tree: the arrays merged in have a rank of their own.
+    """
+
+    def __init__(self, into: int, out: int, *, scale: float, rngs: nnx.Rngs, **options: Any):
+        super().__init__(into, out, rngs=rngs, **options)
+        self.scale = scale
+        self.lora_a = nnx.Param(jnp.zeros((into, 1)))
+        self.lora_b = nnx.Param(jnp.zeros((1, out)))
+
+    def __call__(self, x: Float[Array, "rows D"]) -> Float[Array, "rows F"]:
+        def product(x: Array, matrix: Any) -> Array:
+            return jnp.dot(
+                x.astype(self.dtype), matrix[...].astype(self.dtype), preferred_element_type=self.preferred_element_type
+            )
+
+        return super().__call__(x) + self.scale * product(product(x, self.lora_a), self.lora_b)
+
+
 class Attention(nnx.Module):
     """Grouped-query self-attention with rotary positions; q and k are normalised per head in Qwen3."""
 
     def __init__(self, cfg: QwenConfig, *, linear: Any, norm: Any, rngs: nnx.Rngs):
         self.head_dim = cfg.head_dim
         heads, kv = cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
-        self.q = linear(cfg.hidden_size, heads, use_bias=cfg.qkv_bias, rngs=rngs)
-        self.k = linear(cfg.hidden_size, kv, use_bias=cfg.qkv_bias, rngs=rngs)
-        self.v = linear(cfg.hidden_size, kv, use_bias=cfg.qkv_bias, rngs=rngs)
-        self.o = linear(heads, cfg.hidden_size, use_bias=cfg.o_bias, rngs=rngs)
+        self.q = linear("q", cfg.hidden_size, heads, use_bias=cfg.qkv_bias, rngs=rngs)
+        self.k = linear("k", cfg.hidden_size, kv, use_bias=cfg.qkv_bias, rngs=rngs)
+        self.v = linear("v", cfg.hidden_size, kv, use_bias=cfg.qkv_bias, rngs=rngs)
+        self.o = linear("o", heads, cfg.hidden_size, use_bias=cfg.o_bias, rngs=rngs)
         self.q_norm = norm(cfg.head_dim, rngs=rngs) if cfg.qk_norm else None
         self.k_norm = norm(cfg.head_dim, rngs=rngs) if cfg.qk_norm else None
 
@@ -209,9 +230,9 @@ class MLP(nnx.Module):
     """
 
     def __init__(self, cfg: QwenConfig, *, linear: Any, rngs: nnx.Rngs):
-        self.gate = linear(cfg.hidden_size, cfg.intermediate_size, use_bias=False, rngs=rngs)
-        self.up = linear(cfg.hidden_size, cfg.intermediate_size, use_bias=False, rngs=rngs)
-        self.down = linear(cfg.intermediate_size, cfg.hidden_size, use_bias=False, rngs=rngs)
+        self.gate = linear("gate", cfg.hidden_size, cfg.intermediate_size, use_bias=False, rngs=rngs)
+        self.up = linear("up", cfg.hidden_size, cfg.intermediate_size, use_bias=False, rngs=rngs)
+        self.down = linear("down", cfg.intermediate_size, cfg.hidden_size, use_bias=False, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
         flat = x.reshape(-1, x.shape[-1])
@@ -242,16 +263,30 @@ class Layer(nnx.Module):
 
 
 class Qwen(nnx.Module):
-    """The whole decoder, its layers stacked along a first axis."""
+    """The whole decoder, its layers stacked along a first axis; the matrices in ``adapted`` have adapters."""
 
-    def __init__(self, cfg: QwenConfig, *, compute_dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        cfg: QwenConfig,
+        *,
+        compute_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        adapted: frozenset[str] = frozenset(),
+        adapter_scale: float = 1.0,
+    ):
         stream = jnp.promote_types(compute_dtype, jnp.float32)
-        linear = partial(nnx.Linear, dtype=compute_dtype, preferred_element_type=stream)
+
+        def linear(name: str, into: int, out: int, **options: Any) -> nnx.Linear:
+            kind = partial(Adapted, scale=adapter_scale) if name in adapted else nnx.Linear
+            return kind(into, out, dtype=compute_dtype, preferred_element_type=stream, **options)
+
         norm = partial(nnx.RMSNorm, epsilon=cfg.rms_norm_eps, dtype=stream)
         self.embed = nnx.Embed(cfg.vocab_size, cfg.hidden_size, rngs=rngs)
         self.norm = norm(cfg.hidden_size, rngs=rngs)
         self.head = (
-            None if cfg.tie_word_embeddings else linear(cfg.hidden_size, cfg.vocab_size, use_bias=False, rngs=rngs)
+            None
+            if cfg.tie_word_embeddings
+            else linear("head", cfg.hidden_size, cfg.vocab_size, use_bias=False, rngs=rngs)
         )
 
         @nnx.split_rngs(splits=cfg.num_hidden_layers)
@@ -269,13 +304,15 @@ def make_policy(
     remat: Remat = "full",
     attention: AttentionKind = "xla",
     mesh: Mesh | None = None,
+    adapter_scale: float = 1.0,
 ) -> Policy:
     """The five functions of a Qwen; params are the dict that ``models.weights`` describes.
 
     Matmul operands are in ``compute_dtype`` and accumulate in float32; the residual stream, norms, softmax,
     RoPE angles and logits are float32 (all float64 where compute_dtype is). ``remat`` says what the backward
     pass recomputes of each layer: nothing, all but the matmuls without batch axes, or everything. The cache is
-    in ``compute_dtype``; its caller keeps cache.length + N within its slots.
+    in ``compute_dtype``; its caller keeps cache.length + N within its slots. Matrices that have adapters beside them
+    in the params (``oarjax.lora``) use these with ``adapter_scale``; params without any are the plain model.
 
     ``mesh``, of ``sharding``'s training or rollout axes, says where what is computed lives, each axis where it divides:
     rows of states, logits and caches over the row axes, key heads and vocabulary over ``tensor``, the head as ``head``
@@ -296,9 +333,14 @@ def make_policy(
             raise ValueError("attention: splash runs per device of a mesh, got mesh=None; give mesh= or use xla")
         check_splash(cfg.num_attention_heads, compute, mesh)
     place = partial(_placed, mesh) if mesh is not None and mesh.size > 1 else lambda x, *axes: x
-    model = nnx.eval_shape(lambda: Qwen(cfg, compute_dtype=compute, rngs=nnx.Rngs(0)))
-    layer_def = nnx.split(model.layers)[0]
-    norm_def = nnx.split(model.norm)[0]
+
+    @cache
+    def definitions(adapted: frozenset[str]) -> tuple[Any, Any]:
+        """Graph definitions of a layer and of the last norm."""
+        options: Any = {"compute_dtype": compute, "adapted": adapted, "adapter_scale": adapter_scale}
+        model = nnx.eval_shape(lambda: Qwen(cfg, rngs=nnx.Rngs(0), **options))
+        return nnx.split(model.layers)[0], nnx.split(model.norm)[0]
+
     frequencies = inverse_frequencies(cfg.head_dim, theta=cfg.rope_theta, yarn=cfg.yarn)
     scale = cfg.yarn.attention_factor if cfg.yarn else 1.0
 
@@ -315,6 +357,7 @@ def make_policy(
         prefix: KVCache | None = None,
         visible: Bool[Array, "B N C"] | None = None,
     ) -> tuple[Float[Array, "B N D"], KVCache | None]:
+        layer_def, norm_def = definitions(_adapted(params["layers"]))
         new = valid.shape[1]
         cos, sin = rotation(positions, frequencies, scale=scale, dtype=stream)
         # A cache of exactly N slots can only be empty: there is nothing earlier in it.
@@ -414,6 +457,13 @@ def _project_jvp(primals, tangents):
 def _logits(hidden: Float[Array, "*rows D"], kernel: Float[Array, "D V"]) -> Float[Array, "*rows V"]:
     stream = jnp.promote_types(kernel.dtype, jnp.float32)
     return jnp.einsum("...d,dv->...v", hidden, kernel, preferred_element_type=stream)
+
+
+def _adapted(layers: Params) -> frozenset[str]:
+    """The matrices of a layer that have adapters beside them."""
+    parts = [part for part in layers.values() if isinstance(part, Mapping)]
+    named = [(name, node) for part in parts for name, node in part.items()]
+    return frozenset(name for name, node in named if isinstance(node, Mapping) and "lora_a" in node)
 
 
 @jax.custom_vjp

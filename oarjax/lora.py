@@ -1,0 +1,155 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) as plain trees beside a policy's params.
+
+A matrix W [in, out] that is adapted computes y = x W + scale * (x A) B with A [in, rank], B [rank, out] and
+scale = alpha / rank. W stays as it is: only A and B have gradients and optimizer state, and no gradient of W's shape
+is ever formed. B starts at 0, so that a policy with fresh adapters is the one without, bit for bit.
+
+The adapters of a tree {"layers": {"attention": {"q": {"kernel": W, "bias": b}}}} are
+{"layers": {"attention": {"q": {"lora_a": A, "lora_b": B}}}}. Laid over the frozen tree they are the params that a
+policy computes with; the frozen tree alone is the policy that training started from, which is the reference of a KL
+term at no cost. ``merged`` gives the same policy as plain params, for sampling and for export.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Key
+
+from oarjax.types import Params, TrainState
+
+RANK = "rank"
+"""The name of the adapters' own axis, which is never divided."""
+
+
+def adapter_shapes(shapes: Params, *, rank: int, targets: Collection[str]) -> Params:
+    """Shapes of the adapters of every matrix whose name is a target; float32, stacked as the matrices are.
+
+    Args:
+        shapes: of the params, such as ``models.weights.abstract_params``.
+
+    Raises:
+        ValueError: a target that no matrix has, or a rank that is not below the matrices' own.
+    """
+    wanted = set(targets)
+
+    def shape(path: tuple[str, ...], kernel: Any) -> dict[str, Any]:
+        *stack, into, out = kernel.shape
+        if not 0 < rank < min(into, out):
+            raise ValueError(
+                f"rank: {rank} for {'.'.join(path)} of {into} x {out}; expected 1 to {min(into, out) - 1}, above which "
+                "adapters are no smaller than the matrix"
+            )
+        wanted.discard(path[-1])
+        return {
+            "lora_a": jax.ShapeDtypeStruct((*stack, into, rank), jnp.float32),
+            "lora_b": jax.ShapeDtypeStruct((*stack, rank, out), jnp.float32),
+        }
+
+    found = _at_targets(shape, shapes, targets)
+    if wanted:
+        raise ValueError(f"targets: this policy has no matrix {', '.join(sorted(wanted))}")
+    return found
+
+
+def adapter_axes(axes: Params, *, targets: Collection[str]) -> Params:
+    """Names of the adapters' axes, for sharding: A is divided as W's first axis, B as its last.
+
+    ``axes`` are those of the params (``models.weights.logical_axes``).
+    """
+
+    def names(_: tuple[str, ...], kernel: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+        *stack, into, out = kernel
+        return {"lora_a": (*stack, into, RANK), "lora_b": (*stack, RANK, out)}
+
+    return _at_targets(names, axes, targets)
+
+
+def init_adapters(key: Key[Array, ""], shapes: Params, *, rank: int, targets: Collection[str]) -> Params:
+    """Fresh adapters: A normal with variance 1 / in, B zero.
+
+    An array's numbers depend on the key and its name alone.
+    """
+    leaves, tree = jax.tree_util.tree_flatten_with_path(adapter_shapes(shapes, rank=rank, targets=targets))
+
+    def start(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> Array:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if name.endswith("lora_b"):
+            return jnp.zeros(shape.shape, shape.dtype)
+        own = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        return jax.random.normal(own, shape.shape, shape.dtype) / math.sqrt(shape.shape[-2])
+
+    return jax.tree.unflatten(tree, [start(path, shape) for path, shape in leaves])
+
+
+def laid_over(frozen: Params | None, params: Params) -> Params:
+    """All that a policy's functions read: the frozen tree with the params beside its arrays; no array is touched.
+
+    With nothing frozen the params are the whole policy.
+    """
+    if frozen is None:
+        return params
+
+    def over(under: Any, upper: Any) -> Any:
+        if not isinstance(under, Mapping) or not isinstance(upper, Mapping):
+            raise ValueError("laid_over: a param stands where the frozen tree has one; train one or freeze the other")
+        both = {name: over(under[name], upper[name]) for name in under.keys() & upper.keys()}
+        return {**under, **upper, **both}
+
+    return over(frozen, params)
+
+
+def whole(state: TrainState) -> Params:
+    """The policy that a state stands for, as its functions read it."""
+    return laid_over(state.frozen, state.params)
+
+
+def below(params: Params) -> Params:
+    """The params without their adapters: the policy that training started from. No array is touched."""
+    if not isinstance(params, Mapping):
+        return params
+    return {name: below(node) for name, node in params.items() if name not in ("lora_a", "lora_b")}
+
+
+def merged(params: Params, *, scale: float, dtype: DTypeLike | None = None) -> Params:
+    """Plain params of the same policy: W + scale * A B, added in float32, then rounded to ``dtype`` or W's own.
+
+    Params without adapters come back as they are, cast where a dtype is given. In bfloat16 a change of a weight by less
+    than half a unit of its last place, a share of 2^-9 to 2^-8, is lost.
+    """
+
+    def node(tree: Any) -> Any:
+        if not isinstance(tree, Mapping):
+            return tree if dtype is None else tree.astype(dtype)
+        plain = {name: node(part) for name, part in tree.items() if name not in ("lora_a", "lora_b", "kernel")}
+        if "kernel" not in tree:
+            return plain
+        kernel = tree["kernel"]
+        if "lora_a" in tree:
+            a, b = (tree[name].astype(jnp.float32) for name in ("lora_a", "lora_b"))
+            change = scale * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+            kernel = (kernel.astype(jnp.float32) + change).astype(kernel.dtype if dtype is None else dtype)
+        return {**plain, "kernel": node(kernel)}
+
+    return node(params)
+
+
+def _at_targets(
+    function: Callable[[tuple[str, ...], Any], Any], tree: Params, targets: Collection[str], path: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """``function(path, kernel)`` in the place of every {"kernel": ...} whose name is a target; nothing elsewhere."""
+    found: dict[str, Any] = {}
+    for name, node in tree.items():
+        if not isinstance(node, Mapping):
+            continue
+        if name in targets and "kernel" in node:
+            found[name] = function((*path, name), node["kernel"])
+        elif inner := _at_targets(function, node, targets, (*path, name)):
+            found[name] = inner
+    return found

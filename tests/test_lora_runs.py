@@ -1,0 +1,206 @@
+"""Runs that train adapters: through the command, stopped and gone on with, exported, evaluated, replayed."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ROOT
+from rich.console import Console
+
+from oarjax.cli import train as command
+from oarjax.cli import trainer, warm_start
+from oarjax.cli.benchmark_target import find_target, load_target
+from oarjax.cli.session import open_session
+from oarjax.cli.trainer import Trained
+from oarjax.config import load_config
+from oarjax.host.checkpoint import Checkpoints
+from oarjax.host.hf import load_params, read_config
+from oarjax.host.report import read_metrics
+from oarjax.host.stop import Stop
+from oarjax.logps import token_logps
+
+SMALL = [
+    "lora.rank=4",
+    "lora.alpha=8",
+    "loss.kl_beta=0.01",
+    "sft.steps=30",
+    "sft.batch=16",
+    "sft.microbatch=16",
+    "sft.optim.warmup=0",
+    "sft.optim.lr=0.02",
+    "sft.data.limit=64",
+    "data.train.limit=20",
+    "data.eval.limit=16",
+    "rollout.prompts=8",
+    "rollout.group_size=2",
+    "rollout.max_new=16",
+    "update.microbatch=16",
+    "update.skip_zero_variance=false",
+    "eval.batch=16",
+    "report.html=false",
+    "compilation_cache=null",
+    "checkpoint.every=1",
+    "credit.method=uniform",
+    "optim.schedule=constant",
+    "optim.lr=0.01",
+    "optim.moments=bfloat16",
+    "grading.workers=1",
+    "iterations=3",
+]
+
+
+class Stopped(Exception):
+    pass
+
+
+def config(data, folder):
+    return load_config(data.parent.parent / "configs/demo.yaml", [*SMALL, f"run_dir={folder}"])
+
+
+def weights(folder):
+    model, source = read_config(folder)
+    return load_params(source, model)
+
+
+@pytest.mark.slow
+def test_a_run_of_adapters_from_start_to_export(tmp_path, data, monkeypatch):
+    """A warm start, three iterations with a KL term, a stop in between, the merged export and its evaluation."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    losses, ended = [], []
+
+    class Told(warm_start.Progress):
+        def update(self, number, shown, *rest):
+            losses.append(shown["loss"])
+            super().update(number, shown, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(warm_start, "Progress", Told)
+        patch.setattr(command, "train", lambda *args, **named: ended.append(trainer.train(*args, **named)) or ended[0])
+        command.train_once(config(data, whole), Console(quiet=True), Stop())
+    # Norms and the small random embeddings are frozen, so no logit leaves about +-0.6: this is near all there is to win.
+    assert losses[-1] < losses[0] - 0.3
+
+    # The adapters beside the warm start's weights are the exported policy.
+    (trained,) = ended
+    assert isinstance(trained, Trained)
+    base, exported = weights(whole / "start"), weights(whole / "export")
+    session = open_session(config(data, whole), Console(quiet=True))
+    rows = jnp.asarray(np.random.default_rng(0).integers(3, 14, (4, 20)), jnp.int32)
+
+    def logps(params):
+        args = (session.policy, params, rows, jnp.ones(rows.shape, bool))
+        return token_logps(*args, completion_length=12, temperature=1.0, head_chunk=64)[0]
+
+    np.testing.assert_allclose(logps(trained.params), logps(exported), atol=1e-4)
+    assert float(jnp.abs(logps(exported) - logps(base)).max()) > 1e-3
+    ids = torch.tensor(np.asarray(rows)).long()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(whole / "export")(ids).logits.detach()
+    picked = torch.log_softmax(theirs[:, 7:19], -1).gather(-1, ids[:, 8:, None])[..., 0]
+    np.testing.assert_allclose(logps(trained.params), picked, atol=1e-3)
+    for name in ("embed", "norm"):
+        jax.tree.map(np.testing.assert_array_equal, base[name], exported[name])
+
+    # Checkpoints hold adapters and their moments, and nothing of the base.
+    with Checkpoints(whole / "checkpoints", keep=2) as checkpoints:
+        arrays = checkpoints.finished()[3]["arrays"]
+    names = [name for name in arrays if name.startswith("params")]
+    assert len(names) == 14
+    assert all(name.endswith(("lora_a", "lora_b")) for name in names)
+    assert {arrays[f"opt_state/1/0/{m}/{n[7:]}"].split("[")[0] for m in ("mu", "nu") for n in names} == {"bfloat16"}
+
+    # A run that is stopped in its third iteration and started again ends bit for bit the same.
+    calls = []
+    iterate = trainer.iterate
+
+    def stops_in_the_third(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise Stopped
+        return iterate(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "iterate", stops_in_the_third)
+        with pytest.raises(Stopped):
+            command.train_once(config(data, parts), Console(quiet=True), Stop())
+    target = find_target(str(parts))  # without an export yet: the checkpoint's adapters, merged into the start
+    assert target.policy == str(parts / "start")
+    merged = load_target(target, session)
+    assert jax.tree.structure(merged) == jax.tree.structure(base)
+    command.train_once(config(data, parts), Console(quiet=True), Stop())
+    jax.tree.map(np.testing.assert_array_equal, weights(parts / "export"), exported)
+    kl = [[row.get("kl") for row in read_metrics(folder / "metrics.jsonl")] for folder in (whole, parts)]
+    assert kl[0] == kl[1]
+    assert kl[0][1] == pytest.approx(0, abs=1e-7)  # the reference is the base itself
+    assert kl[0][-1] > 0
+
+
+SHARDED = """
+import json
+from types import SimpleNamespace
+import jax, jax.numpy as jnp, numpy as np, optax
+from oarjax.cli.layout import lay_out, policy_of, rollout_layout
+from oarjax.cli.session import new_state
+from oarjax.host.devices import make_mesh
+from oarjax.lora import whole
+from oarjax.models.qwen import QwenConfig
+from oarjax.models.weights import init_params
+from oarjax.steps import make_steps
+from oarjax.types import TrainBatch
+import tiny
+
+model = QwenConfig.from_hf(dict(model_type="qwen2", vocab_size=24, hidden_size=32, intermediate_size=48,
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-6, rope_theta=1e4,
+    max_position_embeddings=64, tie_word_embeddings=False, initializer_range=0.4))
+cfg = tiny.config(lora__rank=4, policy__remat="full")
+sgd = optax.sgd(1.0)  # what an update subtracts is the gradient; more would make the second one chaotic
+draw = np.random.default_rng(0)
+rows = {"tokens": draw.integers(3, 24, (1, 8, 16)).astype(np.int32), "valid": np.ones((1, 8, 16), bool),
+        "completion": np.ones((1, 8, 8), bool), "advantages": draw.normal(size=(1, 8, 8)).astype(np.float32)}
+
+def outcome(fsdp, tensor):
+    mesh = make_mesh(slice=1, data=1, fsdp=fsdp, tensor=tensor, devices=jax.devices()[: fsdp * tensor])
+    layout = lay_out(SimpleNamespace(mesh=mesh, model=model, cfg=cfg), sgd)
+    steps = make_steps(policy_of(cfg, model, mesh)[0], sgd, layout, cfg, stop_ids=(1,), pad_id=0,
+                       rollout=rollout_layout(cfg, model, mesh))
+    state = new_state(jax.device_put(init_params(model, jax.random.key(3)), layout.params), sgd, layout, seed=0,
+                      lora=cfg.lora)
+    batch = TrainBatch(**jax.device_put(rows, layout.microbatches), old_logps=None, ref_logps=None,
+                       behaviour_logps=None)
+    used, count = np.int32(1), np.float32(64)
+    for _ in range(2):  # in the second A has a gradient as well
+        state, metrics = steps.update(state, batch, used, count)
+    pair = state.params["layers"]["attention"]["q"]
+    where = [list(pair[name].sharding.spec) for name in ("lora_a", "lora_b")]
+    merged = steps.rollout_params(whole(state))
+    return {"adapters": state.params, "merged": merged, "loss": metrics["loss"].value}, where
+
+def error(tree, other):
+    pairs = [(np.asarray(x), np.asarray(y)) for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(other))]
+    return float(max(np.abs(x - y).max() for x, y in pairs) / max(np.abs(x).max() for x, y in pairs))
+
+(one, _), (four, where) = outcome(1, 1), outcome(2, 2)
+print(json.dumps({"where": where} | {name: error(tree, four[name]) for name, tree in one.items()}))
+"""
+
+
+@pytest.mark.slow
+def test_adapters_are_divided_as_their_matrices_and_learn_the_same():
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["where"] == [[None, "fsdp", None], [None, None, "tensor"]]
+    for name in ("adapters", "merged", "loss"):
+        assert found[name] < 1e-5, found
