@@ -66,9 +66,10 @@ def phase_memory(built: Built, program: Program) -> PhaseMemory:
 
 
 def peak_bytes(memory: Any) -> int:
-    """The compiler's peak of one program; an upper bound where it gives only the sums."""
+    """The compiler's peak of one program; an upper bound where it has none that covers arguments and results (CPU)."""
     whole = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return memory.peak_memory_in_bytes or whole + memory.temp_size_in_bytes
+    peak = memory.peak_memory_in_bytes
+    return peak if peak >= whole else whole + memory.temp_size_in_bytes
 
 
 def report_memory(built: Built, folder: Path, console: Console) -> list[PhaseMemory]:
