@@ -110,6 +110,17 @@ def executed_update_flops(
     return 3 * linear + repeated + attention_passes * attention + 4 * head
 
 
+def adapted_update_flops(d: Decoder, run: Run, *, adapters: Number) -> float:
+    """The same where only ``adapters`` numbers are trained: backward goes through the other weights, not to them.
+
+    Matrices and head forward and once backward, attention and adapters with their full backward pass.
+    """
+    whole = run.prompt + run.completion
+    linear = pass_flops(d, tokens=whole, context=0, read=run.completion)
+    attention = pass_flops(d, tokens=whole, context=whole / 2, read=run.completion) - linear
+    return 2 * linear + 3 * attention + 6.0 * adapters * whole
+
+
 def model_update_flops(d: Decoder, run: Run) -> float:
     """Forward and backward of one row without anything done twice: attention causal, the head at the completion."""
     return update_flops(d, Run(prompt=run.prompt, completion=run.completion, recomputed=0))

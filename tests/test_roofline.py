@@ -5,6 +5,7 @@ import pytest
 from oarjax.chips import CHIPS, Chip
 from oarjax.cost import Decoder, Run
 from oarjax.roofline import (
+    adapted_update_flops,
     decoding_bytes,
     executed_update_flops,
     kernel_flops,
@@ -35,6 +36,12 @@ def test_model_flops_by_hand():
     # 2 prompts of 4 that see 2 on average and give one distribution each; 6 rows of 7 fed tokens that see 8.
     prefill, decode = 4 * (2000 + 64 * 2) + 200, 7 * (2000 + 64 * 8) + 7 * 200
     assert sampling_flops(D, prompts=2, rows=6, prompt=4, completion=8) == 2 * prefill + 6 * decode
+
+
+def test_model_flops_below_adapters():
+    # Matrices and head forward and back to the activations; attention's two products have two derivatives each.
+    linear, attention = 12 * 2000 + 8 * 200, 12 * 64 * 6
+    assert adapted_update_flops(D, R, adapters=10) == 2 * linear + 3 * attention + 6 * 10 * 12
 
 
 def test_executed_flops_of_an_update_by_its_remat():

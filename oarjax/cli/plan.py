@@ -24,7 +24,6 @@ from oarjax.cli.plan_programs import PROGRAMS, shapes_of, with_method
 from oarjax.cli.plan_sums import (
     analytic_update_flops,
     count,
-    decoder_of,
     model_flops,
     phase_of,
     read_bytes,
@@ -211,10 +210,9 @@ def document(
 ) -> dict[str, Any]:
     """The plan as JSON has it: one entry per phase, the step, and what does not fit with the remedy."""
     model, s = QwenConfig.from_hf(fields), shapes_of(cfg)
-    d, chips = decoder_of(model), where.chips * max(cfg.mesh.slice, 1)
+    chips = where.chips * max(cfg.mesh.slice, 1)
     mesh, there = results[0]["mesh"], {k: v for r in results for k, v in r["resident"].items()}
     tensor = cfg.rollout.tensor or mesh["tensor"]
-    several = cfg.update.epochs * cfg.update.minibatches > 1
     phases = []
     for (phase, method), result in zip(work, results):
         credit = with_method(cfg, method).credit
@@ -230,7 +228,7 @@ def document(
                 chip=where.chip,
                 chips=chips,
                 work=found,
-                model=model_flops(phase, d, s, credit, old=several, reference=cfg.loss.kl_beta > 0),
+                model=model_flops(phase, model, with_method(cfg, method)),
                 read=read_bytes(model, s, chips=chips, tensor=tensor) if phase == "sample" else 0.0,
             )
         )

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from oarjax.chips import Chip
-from oarjax.cli.plan_programs import Shapes
+from oarjax.cli.adapters import trained_count
+from oarjax.cli.memory import REMEDIES
+from oarjax.cli.plan_programs import Shapes, shapes_of
 from oarjax.config import Config, CreditConfig
 from oarjax.cost import (
     Decoder,
@@ -26,6 +28,7 @@ from oarjax.models.weights import matmul_parameters
 from oarjax.oar.local import chunk_size
 from oarjax.oar.perturb import bucket_sizes
 from oarjax.roofline import (
+    adapted_update_flops,
     decoding_bytes,
     executed_update_flops,
     kernel_flops,
@@ -49,19 +52,24 @@ def decoder_of(model: QwenConfig) -> Decoder:
     )
 
 
-def model_flops(phase: str, d: Decoder, s: Shapes, credit: CreditConfig, *, old: bool, reference: bool) -> float:
+def model_flops(phase: str, model: QwenConfig, cfg: Config) -> float:
     """What a phase asks for, over all chips: nothing recomputed, attention causal, every completion at its longest."""
+    d, s = decoder_of(model), shapes_of(cfg)
     run, rows = Run(prompt=s.prompt, completion=s.completion, recomputed=0), s.microbatches * s.microbatch
     if phase == "sample":
         return sampling_flops(d, prompts=s.prompts, rows=s.rows, prompt=s.prompt, completion=s.completion)
+    if phase == "update" and cfg.lora.rank:
+        return rows * adapted_update_flops(d, run, adapters=trained_count(cfg.lora, model))
     if phase == "update":
         return rows * model_update_flops(d, run)
     if phase != "score":
         return 0.0
-    found = credit_flops(d, run, credit)
-    if old:  # the attribution's clean pass serves, where there is one; its head is at one position only
+    found = credit_flops(d, run, cfg.credit)
+    if (
+        cfg.update.epochs * cfg.update.minibatches > 1
+    ):  # old log-probs: the attribution's clean pass serves, where there is one; its head is at one position only
         found += scoring_flops(d, run) - (clean_flops(d, run) if found else 0)
-    if reference:
+    if cfg.loss.kl_beta > 0:
         found += scoring_flops(d, run)
     return rows * found
 
@@ -175,11 +183,11 @@ def read_bytes(model: QwenConfig, s: Shapes, *, chips: int, tensor: int) -> floa
 
 
 def analytic_update_flops(cfg: Config, model: QwenConfig, s: Shapes, line: Mapping[str, Any]) -> float | None:
-    """What the update should execute over all chips with its remat policy; None where it was not compiled.
+    """What the update should execute over all chips with its remat policy; None where no formula is for it.
 
     The part of kernels is what their formula says; the rest does not depend on the program.
     """
-    if "executed" not in line:
+    if "executed" not in line or cfg.lora.rank:
         return None
     d, run, rows = decoder_of(model), Run(prompt=s.prompt, completion=s.completion), s.microbatches * s.microbatch
     products = executed_update_flops(
@@ -216,12 +224,7 @@ def step_of(phases: Sequence[Mapping[str, Any]], times: Mapping[str, int], *, ch
 
 def remedy(line: Mapping[str, Any], s: Shapes) -> str:
     """What to change where a phase does not fit."""
-    common = "a topology with more chips and a larger mesh.fsdp, or mesh.tensor"
-    if line["name"] == "sample":
-        return f"lower rollout.prompts or rollout.max_new, raise rollout.tensor, or take {common}"
-    if line["name"] == "score":
-        return f"lower update.microbatch ({s.microbatch} rows) or credit.masking.chunk, or take {common}"
     return (
-        f"lower update.microbatch ({s.microbatch} rows) or policy.head_chunk, set policy.remat=full, "
-        f"optim.moments=bfloat16, or take {common}"
+        f"{REMEDIES[line['name']]}, or take a topology with more chips (now: {s.prompts} prompts, microbatches of "
+        f"{s.microbatch} rows)"
     )
