@@ -292,7 +292,7 @@ def replay(
 
 PLAN_HELP = (
     "Does a run fit a TPU slice, and how long would a step take at the least? No TPU is needed.\n\n"
-    "Compiles the run's programs for the slice with the TPU's own compiler (pip install \"oarjax[aot]\"), each in a "
+    "Compiles the run's programs for the slice with the TPU's own compiler (pip install \"oarjax\\[aot]\"), each in a "
     "process of its own: reshard (to the layout for sampling), sample, score and update. Prints what the compiler says "
     "of memory, what the programs execute "
     "and send, and times from peak rates. Exit code 1 where something does not fit, with the remedy."
