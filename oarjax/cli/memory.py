@@ -62,14 +62,16 @@ def phase_memory(built: Built, program: Program) -> PhaseMemory:
     beside = sum(size for part, size in parts.items() if part not in program.takes)
     # JAX leaves out arguments that a program does not read; they lie there all the same.
     unread = max(bytes_per_device(program.args) - memory.argument_size_in_bytes, 0)
-    return PhaseMemory(program.phase, parts, peak_bytes(memory) + beside + unread)
+    peak = peak_bytes(memory, platform=built.parts.mesh.devices.flat[0].platform)
+    return PhaseMemory(program.phase, parts, peak + beside + unread)
 
 
-def peak_bytes(memory: Any) -> int:
-    """The compiler's peak of one program; an upper bound where it has none that covers arguments and results (CPU)."""
+def peak_bytes(memory: Any, *, platform: str) -> int:
+    """The compiler's peak of one program. For a CPU it leaves temporaries out, so there the sum, an upper bound."""
+    if platform != "cpu":
+        return memory.peak_memory_in_bytes
     whole = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    peak = memory.peak_memory_in_bytes
-    return peak if peak >= whole else whole + memory.temp_size_in_bytes
+    return whole + memory.temp_size_in_bytes
 
 
 def report_memory(built: Built, folder: Path, console: Console) -> list[PhaseMemory]:

@@ -265,9 +265,9 @@ def resident(built: Built, phase: Phase) -> dict[Part, int]:
 
 
 def bytes_per_device(tree: Any) -> int:
-    """Bytes that one device holds of a tree of arrays or shapes with shardings."""
+    """Bytes that one device holds of a tree of arrays or shapes; whole where they have no sharding."""
     return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        math.prod(x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(tree)
         if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     )

@@ -167,6 +167,6 @@ def to_host_memory(tree: Any) -> Any:
     return jax.device_put(tree, jax.tree.map(lambda x: x.sharding.with_memory_kind("pinned_host"), tree))
 
 
-def memory_limit(device: jax.Device) -> int | None:
+def memory_limit(device: Any) -> int | None:
     """Bytes that programs on a device may take, None where it does not say (a CPU)."""
     return (device.memory_stats() or {}).get("bytes_limit")

@@ -182,13 +182,14 @@ class Adapted(nnx.Linear):
         self.lora_a = nnx.Param(jnp.zeros((into, 1)))
         self.lora_b = nnx.Param(jnp.zeros((1, out)))
 
-    def __call__(self, x: Float[Array, "rows D"]) -> Float[Array, "rows F"]:
+    def __call__(self, inputs: Float[Array, "rows D"], out_sharding: Any = None) -> Float[Array, "rows F"]:
         def product(x: Array, matrix: Any) -> Array:
             return jnp.dot(
                 x.astype(self.dtype), matrix[...].astype(self.dtype), preferred_element_type=self.preferred_element_type
             )
 
-        return super().__call__(x) + self.scale * product(product(x, self.lora_a), self.lora_b)
+        plain = super().__call__(inputs, out_sharding)
+        return plain + self.scale * product(product(inputs, self.lora_a), self.lora_b)
 
 
 class Attention(nnx.Module):
