@@ -171,3 +171,16 @@ def test_the_head_is_gathered_once_and_not_once_per_chunk(programs, phase):
     """fsdp 8, five chunks. In the loop over microbatches the head is gathered; in that over chunks it is not."""
     heads = [c for c in programs[phase]["collectives"] if c[1].startswith("all-gather") and [32, 88] in c[2]]
     assert [loops for loops, *_ in heads] in ([0], [1]), heads
+
+
+@pytest.mark.slow
+def test_what_sampling_keeps_is_sharded_and_a_token_gathers_no_weights(programs):
+    """data and fsdp 2, tensor 4: of 32 completions (8 prompts) 16 (4) lie on a device, with one of the 4 key heads."""
+    loops = [sizes for depth, sizes in programs["sample"]["loops"] if depth == 0]
+    (decode,) = (sizes for sizes in loops if [3, 16, 9, 1, 4] in sizes)
+    caches = [size for size in decode if len(size) == 5]
+    assert sorted(caches) == [[3, 4, 6, 1, 4]] * 2 + [[3, 16, 9, 1, 4]] * 2  # keys and values: prompts, completions
+    gathered = [c for c in programs["sample"]["collectives"] if c[1].startswith("all-gather")]
+    within = [size for depth, _, sizes, _ in gathered if depth for size in sizes]
+    assert within  # to draw a token, figures of its row's vocabulary; without any the next line would say nothing
+    assert all(size[0] == 16 and 32 not in size and 88 not in size for size in within), within

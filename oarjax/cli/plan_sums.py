@@ -65,9 +65,8 @@ def model_flops(phase: str, model: QwenConfig, cfg: Config) -> float:
     if phase != "score":
         return 0.0
     found = credit_flops(d, run, cfg.credit)
-    if (
-        cfg.update.epochs * cfg.update.minibatches > 1
-    ):  # old log-probs: the attribution's clean pass serves, where there is one; its head is at one position only
+    if cfg.update.epochs * cfg.update.minibatches > 1:
+        # Old log-probs: the attribution's clean pass serves, where there is one; its head is at one position only.
         found += scoring_flops(d, run) - (clean_flops(d, run) if found else 0)
     if cfg.loss.kl_beta > 0:
         found += scoring_flops(d, run)
