@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -29,6 +29,11 @@ def _axis_size(size: int) -> int:
 
 
 AxisSize = Annotated[int, AfterValidator(_axis_size)]
+
+
+def _word_of_switch(value: Any) -> Any:
+    """YAML reads a bare ``on`` and ``off`` as true and false."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 class ConfigError(ValueError):
@@ -430,7 +435,7 @@ class ReportConfig(Section):
     name: Word | None = Field(default=None, description="of the run there; null = its folder's")
     completions: Count = Field(default=4, description="completions saved and shown per iteration")
     html: bool = Field(default=True, description="write report.html and the curves")
-    memory: Literal["auto", "on", "off"] = Field(
+    memory: Annotated[Literal["auto", "on", "off"], BeforeValidator(_word_of_switch)] = Field(
         default="auto",
         description="compile the largest programs at the start and say what each phase needs; auto: on TPU and GPU",
     )
@@ -566,6 +571,8 @@ def _contradictions(c: Config) -> Iterator[str]:
         yield "loss.reference: host, and with loss.kl_beta = 0 there is no reference; set device, or raise loss.kl_beta"
     if c.loss.reference == "host" and c.lora.rank:
         yield "loss.reference: host, and with lora.rank the reference lies below the adapters already; set device"
+    if c.lora.rank == 0 and c.lora != LoraConfig():
+        yield "lora.rank: 0, and lora.alpha or lora.targets are set; set lora.rank=32, or leave these out"
     for where, o in (("optim", c.optim), *((("sft.optim", c.sft.optim),) if c.sft else ())):
         for name, decay in (("b1", o.b1), ("b2", o.b2)):
             if o.moments == "bfloat16" and decay > 0.99:
@@ -729,6 +736,8 @@ def _explain(error: Any, root: type[Section]) -> str:
         known = sorted(section.model_fields) if section is not None else []
         near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
+        if ":" in str(error["loc"][-1]):
+            hint = " (in YAML a blank belongs behind the colon)"
         return f"  {path}: no such field{hint}; accepted: {', '.join(known)}"
     if error["type"] == "missing":
         return f"  {path}: required and not given"

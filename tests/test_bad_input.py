@@ -294,6 +294,11 @@ def test_rows_that_cannot_be_used(train, tmp_path, content, says):
         (["grading.rewards=[{name: zzz}]"], "grading.rewards: no reward is called 'zzz'; known are exact, format"),
         (["grading.deadlien=3"], "grading.deadlien: no such field (did you mean deadline?)"),
         (["rolout.prompts=4"], "rolout: no such field (did you mean rollout?)"),
+        (
+            ["lora.targets=[q]"],
+            "lora.rank: 0, and lora.alpha or lora.targets are set; set lora.rank=32, or",
+        ),
+        (["mesh={data:1}"], "mesh.data:1: no such field (in YAML a blank belongs behind the colon)"),
         (["credit.method=oar_h"], "credit.method: Input should be 'uniform', 'oar_g'"),
     ],
 )

@@ -74,6 +74,11 @@ def test_decays_that_bfloat16_moments_cannot_follow():
     assert parse_config(changed(optim__moments="bfloat16")).optim.moments == "bfloat16"
 
 
+def test_on_and_off_are_words_where_a_field_wants_words(file):
+    for word in ("on", "off", '"on"', "auto"):
+        assert load_config(file, [f"report.memory={word}"]).report.memory == word.strip('"')
+
+
 def test_overrides_are_yaml_and_the_last_one_counts(file):
     cfg = load_config(
         file,

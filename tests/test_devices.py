@@ -47,11 +47,14 @@ def test_mesh_over_one_device_has_all_axes():
     [
         (
             {"data": 3, "fsdp": 1, "tensor": 1},
-            "'data': 3.* does not multiply to the 8 devices here; set one axis to -1",
+            "'data': 3.* does not multiply to the 8 devices here: 3 does not divide 8; give sizes",
         ),
-        ({"data": -1, "fsdp": 3, "tensor": 1}, "'fsdp': 3.* does not multiply to the 8 devices"),
+        (
+            {"data": -1, "fsdp": 3, "tensor": 1},
+            "'fsdp': 3.* does not multiply to the 8 devices here: 3 does not divide 8; give",
+        ),
         ({"data": -1, "fsdp": 16, "tensor": 1}, "'fsdp': 16.* does not multiply to the 8 devices"),
-        ({"data": 2, "fsdp": 2, "tensor": 1}, "does not multiply to the 8 devices"),
+        ({"data": 2, "fsdp": 2, "tensor": 1}, "does not multiply to the 8 devices here; set one axis to -1"),
         ({"data": -1, "fsdp": -1, "tensor": 1}, "expected positive sizes and at most one -1"),
         ({"data": 0, "fsdp": 1, "tensor": 1}, "expected positive sizes and at most one -1"),
     ],

@@ -17,6 +17,7 @@ from conftest import CACHE, virtual_devices
 from rich.console import Console
 
 import oarjax.cli.benchmark
+from oarjax.cli import export
 from oarjax.cli.benchmark_results import benchmark_result, compare, print_results
 from oarjax.cli.benchmark_target import find_target
 from oarjax.cli.evaluate import Evaluation, evaluation_from, plain_evaluation
@@ -145,7 +146,7 @@ def test_devices_change_nothing(oarjax_json, policy, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_its_export_and_its_checkpoint_agree(oarjax_json, policy, tmp_path, monkeypatch):
+def test_a_run_its_export_and_its_checkpoint_agree(oarjax_json, policy, tmp_path, monkeypatch, capfd):
     """The same JSON from each of them, and of the run's own held-out problems what the run itself had measured last."""
     task = {"source": "builtin:arithmetic", "arithmetic": {"terms": 2, "highest": 19}}
     tree = {
@@ -177,6 +178,7 @@ def test_a_run_its_export_and_its_checkpoint_agree(oarjax_json, policy, tmp_path
     monkeypatch.setattr(sys, "argv", ["oarjax", "train", str(tmp_path / "run.yaml")])
     with pytest.raises(SystemExit, match=r"^0$"):
         main()
+    said = "".join(capfd.readouterr().out.split("\n"))
     arguments = ["--data", "demo", "--k", 8, *CHEAP]
     of_run = oarjax_json("evaluate", run, *arguments)
     assert json.loads((run / "evaluate" / "demo-k8" / "results.json").read_text()) == of_run
@@ -193,6 +195,12 @@ def test_a_run_its_export_and_its_checkpoint_agree(oarjax_json, policy, tmp_path
     assert finished(run / "checkpoints")[2]["score"] == last["maj_at_k"]
     np.testing.assert_allclose(own["length"], last["eval/length"])
     np.testing.assert_allclose(own["truncated"], last["eval/truncated"])
+
+    export.run(str(run / "checkpoints" / "000002"), tmp_path / "from_checkpoint", "keep")
+    same = [(folder / "model.safetensors").read_bytes() for folder in (tmp_path / "from_checkpoint", run / "exported")]
+    assert same[0] == same[1]
+    best = max((1, 2), key=lambda n: finished(run / "checkpoints")[n]["score"] or 0)
+    assert f"best    {run}/checkpoints/{best:06d} (maj_at_k " in said
 
     (run / "exported").rename(tmp_path / "elsewhere")
     assert find_target(str(run)).checkpoint == run / "checkpoints" / "000002"

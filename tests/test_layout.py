@@ -124,12 +124,14 @@ model = QwenConfig.from_hf(dict(model_type="qwen2", vocab_size=VOCAB, hidden_siz
     num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, rms_norm_eps=1e-6, rope_theta=1e4,
     max_position_embeddings=64, tie_word_embeddings=False))
 
-def compiled(phase, axes, **changes):
+def built(axes, **changes):
     mesh = make_mesh(slice=1, data=1, **axes)
     cfg = tiny.config(data__max_prompt=6, rollout__prompt_bucket=6, rollout__prompts=8, update__microbatch=16,
                       policy__head_chunk=32, update__epochs=2, **changes)
-    built = build(parts_for(cfg, model, mesh, stop_ids=(1,), pad_id=0))
-    (program,) = (p for p in programs(built) if p.phase == phase)
+    return build(parts_for(cfg, model, mesh, stop_ids=(1,), pad_id=0))
+
+def compiled(phase, axes, **changes):
+    (program,) = (p for p in programs(built(axes, **changes)) if p.phase == phase)
     return instructions(program.lower().compile().as_text())
 
 def collectives(found):
@@ -141,6 +143,11 @@ def sizes(i):
 for phase in ("score", "update"):
     found = collectives(compiled(phase, {"fsdp": 8, "tensor": 1}, credit__method="entropy"))
     print(json.dumps({"phase": phase, "collectives": [[loops, i.opcode, sizes(i), i.op_name] for loops, i in found]}))
+
+# The memory table of a run lowers all of them, and sampling may have another mesh than training.
+apart = built({"fsdp": 8, "tensor": 1}, rollout__tensor=2, data__eval={"source": "unused"}, eval__batch=8)
+print(json.dumps({"phase": "lowered", "phases": [p.phase for p in programs(apart) if p.lower()]}))
+
 found = compiled("sample", {"fsdp": 2, "tensor": 4})
 print(json.dumps({
     "phase": "sample",
@@ -184,3 +191,8 @@ def test_what_sampling_keeps_is_sharded_and_a_token_gathers_no_weights(programs)
     within = [size for depth, _, sizes, _ in gathered if depth for size in sizes]
     assert within  # to draw a token, figures of its row's vocabulary; without any the next line would say nothing
     assert all(size[0] == 16 and 32 not in size and 88 not in size for size in within), within
+
+
+@pytest.mark.slow
+def test_programs_lower_where_sampling_has_another_mesh(programs):
+    assert programs["lowered"]["phases"] == ["reshard", "sample", "evaluate", "score", "credit", "update"]

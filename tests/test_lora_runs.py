@@ -12,9 +12,11 @@ import pytest
 from conftest import ROOT
 from rich.console import Console
 
+from oarjax.cli import export as export_command
 from oarjax.cli import train as command
 from oarjax.cli import trainer, warm_start
 from oarjax.cli.benchmark_target import find_target, load_target
+from oarjax.cli.run_folder import changed
 from oarjax.cli.session import open_session
 from oarjax.cli.trainer import Trained
 from oarjax.config import load_config
@@ -131,8 +133,12 @@ def test_a_run_of_adapters_from_start_to_export(tmp_path, data, monkeypatch):
             command.train_once(config(data, parts), Console(quiet=True), Stop())
     target = find_target(str(parts))  # without an export yet: the checkpoint's adapters, merged into the start
     assert target.policy == str(parts / "start")
-    merged = load_target(target, session)
+    cfg = config(data, parts)
+    cfg = changed(cfg, policy=changed(cfg.policy, path=target.policy))
+    merged = load_target(target, open_session(cfg, Console(quiet=True)))
     assert jax.tree.structure(merged) == jax.tree.structure(base)
+    export_command.run(str(parts), tmp_path / "early", "keep", 1.0)
+    jax.tree.map(np.testing.assert_array_equal, weights(tmp_path / "early"), merged)
     command.train_once(config(data, parts), Console(quiet=True), Stop())
     jax.tree.map(np.testing.assert_array_equal, weights(parts / "export"), exported)
     kl = [[row.get("kl") for row in read_metrics(folder / "metrics.jsonl")] for folder in (whole, parts)]

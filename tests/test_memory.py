@@ -26,8 +26,9 @@ def printed():
 @pytest.mark.slow
 def test_every_phase_is_compiled_and_told_with_what_lies_beside_it(tmp_path, monkeypatch):
     console, weights = printed(), 4 * parameter_count(tiny.model())
-    found = {each.phase: each for each in report_memory(built(loss__kl_beta=0.1), tmp_path, console)}
-    assert list(found) == ["reshard", "sample", "score", "credit", "update"]
+    everything = built(loss__kl_beta=0.1, data__eval={"source": "unused"}, eval__batch=4)
+    found = {each.phase: each for each in report_memory(everything, tmp_path, console)}
+    assert list(found) == ["reshard", "sample", "evaluate", "score", "credit", "update"]
     for each in found.values():
         assert each.peak >= sum(each.resident.values())  # whether the program takes them or not
         assert each.resident["optimizer"] == 2 * weights + 2 * 4

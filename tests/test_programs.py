@@ -13,6 +13,7 @@ from oarjax.cli.session import new_state
 from oarjax.host.devices import make_mesh
 from oarjax.host.processes import to_devices
 from oarjax.loop import iterate
+from oarjax.lora import whole
 from oarjax.models.weights import init_params, parameter_count
 
 
@@ -34,7 +35,7 @@ def place(built, tree, layout):
     "changes", [{"credit__method": "entropy"}, {"loss__kl_beta": 0.1, "update__epochs": 2, "lora__rank": 2}]
 )
 def test_an_iteration_compiles_nothing_that_was_compiled_before(changes, caplog):
-    b = built(**changes)
+    b = built(**changes, data__eval={"source": "unused"}, eval__batch=4)
     for program in programs(b):
         program.lower().compile()
     start = init_params(tiny.model(), jax.random.key(3), dtype=jnp.float32)
@@ -44,11 +45,12 @@ def test_an_iteration_compiles_nothing_that_was_compiled_before(changes, caplog)
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         for iteration in (1, 2):
             state, done = iterate(state, None, iteration, steps=b.steps, outside=outside, cfg=b.parts.cfg)
+        b.steps.evaluate(b.steps.rollout_params(whole(state)), place(b, tiny.prompts(), "prompts"), jax.random.key(1))
     assert done.metrics["rows_used"] > 0
     compiled = [r.getMessage() for r in caplog.records if "XLA compilation of" in r.getMessage()]
     names = [
         name
-        for name in ("prepare", "sample_groups", "score", "credit", "update")
+        for name in ("prepare", "sample_groups", "sample_evaluation", "score", "credit", "update")
         for m in compiled
         if f"jit({name})" in m
     ]

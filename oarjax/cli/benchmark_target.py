@@ -1,4 +1,4 @@
-"""What ``oarjax evaluate`` evaluates: a run's export or checkpoint, an HF folder, or a hub name."""
+"""What ``oarjax evaluate`` and ``export`` read: a run's export or checkpoint, an HF folder, or a hub name."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 import yaml
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from oarjax.cli.adapters import plain_params
-from oarjax.cli.layout import lay_out
+from oarjax.cli.layout import lay_out, stored_dtype_of
 from oarjax.cli.run_folder import changed
 from oarjax.cli.session import Session, new_state
 from oarjax.config import BUILTIN_POLICIES, Config, ConfigError, parse_config
 from oarjax.host.checkpoint import Checkpoints, finished
+from oarjax.host.hf import load_params
 from oarjax.host.manifest import NAME, damage
 from oarjax.lora import whole
+from oarjax.models.qwen import QwenConfig
 from oarjax.steps import make_optimizer
 from oarjax.types import Params
 
@@ -24,6 +28,14 @@ class Target(NamedTuple):
     policy: str  # HF folder or hub name: architecture, tokenizer and, without a checkpoint, weights
     run: Config | None = None  # of the run whose folder was named
     checkpoint: Path | None = None
+
+
+class Place(NamedTuple):
+    """Where a checkpoint's policy goes."""
+
+    cfg: Config
+    model: QwenConfig
+    mesh: Mesh
 
 
 def find_target(text: str) -> Target:
@@ -81,14 +93,30 @@ def load_target(target: Target, session: Session) -> Params:
     """
     if target.run is None or target.checkpoint is None:
         return session.load(lay_out(session, make_optimizer(session.cfg)[0]))
-    tx, _ = make_optimizer(target.run)
-    lora = target.run.lora
-    trained = session.with_config(changed(session.cfg, lora=lora))
-    layout = lay_out(trained, tx)
-    like = new_state(trained.load(layout), tx, layout, seed=0, lora=lora)
-    with Checkpoints(target.checkpoint.parent, keep=1) as checkpoints:
-        state, _ = checkpoints.restore(int(target.checkpoint.name), like=like)
-    return plain_params(lora, whole(state), layout.params)
+    place = Place(changed(session.cfg, lora=target.run.lora), session.model, session.mesh)
+    return checkpoint_params(target.run, target.checkpoint, place, source=session.source)
+
+
+def checkpoint_params(
+    run: Config, checkpoint: Path, place: Place, *, source: Path, dtype: DTypeLike | None = None
+) -> Params:
+    """The policy in a run's checkpoint as plain params, in the training layout of a mesh.
+
+    Args:
+        place: its config says what the policy computes with, and has the run's ``lora``.
+        source: HF folder that the run started from; adapters are merged into its weights.
+        dtype: of merged weights; None = that of the weights below the adapters.
+
+    Raises:
+        ConfigError: the checkpoint is of another model.
+    """
+    tx, _ = make_optimizer(run)
+    layout = lay_out(place, tx)
+    start = load_params(source, place.model, dtype=stored_dtype_of(place.cfg, place.mesh), shardings=layout.params)
+    like = new_state(start, tx, layout, seed=0, lora=run.lora, copy=False)
+    with Checkpoints(checkpoint.parent, keep=1) as checkpoints:
+        state, _ = checkpoints.restore(int(checkpoint.name), like=like)
+    return plain_params(run.lora, whole(state), layout.params, dtype=dtype)
 
 
 def weights_digest(target: Target, folder: Path) -> str:

@@ -173,14 +173,17 @@ def compare(
 
 @app.command(epilog="Example: oarjax export runs/demo/export exported --dtype bfloat16")
 def export(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="HF folder or hub name to read.")],
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="HF folder, hub name, run or checkpoint.")],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="Folder to write; must not exist yet.")],
     dtype: Annotated[Dtype, typer.Option(help="Of the numbers written; keep = as they are stored.")] = Dtype.KEEP,
     shard_gb: Annotated[
         float, typer.Option(help="GB of a weights file at most; more than that are several, with an index.", min=1e-6)
     ] = 5.0,
 ) -> None:
-    """Rewrite a policy as an HF folder (safetensors, config, tokenizer) that transformers and vLLM load."""
+    """Write a policy as an HF folder (safetensors, config, tokenizer) that transformers and vLLM load.
+
+    Of a run folder it is the export, or before there is one the newest checkpoint, adapters merged.
+    """
     from oarjax.cli.export import run
 
     run(source, target, dtype.value, shard_gb)

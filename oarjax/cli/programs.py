@@ -187,7 +187,8 @@ def sample_program(built: Built) -> Program:
 def evaluate_program(built: Built) -> Program:
     """``eval.samples`` completions of one batch of held-out prompts."""
     prompts = _prompts(built, built.parts.cfg.eval.batch)
-    args = (rollout_shapes(built), prompts, _key(built))
+    key = jax.eval_shape(lambda: jax.random.key(0))  # of no mesh: evaluations make their own
+    args = (rollout_shapes(built), prompts, key)
     return Program("evaluate", built.steps.evaluate, args, {}, frozenset({"rollout"}))
 
 

@@ -12,6 +12,7 @@ from oarjax.cli.memory import memory_facts
 from oarjax.cli.session import Session, facts
 from oarjax.cli.trainer import Trained
 from oarjax.config import CreditConfig
+from oarjax.host.checkpoint import best
 from oarjax.host.curves import average, curves
 from oarjax.host.page import write_page
 from oarjax.host.report import read_completions, read_metrics
@@ -48,6 +49,9 @@ def show_results(
     if rows:
         print_summary(console, rows)
         write_summary(folder / "summary.json", rows)
+    for trained in (one for each in runs.values() for one in each):
+        for found in best_checkpoint(trained.folder, cfg.checkpoint.best).values():
+            console.print(f"best    {trained.folder}/{found}; oarjax export makes a policy of it", markup=False)
     if not cfg.report.html:
         return
     records = {
@@ -63,9 +67,15 @@ def show_results(
         runs=records,
         completions=read_completions(shown.folder / "completions.jsonl"),
         config=cfg.model_dump(mode="json"),
-        facts=facts(session) | memory_facts(shown.folder),
+        facts=facts(session) | memory_facts(shown.folder) | best_checkpoint(shown.folder, cfg.checkpoint.best),
     )
     console.print(f"report  {folder / 'report.html'}", markup=False)
+
+
+def best_checkpoint(run: Path, metric: str | None) -> dict[str, str]:
+    """The checkpoint of a run that its evaluations liked best, with the score; empty where none was looked for."""
+    found = None if metric is None else best(run / "checkpoints", metric)
+    return {} if found is None else {"best checkpoint": f"checkpoints/{found[0]:06d} ({metric} {found[1]:.3f})"}
 
 
 def _table(

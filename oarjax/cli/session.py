@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from oarjax.batches import bucket, take
 from oarjax.cli.adapters import trained_count, trained_shapes
 from oarjax.cli.checks import check_failures, check_grading, check_lengths, check_report
-from oarjax.cli.layout import check_layouts, policy_of, rollout_layout
+from oarjax.cli.layout import check_layouts, policy_of, rollout_layout, stored_dtype_of
 from oarjax.cli.own import check_loss, check_weights, find_loss, find_method
 from oarjax.config import Config, ConfigError, DatasetConfig, LoraConfig
 from oarjax.credit.keywords import KeywordTable, keyword_table
@@ -332,7 +332,7 @@ class Session:
 
     def load(self, layout: Shardings, *, source: Path | None = None) -> Params:
         """The policy's weights, laid out over the mesh."""
-        dtype = self.compute_dtype if self.cfg.lora.rank else jnp.float32  # see cli.layout.stored_dtype_of
+        dtype = stored_dtype_of(self.cfg, self.mesh)
         return load_params(source or self.source, self.model, dtype=dtype, shardings=layout.params)
 
 

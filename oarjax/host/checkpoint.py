@@ -136,19 +136,17 @@ class Checkpoints:
 
     def best(self) -> int | None:
         """The iteration of the highest score, the earliest of equals."""
-        scores = self.scores()
-        return max(scores, key=lambda n: scores[n]) if scores else None
+        found = best(self.folder, self._metric)
+        return None if found is None else found[0]
 
     def scores(self) -> dict[int, float]:
         """Iteration -> score of the checkpoints that were saved as the best by this metric."""
-        return {n: noted["score"] for n, noted in self._scored() if noted.get("metric", self._metric) == self._metric}
+        return scores(self.folder, self._metric)
 
     def other_metrics(self) -> list[str]:
         """Metrics that checkpoints of this folder were the best by, before another one was chosen."""
-        return sorted({str(noted.get("metric", self._metric)) for _, noted in self._scored()} - {str(self._metric)})
-
-    def _scored(self) -> list[tuple[int, dict[str, Any]]]:
-        return [(n, noted) for n, noted in self.finished().items() if noted["score"] is not None]
+        scored = [noted for noted in self.finished().values() if noted["score"] is not None]
+        return sorted({str(noted.get("metric", self._metric)) for noted in scored} - {str(self._metric)})
 
     def __enter__(self) -> Checkpoints:
         logging.getLogger("absl").addFilter(_not_orbax)
@@ -218,6 +216,18 @@ def finished(folder: Path) -> dict[int, dict[str, Any]]:
     """Iteration -> manifest of the finished checkpoints in a folder, in order."""
     found = {int(at.name): read_manifest(at) for at in sorted(_folders(folder))}
     return {iteration: noted for iteration, noted in found.items() if noted is not None}
+
+
+def scores(folder: Path, metric: str | None) -> dict[int, float]:
+    """Iteration -> score of the checkpoints in a folder that were saved as the best by a metric."""
+    scored = {n: noted for n, noted in finished(folder).items() if noted["score"] is not None}
+    return {n: noted["score"] for n, noted in scored.items() if noted.get("metric", metric) == metric}
+
+
+def best(folder: Path, metric: str | None) -> tuple[int, float] | None:
+    """The iteration and score of the highest score in a folder, the earliest of equals; None where nothing has one."""
+    found = scores(folder, metric)
+    return max(found.items(), key=lambda each: (each[1], -each[0])) if found else None
 
 
 def remove_all(folder: Path) -> None:

@@ -99,7 +99,12 @@ def make_mesh(*, slice: int, data: int, fsdp: int, tensor: int, devices: Sequenc
     open_axes = [name for name, n in axes.items() if n == -1]
     if len(open_axes) > 1 or any(n < 1 and n != -1 for n in axes.values()):
         raise DeviceError(f"mesh: expected positive sizes and at most one -1, got {axes}")
-    if open_axes and count % fixed == 0:
+    if count % fixed:
+        raise DeviceError(
+            f"mesh: {axes} does not multiply to the {count} devices here: {fixed} does not divide {count}; give sizes "
+            "that do, and -1 for what is left"
+        )
+    if open_axes:
         axes[open_axes[0]] = count // fixed
     if math.prod(axes.values()) != count:
         raise DeviceError(f"mesh: {axes} does not multiply to the {count} devices here; set one axis to -1")
