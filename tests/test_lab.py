@@ -234,11 +234,17 @@ def test_a_missing_file_of_rollouts(oarjax_command, tmp_path, policy):
 
 
 def test_rollouts_that_do_not_fit_the_policy(oarjax_command, tmp_path, policy):
-    for record in ({"prompt": "1+1=", "completion_ids": [99]}, {"prompt": "1+1=", "completion": "1" * 600}):
-        (tmp_path / "long.jsonl").write_text(json.dumps(record))
-        code, _, err = oarjax_command("credit", config_file(tmp_path, policy), "--rollouts", tmp_path / "long.jsonl")
+    path = config_file(tmp_path, policy)
+    for record, says in (
+        ({"completion_ids": [4, 99]}, "id 99 is not the policy's, whose ids are 0 to 31; set policy.path to"),
+        ({"completion": "1" * 600}, "604 tokens, more than the policy's max_position_embeddings = 512; leave this"),
+        ({"completion": "two"}, "the tokenizer cannot encode 'two': "),
+    ):
+        lines = [{"prompt": "1+1=", "completion": "2"}, {"prompt": "1+1="} | record]
+        (tmp_path / "bad.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        code, _, err = oarjax_command("credit", path, "--rollouts", tmp_path / "bad.jsonl")
         assert code == 2
-        assert "--rollouts: rollout 1 has" in err
+        assert f"--rollouts: {tmp_path}/bad.jsonl, line 2: {says}" in " ".join(err.split())
 
 
 def test_help(oarjax_command):
