@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 import oarjax.cli.session
 from oarjax.cli.interventions import Continued
-from oarjax.cli.lab import draws_noise, graded, known_tokens
+from oarjax.cli.lab import draws_noise, graded, known_tokens, run_lab
 from oarjax.cli.lab_completions import draw_completions, saved_completions, usable_rows
 from oarjax.cli.main import main
 from oarjax.cli.session import open_session
@@ -184,6 +184,23 @@ def test_saved_text_and_ids_come_to_the_same(tmp_path, policy):
     assert drawn.span.reasoning.sum(1).tolist() == [6, 6]
     assert [p.prompt for p in drawn.problems] == ["3+4=", "3+4="]
     assert drawn.considered == 3
+
+
+def test_rollouts_of_one_prompt_are_one_problem(tmp_path, policy, monkeypatch):
+    from test_config_fields import FakeGrader
+
+    monkeypatch.setattr(oarjax.cli.session, "Grader", FakeGrader)
+    session = session_of(tmp_path, policy)
+    completions = ["3+4=7;#### 7", "7", "3+4=7;;#### 7"]
+    saved = [SavedRollout(f"3+{n}=", text, "7") for n in (4, 5, 6, 4, 7) for text in completions]
+    drawn = saved_completions(session, saved)
+    assert [p.index for p in drawn.problems] == [0, 0, 1, 1, 2, 2]
+    assert (drawn.answered, drawn.considered) == (10, 15)
+    with session.grader() as grader:
+        found = run_lab(session, fake_programs([], session), grader, drawn)
+    assert found.facts["completions"] == "the first 6 of 10 with an answer, out of 15"
+    assert "percentile bootstrap over 3 prompts, each with its rollouts (200 resamples)" in found.interval
+    assert found.oracles["direct"].count == 3
 
 
 def test_rollouts_of_trl_and_verl_come_to_the_same(tmp_path, policy):

@@ -28,7 +28,8 @@ class Drawn:
     span: AnswerSpan
     problems: list[Problem]
     referenced: np.ndarray  # bool [R]: the right answer is known
-    considered: int  # completions that these were taken from
+    answered: int  # completions with an answer, of which these are the first
+    considered: int  # completions that were looked at for one
 
 
 def draw_completions(session: Session, programs: Programs) -> Drawn:
@@ -58,11 +59,11 @@ def draw_completions(session: Session, programs: Programs) -> Drawn:
         raise ConfigError(_nothing_to_compare(considered, cfg.lab.shortest, cfg.credit.answer.style))
     whole = join(rollouts)
     span = jax.tree.map(lambda *parts: np.concatenate(parts), *spans)
-    return _trimmed(session, whole, span, problems, np.ones(len(problems), bool), considered)
+    return _trimmed(session, whole, span, problems, np.ones(len(problems), bool), len(problems), considered)
 
 
 def saved_completions(session: Session, saved: Sequence[SavedRollout]) -> Drawn:
-    """Saved rollouts that have an answer, the first ``lab.problems`` of them.
+    """Saved rollouts that have an answer, the first ``lab.problems`` of them; those of one prompt are one problem.
 
     Raises:
         ConfigError: none has one after enough reasoning, or one is longer than the policy's positions.
@@ -90,13 +91,16 @@ def saved_completions(session: Session, saved: Sequence[SavedRollout]) -> Drawn:
         ended=np.ones(len(saved), bool),  # type: ignore[arg-type]
     )
     span = session.find_answers(rollout)
-    rows = usable_rows(span, shortest=cfg.lab.shortest)[: cfg.lab.problems]
+    usable = usable_rows(span, shortest=cfg.lab.shortest)
+    rows = usable[: cfg.lab.problems]
     if len(rows) == 0:
         raise ConfigError(_nothing_to_compare(len(saved), cfg.lab.shortest, cfg.credit.answer.style))
     texts = [s.prompt if isinstance(s.prompt, str) else text_of(p, session.table) for s, p in zip(saved, prompts)]
-    problems = [Problem(texts[r], saved[r].reference or "", index=n) for n, r in enumerate(rows)]
+    numbers: dict[tuple[int, ...], int] = {}  # of each different prompt
+    indices = [numbers.setdefault(tuple(prompts[r]), len(numbers)) for r in rows]
+    problems = [Problem(texts[r], saved[r].reference or "", index=n) for n, r in zip(indices, rows)]
     referenced = np.array([saved[r].reference is not None for r in rows])
-    return _trimmed(session, take(rollout, rows), take(span, rows), problems, referenced, len(saved))
+    return _trimmed(session, take(rollout, rows), take(span, rows), problems, referenced, len(usable), len(saved))
 
 
 def _ids(session: Session, saved: SavedRollout, number: int) -> tuple[list[int], list[int], bool]:
@@ -158,6 +162,7 @@ def _trimmed(
     span: AnswerSpan,
     problems: list[Problem],
     referenced: np.ndarray,
+    answered: int,
     considered: int,
 ) -> Drawn:
     """Without the positions that no completion reaches."""
@@ -165,7 +170,7 @@ def _trimmed(
     longest = int(np.asarray(rollout.completion).sum(1).max())
     length = bucket(longest, min(session.cfg.rollout.completion_bucket, 8), full)
     short, cut = trim(rollout, span, np.arange(len(problems)), length=length)
-    return Drawn(short, cut, problems, referenced, considered)
+    return Drawn(short, cut, problems, referenced, answered, considered)
 
 
 def completion_ids(rollout: Rollout) -> list[list[int]]:
