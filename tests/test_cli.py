@@ -418,6 +418,10 @@ def test_export_keeps_and_converts(oarjax, policy, tmp_path):
     code, _, err = oarjax("export", policy, tmp_path / "same")
     assert code == 2
     assert "exists; give a folder that does not" in err
+    for target in (tmp_path / "same" / "config.json" / "x", "/proc/oarjax"):
+        code, _, err = oarjax("export", policy, target)
+        assert code == 2
+        assert f"error: TARGET: cannot write to {target}: " in err
 
 
 def test_shipped_configs_say_where_their_files_go():

@@ -24,5 +24,8 @@ def run(source: str, target: Path, dtype: str, shard_gb: float = SHARD_BYTES / 1
     params = load_params(folder, cfg, dtype=stored_dtype(folder) if dtype == "keep" else jnp.dtype(dtype))
     has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
     stops = stop_ids(folder, load_tokenizer(folder)) if has_tokenizer else ()
-    export(target, cfg, params, source=folder, shard_bytes=int(shard_gb * 1e9), stop_ids=stops)
+    try:
+        export(target, cfg, params, source=folder, shard_bytes=int(shard_gb * 1e9), stop_ids=stops)
+    except OSError as error:
+        raise ConfigError(f"TARGET: cannot write to {target}: {error}; give another folder") from error
     make_console().print(f"wrote {parameter_count(cfg):,} parameters to {target}", markup=False)
