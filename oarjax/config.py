@@ -475,7 +475,10 @@ LAB_METHODS: dict[str, dict[str, Any]] = {
 class LabConfig(Section):
     """``oarjax credit``: which methods are compared, and on how much."""
 
-    problems: Positive = Field(default=100, description="completions to compare on, one per problem")
+    problems: Positive = Field(
+        default=100,
+        description="completions to compare on, one per problem; of --rollouts the first ones, whatever their prompts",
+    )
     shortest: Positive = Field(default=10, description="reasoning tokens that a completion needs to be taken")
     temperature: Rate | None = Field(
         default=None, description="of the completions; null = rollout.temperature, 0 = greedy"

@@ -273,7 +273,7 @@ def test_chat_templates_that_fail(train, policy, template, says):
         (b'{"question": "1+1=", "answer": "2"}\n\xff\xfe\n', "rows.jsonl line 2: not JSON"),
         (b'{"question": "1+1=", "answer": ' + b"9" * 5000 + b"}\n", "rows.jsonl line 1: not JSON"),
         (b"[" * 100_000 + b"\n", "rows.jsonl line 1: not JSON"),
-        (b'{"question": "three apples", "answer": "2"}\n', "the tokenizer cannot encode 'three apples'"),
+        (b'{"question": "three apples", "answer": "2"}\n', "rows.jsonl line 1: the tokenizer cannot encode"),
     ],
 )
 def test_rows_that_cannot_be_used(train, tmp_path, content, says):

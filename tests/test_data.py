@@ -23,7 +23,7 @@ from oarjax.host.data import (
     pad_prompts,
 )
 from oarjax.host.problems import DataError, Problem, load_problems, reference_answer
-from oarjax.host.tokenizer import load_tokenizer
+from oarjax.host.tokenizer import TokenizerError, load_tokenizer
 
 ROWS = [
     {"question": "1+2=", "answer": "one and two\n#### 3"},
@@ -202,6 +202,19 @@ def test_pairs_end_in_the_stop_token(tokenizer):
     assert encode_pairs(problems, tokenizer, **PLAIN, max_length=14, stop_id=2).dropped == 0  # 4 + 9 + stop
     with pytest.raises(DataError, match=r"all 2 pairs are longer than 7 tokens; raise sft.max_length"):
         encode_pairs(problems, tokenizer, **PLAIN, max_length=7, stop_id=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("", "the prompt '' encodes to no tokens at all; fill"), ("1+\ud800", "the tokenizer cannot encode '1[+]")],
+)
+def test_a_text_that_cannot_be_encoded_is_told_with_its_line(tokenizer, tmp_path, text, says):
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in [*ROWS, ROWS[0] | {"question": text}]))
+    with pytest.raises(TokenizerError, match=f"^{tmp_path}/rows.jsonl line 4: {says}"):
+        encode_problems(load(tmp_path / "rows.jsonl"), tokenizer, **PLAIN, max_prompt=8)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "1+1=", "answer": "two"}))
+    with pytest.raises(TokenizerError, match=f"^{tmp_path}/rows.jsonl line 1: the tokenizer cannot encode 'two'"):
+        encode_pairs(load(tmp_path / "rows.jsonl"), tokenizer, **PLAIN, max_length=8, stop_id=2)
 
 
 # --- padding ---------------------------------------------------------------------------------------------------

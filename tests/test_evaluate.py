@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -18,14 +19,17 @@ from rich.console import Console
 
 import oarjax.cli.benchmark
 from oarjax.cli import export
-from oarjax.cli.benchmark_results import benchmark_result, compare, print_results
+from oarjax.cli.benchmark_results import benchmark_result, compare, print_results, read_result
 from oarjax.cli.benchmark_target import find_target
 from oarjax.cli.evaluate import Evaluation, evaluation_from, plain_evaluation
 from oarjax.cli.main import main
-from oarjax.config import ConfigError, parse_config
-from oarjax.host.benchmarks import BENCHMARKS, FIRST_ANSWER, PROMPTS, family_prompt, few_shot, read_names
+from oarjax.config import ConfigError, DatasetConfig, parse_config
+from oarjax.host.benchmarks import BENCHMARKS, FIRST_ANSWER, PROMPTS, family_prompt, few_shot, find_fields, read_names
 from oarjax.host.builtin import write_builtin_policy
 from oarjax.host.checkpoint import finished
+from oarjax.host.lock import locked
+from oarjax.host.manifest import write_manifest
+from oarjax.host.problems import load_problems
 from oarjax.host.report import read_metrics
 from oarjax.host.sample_lines import SampleLines
 from oarjax.host.tokenizer import load_tokenizer
@@ -215,10 +219,12 @@ def test_a_run_its_export_and_its_checkpoint_agree(oarjax_json, policy, tmp_path
     ("arguments", "says"),
     [
         (["--data", "demo", "--k", "2", "--temperature", "0"], "all 2 samples of a problem are the same"),
-        (["--data", "demo,demo"], "expected different names out of gsm8k"),
+        (["--data", ","], "--data: expected names out of gsm8k"),
+        (["--data", "demo,demo"], "2 of 'demo,demo' are called 'demo', and results are kept by name"),
+        (["--data", "gsm8k,org/gsm8k"], "rename a file, or evaluate them one at a time"),
         (["--data", "gsm9k"], "'gsm9k' is neither a benchmark (gsm8k, math500"),
         (["--data", "mine=rows.jsonl"], "'mine' is no benchmark"),
-        (["--data", "nothing.jsonl"], "data.eval.source: no file nothing.jsonl"),
+        (["--data", "nothing.jsonl"], "--data: no file nothing.jsonl; give the path of"),
         (["--data", "demo", "optim.lr=1"], "optim.lr=1: an evaluation reads seed, device"),
         (["--data", "demo", "rollout.max_new=0"], "rollout.max_new: Input should be greater than 0"),
         (["--data", "demo", "rollout.max_new=5000"], "more than the checkpoint's max_position_embeddings"),
@@ -230,6 +236,65 @@ def test_mistakes(oarjax_json, policy, tmp_path, arguments, says):
     code, error = oarjax_json("evaluate", policy, *arguments, "--out", tmp_path / "out", "device=cpu")
     assert code == 2
     assert says in error
+
+
+def test_folders_that_cannot_be_written_to(oarjax_json, policy, tmp_path):
+    (tmp_path / "file").write_text("")
+    arguments = ["evaluate", policy, "--data", "demo", *CHEAP, "--out"]
+    code, error = oarjax_json(*arguments, tmp_path / "file")
+    assert code == 2
+    assert error.startswith(f"error: --out: cannot write to {tmp_path}/file: ")
+    assert error.endswith("give another --out")
+    with locked(tmp_path / "used"):
+        code, error = oarjax_json(*arguments, tmp_path / "used")
+    assert code == 2
+    assert f"--out: {tmp_path}/used is in use by process" in error
+    assert error.endswith("give another --out")
+
+
+@pytest.mark.parametrize("text", ['{"policy": {"wei', "[1]"])
+def test_a_folder_of_a_damaged_evaluation(oarjax_json, policy, tmp_path, text):
+    (tmp_path / "evaluation.json").write_text(text)
+    code, error = oarjax_json("evaluate", policy, "--data", "demo", *CHEAP, "--out", tmp_path)
+    assert code == 2
+    assert f"--out: {tmp_path}/evaluation.json is damaged or not of an evaluation" in error
+
+
+@pytest.mark.parametrize("damaged", ["3\n", '{"benchmark": "b", "problem": 1, "sample": 0}\n'])
+def test_samples_are_taken_up_to_the_first_damaged_line(tmp_path, damaged):
+    good = {"benchmark": "b"} | lines([[1.0]], [["3"]])[0]
+    (tmp_path / "samples.jsonl").write_text(json.dumps(good) + "\n" + damaged + json.dumps(good) + "\n")
+    with closing(SampleLines(tmp_path / "samples.jsonl")) as samples:
+        assert samples.known("b", 3, samples=1, batch=1) == [good]
+    assert (tmp_path / "samples.jsonl").read_text() == json.dumps(good) + "\n"
+
+
+@pytest.mark.parametrize(
+    "benchmark", [3, {"data": "d"}, {"data": "d", "settings": {}, "by_problem": {"problem": [0], "pass@1": [1, 0]}}]
+)
+def test_results_that_are_something_else(tmp_path, benchmark):
+    (tmp_path / "results.json").write_text(json.dumps({"benchmarks": {"ok": benchmark}}))
+    with pytest.raises(ConfigError, match="no results of oarjax evaluate; expected its"):
+        read_result(tmp_path)
+
+
+def test_targets_that_are_no_policy(tmp_path):
+    numbered = tmp_path / "checkpoints" / "000020"
+    numbered.mkdir(parents=True)
+    write_manifest(numbered, {})
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.yaml").write_text("a: [")
+    for name, says in (
+        ("broken", "config.yaml: not valid YAML"),
+        ("checkpoints", "a folder of checkpoints; name one of them, such as .*/checkpoints/000020"),
+        ("checkpoints/000099", "no such checkpoint; expected one of 000020"),
+        ("", r"has neither config.yaml nor config.json; expected a run folder \(runs/demo\), one of its checkpoints"),
+        ("broken/config.yaml", "a file; expected a run folder"),
+        ("none", "no such folder; expected a run folder .*, one of its checkpoints .* or a hub name such as"),
+    ):
+        with pytest.raises(ConfigError, match=f"^(config )?{tmp_path / name}.*{says}"):
+            find_target(str(tmp_path / name))
+    assert find_target("Qwen/Qwen2.5-0.5B").policy == "Qwen/Qwen2.5-0.5B"
 
 
 def test_prompts_that_do_not_fit(oarjax_json, policy, tmp_path):
@@ -248,11 +313,17 @@ def test_a_file_of_ones_own(oarjax_json, policy, tmp_path):
     """Its fields are found by their names, a local copy of a benchmark is asked like the benchmark."""
     (tmp_path / "rows.jsonl").write_text('{"problem": "1+2=", "answer": 3}\n{"problem": "2+2=", "answer": "4"}\n')
     small = ["rollout.max_new=4", "data.max_prompt=16", *CHEAP[2:], "credit.answer.style=hash"]
-    result = oarjax_json(
-        "evaluate", policy, "--data", tmp_path / "rows.jsonl", "--prompt", "plain", *small, "--out", tmp_path / "out"
-    )
+    arguments = ["evaluate", policy, "--data", tmp_path / "rows.jsonl", "--prompt", "plain", *small, "--out"]
+    result = oarjax_json(*arguments, tmp_path / "out")
     found = result["benchmarks"]["rows"]
     assert (found["problems"], found["figures"]["pass@1"]["problems"]) == (2, 2)
+    (tmp_path / "rows.jsonl").write_text('{"problem": "1+2=", "answer": ""}\n{"problem": "2+2=", "answer": "4"}\n')
+    found = find_fields(DatasetConfig(source=f"{tmp_path}/rows.jsonl"))
+    assert (found.prompt_field, len(load_problems(found))) == ("problem", 2)  # the first row's answer is blank
+    (tmp_path / "rows.jsonl").write_text('{"problem": "1+2=", "answer": "3"}\n{"problem": "2+2="}\n')
+    code, error = oarjax_json(*arguments, tmp_path / "other")
+    assert code == 2
+    assert "rows.jsonl line 2: no field 'answer', only 'problem'; set data.eval.answer_field" in error
     (asked,) = read_names(f"gsm8k={tmp_path}/rows.jsonl")
     assert (asked.name, asked.benchmark.max_new) == ("gsm8k", BENCHMARKS["gsm8k"].max_new)
 
@@ -358,7 +429,11 @@ def test_few_shot_reads_the_first_answer():
     assert extract_answer("It is 4.", style="regex", pattern=FIRST_ANSWER) is None
 
 
-def test_names():
+def test_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old").mkdir()
+    for name in ("old/aime.parquet", "mine.jsonl"):
+        (tmp_path / name).touch()
     assert [a.name for a in read_names("gsm8k, aime24=old/aime.parquet,mine.jsonl,org/set")] == [
         "gsm8k",
         "aime24",

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 import oarjax.cli.session
 from oarjax.cli.interventions import Continued
-from oarjax.cli.lab import draws_noise, graded, known_tokens
+from oarjax.cli.lab import draws_noise, graded, known_tokens, run_lab
 from oarjax.cli.lab_completions import draw_completions, saved_completions, usable_rows
 from oarjax.cli.main import main
 from oarjax.cli.session import open_session
@@ -186,6 +186,23 @@ def test_saved_text_and_ids_come_to_the_same(tmp_path, policy):
     assert drawn.considered == 3
 
 
+def test_rollouts_of_one_prompt_are_one_problem(tmp_path, policy, monkeypatch):
+    from test_config_fields import FakeGrader
+
+    monkeypatch.setattr(oarjax.cli.session, "Grader", FakeGrader)
+    session = session_of(tmp_path, policy)
+    completions = ["3+4=7;#### 7", "7", "3+4=7;;#### 7"]
+    saved = [SavedRollout(f"3+{n}=", text, "7") for n in (4, 5, 6, 4, 7) for text in completions]
+    drawn = saved_completions(session, saved)
+    assert [p.index for p in drawn.problems] == [0, 0, 1, 1, 2, 2]
+    assert (drawn.answered, drawn.considered) == (10, 15)
+    with session.grader() as grader:
+        found = run_lab(session, fake_programs([], session), grader, drawn)
+    assert found.facts["completions"] == "the first 6 of 10 with an answer, out of 15"
+    assert "percentile bootstrap over 3 prompts, each with its rollouts (200 resamples)" in found.interval
+    assert found.oracles["direct"].count == 3
+
+
 def test_rollouts_of_trl_and_verl_come_to_the_same(tmp_path, policy):
     """Their prompts are what the policy read: the config's template is not laid around them again."""
     session = session_of(tmp_path, policy)
@@ -234,11 +251,17 @@ def test_a_missing_file_of_rollouts(oarjax_command, tmp_path, policy):
 
 
 def test_rollouts_that_do_not_fit_the_policy(oarjax_command, tmp_path, policy):
-    for record in ({"prompt": "1+1=", "completion_ids": [99]}, {"prompt": "1+1=", "completion": "1" * 600}):
-        (tmp_path / "long.jsonl").write_text(json.dumps(record))
-        code, _, err = oarjax_command("credit", config_file(tmp_path, policy), "--rollouts", tmp_path / "long.jsonl")
+    path = config_file(tmp_path, policy)
+    for record, says in (
+        ({"completion_ids": [4, 99]}, "id 99 is not the policy's, whose ids are 0 to 31; set policy.path to"),
+        ({"completion": "1" * 600}, "604 tokens, more than the policy's max_position_embeddings = 512; leave this"),
+        ({"completion": "two"}, "the tokenizer cannot encode 'two': "),
+    ):
+        lines = [{"prompt": "1+1=", "completion": "2"}, {"prompt": "1+1="} | record]
+        (tmp_path / "bad.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        code, _, err = oarjax_command("credit", path, "--rollouts", tmp_path / "bad.jsonl")
         assert code == 2
-        assert "--rollouts: rollout 1 has" in err
+        assert f"--rollouts: {tmp_path}/bad.jsonl, line 2: {says}" in " ".join(err.split())
 
 
 def test_help(oarjax_command):

@@ -57,6 +57,21 @@ def test_undefined_values_are_left_out_and_few_have_no_interval():
     assert figure(np.ones(5), resamples=50, seed=0) == Figure(1.0, 1.0, 1.0, 5)
 
 
+def test_values_of_one_problem_are_resampled_together():
+    """Groups of equal values: the interval is that of one value each, and wider than that of independent ones."""
+    values, owners = np.random.default_rng(0).normal(2.0, 1.0, 40), np.repeat(np.arange(40), 8)
+    grouped = figure(np.repeat(values, 8), resamples=2000, seed=1, problems=owners)
+    alone = figure(values, resamples=2000, seed=1)
+    np.testing.assert_allclose(dataclasses.astuple(grouped), dataclasses.astuple(alone))
+    assert grouped.high - grouped.low > 2 * np.ptp(
+        dataclasses.astuple(figure(np.repeat(values, 8), resamples=2000, seed=1))[1:3]
+    )
+    uneven = figure(np.array([1.0, 1.0, 1.0, 0.0, np.nan]), resamples=500, seed=0, problems=np.array([7, 7, 7, 3, 5]))
+    assert (uneven.mean, uneven.low, uneven.high, uneven.count) == (0.75, 0.0, 1.0, 2)
+    one = figure(np.array([1.0, 2.0]), resamples=50, seed=0, problems=np.zeros(2, int))
+    assert (one.mean, math.isnan(one.low), one.count) == (1.5, True, 1)
+
+
 @pytest.mark.parametrize(
     ("found", "text"),
     [
@@ -89,6 +104,9 @@ def test_tables_fit_80_columns_and_say_what_they_show():
     assert "what the top 10% of the reasoning holds" in out
     assert "direct 8.61 ±.61%" in out
     assert "two draws" in out
+    assert "Completions: 6 with an answer, out of 12." in printed(
+        result(facts={"completions": "6 with an answer, out of 12"})
+    )
     assert all(line.startswith("OAR-G, 16 draws ") for line in out.splitlines() if "OAR-G" in line)
 
 

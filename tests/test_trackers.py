@@ -4,6 +4,7 @@ import importlib.machinery
 import json
 import math
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -177,10 +178,12 @@ def test_names_that_cannot_be_kept_stop_no_run(tmp_path):
     assert said == ["report.to: tensorboard failed (PermissionError: read-only); the run goes on without it"]
 
 
-@pytest.mark.parametrize(("asked", "mode", "resume"), [(None, "offline", None), ("online", "online", "allow")])
+@pytest.mark.parametrize(
+    ("asked", "mode", "resume"), [(None, "offline", None), ("", "offline", None), ("online", "online", "allow")]
+)
 def test_wandb_is_offline_unless_the_user_says_otherwise(tmp_path, monkeypatch, asked, mode, resume):
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    if asked:
+    if asked is not None:
         monkeypatch.setenv("WANDB_MODE", asked)
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "true")
     recorder, shown = Recorder(), []
@@ -188,12 +191,25 @@ def test_wandb_is_offline_unless_the_user_says_otherwise(tmp_path, monkeypatch, 
     with trackers(("wandb",), run_of(tmp_path), shown=shown) as opened:
         opened.write(3, {"loss": 1.0, "kl": math.inf}, [ROW])
     options = recorder.calls[0][1]
+    assert os.environ.get("WANDB_MODE") == (asked or None)  # W&B itself refuses an empty one
     assert (options["mode"], options["resume"], options["id"]) == (mode, resume, "0a1b2c3d")
     assert ("define_metric", ("*",), {"step_metric": "iteration"}) in recorder.calls
     (record,) = [call[1] for call in recorder.calls if call[0] == "log"]
     assert set(record) == {"iteration", "loss", "completions"}
     assert recorder.calls[-1] == ("finish",)
     assert (mode in shown[0], "wandb sync wandb/offline-run" in shown[0]) == (True, mode == "offline")
+
+
+def test_commands_that_are_shown_can_be_pasted(tmp_path, monkeypatch):
+    recorder, shown = Recorder(), []
+    recorder.dir = "my runs/wandb/offline-run/files"
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", as_wandb(recorder))
+    monkeypatch.setitem(sys.modules, "trackio", fake("trackio", init=lambda **_: recorder, finish=lambda: None))
+    with trackers(("tensorboard", "wandb", "trackio"), run_of(tmp_path / "my runs", project="p q"), shown=shown):
+        pass
+    said = [shlex.split(line.partition(" it with: ")[2])[-1] for line in shown]
+    assert said == [str(tmp_path / "my runs" / "tensorboard"), "my runs/wandb/offline-run", "p q"]
 
 
 def test_a_package_that_is_not_there_is_a_warning_where_a_run_has_begun(tmp_path, monkeypatch):

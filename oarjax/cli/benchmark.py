@@ -121,11 +121,13 @@ def run(
     configs = [_config(tree) for _, _, tree in trees]
     if not any(o.startswith("eval.batch=") for o in overrides):
         configs = [_with_batch(cfg, _batch(configs[0])) for cfg in configs]
-    parts = [Part(name, asks, open_session(cfg, console)) for (name, asks, _), cfg in zip(trees, configs)]
+    parts = [
+        Part(name, asks, open_session(cfg, console, evaluates=True)) for (name, asks, _), cfg in zip(trees, configs)
+    ]
     first = parts[0].session
     with ExitStack() as stack:
         if first.first:
-            stack.enter_context(locked(folder))
+            stack.enter_context(locked(folder, given="--out"))
         stack.enter_context(storage_errors(folder))
         identity = _identity(found, parts)
         only_first(lambda: _claim(folder, identity))
@@ -383,7 +385,7 @@ def _claim(folder: Path, identity: dict[str, Any]) -> None:
     """
     known = folder / "evaluation.json"
     if known.exists():
-        was, now = flatten(json.loads(known.read_text(encoding="utf-8"))), flatten(identity)
+        was, now = flatten(_claimed(known)), flatten(identity)
         differ = [name for name in sorted(was | now) if was.get(name) != now.get(name)]
         if differ:
             raise ConfigError(
@@ -393,6 +395,21 @@ def _claim(folder: Path, identity: dict[str, Any]) -> None:
     elif (folder / "samples.jsonl").exists():
         raise ConfigError(f"--out: {folder} holds samples of something else; give another --out")
     write_durably(known, json.dumps(identity, indent=1))
+
+
+def _claimed(known: Path) -> dict[str, Any]:
+    """The evaluation that a folder belongs to.
+
+    Raises:
+        ConfigError: the file that says so is damaged, or something else.
+    """
+    try:
+        tree = json.loads(known.read_text(encoding="utf-8"))
+        if not isinstance(tree, dict):
+            raise ValueError(f"expected an object, got {type(tree).__name__}")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--out: {known} is damaged or not of an evaluation ({error}); give another --out") from None
+    return tree
 
 
 def _announce(console: Console, parts: Sequence[Part], folder: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float
+from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -95,9 +96,26 @@ def read_result(path: Path) -> dict[str, Any]:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); expected results.json of oarjax evaluate") from None
-    if not isinstance(tree, dict) or "benchmarks" not in tree:
+    found = tree.get("benchmarks") if isinstance(tree, dict) else None
+    if not isinstance(found, dict) or not all(map(_is_compared, found.values())):
         raise ConfigError(f"{path}: no results of oarjax evaluate; expected its results.json or its folder")
     return tree
+
+
+class _Compared(BaseModel):
+    """What is read of a benchmark's results to compare them."""
+
+    data: str
+    settings: dict[str, Any]
+    by_problem: dict[str, list[float | None]]
+
+
+def _is_compared(found: Any) -> bool:
+    try:
+        values = _Compared.model_validate(found).by_problem
+    except ValidationError:
+        return False
+    return "problem" in values and len(set(map(len, values.values()))) == 1
 
 
 def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -14,9 +13,9 @@ from oarjax.cli.adapters import plain_params
 from oarjax.cli.layout import lay_out, stored_dtype_of
 from oarjax.cli.run_folder import changed
 from oarjax.cli.session import Session, new_state
-from oarjax.config import BUILTIN_POLICIES, Config, ConfigError, parse_config
+from oarjax.config import BUILTIN_POLICIES, Config, ConfigError, load_config
 from oarjax.host.checkpoint import Checkpoints, finished
-from oarjax.host.hf import load_params
+from oarjax.host.hf import HUB_NAME, load_params
 from oarjax.host.manifest import NAME, damage
 from oarjax.lora import whole
 from oarjax.models.qwen import QwenConfig
@@ -42,11 +41,11 @@ def find_target(text: str) -> Target:
     """What a folder or name stands for. A run is read, never changed: it may be going on.
 
     Raises:
-        ConfigError: a run without a policy yet, or a checkpoint that cannot be trusted.
+        ConfigError: a run without a policy yet, a checkpoint that cannot be trusted, or a folder that is none of these.
     """
     path = Path(text).expanduser()
     if (path / "config.yaml").is_file():
-        cfg = _config(path)
+        cfg = load_config(path / "config.yaml")
         export = path / (cfg.export.folder or "export")
         if (export / "config.json").is_file():
             return Target(str(export), cfg)
@@ -57,13 +56,29 @@ def find_target(text: str) -> Target:
             raise ConfigError(f"{path}: a checkpoint is read with its run's config.yaml, and {run} has none")
         if (wrong := damage(path)) is not None:
             raise ConfigError(f"{path}: this checkpoint cannot be trusted: {wrong}; take another")
-        cfg = _config(run)
+        cfg = load_config(run / "config.yaml")
         return Target(_policy(run, cfg), cfg, path.absolute())
+    _check_policy(path, text)
     return Target(text)
 
 
-def _config(run: Path) -> Config:
-    return parse_config(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")), source=f"{run}/config.yaml")
+EXPECTED = "a run folder (runs/demo), one of its checkpoints (runs/demo/checkpoints/000020), a Hugging Face folder"
+
+
+def _check_policy(path: Path, text: str) -> None:
+    """Refuse what is no HF folder, nor looks like a hub name."""
+    if (path / "config.json").is_file():
+        return
+    if path.is_dir():
+        if numbers := sorted(finished(path)):
+            raise ConfigError(f"{text}: a folder of checkpoints; name one of them, such as {path}/{numbers[-1]:06d}")
+        raise ConfigError(f"{text}: has neither config.yaml nor config.json; expected {EXPECTED} or a hub name")
+    if path.exists():
+        raise ConfigError(f"{text}: a file; expected {EXPECTED} or a hub name")
+    if path.name.isdecimal() and (numbers := sorted(finished(path.parent))):
+        raise ConfigError(f"{text}: no such checkpoint; expected one of {', '.join(f'{n:06d}' for n in numbers)}")
+    if not HUB_NAME.fullmatch(text):
+        raise ConfigError(f"{text}: no such folder; expected {EXPECTED} or a hub name such as Qwen/Qwen2.5-0.5B")
 
 
 def _policy(run: Path, cfg: Config) -> str:

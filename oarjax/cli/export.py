@@ -31,7 +31,10 @@ def run(source: str, target: Path, dtype: str, shard_gb: float = SHARD_BYTES / 1
     has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
     stops = stop_ids(folder, load_tokenizer(folder)) if has_tokenizer else ()
     written = kept if dtype == "keep" else jnp.dtype(dtype)
-    export(target, cfg, params, source=folder, dtype=written, shard_bytes=int(shard_gb * 1e9), stop_ids=stops)
+    try:
+        export(target, cfg, params, source=folder, dtype=written, shard_bytes=int(shard_gb * 1e9), stop_ids=stops)
+    except OSError as error:
+        raise ConfigError(f"TARGET: cannot write to {target}: {error}; give another folder") from error
     what = f" of {found.checkpoint}" if found.checkpoint is not None else ""
     make_console().print(f"wrote {parameter_count(cfg):,} parameters{what} to {target}", markup=False)
 

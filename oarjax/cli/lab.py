@@ -250,7 +250,8 @@ def run_lab(session: Session, programs: Programs, grader: Grader, drawn: Drawn) 
         jnp.asarray(total.flips) if drawn.referenced.any() else None,
         None if known is None else jnp.asarray(known),
     )
-    made = partial(figure, resamples=lab.bootstrap, seed=cfg.seed)
+    over_batches = partial(figure, resamples=lab.bootstrap, seed=cfg.seed)
+    made = partial(over_batches, problems=np.array([p.index for p in drawn.problems]))
     results = []
     for name, credit in methods.items():
         j = judged[name]
@@ -258,11 +259,10 @@ def run_lab(session: Session, programs: Programs, grader: Grader, drawn: Drawn) 
         values |= concentration(jnp.asarray(j.weights), evidence.reasoning, share=lab.share)
         if draws_noise(credit):
             values["repeat"] = spearman(jnp.asarray(j.ranking), jnp.asarray(j.again), evidence.reasoning)
-        cost = scored.get(credit)
-        values |= {"forwards": np.zeros(1), "seconds": np.zeros(1)}
-        if cost is not None:
-            values |= {"forwards": cost.forwards, "seconds": cost.seconds}
         figures = {k: made(np.asarray(v, np.float64)) for k, v in values.items()}
+        cost, nothing = scored.get(credit), np.zeros(1)
+        figures["forwards"] = over_batches(nothing if cost is None else cost.forwards)
+        figures["seconds"] = over_batches(nothing if cost is None else cost.seconds)
         results.append(MethodResult(name, lab.methods[name], figures))
     masks = {"direct": (direct.flips, direct.usable), "total": (total.flips, total.usable)}
     if known is not None:
@@ -273,7 +273,7 @@ def run_lab(session: Session, programs: Programs, grader: Grader, drawn: Drawn) 
     }
     best = {k: made(np.asarray(v, np.float64)) for k, v in best_agreement(evidence, share=lab.share).items()}
     told = {k: str(v) for k, v in facts(session).items()} | {
-        "completions": f"{len(drawn.problems)} with an answer, out of {drawn.considered}",
+        "completions": _taken(drawn),
         "reasoning tokens": f"{reasoning.sum(1).mean():.1f} on average, {reasoning.sum():,} in all",
         "decoded for the oracles": f"{direct.decoded:,} answers, {total.decoded:,} continuations",
     }
@@ -282,7 +282,7 @@ def run_lab(session: Session, programs: Programs, grader: Grader, drawn: Drawn) 
         facts=told,
         share=lab.share,
         interval=(
-            f"±: half of a 95% interval, percentile bootstrap over {len(drawn.problems)} problems "
+            f"±: half of a 95% interval, percentile bootstrap over {_resampled(drawn)} "
             f"({lab.bootstrap:,} resamples); of forwards and time over batches of {lab.batch}"
         ),
         oracles=named,
@@ -290,6 +290,20 @@ def run_lab(session: Session, programs: Programs, grader: Grader, drawn: Drawn) 
         methods=results,
         completions=shown_completions(session, drawn, rewards, texts, judged, direct.flips, total.flips, known),
     )
+
+
+def _taken(drawn: Drawn) -> str:
+    """How many completions there are, and out of how many."""
+    taken, out_of = len(drawn.problems), f"with an answer, out of {drawn.considered}"
+    return f"{taken} {out_of}" if taken == drawn.answered else f"the first {taken} of {drawn.answered} {out_of}"
+
+
+def _resampled(drawn: Drawn) -> str:
+    """What the intervals are over."""
+    problems = len({p.index for p in drawn.problems})
+    if problems == len(drawn.problems):
+        return f"{problems} problems"
+    return f"{problems} prompts, each with its rollouts"
 
 
 def known_tokens(session: Session, texts: Sequence[Sequence[str]], reasoning: np.ndarray) -> np.ndarray | None:

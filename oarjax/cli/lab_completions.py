@@ -15,7 +15,7 @@ from oarjax.config import ConfigError
 from oarjax.host.data import eval_batches, left_pad, right_pad
 from oarjax.host.problems import Problem
 from oarjax.host.saved_rollouts import SavedRollout
-from oarjax.host.tokenizer import chat_ids, encode, render_prompt, rendered_ids, text_of
+from oarjax.host.tokenizer import chat_ids, encode, placed, render_prompt, rendered_ids, text_of
 from oarjax.oar.answer import extract_answer
 from oarjax.types import AnswerSpan, Rollout
 
@@ -28,7 +28,8 @@ class Drawn:
     span: AnswerSpan
     problems: list[Problem]
     referenced: np.ndarray  # bool [R]: the right answer is known
-    considered: int  # completions that these were taken from
+    answered: int  # completions with an answer, of which these are the first
+    considered: int  # completions that were looked at for one
 
 
 def draw_completions(session: Session, programs: Programs) -> Drawn:
@@ -58,33 +59,25 @@ def draw_completions(session: Session, programs: Programs) -> Drawn:
         raise ConfigError(_nothing_to_compare(considered, cfg.lab.shortest, cfg.credit.answer.style))
     whole = join(rollouts)
     span = jax.tree.map(lambda *parts: np.concatenate(parts), *spans)
-    return _trimmed(session, whole, span, problems, np.ones(len(problems), bool), considered)
+    return _trimmed(session, whole, span, problems, np.ones(len(problems), bool), len(problems), considered)
 
 
 def saved_completions(session: Session, saved: Sequence[SavedRollout]) -> Drawn:
-    """Saved rollouts that have an answer, the first ``lab.problems`` of them.
+    """Saved rollouts that have an answer, the first ``lab.problems`` of them; those of one prompt are one problem.
 
     Raises:
         ConfigError: none has one after enough reasoning, or one is longer than the policy's positions.
     """
-    cfg, tokenizer = session.cfg, session.tokenizer
-
-    found = [_prompt_ids(session, s) for s in saved]
-    prompts, restored = [ids for ids, _ in found], sum(again for _, again in found)
+    cfg = session.cfg
+    found = [_ids(session, s, number) for number, s in enumerate(saved, 1)]
+    prompts, completions = [prompt for prompt, _, _ in found], [completion for _, completion, _ in found]
+    restored = sum(again for _, _, again in found)
     if restored:
         session.console.print(
             f"the prompts of {restored} of {len(saved)} rollouts were saved without special tokens; the chat "
             "template gives these texts, and its tokens are taken",
             soft_wrap=True,
         )
-    completions = [encode(tokenizer, s.completion) if isinstance(s.completion, str) else s.completion for s in saved]
-    most = session.model.max_position_embeddings
-    for n, ids in enumerate(zip(prompts, completions), 1):
-        if sum(map(len, ids)) > most or not all(0 <= i < session.model.vocab_size for part in ids for i in part):
-            raise ConfigError(
-                f"--rollouts: rollout {n} has {sum(map(len, ids))} tokens or an id that is not the policy's; it has "
-                f"max_position_embeddings = {most} and {session.model.vocab_size} ids"
-            )
     longest = max(map(len, completions))
     tokens, valid = left_pad(prompts, length=max(map(len, prompts)), pad_id=session.pad_id)
     made, completion = right_pad(completions, length=longest, pad_id=session.pad_id)
@@ -98,13 +91,42 @@ def saved_completions(session: Session, saved: Sequence[SavedRollout]) -> Drawn:
         ended=np.ones(len(saved), bool),  # type: ignore[arg-type]
     )
     span = session.find_answers(rollout)
-    rows = usable_rows(span, shortest=cfg.lab.shortest)[: cfg.lab.problems]
+    usable = usable_rows(span, shortest=cfg.lab.shortest)
+    rows = usable[: cfg.lab.problems]
     if len(rows) == 0:
         raise ConfigError(_nothing_to_compare(len(saved), cfg.lab.shortest, cfg.credit.answer.style))
     texts = [s.prompt if isinstance(s.prompt, str) else text_of(p, session.table) for s, p in zip(saved, prompts)]
-    problems = [Problem(texts[r], saved[r].reference or "", index=n) for n, r in enumerate(rows)]
+    numbers: dict[tuple[int, ...], int] = {}  # of each different prompt
+    indices = [numbers.setdefault(tuple(prompts[r]), len(numbers)) for r in rows]
+    problems = [Problem(texts[r], saved[r].reference or "", index=n) for n, r in zip(indices, rows)]
     referenced = np.array([saved[r].reference is not None for r in rows])
-    return _trimmed(session, take(rollout, rows), take(span, rows), problems, referenced, len(saved))
+    return _trimmed(session, take(rollout, rows), take(span, rows), problems, referenced, len(usable), len(saved))
+
+
+def _ids(session: Session, saved: SavedRollout, number: int) -> tuple[list[int], list[int], bool]:
+    """Ids of a saved prompt and completion, and whether special tokens had to be put back into the prompt.
+
+    Raises:
+        ConfigError: the policy does not have one of the ids, or not as many positions.
+        TextError: a text that its tokenizer cannot encode.
+    """
+    place, made = f"--rollouts: {saved.place or f'rollout {number}'}", saved.completion
+    with placed(place):
+        prompt, restored = _prompt_ids(session, saved)
+        completion = encode(session.tokenizer, made) if isinstance(made, str) else made
+    tokens, vocabulary = [*prompt, *completion], session.model.vocab_size
+    foreign = next((i for i in tokens if not 0 <= i < vocabulary), None)
+    if foreign is not None:
+        raise ConfigError(
+            f"{place}: id {foreign} is not the policy's, whose ids are 0 to {vocabulary - 1}; set policy.path to the "
+            "policy that it was sampled from"
+        )
+    if len(tokens) > (most := session.model.max_position_embeddings):
+        raise ConfigError(
+            f"{place}: {len(tokens)} tokens, more than the policy's max_position_embeddings = {most}; leave this "
+            "rollout out, or set policy.path to a policy with more"
+        )
+    return prompt, completion, restored
 
 
 def _prompt_ids(session: Session, saved: SavedRollout) -> tuple[list[int], bool]:
@@ -140,6 +162,7 @@ def _trimmed(
     span: AnswerSpan,
     problems: list[Problem],
     referenced: np.ndarray,
+    answered: int,
     considered: int,
 ) -> Drawn:
     """Without the positions that no completion reaches."""
@@ -147,7 +170,7 @@ def _trimmed(
     longest = int(np.asarray(rollout.completion).sum(1).max())
     length = bucket(longest, min(session.cfg.rollout.completion_bucket, 8), full)
     short, cut = trim(rollout, span, np.arange(len(problems)), length=length)
-    return Drawn(short, cut, problems, referenced, considered)
+    return Drawn(short, cut, problems, referenced, answered, considered)
 
 
 def completion_ids(rollout: Rollout) -> list[list[int]]:

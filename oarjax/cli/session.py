@@ -336,8 +336,10 @@ class Session:
         return load_params(source or self.source, self.model, dtype=dtype, shardings=layout.params)
 
 
-def open_session(cfg: Config, console: Console) -> Session:
+def open_session(cfg: Config, console: Console, *, evaluates: bool = False) -> Session:
     """Build a run's parts: config against checkpoint and data first, devices next, weights not at all.
+
+    ``evaluates``: errors name what ``oarjax evaluate`` takes, data.eval and --out for data.train and run_dir.
 
     Raises:
         ConfigError: fields that do not fit the checkpoint, tokenizer or devices.
@@ -352,7 +354,9 @@ def open_session(cfg: Config, console: Console) -> Session:
     use_compilation_cache(cfg.compilation_cache)
     folder = Path(cfg.run_dir).expanduser()
     mesh = make_mesh(**cfg.mesh.model_dump())
-    model, source = read_config(_policy_path(cfg, folder), revision=cfg.policy.revision)
+    model, source = read_config(
+        _policy_path(cfg, folder, "--out" if evaluates else "run_dir=..."), revision=cfg.policy.revision
+    )
     check_layouts(cfg, model, mesh)
     check_lengths(cfg, model)
     trained_shapes(cfg.lora, model)  # adapters that it cannot have are told now
@@ -397,7 +401,7 @@ def open_session(cfg: Config, console: Console) -> Session:
         table=table,
         stop_ids=stops,
         pad_id=pad,
-        train=read(cfg.data.train, "data.train"),
+        train=read(cfg.data.train, "data.eval" if evaluates else "data.train"),
         held_out=None if cfg.data.eval is None else read(cfg.data.eval, "data.eval"),
         pairs=pairs,
     )
@@ -413,12 +417,14 @@ def stop_token(tokenizer: PreTrainedTokenizerFast, stops: tuple[int, ...]) -> in
     return int(own) if own in stops else stops[0]
 
 
-def _policy_path(cfg: Config, run: Path) -> str:
-    """Where the policy is read from; the built-in ones are written below the run's folder first."""
+def _policy_path(cfg: Config, run: Path, given: str) -> str:
+    """Where the policy is read from; the built-in ones are written below the run's folder, ``given`` as, first."""
     try:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"run_dir: cannot write to {run}: {error}; give another run_dir=...") from error
+        raise ConfigError(
+            f"{given.removesuffix('=...')}: cannot write to {run}: {error}; give another {given}"
+        ) from error
     check_shared(run)
     made = run / "policy"
     if cfg.policy.path == "builtin:arithmetic":

@@ -5,6 +5,7 @@ Nothing here is read or downloaded before it is asked for.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from oarjax.config import ConfigError, DatasetConfig
-from oarjax.host.problems import DataError, load_problems
+from oarjax.host.problems import read_rows
 from oarjax.host.tokenizer import can_think
 
 STEP_BY_STEP = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -126,14 +127,19 @@ def read_names(text: str) -> list[Asked]:
     """``--data``: names of benchmarks, ``name=file`` for a local copy of one, files, hub datasets; with commas between.
 
     Raises:
-        ConfigError: none, or one twice.
+        ConfigError: none, one twice, or a file that is not there.
     """
     asked = [_read_name(part.strip()) for part in text.split(",") if part.strip()]
-    names = [a.name for a in asked]
-    if not names or len(set(names)) < len(names):
+    if not asked:
         raise ConfigError(
-            f"--data: expected different names out of {', '.join(BENCHMARKS)}, name=file.jsonl, .jsonl or .parquet "
-            f"files, or hub datasets, with commas between them, got {text!r}"
+            f"--data: expected names out of {', '.join(BENCHMARKS)}, name=file.jsonl, .jsonl or .parquet files, or hub "
+            f"datasets, with commas between them, got {text!r}"
+        )
+    name, times = Counter(a.name for a in asked).most_common(1)[0]
+    if times > 1:
+        raise ConfigError(
+            f"--data: {times} of {text!r} are called {name!r}, and results are kept by name (a file's is its own "
+            "without folder and ending); name each once, rename a file, or evaluate them one at a time"
         )
     return asked
 
@@ -150,6 +156,8 @@ def _read_name(text: str) -> Asked:
             f"--data: {source!r} is neither a benchmark ({', '.join(BENCHMARKS)}), a .jsonl or .parquet file, nor a "
             "hub dataset such as openai/gsm8k"
         )
+    if source.endswith((".jsonl", ".parquet")) and not Path(source).expanduser().is_file():
+        raise ConfigError(f"--data: no file {source}; give the path of a .jsonl or .parquet file that is there")
     known = BENCHMARKS[name] if sep else Benchmark({})
     return Asked(
         name if sep else Path(source).stem,
@@ -162,20 +170,13 @@ FIELDS = [(q, a) for a in ("answer", "ground_truth", "gt") for q in ("question",
 
 
 def find_fields(data: DatasetConfig) -> DatasetConfig:
-    """A dataset whose fields were not named, with the first pair of ``FIELDS`` that its first row has.
+    """A dataset whose fields were not named, with the first pair of ``FIELDS`` that its first row has, or as it is.
 
     Raises:
-        DataError: it cannot be read, or has none of them.
+        DataError: it cannot be read.
     """
-    first: DataError | None = None
+    _, row = next(read_rows(data, where="data.eval"), ("", {}))
     for question, answer in FIELDS:
-        named = data.model_copy(update={"prompt_field": question, "answer_field": answer})
-        try:
-            load_problems(named.model_copy(update={"limit": 1}), where="data.eval")
-        except DataError as error:
-            if "no field" not in str(error):
-                raise
-            first = first or error
-        else:
-            return named
-    raise first or DataError(f"{data.source}: nothing to read")
+        if question in row and answer in row:
+            return data.model_copy(update={"prompt_field": question, "answer_field": answer})
+    return data

@@ -20,7 +20,7 @@ from jaxtyping import Bool, Int32
 from transformers import PreTrainedTokenizerFast
 
 from oarjax.host.problems import DataError, Problem
-from oarjax.host.tokenizer import encode, render_prompt
+from oarjax.host.tokenizer import encode, placed, render_prompt
 from oarjax.types import PromptBatch
 
 
@@ -94,7 +94,8 @@ def encode_pairs(
     triples = []
     for problem in problems:
         prompt = _render(tokenizer, problem, template, system_prompt, prompt_format, thinking)
-        completion = [*encode(tokenizer, problem.answer), stop_id]
+        with placed(problem.place):
+            completion = [*encode(tokenizer, problem.answer), stop_id]
         if len(prompt) + len(completion) <= max_length:
             triples.append((problem, prompt, completion))
     if not triples:
@@ -274,11 +275,12 @@ def _render(
     prompt_format: str,
     thinking: bool | None,
 ) -> list[int]:
-    return render_prompt(
-        tokenizer,
-        problem.prompt,
-        template=template,
-        system_prompt=system_prompt,
-        prompt_format=prompt_format,
-        thinking=thinking,
-    )
+    with placed(problem.place):
+        return render_prompt(
+            tokenizer,
+            problem.prompt,
+            template=template,
+            system_prompt=system_prompt,
+            prompt_format=prompt_format,
+            thinking=thinking,
+        )

@@ -52,6 +52,7 @@ COPIED = (
     "special_tokens_map.json",
 )
 COPIED += ("chat_template*",)
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SHARD_BYTES = 5 * 10**9
 MAPPED = 64 * 2**20  # bytes of a file that are mapped at a time, about
 
@@ -96,7 +97,7 @@ def read_tokenizer_folder(path: str | Path, *, revision: str | None = None) -> P
 
 def _hub_name(path: str | Path, what: str, *, example: str) -> str:
     name = str(path)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    if not HUB_NAME.fullmatch(name):
         raise CheckpointError(f"{what} {name}: no such folder; give an HF folder or a hub name such as {example}")
     return name
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.stats
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -24,7 +24,7 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Figure:
-    """A mean over problems, or over batches of them for costs, with its 95% interval; NaN where undefined."""
+    """A mean over completions, or over batches of them for costs, with its 95% interval; NaN where undefined."""
 
     mean: float
     low: float
@@ -69,26 +69,36 @@ class LabResult:
     completions: Sequence[LabCompletion]
 
 
-def figure(values: Float[np.ndarray, "n"], *, resamples: int, seed: int) -> Figure:
-    """Mean of the finite values and its 95% percentile bootstrap interval. One value has no interval (NaN)."""
-    known = np.asarray(values, np.float64)[np.isfinite(values)]
+def figure(
+    values: Float[np.ndarray, "n"], *, resamples: int, seed: int, problems: Int[np.ndarray, "n"] | None = None
+) -> Figure:
+    """Mean of the finite values and its 95% percentile bootstrap interval. One problem has no interval (NaN).
+
+    ``problems`` says whose each value is: all of a problem's are resampled together, since they are not independent.
+    Without it each is its own.
+    """
+    finite = np.isfinite(values)
+    known = np.asarray(values, np.float64)[finite]
     if len(known) == 0:
         return Figure(math.nan, math.nan, math.nan, 0)
+    owners = np.arange(len(known)) if problems is None else np.unique(problems[finite], return_inverse=True)[1]
+    sums, counts = np.bincount(owners, known), np.bincount(owners)
     mean = float(known.mean())
-    if len(known) == 1:
+    if len(counts) == 1:
         return Figure(mean, math.nan, math.nan, 1)
     if np.ptp(known) == 0:
-        return Figure(mean, mean, mean, len(known))
+        return Figure(mean, mean, mean, len(counts))
     found = scipy.stats.bootstrap(
-        (known,),
-        np.mean,
+        (sums, counts),
+        lambda totals, sizes, axis: totals.sum(axis) / sizes.sum(axis),
         n_resamples=resamples,
         confidence_level=LEVEL,
         method="percentile",
         vectorized=True,
+        paired=True,
         rng=np.random.default_rng(seed),
     ).confidence_interval
-    return Figure(mean, float(found.low), float(found.high), len(known))
+    return Figure(mean, float(found.low), float(found.high), len(counts))
 
 
 # Tables -----------------------------------------------------------------------------------------------------------
@@ -184,6 +194,8 @@ def print_lab(console: Console, result: LabResult) -> None:
         console.print()
     named = ", ".join(f"{name} {cell(found, scale=100.0)}%" for name, found in result.oracles.items())
     console.print(f"Share of reasoning tokens that each oracle names: {named}.", markup=False)
+    if "completions" in result.facts:
+        console.print(f"Completions: {result.facts['completions']}.", markup=False)
     console.print(f"{result.interval}.", style="dim", markup=False)
 
 

@@ -17,11 +17,11 @@ NAME = "lock"
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, *, given: str = "run_dir=...") -> Iterator[None]:
     """Hold a folder against other processes. The system lets go of it when the process ends, however it ends.
 
     The file that is locked stays; by itself it locks nothing. On network file systems the lock holds between hosts
-    where the file system passes it on (NFS does, mounted buckets do not).
+    where the file system passes it on (NFS does, mounted buckets do not). ``given`` is how the user named the folder.
 
     Raises:
         ConfigError: another process holds it; with its number and host.
@@ -38,8 +38,8 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"run_dir: {folder} is in use by {_holder(path)}; wait until it has ended, stop it, or give another "
-                "run_dir=..."
+                f"{given.removesuffix('=...')}: {folder} is in use by {_holder(path)}; wait until it has ended, stop "
+                f"it, or give another {given}"
             ) from None
         except OSError as error:  # a file system without locks
             raise cannot_write(path, error) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ class Problem:
     prompt: str
     answer: str  # the answer field as it stands; for SFT the whole completion
     index: int  # row number in the dataset
+    place: str = field(default="", compare=False)  # where it stands, for errors
 
     @property
     def reference(self) -> str:
@@ -42,23 +43,14 @@ def load_problems(config: DatasetConfig, *, where: str = "data.train") -> list[P
 
     Raises DataError for a missing or empty source, a bad line, a missing or blank field, or a missing package.
     """
-    if config.source.startswith("builtin:"):
-        rows = _builtin_rows(config, where)
-    elif config.source.endswith((".jsonl", ".parquet")):
-        path = Path(config.source).expanduser()
-        if not path.is_file():
-            raise DataError(f"{where}.source: no file {path}")
-        rows = _jsonl_rows(path) if path.suffix == ".jsonl" else parquet_rows(path, f"{where}.source")
-    elif Path(config.source).expanduser().exists():
-        raise DataError(f"{where}.source: {config.source} is neither .jsonl nor .parquet; convert it to one of these")
-    else:
-        rows = _hub_rows(config, where)
+    rows = read_rows(config, where=where)
     limited = islice(rows, config.limit) if config.limit else rows
     problems = [
         Problem(
             prompt=_field(row, config.prompt_field, place, f"{where}.prompt_field"),
             answer=_field(row, config.answer_field, place, f"{where}.answer_field"),
             index=index,
+            place=place,
         )
         for index, (place, row) in enumerate(limited)
     ]
@@ -69,21 +61,38 @@ def load_problems(config: DatasetConfig, *, where: str = "data.train") -> list[P
     return problems
 
 
-def _field(row: dict[str, Any], field: str, place: str, setting: str) -> str:
+def read_rows(config: DatasetConfig, *, where: str) -> Iterator[Row]:
+    """The rows of a dataset with every field they have, read one after the other.
+
+    Raises DataError for a missing source, a bad line, or a missing package.
+    """
+    if config.source.startswith("builtin:"):
+        return _builtin_rows(config, where)
+    path = Path(config.source).expanduser()
+    if config.source.endswith((".jsonl", ".parquet")):
+        if not path.is_file():
+            raise DataError(f"{where}.source: no file {path}; give the path of a .jsonl or .parquet file that is there")
+        return _jsonl_rows(path) if path.suffix == ".jsonl" else parquet_rows(path, f"{where}.source")
+    if path.exists():
+        raise DataError(f"{where}.source: {config.source} is neither .jsonl nor .parquet; convert it to one of these")
+    return _hub_rows(config, where)
+
+
+def _field(row: dict[str, Any], name: str, place: str, setting: str) -> str:
     """One field as text; numbers are written out."""
-    if field not in row:
+    if name not in row:
         known = ", ".join(map(repr, row))
-        raise DataError(f"{place}: no field {field!r}, only {known}; set {setting} to one of them")
-    value = row[field]
+        raise DataError(f"{place}: no field {name!r}, only {known}; set {setting} to one of them")
+    value = row[name]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise DataError(f"{place}: field {field!r} is {value!r}; expected text or a number; set {setting} to another")
+        raise DataError(f"{place}: field {name!r} is {value!r}; expected text or a number; set {setting} to another")
     return str(value)
 
 
-def _refuse_blank(values: list[str], field: str, source: str, setting: str) -> None:
+def _refuse_blank(values: list[str], name: str, source: str, setting: str) -> None:
     """Single blank rows are the grader's to count; a column of nothing else is the wrong one."""
     if not any(value.strip() for value in values):
-        raise DataError(f"{source}: field {field!r} is blank in all {len(values)} rows; set {setting} to another")
+        raise DataError(f"{source}: field {name!r} is blank in all {len(values)} rows; set {setting} to another")
 
 
 def _builtin_rows(config: DatasetConfig, where: str) -> Iterator[Row]:

@@ -9,6 +9,9 @@ from typing import Any
 
 from oarjax.host.durable import Lines
 
+FIELDS = {"benchmark", "problem", "sample", "answer", "score", "verdict", "tokens", "ended"}
+"""Of a record, those that the figures are made of."""
+
 
 class SampleLines:
     """The samples of an evaluation on disk. A batch that a kill cut short is removed and drawn anew.
@@ -54,15 +57,18 @@ class SampleLines:
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """Whole lines up to the first that is not JSON, and the byte after each."""
+    """Whole lines up to the first that is no sample, and the byte after each."""
     records, ends, at = [], [], 0
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
         try:
             if not line.endswith(b"\n"):
                 break
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
             break
+        if not isinstance(record, dict) or not record.keys() >= FIELDS:
+            break
+        records.append(record)
         at += len(line)
         ends.append(at)
     return records, ends

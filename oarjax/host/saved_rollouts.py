@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +41,7 @@ class SavedRollout:
     completion: str | list[int]
     reference: str | None  # the right answer; None = unknown
     rendered: bool = False  # a text prompt is what the policy read, template and all
+    place: str = field(default="", compare=False)  # file and line, for errors
 
 
 def read_rollouts(path: Path, form: Format = "auto") -> list[SavedRollout]:
@@ -118,6 +119,7 @@ def _own(record: dict[str, Any], place: str) -> SavedRollout:
         _part(record, "prompt", place),
         _spoken(_part(record, "completion", place), place),
         None if reference is None else str(reference),
+        place=place,
     )
 
 
@@ -125,7 +127,7 @@ def _trl(record: dict[str, Any], place: str) -> SavedRollout:
     known = [record[name] for name in REFERENCES if isinstance(record.get(name), str | int | float)]
     prompt, completion = _column(record, "prompt", place, "trl"), _column(record, "completion", place, "trl")
     reference = reference_answer(str(known[0])) if known else None
-    return SavedRollout(prompt, _spoken(completion, place), reference, rendered=True)
+    return SavedRollout(prompt, _spoken(completion, place), reference, rendered=True, place=place)
 
 
 def _verl(record: dict[str, Any], place: str) -> SavedRollout:
@@ -134,7 +136,7 @@ def _verl(record: dict[str, Any], place: str) -> SavedRollout:
     if isinstance(truth, list) and len(truth) == 1:
         (truth,) = truth
     reference = reference_answer(str(truth)) if isinstance(truth, str | int | float) else None
-    return SavedRollout(prompt, _spoken(completion, place), reference, rendered=True)
+    return SavedRollout(prompt, _spoken(completion, place), reference, rendered=True, place=place)
 
 
 READ: dict[Format, Callable[[dict[str, Any], str], SavedRollout]] = {"oarjax": _own, "trl": _trl, "verl": _verl}

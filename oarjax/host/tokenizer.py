@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,21 @@ PROBE_TOKENS = 64
 
 class TokenizerError(ValueError):
     """A tokenizer that is missing, does not fit the model, or cannot encode what it was given."""
+
+
+class TextError(TokenizerError):
+    """One text that cannot be encoded; ``placed`` says where it stands."""
+
+
+@contextlib.contextmanager
+def placed(place: str) -> Iterator[None]:
+    """Errors of a text begin with its place, such as a line of a file; "" where there is none."""
+    try:
+        yield
+    except TextError as error:
+        if not place:
+            raise
+        raise TextError(f"{place}: {error}") from None
 
 
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
@@ -140,14 +155,15 @@ def text_of(ids: Iterable[int], table: Sequence[bytes]) -> str:
 def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     """Ids of a text, nothing added in front or behind.
 
-    Raises TokenizerError where the vocabulary lacks a character (and has no unknown token for it).
+    Raises TextError where the vocabulary lacks a character (and has no unknown token for it).
     """
     try:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # pyright: ignore[reportArgumentType]
     except Exception as error:  # tokenizers raises bare Exceptions
-        raise TokenizerError(
-            f"the tokenizer cannot encode {_short(text)}: {error}; is a character missing from its vocabulary?"
-        ) from None
+        cause = f"{error}; is a character missing from its vocabulary?"
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            cause = "it holds half of a surrogate pair, which is no character; mend the text, or leave it out"
+        raise TextError(f"the tokenizer cannot encode {_short(text)}: {cause}") from None
 
 
 def render_prompt(
@@ -183,7 +199,7 @@ def render_prompt(
         try:
             rendered = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, **switch)
         except Exception as error:  # Jinja has many, and a template may raise its own
-            raise TokenizerError(
+            raise TextError(
                 f"the chat template fails on the prompt {_short(prompt)} ({type(error).__name__}: {error}); "
                 "set data.template to plain, or mend the template"
             ) from error
@@ -191,7 +207,8 @@ def render_prompt(
     else:
         ids = encode(tokenizer, text if system_prompt is None else f"{system_prompt}\n\n{text}")
     if not ids:
-        raise TokenizerError(f"the prompt {_short(prompt)} encodes to no tokens at all")
+        remedy = "mend the chat template or data.prompt_format" if prompt.strip() else "fill it in, or leave it out"
+        raise TextError(f"the prompt {_short(prompt)} encodes to no tokens at all; {remedy}")
     return ids
 
 
@@ -208,10 +225,10 @@ def chat_ids(tokenizer: PreTrainedTokenizerFast, turns: Sequence[dict[str, str]]
             list(turns), add_generation_prompt=not begun, continue_final_message=begun, tokenize=False, **switch
         )
     except Exception as error:  # Jinja has many, and a template may raise its own
-        raise TokenizerError(f"the chat template fails on {turns!r:.80} ({type(error).__name__}: {error})") from error
+        raise TextError(f"the chat template fails on {turns!r:.80} ({type(error).__name__}: {error})") from error
     ids = encode(tokenizer, str(rendered))
     if not ids:
-        raise TokenizerError(f"the chat {turns!r:.80} encodes to no tokens at all")
+        raise TextError(f"the chat {turns!r:.80} encodes to no tokens at all")
     return ids
 
 

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import secrets
+import shlex
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -130,7 +131,7 @@ class TensorBoard:
         from tensorboardX import SummaryWriter
 
         folder = run.folder / "tensorboard"
-        self.where = f"{folder}; look at it with: tensorboard --logdir {folder}"
+        self.where = f"{folder}; look at it with: tensorboard --logdir {shlex.quote(str(folder))}"
         self._writer: Any = SummaryWriter(str(folder), purge_step=run.first + 1 if run.first else None)
 
     def write(self, iteration: int, metrics: Mapping[str, float], rows: Sequence[CompletionRow]) -> None:
@@ -148,7 +149,9 @@ class WandB:
     """A W&B run whose x axis is the iteration, so that a resumed run may repeat some."""
 
     def __init__(self, run: Run):
-        mode = os.environ.get("WANDB_MODE") or "offline"
+        if not os.environ.get("WANDB_MODE"):
+            os.environ.pop("WANDB_MODE", None)  # W&B refuses one that is set and empty
+        mode = os.environ.get("WANDB_MODE", "offline")
         if mode == "offline":
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its crash reports go over the network
         import wandb
@@ -168,7 +171,7 @@ class WandB:
         self._run.define_metric("*", step_metric="iteration")
         self.where = f"run {run.id} of project {run.project}, {mode}"
         if mode == "offline":
-            self.where += f"; upload it with: wandb sync {Path(self._run.dir).parent}"
+            self.where += f"; upload it with: wandb sync {shlex.quote(str(Path(self._run.dir).parent))}"
 
     def write(self, iteration: int, metrics: Mapping[str, float], rows: Sequence[CompletionRow]) -> None:
         record: dict[str, Any] = {"iteration": iteration, **metrics}
@@ -192,7 +195,7 @@ class Trackio:
             self._run: Any = trackio.init(
                 project=run.project, name=f"{run.name}-{run.id}", config=run.config, resume="allow", embed=False
             )
-        self.where = f"run {run.name}-{run.id}; look at it with: trackio show --project {run.project}"
+        self.where = f"run {run.name}-{run.id}; look at it with: trackio show --project {shlex.quote(run.project)}"
 
     def write(self, iteration: int, metrics: Mapping[str, float], rows: Sequence[CompletionRow]) -> None:
         record: dict[str, Any] = dict(metrics)
