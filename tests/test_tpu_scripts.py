@@ -566,6 +566,82 @@ def test_delete_after_that_cannot_delete_says_so(cloud):
     assert BILLED in said
 
 
+def said_until(process: subprocess.Popen[str], words: str) -> str:
+    """What it says up to the line that holds the words."""
+    assert process.stdout
+    said = ""
+    while words not in said:
+        line = process.stdout.readline()
+        assert line, said
+        said += line
+    return said
+
+
+def processes(cloud: Cloud, *names: str) -> list[int]:
+    here = cloud.folder / "worker-0" / "oarjax" / "runs" / "first"
+    return [int((here / name).read_text()) for name in names]
+
+
+def test_a_run_that_cannot_be_followed_is_left_alone(cloud):
+    cloud.running()
+    cloud.put("codes", "hold\n")
+    cloud.put("drops", "all\n")
+    said = cloud.run("run", code=1)
+    assert said.count("the log broke off") == 9
+    assert "STILL RUNNING, as far as known, but its log cannot be followed" in said
+    assert BILLED in said
+    cloud.run("run", "--stop")
+
+
+def test_connections_that_lasted_do_not_count_as_failures(cloud):
+    cloud.put("settings.env", SETTINGS + "STEADY_SECONDS=0\n")
+    cloud.running()
+    cloud.put("codes", "hold\n0\n")
+    cloud.put("drops", "\n" * 15)
+    with cloud.start("run") as process:
+        said = said_until(process, "training on worker 0")
+        os.kill(*processes(cloud, "child"), signal.SIGTERM)
+        said += process.communicate(timeout=60)[0]
+    assert process.returncode == 0, said
+    assert said.count("the log broke off") == 15
+    assert "DONE" in said
+
+
+def test_a_live_run_is_never_deleted_and_watched_again_when_the_network_is_back(cloud):
+    cloud.running()
+    cloud.put("codes", "hold\n0\n")
+    cloud.put("drops", "all\n")
+    with cloud.start("run", "--delete-after") as process:
+        said = said_until(process, "log cannot be followed. t: ACTIVE; worker 0: running")
+        cloud.put("broken", "ERROR: no network\n")
+        said += said_until(process, "log cannot be followed. t: UNKNOWN; gcloud: ERROR: no network")
+        (cloud.folder / "broken").unlink()
+        said += said_until(process, "log cannot be followed. t: ACTIVE; worker 0: running")
+        assert said.count("STILL RUNNING") == 3  # once for each change
+        assert not cloud.calls("delete")
+        cloud.put("drops")
+        said += said_until(process, "training on worker 0")
+        os.kill(*processes(cloud, "child"), signal.SIGTERM)
+        said += process.communicate(timeout=60)[0]
+    assert process.returncode == 0, said
+    assert said.index("DONE") < said.index("queued-resources delete t")
+    assert NOT_BILLED in said
+
+
+def test_a_run_that_died_without_a_word_is_not_watched_for_ever(cloud):
+    cloud.running()
+    cloud.put("codes", "hold\n")
+    with cloud.start("run", "--delete-after") as process:
+        said = said_until(process, "training on worker 0")
+        for process_id in processes(cloud, "pid", "child"):
+            os.kill(process_id, signal.SIGKILL)
+        said += process.communicate(timeout=60)[0]
+    assert process.returncode == 1, said
+    assert "worker 0: running\nbut no worker runs it any more" in said
+    assert cloud.calls("queued-resources delete t")
+    assert NOT_BILLED in said
+
+
 REAL = f"""#!/usr/bin/env bash
 export JAX_PLATFORMS=cpu HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 exec {sys.executable} -m oarjax.cli.main "$@"
@@ -633,6 +709,23 @@ def test_resume_goes_on_by_itself_after_preemptions(cloud):
     assert len(cloud.calls("queued-resources create")) == 3
     assert "DONE" in said
     assert NOT_BILLED in said
+
+
+def test_resume_goes_on_after_a_preemption_that_followed_a_lost_connection(cloud):
+    cloud.put("codes", "hold\n0\n")
+    cloud.put("drops", "all\n")
+    with cloud.start("resume", "--times", "1") as process:
+        said = said_until(process, "log cannot be followed. t: ACTIVE; worker 0: running")
+        training = processes(cloud, "pid", "child")
+        cloud.put("drops")
+        cloud.put("states", "SUSPENDED\n")
+        for process_id in training:
+            os.kill(process_id, signal.SIGKILL)
+        said += process.communicate(timeout=60)[0]
+    assert process.returncode == 0, said
+    assert len(cloud.calls("queued-resources create")) == 2
+    assert said.index("preempted; going on") < said.index("DONE")
+    assert BILLED in said
 
 
 def test_resume_gives_up_after_so_many(cloud):

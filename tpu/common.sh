@@ -66,7 +66,7 @@ load() { # a script's arguments: settings into variables, options that all scrip
   [[ -f $settings ]] || die "no settings in $settings: cp tpu/settings.example.env tpu/settings.env, then fill it in"
   # What an older settings file may not have:
   SERVICE_ACCOUNT="" RUNTIME="" SPOT=no VALID_UNTIL="" OVERRIDES=() MAX_RESTARTS=20 EXTRAS=tpu,log,hub
-  GCSFUSE_FLAGS="" POLL_SECONDS=20 GRACE_SECONDS=120 DELETE_SECONDS=600
+  GCSFUSE_FLAGS="" POLL_SECONDS=20 GRACE_SECONDS=120 DELETE_SECONDS=600 STEADY_SECONDS=60
   # shellcheck source=settings.example.env
   source "$settings"
   for assignment in "${given[@]}"; do declare -g "$assignment"; done

@@ -44,11 +44,12 @@ while (($#)); do
       times="$2"
       shift
       ;;
-    --delete-after) ending=(--delete-after) ;;
+    --delete-after) ending+=(--delete-after) ;;
     *) die "unknown argument: $1; arguments of oarjax train come behind --; see --help" ;;
   esac
   shift
 done
+if ((times > 0)); then ending+=(--watch); fi
 
 while :; do
   replace

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# On a worker: start, follow or stop a run. Called by tpu/run.sh and tpu/logs.sh.
+# On a worker: start, follow or stop a run, or say that none is going on. Called by tpu/run.sh and tpu/logs.sh.
 #
 #   worker_run.sh start RUN COMMIT MAX_RESTARTS CONFIG [argument of oarjax train...]
 #   worker_run.sh follow RUN
 #   worker_run.sh stop RUN
+#   worker_run.sh idle RUN
 #
 # The run's folder is in the mounted bucket, one for all workers. The log is written to the local disk and copied there.
 set -euo pipefail
@@ -124,7 +125,13 @@ stop() { # oarjax writes a checkpoint and ends with 75; there is no restart
   tell ok
 }
 
+idle() { # a run holds the lock as long as one of its processes lives, whatever became of the one that writes exit codes
+  if alive; then fail "it runs here"; fi
+  flock --nonblock "$base/lock" true || fail "a run is going on here: $(cat "$base/lock")"
+  tell ok
+}
+
 case "$action" in
-  start | loop | follow | stop) "$action" "${@:3}" ;;
+  start | loop | follow | stop | idle) "$action" "${@:3}" ;;
   *) fail "unknown action $action" ;;
 esac
