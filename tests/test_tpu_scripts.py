@@ -111,6 +111,14 @@ def cloud(tmp_path, checkout):
     assert not reached.exists(), f"a gcloud other than the stand-in was called: {reached.read_text()}"
 
 
+@pytest.fixture
+def other_config(checkout):
+    """A path for a config that is in the checkout and not committed."""
+    path = checkout / "configs" / "b.yaml"
+    yield path
+    path.unlink()
+
+
 def commit(checkout: Path) -> str:
     command = ["git", "rev-parse", "--short=12", "HEAD"]
     return subprocess.run(command, cwd=checkout, check=True, capture_output=True, text=True).stdout.strip()
@@ -165,12 +173,14 @@ def test_the_tripwire_would_notice_another_gcloud(cloud):
 
 
 def test_the_example_settings_are_complete(cloud):
+    cloud.checkout = ROOT
     cloud.settings = TPU / "settings.example.env"
     said = cloud.run("create", "--dry-run")
     assert "--accelerator-type=v5litepod-1 " in said
+    assert "WARNING" not in said
     config = re.search(r"^CONFIG=(\S+)", cloud.settings.read_text(), re.M)
     assert config
-    assert (ROOT / config[1]).is_file()
+    assert "(v5litepod-1)" in (ROOT / config[1]).read_text()
 
 
 @pytest.mark.parametrize(
@@ -187,6 +197,14 @@ def test_wrong_settings_are_named(cloud, wrong, message):
     cloud.put("settings.env", SETTINGS + wrong)
     assert message in cloud.run("create", code=1)
     assert not cloud.calls()
+
+
+@pytest.mark.parametrize("script", ["create", "setup", "run", "resume"])
+def test_a_config_that_is_not_here_costs_nothing(cloud, script):
+    said = cloud.run(script, "--config", "configs/none.yaml", code=1)
+    assert f"there is no configs/none.yaml in {cloud.checkout}" in said
+    assert not cloud.calls("create")
+    assert not cloud.calls("ssh")
 
 
 def test_missing_settings_and_unknown_arguments_are_named(cloud):
@@ -263,6 +281,30 @@ def test_the_runtime_fits_the_accelerator(cloud, accelerator, runtime):
     assert "--spot" not in said
     assert "no runtime version known for v9-4" in cloud.run("create", "--accelerator", "v9-4", code=1)
     assert "--runtime-version=new" in cloud.run("create", "--dry-run", "--accelerator", "v9-4", "--runtime", "new")
+
+
+def test_the_name_of_a_plan_is_translated(cloud):
+    assert "ACCELERATOR: gcloud calls it v5litepod-8" in cloud.run("create", "--accelerator", "v5e-8", code=1)
+    assert not cloud.calls()
+
+
+@pytest.mark.parametrize(
+    ("plan", "accelerator"),
+    [
+        ("plan: {topology: v5e-64}", "v5litepod-64"),
+        ("plan:\n  slices: 1\n  topology: 'v5e:8x8'  # chips", "v5litepod-64"),
+        ("plan: {hbm_gib: 15, topology: v6e-16}", "v6e-16"),
+        ('plan: {topology: "v5p-128"}', "v5p-128"),
+        ("plan: {topology: v5p:4x4x4}", "v5p-128"),
+    ],
+)
+def test_a_machine_that_the_config_was_not_planned_for_is_told(cloud, other_config, plan, accelerator):
+    other_config.write_text(f"run_dir: runs/b\n{plan}\ndata:\n  topology: v4-8\n")
+    chosen = ("create", "--dry-run", "--config", "configs/b.yaml", "--accelerator")
+    assert "WARNING" not in cloud.run(*chosen, accelerator)
+    said = cloud.run(*chosen, "v5litepod-1")
+    assert f"which gcloud calls {accelerator}. This requests v5litepod-1." in said
+    assert said.index("WARNING") < said.index("queued-resources create")
 
 
 def test_quota_refused(cloud):
@@ -538,8 +580,9 @@ def test_no_run_without_the_mounted_bucket(cloud):
     assert not cloud.trained()
 
 
-def test_a_config_that_was_not_sent_and_another_commit_are_told(cloud):
+def test_a_config_that_was_not_sent_and_another_commit_are_told(cloud, other_config):
     cloud.running()
+    other_config.write_text("run_dir: runs/b\n")
     assert "there is no configs/b.yaml in the checkout that was sent" in cloud.run(
         "run", "--config", "configs/b.yaml", code=1
     )

@@ -97,6 +97,10 @@ POLL_SECONDS [0-9.]+
 TABLE
 }
 
+need_config() { # go on only with a config that is here: the workers get what this checkout has
+  [[ -f $CHECKOUT/$CONFIG ]] || die "there is no $CONFIG in $CHECKOUT: CONFIG, or --config, is a path from there"
+}
+
 no_more_arguments() { ((${#ARGS[@]} == 0)) || die "unknown argument: ${ARGS[*]}; see --help"; }
 
 # Commands -------------------------------------------------------------------------------------------------------------

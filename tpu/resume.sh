@@ -50,6 +50,7 @@ while (($#)); do
   shift
 done
 if ((times > 0)); then ending+=(--watch); fi
+need_config
 
 while :; do
   replace

@@ -140,6 +140,7 @@ for argument in "${ARGS[@]}"; do
     *) die "unknown argument: $argument; arguments of oarjax train come behind --; see --help" ;;
   esac
 done
+if [[ $what == start ]]; then need_config; fi
 need_machine
 
 if [[ $what == stop ]]; then
