@@ -48,6 +48,7 @@ class Cloud:
     def __init__(self, folder: Path, checkout: Path):
         self.folder, self.checkout = folder, checkout
         self.settings = folder / "settings.env"
+        self.environment: dict[str, str] = {}
         self.put("settings.env", SETTINGS)
         shutil.copy(STAND_INS / "oarjax", folder)
         (folder / "home").mkdir()
@@ -60,6 +61,7 @@ class Cloud:
         command = ["bash", str(self.checkout / "tpu" / f"{script}.sh"), "--settings", str(self.settings), *arguments]
         quick = dict.fromkeys(("CHECK_SECONDS", "PAUSE", "TAIL_SECONDS", "KEEP_SECONDS"), "0.02")
         env = quick | {"PATH": self.path, "HOME": str(self.folder / "home"), "STAND_IN": str(self.folder)}
+        env |= self.environment
         nobody, caught, same = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
         return subprocess.Popen(command, env=env, text=True, cwd=self.folder, stdin=nobody, stdout=caught, stderr=same)
 
@@ -609,6 +611,40 @@ def test_delete_after_that_cannot_delete_says_so(cloud):
     assert BILLED in said
 
 
+@pytest.mark.parametrize("cause", ["one worker is down", "no bucket", "fresh and no answer"])
+def test_delete_after_gives_the_machine_back_when_the_run_does_not_start(cloud, cause):
+    cloud.running(workers=2)
+    if cause == "no bucket":
+        (cloud.folder / "worker-0" / "oarjax" / "bucket").unlink()
+    else:
+        cloud.put("down", "0\n1\n" if cause.startswith("fresh") else "1\n")
+    if cause.startswith("fresh"):
+        cloud.environment["OARJAX_TPU_FRESH"] = "yes"
+    said = cloud.run("run", "--delete-after", code=1)
+    assert "FAILED: starting the run on worker" in said
+    assert "no run was started: t is deleted, because of --delete-after" in said
+    assert NOT_BILLED in said
+
+
+def test_delete_after_that_cannot_start_leaves_a_run_that_may_be_going_on(cloud):
+    cloud.running(workers=2)
+    cloud.put("codes", "hold\n")
+    cloud.run("run", "--no-follow")
+    for down, arguments in (
+        ("1\n", ()),  # worker 0: runs already
+        ("", ("--run", "second")),
+        ("1\n", ("--run", "second")),
+        ("0\n1\n", ()),  # nobody says anything
+    ):
+        cloud.put("down", down)
+        said = cloud.run("run", "--delete-after", *arguments, code=1)
+        assert "NOT DELETED: a run may be going on there" in said
+        assert BILLED in said
+    assert not cloud.calls(" delete ")
+    cloud.put("down")
+    cloud.run("run", "--stop")
+
+
 def said_until(process: subprocess.Popen[str], words: str) -> str:
     """What it says up to the line that holds the words."""
     assert process.stdout
@@ -810,6 +846,39 @@ def test_resume_stops_where_a_step_fails_and_says_what_is_billed(cloud):
     assert "FAILED: installing on worker 0" in said
     assert BILLED in said
     assert not cloud.trained(1)
+
+
+def test_resume_gives_a_machine_back_that_cannot_be_set_up(cloud):
+    cloud.put("down", "0\n")
+    said = cloud.run("resume", "--delete-after", code=1)
+    assert said.count("FAILED: installing on worker 0") == 3
+    assert "no run was started: t is deleted" in said
+    assert NOT_BILLED in said
+    cloud.put("refuse", "ERROR: no capacity\n")
+    said = cloud.run("resume", "--delete-after", code=1)
+    assert "REFUSED: no free machines" in said
+    assert "no run was started" not in said  # there is nothing to delete
+    assert NOT_BILLED in said
+
+
+def test_resume_counts_a_preemption_during_setup(cloud):
+    cloud.put("after_create", "ACTIVE\nACTIVE\nSUSPENDED\n")
+    said = cloud.run("resume", "--times", "1", "--delete-after", code=76)
+    assert said.count("preempted; going on") == 1
+    assert len(cloud.calls("queued-resources create")) == 2
+    assert NOT_BILLED in said
+
+
+def test_resume_leaves_a_run_that_somebody_else_has_started_meanwhile(cloud):
+    cloud.running()
+    cloud.put("codes", "hold\n")
+    cloud.run("run", "--no-follow")
+    cloud.put("states", "PROVISIONING\nACTIVE\n")
+    said = cloud.run("resume", "--delete-after", code=1)
+    assert "a run is going on here" in said
+    assert BILLED in said
+    assert not cloud.calls(" delete ")
+    cloud.run("run", "--stop")
 
 
 def test_resume_does_nothing_while_gcloud_cannot_say_what_there_is(cloud):

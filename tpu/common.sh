@@ -17,6 +17,7 @@ SCRATCH="$(mktemp -d)"
 DRY_RUN=no
 USED=no      # yes: this script has asked about a machine, so its end has to say what is billed
 STATE=NONE   # see find_state
+GIVE_BACK=no # yes: --delete-after was given and nothing runs on the machine, so a failure deletes it
 WORKERS=0
 export CLOUDSDK_CORE_DISABLE_PROMPTS=1  # a question nobody answers would hang a script while the machine costs money
 exec 3>&1    # commands are shown here, also where standard output is caught
@@ -228,10 +229,21 @@ tell_bill() { # say what STATE costs, and how to stop that
   esac
 }
 
+give_back() { # delete the machine, because --delete-after was given
+  OARJAX_TPU_INNER=yes "$HERE/delete.sh" "${PASS[@]}" --yes || say "NOT DELETED, see above" >&2
+}
+
 goodbye() { # runs when a script ends, for whatever reason
   local code=$?
   trap - EXIT INT TERM
   set +e
+  if [[ $GIVE_BACK == yes && $DRY_RUN == no ]] && ((code > 0 && code < 128)); then # not when interrupted
+    find_state NONE
+    if [[ $STATE != NONE ]]; then
+      say "no run was started: $TPU_NAME is deleted, because of --delete-after"
+      give_back
+    fi
+  fi
   # With OARJAX_TPU_INNER a script was called by another one, which says it.
   if [[ $USED == yes && $DRY_RUN == no && -z ${OARJAX_TPU_INNER:-} ]]; then
     find_state NONE

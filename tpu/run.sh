@@ -7,7 +7,7 @@
 #   --no-follow       return when it has started; tpu/logs.sh follows
 #   --watch           do not give up while the network or worker 0 is out of reach: ask on until the run has ended
 #   --delete-after    as --watch, and delete the TPU when the run has ended, well or not (works only while this command
-#                     lives). A run that may still be going on is never deleted.
+#                     lives), or when it could not be started. A run that may be going on is never deleted.
 #
 # The same command on a run that was stopped goes on with it. Exit code: 0 done, 75 stopped (tpu/run.sh goes
 # on), 76 machine gone (tpu/resume.sh goes on), 1 failed. Ctrl-C stops the following, not the run.
@@ -43,6 +43,12 @@ judge() { # how the run stands, in VERDICT: complete, stopped, preempted, runnin
   else
     VERDICT=stopped
   fi
+}
+
+unused() { # from what the workers said when they were to start: was no run going on before?
+  # One that answers anything else ran nothing, and no run goes on without it.
+  if grep -qE "oarjax-worker [0-9]+: (runs already|FAILED: another run)" "$SCRATCH/said"; then return 1; fi
+  [[ $GIVE_BACK == yes ]] || grep -qE "^oarjax-worker [0-9]+: " "$SCRATCH/said"
 }
 
 idle() { # do all workers say that nothing runs on them? Then nobody is left to write an exit code
@@ -121,7 +127,7 @@ end() { # report, give the machine back if asked to, leave
   if [[ $after == delete && $VERDICT == running ]]; then
     say "NOT DELETED: it may still train, and is still billed. tpu/status.sh looks, tpu/delete.sh deletes." >&2
   elif [[ $after == delete ]]; then
-    OARJAX_TPU_INNER=yes "$HERE/delete.sh" "${PASS[@]}" --yes || say "NOT DELETED, see above" >&2
+    give_back
   fi
   exit "$code"
 }
@@ -141,6 +147,8 @@ for argument in "${ARGS[@]}"; do
   esac
 done
 if [[ $what == start ]]; then need_config; fi
+# tpu/resume.sh knows that it has just made the machine.
+if [[ $after == delete && ${OARJAX_TPU_FRESH:-} == yes ]]; then GIVE_BACK=yes; fi
 need_machine
 
 if [[ $what == stop ]]; then
@@ -151,10 +159,17 @@ fi
 
 commit="$(git -C "$CHECKOUT" rev-parse --short=12 HEAD 2>/dev/null || true)"
 say "run $RUN: $CONFIG on $WORKERS worker(s), into $SHARED"
-on_workers "starting the run" \
-  "$(worker start "$RUN" "$commit" "$MAX_RESTARTS" "$CONFIG" device=tpu "${OVERRIDES[@]}" "${overrides[@]}")" ||
+if ! on_workers "starting the run" \
+  "$(worker start "$RUN" "$commit" "$MAX_RESTARTS" "$CONFIG" device=tpu "${OVERRIDES[@]}" "${overrides[@]}")"; then
+  if [[ $after == delete ]]; then
+    GIVE_BACK="$(unused && echo yes || echo no)"
+    if [[ $GIVE_BACK == yes ]]; then die "the run needs all workers"; fi
+    say "NOT DELETED: a run may be going on there, by what the workers said above, if any did." >&2
+  fi
   die "the run needs all workers, and those that started wait for the others. When the cause is removed: tpu/run.sh" \
     "again (it starts the missing ones), or tpu/run.sh --stop."
+fi
+GIVE_BACK=no
 if [[ $after == leave ]]; then
   say "started. tpu/logs.sh follows it."
   exit 0

@@ -23,6 +23,13 @@ alive() { [[ -f $here/pid ]] && kill -0 "$(<"$here/pid")" 2>/dev/null; }
 start() { # commit, then what `loop` takes
   local commit="$1" i
   shift
+  # First: only who says that a run is going on keeps tpu/run.sh --delete-after from deleting the machine.
+  if alive; then
+    tell "runs already"
+    tell ok
+    return
+  fi
+  flock --nonblock "$base/lock" true || fail "another run is going on here: $(cat "$base/lock")"
   [[ -x $base/venv/bin/oarjax ]] || fail "oarjax is not installed here: tpu/setup.sh"
   # Without the mount the run would be written to this machine's disk, and lost with it.
   mountpoint -q "$base/bucket" || fail "the bucket is not mounted here: tpu/setup.sh"
@@ -30,12 +37,6 @@ start() { # commit, then what `loop` takes
   if [[ -n $commit && $commit != "$(cat "$base/src/COMMIT" 2>/dev/null)" ]]; then
     tell "note: this worker has commit $(cat "$base/src/COMMIT" 2>/dev/null), yours is $commit; tpu/setup.sh sends it"
   fi
-  if alive; then
-    tell "runs already"
-    tell ok
-    return
-  fi
-  flock --nonblock "$base/lock" true || fail "another run is going on here: $(cat "$base/lock")"
   mkdir -p "$here"
   rm -f "$here/stop" "$here/pid"
   setsid bash "$0" loop "$run" "$@" </dev/null >>"$here/log" 2>&1 &
