@@ -667,6 +667,7 @@ def test_a_run_that_cannot_be_followed_is_left_alone(cloud):
     cloud.put("drops", "all\n")
     said = cloud.run("run", code=1)
     assert said.count("the log broke off") == 9
+    assert len(cloud.calls("--worker=0", "--ssh-flag=-oServerAliveInterval=30")) == 10
     assert "STILL RUNNING, as far as known, but its log cannot be followed" in said
     assert BILLED in said
     cloud.run("run", "--stop")

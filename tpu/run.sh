@@ -61,7 +61,9 @@ follow() { # until the run ends or the machine goes; a connection that breaks is
   local tries=0 began news="" before i
   while :; do
     began=$SECONDS
-    run gcloud compute tpus tpu-vm ssh "$TPU_NAME" "${WHERE[@]}" --worker=0 --command="$(worker follow "$RUN")" || true
+    # Without questions of its own, ssh waits for hours on a connection whose other end vanished.
+    run gcloud compute tpus tpu-vm ssh "$TPU_NAME" "${WHERE[@]}" --worker=0 --ssh-flag=-oServerAliveInterval=30 \
+      --ssh-flag=-oServerAliveCountMax=4 --command="$(worker follow "$RUN")" || true
     if ((SECONDS - began >= STEADY_SECONDS)); then tries=0 news=""; fi
     judge
     if [[ $VERDICT == running ]] && ((++tries >= TRIES)) && idle; then
