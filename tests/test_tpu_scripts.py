@@ -48,6 +48,7 @@ class Cloud:
     def __init__(self, folder: Path, checkout: Path):
         self.folder, self.checkout = folder, checkout
         self.settings = folder / "settings.env"
+        self.environment: dict[str, str] = {}
         self.put("settings.env", SETTINGS)
         shutil.copy(STAND_INS / "oarjax", folder)
         (folder / "home").mkdir()
@@ -60,6 +61,7 @@ class Cloud:
         command = ["bash", str(self.checkout / "tpu" / f"{script}.sh"), "--settings", str(self.settings), *arguments]
         quick = dict.fromkeys(("CHECK_SECONDS", "PAUSE", "TAIL_SECONDS", "KEEP_SECONDS"), "0.02")
         env = quick | {"PATH": self.path, "HOME": str(self.folder / "home"), "STAND_IN": str(self.folder)}
+        env |= self.environment
         nobody, caught, same = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
         return subprocess.Popen(command, env=env, text=True, cwd=self.folder, stdin=nobody, stdout=caught, stderr=same)
 
@@ -109,6 +111,14 @@ def cloud(tmp_path, checkout):
     yield made
     reached = tmp_path / "another_gcloud_was_called"
     assert not reached.exists(), f"a gcloud other than the stand-in was called: {reached.read_text()}"
+
+
+@pytest.fixture
+def other_config(checkout):
+    """A path for a config that is in the checkout and not committed."""
+    path = checkout / "configs" / "b.yaml"
+    yield path
+    path.unlink()
 
 
 def commit(checkout: Path) -> str:
@@ -165,12 +175,14 @@ def test_the_tripwire_would_notice_another_gcloud(cloud):
 
 
 def test_the_example_settings_are_complete(cloud):
+    cloud.checkout = ROOT
     cloud.settings = TPU / "settings.example.env"
     said = cloud.run("create", "--dry-run")
     assert "--accelerator-type=v5litepod-1 " in said
+    assert "WARNING" not in said
     config = re.search(r"^CONFIG=(\S+)", cloud.settings.read_text(), re.M)
     assert config
-    assert (ROOT / config[1]).is_file()
+    assert "(v5litepod-1)" in (ROOT / config[1]).read_text()
 
 
 @pytest.mark.parametrize(
@@ -187,6 +199,14 @@ def test_wrong_settings_are_named(cloud, wrong, message):
     cloud.put("settings.env", SETTINGS + wrong)
     assert message in cloud.run("create", code=1)
     assert not cloud.calls()
+
+
+@pytest.mark.parametrize("script", ["create", "setup", "run", "resume"])
+def test_a_config_that_is_not_here_costs_nothing(cloud, script):
+    said = cloud.run(script, "--config", "configs/none.yaml", code=1)
+    assert f"there is no configs/none.yaml in {cloud.checkout}" in said
+    assert not cloud.calls("create")
+    assert not cloud.calls("ssh")
 
 
 def test_missing_settings_and_unknown_arguments_are_named(cloud):
@@ -263,6 +283,30 @@ def test_the_runtime_fits_the_accelerator(cloud, accelerator, runtime):
     assert "--spot" not in said
     assert "no runtime version known for v9-4" in cloud.run("create", "--accelerator", "v9-4", code=1)
     assert "--runtime-version=new" in cloud.run("create", "--dry-run", "--accelerator", "v9-4", "--runtime", "new")
+
+
+def test_the_name_of_a_plan_is_translated(cloud):
+    assert "ACCELERATOR: gcloud calls it v5litepod-8" in cloud.run("create", "--accelerator", "v5e-8", code=1)
+    assert not cloud.calls()
+
+
+@pytest.mark.parametrize(
+    ("plan", "accelerator"),
+    [
+        ("plan: {topology: v5e-64}", "v5litepod-64"),
+        ("plan:\n  slices: 1\n  topology: 'v5e:8x8'  # chips", "v5litepod-64"),
+        ("plan: {hbm_gib: 15, topology: v6e-16}", "v6e-16"),
+        ('plan: {topology: "v5p-128"}', "v5p-128"),
+        ("plan: {topology: v5p:4x4x4}", "v5p-128"),
+    ],
+)
+def test_a_machine_that_the_config_was_not_planned_for_is_told(cloud, other_config, plan, accelerator):
+    other_config.write_text(f"run_dir: runs/b\n{plan}\ndata:\n  topology: v4-8\n")
+    chosen = ("create", "--dry-run", "--config", "configs/b.yaml", "--accelerator")
+    assert "WARNING" not in cloud.run(*chosen, accelerator)
+    said = cloud.run(*chosen, "v5litepod-1")
+    assert f"which gcloud calls {accelerator}. This requests v5litepod-1." in said
+    assert said.index("WARNING") < said.index("queued-resources create")
 
 
 def test_quota_refused(cloud):
@@ -538,8 +582,9 @@ def test_no_run_without_the_mounted_bucket(cloud):
     assert not cloud.trained()
 
 
-def test_a_config_that_was_not_sent_and_another_commit_are_told(cloud):
+def test_a_config_that_was_not_sent_and_another_commit_are_told(cloud, other_config):
     cloud.running()
+    other_config.write_text("run_dir: runs/b\n")
     assert "there is no configs/b.yaml in the checkout that was sent" in cloud.run(
         "run", "--config", "configs/b.yaml", code=1
     )
@@ -564,6 +609,117 @@ def test_delete_after_that_cannot_delete_says_so(cloud):
     said = cloud.run("run", "--delete-after")
     assert "NOT DELETED: t is still ACTIVE" in said
     assert BILLED in said
+
+
+@pytest.mark.parametrize("cause", ["one worker is down", "no bucket", "fresh and no answer"])
+def test_delete_after_gives_the_machine_back_when_the_run_does_not_start(cloud, cause):
+    cloud.running(workers=2)
+    if cause == "no bucket":
+        (cloud.folder / "worker-0" / "oarjax" / "bucket").unlink()
+    else:
+        cloud.put("down", "0\n1\n" if cause.startswith("fresh") else "1\n")
+    if cause.startswith("fresh"):
+        cloud.environment["OARJAX_TPU_FRESH"] = "yes"
+    said = cloud.run("run", "--delete-after", code=1)
+    assert "FAILED: starting the run on worker" in said
+    assert "no run was started: t is deleted, because of --delete-after" in said
+    assert NOT_BILLED in said
+
+
+def test_delete_after_that_cannot_start_leaves_a_run_that_may_be_going_on(cloud):
+    cloud.running(workers=2)
+    cloud.put("codes", "hold\n")
+    cloud.run("run", "--no-follow")
+    for down, arguments in (
+        ("1\n", ()),  # worker 0: runs already
+        ("", ("--run", "second")),
+        ("1\n", ("--run", "second")),
+        ("0\n1\n", ()),  # nobody says anything
+    ):
+        cloud.put("down", down)
+        said = cloud.run("run", "--delete-after", *arguments, code=1)
+        assert "NOT DELETED: a run may be going on there" in said
+        assert BILLED in said
+    assert not cloud.calls(" delete ")
+    cloud.put("down")
+    cloud.run("run", "--stop")
+
+
+def said_until(process: subprocess.Popen[str], words: str) -> str:
+    """What it says up to the line that holds the words."""
+    assert process.stdout
+    said = ""
+    while words not in said:
+        line = process.stdout.readline()
+        assert line, said
+        said += line
+    return said
+
+
+def processes(cloud: Cloud, *names: str) -> list[int]:
+    here = cloud.folder / "worker-0" / "oarjax" / "runs" / "first"
+    return [int((here / name).read_text()) for name in names]
+
+
+def test_a_run_that_cannot_be_followed_is_left_alone(cloud):
+    cloud.running()
+    cloud.put("codes", "hold\n")
+    cloud.put("drops", "all\n")
+    said = cloud.run("run", code=1)
+    assert said.count("the log broke off") == 9
+    assert len(cloud.calls("--worker=0", "--ssh-flag=-oServerAliveInterval=30")) == 10
+    assert "STILL RUNNING, as far as known, but its log cannot be followed" in said
+    assert BILLED in said
+    cloud.run("run", "--stop")
+
+
+def test_connections_that_lasted_do_not_count_as_failures(cloud):
+    cloud.put("settings.env", SETTINGS + "STEADY_SECONDS=0\n")
+    cloud.running()
+    cloud.put("codes", "hold\n0\n")
+    cloud.put("drops", "\n" * 15)
+    with cloud.start("run") as process:
+        said = said_until(process, "training on worker 0")
+        os.kill(*processes(cloud, "child"), signal.SIGTERM)
+        said += process.communicate(timeout=60)[0]
+    assert process.returncode == 0, said
+    assert said.count("the log broke off") == 15
+    assert "DONE" in said
+
+
+def test_a_live_run_is_never_deleted_and_watched_again_when_the_network_is_back(cloud):
+    cloud.running()
+    cloud.put("codes", "hold\n0\n")
+    cloud.put("drops", "all\n")
+    with cloud.start("run", "--delete-after") as process:
+        said = said_until(process, "log cannot be followed. t: ACTIVE; worker 0: running")
+        cloud.put("broken", "ERROR: no network\n")
+        said += said_until(process, "log cannot be followed. t: UNKNOWN; gcloud: ERROR: no network")
+        (cloud.folder / "broken").unlink()
+        said += said_until(process, "log cannot be followed. t: ACTIVE; worker 0: running")
+        assert said.count("STILL RUNNING") == 3  # once for each change
+        assert not cloud.calls("delete")
+        cloud.put("drops")
+        said += said_until(process, "training on worker 0")
+        os.kill(*processes(cloud, "child"), signal.SIGTERM)
+        said += process.communicate(timeout=60)[0]
+    assert process.returncode == 0, said
+    assert said.index("DONE") < said.index("queued-resources delete t")
+    assert NOT_BILLED in said
+
+
+def test_a_run_that_died_without_a_word_is_not_watched_for_ever(cloud):
+    cloud.running()
+    cloud.put("codes", "hold\n")
+    with cloud.start("run", "--delete-after") as process:
+        said = said_until(process, "training on worker 0")
+        for process_id in processes(cloud, "pid", "child"):
+            os.kill(process_id, signal.SIGKILL)
+        said += process.communicate(timeout=60)[0]
+    assert process.returncode == 1, said
+    assert "worker 0: running\nbut no worker runs it any more" in said
+    assert cloud.calls("queued-resources delete t")
+    assert NOT_BILLED in said
 
 
 REAL = f"""#!/usr/bin/env bash
@@ -635,6 +791,23 @@ def test_resume_goes_on_by_itself_after_preemptions(cloud):
     assert NOT_BILLED in said
 
 
+def test_resume_goes_on_after_a_preemption_that_followed_a_lost_connection(cloud):
+    cloud.put("codes", "hold\n0\n")
+    cloud.put("drops", "all\n")
+    with cloud.start("resume", "--times", "1") as process:
+        said = said_until(process, "log cannot be followed. t: ACTIVE; worker 0: running")
+        training = processes(cloud, "pid", "child")
+        cloud.put("drops")
+        cloud.put("states", "SUSPENDED\n")
+        for process_id in training:
+            os.kill(process_id, signal.SIGKILL)
+        said += process.communicate(timeout=60)[0]
+    assert process.returncode == 0, said
+    assert len(cloud.calls("queued-resources create")) == 2
+    assert said.index("preempted; going on") < said.index("DONE")
+    assert BILLED in said
+
+
 def test_resume_gives_up_after_so_many(cloud):
     cloud.put("codes", "preempt\n" * 3)
     said = cloud.run("resume", "--times", "1", code=76)
@@ -674,6 +847,39 @@ def test_resume_stops_where_a_step_fails_and_says_what_is_billed(cloud):
     assert "FAILED: installing on worker 0" in said
     assert BILLED in said
     assert not cloud.trained(1)
+
+
+def test_resume_gives_a_machine_back_that_cannot_be_set_up(cloud):
+    cloud.put("down", "0\n")
+    said = cloud.run("resume", "--delete-after", code=1)
+    assert said.count("FAILED: installing on worker 0") == 3
+    assert "no run was started: t is deleted" in said
+    assert NOT_BILLED in said
+    cloud.put("refuse", "ERROR: no capacity\n")
+    said = cloud.run("resume", "--delete-after", code=1)
+    assert "REFUSED: no free machines" in said
+    assert "no run was started" not in said  # there is nothing to delete
+    assert NOT_BILLED in said
+
+
+def test_resume_counts_a_preemption_during_setup(cloud):
+    cloud.put("after_create", "ACTIVE\nACTIVE\nSUSPENDED\n")
+    said = cloud.run("resume", "--times", "1", "--delete-after", code=76)
+    assert said.count("preempted; going on") == 1
+    assert len(cloud.calls("queued-resources create")) == 2
+    assert NOT_BILLED in said
+
+
+def test_resume_leaves_a_run_that_somebody_else_has_started_meanwhile(cloud):
+    cloud.running()
+    cloud.put("codes", "hold\n")
+    cloud.run("run", "--no-follow")
+    cloud.put("states", "PROVISIONING\nACTIVE\n")
+    said = cloud.run("resume", "--delete-after", code=1)
+    assert "a run is going on here" in said
+    assert BILLED in said
+    assert not cloud.calls(" delete ")
+    cloud.run("run", "--stop")
 
 
 def test_resume_does_nothing_while_gcloud_cannot_say_what_there_is(cloud):

@@ -17,6 +17,7 @@ SCRATCH="$(mktemp -d)"
 DRY_RUN=no
 USED=no      # yes: this script has asked about a machine, so its end has to say what is billed
 STATE=NONE   # see find_state
+GIVE_BACK=no # yes: --delete-after was given and nothing runs on the machine, so a failure deletes it
 WORKERS=0
 export CLOUDSDK_CORE_DISABLE_PROMPTS=1  # a question nobody answers would hang a script while the machine costs money
 exec 3>&1    # commands are shown here, also where standard output is caught
@@ -66,7 +67,7 @@ load() { # a script's arguments: settings into variables, options that all scrip
   [[ -f $settings ]] || die "no settings in $settings: cp tpu/settings.example.env tpu/settings.env, then fill it in"
   # What an older settings file may not have:
   SERVICE_ACCOUNT="" RUNTIME="" SPOT=no VALID_UNTIL="" OVERRIDES=() MAX_RESTARTS=20 EXTRAS=tpu,log,hub
-  GCSFUSE_FLAGS="" POLL_SECONDS=20 GRACE_SECONDS=120 DELETE_SECONDS=600
+  GCSFUSE_FLAGS="" POLL_SECONDS=20 GRACE_SECONDS=120 DELETE_SECONDS=600 STEADY_SECONDS=60
   # shellcheck source=settings.example.env
   source "$settings"
   for assignment in "${given[@]}"; do declare -g "$assignment"; done
@@ -95,6 +96,10 @@ CONFIG .+\.yaml
 MAX_RESTARTS [0-9]+
 POLL_SECONDS [0-9.]+
 TABLE
+}
+
+need_config() { # go on only with a config that is here: the workers get what this checkout has
+  [[ -f $CHECKOUT/$CONFIG ]] || die "there is no $CONFIG in $CHECKOUT: CONFIG, or --config, is a path from there"
 }
 
 no_more_arguments() { ((${#ARGS[@]} == 0)) || die "unknown argument: ${ARGS[*]}; see --help"; }
@@ -224,10 +229,21 @@ tell_bill() { # say what STATE costs, and how to stop that
   esac
 }
 
+give_back() { # delete the machine, because --delete-after was given
+  OARJAX_TPU_INNER=yes "$HERE/delete.sh" "${PASS[@]}" --yes || say "NOT DELETED, see above" >&2
+}
+
 goodbye() { # runs when a script ends, for whatever reason
   local code=$?
   trap - EXIT INT TERM
   set +e
+  if [[ $GIVE_BACK == yes && $DRY_RUN == no ]] && ((code > 0 && code < 128)); then # not when interrupted
+    find_state NONE
+    if [[ $STATE != NONE ]]; then
+      say "no run was started: $TPU_NAME is deleted, because of --delete-after"
+      give_back
+    fi
+  fi
   # With OARJAX_TPU_INNER a script was called by another one, which says it.
   if [[ $USED == yes && $DRY_RUN == no && -z ${OARJAX_TPU_INNER:-} ]]; then
     find_state NONE

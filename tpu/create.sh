@@ -22,6 +22,26 @@ runtime() { # the runtime version for an accelerator
   esac
 }
 
+order() { # topology as oarjax plan has it, v5e-64 or v5e:8x8 (chips): what gcloud calls it
+  local family="${1%%[-:]*}" size="${1#*[-:]}"
+  if [[ $1 == *:* ]]; then
+    size=$((${size//x/*}))
+    if [[ $family == v5p || $family == v4 ]]; then size=$((size * 2)); fi # these names count cores
+  fi
+  echo "${family/#v5e/v5litepod}-$size"
+}
+
+check_topology() { # the config says which machine it was planned for, in a line "plan: {topology: v5e-64}" or below
+  local topology
+  topology="$(awk '/^[^ #]/ { plan = /^plan:/ }
+    plan && match($0, /topology: *[^ ,}]+/) { print substr($0, RSTART, RLENGTH); exit }' "$CHECKOUT/$CONFIG")"
+  topology="${topology#topology:}" topology="${topology//[\"\' ]/}"
+  if [[ ! $topology =~ ^v[0-9]+[a-z]*(-[0-9]+|:[0-9]+(x[0-9]+)*)$ ]]; then return; fi
+  if [[ $(order "$topology") != "$ACCELERATOR" ]]; then
+    say "WARNING: $CONFIG is planned for $topology, which gcloud calls $(order "$topology"). This requests $ACCELERATOR."
+  fi
+}
+
 check_bucket() { # before anything is billed: a run without a place for its checkpoints is worth nothing
   local region="${ZONE%-*}" place tree
   ask gcloud storage buckets describe "gs://$BUCKET" --project="$PROJECT" \
@@ -97,6 +117,8 @@ for argument in "${ARGS[@]}"; do
     *) die "unknown argument: $argument; see --help" ;;
   esac
 done
+if [[ $ACCELERATOR == v5e-* ]]; then die "ACCELERATOR: gcloud calls it ${ACCELERATOR/#v5e/v5litepod}"; fi
+need_config
 if [[ -z $RUNTIME ]]; then
   RUNTIME="$(runtime "$ACCELERATOR")" || die "no runtime version known for $ACCELERATOR: set RUNTIME in the settings"
 fi
@@ -105,6 +127,7 @@ find_state NONE
 case "$STATE" in
   NONE)
     check_bucket
+    check_topology
     say "requesting $ACCELERATOR '$TPU_NAME' in $ZONE (spot: $SPOT), runtime $RUNTIME"
     request
     ;;

@@ -4,7 +4,8 @@
 #   tpu/resume.sh [--times N] [--delete-after] [options] [-- argument of oarjax train...]
 #
 #   --times N         replace the machine by itself, up to N times, when it is taken away again (default 0)
-#   --delete-after    delete the TPU when the run has ended, well or not
+#   --delete-after    delete the TPU when the run has ended, well or not, or when a machine could not be set up; not
+#                     when this command is interrupted, nor where a run may be going on
 #
 # Use the same settings and arguments as with tpu/run.sh. With --times this command has to stay alive: in tmux, or on a
 # small VM of its own.
@@ -16,7 +17,7 @@ step() { # script, arguments: as part of this one, which says at its end what is
   OARJAX_TPU_INNER=yes "$HERE/$1" "${PASS[@]}" "${@:2}"
 }
 
-replace() { # bring the machine to ACTIVE, a new one if need be; fresh=yes if its workers are not set up
+replace() { # remove a machine that was taken away; fresh=no if there is one that runs
   fresh=yes
   find_state SUSPENDED
   case "$STATE" in
@@ -28,7 +29,16 @@ replace() { # bring the machine to ACTIVE, a new one if need be; fresh=yes if it
     UNKNOWN) die "gcloud cannot say whether $TPU_NAME is there, so nothing was done: $PROBLEM" ;;
     STRAY) die "there is a machine '$TPU_NAME' that the queue does not know of: tpu/delete.sh" ;;
   esac
-  if [[ $fresh == yes ]]; then step create.sh; fi
+}
+
+renew() { # request a machine and set it up; 76 if it was taken away meanwhile
+  : >"$SCRATCH/setup"
+  if step create.sh && step setup.sh 2>&1 | tee "$SCRATCH/setup"; then return 0; fi
+  # A worker's words, not the command that has them too:
+  if sed '/^+ /d' "$SCRATCH/setup" | grep "a run is going on here" >/dev/null; then GIVE_BACK=no; fi
+  find_state SUSPENDED
+  case "$STATE" in PREEMPTED | SUSPENDED | SUSPENDING) return 76 ;; esac
+  return 1
 }
 
 before=() overrides=()
@@ -44,17 +54,25 @@ while (($#)); do
       times="$2"
       shift
       ;;
-    --delete-after) ending=(--delete-after) ;;
+    --delete-after) ending+=(--delete-after) ;;
     *) die "unknown argument: $1; arguments of oarjax train come behind --; see --help" ;;
   esac
   shift
 done
+if ((times > 0)); then ending+=(--watch); fi
+need_config
 
 while :; do
   replace
-  if [[ $fresh == yes ]]; then step setup.sh; fi
   code=0
-  step run.sh "${ending[@]}" "${overrides[@]}" || code=$?
+  if [[ $fresh == yes ]]; then
+    if [[ ${ending[*]} == *--delete-after* ]]; then GIVE_BACK=yes; fi
+    renew || code=$?
+  fi
+  if ((code == 0)); then
+    GIVE_BACK=no # from here on tpu/run.sh knows better
+    OARJAX_TPU_FRESH="$fresh" step run.sh "${ending[@]}" "${overrides[@]}" || code=$?
+  fi
   # Only a machine that was taken away is replaced: a run that was stopped on purpose stays stopped.
   if [[ $code != 76 ]] || ((times-- <= 0)); then exit "$code"; fi
   say "preempted; going on, $times more time(s) after this"

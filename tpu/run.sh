@@ -1,17 +1,22 @@
 #!/usr/bin/env bash
 # Start the run on all workers and follow it to its end; or stop it.
 #
-#   tpu/run.sh [--stop | --no-follow | --delete-after] [options] [-- argument of oarjax train...]
+#   tpu/run.sh [--stop | --no-follow | --watch | --delete-after] [options] [-- argument of oarjax train...]
 #
 #   --stop            ask the run to write a checkpoint and end
 #   --no-follow       return when it has started; tpu/logs.sh follows
-#   --delete-after    delete the TPU when the run has ended, well or not (works only while this command lives)
+#   --watch           do not give up while the network or worker 0 is out of reach: ask on until the run has ended
+#   --delete-after    as --watch, and delete the TPU when the run has ended, well or not (works only while this command
+#                     lives), or when it could not be started. A run that may be going on is never deleted.
 #
 # The same command on a run that was stopped goes on with it. Exit code: 0 done, 75 stopped (tpu/run.sh goes
 # on), 76 machine gone (tpu/resume.sh goes on), 1 failed. Ctrl-C stops the following, not the run.
 
 # shellcheck source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+TRIES=10    # connections in a row that may fail
+LONGEST=15  # pauses of POLL_SECONDS between two questions of a watch, at most
 
 worker() { # what worker_run.sh is to do: the command for a worker
   echo "bash oarjax/src/tpu/worker_run.sh$(printf ' %q' "$@")"
@@ -40,11 +45,33 @@ judge() { # how the run stands, in VERDICT: complete, stopped, preempted, runnin
   fi
 }
 
+unused() { # from what the workers said when they were to start: was no run going on before?
+  # One that answers anything else ran nothing, and no run goes on without it.
+  if grep -qE "oarjax-worker [0-9]+: (runs already|FAILED: another run)" "$SCRATCH/said"; then return 1; fi
+  [[ $GIVE_BACK == yes ]] || grep -qE "^oarjax-worker [0-9]+: " "$SCRATCH/said"
+}
+
+idle() { # do all workers say that nothing runs on them? Then nobody is left to write an exit code
+  on_workers "looking for the run" "$(worker idle "$RUN")" >/dev/null 2>&1
+}
+
 follow() { # until the run ends or the machine goes; a connection that breaks is taken up again
-  local tries
-  for ((tries = 0; tries < 10; tries++)); do
-    run gcloud compute tpus tpu-vm ssh "$TPU_NAME" "${WHERE[@]}" --worker=0 --command="$(worker follow "$RUN")" || true
+  # One that lasted is no failure, however many there are in days. After TRIES failures in a row a watch goes on with
+  # longer and longer pauses: what cannot be reached may well be training.
+  local tries=0 began news="" before i
+  while :; do
+    began=$SECONDS
+    # Without questions of its own, ssh waits for hours on a connection whose other end vanished.
+    run gcloud compute tpus tpu-vm ssh "$TPU_NAME" "${WHERE[@]}" --worker=0 --ssh-flag=-oServerAliveInterval=30 \
+      --ssh-flag=-oServerAliveCountMax=4 --command="$(worker follow "$RUN")" || true
+    if ((SECONDS - began >= STEADY_SECONDS)); then tries=0 news=""; fi
     judge
+    if [[ $VERDICT == running ]] && ((++tries >= TRIES)) && idle; then
+      judge # it may have ended meanwhile
+      if [[ $VERDICT == running ]]; then
+        VERDICT=failed EXITS+=$'\n'"but no worker runs it any more: killed (out of memory?), or the bucket was lost"
+      fi
+    fi
     if [[ $VERDICT == complete || $VERDICT == preempted ]]; then return; fi
     # A machine that is being taken away is called ACTIVE for a while after its run has ended.
     if [[ $VERDICT != running ]]; then
@@ -53,8 +80,19 @@ follow() { # until the run ends or the machine goes; a connection that breaks is
       fi
       return
     fi
-    say "the log broke off, the run has not ended: following again"
-    sleep "$POLL_SECONDS"
+    if ((tries < TRIES)); then
+      say "the log broke off, the run has not ended: following again"
+      sleep "$POLL_SECONDS"
+      continue
+    fi
+    if [[ $watch == no ]]; then return; fi
+    before="$news" news="$STATE; ${EXITS//$'\n'/, }"
+    if [[ $STATE == UNKNOWN ]]; then news="UNKNOWN; gcloud: $PROBLEM"; fi
+    if [[ $news != "$before" ]]; then
+      say "$(date +%H:%M:%S) STILL RUNNING, as far as known, but its log cannot be followed. $TPU_NAME: $news"
+      say "watching on, with pauses of up to $LONGEST times $POLL_SECONDS seconds; nothing is deleted meanwhile"
+    fi
+    for ((i = TRIES; i <= tries && i < TRIES + LONGEST; i++)); do sleep "$POLL_SECONDS"; done
   done
 }
 
@@ -88,8 +126,10 @@ report() { # the verdict, what to do, and the exit code
 end() { # report, give the machine back if asked to, leave
   local code=0
   report || code=$?
-  if [[ $after == delete ]]; then
-    OARJAX_TPU_INNER=yes "$HERE/delete.sh" "${PASS[@]}" --yes || say "NOT DELETED, see above" >&2
+  if [[ $after == delete && $VERDICT == running ]]; then
+    say "NOT DELETED: it may still train, and is still billed. tpu/status.sh looks, tpu/delete.sh deletes." >&2
+  elif [[ $after == delete ]]; then
+    give_back
   fi
   exit "$code"
 }
@@ -98,15 +138,19 @@ before=() overrides=()
 while (($#)) && [[ $1 != -- ]]; do before+=("$1") && shift; done
 if (($#)); then shift && overrides=("$@"); fi
 load "${before[@]}"
-what=start after=stay VERDICT=running
+what=start after=stay watch=no VERDICT=running EXITS=""
 for argument in "${ARGS[@]}"; do
   case "$argument" in
     --stop) what=stop ;;
     --no-follow) after=leave ;;
-    --delete-after) after=delete ;;
+    --watch) watch=yes ;;
+    --delete-after) after=delete watch=yes ;;
     *) die "unknown argument: $argument; arguments of oarjax train come behind --; see --help" ;;
   esac
 done
+if [[ $what == start ]]; then need_config; fi
+# tpu/resume.sh knows that it has just made the machine.
+if [[ $after == delete && ${OARJAX_TPU_FRESH:-} == yes ]]; then GIVE_BACK=yes; fi
 need_machine
 
 if [[ $what == stop ]]; then
@@ -117,10 +161,17 @@ fi
 
 commit="$(git -C "$CHECKOUT" rev-parse --short=12 HEAD 2>/dev/null || true)"
 say "run $RUN: $CONFIG on $WORKERS worker(s), into $SHARED"
-on_workers "starting the run" \
-  "$(worker start "$RUN" "$commit" "$MAX_RESTARTS" "$CONFIG" device=tpu "${OVERRIDES[@]}" "${overrides[@]}")" ||
+if ! on_workers "starting the run" \
+  "$(worker start "$RUN" "$commit" "$MAX_RESTARTS" "$CONFIG" device=tpu "${OVERRIDES[@]}" "${overrides[@]}")"; then
+  if [[ $after == delete ]]; then
+    GIVE_BACK="$(unused && echo yes || echo no)"
+    if [[ $GIVE_BACK == yes ]]; then die "the run needs all workers"; fi
+    say "NOT DELETED: a run may be going on there, by what the workers said above, if any did." >&2
+  fi
   die "the run needs all workers, and those that started wait for the others. When the cause is removed: tpu/run.sh" \
     "again (it starts the missing ones), or tpu/run.sh --stop."
+fi
+GIVE_BACK=no
 if [[ $after == leave ]]; then
   say "started. tpu/logs.sh follows it."
   exit 0

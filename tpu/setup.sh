@@ -40,6 +40,7 @@ worker() { # install or check: the command for each worker, with what it has to 
 
 load "$@"
 no_more_arguments
+need_config
 need_machine
 pack
 for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do

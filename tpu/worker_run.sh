@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# On a worker: start, follow or stop a run. Called by tpu/run.sh and tpu/logs.sh.
+# On a worker: start, follow or stop a run, or say that none is going on. Called by tpu/run.sh and tpu/logs.sh.
 #
 #   worker_run.sh start RUN COMMIT MAX_RESTARTS CONFIG [argument of oarjax train...]
 #   worker_run.sh follow RUN
 #   worker_run.sh stop RUN
+#   worker_run.sh idle RUN
 #
 # The run's folder is in the mounted bucket, one for all workers. The log is written to the local disk and copied there.
 set -euo pipefail
@@ -22,6 +23,13 @@ alive() { [[ -f $here/pid ]] && kill -0 "$(<"$here/pid")" 2>/dev/null; }
 start() { # commit, then what `loop` takes
   local commit="$1" i
   shift
+  # First: only who says that a run is going on keeps tpu/run.sh --delete-after from deleting the machine.
+  if alive; then
+    tell "runs already"
+    tell ok
+    return
+  fi
+  flock --nonblock "$base/lock" true || fail "another run is going on here: $(cat "$base/lock")"
   [[ -x $base/venv/bin/oarjax ]] || fail "oarjax is not installed here: tpu/setup.sh"
   # Without the mount the run would be written to this machine's disk, and lost with it.
   mountpoint -q "$base/bucket" || fail "the bucket is not mounted here: tpu/setup.sh"
@@ -29,12 +37,6 @@ start() { # commit, then what `loop` takes
   if [[ -n $commit && $commit != "$(cat "$base/src/COMMIT" 2>/dev/null)" ]]; then
     tell "note: this worker has commit $(cat "$base/src/COMMIT" 2>/dev/null), yours is $commit; tpu/setup.sh sends it"
   fi
-  if alive; then
-    tell "runs already"
-    tell ok
-    return
-  fi
-  flock --nonblock "$base/lock" true || fail "another run is going on here: $(cat "$base/lock")"
   mkdir -p "$here"
   rm -f "$here/stop" "$here/pid"
   setsid bash "$0" loop "$run" "$@" </dev/null >>"$here/log" 2>&1 &
@@ -124,7 +126,13 @@ stop() { # oarjax writes a checkpoint and ends with 75; there is no restart
   tell ok
 }
 
+idle() { # a run holds the lock as long as one of its processes lives, whatever became of the one that writes exit codes
+  if alive; then fail "it runs here"; fi
+  flock --nonblock "$base/lock" true || fail "a run is going on here: $(cat "$base/lock")"
+  tell ok
+}
+
 case "$action" in
-  start | loop | follow | stop) "$action" "${@:3}" ;;
+  start | loop | follow | stop | idle) "$action" "${@:3}" ;;
   *) fail "unknown action $action" ;;
 esac
