@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -66,8 +67,8 @@ def kernel_flops(name: str, operands: Sequence[tuple[int, ...]], *, block: Calla
     """FLOPs of one call of a splash attention kernel; blocks that are partly visible are computed whole.
 
     Args:
-        operands: sizes; the first with four axes are q [rows, heads, N, h] and k [rows, kv heads, M, h], the N
-            queries standing at the end of the M keys.
+        operands: sizes; the largest three in a row are q [rows, heads, N, h] and k and v [rows, kv heads, M, h], the N
+            queries standing at the end of the M keys. The compiler leaves the axis of a single row out.
         block: side of a block for a length.
 
     Raises:
@@ -76,7 +77,10 @@ def kernel_flops(name: str, operands: Sequence[tuple[int, ...]], *, block: Calla
     products = next((n for start, n in SPLASH.items() if name.startswith(start)), None)
     if products is None:
         raise ValueError(f"kernel {name}: expected one of {', '.join(SPLASH)}; its FLOPs are not known")
-    (rows, heads, new, width), (_, _, keys, _) = [sizes for sizes in operands if len(sizes) == 4][:2]
+    triples = [(q, k) for q, k, v in zip(operands, operands[1:], operands[2:]) if k == v and len(q) == len(k) > 2]
+    q, k = max(triples, key=lambda pair: math.prod(pair[0]))
+    (*row, heads, new, width), keys = q, k[-2]
+    rows = math.prod(row)
     high, wide = block(new), block(keys)
     seen = sum(min(-(-keys // wide), (keys - new + (i + 1) * high - 1) // wide + 1) for i in range(-(-new // high)))
     return 2.0 * products * rows * heads * width * seen * high * wide

@@ -240,22 +240,43 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_a_small_run_is_compiled_for_a_tpu(tmp_path, libtpu):
-    """Executed FLOPs are those of the formula, and the state is updated in place."""
+    """Executed FLOPs are those of the formula, the state is updated in place, and OAR-P has a form for TPUs."""
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy" / "config.json").write_text(json.dumps(TINY))
     tree = config(str(tmp_path / "policy")).model_dump(mode="json")
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(tree))
     out, cache = tmp_path / "plan.json", str(tmp_path / "cache")
-    done = command(str(tmp_path / "small.yaml"), "--json", str(out), "--cache", cache, "--phases", "sample,update")
+    settings = ("--json", str(out), "--cache", cache, "--phases", "sample,score,update", "--credit", "oar_p")
+    done = command(str(tmp_path / "small.yaml"), *settings, "credit.masking.buckets=1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "does not fit" not in done.stdout
     (found,) = json.loads(out.read_text())
-    sample, update = found["phases"]
+    sample, score, masked, update = found["phases"]
     assert update["executed"] * 4 == pytest.approx(found["expected"], rel=0.03)
     assert update["kernels"] > 0  # attention by Pallas
     assert update["aliased"] >= 0.99 * (found["resident"]["params"] + found["resident"]["optimizer"])
     assert 0.9 < sample["share"] <= 1.05
+    assert 0.5 < score["share"] <= 1.05
+    assert masked["method"] == "oar_p"
+    assert 0.5 < masked["share"] <= 1.05
     assert sample["hbm"]["total"] < update["hbm"]["total"] < GIB
+
+
+@pytest.mark.slow
+def test_two_slices_are_compiled_for(tmp_path, libtpu):
+    """Eight chips, a row on each: the sum of the gradients goes over the network between the slices."""
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "config.json").write_text(json.dumps(TINY))
+    tree = config(str(tmp_path / "policy"), mesh={"slice": 2, "data": 1, "fsdp": 4}).model_dump(mode="json")
+    (tmp_path / "slices.yaml").write_text(yaml.safe_dump(tree))
+    out = tmp_path / "plan.json"
+    settings = ("--json", str(out), "--cache", str(tmp_path / "cache"), "--phases", "update")
+    done = command(str(tmp_path / "slices.yaml"), *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = json.loads(out.read_text())
+    (update,) = found["phases"]
+    assert update["chips"] == 8
+    assert update["executed"] * 8 == pytest.approx(found["expected"], rel=0.03)
 
 
 @pytest.mark.slow

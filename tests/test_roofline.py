@@ -62,6 +62,8 @@ def test_kernels_compute_the_blocks_that_are_seen():
     assert find("splash_mha_fwd_segmented", q, k, k) == 2 * 3 * product  # 1 + 2 of 2 x 2 blocks
     assert find("splash_mha_dq", q, k, k) == 3 * 3 * product
     assert find("splash_mha_dkv", q, k, k) == 4 * 3 * product
+    one_row = find("splash_mha_fwd_segmented", q[1:], k[1:], k[1:])
+    assert one_row == find("splash_mha_fwd_segmented", q, k, k) / q[0]
     longer = (2, 2, 1536, 64)  # a prefix of 512 keys before the queries' own
     assert find("splash_mha_fwd", q, longer, longer) == 2 * (2 + 3) * product
     with pytest.raises(ValueError, match="kernel flash: expected one of splash_mha_fwd"):

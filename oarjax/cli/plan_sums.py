@@ -25,7 +25,7 @@ from oarjax.methods import attribution
 from oarjax.models.qwen import QwenConfig
 from oarjax.models.splash import block_of
 from oarjax.models.weights import matmul_parameters
-from oarjax.oar.local import chunk_size
+from oarjax.oar.local import SCOPE, chunk_size
 from oarjax.oar.perturb import bucket_sizes
 from oarjax.roofline import (
     adapted_update_flops,
@@ -107,7 +107,9 @@ def count(text: str, s: Shapes, credit: CreditConfig) -> Executed:
     def trips(op_name: str, branching: bool) -> float:
         if branching:
             return sum(runs)
-        return s.microbatches if op_name.count("while") == 1 else local
+        if op_name.count("while") == 1:
+            return s.microbatches
+        return local if SCOPE in op_name else sum(runs)
 
     def branches(op_name: str, number: int) -> Sequence[float]:
         return [n / sum(runs) for n in runs] if number == len(runs) else [1 / number] * number

@@ -307,7 +307,7 @@ def make_policy(
     mesh: Mesh | None = None,
     adapter_scale: float = 1.0,
 ) -> Policy:
-    """The five functions of a Qwen; params are the dict that ``models.weights`` describes.
+    """The functions of a Qwen, ``head`` among them; params are the dict that ``models.weights`` describes.
 
     Matmul operands are in ``compute_dtype`` and accumulate in float32; the residual stream, norms, softmax,
     RoPE angles and logits are float32 (all float64 where compute_dtype is). ``remat`` says what the backward

@@ -22,6 +22,9 @@ from oarjax.oar.probe import Probe, Reading, divergence, reading_of, scored_toke
 from oarjax.policy import Policy
 from oarjax.types import AnswerSpan, Params
 
+SCOPE = "oar_l"
+"""The name of its loop in compiled programs."""
+
 
 def local_importance(
     policy: Policy,
@@ -139,7 +142,8 @@ def local_scores(
 
     chunks = -(-jnp.max(jnp.sum(scored, axis=1)) // size)
     out = jnp.zeros(scored.shape, jnp.promote_types(clean.hidden.dtype, jnp.float32))
-    return jax.lax.fori_loop(0, chunks, score, out)
+    with jax.named_scope(SCOPE):
+        return jax.lax.fori_loop(0, chunks, score, out)
 
 
 def chunk_size(length: int, *, places: int, chunk: int) -> int:
