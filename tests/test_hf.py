@@ -43,6 +43,7 @@ def test_load_then_export_gives_the_same_bits(kind, shard_bytes, data, tmp_path)
     same_bits(tensors(source), tensors(out))
     index = out / "model.safetensors.index.json"
     assert index.is_file() == (shard_bytes == 20_000)
+    assert len({file.stat().st_mode for file in out.iterdir() if file.suffix in (".safetensors", ".json")}) == 1
     if index.is_file():
         written = json.loads(index.read_text())
         assert written["metadata"]["total_size"] == sum(t.nbytes for t in tensors(source).values())

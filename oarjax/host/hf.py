@@ -307,6 +307,7 @@ def _write_shards(folder: Path, cfg: QwenConfig, params: Params, dtype: np.dtype
             save_file(tensors, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:  # what the writer makes of a full disk
             raise cannot_write(folder / file, error) from error
+        (folder / file).chmod((folder / "config.json").stat().st_mode)  # the writer lets nobody else read it
         where |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(s[-1] for s in sizes)}, "weight_map": where}
