@@ -76,7 +76,7 @@ def test_a_policy_on_the_demo(oarjax_json, policy, tmp_path):
     assert len({r["completion"] for r in rows}) > 20
 
 
-def test_killed_it_goes_on_and_gives_the_same_json(oarjax_json, policy, tmp_path, monkeypatch):
+def test_stopped_it_goes_on_and_gives_the_same_json(oarjax_json, policy, tmp_path, monkeypatch, capfd):
     arguments = ["evaluate", policy, "--data", "demo", "--k", 2, *CHEAP]
     whole = oarjax_json(*arguments, "--out", tmp_path / "whole")
     written, write = [], SampleLines.write
@@ -84,14 +84,15 @@ def test_killed_it_goes_on_and_gives_the_same_json(oarjax_json, policy, tmp_path
     def killed(self, records):
         if len(written) == 2:
             write(self, records[:3])  # in the middle of the third batch
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGTERM)
         written.append(records)
         write(self, records)
 
     monkeypatch.setattr(SampleLines, "write", killed)
     monkeypatch.setattr(sys, "argv", ["oarjax", *map(str, arguments), "--out", str(tmp_path / "cut")])
-    with pytest.raises((KeyboardInterrupt, SystemExit)):
+    with pytest.raises(SystemExit, match=r"^75$"):
         main()
+    assert "stopped; the same command goes on with what is in" in capfd.readouterr().out
     monkeypatch.setattr(SampleLines, "write", write)
     cut = tmp_path / "cut" / "samples.jsonl"
     assert len(cut.read_text().splitlines()) == 2 * 4 * 2 + 3

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ from oarjax.host.processes import from_first, join_processes, only_first
 from oarjax.host.progress import Progress, flatten
 from oarjax.host.report import make_console, visible
 from oarjax.host.sample_lines import SampleLines
+from oarjax.host.stop import Stop, Stopped
 from oarjax.host.tokenizer import load_tokenizer
 from oarjax.host.verdicts import setup_of
 from oarjax.steps import make_optimizer, make_steps
@@ -126,6 +127,7 @@ def run(
     ]
     first = parts[0].session
     with ExitStack() as stack:
+        stack.enter_context(_told_to_stop(console, folder))
         if first.first:
             stack.enter_context(locked(folder, given="--out"))
         stack.enter_context(storage_errors(folder))
@@ -148,6 +150,17 @@ def run(
         else:
             print_results(console, result)
             console.print(f"written to {folder}", markup=False)
+
+
+@contextmanager
+def _told_to_stop(console: Console, folder: Path) -> Iterator[None]:
+    """SIGTERM and Ctrl-C end it with the exit code of a run that was told to stop: every whole batch is on disk."""
+    with Stop():
+        try:
+            yield
+        except Stopped:
+            console.print(f"stopped; the same command goes on with what is in {folder}", markup=False)
+            raise
 
 
 def run_compare(ours: Path, theirs: Path, *, as_json: bool) -> None:
