@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -54,6 +54,19 @@ def param_specs(axes: Any, *, rules: Mapping[str, str | None] = RULES) -> Any:
         return PartitionSpec(*(None if keep_whole and place == "fsdp" else place for place in places))
 
     return _map(spec, axes)
+
+
+def spread(spec: PartitionSpec, shape: Sequence[int], mesh: Mapping[str, int]) -> PartitionSpec:
+    """The spec of a stacked matrix that ``fsdp`` does not divide, with it on the longer axis where that goes."""
+    places = [*spec, *[None] * (len(shape) - len(spec))]
+    if "fsdp" in places:
+        return spec
+    at = max((-2, -1), key=shape.__getitem__)
+    axes = ("fsdp",) if places[at] is None else (places[at], "fsdp")
+    if shape[at] % math.prod(mesh[axis] for axis in axes):
+        return spec
+    places[at] = axes if len(axes) > 1 else "fsdp"
+    return PartitionSpec(*places)
 
 
 def training_rules(*, kv_heads: int, tensor: int) -> Mapping[str, str | None]:

@@ -14,16 +14,16 @@ from contextlib import closing
 import numpy as np
 import pytest
 import yaml
-from conftest import CACHE, virtual_devices
+from conftest import CACHE, ROOT, virtual_devices
 from rich.console import Console
 
 import oarjax.cli.benchmark
-from oarjax.cli import export
+from oarjax.cli import benchmark_target, export
 from oarjax.cli.benchmark_results import benchmark_result, compare, print_results, read_result
 from oarjax.cli.benchmark_target import find_target
 from oarjax.cli.evaluate import Evaluation, evaluation_from, plain_evaluation
 from oarjax.cli.main import main
-from oarjax.config import ConfigError, DatasetConfig, parse_config
+from oarjax.config import ConfigError, DatasetConfig, load_config, parse_config
 from oarjax.host.benchmarks import BENCHMARKS, FIRST_ANSWER, PROMPTS, family_prompt, few_shot, find_fields, read_names
 from oarjax.host.builtin import write_builtin_policy
 from oarjax.host.checkpoint import finished
@@ -214,6 +214,19 @@ def test_a_run_its_export_and_its_checkpoint_agree(oarjax_json, policy, tmp_path
     assert find_target(str(run)).checkpoint == run / "checkpoints" / "000001"
     with pytest.raises(ConfigError, match="this checkpoint cannot be trusted"):
         find_target(str(run / "checkpoints" / "000002"))
+
+
+def test_checkpoints_of_compared_runs_find_the_policy_beside_them(tmp_path):
+    cfg = load_config(ROOT / "configs" / "demo.yaml")
+    run = tmp_path / "seed0" / "oar_g"
+    for folder in (run, tmp_path / "seed0" / "policy"):
+        folder.mkdir(parents=True)
+    assert benchmark_target.policy_of(run, cfg) == str(tmp_path / "seed0" / "policy")
+    (run / "policy").mkdir()
+    assert benchmark_target.policy_of(run, cfg) == str(run / "policy")
+    write_manifest(run, {"record": {"commit": "abc"}})
+    assert benchmark_target.revision_of(cfg, run) == "abc"
+    assert benchmark_target.revision_of(cfg, tmp_path) is None
 
 
 @pytest.mark.parametrize(

@@ -211,6 +211,6 @@ def test_adapters_are_divided_as_their_matrices_and_learn_the_same():
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["where"] == [[None, "fsdp", None], [None, None, "tensor"]]
+    assert found["where"] == [[None, "fsdp", None], [None, None, ["tensor", "fsdp"]]]
     for name in ("gradients", "merged", "loss"):
         assert found[name] < 1e-5, found

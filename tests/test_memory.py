@@ -46,7 +46,7 @@ def test_every_phase_is_compiled_and_told_with_what_lies_beside_it(tmp_path, mon
     report_memory(built(loss__kl_beta=0.1), tmp_path, console)
     said = " ".join(console.file.getvalue().split())
     assert "phase update needs" in said
-    assert "it will not fit; lower update.microbatch or policy.head_chunk" in said
+    assert "it will not fit; try a lower update.microbatch, a lower policy.head_chunk" in said
     assert "phase credit needs" not in said
 
 

@@ -198,7 +198,7 @@ def test_what_does_not_fit_is_named_with_the_remedy(tmp_path, no_kernels):
     assert not found["fits"]
     assert found["step"] is None
     assert found["remedies"][0].startswith(
-        "update: lower update.microbatch or policy.head_chunk, or set policy.remat=full"
+        "update: try a lower update.microbatch, a lower policy.head_chunk, policy.remat=full"
     )
     assert "more chips (now: 8 prompts, microbatches of 8 rows)" in found["remedies"][0]
     assert ("HBM of the program, GiB per chip", "3.00", "3.00", "3.00", "27.90") in rows_of(found)
@@ -286,4 +286,4 @@ def test_a_policy_that_is_too_large_is_told(tmp_path, libtpu):
     done = command(str(tmp_path / "large.yaml"), *settings)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "NO" in done.stdout
-    assert "does not fit: update: lower update.microbatch or policy.head_chunk" in done.stdout
+    assert "does not fit: update: try a lower update.microbatch, a lower policy.head_chunk" in done.stdout

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 import yaml
 from conftest import ROOT
 
 from oarjax.cli.plan_programs import shapes_of
+from oarjax.cli.plan_table import headline, markdown
 from oarjax.config import load_config
 from oarjax.host.architecture import architecture_fields
 from oarjax.host.topology import find_slice
 from oarjax.models.qwen import QwenConfig
 
+PLANS = json.loads((ROOT / "docs/data/plans.json").read_text())
 SHIPPED = sorted(p for p in (ROOT / "configs").glob("*.yaml") if "\nplan:" in p.read_text())
 
 
@@ -51,12 +54,18 @@ def test_a_shipped_config_and_its_plan(path):
     together = re.search(r"^\| together, of ([\d.]+) \|(.*)\|$", section[1], re.M)
     assert together
     most = max(map(float, together[2].replace("|", " ").split()))
-    assert f"{most:.2f} of {together[1]} GiB" in header[0], "the header has another plan's HBM"
+    (found,) = (p for p in PLANS if p["config"] == f"configs/{path.name}")
+    assert most == pytest.approx(found["step"]["hbm"]["total"] / 2**30, abs=0.006)
+    assert headline(found) in header[0].replace("\n#", ""), "the header tells another plan"
+    assert found["shapes"] == shapes_of(cfg)._asdict()
+    assert (found["remat"], found["credit"]) == (cfg.policy.remat, cfg.credit.method)
+    assert found["mesh"] == {axis: where.chips if n == -1 else n for axis, n in cfg.mesh.model_dump().items()}
 
 
 def test_planned_figures():
     """What the README and the design promise of plans, from the numbers beside the page."""
-    plans = {p["config"].removeprefix("configs/"): p for p in json.loads((ROOT / "docs/data/plans.json").read_text())}
+    assert markdown(PLANS, numbers=Path("docs/data/plans.json")) == (ROOT / "docs/plans.md").read_text()
+    plans = {p["config"].removeprefix("configs/"): p for p in PLANS}
     assert set(plans) == {p.name for p in SHIPPED}
     for name, found in plans.items():
         assert found["fits"], name

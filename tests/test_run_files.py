@@ -3,13 +3,17 @@
 import copy
 import json
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import test_config_fields as fakes
+import tiny
 from conftest import ROOT
 
 import oarjax.cli.train
 from oarjax.cli import run_files, run_folder
+from oarjax.cli.run_files import RunFiles
 from oarjax.config import ConfigError, load_config, parse_config
 from oarjax.host.builtin import write_builtin_policy
 from oarjax.host.durable import Lines, StorageError, read_lines, write_durably
@@ -104,6 +108,12 @@ def test_what_may_differ_and_what_may_not():
         "mesh.data was -1, is 1",
         "update.microbatch was 64, is 32",
     ]
+    assert differ("plan.topology=v5e-8", "lab.problems=7").harmless == [
+        "lab.problems was 100, is 7",
+        "plan.topology was None, is 'v5e-8'",
+    ]
+    older = {name: section for name, section in before.items() if name != "lora"}  # saved before there was such a field
+    assert run_folder.differences(older, load_config(demo, ["optim.schedule=constant"])) == ([], [], [])
     assert differ("rollout.temperature=0.5").refused == ["rollout.temperature was 1.0, is 0.5"]
     assert differ("iterations=40").rounding == ["iterations was 30, is 40"]
     assert differ("iterations=20").refused == ["iterations was 30, is 20"]
@@ -111,6 +121,19 @@ def test_what_may_differ_and_what_may_not():
         "iterations was 30, is 40",
         "optim.schedule was 'constant', is 'linear'",
     ]
+
+
+def test_adapters_go_on_only_over_the_commit_that_they_began_with():
+    def check(commit, folder, **changes):
+        session = SimpleNamespace(cfg=tiny.config(**changes), source=Path(folder))
+        RunFiles._check_base(SimpleNamespace(_session=session), commit)
+
+    here = "hub/models--Qwen--Qwen2.5-7B/snapshots/bbb"
+    with pytest.raises(ConfigError, match=r"was at commit aaa when this run began and is at bbb.*policy.revision=aaa"):
+        check("aaa", here, lora__rank=2)
+    check("bbb", here, lora__rank=2)
+    check("aaa", here)  # every weight is in the checkpoint
+    check(None, "some/folder", lora__rank=2)
 
 
 def test_a_line_is_written_whole_or_not_at_all(tmp_path):

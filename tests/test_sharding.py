@@ -20,6 +20,7 @@ from oarjax.sharding import (
     check_rows,
     param_specs,
     repeated_kv_heads,
+    spread,
     training_rules,
 )
 
@@ -130,3 +131,15 @@ def test_eight_devices_give_the_golden_logits(data):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "equal on 8 devices" in done.stdout
+
+
+def test_fsdp_divides_the_longer_axis_of_a_matrix_without_an_embedding():
+    mesh = {"data": 1, "fsdp": 4, "tensor": 2}
+    assert spread(Spec(None, None, "tensor"), (2, 8, 64), mesh) == Spec(None, None, ("tensor", "fsdp"))
+    assert spread(Spec(None, "tensor", None), (2, 64, 8), mesh) == Spec(None, ("tensor", "fsdp"), None)
+    assert spread(Spec(), (2, 8, 64), mesh) == Spec(None, None, "fsdp")
+    for spec, shape in (
+        (Spec(None, "fsdp", None), (2, 64, 8)),
+        (Spec(None, None, "tensor"), (2, 8, 12)),
+    ):
+        assert spread(spec, shape, mesh) == spec

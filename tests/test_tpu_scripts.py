@@ -58,7 +58,16 @@ class Cloud:
         (self.folder / name).write_text(text)
 
     def start(self, script: str, *arguments: str) -> subprocess.Popen[str]:
-        command = ["bash", str(self.checkout / "tpu" / f"{script}.sh"), "--settings", str(self.settings), *arguments]
+        # Ctrl-C is heard also where the tests run in the background.
+        command = [
+            "/usr/bin/env",
+            "--default-signal=INT",
+            "bash",
+            str(self.checkout / "tpu" / f"{script}.sh"),
+            "--settings",
+            str(self.settings),
+            *arguments,
+        ]
         quick = dict.fromkeys(("CHECK_SECONDS", "PAUSE", "TAIL_SECONDS", "KEEP_SECONDS"), "0.02")
         env = quick | {"PATH": self.path, "HOME": str(self.folder / "home"), "STAND_IN": str(self.folder)}
         env |= self.environment

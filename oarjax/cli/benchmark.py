@@ -269,13 +269,13 @@ def _tree(
     folder: Path,
 ) -> tuple[str, dict[str, Any]]:
     """The prompt's name and the fields of a config: the defaults, the prompt's, the benchmark's, then the user's."""
-    _, source = read_config(target.policy)
+    _, source = read_config(target.policy, revision=target.revision)
     name = benchmark.prompt or (family_prompt(target.policy, load_tokenizer(source)) if prompt == "auto" else prompt)
     if name != "own" and name not in PROMPTS:
         raise ConfigError(f"--prompt: expected auto, {', '.join(PROMPTS)}, got {name}")
     tree: dict[str, Any] = {
         "run_dir": str(folder),
-        "policy": {"path": target.policy},
+        "policy": {"path": target.policy, "revision": target.revision},
         "data": {"max_prompt": 1024, "eval": dict(benchmark.data)},
         "rollout": {"max_new": benchmark.max_new},
         "credit": {"method": "uniform"},

@@ -6,8 +6,8 @@ import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
 
 from oarjax.cli.adapters import plain_params
 from oarjax.cli.layout import lay_out, stored_dtype_of
@@ -16,7 +16,7 @@ from oarjax.cli.session import Session, new_state
 from oarjax.config import BUILTIN_POLICIES, Config, ConfigError, load_config
 from oarjax.host.checkpoint import Checkpoints, finished
 from oarjax.host.hf import HUB_NAME, load_params
-from oarjax.host.manifest import NAME, damage
+from oarjax.host.manifest import NAME, damage, read_manifest
 from oarjax.lora import whole
 from oarjax.models.qwen import QwenConfig
 from oarjax.steps import make_optimizer
@@ -27,6 +27,7 @@ class Target(NamedTuple):
     policy: str  # HF folder or hub name: architecture, tokenizer and, without a checkpoint, weights
     run: Config | None = None  # of the run whose folder was named
     checkpoint: Path | None = None
+    revision: str | None = None  # of a hub name
 
 
 class Place(NamedTuple):
@@ -49,7 +50,8 @@ def find_target(text: str) -> Target:
         export = path / (cfg.export.folder or "export")
         if (export / "config.json").is_file():
             return Target(str(export), cfg)
-        return Target(_policy(path, cfg), cfg, _newest(path))
+        newest = _newest(path)
+        return Target(policy_of(path, cfg), cfg, newest, revision_of(cfg, newest))
     if path.name.isdecimal() and (path / NAME).is_file():
         run = path.absolute().parent.parent
         if not (run / "config.yaml").is_file():
@@ -57,7 +59,7 @@ def find_target(text: str) -> Target:
         if (wrong := damage(path)) is not None:
             raise ConfigError(f"{path}: this checkpoint cannot be trusted: {wrong}; take another")
         cfg = load_config(run / "config.yaml")
-        return Target(_policy(run, cfg), cfg, path.absolute())
+        return Target(policy_of(run, cfg), cfg, path.absolute(), revision_of(cfg, path))
     _check_policy(path, text)
     return Target(text)
 
@@ -81,15 +83,25 @@ def _check_policy(path: Path, text: str) -> None:
         raise ConfigError(f"{text}: no such folder; expected {EXPECTED} or a hub name such as Qwen/Qwen2.5-0.5B")
 
 
-def _policy(run: Path, cfg: Config) -> str:
+def policy_of(run: Path, cfg: Config) -> str:
     """The HF folder that a run's checkpoints started from; built-in policies lie in the run's folder.
 
     Checkpoints of adapters hold these alone, and go with the warm start's policy where there was one.
     """
     if cfg.lora.rank and cfg.sft is not None:
-        starts = (run / "start", run.parent / "start")  # the second: of --compare and of studies
-        return str(next((start for start in starts if start.is_dir()), starts[0]))
-    return str(run / "policy") if cfg.policy.path in BUILTIN_POLICIES else cfg.policy.path
+        return _start_folder(run, "start")
+    return _start_folder(run, "policy") if cfg.policy.path in BUILTIN_POLICIES else cfg.policy.path
+
+
+def _start_folder(run: Path, name: str) -> str:
+    """A folder that runs begin with: in the run's own, or beside it for those of --compare and of studies."""
+    return str(next((place for place in (run / name, run.parent / name) if place.is_dir()), run / name))
+
+
+def revision_of(cfg: Config, checkpoint: Path) -> str | None:
+    """The hub revision that a run started from: the commit that its checkpoint noted, or the config's."""
+    noted = read_manifest(checkpoint)
+    return (noted or {}).get("record", {}).get("commit") or cfg.policy.revision
 
 
 def _newest(run: Path) -> Path:
@@ -112,15 +124,12 @@ def load_target(target: Target, session: Session) -> Params:
     return checkpoint_params(target.run, target.checkpoint, place, source=session.source)
 
 
-def checkpoint_params(
-    run: Config, checkpoint: Path, place: Place, *, source: Path, dtype: DTypeLike | None = None
-) -> Params:
-    """The policy in a run's checkpoint as plain params, in the training layout of a mesh.
+def checkpoint_params(run: Config, checkpoint: Path, place: Place, *, source: Path) -> Params:
+    """The policy in a run's checkpoint as plain float32 params, in the training layout of a mesh.
 
     Args:
         place: its config says what the policy computes with, and has the run's ``lora``.
         source: HF folder that the run started from; adapters are merged into its weights.
-        dtype: of merged weights; None = that of the weights below the adapters.
 
     Raises:
         ConfigError: the checkpoint is of another model.
@@ -131,7 +140,7 @@ def checkpoint_params(
     like = new_state(start, tx, layout, seed=0, lora=run.lora, copy=False)
     with Checkpoints(checkpoint.parent, keep=1) as checkpoints:
         state, _ = checkpoints.restore(int(checkpoint.name), like=like)
-    return plain_params(run.lora, whole(state), layout.params, dtype=dtype)
+    return plain_params(run.lora, whole(state), layout.params, dtype=jnp.float32)
 
 
 def weights_digest(target: Target, folder: Path) -> str:

@@ -26,7 +26,7 @@ def run(source: str, target: Path, dtype: str, shard_gb: float = SHARD_BYTES / 1
         raise ConfigError(f"TARGET: {target} exists; give a folder that does not")
     choose_platform("cpu")
     found = find_target(source)
-    cfg, folder = read_config(found.policy)
+    cfg, folder = read_config(found.policy, revision=found.revision)
     params, kept = _params(found, cfg, folder)
     has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
     stops = stop_ids(folder, load_tokenizer(folder)) if has_tokenizer else ()
@@ -40,10 +40,14 @@ def run(source: str, target: Path, dtype: str, shard_gb: float = SHARD_BYTES / 1
 
 
 def _params(found: Target, cfg: QwenConfig, folder: Path) -> tuple[Params, DTypeLike]:
-    """The policy's params, and the dtype that they are kept in: the stored one, of a run what its export would have."""
+    """The policy's params, and the dtype that --dtype keep writes.
+
+    That is the stored one; of a checkpoint ``export.dtype``, or float32 as trained, below adapters that of the policy's
+    folder.
+    """
     if found.run is None or found.checkpoint is None:
         return load_params(folder, cfg, dtype=stored_dtype(folder)), stored_dtype(folder)
     mesh = make_mesh(slice=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
     kept = found.run.export.dtype or (stored_dtype(folder) if found.run.lora.rank else jnp.float32)
     place = Place(found.run, cfg, mesh)
-    return checkpoint_params(found.run, found.checkpoint, place, source=folder, dtype=jnp.float32), kept
+    return checkpoint_params(found.run, found.checkpoint, place, source=folder), kept

@@ -26,6 +26,7 @@ from oarjax.sharding import (
     check_divisible,
     param_specs,
     repeated_kv_heads,
+    spread,
     training_rules,
 )
 from oarjax.steps import RolloutLayout, Shardings
@@ -98,13 +99,14 @@ def lay_out(session: Placed, tx: optax.GradientTransformation) -> Shardings:
 
     params = param_shardings(session.model, session.mesh)
     lora, everywhere = session.cfg.lora, named(PartitionSpec())
-    trained = params
-    if lora.rank:
+    trained, shapes = params, trained_shapes(lora, session.model)
+    if lora.rank:  # one matrix of each pair has no axis of the embedding, which fsdp divides
         trained = param_shardings(session.model, session.mesh, axes=trained_axes(lora, session.model))
+        trained = jax.tree.map(lambda s, x: named(spread(s.spec, x.shape, session.mesh.shape)), trained, shapes)
     opt_state = optax.tree_map_params(
         tx,
         lambda _, where: where,
-        jax.eval_shape(tx.init, trained_shapes(lora, session.model)),
+        jax.eval_shape(tx.init, shapes),
         trained,
         transform_non_params=lambda _: everywhere,
     )
@@ -146,7 +148,8 @@ def rollout_layout(cfg: Config, model: QwenConfig, mesh: Mesh) -> RolloutLayout:
     other = sampling.shape["tensor"] != mesh.shape["tensor"]
 
     def prepare(params: Params) -> Params:
-        params = merged(params, scale=cfg.lora.scale) if cfg.lora.rank else params
+        if cfg.lora.rank:
+            params = jax.tree.map(jax.lax.with_sharding_constraint, merged(params, scale=cfg.lora.scale), before)
         cast = sampling_params(model, params, kv_heads=model.num_key_value_heads, dtype=compute)
         cast = jax.tree.map(_constrained, params, cast, before)  # then moved: half the bytes on the way
         if other:

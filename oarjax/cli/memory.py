@@ -16,22 +16,34 @@ from rich.console import Console
 from rich.table import Table
 
 from oarjax.cli.programs import Built, Part, Phase, Program, bytes_per_device, programs, resident
+from oarjax.config import Config
 from oarjax.host.devices import DeviceError, memory_limit
 from oarjax.host.durable import write_durably
 from oarjax.host.processes import only_first
 
 FILE = "memory.json"
 
-REMEDIES: dict[Phase, str] = {
-    "reshard": "raise rollout.tensor, or take more devices",
-    "sample": "lower rollout.prompts or rollout.max_new, or raise rollout.tensor",
-    "evaluate": "lower eval.batch, eval.samples or rollout.max_new, or raise rollout.tensor",
-    "score": "lower update.microbatch, policy.head_chunk or credit.masking.chunk, or set loss.reference=host",
-    "credit": "lower rollout.prompts",
-    "update": "lower update.microbatch or policy.head_chunk, or set policy.remat=full, optim.moments=bfloat16, "
-    "mesh.fsdp to more devices, or lora.rank=32",
+HELPS: dict[Phase, tuple[str, ...]] = {
+    "reshard": ("a higher rollout.tensor",),
+    "sample": ("lower rollout.prompts", "a lower rollout.max_new", "a higher rollout.tensor"),
+    "evaluate": ("a lower eval.batch", "lower eval.samples", "a higher rollout.tensor"),
+    "score": ("a lower update.microbatch", "a lower policy.head_chunk", "a lower credit.masking.chunk"),
+    "credit": ("lower rollout.prompts",),
+    "update": ("a lower update.microbatch", "a lower policy.head_chunk", "policy.remat=full"),
 }
 """What helps where a phase does not fit, the cheapest first."""
+
+
+def remedy(phase: Phase, cfg: Config) -> str:
+    """What to change where a phase of this run does not fit."""
+    found = list(HELPS[phase])
+    if phase == "update" and cfg.optim.moments == "float32":
+        found.append("optim.moments=bfloat16")
+    if phase not in ("score", "credit") and cfg.loss.kl_beta > 0 and not cfg.lora.rank and cfg.loss.reference != "host":
+        found.append("loss.reference=host")
+    if phase == "update" and not cfg.lora.rank:
+        found.append("lora.rank=32")
+    return f"try {', '.join(found)}, or more devices"
 
 
 class PhaseMemory(NamedTuple):
@@ -56,8 +68,8 @@ def phase_memory(built: Built, program: Program) -> PhaseMemory:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        said = str(error).splitlines()[0]
-        raise DeviceError(f"phase {program.phase} does not fit: {said}; {REMEDIES[program.phase]}") from error
+        said, helps = str(error).splitlines()[0], remedy(program.phase, built.parts.cfg)
+        raise DeviceError(f"phase {program.phase} does not fit: {said}; {helps}") from error
     parts = resident(built, program.phase)
     beside = sum(size for part, size in parts.items() if part not in program.takes)
     # JAX leaves out arguments that a program does not read; they lie there all the same.
@@ -88,7 +100,7 @@ def report_memory(built: Built, folder: Path, console: Console) -> list[PhaseMem
         if limit is not None and not each.fits(limit):
             console.print(
                 f"phase {each.phase} needs {gib(each.peak)} of {gib(limit)} GiB: it will not fit; "
-                f"{REMEDIES[each.phase]}",
+                f"{remedy(each.phase, built.parts.cfg)}",
                 style="yellow",
             )
     tree = {"limit": limit, "phases": [each._asdict() for each in found]}

@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from oarjax.cli.checks import check_lengths
+from oarjax.cli.memory import remedy
 from oarjax.cli.plan_programs import PROGRAMS, shapes_of, with_method
 from oarjax.cli.plan_sums import (
     analytic_update_flops,
@@ -27,7 +28,6 @@ from oarjax.cli.plan_sums import (
     model_flops,
     phase_of,
     read_bytes,
-    remedy,
     step_of,
 )
 from oarjax.cli.plan_table import WORD, describe, markdown, terminal
@@ -86,7 +86,7 @@ def run(
             for line in found["remedies"]:
                 console.print(f"does not fit: {line}", style="bold red", markup=False)
     console.print(WORD, style="dim", markup=False)
-    for path, text in ((out, json.dumps(plans, indent=1) + "\n"), (write, markdown(plans))):
+    for path, text in ((out, json.dumps(plans, indent=1) + "\n"), (write, markdown(plans, numbers=out))):
         if path is not None:
             with storage_errors(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -257,7 +257,7 @@ def document(
         "step": step_of(own, times, chip=where.chip, chips=chips) if fits and steps == set(PROGRAMS) else None,
         "expected": analytic_update_flops(cfg, model, s, phases[-1]) if "update" in steps else None,
         "fits": fits,
-        "remedies": [f"{p['name']}: {remedy(p, s)}" for p in phases if not p["fits"]],
+        "remedies": [f"{p['name']}: {remedy(p['name'], cfg)}" for p in phases if not p["fits"]],
         "notes": notes(cfg, phases),
     }
 
@@ -267,6 +267,9 @@ def notes(cfg: Config, phases: Sequence[dict[str, Any]]) -> list[str]:
     found = []
     if cfg.credit.answer.source == "reference":
         found.append("credit.answer.source reference makes scored rows longer by cue and answer: not in this plan.")
+    evaluated, rows = cfg.eval.batch * cfg.eval.samples, shapes_of(cfg).rows
+    if cfg.data.eval is not None and evaluated > rows:
+        found.append(f"An evaluation's batch is {evaluated} completions, more than a step's {rows}: not in this plan.")
     for p in phases:
         total = p["hbm"]["total"]
         if p["fits"] and total > 0.95 * p["hbm"]["limit"]:

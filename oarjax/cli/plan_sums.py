@@ -8,7 +8,6 @@ from typing import Any
 
 from oarjax.chips import Chip
 from oarjax.cli.adapters import trained_count
-from oarjax.cli.memory import REMEDIES
 from oarjax.cli.plan_programs import Shapes, shapes_of
 from oarjax.config import Config, CreditConfig
 from oarjax.cost import (
@@ -221,11 +220,3 @@ def step_of(phases: Sequence[Mapping[str, Any]], times: Mapping[str, int], *, ch
         "utilisation_together": utilisation(chip, model_flops=model, chips=chips, seconds=together),
         "compile_cpu_seconds": sum(p["compile_cpu_seconds"] for p in phases),
     }
-
-
-def remedy(line: Mapping[str, Any], s: Shapes) -> str:
-    """What to change where a phase does not fit."""
-    return (
-        f"{REMEDIES[line['name']]}, or take a topology with more chips (now: {s.prompts} prompts, microbatches of "
-        f"{s.microbatch} rows)"
-    )

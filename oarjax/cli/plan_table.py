@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from oarjax.chips import GIB
+from oarjax.chips import GIB, Number
 
 WORD = (
     "The compiler's word: whether a program fits, its HBM, and the optimized program that executed FLOPs and bytes are "
@@ -33,7 +34,7 @@ def rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
     def row(name: str, value: Callable[[dict[str, Any]], str]) -> tuple[str, ...]:
         return (name, *(value(c) for c in columns))
 
-    def gib(number: float | None) -> str:
+    def gib(number: Number | None) -> str:
         return "?" if number is None else f"{number / GIB:.2f}"
 
     def hbm(part: str) -> Callable[[dict[str, Any]], str]:
@@ -81,6 +82,18 @@ def title(found: dict[str, Any]) -> str:
     )
 
 
+def headline(found: dict[str, Any]) -> str:
+    """What the header of a config says of its plan."""
+    most, there = found["step"]["hbm"]["total"] / GIB, found["chip"]["memory"] / GIB
+    update = next(p for p in found["phases"] if p["name"] == "update")
+    return (
+        f"Planned by the TPU's compiler (docs/plans.md): at most {most:.2f} of {there:.2f} GiB of HBM "
+        f"per chip; an update takes {update['seconds_in_turn']:.1f} s with nothing overlapped and "
+        f"{update['seconds_together']:.1f} s with all, at {update['utilisation_in_turn']:.0%} and "
+        f"{update['utilisation_together']:.0%} model-FLOPs utilisation: bounds from peak rates."
+    )
+
+
 def describe(found: dict[str, Any]) -> list[str]:
     """Lines below a table: shapes, peaks, what lies where, and how the count compares with the formula."""
     s, chip = found["shapes"], found["chip"]
@@ -101,10 +114,11 @@ def describe(found: dict[str, Any]) -> list[str]:
     return lines + found["notes"]
 
 
-def markdown(plans: Sequence[dict[str, Any]]) -> str:
-    """The page of all plans."""
+def markdown(plans: Sequence[dict[str, Any]], *, numbers: Path | None = None) -> str:
+    """The page of all plans; ``numbers`` is the file that holds them as JSON."""
     versions = plans[0]["versions"]
-    command = "oarjax plan --write docs/plans.md " + " ".join(p["config"] for p in plans)
+    beside = "" if numbers is None else f" --json {numbers}"
+    command = f"oarjax plan --write docs/plans.md{beside} " + " ".join(p["config"] for p in plans)
     lines = [
         "# Plans of the shipped configurations",
         "",

@@ -57,6 +57,7 @@ class Parts:
     stop_ids: tuple[int, ...]
     pad_id: int
     prompt_width: int  # positions of the longest prompts, padded
+    held_out_width: int  # of those of data.eval
     keyword_table: KeywordTable | None = None
     own_probe: Probe | None = None
     own_method: CreditMethod | None = None
@@ -95,13 +96,12 @@ def parts_for(
     *,
     stop_ids: tuple[int, ...],
     pad_id: int,
-    keyword_table: KeywordTable | None = None,
     own_probe: Probe | None = None,
     own_method: CreditMethod | None = None,
     own_loss: TokenLoss | None = None,
-    ending_room: int = 0,
 ) -> Parts:
     """Parts without a session: prompts as long as ``data.max_prompt`` lets them be."""
+    width = bucket(cfg.data.max_prompt, cfg.rollout.prompt_bucket, 1 << 30)
     return Parts(
         cfg=cfg,
         mesh=mesh,
@@ -109,20 +109,17 @@ def parts_for(
         policy=policy_of(cfg, model, mesh)[0],
         stop_ids=stop_ids,
         pad_id=pad_id,
-        prompt_width=bucket(cfg.data.max_prompt, cfg.rollout.prompt_bucket, 1 << 30),
-        keyword_table=keyword_table,
+        prompt_width=width,
+        held_out_width=width,
         own_probe=own_probe,
         own_method=own_method,
         own_loss=own_loss,
-        ending_room=ending_room,
     )
 
 
 def parts_of(session: Session) -> Parts:
     """The parts of a session: prompts as long as the longest of its data."""
-    cfg, room = session.cfg, 0
-    if cfg.credit.answer.source == "reference":
-        room = bucket(max(len(cue) + len(target) for cue, target in session.endings.values()), 8, 1 << 30)
+    cfg, held_out = session.cfg, session.held_out
     return Parts(
         cfg=cfg,
         mesh=session.mesh,
@@ -131,11 +128,12 @@ def parts_of(session: Session) -> Parts:
         stop_ids=session.stop_ids,
         pad_id=session.pad_id,
         prompt_width=bucketed(session.train.prompts, cfg.rollout.prompt_bucket),
+        held_out_width=0 if held_out is None else bucketed(held_out.prompts, cfg.rollout.prompt_bucket),
         keyword_table=session.keyword_table(),
         own_probe=session.own_probe,
         own_method=session.own_method,
         own_loss=session.own_loss,
-        ending_room=room,
+        ending_room=session.ending_room if cfg.credit.answer.source == "reference" else 0,
     )
 
 
@@ -179,14 +177,14 @@ def reshard_program(built: Built) -> Program:
 
 def sample_program(built: Built) -> Program:
     """Rollouts of one batch of prompts."""
-    prompts = _prompts(built, built.parts.cfg.rollout.prompts)
+    prompts = _prompts(built, built.parts.cfg.rollout.prompts, built.parts.prompt_width)
     args = (rollout_shapes(built), prompts, _key(built))
     return Program("sample", built.steps.sample, args, {}, frozenset({"rollout"}))
 
 
 def evaluate_program(built: Built) -> Program:
     """``eval.samples`` completions of one batch of held-out prompts."""
-    prompts = _prompts(built, built.parts.cfg.eval.batch)
+    prompts = _prompts(built, built.parts.cfg.eval.batch, built.parts.held_out_width)
     key = jax.eval_shape(lambda: jax.random.key(0))  # of no mesh: evaluations make their own
     args = (rollout_shapes(built), prompts, key)
     return Program("evaluate", built.steps.evaluate, args, {}, frozenset({"rollout"}))
@@ -298,8 +296,8 @@ def _count() -> Any:
     return jax.ShapeDtypeStruct((), jnp.int32)
 
 
-def _prompts(built: Built, count: int) -> PromptBatch:
-    shape = (count, built.parts.prompt_width)
+def _prompts(built: Built, count: int, width: int) -> PromptBatch:
+    shape = (count, width)
     shapes: Any = PromptBatch  # of shapes
     batch = shapes(
         tokens=jax.ShapeDtypeStruct(shape, jnp.int32),

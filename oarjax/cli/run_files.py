@@ -20,9 +20,11 @@ from oarjax.cli.adapters import trained_shapes
 from oarjax.cli.evaluate import Evaluation, evaluation_from, plain_evaluation
 from oarjax.cli.run_folder import refuse_another_config
 from oarjax.cli.session import Session
+from oarjax.config import ConfigError
 from oarjax.host.checkpoint import Checkpoints, arrays, check_arrays, finished
 from oarjax.host.data import PromptStream
 from oarjax.host.durable import Failures, read_lines, storage_errors
+from oarjax.host.hf import commit_of
 from oarjax.host.progress import OnceWarnings
 from oarjax.host.report import CompletionRow, CompletionsWriter, Metrics, MetricsWriter
 from oarjax.host.trackers import Run, Trackers, run_id
@@ -68,6 +70,7 @@ class RunFiles:
         first, last, positions = 0, None, {"metrics": 0, "completions": 0}
         newest = self._checkpoints.trusted(self._say)
         if newest is not None:
+            self._check_base(self._checkpoints.finished()[newest]["record"].get("commit"))
             state, record = self._checkpoints.restore(newest, like=state)
             stream.restore(record["data"])
             first, last, positions = newest, evaluation_from(record["evaluation"]), record["positions"]
@@ -169,6 +172,7 @@ class RunFiles:
             record = {
                 "version": version("oarjax"),
                 "config": self._session.cfg.model_dump(mode="json"),
+                "commit": commit_of(self._session.source),
                 "data": stream.state(),
                 "evaluation": plain_evaluation(last),
                 "positions": positions,
@@ -179,6 +183,15 @@ class RunFiles:
         if self._verdicts is not None:
             with self._failures.handled(), storage_errors(self._folder):
                 self._verdicts.prune(min(self._checkpoints.finished(), default=0))
+
+    def _check_base(self, commit: str | None) -> None:
+        """Adapters go with the weights that they were trained on."""
+        cfg, now = self._session.cfg, commit_of(self._session.source)
+        if cfg.lora.rank and cfg.sft is None and commit != now and None not in (commit, now):
+            raise ConfigError(
+                f"policy.path: {cfg.policy.path} was at commit {commit} when this run began and is at {now}, and its "
+                f"adapters go with the first; set policy.revision={commit}"
+            )
 
     def _say(self, text: str) -> None:
         self._warnings.say(text, text)

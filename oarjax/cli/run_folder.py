@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from oarjax.config import Config, ConfigError
+from oarjax.config import Config, ConfigError, parse_config
 from oarjax.host.durable import write_durably
 from oarjax.host.progress import flatten
 
@@ -24,6 +24,8 @@ HARMLESS = (
     "grading.workers",
     "eval.batch",
     "distributed.",
+    "plan.",
+    "lab.",
 )
 """Fields that may differ when a run goes on: they do not change what it learns. run_dir: folders may be moved."""
 
@@ -81,7 +83,7 @@ class Differences(NamedTuple):
 
 def differences(before: Mapping[str, Any], cfg: Config) -> Differences:
     """What differs between a config that was saved as a tree, and this one."""
-    was, now = flatten(before), flatten(cfg.model_dump(mode="json"))
+    was, now = flatten(_complete(before)), flatten(cfg.model_dump(mode="json"))
     found = Differences([], [], [])
     for name in sorted(was | now):
         if was.get(name) == now.get(name):
@@ -92,6 +94,14 @@ def differences(before: Mapping[str, Any], cfg: Config) -> Differences:
         kind = found.rounding if longer or name.startswith(ROUNDING) else kind
         kind.append(f"{name} was {was.get(name)!r}, is {now.get(name)!r}")
     return found
+
+
+def _complete(before: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A saved config with the fields that have come since at their defaults; as it is where it cannot be read."""
+    try:
+        return parse_config(dict(before)).model_dump(mode="json")
+    except ConfigError:
+        return before
 
 
 def refuse_another_config(before: Mapping[str, Any], cfg: Config, *, what: str) -> Differences:

@@ -159,12 +159,16 @@ class Session:
                 raise ConfigError(f"credit.answer.source: problem {i} has an empty reference answer; set own")
         return found
 
+    @cached_property
+    def ending_room(self) -> int:
+        """Positions that the longest cue and reference answer take, rounded up."""
+        return bucket(max(len(cue) + len(target) for cue, target in self.endings.values()), 8, 1 << 30)
+
     def probed(self, rollout: Rollout, span: AnswerSpan, problems: np.ndarray) -> tuple[Rollout, AnswerSpan]:
         """Rollouts with cue and reference answer in the place of their own answer."""
-        room = max(len(cue) + len(target) for cue, target in self.endings.values())
         group = len(rollout.ended) // len(problems)
         endings = [self.endings[int(p)] for p in np.repeat(problems, group)]
-        instead, at = with_reference(rollout, span, endings, room=bucket(room, 8, 1 << 30))
+        instead, at = with_reference(rollout, span, endings, room=self.ending_room)
         unit = self.cfg.credit.masking.unit
         if unit == "token":
             return instead, at

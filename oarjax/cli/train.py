@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -119,7 +120,9 @@ def _compare(cfg: Config, seeds: list[int], console: Console, stop: Stop) -> Non
                 same = changed(session.cfg, credit=changed(cfg.credit, method=method))
                 folder = session.folder / method
                 only_first(partial(claim, folder, same))
-                runs[method].append(train(session.with_config(same), grader, start, before, folder, stop))
+                ended = train(session.with_config(same), grader, start, before, folder, stop)
+                runs[method].append(replace(ended, params={}))  # its memory is the next one's
+            del start
     if session is not None and session.first:
         show_results(session, root, befores, runs)
 
@@ -132,15 +135,16 @@ def start_policy(session: Session, grader: Grader, stop: Stop | None = None) -> 
     cfg = session.cfg
     tx, _ = make_optimizer(cfg)
     layout = lay_out(session, tx)
-    params = session.load(layout)
-    if cfg.sft is not None:
+    if cfg.sft is None:
+        params = session.load(layout)
+    else:
         warm = session.folder / "start"
         only_first(lambda: remove_half_written(warm))
         if from_first(lambda: (warm / "config.json").is_file()):
             session.console.print(f"the warm start is read from {warm}", markup=False)
             params = session.load(layout, source=warm)
         else:
-            params = warm_start(session, params, stop or Stop())
+            params = warm_start(session, session.load(layout), stop or Stop())
             export(warm, session.model, params, source=session.source)
         only_first(lambda: remove_all(session.folder / "sft"))
     if session.held_out is None:

@@ -122,6 +122,8 @@ class Checkpoints:
     def restore(self, iteration: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """The state, laid out over the devices as ``like`` is, and the record. What is frozen is that of ``like``.
 
+        The params and moments of ``like`` are given up before others are read: there are never two of them.
+
         Raises:
             ConfigError: it is of another model or optimizer.
         """
@@ -130,7 +132,10 @@ class Checkpoints:
         if noted is None:
             raise StorageError(f"{at} has no manifest: it was not finished; take another")
         check_arrays(at, noted["arrays"], arrays(like))
-        found = self._writer.restore(at, jax.tree.map(ocp.utils.to_shape_dtype_struct, _plain(like)))
+        shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, _plain(like))
+        for array in jax.tree.leaves((like.params, like.opt_state)):
+            array.delete()
+        found = self._writer.restore(at, shapes)
         key = jax.random.wrap_key_data(found.pop("key"), impl=jax.random.key_impl(like.key))
         return replace(like, key=key, **found), noted["record"]
 

@@ -81,6 +81,11 @@ def read_config(path: str | Path, *, revision: str | None = None) -> tuple[QwenC
     return cfg, folder
 
 
+def commit_of(folder: Path) -> str | None:
+    """The hub commit that a downloaded folder is of; None for any other folder."""
+    return folder.name if folder.parent.name == "snapshots" else None
+
+
 def read_tokenizer_folder(path: str | Path, *, revision: str | None = None) -> Path:
     """The local folder of a tokenizer: a folder, or a hub name of which nothing but the tokenizer is downloaded.
 
