@@ -29,7 +29,7 @@ HELPS: dict[Phase, tuple[str, ...]] = {
     "evaluate": ("a lower eval.batch", "lower eval.samples", "a higher rollout.tensor"),
     "score": ("a lower update.microbatch", "a lower policy.head_chunk", "a lower credit.masking.chunk"),
     "credit": ("lower rollout.prompts",),
-    "update": ("a lower update.microbatch", "a lower policy.head_chunk", "policy.remat=full"),
+    "update": ("a lower update.microbatch", "a lower policy.head_chunk"),
 }
 """What helps where a phase does not fit, the cheapest first."""
 
@@ -37,6 +37,8 @@ HELPS: dict[Phase, tuple[str, ...]] = {
 def remedy(phase: Phase, cfg: Config) -> str:
     """What to change where a phase of this run does not fit."""
     found = list(HELPS[phase])
+    if phase == "update" and cfg.policy.remat != "full":
+        found.append("policy.remat=full")
     if phase == "update" and cfg.optim.moments == "float32":
         found.append("optim.moments=bfloat16")
     if phase not in ("score", "credit") and cfg.loss.kl_beta > 0 and not cfg.lora.rank and cfg.loss.reference != "host":
