@@ -748,7 +748,8 @@ def test_the_real_oarjax_told_to_stop_is_started_again_and_completes_the_run(clo
     cloud.running()
     base = cloud.folder / "worker-0" / "oarjax"
     (base / "venv" / "bin" / "oarjax").write_text(REAL)
-    shutil.copy(ROOT / "configs" / "demo.yaml", base / "src" / "configs")
+    for place in (base / "src", cloud.checkout):
+        shutil.copy(ROOT / "configs" / "demo.yaml", place / "configs")
     metrics = cloud.folder / "bucket" / "runs" / "first" / "metrics.jsonl"
     cache = f"compilation_cache={CACHE / 'tpu-scripts'}"
     with cloud.start("run", "--config", "configs/demo.yaml", "--", cache) as process:
