@@ -1,7 +1,13 @@
 """Runtime shape checks on every annotated function, a compilation cache, and the golden files where they are."""
 
+import json
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -38,6 +44,45 @@ install_import_hook(
 def virtual_devices(count: int) -> str:
     """XLA_FLAGS of another process that is to have so many devices."""
     return f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={count}"
+
+
+def json_lines(program: str, *arguments: str, devices: int, quick: bool = False, timeout: float = 600) -> list[Any]:
+    """What a program prints as JSON, in a process of its own with so many virtual devices.
+
+    ``quick``: compiled as these tests are, in less time; otherwise as XLA compiles for users.
+    """
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": virtual_devices(devices) if quick else f"--xla_force_host_platform_device_count={devices}",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+    }
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+class Stopped(Exception):
+    pass
+
+
+@contextmanager
+def stopped_in(patch: pytest.MonkeyPatch, iteration: int) -> Iterator[None]:
+    """Here a run must come to its iteration of this number, counted from 1, and ends there with what it has saved."""
+    from oarjax.cli import trainer
+
+    calls, iterate = [], trainer.iterate
+
+    def stops(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == iteration:
+            raise Stopped
+        return iterate(*args, **kwargs)
+
+    with patch.context() as inner:
+        inner.setattr(trainer, "iterate", stops)
+        with pytest.raises(Stopped):
+            yield
 
 
 @pytest.fixture

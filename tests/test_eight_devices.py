@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-from conftest import ROOT, virtual_devices
+from conftest import json_lines
 
 PROGRAM = """
 import json, sys
@@ -97,21 +94,7 @@ MESHES = [  # (slice, data, fsdp, tensor), rollout.tensor
 @pytest.mark.slow
 def test_programs_on_eight_devices_and_on_one():
     """Losses, gradients and importance within 1e-5 of the largest; tokens of four seeds identical."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": virtual_devices(8),
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(MESHES)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=2400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    found = json_lines(PROGRAM, json.dumps(MESHES), devices=8, quick=True, timeout=2400)
     assert len(found) == len(MESHES)
     for line in found:
         print(line)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import jax
@@ -13,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from conftest import ROOT
+from conftest import json_lines
 from test_devices import Chip
 
 from oarjax.cli.layout import check_layouts
@@ -159,17 +155,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def programs():
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {line["phase"]: line for line in found}
+    return {line["phase"]: line for line in json_lines(PROGRAM, devices=8)}
 
 
 @pytest.mark.slow

@@ -1,15 +1,10 @@
 """Runs that train adapters: through the command, stopped and gone on with, exported, evaluated, replayed."""
 
-import json
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import json_lines, stopped_in
 from rich.console import Console
 
 from oarjax.cli import export as export_command
@@ -55,10 +50,6 @@ SMALL = [
     "grading.workers=1",
     "iterations=3",
 ]
-
-
-class Stopped(Exception):
-    pass
 
 
 def config(data, folder):
@@ -118,19 +109,8 @@ def test_a_run_of_adapters_from_start_to_export(tmp_path, data, monkeypatch):
     assert {arrays[f"opt_state/1/0/{m}/{n[7:]}"].split("[")[0] for m in ("mu", "nu") for n in names} == {"bfloat16"}
 
     # A run that is stopped in its third iteration and started again ends bit for bit the same.
-    calls = []
-    iterate = trainer.iterate
-
-    def stops_in_the_third(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 3:
-            raise Stopped
-        return iterate(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer, "iterate", stops_in_the_third)
-        with pytest.raises(Stopped):
-            command.train_once(config(data, parts), Console(quiet=True), Stop())
+    with stopped_in(monkeypatch, 3):
+        command.train_once(config(data, parts), Console(quiet=True), Stop())
     target = find_target(str(parts))  # without an export yet: the checkpoint's adapters, merged into the start
     assert target.policy == str(parts / "start")
     cfg = config(data, parts)
@@ -201,16 +181,7 @@ print(json.dumps({"where": where} | {name: error(tree, four[name]) for name, tre
 
 @pytest.mark.slow
 def test_adapters_are_divided_as_their_matrices_and_learn_the_same():
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    (found,) = json_lines(SHARDED, devices=4)
     assert found["where"] == [[None, "fsdp", None], [None, None, ["tensor", "fsdp"]]]
     for name in ("gradients", "merged", "loss"):
         assert found[name] < 1e-5, found

@@ -3,9 +3,10 @@
 import jax
 import numpy as np
 import pytest
+from conftest import stopped_in
 from rich.console import Console
 
-from oarjax.cli import run_folder, trainer
+from oarjax.cli import run_folder
 from oarjax.cli import train as command
 from oarjax.config import ConfigError, load_config
 from oarjax.host.hf import load_params, read_config
@@ -33,10 +34,6 @@ SMALL = [
 ]
 
 
-class Stopped(Exception):
-    pass
-
-
 @pytest.mark.slow
 def test_a_stopped_run_ends_as_if_it_had_not_stopped(tmp_path, data, monkeypatch):
     def config(folder):
@@ -45,19 +42,8 @@ def test_a_stopped_run_ends_as_if_it_had_not_stopped(tmp_path, data, monkeypatch
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     command.train_once(config(whole), Console(quiet=True), Stop())
 
-    calls = []
-    iterate = trainer.iterate
-
-    def stops_in_the_third(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 3:
-            raise Stopped
-        return iterate(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer, "iterate", stops_in_the_third)
-        with pytest.raises(Stopped):
-            command.train_once(config(parts), Console(quiet=True), Stop())
+    with stopped_in(monkeypatch, 3):
+        command.train_once(config(parts), Console(quiet=True), Stop())
     command.train_once(config(parts), Console(quiet=True), Stop())
 
     model, _ = read_config(whole / "export")

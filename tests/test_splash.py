@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import json_lines
 from jax.sharding import AxisType, Mesh
 
 from oarjax.models.attention import Segment, attend, attention_for
@@ -233,16 +229,7 @@ compare({"data": 1, "fsdp": 2, "tensor": 4}, "gradients", "linearised")
 @pytest.mark.slow
 def test_programs_of_a_policy_equal_those_with_plain_attention():
     """Log-probs, gradients, prefill and OAR-G, on one device and on 2 x 4 where key heads are fewer than "tensor"."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=1200, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    found = json_lines(PROGRAM, devices=8, timeout=1200)
     assert len(found) == 2
     for errors in found:
         print(errors)

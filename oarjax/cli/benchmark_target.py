@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from oarjax.cli.adapters import plain_params
-from oarjax.cli.layout import lay_out, stored_dtype_of
-from oarjax.cli.run_folder import changed
-from oarjax.cli.session import Session, new_state
+from oarjax.cli.layout import lay_out, param_shardings
+from oarjax.cli.run_files import restored_state
+from oarjax.cli.run_folder import changed, start_folder
+from oarjax.cli.session import Session
 from oarjax.config import BUILTIN_POLICIES, Config, ConfigError, load_config
-from oarjax.host.checkpoint import Checkpoints, finished
-from oarjax.host.hf import HUB_NAME, load_params
+from oarjax.host.checkpoint import finished
+from oarjax.host.hf import HUB_NAME
 from oarjax.host.manifest import NAME, damage, read_manifest
 from oarjax.lora import whole
 from oarjax.models.qwen import QwenConfig
@@ -89,13 +90,12 @@ def policy_of(run: Path, cfg: Config) -> str:
     Checkpoints of adapters hold these alone, and go with the warm start's policy where there was one.
     """
     if cfg.lora.rank and cfg.sft is not None:
-        return _start_folder(run, "start")
-    return _start_folder(run, "policy") if cfg.policy.path in BUILTIN_POLICIES else cfg.policy.path
-
-
-def _start_folder(run: Path, name: str) -> str:
-    """A folder that runs begin with: in the run's own, or beside it for those of --compare and of studies."""
-    return str(next((place for place in (run / name, run.parent / name) if place.is_dir()), run / name))
+        name = "start"
+    elif cfg.policy.path in BUILTIN_POLICIES:
+        name = "policy"
+    else:
+        return cfg.policy.path
+    return str(start_folder(run, name) or run / name)
 
 
 def revision_of(cfg: Config, checkpoint: Path) -> str | None:
@@ -134,13 +134,8 @@ def checkpoint_params(run: Config, checkpoint: Path, place: Place, *, source: Pa
     Raises:
         ConfigError: the checkpoint is of another model.
     """
-    tx, _ = make_optimizer(run)
-    layout = lay_out(place, tx)
-    start = load_params(source, place.model, dtype=stored_dtype_of(place.cfg, place.mesh), shardings=layout.params)
-    like = new_state(start, tx, layout, seed=0, lora=run.lora, copy=False)
-    with Checkpoints(checkpoint.parent, keep=1) as checkpoints:
-        state, _ = checkpoints.restore(int(checkpoint.name), like=like)
-    return plain_params(run.lora, whole(state), layout.params, dtype=jnp.float32)
+    state = restored_state(run, checkpoint, place, source=source)
+    return plain_params(run.lora, whole(state), param_shardings(place.model, place.mesh), dtype=jnp.float32)
 
 
 def weights_digest(target: Target, folder: Path) -> str:

@@ -15,7 +15,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from oarjax.cli.programs import Built, Part, Phase, Program, bytes_per_device, programs, resident
+from oarjax.cli.programs import Built, Part, Phase, Program, beside, programs, resident
 from oarjax.config import Config
 from oarjax.host.devices import DeviceError, memory_limit
 from oarjax.host.durable import write_durably
@@ -72,12 +72,9 @@ def phase_memory(built: Built, program: Program) -> PhaseMemory:
             raise
         said, helps = str(error).splitlines()[0], remedy(program.phase, built.parts.cfg)
         raise DeviceError(f"phase {program.phase} does not fit: {said}; {helps}") from error
-    parts = resident(built, program.phase)
-    beside = sum(size for part, size in parts.items() if part not in program.takes)
-    # JAX leaves out arguments that a program does not read; they lie there all the same.
-    unread = max(bytes_per_device(program.args) - memory.argument_size_in_bytes, 0)
     peak = peak_bytes(memory, platform=built.parts.mesh.devices.flat[0].platform)
-    return PhaseMemory(program.phase, parts, peak + beside + unread)
+    others = beside(built, program, read=memory.argument_size_in_bytes)
+    return PhaseMemory(program.phase, resident(built, program.phase), peak + others)
 
 
 def peak_bytes(memory: Any, *, platform: str) -> int:

@@ -215,11 +215,11 @@ def document(
     tensor = cfg.rollout.tensor or mesh["tensor"]
     phases = []
     for (phase, method), result in zip(work, results):
-        credit = with_method(cfg, method).credit
+        asked = with_method(cfg, method)
         found = None
         if "memory" in result:
             text = gzip.decompress((cache / f"{result['key']}.hlo.gz").read_bytes()).decode()
-            found = count(text, s, credit)
+            found = count(text, s, asked.credit)
         phases.append(
             phase_of(
                 result,
@@ -228,7 +228,7 @@ def document(
                 chip=where.chip,
                 chips=chips,
                 work=found,
-                model=model_flops(phase, model, with_method(cfg, method)),
+                model=model_flops(phase, model, asked),
                 read=read_bytes(model, s, chips=chips, tensor=tensor) if phase == "sample" else 0.0,
             )
         )

@@ -19,7 +19,7 @@ import jax
 
 from oarjax.cli.errors import USER_ERRORS
 from oarjax.cli.plan_programs import planned, program_of, with_method
-from oarjax.cli.programs import bytes_per_device, resident
+from oarjax.cli.programs import beside, resident
 from oarjax.config import parse_config
 from oarjax.host.devices import make_mesh
 from oarjax.host.topology import compiler_version, find_slice, slice_devices
@@ -48,15 +48,12 @@ def plan(job: dict[str, Any]) -> dict[str, Any]:
     # The mesh's order is part of the program, and the text names devices by number only.
     made_of = [lowered.as_text(), wanted.name, str(mesh.devices.flatten().tolist()), versions, job["options"]]
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
-    there = resident(built, program.phase)
-    beside = sum(size for part, size in there.items() if part not in program.takes)
-    found = {"key": key, "resident": there, "versions": versions, "mesh": dict(mesh.shape)}
-    given = bytes_per_device(program.args)
+    found = {"key": key, "resident": resident(built, program.phase), "versions": versions, "mesh": dict(mesh.shape)}
     folder = Path(job["cache"])
     known = folder / f"{key}.json"
     if known.is_file():
         result = json.loads(known.read_text())
-        return found | result | {"beside": beside + unread(result, given), "cached": True}
+        return found | result | {"beside": beside(built, program, read=_read(result)), "cached": True}
     traced, cpu = time.perf_counter() - began, time.process_time()
     began = time.perf_counter()
     try:
@@ -82,12 +79,12 @@ def plan(job: dict[str, Any]) -> dict[str, Any]:
         "lower_seconds": traced,
     }
     _write(known, json.dumps(result).encode())
-    return found | result | {"beside": beside + unread(result, given), "cached": False}
+    return found | result | {"beside": beside(built, program, read=_read(result)), "cached": False}
 
 
-def unread(result: dict[str, Any], given: int) -> int:
-    """Bytes of arguments that the program does not read: JAX leaves them out of it, and they lie there all the same."""
-    return max(given - result["memory"]["arguments"], 0) if "memory" in result else 0
+def _read(result: dict[str, Any]) -> int | None:
+    """Bytes of the arguments that the program reads; None where it does not fit."""
+    return result["memory"]["arguments"] if "memory" in result else None
 
 
 def too_large(message: str, limit: float) -> dict[str, Any]:

@@ -263,6 +263,17 @@ def resident(built: Built, phase: Phase) -> dict[Part, int]:
     return {name: bytes_per_device(tree) for name, tree in parts.items()}
 
 
+def beside(built: Built, program: Program, *, read: int | None) -> int:
+    """Bytes per device that lie there while a program runs and are none of its own.
+
+    Args:
+        read: the compiler's bytes of its arguments: JAX leaves those out that it does not read, and they lie there all
+            the same. None where it was not compiled.
+    """
+    others = sum(size for part, size in resident(built, program.phase).items() if part not in program.takes)
+    return others + (0 if read is None else max(bytes_per_device(program.args) - read, 0))
+
+
 def bytes_per_device(tree: Any) -> int:
     """Bytes that one device holds of a tree of arrays or shapes; whole where they have no sharding."""
     return sum(

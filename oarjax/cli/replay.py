@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from oarjax.cli.layout import lay_out
-from oarjax.cli.run_folder import changed
-from oarjax.cli.session import Session, new_state
+from oarjax.cli.run_files import restored_state
+from oarjax.cli.run_folder import changed, start_folder
+from oarjax.cli.session import Session
 from oarjax.config import parse_config
 from oarjax.credit.signals import Signals
 from oarjax.host.bad_batches import BadBatchError, Header, read_bad_batch, read_params
-from oarjax.host.checkpoint import Checkpoints
+from oarjax.host.checkpoint import finished
 from oarjax.host.data import Encoded
 from oarjax.host.devices import choose_platform, make_mesh, use_compilation_cache
 from oarjax.host.hf import load_params, read_config
@@ -33,10 +33,10 @@ from oarjax.loop import NOISE, ORDER
 from oarjax.lora import laid_over
 from oarjax.methods import weigher
 from oarjax.models.qwen import make_policy
-from oarjax.models.weights import weight_table
+from oarjax.models.weights import at, weight_table
 from oarjax.oar.gate import reshape
 from oarjax.sampling import rollout_key
-from oarjax.steps import RowCheck, Shardings, imitation, make_optimizer, make_row_check, make_steps, policy_gradient
+from oarjax.steps import RowCheck, Shardings, imitation, make_row_check, make_steps, policy_gradient
 from oarjax.types import AnswerSpan, Evidence, Params, Scores, TrainBatch
 
 SHOWN = 20
@@ -132,17 +132,11 @@ def load_batch_params(header: Header, file: Path, session: Session) -> tuple[Par
     if header.params is not None:
         return jax.tree.map(jnp.asarray, read_params(file.parent / header.params)), header.step
     folder = session.folder / "checkpoints"
-    if header.kind == "iteration" and folder.is_dir():
-        tx, _ = make_optimizer(session.cfg)
-        layout = lay_out(session, tx)
-        start = load_params(session.source, session.model, shardings=layout.params)
-        like = new_state(start, tx, layout, seed=0, lora=session.cfg.lora)
-        with Checkpoints(folder, keep=session.cfg.checkpoint.keep) as checkpoints:
-            # Its params came from the iteration before; a skipped update leaves the same ones behind.
-            near = sorted(checkpoints.finished(), key=lambda n: abs(n - header.number + 1))
-            if near:
-                state, _ = checkpoints.restore(near[0], like=like)
-                return state.params, int(state.step)
+    # Its params came from the iteration before; a skipped update leaves the same ones behind.
+    near = sorted(finished(folder), key=lambda n: abs(n - header.number + 1)) if header.kind == "iteration" else []
+    if near:
+        state = restored_state(session.cfg, folder / f"{near[0]:06d}", session, source=session.source)
+        return state.params, int(state.step)
     raise BadBatchError(
         f"{file}: its params were larger than health.params_mb={session.cfg.health.params_mb} and were not kept, and "
         f"{folder} has no checkpoint; raise health.params_mb, or set checkpoint.every, before the next run"
@@ -160,8 +154,7 @@ def load_frozen(header: Header, session: Session) -> Params | None:
 
 def _start(session: Session, folder: Path) -> Path:
     """The policy that the iterations started from: the warm start's where there was one."""
-    starts = (folder / "start", folder.parent / "start") if session.cfg.sft else ()  # the second: of --compare
-    return next((place for place in starts if place.is_dir()), session.source)
+    return (start_folder(folder, "start") if session.cfg.sft else None) or session.source
 
 
 def replay(
@@ -312,9 +305,9 @@ def _score_stages(i: int, scores: Scores, made: Any, reasoning: Any) -> list[tup
 def _groups(session: Session, params: Params, gradient: Params, checks: list[RowCheck]) -> list[GroupFinding]:
     found = []
     for path in _trained(session, params):
-        here = np.asarray(_at(params, path))
+        here = np.asarray(at(params, path))
         wrong = (~np.isfinite(here)).reshape(len(here), -1).sum(1)
-        by_row = np.stack([np.asarray(_at(c.nonfinite, path)) for c in checks]) if checks else np.zeros((0, 1))
+        by_row = np.stack([np.asarray(at(c.nonfinite, path)) for c in checks]) if checks else np.zeros((0, 1))
         stacked = path[0] == "layers"
         found.append(
             GroupFinding(
@@ -323,7 +316,7 @@ def _groups(session: Session, params: Params, gradient: Params, checks: list[Row
                 params_at=np.flatnonzero(wrong).tolist() if stacked else [],
                 rows=int(by_row.any(1).sum()),
                 gradient_at=np.flatnonzero(by_row.any(0)).tolist() if stacked else [],
-                grad_norm=float(np.linalg.norm(np.asarray(_at(gradient, path), np.float64))),
+                grad_norm=float(np.linalg.norm(np.asarray(at(gradient, path), np.float64))),
             )
         )
     return found
@@ -337,10 +330,6 @@ def _trained(session: Session, params: Params) -> list[tuple[str, ...]]:
     pairs = [(*path[:-1], name) for path in paths if path[-1] == "kernel" for name in ("lora_a", "lora_b")]
     there = {tuple(key.key for key in path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]}
     return [path for path in pairs if path in there]
-
-
-def _at(tree: Params, path: tuple[str, ...]) -> Any:
-    return reduce(lambda node, name: node[name], path, tree)
 
 
 def _place(

@@ -18,17 +18,19 @@ import optax
 
 from oarjax.cli.adapters import trained_shapes
 from oarjax.cli.evaluate import Evaluation, evaluation_from, plain_evaluation
+from oarjax.cli.layout import Placed, lay_out, stored_dtype_of
 from oarjax.cli.run_folder import refuse_another_config
-from oarjax.cli.session import Session
-from oarjax.config import ConfigError
+from oarjax.cli.session import Session, new_state
+from oarjax.config import Config, ConfigError
 from oarjax.host.checkpoint import Checkpoints, arrays, check_arrays, finished
 from oarjax.host.data import PromptStream
 from oarjax.host.durable import Failures, read_lines, storage_errors
-from oarjax.host.hf import commit_of
+from oarjax.host.hf import commit_of, load_params
 from oarjax.host.progress import OnceWarnings
 from oarjax.host.report import CompletionRow, CompletionsWriter, Metrics, MetricsWriter
 from oarjax.host.trackers import Run, Trackers, run_id
 from oarjax.host.verdicts import Grading, RecordedGrader, setup_of
+from oarjax.steps import make_optimizer
 from oarjax.types import TrainState
 
 
@@ -211,3 +213,21 @@ def check_checkpoint(session: Session, folder: Path, tx: optax.GradientTransform
     params = trained_shapes(session.cfg.lora, session.model)
     state = jax.eval_shape(lambda p: TrainState(jnp.zeros((), jnp.int32), p, tx.init(p), jax.random.key(0)), params)
     check_arrays(folder / "checkpoints" / f"{newest:06d}", known[newest]["arrays"], arrays(state))
+
+
+def restored_state(run: Config, checkpoint: Path, place: Placed, *, source: Path) -> TrainState:
+    """The state in a checkpoint of a run that is not going on here, in the training layout of a mesh.
+
+    Args:
+        place: its config says what the policy computes with, and has the run's ``lora``.
+        source: HF folder that the run started from, whose weights lie below its adapters.
+
+    Raises:
+        ConfigError: the checkpoint is of another model.
+    """
+    tx, _ = make_optimizer(run)
+    layout = lay_out(place, tx)
+    start = load_params(source, place.model, dtype=stored_dtype_of(place.cfg, place.mesh), shardings=layout.params)
+    like = new_state(start, tx, layout, seed=0, lora=run.lora, copy=False)
+    with Checkpoints(checkpoint.parent, keep=1) as checkpoints:
+        return checkpoints.restore(int(checkpoint.name), like=like)[0]

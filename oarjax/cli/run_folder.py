@@ -58,6 +58,11 @@ PROGRESS = (
 """What is in a folder that has got anywhere."""
 
 
+def start_folder(run: Path, name: str) -> Path | None:
+    """A folder that a run begins with: in its own, or beside it for runs of --compare and of studies."""
+    return next((place for place in (run / name, run.parent / name) if place.is_dir()), None)
+
+
 def changed(section: Any, **changes: Any) -> Any:
     """A config section with fields changed, validated again."""
     fields = {name: getattr(section, name) for name in type(section).model_fields}

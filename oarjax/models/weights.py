@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Literal
 
 import jax
@@ -112,9 +113,12 @@ def build_tree(cfg: QwenConfig, leaf: Callable[[Weight], Any]) -> dict[str, Any]
 
 def lookup(tree: Params, weight: Weight) -> Any:
     """What stands at a weight's place in a params-like tree."""
-    for part in weight.path:
-        tree = tree[part]
-    return tree
+    return at(tree, weight.path)
+
+
+def at(tree: Params, path: Sequence[str]) -> Any:
+    """What stands at a path of names in a params-like tree."""
+    return reduce(lambda node, name: node[name], path, tree)
 
 
 def abstract_params(cfg: QwenConfig, *, dtype: DTypeLike) -> Params:
