@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from oarjax.errors import UserError
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -36,7 +38,7 @@ def _word_of_switch(value: Any) -> Any:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError, ValueError):
     """A config that cannot run; the message lists every bad field with its path and the remedy."""
 
 
@@ -45,7 +47,7 @@ class Section(BaseModel):
 
 
 BUILTIN_POLICIES = ("builtin:arithmetic", "builtin:random")
-"""Of the arithmetic task, and one of Qwen's vocabulary for any tokenizer; see ``host.builtin``."""
+"""Of the arithmetic task, and one of Qwen's vocabulary for any tokenizer; see ``data.arithmetic``."""
 
 
 class PolicyConfig(Section):
@@ -161,8 +163,8 @@ class AdvantageConfig(Section):
 class LossConfig(Section):
     function: str | None = Field(
         default=None,
-        description="own loss, file.py:name or module:name, see oarjax.steps.TokenLoss; of the fields below it leaves "
-        "aggregation, kl_beta (for the reference's log-probs) and mask_truncated in force",
+        description="own loss, file.py:name or module:name, see oarjax.training.programs.TokenLoss; of the fields "
+        "below it leaves aggregation, kl_beta (for the reference's log-probs) and mask_truncated in force",
     )
     surrogate: Literal["clip", "cispo"] = "clip"
     level: Literal["token", "sequence"] = "token"
@@ -191,7 +193,7 @@ class ProbeConfig(Section):
     warmup_iterations: Count = 0
     function: str | None = Field(
         default=None,
-        description="own probe instead of these modes, file.py:name or module:name; see oarjax.oar.probe.Probe",
+        description="own probe instead of these modes, file.py:name or module:name; see oarjax.credit.probe.Probe",
     )
 
 
@@ -759,3 +761,12 @@ def _section(section: Any, name: str) -> Any:
         if isinstance(candidate, type) and issubclass(candidate, Section):
             return candidate
     return None
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one dict with dotted paths."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        path = f"{prefix}.{name}" if prefix else name
+        flat |= flatten(value, path) if isinstance(value, Mapping) else {path: value}
+    return flat

@@ -69,7 +69,7 @@ class Stopped(Exception):
 @contextmanager
 def stopped_in(patch: pytest.MonkeyPatch, iteration: int) -> Iterator[None]:
     """Here a run must come to its iteration of this number, counted from 1, and ends there with what it has saved."""
-    from oarjax.cli import trainer
+    from oarjax.training import trainer
 
     calls, iterate = [], trainer.iterate
 
@@ -87,7 +87,7 @@ def stopped_in(patch: pytest.MonkeyPatch, iteration: int) -> Iterator[None]:
 
 @pytest.fixture
 def data() -> Path:
-    return ROOT / "tests" / "data"
+    return ROOT / "tests" / "golden"
 
 
 @pytest.fixture

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-import oarjax.cli.session
-from oarjax.cli.lab import run_lab
-from oarjax.cli.lab_completions import draw_completions
-from oarjax.cli.lab_programs import Programs, make_programs
-from oarjax.cli.session import Session, open_session
+import oarjax.training.run
 from oarjax.config import Config
+from oarjax.lab.completions import draw_completions
+from oarjax.lab.interventions import Choices
+from oarjax.lab.lab import run_lab
+from oarjax.lab.programs import Programs, make_programs
 from oarjax.models.weights import init_params
-from oarjax.oar.intervene import Choices
+from oarjax.training.run import Session, open_session
 from oarjax.types import PromptBatch, Rollout
 
 
@@ -69,7 +69,7 @@ def lab(cfg: Config, *, grader: Any) -> Any:
     """What a whole lab asks of fake programs and a fake grader, and what comes out, without what a clock says."""
     log: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(oarjax.cli.session, "Grader", grader)
+        patch.setattr(oarjax.training.run, "Grader", grader)
         session = open_session(cfg, Console(file=io.StringIO()))
         programs = fake_programs(log, session)
         drawn = draw_completions(session, programs)

@@ -2,7 +2,7 @@
 
 import math
 
-from oarjax.host.lab_results import Figure, LabCompletion, LabResult, MethodResult
+from oarjax.lab.results import Figure, LabCompletion, LabResult, MethodResult
 
 EVEN, ONES = {"uniform (GRPO)": [0.0] * 4}, {"uniform (GRPO)": [1.0] * 4}
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from oarjax.oar.clean import linear_pass
-from oarjax.oar.gradient import noise_scores
-from oarjax.oar.probe import outcome_probe
+from oarjax.credit.clean_pass import linear_pass
+from oarjax.credit.oar_g import noise_scores
+from oarjax.credit.probe import outcome_probe
 from oarjax.types import AnswerSpan
 
 

@@ -12,10 +12,10 @@ import yaml
 from conftest import CACHE
 from safetensors.numpy import load_file, save_file
 
-from oarjax.cli.main import main
-from oarjax.cli.measure import counted_compilations
-from oarjax.host.builtin import write_builtin_policy
-from oarjax.host.hf import export, load_params, read_config
+from oarjax.bench.measure import counted_compilations
+from oarjax.cli import main
+from oarjax.data.arithmetic import write_builtin_policy
+from oarjax.data.hf import export, load_params, read_config
 
 ROWS = [{"question": f"{n}+1=", "answer": f"#### {n + 1}"} for n in range(8)]
 
@@ -46,7 +46,7 @@ def train(policy, tmp_path, monkeypatch, capfd):
     def begin(*_, **__):
         raise Begun
 
-    monkeypatch.setattr("oarjax.cli.train.start_policy", begin)
+    monkeypatch.setattr("oarjax.training.command.start_policy", begin)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
 
     def command(*overrides: str) -> str:

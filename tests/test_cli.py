@@ -11,12 +11,12 @@ import pytest
 import yaml
 from conftest import CACHE, ROOT
 
-from oarjax.cli.main import main
+from oarjax.cli import main
 from oarjax.config import load_config
-from oarjax.host.builtin import write_builtin_policy
-from oarjax.host.hf import load_params, read_config, stored_dtype
-from oarjax.host.report import read_completions, read_metrics
-from oarjax.host.summary import read_summary
+from oarjax.data.arithmetic import write_builtin_policy
+from oarjax.data.hf import load_params, read_config, stored_dtype
+from oarjax.report.files import read_completions, read_metrics
+from oarjax.report.summary import read_summary
 
 TINY = {
     "iterations": 2,
@@ -43,7 +43,7 @@ TINY = {
     "report": {"completions": 3},
 }
 PLUGIN = """
-from oarjax.host.rewards import Sample, reward
+from oarjax.grading.rewards import Sample, reward
 
 @reward("long")
 def long(sample: Sample) -> float:
@@ -128,11 +128,11 @@ def test_help_imports_no_jax():
     """A command that only prints must come at once."""
     import subprocess
 
-    script = "import sys, oarjax.cli.main; sys.exit('jax' in sys.modules)"
+    script = "import sys, oarjax.cli; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
-PROBES = pathlib.Path(__file__).parent / "data" / "config" / "bad_probes.py"
+PROBES = pathlib.Path(__file__).parent / "golden" / "config" / "bad_probes.py"
 
 # Mistakes: one message, exit code 2, no traceback, nothing compiled, nothing claimed
 
@@ -196,7 +196,7 @@ def test_mistakes_are_told_before_anything_is_compiled(oarjax, config, tmp_path,
     def never(*_, **__):
         raise AssertionError("compiled")
 
-    monkeypatch.setattr("oarjax.cli.train.start_policy", never)
+    monkeypatch.setattr("oarjax.training.command.start_policy", never)
     folder = tmp_path / "run"
     code, out, err = oarjax("train", config, f"run_dir={folder}", *changes)
     assert code == 2
@@ -242,7 +242,7 @@ def test_tokenizer_larger_than_the_vocabulary(oarjax, config, policy, tmp_path):
 def test_a_missing_package_is_missed_at_the_start(
     oarjax, config, tmp_path, package, extra, change, instead, monkeypatch
 ):
-    from oarjax.cli import checks
+    from oarjax.training import checks
 
     monkeypatch.setattr(checks, "find_spec", lambda name: None if name == package else object())
     code, _, err = oarjax("train", config, f"run_dir={tmp_path / 'run'}", change)
@@ -254,7 +254,7 @@ def test_an_error_of_ours_keeps_its_traceback(oarjax, config, tmp_path, monkeypa
     def broken(*_):
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr("oarjax.cli.train.open_session", broken)
+    monkeypatch.setattr("oarjax.training.command.open_session", broken)
     with pytest.raises(ZeroDivisionError, match="ours"):
         oarjax("train", config, f"run_dir={tmp_path / 'run'}")
 
@@ -263,7 +263,7 @@ def test_interrupted(oarjax, config, tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("oarjax.cli.train.open_session", interrupted)
+    monkeypatch.setattr("oarjax.training.command.open_session", interrupted)
     code, out, err = oarjax("train", config, f"run_dir={tmp_path / 'run'}")
     assert code == 130
     assert "Traceback" not in out + err
@@ -278,7 +278,7 @@ def run(config):
     import subprocess
 
     done = subprocess.run(
-        [sys.executable, "-m", "oarjax.cli.main", "train", str(config), "report.to=[jsonl, tensorboard]", "seed=3"],
+        [sys.executable, "-m", "oarjax.cli", "train", str(config), "report.to=[jsonl, tensorboard]", "seed=3"],
         capture_output=True,
         text=True,
         check=False,

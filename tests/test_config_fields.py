@@ -30,32 +30,32 @@ from conftest import CACHE, ROOT
 from fake_lab import lab, lab_sampler
 from rich.console import Console
 
-import oarjax.cli.session
-import oarjax.cli.train
-import oarjax.cli.trainer
-import oarjax.cli.warm_start
-import oarjax.host.checkpoint
-from oarjax.cli.adapters import trained_shapes
-from oarjax.cli.errors import USER_ERRORS
-from oarjax.cli.health import Health
-from oarjax.cli.layout import lay_out
-from oarjax.cli.plan import topology_of
-from oarjax.cli.session import Session, open_session
+import oarjax.runs.checkpoint
+import oarjax.training.command
+import oarjax.training.run
+import oarjax.training.trainer
+import oarjax.training.warm_start
 from oarjax.config import Config, Section, parse_config
-from oarjax.grpo import group_advantages, zero_variance_groups
-from oarjax.host.builtin import write_builtin_policy
-from oarjax.host.checkpoint import Checkpoints
-from oarjax.host.durable import StorageError
-from oarjax.host.grade import Grader
-from oarjax.host.progress import OnceWarnings
-from oarjax.host.rewards import Sample
-from oarjax.host.stop import Stop
+from oarjax.data.arithmetic import write_builtin_policy
+from oarjax.errors import UserError
+from oarjax.grading.grader import Grader
+from oarjax.grading.rewards import Sample
 from oarjax.models.weights import abstract_params
-from oarjax.steps import Steps, make_optimizer, make_sft_optimizer, make_sft_step, make_steps
+from oarjax.plan.command import topology_of
+from oarjax.report.console import OnceWarnings
+from oarjax.rl.grpo import group_advantages, zero_variance_groups
+from oarjax.runs.checkpoint import Checkpoints
+from oarjax.runs.durable import StorageError
+from oarjax.runs.stop import Stop
+from oarjax.training.adapters import trained_shapes
+from oarjax.training.health import Health
+from oarjax.training.layout import lay_out
+from oarjax.training.programs import Steps, make_optimizer, make_sft_optimizer, make_sft_step, make_steps
+from oarjax.training.run import Session, open_session
 from oarjax.types import AnswerSpan, Credit, Grades, Mean, PromptBatch, Rollout, Scores, TrainBatch, TrainState
 
-PLUGIN = ROOT / "tests" / "data" / "config" / "field_rewards.py"
-PROBE = ROOT / "tests" / "data" / "config" / "field_probe.py"
+PLUGIN = ROOT / "tests" / "golden" / "config" / "field_rewards.py"
+PROBE = ROOT / "tests" / "golden" / "config" / "field_probe.py"
 EXAMPLES = ROOT / "docs" / "examples"
 WIDTH = 8  # prompt positions of the programs that are lowered
 
@@ -474,14 +474,14 @@ def command(cfg: Config) -> Any:
     """A whole run with fake device programs and a fake grader: what they were asked, and what was written."""
     log: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(oarjax.cli.session, "Grader", FakeGrader)
-        patch.setattr(oarjax.cli.trainer, "make_steps", partial(fake_steps, log))
-        patch.setattr(oarjax.cli.train, "make_steps", partial(fake_steps, log))
-        patch.setattr(oarjax.cli.warm_start, "make_sft_step", partial(fake_sft_step, log))
-        patch.setattr(oarjax.cli.trainer, "peak_flops", lambda dtype: (1e9, "fake"))
+        patch.setattr(oarjax.training.run, "Grader", FakeGrader)
+        patch.setattr(oarjax.training.trainer, "make_steps", partial(fake_steps, log))
+        patch.setattr(oarjax.training.command, "make_steps", partial(fake_steps, log))
+        patch.setattr(oarjax.training.warm_start, "make_sft_step", partial(fake_sft_step, log))
+        patch.setattr(oarjax.training.trainer, "peak_flops", lambda dtype: (1e9, "fake"))
         patch.setattr(jax.profiler, "start_trace", lambda folder: log.append("trace"))
         patch.setattr(jax.profiler, "stop_trace", lambda: log.append("end of trace"))
-        oarjax.cli.train.train_once(cfg, Console(file=io.StringIO()), Stop())
+        oarjax.training.command.train_once(cfg, Console(file=io.StringIO()), Stop())
     folder = Path(cfg.run_dir)
     written = {str(p): p.stat().st_size for p in sorted(folder.rglob("*")) if p.suffix == ".safetensors"}
     checkpoints = sorted(p.name for p in folder.glob("checkpoints/*"))
@@ -495,14 +495,14 @@ def command(cfg: Config) -> Any:
 def references(cfg: Config) -> Any:
     """Where the reference policy lies when an iteration begins."""
     kinds: list[Any] = []
-    iterate = oarjax.cli.trainer.iterate
+    iterate = oarjax.training.trainer.iterate
 
     def looked(state: Any, reference: Any, *args: Any, **named: Any) -> Any:
         kinds.append({x.sharding.memory_kind for x in jax.tree.leaves(reference)})
         return iterate(state, reference, *args, **named)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(oarjax.cli.trainer, "iterate", looked)
+        patch.setattr(oarjax.training.trainer, "iterate", looked)
         command(cfg)
     return kinds
 
@@ -512,7 +512,7 @@ def memory_tables(cfg: Config) -> Any:
     asked: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            oarjax.cli.trainer, "report_memory", lambda built, *_: asked.append(built.parts.cfg.rollout.max_new)
+            oarjax.training.trainer, "report_memory", lambda built, *_: asked.append(built.parts.cfg.rollout.max_new)
         )
         command(cfg)
     return asked
@@ -545,7 +545,7 @@ def unwritable(cfg: Config) -> Any:
         raise OSError("No space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(oarjax.host.checkpoint, "write_manifest", full)
+        patch.setattr(oarjax.runs.checkpoint, "write_manifest", full)
         try:
             return command(cfg)
         except StorageError as error:
@@ -696,7 +696,7 @@ def look(view: Any, tree: dict[str, Any], here: Path, policies: Path, monkeypatc
     monkeypatch.chdir(here)
     try:
         return view(parse_config(tree))
-    except USER_ERRORS as error:
+    except UserError as error:
         return f"error: {error}"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import oarjax
 from oarjax.config import CreditConfig, load_config
-from oarjax.config_study import load_study, make_plan
+from oarjax.study.config import load_study, make_plan
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

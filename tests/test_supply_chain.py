@@ -14,7 +14,7 @@ CALLS = {"eval", "exec", "compile", "__import__", "execfile"}
 METHODS = {"sympify", "parse_expr", "lambdify", "eval_expr", "literal_eval", "loads_pickle", "fromstring", "fromfile"}
 LOADERS = {("torch", "load"), ("yaml", "load"), ("yaml", "load_all"), ("yaml", "unsafe_load"), ("yaml", "full_load")}
 LOADERS |= {("jax", "pure_callback"), ("joblib", "load"), ("np", "fromfile"), ("jnp", "fromfile")}
-ALLOWED = {("host/no_eval.py", "builtins.compile")}
+ALLOWED = {("grading/no_eval.py", "builtins.compile")}
 """Of what lambdify wrote, after it was found to be arithmetic."""
 
 
@@ -104,7 +104,7 @@ def test_a_policy_is_one_commit_of_what_was_asked_for(data, tmp_path, monkeypatc
     """config.json by the revision given, the rest by the commit that this named; no pickle is asked for."""
     import shutil
 
-    from oarjax.host import hf
+    from oarjax.data import hf
 
     commit = shutil.copytree(data / "policy" / "qwen2_tied", tmp_path / "snapshots" / ("c0ffee" * 7)[:40])
     asked = []

@@ -11,11 +11,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from oarjax.config import Config, parse_config
 from oarjax.credit.keywords import KeywordTable
-from oarjax.loop import Outside
+from oarjax.models.policy import Policy
 from oarjax.models.qwen import QwenConfig, make_policy
 from oarjax.models.weights import init_params
-from oarjax.policy import Policy
-from oarjax.steps import Shardings, Steps, make_optimizer, make_steps
+from oarjax.training.iteration import Outside
+from oarjax.training.programs import Shardings, Steps, make_optimizer, make_steps
 from oarjax.types import AnswerSpan, Grades, Params, PromptBatch, TrainState
 
 STOP, PAD, MARK = 1, 0, 2

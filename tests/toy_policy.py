@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from oarjax.policy import Policy
+from oarjax.models.policy import Policy
 from oarjax.types import KVCache
 
 

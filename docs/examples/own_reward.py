@@ -4,7 +4,7 @@ oarjax train configs/demo.yaml grading.plugins=[docs/examples/own_reward.py] \
     grading.rewards="[{name: exact}, {name: brief, weight: 0.2}]"
 """
 
-from oarjax.host.rewards import Sample, Unparseable, has_answer, reward
+from oarjax.grading.rewards import Sample, Unparseable, has_answer, reward
 
 
 @reward("brief")

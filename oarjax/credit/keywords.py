@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from oarjax.oar.gate import preserve_mass
+from oarjax.credit.gate import preserve_mass
 
 NONE = -1
 """Fills an n-gram up to the longest one."""

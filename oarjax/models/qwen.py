@@ -16,11 +16,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from oarjax.errors import UserError
 from oarjax.models.attention import AttentionKind, segment_mixer
+from oarjax.models.policy import Policy
 from oarjax.models.rope import Yarn, inverse_frequencies, rotate, rotation, yarn_attention_factor
+from oarjax.models.sharding import ROWS
 from oarjax.models.splash import causal_mixer, check_splash
-from oarjax.policy import Policy
-from oarjax.sharding import ROWS
 from oarjax.types import KVCache, Params
 
 Remat = Literal["none", "dots", "full"]
@@ -31,7 +32,7 @@ SUPPORTED = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 REMEDY = "use a dense Qwen2, Qwen2.5 or Qwen3 checkpoint with full attention"
 
 
-class UnsupportedModel(ValueError):
+class UnsupportedModel(UserError, ValueError):
     """A config.json that this package cannot compute faithfully; says the field, its value and the remedy."""
 
 
@@ -171,7 +172,7 @@ def _read_rope(fields: Mapping[str, Any]) -> tuple[float, Yarn | None]:
 
 
 class Adapted(nnx.Linear):
-    """A linear layer with a low-rank pair beside its kernel: x W + b + scale * (x A) B. See ``oarjax.lora``.
+    """A linear layer with a low-rank pair beside its kernel: x W + b + scale * (x A) B. See ``oarjax.models.lora``.
 
     The pair that is made here only names its places in the tree: the arrays merged in have a rank of their own.
     """
@@ -313,7 +314,7 @@ def make_policy(
     RoPE angles and logits are float32 (all float64 where compute_dtype is). ``remat`` says what the backward
     pass recomputes of each layer: nothing, all but the matmuls without batch axes, or everything. The cache is
     in ``compute_dtype``; its caller keeps cache.length + N within its slots. Matrices that have adapters beside them
-    in the params (``oarjax.lora``) use these with ``adapter_scale``; params without any are the plain model.
+    in the params (``oarjax.models.lora``) use these with ``adapter_scale``; params without any are the plain model.
 
     ``mesh``, of ``sharding``'s training or rollout axes, says where what is computed lives, each axis where it divides:
     rows of states, logits and caches over the row axes, key heads and vocabulary over ``tensor``, the head as ``head``

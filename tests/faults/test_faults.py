@@ -22,7 +22,7 @@ import pytest
 from conftest import virtual_devices
 from safetensors.numpy import load_file
 
-from oarjax.host.manifest import damage
+from oarjax.runs.checkpoint import damage
 
 pytestmark = pytest.mark.slow
 

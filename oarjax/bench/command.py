@@ -1,0 +1,304 @@
+"""``oarjax bench``: what rollout, update, credit and a whole iteration cost on this machine.
+
+The policies are random, made on the spot in the Hugging Face layout and read back through the usual loader.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from oarjax.bench import credit as bench_credit
+from oarjax.bench import grading as bench_grading
+from oarjax.bench import project as bench_project
+from oarjax.bench import step as bench_step
+from oarjax.bench.measure import Compilations, Measured, counted_compilations, measure, spread
+from oarjax.bench.work import Ours, Row, Shapes, draw_tokens, make_rows
+from oarjax.config import ConfigError
+from oarjax.data.hf import write_random_checkpoint
+from oarjax.models.weights import parameter_count
+from oarjax.report.files import make_console
+from oarjax.system.devices import choose_platform
+
+Sides = dict[str, dict[str, Callable[[], Any]]]
+"""Side (ours, torch) -> row name -> work."""
+
+COMMON = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_act": "silu",
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.02,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "nano": COMMON
+    | {
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "intermediate_size": 512,
+        "vocab_size": 4096,
+    },
+    "micro": COMMON
+    | {
+        "hidden_size": 384,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 6,
+        "intermediate_size": 1536,
+        "vocab_size": 16384,
+    },
+}
+LONG_MODEL = MODELS["nano"]
+WORKLOADS = ("W1", "W2", "W3", "W4")
+CREDIT = ("W5", "W6")
+"""Minutes each: run only where they are asked for, on policies of their own choice."""
+GRADING = "W7"
+
+
+def run(model: str, only: str, repeats: int, as_json: bool, against: str | None, project: bool = False) -> None:
+    if project:
+        projected = bench_project.document()
+        print(json.dumps(projected, indent=2)) if as_json else make_console().print(bench_project.table(projected))
+        return
+    names = list(MODELS) if model == "both" else [model]
+    if model not in (*MODELS, "both"):
+        raise ConfigError(f"--model: expected {', '.join(MODELS)} or both, got {model}")
+    wanted = [w.strip().upper() for w in only.split(",") if w.strip()] or list(WORKLOADS)
+    if unknown := [w for w in wanted if w not in (*WORKLOADS, *CREDIT, GRADING)]:
+        raise ConfigError(
+            f"--only: expected some of {','.join((*WORKLOADS, *CREDIT, GRADING))}, got {','.join(unknown)}"
+        )
+    if against not in (None, "torch"):
+        raise ConfigError(f"--against: expected torch, got {against}")
+    if against == "torch" and importlib.util.find_spec("torch") is None:
+        raise ConfigError('--against torch: torch is not installed; pip install "oarjax[parity]"')
+    choose_platform("auto")
+    # Programs are compiled here and now, so that their number and the memory of compiling are a fresh run's.
+    jax.config.update("jax_enable_compilation_cache", False)
+    console = make_console() if not as_json else Console(stderr=True, quiet=True)
+    document = machine(against) | {"repeats": repeats, "models": []}
+    for name in names if set(wanted) & set(WORKLOADS) else []:
+        found = bench_model(
+            name, MODELS[name], Shapes(), workloads=wanted, repeats=repeats, against=against, console=console
+        )
+        document["models"].append(found)
+        if not as_json:
+            console.print(table(found, against=against))
+    document["credit"] = list(bench_of_credit(wanted, repeats=repeats, console=console, show=not as_json))
+    if GRADING in wanted:
+        with console.status(GRADING), counted_compilations() as compiled:
+            graded = bench_grading.bench_grading(workers=threads(), repeats=repeats, compiled=compiled)
+        document["grading"] = graded
+        if not as_json:
+            console.print(bench_grading.table(graded))
+    document["load_average_after"] = _load()
+    if as_json:
+        print(json.dumps(document, indent=2))
+    else:
+        console.print(footnote(document), style="dim")
+
+
+def bench_model(
+    name: str,
+    fields: dict[str, Any],
+    shapes: Shapes,
+    *,
+    workloads: list[str],
+    repeats: int,
+    against: str | None,
+    console: Console,
+) -> dict[str, Any]:
+    """Measure one policy; W3 brings W2's update along, in which it is counted."""
+    with tempfile.TemporaryDirectory(prefix="oarjax-bench-") as scratch:
+        folder = write_random_checkpoint(Path(scratch) / name, fields, seed=0)
+        tokens = draw_tokens(fields["vocab_size"], shapes, seed=0)
+        ours = Ours(folder, shapes, tokens)
+        sides: Sides = {"ours": ours.works}
+        if against == "torch":
+            from oarjax.bench.against import Torch
+
+            sides["torch"] = Torch(
+                folder, shapes, tokens, ours.cfg, threads=threads(), device=torch_device(jax.devices()[0].platform)
+            ).works
+        chosen = [
+            r
+            for r in make_rows(ours.model, shapes)
+            if r.workload in workloads or (r.name == "update" and "W3" in workloads)
+        ]
+        rows: list[dict[str, Any]] = []
+        with counted_compilations() as compiled:
+            for row in chosen:
+                with console.status(f"{name}: {row.workload} {row.name}"):
+                    rows.append(bench_row(row, sides, repeats=repeats, compiled=compiled))
+    add_multiples(rows, sequences=shapes.prompts)
+    return {
+        "model": name,
+        "parameters": parameter_count(ours.model),
+        "config": fields,
+        "settings": {
+            "compute_dtype": "float32",
+            "remat": ours.cfg.policy.remat,
+            "microbatch": ours.cfg.update.microbatch,
+            "head_chunk": ours.cfg.policy.head_chunk,
+            "oar_p_chunk": ours.cfg.credit.masking.chunk,
+            "probe": ours.cfg.credit.probe.mode,
+        },
+        "rows": rows,
+    }
+
+
+def bench_of_credit(wanted: list[str], *, repeats: int, console: Console, show: bool) -> Iterator[dict[str, Any]]:
+    """W5 on nano, then W6 on its own policies."""
+    with tempfile.TemporaryDirectory(prefix="oarjax-bench-") as scratch, counted_compilations() as compiled:
+        if "W5" in wanted:
+            folder = write_random_checkpoint(Path(scratch) / "long", LONG_MODEL, seed=0)
+            with console.status("W5"):
+                found = bench_credit.bench_long(
+                    folder, LONG_MODEL["vocab_size"], bench_credit.LONG, repeats=repeats, compiled=compiled
+                )
+            if show:
+                console.print(bench_credit.table(found))
+            yield found
+        if "W6" in wanted:
+            for name, setting in bench_step.step_settings(COMMON).items():
+                folder = write_random_checkpoint(Path(scratch) / name, setting.fields, seed=0)
+                found = bench_step.bench_steps(
+                    name, setting, folder, repeats=repeats, compiled=compiled, status=console.status
+                )
+                if show:
+                    console.print(bench_step.table(found))
+                yield found
+
+
+def bench_row(row: Row, sides: Sides, *, repeats: int, compiled: Compilations) -> dict[str, Any]:
+    """Run one row on every side; ``speedup`` is torch's seconds over ours, pair by pair: above 1 ours is ahead."""
+    found = measure({side: works[row.name] for side, works in sides.items()}, repeats=repeats, compiled=compiled)
+    out: dict[str, Any] = {
+        "workload": row.workload,
+        "name": row.name,
+        "what": row.what,
+        "unit": row.unit,
+        "model_flops": row.flops,
+    }
+    for side, m in found.items():
+        out[side] = m.summary() | {
+            "value": spread([in_unit(row, s) for s in m.seconds]),
+            "gflops_per_second": row.flops / 1e9 / spread(m.seconds)["median"],
+        }
+    out["speedup"] = pairwise(found["torch"], found["ours"]) if "torch" in found else None
+    return out
+
+
+def in_unit(row: Row, seconds: float) -> float:
+    """A run's seconds in the row's unit."""
+    return row.amount / seconds if row.unit == "tokens/s" else seconds / row.amount
+
+
+def pairwise(a: Measured, b: Measured) -> dict[str, Any]:
+    """Seconds of a over seconds of b, run by run."""
+    return spread([x / y for x, y in zip(a.seconds, b.seconds)])
+
+
+def add_multiples(rows: list[dict[str, Any]], *, sequences: int) -> None:
+    """Credit per sequence as a multiple of the same side's update per sequence."""
+    update = next((r for r in rows if r["name"] == "update"), None)
+    for row in rows:
+        for side in ("ours", "torch"):
+            if row["workload"] == "W3" and update is not None and side in row:
+                per_sequence = update[side]["seconds"]["median"] / sequences
+                row[side]["updates_per_sequence"] = row[side]["value"]["median"] / per_sequence
+
+
+def threads() -> int:
+    """CPUs that this process may use: as many threads as XLA takes on a CPU."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def torch_device(platform_name: str) -> str:
+    """Where torch must run to be compared.
+
+    Raises:
+        ConfigError: JAX is on a device that this torch cannot use.
+    """
+    if platform_name == "cpu":
+        return "cpu"
+    import torch
+
+    if platform_name in ("gpu", "cuda") and torch.cuda.is_available():
+        return "cuda"
+    raise ConfigError(
+        f"--against torch: JAX runs on {platform_name} and this torch cannot; "
+        "set JAX_PLATFORMS=cpu to compare both on the CPU, or install a torch for this device"
+    )
+
+
+def machine(against: str | None) -> dict[str, Any]:
+    """Where and with what this was measured."""
+    names = ["oarjax", "jax", "flax", *(["torch", "transformers"] if against else [])]
+    return {
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
+        "platform": jax.devices()[0].platform,
+        "device": jax.devices()[0].device_kind,
+        "threads": threads(),
+        "load_average_before": _load(),
+    }
+
+
+def _load() -> float | None:
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def table(found: dict[str, Any], *, against: str | None) -> Table:
+    """Medians with minimum and maximum, within 80 columns; the JSON document has every number."""
+    out = Table(title=f"{found['model']}, {found['parameters']:,} parameters, float32", title_justify="left")
+    more = ["oarjax", "torch", "torch/oarjax"] if against else ["oarjax", "programs", "peak MiB"]
+    for heading, side in zip(["", "work", *more], ("left", "left", "right", "right", "right")):
+        out.add_column(heading, justify=side, no_wrap=True)
+    for row in found["rows"]:
+        cells = [row["workload"], f"{row['name']}\n[dim]{row['what']}[/dim]", value_text(row, "ours")]
+        if against:
+            s = row["speedup"]
+            cells += [value_text(row, "torch"), f"{s['median']:.2f}x\n[dim]{s['min']:.2f}-{s['max']:.2f}[/dim]"]
+        else:
+            cells += [str(row["ours"]["compilations"]), f"{row['ours']['peak_rss_mb']:,.0f}"]
+        out.add_row(*cells)
+    return out
+
+
+def value_text(row: dict[str, Any], side: str) -> str:
+    """A cell: the median with its unit, the range, and for credit the multiple of an update."""
+    v, unit = row[side]["value"], row["unit"]
+    digits = ",.0f" if unit == "tokens/s" else ".4f" if v["median"] < 0.1 else ".3f"
+    multiple = row[side].get("updates_per_sequence")
+    more = "" if multiple is None else f"\n[dim]{multiple:.2f} x update[/dim]"
+    return f"{v['median']:{digits}} {unit}\n[dim]{v['min']:{digits}}-{v['max']:{digits}}[/dim]{more}"
+
+
+def footnote(document: dict[str, Any]) -> str:
+    """How to read the table."""
+    versions = ", ".join(f"{name} {number}" for name, number in document["versions"].items())
+    paired = ""
+    if "torch" in document["versions"]:
+        paired = (
+            " Sides ran in turn; the ratio is pair by pair, above 1 oarjax is faster. "
+            "On a busy machine several torch threads wait for one another: bind the command to one core (taskset -c 0)."
+        )
+    return (
+        f"Medians of {document['repeats']} warm runs, minimum and maximum below. {document['threads']} CPU thread(s), "
+        f"device {document['device']}, load {document['load_average_before']:.1f} before.{paired} {versions}"
+    )

@@ -1,0 +1,74 @@
+"""``oarjax bench --project``: what credit would add to a step of a 7B policy, computed and not measured."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from oarjax.plan.credit_costs import (
+    PROJECTED,
+    QWEN_7B,
+    Run,
+    credit_flops,
+    decode_seconds,
+    projection,
+    rollout_share_for,
+    update_flops,
+)
+
+GOALS = {"OAR-G, 1 draw": 1.1, "OAR-P": 2.0}
+PAPER = {"OAR-G, 1 draw": 1.4, "OAR-P": 4.2}
+"""Whole step over GRPO's as arXiv 2601.07408 reports it."""
+
+
+def document() -> dict[str, Any]:
+    """Every number and every assumption."""
+    d, run = QWEN_7B, Run()
+    flops = credit_flops(d, run)
+    return {
+        "policy": "Qwen2.5-7B",
+        "decoder": asdict(d),
+        "assumed": asdict(run),
+        "update_flops": update_flops(d, run),
+        "chips": [
+            asdict(chip)
+            | {
+                "decode_seconds": decode_seconds(d, chip, run),
+                "update_seconds": update_flops(d, run) / (chip.flops * run.mfu),
+                "of_grpo": projection(d, chip, run),
+            }
+            for chip in PROJECTED
+        ],
+        "methods": {
+            name: {
+                "flops": f,
+                "goal": GOALS.get(name),
+                "paper": PAPER.get(name),
+                "rollout_share_at_goal": rollout_share_for(GOALS[name], d, run, flops=f) if name in GOALS else None,
+            }
+            for name, f in flops.items()
+        },
+    }
+
+
+def table(found: dict[str, Any]) -> Table:
+    """Methods by chips, with the goal and the paper's figure beside."""
+    run = found["assumed"]
+    out = Table(
+        title=f"{found['policy']}, {run['prompt']}+{run['completion']} tokens, groups of {run['group']}: "
+        "step over GRPO's, computed",
+        title_justify="left",
+        caption=f"{run['replica_rows']} completions at once on {run['replica_chips']} chips, MFU {run['mfu']}, "
+        f"{run['bandwidth_share']} of the bandwidth, remat full. All rows scored.",
+        caption_justify="left",
+    )
+    out.add_column("method", no_wrap=True)
+    for heading in ("PFLOP/row", *(c["name"] for c in found["chips"]), "goal", "paper"):
+        out.add_column(heading, justify="right")
+    for name, m in found["methods"].items():
+        ratios = [f"{c['of_grpo'][name]:.2f}" for c in found["chips"]]
+        known = [f"{m[key]}" if m[key] else "" for key in ("goal", "paper")]
+        out.add_row(name, f"{m['flops'] / 1e15:.3f}", *ratios, *known)
+    return out

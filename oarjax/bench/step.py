@@ -1,0 +1,144 @@
+"""W6 of ``oarjax bench``: a whole training step with every method of credit, beside plain GRPO's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from oarjax.bench.credit import SCORES
+from oarjax.bench.measure import Compilations, measure, spread
+from oarjax.bench.work import Ours, Shapes, draw_tokens, half_constant, half_right
+from oarjax.data.arithmetic import builtin_config
+from oarjax.plan.jaxpr_flops import executed_flops
+from oarjax.training.programs import Steps
+
+GRPO = "GRPO"
+METHODS: dict[str, dict[str, Any]] = {GRPO: {"method": "uniform"}} | {
+    name: SCORES[name] for name in ("OAR-G, 1 draw", "OAR-G, 4 draws", "OAR-F", "OAR-L", "screened OAR-P", "OAR-P")
+}
+GOALS = {"OAR-G, 1 draw": 1.3, "OAR-G, 4 draws": 1.9, "screened OAR-P": 2.0, "OAR-P": 6.0}
+"""Whole step over plain GRPO's, no rows skipped."""
+PROGRAMS = ("sample", "score", "credit", "update")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A policy and the shapes of a step."""
+
+    fields: dict[str, Any]  # of its config.json
+    shapes: Shapes
+    microbatch: int
+
+
+def step_settings(common: dict[str, Any]) -> dict[str, Setting]:
+    """The demo (completions as long as the trained policy's: 34 tokens of reasoning, 38 in all) and a wider policy."""
+    wide = {"hidden_size": 384, "num_hidden_layers": 4, "num_attention_heads": 6, "intermediate_size": 1536}
+    return {
+        "demo": Setting(
+            builtin_config(),
+            Shapes(prompt_tokens=16, new_tokens=48, reasoning=34, cue=2, answer=2, groups=32, group_size=8),
+            microbatch=64,
+        ),
+        "wide": Setting(
+            common | wide | {"vocab_size": 16384},
+            Shapes(prompt_tokens=64, new_tokens=136, reasoning=128, cue=4, answer=4, groups=2, group_size=4),
+            microbatch=4,
+        ),
+    }
+
+
+def counted(totals: dict[str, float]) -> Callable[[Steps], Steps]:
+    """Programs that add what they execute to ``totals`` before they run."""
+
+    def watched(steps: Steps) -> Steps:
+        def watch(name: str) -> Callable[..., Any]:
+            program = steps._asdict()[name]
+
+            def run(*args: Any, **static: Any) -> Any:
+                totals[name] = totals.get(name, 0.0) + executed_flops(lambda *a: program(*a, **static), *args)
+                return program(*args, **static)
+
+            return run
+
+        return steps._replace(**{name: watch(name) for name in PROGRAMS})
+
+    return watched
+
+
+def step_flops(ours: Ours, credit: dict[str, Any], setting: Setting, *, skip: bool) -> dict[str, float]:
+    """Executed FLOPs of each program of one step."""
+    totals: dict[str, float] = {}
+    _step(ours, credit, setting, skip=skip, watch=counted(totals))()
+    return totals
+
+
+def _step(ours: Ours, credit: dict[str, Any], setting: Setting, *, skip: bool, **more: Any) -> Callable[[], Any]:
+    """One iteration; with ``skip`` every second group's rewards are equal and left out."""
+    cfg = ours.changed(credit=credit, update={"microbatch": setting.microbatch, "skip_zero_variance": skip})
+    return ours.iteration(cfg, rewards=half_constant if skip else half_right, **more)
+
+
+def bench_steps(
+    name: str,
+    setting: Setting,
+    folder: Path,
+    *,
+    repeats: int,
+    compiled: Compilations,
+    status: Callable[[str], Any],
+) -> dict[str, Any]:
+    """Every method against GRPO in turn (GRPO, method, GRPO, method ...), all rows used and half of them skipped."""
+    s = setting.shapes
+    ours = Ours(folder, s, draw_tokens(setting.fields["vocab_size"], s, seed=0))
+    rows = []
+    for skip in (False, True):
+        flops = {}
+        for method, credit in METHODS.items():
+            with status(f"W6 {name}: counting {method}"):
+                flops[method] = step_flops(ours, credit, setting, skip=skip)
+        plain = _step(ours, METHODS[GRPO], setting, skip=skip)
+        for method, credit in METHODS.items():
+            if method == GRPO:
+                continue
+            sides = {GRPO: plain, method: _step(ours, credit, setting, skip=skip)}
+            with status(f"W6 {name}: {method}"):
+                found = measure(sides, repeats=repeats, compiled=compiled)
+            of_grpo = spread([a / b for a, b in zip(found[method].seconds, found[GRPO].seconds)])
+            rows.append(
+                {
+                    "method": method,
+                    "rows": "half skipped" if skip else "all",
+                    "of_grpo": of_grpo,
+                    "goal": None if skip else GOALS.get(method),
+                    "executed_flops": flops[method],
+                    "flops_of_grpo": sum(flops[method].values()) / sum(flops[GRPO].values()),
+                    "grpo": found[GRPO].summary() | {"executed_flops": flops[GRPO]},
+                }
+                | found[method].summary()
+            )
+    what = f"{s.groups} x {s.group_size} ({s.prompt_tokens}+{s.new_tokens}, {s.reasoning} of reasoning)"
+    return {"workload": "W6", "name": name, "what": what, "rows": rows}
+
+
+def table(found: dict[str, Any]) -> Table:
+    """A whole step over GRPO's: seconds, executed FLOPs, and where the goal is."""
+    out = Table(title=f"W6 step, {found['name']}: {found['what']}", title_justify="left")
+    out.add_column("method", no_wrap=True)
+    out.add_column("rows", no_wrap=True)
+    for heading in ("s", "of GRPO", "FLOPs of GRPO", "goal"):
+        out.add_column(heading, justify="right", no_wrap=True)
+    for r in found["rows"]:
+        ratio = r["of_grpo"]
+        out.add_row(
+            r["method"],
+            r["rows"],
+            f"{r['seconds']['median']:.2f}",
+            f"{ratio['median']:.2f} ({ratio['min']:.2f}-{ratio['max']:.2f})",
+            f"{r['flops_of_grpo']:.2f}",
+            "" if r["goal"] is None else f"{r['goal']}",
+        )
+    return out

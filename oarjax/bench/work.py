@@ -1,0 +1,316 @@
+"""The work that ``oarjax bench`` times: the jitted programs and the iteration that training runs, on random tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from oarjax.config import Config, parse_config
+from oarjax.costs import forward_flops, iteration_flops
+from oarjax.data.hf import load_params, read_config
+from oarjax.models.qwen import QwenConfig, make_policy
+from oarjax.models.weights import matmul_parameters
+from oarjax.training.iteration import Outside, iterate
+from oarjax.training.programs import Shardings, Steps, make_optimizer, make_steps
+from oarjax.types import AnswerSpan, Grades, Params, PromptBatch, Rollout, TrainBatch, TrainState
+
+PAD = 0
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes of the four workloads."""
+
+    prompts: int = 32  # W1 and W2
+    prompt_tokens: int = 64
+    new_tokens: int = 128
+    credit_rows: int = 8  # W3
+    reasoning: int = 96
+    cue: int = 4
+    answer: int = 4
+    groups: int = 8  # W4
+    group_size: int = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: what is run and in what it is counted."""
+
+    workload: str
+    name: str
+    what: str
+    unit: str
+    amount: int  # tokens or sequences of one run; 1 where whole runs count
+    flops: float  # of one run, as the plain method asks for; sharing the prompt's pass needs fewer
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The random tokens that both sides run on."""
+
+    prompts: np.ndarray  # [P, S], W1
+    rows: np.ndarray  # [P, S + T], W2
+    credit: np.ndarray  # [R, S + reasoning + cue + answer], W3
+    groups: np.ndarray  # [Q, S], W4
+
+
+def draw_tokens(vocab: int, shapes: Shapes, *, seed: int) -> Tokens:
+    """Uniform ids."""
+    draw = np.random.default_rng(seed)
+    s = shapes
+    length = s.prompt_tokens + s.reasoning + s.cue + s.answer
+
+    def ids(*shape: int) -> np.ndarray:
+        return draw.integers(1, vocab, shape).astype(np.int32)
+
+    return Tokens(
+        prompts=ids(s.prompts, s.prompt_tokens),
+        rows=ids(s.prompts, s.prompt_tokens + s.new_tokens),
+        credit=ids(s.credit_rows, length),
+        groups=ids(s.groups, s.prompt_tokens),
+    )
+
+
+def make_rows(model: QwenConfig, shapes: Shapes) -> list[Row]:
+    """The rows of the table, in order."""
+    s = shapes
+
+    def forward(tokens: int, length: int) -> float:
+        return forward_flops(
+            matmul_params=float(matmul_parameters(model)),
+            layers=model.num_hidden_layers,
+            heads_width=model.num_attention_heads * model.head_dim,
+            tokens=float(tokens),
+            context=length / 2,
+        )
+
+    full = s.prompt_tokens + s.new_tokens
+    credit = s.prompt_tokens + s.reasoning + s.cue + s.answer
+    whole, scored = s.prompts * full, s.credit_rows * credit
+    many = f"{s.prompts} x ({s.prompt_tokens}+{s.new_tokens})"
+    spans = f"{s.credit_rows} x ({s.prompt_tokens}+{s.reasoning}+{s.cue}+{s.answer})"
+    iteration = iteration_flops(
+        matmul_params=float(matmul_parameters(model)),
+        layers=model.num_hidden_layers,
+        heads_width=model.num_attention_heads * model.head_dim,
+        prompt_tokens=float(s.groups * s.group_size * s.prompt_tokens),
+        completion_tokens=float(s.groups * s.group_size * s.new_tokens),
+        group_size=s.group_size,
+        used_share=1.0,
+        credit_forwards=3.0,
+        scoring_forwards=0.0,
+        epochs=1,
+        context=full / 2,
+    )
+    return [
+        Row("W1", "rollout", many, "tokens/s", s.prompts * s.new_tokens, forward(whole, full)),
+        Row("W2", "update", many, "s", 1, 3 * forward(whole, full)),
+        Row("W2", "log-probs", many, "s", 1, forward(whole, full)),
+        Row("W3", "OAR-G linearised", spans, "s/sequence", s.credit_rows, 3 * forward(scored, credit)),
+        Row("W3", "OAR-G noisy", spans, "s/sequence", s.credit_rows, 3 * forward(scored, credit)),
+        Row("W3", "OAR-P", spans, "s/sequence", s.credit_rows, (1 + s.reasoning) * forward(scored, credit)),
+        Row("W4", "iteration", f"{s.groups} x {s.group_size} ({s.prompt_tokens}+{s.new_tokens})", "s", 1, iteration),
+    ]
+
+
+def settings(shapes: Shapes) -> dict[str, Any]:
+    """The config of all workloads where it differs from a run's defaults.
+
+    Few rows at a time stay in a CPU's cache, and so little is kept for the backward pass that nothing need be
+    computed again.
+    """
+    rows = shapes.groups * shapes.group_size
+    return {
+        "run_dir": "unused",
+        "policy": {"path": "unused", "compute_dtype": "float32", "remat": "none"},
+        "data": {"train": {"source": "unused"}},
+        "rollout": {
+            "prompts": shapes.groups,
+            "group_size": shapes.group_size,
+            "max_new": shapes.new_tokens,
+        },
+        "eval": {"temperature": 1.0, "samples": 1},
+        "update": {"microbatch": _microbatch(rows, 4 if jax.devices()[0].platform == "cpu" else 32)},
+    }
+
+
+def _microbatch(rows: int, most: int) -> int:
+    """The largest number of rows, at most ``most``, that divides ``rows``."""
+    return next(b for b in range(min(rows, most), 0, -1) if rows % b == 0)
+
+
+def spans(rows: int, length: int, shapes: Shapes) -> AnswerSpan:
+    """The same reasoning and answer in every row; random tokens hold no answer to find."""
+    place = np.broadcast_to(np.arange(length), (rows, length))
+    answer = shapes.reasoning + shapes.cue
+    return AnswerSpan(
+        reasoning=place < shapes.reasoning,  # type: ignore[arg-type]
+        answer=(place >= answer) & (place < answer + shapes.answer),  # type: ignore[arg-type]
+        found=np.ones(rows, bool),  # type: ignore[arg-type]
+    )
+
+
+def half_right(rows: int, group_size: int) -> Grades:
+    """Half of every group is right, so that no group is left out."""
+    rewards = (np.arange(rows) % group_size < (group_size + 1) // 2).astype(np.float32)
+    return Grades(rewards, {"half": rewards}, ["graded"] * rows, [None] * rows, [""] * rows)
+
+
+def half_constant(rows: int, group_size: int) -> Grades:
+    """Every second group is all right, and teaches nothing; of the others half."""
+    found = half_right(rows, group_size).rewards
+    rewards = np.where(np.arange(rows) // group_size % 2 == 1, np.float32(1), found)
+    return Grades(rewards, {"half": rewards}, ["graded"] * rows, [None] * rows, [""] * rows)
+
+
+Rewards = Callable[[int, int], Grades]
+"""(rows, group size) -> grades."""
+Watch = Callable[[Steps], Steps]
+"""Programs -> programs that do the same and are watched."""
+
+
+def as_they_are(steps: Steps) -> Steps:
+    return steps
+
+
+class Ours:
+    """Every row's work with oarjax, by the row's name. Nothing is compiled before a work is called."""
+
+    def __init__(self, folder: Path, shapes: Shapes, tokens: Tokens):
+        self.shapes, self.tokens = shapes, tokens
+        self.cfg = parse_config(settings(shapes))
+        self.model, source = read_config(folder)
+        self.params: Params = load_params(source, self.model)
+        self.works: dict[str, Callable[[], Any]] = {
+            "rollout": self.rollout(),
+            "update": self.update(),
+            "log-probs": self.log_probs(),
+            "OAR-G linearised": self.importance(method="oar_g", estimator="linearised"),
+            "OAR-G noisy": self.importance(method="oar_g", estimator="noisy"),
+            "OAR-P": self.importance(method="oar_p"),
+            "iteration": self.iteration(),
+        }
+
+    def rollout(self) -> Callable[[], Any]:
+        steps, keys = self._steps(self.cfg), _Keys()
+        ids = jnp.asarray(self.tokens.prompts)
+        prompts = PromptBatch(ids, jnp.ones(ids.shape, bool), jnp.arange(len(ids), dtype=jnp.int32))
+        # The evaluation's program draws one completion per prompt.
+        return lambda: jax.block_until_ready(steps.evaluate(self.params, prompts, keys.next()))
+
+    def update(self) -> Callable[[], Any]:
+        steps, state = self._steps(self.cfg), self._state()
+        rows, b = len(self.tokens.rows), _microbatch(len(self.tokens.rows), self.cfg.update.microbatch)
+        draw = np.random.default_rng(1)
+        completion = np.ones((rows, self.shapes.new_tokens), bool)
+        advantages = draw.standard_normal(completion.shape).astype(np.float32)
+        batch = jax.tree.map(
+            lambda x: jnp.asarray(x).reshape(-1, b, *x.shape[1:]),
+            TrainBatch(
+                tokens=self.tokens.rows,  # type: ignore[arg-type]
+                valid=np.ones(self.tokens.rows.shape, bool),  # type: ignore[arg-type]
+                completion=completion,  # type: ignore[arg-type]
+                advantages=advantages,  # type: ignore[arg-type]
+                old_logps=None,
+                ref_logps=None,
+                behaviour_logps=None,
+            ),
+        )
+        used, denominator = jnp.int32(rows // b), steps.denominator(jnp.asarray(completion))
+
+        def work() -> None:
+            nonlocal state
+            state, _ = steps.update(state, batch, used, denominator)
+            jax.block_until_ready(state)
+
+        return work
+
+    def log_probs(self) -> Callable[[], Any]:
+        # Two epochs per rollout are what makes training ask for the old log-probs.
+        cfg = self.changed(credit={"method": "uniform"}, update={"epochs": 2})
+        return self._score(cfg, self.tokens.rows, self.shapes.new_tokens)
+
+    def importance(self, *, watch: Watch = as_they_are, **credit: Any) -> Callable[[], Any]:
+        s = self.shapes
+        return self._score(self.changed(credit=credit), self.tokens.credit, s.reasoning + s.cue + s.answer, watch)
+
+    def iteration(
+        self, cfg: Config | None = None, *, rewards: Rewards = half_right, watch: Watch = as_they_are
+    ) -> Callable[[], Any]:
+        s, cfg = self.shapes, cfg or self.cfg
+        steps, state = watch(self._steps(cfg)), self._state()
+        ids = self.tokens.groups
+        prompts = PromptBatch(ids, np.ones(ids.shape, bool), np.arange(len(ids), dtype=np.int32))  # type: ignore[arg-type]
+        outside = Outside(
+            next_prompts=lambda: prompts,
+            submit=lambda batch, rollout: lambda: rewards(len(rollout.ended), s.group_size),
+            find_answers=lambda rollout: spans(len(rollout.ended), s.new_tokens, s),
+            fetch=jax.device_get,
+            place=lambda tree, layout: jax.device_put(tree, self.layout.rows),
+            phase=lambda name: nullcontext(),
+        )
+        number = 0
+
+        def work() -> None:
+            nonlocal state, number
+            number += 1
+            state, _ = iterate(state, None, number, steps=steps, outside=outside, cfg=cfg)
+            jax.block_until_ready(state)
+
+        return work
+
+    def _score(self, cfg: Config, ids: np.ndarray, length: int, watch: Watch = as_they_are) -> Callable[[], Any]:
+        steps, keys = watch(self._steps(cfg)), _Keys()
+        rows, b = len(ids), _microbatch(len(ids), cfg.update.microbatch)
+        completion = np.ones((rows, length), bool)
+        zeros = np.zeros(completion.shape, np.float32)
+        rollout = Rollout(ids, np.ones(ids.shape, bool), completion, zeros, zeros, np.ones(rows, bool))  # type: ignore[arg-type]
+        numbers = np.arange(rows, dtype=np.int32)
+        cards = jax.tree.map(
+            lambda x: jnp.asarray(x).reshape(-1, b, *x.shape[1:]),
+            (rollout, spans(rows, length, self.shapes), numbers),
+        )
+        used, probe = jnp.int32(rows // b), cfg.credit.probe.mode
+        return lambda: jax.block_until_ready(steps.score(self.params, None, *cards, used, keys.next(), probe=probe))
+
+    @property
+    def layout(self) -> Shardings:
+        mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        return Shardings(state=everywhere, params=everywhere, rows=everywhere, replicated=everywhere)
+
+    def changed(self, **sections: dict[str, Any]) -> Config:
+        """The workloads' config with other fields."""
+        tree = settings(self.shapes)
+        return parse_config(tree | {name: tree.get(name, {}) | fields for name, fields in sections.items()})
+
+    def _steps(self, cfg: Config) -> Any:
+        policy = make_policy(self.model, compute_dtype=jnp.float32, remat=cfg.policy.remat)
+        tx, _ = make_optimizer(cfg)
+        return make_steps(policy, tx, self.layout, cfg, stop_ids=(), pad_id=PAD)
+
+    def _state(self) -> TrainState:
+        """A state that owns its arrays: updates reuse their memory."""
+        tx, _ = make_optimizer(self.cfg)
+        params = jax.tree.map(jnp.copy, self.params)
+        state = TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), jax.random.key(0))
+        return jax.device_put(state, self.layout.state)
+
+
+class _Keys:
+    """A fresh key for every run, made outside the programs."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def next(self) -> jax.Array:
+        self.drawn += 1
+        return jax.random.key(self.drawn)

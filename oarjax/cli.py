@@ -1,0 +1,387 @@
+"""The ``oarjax`` command. Each subcommand lives in its own file and is imported when it is called."""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="oarjax",
+    help="Train Qwen policies with GRPO and Outcome-grounded Advantage Reshaping (OAR), in JAX.",
+    epilog="Start with: oarjax train configs/demo.yaml",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+
+class Template(StrEnum):
+    AUTO = "auto"
+    CHAT = "chat"
+    PLAIN = "plain"
+
+
+class Device(StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    GPU = "gpu"
+    TPU = "tpu"
+
+
+class Dtype(StrEnum):
+    KEEP = "keep"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class RolloutFormat(StrEnum):
+    AUTO = "auto"
+    OARJAX = "oarjax"
+    TRL = "trl"
+    VERL = "verl"
+
+
+TRAIN_HELP = (
+    "Train a policy and show that it got better.\n\n"
+    "Every iteration samples completions, grades them, gives every token its credit and updates the policy. The run "
+    "folder holds the whole config, metrics.jsonl, completions.jsonl, the trained policy as an HF folder and "
+    "report.html. The same command goes on with a run that was stopped; any other is refused its folder."
+)
+
+
+@app.command(
+    help=TRAIN_HELP,
+    epilog="Example: oarjax train configs/demo.yaml rollout.group_size=16 credit.method=oar_p run_dir=runs/p",
+)
+def train(
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG.yaml", help="The run's config; configs/ has some.", show_default=False)
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY.SUB=VALUE...",
+            help="Config fields to change, as many as you like; values are YAML. A wrong name or value is answered "
+            "with what is accepted.",
+            show_default=False,
+        ),
+    ] = None,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare",
+            help="Train by the config's method, by plain GRPO and with its weights permuted within each sequence, "
+            "all from the same start with the same noise. Goes to run_dir with -compare appended.",
+        ),
+    ] = False,
+    seeds: Annotated[
+        str, typer.Option(metavar="0,1,...", help="Seeds of --compare.", show_default="the config's own")
+    ] = "",
+) -> None:
+    """``oarjax train``; see ``TRAIN_HELP``."""
+    from oarjax.training.command import run
+
+    run(config, overrides or [], compare=compare, seeds=seeds)
+
+
+@app.command(epilog='Example: oarjax sample runs/demo/export "12+30-5=" --count 4')
+def sample(
+    policy: Annotated[str, typer.Argument(metavar="POLICY", help="HF folder or hub name, e.g. runs/demo/export.")],
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="One prompt or several.")],
+    template: Annotated[
+        Template, typer.Option(help="auto: the tokenizer's chat template where it has one, else the plain text.")
+    ] = Template.AUTO,
+    count: Annotated[int, typer.Option(help="Completions per prompt.", min=1)] = 1,
+    max_new: Annotated[int, typer.Option(help="Tokens of a completion at most.", min=1)] = 256,
+    temperature: Annotated[float, typer.Option(help="0 = greedy.", min=0.0)] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Draw among the k likeliest tokens; 0 = all.", min=0)] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Draw among the likeliest tokens of this mass; 1 = all.", min=0.0, max=1.0)
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same completions.")] = 0,
+) -> None:
+    """Print completions of a policy."""
+    from oarjax.evaluate.sample import run
+
+    run(policy, prompts, template.value, count, max_new, temperature, top_k, top_p, seed)
+
+
+EVALUATE_HELP = (
+    "Evaluate a policy on benchmarks by name: pass@1, pass@k, avg@k and maj@k with 95% intervals.\n\n"
+    "Benchmarks: gsm8k, math500, aime24, aime25, amc23 (from the hub, or name=file for a local copy), demo, any file "
+    "(.jsonl, .parquet) or hub dataset; of a run, without --data, its own held-out problems. The folder gets "
+    "results.json, and samples.jsonl with every sample; the same command goes on with an evaluation that was stopped."
+)
+
+
+@app.command(help=EVALUATE_HELP, epilog="Example: oarjax evaluate runs/demo --data demo --k 8")
+def evaluate(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="Run folder (its export, else its newest checkpoint), checkpoint folder, HF folder or hub name.",
+            show_default=False,
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY.SUB=VALUE...",
+            help="Config fields, such as rollout.max_new=4096 eval.batch=16 data.eval.limit=100 mesh.tensor=4.",
+            show_default=False,
+        ),
+    ] = None,
+    data: Annotated[str | None, typer.Option(metavar="NAMES", help="With commas between.", show_default=False)] = None,
+    k: Annotated[int | None, typer.Option(help="Samples per problem.", min=1, show_default="1")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 = greedy.", min=0.0, show_default="0 for one sample, 1 for more")
+    ] = None,
+    prompt: Annotated[
+        str,
+        typer.Option(help="chat, qwen-math, qwen3, qwen3-no-thinking, few-shot or plain; auto: by the tokenizer."),
+    ] = "auto",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the results.", show_default="below the run's, or in runs/evaluate")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """``oarjax evaluate``; see ``EVALUATE_HELP``."""
+    from oarjax.evaluate.command import run
+
+    given = overrides or []
+    run(target, data=data, k=k, temperature=temperature, prompt=prompt, overrides=given, out=out, as_json=as_json)
+
+
+@app.command(epilog="Example: oarjax compare runs/a/evaluate/demo-k8 runs/b/evaluate/demo-k8")
+def compare(
+    ours: Annotated[Path, typer.Argument(metavar="A", help="results.json of oarjax evaluate, or its folder.")],
+    theirs: Annotated[Path, typer.Argument(metavar="B", help="The one to compare with, on the same problems.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """Compare two evaluations problem by problem: differences with 95% intervals."""
+    from oarjax.evaluate.command import run_compare
+
+    run_compare(ours, theirs, as_json=as_json)
+
+
+@app.command(epilog="Example: oarjax export runs/demo/export exported --dtype bfloat16")
+def export(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="HF folder, hub name, run or checkpoint.")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Folder to write; must not exist yet.")],
+    dtype: Annotated[Dtype, typer.Option(help="Of the numbers written; keep = as they are stored.")] = Dtype.KEEP,
+    shard_gb: Annotated[
+        float, typer.Option(help="GB of a weights file at most; more than that are several, with an index.", min=1e-6)
+    ] = 5.0,
+) -> None:
+    """Write a policy as an HF folder (safetensors, config, tokenizer) that transformers and vLLM load.
+
+    Of a run folder it is the export, or before there is one the newest checkpoint, adapters merged.
+    """
+    from oarjax.evaluate.export import run
+
+    run(source, target, dtype.value, shard_gb)
+
+
+CREDIT_HELP = (
+    "Compare the methods of token credit on a policy's own completions.\n\n"
+    "Which tokens each method credits against exact OAR-P and against the tokens that decide the answer, found by "
+    "changing them one at a time; how its weights are spread; what it costs. The run folder gets credit.json, "
+    "credit.png and credit.html, where every completion's tokens are coloured by the method of your choice."
+)
+
+
+@app.command(
+    help=CREDIT_HELP, epilog="Example: oarjax credit configs/demo_credit.yaml lab.problems=200 run_dir=runs/credit"
+)
+def credit(
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG.yaml", help="Policy, problems and section lab.", show_default=False)
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY.SUB=VALUE...", help="Config fields to change; values are YAML.", show_default=False
+        ),
+    ] = None,
+    rollouts: Annotated[
+        Path | None,
+        typer.Option(
+            help="Saved completions instead of new ones, a file or a folder of files: JSON lines with prompt and "
+            "completion, as text, chat messages or prompt_ids and completion_ids, and reference; or what TRL "
+            "(log_completions) or verl (rollout_data_dir) saved.",
+            show_default=False,
+        ),
+    ] = None,
+    form: Annotated[
+        RolloutFormat, typer.Option("--format", help="Of the saved completions; auto: told by their fields.")
+    ] = RolloutFormat.AUTO,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """``oarjax credit``; see ``CREDIT_HELP``."""
+    from oarjax.lab.command import run
+
+    run(config, overrides or [], as_json, rollouts, form.value)
+
+
+STUDY_HELP = (
+    "Does a method learn better? Train several arms of one run config, each with several seeds.\n\n"
+    "All arms of a seed have the same start, problems, noise and number of rollouts. Every arm and seed is a run "
+    "folder: finished ones are not run again, half-done ones go on from their checkpoint. The study's folder gets "
+    "study.json, study.md, curves.png with 95% intervals over seeds, and frontier.png where the config has a sweep."
+)
+
+
+@app.command(help=STUDY_HELP, epilog="Example: oarjax study configs/study_demo.yaml --quick")
+def study(
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG.yaml", help="Base config, arms, seeds and sweep.", show_default=False)
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY.SUB=VALUE...", help="Fields of the study to change; values are YAML.", show_default=False
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="With the changes of the config's section quick, in run_dir-quick.")
+    ] = False,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            help="Runs at once, each on cores of its own; 0 = none, only collect what has finished.",
+            min=0,
+            show_default="one per core where the config's device is cpu, else 1",
+        ),
+    ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(help="Markdown page to paste the results into, between its marks.", show_default=False),
+    ] = None,
+) -> None:
+    """``oarjax study``; see ``STUDY_HELP``."""
+    from oarjax.study.command import run
+
+    run(config, overrides or [], quick=quick, jobs=jobs, page=page)
+
+
+REPLAY_HELP = (
+    "Find where a batch stops being finite.\n\n"
+    "A run keeps batches whose loss, gradient, importance or log-probabilities were not finite in its folder "
+    "bad_batches. This computes one of them again, in float32: scores, credit, loss and gradient, row by row, and says "
+    "in which quantity of which row and in which parameters the first such value appears."
+)
+
+
+@app.command(help=REPLAY_HELP, epilog="Example: oarjax replay runs/demo/bad_batches/iteration-000012.safetensors")
+def replay(
+    file: Annotated[
+        Path, typer.Argument(metavar="BATCH.safetensors", help="In bad_batches/ of a run folder.", show_default=False)
+    ],
+    device: Annotated[Device, typer.Option(help="auto: the best that JAX finds.")] = Device.AUTO,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """``oarjax replay``; see ``REPLAY_HELP``."""
+    from oarjax.training.replay import run
+
+    run(file, device=device.value, as_json=as_json)
+
+
+PLAN_HELP = (
+    "Does a run fit a TPU slice, and how long would a step take at the least? No TPU is needed.\n\n"
+    "Compiles the run's programs for the slice with the TPU's own compiler (pip install \"oarjax\\[aot]\"), each in a "
+    "process of its own: reshard (to the layout for sampling), sample, score and update. Prints what the compiler says "
+    "of memory, what the programs execute "
+    "and send, and times from peak rates. Exit code 1 where something does not fit, with the remedy."
+)
+
+
+@app.command(help=PLAN_HELP, epilog="Example: oarjax plan configs/qwen2.5-7b_v5p-32.yaml --credit oar_p")
+def plan(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CONFIG.yaml... [KEY.SUB=VALUE...]", help="Configs, and fields to change.", show_default=False
+        ),
+    ],
+    topology: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Such as v5e-16 or v5e:4x4.", show_default="the config's plan.topology"),
+    ] = None,
+    credit: Annotated[
+        str, typer.Option(metavar="METHODS", help="Further methods of credit to compile, with commas between.")
+    ] = "",
+    phases: Annotated[str, typer.Option(metavar="NAMES", help="Programs to compile.")] = "reshard,sample,score,update",
+    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Everything as JSON.")] = None,
+    write: Annotated[Path | None, typer.Option(metavar="FILE.md", help="The tables as a Markdown page.")] = None,
+    cache: Annotated[
+        str, typer.Option(metavar="FOLDER", help="What is known of programs compiled before.")
+    ] = "~/.cache/oarjax/plan",
+    timeout: Annotated[int, typer.Option(help="Seconds for one program.", min=1)] = 3600,
+    jobs: Annotated[int, typer.Option(help="Programs compiled at once, 1 to 2 GiB of memory each.", min=1)] = 2,
+) -> None:
+    """``oarjax plan``; see ``PLAN_HELP``."""
+    from oarjax.plan.command import run
+
+    if not run(
+        arguments,
+        topology=topology,
+        credit=credit,
+        phases=phases,
+        out=out,
+        write=write,
+        cache=cache,
+        timeout=timeout,
+        jobs=jobs,
+    ):
+        raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    model: Annotated[str, typer.Option(help="nano, micro or both: random policies made on the spot.")] = "nano",
+    only: Annotated[
+        str,
+        typer.Option(help="Workloads, comma-separated: W1 to W4 (default), W5 long credit, W6 steps, W7 grading."),
+    ] = "",
+    repeats: Annotated[int, typer.Option(help="Warm runs per row.", min=1)] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    against: Annotated[str | None, typer.Option(help="torch: run plain PyTorch in turn with this package.")] = None,
+    project: Annotated[bool, typer.Option("--project", help="Compute what credit would cost a 7B policy.")] = False,
+) -> None:
+    """Time rollout, update, credit, a whole iteration or grading on this machine."""
+    from oarjax.bench.command import run
+
+    run(model, only, repeats, as_json, against, project)
+
+
+def main() -> None:
+    """Run the command; an error that the user can mend is a message and exit code 2, not a traceback."""
+    # transformers reads tokenizers here and needs no torch; its notice looks like a broken install.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    try:
+        app()
+    except Exception as error:
+        from rich.console import Console
+        from rich.text import Text
+
+        from oarjax.errors import UserError
+        from oarjax.system.processes import leave_others
+
+        if not isinstance(error, UserError):
+            leave_others(1, error)
+            raise
+        message = Text("error: ", style="bold red").append(Text(str(error), style="default"))
+        Console(stderr=True).print(message, soft_wrap=True)
+        leave_others(2)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

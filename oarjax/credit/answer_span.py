@@ -1,0 +1,166 @@
+"""From generated ids to the tokens that reason and the tokens that answer (host side, numpy).
+
+The ids are never encoded again: every token's bytes are looked up, and positions are cumulative byte counts. What the
+sampler drew need not be the tokenizer's own way to write the text, nor valid UTF-8.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Bool, Int32
+
+from oarjax.credit.answer_text import Extent, Style, find_extent
+from oarjax.types import AnswerSpan, Rollout
+
+
+def find_answers(
+    tokens: Int32[np.ndarray, "B T"],
+    completion: Bool[np.ndarray, "B T"],
+    token_bytes: Sequence[bytes],
+    *,
+    style: Style,
+    pattern: str | None = None,
+) -> AnswerSpan:
+    """Reasoning and answer tokens of every completion (design, sections 4 and 7).
+
+    A token that overlaps the answer's characters is an answer token, also where it holds part of the marker or of a
+    brace. Reasoning tokens are those that end before the marker begins. Marker tokens and what follows the answer are
+    neither. A row without an answer has ``found`` False and both masks empty.
+
+    Args:
+        tokens: completion ids. Ids beyond the table (padding of the vocabulary) have no bytes.
+        completion: generated tokens, stop token included.
+        token_bytes: the bytes of every id; special and stop tokens contribute none (``b""``).
+        style: see ``oarjax.credit.answer_text``.
+        pattern: for style regex
+
+    Returns:
+        AnswerSpan of numpy arrays, bool [B, T], [B, T] and [B].
+
+    Raises:
+        ValueError: unknown style or bad pattern. Where a pattern runs too long, a warning, and no answer in that row.
+    """
+    span = AnswerSpan(
+        reasoning=np.zeros(tokens.shape, bool),  # type: ignore[arg-type]
+        answer=np.zeros(tokens.shape, bool),  # type: ignore[arg-type]
+        found=np.zeros(tokens.shape[:1], bool),  # type: ignore[arg-type]
+    )
+    for row, (ids, mask) in enumerate(zip(tokens, completion)):
+        where = np.flatnonzero(mask)
+        pieces = [token_bytes[i] if 0 <= i < len(token_bytes) else b"" for i in ids[where].tolist()]
+        try:
+            extent = byte_extent(b"".join(pieces), style=style, pattern=pattern)
+        except TimeoutError:
+            warnings.warn(
+                f"answer pattern {pattern!r} ran too long; the row counts as one without an answer", stacklevel=2
+            )
+            continue
+        if extent is None:
+            continue
+        length = np.array([len(piece) for piece in pieces])
+        stop = np.cumsum(length)
+        start = stop - length
+        span.answer[row, where] = (length > 0) & (start < extent.end) & (stop > extent.start)
+        span.reasoning[row, where] = stop <= extent.marker
+        span.found[row] = True
+    return span
+
+
+def whole_completion(
+    tokens: Int32[np.ndarray, "B T"], completion: Bool[np.ndarray, "B T"], token_bytes: Sequence[bytes]
+) -> AnswerSpan:
+    """For tasks without an answer: everything with text reasons, nothing answers. Rows without text are not found."""
+    text = np.array([bool(piece) for piece in token_bytes])
+    reasoning = completion & (tokens < len(text)) & text[np.minimum(tokens, len(text) - 1)]
+    return AnswerSpan(reasoning=reasoning, answer=np.zeros_like(completion), found=reasoning.any(1))  # type: ignore[arg-type]
+
+
+Unit = Literal["line", "sentence"]
+_ENDS = {"line": re.compile(rb"\n+"), "sentence": re.compile(rb"[.!?]+(?=\s)|[;\n]+")}
+
+
+def find_units(
+    tokens: Int32[np.ndarray, "B T"],
+    completion: Bool[np.ndarray, "B T"],
+    token_bytes: Sequence[bytes],
+    *,
+    unit: Unit,
+) -> Int32[np.ndarray, "B T"]:
+    """The number, from 0, of the line or sentence that each generated token belongs to; 0 elsewhere.
+
+    Lines end with line breaks; sentences too, and with ``;`` or with ``.``, ``!``, ``?`` before white space (so not
+    within 3.14). A token belongs to the unit in which it begins.
+    """
+    out = np.zeros(tokens.shape, np.int32)
+    for row, (ids, mask) in enumerate(zip(tokens, completion)):
+        where = np.flatnonzero(mask)
+        pieces = [token_bytes[i] if 0 <= i < len(token_bytes) else b"" for i in ids[where].tolist()]
+        start = np.cumsum([0, *map(len, pieces)])[:-1]
+        ends = np.array([m.end() for m in _ENDS[unit].finditer(b"".join(pieces))], np.int64)
+        out[row, where] = np.searchsorted(ends, start, side="right")
+    return out
+
+
+def with_reference(
+    rollout: Rollout, span: AnswerSpan, endings: Sequence[tuple[Sequence[int], Sequence[int]]], *, room: int
+) -> tuple[Rollout, AnswerSpan]:
+    """Rollouts to probe instead: reasoning as generated, then a cue and the reference answer.
+
+    The reasoning of a row without an answer is its completion but for the stop token. Reasoning tokens keep their
+    places, so scores of the result, cut to the first T positions, are scores of the rollout.
+
+    Args:
+        endings: token ids of the cue and of the answer for every row.
+        room: positions added to the completion, at least the longest ending.
+
+    Raises:
+        ValueError: an ending that does not fit, or an empty answer.
+    """
+    tokens, made = np.asarray(rollout.tokens), np.asarray(rollout.completion)
+    rows, length = made.shape
+    prompt = tokens.shape[1] - length
+    out = np.zeros((rows, prompt + length + room), tokens.dtype)
+    valid = np.zeros(out.shape, bool)
+    out[:, :prompt], valid[:, :prompt] = tokens[:, :prompt], np.asarray(rollout.valid)[:, :prompt]
+    reasoning, answer = np.zeros((2, rows, length + room), bool)
+    ended = np.asarray(rollout.ended)
+    for row, (cue, target) in enumerate(endings):
+        if len(cue) + len(target) > room or not len(target):
+            raise ValueError(
+                f"with_reference: row {row} needs {len(cue)} + {len(target)} tokens for cue and answer, at least one "
+                f"of them the answer's; there is room for {room}"
+            )
+        if span.found[row]:
+            end = int(np.flatnonzero(span.reasoning[row]).max(initial=-1)) + 1
+            reasoning[row, :length] = span.reasoning[row]
+        else:
+            end = int(made[row].sum()) - int(ended[row])
+            reasoning[row, :end] = True
+        begin = end + len(cue)
+        stop = begin + len(target)
+        out[row, prompt : prompt + end] = tokens[row, prompt : prompt + end]
+        out[row, prompt + end : prompt + begin] = cue
+        out[row, prompt + begin : prompt + stop] = target
+        valid[row, prompt : prompt + stop] = True
+        answer[row, begin:stop] = True
+    filled = valid[:, prompt:]
+    zeros = np.zeros(filled.shape, np.float32)
+    probed = Rollout(out, valid, filled, zeros, zeros, ended)  # type: ignore[arg-type]
+    return probed, AnswerSpan(reasoning=reasoning, answer=answer, found=reasoning.any(1))  # type: ignore[arg-type]
+
+
+def byte_extent(text: bytes, *, style: Style, pattern: str | None = None) -> Extent | None:
+    """``find_extent`` over bytes, in byte positions.
+
+    Bytes that are not UTF-8 become one lone surrogate each and turn back into themselves, so positions are exact.
+    """
+    chars = text.decode("utf-8", "surrogateescape")
+    extent = find_extent(chars, style=style, pattern=pattern)
+    if extent is None:
+        return None
+    return Extent(*(len(chars[:at].encode("utf-8", "surrogateescape")) for at in extent))

@@ -1,0 +1,154 @@
+"""From raw importance to token weights: normalise -> bi-level gate -> preserve mass -> reshape the advantage.
+
+Outcome-grounded Advantage Reshaping, arXiv 2601.07408; formulas and names as in the released code. Each sequence is
+weighted on its own and only its reasoning tokens; every other token keeps weight 1.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from oarjax.rl.masked import masked_count, masked_minmax, masked_quantile, masked_sum, widened
+
+EPS = 1e-8
+"""Added to both divisors of the gate, as published."""
+
+Levels = Literal["both", "boost", "suppress"]
+
+
+def normalise(
+    importance: Float[Array, "B T"],
+    reasoning: Bool[Array, "B T"],
+    *,
+    signs: Literal["clamped", "signed"] = "clamped",
+) -> Float[Array, "B T"]:
+    """h = minmax(log1p(importance)) over the reasoning tokens of each row, in [0, 1]; 0 elsewhere.
+
+    ``clamped`` reads a negative score (a token whose removal makes the answer likelier; only joint probes give them)
+    as 0. ``signed`` is the published form: scores in (-1, 0) become negative before min-max, and a score at or below
+    -1 turns its whole row into NaN. A row of equal scores is 0 throughout.
+    """
+    if signs not in ("clamped", "signed"):
+        raise ValueError(f"normalise: signs must be clamped or signed, got {signs!r}")
+    scores = widened(importance)
+    scores = jnp.maximum(scores, 0) if signs == "clamped" else scores
+    return masked_minmax(jnp.log1p(jnp.where(reasoning, scores, 0)), reasoning)
+
+
+def gate(
+    h: Float[Array, "B T"],
+    reasoning: Bool[Array, "B T"],
+    *,
+    rule: Literal["quantile", "level"] = "quantile",
+    levels: Levels = "both",
+    tau: float = 0.4,
+    boost: float = 2.0,
+    floor: float = 0.1,
+) -> Float[Array, "B T"]:
+    """Bi-level gate: suppress what is below the threshold c, boost what is above it. 1 outside the reasoning.
+
+    h < c: max(h / (c + 1e-8), floor), in [floor, 1].   h >= c: 1 + boost (h - c) / (1 - c + 1e-8), in [1, 1 + boost].
+
+    ``quantile`` puts c at the tau-quantile of the row's own h (as released); ``level`` takes c = tau itself, which on
+    skewed scores suppresses far more tokens. ``levels`` are the paper's ablation: ``boost`` alone leaves what is below
+    c at 1, ``suppress`` alone what is above it.
+
+    Raises:
+        ValueError: unknown rule or levels, tau or floor outside [0, 1], negative boost.
+    """
+    if not (0 <= tau <= 1 and 0 <= floor <= 1 and boost >= 0):
+        raise ValueError(
+            f"gate: tau and floor must be in [0, 1] and boost >= 0, got tau={tau}, floor={floor}, boost={boost}"
+        )
+    if rule == "quantile":
+        c = masked_quantile(h, reasoning, level=tau)[:, None]
+    elif rule == "level":
+        c = jnp.full((h.shape[0], 1), tau, h.dtype)
+    else:
+        raise ValueError(f"gate: rule must be quantile or level, got {rule!r}")
+    if levels not in ("both", "boost", "suppress"):
+        raise ValueError(f"gate: levels must be both, boost or suppress, got {levels!r}")
+    suppressed = 1.0 if levels == "boost" else jnp.maximum(h / (c + EPS), floor)
+    # At c = 1 a compiler may add EPS to the 1 first, where it is lost in rounding: the maximum keeps it from 0 / 0.
+    boosted = 1.0 if levels == "suppress" else 1 + boost * (h - c) / jnp.maximum(1 - c + EPS, EPS)
+    return jnp.where(reasoning, jnp.where(h < c, suppressed, boosted), 1).astype(h.dtype)
+
+
+def preserve_mass(weights: Float[Array, "B T"], reasoning: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """Scale the reasoning weights of each row to a mean of 1: w * n / sum(w), n = number of reasoning tokens.
+
+    The released code adds 1e-8 to the sum; without it the mass is kept to rounding. Rows whose weights sum to 0 stay.
+    """
+    mass = masked_sum(weights, reasoning)
+    scale = jnp.where(mass > 0, masked_count(reasoning) / jnp.where(mass > 0, mass, 1), 1)
+    return jnp.where(reasoning, weights * scale[:, None], weights)
+
+
+def oar_weights(
+    importance: Float[Array, "B T"],
+    reasoning: Bool[Array, "B T"],
+    *,
+    rule: Literal["quantile", "level"] = "quantile",
+    levels: Levels = "both",
+    tau: float = 0.4,
+    boost: float = 2.0,
+    floor: float = 0.1,
+    mass: Literal["kept", "free"] = "kept",
+    signs: Literal["clamped", "signed"] = "clamped",
+) -> Float[Array, "B T"]:
+    """Token weights of OAR, >= 0: ``normalise``, ``gate`` and, with ``mass="kept"``, ``preserve_mass``.
+
+    All ones for a row with no reasoning, with equal scores (nothing to tell apart), or with a NaN or infinite one
+    (published: the whole row becomes NaN).
+    """
+    if mass not in ("kept", "free"):
+        raise ValueError(f"oar_weights: mass must be kept or free, got {mass!r}")
+    h = normalise(importance, reasoning, signs=signs)
+    weights = gate(h, reasoning, rule=rule, levels=levels, tau=tau, boost=boost, floor=floor)
+    if mass == "kept":
+        weights = preserve_mass(weights, reasoning)
+    usable = jnp.all(jnp.isfinite(h), axis=-1) & jnp.any(h > 0, axis=-1)
+    return jnp.where(reasoning & usable[:, None], weights, 1)
+
+
+def reshape(
+    advantages: Float[Array, "B"], weights: Float[Array, "B T"], completion: Bool[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """Token advantages stop_gradient(w) * A, 0 outside the completion.
+
+    With mass kept they sum to A * T_valid over each row, the same as GRPO's; weights of 1 are GRPO itself.
+    """
+    return jnp.where(completion, jax.lax.stop_gradient(weights) * advantages[:, None], 0)
+
+
+Polarity = Literal["both", "correct", "wrong"]
+
+
+def reweighted_rows(advantages: Float[Array, "B"], *, polarity: Polarity) -> Bool[Array, "B"]:
+    """Rows that a polarity lets a method reweight: all, those of A > 0 (correct), or those of A < 0 (wrong).
+
+    Raises:
+        ValueError: unknown polarity.
+    """
+    if polarity == "both":
+        return jnp.ones(advantages.shape, bool)
+    if polarity == "correct":
+        return advantages > 0
+    if polarity == "wrong":
+        return advantages < 0
+    raise ValueError(f"polarity must be both, correct or wrong, got {polarity!r}")
+
+
+def polarised(
+    weights: Float[Array, "B T"], advantages: Float[Array, "B"], *, polarity: Polarity
+) -> Float[Array, "B T"]:
+    """The weights of the rows that the polarity lets through, 1 in the others.
+
+    The last step of every method, so that an exempt row is plain GRPO throughout. In GRAIL's released code the
+    answer of an exempt row still gets the largest weight, because its overrides come after the polarity.
+    """
+    return jnp.where(reweighted_rows(advantages, polarity=polarity)[:, None], weights, 1)

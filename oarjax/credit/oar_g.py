@@ -1,0 +1,171 @@
+"""OAR-G: importance from one backward pass to the input embeddings, in two named estimators.
+
+``noisy`` is the estimator of arXiv 2601.07408 as published: J = KL(P_clean || P(e + noise)), noise ~ N(0, sigma^2)
+on all reasoning embeddings, s_t = |<dJ/de_t at the noisy point, e_t clean>|. It differences two nearly equal
+distributions.
+
+``linearised`` (ours) is its limit for small sigma, without that difference: dJ/de = J^T (q - p) with q - p replaced by
+its first order p (dz - <p, dz>), dz = jvp(probe, noise). It scales with sigma as ``noisy`` does.
+The two are equal to first order only: where sigma is not small beside the embeddings (1e-3 against a std of .02 on
+the tests' amplified random nets) they rank tokens differently. With bfloat16 matmul operands the median error of
+``noisy`` there was 9% to 90% over six nets, that of ``linearised`` 2% to 9%.
+
+For a scalar probe such as ``answer_joint``, J = phi_clean - phi(e + noise), and the limit is gradient times input,
+|<d phi/de_t, e_t>|: no noise, and no factor of sigma in either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from oarjax.credit.clean_pass import LinearPass, linear_pass
+from oarjax.credit.probe import Probe, divergence, from_inputs, reading_of, scored_tokens, to_inputs
+from oarjax.models.policy import Policy
+from oarjax.types import AnswerSpan, Params
+
+Estimator = Literal["noisy", "linearised"]
+Gradient = Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]]
+"""From noise on the inputs' embeddings to the gradient of J by them."""
+
+
+def gradient_importance(
+    policy: Policy,
+    params: Params,
+    tokens: Int[Array, "B N"],
+    valid: Bool[Array, "B N"],
+    span: AnswerSpan,
+    keys: Key[Array, "B"],
+    *,
+    probe: Probe,
+    estimator: Estimator,
+    sigma: float,
+    draws: int,
+) -> Float[Array, "B T"]:
+    """OAR-G scores, >= 0, averaged over ``draws`` noise draws that run as one batch.
+
+    0 outside the reasoning and in rows with no answer. No gradient flows to ``params``.
+
+    Args:
+        keys: one per row (``row_keys``), so that a row's noise depends neither on its neighbours nor on microbatches.
+        sigma: standard deviation of the noise, in the units of the embeddings.
+        draws: one draw is in good part a random ranking. Linearised with a scalar probe has no noise and ignores it.
+
+    Raises:
+        ValueError: unknown estimator, sigma or draws not positive, or no prompt position.
+    """
+    if draws < 1:
+        raise ValueError(f"draws: expected at least 1, got {draws}")
+    if sigma <= 0:
+        raise ValueError(f"sigma: expected a positive standard deviation, got {sigma}; without noise all scores are 0")
+    params = policy.head(jax.lax.stop_gradient(params))
+    clean = linear_pass(policy, params, tokens, valid, completion_length=span.answer.shape[1])
+    return gradient_scores(
+        policy, params, clean, tokens, valid, span, keys, probe=probe, estimator=estimator, sigma=sigma, draws=draws
+    )
+
+
+def gradient_scores(
+    policy: Policy,
+    params: Params,
+    clean: LinearPass,
+    tokens: Int[Array, "B N"],
+    valid: Bool[Array, "B N"],
+    span: AnswerSpan,
+    keys: Key[Array, "B"],
+    *,
+    probe: Probe,
+    estimator: Estimator,
+    sigma: float,
+    draws: int,
+) -> Float[Array, "B T"]:
+    """``gradient_importance`` after a clean pass."""
+    _, length, width = clean.embeddings.shape
+
+    def one_draw(draw: Int[Array, ""]) -> Float[Array, "B T"]:
+        per_draw = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, draw)
+        noise = embedding_noise(per_draw, length=length, width=width, sigma=sigma, dtype=clean.embeddings.dtype)
+        return noise_scores(policy, params, clean, tokens, valid, span, noise, probe=probe, estimator=estimator)
+
+    if estimator == "linearised" and probe.kind == "scalar":
+        draws = 1
+    return jnp.mean(jax.vmap(one_draw)(jnp.arange(draws)), axis=0)
+
+
+def noise_scores(
+    policy: Policy,
+    params: Params,
+    clean: LinearPass,
+    tokens: Int[Array, "B N"],
+    valid: Bool[Array, "B N"],
+    span: AnswerSpan,
+    noise: Float[Array, "B T D"],
+    *,
+    probe: Probe,
+    estimator: Estimator,
+) -> Float[Array, "B T"]:
+    """Scores of an estimator for a given noise on the completion's tokens; that outside the reasoning is not used.
+
+    Raises:
+        ValueError: unknown estimator.
+    """
+    if estimator not in ("noisy", "linearised"):
+        raise ValueError(f"estimator: expected noisy or linearised, got {estimator!r}")
+    reading, scored = reading_of(tokens, valid, span), scored_tokens(span, probe)
+
+    def read(hidden: Float[Array, "B T D"]) -> Array:
+        return probe.read(policy, params, hidden, reading)
+
+    gradient = {"noisy": noisy_gradient, "linearised": linearised_gradient}[estimator](clean, probe, read)
+    on_reasoning = to_inputs(jnp.where(scored[..., None], noise, 0)).astype(clean.embeddings.dtype)
+    product = jnp.sum(gradient(on_reasoning) * clean.embeddings, axis=-1)
+    return jnp.where(scored, jnp.abs(from_inputs(product)), 0)
+
+
+def noisy_gradient(clean: LinearPass, probe: Probe, read: Callable[[Float[Array, "B T D"]], Array]) -> Gradient:
+    """dJ/de at e + noise. J is summed over rows: no row sees another, so the gradient is each row's own."""
+    before = read(clean.hidden)
+
+    def gradient(noise: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        hidden, pull = jax.vjp(clean.states, clean.embeddings + noise)
+        return pull(jax.grad(lambda h: jnp.sum(divergence(probe, before, read(h))))(hidden))[0]
+
+    return gradient
+
+
+def linearised_gradient(clean: LinearPass, probe: Probe, read: Callable[[Float[Array, "B T D"]], Array]) -> Gradient:
+    """J^T u at e, u the first order in noise of softmax(z(e + noise)) - softmax(z(e)); d phi/de for a scalar."""
+    if probe.kind == "scalar":
+        constant = clean.pull(jax.grad(lambda h: jnp.sum(read(h)))(clean.hidden))
+        return lambda noise: constant
+    logits, push = jax.linearize(read, clean.hidden)
+    pull = jax.linear_transpose(push, clean.hidden)
+    p = jax.nn.softmax(logits)
+
+    def gradient(noise: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        dz = push(clean.push(noise))
+        return clean.pull(pull(p * (dz - jnp.sum(p * dz, axis=-1, keepdims=True)))[0])
+
+    return gradient
+
+
+def row_keys(key: Key[Array, ""], rows: Int[Array, "B"]) -> Key[Array, "B"]:
+    """One key per row from the number that the row has in the whole rollout batch."""
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows)
+
+
+def embedding_noise(
+    keys: Key[Array, "B"], *, length: int, width: int, sigma: float, dtype: DTypeLike
+) -> Float[Array, "B T D"]:
+    """sigma times standard normal numbers. A longer row of the same key begins with the same numbers."""
+
+    # One key per token: whether the numbers of a longer array begin with a shorter one's is up to the generator.
+    def row(key):
+        return jax.vmap(lambda t: jax.random.normal(jax.random.fold_in(key, t), (width,), dtype))(jnp.arange(length))
+
+    return sigma * jax.vmap(row)(keys)

@@ -1,0 +1,165 @@
+"""OAR-L: OAR-P with only the places recomputed that feel a change most (ours, not in the paper).
+
+A changed token acts on the answer directly, through its own keys and values, and through the tokens after it. Here
+the changed token, the ``window`` tokens after it and the positions that predict the answer are recomputed; every
+other token keeps its clean keys and values. That is 1 + window + answers positions for each token, however long the
+completion is, where exact OAR-P takes all that follow: for R reasoning tokens about as much as 1 + window + answers
+clean forwards in all, against R / 2.
+
+With a window over everything after the token it is OAR-P itself.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from oarjax.credit.clean_pass import StoredPass, stored_pass
+from oarjax.credit.counterfactual import Counterfactual, replacement_embeddings
+from oarjax.credit.oar_p import masked_positions
+from oarjax.credit.probe import Probe, Reading, divergence, reading_of, scored_tokens
+from oarjax.models.policy import Policy
+from oarjax.types import AnswerSpan, Params
+
+SCOPE = "oar_l"
+"""The name of its loop in compiled programs."""
+
+
+def local_importance(
+    policy: Policy,
+    params: Params,
+    tokens: Int[Array, "B N"],
+    valid: Bool[Array, "B N"],
+    span: AnswerSpan,
+    *,
+    probe: Probe,
+    mask_id: int,
+    window: int,
+    answers: int,
+    chunk: int,
+    counterfactual: Counterfactual = "mask",
+) -> Float[Array, "B T"]:
+    """OAR-L scores of the reasoning tokens, as those of ``masked_token_importance``; 0 elsewhere.
+
+    No gradient flows to ``params``.
+
+    Args:
+        window: tokens after the changed one that are recomputed too.
+        answers: answer tokens that are read, the first ones; longer answers are read in part.
+        chunk: as for OAR-P, counterfactuals per row and forward if they had to run over the whole completion.
+
+    Raises:
+        ValueError: window, answers or chunk out of range, a probe that reads more than the answer, or no prompt
+            position.
+    """
+    scored = scored_tokens(span, probe)
+    params = policy.head(jax.lax.stop_gradient(params))
+    return local_scores(
+        policy,
+        params,
+        stored_pass(policy, params, tokens, valid, completion_length=scored.shape[1]),
+        reading_of(tokens, valid, span),
+        scored,
+        probe=probe,
+        mask_id=mask_id,
+        window=window,
+        answers=answers,
+        chunk=chunk,
+        counterfactual=counterfactual,
+    )
+
+
+def local_scores(
+    policy: Policy,
+    params: Params,
+    clean: StoredPass,
+    reading: Reading,
+    scored: Bool[Array, "B T"],
+    *,
+    probe: Probe,
+    mask_id: int,
+    window: int,
+    answers: int,
+    chunk: int,
+    counterfactual: Counterfactual,
+) -> Float[Array, "B T"]:
+    """``local_importance`` of the ``scored`` tokens, after a clean pass."""
+    if window < 0 or answers < 1 or chunk < 1:
+        raise ValueError(
+            f"OAR-L: expected window >= 0, answers >= 1 and chunk >= 1, got {window}, {answers} and {chunk}"
+        )
+    if probe.reads != "answer":
+        raise ValueError("OAR-L: expected a probe that reads the answer alone; for others use OAR-P")
+    rows, length = scored.shape
+    answers = min(answers, length)
+    places = 1 + min(window, length - 1) + answers  # recomputed positions of a counterfactual
+    size = chunk_size(length, places=places, chunk=chunk)
+    inputs, is_read = _first_answers(reading.answer, answers)
+    read_at = Reading(_take(reading.tokens, inputs), is_read, is_read & _take(reading.answer, inputs))
+    before = probe.read(policy, params, _take(clean.hidden, inputs), read_at)
+    replacement = None
+    if counterfactual != "deleted":
+        replacement = replacement_embeddings(
+            policy, params, clean.hidden, reading.tokens, counterfactual=counterfactual, mask_id=mask_id
+        )
+    slots = clean.stored.valid.shape[1]
+    offset = slots - length  # of the completion's inputs among the stored ones
+    copy = lambda x: jnp.repeat(x, size, axis=0)  # noqa: E731
+    order = masked_positions(scored, first=0, slots=-(-length // size) * size, none=length)
+
+    def score(i: Int[Array, ""], out: Float[Array, "B T"]) -> Float[Array, "B T"]:
+        at = jax.lax.dynamic_slice_in_dim(order, i * size, size, axis=1)  # [B, K], T = nothing left
+        # Input t + 1 carries token t: the changed input, the window after it, then the inputs that are read.
+        near = at[..., None] + 1 + jnp.arange(places - answers)
+        read = jnp.broadcast_to(inputs[:, None], (rows, size, answers))
+        at_read = read == near[..., :1]  # the changed token is itself where the answer is predicted
+        before_read = near < jnp.where(is_read[:, :1], inputs[:, :1], length)[:, None]
+        own = jnp.concatenate([before_read, jnp.broadcast_to(is_read[:, None], read.shape)], axis=-1)
+        changed = jnp.concatenate([near == near[..., :1], at_read], axis=-1)
+        where = jnp.concatenate([near, read], axis=-1)
+        inside = jnp.minimum(where, length - 1).reshape(rows, -1)
+        embeddings = _take(clean.embeddings, inside).reshape(rows, size, places, -1)
+        if replacement is None:
+            own = own & ~changed
+        else:
+            new = _take(replacement, jnp.minimum(at, length - 1))[:, :, None]
+            embeddings = jnp.where(changed[..., None], new, embeddings)
+        stands = where + offset
+        redone = (jnp.arange(slots) == stands[..., None]) & (own | changed)[..., None]
+        visible = (jnp.arange(slots) < stands[..., None]) & ~redone.any(axis=2, keepdims=True)
+        hidden, _ = policy.trunk(
+            params,
+            embeddings.reshape(rows * size, places, -1),
+            _take(clean.positions, inside).reshape(rows * size, places),
+            own.reshape(rows * size, places),
+            prefix=clean.stored,
+            visible=visible.reshape(rows * size, places, slots),
+        )
+        after = probe.read(policy, params, hidden[:, places - answers :], jax.tree.map(copy, read_at))
+        found = divergence(probe, copy(before), after).reshape(rows, size).astype(out.dtype)
+        return out.at[jnp.arange(rows)[:, None], at].set(found, mode="drop")
+
+    chunks = -(-jnp.max(jnp.sum(scored, axis=1)) // size)
+    out = jnp.zeros(scored.shape, jnp.promote_types(clean.hidden.dtype, jnp.float32))
+    with jax.named_scope(SCOPE):
+        return jax.lax.fori_loop(0, chunks, score, out)
+
+
+def chunk_size(length: int, *, places: int, chunk: int) -> int:
+    """Counterfactuals of a row at once, each of so many recomputed places.
+
+    No more than an eighth of the completion: what the last chunk of a row has too many is wasted.
+    """
+    return min(-(-length // 8), max(1, chunk * length // places))
+
+
+def _first_answers(answer: Bool[Array, "B T"], count: int) -> tuple[Int[Array, "B A"], Bool[Array, "B A"]]:
+    """Positions of the first ``count`` answer tokens, in order, and which of them there are."""
+    at = jnp.argsort(~answer, axis=1, stable=True)[:, :count]
+    return at, jnp.arange(count) < answer.sum(axis=1, keepdims=True)
+
+
+def _take(x: Array, at: Int[Array, "B A"]) -> Array:
+    """x[b, at[b, a], ...]."""
+    return jax.vmap(lambda row, i: row[i])(x, at)

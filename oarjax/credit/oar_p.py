@@ -1,0 +1,273 @@
+"""OAR-P: a token matters as much as the outcome moves when that token is changed.
+
+arXiv 2601.07408: s_t = KL(P_clean || P_masked(t)), or for a scalar probe the drop. The released code never appends the
+answer to the masked sequence although its answer modes read there; here a rollout is scored as it stands.
+
+A changed token changes nothing before it. The clean pass keeps its keys and values, and a counterfactual runs only
+over the positions from its own bucket's start to the end, reading the clean prefix that all counterfactuals of a row
+share. Over a whole completion that is 1/2 + 1/(2 buckets) of the positions that whole forwards would visit.
+Rows are set so that their answers end together: nothing after an answer is recomputed, and chunks of several rows hold
+counterfactuals that are about equally long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from oarjax.credit.clean_pass import StoredPass, stored_pass
+from oarjax.credit.counterfactual import Counterfactual, first_of_unit, replacement_embeddings
+from oarjax.credit.probe import Probe, Reading, divergence, reading_of, scored_tokens, to_inputs
+from oarjax.models.policy import Policy
+from oarjax.types import AnswerSpan, KVCache, Params
+
+Find = Callable[[Float[Array, "BK L D"], int, int], Float[Array, "BK"]]
+"""(states of the last L inputs, L, K) -> what is found of each of the K counterfactuals of each row."""
+
+
+def masked_token_importance(
+    policy: Policy,
+    params: Params,
+    tokens: Int[Array, "B N"],
+    valid: Bool[Array, "B N"],
+    span: AnswerSpan,
+    *,
+    probe: Probe,
+    mask_id: int,
+    chunk: int,
+    buckets: int,
+    counterfactual: Counterfactual = "mask",
+) -> Float[Array, "B T"]:
+    """Raw OAR-P scores of the reasoning tokens, in nats for a distribution; 0 elsewhere and in rows with no answer.
+
+    Each reasoning token in turn is changed (by default replaced by ``mask_id``, still attended to), positions
+    unchanged. A distribution gives a KL, >= 0 up to rounding; a scalar clean minus changed, which may be negative.
+    Where ``span.units`` says which tokens belong together, they are changed together and share the unit's score
+    evenly. No gradient flows to ``params``.
+
+    Args:
+        chunk: counterfactuals per row and forward if they had to run over the whole completion; shorter suffixes run
+            more at once. Memory is that of chunk * B forwards.
+        buckets: lengths of suffix that are compiled.
+
+    Raises:
+        ValueError: chunk or buckets below 1, an unknown counterfactual, or no prompt position.
+    """
+    scored = scored_tokens(span, probe)
+    params = policy.head(jax.lax.stop_gradient(params))
+    return masked_scores(
+        policy,
+        params,
+        stored_pass(policy, params, tokens, valid, completion_length=scored.shape[1]),
+        reading_of(tokens, valid, span),
+        scored,
+        units=span.units,
+        probe=probe,
+        mask_id=mask_id,
+        chunk=chunk,
+        buckets=buckets,
+        counterfactual=counterfactual,
+    )
+
+
+def masked_scores(
+    policy: Policy,
+    params: Params,
+    clean: StoredPass,
+    reading: Reading,
+    scored: Bool[Array, "B T"],
+    *,
+    units: Int[Array, "B T"] | None,
+    probe: Probe,
+    mask_id: int,
+    chunk: int,
+    buckets: int,
+    counterfactual: Counterfactual,
+) -> Float[Array, "B T"]:
+    """``masked_token_importance`` of the ``scored`` tokens, after a clean pass."""
+    if probe.reads == "answer":
+        clean, reading, at = _ends_together(clean, reading, reading.answer | scored)
+        scored = jnp.take_along_axis(scored, at, axis=1)
+        units = None if units is None else jnp.take_along_axis(units, at, axis=1)
+    else:
+        at = jnp.broadcast_to(jnp.arange(scored.shape[1]), scored.shape)
+    before = probe.read(policy, params, clean.hidden, reading)
+
+    def moved(states: Float[Array, "BK L D"], length: int, copies: int) -> Float[Array, "BK"]:
+        if probe.reads == "completion":
+            earlier = jnp.repeat(clean.hidden[:, : scored.shape[1] - length], copies, axis=0)
+            states, length = jnp.concatenate([earlier, states], axis=1), scored.shape[1]
+        window = jax.tree.map(lambda x: jnp.repeat(x[:, -length:], copies, axis=0), reading)
+        after = probe.read(policy, params, states, window)
+        return divergence(probe, jnp.repeat(before, copies, axis=0), after)
+
+    replacement = None
+    if counterfactual != "deleted":
+        replacement = replacement_embeddings(
+            policy, params, clean.hidden, reading.tokens, counterfactual=counterfactual, mask_id=mask_id
+        )
+    first = first_of_unit(scored, units)
+    found = over_counterfactuals(policy, params, clean, first, replacement, moved, chunk=chunk, buckets=buckets)
+    if units is not None:
+        size = jnp.sum(first[:, :, None] == first[:, None, :], axis=-1)
+        shared = jnp.take_along_axis(found, jnp.minimum(first, first.shape[1] - 1), axis=1) / size
+        found = jnp.where(scored, shared, 0)
+    return jnp.take_along_axis(found, jnp.argsort(at, axis=1), axis=1)
+
+
+def over_counterfactuals(
+    policy: Policy,
+    params: Params,
+    clean: StoredPass,
+    first: Int[Array, "B T"],
+    replacement: Float[Array, "B T D"] | None,
+    find: Find,
+    *,
+    chunk: int,
+    buckets: int,
+) -> Float[Array, "B T"]:
+    """``find`` of the states after each change, at the position of the change; 0 where nothing is changed.
+
+    Tokens with the same ``first`` are changed together; ``first`` is the position of the first of them, or T for a
+    token that nothing changes. They get the ``replacement`` embedding, or are hidden from attention where it is None.
+
+    Rows wait for the one with the most changes, and a chunk starts at the earliest change that any row has in it or
+    after it: rows whose changes end at about the same place waste the least.
+    """
+    if chunk < 1:
+        raise ValueError(f"chunk: expected at least 1 counterfactual per forward, got {chunk}")
+    if buckets < 1:
+        raise ValueError(f"buckets: expected at least 1, got {buckets}")
+    length = first.shape[1]
+    here = first == jnp.arange(length)  # a change begins
+    count = jnp.max(jnp.sum(here, axis=1))
+    lows, sizes = bucket_sizes(length, chunk=chunk, buckets=buckets)
+    order = _last_together(here, spare=max(sizes))
+    # The first input that carries a change of this chunk or a later one: input t + 1 carries token t.
+    earliest = jax.lax.cummin(jnp.min(order, axis=0), reverse=True) + 1
+    branches = [
+        _recomputed_from(policy, params, clean, first, replacement, find, order, low=low, size=size)
+        for low, size in zip(lows, sizes)
+    ]
+
+    def step(state: tuple[Int[Array, ""], Float[Array, "B T"]]) -> tuple[Int[Array, ""], Float[Array, "B T"]]:
+        i, out = state
+        bucket = jnp.searchsorted(jnp.asarray(lows), earliest[i], side="right") - 1
+        return i + jnp.asarray(sizes)[bucket], jax.lax.switch(bucket, branches, i, out)
+
+    out = jnp.zeros(first.shape, jnp.promote_types(clean.hidden.dtype, jnp.float32))
+    return jax.lax.while_loop(lambda state: state[0] < length, step, (length - count, out))[1]
+
+
+def bucket_sizes(length: int, *, chunk: int, buckets: int) -> tuple[list[int], list[int]]:
+    """Where each bucket's suffixes start, and how many counterfactuals of a row run over one at once."""
+    lows = [length * j // min(buckets, length) for j in range(min(buckets, length))]
+    return lows, [min(length, max(1, chunk * length // (length - low))) for low in lows]
+
+
+def _last_together(here: Bool[Array, "B T"], *, spare: int) -> Int[Array, "B slots"]:
+    """Positions of the True entries of each row in order, the last of every row in column T - 1; T elsewhere."""
+    length = here.shape[1]
+    at = masked_positions(here, first=0, slots=length, none=length)
+    late = length - jnp.sum(here, axis=1, keepdims=True)
+    turned = jnp.take_along_axis(at, (jnp.arange(length) - late) % length, axis=1)
+    return jnp.pad(turned, ((0, 0), (0, spare)), constant_values=length)
+
+
+def _recomputed_from(
+    policy: Policy,
+    params: Params,
+    clean: StoredPass,
+    first: Int[Array, "B T"],
+    replacement: Float[Array, "B T D"] | None,
+    find: Find,
+    order: Int[Array, "B slots"],
+    *,
+    low: int,
+    size: int,
+) -> Callable[[Int[Array, ""], Float[Array, "B T"]], Float[Array, "B T"]]:
+    """One chunk: ``size`` = K counterfactuals of every row from column i of ``order``, over inputs ``low`` .. T - 1."""
+    rows, length = first.shape
+    suffix = length - low
+    changed_by = to_inputs(first + 1)[:, None, low:] - 1  # -1 at the last prompt token
+
+    def score(i: Int[Array, ""], out: Float[Array, "B T"]) -> Float[Array, "B T"]:
+        embeddings = clean.embeddings[:, None, low:]
+        valid = jnp.broadcast_to(clean.valid[:, None, low:], (rows, size, suffix))
+        at = jax.lax.dynamic_slice_in_dim(order, i, size, axis=1)  # [B, K], T = nothing
+        hit = (changed_by == at[:, :, None]) & (at < length)[:, :, None]
+        if replacement is None:
+            variants, seen = jnp.broadcast_to(embeddings, (rows, size, *embeddings.shape[2:])), valid & ~hit
+        else:
+            variants = jnp.where(hit[..., None], to_inputs(replacement)[:, None, low:], embeddings)
+            seen = valid
+        hidden, _ = policy.trunk(
+            params,
+            variants.reshape(rows * size, suffix, -1),
+            jnp.repeat(clean.positions[:, low:], size, axis=0),
+            seen.reshape(rows * size, suffix),
+            prefix=_slots_before(clean.stored, clean.stored.valid.shape[1] - suffix),
+        )
+        found = find(hidden, suffix, size).reshape(rows, size).astype(out.dtype)
+        return out.at[jnp.arange(rows)[:, None], at].set(found, mode="drop")
+
+    return score
+
+
+def _ends_together(
+    clean: StoredPass, reading: Reading, needed: Bool[Array, "B T"]
+) -> tuple[StoredPass, Reading, Int[Array, "B T"]]:
+    """Rows turned right until their last needed position is the last of all, and where each position went.
+
+    What comes after it wraps around to the left and is invalid. Attention goes by ``positions``, not by slots.
+    """
+    length = needed.shape[1]
+    shift = jnp.where(needed.any(axis=1), jnp.argmax(needed[:, ::-1], axis=1), 0)[:, None]
+    at, kept = (jnp.arange(length) - shift) % length, jnp.arange(length) >= shift
+
+    def turned(x: Array) -> Array:
+        return jnp.take_along_axis(x, at.reshape(*at.shape, *[1] * (x.ndim - 2)), axis=1)
+
+    stored, start = clean.stored, clean.stored.valid.shape[1] - length
+
+    def turned_slots(x: Array) -> Array:
+        return jnp.concatenate([x[:, :, :start], jax.vmap(turned)(x[:, :, start:])], axis=2)
+
+    return (
+        StoredPass(
+            embeddings=turned(clean.embeddings),
+            positions=turned(clean.positions),
+            valid=turned(clean.valid) & kept,
+            hidden=turned(clean.hidden),
+            stored=KVCache(
+                k=turned_slots(stored.k),
+                v=turned_slots(stored.v),
+                valid=jnp.concatenate([stored.valid[:, :start], turned(stored.valid[:, start:]) & kept], axis=1),
+                length=stored.length,
+            ),
+        ),
+        Reading(turned(reading.tokens), turned(reading.valid) & kept, turned(reading.answer)),
+        at,
+    )
+
+
+def _slots_before(stored: KVCache, count: int) -> KVCache | None:
+    """The first ``count`` slots, as a prefix that is read and never copied per row."""
+    if count == 0:
+        return None
+    return KVCache(
+        k=stored.k[:, :, :count],
+        v=stored.v[:, :, :count],
+        valid=stored.valid[:, :count],
+        length=jnp.asarray(count, jnp.int32),
+    )
+
+
+def masked_positions(mask: Bool[Array, "B W"], *, first: int, slots: int, none: int) -> Int[Array, "B slots"]:
+    """Positions of the True entries of each row in order, counted from ``first``; then ``none``."""
+    width = mask.shape[1]
+    at = jnp.sort(jnp.where(mask, first + jnp.arange(width), none), axis=1)
+    return jnp.pad(at, ((0, 0), (0, slots - width)), constant_values=none)

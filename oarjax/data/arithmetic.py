@@ -1,0 +1,202 @@
+"""builtin:arithmetic and builtin:random: what a run can start from without a checkpoint or a dataset.
+
+builtin:random is a tiny random Qwen2 for any tokenizer, with an embedding as wide as the real ones: for trying out
+real data on a small machine. builtin:arithmetic is chained sums, a character-level tokenizer and a tiny Qwen2 policy.
+
+A problem is a chain such as ``37+25-18=``. Its written-out solution goes one step at a time,
+``37+25=62;62-18=44;#### 44``, and answers as GSM8K does. The supervised split mixes two habits: part of its
+completions write the steps out, the rest give the answer at once, which a small policy mostly gets wrong. A policy
+warmed up on it therefore has one thing to learn from its rewards: to write the steps out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from oarjax.data.hf import tokenizer_files, write_random_checkpoint
+from oarjax.data.tokenizer import load_tokenizer, pad_id, stop_ids
+
+MARKER = "####"
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+LETTERS = "0123456789+-*/=;.,()? \n"
+VOCABULARY = 151_936
+"""Rows of the embedding of Qwen2.5 up to 3B and of Qwen3."""
+SIZES = {"train": 20_000, "eval": 500, "sft": 20_000}
+"""Problems of each split where no limit says otherwise."""
+
+
+def arithmetic_rows(
+    split: str, *, rows: int, terms: int, highest: int, written: float, seed: int
+) -> Iterator[dict[str, str]]:
+    """``rows`` different problems of a split, as ``question`` and ``answer`` fields.
+
+    ``terms`` numbers are chained by + and -; every running total lies in 0..``highest`` and is drawn uniformly, so
+    that a guess at the last one knows nothing. In the sft split the answer is the completion to imitate, written
+    out with probability ``written`` and the bare answer otherwise; in train and eval it is the written-out
+    solution, whose last part is the reference. A hash of the question decides which split may have it, hence
+    splits never share a question, whatever their seeds.
+
+    Raises ValueError for an unknown split, or where the split runs out of problems.
+    """
+    if split not in SIZES:
+        raise ValueError(f"builtin:arithmetic has no split {split!r}; accepted: {', '.join(SIZES)}")
+    draw = random.Random(f"{split}/{seed}/{terms}/{highest}")
+    seen: set[str] = set()
+    for _ in range(rows):
+        for _ in range(10_000):
+            question, steps, answer = arithmetic_problem(draw, terms=terms, highest=highest)
+            if question not in seen and split_of(question) == split:
+                break
+        else:
+            raise ValueError(
+                f"builtin:arithmetic has fewer than {rows} problems of {terms} numbers up to {highest} for {split} "
+                f"(found {len(seen)}); raise terms or highest, or lower limit"
+            )
+        seen.add(question)
+        write_out = split != "sft" or draw.random() < written
+        yield {"question": question, "answer": f"{steps}{MARKER} {answer}" if write_out else f"{MARKER} {answer}"}
+
+
+def arithmetic_problem(draw: random.Random, *, terms: int, highest: int) -> tuple[str, str, str]:
+    """One chain: the question ``37+25-18=``, its steps ``37+25=62;62-18=44;`` and its answer ``44``."""
+    total = draw.randint(0, highest)
+    question, steps = str(total), ""
+    for _ in range(terms - 1):
+        after = draw.randrange(highest)  # of the totals other than this one
+        after += after >= total
+        change = f"{'+' if after >= total else '-'}{abs(after - total)}"
+        question += change
+        steps += f"{total}{change}={after};"
+        total = after
+    return f"{question}=", steps, str(total)
+
+
+def split_of(question: str) -> str:
+    """The one split that may have a question: an eighth is held out, the rest is train's and sft's in halves."""
+    bucket = hashlib.blake2b(question.encode(), digest_size=8).digest()[0] % 16
+    return "eval" if bucket < 2 else "train" if bucket < 9 else "sft"
+
+
+def computed_tokens(tokens: Sequence[str]) -> list[bool]:
+    """Which tokens of a written-out solution hold digits of a step's result: the 62 and the 44 of 37+25=62;62-18=44;
+
+    These carry the computation: a digit of the answer is read off the last of them, and each step starts from the
+    result before it. What stands before the ``=`` is copied from the question.
+    """
+    text, at = "".join(tokens), 0
+    digits = [False] * len(text)
+    for match in re.finditer(r"=([0-9]+);", text):
+        digits[match.start(1) : match.end(1)] = [True] * len(match[1])
+    found = []
+    for token in tokens:
+        found.append(any(digits[at : at + len(token)]))
+        at += len(token)
+    return found
+
+
+def write_tokenizer(folder: Path | str) -> None:
+    """A character-level tokenizer in the HF layout, with ``####`` as one token and Qwen's three special tokens.
+
+    There is no unknown token: a character outside the vocabulary is an error, not a silent loss.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate((*SPECIAL, MARKER, *LETTERS))}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{MARKER}|[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    end_of_text, _, end_of_turn = SPECIAL
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": end_of_turn,
+            "pad_token": end_of_text,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": 4096,
+        },
+    )
+    _write_json(folder / "generation_config.json", {"eos_token_id": [2, 0], "pad_token_id": 0})
+
+
+def builtin_config(
+    *, hidden: int = 96, layers: int = 3, heads: int = 4, kv_heads: int = 2, ffn: int = 256, vocab: int = 32
+) -> dict[str, Any]:
+    """config.json of a tiny Qwen2, tied; the embedding is padded beyond the tokenizer, as Qwen's own is."""
+    if vocab < len(SPECIAL) + 1 + len(LETTERS):
+        raise ValueError(f"vocab {vocab}: expected at least {len(SPECIAL) + 1 + len(LETTERS)}, the tokenizer's size")
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": 512,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "torch_dtype": "float32",
+    }
+
+
+def write_builtin_policy(
+    folder: Path | str,
+    *,
+    seed: int,
+    hidden: int = 96,
+    layers: int = 3,
+    heads: int = 4,
+    kv_heads: int = 2,
+    ffn: int = 256,
+    vocab: int = 32,
+) -> Path:
+    """A random tiny Qwen2 with its tokenizer as an HF folder, to be read back like any other checkpoint."""
+    fields = builtin_config(hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab)
+    with tempfile.TemporaryDirectory() as scratch:
+        write_tokenizer(scratch)
+        return write_random_checkpoint(Path(folder), fields, seed=seed, tokenizer=Path(scratch))
+
+
+def write_random_policy(folder: Path | str, *, tokenizer: Path, seed: int) -> Path:
+    """A tiny random Qwen2 for the tokenizer of a folder, as an HF folder.
+
+    Its embedding has Qwen's ``VOCABULARY`` rows, or as many as a larger tokenizer needs, in multiples of 128.
+
+    Raises TokenizerError where the folder holds no usable tokenizer.
+    """
+    reader = load_tokenizer(tokenizer)
+    stops = stop_ids(tokenizer, reader)
+    rows = max(VOCABULARY, -(-(max(reader.get_vocab().values()) + 1) // 128) * 128)
+    fields = builtin_config(hidden=32, layers=2, heads=4, kv_heads=2, ffn=64, vocab=rows)
+    fields |= {"bos_token_id": pad_id(reader), "eos_token_id": list(stops), "max_position_embeddings": 2048}
+    with tempfile.TemporaryDirectory() as scratch:
+        for file in tokenizer_files(tokenizer):
+            shutil.copyfile(file, Path(scratch) / file.name)
+        _write_json(
+            Path(scratch) / "generation_config.json", {"eos_token_id": list(stops), "pad_token_id": pad_id(reader)}
+        )
+        return write_random_checkpoint(Path(folder), fields, seed=seed, tokenizer=Path(scratch))
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,326 @@
+"""Hugging Face checkpoints: a folder or hub name in, params out; params in, a folder out. Never pickle."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes  # noqa: F401  (numpy learns bfloat16 from it)
+import numpy as np
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from oarjax.data.hf_files import (
+    INDEX,
+    SINGLE,
+    SUMS,
+    CheckpointError,
+    check_headers,
+    check_weights,
+    open_tensors,
+    read_architecture,
+    read_fields,
+    tensor_files,
+)
+from oarjax.models.qwen import QwenConfig
+from oarjax.models.weights import Weight, build_tree, init_params, lookup, weight_table
+from oarjax.runs.durable import cannot_write, sync_files, sync_folder
+from oarjax.system.processes import is_first, to_host, wait_for_all
+from oarjax.types import Params
+
+COPIED = (
+    "generation_config.json",
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+)
+COPIED += ("chat_template*",)
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+SHARD_BYTES = 5 * 10**9
+MAPPED = 64 * 2**20  # bytes of a file that are mapped at a time, about
+
+
+def read_config(path: str | Path, *, revision: str | None = None) -> tuple[QwenConfig, Path]:
+    """The architecture and the local folder of a checkpoint: an HF folder, or a hub name that is downloaded.
+
+    config.json is read first, so that an unsupported model is refused before any weight is fetched or read; then the
+    headers of the weights. What the hub gives is all of one commit, also where the revision is a branch that moves.
+
+    Raises:
+        CheckpointError: no such folder or hub name, no config.json, or weights that do not fit it (``check_weights``).
+        UnsupportedModel: see QwenConfig.from_hf.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        cfg = read_architecture(folder)
+    else:
+        name = _hub_name(path, "policy", example="Qwen/Qwen2.5-0.5B")
+        with _fetching(f"policy {name}", revision):
+            commit = Path(hf_hub_download(name, "config.json", revision=revision)).parent  # .../snapshots/<commit>
+            cfg = read_architecture(commit)
+            patterns = ["*.safetensors", "config.json", INDEX, SUMS, *COPIED]
+            folder = Path(snapshot_download(name, revision=commit.name, allow_patterns=patterns))
+    check_weights(folder, cfg)
+    return cfg, folder
+
+
+def commit_of(folder: Path) -> str | None:
+    """The hub commit that a downloaded folder is of; None for any other folder."""
+    return folder.name if folder.parent.name == "snapshots" else None
+
+
+def read_tokenizer_folder(path: str | Path, *, revision: str | None = None) -> Path:
+    """The local folder of a tokenizer: a folder, or a hub name of which nothing but the tokenizer is downloaded.
+
+    Raises:
+        CheckpointError: no such folder or hub name.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    name = _hub_name(path, "tokenizer", example="Qwen/Qwen2.5-0.5B")
+    with _fetching(f"tokenizer {name}", revision):
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(COPIED)))
+
+
+def _hub_name(path: str | Path, what: str, *, example: str) -> str:
+    name = str(path)
+    if not HUB_NAME.fullmatch(name):
+        raise CheckpointError(f"{what} {name}: no such folder; give an HF folder or a hub name such as {example}")
+    return name
+
+
+@contextmanager
+def _fetching(what: str, revision: str | None) -> Iterator[None]:
+    """The hub's many errors as one that says what to check."""
+    try:
+        yield
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"{what}: no such folder here, and the hub did not give it "
+            f"(revision {revision or 'main'}): {error}; check the name, the network and your access"
+        ) from error
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files of a checkpoint that belong to its tokenizer and its generation."""
+    return [file for file in sorted(folder.iterdir()) if any(fnmatch(file.name, pattern) for pattern in COPIED)]
+
+
+def load_params(folder: Path, cfg: QwenConfig, *, dtype: DTypeLike = jnp.float32, shardings: Any = None) -> Params:
+    """The params of a folder, each tensor cast to ``dtype`` and put where ``shardings`` (same tree) says.
+
+    With shardings this process reads only the slices that its devices hold, one device's share of one stacked tensor
+    after the other: never more than that is on the host besides what has been placed.
+
+    Raises:
+        CheckpointError: a missing shard or tensor, one too many, or a wrong shape. A head in the file of a tied
+            model and stored RoPE frequencies are passed over, as transformers does.
+    """
+    files = check_headers(folder, cfg)
+
+    def leaf(weight: Weight) -> jax.Array:
+        read = partial(_read, weight, files, dtype=np.dtype(dtype))
+        if shardings is None:
+            return jnp.asarray(read((slice(None),) * len(weight.shape)))
+        return _placed(weight.shape, lookup(shardings, weight), read)
+
+    return build_tree(cfg, leaf)
+
+
+def _placed(shape: tuple[int, ...], sharding: Sharding, read: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
+    """A global array of which this process reads its devices' blocks, each once and each placed before the next."""
+    alike: dict[tuple[tuple[int, int, int], ...], list[Any]] = {}
+    where = sharding.addressable_devices_indices_map(shape)
+    for device, index in where.items():
+        block = tuple(s.indices(n) for s, n in zip(index or (), shape))
+        alike.setdefault(block, []).append(device)
+    placed = {}
+    for block, devices in alike.items():
+        values = read(tuple(slice(*bounds) for bounds in block))
+        placed |= {device: jax.device_put(values, device) for device in devices}
+        jax.block_until_ready([placed[device] for device in devices])
+    return jax.make_array_from_single_device_arrays(shape, sharding, [placed[device] for device in where])
+
+
+def stored_dtype(folder: Path) -> np.dtype:
+    """The dtype of the embedding in the checkpoint's files."""
+    files = tensor_files(folder)
+    name = "model.embed_tokens.weight"
+    if name not in files:
+        raise CheckpointError(f"{folder}: no tensor {name}; config.json and the weights do not belong together")
+    return open_tensors(files[name]).get_tensor(name).dtype
+
+
+def _read(weight: Weight, files: dict[str, Path], index: tuple[slice, ...], *, dtype: np.dtype) -> np.ndarray:
+    """One block of a tree array, out of the checkpoint's tensors.
+
+    A file is mapped anew for every few rows: what has been read of a mapping counts as memory while it is open.
+    """
+    if weight.layers is None:
+        names, inner = list(weight.names), index
+    else:
+        names, inner = list(weight.names[index[0]]), index[1:]
+    turn = weight.layout == "transposed"
+    rows, *columns = inner[::-1] if turn else inner
+    size = weight.shape[len(weight.shape) - len(inner) :]
+    block = np.empty((len(names), *(len(range(n)[s]) for n, s in zip(size, inner))), dtype)
+    first, end, _ = rows.indices(weight.file_shape[0])
+    step = max(1, MAPPED // (4 * math.prod(weight.file_shape[1:])))
+    for i, name in enumerate(names):
+        out = block[i].T if turn else block[i]
+        for start in range(first, end, step):
+            piece = slice(start, min(start + step, end))
+            out[start - first : piece.stop - first] = open_tensors(files[name]).get_slice(name)[(piece, *columns)]
+    return block[0] if weight.layers is None else block
+
+
+def export(
+    folder: Path,
+    cfg: QwenConfig,
+    params: Params,
+    *,
+    source: Path,
+    dtype: DTypeLike | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    stop_ids: Sequence[int] = (),
+) -> Path:
+    """Write params as an HF folder: safetensors shards, config.json and tokenizer files of ``source``.
+
+    The folder appears whole or not at all: it is written beside its place, put on disk and renamed. An earlier export
+    there is replaced. ``dtype`` None keeps the dtype of the params. ``stop_ids`` become the end tokens of
+    generation_config.json, so that whatever generates from the folder stops where the policy was taught to. Gives the
+    folder back.
+
+    Every process takes part, tensor by tensor, and the first one writes: it holds one shard of the output at a time.
+
+    Raises:
+        FileExistsError: the folder holds something that is not a checkpoint.
+    """
+    out = np.dtype(dtype) if dtype is not None else np.dtype(params["embed"]["embedding"].dtype)
+    fields = read_fields(source)
+    fields.pop("torch_dtype", None)
+    if is_first():
+        fields |= {"dtype": out.name}
+        _write(folder, cfg, params, fields, out, files_of=source, shard_bytes=shard_bytes, stop_ids=stop_ids)
+    else:
+        for weight in weight_table(cfg):
+            for layer in range(len(weight.names)):
+                _tensor(params, weight, layer, out)
+    wait_for_all("export")
+    return folder
+
+
+def write_random_checkpoint(
+    folder: Path,
+    fields: dict[str, Any],
+    *,
+    seed: int,
+    dtype: DTypeLike = jnp.float32,
+    tokenizer: Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """A checkpoint of random weights from the fields of a config.json, with the tokenizer files of a folder."""
+    cfg = QwenConfig.from_hf(fields)
+    params = init_params(cfg, jax.random.key(seed), dtype=dtype)
+    out = np.dtype(dtype)
+    return _write(folder, cfg, params, fields | {"dtype": out.name}, out, files_of=tokenizer, shard_bytes=shard_bytes)
+
+
+def _write(
+    folder: Path,
+    cfg: QwenConfig,
+    params: Params,
+    fields: dict[str, Any],
+    dtype: np.dtype,
+    *,
+    files_of: Path | None,
+    shard_bytes: int,
+    stop_ids: Sequence[int] = (),
+) -> Path:
+    folder = Path(folder)
+    if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").is_file():
+        raise FileExistsError(f"{folder} holds something that is not a checkpoint; name a new folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+        fresh = Path(scratch) / "new"
+        fresh.mkdir()
+        for file in tokenizer_files(Path(files_of)) if files_of else ():
+            shutil.copyfile(file, fresh / file.name)
+        (fresh / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+        if stop_ids:
+            _write_stops(fresh / "generation_config.json", stop_ids)
+        _write_shards(fresh, cfg, params, dtype, shard_bytes)
+        sync_files(fresh)
+        if folder.exists():
+            folder.rename(Path(scratch) / "old")
+        fresh.rename(folder)
+        sync_folder(folder.parent)
+    return folder
+
+
+def remove_half_written(folder: Path) -> None:
+    """Remove what exports of this folder that were killed left beside it. Call where nothing else exports to it."""
+    for path in folder.parent.glob(f".{folder.name}-*"):
+        if re.fullmatch(r"[a-z0-9_]{8}", path.name[len(folder.name) + 2 :]) and path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _write_stops(file: Path, stop_ids: Sequence[int]) -> None:
+    """What generation ends at; the other defaults of generation stay as they are."""
+    held = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    file.write_text(json.dumps(held | {"eos_token_id": list(stop_ids)}, indent=2) + "\n")
+
+
+def _write_shards(folder: Path, cfg: QwenConfig, params: Params, dtype: np.dtype, shard_bytes: int) -> None:
+    """Tensors in the table's order, a new file before one would pass ``shard_bytes``."""
+    sizes = [
+        (weight, layer, name, math.prod(weight.file_shape) * dtype.itemsize)
+        for weight in weight_table(cfg)
+        for layer, name in enumerate(weight.names)
+    ]
+    shards: list[list[tuple[Weight, int, str]]] = [[]]
+    filled = 0
+    for weight, layer, name, size in sizes:
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append((weight, layer, name))
+        filled += size
+    where = {}
+    for number, shard in enumerate(shards, start=1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {name: _tensor(params, weight, layer, dtype) for weight, layer, name in shard}
+        try:
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:  # what the writer makes of a full disk
+            raise cannot_write(folder / file, error) from error
+        (folder / file).chmod((folder / "config.json").stat().st_mode)  # the writer lets nobody else read it
+        where |= dict.fromkeys(tensors, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(s[-1] for s in sizes)}, "weight_map": where}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _tensor(params: Params, weight: Weight, layer: int, dtype: np.dtype) -> np.ndarray:
+    """One tensor as the checkpoint stores it."""
+    array = lookup(params, weight)
+    one = np.asarray(to_host((array if weight.layers is None else array[layer]).astype(dtype)))
+    return np.ascontiguousarray(one.T if weight.layout == "transposed" else one)

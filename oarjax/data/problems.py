@@ -1,0 +1,171 @@
+"""Problems and their answers, from the built-in task, JSON lines, Parquet or a hub dataset."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from oarjax.config import DatasetConfig
+from oarjax.data.arithmetic import MARKER, SIZES, arithmetic_rows
+from oarjax.errors import UserError
+
+Row = tuple[str, dict[str, Any]]
+"""Where a row stands, for errors, and its fields."""
+
+
+class DataError(UserError, ValueError):
+    """A dataset that cannot be read or holds nothing usable; the message ends in the remedy."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    prompt: str
+    answer: str  # the answer field as it stands; for SFT the whole completion
+    index: int  # row number in the dataset
+    place: str = field(default="", compare=False)  # where it stands, for errors
+
+    @property
+    def reference(self) -> str:
+        """What a completion's answer is compared with."""
+        return reference_answer(self.answer)
+
+
+def reference_answer(answer: str) -> str:
+    """The reference of an answer field: what follows its last ``####`` (GSM8K's rationale comes before), else all."""
+    return answer.rpartition(MARKER)[2].strip()
+
+
+def load_problems(config: DatasetConfig, *, where: str = "data.train") -> list[Problem]:
+    """The problems of a dataset, in its order. ``where`` is the config section that errors name.
+
+    Raises DataError for a missing or empty source, a bad line, a missing or blank field, or a missing package.
+    """
+    rows = read_rows(config, where=where)
+    limited = islice(rows, config.limit) if config.limit else rows
+    problems = [
+        Problem(
+            prompt=_field(row, config.prompt_field, place, f"{where}.prompt_field"),
+            answer=_field(row, config.answer_field, place, f"{where}.answer_field"),
+            index=index,
+            place=place,
+        )
+        for index, (place, row) in enumerate(limited)
+    ]
+    if not problems:
+        raise DataError(f"{where}.source: {config.source} holds no rows")
+    _refuse_blank([p.prompt for p in problems], config.prompt_field, config.source, f"{where}.prompt_field")
+    _refuse_blank([p.answer for p in problems], config.answer_field, config.source, f"{where}.answer_field")
+    return problems
+
+
+def read_rows(config: DatasetConfig, *, where: str) -> Iterator[Row]:
+    """The rows of a dataset with every field they have, read one after the other.
+
+    Raises DataError for a missing source, a bad line, or a missing package.
+    """
+    if config.source.startswith("builtin:"):
+        return _builtin_rows(config, where)
+    path = Path(config.source).expanduser()
+    if config.source.endswith((".jsonl", ".parquet")):
+        if not path.is_file():
+            raise DataError(f"{where}.source: no file {path}; give the path of a .jsonl or .parquet file that is there")
+        return _jsonl_rows(path) if path.suffix == ".jsonl" else parquet_rows(path, f"{where}.source")
+    if path.exists():
+        raise DataError(f"{where}.source: {config.source} is neither .jsonl nor .parquet; convert it to one of these")
+    return _hub_rows(config, where)
+
+
+def _field(row: dict[str, Any], name: str, place: str, setting: str) -> str:
+    """One field as text; numbers are written out."""
+    if name not in row:
+        known = ", ".join(map(repr, row))
+        raise DataError(f"{place}: no field {name!r}, only {known}; set {setting} to one of them")
+    value = row[name]
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise DataError(f"{place}: field {name!r} is {value!r}; expected text or a number; set {setting} to another")
+    return str(value)
+
+
+def _refuse_blank(values: list[str], name: str, source: str, setting: str) -> None:
+    """Single blank rows are the grader's to count; a column of nothing else is the wrong one."""
+    if not any(value.strip() for value in values):
+        raise DataError(f"{source}: field {name!r} is blank in all {len(values)} rows; set {setting} to another")
+
+
+def _builtin_rows(config: DatasetConfig, where: str) -> Iterator[Row]:
+    if config.source != "builtin:arithmetic":
+        raise DataError(f"{where}.source: no built-in task {config.source!r}; accepted: builtin:arithmetic")
+    if config.split not in SIZES:
+        raise DataError(
+            f"{where}.split: builtin:arithmetic has no split {config.split!r}; accepted: {', '.join(SIZES)}"
+        )
+    task = config.arithmetic
+    rows = arithmetic_rows(
+        config.split,
+        rows=config.limit or SIZES[config.split],
+        terms=task.terms,
+        highest=task.highest,
+        written=task.written,
+        seed=task.seed,
+    )
+    return ((f"{config.source} row {number}", row) for number, row in enumerate(rows))
+
+
+def _jsonl_rows(path: Path) -> Iterator[Row]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            place = f"{path} line {number}"
+            try:
+                row = json.loads(line.decode())
+            except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or brackets without end
+                raise DataError(f"{place}: not JSON ({error}); expected one object a line") from None
+            if not isinstance(row, dict):
+                raise DataError(f"{place}: a {type(row).__name__}; expected one object a line")
+            yield place, row
+
+
+def parquet_rows(path: Path, setting: str) -> Iterator[Row]:
+    """Rows of a Parquet file. ``setting`` is what named it, for errors.
+
+    Raises:
+        DataError: pyarrow is missing, or cannot read the file.
+    """
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise DataError(
+            f"{setting}: reading {path} needs pyarrow; install oarjax[hub], or convert it to .jsonl"
+        ) from None
+    number = 0
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches():
+            for row in batch.to_pylist():
+                yield f"{path} row {number}", row
+                number += 1
+    except (OSError, ValueError) as error:  # pyarrow's own errors are among these
+        raise DataError(f"{path}: not readable as Parquet after {number} rows ({error})") from None
+
+
+def _hub_rows(config: DatasetConfig, where: str) -> Iterator[Row]:
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise DataError(
+            f"{where}.source: {config.source!r} is no file here, and as a hub dataset it needs the package datasets; "
+            "install oarjax[hub], or give a .jsonl or .parquet file"
+        ) from None
+    try:
+        dataset = datasets.load_dataset(config.source, config.name, split=config.split, revision=config.revision)
+    except Exception as error:  # offline, unknown, gated, wrong configuration or split: one type each
+        raise DataError(
+            f"{where}.source: cannot load {config.source!r} (name {config.name!r}, split {config.split!r}, revision "
+            f"{config.revision!r}) from the hub: {type(error).__name__}: {error}. Check these fields and the network, "
+            "or give a .jsonl or .parquet file"
+        ) from error
+    return ((f"{config.source} row {number}", dict(row)) for number, row in enumerate(dataset))

@@ -1,0 +1,286 @@
+"""The pipelines that deal problems out as padded arrays.
+
+Order is Grain's: a fresh shuffle every epoch, a function of the seed alone. Every process deals out the same whole
+batches, already rid of what is too long, and sends its own devices their rows (``system.processes.to_devices``):
+neither order nor shape depends on the number of processes, none runs out before the others, and a saved position can
+be resumed on any number of them. Nothing is dropped at an epoch's end: a batch that straddles it is filled from the
+next epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import grain
+import numpy as np
+from jaxtyping import Bool, Int32
+from transformers import PreTrainedTokenizerFast
+
+from oarjax.data.problems import DataError, Problem
+from oarjax.data.tokenizer import encode, placed, render_prompt
+from oarjax.types import PromptBatch
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Problems that fit, and their ids; ``completions`` only for SFT pairs."""
+
+    problems: tuple[Problem, ...]
+    prompts: tuple[list[int], ...]
+    completions: tuple[list[int], ...]
+    dropped: int  # too long, left out
+
+    def __len__(self) -> int:
+        return len(self.problems)
+
+    @cached_property
+    def by_index(self) -> dict[int, Problem]:
+        """Problems by their row number in the dataset, which is what a PromptBatch carries."""
+        return {problem.index: problem for problem in self.problems}
+
+
+@dataclass(frozen=True)
+class SFTBatch:
+    """Prompts LEFT-padded to S and completions RIGHT-padded to T, side by side as in a TrainBatch."""
+
+    tokens: Int32[np.ndarray, "B N"]
+    valid: Bool[np.ndarray, "B N"]
+    completion: Bool[np.ndarray, "B T"]  # the tokens to imitate, the stop token included
+
+
+def encode_problems(
+    problems: Sequence[Problem],
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    template: Literal["chat", "plain"],
+    system_prompt: str | None,
+    prompt_format: str,
+    max_prompt: int,
+    thinking: bool | None = None,
+) -> Encoded:
+    """Prompts as ids. Those of more than ``max_prompt`` tokens are left out and counted, never cut.
+
+    Raises DataError where none is left.
+    """
+    pairs = [
+        (problem, ids)
+        for problem in problems
+        if len(ids := _render(tokenizer, problem, template, system_prompt, prompt_format, thinking)) <= max_prompt
+    ]
+    if not pairs:
+        raise DataError(f"all {len(problems)} prompts are longer than {max_prompt} tokens; raise data.max_prompt")
+    kept, prompts = zip(*pairs)
+    return Encoded(kept, prompts, (), len(problems) - len(kept))
+
+
+def encode_pairs(
+    problems: Sequence[Problem],
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    template: Literal["chat", "plain"],
+    system_prompt: str | None,
+    prompt_format: str,
+    max_length: int,
+    stop_id: int,
+    thinking: bool | None = None,
+) -> Encoded:
+    """Prompts with the completions to imitate: the answer field's ids, then ``stop_id``.
+
+    Pairs of more than ``max_length`` tokens together are left out and counted. Raises DataError where none is left.
+    """
+    triples = []
+    for problem in problems:
+        prompt = _render(tokenizer, problem, template, system_prompt, prompt_format, thinking)
+        with placed(problem.place):
+            completion = [*encode(tokenizer, problem.answer), stop_id]
+        if len(prompt) + len(completion) <= max_length:
+            triples.append((problem, prompt, completion))
+    if not triples:
+        raise DataError(f"all {len(problems)} pairs are longer than {max_length} tokens; raise sft.max_length")
+    kept, prompts, completions = zip(*triples)
+    return Encoded(kept, prompts, completions, len(problems) - len(kept))
+
+
+def pad_prompts(prompts: Sequence[Sequence[int]], *, length: int, pad_id: int, problems: Sequence[int]) -> PromptBatch:
+    """Left-padded prompts of ``length`` positions; which positions are real comes from the prompts' lengths."""
+    tokens, valid = left_pad(prompts, length=length, pad_id=pad_id)
+    return PromptBatch(tokens=tokens, valid=valid, problem=np.asarray(problems, np.int32))  # pyright: ignore[reportArgumentType]
+
+
+def left_pad(
+    rows: Sequence[Sequence[int]], *, length: int, pad_id: int
+) -> tuple[Int32[np.ndarray, "B S"], Bool[np.ndarray, "B S"]]:
+    """Rows of ids at the right edge of [B, length], and the mask of real ids."""
+    tokens = np.full((len(rows), length), pad_id, np.int32)
+    for row, ids in zip(tokens, rows, strict=True):
+        row[length - len(ids) :] = ids
+    lengths = np.array([len(ids) for ids in rows])
+    return tokens, np.arange(length) >= length - lengths[:, None]
+
+
+def right_pad(
+    rows: Sequence[Sequence[int]], *, length: int, pad_id: int
+) -> tuple[Int32[np.ndarray, "B T"], Bool[np.ndarray, "B T"]]:
+    """Rows of ids at the left edge of [B, length], and the mask of real ids."""
+    tokens = np.full((len(rows), length), pad_id, np.int32)
+    for row, ids in zip(tokens, rows, strict=True):
+        row[: len(ids)] = ids
+    lengths = np.array([len(ids) for ids in rows])
+    return tokens, np.arange(length) < lengths[:, None]
+
+
+def bucketed(rows: Iterable[Sequence[int]], bucket: int) -> int:
+    """The longest row's length, rounded up to a multiple of ``bucket``: few lengths, few compilations."""
+    return -(-max(len(ids) for ids in rows) // bucket) * bucket
+
+
+class Stream:
+    """Row numbers of ``rows`` items in batches, without end, and a position that can be saved.
+
+    The order depends on ``seed``, ``rows`` and ``shuffle`` alone.
+    """
+
+    def __init__(self, rows: int, *, batch: int, seed: int, shuffle: bool) -> None:
+        order = grain.MapDataset.range(rows).seed(seed % 2**32)
+        order = (order.shuffle() if shuffle else order).repeat()
+        # Threads would only delay a handful of integers; none are left behind at exit.
+        options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+        self._batches = iter(order.batch(batch, batch_fn=list).to_iter_dataset(options))
+        self._made_of = {"rows": rows, "batch": batch, "seed": seed, "shuffle": shuffle}
+
+    def next_rows(self) -> list[int]:
+        return [int(row) for row in next(self._batches)]
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able position; the same on every process."""
+        return {**self._made_of, "position": self._batches.get_state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go to a saved position. Raises DataError where it was saved over other data or settings."""
+        saved = {name: state.get(name) for name in self._made_of}
+        if saved != self._made_of:
+            raise DataError(
+                f"the saved data position belongs to {saved} and this run has {self._made_of}; "
+                "resume with the data, batch and seed it was saved with"
+            )
+        self._batches.set_state(state["position"])
+
+
+class PromptStream:
+    """Batches of ``prompts`` prompts, without end. ``state`` and ``restore`` resume exactly."""
+
+    def __init__(
+        self,
+        encoded: Encoded,
+        *,
+        prompts: int,
+        bucket: int,
+        pad_id: int,
+        seed: int,
+        shuffle: bool,
+    ) -> None:
+        self._encoded, self._bucket, self._pad_id = encoded, bucket, pad_id
+        self._stream = Stream(len(encoded), batch=prompts, seed=seed, shuffle=shuffle)
+
+    def __iter__(self) -> PromptStream:
+        return self
+
+    def __next__(self) -> tuple[PromptBatch, list[Problem]]:
+        rows = self._stream.next_rows()
+        length = bucketed((self._encoded.prompts[row] for row in rows), self._bucket)
+        return _prompt_batch(self._encoded, rows, length, self._pad_id)
+
+    def state(self) -> dict[str, Any]:
+        return self._stream.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._stream.restore(state)
+
+
+class SFTStream:
+    """Prompt and completion pairs, in endless shuffled batches. Resumes as PromptStream does."""
+
+    def __init__(
+        self,
+        encoded: Encoded,
+        *,
+        batch: int,
+        prompt_bucket: int,
+        completion_bucket: int,
+        pad_id: int,
+        seed: int,
+    ) -> None:
+        self._encoded, self._pad_id = encoded, pad_id
+        self._buckets = (prompt_bucket, completion_bucket)
+        self._stream = Stream(len(encoded), batch=batch, seed=seed, shuffle=True)
+
+    def __iter__(self) -> SFTStream:
+        return self
+
+    def __next__(self) -> SFTBatch:
+        rows = self._stream.next_rows()
+        prompts, completions = self._encoded.prompts, self._encoded.completions
+        prompt_length = bucketed((prompts[row] for row in rows), self._buckets[0])
+        completion_length = bucketed((completions[row] for row in rows), self._buckets[1])
+        left, left_valid = left_pad([prompts[row] for row in rows], length=prompt_length, pad_id=self._pad_id)
+        right, completion = right_pad([completions[row] for row in rows], length=completion_length, pad_id=self._pad_id)
+        return SFTBatch(
+            tokens=np.concatenate([left, right], axis=1),
+            valid=np.concatenate([left_valid, completion], axis=1),
+            completion=completion,
+        )
+
+    def state(self) -> dict[str, Any]:
+        return self._stream.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._stream.restore(state)
+
+
+def eval_order(encoded: Encoded) -> list[int]:
+    """Rows by prompt length, the longest first: batches are little padded, and too little memory shows at once."""
+    return sorted(range(len(encoded)), key=lambda row: -len(encoded.prompts[row]))
+
+
+def eval_batches(
+    encoded: Encoded, *, batch: int, bucket: int, pad_id: int, order: Sequence[int] | None = None
+) -> Iterator[tuple[PromptBatch, list[Problem], int]]:
+    """Every problem of ``order``, by default all as they come: (prompts, problems, how many of them count).
+
+    The last batch is filled up with its own first problem, to keep the shape; only the leading rows count.
+    """
+    order = range(len(encoded)) if order is None else order
+    for start in range(0, len(order), batch):
+        rows = list(order[start : start + batch])
+        real = len(rows)
+        rows += [rows[0]] * (batch - real)
+        length = bucketed((encoded.prompts[row] for row in rows), bucket)
+        yield *_prompt_batch(encoded, rows, length, pad_id), real
+
+
+def _prompt_batch(encoded: Encoded, rows: list[int], length: int, pad_id: int) -> tuple[PromptBatch, list[Problem]]:
+    problems = [encoded.problems[row] for row in rows]
+    prompts = [encoded.prompts[row] for row in rows]
+    return pad_prompts(prompts, length=length, pad_id=pad_id, problems=[p.index for p in problems]), problems
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerFast,
+    problem: Problem,
+    template: Literal["chat", "plain"],
+    system_prompt: str | None,
+    prompt_format: str,
+    thinking: bool | None,
+) -> list[int]:
+    with placed(problem.place):
+        return render_prompt(
+            tokenizer,
+            problem.prompt,
+            template=template,
+            system_prompt=system_prompt,
+            prompt_format=prompt_format,
+            thinking=thinking,
+        )

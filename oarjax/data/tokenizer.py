@@ -1,0 +1,308 @@
+"""Tokenizers: loading, the stop set, the bytes behind every id, and rendering a prompt to ids.
+
+Completions are read through ``token_bytes`` and never encoded again: sampled ids need not be the ids
+that the tokenizer would give for the same text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerFast
+
+from oarjax.errors import UserError
+
+END_OF_TURN = "<|im_end|>"
+END_OF_TEXT = "<|endoftext|>"
+PROBE_TOKENS = 64
+
+
+class TokenizerError(UserError, ValueError):
+    """A tokenizer that is missing, does not fit the model, or cannot encode what it was given."""
+
+
+class TextError(TokenizerError):
+    """One text that cannot be encoded; ``placed`` says where it stands."""
+
+
+@contextlib.contextmanager
+def placed(place: str) -> Iterator[None]:
+    """Errors of a text begin with its place, such as a line of a file; "" where there is none."""
+    try:
+        yield
+    except TextError as error:
+        if not place:
+            raise
+        raise TextError(f"{place}: {error}") from None
+
+
+def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
+    """The tokenizer of an HF folder, checked to encode its own vocabulary.
+
+    Where the folder has a ``tokenizer.json``, that file is taken as it is. ``AutoTokenizer`` would rebuild it as
+    the class that the model's type suggests, and a character-level vocabulary rebuilt as Qwen2's byte-level BPE
+    drops what it does not know. Code that comes with a folder is never run.
+
+    Raises TokenizerError where the folder holds no tokenizer, or its ids do not read back as the text.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise TokenizerError(f"tokenizer folder {folder}: no such folder")
+    whole = (folder / "tokenizer.json").exists()
+    if not whole and not ((folder / "vocab.json").exists() and (folder / "merges.txt").exists()):
+        raise TokenizerError(f"tokenizer folder {folder}: expected tokenizer.json, or vocab.json with merges.txt")
+    try:
+        if whole:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
+        else:
+            from transformers import AutoTokenizer  # imports torch where it is installed, which takes seconds
+
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except Exception as error:  # the tokenizers library has no error class of its own
+        raise TokenizerError(f"tokenizer folder {folder} cannot be read ({error}); fetch it again") from error
+    _check_round_trip(tokenizer, folder)
+    return tokenizer
+
+
+def stop_ids(folder: Path | str, tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
+    """The ids that end a completion, sorted.
+
+    The union of ``eos_token_id`` in the folder's generation_config.json (an int or a list), the tokenizer's end
+    token, and ``<|im_end|>`` and ``<|endoftext|>`` where the vocabulary has them, so that a Qwen folder that
+    lacks the first still gets Qwen's two: (151643, 151645).
+
+    Raises TokenizerError where there is none at all, or one that the tokenizer does not have.
+    """
+    vocab = tokenizer.get_vocab()
+    found: set[int] = set()
+    path = Path(folder) / "generation_config.json"
+    if path.exists():
+        try:
+            declared = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise TokenizerError(f"{path} is not a JSON object ({error}); fetch it again") from None
+        if declared is not None:
+            found |= _known_ids(declared, set(vocab.values()), path)
+    for token in (tokenizer.eos_token, END_OF_TURN, END_OF_TEXT):
+        if token is not None and token in vocab:
+            found.add(vocab[token])
+    if not found:
+        raise TokenizerError(
+            f"{folder}: no token ends a completion; set eos_token in tokenizer_config.json "
+            "or eos_token_id in generation_config.json"
+        )
+    return tuple(sorted(found))
+
+
+def _known_ids(declared: Any, known: set[int], path: Path) -> set[int]:
+    ids = declared if isinstance(declared, list) else [declared]
+    unknown = [i for i in ids if isinstance(i, bool) or not isinstance(i, int) or i not in known]
+    if unknown:
+        raise TokenizerError(
+            f"{path}: eos_token_id {unknown[0]!r} is no id of the tokenizer beside it (up to {max(known)}): they do "
+            "not belong together; fetch the folder again"
+        )
+    return set(ids)
+
+
+def pad_id(tokenizer: PreTrainedTokenizerFast) -> int:
+    """The id written into padding. Nothing reads it: masks come from lengths, so it may be a stop id as well."""
+    vocab = tokenizer.get_vocab()
+    for token in (tokenizer.pad_token, END_OF_TEXT, tokenizer.eos_token):
+        if token is not None and token in vocab:
+            return vocab[token]
+    raise TokenizerError("the tokenizer has no padding token; set pad_token in tokenizer_config.json")
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> list[bytes]:
+    """The UTF-8 bytes of every id below ``vocab_size``; their concatenation is the text of a completion.
+
+    Byte-level BPE vocabularies (Qwen) spell bytes in GPT-2's alphabet, which is undone here; in plain vocabularies
+    a token is its own text. Special tokens, and the ids by which an embedding is padded beyond the tokenizer,
+    are b"". An added token that is not special (``<think>``) is its own text.
+
+    Raises TokenizerError where the tokenizer has ids at or above ``vocab_size``, or decodes in another way.
+    """
+    vocab = tokenizer.get_vocab()
+    highest = max(vocab.values())
+    if highest >= vocab_size:
+        raise TokenizerError(
+            f"the tokenizer has ids up to {highest} and the model's vocabulary only {vocab_size}: "
+            "they do not belong together; use the tokenizer of the model's own folder"
+        )
+    added = dict(tokenizer.added_tokens_decoder)
+    special = {index for index, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+    alphabet = _byte_alphabet() if _is_byte_level(tokenizer) else None
+    table = [b""] * vocab_size
+    for token, index in vocab.items():
+        if index in special:
+            continue
+        if alphabet is None or index in added:
+            table[index] = token.encode()
+        else:
+            table[index] = bytes(alphabet[letter] for letter in token)
+    return table
+
+
+def text_of(ids: Iterable[int], table: Sequence[bytes]) -> str:
+    """The text of ids by their bytes; a character cut at either end reads as U+FFFD."""
+    return b"".join(table[index] for index in ids).decode("utf-8", errors="replace")
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """Ids of a text, nothing added in front or behind.
+
+    Raises TextError where the vocabulary lacks a character (and has no unknown token for it).
+    """
+    try:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # pyright: ignore[reportArgumentType]
+    except Exception as error:  # tokenizers raises bare Exceptions
+        cause = f"{error}; is a character missing from its vocabulary?"
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            cause = "it holds half of a surrogate pair, which is no character; mend the text, or leave it out"
+        raise TextError(f"the tokenizer cannot encode {_short(text)}: {cause}") from None
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerFast,
+    prompt: str,
+    *,
+    template: Literal["chat", "plain"],
+    system_prompt: str | None,
+    prompt_format: str,
+    thinking: bool | None = None,
+) -> list[int]:
+    """Ids of one prompt, ready for the completion to follow.
+
+    ``prompt_format`` is applied first; only ``{prompt}`` is replaced, so other braces (``\\boxed{}``) stand.
+    chat: the tokenizer's chat template with the system prompt, where there is one, the prompt as the user's turn
+    and the opening of the assistant's turn, with Qwen3's switch for thinking where it is given. plain: the text as it
+    is, a system prompt and a blank line before it.
+
+    Raises TokenizerError for a missing or failing chat template, one without the switch that is given, a format
+    without ``{prompt}``, an empty result.
+    """
+    if "{prompt}" not in prompt_format:
+        raise TokenizerError(f"data.prompt_format {prompt_format!r}: expected {{prompt}} where the prompt goes")
+    text = prompt_format.replace("{prompt}", prompt)
+    if template == "chat":
+        if tokenizer.chat_template is None:
+            raise TokenizerError("the tokenizer has no chat template; set data.template to plain")
+        switch: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
+        if switch and not can_think(tokenizer):
+            raise TokenizerError("data.thinking: the chat template has no enable_thinking; set data.thinking to null")
+        turns = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
+        turns.append({"role": "user", "content": text})
+        try:
+            rendered = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, **switch)
+        except Exception as error:  # Jinja has many, and a template may raise its own
+            raise TextError(
+                f"the chat template fails on the prompt {_short(prompt)} ({type(error).__name__}: {error}); "
+                "set data.template to plain, or mend the template"
+            ) from error
+        ids = encode(tokenizer, str(rendered))
+    else:
+        ids = encode(tokenizer, text if system_prompt is None else f"{system_prompt}\n\n{text}")
+    if not ids:
+        remedy = "mend the chat template or data.prompt_format" if prompt.strip() else "fill it in, or leave it out"
+        raise TextError(f"the prompt {_short(prompt)} encodes to no tokens at all; {remedy}")
+    return ids
+
+
+def chat_ids(tokenizer: PreTrainedTokenizerFast, turns: Sequence[dict[str, str]], **switch: Any) -> list[int]:
+    """Ids of turns by the chat template, ready for the assistant's; a last turn of its own is gone on with.
+
+    Raises TokenizerError for a missing or failing chat template, and for turns that come to nothing.
+    """
+    if tokenizer.chat_template is None:
+        raise TokenizerError("the tokenizer has no chat template, and these are chat messages; save plain text instead")
+    begun = bool(turns) and turns[-1]["role"] == "assistant"
+    try:
+        rendered = tokenizer.apply_chat_template(
+            list(turns), add_generation_prompt=not begun, continue_final_message=begun, tokenize=False, **switch
+        )
+    except Exception as error:  # Jinja has many, and a template may raise its own
+        raise TextError(f"the chat template fails on {turns!r:.80} ({type(error).__name__}: {error})") from error
+    ids = encode(tokenizer, str(rendered))
+    if not ids:
+        raise TextError(f"the chat {turns!r:.80} encodes to no tokens at all")
+    return ids
+
+
+TURN = re.compile(r"(?:\A|(?<=\n))(system|user|assistant)\n")
+
+
+def rendered_ids(tokenizer: PreTrainedTokenizerFast, text: str, table: Sequence[bytes]) -> tuple[list[int], bool]:
+    """Ids of a prompt that was saved as the text the policy read, and whether its special tokens had to be put back.
+
+    A text decoded without special tokens has lost the marks around its turns. Where it reads as turns of a chat, and
+    the chat template makes of them ids with exactly this text, these are taken; else the text as it stands.
+    """
+    pieces = TURN.split(text)
+    roles = pieces[1::2]
+    asks = roles[1:] if roles[:1] == ["system"] else roles
+    if (
+        tokenizer.chat_template is not None
+        and not pieces[0]
+        and asks
+        and asks == ["user", "assistant"] * (len(asks) // 2)
+    ):
+        turns = [{"role": r, "content": c.removesuffix("\n")} for r, c in zip(roles[:-1], pieces[2:-1:2])]
+        for switch in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
+            with contextlib.suppress(TokenizerError):
+                ids = chat_ids(tokenizer, turns, **switch)
+                if text_of(ids, table) == text and any(not table[i] for i in ids):
+                    return ids, True
+    return encode(tokenizer, text), False
+
+
+def can_think(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Whether the chat template has Qwen3's switch for thinking."""
+    return "enable_thinking" in str(tokenizer.chat_template)
+
+
+def _check_round_trip(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Encode some of the vocabulary's own tokens and read the ids back: one text per token, then all in one."""
+    vocab = tokenizer.get_vocab()
+    table = token_bytes(tokenizer, max(vocab.values()) + 1)
+    plain = [text.decode() for text in table if text.isascii() and text.decode().isprintable() and text.strip()]
+    plain = plain[:PROBE_TOKENS]
+    if not plain:
+        raise TokenizerError(f"tokenizer of {folder}: its vocabulary has no token with printable text")
+    for text in (*plain, "".join(plain)):
+        ids = encode(tokenizer, text)
+        if not ids or text_of(ids, table) != text:
+            raise TokenizerError(
+                f"tokenizer of {folder}: {_short(text)} encodes to {ids[:8]}, which reads back as "
+                f"{_short(text_of(ids, table))}; expected the same text. Its tokenizer.json and tokenizer_config.json "
+                "do not fit each other, or it normalises the text"
+            )
+
+
+def _is_byte_level(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Whether ids decode through GPT-2's byte alphabet; raises TokenizerError for other schemes."""
+    decoder: Any = tokenizer.backend_tokenizer.decoder
+    state = json.loads(b'{"type": "Fuse"}' if decoder is None else decoder.__getstate__())
+    kinds = {step["type"] for step in state.get("decoders", [state])}
+    if kinds <= {"ByteLevel", "Fuse"}:
+        return "ByteLevel" in kinds
+    raise TokenizerError(
+        f"the tokenizer decodes with {', '.join(sorted(kinds))}; expected ByteLevel (Qwen) or plain tokens (Fuse)"
+    )
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's letters for the 256 bytes: printable Latin-1 stands for itself, the rest counts up from U+0100."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    letters = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    return letters | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")

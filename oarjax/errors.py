@@ -1,0 +1,7 @@
+"""The one base of errors that a user can mend: a command shows them as a message instead of a traceback."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """One sentence with the field or file, what was expected, what came, and the remedy."""

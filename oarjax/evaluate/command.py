@@ -1,0 +1,441 @@
+"""``oarjax evaluate``: benchmarks by name, on a run, a checkpoint or any Qwen policy; goes on after a kill."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+from rich.console import Console
+
+from oarjax.config import Config, ConfigError, DatasetConfig, apply_override, explained, flatten, parse_config
+from oarjax.data.hf import read_config
+from oarjax.data.streams import Encoded
+from oarjax.data.tokenizer import load_tokenizer
+from oarjax.evaluate.benchmarks import PROMPTS, Asked, Benchmark, family_prompt, find_fields, read_names
+from oarjax.evaluate.results import (
+    INTERVALS,
+    benchmark_result,
+    compare,
+    print_comparison,
+    print_results,
+    read_result,
+)
+from oarjax.evaluate.samples import SampleLines
+from oarjax.evaluate.target import Target, find_target, load_target, weights_digest
+from oarjax.grading.recorded import setup_of
+from oarjax.report.console import Progress
+from oarjax.report.files import make_console, visible
+from oarjax.runs.durable import storage_errors, write_durably
+from oarjax.runs.folder import locked
+from oarjax.runs.stop import Stop, Stopped
+from oarjax.system.devices import choose_platform, make_mesh
+from oarjax.system.processes import from_first, join_processes, only_first
+from oarjax.training.held_out import Graded, first_rewards, graded_batches
+from oarjax.training.layout import lay_out
+from oarjax.training.programs import make_optimizer, make_steps
+from oarjax.training.run import Session, facts, open_session
+from oarjax.types import Params
+
+OWN = "held-out"
+"""What the run's own held-out problems are called."""
+
+ACCEPTED = (
+    "seed",
+    "device",
+    "compilation_cache",
+    "policy.compute_dtype",
+    "policy.revision",
+    "mesh.",
+    "distributed.",
+    "data.eval.",
+    "data.template",
+    "data.system_prompt",
+    "data.thinking",
+    "data.prompt_format",
+    "data.max_prompt",
+    "rollout.max_new",
+    "rollout.prompt_bucket",
+    "grading.",
+    "credit.answer.style",
+    "credit.answer.pattern",
+    "eval.batch",
+)
+"""Fields of a config that an evaluation reads."""
+
+SETTINGS = (
+    "seed",
+    "data.template",
+    "data.system_prompt",
+    "data.thinking",
+    "data.prompt_format",
+    "data.max_prompt",
+    "rollout.max_new",
+    "grading.rewards",
+    "grading.plugins",
+    "grading.deadline",
+    "grading.memory_mb",
+    "credit.answer.style",
+    "credit.answer.pattern",
+    "eval.samples",
+    "eval.temperature",
+)
+"""Fields that its results depend on, besides policy and problems."""
+
+ROWS = 64  # completions sampled at once per device, where eval.batch is not given
+
+
+class Part(NamedTuple):
+    """One benchmark, ready to be sampled."""
+
+    name: str
+    prompt: str
+    session: Session
+
+    @property
+    def encoded(self) -> Encoded:
+        return self.session.train
+
+
+def run(
+    target: str,
+    *,
+    data: str | None,
+    k: int | None,
+    temperature: float | None,
+    prompt: str,
+    overrides: Sequence[str],
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Evaluate, print the table or the JSON, and write results.json and samples.jsonl."""
+    console = Console(stderr=True, quiet=True) if as_json else make_console()
+    found = find_target(target)
+    asked = [_own(found, target)] if data is None else read_names(data)
+    folder = out or _folder(target, found, asked, k, temperature)
+    trees = [(a.name, *_tree(found, a.benchmark, prompt, k, temperature, overrides, folder)) for a in asked]
+    configs = [_config(tree) for _, _, tree in trees]
+    if not any(o.startswith("eval.batch=") for o in overrides):
+        configs = [_with_batch(cfg, _batch(configs[0])) for cfg in configs]
+    parts = [
+        Part(name, asks, open_session(cfg, console, evaluates=True)) for (name, asks, _), cfg in zip(trees, configs)
+    ]
+    first = parts[0].session
+    with ExitStack() as stack:
+        stack.enter_context(_told_to_stop(console, folder))
+        if first.first:
+            stack.enter_context(locked(folder, given="--out"))
+        stack.enter_context(storage_errors(folder))
+        identity = _identity(found, parts)
+        only_first(lambda: _claim(folder, identity))
+        _announce(console, parts, folder)
+        result = {**identity, "version": version("oarjax"), "intervals": INTERVALS}
+        samples = stack.enter_context(closing(SampleLines(folder / "samples.jsonl"))) if first.first else None
+        params = load_target(found, first)
+        for part in parts:
+            records = evaluate_part(part, params, samples)
+            if samples is not None:
+                result["benchmarks"][part.name] |= benchmark_result(records, samples=part.session.cfg.eval.samples)
+    if first.first:
+        text = json.dumps(result, indent=1, allow_nan=False)
+        with storage_errors(folder):
+            write_durably(folder / "results.json", text + "\n")
+        if as_json:
+            print(text)
+        else:
+            print_results(console, result)
+            console.print(f"written to {folder}", markup=False)
+
+
+@contextmanager
+def _told_to_stop(console: Console, folder: Path) -> Iterator[None]:
+    """SIGTERM and Ctrl-C end it with the exit code of a run that was told to stop: every whole batch is on disk."""
+    with Stop():
+        try:
+            yield
+        except Stopped:
+            console.print(f"stopped; the same command goes on with what is in {folder}", markup=False)
+            raise
+
+
+def run_compare(ours: Path, theirs: Path, *, as_json: bool) -> None:
+    """``oarjax compare``: the paired differences of two evaluations."""
+    found = compare(read_result(ours), read_result(theirs))
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        print_comparison(make_console(), found)
+
+
+def evaluate_part(part: Part, params: Params, samples: SampleLines | None) -> list[dict[str, Any]]:
+    """All samples of a benchmark: those on disk, and the rest drawn and written batch by batch.
+
+    ``samples`` is the first process's; the others draw along and know only what they drew.
+    """
+    session, cfg, total = part.session, part.session.cfg, len(part.encoded)
+    count = cfg.eval.samples
+    records: list[dict[str, Any]] = []
+
+    def look() -> int:
+        if samples is not None:
+            records.extend(samples.known(part.name, total, samples=count, batch=cfg.eval.batch))
+        return len(records) // count
+
+    skip = from_first(look)
+    steps = make_steps(
+        session.policy,
+        make_optimizer(cfg)[0],
+        lay_out(session, make_optimizer(cfg)[0]),
+        cfg,
+        stop_ids=session.stop_ids,
+        pad_id=session.pad_id,
+        rollout=session.rollout,
+    )
+    if skip:
+        session.console.print(f"{visible(part.name)}: {skip} of {total} problems are known already", markup=False)
+    if skip == total:
+        return records
+    with session.grader() as grader, Progress(total, label=part.name, console=session.console) as progress:
+        for batch in graded_batches(session, steps, grader, params, part.encoded, skip=skip):
+            drawn = sample_records(part, batch)
+            if samples is not None:
+                samples.write(drawn)
+            records += drawn
+            known = [r["score"] for r in records if r["score"] is not None]
+            shown = {"score": sum(known) / max(len(known), 1)}
+            shown["length"] = sum(r["tokens"] for r in records) / len(records)
+            progress.update(len(records) // count, shown)
+    return records
+
+
+def sample_records(part: Part, batch: Graded) -> list[dict[str, Any]]:
+    """Everything that is to be known of a batch's samples, a line each."""
+    session, rollout, grades = part.session, batch.rollout, batch.grades
+    scores = first_rewards(session, batch).reshape(-1)
+    texts = session.completions(rollout)
+    count = session.cfg.eval.samples
+    problems = [part.encoded.by_index[int(p)] for p in batch.problems for _ in range(count)]
+    return [
+        {
+            "benchmark": part.name,
+            "problem": problem.index,
+            "sample": row % count,
+            "prompt": problem.prompt,
+            "completion": texts[row],
+            "answer": grades.answers[row],
+            "reference": problem.reference,
+            "score": float(scores[row]) if scores[row] == scores[row] else None,
+            "verdict": grades.verdicts[row],
+            "note": grades.notes[row],
+            "tokens": int(rollout.completion[row].sum()),
+            "ended": bool(rollout.ended[row]),
+        }
+        for row, problem in enumerate(problems)
+    ]
+
+
+# Its config -------------------------------------------------------------------------------------------------------
+
+
+def _own(target: Target, text: str) -> Asked:
+    """A run's own held-out problems, asked as the run asks them."""
+    if target.run is None or target.run.data.eval is None:
+        raise ConfigError(
+            f"--data: {text} is no run with held-out problems of its own; give names of benchmarks or files"
+        )
+    cfg = target.run
+    taken = [name for name in ACCEPTED if name.startswith(("data.", "rollout.", "grading.", "credit."))]
+    tree = {
+        name: value for name, value in flatten(cfg.model_dump(mode="json")).items() if name.startswith(tuple(taken))
+    }
+    tree |= {"seed": cfg.seed, "eval.samples": cfg.eval.samples, "eval.temperature": cfg.eval.temperature}
+    source = cfg.data.eval.model_dump(mode="json") if cfg.data.eval else {}
+    settings = {name: value for name, value in tree.items() if not name.startswith("data.eval.")}
+    return Asked(OWN, Benchmark(source, max_new=cfg.rollout.max_new, settings=settings, prompt="own"))
+
+
+def _tree(
+    target: Target,
+    benchmark: Benchmark,
+    prompt: str,
+    k: int | None,
+    temperature: float | None,
+    overrides: Sequence[str],
+    folder: Path,
+) -> tuple[str, dict[str, Any]]:
+    """The prompt's name and the fields of a config: the defaults, the prompt's, the benchmark's, then the user's."""
+    _, source = read_config(target.policy, revision=target.revision)
+    name = benchmark.prompt or (family_prompt(target.policy, load_tokenizer(source)) if prompt == "auto" else prompt)
+    if name != "own" and name not in PROMPTS:
+        raise ConfigError(f"--prompt: expected auto, {', '.join(PROMPTS)}, got {name}")
+    tree: dict[str, Any] = {
+        "run_dir": str(folder),
+        "policy": {"path": target.policy, "revision": target.revision},
+        "data": {"max_prompt": 1024, "eval": dict(benchmark.data)},
+        "rollout": {"max_new": benchmark.max_new},
+        "credit": {"method": "uniform"},
+        "eval": {"samples": 1},
+        "report": {"html": False},
+    }
+    for path, value in (PROMPTS.get(name, {}) | benchmark.settings).items():
+        _put(tree, path, value)
+    for override in overrides:
+        if not override.partition("=")[0].startswith(ACCEPTED):
+            raise ConfigError(f"{override}: an evaluation reads {', '.join(ACCEPTED)}; leave this one out")
+        apply_override(tree, override)
+    if k is not None:
+        tree["eval"]["samples"] = k
+    samples = tree["eval"]["samples"]
+    if temperature is not None:
+        tree["eval"]["temperature"] = temperature
+    elif "temperature" not in tree["eval"] or k is not None:
+        tree["eval"]["temperature"] = 0.0 if samples == 1 else 1.0
+    if samples > 1 and tree["eval"]["temperature"] == 0:
+        raise ConfigError(f"--temperature: at 0 all {samples} samples of a problem are the same; raise it, or drop --k")
+    return name, tree
+
+
+def _put(tree: dict[str, Any], path: str, value: Any) -> None:
+    *parents, leaf = path.split(".")
+    for name in parents:
+        tree = tree.setdefault(name, {})
+    tree[leaf] = value
+
+
+def _batch(cfg: Config) -> int:
+    """Problems sampled at once: about ``ROWS`` completions on each of the devices that share them."""
+    join_processes(**cfg.distributed.model_dump())
+    choose_platform(cfg.device)
+    mesh = make_mesh(**cfg.mesh.model_dump())
+    shares = mesh.size // (cfg.rollout.tensor or mesh.shape["tensor"])
+    return max(shares, 1) * max(ROWS // cfg.eval.samples, 1)
+
+
+def _config(tree: dict[str, Any]) -> Config:
+    """The config of an evaluation: its problems stand in the place of those to train on."""
+    data = dict(tree["data"])
+    try:
+        source = DatasetConfig.model_validate(data.pop("eval"))
+    except ValidationError as error:
+        raise explained(error, DatasetConfig, source="data.eval") from None
+    named = source.source.startswith("builtin:") or source.model_fields_set & {"prompt_field", "answer_field"}
+    data["train"] = (source if named else find_fields(source)).model_dump(mode="json")
+    cfg = parse_config(tree | {"data": data}, source="oarjax evaluate")
+    return _with_batch(cfg, cfg.eval.batch)
+
+
+def _with_batch(cfg: Config, batch: int) -> Config:
+    """The batch of an evaluation; sizes of training that must divide go along."""
+    tree = cfg.model_dump(mode="json")
+    tree["eval"]["batch"] = tree["rollout"]["prompts"] = tree["update"]["microbatch"] = batch
+    return parse_config(tree, source="oarjax evaluate")
+
+
+def _folder(target: str, found: Target, asked: Sequence[Asked], k: int | None, temperature: float | None) -> Path:
+    """Where results go by default: in the run's folder, or in runs/ under the policy's name."""
+    settings = "" if k is None else f"-k{k}"
+    settings += "" if temperature is None else f"-t{temperature:g}"
+    what = "-".join(a.name for a in asked) + settings
+    path = Path(target).expanduser()
+    if (path / "config.yaml").is_file():
+        return path / "evaluate" / what
+    if found.checkpoint is not None:
+        return found.checkpoint.parent.parent / "evaluate" / f"{found.checkpoint.name}-{what}"
+    return Path("runs") / "evaluate" / f"{'-'.join(path.parts[-2:]).strip('/')}-{what}"
+
+
+# What makes two evaluations the same ------------------------------------------------------------------------------
+
+
+def _identity(target: Target, parts: Sequence[Part]) -> dict[str, Any]:
+    """Policy, problems and settings: all that the results depend on."""
+    first = parts[0].session
+    return {
+        "policy": {
+            "weights": weights_digest(target, first.source) if first.first else "",
+            "compute_dtype": first.compute_dtype.name,
+        },
+        "benchmarks": {
+            part.name: {
+                "data": _data_digest(part.encoded),
+                "left_out": part.encoded.dropped,
+                "prompt": part.prompt,
+                "settings": _settings(part.session.cfg),
+                "number": number,
+                "plugins": setup_of({}, part.session.cfg.grading.plugins),
+            }
+            for number, part in enumerate(parts)
+        },
+    }
+
+
+def _settings(cfg: Config) -> dict[str, Any]:
+    tree = cfg.model_dump(mode="json")
+    out = {}
+    for name in SETTINGS:
+        value: Any = tree
+        for part in name.split("."):
+            value = value[part]
+        out[name] = value
+    return out
+
+
+def _data_digest(encoded: Encoded) -> str:
+    rows = [[p.index, p.prompt, p.reference] for p in encoded.problems]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def _claim(folder: Path, identity: dict[str, Any]) -> None:
+    """Take a folder for this evaluation, or go on with it there.
+
+    Raises:
+        ConfigError: it holds another one, with what differs.
+    """
+    known = folder / "evaluation.json"
+    if known.exists():
+        was, now = flatten(_claimed(known)), flatten(identity)
+        differ = [name for name in sorted(was | now) if was.get(name) != now.get(name)]
+        if differ:
+            raise ConfigError(
+                f"--out: {folder} holds another evaluation ({'; '.join(differ)} differ); give another --out, or the "
+                "same command to go on with it"
+            )
+    elif (folder / "samples.jsonl").exists():
+        raise ConfigError(f"--out: {folder} holds samples of something else; give another --out")
+    write_durably(known, json.dumps(identity, indent=1))
+
+
+def _claimed(known: Path) -> dict[str, Any]:
+    """The evaluation that a folder belongs to.
+
+    Raises:
+        ConfigError: the file that says so is damaged, or something else.
+    """
+    try:
+        tree = json.loads(known.read_text(encoding="utf-8"))
+        if not isinstance(tree, dict):
+            raise ValueError(f"expected an object, got {type(tree).__name__}")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--out: {known} is damaged or not of an evaluation ({error}); give another --out") from None
+    return tree
+
+
+def _announce(console: Console, parts: Sequence[Part], folder: Path) -> None:
+    cfg = parts[0].session.cfg
+    shown = {name: value for name, value in facts(parts[0].session).items() if name in ("device", "mesh", "policy")}
+    shown["samples"] = f"{cfg.eval.samples} a problem, " + (
+        f"temperature {cfg.eval.temperature:g}" if cfg.eval.temperature else "greedy"
+    )
+    for part in parts:
+        left = part.encoded.dropped
+        rest = f", {left} over {part.session.cfg.data.max_prompt} tokens LEFT OUT" if left else ""
+        limit = part.session.cfg.rollout.max_new
+        shown[part.name] = f"{len(part.encoded)} problems, prompt {part.prompt}, up to {limit} tokens{rest}"
+    shown["folder"] = folder
+    for name, value in shown.items():
+        console.print(visible(f"{name:<12}{value}"), markup=False)

@@ -1,0 +1,53 @@
+"""``oarjax export``: read a policy, which may be a run's checkpoint, and write it as an HF folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from oarjax.config import ConfigError
+from oarjax.data.hf import SHARD_BYTES, export, load_params, read_config, stored_dtype
+from oarjax.data.tokenizer import load_tokenizer, stop_ids
+from oarjax.evaluate.target import Place, Target, checkpoint_params, find_target
+from oarjax.models.qwen import QwenConfig
+from oarjax.models.weights import parameter_count
+from oarjax.report.files import make_console
+from oarjax.system.devices import choose_platform, make_mesh
+from oarjax.types import Params
+
+
+def run(source: str, target: Path, dtype: str, shard_gb: float = SHARD_BYTES / 1e9) -> None:
+    if dtype not in ("keep", "float32", "bfloat16"):
+        raise ConfigError(f"--dtype: expected keep, float32 or bfloat16, got {dtype}")
+    if target.exists():
+        raise ConfigError(f"TARGET: {target} exists; give a folder that does not")
+    choose_platform("cpu")
+    found = find_target(source)
+    cfg, folder = read_config(found.policy, revision=found.revision)
+    params, kept = _params(found, cfg, folder)
+    has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
+    stops = stop_ids(folder, load_tokenizer(folder)) if has_tokenizer else ()
+    written = kept if dtype == "keep" else jnp.dtype(dtype)
+    try:
+        export(target, cfg, params, source=folder, dtype=written, shard_bytes=int(shard_gb * 1e9), stop_ids=stops)
+    except OSError as error:
+        raise ConfigError(f"TARGET: cannot write to {target}: {error}; give another folder") from error
+    what = f" of {found.checkpoint}" if found.checkpoint is not None else ""
+    make_console().print(f"wrote {parameter_count(cfg):,} parameters{what} to {target}", markup=False)
+
+
+def _params(found: Target, cfg: QwenConfig, folder: Path) -> tuple[Params, DTypeLike]:
+    """The policy's params, and the dtype that --dtype keep writes.
+
+    That is the stored one; of a checkpoint ``export.dtype``, or float32 as trained, below adapters that of the policy's
+    folder.
+    """
+    if found.run is None or found.checkpoint is None:
+        return load_params(folder, cfg, dtype=stored_dtype(folder)), stored_dtype(folder)
+    mesh = make_mesh(slice=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+    kept = found.run.export.dtype or (stored_dtype(folder) if found.run.lora.rank else jnp.float32)
+    place = Place(found.run, cfg, mesh)
+    return checkpoint_params(found.run, found.checkpoint, place, source=folder), kept

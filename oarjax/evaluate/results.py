@@ -1,0 +1,179 @@
+"""What an evaluation found: figures of each benchmark, as JSON and as a table, and two evaluations compared."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from pydantic import BaseModel, ValidationError
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from oarjax.config import ConfigError
+from oarjax.report.files import visible
+from oarjax.stats import (
+    Figure,
+    mean_interval,
+    paired_difference,
+    share_interval,
+)
+from oarjax.training.held_out import per_problem
+
+INTERVALS = "95% intervals over problems, Student's t (Wilson's where all problems agree)"
+
+
+def benchmark_result(records: Sequence[dict[str, Any]], *, samples: int) -> dict[str, Any]:
+    """The figures of one benchmark, out of its samples in any order."""
+    rows = sorted(records, key=lambda r: (r["problem"], r["sample"]))
+    groups = [rows[at : at + samples] for at in range(0, len(rows), samples)]
+    scores = np.asarray([[math.nan if r["score"] is None else r["score"] for r in group] for group in groups], float)
+    answers = [[r["answer"] for r in group] for group in groups]
+    by_problem = per_problem(scores, answers)
+    within = bool(((scores >= 0) & (scores <= 1) | np.isnan(scores)).all())
+    figures = {
+        name: (share_interval if within or name != f"avg@{samples}" else mean_interval)(values)
+        for name, values in by_problem.items()
+    }
+    return {
+        "problems": len(groups),
+        "samples": samples,
+        "figures": {name: _plain(figure) for name, figure in figures.items()},
+        "length": float(np.mean([r["tokens"] for r in rows])),
+        "truncated": float(np.mean([not r["ended"] for r in rows])),
+        "no_answer": float(np.mean([r["answer"] is None for r in rows])),
+        "ungraded": int(np.isnan(scores).sum()),
+        "verdicts": dict(sorted(Counter(r["verdict"] for r in rows).items())),
+        "by_problem": {"problem": [group[0]["problem"] for group in groups]}
+        | {name: [_number(v) for v in values] for name, values in by_problem.items()},
+    }
+
+
+def print_results(console: Console, result: dict[str, Any]) -> None:
+    """A column for each benchmark."""
+    found = result["benchmarks"]
+    table = Table()
+    table.add_column("")
+    for benchmark in found:
+        table.add_column(Text(visible(benchmark)), justify="right")
+    table.add_row("problems", *[str(f["problems"]) for f in found.values()])
+    for name in dict.fromkeys(name for f in found.values() for name in f["figures"]):
+        table.add_row(name, *[per_cent(f["figures"].get(name)) for f in found.values()])
+    table.add_row("length", *[f"{f['length']:.0f}" for f in found.values()])
+    table.add_row("truncated", *[f"{f['truncated']:.1%}" for f in found.values()])
+    table.add_row("no answer", *[f"{f['no_answer']:.1%}" for f in found.values()])
+    table.add_row("ungraded", *[str(f["ungraded"]) for f in found.values()])
+    console.print(table)
+    console.print(f"Per cent, {INTERVALS}.", style="dim", markup=False)
+
+
+def per_cent(figure: dict[str, Any] | None) -> str:
+    """``45.6 (41.2 to 50.1)``; n/a where nothing is known."""
+    if figure is None or figure["value"] is None:
+        return "n/a"
+    if figure["low"] is None:
+        return f"{100 * figure['value']:.1f}"
+    return f"{100 * figure['value']:.1f} ({100 * figure['low']:.1f} to {100 * figure['high']:.1f})"
+
+
+# Two evaluations --------------------------------------------------------------------------------------------------
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """A results.json, or the one in a folder.
+
+    Raises:
+        ConfigError: there is none, or it is something else.
+    """
+    path = path / "results.json" if path.is_dir() else path
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); expected results.json of oarjax evaluate") from None
+    found = tree.get("benchmarks") if isinstance(tree, dict) else None
+    if not isinstance(found, dict) or not all(map(_is_compared, found.values())):
+        raise ConfigError(f"{path}: no results of oarjax evaluate; expected its results.json or its folder")
+    return tree
+
+
+class _Compared(BaseModel):
+    """What is read of a benchmark's results to compare them."""
+
+    data: str
+    settings: dict[str, Any]
+    by_problem: dict[str, list[float | None]]
+
+
+def _is_compared(found: Any) -> bool:
+    try:
+        values = _Compared.model_validate(found).by_problem
+    except ValidationError:
+        return False
+    return "problem" in values and len(set(map(len, values.values()))) == 1
+
+
+def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    """Paired differences, ours - theirs, of every figure that both have of a benchmark that both were asked.
+
+    Raises:
+        ConfigError: no benchmark in common, or one with other problems.
+    """
+    both = [name for name in ours["benchmarks"] if name in theirs["benchmarks"]]
+    if not both:
+        raise ConfigError(
+            f"the two evaluations share no benchmark: {', '.join(ours['benchmarks'])} and "
+            f"{', '.join(theirs['benchmarks'])}; evaluate both on the same --data"
+        )
+    out = {}
+    for name in both:
+        a, b = ours["benchmarks"][name], theirs["benchmarks"][name]
+        if a["data"] != b["data"] or a["by_problem"]["problem"] != b["by_problem"]["problem"]:
+            raise ConfigError(
+                f"{name}: the two evaluations have other problems and cannot be paired; give both the same"
+            )
+        figures = [f for f in a["by_problem"] if f in b["by_problem"] and f != "problem"]
+        out[name] = {
+            "figures": {
+                f: _plain(paired_difference(_floats(a["by_problem"][f]), _floats(b["by_problem"][f]))) for f in figures
+            },
+            "settings": {
+                key: [a["settings"].get(key), b["settings"].get(key)]
+                for key in sorted(a["settings"] | b["settings"])
+                if a["settings"].get(key) != b["settings"].get(key)
+            },
+        }
+    return {"benchmarks": out}
+
+
+def print_comparison(console: Console, found: dict[str, Any]) -> None:
+    table = Table()
+    for heading in ("benchmark", "figure", "difference in points", "problems"):
+        table.add_column(heading, justify="right" if heading[0] in "dp" else "left")
+    for benchmark, compared in found["benchmarks"].items():
+        for name, figure in compared["figures"].items():
+            table.add_row(Text(visible(benchmark)), name, per_cent(figure), str(figure["problems"]))
+    console.print(table)
+    console.print("First minus second, paired by problem; 95% intervals, Student's t.", style="dim", markup=False)
+    for benchmark, compared in found["benchmarks"].items():
+        if compared["settings"]:
+            differ = ", ".join(f"{key} {a!r} and {b!r}" for key, (a, b) in compared["settings"].items())
+            console.print(visible(f"{benchmark}: the settings differ: {differ}"), markup=False)
+
+
+def _floats(values: list[float | None]) -> Float[np.ndarray, "P"]:
+    return np.asarray([math.nan if v is None else v for v in values], float)
+
+
+def _number(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _plain(figure: Figure) -> dict[str, Any]:
+    value, low, high, problems = figure
+    return {"value": _number(value), "low": _number(low), "high": _number(high), "problems": problems}

@@ -1,0 +1,76 @@
+"""``oarjax sample``: print completions of a policy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.text import Text
+
+from oarjax.config import ConfigError
+from oarjax.data.hf import load_params, read_config
+from oarjax.data.streams import pad_prompts
+from oarjax.data.tokenizer import load_tokenizer, pad_id, render_prompt, stop_ids, text_of, token_bytes
+from oarjax.models.qwen import make_policy
+from oarjax.report.files import make_console, visible
+from oarjax.rollout.sampler import sample
+from oarjax.system.devices import choose_platform, use_compilation_cache
+
+
+def run(
+    policy: str,
+    prompts: list[str],
+    template: str,
+    count: int,
+    max_new: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+) -> None:
+    if template not in ("auto", "chat", "plain"):
+        raise ConfigError(f"--template: expected auto, chat or plain, got {template}")
+    if not 0 < top_p <= 1:
+        raise ConfigError(f"--top-p: expected a share in (0, 1], got {top_p}")
+    compute = jnp.float32 if choose_platform("auto") == "cpu" else jnp.bfloat16
+    use_compilation_cache("~/.cache/oarjax/xla")
+    model, folder = read_config(policy)
+    tokenizer = load_tokenizer(folder)
+    if template == "chat" and tokenizer.chat_template is None:
+        raise ConfigError("--template: this policy's tokenizer has no chat template; use plain")
+    if template == "auto":
+        template = "plain" if tokenizer.chat_template is None else "chat"
+    stops, pad = stop_ids(folder, tokenizer), pad_id(tokenizer)
+    ids = [
+        render_prompt(tokenizer, p, template=template, system_prompt=None, prompt_format="{prompt}") for p in prompts
+    ]
+    longest = max(map(len, ids))
+    if longest + max_new > model.max_position_embeddings:
+        raise ConfigError(
+            f"--max-new: {longest} prompt tokens and {max_new} new ones exceed the checkpoint's "
+            f"max_position_embeddings = {model.max_position_embeddings}"
+        )
+    batch = pad_prompts(ids, length=-(-longest // 64) * 64, pad_id=pad, problems=range(len(ids)))
+    draw = jax.jit(
+        lambda params, batch, key: sample(
+            make_policy(model, compute_dtype=compute),
+            params,
+            batch,
+            key,
+            group_size=count,
+            max_new=max_new,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            stop_ids=stops,
+            pad_id=pad,
+        )
+    )
+    rollout = jax.device_get(draw(load_params(folder, model, dtype=compute), batch, jax.random.key(seed)))
+    table, console = token_bytes(tokenizer, model.vocab_size), make_console()
+    for row in range(len(rollout.ended)):
+        if row % count == 0:
+            console.print(Text(visible(prompts[row // count]), style="dim"))
+        made = rollout.tokens[row, -max_new:][np.asarray(rollout.completion[row])]
+        cut = "" if rollout.ended[row] else f"  [cut at {max_new} tokens]"
+        console.print(Text(visible(text_of(made.tolist(), table))).append(Text(cut, style="yellow")))

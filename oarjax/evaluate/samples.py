@@ -1,0 +1,74 @@
+"""samples.jsonl of an evaluation: every sample that was drawn, benchmark by benchmark, to go on after."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from oarjax.runs.durable import Lines
+
+FIELDS = {"benchmark", "problem", "sample", "answer", "score", "verdict", "tokens", "ended"}
+"""Of a record, those that the figures are made of."""
+
+
+class SampleLines:
+    """The samples of an evaluation on disk. A batch that a kill cut short is removed and drawn anew.
+
+    Ask for ``known`` of each benchmark in order, and write what it lacks before asking for the next one.
+
+    Raises:
+        StorageError: from any method, where the file cannot be written.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._records, self._ends = _read(path)
+        self._at = 0  # of the records, those that were asked for
+        self._lines: Lines | None = None
+
+    def known(self, benchmark: str, problems: int, *, samples: int, batch: int) -> list[dict[str, Any]]:
+        """What there is of the benchmark's ``problems``, up to the last whole batch, in the order it was written."""
+        mine: list[dict[str, Any]] = []
+        for record in self._records[self._at :]:
+            if record.get("benchmark") != benchmark:
+                break
+            mine.append(record)
+        whole = min(len(mine) // samples, problems)
+        whole = whole if whole == problems else whole // batch * batch
+        self._at += whole * samples
+        if whole < problems and self._lines is None:
+            del self._records[self._at :]
+            self._lines = Lines(self._path, position=self._ends[self._at - 1] if self._at else 0)
+        return mine[: whole * samples]
+
+    def write(self, records: Sequence[dict[str, Any]]) -> None:
+        """Append a batch; it is on disk on return."""
+        if self._lines is None:
+            raise ValueError("SampleLines.write: ask for what is known first")
+        for record in records:
+            self._lines.write(record)
+        self._lines.sync()
+
+    def close(self) -> None:
+        if self._lines is not None:
+            self._lines.close()
+
+
+def _read(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """Whole lines up to the first that is no sample, and the byte after each."""
+    records, ends, at = [], [], 0
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
+        try:
+            if not line.endswith(b"\n"):
+                break
+            record = json.loads(line)
+        except ValueError:
+            break
+        if not isinstance(record, dict) or not record.keys() >= FIELDS:
+            break
+        records.append(record)
+        at += len(line)
+        ends.append(at)
+    return records, ends

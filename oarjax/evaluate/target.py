@@ -1,0 +1,154 @@
+"""What ``oarjax evaluate`` and ``export`` read: a run's export or checkpoint, an HF folder, or a hub name."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from oarjax.config import BUILTIN_POLICIES, Config, ConfigError, load_config
+from oarjax.data.hf import HUB_NAME
+from oarjax.models.lora import whole
+from oarjax.models.qwen import QwenConfig
+from oarjax.runs.checkpoint import MANIFEST, damage, finished, read_manifest
+from oarjax.runs.folder import changed, start_folder
+from oarjax.training.adapters import plain_params
+from oarjax.training.files import restored_state
+from oarjax.training.layout import lay_out, param_shardings
+from oarjax.training.programs import make_optimizer
+from oarjax.training.run import Session
+from oarjax.types import Params
+
+
+class Target(NamedTuple):
+    policy: str  # HF folder or hub name: architecture, tokenizer and, without a checkpoint, weights
+    run: Config | None = None  # of the run whose folder was named
+    checkpoint: Path | None = None
+    revision: str | None = None  # of a hub name
+
+
+class Place(NamedTuple):
+    """Where a checkpoint's policy goes."""
+
+    cfg: Config
+    model: QwenConfig
+    mesh: Mesh
+
+
+def find_target(text: str) -> Target:
+    """What a folder or name stands for. A run is read, never changed: it may be going on.
+
+    Raises:
+        ConfigError: a run without a policy yet, a checkpoint that cannot be trusted, or a folder that is none of these.
+    """
+    path = Path(text).expanduser()
+    if (path / "config.yaml").is_file():
+        cfg = load_config(path / "config.yaml")
+        export = path / (cfg.export.folder or "export")
+        if (export / "config.json").is_file():
+            return Target(str(export), cfg)
+        newest = _newest(path)
+        return Target(policy_of(path, cfg), cfg, newest, revision_of(cfg, newest))
+    if path.name.isdecimal() and (path / MANIFEST).is_file():
+        run = path.absolute().parent.parent
+        if not (run / "config.yaml").is_file():
+            raise ConfigError(f"{path}: a checkpoint is read with its run's config.yaml, and {run} has none")
+        if (wrong := damage(path)) is not None:
+            raise ConfigError(f"{path}: this checkpoint cannot be trusted: {wrong}; take another")
+        cfg = load_config(run / "config.yaml")
+        return Target(policy_of(run, cfg), cfg, path.absolute(), revision_of(cfg, path))
+    _check_policy(path, text)
+    return Target(text)
+
+
+EXPECTED = "a run folder (runs/demo), one of its checkpoints (runs/demo/checkpoints/000020), a Hugging Face folder"
+
+
+def _check_policy(path: Path, text: str) -> None:
+    """Refuse what is no HF folder, nor looks like a hub name."""
+    if (path / "config.json").is_file():
+        return
+    if path.is_dir():
+        if numbers := sorted(finished(path)):
+            raise ConfigError(f"{text}: a folder of checkpoints; name one of them, such as {path}/{numbers[-1]:06d}")
+        raise ConfigError(f"{text}: has neither config.yaml nor config.json; expected {EXPECTED} or a hub name")
+    if path.exists():
+        raise ConfigError(f"{text}: a file; expected {EXPECTED} or a hub name")
+    if path.name.isdecimal() and (numbers := sorted(finished(path.parent))):
+        raise ConfigError(f"{text}: no such checkpoint; expected one of {', '.join(f'{n:06d}' for n in numbers)}")
+    if not HUB_NAME.fullmatch(text):
+        raise ConfigError(f"{text}: no such folder; expected {EXPECTED} or a hub name such as Qwen/Qwen2.5-0.5B")
+
+
+def policy_of(run: Path, cfg: Config) -> str:
+    """The HF folder that a run's checkpoints started from; built-in policies lie in the run's folder.
+
+    Checkpoints of adapters hold these alone, and go with the warm start's policy where there was one.
+    """
+    if cfg.lora.rank and cfg.sft is not None:
+        name = "start"
+    elif cfg.policy.path in BUILTIN_POLICIES:
+        name = "policy"
+    else:
+        return cfg.policy.path
+    return str(start_folder(run, name) or run / name)
+
+
+def revision_of(cfg: Config, checkpoint: Path) -> str | None:
+    """The hub revision that a run started from: the commit that its checkpoint noted, or the config's."""
+    noted = read_manifest(checkpoint)
+    return (noted or {}).get("record", {}).get("commit") or cfg.policy.revision
+
+
+def _newest(run: Path) -> Path:
+    for number in sorted(finished(run / "checkpoints"), reverse=True):
+        at = (run / "checkpoints" / f"{number:06d}").absolute()
+        if damage(at) is None:
+            return at
+    raise ConfigError(f"{run}: this run has neither an export nor a checkpoint that can be trusted yet; let it go on")
+
+
+def load_target(target: Target, session: Session) -> Params:
+    """The weights, laid out over the session's mesh. A checkpoint's come with the run's optimizer state for a moment.
+
+    Raises:
+        ConfigError: the checkpoint is of another model.
+    """
+    if target.run is None or target.checkpoint is None:
+        return session.load(lay_out(session, make_optimizer(session.cfg)[0]))
+    place = Place(changed(session.cfg, lora=target.run.lora), session.model, session.mesh)
+    return checkpoint_params(target.run, target.checkpoint, place, source=session.source)
+
+
+def checkpoint_params(run: Config, checkpoint: Path, place: Place, *, source: Path) -> Params:
+    """The policy in a run's checkpoint as plain float32 params, in the training layout of a mesh.
+
+    Args:
+        place: its config says what the policy computes with, and has the run's ``lora``.
+        source: HF folder that the run started from; adapters are merged into its weights.
+
+    Raises:
+        ConfigError: the checkpoint is of another model.
+    """
+    state = restored_state(run, checkpoint, place, source=source)
+    return plain_params(run.lora, whole(state), param_shardings(place.model, place.mesh), dtype=jnp.float32)
+
+
+def weights_digest(target: Target, folder: Path) -> str:
+    """SHA-256 of the weights, to tell whether a half-done evaluation was of this very policy."""
+    digest = hashlib.sha256()
+    if target.checkpoint is not None:
+        try:
+            digest.update((target.checkpoint / MANIFEST).read_bytes())
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{target.checkpoint}: the run has removed this checkpoint by now; start again, or evaluate an export"
+            ) from None
+        return digest.hexdigest()
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()

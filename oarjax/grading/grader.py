@@ -1,0 +1,315 @@
+"""Grading in worker processes that the parent watches, kills and replaces one by one.
+
+Model output is compared by software that can hang, crash or eat memory on it. None of that may stop a run or be
+taken for a wrong answer, so every sample leaves with a verdict of its own:
+
+    graded       every reward gave a number
+    unparseable  a reward could not read the model's answer; that reward is 0, counted apart
+    ungraded     nothing is known (the reference is no expression, or a reward returned NaN)
+    timeout      the answer took longer than the deadline; its worker was killed
+    crash        a reward raised, or its worker died or used too much memory, twice
+
+The last three have reward NaN, which the group advantages leave out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any, Literal
+
+import numpy as np
+
+from oarjax.credit.answer_text import Style, check_pattern
+from oarjax.errors import UserError
+from oarjax.grading.rewards import Sample, find_rewards, load_plugins
+from oarjax.types import Grades, Verdict
+
+POLL = 0.05  # seconds between two looks at deadlines and memory
+START_LIMIT = 120.0  # seconds a worker may take to import what it needs
+CHUNK = 16  # samples sent to a worker at a time
+
+
+class GraderError(UserError, RuntimeError):
+    """Workers cannot be started; the message says what the last one said."""
+
+
+@dataclass(eq=False)
+class _Worker:
+    process: subprocess.Popen
+    link: Connection
+    state: Literal["starting", "idle", "busy"] = "starting"
+    since: float = field(default_factory=time.monotonic)  # start of the state, or of the current answer
+    chunk: deque[int] = field(default_factory=deque)  # samples not answered yet, the current one first
+    retire_mb: float = float("inf")  # resident memory above which it is replaced between two chunks
+
+    def end(self) -> int:
+        """Kill, reap and close; the exit code."""
+        self.process.kill()
+        self.link.close()
+        return self.process.wait()
+
+
+class Grader:
+    """A pool of grading workers. Use as a context manager; workers end with it, and with this process.
+
+    Args:
+        rewards: (name, weight) pairs.
+        plugins: Python files or modules that register rewards; loaded here to check the names, and in every worker.
+        workers: processes.
+        deadline: wall-clock seconds per answer; a worker's start-up does not count.
+        memory_mb: resident memory of a worker.
+        style, pattern: where the answer stands in a completion, see ``oarjax.credit.answer_text``.
+
+    Raises:
+        ValueError: an unknown reward, a plugin that cannot be imported, or a bad pattern.
+    """
+
+    def __init__(
+        self,
+        rewards: Sequence[tuple[str, float]],
+        *,
+        plugins: Sequence[str] = (),
+        workers: int = 2,
+        deadline: float = 5.0,
+        memory_mb: int = 2048,
+        style: Style = "boxed",
+        pattern: str | None = None,
+    ):
+        load_plugins(plugins)
+        names = [name for name, _ in rewards]
+        find_rewards(names)
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"grading.rewards: expected at least one reward and each once, got {names}")
+        if style == "regex":
+            check_pattern(pattern)
+        self._rewards = tuple(rewards)
+        self._setup = {
+            "plugins": [os.path.abspath(os.path.expanduser(p)) if p.endswith(".py") else p for p in plugins],
+            "rewards": names,
+            "deadline": deadline,
+            "memory_mb": memory_mb,
+            "style": style,
+            "pattern": pattern,
+        }
+        self._size = workers
+        self._workers: list[_Worker] = []
+        self._failures = 0
+        self._closing = threading.Event()
+        self._driver = ThreadPoolExecutor(1, thread_name_prefix="grader")
+        weakref.finalize(self, _end_all, self._workers)  # also at interpreter exit
+
+    def __enter__(self) -> Grader:
+        self._driver.submit(self._staff)  # imports run while the caller does something else
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers; grading in progress raises GraderError."""
+        self._closing.set()
+        self._driver.shutdown(wait=True, cancel_futures=True)
+        _end_all(self._workers)
+
+    def grade(self, samples: Sequence[Sample]) -> Grades:
+        """Grade and wait.
+
+        Raises:
+            GraderError: workers cannot be started, or the grader is closed.
+        """
+        return self.submit(samples).result()
+
+    def submit(self, samples: Sequence[Sample]) -> Future[Grades]:
+        """Grade in the background; batches are graded in the order they come."""
+        if self._closing.is_set():
+            raise GraderError("the grader is closed; grade inside its `with` block")
+        return self._driver.submit(self._grade, tuple(samples))
+
+    # What follows runs in the driver thread alone.
+
+    def _grade(self, samples: tuple[Sample, ...]) -> Grades:
+        try:
+            return self._run(samples)
+        except BaseException:
+            _end_all(self._workers)  # what they still had in hand must not reach the next batch
+            raise
+
+    def _run(self, samples: tuple[Sample, ...]) -> Grades:
+        batch = _Batch(samples, values=len(self._rewards), chunk=max(1, min(CHUNK, len(samples) // (4 * self._size))))
+        while batch.open:
+            if self._closing.is_set():
+                raise GraderError("the grader was closed while it graded")
+            self._staff()
+            for worker in list(self._workers):
+                if worker.state == "idle" and batch.queue:
+                    self._hand_out(worker, batch)
+            wait([worker.link for worker in self._workers], timeout=POLL)
+            for worker in list(self._workers):
+                if self._listen(worker, batch):
+                    self._judge(worker, batch)
+        return batch.grades(self._rewards)
+
+    def _staff(self) -> None:
+        while len(self._workers) < self._size:
+            self._workers.append(_start(self._setup))
+
+    def _hand_out(self, worker: _Worker, batch: _Batch) -> None:
+        worker.chunk.extend(batch.take())
+        worker.state, worker.since = "busy", time.monotonic()
+        try:
+            worker.link.send_bytes(json.dumps([asdict(batch.samples[i]) for i in worker.chunk]).encode())
+        except OSError:  # it died while it waited; none of these samples is to blame
+            self._dismiss(worker, batch)
+
+    def _listen(self, worker: _Worker, batch: _Batch) -> bool:
+        """Take what the worker has sent. False where it is gone."""
+        try:
+            while worker.link.poll():
+                self._hear(worker, batch, json.loads(worker.link.recv_bytes()))
+        except (EOFError, OSError):
+            self._lost(worker, batch)
+            return False
+        if worker.state == "idle" and _resident_mb(worker.process.pid) > worker.retire_mb:
+            self._dismiss(worker, batch)  # what it has piled up must not count against the next answer
+            return False
+        return True
+
+    def _hear(self, worker: _Worker, batch: _Batch, message: dict[str, Any]) -> None:
+        if "failed" in message:
+            raise GraderError(f"a grading worker could not start:\n{message['failed']}")
+        if "ready" in message:
+            self._failures = 0
+            worker.retire_mb = (_resident_mb(worker.process.pid) + self._setup["memory_mb"]) / 2
+        else:
+            batch.settle(worker.chunk.popleft(), **message)
+        worker.since = time.monotonic()
+        if not worker.chunk:
+            worker.state = "idle"
+
+    def _lost(self, worker: _Worker, batch: _Batch) -> None:
+        """A worker is gone by itself: its current sample is tried once more, then it is a crash."""
+        state, current = worker.state, worker.chunk.popleft() if worker.chunk else None
+        code = self._dismiss(worker, batch)
+        if state == "starting":
+            self._failures += 1
+            if self._failures >= 3:
+                raise GraderError(
+                    f"grading workers end before they are ready (exit code {code}); see their messages above"
+                )
+        if current is not None:
+            batch.retry(current, f"the worker ended with exit code {code}")
+
+    def _judge(self, worker: _Worker, batch: _Batch) -> None:
+        """Kill a worker whose answer takes too long or too much."""
+        age = time.monotonic() - worker.since
+        if worker.state == "starting" and age > START_LIMIT:
+            self._lost(worker, batch)
+        elif worker.state == "busy":
+            if age > self._setup["deadline"]:
+                batch.give_up(worker.chunk.popleft(), "timeout", f"no verdict within {self._setup['deadline']:g} s")
+                self._dismiss(worker, batch)
+            elif age > POLL / 2 and _resident_mb(worker.process.pid) > self._setup["memory_mb"]:
+                current = worker.chunk.popleft()
+                self._dismiss(worker, batch)
+                batch.retry(current, f"used more than {self._setup['memory_mb']} MB of memory")
+
+    def _dismiss(self, worker: _Worker, batch: _Batch) -> int:
+        self._workers.remove(worker)
+        batch.put_back(worker.chunk)
+        return worker.end()
+
+
+class _Batch:
+    """The samples of one call: who waits, who has a verdict."""
+
+    def __init__(self, samples: tuple[Sample, ...], *, values: int, chunk: int):
+        self.samples = samples
+        self.queue = deque(range(len(samples)))
+        self.open = len(samples)
+        self._chunk = chunk
+        self._tried: set[int] = set()
+        self._values = np.full((len(samples), values), np.nan, np.float32)
+        self._verdicts: list[Verdict] = ["ungraded"] * len(samples)
+        self._answers: list[str | None] = [None] * len(samples)
+        self._notes = [""] * len(samples)
+
+    def take(self) -> list[int]:
+        return [self.queue.popleft() for _ in range(min(self._chunk, len(self.queue)))]
+
+    def put_back(self, indices: deque[int]) -> None:
+        self.queue.extendleft(reversed(indices))
+
+    def settle(self, index: int, *, values: list[float], verdict: Verdict, extracted: str | None, note: str) -> None:
+        self._values[index] = values
+        self._verdicts[index], self._answers[index], self._notes[index] = verdict, extracted, note
+        self.open -= 1
+
+    def retry(self, index: int, note: str) -> None:
+        if index in self._tried:
+            self.give_up(index, "crash", note)
+        else:
+            self._tried.add(index)
+            self.queue.appendleft(index)
+
+    def give_up(self, index: int, verdict: Verdict, note: str) -> None:
+        self._verdicts[index], self._notes[index] = verdict, note
+        self.open -= 1
+
+    def grades(self, rewards: tuple[tuple[str, float], ...]) -> Grades:
+        weights = np.array([weight for _, weight in rewards], np.float32)
+        used = weights != 0  # a reward of weight 0 is logged alone
+        return Grades(
+            rewards=self._values[:, used] @ weights[used],
+            per_reward={name: self._values[:, column] for column, (name, _) in enumerate(rewards)},
+            verdicts=self._verdicts,
+            answers=self._answers,
+            notes=self._notes,
+        )
+
+
+def _start(setup: dict[str, Any]) -> _Worker:
+    ours, theirs = socket.socketpair()
+    fd = theirs.fileno()
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", f"from oarjax.grading.worker import main; main({fd})"],
+        pass_fds=(fd,),
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # a reward that prints must not mix with the command's own output
+        process_group=0,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
+            "JAX_PLATFORMS": "cpu",  # a plugin that imports jax must not take the accelerator
+        },
+    )
+    theirs.close()
+    link = Connection(ours.detach())
+    link.send_bytes(json.dumps(setup).encode())
+    return _Worker(process, link)
+
+
+def _end_all(workers: list[_Worker]) -> None:
+    while workers:
+        workers.pop().end()
+
+
+def _resident_mb(pid: int) -> float:
+    """Resident memory of a process; 0 where the system does not say (then the worker's own limit holds alone)."""
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            pages = int(file.read().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0.0
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20

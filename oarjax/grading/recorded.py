@@ -1,0 +1,159 @@
+"""Verdicts on disk before anything is learned from them, so that a run that is gone on with grades nothing twice.
+
+A deadline missed on a busy machine, or a reward that is not a pure function, would else give the repeated iterations
+other rewards than they had the first time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float32
+
+from oarjax.grading.rewards import Sample
+from oarjax.runs.durable import Failures, Lines, StorageError, read_lines, storage_errors, sync_folder
+from oarjax.types import Grades
+
+
+@runtime_checkable
+class Grading(Protocol):
+    """Grades samples in the background."""
+
+    def submit(self, samples: Sequence[Sample]) -> Future[Grades]: ...
+
+
+class RecordedGrader:
+    """A grader that writes its verdicts down, and answers from what it finds written about the very same samples.
+
+    One file per iteration, one line per batch: the digest of the samples and of how they are graded, and the grades.
+    A line is on disk before its grades are given out.
+
+    Args:
+        grader: gives the verdicts that are not there yet.
+        folder: made if missing.
+        setup: everything else that a verdict depends on, see ``setup_of``.
+        failures: what becomes of a verdict that cannot be written.
+        say: prints a word.
+        part: of several processes, each has its own samples and files.
+    """
+
+    def __init__(
+        self,
+        grader: Grading,
+        folder: Path,
+        *,
+        setup: str,
+        failures: Failures,
+        say: Callable[[str], object],
+        part: int = 0,
+    ):
+        with storage_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._grader, self._folder, self._setup = grader, folder, setup
+        self._failures, self._say = failures, say
+        self._ending = f".{part}.jsonl" if part else ".jsonl"
+        self._iteration = 0
+        self._known: dict[str, Grades] | None = None  # None: not read yet
+        self._used = False  # one of those that were read
+
+    def at(self, iteration: int) -> None:
+        """What is graded from now on belongs to this iteration."""
+        self._iteration, self._known, self._used = iteration, None, False
+
+    def submit(self, samples: Sequence[Sample]) -> Future[Grades]:
+        """Start grading, unless these samples have been; a verdict is on disk once the future is done."""
+        path = self._folder / f"{self._iteration:06d}{self._ending}"
+        if self._known is None:
+            self._known = self._read(path)
+        digest = _digest(samples, self._setup)
+        given: Future[Grades] = Future()
+        if digest in self._known:
+            self._used = True
+            given.set_result(self._known[digest])
+            return given
+        if self._known and not self._used:
+            self._say(f"{path}: these verdicts are of other completions or rewards; graded anew")
+            self._known = {}
+
+        def keep(graded: Future[Grades]) -> None:
+            try:
+                grades = graded.result()
+                # Where all crashed the run stops, to be gone on with once that is mended: they must be graded again.
+                if set(grades.verdicts) != {"crash"}:
+                    with self._failures.handled():
+                        _append(path, {"digest": digest, **_plain(grades)})
+            except BaseException as error:  # of the grader, or of the disk: whoever waits shall have it
+                given.set_exception(error)
+            else:
+                given.set_result(grades)
+
+        self._grader.submit(samples).add_done_callback(keep)
+        return given
+
+    def prune(self, before: int) -> None:
+        """Remove the verdicts of the iterations up to ``before``, which no checkpoint that is kept goes back to."""
+        for path in self._folder.glob(f"[0-9]*{self._ending}"):
+            number = path.name.removesuffix(self._ending)
+            if number.isdecimal() and 0 < int(number) <= before:  # those of the start are asked for every time
+                path.unlink(missing_ok=True)
+
+    def _read(self, path: Path) -> dict[str, Grades]:
+        try:
+            return {line["digest"]: _grades(line) for line in read_lines(path)}
+        except (StorageError, ValueError, KeyError, TypeError, AttributeError) as error:
+            self._say(f"{path} cannot be read ({error}); iteration {self._iteration} is graded anew")
+            path.unlink(missing_ok=True)
+            return {}
+
+
+def setup_of(settings: dict[str, Any], plugins: Sequence[str]) -> str:
+    """A digest of what a verdict depends on besides the sample: settings, and the text of plugins that are files."""
+    files = [Path(plugin).expanduser() for plugin in plugins if plugin.endswith(".py")]
+    texts = [file.read_bytes().hex() for file in files if file.is_file()]
+    return hashlib.sha256(json.dumps([settings, texts], sort_keys=True).encode()).hexdigest()
+
+
+def _digest(samples: Sequence[Sample], setup: str) -> str:
+    return hashlib.sha256(json.dumps([setup, [asdict(s) for s in samples]]).encode()).hexdigest()
+
+
+def _append(path: Path, record: dict[str, Any]) -> None:
+    is_new = not path.exists()
+    with storage_errors(path), closing(Lines(path)) as lines:
+        lines.write(record)
+        lines.sync()
+        if is_new:
+            sync_folder(path.parent)
+
+
+def _plain(grades: Grades) -> dict[str, Any]:
+    return {
+        "rewards": grades.rewards.tolist(),
+        "per_reward": {name: values.tolist() for name, values in grades.per_reward.items()},
+        "verdicts": grades.verdicts,
+        "answers": grades.answers,
+        "notes": grades.notes,
+    }
+
+
+def _grades(line: dict[str, Any]) -> Grades:
+    return Grades(
+        rewards=_floats(line["rewards"]),
+        per_reward={name: _floats(values) for name, values in line["per_reward"].items()},
+        verdicts=line["verdicts"],
+        answers=line["answers"],
+        notes=line["notes"],
+    )
+
+
+def _floats(values: list[float | None]) -> Float32[np.ndarray, "B"]:
+    """What JSON made of float32: null is NaN."""
+    return np.asarray([np.nan if v is None else v for v in values], np.float32)

@@ -1,0 +1,114 @@
+"""The process that grades: it reads samples from a socket and sends back one line per answer.
+
+Started by ``grading/grader.py`` as ``python -c``, so that nothing of the training process (its main module, its jax,
+its threads) comes along. Both directions speak JSON: nothing that a worker says is unpickled by its parent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from oarjax.credit.answer_text import extract_answer
+from oarjax.grading.rewards import Reward, Sample, Unparseable, find_rewards, load_plugins, same_value
+
+MAX_FRAMES = 1000
+"""Python calls inside one another while an answer is graded; one more is a RecursionError, not a torn stack."""
+
+
+def main(fd: int) -> None:
+    """Serve until the parent closes the socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off; the parent has one
+    link = Connection(fd)
+    try:
+        setup = json.loads(link.recv_bytes())
+        load_plugins(setup["plugins"])
+        rewards = find_rewards(setup["rewards"])
+        _warm(rewards, setup)
+    except BaseException:
+        _tell(link, {"failed": traceback.format_exc()})
+        return
+    _limit_memory(setup["memory_mb"])
+    sys.setrecursionlimit(MAX_FRAMES)  # whatever a plugin has raised it to
+    _tell(link, {"ready": True})
+    while True:
+        try:
+            chunk = json.loads(link.recv_bytes())
+        except (EOFError, OSError):
+            return
+        for fields in chunk:
+            # Should the parent be gone, the kernel ends an answer that never ends, whatever it is doing.
+            signal.setitimer(signal.ITIMER_REAL, 3 * setup["deadline"] + 5)
+            _tell(link, grade_one(Sample(**fields), rewards, style=setup["style"], pattern=setup["pattern"]))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def grade_one(sample: Sample, rewards: Sequence[Reward], *, style: Any, pattern: str | None) -> dict[str, Any]:
+    """Values (NaN: ungraded), verdict, extracted answer and a note of one sample. Never raises an Exception.
+
+    The verdict is the worst over the rewards: crash, ungraded, unparseable, graded.
+    """
+    unknown = {"values": [math.nan] * len(rewards), "extracted": None}
+    try:
+        extracted = extract_answer(sample.completion, style=style, pattern=pattern)
+    except TimeoutError:
+        return unknown | {"verdict": "timeout", "note": f"answer pattern {pattern!r} ran too long"}
+    except Exception as error:
+        return unknown | {"verdict": "crash", "note": f"{type(error).__name__}: {str(error)[:500]}"}
+    sample = replace(sample, extracted=extracted)
+    values, verdicts, notes = zip(*(_value(function, sample) for function in rewards))
+    worst = next(v for v in ("crash", "ungraded", "unparseable", "graded") if v in verdicts)
+    note = "; ".join(note for note in notes if note)
+    return {"values": values, "verdict": worst, "extracted": extracted, "note": note}
+
+
+def _value(function: Reward, sample: Sample) -> tuple[float, str, str]:
+    try:
+        value = float(function(sample))
+    except Unparseable as error:
+        return (0.0, "unparseable", str(error)) if error.which == "answer" else (math.nan, "ungraded", str(error))
+    except Exception as error:  # the reward is the user's; MemoryError and RecursionError are among these
+        return math.nan, "crash", f"{type(error).__name__}: {str(error)[:500]}"
+    if math.isinf(value):
+        return math.nan, "crash", f"the reward returned {value}"
+    return (math.nan, "ungraded", "the reward returned NaN") if math.isnan(value) else (value, "graded", "")
+
+
+def _warm(rewards: Sequence[Reward], setup: dict[str, Any]) -> None:
+    """Import what the built-in comparison needs and build its tables, before any deadline runs."""
+    extract_answer("", style=setup["style"], pattern=setup["pattern"])
+    if any(function.__module__ == same_value.__module__ for function in rewards):
+        same_value(Sample(prompt="", completion="", answer=r"\frac{1}{2}+x", extracted=r"x+\sqrt{3}"))
+
+
+def _limit_memory(memory_mb: int) -> None:
+    """Bound the address space.
+
+    Where the parent can watch resident memory (Linux) it kills at ``memory_mb``, which no ``except`` can swallow; this
+    limit then only stops single huge requests, so it lies higher. Elsewhere it is the limit.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a torn worker must not fill the disk
+    factor = 4 if os.path.exists("/proc/self/statm") else 1
+    limit = factor * memory_mb * 2**20
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    except (ValueError, OSError) as error:  # macOS accepts no such limit
+        print(f"oarjax: a grading worker runs without a memory limit: {error}", file=sys.stderr)
+
+
+def _tell(link: Connection, message: dict[str, Any]) -> None:
+    link.send_bytes(json.dumps(message).encode())

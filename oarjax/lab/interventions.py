@@ -1,0 +1,120 @@
+"""What really decides an answer, found by changing one token at a time: the oracles that credit is measured by.
+
+A token is changed to the policy's next choice, its likeliest token other than the one that stands there, so that the
+text stays one that the policy could have written.
+
+direct  the rest of the reasoning stays as it is, and the answer is decoded anew: does it change?
+total   everything after the token is decoded anew: does the reward change? Compared with the same continuation of the
+        unchanged token, also decoded greedily: for a greedy completion that is the completion itself.
+
+Both are greedy, so a change is the token's doing and no luck of the draw. The functions here run on the device; the
+loops over completions, the texts and the grades belong to the caller.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from oarjax.credit.clean_pass import stored_pass
+from oarjax.credit.counterfactual import first_of_unit, next_choices
+from oarjax.credit.oar_p import over_counterfactuals
+from oarjax.models.policy import Policy
+from oarjax.types import Params, PromptBatch
+
+
+class Choices(NamedTuple):
+    """What a greedy policy thinks of each completion token, given all before it."""
+
+    first: Int[Array, "B T"]  # the likeliest token
+    other: Int[Array, "B T"]  # the likeliest but the one that stands there
+
+
+class Branches(NamedTuple):
+    """K texts to be continued: a row up to a position, one of its tokens changed."""
+
+    row: Int[Array, "K"]
+    until: Int[Array, "K"]  # completion tokens that are kept
+    at: Int[Array, "K"]  # the changed one, < until; -1: none is
+    token: Int[Array, "K"]  # what it is changed to
+
+
+def choices(
+    policy: Policy, params: Params, tokens: Int[Array, "B N"], valid: Bool[Array, "B N"], *, completion_length: int
+) -> Choices:
+    """The policy's first choice, and its first other than the completion's own, at each of T completion tokens."""
+    hidden = stored_pass(policy, params, tokens, valid, completion_length=completion_length).hidden
+    own = tokens[:, -completion_length:]
+    none = jnp.full_like(own, -1)  # no token is left out
+    return Choices(next_choices(policy, params, hidden, none), next_choices(policy, params, hidden, own))
+
+
+def branch_prompts(
+    tokens: Int[Array, "B N"], valid: Bool[Array, "B N"], branches: Branches, *, completion_length: int, width: int
+) -> PromptBatch:
+    """The texts of ``branches`` as prompts of ``width`` positions, moved to the right edge.
+
+    ``width`` must hold the longest of them, prompt included; what does not fit is cut from the left. The completion
+    tokens before ``until`` must all be valid.
+
+    Raises:
+        ValueError: width outside 1..N.
+    """
+    length = tokens.shape[1]
+    if not 1 <= width <= length:
+        raise ValueError(f"branch_prompts: expected a width in 1..{length}, the rollout's, got {width}")
+    begin = length - completion_length
+    source = jnp.arange(length - width, length) - (completion_length - branches.until)[:, None]
+    rows, at = branches.row[:, None], jnp.maximum(source, 0)
+    changed = (source == begin + branches.at[:, None]) & (branches.at[:, None] >= 0)
+    kept = jnp.where(changed, branches.token[:, None], tokens[rows, at])
+    return PromptBatch(
+        tokens=kept.astype(jnp.int32),
+        valid=valid[rows, at] & (source >= 0),
+        problem=branches.row.astype(jnp.int32),
+    )
+
+
+def answer_choice_changes(
+    policy: Policy,
+    params: Params,
+    tokens: Int[Array, "B N"],
+    valid: Bool[Array, "B N"],
+    reasoning: Bool[Array, "B T"],
+    answer: Bool[Array, "B T"],
+    other: Int[Array, "B T"],
+    *,
+    chunk: int,
+    buckets: int,
+) -> Bool[Array, "B T"]:
+    """Reasoning tokens whose change to ``other`` moves a greedy choice at some ``answer`` token, the rest kept.
+
+    Where ``answer`` is all of what the clean policy decodes greedily after the reasoning, False means that the changed
+    one decodes the same; True that it departs somewhere, which may still come to the same answer. One pass over the
+    suffixes, as exact OAR-P's, instead of a decoding per token. ``chunk`` and ``buckets`` as there.
+    """
+    params = policy.head(jax.lax.stop_gradient(params))
+    clean = stored_pass(policy, params, tokens, valid, completion_length=answer.shape[1])
+    own = tokens[:, -answer.shape[1] :]
+
+    def departs(states: Float[Array, "BK L D"], length: int, copies: int) -> Float[Array, "BK"]:
+        mask, wanted = (jnp.repeat(x[:, -length:], copies, axis=0) for x in (answer, own))
+        rows, count = jnp.arange(mask.shape[0]), mask.sum(axis=1)
+        order = jnp.argsort(~mask, axis=1, stable=True)  # answer positions first
+
+        def look(a: Int[Array, ""], so_far: Bool[Array, "BK"]) -> Bool[Array, "BK"]:
+            at = order[:, a]
+            choice = jnp.argmax(policy.unembed(params, states[rows, at]), axis=-1)
+            return so_far | ((a < count) & (choice != wanted[rows, at]))
+
+        found = jax.lax.fori_loop(0, count.max(), look, jnp.zeros(mask.shape[0], bool))
+        return found.astype(states.dtype)
+
+    usable = reasoning & answer.any(axis=1, keepdims=True)
+    first = first_of_unit(usable, None)
+    replacement = policy.embed(params, other)
+    found = over_counterfactuals(policy, params, clean, first, replacement, departs, chunk=chunk, buckets=buckets)
+    return found > 0.5

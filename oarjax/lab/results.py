@@ -1,0 +1,241 @@
+"""What ``oarjax credit`` found: figures with intervals, as tables for the terminal and as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import scipy.stats
+from jaxtyping import Float, Int
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from oarjax.report.files import visible
+
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A mean over completions, or over batches of them for costs, with its 95% interval; NaN where undefined."""
+
+    mean: float
+    low: float
+    high: float
+    count: int  # problems or batches in which it is defined
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    name: str
+    credit: Mapping[str, Any]  # fields of credit that make the method
+    figures: Mapping[str, Figure]
+
+
+@dataclass(frozen=True)
+class LabCompletion:
+    """One completion with every method's verdict on its tokens. Untrusted text."""
+
+    prompt: str
+    answer: str | None
+    reference: str | None
+    reward: float
+    tokens: Sequence[str]
+    is_reasoning: Sequence[bool]
+    is_answer: Sequence[bool]
+    direct: Sequence[bool]
+    total: Sequence[bool]
+    known: Sequence[bool]  # empty where nothing is known
+    scores: Mapping[str, Sequence[float]]  # by method
+    weights: Mapping[str, Sequence[float]]
+
+
+@dataclass(frozen=True)
+class LabResult:
+    title: str
+    facts: Mapping[str, str]
+    share: float  # of the reasoning that counts as the top
+    interval: str  # how the intervals were made
+    oracles: Mapping[str, Figure]  # share of reasoning tokens that each oracle names
+    best: Mapping[str, Figure]  # recall of a perfect ranking
+    methods: Sequence[MethodResult]
+    completions: Sequence[LabCompletion]
+
+
+def figure(
+    values: Float[np.ndarray, "n"], *, resamples: int, seed: int, problems: Int[np.ndarray, "n"] | None = None
+) -> Figure:
+    """Mean of the finite values and its 95% percentile bootstrap interval. One problem has no interval (NaN).
+
+    ``problems`` says whose each value is: all of a problem's are resampled together, since they are not independent.
+    Without it each is its own.
+    """
+    finite = np.isfinite(values)
+    known = np.asarray(values, np.float64)[finite]
+    if len(known) == 0:
+        return Figure(math.nan, math.nan, math.nan, 0)
+    owners = np.arange(len(known)) if problems is None else np.unique(problems[finite], return_inverse=True)[1]
+    sums, counts = np.bincount(owners, known), np.bincount(owners)
+    mean = float(known.mean())
+    if len(counts) == 1:
+        return Figure(mean, math.nan, math.nan, 1)
+    if np.ptp(known) == 0:
+        return Figure(mean, mean, mean, len(counts))
+    found = scipy.stats.bootstrap(
+        (sums, counts),
+        lambda totals, sizes, axis: totals.sum(axis) / sizes.sum(axis),
+        n_resamples=resamples,
+        confidence_level=LEVEL,
+        method="percentile",
+        vectorized=True,
+        paired=True,
+        rng=np.random.default_rng(seed),
+    ).confidence_interval
+    return Figure(mean, float(found.low), float(found.high), len(counts))
+
+
+# Tables -----------------------------------------------------------------------------------------------------------
+
+
+class Column(NamedTuple):
+    name: str  # of the figure
+    heading: str
+    note: str
+    scale: float = 1.0
+
+
+AGREEMENT = (
+    Column("spearman", "Spearman", "rank correlation with exact OAR-P"),
+    Column("recall_exact", "OAR-P top", "share of exact OAR-P's own top tokens that the method's top holds"),
+    Column("recall_direct", "direct", "same for tokens whose change, the rest kept, changes the decoded answer"),
+    Column("recall_total", "total", "same for tokens whose change, all after it decoded anew, changes the reward"),
+    Column("recall_known", "computed", "same for the digits of the steps' results"),
+)
+SEPARATION = (
+    Column("auc_exact", "OAR-P top", "chance that a token of exact OAR-P's top scores above another"),
+    Column("auc_direct", "direct", "same for the direct oracle's tokens"),
+    Column("auc_total", "total", "same for the total oracle's"),
+    Column("auc_known", "computed", "same for the digits of the steps' results"),
+)
+COSTS = (
+    Column("ess", "ESS", "effective share of reasoning tokens under the weights"),
+    Column("top_mass", "top mass", "share of the weight on the heaviest tokens"),
+    Column("repeat", "two draws", "Spearman between two draws of the noise"),
+    Column("forwards", "forwards", "executed FLOPs over those of one forward pass of the completions"),
+    Column("seconds", "ms", "warm milliseconds per completion", 1e3),
+)
+BEST = "best possible"
+
+
+def cell(found: Figure | None, *, scale: float = 1.0) -> str:
+    """``0.57 ±.04``: the mean and half the interval; n/a where undefined, the mean alone where it has no interval."""
+    if found is None or not math.isfinite(found.mean):
+        return "n/a" if found is not None else ""
+    mean, half = scale * found.mean, scale * (found.high - found.low) / 2
+    digits = 2 if abs(mean) < 10 else 1 if abs(mean) < 100 else 0
+    text = f"{mean:,.{digits}f}"
+    if not math.isfinite(half):
+        return text
+    return f"{text} ±{f'{half:.{digits}f}'.removeprefix('0') if digits else f'{half:.0f}'}"
+
+
+def shown_columns(result: LabResult, columns: Sequence[Column]) -> list[Column]:
+    """Those that at least one method has a figure for."""
+    return [
+        c for c in columns if any(math.isfinite(m.figures[c.name].mean) for m in result.methods if c.name in m.figures)
+    ]
+
+
+def table_cells(result: LabResult, columns: Sequence[Column]) -> list[list[str]]:
+    """A line per method, and one of the best recalls possible where any of the columns has one."""
+    lines = [[m.name, *(cell(m.figures.get(c.name), scale=c.scale) for c in columns)] for m in result.methods]
+    if any(c.name in result.best for c in columns):
+        lines.append([BEST, *(cell(result.best.get(c.name)) for c in columns)])
+    return lines
+
+
+def legend(result: LabResult, columns: Sequence[Column]) -> str:
+    """What the columns mean."""
+    return "; ".join(f"{c.heading}: {c.note}" for c in shown_columns(result, columns)) + "."
+
+
+def tables(result: LabResult) -> list[tuple[str, Sequence[Column]]]:
+    """Title and columns of every table."""
+    top = f"top {100 * result.share:g}%"
+    return [
+        (f"Which tokens: what the {top} of the reasoning holds", AGREEMENT),
+        ("Which tokens: chance of scoring above the rest", SEPARATION),
+        ("Weights and cost", COSTS),
+    ]
+
+
+def print_lab(console: Console, result: LabResult) -> None:
+    """The tables, each within 80 columns."""
+    for title, columns in tables(result):
+        chosen = shown_columns(result, columns)
+        table = Table(
+            title=title, title_justify="left", caption=legend(result, columns), caption_justify="left",
+            box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0),
+        )  # fmt: skip
+        table.add_column("method")
+        for column in chosen:
+            table.add_column(column.heading, justify="right", no_wrap=True)
+        for line in table_cells(result, chosen):
+            style = "dim" if line[0] == BEST else ""
+            table.add_row(*(Text(visible(text), style=style) for text in line))
+        console.print(table)
+        console.print()
+    named = ", ".join(f"{name} {cell(found, scale=100.0)}%" for name, found in result.oracles.items())
+    console.print(f"Share of reasoning tokens that each oracle names: {named}.", markup=False)
+    if "completions" in result.facts:
+        console.print(f"Completions: {result.facts['completions']}.", markup=False)
+    console.print(f"{result.interval}.", style="dim", markup=False)
+
+
+# JSON -------------------------------------------------------------------------------------------------------------
+
+
+def lab_json(result: LabResult) -> str:
+    """The whole result as strict JSON; null where a number is not finite."""
+    return json.dumps(_finite(asdict(result)), indent=1, allow_nan=False, ensure_ascii=True)
+
+
+def write_lab(path: Path, result: LabResult) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(lab_json(result) + "\n", encoding="utf-8")
+
+
+def read_lab(path: Path) -> LabResult:
+    """What ``write_lab`` wrote."""
+    tree = json.loads(path.read_text(encoding="utf-8"))
+
+    def number(value: float | None) -> float:
+        return math.nan if value is None else value
+
+    def figures(found: Mapping[str, Any]) -> dict[str, Figure]:
+        return {k: Figure(number(v["mean"]), number(v["low"]), number(v["high"]), v["count"]) for k, v in found.items()}
+
+    methods = [MethodResult(m["name"], m["credit"], figures(m["figures"])) for m in tree["methods"]]
+    completions = []
+    for c in tree["completions"]:
+        by_method = {
+            key: {name: [number(v) for v in values] for name, values in c[key].items()} for key in ("scores", "weights")
+        }
+        completions.append(LabCompletion(**(c | by_method | {"reward": number(c["reward"])})))
+    made = {"oracles": figures(tree["oracles"]), "best": figures(tree["best"])}
+    return LabResult(**(tree | made | {"methods": methods, "completions": completions}))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _finite(v) for name, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,193 @@
+"""Saved completions to look at again: oarjax's own JSON lines, and what TRL and verl write while they train.
+
+    oarjax  prompt, completion (text, ids or chat messages) and reference; completions.jsonl of a run, or a file of
+            one's own. A text prompt goes through the config's template.
+    trl     GRPOTrainer with log_completions: Parquet with step, prompt, completion, a column per reward function,
+            what these log, advantage. The prompt is the rendered text.
+    verl    trainer.rollout_data_dir: JSON lines with input, output, gts, score, step and what the reward adds. The
+            input is the rendered text.
+
+Both libraries decode without special tokens by default; ``oarjax.data.tokenizer.rendered_ids`` puts them back.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from oarjax.data.problems import DataError, parquet_rows, reference_answer
+
+Format = Literal["auto", "oarjax", "trl", "verl"]
+Messages = list[dict[str, str]]
+"""Turns of a chat, each with role and content."""
+
+FIELDS = (
+    'each line needs "prompt" (text or chat messages) or "prompt_ids", "completion" or "completion_ids", and may have '
+    '"reference"'
+)
+REFERENCES = ("reference", "solution", "answer", "ground_truth")
+"""Columns of TRL's files in which a reward function may have logged the right answer."""
+
+
+@dataclass(frozen=True)
+class SavedRollout:
+    """Text, ids or messages of the prompt, text or ids of the completion; ids are taken as they are."""
+
+    prompt: str | list[int] | Messages
+    completion: str | list[int]
+    reference: str | None  # the right answer; None = unknown
+    rendered: bool = False  # a text prompt is what the policy read, template and all
+    place: str = field(default="", compare=False)  # file and line, for errors
+
+
+def read_rollouts(path: Path, form: Format = "auto") -> list[SavedRollout]:
+    """Every rollout of a .jsonl or .parquet file, or of all such files of a folder in the order of their numbers.
+
+    ``auto`` tells the format by the fields of the first one. TRL's and verl's completions without any text are left
+    out: they have no token to look at.
+
+    Raises:
+        DataError: no such file, a line that is not JSON or lacks a field, fields of no known format, or no rollout.
+    """
+    found: list[SavedRollout] = []
+    for file in _files(path):
+        for place, record in _records(file):
+            if form == "auto":
+                form = _recognised(record, place)
+            rollout = READ[form](record, place)
+            if rollout.completion or form == "oarjax":
+                found.append(rollout)
+    if not found:
+        raise DataError(f"--rollouts: {path} holds no rollouts; {FIELDS}")
+    return found
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    files = [file for file in path.glob("*") if file.suffix in (".jsonl", ".parquet")] if path.is_dir() else []
+    if not files:
+        raise DataError(
+            f"--rollouts: no file {path}; give a JSONL or Parquet file such as completions.jsonl of a run folder, or "
+            "a folder of such files"
+        )
+    return sorted(files, key=lambda file: ([int(n) for n in re.findall(r"\d+", file.stem)], file.name))
+
+
+def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    if path.suffix == ".parquet":
+        yield from parquet_rows(path, "--rollouts")
+        return
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--rollouts: {path} cannot be read as UTF-8 text: {error}") from None
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            place = f"{path}, line {number}"
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:  # also for a number of thousands of digits
+                raise DataError(f"{place}: not JSON ({error}); {FIELDS}") from None
+            if not isinstance(record, dict):
+                raise DataError(f"{place}: expected an object, got {type(record).__name__}; {FIELDS}")
+            yield place, record
+
+
+def _recognised(record: dict[str, Any], place: str) -> Format:
+    """The format that a record's fields tell. Only TRL's has steps beside prompts, and ours are iterations."""
+    if {"input", "output"} <= set(record):
+        return "verl"
+    if {"step", "prompt", "completion"} <= set(record) and "iteration" not in record:
+        return "trl"
+    if {"prompt", "prompt_ids", "completion", "completion_ids"} & set(record):
+        return "oarjax"
+    raise DataError(
+        f"{place}: fields {', '.join(map(repr, record))} are of no known format; known are oarjax (prompt, "
+        "completion), trl (step, prompt, completion, advantage) and verl (input, output, gts, score); name it with "
+        "--format, or rename the fields"
+    )
+
+
+def _own(record: dict[str, Any], place: str) -> SavedRollout:
+    reference = record.get("reference")
+    return SavedRollout(
+        _part(record, "prompt", place),
+        _spoken(_part(record, "completion", place), place),
+        None if reference is None else str(reference),
+        place=place,
+    )
+
+
+def _trl(record: dict[str, Any], place: str) -> SavedRollout:
+    known = [record[name] for name in REFERENCES if isinstance(record.get(name), str | int | float)]
+    prompt, completion = _column(record, "prompt", place, "trl"), _column(record, "completion", place, "trl")
+    reference = reference_answer(str(known[0])) if known else None
+    return SavedRollout(prompt, _spoken(completion, place), reference, rendered=True, place=place)
+
+
+def _verl(record: dict[str, Any], place: str) -> SavedRollout:
+    prompt, completion = _column(record, "input", place, "verl"), _column(record, "output", place, "verl")
+    truth = record.get("gts")
+    if isinstance(truth, list) and len(truth) == 1:
+        (truth,) = truth
+    reference = reference_answer(str(truth)) if isinstance(truth, str | int | float) else None
+    return SavedRollout(prompt, _spoken(completion, place), reference, rendered=True, place=place)
+
+
+READ: dict[Format, Callable[[dict[str, Any], str], SavedRollout]] = {"oarjax": _own, "trl": _trl, "verl": _verl}
+
+
+def _part(record: dict[str, Any], name: str, place: str) -> Any:
+    ids, value = record.get(f"{name}_ids"), record.get(name)
+    if ids is not None:
+        if isinstance(ids, list) and ids and all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            return ids
+        raise DataError(f"{place}: {name}_ids: expected a list of token ids, got {ids!r:.80}")
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list) and value:
+        return _messages(value, f"{place}: {name}")
+    raise DataError(f"{place}: no {name}; {FIELDS}")
+
+
+def _column(record: dict[str, Any], name: str, place: str, form: str) -> Any:
+    value = record.get(name)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value:
+        return _messages(value, f"{place}: {name}")
+    known = ", ".join(map(repr, record))
+    raise DataError(
+        f"{place}: {name}: format {form} has text or chat messages there, got {value!r:.80}; fields {known}"
+    )
+
+
+def _messages(turns: list[Any], where: str) -> Messages:
+    """Turns with their text; parts of a turn that are not text cannot be shown to a text policy."""
+    found = []
+    for turn in turns:
+        content = turn.get("content") if isinstance(turn, dict) else None
+        if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
+            content = "".join(str(p.get("text") or "") for p in content)
+        if not isinstance(content, str) or not isinstance(turn.get("role"), str):
+            raise DataError(f"{where}: expected chat messages with role and text content, got {turn!r:.80}")
+        found.append({"role": turn["role"], "content": content})
+    return found
+
+
+def _spoken(completion: Any, place: str) -> str | list[int]:
+    """The text of a completion that was saved as one assistant's turn."""
+    if not (isinstance(completion, list) and completion and isinstance(completion[0], dict)):
+        return completion
+    if len(completion) > 1 or completion[0]["role"] != "assistant":
+        roles = ", ".join(turn["role"] for turn in completion)
+        raise DataError(
+            f"{place}: a completion of the turns {roles}; credit is given within one turn of the assistant: save each "
+            "as a rollout of its own, with the turns before it in its prompt"
+        )
+    return completion[0]["content"]

@@ -1,0 +1,156 @@
+"""From the names of a param's axes to mesh axes. Names and sizes only: no device is touched here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from oarjax.errors import UserError
+
+RULES: Mapping[str, str | None] = {
+    "layers": None,  # scanned one after another
+    "vocab": "tensor",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "ffn": "tensor",
+    "embed": "fsdp",
+    "head": None,  # the numbers inside one head stay together
+    "rank": None,  # of adapters
+}
+"""Training layout: matrices divided over ``fsdp`` along the embedding and over ``tensor`` along the other axis."""
+
+ROLLOUT: Mapping[str, str | None] = {**RULES, "embed": None}
+"""Rollout layout: whole along the embedding, so that decoding does not gather every weight for every token."""
+
+AXES = ("slice", "data", "fsdp", "tensor")
+"""Mesh axes of the training layout, the slowest network first."""
+
+ROLLOUT_AXES = ("data", "tensor")
+"""Mesh axes of the rollout layout: the same devices in the same order."""
+
+ROWS = ("slice", "data", "fsdp")
+"""Mesh axes over which the rows of a batch are divided, where the mesh has them."""
+
+
+class ShardingError(UserError, ValueError):
+    """A size that the mesh does not divide; names the axis, both sizes and the remedy."""
+
+
+def param_specs(axes: Any, *, rules: Mapping[str, str | None] = RULES) -> Any:
+    """PartitionSpec of every param from its axes' names (``models.weights.logical_axes``).
+
+    A vector takes no ``fsdp`` axis: dividing a norm saves nothing and costs a gather.
+
+    Raises:
+        KeyError: an axis name without a rule.
+    """
+
+    def spec(names: tuple[str, ...]) -> PartitionSpec:
+        inner = [n for n in names if n != "layers"]
+        keep_whole = len(inner) == 1
+        places = [rules[name] for name in names]
+        return PartitionSpec(*(None if keep_whole and place == "fsdp" else place for place in places))
+
+    return _map(spec, axes)
+
+
+def spread(spec: PartitionSpec, shape: Sequence[int], mesh: Mapping[str, int]) -> PartitionSpec:
+    """The spec of a stacked matrix that ``fsdp`` does not divide, with it on the longer axis where that goes."""
+    places = [*spec, *[None] * (len(shape) - len(spec))]
+    if "fsdp" in places:
+        return spec
+    at = max((-2, -1), key=shape.__getitem__)
+    axes = ("fsdp",) if places[at] is None else (places[at], "fsdp")
+    if shape[at] % math.prod(mesh[axis] for axis in axes):
+        return spec
+    places[at] = axes if len(axes) > 1 else "fsdp"
+    return PartitionSpec(*places)
+
+
+def training_rules(*, kv_heads: int, tensor: int) -> Mapping[str, str | None]:
+    """``RULES`` for a policy of so many key heads on a tensor axis of this size.
+
+    Where the axis is a multiple of the key heads, their projections stay whole along it: they are small, and a
+    device needs the one key head that its query heads read.
+    """
+    return {**RULES, "kv_heads": None} if tensor % kv_heads == 0 and kv_heads % tensor else RULES
+
+
+def row_axes(mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of ``ROWS`` that a mesh has."""
+    return tuple(axis for axis in ROWS if axis in mesh)
+
+
+def batch_spec(mesh: Mapping[str, int] | None = None) -> PartitionSpec:
+    """Rows of a batch over the mesh's row axes (by default all of ``ROWS``); every other axis whole."""
+    return PartitionSpec(ROWS if mesh is None else row_axes(mesh))
+
+
+def check_divisible(
+    axes: Any,
+    pieces: Any,
+    mesh: Mapping[str, int],
+    *,
+    rules: Mapping[str, str | None] = RULES,
+    what: str = "the mesh",
+) -> None:
+    """Refuse a mesh (axis name -> size) that does not divide every param; ``what`` names it.
+
+    ``pieces`` has, in the same tree, what each axis may be cut into (``models.weights.divisible_pieces``): an
+    axis of heads is cut between heads, never within one.
+
+    Raises:
+        ShardingError: lists every (axis, size, mesh axis, size) that does not divide.
+    """
+    faults = {
+        (name, size, rules[name])
+        for names, sizes in zip(_leaves(axes), _leaves(pieces))
+        for name, size in zip(names, sizes)
+        if rules[name] is not None and size % mesh.get(str(rules[name]), 1)
+    }
+    if faults:
+        lines = [f"{name} = {size} on mesh axis {axis} = {mesh[str(axis)]}" for name, size, axis in sorted(faults)]
+        raise ShardingError(
+            f"{what} does not divide the policy: {'; '.join(lines)}; choose mesh sizes that divide them"
+        )
+
+
+def check_rows(rows: int, mesh: Mapping[str, int], *, what: str, remedy: str = "") -> None:
+    """Refuse a number of rows that the mesh's row axes do not divide; ``what`` is the config field's path.
+
+    ``remedy``: what would help besides another number of rows.
+
+    Raises:
+        ShardingError: with the axes, both sizes and a number that divides.
+    """
+    axes = row_axes(mesh)
+    parts = math.prod(mesh[axis] for axis in axes)
+    if rows % parts:
+        raise ShardingError(
+            f"{what} = {rows} rows cannot be divided over mesh axes {' x '.join(axes)} = {parts}; "
+            f"use a multiple of {parts}, such as {-(-rows // parts) * parts}{remedy}"
+        )
+
+
+def repeated_kv_heads(kv_heads: int, *, tensor: int) -> int:
+    """Key heads of the rollout policy: repeated where the tensor axis is a multiple of them, else as they are.
+
+    Grouped-query attention with every key head repeated gives the same numbers.
+    """
+    return tensor if tensor % kv_heads == 0 else kv_heads
+
+
+def _is_leaf(node: Any) -> bool:
+    return isinstance(node, tuple)
+
+
+def _map(function: Any, tree: Any) -> Any:
+    return jax.tree.map(function, tree, is_leaf=_is_leaf)
+
+
+def _leaves(tree: Any) -> list[tuple[Any, ...]]:
+    return jax.tree.leaves(tree, is_leaf=_is_leaf)

@@ -1,0 +1,245 @@
+"""The commands as functions for notebooks and scripts, and what a notebook shows.
+
+The functions make the same runs and files as the commands, and print only warnings. Every ``show_...`` returns a
+``Shown``, which Jupyter, Colab and VS Code display as the last value of a cell. It loads nothing, runs no script,
+brings its own light background, and its styles end at its own edge. Text from models and datasets is escaped, as on
+the report's page.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from oarjax.config import Config
+from oarjax.data.problems import Problem
+from oarjax.lab.command import measure_credit
+from oarjax.lab.plot import draw_lab
+from oarjax.lab.results import LabResult, legend, shown_columns, table_cells, tables
+from oarjax.models.policy import Policy
+from oarjax.report.curves import PANELS, Record, points
+from oarjax.report.files import CompletionRow, read_completions, read_metrics, short, token_texts, visible
+from oarjax.report.page import SIZE, card, chart, colour_scale, pick_completions, templates, token_pieces
+from oarjax.runs.stop import Stop, Stopped
+from oarjax.training.command import train_once
+from oarjax.training.layout import lay_out
+from oarjax.training.programs import make_optimizer
+from oarjax.training.run import open_session
+from oarjax.types import AnswerSpan, Params, PromptBatch, Rollout
+
+
+def train(cfg: Config, *, watch: Callable[[list[dict[str, Any]]], object] | None = None) -> Path:
+    """What ``oarjax train`` does, and the run's folder. A run that was stopped goes on; one that has ended is kept.
+
+    Args:
+        watch: called with the metrics so far, one record per iteration, whenever there are new ones.
+
+    Raises:
+        KeyboardInterrupt: the cell was interrupted; what has been done is saved, and the same call goes on.
+        ConfigError: see ``oarjax.training.command``; and what the parts of a run raise.
+    """
+    folder = Path(cfg.run_dir).expanduser()
+
+    def seen() -> None:
+        if watch is not None:
+            watch(read_metrics(folder / "metrics.jsonl"))
+
+    try:
+        with Stop() as stop:
+            train_once(cfg, _WarningsOnly(), stop, seen)
+    except Stopped:
+        raise KeyboardInterrupt(f"{folder} is saved; run this again to go on with it") from None
+    seen()  # of a run that had ended before there was nothing new
+    return folder
+
+
+def credit_lab(cfg: Config) -> LabResult:
+    """What ``oarjax credit`` does: methods of token credit on a policy's own completions. Its files are written too."""
+    return measure_credit(cfg, _WarningsOnly())
+
+
+class Parts(NamedTuple):
+    """What a training loop of one's own starts from. Its functions take rollouts on the device, or numpy."""
+
+    policy: Policy
+    params: Params  # float32
+    prompts: Iterator[tuple[PromptBatch, list[Problem]]]  # without end: rollout.prompts of data.train at a time
+    stop_ids: tuple[int, ...]
+    pad_id: int
+    texts: Callable[[Rollout], list[str]]  # of every completion
+    tokens: Callable[[Rollout], list[list[str]]]  # the same, token by token
+    find_answers: Callable[[Rollout], AnswerSpan]  # as credit.answer says
+
+
+def open_parts(cfg: Config) -> Parts:
+    """The policy, data and tokenizer of a config, for a loop of one's own."""
+    session = open_session(cfg, _WarningsOnly())
+    tx, _ = make_optimizer(cfg)
+    stream = session.prompts()
+
+    def tokens(rollout: Rollout) -> list[list[str]]:
+        made = np.asarray(rollout.completion)
+        ids = np.asarray(rollout.tokens)[:, -made.shape[1] :]
+        return [token_texts([session.table[i] for i in row[mask]]) for row, mask in zip(ids, made)]
+
+    return Parts(
+        policy=session.policy,
+        params=session.load(lay_out(session, tx)),
+        prompts=((jax.tree.map(jnp.asarray, prompts), problems) for prompts, problems in stream),
+        stop_ids=session.stop_ids,
+        pad_id=session.pad_id,
+        texts=session.completions,
+        tokens=tokens,
+        find_answers=session.find_answers,
+    )
+
+
+class _WarningsOnly(Console):
+    """Prints warnings, on plain lines; what else a command says is seen better in the run's files."""
+
+    def __init__(self) -> None:
+        super().__init__(force_jupyter=False, force_terminal=False, highlight=False, width=110)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        if objects and str(objects[0]).startswith("warning: "):
+            super().print(*objects, **options)
+
+
+@dataclass(frozen=True, repr=False)
+class Shown:
+    """A piece of HTML to look at."""
+
+    html: str
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+    def __repr__(self) -> str:
+        return "Shown: the last value of a notebook's cell is displayed"
+
+
+def show_curves(runs: Mapping[str, Path | Sequence[Record]], *, metrics: Sequence[str] = ()) -> Shown:
+    """Curves by iteration, a chart per metric.
+
+    Args:
+        runs: by the name to show, a run's folder or records ``{"iteration": n, metric: value, ...}``.
+        metrics: which to show, in this order; by default those of the report that the runs have.
+
+    Raises:
+        ValueError: a metric without a chart.
+    """
+    records = {name: read_metrics(r / "metrics.jsonl") if isinstance(r, Path) else r for name, r in runs.items()}
+    panels = {panel.metric: panel for panel in PANELS}
+    unknown = [name for name in metrics if name not in panels]
+    if unknown:
+        raise ValueError(f"show_curves: no chart for {', '.join(unknown)}; there are {', '.join(panels)}")
+    drawn = [panels[name] for name in metrics or panels if any(points(rows, name) for rows in records.values())]
+    return _shown(
+        charts=[chart(panel, records) for panel in drawn],
+        legend=[visible(name) for name in records] if len(records) > 1 else [],
+        empty="" if drawn else "No iteration has been finished yet.",
+    )
+
+
+def show_completions(run: Path | Sequence[tuple[int, CompletionRow]], *, count: int = 2) -> Shown:
+    """Completions of a run's folder (or as ``read_completions`` gives them), each token coloured by its weight.
+
+    ``count`` of them, from the earliest and the latest iterations, those with uneven weights first.
+    """
+    rows = read_completions(run / "completions.jsonl") if isinstance(run, Path) else run
+    picked = pick_completions(rows, count=count)
+    return _shown(
+        cards=[card(iteration, row) for iteration, row in picked],
+        scale=colour_scale(),
+        empty="" if picked else "No completion has been saved yet.",
+    )
+
+
+def show_tokens(
+    tokens: Sequence[str],
+    weights: Mapping[str, Sequence[float]],
+    *,
+    reasoning: Sequence[bool] = (),
+    answer: Sequence[bool] = (),
+    title: str = "",
+) -> Shown:
+    """One completion, once for each set of weights: by name, a weight per token, 1 = as in plain GRPO.
+
+    ``reasoning`` and ``answer`` say which tokens are which, by default all and none.
+
+    Raises:
+        ValueError: the lengths differ.
+    """
+    return _shown(views=[_view(title, tokens, weights, reasoning, answer)], scale=colour_scale())
+
+
+def show_credit(result: LabResult, *, methods: Sequence[str] = (), count: int = 2) -> Shown:
+    """Completions of a credit lab, each coloured by every method in turn.
+
+    Args:
+        methods: names of the lab's methods, in the order to show; by default all.
+        count: completions at most.
+
+    Raises:
+        ValueError: a method that the lab has not measured.
+    """
+    known = [m.name for m in result.methods]
+    unknown = [name for name in methods if name not in known]
+    if unknown:
+        raise ValueError(f"show_credit: the lab has no {', '.join(unknown)}; its methods are {', '.join(known)}")
+    views = []
+    for c in result.completions[:count]:
+        title = f"{c.prompt}   reward {short(c.reward)}"
+        chosen = {name: c.weights[name] for name in methods or known}
+        views.append(_view(title, c.tokens, chosen, c.is_reasoning, c.is_answer))
+    return _shown(views=views, scale=colour_scale())
+
+
+def show_lab(result: LabResult) -> Shown:
+    """The tables of a credit lab, with what their columns mean, and its figures."""
+    made = []
+    for title, columns in tables(result):
+        chosen = shown_columns(result, columns)
+        lines = [[visible(cell) for cell in line] for line in table_cells(result, chosen)]
+        header = ["method", *(column.heading for column in chosen)]
+        made.append({"title": title, "header": header, "lines": lines, "note": legend(result, chosen)})
+    return _shown(tables=made, note=f"{result.interval}.")
+
+
+def show_lab_figure(result: LabResult) -> Shown:
+    """What each method finds against what it costs, and how it ranks tokens beside exact OAR-P (needs matplotlib)."""
+    target = io.BytesIO()
+    draw_lab(result).savefig(target, format="png", dpi=110)
+    return _shown(picture=base64.b64encode(target.getvalue()).decode(), label="credit lab: recall against cost")
+
+
+def _view(
+    title: str,
+    tokens: Sequence[str],
+    weights: Mapping[str, Sequence[float]],
+    reasoning: Sequence[bool],
+    answer: Sequence[bool],
+) -> dict[str, Any]:
+    lines = []
+    for name, values in weights.items():
+        row = CompletionRow(
+            prompt="", completion="", reward=0.0, answer=None, verdict="", tokens=tokens, weights=values,
+            is_reasoning=reasoning, is_answer=answer,
+        )  # fmt: skip
+        lines.append((visible(name), token_pieces(row)))
+    return {"title": visible(title), "lines": lines}
+
+
+def _shown(**parts: Any) -> Shown:
+    nothing: dict[str, Any] = {"charts": [], "legend": [], "cards": [], "views": [], "tables": [], "scale": []}
+    nothing |= {"note": "", "empty": "", "picture": "", "label": ""}
+    return Shown(templates().get_template("shown.html").render(nothing | {"size": SIZE} | parts))

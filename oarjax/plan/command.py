@@ -1,0 +1,277 @@
+"""``oarjax plan``: does a run fit a TPU slice, and how long would a step take at the least? No TPU is needed.
+
+The run's own programs are compiled for the slice by libtpu, the TPU's compiler, each in a process of its own. What it
+says of memory decides; work is counted in the programs that it wrote.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from oarjax.config import Config, ConfigError, load_config
+from oarjax.credit.methods import NEEDS
+from oarjax.models.qwen import QwenConfig
+from oarjax.models.weights import parameter_count
+from oarjax.plan.architecture import architecture_fields
+from oarjax.plan.programs import PROGRAMS, shapes_of, with_method
+from oarjax.plan.sums import (
+    analytic_update_flops,
+    count,
+    model_flops,
+    phase_of,
+    read_bytes,
+    step_of,
+)
+from oarjax.plan.table import WORD, describe, markdown, terminal
+from oarjax.plan.topology import ENVIRONMENT, Slice, TopologyError, compiler_version, find_slice
+from oarjax.runs.durable import storage_errors
+from oarjax.training.checks import check_lengths
+from oarjax.training.memory import remedy
+
+
+def run(
+    arguments: Sequence[str],
+    *,
+    topology: str | None,
+    credit: str,
+    phases: str,
+    out: Path | None,
+    write: Path | None,
+    cache: str,
+    timeout: int,
+    jobs: int,
+) -> bool:
+    """Plan every config, print its table, write what was asked for; whether everything fits.
+
+    Raises:
+        ConfigError: a bad config, no topology, or an unknown method.
+        TopologyError: an unknown topology, no libtpu, or a compiler that failed.
+    """
+    console = Console()
+    configs = [a for a in arguments if "=" not in a]
+    overrides = [a for a in arguments if "=" in a]
+    if not configs:
+        raise ConfigError("plan: give at least one config, such as configs/demo.yaml")
+    compiler_version()
+    plans = []
+    for name in configs:
+        cfg = load_config(name, overrides)
+        where = topology_of(cfg, topology)
+        console.print(f"{name}: compiling for {where.name}, minutes for a large policy", markup=False)
+        found = plan(
+            name,
+            cfg,
+            where=where,
+            work=work_of(cfg, phases_of(phases), methods_of(credit)),
+            cache=cache,
+            timeout=timeout,
+            jobs=jobs,
+        )
+        plans.append(found)
+        console.print(terminal(found))
+        for line in describe(found):
+            console.print(f"- {line}", markup=False, highlight=False)
+        if not found["fits"]:
+            for line in found["remedies"]:
+                console.print(f"does not fit: {line}", style="bold red", markup=False)
+    console.print(WORD, style="dim", markup=False)
+    for path, text in ((out, json.dumps(plans, indent=1) + "\n"), (write, markdown(plans, numbers=out))):
+        if path is not None:
+            with storage_errors(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+    return all(p["fits"] for p in plans)
+
+
+def methods_of(credit: str) -> tuple[str, ...]:
+    """Methods of credit by name, with commas between.
+
+    Raises:
+        ConfigError: an unknown one.
+    """
+    names = tuple(name.strip() for name in credit.split(",") if name.strip())
+    for name in names:
+        if name not in NEEDS:
+            raise ConfigError(f"--credit: {name} is no method; accepted: {', '.join(NEEDS)}")
+    return names
+
+
+def phases_of(phases: str) -> tuple[str, ...]:
+    """Phases by name, with commas between, in the order of a step.
+
+    Raises:
+        ConfigError: an unknown one, or none.
+    """
+    names = {name.strip() for name in phases.split(",") if name.strip()}
+    if not names or names - set(PROGRAMS):
+        raise ConfigError(f"--phases: {phases!r} names no program; accepted: {', '.join(PROGRAMS)}")
+    return tuple(name for name in PROGRAMS if name in names)
+
+
+def work_of(cfg: Config, phases: Sequence[str], credit: Sequence[str]) -> list[tuple[str, str | None]]:
+    """(phase, method of credit other than the config's own) of every program to compile."""
+    others = [("score", method) for method in credit if method != cfg.credit.method]
+    found: list[tuple[str, str | None]] = []
+    for phase in phases:
+        found += [(phase, None), *(others if phase == "score" else [])]
+    return found
+
+
+def topology_of(cfg: Config, given: str | None) -> Slice:
+    """The slice that a config is planned for.
+
+    Raises:
+        ConfigError: neither the option nor the config names one.
+        TopologyError: an unknown name.
+    """
+    name = given or cfg.plan.topology
+    if name is None:
+        raise ConfigError("plan: no topology; give --topology v5e-16, or set plan.topology")
+    return find_slice(name)
+
+
+def plan(
+    name: str,
+    cfg: Config,
+    *,
+    where: Slice,
+    work: Sequence[tuple[str, str | None]],
+    cache: str,
+    timeout: int,
+    jobs: int,
+) -> dict[str, Any]:
+    """Everything that is known of a config on a slice, as numbers and text."""
+    fields = architecture_fields(cfg.policy.path, revision=cfg.policy.revision)
+    check_lengths(cfg, QwenConfig.from_hf(fields))
+    common = {
+        "config": cfg.model_dump(mode="json"),
+        "fields": fields,
+        "topology": where.name,
+        "slices": max(cfg.mesh.slice, 1),
+        "options": {},
+        "cache": str(Path(cache).expanduser()),
+    }
+    with ThreadPoolExecutor(jobs) as pool:
+        tasks = [common | {"phase": phase, "method": method} for phase, method in work]
+        results = list(pool.map(lambda job: compile_apart(job, timeout=timeout), tasks))
+    return document(name, cfg, where, fields, work, results, cache=Path(cache).expanduser())
+
+
+def compile_apart(job: dict[str, Any], *, timeout: int) -> dict[str, Any]:
+    """What a worker process says of one executable.
+
+    Raises:
+        TopologyError: the worker crashed, took too long, or was refused something that the user can mend.
+    """
+    what = f"{job['phase']}{'' if job['method'] is None else ' ' + job['method']} for {job['topology']}"
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "oarjax.plan.worker"],
+            input=json.dumps(job),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=environment | ENVIRONMENT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise TopologyError(f"plan: {what} was not compiled within {timeout} s; raise --timeout") from None
+    last = done.stdout.strip().splitlines()[-1:] or [""]
+    if done.returncode or not last[0].startswith("{"):
+        said = "\n".join(done.stderr.strip().splitlines()[-8:])
+        raise TopologyError(f"plan: the compiler failed on {what} (exit code {done.returncode}):\n{said}")
+    result = json.loads(last[0])
+    if "error" in result:
+        raise ConfigError(result["error"])
+    return result
+
+
+def document(
+    name: str,
+    cfg: Config,
+    where: Slice,
+    fields: dict[str, Any],
+    work: Sequence[tuple[str, str | None]],
+    results: Sequence[dict[str, Any]],
+    *,
+    cache: Path,
+) -> dict[str, Any]:
+    """The plan as JSON has it: one entry per phase, the step, and what does not fit with the remedy."""
+    model, s = QwenConfig.from_hf(fields), shapes_of(cfg)
+    chips = where.chips * max(cfg.mesh.slice, 1)
+    mesh, there = results[0]["mesh"], {k: v for r in results for k, v in r["resident"].items()}
+    tensor = cfg.rollout.tensor or mesh["tensor"]
+    phases = []
+    for (phase, method), result in zip(work, results):
+        asked = with_method(cfg, method)
+        found = None
+        if "memory" in result:
+            text = gzip.decompress((cache / f"{result['key']}.hlo.gz").read_bytes()).decode()
+            found = count(text, s, asked.credit)
+        phases.append(
+            phase_of(
+                result,
+                name=phase,
+                method=method,
+                chip=where.chip,
+                chips=chips,
+                work=found,
+                model=model_flops(phase, model, asked),
+                read=read_bytes(model, s, chips=chips, tensor=tensor) if phase == "sample" else 0.0,
+            )
+        )
+    fits = all(p["fits"] for p in phases)
+    updates = cfg.update.minibatches * cfg.update.epochs
+    times = {"reshard": 1, "sample": 1, "score": cfg.update.minibatches, "update": updates}
+    own = [p for p in phases if p["method"] is None]  # what a step runs; other methods are beside it
+    steps = {p["name"] for p in own}
+    return {
+        "config": name,
+        "policy": cfg.policy.path,
+        "parameters": parameter_count(model),
+        "topology": where.name,
+        "product": where.product,
+        "slices": max(cfg.mesh.slice, 1),
+        "chips": chips,
+        "chip": asdict(where.chip),
+        "mesh": mesh,
+        "versions": results[0]["versions"],
+        "remat": cfg.policy.remat,
+        "attention": "splash" if any(p.get("kernels") for p in phases) else "xla",
+        "credit": cfg.credit.method,
+        "shapes": s._asdict(),
+        "resident": there,
+        "phases": phases,
+        "step": step_of(own, times, chip=where.chip, chips=chips) if fits and steps == set(PROGRAMS) else None,
+        "expected": analytic_update_flops(cfg, model, s, phases[-1]) if "update" in steps else None,
+        "fits": fits,
+        "remedies": [f"{p['name']}: {remedy(p['name'], cfg)}" for p in phases if not p["fits"]],
+        "notes": notes(cfg, phases),
+    }
+
+
+def notes(cfg: Config, phases: Sequence[dict[str, Any]]) -> list[str]:
+    """What a reader should know besides the numbers."""
+    found = []
+    if cfg.credit.answer.source == "reference":
+        found.append("credit.answer.source reference makes scored rows longer by cue and answer: not in this plan.")
+    evaluated, rows = cfg.eval.batch * cfg.eval.samples, shapes_of(cfg).rows
+    if cfg.data.eval is not None and evaluated > rows:
+        found.append(f"An evaluation's batch is {evaluated} completions, more than a step's {rows}: not in this plan.")
+    for p in phases:
+        total = p["hbm"]["total"]
+        if p["fits"] and total > 0.95 * p["hbm"]["limit"]:
+            found.append(f"{p['name']} leaves less than 5% of HBM free, and the runtime wants some for itself.")
+    return found

@@ -1,0 +1,85 @@
+"""The programs of a run for chips that are not here, by the builders that ``train`` uses."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jax.sharding import Mesh
+
+from oarjax.config import Config, changed, parse_config
+from oarjax.credit.probe import Probe
+from oarjax.models.qwen import QwenConfig
+from oarjax.system.plugins import import_object
+from oarjax.training.checks import check_lengths
+from oarjax.training.custom import find_loss, find_method
+from oarjax.training.layout import check_layouts
+from oarjax.training.minibatches import bucket
+from oarjax.training.shapes import (
+    Built,
+    Program,
+    build,
+    parts_for,
+    reshard_program,
+    sample_program,
+    score_program,
+    update_program,
+)
+
+STOPS, PAD = (151645, 151643), 151643
+"""Qwen's. They are constants of a program, which costs the same whatever they are."""
+
+PROGRAMS = {"reshard": reshard_program, "sample": sample_program, "score": score_program, "update": update_program}
+
+
+class Shapes(NamedTuple):
+    """The largest shapes of a run."""
+
+    prompts: int
+    rows: int
+    prompt: int  # positions
+    completion: int
+    microbatches: int  # of an update
+    microbatch: int  # rows
+
+
+def shapes_of(cfg: Config) -> Shapes:
+    """Prompts and completions at their longest, every row used."""
+    rows = cfg.rollout.prompts * cfg.rollout.group_size
+    return Shapes(
+        prompts=cfg.rollout.prompts,
+        rows=rows,
+        prompt=bucket(cfg.data.max_prompt, cfg.rollout.prompt_bucket, 1 << 30),
+        completion=cfg.rollout.max_new,
+        microbatches=rows // cfg.update.minibatches // cfg.update.microbatch,
+        microbatch=cfg.update.microbatch,
+    )
+
+
+def with_method(cfg: Config, method: str | None) -> Config:
+    """The config with another method of credit where one is asked for.
+
+    Method keywords reads a tokenizer for its weights alone, which are no program of a plan: it scores as uniform does.
+    """
+    name = method or cfg.credit.method
+    credit = changed(cfg.credit, {"method": "uniform" if name == "keywords" else name})
+    return parse_config(cfg.model_dump() | {"credit": credit.model_dump()})
+
+
+def planned(cfg: Config, model: QwenConfig, mesh: Mesh) -> Built:
+    """Policy, optimizer, layout and programs.
+
+    Raises:
+        ConfigError, ShardingError: sizes that the mesh does not divide, or lengths beyond the model's.
+    """
+    check_lengths(cfg, model)
+    check_layouts(cfg, model, mesh)
+    place, own_probe = cfg.credit.probe.function, None
+    if place is not None:
+        own_probe = import_object(place, field="credit.probe.function", expected=Probe)
+    own = {"own_probe": own_probe, "own_method": find_method(cfg), "own_loss": find_loss(cfg)}
+    return build(parts_for(cfg, model, mesh, stop_ids=STOPS, pad_id=PAD, **own))
+
+
+def program_of(built: Built, phase: str) -> Program:
+    """The program of a phase, with the shapes that it is called with."""
+    return PROGRAMS[phase](built)

@@ -1,0 +1,130 @@
+"""How long a program takes at the least, and what share of the chips' peak that is. Arithmetic, no measurement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from oarjax.costs import Chip, Number
+from oarjax.plan.credit_costs import Decoder, Run, pass_flops, update_flops
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one program on every chip at once, by what each part of a chip has to do."""
+
+    products: float  # matrix units
+    memory: float  # HBM, where it was counted
+    links: float  # between chips
+
+    @property
+    def in_turn(self) -> float:
+        """Collectives wait for products and products for collectives. Reading HBM is always behind products."""
+        return max(self.products, self.memory) + self.links
+
+    @property
+    def together(self) -> float:
+        """Everything behind the slowest."""
+        return max(self.products, self.memory, self.links)
+
+
+def roofline(chip: Chip, *, flops: Number, sent: Number, read: Number = 0) -> Times:
+    """Times of ``flops``, ``sent`` bytes between chips and ``read`` bytes of HBM, each per chip.
+
+    A collective is taken to be a ring over one axis of the torus, both of whose directions carry half.
+    """
+    return Times(flops / chip.flops, read / chip.bandwidth, sent / (2 * chip.link))
+
+
+def utilisation(chip: Chip, *, model_flops: Number, chips: int, seconds: Number) -> float:
+    """Model FLOPs over what the chips could have done in that time: 0 to 1."""
+    return model_flops / (chips * chip.flops * seconds) if seconds > 0 else 0.0
+
+
+def sampling_flops(d: Decoder, *, prompts: Number, rows: Number, prompt: Number, completion: Number) -> float:
+    """Each prompt once, then every row's completion: its first token is the prompt's, its last is not fed back."""
+    prefill = prompts * pass_flops(d, tokens=prompt, context=prompt / 2, read=1)
+    return prefill + rows * pass_flops(d, tokens=completion - 1, context=prompt + completion / 2, read=completion - 1)
+
+
+def decoding_bytes(
+    *, weights: Number, rows: Number, prompts: Number, prompt: Number, completion: Number, position: Number
+) -> float:
+    """Bytes of HBM that decoding reads on one chip: per token its weights and its share of all slots of the caches.
+
+    Every step reads all slots, filled or not. ``rows`` and ``prompts`` are the chip's; ``position`` is the bytes that
+    one position's keys and values of all layers take on it.
+    """
+    return float(completion) * (weights + position * (rows * completion + prompts * prompt))
+
+
+SPLASH = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
+"""Products of a score block that each kernel computes, those that it computes again included."""
+
+
+def kernel_flops(name: str, operands: Sequence[tuple[int, ...]], *, block: Callable[[int], int]) -> float:
+    """FLOPs of one call of a splash attention kernel; blocks that are partly visible are computed whole.
+
+    Args:
+        operands: sizes; the largest three in a row are q [rows, heads, N, h] and k and v [rows, kv heads, M, h], the N
+            queries standing at the end of the M keys. The compiler leaves the axis of a single row out.
+        block: side of a block for a length.
+
+    Raises:
+        ValueError: another kernel.
+    """
+    products = next((n for start, n in SPLASH.items() if name.startswith(start)), None)
+    if products is None:
+        raise ValueError(f"kernel {name}: expected one of {', '.join(SPLASH)}; its FLOPs are not known")
+    triples = [(q, k) for q, k, v in zip(operands, operands[1:], operands[2:]) if k == v and len(q) == len(k) > 2]
+    q, k = max(triples, key=lambda pair: math.prod(pair[0]))
+    (*row, heads, new, width), keys = q, k[-2]
+    rows = math.prod(row)
+    high, wide = block(new), block(keys)
+    seen = sum(min(-(-keys // wide), (keys - new + (i + 1) * high - 1) // wide + 1) for i in range(-(-new // high)))
+    return 2.0 * products * rows * heads * width * seen * high * wide
+
+
+def scoring_flops(d: Decoder, run: Run) -> float:
+    """Log-probabilities of one row's completion."""
+    whole = run.prompt + run.completion
+    return pass_flops(d, tokens=whole, context=whole / 2, read=run.completion)
+
+
+def executed_update_flops(
+    d: Decoder, run: Run, *, remat: str, last_product: Number, attended: Number, attention_passes: Number
+) -> float:
+    """Products that forward and backward of one row execute, with what ``remat`` computes again.
+
+    Layers forward once, backward as two forwards. remat full repeats the layers' forward but for each layer's last
+    product, whose result the backward pass never reads (``last_product``: its parameters in all layers); dots repeats
+    attention alone; none repeats nothing. The head is repeated always, chunk by chunk.
+
+    Args:
+        attended: key positions that a query is multiplied with: N where attention computes the whole square.
+        attention_passes: forwards' worth of attention in forward and backward together, recomputation included; 4
+            for plain attention with remat full or dots. Kernels recompute on their own account.
+    """
+    whole = run.prompt + run.completion
+    linear = pass_flops(d, tokens=whole, context=0, read=0)
+    attention = pass_flops(d, tokens=whole, context=attended, read=0) - linear
+    head = 2.0 * d.head_params * run.completion
+    repeated = linear - 2.0 * last_product * whole if remat == "full" else 0.0
+    return 3 * linear + repeated + attention_passes * attention + 4 * head
+
+
+def adapted_update_flops(d: Decoder, run: Run, *, adapters: Number) -> float:
+    """The same where only ``adapters`` numbers are trained: backward goes through the other weights, not to them.
+
+    Matrices and head forward and once backward, attention and adapters with their full backward pass.
+    """
+    whole = run.prompt + run.completion
+    linear = pass_flops(d, tokens=whole, context=0, read=run.completion)
+    attention = pass_flops(d, tokens=whole, context=whole / 2, read=run.completion) - linear
+    return 2 * linear + 3 * attention + 6.0 * adapters * whole
+
+
+def model_update_flops(d: Decoder, run: Run) -> float:
+    """Forward and backward of one row without anything done twice: attention causal, the head at the completion."""
+    return update_flops(d, Run(prompt=run.prompt, completion=run.completion, recomputed=0))

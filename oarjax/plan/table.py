@@ -1,0 +1,138 @@
+"""What a plan found, as a table: in the terminal and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from oarjax.costs import GIB, Number
+
+WORD = (
+    "The compiler's word: whether a program fits, its HBM, and the optimized program that executed FLOPs and bytes are "
+    "counted in. Our arithmetic: what lies beside it, the counting (matrix products times trips of their loops, "
+    "kernels by formula), and all times, from peak rates: no hardware reaches them. Nothing here was measured on a TPU."
+)
+
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+
+
+def columns_of(found: dict[str, Any]) -> list[str]:
+    """A column for each phase, and for the step where everything fits."""
+    names = [p["name"] if p["method"] is None else f"{p['name']}, {p['method']}" for p in found["phases"]]
+    return [*names, "whole step"] if found["step"] else names
+
+
+def rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    """What is stated, and its value in every column."""
+    columns = [*found["phases"], *([found["step"]] if found["step"] else [])]
+    chips = found["chips"]
+
+    def row(name: str, value: Callable[[dict[str, Any]], str]) -> tuple[str, ...]:
+        return (name, *(value(c) for c in columns))
+
+    def gib(number: Number | None) -> str:
+        return "?" if number is None else f"{number / GIB:.2f}"
+
+    def hbm(part: str) -> Callable[[dict[str, Any]], str]:
+        return lambda c: gib(c["hbm"][part]) if part in c["hbm"] else ""
+
+    def known(field: str, value: Callable[[Any], str]) -> Callable[[dict[str, Any]], str]:
+        return lambda c: value(c[field]) if c.get(field) is not None else ""
+
+    def percent(share: float) -> str:
+        return f"{share:.1%}" if share else ""
+
+    sent = [kind for kind in KINDS if any(c.get("sent", {}).get(kind) for c in columns)]
+    return [
+        row("fits", lambda c: "yes" if c.get("fits", True) else "NO"),
+        row("HBM of the program, GiB per chip", hbm("program")),
+        row("beside it, GiB per chip", hbm("beside")),
+        row(f"together, of {gib(found['chip']['memory'])}", hbm("total")),
+        row("executed TFLOP per chip", known("executed", lambda n: f"{n / 1e12:,.1f}")),
+        row("of them in kernels", known("kernels", lambda n: f"{n / 1e12:,.1f}" if n else "")),
+        row("model TFLOP per chip", known("model", lambda n: f"{n / chips / 1e12:,.1f}" if n else "")),
+        row("model's share of executed", known("share", percent)),
+        *(row(f"{kind}, GiB sent per chip", known("sent", lambda s, k=kind: gib(s.get(k, 0)))) for kind in sent),
+        row("seconds at least, nothing overlapped", known("seconds_in_turn", lambda n: f"{n:.2f}")),
+        row("seconds at least, all overlapped", known("seconds_together", lambda n: f"{n:.2f}")),
+        row("model-FLOPs utilisation, nothing overlapped", known("utilisation_in_turn", percent)),
+        row("model-FLOPs utilisation, all overlapped", known("utilisation_together", percent)),
+        row("compiled in, CPU seconds", known("compile_cpu_seconds", lambda n: f"{n:.0f}")),
+    ]
+
+
+def terminal(found: dict[str, Any]) -> Table:
+    """For rich."""
+    table = Table("", *columns_of(found), title=title(found), title_justify="left")
+    for row in rows_of(found):
+        table.add_row(*row, style="bold red" if "NO" in row[1:] else None)
+    return table
+
+
+def title(found: dict[str, Any]) -> str:
+    """Which run is planned for what."""
+    mesh = " x ".join(f"{axis} {size}" for axis, size in found["mesh"].items() if size > 1) or "one chip"
+    return (
+        f"{found['config']}: {found['policy']}, {found['parameters'] / 1e9:.2f}B parameters, on {found['topology']} "
+        f"({found['product']}, {found['chips']} x {found['chip']['name']}), mesh {mesh}"
+    )
+
+
+def headline(found: dict[str, Any]) -> str:
+    """What the header of a config says of its plan."""
+    most, there = found["step"]["hbm"]["total"] / GIB, found["chip"]["memory"] / GIB
+    update = next(p for p in found["phases"] if p["name"] == "update")
+    return (
+        f"Planned by the TPU's compiler (docs/plans.md): at most {most:.2f} of {there:.2f} GiB of HBM "
+        f"per chip; an update takes {update['seconds_in_turn']:.1f} s with nothing overlapped and "
+        f"{update['seconds_together']:.1f} s with all, at {update['utilisation_in_turn']:.0%} and "
+        f"{update['utilisation_together']:.0%} model-FLOPs utilisation: bounds from peak rates."
+    )
+
+
+def describe(found: dict[str, Any]) -> list[str]:
+    """Lines below a table: shapes, peaks, what lies where, and how the count compares with the formula."""
+    s, chip = found["shapes"], found["chip"]
+    lines = [
+        f"{s['prompts']} prompts x {s['rows'] // s['prompts']} rollouts of {s['prompt']} + {s['completion']} tokens; "
+        f"an update is {s['microbatches']} microbatches of {s['microbatch']} rows; remat {found['remat']}, attention "
+        f"{found['attention']}, credit {found['credit']}.",
+        f"Peaks of a chip: {chip['flops'] / 1e12:g} TFLOP/s, {chip['bandwidth'] / 1e9:g} GB/s of HBM, "
+        f"{chip['link'] / 1e9:g} GB/s per link and direction; a collective is a ring that uses two links.",
+        "On each chip: " + ", ".join(f"{n} {b / GIB:.2f} GiB" for n, b in found["resident"].items() if b) + ".",
+    ]
+    if found["expected"] is not None:
+        update, chips = next(p for p in found["phases"] if p["name"] == "update"), found["chips"]
+        lines.append(
+            f"Executed FLOPs of the update over the analytic count for remat {found['remat']}: "
+            f"{update['executed'] * chips / found['expected']:.4f}."
+        )
+    return lines + found["notes"]
+
+
+def markdown(plans: Sequence[dict[str, Any]], *, numbers: Path | None = None) -> str:
+    """The page of all plans; ``numbers`` is the file that holds them as JSON."""
+    versions = plans[0]["versions"]
+    beside = "" if numbers is None else f" --json {numbers}"
+    command = f"oarjax plan --write docs/plans.md{beside} " + " ".join(p["config"] for p in plans)
+    lines = [
+        "# Plans of the shipped configurations",
+        "",
+        f"Written by `{command}`; jax {versions['jax']}, libtpu {versions['libtpu']}. **Not measured on a TPU.**",
+        "",
+        WORD,
+        "",
+        "Sampling is planned at its longest: every completion goes to max_new. Score and update are for one minibatch "
+        "with every row in use, times the minibatches and epochs of a step in the line *whole step*.",
+    ]
+    for found in plans:
+        lines += ["", f"## {found['config']}", "", f"{title(found)}.", ""]
+        names = columns_of(found)
+        lines += ["| | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
+        lines += ["| " + " | ".join(row) + " |" for row in rows_of(found)]
+        lines += ["", *(f"- {line}" for line in describe(found))]
+    return "\n".join(lines) + "\n"

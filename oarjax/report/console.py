@@ -1,0 +1,322 @@
+"""What a run shows while it runs: start-up banner, live progress, seconds per phase, warnings that say what to change.
+
+On hosts other than the first, pass ``Console(quiet=True)``.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+from rich.text import Text
+
+from oarjax.config import flatten
+from oarjax.report.files import Metrics, make_console, short, visible
+
+LIVE = {
+    "reward": "reward",  # mean
+    "length": "length",  # mean, tokens of a completion
+    "entropy": "entropy",  # mean, nats
+    "ess": "ESS",  # effective sample size of the token weights, a share of the reasoning
+    "pass_at_1": "pass@1",  # held-out, a share
+    "tokens_per_second": "tok/s",
+}
+"""Metrics of the live line, and what they are called there."""
+
+# Progress and time ------------------------------------------------------------------------------------------------
+
+
+class PhaseTimer:
+    """Seconds per named phase of an iteration.
+
+    ``with timer.phase("sample"): ...`` around each phase, ``timer.lap()`` once per iteration. Phases may nest: the
+    inner one's time is not counted in the outer one, so that the phases add up to the wall time.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+        self._inner: list[float] = []
+        self._start = clock()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = self._clock()
+        self._inner.append(0.0)
+        try:
+            yield
+        finally:
+            spent = self._clock() - start
+            inside = self._inner.pop()
+            if self._inner:
+                self._inner[-1] += spent
+            self._seconds[name] = self._seconds.get(name, 0.0) + spent - inside
+
+    def lap(self) -> dict[str, float]:
+        """Seconds of each phase since the last lap, "other" for what no phase covered, "total" for all of it."""
+        now = self._clock()
+        total = now - self._start
+        laps = self._seconds | {"other": max(total - sum(self._seconds.values()), 0.0), "total": total}
+        self._seconds, self._start = {}, now
+        return laps
+
+
+class Progress:
+    """A live bar with the current metrics on a terminal, one plain line per ``every`` updates anywhere else.
+
+    Use as a context manager; while it is open, print through ``progress.console``.
+    """
+
+    def __init__(self, total: int, *, label: str = "train", console: Console | None = None, every: int = 1):
+        self.console = make_console() if console is None else console
+        self._total, self._label, self._every, self._updates = total, label, every, 0
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+            expand=True,
+        )
+        self._task = self._bar.add_task(label, total=total)
+        self._live = Live(self._bar, console=self.console, refresh_per_second=2) if self.console.is_terminal else None
+
+    def update(self, done: int, metrics: Metrics, phases: Mapping[str, float] | None = None) -> None:
+        """Show that ``done`` of the total are finished, their latest metrics and the seconds per phase."""
+        # Phases without rewards, such as a warm start, have few metrics: show what there is.
+        names = LIVE if "reward" in metrics else {name: name for name in list(metrics)[:5]}
+        values = [f"{shown} {short(metrics[name])}" for name, shown in names.items() if name in metrics]
+        seconds = [f"{name} {value:.1f}s" for name, value in (phases or {}).items() if value >= 0.05 or name == "total"]
+        self._updates += 1
+        if self._live is not None:
+            self._bar.update(self._task, completed=done)
+            lines = [_one_line("   ".join(part), style) for part, style in ((values, "bold"), (seconds, "dim")) if part]
+            self._live.update(Group(self._bar, *lines))
+        elif (self._updates - 1) % self._every == 0 or done == self._total:
+            line = f"{self._label} {done}/{self._total}  " + "  ".join(values + seconds)
+            self.console.print(Text(line.rstrip()), soft_wrap=True)
+
+    def __enter__(self) -> Progress:
+        if self._live is not None:
+            self._live.start(refresh=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+
+def _one_line(text: str, style: str) -> Text:
+    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+
+
+# Warnings and banner ----------------------------------------------------------------------------------------------
+
+
+Judge = Callable[[float, float, float], bool]
+"""(value now, first value seen, limit) -> whether to warn. Not-a-number values are never fine."""
+
+
+def above(now: float, first: float, limit: float) -> bool:
+    return not now <= limit
+
+
+def reached(now: float, first: float, limit: float) -> bool:
+    return now >= limit
+
+
+def share_of_first(now: float, first: float, limit: float) -> bool:
+    return now < limit * first
+
+
+def below(now: float, first: float, limit: float) -> bool:
+    return now < limit
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A state of the metrics that deserves a word, and the word: what it means and what to change."""
+
+    metric: str
+    judge: Judge
+    limit: float
+    text: str  # with {now}, {first} and {limit}
+    key: str = ""  # rules with one key speak once together; by default the metric
+
+
+COLLAPSE = (
+    "entropy fell to {now:.3g} nats (it began at {first:.3g}): the policy hardly explores any more; lower optim.lr, "
+    "raise loss.clip_high, or add loss.entropy_bonus"
+)
+SKIPPED = "of this iteration's updates was not finite, so they were skipped:"
+LESSEN = "lower optim.lr, or set policy.compute_dtype=float32"
+DAMAGED = (
+    "set policy.compute_dtype=float32; if it stays so, the parameters are damaged: go back to an earlier checkpoint"
+)
+
+WARNINGS = (
+    Rule(
+        "truncated",
+        above,
+        0.2,
+        "{now:.0%} of completions were cut at rollout.max_new (more than {limit:.0%}) and have no answer to grade: "
+        "raise rollout.max_new, or set grading.overlong_window so that length is penalised before the cut",
+    ),
+    Rule(
+        "zero_variance",
+        reached,
+        1.0,
+        "every group had equal rewards, so nothing was learned in this iteration: the problems are all too hard or too "
+        "easy for this policy, or the reward never fires; look at completions.jsonl, raise rollout.group_size, or set "
+        "update.refills",
+    ),
+    Rule("entropy", share_of_first, 0.1, COLLAPSE),
+    Rule("entropy", below, 1e-3, COLLAPSE),
+    Rule(
+        "ungraded",
+        above,
+        0.05,
+        "{now:.0%} of completions could not be graded (timeout or crash) and were left out: raise grading.deadline or "
+        "grading.memory_mb",
+    ),
+    Rule(
+        "no_answer",
+        above,
+        0.5,
+        "{now:.0%} of completions have no answer in the style of credit.answer.style, so their tokens keep weights of "
+        "1: check the style against completions.jsonl, or ask for it in data.prompt_format",
+    ),
+    Rule(
+        "sampler_gap",
+        above,
+        0.05,
+        "the sampler's and the trainer's log-probabilities differ by {now:.3g} on average: set "
+        "loss.sampler_correction_cap, or policy.compute_dtype=float32",
+    ),
+    Rule("nonfinite/loss", above, 0.0, f"the loss of {{now:.0%}} {SKIPPED} {LESSEN}", "loss"),
+    Rule("nonfinite/gradient", above, 0.0, f"the gradient of {{now:.0%}} {SKIPPED} {LESSEN}", "gradient"),
+    Rule(
+        "nonfinite/params",
+        above,
+        0.0,
+        "{now:.0%} of this iteration's updates would have made parameters infinite and were skipped: lower optim.lr",
+    ),
+    Rule(
+        "nonfinite/importance",
+        above,
+        0.0,
+        "{now:.0%} of completions have token importance that is not finite, so their tokens keep weights of 1: set "
+        "policy.compute_dtype=float32, credit.estimator=linearised or another credit.probe.mode, or mend your "
+        "credit.probe.function",
+    ),
+    Rule(
+        "nonfinite/weights",
+        above,
+        0.0,
+        "{now:.0%} of completions were given token weights that are not finite and keep weights of 1: set another "
+        "credit.method, or policy.compute_dtype=float32",
+    ),
+    Rule(
+        "nonfinite/advantages",
+        above,
+        0.0,
+        "{now:.0%} of completions have an advantage that is not finite: rewards are too large to be added up; lower "
+        "them or their grading.rewards weight",
+    ),
+    *(
+        Rule(
+            f"nonfinite/{which}",
+            above,
+            0.0,
+            f"the {whose} of {{now:.0%}} of completions are not finite: {DAMAGED}",
+        )
+        for which, whose in {
+            "behaviour_logps": "sampler's log-probabilities",
+            "old_logps": "trainer's own log-probabilities",
+            "ref_logps": "reference policy's log-probabilities",
+            "entropies": "entropies",
+        }.items()
+    ),
+)
+"""Every warning and its limit. Metrics that begin with nonfinite/ are those of ``oarjax.training.metrics``."""
+
+
+class OnceWarnings:
+    """Prints each warning the first time it applies, never again."""
+
+    def __init__(self, console: Console, rules: Sequence[Rule] = WARNINGS):
+        self._console, self._rules = console, rules
+        self._first: dict[str, float] = {}
+        self._said: set[str] = set()
+
+    def remember(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """What a run logged before it was stopped: its first values count, and what was said is not said again."""
+        for record in records:
+            for rule, _ in self._broken({name: value for name, value in record.items() if value is not None}):
+                self._said.add(rule.key or rule.metric)
+
+    def check(self, iteration: int, metrics: Metrics) -> list[str]:
+        """Warn of what these metrics show; gives back the new warnings."""
+        new = []
+        for rule, words in self._broken(metrics):
+            text = f"iteration {iteration}: {words}"
+            new += [text] if self.say(rule.key or rule.metric, text) else []
+        return new
+
+    def _broken(self, metrics: Metrics) -> list[tuple[Rule, str]]:
+        """Rules that apply, in words; notes the first finite value of every metric."""
+        found = []
+        for rule in self._rules:
+            if rule.metric not in metrics:
+                continue
+            now = float(metrics[rule.metric])
+            if math.isfinite(now):
+                self._first.setdefault(rule.metric, now)
+            first = self._first.get(rule.metric, now)
+            if rule.judge(now, first, rule.limit):
+                found.append((rule, rule.text.format(now=now, first=first, limit=rule.limit)))
+        return found
+
+    def check_sampling(self, *, top_k: int, top_p: float) -> None:
+        """Warn where rollouts are drawn from another distribution than the one that is trained."""
+        if top_k > 0 or top_p < 1.0:
+            self.say(
+                "sampling",
+                f"rollout.top_k={top_k}, rollout.top_p={top_p:g}: completions are drawn from a cut distribution while "
+                "the loss uses the whole one, which biases the gradient; set top_k=0 and top_p=1 for training",
+            )
+
+    def say(self, key: str, text: str) -> bool:
+        """Print a warning unless one with this key has been printed; True where it was."""
+        if key in self._said:
+            return False
+        self._said.add(key)
+        self._console.print(Text("warning: ", style="bold yellow").append(Text(text, style="default")), soft_wrap=True)
+        return True
+
+
+def banner(console: Console, facts: Mapping[str, object], changes: Mapping[str, Any] | None = None) -> None:
+    """Print what a run is about to do as ``key: value`` lines, then the config fields that differ from their defaults.
+
+    Args:
+        facts: device, mesh, model size, stop ids, folder and so on, in the order to print.
+        changes: a nested dict of config fields, such as ``config.model_dump(exclude_defaults=True)``.
+    """
+    lines = {**facts, **{f"config {path}": value for path, value in flatten(changes or {}).items()}}
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(overflow="fold")
+    for name, value in lines.items():
+        table.add_row(Text(f"{visible(name)}:"), Text(visible(str(value))))
+    console.print(table)

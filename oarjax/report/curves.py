@@ -1,0 +1,152 @@
+"""Curves of a run, or of several beside one another, as PNG files (extra ``log``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Record = Mapping[str, Any]
+"""A line of metrics.jsonl, see ``oarjax.report.files.read_metrics``."""
+
+
+class Panel(NamedTuple):
+    metric: str
+    title: str
+    percent: bool = False
+    from_zero: bool = False  # the axis begins at 0
+
+
+PANELS = (
+    Panel("reward", "mean reward"),
+    Panel("pass_at_1", "held-out pass@1", percent=True),
+    Panel("length", "mean length, tokens"),
+    Panel("entropy", "entropy, nats"),
+    Panel("ess", "effective share of reasoning tokens", percent=True),
+    Panel("seconds/training", "seconds per iteration, evaluation left out", from_zero=True),
+)
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+"""Okabe and Ito's palette: told apart with every common colour vision."""
+DASHES = ("-", "--", "-.", ":")
+
+
+def points(records: Sequence[Record], metric: str) -> list[tuple[float, float]]:
+    """(iteration, value) where the metric was logged and finite."""
+    pairs = ((r["iteration"], r.get(metric)) for r in records)
+    return [(float(n), float(v)) for n, v in pairs if v is not None and math.isfinite(v)]
+
+
+def drawn_panels(runs: Mapping[str, Sequence[Record]]) -> list[Panel]:
+    """The panels that at least one run has something to show in."""
+    return [panel for panel in PANELS if any(points(records, panel.metric) for records in runs.values())]
+
+
+def iteration_range(runs: Mapping[str, Sequence[Record]]) -> tuple[float, float]:
+    """First and last iteration of any run, so that all panels share an axis."""
+    seen = [float(record["iteration"]) for records in runs.values() for record in records]
+    return (min(seen), max(seen)) if seen else (0.0, 1.0)
+
+
+def average(runs: Sequence[Sequence[Record]]) -> list[dict[str, float]]:
+    """Runs of one method with several seeds as one: the mean of every metric at every iteration.
+
+    A value that a run does not have (or that is not finite) is left out of the mean.
+    """
+    found: dict[float, dict[str, list[float]]] = {}
+    for record in (record for run in runs for record in run):
+        values = found.setdefault(record["iteration"], {})
+        for name, value in record.items():
+            if value is not None and math.isfinite(value):
+                values.setdefault(name, []).append(float(value))
+    return [{name: sum(seen) / len(seen) for name, seen in found[n].items()} for n in sorted(found)]
+
+
+def moving_mean(values: Sequence[float]) -> list[float]:
+    """Centred mean over about a fifteenth of the series, over what there is near its ends; short series stay as is."""
+    half = len(values) // 30
+    windows = [values[max(i - half, 0) : i + half + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows] if half else list(values)
+
+
+def curves(runs: Mapping[str, Sequence[Record]], folder: Path) -> list[Path]:
+    """Draw every panel into a PNG of its own and all of them into curves.png; gives back the files, curves.png first.
+
+    Args:
+        runs: the metrics of each run by the name to show.
+        folder: made if missing.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            'curves need matplotlib, which is not installed; pip install "oarjax[log]", or set report.html=false'
+        ) from None
+    panels = drawn_panels(runs)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for path, shown in [(folder / "curves.png", panels), *((folder / _file_name(p), [p]) for p in panels)]:
+        across = min(len(shown), 3) or 1
+        down = -(-len(shown) // across) or 1
+        figure = Figure(figsize=(4.2 * across, 2.9 * down + 0.5), dpi=150, layout="constrained", facecolor="white")
+        FigureCanvasAgg(figure)  # the figure's own canvas: no global backend is touched
+        axes = figure.subplots(down, across, squeeze=False).ravel()
+        first, last = iteration_range(runs)
+        for axis, panel in zip(axes, shown):
+            _draw(axis, panel, runs)
+            axis.set_xlim(first, max(last, first + 1))
+        for axis in axes[len(shown) :]:
+            axis.set_axis_off()
+        lines = {line.get_label(): line for axis in axes for line in axis.lines if line.get_label() in runs}
+        if len(runs) > 1 and lines:
+            named = [name for name in runs if name in lines]
+            handles = [lines[name] for name in named]
+            figure.legend(handles, named, loc="outside upper center", ncols=min(len(named), 4), frameon=False)
+        figure.savefig(path)
+        written.append(path)
+    return written
+
+
+def _file_name(panel: Panel) -> str:
+    return f"curve_{panel.metric.replace('/', '_')}.png"
+
+
+def _draw(axis: Any, panel: Panel, runs: Mapping[str, Sequence[Record]]) -> None:
+    scale = 100 if panel.percent else 1
+    for i, (name, records) in enumerate(runs.items()):
+        found = points(records, panel.metric)
+        if not found:
+            continue
+        x, y = [p[0] for p in found], [scale * p[1] for p in found]
+        colour, dash = COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)]
+        smooth = moving_mean(y)
+        if smooth != y:
+            axis.plot(x, y, color=colour, linewidth=0.8, alpha=0.3)
+        marker = "o" if len(x) <= 12 else None
+        axis.plot(
+            x,
+            smooth,
+            color=colour,
+            linestyle=dash,
+            linewidth=1.8,
+            marker=marker,
+            markersize=4,
+            label=name,
+            clip_on=False,
+        )
+    axis.set_title(panel.title + (" (%)" if panel.percent else ""), fontsize=10, loc="left", color="#222222")
+    axis.set_xlabel("iteration", fontsize=9, color="#555555")
+    axis.tick_params(labelsize=8, color="#bbbbbb", labelcolor="#444444")
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    axis.set_axisbelow(True)
+    if panel.from_zero:
+        axis.set_ylim(bottom=0)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+    axis.spines["bottom"].set_color("#bbbbbb")

@@ -1,0 +1,229 @@
+"""What a run writes down: metrics and sampled completions as JSONL, and untrusted text made printable.
+
+Only the first host should write. TensorBoard and other trackers: ``oarjax.report.trackers``. Any metric name is
+written; the ones that the progress line, the warnings, the curves and the page know by heart are in
+``oarjax.report.console.LIVE`` and ``WARNINGS``.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import math
+import sys
+import time
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+from rich.console import Console
+from rich.text import Text
+
+from oarjax.runs.durable import Lines, read_lines, storage_errors
+
+Metrics = Mapping[str, SupportsFloat]
+
+RESERVED = ("iteration", "time")
+
+
+def make_console(stream: io.TextIOWrapper | None = None) -> Console:
+    """A console, by default on standard output, that cannot crash on text which the stream's encoding does not have."""
+    target = sys.stdout if stream is None else stream
+    if isinstance(target, io.TextIOWrapper):
+        target.reconfigure(errors="backslashreplace")
+    return Console(file=stream, highlight=False)
+
+
+def visible(text: str) -> str:
+    """Text from a model or a dataset, safe to print: whatever a terminal would act on or hide is spelt out.
+
+    Control characters (escape sequences, carriage returns), bidirectional and zero-width characters, surrogates and
+    unassigned code points become <U+XXXX>. Newlines and tabs stay.
+    """
+    return "".join(c if c in "\n\t" or unicodedata.category(c) not in _UNSAFE else f"<U+{ord(c):04X}>" for c in text)
+
+
+_UNSAFE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+
+
+def short(value: SupportsFloat) -> str:
+    """A number in about four characters; n/a where it is not finite."""
+    x = float(value)
+    if not math.isfinite(x):
+        return "n/a"
+    if x == 0 or 1e-3 <= abs(x) < 100:
+        return f"{x:.3f}" if abs(x) < 10 else f"{x:.1f}"
+    return f"{x:,.0f}" if 100 <= abs(x) < 1e7 else f"{x:.1e}"
+
+
+def token_texts(tokens: Sequence[bytes]) -> list[str]:
+    """Text of each token of a sequence, joined exactly the sequence's own text.
+
+    A character whose bytes are spread over several tokens belongs to the token with its last byte; bytes that are no
+    UTF-8 become the replacement character.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    texts = [decoder.decode(token) for token in tokens]
+    if texts:
+        texts[-1] += decoder.decode(b"", final=True)
+    return texts
+
+
+# Metrics ----------------------------------------------------------------------------------------------------------
+
+
+class MetricsWriter:
+    """Metrics of every iteration, to metrics.jsonl in a folder.
+
+    A line is {"iteration": n, "time": unix seconds, name: value, ...} in strict JSON: values that are not finite are
+    null. Every line is flushed, so that a killed run keeps all it has written; a line cut in half by the kill is
+    dropped when the file is opened again. Without a ``folder`` nothing is written: a run has one writer, however many
+    processes it has.
+
+    Args:
+        folder: made if missing.
+        position: bytes of metrics.jsonl to go on after, as ``sync`` gave them; None = all its whole lines.
+
+    Raises:
+        StorageError: the file cannot be written, here or in any method.
+    """
+
+    def __init__(self, folder: Path | None, *, position: int | None = None):
+        self._file = None
+        if folder is not None:
+            with storage_errors(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+            self._file = Lines(folder / "metrics.jsonl", position=position)
+        self.short = self._file.short if self._file else 0  # bytes of ``position`` that the file did not have
+
+    def write(self, iteration: int, metrics: Metrics) -> None:
+        """Append one line. Two lines of one iteration (training, then evaluation) are read back as one."""
+        clash = [name for name in RESERVED if name in metrics]
+        if clash:
+            raise ValueError(f"metric name {clash[0]!r} is taken by the writer itself; choose another name")
+        values = {name: float(value) for name, value in metrics.items()}
+        if self._file is not None:
+            record = {"iteration": iteration, "time": round(time.time(), 3)}
+            self._file.write(record | values)
+
+    def sync(self) -> int | None:
+        """Put the lines on disk; how many bytes they are, None where there is no file."""
+        return None if self._file is None else self._file.sync()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Records of a metrics.jsonl, one per iteration, in order; null stays None. Empty where there is no file.
+
+    Lines of the same iteration are merged. A run that was resumed from an earlier iteration replaces what it had
+    written beyond it. A half-written last line is left out.
+
+    Raises:
+        StorageError: a line before the last one is damaged.
+    """
+    records: list[dict[str, Any]] = []
+    for record in read_lines(path):
+        while records and records[-1]["iteration"] > record["iteration"]:
+            records.pop()
+        if records and records[-1]["iteration"] == record["iteration"]:
+            records[-1] = records[-1] | record
+        else:
+            records.append(record)
+    return records
+
+
+# Completions ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CompletionRow:
+    """One sampled completion as it is saved and shown. The four per-token tuples have one entry per generated token."""
+
+    prompt: str
+    completion: str
+    reward: float  # the weighted sum; NaN = ungraded
+    answer: str | None  # as extracted from the completion; None = none found
+    verdict: str  # of the grader: graded, unparseable, timeout, ...
+    note: str = ""  # why the verdict is not "graded"
+    rewards: Mapping[str, float] = field(default_factory=dict)  # by reward function
+    advantage: float = math.nan  # of the whole completion, before it was reshaped
+    reference: str | None = None  # the right answer
+    tokens: Sequence[str] = ()  # text of each token
+    weights: Sequence[float] = ()  # 1 = as in plain GRPO
+    is_reasoning: Sequence[bool] = ()
+    is_answer: Sequence[bool] = ()
+
+
+class CompletionsWriter:
+    """Sampled completions to a JSONL file, one line each: {"iteration": n, and the fields of CompletionRow}.
+
+    ``position`` are the bytes to go on after, as ``sync`` gave them; None = all whole lines. Without a ``path`` nothing
+    is written: a run has one writer, however many processes it has.
+
+    Raises:
+        StorageError: the file cannot be written, here or in any method.
+    """
+
+    def __init__(self, path: Path | None, *, position: int | None = None):
+        self._file = None if path is None else Lines(path, position=position)
+        self.short = self._file.short if self._file else 0
+
+    def write(self, iteration: int, rows: Sequence[CompletionRow]) -> None:
+        for row in rows:
+            if self._file is not None:
+                self._file.write({"iteration": iteration} | asdict(row))
+
+    def sync(self) -> int | None:
+        """Put the lines on disk; how many bytes they are, None where there is no file."""
+        return None if self._file is None else self._file.sync()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def __enter__(self) -> CompletionsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_completions(path: Path) -> list[tuple[int, CompletionRow]]:
+    """(iteration, row) of every line of a completions.jsonl."""
+    found = []
+    for record in read_lines(path):
+        iteration = record.pop("iteration")
+        for name in ("reward", "advantage"):
+            record[name] = math.nan if record[name] is None else record[name]
+        record["weights"] = [math.nan if w is None else w for w in record["weights"]]
+        record["rewards"] = {k: math.nan if v is None else v for k, v in record["rewards"].items()}
+        found.append((iteration, CompletionRow(**record)))
+    return found
+
+
+def show_completions(console: Console, iteration: int, rows: Sequence[CompletionRow], *, limit: int = 600) -> None:
+    """Print completions. Untrusted text is printed as text: no markup, no control characters; long ones are cut."""
+    for row in rows:
+        head = Text(f"iteration {iteration}  {visible(row.verdict)}  reward {short(row.reward)}", style="bold")
+        if row.answer is not None:
+            head.append(f"  answer {visible(row.answer)[:80]}")
+        if row.reference is not None:
+            head.append(f"  expected {visible(row.reference)[:80]}")
+        console.print(head)
+        console.print(Text(_cut(visible(row.prompt), limit), style="dim"))
+        console.print(Text(_cut(visible(row.completion), limit)))
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]} ... ({len(text) - limit} more characters)"

@@ -1,0 +1,244 @@
+"""report.html: what a run did, on one self-contained page without scripts.
+
+Everything that comes from a model or a dataset goes through the template's escaping (and ``visible`` before it). The
+page loads nothing from anywhere, and its content policy forbids it to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from oarjax.report.curves import Panel, Record, drawn_panels, iteration_range, moving_mean, points
+from oarjax.report.files import CompletionRow, short, visible
+from oarjax.report.summary import NOTE, SummaryRow, summary_cells, summary_title
+
+WIDTH, HEIGHT = 340, 200  # of a chart, in its own units
+LEFT, RIGHT, TOP, BOTTOM = 44, 12, 12, 26
+SIZE = (WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM)
+
+
+class Line(NamedTuple):
+    style: int  # number of the run, for its colour
+    path: str  # SVG path of the (smoothed) curve
+    raw: str  # path of the values as logged, empty where the same
+    dots: list[tuple[str, str, str]]  # x, y, what to say on hover
+
+
+class Chart(NamedTuple):
+    title: str
+    lines: list[Line]
+    x_ticks: list[tuple[str, str]]  # position, label
+    y_ticks: list[tuple[str, str]]
+
+
+class Piece(NamedTuple):
+    text: str
+    style: str  # CSS background
+    kind: str  # reasoning, answer or plain
+    title: str
+
+
+def write_page(
+    path: Path,
+    *,
+    title: str,
+    summary: Sequence[SummaryRow],
+    runs: Mapping[str, Sequence[Record]],
+    completions: Sequence[tuple[int, CompletionRow]],
+    config: Mapping[str, Any],
+    facts: Mapping[str, object],
+    shown: int = 6,
+) -> None:
+    """Write the page.
+
+    Args:
+        path: of the HTML file.
+        title: heading of the page.
+        summary: rows of the final table; empty = no table.
+        runs: metrics by run name, in the order of the legend.
+        completions: (iteration, row) of which ``shown`` are picked, see ``pick_completions``.
+        config: the whole config as nested dicts, shown folded.
+        facts: short ``key: value`` pairs such as device, policy, seconds.
+        shown: completions on the page at most.
+    """
+    header, cells = summary_cells(summary) if summary else ([], [])
+    html = (
+        templates()
+        .get_template("page.html")
+        .render(
+            title=visible(title),
+            tiles=_tiles(summary),
+            header=header,
+            cells=[[visible(cell) for cell in row] for row in cells],
+            caption=summary_title(summary) if summary else "",
+            note=NOTE,
+            legend=[visible(name) for name in runs] if len(runs) > 1 else [],
+            charts=[chart(panel, runs) for panel in drawn_panels(runs)],
+            size=SIZE,
+            scale=colour_scale(),
+            completions=[card(iteration, row) for iteration, row in pick_completions(completions, count=shown)],
+            facts={visible(k): visible(str(v)) for k, v in facts.items()},
+            config=visible(yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)) if config else "",
+        )
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Lone surrogates of a broken tokenizer cannot be written as UTF-8; ``visible`` has spelt out all others.
+    path.write_text(html, encoding="utf-8", errors="replace")
+
+
+@cache
+def templates() -> Environment:
+    """The HTML files beside this one; everything that they are given is escaped."""
+    return Environment(
+        loader=FileSystemLoader(Path(__file__).parent, encoding="utf-8"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def pick_completions(
+    completions: Sequence[tuple[int, CompletionRow]], *, count: int
+) -> list[tuple[int, CompletionRow]]:
+    """A few to look at: half from the earliest iterations, half from the latest, those with uneven weights first."""
+    uneven = [c for c in completions if len({w for w in c[1].weights if math.isfinite(w)}) > 1]
+    pool = uneven if len(uneven) >= count else uneven + [c for c in completions if c not in uneven]
+    early, late = pool[: count // 2], pool[count // 2 :]
+    return sorted(early + late[max(len(late) - (count - count // 2), 0) :], key=lambda c: c[0])
+
+
+def token_colour(weight: float) -> str:
+    """CSS background of a token: blue towards 0, none at 1, orange towards 3 and above; none where not finite."""
+    if not math.isfinite(weight) or weight == 1:
+        return ""
+    strength = min((weight - 1) / 2, 1.0) if weight > 1 else min(1 - weight, 1.0)
+    return f"background: rgb(var(--{'boost' if weight > 1 else 'suppress'}) / {0.62 * strength:.2f})"
+
+
+def colour_scale() -> list[tuple[float, str]]:
+    """Weights and their colours, to read the others by."""
+    return [(weight, token_colour(weight)) for weight in (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0)]
+
+
+def token_pieces(row: CompletionRow) -> list[Piece]:
+    """The tokens of a completion with colour, kind and hover text; the whole text in one piece where it has none.
+
+    Raises:
+        ValueError: the per-token fields differ in length.
+    """
+    if not row.tokens:
+        return [Piece(visible(row.completion), "", "plain", "")]
+    lengths = {"tokens": len(row.tokens), "weights": len(row.weights)}
+    lengths |= {"is_reasoning": len(row.is_reasoning) or len(row.tokens)}
+    lengths |= {"is_answer": len(row.is_answer) or len(row.tokens)}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"completion row: expected one entry per token in each field, got {lengths}")
+    reasoning = row.is_reasoning or [True] * len(row.tokens)
+    answer = row.is_answer or [False] * len(row.tokens)
+    return [
+        Piece(
+            visible(text).replace("\n", "↵\n"),
+            token_colour(weight),
+            "answer" if a else "reasoning" if r else "plain",
+            f"weight {short(weight)}" + (", answer" if a else "" if r else ", outside the reasoning"),
+        )
+        for text, weight, r, a in zip(row.tokens, row.weights, reasoning, answer)
+    ]
+
+
+def card(iteration: int, row: CompletionRow) -> dict[str, Any]:
+    """What the template shows of a completion."""
+    chips = []
+    chips += [(visible(name), short(value)) for name, value in row.rewards.items() if len(row.rewards) > 1]
+    if math.isfinite(row.advantage):
+        chips.append(("advantage", f"{row.advantage:+.2f}"))
+    chips.append(("answer", visible(row.answer)[:80] if row.answer is not None else "none found"))
+    if row.reference is not None:
+        chips.append(("expected", visible(row.reference)[:80]))
+    return {
+        "iteration": iteration,
+        "verdict": visible(row.verdict),
+        "reward": short(row.reward),
+        "good": row.reward > 0,
+        "chips": chips,
+        "prompt": visible(row.prompt),
+        "pieces": token_pieces(row),
+    }
+
+
+def _tiles(summary: Sequence[SummaryRow]) -> list[tuple[str, str, str]]:
+    """(label, number, below it) of the first policy and of the first that was compared with it."""
+    if not summary:
+        return []
+    first = summary[0]
+    tiles = [(visible(first.name), f"{100 * first.pass_at_1:.1f}%", "held-out pass@1 before")]
+    for row in [row for row in summary[1:] if row.change is not None][:1]:
+        tiles.append((visible(row.name), f"{100 * row.pass_at_1:.1f}%", "held-out pass@1 after"))
+        span = f"95% interval {row.change_low:+.1f} to {row.change_high:+.1f}"
+        tiles.append(("change", f"{row.change:+.1f} points", span))
+    return tiles
+
+
+def chart(panel: Panel, runs: Mapping[str, Sequence[Record]]) -> Chart:
+    """One panel's curves in a chart's own units."""
+    scale = 100 if panel.percent else 1
+    found = [[(x, scale * y) for x, y in points(records, panel.metric)] for records in runs.values()]
+    ys = [y for line in found for _, y in line] + ([0.0] if panel.from_zero else [])
+    first, last = iteration_range(runs)
+    x_ticks = nice_ticks(first, last, count=5, whole=True)
+    y_ticks = nice_ticks(min(ys), max(ys), count=4)
+    low, high = y_ticks[0], y_ticks[-1]
+
+    def px(x: float) -> float:
+        return LEFT + (x - first) / ((last - first) or 1) * (WIDTH - LEFT - RIGHT)
+
+    def py(y: float) -> float:
+        return TOP + (high - y) / (high - low) * (HEIGHT - TOP - BOTTOM)
+
+    def trace(line: Sequence[tuple[float, float]]) -> str:
+        return "M" + " L".join(f"{px(x):.1f} {py(y):.1f}" for x, y in line)
+
+    lines = []
+    for i, (name, line) in enumerate(zip(runs, found)):
+        if not line:
+            continue
+        smooth = list(zip([x for x, _ in line], moving_mean([y for _, y in line])))
+        unit = "%" if panel.percent else ""
+        dots = [
+            (f"{px(x):.1f}", f"{py(y):.1f}", f"{visible(name)}, iteration {x:.0f}: {short(y)}{unit}") for x, y in line
+        ]
+        lines.append(Line(i % 6, trace(smooth), "" if smooth == line else trace(line), dots))
+    return Chart(
+        panel.title + (" (%)" if panel.percent else ""),
+        lines,
+        [(f"{px(x):.1f}", f"{x:,.0f}") for x in x_ticks if first <= x <= last],
+        [(f"{py(y):.1f}", f"{y:,.10g}") for y in y_ticks],
+    )
+
+
+def nice_ticks(low: float, high: float, *, count: int, whole: bool = False) -> list[float]:
+    """About ``count`` round numbers that reach from at or below ``low`` to at or above ``high``."""
+    span = high - low or abs(high) or 1.0
+    power = 10.0 ** math.floor(math.log10(span / count))
+    step = next(power * m for m in (1, 2, 2.5, 5, 10) if span / (power * m) <= count)
+    if whole:
+        step = max(1.0, float(round(step)))
+    first, last = math.floor(low / step), math.ceil(high / step)
+    return [round(step * k, 12) for k in range(first, max(last, first + 1) + 1)]
+
+
+def _plain(tree: Any) -> Any:
+    """Nested plain values that YAML can write."""
+    if isinstance(tree, Mapping):
+        return {str(k): _plain(v) for k, v in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_plain(v) for v in tree]
+    return tree if tree is None or isinstance(tree, bool | int | float | str) else str(tree)

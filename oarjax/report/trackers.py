@@ -1,0 +1,270 @@
+"""Experiment trackers beside a run's own files: TensorBoard, Weights & Biases and trackio, one interface.
+
+All of them are local unless the environment says otherwise: W&B writes an offline run below the run's folder unless
+``WANDB_MODE`` is set, trackio its local database unless ``TRACKIO_SPACE_ID`` or ``TRACKIO_SERVER_URL`` is. A tracker is
+never worth a run: one that fails is told once and left out from there on. Only the first host should open any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+import secrets
+import shlex
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from oarjax.report.files import CompletionRow, Metrics, short, visible
+from oarjax.runs.durable import write_durably
+
+PACKAGES = {"tensorboard": ("tensorboardX", "log"), "wandb": ("wandb", "wandb"), "trackio": ("trackio", "trackio")}
+"""Name in ``report.to`` -> the package that it needs, and the extra that installs it."""
+
+COLUMNS = ("iteration", "prompt", "completion", "reward", "answer", "reference", "verdict", "advantage")
+"""Of the completions table, before one column per reward function."""
+
+
+class Tracker(Protocol):
+    """Where a run's curves and completions can be looked at."""
+
+    where: str  # for the user: where it writes, and how to look at it
+
+    def write(self, iteration: int, metrics: Mapping[str, float], rows: Sequence[CompletionRow]) -> None:
+        """Finite metrics of an iteration, and some of its completions."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a tracker calls a run. ``id`` stays the same when the run goes on."""
+
+    folder: Path
+    project: str
+    name: str
+    id: str
+    config: dict[str, Any]
+    first: int = 0  # the iteration after which it goes on
+
+
+def run_id(folder: Path) -> str:
+    """The id that trackers know a run folder by, made at the first call and kept in its tracking.json.
+
+    Raises:
+        OSError, ValueError: it cannot be kept, or what is there is not one.
+    """
+    file = folder / "tracking.json"
+    if not file.exists():
+        write_durably(file, json.dumps({"id": secrets.token_hex(4)}) + "\n")
+    return str(json.loads(file.read_text(encoding="utf-8"))["id"])
+
+
+class Trackers:
+    """The trackers of a run, none of which can stop it. Use as a context manager.
+
+    Args:
+        to: names in ``OPEN``; others are passed over.
+        run: makes the run's names, once, where there is a tracker to open.
+        say: prints a warning of a key, once per key.
+        show: prints where a tracker writes.
+    """
+
+    def __init__(
+        self,
+        to: Sequence[str],
+        run: Callable[[], Run],
+        *,
+        say: Callable[[str, str], object],
+        show: Callable[[str], object],
+    ):
+        self._say = say
+        self._open: dict[str, Tracker] = {}
+        known: Run | None = None
+        for name in to:
+            if name not in OPEN:
+                continue
+            with self._surviving(name):
+                known = known or run()
+                self._open[name] = OPEN[name](known)
+                show(f"{name:<12}{visible(self._open[name].where)}")
+
+    def write(self, iteration: int, metrics: Metrics, rows: Sequence[CompletionRow]) -> None:
+        values = {name: float(value) for name, value in metrics.items() if math.isfinite(float(value))}
+        for name, tracker in list(self._open.items()):
+            with self._surviving(name):
+                tracker.write(iteration, values, rows)
+
+    def __enter__(self) -> Trackers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, tracker in list(self._open.items()):
+            with self._surviving(name):
+                tracker.close()
+
+    @contextlib.contextmanager
+    def _surviving(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # each tracker has its own, and none of them is the run's
+            self._open.pop(name, None)
+            self._say(
+                f"tracker {name}",
+                f"report.to: {name} failed ({type(error).__name__}: {visible(str(error))}); the run goes on without it",
+            )
+
+
+# Each tracker -----------------------------------------------------------------------------------------------------
+
+
+class TensorBoard:
+    """Event files in the folder ``tensorboard``. What a resumed run repeats is hidden by TensorBoard itself."""
+
+    def __init__(self, run: Run):
+        from tensorboardX import SummaryWriter
+
+        folder = run.folder / "tensorboard"
+        self.where = f"{folder}; look at it with: tensorboard --logdir {shlex.quote(str(folder))}"
+        self._writer: Any = SummaryWriter(str(folder), purge_step=run.first + 1 if run.first else None)
+
+    def write(self, iteration: int, metrics: Mapping[str, float], rows: Sequence[CompletionRow]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, iteration)
+        if rows:
+            self._writer.add_text("completions", "\n\n---\n\n".join(map(_as_markdown, rows)), iteration)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """A W&B run whose x axis is the iteration, so that a resumed run may repeat some."""
+
+    def __init__(self, run: Run):
+        if not os.environ.get("WANDB_MODE"):
+            os.environ.pop("WANDB_MODE", None)  # W&B refuses one that is set and empty
+        mode = os.environ.get("WANDB_MODE", "offline")
+        if mode == "offline":
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its crash reports go over the network
+        import wandb
+
+        self._wandb: Any = wandb
+        self._run: Any = wandb.init(
+            project=run.project,
+            name=run.name,
+            id=run.id,
+            dir=str(run.folder),
+            config=run.config,
+            mode=mode,  # type: ignore[arg-type]
+            resume="allow" if mode == "online" else None,  # offline files of one id are joined by wandb sync
+            settings=wandb.Settings(console="off", silent=True, login_timeout=30),
+        )
+        self._run.define_metric("iteration")
+        self._run.define_metric("*", step_metric="iteration")
+        self.where = f"run {run.id} of project {run.project}, {mode}"
+        if mode == "offline":
+            self.where += f"; upload it with: wandb sync {shlex.quote(str(Path(self._run.dir).parent))}"
+
+    def write(self, iteration: int, metrics: Mapping[str, float], rows: Sequence[CompletionRow]) -> None:
+        record: dict[str, Any] = {"iteration": iteration, **metrics}
+        if rows:
+            columns, data = completions_table(iteration, rows)
+            record["completions"] = self._wandb.Table(columns=columns, data=data)
+        self._run.log(record)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio:
+    """A run of trackio's local database (``TRACKIO_DIR``), found again by its name."""
+
+    def __init__(self, run: Run):
+        import trackio
+
+        self._trackio: Any = trackio
+        with _quiet(), _no_hub():
+            self._run: Any = trackio.init(
+                project=run.project, name=f"{run.name}-{run.id}", config=run.config, resume="allow", embed=False
+            )
+        self.where = f"run {run.name}-{run.id}; look at it with: trackio show --project {shlex.quote(run.project)}"
+
+    def write(self, iteration: int, metrics: Mapping[str, float], rows: Sequence[CompletionRow]) -> None:
+        record: dict[str, Any] = dict(metrics)
+        if rows:
+            columns, data = completions_table(iteration, rows)
+            record["completions"] = self._trackio.Table(columns=columns, data=data)
+        self._run.log(record, step=iteration)
+
+    def close(self) -> None:
+        with _quiet():
+            self._trackio.finish()  # of the run that is open, which it forgets: nothing is left for the exit
+
+
+OPEN: dict[str, Callable[[Run], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
+
+
+# What they are given ----------------------------------------------------------------------------------------------
+
+
+def completions_table(iteration: int, rows: Sequence[CompletionRow]) -> tuple[list[str], list[list[Any]]]:
+    """Columns and cells of sampled completions: text made printable, numbers that are not finite as None."""
+    rewards = sorted({name for row in rows for name in row.rewards})
+    cells = [
+        [
+            iteration,
+            visible(row.prompt),
+            visible(row.completion),
+            _finite(row.reward),
+            _text(row.answer),
+            _text(row.reference),
+            visible(row.verdict),
+            _finite(row.advantage),
+            *(_finite(row.rewards.get(name, math.nan)) for name in rewards),
+        ]
+        for row in rows
+    ]
+    return [*COLUMNS, *(f"reward/{name}" for name in rewards)], cells
+
+
+def _as_markdown(row: CompletionRow) -> str:
+    """One completion as an indented block, in which nothing is markup."""
+    head = f"reward {short(row.reward)}, {row.verdict}, answer {row.answer}, expected {row.reference}"
+    block = visible("\n\n".join([head, row.prompt, row.completion]))
+    return textwrap.indent(block, "    ", lambda line: True)
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _text(value: str | None) -> str | None:
+    return None if value is None else visible(value)
+
+
+def _quiet() -> contextlib.AbstractContextManager[Any]:
+    """Without what a package prints about itself."""
+    return contextlib.redirect_stdout(io.StringIO())
+
+
+@contextlib.contextmanager
+def _no_hub() -> Iterator[None]:
+    """trackio asks the hub for the user's name even for a local run; nobody asked for a network here."""
+    from huggingface_hub import constants
+
+    if os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL"):
+        yield
+        return
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before

@@ -1,0 +1,302 @@
+"""Group Relative Policy Optimization and its kin: advantages, ratios, surrogates, KL, aggregation, the whole loss.
+
+GRPO: arXiv 2402.03300; Dr. GRPO: 2503.20783; DAPO: 2503.14476; GSPO: 2507.18071; CISPO: 2506.13585; dual clip:
+1912.09729; KL estimators: Schulman, "Approximating KL divergence" (2020). Log-probs and entropies are in nats.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.lax import stop_gradient
+from jaxtyping import Array, Bool, Float, Int
+
+from oarjax.rl.masked import masked_count, masked_max, masked_mean, masked_min, masked_sum, widened
+from oarjax.types import Mean, TrainBatch
+
+LOG_RATIO_BOUND = 20.0
+"""Log-ratios are clipped to +-20 before exp; beyond it a token has no gradient instead of an infinite one."""
+
+Aggregation = Literal["grpo", "bnpo", "dapo", "dr_grpo"]
+
+
+# --- Rewards and advantages -----------------------------------------------------------------------------------------
+
+
+def zero_variance_groups(rewards: Float[Array, "B"], *, group_size: int) -> Bool[Array, "P"]:
+    """Groups that teach nothing: all graded rewards equal (max == min), or fewer than two graded. NaN = not graded."""
+    grouped = _grouped(rewards, group_size)
+    graded = ~jnp.isnan(grouped)
+    return masked_max(grouped, graded) <= masked_min(grouped, graded)
+
+
+def group_advantages(
+    rewards: Float[Array, "B"],
+    *,
+    group_size: int,
+    scale: Literal["group", "batch", "none"] = "group",
+    ddof: int = 1,
+    eps: float = 1e-4,
+) -> Float[Array, "B"]:
+    """A_i = (r_i - mean of its group) / (std + eps), rows of a group adjacent.
+
+    ``group`` divides by the group's std (GRPO), ``batch`` by the std of all rewards about their common mean, ``none``
+    by nothing (Dr. GRPO). A NaN reward is left out of every mean and std and gets 0; mask its row out of the loss.
+    A group of equal rewards gets exactly 0, whatever rounding its mean has. A std of ddof or fewer rewards is 0.
+
+    Raises:
+        ValueError: the number of rewards is not a multiple of group_size, or an unknown scale.
+    """
+    grouped = widened(_grouped(rewards, group_size))
+    graded = ~jnp.isnan(grouped)
+    centred = grouped - masked_mean(grouped, graded)[:, None]
+    if scale == "group":
+        divisor = _std(grouped, graded, ddof)[:, None] + eps
+    elif scale == "batch":
+        divisor = _std(grouped.reshape(-1), graded.reshape(-1), ddof) + eps
+    elif scale == "none":
+        divisor = jnp.ones((), grouped.dtype)
+    else:
+        raise ValueError(f"group_advantages: scale must be group, batch or none, got {scale!r}")
+    keep = graded & ~zero_variance_groups(rewards, group_size=group_size)[:, None]
+    return jnp.where(keep, centred / divisor, 0).reshape(-1)
+
+
+def overlong_penalty(lengths: Int[Array, "B"], *, max_length: int, window: int, penalty: float) -> Float[Array, "B"]:
+    """What to SUBTRACT from the reward of a long completion, in [0, penalty] (DAPO's soft overlong punishment).
+
+    0 up to max_length - window tokens, then linear, the whole penalty at max_length. A window of 0 leaves only
+    completions longer than max_length.
+
+    Raises:
+        ValueError: window outside 0 .. max_length.
+    """
+    if not 0 <= window <= max_length:
+        raise ValueError(f"overlong_penalty: window must be in 0 .. max_length = {max_length} tokens, got {window}")
+    excess = lengths - (max_length - window)
+    return penalty * jnp.clip(excess / max(window, 1), 0.0, 1.0)
+
+
+def without_truncated(completion: Bool[Array, "B T"], ended: Bool[Array, "B"]) -> Bool[Array, "B T"]:
+    """Completion mask with the rows that were cut before a stop token left out (DAPO's overlong filtering)."""
+    return completion & ended[:, None]
+
+
+# --- Ratios ---------------------------------------------------------------------------------------------------------
+
+
+def policy_ratio(
+    logps: Float[Array, "B T"],
+    old_logps: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    *,
+    level: Literal["token", "sequence"] = "token",
+) -> Float[Array, "B T"]:
+    """exp(clip(log-ratio, -20, 20)); 1 outside the mask at token level.
+
+    ``sequence`` (GSPO) takes the mean log-ratio of the row's valid tokens and repeats it along the row; gradients
+    reach every token of it.
+    """
+    log_ratio = jnp.where(mask, widened(logps) - widened(old_logps), 0)
+    if level == "sequence":
+        log_ratio = jnp.broadcast_to(masked_mean(log_ratio, mask)[:, None], log_ratio.shape)
+    elif level != "token":
+        raise ValueError(f"policy_ratio: level must be token or sequence, got {level!r}")
+    return jnp.exp(jnp.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+
+
+def truncated_importance(
+    old_logps: Float[Array, "B T"], behaviour_logps: Float[Array, "B T"], *, cap: float
+) -> Float[Array, "B T"]:
+    """min(exp(old - behaviour), cap), without gradient: corrects for a sampler that differs from the trainer."""
+    gap = jnp.clip(widened(old_logps) - widened(behaviour_logps), -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return stop_gradient(jnp.minimum(jnp.exp(gap), cap))
+
+
+# --- Surrogate objectives (to be MAXIMISED) and penalties -----------------------------------------------------------
+
+
+def clipped_surrogate(
+    ratio: Float[Array, "B T"],
+    advantages: Float[Array, "B T"],
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    dual_clip: float | None = None,
+) -> Float[Array, "B T"]:
+    """min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A); where A < 0 not below dual_clip * A, if given.
+
+    TRL's ``delta`` (a cap on the unclipped ratio for either sign) is the same function for delta >= 1 + clip_high.
+    """
+    clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
+    objective = jnp.minimum(ratio * advantages, clipped * advantages)
+    if dual_clip is None:
+        return objective
+    return jnp.where(advantages < 0, jnp.maximum(objective, dual_clip * advantages), objective)
+
+
+def cispo_surrogate(
+    logps: Float[Array, "B T"], ratio: Float[Array, "B T"], advantages: Float[Array, "B T"], *, ratio_cap: float = 5.0
+) -> Float[Array, "B T"]:
+    """stop_gradient(min(ratio, ratio_cap)) * A * logp (CISPO). The cap is an absolute ratio, not an excess over 1."""
+    return stop_gradient(jnp.minimum(ratio, ratio_cap)) * advantages * logps
+
+
+def kl_estimate(
+    logps: Float[Array, "*rows"], ref_logps: Float[Array, "*rows"], *, estimator: Literal["k1", "k2", "k3"] = "k3"
+) -> Float[Array, "*rows"]:
+    """Estimate of KL(policy || reference) from sampled tokens; x = ref - logp, k1 = -x, k2 = x^2 / 2, k3 = e^x - x - 1.
+
+    As values k1 and k3 are unbiased, k2 nearly so. As loss terms they differ, for tokens of the current policy: k1
+    has no gradient on average, k2 has that of KL(policy || ref), k3 that of KL(ref || policy). k3 caps x at 20.
+    """
+    x = widened(ref_logps) - widened(logps)
+    if estimator == "k1":
+        return -x
+    if estimator == "k2":
+        return x * x / 2
+    if estimator == "k3":
+        x = jnp.minimum(x, LOG_RATIO_BOUND)
+        return jnp.expm1(x) - x
+    raise ValueError(f"kl_estimate: estimator must be k1, k2 or k3, got {estimator!r}")
+
+
+def entropy(logits: Float[Array, "*rows V"]) -> Float[Array, "*rows"]:
+    """Entropy of softmax(logits) in nats, in [0, log V]; logits of -inf are outcomes that cannot happen."""
+    logps = jax.nn.log_softmax(widened(logits), axis=-1)
+    return -masked_sum(jnp.exp(logps) * logps, jnp.isfinite(logps))
+
+
+# --- Aggregation and the whole loss ---------------------------------------------------------------------------------
+
+
+def aggregate(
+    values: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    *,
+    mode: Aggregation,
+    max_length: int,
+    rows: Literal["filled", "all"] = "filled",
+) -> Mean:
+    """Token values to a sum and a count that add over microbatches, devices and hosts.
+
+    mode      total                       count                what a sum of pieces gives
+    dapo      sum over tokens             tokens               token mean of the WHOLE batch
+    grpo      sum of the rows' means      rows                 mean of the rows' means
+    dr_grpo   sum over tokens             rows * max_length    sum over a constant
+    bnpo      token mean of this piece    1 (0 if it's empty)  mean of the pieces' token means
+
+    The first three do not depend on how the batch is cut. bnpo does, by definition: it equals dapo for a batch in one
+    piece or in pieces with equally many tokens, and else gives tokens of short pieces more say.
+    ``filled`` counts rows with at least one token, so that empty rows (padding, ungraded, truncated and masked) change
+    nothing; ``all`` counts every row, as TRL does.
+    """
+    total = jnp.sum(masked_sum(values, mask))
+    tokens = jnp.sum(mask).astype(total.dtype)
+    if rows not in ("filled", "all"):
+        raise ValueError(f"aggregate: rows must be filled or all, got {rows!r}")
+    used = jnp.sum(jnp.any(mask, axis=-1) | (rows == "all")).astype(total.dtype)
+    if mode == "dapo":
+        return Mean(total, tokens)
+    if mode == "grpo":
+        return Mean(jnp.sum(masked_mean(values, mask)), used)
+    if mode == "dr_grpo":
+        return Mean(total, used * max_length)
+    if mode == "bnpo":
+        return Mean(total / jnp.maximum(tokens, 1), jnp.minimum(tokens, 1))
+    raise ValueError(f"aggregate: mode must be grpo, bnpo, dapo or dr_grpo, got {mode!r}")
+
+
+def policy_loss(
+    logps: Float[Array, "B T"],
+    entropies: Float[Array, "B T"],
+    batch: TrainBatch,
+    *,
+    surrogate: Literal["clip", "cispo"] = "clip",
+    level: Literal["token", "sequence"] = "token",
+    aggregation: Aggregation = "dapo",
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    dual_clip: float | None = None,
+    ratio_cap: float = 5.0,
+    kl_beta: float = 0.0,
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3",
+    entropy_bonus: float = 0.0,
+    sampler_cap: float | None = None,
+    max_length: int,
+    rows: Literal["filled", "all"] = "filled",
+) -> tuple[Mean, dict[str, Mean]]:
+    """Loss of one (micro)batch to be minimised, as a sum and a count, and its metrics.
+
+    Per token: -[truncated importance] * surrogate + kl_beta * KL - entropy_bonus * entropy, then ``aggregate``.
+    ``logps`` and ``entropies`` are the current policy's. Without ``batch.old_logps`` the step is on-policy: old is the
+    detached ``logps`` and the ratio exactly 1. Take gradients of ``.total`` and divide by the summed ``.count``.
+
+    Metrics are token means over the completions, detached: ``ratio``, ``entropy``, ``clip_low`` (A < 0 and the ratio
+    below the range) and ``clip_high`` (A > 0 and above it; for CISPO above the cap), ``kl`` with a reference,
+    ``sampler_gap`` = |old - behaviour| and, with a cap, ``sampler_weight`` where the sampler's log-probs are given.
+
+    Raises:
+        ValueError: an unknown mode, or kl_beta or sampler_cap without the log-probs that they need.
+    """
+    mask = batch.completion
+
+    def inside(values):  # zero before any arithmetic: junk x 0 in a backward pass is NaN
+        return jnp.where(mask, widened(values), 0)
+
+    logps, entropies, advantages = inside(logps), inside(entropies), inside(batch.advantages)
+    old = stop_gradient(logps) if batch.old_logps is None else inside(batch.old_logps)
+    ref, behaviour = jax.tree.map(inside, (batch.ref_logps, batch.behaviour_logps))  # None stays None
+    ratio = policy_ratio(logps, old, mask, level=level)
+
+    if surrogate == "clip":
+        objective = clipped_surrogate(ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+        low, high = (advantages < 0) & (ratio < 1 - clip_low), (advantages > 0) & (ratio > 1 + clip_high)
+    elif surrogate == "cispo":
+        objective = cispo_surrogate(logps, ratio, advantages, ratio_cap=ratio_cap)
+        low, high = jnp.zeros_like(mask), ratio > ratio_cap
+    else:
+        raise ValueError(f"policy_loss: surrogate must be clip or cispo, got {surrogate!r}")
+    logged = {"ratio": ratio, "entropy": entropies, "clip_low": low, "clip_high": high}
+
+    if behaviour is not None:
+        logged["sampler_gap"] = jnp.abs(old - behaviour)
+    if sampler_cap is not None:
+        if behaviour is None:
+            raise ValueError("policy_loss: sampler_cap needs batch.behaviour_logps; keep the sampler's or pass None")
+        logged["sampler_weight"] = truncated_importance(old, behaviour, cap=sampler_cap)
+        objective = logged["sampler_weight"] * objective
+    loss = -objective
+
+    if ref is not None:
+        logged["kl"] = kl_estimate(logps, ref, estimator=kl_estimator)
+        loss = loss + kl_beta * logged["kl"]
+    elif kl_beta:
+        raise ValueError(f"policy_loss: kl_beta = {kl_beta} needs batch.ref_logps; score a reference or set it to 0")
+    if entropy_bonus:
+        loss = loss - entropy_bonus * entropies
+
+    metrics = {name: _token_mean(values, mask) for name, values in logged.items()}
+    return aggregate(loss, mask, mode=aggregation, max_length=max_length, rows=rows), metrics
+
+
+def _token_mean(values: Float[Array, "B T"] | Bool[Array, "B T"], mask: Bool[Array, "B T"]) -> Mean:
+    wide = values.astype(jnp.promote_types(values.dtype, jnp.float32))  # shares are bool
+    return aggregate(stop_gradient(wide), mask, mode="dapo", max_length=1)
+
+
+def _grouped(rewards: Float[Array, "B"], group_size: int) -> Float[Array, "P G"]:
+    if group_size < 1 or rewards.shape[0] % group_size:
+        raise ValueError(
+            f"rewards: {rewards.shape[0]} rows are not whole groups of {group_size}; pad the last group with NaN"
+        )
+    return rewards.reshape(-1, group_size)
+
+
+def _std(values: Float[Array, "*rows G"], mask: Bool[Array, "*rows G"], ddof: int) -> Float[Array, "*rows"]:
+    deviations = values - masked_mean(values, mask)[..., None]
+    freedom = masked_count(mask) - ddof
+    variance = masked_sum(deviations**2, mask) / jnp.maximum(freedom, 1)
+    return jnp.sqrt(jnp.where(freedom > 0, variance, 0))

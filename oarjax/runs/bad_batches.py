@@ -1,0 +1,206 @@
+"""Batches with values that are not finite, kept below the run's folder to be replayed. safetensors, never pickle.
+
+    bad_batches/iteration-000012.safetensors         one minibatch, with a JSON header in the file's metadata
+    bad_batches/params-iteration-000011.safetensors  the params after 11 updates, for all batches that they met
+    bad_batches/sft-000003.safetensors               a step of the warm start; its params are params-sft-...
+
+Only the first host should write.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from oarjax.errors import UserError
+from oarjax.types import AnswerSpan, Evidence, Params, Rollout, Scores
+
+FORMAT = 1
+FOLDER = "bad_batches"
+METADATA = "oarjax"
+"""Key of the header in the safetensors metadata."""
+
+
+class BadBatchError(UserError, ValueError):
+    """A file that cannot be replayed; says why and what to give instead."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """Where a batch is from, and what was wrong with it."""
+
+    kind: str  # iteration, or sft for a step of the warm start
+    number: int  # of the iteration or step, from 1
+    minibatch: int
+    step: int  # optimizer updates that made the params
+    wrong: dict[str, list[str]]  # phase -> quantities that were not finite, in the order in which they were met
+    probe: str  # mode of the outcome probe
+    key: list[int]  # the run's root random key
+    key_impl: str
+    config: dict[str, Any]
+    config_file: str
+    policy: str  # HF folder of architecture and tokenizer
+    compute_dtype: str
+    platform: str
+    versions: dict[str, str]
+    params: str | None  # file beside this one; None: too large to be kept
+    format: int = FORMAT
+
+
+def write_bad_batch(folder: Path, header: Header, evidence: Evidence, *, keep: int) -> Path:
+    """Write one file, whole or not at all; an earlier one of the same iteration is replaced.
+
+    Of all batches this one and the newest others stay, ``keep`` in all, and of the params those that they need.
+
+    Raises:
+        OSError: the disk is full or the folder cannot be written to.
+    """
+    path = folder / f"{header.kind}-{header.number:06d}.safetensors"
+    _write(path, _flat(evidence), {METADATA: json.dumps(asdict(header), allow_nan=False)})
+    _prune(path, keep=keep)
+    return path
+
+
+def write_params(folder: Path, params: Params, *, kind: str, step: int) -> str:
+    """Write the params after so many optimizer steps of a kind of training; gives the file's name.
+
+    Raises:
+        OSError: as above.
+    """
+    path = folder / f"params-{kind}-{step:06d}.safetensors"
+    _write(path, _flat(params), None)
+    return path.name
+
+
+def read_bad_batch(path: Path) -> tuple[Header, Evidence]:
+    """A batch, as numpy arrays.
+
+    Raises:
+        BadBatchError: no such file, no safetensors, or not one that a run kept.
+    """
+    arrays, metadata = _read(path)
+    if METADATA not in metadata:
+        raise BadBatchError(
+            f"{path} is a safetensors file and no batch that a run kept; give RUN_FOLDER/{FOLDER}/iteration-..."
+        )
+    header = json.loads(metadata[METADATA])
+    if header.get("format") != FORMAT:
+        wrote = header.get("versions", {}).get("oarjax", "unknown")
+        raise BadBatchError(
+            f"{path} has format {header.get('format')}, expected {FORMAT}; replay it with the version that wrote it "
+            f"(oarjax {wrote})"
+        )
+    return Header(**header), _evidence(_nested(arrays))
+
+
+def read_params(path: Path) -> Params:
+    """Nested dicts of numpy arrays.
+
+    Raises:
+        BadBatchError: no such file, or no safetensors.
+    """
+    return _nested(_read(path)[0])
+
+
+def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    if not path.is_file():
+        beside = sorted(path.parent.glob("*-*.safetensors")) if path.parent.is_dir() else []
+        kept = [p.name for p in beside if _place(p)]
+        hint = f"; there are {', '.join(kept)}" if kept else f"; runs keep them in RUN_FOLDER/{FOLDER}"
+        raise BadBatchError(f"{path}: no such file{hint}")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except SafetensorError as error:
+        raise BadBatchError(f"{path} is not a whole safetensors file ({error}); it cannot be replayed") from error
+
+
+def _write(path: Path, arrays: Mapping[str, np.ndarray], metadata: dict[str, str] | None) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".part")
+    try:
+        save_file(dict(arrays), fresh, metadata=metadata)
+        fresh.replace(path)
+    except SafetensorError as error:  # what the writer makes of a full disk
+        raise OSError(errno.ENOSPC, str(error), str(path)) from error
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def _place(path: Path) -> tuple[bool, int] | None:
+    """Where a batch comes in a run, from its name: the warm start, then the iterations. None: another file."""
+    found = re.fullmatch(r"(iteration|sft)-(\d+)\.safetensors", path.name)
+    return (found[1] == "iteration", int(found[2])) if found else None
+
+
+def _prune(newest: Path, *, keep: int) -> None:
+    """Of a folder's batches leave ``newest``, whatever its number (a run may have gone back), and the last others."""
+    others = [p for p in newest.parent.iterdir() if _place(p) and p != newest]
+    others.sort(key=lambda p: _place(p) or (False, 0), reverse=True)
+    for old in others[keep - 1 :]:
+        old.unlink()
+    needed = set()
+    for path in (newest, *others[: keep - 1]):
+        try:
+            with safe_open(path, framework="numpy") as file:
+                needed.add(json.loads((file.metadata() or {})[METADATA])["params"])
+        except (SafetensorError, KeyError, ValueError):  # damaged: it needs nothing
+            continue
+    for path in newest.parent.glob("params-*-*.safetensors"):
+        if path.name not in needed:
+            path.unlink()
+
+
+# Trees as flat names ----------------------------------------------------------------------------------------------
+
+
+def _flat(tree: Any, name: str = "") -> dict[str, np.ndarray]:
+    """Arrays of nested dicts, dataclasses and tuples by dotted names; None is left out."""
+    if tree is None:
+        return {}
+    if is_dataclass(tree):
+        parts = {field.name: vars(tree)[field.name] for field in fields(tree)}
+    elif isinstance(tree, Mapping):
+        parts = tree
+    elif isinstance(tree, tuple):
+        parts = {str(i): part for i, part in enumerate(tree)}
+    else:
+        return {name: np.array(tree, order="C")}
+    flat: dict[str, np.ndarray] = {}
+    for key, part in parts.items():
+        flat |= _flat(part, f"{name}.{key}" if name else str(key))
+    return flat
+
+
+def _nested(flat: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, array in flat.items():
+        *parents, leaf = name.split(".")
+        node = tree
+        for part in parents:
+            node = node.setdefault(part, {})
+        node[leaf] = array
+    return tree
+
+
+def _evidence(tree: dict[str, Any]) -> Evidence:
+    def built(kind: Any, part: Mapping[str, Any] | None) -> Any:
+        return None if part is None else kind(**{field.name: part.get(field.name) for field in fields(kind)})
+
+    pair = tree.get("probed")
+    parts = {
+        "rollout": built(Rollout, tree.get("rollout")),
+        "span": built(AnswerSpan, tree.get("span")),
+        "scores": built(Scores, tree.get("scores")),
+        "probed": None if pair is None else (built(Rollout, pair["0"]), built(AnswerSpan, pair["1"])),
+    }
+    return built(Evidence, tree | parts)

@@ -1,0 +1,378 @@
+"""Checkpoints of a run that can be trusted: the whole state by Orbax, and a manifest that is written last.
+
+Written in the background. A checkpoint counts once its manifest is there, and is gone on from only if every byte is as
+the manifest says; any other is put aside under a name that says why, and the one before is taken. All processes call
+every method; the first one writes the manifests, looks and removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+from oarjax.config import ConfigError
+from oarjax.runs.durable import StorageError, cannot_write, write_durably
+from oarjax.system.processes import from_first, is_first, only_first
+from oarjax.types import TrainState
+
+NONE, LOST = -1, -2
+
+
+class Checkpoints:
+    """The checkpoints in one folder. Use as a context manager: leaving it waits for the write in progress.
+
+    Args:
+        folder: made if missing. A file of its name with .json beside it says what has been saved, so that a folder
+            that is gone is not taken for a run that has not begun.
+        keep: how many of the newest to keep, besides the one of the highest score.
+        metric: what the scores are of; those of another metric are not compared with.
+
+    Raises:
+        StorageError: the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path, *, keep: int, metric: str | None = None):
+        self.folder, self._keep, self._metric = folder.absolute(), keep, metric
+        self._thread: threading.Thread | None = None
+        self._error: StorageError | None = None
+        try:
+            only_first(lambda: self.folder.mkdir(parents=True, exist_ok=True))
+            self._device = self.folder.stat().st_dev
+        except OSError as error:
+            raise cannot_write(self.folder, error) from error
+        self._writer = ocp.StandardCheckpointer()
+
+    def finished(self) -> dict[int, dict[str, Any]]:
+        """Iteration -> manifest of the checkpoints that were finished, in order; their arrays are not looked at."""
+        return finished(self.folder)
+
+    def newest(self) -> int | None:
+        """The iteration of the newest finished checkpoint, whether its arrays can be trusted or not."""
+        return max(self.finished(), default=None)
+
+    def trusted(self, say: Callable[[str], object]) -> int | None:
+        """The iteration of the newest checkpoint that is byte for byte as it was saved; None before the first.
+
+        Unfinished and damaged newer ones are renamed aside, with a word.
+
+        Raises:
+            StorageError: there were checkpoints, and none is left that can be trusted.
+        """
+        found = from_first(lambda: self._look(say))
+        if found == LOST:
+            raise StorageError(
+                f"{self.folder}: no checkpoint is left that can be trusted, and the run had saved one. Mount the "
+                f"folder again or put a good copy of a checkpoint there; to start over from the beginning, remove "
+                f"{self.folder.name} and {_notes(self.folder).name} in {self.folder.parent}"
+            )
+        return None if found == NONE else found
+
+    def save(self, iteration: int, state: TrainState, record: dict[str, Any], *, score: float | None = None) -> None:
+        """Start writing; returns once the arrays are copied, so that the next update may reuse their memory.
+
+        Args:
+            record: where the run stands, as JSON.
+            score: by which the best one is kept, higher is better.
+
+        Raises:
+            StorageError: this one cannot be written, or the one before could not.
+        """
+        self.settle()
+        at = self._at(iteration)
+        state = replace(state, frozen=None)
+        if jax.default_backend() == "cpu":  # there a "host copy" is the array's own memory, which updates reuse
+            state = jax.tree.map(jnp.copy, state)
+        noted = {"record": record, "score": score, "metric": self._metric, "arrays": arrays(state)}
+        try:
+            # Orbax would make the folder anew, on whatever disk lies below a mount that is gone.
+            if self.folder.stat().st_dev != self._device:
+                raise OSError("the folder is on another device than at the start: was its disk unmounted?")
+            self._writer.save(at, _plain(state))
+        except Exception as error:  # the writer raises whatever its storage does
+            self._forget(at)
+            raise cannot_write(at, error) from error
+        self._thread = threading.Thread(target=self._finish, args=(at, iteration, noted), name="checkpoint")
+        self._thread.start()
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Wait for the write in progress, or only look whether it has failed.
+
+        Raises:
+            StorageError: it has; said once.
+        """
+        if wait and self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def restore(self, iteration: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
+        """The state, laid out over the devices as ``like`` is, and the record. What is frozen is that of ``like``.
+
+        The params and moments of ``like`` are given up before others are read: there are never two of them.
+
+        Raises:
+            ConfigError: it is of another model or optimizer.
+        """
+        at = self._at(iteration)
+        noted = read_manifest(at)
+        if noted is None:
+            raise StorageError(f"{at} has no manifest: it was not finished; take another")
+        check_arrays(at, noted["arrays"], arrays(like))
+        shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, _plain(like))
+        for array in jax.tree.leaves((like.params, like.opt_state)):
+            array.delete()
+        found = self._writer.restore(at, shapes)
+        key = jax.random.wrap_key_data(found.pop("key"), impl=jax.random.key_impl(like.key))
+        return replace(like, key=key, **found), noted["record"]
+
+    def best(self) -> int | None:
+        """The iteration of the highest score, the earliest of equals."""
+        found = best(self.folder, self._metric)
+        return None if found is None else found[0]
+
+    def scores(self) -> dict[int, float]:
+        """Iteration -> score of the checkpoints that were saved as the best by this metric."""
+        return scores(self.folder, self._metric)
+
+    def other_metrics(self) -> list[str]:
+        """Metrics that checkpoints of this folder were the best by, before another one was chosen."""
+        scored = [noted for noted in self.finished().values() if noted["score"] is not None]
+        return sorted({str(noted.get("metric", self._metric)) for noted in scored} - {str(self._metric)})
+
+    def __enter__(self) -> Checkpoints:
+        logging.getLogger("absl").addFilter(_not_orbax)
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            self.settle()
+        except StorageError:
+            if kind is None:  # else what is under way says more
+                raise
+        finally:
+            with contextlib.suppress(Exception):  # of a write that failed, which has been told
+                self._writer.close()
+            logging.getLogger("absl").removeFilter(_not_orbax)
+
+    def _at(self, iteration: int) -> Path:
+        return self.folder / f"{iteration:06d}"
+
+    def _finish(self, at: Path, iteration: int, noted: dict[str, Any]) -> None:
+        """In the background: once the arrays are there, the manifest, and what is no longer needed goes."""
+        try:
+            self._writer.wait_until_finished()
+            if is_first():
+                write_manifest(at, noted)
+                write_durably(_notes(self.folder), json.dumps({"newest": iteration}))
+        except Exception as error:  # the writer raises whatever its storage does
+            self._error = cannot_write(at, error)
+            self._forget(at)
+            return
+        try:
+            if is_first():
+                self._prune()
+        except OSError as error:  # this checkpoint stands; the space of older ones is not free
+            self._error = cannot_write(self.folder, error)
+
+    def _prune(self) -> None:
+        done = list(self.finished())
+        for iteration in {*done[: -self._keep]} - {self.best()}:
+            _remove(self._at(iteration))
+
+    def _forget(self, at: Path) -> None:
+        """Free the space of a write that failed, where the disk lets us, and the writer that remembers it."""
+        with contextlib.suppress(Exception):
+            self._writer.close()
+        self._writer = ocp.StandardCheckpointer()
+        if is_first():
+            with contextlib.suppress(OSError):
+                for path in [at, *_half_written(self.folder)]:
+                    _remove(path)
+
+    def _look(self, say: Callable[[str], object]) -> int:
+        for path in _half_written(self.folder):
+            say(f"{path.name}: this checkpoint was being written when the run ended, and is removed")
+            _remove(path)
+        for at in sorted(_folders(self.folder), reverse=True):
+            unfinished = not (at / MANIFEST).exists()
+            wrong = f"{MANIFEST} is missing: it was not finished" if unfinished else damage(at)
+            if wrong is None:
+                return int(at.name)
+            aside = _aside(at, "unfinished" if unfinished else "damaged")
+            say(f"checkpoint {at.name} cannot be trusted: {wrong}. It is now {aside}; looking at the one before")
+        return LOST if _notes(self.folder).exists() else NONE
+
+
+def finished(folder: Path) -> dict[int, dict[str, Any]]:
+    """Iteration -> manifest of the finished checkpoints in a folder, in order."""
+    found = {int(at.name): read_manifest(at) for at in sorted(_folders(folder))}
+    return {iteration: noted for iteration, noted in found.items() if noted is not None}
+
+
+def scores(folder: Path, metric: str | None) -> dict[int, float]:
+    """Iteration -> score of the checkpoints in a folder that were saved as the best by a metric."""
+    scored = {n: noted for n, noted in finished(folder).items() if noted["score"] is not None}
+    return {n: noted["score"] for n, noted in scored.items() if noted.get("metric", metric) == metric}
+
+
+def best(folder: Path, metric: str | None) -> tuple[int, float] | None:
+    """The iteration and score of the highest score in a folder, the earliest of equals; None where nothing has one."""
+    found = scores(folder, metric)
+    return max(found.items(), key=lambda each: (each[1], -each[0])) if found else None
+
+
+def remove_all(folder: Path) -> None:
+    """Remove a folder of checkpoints that is not needed any more."""
+    _notes(folder).unlink(missing_ok=True)  # first: after it, a missing folder is as it should be
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def arrays(state: TrainState) -> dict[str, str]:
+    """Name -> dtype and shape of every array of a state, or of its abstract form."""
+    parts = {"step": state.step, "params": state.params, "opt_state": state.opt_state}
+    leaves, _ = jax.tree_util.tree_flatten_with_path(parts)
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    return {name: f"{leaf.dtype.name}{list(leaf.shape)}" for name, (_, leaf) in zip(names, leaves)}
+
+
+def check_arrays(at: Path, saved: dict[str, str], wanted: dict[str, str]) -> None:
+    """Refuse a checkpoint whose arrays are not this run's.
+
+    Raises:
+        ConfigError: with the first array that differs, and how many do.
+    """
+    differ = [name for name in sorted(saved | wanted) if saved.get(name) != wanted.get(name)]
+    if differ:
+        name = next((name for name in differ if name.startswith("params")), differ[0])
+        raise ConfigError(
+            f"run_dir: checkpoint {at} is of another model or optimizer: {name} is {saved.get(name, 'absent')} there "
+            f"and {wanted.get(name, 'absent')} here ({len(differ)} of {len(saved | wanted)} arrays differ); give "
+            "another run_dir=..., or the policy and optimizer it was made with"
+        )
+
+
+def _not_orbax(record: logging.LogRecord) -> bool:
+    """Whether a log record is of anything else: Orbax prints a traceback of each error that it raises as well."""
+    return "orbax" not in record.pathname
+
+
+def _plain(state: TrainState) -> dict[str, Any]:
+    """What is written of a state: all but what is frozen, which is where it was read from; the key as numbers."""
+    parts = {"step": state.step, "params": state.params, "opt_state": state.opt_state}
+    return parts | {"key": jax.random.key_data(state.key)}
+
+
+def _notes(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.json")
+
+
+def _folders(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("[0-9]*") if path.name.isdecimal()]
+
+
+def _half_written(folder: Path) -> list[Path]:
+    return list(folder.glob("*orbax-checkpoint-tmp*"))
+
+
+def _remove(path: Path) -> None:
+    (path / MANIFEST).unlink(missing_ok=True)  # a folder half removed counts as unfinished
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _aside(at: Path, why: str) -> str:
+    """Rename a checkpoint so that nothing takes it for one; its new name. Of the unfinished, one is kept."""
+    for old in at.parent.glob("*.unfinished"):
+        shutil.rmtree(old, ignore_errors=True)
+    names = (f"{at.name}.{why}{number}" for number in ("", *(f"-{n}" for n in range(2, 1000))))
+    name = next(name for name in names if not (at.parent / name).exists())
+    at.rename(at.with_name(name))
+    return name
+
+
+MANIFEST = "manifest.json"
+READERS = 8  # files hashed at once
+
+
+def write_manifest(folder: Path, record: dict[str, Any]) -> None:
+    """Put every file of the folder on disk, and then size and SHA-256 of each, with the record, into its manifest.
+
+    Raises:
+        OSError: there is no manifest then.
+    """
+    files = {str(path.relative_to(folder)): path for path in _files(folder)}
+    with ThreadPoolExecutor(READERS) as readers:
+        found = dict(zip(files, readers.map(_digest, files.values())))
+    body = {"record": record, "files": found}
+    write_durably(folder / MANIFEST, json.dumps({"sha256": _digest_of(body), **body}))
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest's record; None where there is no manifest, or not the one that was written."""
+    body = _read(folder)
+    return None if body is None else body["record"]
+
+
+def damage(folder: Path) -> str | None:
+    """What of a folder is not as its manifest says, in words; None where all of it is."""
+    if not (folder / MANIFEST).exists():
+        return f"{MANIFEST} is missing"
+    body = _read(folder)
+    if body is None:
+        return f"{MANIFEST} is not what was saved"
+    with ThreadPoolExecutor(READERS) as readers:
+        said = readers.map(lambda item: _difference(folder / item[0], item[0], item[1]), body["files"].items())
+        return next((text for text in said if text is not None), None)
+
+
+def _read(folder: Path) -> dict[str, Any] | None:
+    try:
+        tree = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        body = {"record": tree["record"], "files": tree["files"]}
+        return body if _digest_of(body) == tree["sha256"] else None
+    except (OSError, ValueError, KeyError, TypeError):  # UnicodeDecodeError is a ValueError
+        return None
+
+
+def _difference(path: Path, name: str, saved: dict[str, Any]) -> str | None:
+    try:
+        size = path.stat().st_size
+        if size != saved["size"]:
+            return f"{name} has {size} bytes and {saved['size']} were saved"
+        with path.open("rb") as file:
+            same = hashlib.file_digest(file, "sha256").hexdigest() == saved["sha256"]
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read: {error}"
+    return None if same else f"{name} is not what was saved (its SHA-256 differs)"
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+
+
+def _digest(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())  # what is hashed is in memory, perhaps not on disk yet
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"size": path.stat().st_size, "sha256": digest}
+
+
+def _digest_of(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,163 @@
+"""``oarjax study``: arms and seeds of one run config in worker processes, then tables and figures. Imports no jax."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from oarjax.config import ConfigError
+from oarjax.report.files import make_console, read_metrics
+from oarjax.runs.folder import refuse_another_run
+from oarjax.study.config import Plan, load_study, make_plan
+from oarjax.study.figures import draw_curves, draw_frontier
+from oarjax.study.jobs import Job, Outcome, StudyError, cores, run_jobs
+from oarjax.study.page import around, machine, markdown, paste
+from oarjax.study.results import collect, finished
+
+WORKER = (sys.executable, "-m", "oarjax.study.worker")
+
+
+def run(
+    config: Path, overrides: Sequence[str], *, quick: bool = False, jobs: int | None = None, page: Path | None = None
+) -> None:
+    """Run what is not finished yet, and write study.json, study.md, curves.png and frontier.png.
+
+    Args:
+        jobs: runs at once; None = one per core on a CPU, else 1; 0 = none, only collect what there is.
+        page: a Markdown page to paste the results into, with the figures beside it.
+
+    Raises:
+        ConfigError: the study or one of its runs cannot be as it is.
+        PageError: ``page`` has no marks to paste between.
+        StudyError: runs failed; the others are in the results.
+    """
+    console = make_console()
+    plan = make_plan(load_study(config, list(overrides), quick=quick))
+    if find_spec("matplotlib") is None:
+        raise ConfigError('oarjax study: its figures need matplotlib; pip install "oarjax[log]"')
+    for each in [*plan.starts.values(), *(planned.config for planned in plan.runs)]:
+        refuse_another_run(Path(each.run_dir).expanduser(), each)
+    if page is not None:
+        around(page, plan.root.name)
+    workers = _workers(plan, jobs)
+    todo = tasks(plan) if workers else []
+    starts = sum(job.task["kind"] == "start" for job in todo)
+    console.print(
+        f"{len(plan.runs)} runs, {len(todo) - starts} to do after {starts} warm starts, {workers} at a time, in "
+        f"{plan.root}",
+        markup=False,
+    )
+    outcomes = run_jobs(todo, WORKER, workers=workers, log=plan.root, report=_reporter(console, plan, len(todo)))
+    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    command = " ".join(["oarjax study", str(config), *overrides, *(["--quick"] if quick else [])])
+    write_results(plan, command=command, failed=[outcome.name for outcome in failed], page=page, console=console)
+    if failed:
+        raise StudyError(
+            f"{len(failed)} of {len(todo)} failed, the same command tries them again:\n"
+            + "\n".join(f"  {outcome.name}: {_last_line(outcome.error or '')}" for outcome in failed)
+        )
+
+
+def tasks(plan: Plan) -> list[Job]:
+    """What is to be done still: the starts that are missing, and the runs that have not finished."""
+    left = [planned for planned in plan.runs if not finished(planned)]
+    seeds = dict.fromkeys(planned.seed for planned in left)
+    made = [seed for seed in seeds if (Path(plan.starts[seed].run_dir) / "before.json").is_file()]
+    jobs = [
+        Job(
+            f"seed {seed}, start",
+            {"kind": "start", "folder": plan.starts[seed].run_dir, "config": plan.starts[seed].model_dump(mode="json")},
+        )
+        for seed in seeds
+        if seed not in made
+    ]
+    return jobs + [
+        Job(
+            f"seed {planned.seed}, {planned.name}",
+            {
+                "kind": "run",
+                "folder": planned.config.run_dir,
+                "home": str(planned.home),
+                "config": planned.config.model_dump(mode="json"),
+            },
+            needs=f"seed {planned.seed}, start",
+        )
+        for planned in left
+    ]
+
+
+def write_results(
+    plan: Plan, *, command: str, failed: Sequence[str], page: Path | None, console: Console
+) -> dict[str, Any]:
+    """Collect what has finished and write it down; the tree that study.json holds."""
+    tree = {"command": command, "machine": machine(), "failed": list(failed)} | collect(plan)
+    plan.root.mkdir(parents=True, exist_ok=True)
+    (plan.root / "study.json").write_text(json.dumps(_finite(tree), indent=1, allow_nan=False) + "\n")
+    figures: dict[str, Path] = {}
+    name = plan.root.name.replace("-", "_")
+    if tree["arms"]:
+        draw_curves(tree, plan.root / "curves.png")
+        figures[f"{name}.png"] = plan.root / "curves.png"
+    sweep = tree.get("sweep")
+    if sweep is not None and sweep["cells"] and len(sweep["fields"]) == 2:
+        draw_frontier(sweep, plan.root / "frontier.png")
+        figures[f"{name}_frontier.png"] = plan.root / "frontier.png"
+    text = markdown(tree, command=command, figures=[path.name for path in figures.values()])
+    (plan.root / "study.md").write_text(text, encoding="utf-8")
+    console.print(text, markup=False, soft_wrap=True)
+    console.print(f"results  {plan.root / 'study.json'}", markup=False)
+    if page is not None:
+        paste(page, plan.root.name, markdown(tree, command=command, figures=list(figures)), figures)
+        console.print(f"pasted into  {page}", markup=False)
+    return tree
+
+
+def _workers(plan: Plan, jobs: int | None) -> int:
+    if jobs is not None:
+        return jobs
+    on_cpu = all(cfg.device == "cpu" for cfg in plan.starts.values())
+    return len(cores()) if on_cpu else 1
+
+
+def _reporter(console: Console, plan: Plan, total: int) -> Callable[[Outcome, int], None]:
+    """Prints a line for each job that has ended."""
+    began = time.monotonic()
+    folders = {f"seed {planned.seed}, {planned.name}": planned.config.run_dir for planned in plan.runs}
+
+    def report(outcome: Outcome, left: int) -> None:
+        done = total - left
+        said = f"[{done}/{total}] {outcome.name}: "
+        if outcome.error is not None:
+            console.print(said + "FAILED", markup=False)
+            console.print(outcome.error.rstrip(), markup=False, soft_wrap=True)
+            return
+        if outcome.name in folders:
+            records = read_metrics(Path(folders[outcome.name]) / "metrics.jsonl")
+            found = [r["pass_at_1"] for r in records if r.get("pass_at_1") is not None]
+            said += f"pass@1 {100 * found[0]:.1f}% -> {100 * found[-1]:.1f}%, " if found else ""
+        minutes = (time.monotonic() - began) / done * left / 60
+        console.print(f"{said}{outcome.seconds:.0f} s; about {minutes:.0f} min left", markup=False)
+
+    return report
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1].strip() if text.startswith("Traceback") and lines else "\n    ".join(lines)
+
+
+def _finite(value: Any) -> Any:
+    """The same tree with None where a number is not finite."""
+    if isinstance(value, dict):
+        return {name: _finite(v) for name, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

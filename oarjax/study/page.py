@@ -1,0 +1,158 @@
+"""A study as Markdown: what was run on what, the table of arms, the differences, the sweep; and pasted into a page."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from oarjax.errors import UserError
+
+Triple = Sequence[float | None] | None
+"""[mean, low, high] as ``study_results.collect`` gives them."""
+
+
+class PageError(UserError, ValueError):
+    """A page that a study cannot be pasted into."""
+
+
+def machine() -> str:
+    """Processor, cores and versions: what the seconds depend on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    packages = ", ".join(f"{package} {_version(package)}" for package in ("jax", "jaxlib"))
+    return f"{os.cpu_count()} x {name}, Python {platform.python_version()}, {packages}"
+
+
+def markdown(tree: Mapping[str, Any], *, command: str, figures: Sequence[str] = ()) -> str:
+    """The whole study, as ``study_results.collect`` found it."""
+    arms, seeds = tree["arms"], tree["seeds"]
+    runs = tree["runs"]
+    parts = [
+        f"    {command}\n",
+        f"{len(arms)} arms, {len(seeds)} seeds, {runs['finished']} of {runs['planned']} runs finished. "
+        f"Machine: {tree['machine']}.\n",
+    ]
+    if tree.get("failed"):
+        parts.append("Failed: " + ", ".join(tree["failed"]) + ".\n")
+    if arms:
+        parts.append(_table(arms_table(arms)))
+        parts.append(
+            "Means over seeds, ± half of a 95% interval (Student's t). Area: of held-out pass@1 over the iterations, "
+            "as its mean. Entropy: nats per token over the last fifth of the iterations. ESS: effective share of the "
+            "reasoning tokens. Seconds: of an iteration without evaluation.\n"
+        )
+    for other, found in tree["differences"].items():
+        if found:
+            parts.append(f"Differences to {other}, paired by seed, in points of pass@1:\n")
+            parts.append(_table(difference_table(found)))
+    if tree["differences"]:
+        parts.append(
+            "Not corrected for their number: among twenty intervals one misses its true value by chance. Time: mean "
+            "difference in seconds per iteration.\n"
+        )
+    sweep = tree.get("sweep")
+    if sweep is not None and sweep["cells"] and len(sweep["fields"]) == 2:
+        parts.append(
+            f"Final pass@1 of {sweep['of']} over {' and '.join(sweep['fields'])}, {len(sweep['seeds'])} seeds:\n"
+        )
+        parts.append(_table(sweep_table(sweep)))
+    parts += [f"![{Path(figure).stem}]({figure})\n" for figure in figures]
+    return "\n".join(parts)
+
+
+def arms_table(arms: Mapping[str, Any]) -> list[list[str]]:
+    """Header and rows: every arm's measures."""
+    rows = [["arm", "seeds", "final pass@1", "area", "entropy", "ESS", "s/iteration", "completions"]]
+    for name, arm in arms.items():
+        cells = [share(arm["final"]), share(arm["area"]), *(number(arm[w]) for w in ("entropy", "ess", "seconds"))]
+        rows.append([name, str(len(arm["by_seed"])), *cells, f"{arm['completions'][0]:,.0f}"])
+    return rows
+
+
+def difference_table(found: Mapping[str, Any]) -> list[list[str]]:
+    rows = [["arm", "final", "area", "time"]]
+    return rows + [
+        [name, points_of(d["final"]), points_of(d["area"]), number(d["seconds"])] for name, d in found.items()
+    ]
+
+
+def sweep_table(sweep: Mapping[str, Any]) -> list[list[str]]:
+    """Values of the first field down, of the second across."""
+    (down, downs), (across, acrosses) = sweep["fields"].items()
+    cells = {tuple(cell["values"]): cell for cell in sweep["cells"]}
+    short = [name.rpartition(".")[2] for name in (down, across)]
+    rows = [[f"{short[0]} \\ {short[1]}", *map(str, acrosses)]]
+    for a in downs:
+        rows.append([str(a), *(share(cells[a, b]["final"]) if (a, b) in cells else "" for b in acrosses)])
+    return rows
+
+
+def share(triple: Triple) -> str:
+    """A share as per cent, with half of its interval where there is one."""
+    return _with_half(triple, scale=100.0, form="{:.1f}", unit="%")
+
+
+def points_of(triple: Triple) -> str:
+    """A difference of shares in points, signed."""
+    return _with_half(triple, scale=100.0, form="{:+.1f}", unit="")
+
+
+def number(triple: Triple) -> str:
+    return _with_half(triple, scale=1.0, form="{:.3f}", unit="")
+
+
+def _with_half(triple: Triple, *, scale: float, form: str, unit: str) -> str:
+    mean, _, high = (None, None, None) if triple is None else triple
+    if mean is None:
+        return ""
+    text = form.format(scale * mean) + unit
+    return text if high is None else f"{text} ±{form.replace('+', '').format(scale * (high - mean))}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    head, *body = [f"| {' | '.join(row)} |" for row in rows]
+    line = "|" + "---|" * len(rows[0])
+    return "\n".join([head, line, *body]) + "\n"
+
+
+def paste(page: Path, name: str, text: str, figures: Mapping[str, Path]) -> None:
+    """Put ``text`` between the page's marks of a study, see ``around``.
+
+    Args:
+        figures: copied beside the page, by the file name to have there.
+    """
+    before, after = around(page, name)
+    page.write_text(f"{before}\n\n{text}\n{after}", encoding="utf-8")
+    for file, source in figures.items():
+        shutil.copyfile(source, page.parent / file)
+
+
+def around(page: Path, name: str) -> tuple[str, str]:
+    """A page up to its line ``<!-- study NAME -->``, and from ``<!-- end of study NAME -->`` on, both included.
+
+    Raises:
+        PageError: no such page, or not exactly one such pair of lines.
+    """
+    first, last = f"<!-- study {name} -->", f"<!-- end of study {name} -->"
+    try:
+        whole = page.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PageError(f"--page {page}: cannot be read: {error}") from None
+    if whole.count(first) != 1 or whole.count(last) != 1 or whole.index(first) > whole.index(last):
+        raise PageError(f"--page {page}: expected the lines {first} and {last} once each; the results go between them")
+    return whole[: whole.index(first) + len(first)], whole[whole.index(last) :]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,164 @@
+"""What the runs of a study come to: means over seeds with 95% intervals, and differences paired by seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from scipy.special import stdtrit  # scipy.stats has it too, and takes a second to import
+
+from oarjax.report.curves import points
+from oarjax.report.files import read_metrics
+from oarjax.study.config import Plan, Planned
+
+
+class Interval(NamedTuple):
+    """A mean over seeds and its 95% interval by Student's t; no interval from a single seed."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    seeds: int
+
+    @property
+    def half(self) -> float | None:
+        return None if self.high is None else self.high - self.mean
+
+
+class Measured(NamedTuple):
+    """What one run of an arm came to. pass@1 as shares, 0..1."""
+
+    curve: list[tuple[float, float]]  # (iteration, held-out pass@1)
+    final: float  # pass@1 after the last iteration
+    area: float  # under the curve, as a mean pass@1 over the iterations
+    entropy: float  # nats, mean over the last fifth of the iterations
+    ess: float  # effective share of the reasoning tokens, mean over the iterations
+    seconds: float  # per iteration without evaluation, median without the first, which compiles
+    completions: float  # drawn in all
+
+
+MEASURES = ("final", "area", "entropy", "ess", "seconds", "completions")
+COMPARED = ("final", "area", "seconds")
+"""Measures that are compared arm against arm, seed by seed."""
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """mean ± t(.975, n - 1) s / sqrt(n), values being independent and about normal.
+
+    Raises:
+        ValueError: no values.
+    """
+    n = len(values)
+    if n == 0:
+        raise ValueError("interval: expected at least one value")
+    mean = math.fsum(values) / n
+    if n == 1:
+        return Interval(mean, None, None, 1)
+    spread = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1))
+    half = float(stdtrit(n - 1, 0.975)) * spread / math.sqrt(n)
+    return Interval(mean, mean - half, mean + half, n)
+
+
+def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Interval | None:
+    """Interval of the difference ours - theirs over the seeds that both have; None where there are none."""
+    both = [seed for seed in ours if seed in theirs]
+    return interval([ours[seed] - theirs[seed] for seed in both]) if both else None
+
+
+def area_under(curve: Sequence[tuple[float, float]]) -> float:
+    """Area under (x, y) by trapezoids, divided by the width: the mean height, in the units of y.
+
+    Raises:
+        ValueError: fewer than two points, or x does not rise.
+    """
+    if len(curve) < 2 or any(b[0] <= a[0] for a, b in pairwise(curve)):
+        raise ValueError(f"area_under: expected at least two points with rising x, got {list(curve)}")
+    total = math.fsum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairwise(curve))
+    return total / (curve[-1][0] - curve[0][0])
+
+
+def finished(run: Planned) -> bool:
+    """Whether a run has gone through all its iterations and the last evaluation."""
+    records = read_metrics(Path(run.config.run_dir) / "metrics.jsonl")
+    return bool(records) and records[-1]["iteration"] == run.config.iterations and "pass_at_1" in records[-1]
+
+
+def measure(records: Sequence[Mapping[str, Any]], *, group_size: int) -> Measured:
+    """A finished run's metrics, see ``oarjax.report.files.read_metrics``, in a few numbers."""
+    curve = points(records, "pass_at_1")
+    entropies = [v for _, v in points(records, "entropy")]
+    seconds = sorted(v for n, v in points(records, "seconds/training") if n > 1) or [math.nan]
+    ess = [v for _, v in points(records, "ess")]
+    return Measured(
+        curve=curve,
+        final=curve[-1][1],
+        area=area_under(curve) if len(curve) > 1 else math.nan,
+        entropy=_mean(entropies[-max(len(entropies) // 5, 1) :]),
+        ess=_mean(ess),
+        seconds=(seconds[len(seconds) // 2] + seconds[(len(seconds) - 1) // 2]) / 2,
+        completions=group_size * sum(v for _, v in points(records, "groups_drawn")),
+    )
+
+
+def measured_runs(runs: Sequence[Planned]) -> dict[int, Measured]:
+    """The finished ones among the runs of an arm or a cell, by seed."""
+    out = {}
+    for run in runs:
+        if finished(run):
+            records = read_metrics(Path(run.config.run_dir) / "metrics.jsonl")
+            out[run.seed] = measure(records, group_size=run.config.rollout.group_size)
+    return out
+
+
+def collect(plan: Plan) -> dict[str, Any]:
+    """The study as one tree for JSON: every arm's measures, curve, differences, and the sweep's cells.
+
+    Intervals are [mean, low, high], over the seeds that have finished; null where one seed gives none.
+    """
+    known = {name: measured_runs(runs) for name, runs in plan.arms.items()}
+    arms = {name: _arm(runs) for name, runs in known.items() if runs}
+    differences = {
+        other: {
+            name: {what: _plain(paired(_of(known[name], what), _of(known[other], what))) for what in COMPARED}
+            for name in arms
+            if name != other
+        }
+        for other in plan.study.against
+        if other in arms
+    }
+    tree: dict[str, Any] = {"seeds": list(plan.study.seeds), "arms": arms, "differences": differences}
+    if plan.study.sweep is not None:
+        cells = [(cell.values, measured_runs(cell.runs)) for cell in plan.cells]
+        tree["sweep"] = {
+            "of": plan.study.sweep.of,
+            "seeds": list(plan.study.sweep.seeds),
+            "fields": {name: list(values) for name, values in plan.study.sweep.over.items()},
+            "cells": [{"values": list(values), **_arm(runs)} for values, runs in cells if runs],
+        }
+    tree["runs"] = {"planned": len(plan.runs), "finished": sum(finished(run) for run in plan.runs)}
+    return tree
+
+
+def _arm(runs: Mapping[int, Measured]) -> dict[str, Any]:
+    iterations = sorted({x for run in runs.values() for x, _ in run.curve})
+    heights = {x: [y for run in runs.values() for n, y in run.curve if n == x] for x in iterations}
+    return {
+        **{what: _plain(interval(list(_of(runs, what).values()))) for what in MEASURES},
+        "curve": [{"iteration": x, "pass_at_1": _plain(interval(heights[x]))} for x in iterations],
+        "by_seed": {str(seed): {what: getattr(run, what) for what in MEASURES} for seed, run in runs.items()},
+    }
+
+
+def _of(runs: Mapping[int, Measured], what: str) -> dict[int, float]:
+    return {seed: float(getattr(run, what)) for seed, run in runs.items()}
+
+
+def _plain(found: Interval | None) -> list[float | None] | None:
+    return None if found is None or not math.isfinite(found.mean) else [found.mean, found.low, found.high]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan

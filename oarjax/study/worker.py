@@ -1,0 +1,136 @@
+"""A worker of ``oarjax study``: warm starts and runs, one after another, in one process.
+
+``python -m oarjax.study.worker`` reads one task a line and answers each with a line, see ``study.jobs``.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+import traceback
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from oarjax.config import Config, parse_config
+from oarjax.errors import UserError
+from oarjax.grading.grader import Grader
+from oarjax.runs.checkpoint import remove_all
+from oarjax.runs.folder import changed, claim, locked
+from oarjax.training.command import start_policy
+from oarjax.training.held_out import Evaluation, evaluation_from, plain_evaluation
+from oarjax.training.layout import lay_out
+from oarjax.training.programs import make_optimizer
+from oarjax.training.run import Session, open_session
+from oarjax.training.trainer import train
+
+BEFORE = "before.json"
+"""In a seed's folder, once its start is made: how good it is."""
+
+
+def main() -> None:
+    """Serve until the standard input ends, or the process that began it does."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not mix with the replies
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    with ExitStack() as stack:
+        graders = Graders(stack)
+        for line in sys.stdin:
+            replies.write(json.dumps({"error": attempt(json.loads(line), graders)}) + "\n")
+            replies.flush()
+
+
+def attempt(task: dict[str, Any], graders: Graders) -> str | None:
+    """Do a task; what went wrong, None if nothing did. Mistakes of the user come without a traceback."""
+    folder = Path(task["folder"])
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "log.txt").open("a", encoding="utf-8") as log:
+        console = Console(file=log, width=160, highlight=False)
+        try:
+            cfg = parse_config(task["config"])
+            if task["kind"] == "start":
+                make_start(cfg, console, graders)
+            else:
+                train_run(cfg, Path(task["home"]), console, graders)
+        except UserError as error:
+            return str(error)
+        except Exception:
+            return traceback.format_exc()
+        finally:
+            jax.clear_caches()  # a run's programs are its own: the next reads its from the cache on disk
+            gc.collect()
+    return None
+
+
+class Graders:
+    """Grading processes, kept from run to run as long as they are to grade alike."""
+
+    def __init__(self, stack: ExitStack):
+        self._stack = stack
+        self._known: dict[str, Grader] = {}
+
+    def of(self, session: Session) -> Grader:
+        cfg = session.cfg
+        like = cfg.grading.model_dump_json() + cfg.credit.answer.model_dump_json()
+        if like not in self._known:
+            self._known[like] = self._stack.enter_context(session.grader())
+        return self._known[like]
+
+
+def make_start(cfg: Config, console: Console, graders: Graders) -> None:
+    """The policy that all runs of a seed begin with, in the folder ``start``, and how good it is."""
+    with locked(claim(Path(cfg.run_dir), cfg)):
+        session = open_session(cfg, console)
+        _, before = start_policy(session, graders.of(session))
+        write_before(session.folder / BEFORE, before)
+
+
+def train_run(cfg: Config, home: Path, console: Console, graders: Graders) -> None:
+    """One run from the seed's start; its checkpoints go when it has ended."""
+    folder = claim(Path(cfg.run_dir), cfg)
+    session = open_session(changed(cfg, run_dir=str(home), policy=_start_of(cfg, home), sft=None), console)
+    session = session.with_config(cfg)
+    start = session.load(lay_out(session, make_optimizer(cfg)[0]))
+    with locked(folder):
+        train(session, graders.of(session), start, read_before(home / BEFORE), folder, keep_start=False)
+        remove_all(folder / "checkpoints")
+        shutil.rmtree(folder / "verdicts", ignore_errors=True)
+
+
+def _start_of(cfg: Config, home: Path) -> Any:
+    """The config's policy, read from where the seed's start is."""
+    if cfg.sft is None and not cfg.policy.path.startswith("builtin:"):
+        return cfg.policy
+    return changed(
+        cfg.policy, path=str(home / ("policy" if cfg.sft is None else "start")), tokenizer=None, revision=None
+    )
+
+
+def write_before(path: Path, before: Evaluation | None) -> None:
+    """The start's evaluation as JSON, whole or not at all. NaN (ungraded) is null."""
+    half = path.with_suffix(".half")
+    half.write_text(json.dumps(plain_evaluation(before)))
+    half.replace(path)
+
+
+def read_before(path: Path) -> Evaluation | None:
+    return evaluation_from(json.loads(path.read_text()))
+
+
+def _end_with(parent: int) -> None:
+    """A study that was killed must not leave a run behind that writes to its folder."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Devices, the mesh, where arrays live, the compilation cache, and what a device can do at best."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from oarjax.costs import CHIPS
+from oarjax.errors import UserError
+from oarjax.models.sharding import AXES, ROLLOUT_AXES
+
+TPU_KINDS = {  # what JAX calls the chips of oarjax.costs
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+}
+PEAK_FLOPS = {  # dense bf16, per jax device, from the vendors' data sheets
+    **{kind: CHIPS[chip].flops for kind, chip in TPU_KINDS.items()},
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+}
+
+
+class DeviceError(UserError, RuntimeError):
+    """A device that was asked for is not there."""
+
+
+def choose_platform(wanted: str) -> str:
+    """Make JAX use the wanted platform, "auto" being JAX's own choice; call before anything touches a device.
+
+    Raises:
+        DeviceError: no such device on this machine, or JAX cannot reach it.
+    """
+    if wanted == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    try:
+        found = jax.devices()[0].platform
+    except RuntimeError as error:
+        raise DeviceError(f"device: JAX finds no usable device: {error}") from error
+    if wanted not in ("auto", found):
+        install = 'Install the extra (pip install "oarjax[{}]"), free the device'
+        remedy = {"tpu": install.format("tpu"), "gpu": install.format("cuda")}.get(wanted, "Set JAX_PLATFORMS=cpu")
+        raise DeviceError(
+            f"device: {wanted} was asked for and JAX finds {found} ({jax.devices()[0].device_kind}). "
+            f"{remedy}, or set device: {found}"
+        )
+    return found
+
+
+def use_compilation_cache(folder: str | None) -> Path | None:
+    """Keep compiled programs on disk, so that the next run starts in seconds. None turns it off.
+
+    Raises:
+        DeviceError: the folder cannot be made.
+    """
+    if folder is None:
+        jax.config.update("jax_enable_compilation_cache", False)
+        return None
+    path = Path(folder).expanduser()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DeviceError(f"compilation_cache: cannot write to {path}: {error}; give another folder or null") from error
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    return path
+
+
+def make_mesh(*, slice: int, data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh over all devices, or those given; one axis may be -1 and takes what is left.
+
+    Of TPUs in several slices each is one place on the axis ``slice``; elsewhere that axis is a plain outermost one.
+    Neighbours on the last axes are neighbours in the machine.
+
+    Raises:
+        DeviceError: the axes do not multiply to the number of devices, or ``slice`` is not the number of slices.
+    """
+    axes = {"slice": slice, "data": data, "fsdp": fsdp, "tensor": tensor}
+    devices = jax.devices() if devices is None else list(devices)
+    count = len(devices)
+    fixed = math.prod(n for n in axes.values() if n != -1)
+    open_axes = [name for name, n in axes.items() if n == -1]
+    if len(open_axes) > 1 or any(n < 1 and n != -1 for n in axes.values()):
+        raise DeviceError(f"mesh: expected positive sizes and at most one -1, got {axes}")
+    if count % fixed:
+        raise DeviceError(
+            f"mesh: {axes} does not multiply to the {count} devices here: {fixed} does not divide {count}; give sizes "
+            "that do, and -1 for what is left"
+        )
+    if open_axes:
+        axes[open_axes[0]] = count // fixed
+    if math.prod(axes.values()) != count:
+        raise DeviceError(f"mesh: {axes} does not multiply to the {count} devices here; set one axis to -1")
+    # Devices of a topology of one slice, which programs are only compiled for, do not say which slice they are in.
+    slices = len({getattr(d, "slice_index", 0) for d in devices}) if devices[0].platform == "tpu" else 1
+    if slices > 1 and axes["slice"] != slices:
+        raise DeviceError(
+            f"mesh.slice: {axes['slice']}, and the {count} devices are in {slices} slices; set mesh.slice={slices}"
+        )
+    sizes = tuple(axes.values())
+    if slices > 1:
+        inner = (1, *sizes[1:])
+        placed = _split_where_needed(
+            partial(mesh_utils.create_hybrid_device_mesh, inner, (slices, 1, 1, 1), devices=devices)
+        )
+    else:
+        placed = _split_where_needed(partial(mesh_utils.create_device_mesh, sizes, devices))
+    # Auto: shardings are hints to the compiler, as jax.jit has always taken them.
+    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _split_where_needed(place: Callable[..., np.ndarray]) -> np.ndarray:
+    """Devices in the shape of a mesh; an axis of the machine's torus is split between two of ours only if it must."""
+    try:
+        return place(allow_split_physical_axes=False)
+    except NotImplementedError:
+        return place(allow_split_physical_axes=True)
+
+
+def rollout_mesh(mesh: Mesh, *, tensor: int) -> Mesh:
+    """The same devices in the same order, so that arrays of both meshes can meet in one program: (data, tensor).
+
+    Raises:
+        DeviceError: ``tensor`` does not divide the devices.
+    """
+    if mesh.size % tensor:
+        raise DeviceError(
+            f"rollout.tensor: {tensor} does not divide the {mesh.size} devices; set a divisor, or null for mesh.tensor"
+        )
+    devices = mesh.devices.reshape(-1, tensor)
+    return Mesh(devices, ROLLOUT_AXES, axis_types=(AxisType.Auto,) * len(ROLLOUT_AXES))
+
+
+def peak_flops(dtype: Any) -> tuple[float, str]:
+    """Operations per second that all devices could do at best, and where the number is from.
+
+    Known accelerators: the data sheet. Others (a CPU): the best of a few square matrix products of ``dtype``.
+    """
+    kind = jax.devices()[0].device_kind
+    if kind in PEAK_FLOPS:
+        return PEAK_FLOPS[kind] * jax.device_count(), "data sheet"
+    x = jnp.ones((1024, 1024), dtype)
+    product = jax.jit(lambda x: x @ x)
+    jax.block_until_ready(product(x))
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        jax.block_until_ready(product(x))
+        seconds.append(time.perf_counter() - start)
+    return 2 * 1024**3 / min(seconds), "measured on 1024 x 1024 products"
+
+
+def to_host_memory(tree: Any) -> Any:
+    """The arrays in the memory of the devices' hosts, divided as they are; ``jax.device_put`` brings them back."""
+    return jax.device_put(tree, jax.tree.map(lambda x: x.sharding.with_memory_kind("pinned_host"), tree))
+
+
+def memory_limit(device: Any) -> int | None:
+    """Bytes that programs on a device may take, None where it does not say (a CPU)."""
+    return (device.memory_stats() or {}).get("bytes_limit")

@@ -1,0 +1,210 @@
+"""Several processes, one run: how they start together, who writes, what all must know, arrays that span them.
+
+Every process runs the same programs in the same order. Whatever decides what runs next (verdicts, a file that is
+there, a request to stop) is therefore agreed on here first. With one process each of these costs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+import threading
+import traceback
+import urllib.request
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Sharding
+from jaxtyping import Int
+
+from oarjax.system.devices import DeviceError
+from oarjax.types import Grades
+
+GRACE = 60  # seconds that JAX waits for longer than the message about it
+METADATA = "http://{}/computeMetadata/v1/instance/attributes/{}"
+
+
+def join_processes(*, coordinator: str | None, processes: int | None, process: int | None, timeout: int) -> None:
+    """Make this process one of those that share the run's mesh; call before anything touches a device.
+
+    With a ``coordinator`` (host:port of process 0) as told; without one, by itself on a TPU pod of several hosts, and
+    nothing happens elsewhere. Returns once all have come.
+
+    Where they do not all come within ``timeout`` seconds, this process ends with an error message and exit code 2.
+
+    Raises:
+        DeviceError: JAX cannot start, for instance because the port is taken.
+    """
+    if jax.distributed.is_initialized():
+        return
+    told: dict[str, Any] = {}
+    if coordinator is not None:
+        told = {"coordinator_address": coordinator, "num_processes": processes, "process_id": process}
+        told["cluster_detection_method"] = "deactivate"
+    elif pod_hosts() == 1:
+        return
+    who = f"process {process} of {processes}" if told else "this host of the TPU pod"
+    where = coordinator or "the first host"
+    late = DeviceError(
+        f"distributed: {who} did not meet the others at {where} within {timeout} s. Start the same command on every "
+        "host, each with its own distributed.process, and see that the port is free and can be reached; or raise "
+        "distributed.timeout"
+    )
+    watch = threading.Timer(timeout, _give_up, [late])
+    watch.daemon = True
+    watch.start()
+    try:
+        jax.distributed.initialize(**told, initialization_timeout=timeout + GRACE)
+    except (RuntimeError, ValueError) as error:
+        raise DeviceError(f"distributed: {who} could not start with the others at {where}: {error}") from error
+    finally:
+        watch.cancel()
+
+
+def _give_up(error: DeviceError) -> None:
+    """End the process with words. Where others do not come, JAX ends it with a stack trace of C++, a little later."""
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    os._exit(2)
+
+
+def pod_hosts(devices: Path = Path("/dev")) -> int:
+    """Hosts of the TPU pod that this machine is part of; 1 where it is not part of any."""
+    if find_spec("libtpu") is None or not any((devices / d).exists() for d in ("accel0", "vfio/0")):
+        return 1
+    hosts = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES")
+    slices = os.environ.get("MEGASCALE_NUM_SLICES")
+    if hosts is None:
+        hosts = _metadata("worker-network-endpoints")
+        lines = dict(line.split(":", 1) for line in _metadata("tpu-env").splitlines() if ":" in line)
+        slices = slices or lines.get("MEGASCALE_NUM_SLICES", "").strip(" '\"")
+    return len(hosts.split(",")) * int(slices or 1)
+
+
+def _metadata(name: str) -> str:
+    """What a Google Cloud machine is told about itself; empty where nothing answers."""
+    if "TPU_SKIP_MDS_QUERY" in os.environ:
+        return ""
+    server = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
+    request = urllib.request.Request(METADATA.format(server, name), headers={"Metadata-Flavor": "Google"})
+    try:
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            return answer.read().decode()
+    except OSError:
+        return ""
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes and prints."""
+    return jax.process_index() == 0
+
+
+def from_first(decide: Callable[[], int]) -> int:
+    """What the first process finds; the others do not look."""
+    if jax.process_count() == 1:
+        return decide()
+    return int(multihost_utils.broadcast_one_to_all(np.int32(decide() if is_first() else 0)))
+
+
+def gather(mine: Any) -> list[Any]:
+    """What every process has, by the process's number; anything that JSON holds."""
+    if jax.process_count() == 1:
+        return [mine]
+    text = np.frombuffer(json.dumps(mine).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(len(text)))
+    room = 1 << int(sizes.max() - 1).bit_length()  # few lengths, few compilations
+    padded = np.zeros(room, np.uint8)
+    padded[: len(text)] = text
+    return [json.loads(row[:size].tobytes()) for row, size in zip(multihost_utils.process_allgather(padded), sizes)]
+
+
+def wait_for_all(what: str) -> None:
+    """Return when every process has come here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(what)
+
+
+def only_first(act: Callable[[], object]) -> None:
+    """Let the first process do something that the others then find done."""
+    if is_first():
+        act()
+    wait_for_all("only_first")
+
+
+def check_shared(folder: Path) -> None:
+    """Refuse a folder that not every process sees.
+
+    Raises:
+        DeviceError: on every process, with the numbers of those that do not.
+    """
+    if jax.process_count() == 1:
+        return
+    token = from_first(lambda: secrets.randbits(30))
+    sign = folder / f".processes-{token}"
+    only_first(sign.touch)
+    blind = [number for number, sees in enumerate(gather(sign.exists())) if not sees]
+    only_first(lambda: sign.unlink(missing_ok=True))
+    if blind:
+        raise DeviceError(
+            f"run_dir: process {', '.join(map(str, blind))} of {jax.process_count()} does not see what process 0 wrote "
+            f"to {folder}; put run_dir on storage that all hosts share, such as a mounted bucket"
+        )
+
+
+def leave_others(code: int, error: BaseException | None = None) -> None:
+    """End this process at once where it is one of several, with a traceback of ``error``; alone, go on.
+
+    The others wait for what this one does next, and an orderly end would wait for them in turn. JAX ends them, as it
+    does when a host is lost.
+    """
+    if jax.distributed.is_initialized():
+        if error is not None:
+            traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def share(rows: int) -> Int[np.ndarray, "r"]:
+    """Numbers of the rows out of ``rows`` that this process answers for."""
+    return np.array_split(np.arange(rows), jax.process_count())[jax.process_index()]
+
+
+def gather_grades(mine: Grades) -> Grades:
+    """The grades of all rows, out of those that every process gave to its share."""
+    if jax.process_count() == 1:
+        return mine
+    scores = {name: values.tolist() for name, values in mine.per_reward.items()}
+    parts = gather([mine.rewards.tolist(), scores, mine.verdicts, mine.answers, mine.notes])
+    rewards, _, verdicts, answers, notes = ([x for part in parts for x in part[i]] for i in range(5))
+    return Grades(
+        rewards=np.asarray(rewards, np.float32),
+        per_reward={n: np.asarray([x for part in parts for x in part[1][n]], np.float32) for n in scores},
+        verdicts=verdicts,
+        answers=answers,
+        notes=notes,
+    )
+
+
+def to_host(tree: Any) -> Any:
+    """Arrays as numpy, whole on every process."""
+    return jax.tree.map(_whole, tree) if jax.process_count() > 1 else jax.device_get(tree)
+
+
+def _whole(x: Any) -> Any:
+    if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+        return jax.device_get(x)
+    return multihost_utils.process_allgather(x, tiled=True)
+
+
+def to_devices(tree: Any, sharding: Sharding) -> Any:
+    """Numpy arrays, the same on every process, laid out over all devices; each process sends what its own hold."""
+    if jax.process_count() == 1:
+        return jax.device_put(tree, sharding)
+    return jax.tree.map(lambda x: jax.make_array_from_callback(np.shape(x), sharding, np.asarray(x).__getitem__), tree)

@@ -1,0 +1,55 @@
+"""What a run trains: every weight of its policy, or with ``lora.rank`` adapters beside them. Config in, trees out."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from oarjax.config import ConfigError, LoraConfig
+from oarjax.models.lora import adapter_axes, adapter_shapes, merged
+from oarjax.models.qwen import QwenConfig
+from oarjax.models.weights import abstract_params, logical_axes
+from oarjax.types import Params
+
+
+def trained_shapes(lora: LoraConfig, model: QwenConfig) -> Params:
+    """Shapes of what is trained, float32.
+
+    Raises:
+        ConfigError: adapters that this policy cannot have.
+    """
+    whole = abstract_params(model, dtype=jnp.float32)
+    if lora.rank == 0:
+        return whole
+    try:
+        return adapter_shapes(whole, rank=lora.rank, targets=lora.targets)
+    except ValueError as error:
+        raise ConfigError(f"lora.{error}") from error
+
+
+def trained_axes(lora: LoraConfig, model: QwenConfig) -> Params:
+    """Names of the axes of what is trained."""
+    axes = logical_axes(model)
+    return axes if lora.rank == 0 else adapter_axes(axes, targets=lora.targets)
+
+
+def trained_count(lora: LoraConfig, model: QwenConfig) -> int:
+    """Numbers that are trained."""
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(trained_shapes(lora, model)))
+
+
+def plain_params(lora: LoraConfig, params: Params, shardings: Any, *, dtype: DTypeLike | None = None) -> Params:
+    """A policy's params as plain weights, with its adapters merged in; without adapters as they are.
+
+    Args:
+        shardings: of plain params in the training layout, which the result has.
+        dtype: of the merged weights; None = that of the weights below the adapters.
+    """
+    if lora.rank == 0:
+        return params
+    return jax.jit(partial(merged, scale=lora.scale, dtype=dtype), out_shardings=shardings)(params)

@@ -1,0 +1,72 @@
+"""What can be wrong with a config on this machine, with this checkpoint and these packages; nothing is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+from oarjax.config import Config, ConfigError
+from oarjax.credit.answer_text import check_pattern
+from oarjax.grading.rewards import find_rewards, load_plugins
+from oarjax.models.qwen import QwenConfig
+from oarjax.models.sharding import check_rows
+from oarjax.report.trackers import PACKAGES
+
+
+def check_grading(cfg: Config) -> None:
+    """Plugins, reward names and the answer's pattern, before anything that takes time."""
+    try:
+        load_plugins(cfg.grading.plugins)
+        find_rewards([r.name for r in cfg.grading.rewards])
+        reading = [r.name for r in cfg.grading.rewards if r.name in ("math", "exact", "format")]
+        if cfg.credit.answer.style == "none" and reading:
+            raise ConfigError(
+                f"credit.answer.style: none, and grading.rewards has {', '.join(reading)}, which read an answer; set "
+                "the style of your answers, or rewards of your own (grading.plugins)"
+            )
+        if cfg.credit.answer.style == "regex":
+            check_pattern(cfg.credit.answer.pattern)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def check_report(cfg: Config) -> None:
+    """Packages that the reports need and that only an extra installs: missed now, not after the last iteration."""
+    needs = {"matplotlib": ("report.html", "false", "log", cfg.report.html)}
+    rest = ", ".join(name for name in cfg.report.to if name not in PACKAGES)
+    for name, (package, extra) in PACKAGES.items():
+        needs[package] = ("report.to", f"[{rest}]", extra, name in cfg.report.to)
+    for package, (field, instead, extra, wanted) in needs.items():
+        if wanted and find_spec(package) is None:
+            raise ConfigError(
+                f'{field}: needs {package}, which is not installed; pip install "oarjax[{extra}]", or set '
+                f"{field}={instead}"
+            )
+
+
+def check_batches(cfg: Config, mesh: Mapping[str, int], rollout: Mapping[str, int]) -> None:
+    """Rows are divided over the row axes of the mesh they live on: microbatches, and prompts while sampling."""
+    check_rows(cfg.update.microbatch, mesh, what="update.microbatch")
+    if cfg.sft is not None:
+        check_rows(cfg.sft.microbatch, mesh, what="sft.microbatch")
+    remedy = ", or a larger rollout.tensor"
+    check_rows(cfg.rollout.prompts, rollout, what="rollout.prompts", remedy=remedy)
+    check_rows(cfg.eval.batch, rollout, what="eval.batch", remedy=remedy)
+
+
+def check_lengths(cfg: Config, model: QwenConfig) -> None:
+    lengths = {"data.max_prompt + rollout.max_new": cfg.data.max_prompt + cfg.rollout.max_new}
+    if cfg.sft is not None:
+        lengths["sft.max_length"] = cfg.sft.max_length
+    for fields, longest in lengths.items():
+        if longest > model.max_position_embeddings:
+            raise ConfigError(
+                f"{fields} = {longest} tokens, more than the checkpoint's "
+                f"max_position_embeddings = {model.max_position_embeddings}; lower {fields.replace(' + ', ' or ')}"
+            )
+
+
+def check_failures(cfg: Config, *, processes: int) -> None:
+    """Of several processes none may go on without a file that the others write: they would wait for it."""
+    if processes > 1 and cfg.checkpoint.on_failure == "warn":
+        raise ConfigError(f"checkpoint.on_failure: warn is for one process, and here are {processes}; set stop")

@@ -1,0 +1,169 @@
+"""``oarjax train``: warm start, iterations, evaluation, export, report; with ``--compare`` the controls as well."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from oarjax.config import Config, ConfigError, load_config
+from oarjax.credit.methods import ATTRIBUTIONS
+from oarjax.data.hf import export, remove_half_written
+from oarjax.grading.grader import Grader
+from oarjax.report.console import banner
+from oarjax.report.files import make_console
+from oarjax.runs.checkpoint import remove_all
+from oarjax.runs.durable import storage_errors, write_durably
+from oarjax.runs.folder import changed, claim, locked, refuse_another_run
+from oarjax.runs.stop import Stop
+from oarjax.system.processes import from_first, only_first
+from oarjax.training.adapters import plain_params
+from oarjax.training.files import check_checkpoint
+from oarjax.training.held_out import Evaluation, evaluate, evaluation_from, plain_evaluation
+from oarjax.training.layout import lay_out
+from oarjax.training.programs import make_optimizer, make_steps
+from oarjax.training.results import label, show_results
+from oarjax.training.run import Session, facts, open_session
+from oarjax.training.trainer import Trained, train
+from oarjax.training.warm_start import warm_start
+from oarjax.types import Params
+
+
+def run(config: Path, overrides: Sequence[str], *, compare: bool, seeds: str = "") -> None:
+    """Train as the config says; with ``compare``, also the controls, from the same start, once per seed."""
+    console = make_console()
+    cfg = load_config(config, list(overrides))
+    if seeds and not compare:
+        raise ConfigError("--seeds goes with --compare; for one run set seed=N")
+    if compare and cfg.data.eval is None:
+        raise ConfigError("data.eval: --compare needs held-out problems")
+    with Stop() as stop:
+        if compare:
+            _compare(cfg, _seeds(seeds) or [cfg.seed], console, stop)
+        else:
+            train_once(cfg, console, stop)
+
+
+def _seeds(text: str) -> list[int]:
+    """``0,1,2`` as numbers."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
+        raise ConfigError(f"--seeds: expected different whole numbers such as 0,1,2, got {text!r}")
+    return [int(part) for part in parts]
+
+
+def train_once(cfg: Config, console: Console, stop: Stop, seen: Callable[[], object] | None = None) -> None:
+    """One run from its start to its report; ``seen`` as in ``oarjax.training.trainer.train``."""
+    folder = Path(cfg.run_dir).expanduser()
+    changes = refuse_another_run(folder, cfg).words()
+    session = open_session(cfg, console)
+    with _own(session, folder), storage_errors(folder):
+        check_checkpoint(session, folder, make_optimizer(cfg)[0])
+        only_first(lambda: claim(folder, cfg))
+        if cfg.export.folder is not None:
+            target = folder / cfg.export.folder
+            only_first(lambda: remove_half_written(target))
+        banner(console, facts(session), cfg.model_dump(mode="json", exclude_defaults=True))
+        if changes:
+            console.print(f"going on with another config: {changes}", markup=False)
+        with session.grader() as grader:
+            start, before = start_policy(session, grader, stop)
+            trained = train(session, grader, start, before, folder, stop, seen, keep_start=False)
+        if cfg.export.folder is not None:
+            target = folder / cfg.export.folder
+            layout = lay_out(session, make_optimizer(cfg)[0])
+            export(
+                target,
+                session.model,
+                plain_params(cfg.lora, trained.params, layout.params, dtype=cfg.export.dtype),
+                source=session.source,
+                dtype=cfg.export.dtype,
+                stop_ids=session.stop_ids,
+            )
+            console.print(f"policy  {target}", markup=False)
+        if session.first:
+            show_results(session, folder, [before], {cfg.credit.method: [trained]})
+
+
+def _own(session: Session, folder: Path) -> AbstractContextManager[None]:
+    """Hold the run's folder against other runs; one process does it for all that share the run."""
+    return locked(folder) if session.first else nullcontext()
+
+
+def _compare(cfg: Config, seeds: list[int], console: Console, stop: Stop) -> None:
+    """Every method from the same warm start, with the same prompts and the same noise, seed by seed."""
+    root = Path(cfg.run_dir).expanduser()
+    root = root.with_name(f"{root.name}-compare")
+    if cfg.credit.method in ATTRIBUTIONS:
+        cfg = changed(cfg, credit=changed(cfg.credit, permuted_of=cfg.credit.method))
+    refuse_another_run(root, cfg)
+    methods = list(dict.fromkeys([cfg.credit.method, "uniform", "permuted"]))
+    befores: list[Evaluation | None] = []
+    runs: dict[str, list[Trained]] = {name: [] for name in methods}
+    session: Session | None = None
+    for seed in seeds:
+        session = open_session(changed(cfg, seed=seed, run_dir=str(root / f"seed{seed}")), console)
+        if seed == seeds[0]:
+            only_first(lambda: claim(root, cfg))
+            banner(console, facts(session), cfg.model_dump(mode="json", exclude_defaults=True))
+        with _own(session, session.folder), storage_errors(session.folder), session.grader() as grader:
+            start, before = start_policy(session, grader, stop)
+            befores.append(before)
+            for method in methods:
+                console.rule(f"seed {seed}, {label(method, cfg.credit)}")
+                same = changed(session.cfg, credit=changed(cfg.credit, method=method))
+                folder = session.folder / method
+                only_first(partial(claim, folder, same))
+                ended = train(session.with_config(same), grader, start, before, folder, stop)
+                runs[method].append(replace(ended, params={}))  # its memory is the next one's
+            del start
+    if session is not None and session.first:
+        show_results(session, root, befores, runs)
+
+
+def start_policy(session: Session, grader: Grader, stop: Stop | None = None) -> tuple[Params, Evaluation | None]:
+    """The policy to train from, after the warm start where there is one, and how good it is.
+
+    Both are kept in the run's folder, and read from there when it is gone on with.
+    """
+    cfg = session.cfg
+    tx, _ = make_optimizer(cfg)
+    layout = lay_out(session, tx)
+    if cfg.sft is None:
+        params = session.load(layout)
+    else:
+        warm = session.folder / "start"
+        only_first(lambda: remove_half_written(warm))
+        if from_first(lambda: (warm / "config.json").is_file()):
+            session.console.print(f"the warm start is read from {warm}", markup=False)
+            params = session.load(layout, source=warm)
+        else:
+            params = warm_start(session, session.load(layout), stop or Stop())
+            export(warm, session.model, params, source=session.source)
+        only_first(lambda: remove_all(session.folder / "sft"))
+    if session.held_out is None:
+        return params, None
+    known = session.folder / "start.json"
+    if from_first(known.is_file):
+        return params, evaluation_from(json.loads(known.read_text(encoding="utf-8")))
+    steps = make_steps(
+        session.policy,
+        tx,
+        layout,
+        cfg,
+        stop_ids=session.stop_ids,
+        pad_id=session.pad_id,
+        rollout=session.rollout,
+        keyword_table=session.keyword_table(),
+        own_probe=session.own_probe,
+        own_method=session.own_method,
+        own_loss=session.own_loss,
+    )
+    before = evaluate(session, steps, grader, params)
+    only_first(lambda: write_durably(known, json.dumps(plain_evaluation(before))))
+    return params, before

@@ -1,0 +1,233 @@
+"""The files of a run while it iterates: metrics, completions, verdicts and checkpoints, and how they fit together.
+
+A checkpoint holds how long the other files were when it was made. A run that goes on from it cuts them there, so that
+in the end they hold each line once, as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from oarjax.config import Config, ConfigError
+from oarjax.data.hf import commit_of, load_params
+from oarjax.data.streams import PromptStream
+from oarjax.grading.recorded import Grading, RecordedGrader, setup_of
+from oarjax.report.console import OnceWarnings
+from oarjax.report.files import CompletionRow, CompletionsWriter, Metrics, MetricsWriter
+from oarjax.report.trackers import Run, Trackers, run_id
+from oarjax.runs.checkpoint import Checkpoints, arrays, check_arrays, finished
+from oarjax.runs.durable import Failures, read_lines, storage_errors
+from oarjax.runs.folder import refuse_another_config
+from oarjax.training.adapters import trained_shapes
+from oarjax.training.held_out import Evaluation, evaluation_from, plain_evaluation
+from oarjax.training.layout import Placed, lay_out, stored_dtype_of
+from oarjax.training.programs import make_optimizer
+from oarjax.training.run import Session, new_state
+from oarjax.types import TrainState
+
+
+class RunFiles:
+    """Use as a context manager, and call ``resume`` first.
+
+    Args:
+        warnings: says what went wrong with a file, and what was done about it.
+
+    Raises:
+        StorageError: from any method, where a file cannot be written and checkpoint.on_failure is stop.
+    """
+
+    def __init__(self, session: Session, folder: Path, warnings: OnceWarnings):
+        self._session, self._cfg, self._folder, self._warnings = session, session.cfg.checkpoint, folder, warnings
+        self._failures = Failures(self._cfg.on_failure, warnings.say)
+        self._verdicts: RecordedGrader | None = None
+        self._best = -math.inf
+        self._stack = ExitStack()
+
+    def __enter__(self) -> RunFiles:
+        self._checkpoints = Checkpoints(
+            self._folder / "checkpoints", keep=self._cfg.keep, metric=self._cfg.best
+        ).__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        with self._stack, self._failures.handled():
+            self._checkpoints.__exit__(*error)
+
+    def resume(self, state: TrainState, stream: PromptStream) -> tuple[TrainState, int, Evaluation | None]:
+        """Go to where the newest checkpoint that can be trusted was made: the state, its iteration, its evaluation.
+
+        Without a checkpoint the state as it is and iteration 0.
+
+        Raises:
+            StorageError: there were checkpoints, and none can be trusted.
+        """
+        first, last, positions = 0, None, {"metrics": 0, "completions": 0}
+        newest = self._checkpoints.trusted(self._say)
+        if newest is not None:
+            self._check_base(self._checkpoints.finished()[newest]["record"].get("commit"))
+            state, record = self._checkpoints.restore(newest, like=state)
+            stream.restore(record["data"])
+            first, last, positions = newest, evaluation_from(record["evaluation"]), record["positions"]
+            self._best = max(self._checkpoints.scores().values(), default=-math.inf)
+            if self._cfg.best is not None and (others := self._checkpoints.other_metrics()):
+                self._say(
+                    f"checkpoint.best was {', '.join(others)} and is {self._cfg.best}: the scores are not compared, "
+                    "the best checkpoint is looked for anew"
+                )
+            if record["version"] != version("oarjax"):
+                self._say(f"this checkpoint is of oarjax {record['version']}, and this is {version('oarjax')}")
+            where = self._folder / "checkpoints"
+            self._session.console.print(f"going on after iteration {first}, from {where}", markup=False)
+        for name in ("metrics", "completions"):  # before anything is cut off: a damaged line is for the user to mend
+            for _ in read_lines(self._folder / f"{name}.jsonl"):
+                pass
+        report, writes = self._session.cfg.report, self._session.first
+        self._metrics = self._stack.enter_context(
+            MetricsWriter(self._folder if writes and "jsonl" in report.to else None, position=positions["metrics"])
+        )
+        texts = self._folder / "completions.jsonl" if writes else None
+        self._completions = self._stack.enter_context(CompletionsWriter(texts, position=positions["completions"]))
+        for name, short in (("metrics", self._metrics.short), ("completions", self._completions.short)):
+            if short:
+                self._say(f"{name}.jsonl: its last {short} bytes up to iteration {first} are missing; lines were lost")
+        self._trackers = self._stack.enter_context(
+            Trackers(
+                report.to if writes else (),
+                lambda: self._tracked(first),
+                say=self._warnings.say,
+                show=lambda line: self._session.console.print(line, markup=False, soft_wrap=True),
+            )
+        )
+        return state, first, last
+
+    def _tracked(self, first: int) -> Run:
+        """What trackers call this run, the same whenever it goes on."""
+        report, folder = self._session.cfg.report, self._folder
+        config = self._session.cfg.model_dump(mode="json")
+        return Run(folder, report.project, report.name or folder.absolute().name, run_id(folder), config, first)
+
+    def recording(self, grader: Grading) -> Grading:
+        """A grader whose verdicts are on disk before they are used; as it was, where there are no checkpoints."""
+        if self._cfg.every == 0:
+            return grader
+        cfg = self._session.cfg
+        settings = {"grading": cfg.grading.model_dump(mode="json", exclude={"workers"})}
+        settings["answer"] = cfg.credit.answer.model_dump(mode="json")
+        self._verdicts = RecordedGrader(
+            grader,
+            self._folder / "verdicts",
+            setup=setup_of(settings, cfg.grading.plugins),
+            failures=self._failures,
+            say=self._say,
+            part=jax.process_index(),
+        )
+        return self._verdicts
+
+    def begin(self, iteration: int) -> None:
+        """What is graded from now on belongs to this iteration.
+
+        Raises:
+            StorageError: the checkpoint that was being written has failed.
+        """
+        if self._verdicts is not None:
+            self._verdicts.at(iteration)
+        with self._failures.handled():
+            self._checkpoints.settle(wait=False)
+
+    def write(self, iteration: int, metrics: Metrics, rows: list[CompletionRow]) -> None:
+        with self._failures.handled():
+            self._metrics.write(iteration, metrics)
+            self._completions.write(iteration, rows)
+        self._trackers.write(iteration, metrics, rows)
+
+    def save(
+        self,
+        iteration: int,
+        state: TrainState,
+        stream: PromptStream,
+        last: Evaluation | None,
+        metrics: Metrics,
+        *,
+        now: bool,
+    ) -> None:
+        """Write a checkpoint if one is due: every so often, after the last iteration, of the best evaluation so far.
+
+        With ``now`` in any case, and it is complete on return.
+        """
+        every, score = self._cfg.every, float(metrics.get(self._cfg.best or "", math.nan))
+        best = score > self._best  # NaN, for not evaluated, never is
+        due = every > 0 and (best or iteration % every == 0 or iteration == self._session.cfg.iterations)
+        if not (now or due):
+            return
+        if best:
+            self._best = score
+        with self._failures.handled():
+            positions = {"metrics": self._metrics.sync(), "completions": self._completions.sync()}
+            record = {
+                "version": version("oarjax"),
+                "config": self._session.cfg.model_dump(mode="json"),
+                "commit": commit_of(self._session.source),
+                "data": stream.state(),
+                "evaluation": plain_evaluation(last),
+                "positions": positions,
+            }
+            self._checkpoints.save(iteration, state, record, score=self._best if best else None)
+            if now:
+                self._checkpoints.settle()
+        if self._verdicts is not None:
+            with self._failures.handled(), storage_errors(self._folder):
+                self._verdicts.prune(min(self._checkpoints.finished(), default=0))
+
+    def _check_base(self, commit: str | None) -> None:
+        """Adapters go with the weights that they were trained on."""
+        cfg, now = self._session.cfg, commit_of(self._session.source)
+        if cfg.lora.rank and cfg.sft is None and commit != now and None not in (commit, now):
+            raise ConfigError(
+                f"policy.path: {cfg.policy.path} was at commit {commit} when this run began and is at {now}, and its "
+                f"adapters go with the first; set policy.revision={commit}"
+            )
+
+    def _say(self, text: str) -> None:
+        self._warnings.say(text, text)
+
+
+def check_checkpoint(session: Session, folder: Path, tx: optax.GradientTransformation) -> None:
+    """Refuse a folder whose newest checkpoint this run could not go on from; compiles nothing.
+
+    Raises:
+        ConfigError: it is of another config or another model, with what differs.
+    """
+    known = finished(folder / "checkpoints")
+    if not known:
+        return
+    newest = max(known)
+    refuse_another_config(known[newest]["record"]["config"], session.cfg, what=f"{folder}, checkpoint {newest:06d}")
+    params = trained_shapes(session.cfg.lora, session.model)
+    state = jax.eval_shape(lambda p: TrainState(jnp.zeros((), jnp.int32), p, tx.init(p), jax.random.key(0)), params)
+    check_arrays(folder / "checkpoints" / f"{newest:06d}", known[newest]["arrays"], arrays(state))
+
+
+def restored_state(run: Config, checkpoint: Path, place: Placed, *, source: Path) -> TrainState:
+    """The state in a checkpoint of a run that is not going on here, in the training layout of a mesh.
+
+    Args:
+        place: its config says what the policy computes with, and has the run's ``lora``.
+        source: HF folder that the run started from, whose weights lie below its adapters.
+
+    Raises:
+        ConfigError: the checkpoint is of another model.
+    """
+    tx, _ = make_optimizer(run)
+    layout = lay_out(place, tx)
+    start = load_params(source, place.model, dtype=stored_dtype_of(place.cfg, place.mesh), shardings=layout.params)
+    like = new_state(start, tx, layout, seed=0, lora=run.lora, copy=False)
+    with Checkpoints(checkpoint.parent, keep=1) as checkpoints:
+        return checkpoints.restore(int(checkpoint.name), like=like)[0]

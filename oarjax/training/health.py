@@ -1,0 +1,173 @@
+"""The watch over a run's numbers: batches that are not finite are kept, and too many skipped updates stop the run."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+import oarjax
+from oarjax.errors import UserError
+from oarjax.report.console import OnceWarnings
+from oarjax.runs.bad_batches import FOLDER, Header, write_bad_batch, write_params
+from oarjax.training.iteration import Seen
+from oarjax.training.metrics import NONFINITE, QUANTITIES
+from oarjax.training.run import Session
+from oarjax.types import AnswerSpan, Evidence, Mean, Params, Rollout, TrainBatch, TrainState
+
+
+class UnhealthyRun(UserError, RuntimeError):
+    """Too many updates in a row were skipped: where, for what, and the command that shows it again."""
+
+
+class Health:
+    """Give it to an iteration as its ``watch``, and call ``after`` when the iteration's files are written.
+
+    Every host calls it alike; the first one writes.
+    """
+
+    def __init__(self, session: Session, folder: Path, warnings: OnceWarnings):
+        self._session, self._cfg, self._folder, self._warnings = session, session.cfg.health, folder, warnings
+        self.skipped_in_a_row = 0
+        self._wrong: dict[str, list[str]] = {}  # in this iteration: phase -> quantities
+        self._updates = 0  # in this iteration
+        self._settled = 0  # batches kept of which no update was skipped
+        self._kept: tuple[str, int, bool] | None = None  # newest tried: kind, number, whether skipped
+        self._path: Path | None = None  # of the newest that could be written
+        self._step = 0
+        self._met: tuple[str, int] | None = None  # kind and step of the newest params
+        self._params: str | None = None
+
+    def __call__(self, seen: Seen) -> None:
+        """Look for what is not finite in a phase of a minibatch."""
+        self.look("iteration", seen)
+
+    def look(self, kind: str, seen: Seen) -> None:
+        """The same for the ``kind`` of training, iteration or sft."""
+        faults = {name: mean.total for name, mean in seen.metrics.items() if name.startswith(NONFINITE)}
+        totals = self._session.fetch(faults)
+        wrong = [name for name in QUANTITIES if totals.get(f"{NONFINITE}{name}", 0) > 0]
+        skipped = seen.phase == "update" and bool(wrong)
+        if seen.phase == "update":
+            self._updates += 1
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if not wrong:
+            return
+        known = self._wrong.setdefault(seen.phase, [])
+        known += [name for name in wrong if name not in known]
+        self._step = int(self._session.fetch(seen.state.step))
+        if not self._wanted(kind, seen.iteration, skipped):
+            return
+        self._kept = (kind, seen.iteration, skipped)
+        self._settled += not skipped
+        try:
+            self._path = self._keep(kind, seen)
+        except OSError as error:
+            self._warnings.say(
+                "batch not kept",
+                f"{kind} {seen.iteration}: {_listed(self._wrong)} not finite, and the batch could not be kept "
+                f"({error}); free some space, or set health.bad_batches=0",
+            )
+        else:
+            self._warnings.say(
+                "batch kept",
+                f"{kind} {seen.iteration}: {_listed(self._wrong)} not finite; see where it begins with: "
+                f"oarjax replay {shlex.quote(str(self._path))}",
+            )
+
+    def imitated(
+        self, number: int, batch: TrainBatch, used: Int[np.ndarray, ""], metrics: dict[str, Mean], state: TrainState
+    ) -> UnhealthyRun | None:
+        """A step of the warm start: look at it, keep it where it was skipped, and count; see ``after``."""
+        made = np.asarray(batch.completion)
+        values, none = np.zeros(made.shape, np.float32), np.zeros(made.shape, bool)
+        numbers = np.arange(made[..., 0].size, dtype=np.int32).reshape(made.shape[:2])
+        rows: dict[str, Any] = {"tokens": batch.tokens, "valid": batch.valid, "completion": made, "ended": made.any(-1)}
+        rows |= {"behaviour_logps": values, "filtered_logps": values}
+        rollout = Rollout(**rows)
+        evidence = Evidence(rollout, AnswerSpan(none, none, none.any(-1)), numbers, used)  # type: ignore[arg-type]
+        self.look("sft", Seen("update", number, 0, metrics, state, "last", evidence))
+        return self.after(number, "sft")
+
+    def remember(self, records: Iterable[Mapping[str, Any]], *, until: int) -> None:
+        """Go on from what a run logged up to an iteration before it was stopped."""
+        before = [record for record in records if record["iteration"] <= until]
+        self._warnings.remember(before)
+        if before:
+            self.skipped_in_a_row = int(before[-1].get("skipped_in_a_row") or 0)
+
+    def after(self, number: int, kind: str = "iteration") -> UnhealthyRun | None:
+        """The iteration's updates are done; gives the error to stop the run with once its files are written.
+
+        That is when ``health.stop_after`` updates in a row were skipped. An iteration without an update counts as one
+        where the sampler's log-probs are not finite: broken params give equal completions, whose groups of equal
+        rewards are left out.
+        """
+        wrong, updates, self._wrong, self._updates = self._wrong, self._updates, {}, 0
+        if updates == 0 and "sample" in wrong:
+            self.skipped_in_a_row += 1
+        if not wrong or not 0 < self._cfg.stop_after <= self.skipped_in_a_row:
+            return None
+        see = f"set health.bad_batches to keep such batches for oarjax replay, and lower {_rate(kind)}"
+        if self._path is not None:
+            see = f"see where it begins with: oarjax replay {shlex.quote(str(self._path))}"
+        return UnhealthyRun(
+            f"{kind} {number}, optimizer step {self._step}, {_listed(wrong)} not finite: nothing could be learned in "
+            f"{self.skipped_in_a_row} updates in a row (health.stop_after={self._cfg.stop_after}), so the run stops, "
+            f"with the parameters of step {self._step}; {see}"
+        )
+
+    def _wanted(self, kind: str, number: int, skipped: bool) -> bool:
+        """One batch per iteration, that of the first skipped update where there is one; of the others only a few."""
+        keep = self._cfg.bad_batches
+        if keep == 0 or self._kept == (kind, number, True):
+            return False
+        return skipped or (self._settled < keep and self._kept != (kind, number, False))
+
+    def _keep(self, kind: str, seen: Seen) -> Path:
+        session, folder, key = self._session, self._folder / FOLDER, seen.state.key
+        met = (kind, self._step)
+        fits = _megabytes(seen.state.params) <= self._cfg.params_mb
+        whole = session.fetch(seen.state.params) if fits and met != self._met else None
+        self._met = met  # on every host, so that all fetch alike
+        evidence, numbers = session.fetch((seen.evidence, jax.random.key_data(key)))
+        if not session.first:
+            return folder
+        if whole is not None:
+            self._params = None  # until it is written
+            self._params = write_params(folder, whole, kind=kind, step=self._step)
+        header = Header(
+            kind=kind,
+            number=seen.iteration,
+            minibatch=seen.minibatch,
+            step=self._step,
+            wrong=dict(self._wrong),
+            probe=seen.probe,
+            key=numbers.tolist(),
+            key_impl=str(jax.random.key_impl(key)),
+            config=session.cfg.model_dump(mode="json"),
+            config_file=str(self._folder / "config.yaml"),
+            policy=str(session.source.absolute()),
+            compute_dtype=str(session.compute_dtype),
+            platform=jax.default_backend(),
+            versions={"oarjax": oarjax.__version__, "jax": jax.__version__},
+            params=self._params if fits else None,
+        )
+        return write_bad_batch(folder, header, evidence, keep=self._cfg.bad_batches)
+
+
+def _listed(wrong: dict[str, list[str]]) -> str:
+    return "; ".join(f"phase {phase}: {', '.join(names)}" for phase, names in wrong.items()) or "phase update: loss"
+
+
+def _rate(kind: str) -> str:
+    return "sft.optim.lr" if kind == "sft" else "optim.lr"
+
+
+def _megabytes(params: Params) -> float:
+    return sum(x.nbytes for x in jax.tree.leaves(params)) / 2**20

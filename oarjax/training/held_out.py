@@ -1,0 +1,152 @@
+"""Held-out accuracy of a policy: sampled, graded, and put in the problems' order.
+
+The same for the evaluations of a run and for ``oarjax evaluate``: noise is a function of (seed, problem, sample), so
+neither the batches nor what was evaluated before change a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Float, Int
+
+from oarjax.data.streams import Encoded, eval_batches, eval_order
+from oarjax.grading.recorded import Grading
+from oarjax.stats import answer_numbers, majority_correct, mean_score, pass_at_k, powers_up_to
+from oarjax.training.minibatches import take
+from oarjax.training.programs import Steps
+from oarjax.training.run import Session
+from oarjax.types import Grades, Params, Rollout
+
+
+class Graded(NamedTuple):
+    """The samples of some problems, ``eval.samples`` rows each."""
+
+    problems: Int[np.ndarray, "P"]  # row numbers in the dataset
+    rollout: Rollout
+    grades: Grades
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    scores: np.ndarray  # [problems], mean over samples of the first reward; NaN where none could be graded
+    length: float  # mean completion, tokens
+    truncated: float  # share cut at rollout.max_new
+    others: dict[str, float] = field(default_factory=dict)  # pass_at_k and maj_at_k, of eval.samples over 1
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {
+            "pass_at_1": _mean(self.scores),
+            **self.others,
+            "eval/length": self.length,
+            "eval/truncated": self.truncated,
+        }
+
+
+def plain_evaluation(found: Evaluation | None) -> dict[str, Any] | None:
+    """An evaluation as JSON. NaN (ungraded) is null."""
+    if found is None:
+        return None
+    scores = [None if np.isnan(s) else float(s) for s in found.scores]
+    others = {name: None if np.isnan(value) else value for name, value in found.others.items()}
+    return {"scores": scores, "length": found.length, "truncated": found.truncated, "others": others}
+
+
+def evaluation_from(tree: dict[str, Any] | None) -> Evaluation | None:
+    """What ``plain_evaluation`` made, back."""
+    if tree is None:
+        return None
+    scores = np.asarray([np.nan if s is None else s for s in tree["scores"]])
+    others = {name: float("nan") if value is None else value for name, value in tree.get("others", {}).items()}
+    return Evaluation(scores=scores, length=tree["length"], truncated=tree["truncated"], others=others)
+
+
+def evaluate(session: Session, steps: Steps, grader: Grading, params: Params) -> Evaluation:
+    """Sample every held-out problem ``eval.samples`` times. The noise depends on the seed, not on the iteration."""
+    held_out = session.held_out
+    if held_out is None:
+        raise ValueError("evaluate: the config has no data.eval")
+    batches = list(graded_batches(session, steps, grader, params, held_out))
+    samples = session.cfg.eval.samples
+    given = np.concatenate([first_rewards(session, batch) for batch in batches])
+    answers = [answer for batch in batches for answer in batch.grades.answers]
+    back = np.argsort(eval_order(held_out))  # from the order of the batches to the problems'
+    scores = given[back]
+    figures = per_problem(scores, [answers[at * samples : (at + 1) * samples] for at in back])
+    names = {"pass_at_k": f"pass@{samples}", "maj_at_k": f"maj@{samples}"} if samples > 1 else {}
+    return Evaluation(
+        scores=mean_score(scores),
+        length=float(np.concatenate([batch.rollout.completion.sum(1) for batch in batches]).mean()),
+        truncated=float(1 - np.concatenate([batch.rollout.ended for batch in batches]).mean()),
+        others={name: _mean(figures[figure]) for name, figure in names.items()},
+    )
+
+
+def graded_batches(
+    session: Session, steps: Steps, grader: Grading, params: Params, encoded: Encoded, *, skip: int = 0
+) -> Iterator[Graded]:
+    """The samples of every problem, batch by batch; one batch is sampled while those before it are graded.
+
+    ``params`` are the training ones: they are laid out for sampling once, here.
+
+    Args:
+        skip: problems that are known already, the first in ``data.streams.eval_order``.
+    """
+    cfg = session.cfg
+    key = jax.random.fold_in(jax.random.key(cfg.seed), 2**31 - 1)
+    waiting, sampling = None, steps.rollout_params(params)
+    settings = {"batch": cfg.eval.batch, "bucket": cfg.rollout.prompt_bucket, "pad_id": session.pad_id}
+    for prompts, _, real in eval_batches(encoded, **settings, order=eval_order(encoded)[skip:]):
+        rollout = session.fetch(steps.evaluate(sampling, session.place(prompts, "prompts"), key))
+        wait = session.submit(grader, encoded.by_index, prompts, rollout)
+        if waiting is not None:
+            yield _leading(*waiting, samples=cfg.eval.samples)
+        waiting = (np.asarray(prompts.problem)[:real], rollout, wait)
+    if waiting is not None:
+        yield _leading(*waiting, samples=cfg.eval.samples)
+
+
+def first_rewards(session: Session, batch: Graded) -> Float[np.ndarray, "P n"]:
+    """The first reward of every sample, which is what evaluations score; NaN where it could not be graded."""
+    name = session.cfg.grading.rewards[0].name
+    return batch.grades.per_reward[name].reshape(len(batch.problems), -1).astype(float)
+
+
+def per_problem(
+    scores: Float[np.ndarray, "P n"], answers: Sequence[Sequence[str | None]]
+) -> dict[str, Float[np.ndarray, "P"]]:
+    """Every figure's value of every problem. A sample is right where its score is 1 or more."""
+    samples = scores.shape[1]
+    correct = np.where(np.isnan(scores), np.nan, scores >= 1)
+    if samples == 1:
+        return {"pass@1": pass_at_k(correct, k=1)}
+    found = {f"pass@{k}": pass_at_k(correct, k=k) for k in powers_up_to(samples)}
+    found[f"avg@{samples}"] = mean_score(scores)
+    found[f"maj@{samples}"] = majority_correct(answer_numbers(answers), correct)
+    return found
+
+
+def _leading(problems: Int[np.ndarray, "P"], rollout: Rollout, wait: Any, *, samples: int) -> Graded:
+    """Wait for the grades, and drop the rows that only fill the batch."""
+    rows, grades = len(problems) * samples, wait()
+    return Graded(
+        problems,
+        take(rollout, np.arange(rows)),
+        Grades(
+            rewards=grades.rewards[:rows],
+            per_reward={name: values[:rows] for name, values in grades.per_reward.items()},
+            verdicts=grades.verdicts[:rows],
+            answers=grades.answers[:rows],
+            notes=grades.notes[:rows],
+        ),
+    )
+
+
+def _mean(values: Float[np.ndarray, "P"]) -> float:
+    """Of what is known; NaN where nothing is."""
+    return float(np.nanmean(values)) if np.isfinite(values).any() else float("nan")

@@ -1,0 +1,219 @@
+"""One iteration of training, top to bottom: the data path. Grading, logging and clocks come in as callables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from oarjax.config import Config
+from oarjax.credit.probe import ProbeMode, probe_mode
+from oarjax.models.lora import whole
+from oarjax.rl.grpo import without_truncated
+from oarjax.rollout.sampler import rollout_key
+from oarjax.training.metrics import NONFINITE, rollout_metrics, unsound_rows
+from oarjax.training.minibatches import Deck, bucket, informative_first, join, join_grades, take, trim
+from oarjax.training.programs import Steps
+from oarjax.types import AnswerSpan, Evidence, Grades, Mean, Params, PromptBatch, Rollout, TrainBatch, TrainState
+
+NOISE, ORDER = 2**31 - 1, 2**31 - 2
+"""Batch numbers that no rollout has: the keys of OAR-G's noise and of the order of permuted weights."""
+
+
+class Seen(NamedTuple):
+    """What a watch is shown after each phase of a minibatch: its metrics, and all that they were made from."""
+
+    phase: Literal["sample", "credit", "update"]
+    iteration: int
+    minibatch: int
+    metrics: dict[str, Mean]  # of this phase alone
+    state: TrainState  # as it was used; after an update, which leaves the params where it is skipped, the new one
+    probe: ProbeMode
+    evidence: Evidence
+
+
+class Outside(NamedTuple):
+    """Everything an iteration needs from the host side."""
+
+    next_prompts: Callable[[], PromptBatch]
+    submit: Callable[[PromptBatch, Rollout], Callable[[], Grades]]  # starts grading; calling the result waits
+    find_answers: Callable[[Rollout], AnswerSpan]
+    fetch: Callable[[Any], Any]  # device -> numpy
+    place: Callable[[Any, str], Any]  # numpy -> device, laid out as "prompts" or "microbatches"
+    phase: Callable[[str], AbstractContextManager[Any]]  # times a phase
+    probed: Callable[[Rollout, AnswerSpan, np.ndarray], tuple[Rollout, AnswerSpan]] | None = None
+    # (rollout, span, problems) -> what importance is measured on, where that is not the rollout itself
+    watch: Callable[[Seen], None] | None = None  # looks for what is not finite
+    load_reference: Callable[[Params], Params] = lambda params: params  # to the device, where it lives elsewhere
+
+
+class Iteration(NamedTuple):
+    """What an iteration leaves for the reports, row by row as drawn."""
+
+    metrics: dict[str, float]
+    rollout: Rollout
+    span: AnswerSpan
+    grades: Grades
+    problems: np.ndarray  # [P]
+    advantages: np.ndarray  # [B]
+    weights: np.ndarray  # [B, T], 1 in rows that were left out
+
+
+def iterate(
+    state: TrainState, ref_params: Params | None, iteration: int, *, steps: Steps, outside: Outside, cfg: Config
+) -> tuple[TrainState, Iteration]:
+    """Prompts -> rollouts -> rewards -> group advantages -> credit per token -> updated policy."""
+    o, group = outside, cfg.rollout.group_size
+    capacity = cfg.rollout.prompts * group
+    probe = probe_mode(
+        iteration - 1,
+        mode=cfg.credit.probe.mode,
+        warmup_mode=cfg.credit.probe.warmup_mode,
+        warmup_iterations=cfg.credit.probe.warmup_iterations,
+    )
+    noise_key, order_key = (rollout_key(state.key, step=iteration, batch=b) for b in (NOISE, ORDER))
+
+    problems, rollout, grading, everything = draw(state, iteration, steps=steps, outside=o, cfg=cfg)
+    with o.phase("spans"):
+        span = o.find_answers(rollout)
+        probed = o.probed(rollout, span, problems) if o.probed else None
+        if probed:
+            made = rollout.completion.shape[1]
+            span = replace(span, reasoning=probed[1].reasoning[:, :made], found=probed[1].found)
+
+    # Which rows are worth scoring. Without skipping that needs no reward, so workers grade while the device scores.
+    rows = np.arange(capacity)
+    if cfg.update.skip_zero_variance:
+        with o.phase("grade"):
+            constant = np.asarray(steps.equal_groups(jnp.asarray(grading().rewards)))
+        rows = np.flatnonzero(~np.repeat(constant, group))
+    longest = int(rollout.completion[rows].sum(1).max(initial=1))
+    length = bucket(longest, cfg.rollout.completion_bucket, cfg.rollout.max_new)
+    deck = Deck(rows, cfg.update.minibatches, cfg.update.microbatch, capacity)
+    cards = (*trim(rollout, span, rows, length=length), np.arange(capacity, dtype=np.int32))
+    if probed:
+        room = probed[0].completion.shape[1] - rollout.completion.shape[1]
+        cards = (*cards, trim(*probed, rows, length=length + room))
+    hands = [o.place(hand, "microbatches") for hand in deck.deal(cards)]
+    if o.watch and (unsound := unsound_rows(rollout)).any():
+        everyone = Deck(np.arange(capacity), 1, cfg.update.microbatch, capacity)
+        ((r, s, numbers, *instead),) = everyone.deal(
+            (rollout, span, np.arange(capacity, dtype=np.int32), *([probed] if probed else []))
+        )
+        count = {f"{NONFINITE}behaviour_logps": Mean(jnp.float32(unsound.sum()), jnp.float32(capacity))}
+        o.watch(
+            Seen(
+                "sample",
+                iteration,
+                0,
+                count,
+                state,
+                probe,
+                Evidence(r, s, numbers, jnp.asarray(everyone.used[0]), *instead),
+            )
+        )
+
+    with o.phase("score"):
+        reference = None if ref_params is None else o.load_reference(ref_params)
+        scores = [
+            steps.score(whole(state), reference, r, s, numbers, used, noise_key, *instead, probe=probe)
+            for (r, s, numbers, *instead), used in zip(hands, deck.used)
+        ]
+        jax.block_until_ready(scores)
+        del reference  # the update needs the memory
+
+    with o.phase("grade"):
+        grades = grading()
+    graded = np.isfinite(grades.rewards)
+    advantages = np.asarray(steps.advantages(jnp.asarray(np.where(graded, grades.rewards, np.nan))))
+    # Ungraded rows teach nothing, and neither do truncated ones where the config says so.
+    trained = jnp.asarray(rollout.completion & graded[:, None])
+    if cfg.loss.mask_truncated:
+        trained = without_truncated(trained, jnp.asarray(rollout.ended))
+    # The mean is over all graded rows, trained on or not: leaving rows out changes the work, not the loss.
+    denominator = steps.denominator(trained)
+    batches, credits, shown, metrics = [], [], [], {}
+    with o.phase("credit"):
+        for k, hand in enumerate(deck.deal((advantages, trained[:, :length]))):
+            a, completion = o.place(hand, "microbatches")
+            (r, s, numbers, *instead), found = hands[k], scores[k]
+            given, measured = steps.credit(found, r, s, a, completion, jax.random.fold_in(order_key, k))
+            metrics = add_metrics(metrics, measured)
+            credits.append(given)
+            batches.append(
+                TrainBatch(
+                    tokens=r.tokens,
+                    valid=r.valid,
+                    completion=completion,
+                    advantages=given.advantages,
+                    old_logps=found.old_logps,
+                    ref_logps=found.ref_logps,
+                    behaviour_logps=r.behaviour_logps,
+                )
+            )
+            used = jnp.asarray(deck.used[k])
+            made_of = Evidence(
+                r, s, numbers, used, instead[0] if instead else None, found, a, completion, given.weights, denominator
+            )
+            shown.append(Seen("credit", iteration, k, measured, state, probe, made_of))
+            if o.watch:
+                o.watch(shown[k])
+
+    with o.phase("update"):
+        for epoch in range(cfg.update.epochs):
+            for k in np.random.default_rng((cfg.seed, iteration, epoch)).permutation(cfg.update.minibatches):
+                if deck.used[k] and trained.any():  # an empty update would still decay the weights
+                    state, measured = steps.update(state, batches[k], deck.used[k], denominator)
+                    metrics = add_metrics(metrics, measured)
+                    if o.watch:
+                        o.watch(shown[k]._replace(phase="update", metrics=measured, state=state))
+        jax.block_until_ready(state)
+
+    weights = deck.collect(o.fetch([c.weights for c in credits]), np.ones(rollout.completion.shape, np.float32))
+    measured = {name: float(mean.value) for name, mean in o.fetch(metrics).items() if mean.count > 0}
+    measured |= rollout_metrics(*everything(), group_size=group)
+    measured |= {"rows_used": float(len(rows)), "reasoning_length": float(span.reasoning.sum(1).mean())}
+    return state, Iteration(measured, rollout, span, grades, problems, advantages, weights)
+
+
+def draw(
+    state: TrainState, iteration: int, *, steps: Steps, outside: Outside, cfg: Config
+) -> tuple[np.ndarray, Rollout, Callable[[], Grades], Callable[[], tuple[Rollout, Grades]]]:
+    """Sample groups and start grading them; refill groups of equal rewards from fresh prompts if asked to.
+
+    Returns the problems [P], the rollout [P * G], the grades to wait for, and all that was drawn, for the log: groups
+    picked for their unequal rewards would give a reward that no policy has.
+    """
+    o, group, wanted = outside, cfg.rollout.group_size, cfg.rollout.prompts
+    constant = np.ones(0, bool)
+    drawn: list[tuple[np.ndarray, Rollout, Callable[[], Grades]]] = []
+    with o.phase("sample"):
+        params = steps.rollout_params(whole(state))  # given up again on return: scores and updates need the memory
+    for attempt in range(1 + cfg.update.refills):
+        with o.phase("sample"):
+            prompts = o.next_prompts()
+            key = rollout_key(state.key, step=iteration, batch=attempt)
+            rollout = o.fetch(steps.sample(params, o.place(prompts, "prompts"), key))
+        drawn.append((np.asarray(prompts.problem), rollout, o.submit(prompts, rollout)))
+        if cfg.update.refills == 0:
+            return *drawn[0], lambda: (drawn[0][1], drawn[0][2]())
+        with o.phase("grade"):
+            rewards = np.concatenate([grades().rewards for *_, grades in drawn])
+        constant = np.asarray(steps.equal_groups(jnp.asarray(rewards)))
+        if (~constant).sum() >= wanted:
+            break
+    rows = informative_first(constant, prompts=wanted, group_size=group)
+    problems = np.concatenate([p for p, *_ in drawn])[rows[::group] // group]
+    rollouts, parts = join([r for _, r, _ in drawn]), [g() for *_, g in drawn]
+    grades, all_grades = join_grades(parts, rows), join_grades(parts, np.arange(len(rollouts.ended)))
+    return problems, take(rollouts, rows), lambda: grades, lambda: (rollouts, all_grades)
+
+
+def add_metrics(a: dict[str, Mean], b: dict[str, Mean]) -> dict[str, Mean]:
+    """Sums and counts of both, name by name."""
+    return a | {name: a[name] + mean if name in a else mean for name, mean in b.items()}

@@ -1,0 +1,134 @@
+"""What each phase of a run needs of a device's memory, as the compiler says it, before the first iteration.
+
+The programs are compiled for the largest shapes that the run can meet, and JAX keeps them: the first iteration finds
+them done, in this process and by the compilation cache in the next.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from oarjax.config import Config
+from oarjax.runs.durable import write_durably
+from oarjax.system.devices import DeviceError, memory_limit
+from oarjax.system.processes import only_first
+from oarjax.training.shapes import Built, Part, Phase, Program, beside, programs, resident
+
+FILE = "memory.json"
+
+HELPS: dict[Phase, tuple[str, ...]] = {
+    "reshard": ("a higher rollout.tensor",),
+    "sample": ("lower rollout.prompts", "a lower rollout.max_new", "a higher rollout.tensor"),
+    "evaluate": ("a lower eval.batch", "lower eval.samples", "a higher rollout.tensor"),
+    "score": ("a lower update.microbatch", "a lower policy.head_chunk", "a lower credit.masking.chunk"),
+    "credit": ("lower rollout.prompts",),
+    "update": ("a lower update.microbatch", "a lower policy.head_chunk"),
+}
+"""What helps where a phase does not fit, the cheapest first."""
+
+
+def remedy(phase: Phase, cfg: Config) -> str:
+    """What to change where a phase of this run does not fit."""
+    found = list(HELPS[phase])
+    if phase == "update" and cfg.policy.remat != "full":
+        found.append("policy.remat=full")
+    if phase == "update" and cfg.optim.moments == "float32":
+        found.append("optim.moments=bfloat16")
+    if phase not in ("score", "credit") and cfg.loss.kl_beta > 0 and not cfg.lora.rank and cfg.loss.reference != "host":
+        found.append("loss.reference=host")
+    if phase == "update" and not cfg.lora.rank:
+        found.append("lora.rank=32")
+    return f"try {', '.join(found)}, or more devices"
+
+
+class PhaseMemory(NamedTuple):
+    """Bytes per device while one phase runs."""
+
+    phase: Phase
+    resident: dict[Part, int]  # what outlives the phase, by part
+    peak: int  # with these, whether the program takes them or not
+
+    def fits(self, limit: int | None) -> bool:
+        return limit is None or self.peak <= limit
+
+
+def phase_memory(built: Built, program: Program) -> PhaseMemory:
+    """Compile a program and add what lies beside its arguments.
+
+    Raises:
+        DeviceError: the compiler itself says that it does not fit.
+    """
+    try:
+        memory = program.lower().compile().memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        said, helps = str(error).splitlines()[0], remedy(program.phase, built.parts.cfg)
+        raise DeviceError(f"phase {program.phase} does not fit: {said}; {helps}") from error
+    peak = peak_bytes(memory, platform=built.parts.mesh.devices.flat[0].platform)
+    others = beside(built, program, read=memory.argument_size_in_bytes)
+    return PhaseMemory(program.phase, resident(built, program.phase), peak + others)
+
+
+def peak_bytes(memory: Any, *, platform: str) -> int:
+    """The compiler's peak of one program. For a CPU it leaves temporaries out, so there the sum, an upper bound."""
+    if platform != "cpu":
+        return memory.peak_memory_in_bytes
+    whole = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return whole + memory.temp_size_in_bytes
+
+
+def report_memory(built: Built, folder: Path, console: Console) -> list[PhaseMemory]:
+    """Compile every program, print the table, write memory.json, and warn of what will not fit.
+
+    Raises:
+        DeviceError: the compiler refuses a program for its size.
+    """
+    limit = memory_limit(built.parts.mesh.local_devices[0])
+    with console.status("compiling the largest programs"):
+        found = [phase_memory(built, program) for program in programs(built)]
+    console.print(memory_table(found, limit))
+    for each in found:
+        if limit is not None and not each.fits(limit):
+            console.print(
+                f"phase {each.phase} needs {gib(each.peak)} of {gib(limit)} GiB: it will not fit; "
+                f"{remedy(each.phase, built.parts.cfg)}",
+                style="yellow",
+            )
+    tree = {"limit": limit, "phases": [each._asdict() for each in found]}
+    only_first(lambda: write_durably(folder / FILE, json.dumps(tree, indent=1)))
+    return found
+
+
+def memory_table(found: Iterable[PhaseMemory], limit: int | None) -> Table:
+    """A row for each phase: what stays resident, and the peak."""
+    of = "" if limit is None else f" of {gib(limit)}"
+    table = Table(title=f"GiB per device{of}, by the compiler's word", title_justify="left")
+    for name in ("phase", "resident", "peak"):
+        table.add_column(name, justify="right" if name == "peak" else "left")
+    for each in found:
+        parts = ", ".join(f"{part} {gib(size)}" for part, size in each.resident.items())
+        table.add_row(each.phase, parts, gib(each.peak), style=None if each.fits(limit) else "yellow")
+    return table
+
+
+def memory_facts(folder: Path) -> dict[str, str]:
+    """The highest peak of a run that wrote its table, for its page."""
+    try:
+        tree = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    top = max(tree["phases"], key=lambda each: each["peak"])
+    of = "" if tree["limit"] is None else f" of {gib(tree['limit'])}"
+    return {"peak memory": f"{gib(top['peak'])}{of} GiB per device, phase {top['phase']}"}
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.3g}"

@@ -1,0 +1,100 @@
+"""What a run shows at its end: the table, the curves and the page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from oarjax.config import CreditConfig
+from oarjax.report.curves import average, curves
+from oarjax.report.files import read_completions, read_metrics
+from oarjax.report.page import write_page
+from oarjax.report.summary import SummaryRow, print_summary, summarise, write_summary
+from oarjax.runs.checkpoint import best
+from oarjax.training.held_out import Evaluation
+from oarjax.training.memory import memory_facts
+from oarjax.training.run import Session, facts
+from oarjax.training.trainer import Trained
+
+METHODS = {
+    "uniform": "GRPO",
+    "oar_g": "OAR-G",
+    "oar_p": "OAR-P",
+    "oar_f": "OAR-F",
+    "oar_l": "OAR-L",
+    "oar_screened": "OAR-P screened",
+    "entropy_top": "entropy, top share",
+    "entropy": "entropy, gated",
+    "keywords": "keywords",
+    "grail": "GRAIL",
+    "random": "random, gated",
+    "own": "own",
+}
+"""credit.method as the table and the curves name it."""
+
+
+def label(method: str, credit: CreditConfig) -> str:
+    """The name of a method; permuted is named after the method whose weights go to other tokens."""
+    return f"{METHODS[credit.permuted_of]} permuted" if method == "permuted" else METHODS[method]
+
+
+def show_results(
+    session: Session, folder: Path, befores: Sequence[Evaluation | None], runs: Mapping[str, Sequence[Trained]]
+) -> None:
+    """Print the table of held-out accuracy; write summary.json, the curves and report.html."""
+    cfg, console = session.cfg, session.console
+    rows = _table(befores, runs, cfg.credit, start="SFT policy" if cfg.sft else "start")
+    if rows:
+        print_summary(console, rows)
+        write_summary(folder / "summary.json", rows)
+    for trained in (one for each in runs.values() for one in each):
+        for found in best_checkpoint(trained.folder, cfg.checkpoint.best).values():
+            console.print(f"best    {trained.folder}/{found}; oarjax export makes a policy of it", markup=False)
+    if not cfg.report.html:
+        return
+    records = {
+        label(method, cfg.credit): average([read_metrics(t.folder / "metrics.jsonl") for t in trained])
+        for method, trained in runs.items()
+    }
+    shown = next(iter(runs.values()))[0]
+    curves(records, folder)
+    write_page(
+        folder / "report.html",
+        title=folder.name,
+        summary=rows,
+        runs=records,
+        completions=read_completions(shown.folder / "completions.jsonl"),
+        config=cfg.model_dump(mode="json"),
+        facts=facts(session) | memory_facts(shown.folder) | best_checkpoint(shown.folder, cfg.checkpoint.best),
+    )
+    console.print(f"report  {folder / 'report.html'}", markup=False)
+
+
+def best_checkpoint(run: Path, metric: str | None) -> dict[str, str]:
+    """The checkpoint of a run that its evaluations liked best, with the score; empty where none was looked for."""
+    found = None if metric is None else best(run / "checkpoints", metric)
+    return {} if found is None else {"best checkpoint": f"checkpoints/{found[0]:06d} ({metric} {found[1]:.3f})"}
+
+
+def _table(
+    befores: Sequence[Evaluation | None], runs: Mapping[str, Sequence[Trained]], credit: CreditConfig, *, start: str
+) -> list[SummaryRow]:
+    known = [b for b in befores if b is not None]
+    if not known:
+        return []
+    baseline = np.stack([b.scores for b in known], axis=1)
+    rows = [summarise(start, baseline, mean_length=float(np.mean([b.length for b in known])))]
+    for method, trained in runs.items():
+        lasts = [t.last for t in trained if t.last is not None]
+        rows.append(
+            summarise(
+                label(method, credit),
+                np.stack([e.scores for e in lasts], axis=1),
+                baseline=baseline,
+                mean_length=float(np.mean([e.length for e in lasts])),
+                seconds=sum(t.seconds for t in trained),
+            )
+        )
+    return rows

@@ -1,0 +1,269 @@
+"""The iterations of one run, with its files, live progress and evaluation around them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from oarjax.config import Config, CreditConfig
+from oarjax.costs import iteration_flops
+from oarjax.credit.methods import attribution
+from oarjax.grading.grader import GraderError
+from oarjax.grading.recorded import Grading
+from oarjax.models.lora import whole
+from oarjax.models.weights import matmul_parameters
+from oarjax.report.console import OnceWarnings, PhaseTimer, Progress
+from oarjax.report.files import CompletionRow, read_metrics, show_completions, token_texts
+from oarjax.runs.stop import Stop
+from oarjax.system.devices import peak_flops, to_host_memory
+from oarjax.training.files import RunFiles
+from oarjax.training.health import Health
+from oarjax.training.held_out import Evaluation, evaluate
+from oarjax.training.iteration import Iteration, Outside, iterate
+from oarjax.training.layout import lay_out
+from oarjax.training.memory import report_memory
+from oarjax.training.programs import make_optimizer, make_steps
+from oarjax.training.run import Session, new_state
+from oarjax.training.shapes import Built, parts_of
+from oarjax.types import Grades, Params
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run ended as."""
+
+    folder: Path
+    params: Params  # all that the policy reads, adapters included
+    last: Evaluation | None
+    seconds: float
+
+
+def train(
+    session: Session,
+    grader: Grading,
+    start: Params,
+    before: Evaluation | None,
+    folder: Path,
+    stop: Stop | None = None,
+    seen: Callable[[], object] | None = None,
+    *,
+    keep_start: bool = True,
+) -> Trained:
+    """Iterate from ``start``; metrics, completions and checkpoints go to ``folder``.
+
+    ``start`` stays as it is, and is copied, where ``keep_start`` says so or the KL term needs it; else the state takes
+    its memory over.
+
+    A folder with a checkpoint is gone on with, and ends as if it had never stopped. ``seen`` is called whenever there
+    are new lines in the files.
+
+    Raises:
+        Stopped: ``stop`` was told to; what has been done is saved.
+        StorageError: a file cannot be written, and checkpoint.on_failure is stop.
+    """
+    cfg, console = session.cfg, session.console
+    tx, schedule = make_optimizer(cfg)
+    layout = lay_out(session, tx)
+    steps = make_steps(
+        session.policy,
+        tx,
+        layout,
+        cfg,
+        stop_ids=session.stop_ids,
+        pad_id=session.pad_id,
+        rollout=session.rollout,
+        keyword_table=session.keyword_table(),
+        own_probe=session.own_probe,
+        own_method=session.own_method,
+        own_loss=session.own_loss,
+    )
+    reference = None
+    if cfg.loss.kl_beta > 0 and cfg.lora.rank == 0:  # below adapters it is there already
+        reference = to_host_memory(start) if cfg.loss.reference == "host" else start
+    state = new_state(start, tx, layout, seed=cfg.seed, lora=cfg.lora, copy=keep_start or reference is start)
+    stream = session.prompts()
+    timer, warnings, stop = PhaseTimer(), OnceWarnings(console), stop or Stop()
+    warnings.check_sampling(top_k=cfg.rollout.top_k, top_p=cfg.rollout.top_p)
+    peak, _ = peak_flops(session.compute_dtype)
+    began = time.perf_counter()
+    with stop.held(), ExitStack() as stack:
+        files = stack.enter_context(RunFiles(session, folder, warnings))
+        state, first, last = files.resume(state, stream)
+        grader = files.recording(grader)
+        outside = Outside(
+            next_prompts=lambda: next(stream)[0],
+            submit=partial(session.submit, grader, session.train.by_index),
+            find_answers=session.find_answers,
+            fetch=session.fetch,
+            place=session.place,
+            phase=timer.phase,
+            probed=session.probed if cfg.credit.answer.source == "reference" else None,
+            load_reference=partial(jax.device_put, device=layout.params),
+        )
+        if session.wants_memory:
+            report_memory(Built(parts_of(session), tx, layout, session.rollout, steps), folder, console)
+        progress = stack.enter_context(Progress(cfg.iterations, label=cfg.credit.method, console=console))
+        health = Health(session, folder, warnings)
+        health.remember(read_metrics(folder / "metrics.jsonl"), until=first)
+        outside = outside._replace(watch=health)
+        if before is not None and first == 0:
+            last = before
+            files.write(0, before.metrics, [])
+            if seen is not None:
+                seen()
+        timer.lap()
+        rows: list[CompletionRow] = []
+        tracing: _Trace | None = None
+        for iteration in range(first + 1, cfg.iterations + 1):
+            files.begin(iteration)
+            if cfg.profile is not None and not tracing and cfg.profile[0] <= iteration <= cfg.profile[1]:
+                tracing = stack.enter_context(closing(_Trace(folder / "profile")))
+            state, done = iterate(state, reference, iteration, steps=steps, outside=outside, cfg=cfg)
+            stopped = health.after(iteration)
+            if cfg.profile is not None and tracing and iteration >= cfg.profile[1]:
+                tracing.close()
+            if _due(cfg, iteration):
+                with timer.phase("evaluate"):
+                    last = evaluate(session, steps, grader, whole(state))
+            phases = timer.lap()
+            training = phases["total"] - phases.get("evaluate", 0.0)
+            metrics = done.metrics | {f"seconds/{name}": value for name, value in phases.items()}
+            metrics["seconds/training"] = training
+            metrics["skipped_in_a_row"] = float(health.skipped_in_a_row)
+            metrics["lr"] = float(np.asarray(schedule(max(int(state.step) - 1, 0))))
+            metrics["tokens_per_second"] = metrics["completion_tokens"] / training
+            metrics["mfu"] = _model_flops(session, metrics) / (training * peak)
+            if last is not None and "evaluate" in phases:
+                metrics |= last.metrics
+            rows = completion_rows(session, done, cfg.report.completions)
+            files.write(iteration, metrics, rows)
+            if seen is not None:
+                seen()
+            progress.update(iteration, metrics, phases)
+            warnings.check(iteration, metrics)
+            _explain_crashes(done.grades, warnings)
+            told = stop.asked()
+            files.save(iteration, state, stream, last, metrics, now=told)
+            if told:
+                stop.obey()
+            if stopped:
+                raise stopped
+        if last is None and session.held_out is not None:  # it had finished before
+            last = evaluate(session, steps, grader, whole(state))
+    show_completions(console, cfg.iterations, rows)
+    spent = sum(record.get("seconds/total", 0.0) for record in read_metrics(folder / "metrics.jsonl"))
+    return Trained(folder, whole(state), last, spent or time.perf_counter() - began)
+
+
+def completion_rows(session: Session, done: Iteration, count: int) -> list[CompletionRow]:
+    """The first completion of each of the first groups, with what was made of it."""
+    rollout, group = done.rollout, session.cfg.rollout.group_size
+    first = slice(0, count * group, group)
+    texts = session.completions(rollout)
+    rows = []
+    for b in range(len(texts))[first]:
+        problem = session.train.by_index[int(done.problems[b // group])]
+        made = np.flatnonzero(rollout.completion[b])
+        ids = rollout.tokens[b, -rollout.completion.shape[1] :]
+        rows.append(
+            CompletionRow(
+                prompt=problem.prompt,
+                completion=texts[b],
+                reward=float(done.grades.rewards[b]),
+                answer=done.grades.answers[b],
+                verdict=done.grades.verdicts[b],
+                note=done.grades.notes[b],
+                rewards={name: float(values[b]) for name, values in done.grades.per_reward.items()},
+                advantage=float(done.advantages[b]),
+                reference=problem.reference,
+                tokens=token_texts([session.table[ids[t]] for t in made]),
+                weights=[float(w) for w in done.weights[b, made]],
+                is_reasoning=[bool(x) for x in done.span.reasoning[b, made]],
+                is_answer=[bool(x) for x in done.span.answer[b, made]],
+            )
+        )
+    return rows
+
+
+def _model_flops(session: Session, metrics: dict[str, float]) -> float:
+    """FLOPs of the iteration that these metrics are of."""
+    cfg, model = session.cfg, session.model
+    rows = metrics["groups_drawn"] * cfg.rollout.group_size
+    return iteration_flops(
+        matmul_params=float(matmul_parameters(model)),
+        layers=model.num_hidden_layers,
+        heads_width=model.num_attention_heads * model.head_dim,
+        prompt_tokens=metrics["prompt_tokens"],
+        completion_tokens=metrics["completion_tokens"],
+        group_size=cfg.rollout.group_size,
+        used_share=metrics["rows_used"] / rows,
+        credit_forwards=_credit_forwards(
+            cfg.credit, attribution(cfg.credit, session.own_method), metrics["reasoning_length"]
+        ),
+        scoring_forwards=float(cfg.update.epochs * cfg.update.minibatches > 1) + float(cfg.loss.kl_beta > 0),
+        epochs=cfg.update.epochs,
+        context=(metrics["prompt_tokens"] + metrics["completion_tokens"]) / rows / 2,
+        update_forwards=2.0 if cfg.lora.rank else 3.0,
+    )
+
+
+def _credit_forwards(cfg: CreditConfig, kind: str, reasoning: float) -> float:
+    """Forward passes that a method asks for per sequence; sharing prefixes needs fewer."""
+    fisher = float(cfg.fisher.outcomes + cfg.fisher.sampled)
+    local = float(1 + cfg.local.window + cfg.local.answers)
+    screen = local if cfg.screen.by == "oar_l" else 1 + fisher
+    return {
+        "oar_g": 1 + 2.0 * cfg.draws,  # the clean pass, then per draw a tangent (or noisy) one and a transposed one
+        "oar_p": 1 + reasoning,
+        "oar_f": 1 + fisher,
+        "oar_l": 1 + local,
+        "oar_screened": 1 + screen + cfg.screen.share * reasoning,
+        "grail": 2.0,
+        "entropy": 1.0,
+        "entropy_top": 1.0,
+    }.get(kind, 0.0)
+
+
+def _due(cfg: Config, iteration: int) -> bool:
+    """Whether to evaluate after this iteration: every so often, and always after the last."""
+    if cfg.data.eval is None:
+        return False
+    return iteration == cfg.iterations or (cfg.eval.every > 0 and iteration % cfg.eval.every == 0)
+
+
+def _explain_crashes(grades: Grades, warnings: OnceWarnings) -> None:
+    """Say once what a reward raised. If every completion crashed, nothing can be learned: stop.
+
+    Raises:
+        GraderError: with what the graders said.
+    """
+    said = [note for verdict, note in zip(grades.verdicts, grades.notes) if verdict == "crash"]
+    if not said:
+        return
+    if len(said) == len(grades.verdicts):
+        raise GraderError(
+            f"grading crashed on every completion, first with: {said[0]}; mend the reward and start again"
+        )
+    warnings.say(
+        "crash", f"grading crashed on {len(said)} of {len(grades.verdicts)} completions, first with: {said[0]}"
+    )
+
+
+class _Trace:
+    """A profiler trace for TensorBoard, XProf or Perfetto, ended by ``close`` or with the run."""
+
+    def __init__(self, folder: Path):
+        jax.profiler.start_trace(str(folder))
+        self._open = True
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            jax.profiler.stop_trace()

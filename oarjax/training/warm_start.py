@@ -1,0 +1,101 @@
+"""The supervised warm start: imitate prompt and answer pairs before any reinforcement."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from importlib.metadata import version
+
+import jax
+import numpy as np
+
+from oarjax.data.streams import SFTStream
+from oarjax.models.lora import whole
+from oarjax.report.console import OnceWarnings, Progress
+from oarjax.runs.checkpoint import Checkpoints
+from oarjax.runs.durable import Failures
+from oarjax.runs.folder import refuse_another_config
+from oarjax.runs.stop import Stop
+from oarjax.training.adapters import plain_params
+from oarjax.training.health import Health
+from oarjax.training.layout import lay_out
+from oarjax.training.minibatches import Deck
+from oarjax.training.programs import make_sft_optimizer, make_sft_step
+from oarjax.training.run import Session, new_state
+from oarjax.types import Params, TrainBatch
+
+
+def warm_start(session: Session, params: Params, stop: Stop) -> Params:
+    """Minimise the mean negative log-probability of the completions' tokens; takes plain params over and gives such.
+
+    With ``lora.rank`` it trains adapters of its own, and merges them in the end: what follows starts from plain weights
+    in the same dtype, with fresh adapters.
+
+    It has checkpoints of its own in the folder ``sft``: one that was stopped goes on, and ends as if it had not been.
+
+    Raises:
+        ConfigError: the folder holds a warm start of another config.
+        Stopped: ``stop`` was told to; what has been done is saved.
+        StorageError: a checkpoint cannot be written, and checkpoint.on_failure is stop.
+        UnhealthyRun: health.stop_after steps in a row were skipped.
+    """
+    cfg, pairs, saving = session.cfg.sft, session.pairs, session.cfg.checkpoint
+    if cfg is None or pairs is None:
+        raise ValueError("warm_start: the config has no sft section")
+    tx, _ = make_sft_optimizer(cfg)
+    layout = lay_out(session, tx)
+    step = make_sft_step(session.policy, tx, layout, head_chunk=session.cfg.policy.head_chunk)
+    state = new_state(params, tx, layout, seed=session.cfg.seed, lora=session.cfg.lora, copy=False)
+    stream = SFTStream(
+        pairs,
+        batch=cfg.batch,
+        prompt_bucket=session.cfg.rollout.prompt_bucket,
+        completion_bucket=session.cfg.rollout.completion_bucket,
+        pad_id=session.pad_id,
+        seed=session.cfg.seed,
+    )
+    deck = Deck(np.arange(cfg.batch), 1, cfg.microbatch, cfg.batch)
+    shown_every, first = max(cfg.steps // 20, 1), 0
+    warnings = OnceWarnings(session.console)
+    health = Health(session, session.folder, warnings)
+    failures = Failures(saving.on_failure, warnings.say)
+    with stop.held(), ExitStack() as stack:
+        checkpoints = stack.enter_context(Checkpoints(session.folder / "sft", keep=saving.keep))
+        if (newest := checkpoints.trusted(lambda text: warnings.say(text, text))) is not None:
+            what = f"{checkpoints.folder}, checkpoint {newest:06d}"
+            refuse_another_config(checkpoints.finished()[newest]["record"]["config"], session.cfg, what=what)
+            state, record = checkpoints.restore(newest, like=state)
+            stream.restore(record["data"])
+            first = newest
+            session.console.print(f"the warm start goes on after step {first}", markup=False)
+        progress = stack.enter_context(Progress(cfg.steps, label="sft", console=session.console))
+        for number in range(first + 1, cfg.steps + 1):
+            batch = next(stream)
+            (hand,) = deck.deal(
+                TrainBatch(  # numpy until it is placed
+                    tokens=batch.tokens,  # pyright: ignore[reportArgumentType]
+                    valid=batch.valid,  # pyright: ignore[reportArgumentType]
+                    completion=batch.completion,  # pyright: ignore[reportArgumentType]
+                    advantages=np.zeros(batch.completion.shape, np.float32),  # pyright: ignore[reportArgumentType]
+                    old_logps=None,
+                    ref_logps=None,
+                    behaviour_logps=None,
+                )
+            )
+            state, metrics = step(state, session.place(hand, "microbatches"), deck.used[0])
+            if stopped := health.imitated(number, hand, deck.used[0], metrics, state):
+                raise stopped
+            if number % shown_every == 0 or number == cfg.steps:
+                shown = {name: float(mean.value) for name, mean in jax.device_get(metrics).items()}
+                progress.update(number, shown)
+            told = stop.asked()
+            if saving.warm_start and (told or number % saving.warm_start == 0) and number < cfg.steps:
+                with failures.handled():
+                    record = {"version": version("oarjax"), "config": session.cfg.model_dump(mode="json")}
+                    checkpoints.save(number, state, {**record, "data": stream.state()})
+            if told:
+                with failures.handled():
+                    checkpoints.settle()
+                stop.obey()
+        with failures.handled():  # the last one is not needed any more
+            checkpoints.settle()
+    return plain_params(session.cfg.lora, whole(state), layout.params)

@@ -1,0 +1,164 @@
+"""From a credit config to functions: what each method asks for, shares and refuses, and every one in training."""
+
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from oarjax.config import ConfigError, CreditConfig
+from oarjax.credit.keywords import keyword_table
+from oarjax.credit.method import Signals
+from oarjax.credit.methods import ATTRIBUTIONS, NEEDS, Scored, attribution, scorer, signals, weigher
+from oarjax.rollout.logps import token_logps
+from oarjax.training.iteration import iterate
+from oarjax.training.results import METHODS, label
+from oarjax.types import AnswerSpan
+
+NAMES = [name for name in get_args(CreditConfig.model_fields["method"].annotation) if name != "own"]
+"""The built-in methods; tests/test_own.py has those of one's own."""
+PIECES = [b"", b"", b"#", *(b"%c" % (ord("a") + i) for i in range(tiny.VOCAB - 3))]
+TABLE = keyword_table(["d", "=f"], lambda text: [PIECES.index(bytes([c])) for c in text.encode()], PIECES)
+
+
+def test_every_method_says_what_it_needs_and_has_a_name():
+    assert set(NEEDS) == set(NAMES)
+    assert set(METHODS) - {"own"} == set(NAMES) - {"permuted"}
+    assert label("permuted", CreditConfig(permuted_of="oar_f")) == "OAR-F permuted"
+    assert signals(CreditConfig(method="entropy_top")) == {"entropies"}
+    assert set(get_args(CreditConfig.model_fields["permuted_of"].annotation)) == set(ATTRIBUTIONS)
+    assert attribution(CreditConfig(method="permuted", permuted_of="oar_p")) == "oar_p"
+    assert attribution(CreditConfig(method="random")) == "random"
+
+
+def test_what_a_method_lacks_is_told_when_the_run_is_built():
+    with pytest.raises(ConfigError, match=r"credit.method: keywords needs the words as token ids; give make_steps"):
+        tiny.build(tiny.config(credit__method="keywords"))
+    with pytest.raises(ConfigError, match=r"credit.grail.low: 2.0 exceeds credit.grail.high = 1.0"):
+        tiny.build(tiny.config(credit__method="grail", credit__grail={"low": 2.0, "high": 1.0}))
+    for method in (*ATTRIBUTIONS, "grail"):
+        with pytest.raises(
+            ConfigError, match=f"credit.method: {method} needs an answer and credit.answer.style is none"
+        ):
+            tiny.build(tiny.config(credit__method=method, credit__answer__style="none"))
+    tiny.build(tiny.config(credit__method="entropy", credit__answer__style="none"))
+
+
+def test_a_signal_that_a_caller_forgot_is_named():
+    span = AnswerSpan(jnp.ones((1, 3), bool), jnp.zeros((1, 3), bool), jnp.ones(1, bool))
+    args = span, jnp.ones(1), jnp.ones((1, 3), bool), jax.random.key(0)
+    for method, needs in NEEDS.items():
+        weigh = weigher(CreditConfig(method=method), keyword_table=TABLE)
+        for signal in needs:
+            with pytest.raises(ValueError, match=f"needs the signal {signal}, got None"):
+                weigh(Signals(), *args)
+
+
+def scored(cfg):
+    """What the score program finds of one rollout."""
+    policy, steps, state = tiny.build(cfg)
+    rollout = jax.device_get(steps.sample(state.params, tiny.prompts(), jax.random.key(1)))
+    span = tiny.find_answers(rollout)
+    rows = jax.tree.map(lambda x: jnp.asarray(x)[None], (rollout, span, np.arange(16, dtype=np.int32)))
+    scores = steps.score(state.params, None, *rows, jnp.int32(1), jax.random.key(2), probe="last")
+    return policy, state.params, rollout, span, scores
+
+
+@pytest.mark.parametrize("method", ["uniform", "oar_g", pytest.param("oar_p", marks=pytest.mark.slow)])
+def test_old_logps_are_the_same_whether_the_attribution_made_the_states_or_not(method):
+    policy, params, rollout, _, scores = scored(tiny.config(credit__method=method, update__epochs=2))
+    expected, _ = token_logps(
+        policy,
+        params,
+        jnp.asarray(rollout.tokens),
+        jnp.asarray(rollout.valid),
+        completion_length=10,
+        temperature=1.0,
+        head_chunk=64,
+    )
+    mask = rollout.completion
+    np.testing.assert_allclose(np.asarray(scores.old_logps)[0][mask], np.asarray(expected)[mask], rtol=1e-5, atol=1e-6)
+    assert scores.entropies is None
+    assert (scores.importance is None) == (method == "uniform")
+
+
+def test_entropies_are_computed_for_the_methods_that_need_them_alone():
+    policy, params, rollout, _, scores = scored(tiny.config(credit__method="entropy"))
+    _, expected = token_logps(
+        policy,
+        params,
+        jnp.asarray(rollout.tokens),
+        jnp.asarray(rollout.valid),
+        completion_length=10,
+        temperature=1.0,
+        head_chunk=64,
+    )
+    mask = rollout.completion
+    np.testing.assert_allclose(np.asarray(scores.entropies)[0][mask], np.asarray(expected)[mask], rtol=1e-5, atol=1e-6)
+    assert scores.old_logps is None
+    assert scores.importance is None
+    *_, plain = scored(tiny.config(credit__method="uniform"))
+    assert plain == type(plain)(None, None, None, None)
+
+
+def test_methods_without_attribution_score_nothing():
+    for method in ("uniform", "entropy", "entropy_top", "keywords", "random"):
+        score = scorer(CreditConfig(method=method), tiny.build(tiny.config())[0], temperature=1.0, pad_id=0)
+        assert score(None, None, None, None, "last") == Scored(None, None)  # pyright: ignore[reportArgumentType]
+
+
+fast = {"entropy_top", "keywords"}
+
+
+@pytest.mark.parametrize("method", [m if m in fast else pytest.param(m, marks=pytest.mark.slow) for m in NAMES])
+def test_two_iterations_of_training(method):
+    """Through the whole path: sampled, scored, weighed, updated twice; the weights are what the method promises."""
+    cfg = tiny.config(credit__method=method, credit__screen__share=0.5, update__minibatches=2)
+    _, steps, state = tiny.build(cfg, keyword_table=TABLE)
+    start, world = state.params, tiny.outside()
+    before = jax.device_get(start)
+    for n in (1, 2):
+        state, done = iterate(state, None, n, steps=steps, outside=world, cfg=cfg)
+        assert np.isfinite(done.metrics["grad_norm"])
+        assert done.metrics["skipped"] == 0
+        w, reasoning = done.weights, done.span.reasoning
+        assert np.isfinite(w).all()
+        assert (w >= 0).all()
+        assert (w != 1).any() == (method != "uniform")
+        if method not in ("grail", "entropy_top"):  # these two reweight more than the reasoning
+            assert (w[~reasoning] == 1).all()
+            np.testing.assert_allclose(np.where(reasoning, w, 0).sum(1), reasoning.sum(1), rtol=1e-4)
+        if method == "entropy_top":
+            assert set(np.unique(np.round(w[done.weights == 0]))) == {0}
+    assert int(state.step) == 4
+    after = jax.device_get(state.params)
+    assert any((a != b).any() for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("polarity", ["correct", "wrong"])
+def test_polarity_in_training(polarity):
+    cfg = tiny.config(credit__method="oar_g", credit__polarity=polarity)
+    _, steps, state = tiny.build(cfg)
+    _, done = iterate(state, None, 1, steps=steps, outside=tiny.outside(), cfg=cfg)
+    weighed = (done.weights != 1).any(1)
+    assert weighed.any()
+    assert ((done.advantages[weighed] > 0) == (polarity == "correct")).all()
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_the_top_share_of_a_batch_is_among_rows_that_teach(skip):
+    """Leaving out groups of equal rewards changes the work and not the weights."""
+
+    def reward(rollout):  # two of the four groups are constant
+        return np.where(np.arange(16) < 8, np.arange(16) % 2, 1.0)
+
+    cfg = tiny.config(credit__method="entropy_top", update__skip_zero_variance=skip)
+    _, steps, state = tiny.build(cfg)
+    _, done = iterate(state, None, 1, steps=steps, outside=tiny.outside(reward=reward), cfg=cfg)
+    taught = done.rollout.completion & (np.arange(16) < 8)[:, None]
+    assert (done.weights[~taught] == 1).all()
+    assert done.weights[taught].sum() == pytest.approx(taught.sum(), rel=1e-5)
+    assert 0.1 < (done.weights[taught] > 0).mean() < 0.4

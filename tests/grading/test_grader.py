@@ -1,0 +1,223 @@
+"""The grader: verdicts for answers that hang, crash or eat memory; workers replaced, none left behind."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import wait
+
+import numpy as np
+import psutil
+import pytest
+
+from oarjax.grading.grader import Grader, GraderError
+from oarjax.grading.rewards import Sample
+
+DEADLINE = 3.0  # generous for good answers on a busy machine; they take a millisecond
+
+
+def samples(*completions, answer="3"):
+    return [Sample(prompt="", completion=text, answer=answer) for text in completions]
+
+
+def workers_of(grader):
+    return [worker.process.pid for worker in grader._workers]
+
+
+@pytest.fixture(scope="module")
+def plugin():
+    return os.path.join(os.path.dirname(os.path.dirname(__file__)), "golden", "grading", "hostile.py")
+
+
+@pytest.fixture(scope="module")
+def grader(plugin):
+    rewards = (("hostile", 1.0), ("math", 2.0), ("pid", 0.0))
+    with Grader(rewards, plugins=[plugin], workers=2, deadline=DEADLINE, memory_mb=200) as pool:
+        yield pool
+
+
+def test_good_answers(grader):
+    grades = grader.grade(samples(r"a \boxed{3}", r"b \boxed{\frac{6}{2}}", r"c \boxed{4}", "d"))
+    assert grades.verdicts == ["graded"] * 4
+    assert grades.answers == ["3", r"\frac{6}{2}", "4", None]
+    np.testing.assert_array_equal(grades.rewards, [3, 3, 1, 1])  # 1 * hostile + 2 * math
+    np.testing.assert_array_equal(grades.per_reward["math"], [1, 1, 0, 0])
+    assert set(grades.per_reward["pid"]) <= set(workers_of(grader))
+    assert grades.rewards.dtype == np.float32
+    assert grades.notes == [""] * 4
+    assert grades.counts() == {"graded": 4}
+
+
+def test_no_samples(grader):
+    assert grader.grade([]).rewards.shape == (0,)
+
+
+def test_hostile_answers_cost_only_themselves(grader, tmp_path):
+    before = set(workers_of(grader))
+    canary = tmp_path / "canary"
+    bad = {
+        "sleep": "timeout",
+        r"x \boxed{9^{9^{9^{9}}}}": "timeout",
+        "exit": "crash",
+        "hog": "crash",
+        r"huge \boxed{3}": "crash",
+        r"recurse \boxed{3}": "crash",
+        r"raise \boxed{3}": "crash",
+        r"infinite \boxed{3}": "crash",
+        r"nan \boxed{3}": "ungraded",
+        rf"x \boxed{{__import__('os').system('touch {canary}')}}": "unparseable",
+        rf"x \boxed{{\operatorname{{exec}}(\text{{open('{canary}','w')}})}}": None,  # whatever it is read as
+    }
+    texts = [text for one in bad for text in (one, r"good \boxed{3}")]
+    grades = grader.grade(samples(*texts))
+    for text, verdict, reward, note in zip(bad, grades.verdicts[::2], grades.rewards[::2], grades.notes[::2]):
+        assert bad[text] in (verdict, None), (text, verdict, note)
+        assert math.isnan(reward) == (verdict in ("timeout", "crash", "ungraded")), text
+        assert bool(note) == (verdict != "graded")
+    notes = dict(zip(texts, grades.notes))
+    assert notes["sleep"] == "no verdict within 3 s"
+    assert notes["exit"] == "the worker ended with exit code 7"
+    assert notes["hog"] == "used more than 200 MB of memory"
+    assert notes[r"huge \boxed{3}"].startswith("MemoryError")
+    np.testing.assert_array_equal(grades.rewards[1::2], np.full(len(bad), 3))  # the others' results survive
+    assert grades.verdicts[1::2] == ["graded"] * len(bad)
+    assert not canary.exists()
+    # The killed were replaced, and the next batch is graded as if nothing had been.
+    again = grader.grade(samples(r"a \boxed{3}", r"b \boxed{3}"))
+    np.testing.assert_array_equal(again.rewards, [3, 3])
+    assert len(workers_of(grader)) == 2
+    assert not before & set(workers_of(grader))
+    assert not any(psutil.pid_exists(pid) for pid in before)  # reaped as well
+
+
+def test_a_crash_is_tried_once_more(grader, tmp_path):
+    grades = grader.grade(samples(rf"exit_once {tmp_path / 'mark'}", r"b \boxed{3}"))
+    assert (tmp_path / "mark").exists()
+    assert grades.verdicts == ["graded", "graded"]
+    np.testing.assert_array_equal(grades.per_reward["hostile"], [1, 1])
+
+
+def test_an_unreadable_reference_is_ungraded(grader):
+    grades = grader.grade(samples(r"a \boxed{3}", answer=r"\frac{"))
+    assert grades.verdicts == ["ungraded"]
+    assert np.isnan(grades.rewards[0])
+    assert "the reference" in grades.notes[0]
+    assert grades.per_reward["hostile"][0] == 1  # the other rewards are known
+
+
+def test_a_worker_that_piles_up_memory_is_replaced_between_answers(grader):
+    first = set(workers_of(grader))
+    grades = grader.grade(samples(*["hoard"] * 6))  # 50 MB each that stay
+    assert grades.verdicts == ["graded"] * 6
+    assert len(set(grades.per_reward["pid"]) | first) > 2
+
+
+def test_batches_in_the_background_come_in_order(grader):
+    futures = [grader.submit(samples(rf"a \boxed{{{i}}}", answer="2")) for i in range(4)]
+    assert not wait(futures, timeout=60).not_done
+    assert [future.result().per_reward["math"][0] for future in futures] == [0, 0, 1, 0]
+
+
+def test_workers_import_nothing_heavy(plugin):
+    with Grader((("heavy_imports", 1.0), ("math", 1.0)), plugins=[plugin], workers=1) as pool:
+        assert pool.grade(samples(r"\boxed{3}")).per_reward["heavy_imports"][0] == 0
+
+
+def test_printing_rewards_do_not_reach_standard_output(grader, capfd):
+    grader.grade(samples("print"))
+    assert "noise" not in capfd.readouterr().out
+
+
+def test_styles_and_slow_patterns(plugin):
+    with Grader((("math", 1.0),), workers=1, style="regex", pattern=r"A: (.+)|(x|xx)+$") as pool:
+        grades = pool.grade(samples("A: 4\nA: 3", "x" * 64 + "y"))
+    assert grades.verdicts == ["graded", "timeout"]
+    assert grades.rewards[0] == 1
+    assert "ran too long" in grades.notes[1]
+
+
+def test_mistakes_are_named_before_any_worker_starts(plugin):
+    with pytest.raises(ValueError, match="no reward is called 'maths'; known are exact"):
+        Grader((("maths", 1.0),))
+    with pytest.raises(ValueError, match=r"'nowhere\.py' cannot be imported"):
+        Grader((("math", 1.0),), plugins=["nowhere.py"])
+    with pytest.raises(ValueError, match="is not a regular expression"):
+        Grader((("math", 1.0),), style="regex", pattern="(")
+    with pytest.raises(ValueError, match="expected at least one reward and each once"):
+        Grader(())
+
+
+def test_a_plugin_that_fails_in_workers_is_an_error(data, monkeypatch):
+    monkeypatch.setenv("OARJAX_TEST_PARENT", str(os.getpid()))
+    plugin = str(data / "grading" / "broken_in_workers.py")
+    with Grader((("licensed", 1.0),), plugins=[plugin], workers=1) as pool:
+        with pytest.raises(GraderError, match="this machine has no licence for that"):
+            pool.grade(samples("a"))
+        assert workers_of(pool) == []
+
+
+def test_closing_ends_work_and_workers(plugin):
+    pool = Grader((("hostile", 1.0),), plugins=[plugin], workers=1, deadline=600.0)
+    with pool:
+        assert pool.grade(samples("a")).verdicts == ["graded"]
+        pids = workers_of(pool)
+        future = pool.submit(samples("sleep"))
+        while not future.running():
+            time.sleep(0.01)
+    with pytest.raises(GraderError, match="closed while it graded"):
+        future.result(timeout=0)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    with pytest.raises(GraderError, match="the grader is closed"):
+        pool.submit(samples("a"))
+
+
+PARENT = """
+import json, sys, time
+from oarjax.grading.grader import Grader
+from oarjax.grading.rewards import Sample
+
+plugin, word, deadline = sys.argv[1:]
+pool = Grader((("hostile", 1.0),), plugins=[plugin], workers=1, deadline=float(deadline)).__enter__()
+pool.grade([Sample(prompt="", completion="a", answer="")])
+future = pool.submit([Sample(prompt="", completion=word, answer="")])
+time.sleep(0.2)
+print(json.dumps([worker.process.pid for worker in pool._workers]), flush=True)
+sys.exit(0) if word == "leave" else time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("word", "deadline"),
+    [
+        ("leave", 5.0),  # an orderly exit that forgot to close
+        ("idle", 5.0),  # killed while its worker waits
+        pytest.param("sleep", 2.0, marks=pytest.mark.slow),  # killed while its worker is busy
+    ],
+)
+def test_workers_end_with_their_parent(plugin, word, deadline):
+    command = [sys.executable, "-c", PARENT, plugin, word, str(deadline)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        (pid,) = json.loads(parent.stdout.readline())
+        worker = psutil.Process(pid)
+        if word != "leave":
+            parent.send_signal(signal.SIGKILL)
+        parent.wait(timeout=60)
+        worker.wait(timeout=60)  # raises TimeoutExpired if it lives on
+
+
+@pytest.mark.slow
+def test_all_labelled_outputs_through_the_pool(shared):
+    rows, labels = [], []
+    for line in (shared / "data" / "math_model_outputs.jsonl").read_text().splitlines():
+        problem = json.loads(line)
+        rows += samples(*problem["outputs"], answer=problem["gt"])
+        labels += problem["score"]
+    with Grader((("math", 1.0),), workers=2) as pool:
+        grades = pool.grade(rows)
+    known = ~np.isnan(grades.rewards)
+    assert grades.counts() == {"graded": 392, "ungraded": 8}
+    np.testing.assert_array_equal(grades.rewards[known] == 1, np.array(labels)[known])

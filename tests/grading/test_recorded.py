@@ -1,0 +1,135 @@
+"""What was graded once is not graded again, and nothing else is taken for it."""
+
+import errno
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from oarjax.grading import recorded as verdicts
+from oarjax.grading.recorded import RecordedGrader, setup_of
+from oarjax.grading.rewards import Sample
+from oarjax.runs.durable import Failures, StorageError
+from oarjax.types import Grades
+
+
+class Counting:
+    """A grader whose rewards are how many samples it has graded, so that a second look gives another verdict."""
+
+    def __init__(self):
+        self.graded = 0
+
+    def submit(self, samples):
+        done: Future[Grades] = Future()
+        rewards = np.asarray([np.nan, *range(self.graded, self.graded + len(samples) - 1)], np.float32) / 3
+        self.graded += len(samples)
+        n = len(samples)
+        done.set_result(Grades(rewards, {"a": rewards}, ["graded"] * n, [None, *["2"] * (n - 1)], [""] * n))
+        return done
+
+
+def samples(text="x"):
+    return [
+        Sample(prompt="1+1=", completion=f"{text}{n}\u2028\ud800", answer="2", ended=True, tokens=n) for n in range(3)
+    ]
+
+
+@pytest.fixture
+def grading(tmp_path):
+    """Make a recorded grader as a run that starts again does: (it, the grader behind it, what it says)."""
+
+    def start(setup="same", policy="stop"):
+        behind, said = Counting(), []
+        failures = Failures(policy, lambda key, text: said.append(text))
+        recorded = RecordedGrader(behind, tmp_path / "v", setup=setup, failures=failures, say=said.append)
+        return recorded, behind, said
+
+    return start
+
+
+def test_verdicts_come_back_bit_for_bit(grading):
+    recorded, _, _ = grading()
+    recorded.at(1)
+    first, second = (recorded.submit(samples(text)).result() for text in "ab")  # a refill
+    again, behind, said = grading()
+    again.at(1)
+    for text, before in (("a", first), ("b", second)):
+        after = again.submit(samples(text)).result()
+        np.testing.assert_array_equal(after.rewards, before.rewards)
+        np.testing.assert_array_equal(after.per_reward["a"], before.per_reward["a"])
+        assert after.rewards.dtype == np.float32
+        assert (after.verdicts, after.answers, after.notes) == (before.verdicts, before.answers, before.notes)
+    again.submit(samples("c")).result()  # one that it had not come to
+    assert (behind.graded, said) == (3, [])
+
+
+def test_other_completions_or_rewards_are_graded_anew_with_a_word(grading):
+    recorded, _, _ = grading()
+    recorded.at(1)
+    recorded.submit(samples()).result()
+    for setup, text, iteration, words in (("same", "y", 1, 1), ("other", "x", 1, 1), ("same", "x", 2, 0)):
+        again, behind, said = grading(setup)
+        again.at(iteration)
+        again.submit(samples(text)).result()
+        assert behind.graded == 3
+        assert len(said) == words
+        assert all(
+            "v/000001.jsonl: these verdicts are of other completions or rewards; graded" in word for word in said
+        )
+
+
+def test_a_line_cut_by_a_kill_counts_as_none(grading, tmp_path):
+    recorded, _, _ = grading()
+    recorded.at(1)
+    recorded.submit(samples("a")).result()
+    recorded.submit(samples("b")).result()
+    path = tmp_path / "v" / "000001.jsonl"
+    path.write_bytes(path.read_bytes()[:-9])
+    for graded in (3, 0):  # and the line that replaces it is whole
+        again, behind, _ = grading()
+        again.at(1)
+        for text in "ab":
+            again.submit(samples(text)).result()
+        assert behind.graded == graded
+
+
+def test_unreadable_verdicts_are_graded_anew(grading, tmp_path):
+    (tmp_path / "v").mkdir()
+    (tmp_path / "v" / "000001.jsonl").write_text('{"digest": \n{"digest": "x"}\n')
+    recorded, behind, said = grading()
+    recorded.at(1)
+    recorded.submit(samples()).result()
+    assert behind.graded == 3
+    assert "000001.jsonl cannot be read" in said[0]
+
+
+def test_old_verdicts_go_but_not_the_starts(grading, tmp_path):
+    recorded, _, _ = grading()
+    for iteration in range(5):
+        recorded.at(iteration)
+        recorded.submit(samples()).result()
+    recorded.prune(3)
+    assert sorted(p.name for p in (tmp_path / "v").iterdir()) == ["000000.jsonl", "000004.jsonl"]
+
+
+def test_a_full_disk_stops_or_warns(grading, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(verdicts, "sync_folder", full)
+    recorded, _, said = grading(policy="stop")
+    with pytest.raises(StorageError, match=r"cannot write .*000000\.jsonl: .*No space left on device"):
+        recorded.submit(samples()).result()
+    recorded, _, said = grading(policy="warn")
+    recorded.at(7)
+    assert recorded.submit(samples()).result().rewards[1] == 0
+    assert "checkpoint.on_failure is warn" in said[0]
+
+
+def test_a_setup_knows_the_text_of_its_plugins(tmp_path):
+    plugin = tmp_path / "mine.py"
+    plugin.write_text("a")
+    before = setup_of({"deadline": 5}, [str(plugin), "module"])
+    assert before == setup_of({"deadline": 5}, [str(plugin), "module"])
+    plugin.write_text("b")
+    assert len({before, setup_of({"deadline": 5}, [str(plugin), "module"]), setup_of({"deadline": 6}, [])}) == 3

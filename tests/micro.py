@@ -1,0 +1,157 @@
+"""A whole run in seconds: warm start, dynamic sampling, epochs and minibatches, evaluations, checkpoints, export."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+from conftest import CACHE
+
+from oarjax.data.arithmetic import write_builtin_policy
+from oarjax.report.files import read_metrics
+
+ITERATIONS = 6
+CLOCKS = ("seconds", "time", "tokens_per_second", "mfu")
+
+
+def micro_config(folder: Path) -> Path:
+    """The config of a micro run, with its policy beside it."""
+    policy = write_builtin_policy(folder / "policy", seed=0, hidden=16, layers=1, heads=2, kv_heads=2, ffn=16)
+    terms = {"terms": 2, "highest": 40}
+    task = {"source": "builtin:arithmetic", "arithmetic": terms}
+    tree: dict[str, Any] = {
+        "run_dir": str(folder / "run"),
+        "iterations": ITERATIONS,
+        "device": "cpu",
+        "compilation_cache": str(CACHE),
+        "policy": {"path": str(policy), "remat": "none"},
+        "data": {
+            "template": "plain",
+            "max_prompt": 16,
+            "train": task | {"split": "train", "limit": 40},
+            "eval": task | {"split": "eval", "limit": 8},
+        },
+        "sft": {
+            "data": {
+                "source": "builtin:arithmetic",
+                "split": "sft",
+                "limit": 64,
+                "arithmetic": {**terms, "written": 0.0},
+            },
+            "steps": 40,
+            "batch": 8,
+            "microbatch": 8,
+            "max_length": 32,
+        },
+        "rollout": {"prompts": 4, "group_size": 4, "max_new": 12, "prompt_bucket": 16, "completion_bucket": 12},
+        "grading": {"rewards": [{"name": "exact"}, {"name": "format", "weight": 0.1}], "workers": 1},
+        "credit": {"answer": {"style": "hash"}},
+        "update": {"epochs": 2, "minibatches": 2, "microbatch": 8, "refills": 1},
+        "optim": {"lr": 1e-3},
+        "eval": {"every": 3, "batch": 8},
+        "checkpoint": {"every": 2, "warm_start": 10},
+        "report": {"completions": 2, "html": False},
+    }
+    (folder / "micro.yaml").write_text(yaml.safe_dump(tree))
+    return folder / "micro.yaml"
+
+
+def command(config: Path, run: Path, *changes: str) -> list[str]:
+    return [sys.executable, "-m", "oarjax.cli", "train", str(config), f"run_dir={run}", *changes]
+
+
+def start(config: Path, run: Path, *changes: str, log: Path | None = None, **environment: str) -> subprocess.Popen:
+    """The command in a process of its own; what it prints goes to a file beside the run's folder."""
+    with (log or run.with_suffix(".log")).open("ab") as file:
+        return subprocess.Popen(
+            command(config, run, *changes),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"COLUMNS": "400"} | environment,
+        )
+
+
+def finish(config: Path, run: Path, *changes: str, log: Path | None = None, **environment: str) -> tuple[int, str]:
+    """Run the command to its end: the exit code, and all that was printed for this folder so far."""
+    code = start(config, run, *changes, log=log, **environment).wait(timeout=600)
+    return code, (log or run.with_suffix(".log")).read_text(errors="replace")
+
+
+def said(run: Path) -> str:
+    return run.with_suffix(".log").read_text(errors="replace")
+
+
+def kill_after(process: subprocess.Popen, seconds: float) -> bool:
+    """Kill it with signal 9 once it has used so many seconds of processor; False where it had ended by then.
+
+    Its own seconds, so that a busy machine changes nothing about how far it has come.
+    """
+    while process.poll() is None:
+        if cpu_seconds(process.pid) >= seconds:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time of a process so far, all its threads."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        times = psutil.Process(pid).cpu_times()
+        return times.user + times.system
+    return 0.0
+
+
+def whole_run(config: Path, run: Path) -> float:
+    """Run the command to its end undisturbed: the processor time that it took."""
+    process, seconds = start(config, run), 0.0
+    while process.poll() is None:
+        seconds = max(seconds, cpu_seconds(process.pid))
+        time.sleep(0.005)
+    if process.returncode != 0:
+        raise AssertionError(said(run))
+    return seconds
+
+
+def wait_for(process: subprocess.Popen, path: Path, text: str = "", *, seconds: float = 300) -> None:
+    """Return once a file is there and holds a text, while the process is running."""
+    end = time.monotonic() + seconds
+    while not (path.exists() and text in path.read_text(errors="replace")):
+        if process.poll() is not None or time.monotonic() > end:
+            raise AssertionError(f"{path} never came to hold {text!r}; exit code {process.poll()}")
+        time.sleep(0.02)
+
+
+def result(run: Path) -> dict[str, Any]:
+    """All that must be the same, bit for bit, however often a run was stopped."""
+    metrics = [
+        {name: value for name, value in record.items() if not name.startswith(CLOCKS)}
+        for record in read_metrics(run / "metrics.jsonl")
+    ]
+    lines = [json.loads(line)["iteration"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "parameters": (run / "export" / "model.safetensors").read_bytes(),
+        "start": (run / "start" / "model.safetensors").read_bytes(),
+        "metrics": metrics,
+        "lines of metrics": lines,
+        "completions": (run / "completions.jsonl").read_text(),
+        "start's evaluation": json.loads((run / "start.json").read_text()),
+        "summary": [
+            {name: value for name, value in row.items() if name != "seconds"}
+            for row in json.loads((run / "summary.json").read_text())["rows"]
+        ],
+    }
+
+
+def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    return [name for name in a if a[name] != b[name]]

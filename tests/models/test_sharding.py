@@ -1,0 +1,145 @@
+"""Names to specs, refusals, and the same logits on eight devices as on one."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+from conftest import virtual_devices
+from jax.sharding import PartitionSpec as Spec
+
+from oarjax.models.qwen import QwenConfig
+from oarjax.models.sharding import (
+    ROLLOUT,
+    ShardingError,
+    batch_spec,
+    check_divisible,
+    check_rows,
+    param_specs,
+    repeated_kv_heads,
+    spread,
+    training_rules,
+)
+from oarjax.models.weights import build_tree, divisible_pieces, logical_axes
+
+
+@pytest.fixture
+def cfg(data):
+    return QwenConfig.from_hf(json.loads((data / "policy" / "qwen2_untied" / "config.json").read_text()))
+
+
+def test_specs(cfg):
+    specs = param_specs(logical_axes(cfg))
+    assert specs["embed"]["embedding"] == Spec("tensor", "fsdp")
+    assert specs["head"]["kernel"] == Spec("fsdp", "tensor")
+    assert specs["layers"]["attention"]["q"] == {"kernel": Spec(None, "fsdp", "tensor"), "bias": Spec(None, "tensor")}
+    assert specs["layers"]["attention"]["o"]["kernel"] == Spec(None, "tensor", "fsdp")
+    assert specs["layers"]["mlp"]["down"]["kernel"] == Spec(None, "tensor", "fsdp")
+    assert specs["layers"]["mlp_norm"]["scale"] == Spec(None, None)
+    assert specs["norm"]["scale"] == Spec(None)
+    assert batch_spec() == Spec(("slice", "data", "fsdp"))
+    assert batch_spec({"data": 4, "tensor": 2}) == Spec(("data",))
+    shapes = build_tree(cfg, lambda w: w.shape)
+    assert jax.tree.structure(specs) == jax.tree.structure(shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def test_rollout_layout_keeps_embeddings_whole(cfg):
+    specs = param_specs(logical_axes(cfg), rules=ROLLOUT)
+    assert specs["layers"]["attention"]["q"]["kernel"] == Spec(None, None, "tensor")
+
+
+def test_an_axis_without_a_rule():
+    with pytest.raises(KeyError, match="expert"):
+        param_specs({"w": ("expert", "embed")})
+
+
+def test_meshes_that_do_not_divide(cfg):
+    """1 kv head on 4 tensor devices; 32 embedding columns on 3 fsdp devices."""
+    axes, pieces = logical_axes(cfg), divisible_pieces(cfg)
+    check_divisible(axes, pieces, {"data": 5, "fsdp": 4, "tensor": 1})
+    with pytest.raises(ShardingError, match=r"kv_heads = 1 on mesh axis tensor = 4; choose mesh sizes"):
+        check_divisible(axes, pieces, {"data": 1, "fsdp": 1, "tensor": 4})
+    with pytest.raises(ShardingError, match="embed = 32 on mesh axis fsdp = 3"):
+        check_divisible(axes, pieces, {"fsdp": 3})
+
+
+def test_rows_that_do_not_divide():
+    check_rows(12, {"data": 2, "fsdp": 3}, what="update.microbatch")
+    with pytest.raises(ShardingError, match=r"update.microbatch = 10 rows .* slice x data x fsdp = 4; .* such as 12"):
+        check_rows(10, {"slice": 1, "data": 2, "fsdp": 2, "tensor": 8}, what="update.microbatch")
+    with pytest.raises(ShardingError, match=r"rollout.prompts = 10 rows .* axes data = 4; .* such as 12, or more"):
+        check_rows(10, {"data": 4, "tensor": 8}, what="rollout.prompts", remedy=", or more")
+
+
+@pytest.mark.parametrize(
+    ("heads", "tensor", "place", "repeated"),
+    [(8, 4, "tensor", 8), (4, 4, "tensor", 4), (2, 4, None, 4), (1, 8, None, 8)],
+)
+def test_fewer_key_heads_than_the_tensor_axis(heads, tensor, place, repeated):
+    """In training their projections stay whole along it; for rollouts they are repeated."""
+    assert training_rules(kv_heads=heads, tensor=tensor)["kv_heads"] == place
+    assert repeated_kv_heads(heads, tensor=tensor) == repeated
+
+
+def test_key_heads_that_nothing_divides():
+    assert training_rules(kv_heads=4, tensor=6)["kv_heads"] == "tensor"
+    assert repeated_kv_heads(4, tensor=6) == 4  # refused by check_divisible
+    assert repeated_kv_heads(8, tensor=2) == 8
+
+
+PROGRAM = """
+import sys, numpy as np, jax, jax.numpy as jnp
+from jax.sharding import NamedSharding
+from oarjax.system.devices import make_mesh
+from oarjax.data.hf import load_params, read_config
+from oarjax.models.qwen import make_policy
+from oarjax.models.weights import divisible_pieces, logical_axes
+from oarjax.models.policy import positions_of
+from oarjax.models.sharding import batch_spec, check_divisible, param_specs
+
+cfg, folder = read_config(sys.argv[1])
+mesh = make_mesh(slice=1, data=2, fsdp=2, tensor=2)
+check_divisible(logical_axes(cfg), divisible_pieces(cfg), dict(mesh.shape))
+shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(logical_axes(cfg)))
+params = load_params(folder, cfg, shardings=shardings)
+kernel = params["layers"]["attention"]["q"]["kernel"]
+assert kernel.addressable_shards[0].data.size * 4 == kernel.size  # fsdp x tensor
+policy = make_policy(cfg, remat="none", mesh=mesh)
+golden = np.load(folder / "golden.npz")
+ids = jax.device_put(np.tile(golden["ids"], (2, 1)), NamedSharding(mesh, batch_spec()))
+
+@jax.jit
+def logits(params, ids):
+    valid = jnp.ones(ids.shape, bool)
+    return policy.unembed(params, policy.trunk(params, policy.embed(params, ids), positions_of(valid), valid)[0])
+
+np.testing.assert_allclose(logits(params, ids), np.tile(golden["logits"], (2, 1, 1)), atol=1e-4, rtol=0)
+print("equal on", len(jax.devices()), "devices")
+"""
+
+
+def test_eight_devices_give_the_golden_logits(data):
+    """In a process of its own, since the number of devices is fixed when jax starts."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": virtual_devices(8),
+        "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+    }
+    command = [sys.executable, "-c", PROGRAM, str(data / "policy" / "qwen3_tied")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "equal on 8 devices" in done.stdout
+
+
+def test_fsdp_divides_the_longer_axis_of_a_matrix_without_an_embedding():
+    mesh = {"data": 1, "fsdp": 4, "tensor": 2}
+    assert spread(Spec(None, None, "tensor"), (2, 8, 64), mesh) == Spec(None, None, ("tensor", "fsdp"))
+    assert spread(Spec(None, "tensor", None), (2, 64, 8), mesh) == Spec(None, ("tensor", "fsdp"), None)
+    assert spread(Spec(), (2, 8, 64), mesh) == Spec(None, None, "fsdp")
+    for spec, shape in (
+        (Spec(None, "fsdp", None), (2, 64, 8)),
+        (Spec(None, None, "tensor"), (2, 8, 12)),
+    ):
+        assert spread(spec, shape, mesh) == spec

@@ -1,0 +1,289 @@
+"""``oarjax plan``: what it refuses and states, with made-up answers of the compiler, and twice with the compiler."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT
+
+from oarjax.config import ConfigError, parse_config
+from oarjax.costs import GIB
+from oarjax.data.hf_files import CheckpointError
+from oarjax.models.published import PUBLISHED
+from oarjax.models.qwen import QwenConfig
+from oarjax.models.weights import parameter_count
+from oarjax.plan import command as planning
+from oarjax.plan.architecture import architecture_fields
+from oarjax.plan.credit_costs import QWEN_7B, Run, masked_flops
+from oarjax.plan.programs import with_method
+from oarjax.plan.sums import credit_flops, decoder_of
+from oarjax.plan.table import describe, markdown, rows_of
+from oarjax.plan.topology import TopologyError, find_slice
+from oarjax.plan.worker import too_large
+
+LOOP = (ROOT / "tests" / "golden" / "hlo" / "loop.txt").read_text()
+
+TINY = {
+    "model_type": "qwen2",
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+
+
+def config(path="Qwen/Qwen2.5-7B", **changes):
+    tree = {
+        "run_dir": "unused",
+        "policy": {"path": path, "head_chunk": 256},
+        "mesh": {"data": 1, "fsdp": 4},
+        "plan": {"topology": "v5e-4"},
+        "data": {"train": {"source": "unused"}, "max_prompt": 128},
+        "rollout": {"prompts": 8, "group_size": 4, "max_new": 128},
+        "update": {"microbatch": 8},
+        "eval": {"batch": 8},
+    }
+    return parse_config(tree | changes)
+
+
+# --- What is known without a compiler --------------------------------------------------------------------------------
+
+
+def test_slices_by_both_of_their_names():
+    for name in ("v5e-64", "v5litepod-64", "v5e:8x8", " V5E:8x8"):
+        assert find_slice(name).name == "v5e:8x8"
+    assert (find_slice("v5p-32").name, find_slice("v5p-32").chips) == ("v5p:2x2x4", 16)  # it counts cores
+    assert find_slice("v5p:4x4x4").product == "v5p-128"
+    assert find_slice("v6e-16").name == "v6e:4x4"
+    with pytest.raises(TopologyError, match=r"topology v6e-12 is not known; accepted: v6e-1 or v6e:1x1, v6e-4"):
+        find_slice("v6e-12")
+
+
+def test_published_sizes_add_up_to_the_published_totals():
+    totals = {
+        "Qwen/Qwen2.5-0.5B": 494_032_768,
+        "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+        "Qwen/Qwen2.5-7B": 7_615_616_512,
+        "Qwen/Qwen2.5-Math-7B": 7_615_616_512,
+        "Qwen/Qwen2.5-32B": 32_763_876_352,
+        "Qwen/Qwen3-4B": 4_022_468_096,
+        "Qwen/Qwen3-8B": 8_190_735_360,
+    }
+    assert {n: parameter_count(QwenConfig.from_hf(PUBLISHED[n])) for n in totals} == totals
+    assert decoder_of(QwenConfig.from_hf(PUBLISHED["Qwen/Qwen2.5-7B"])) == QWEN_7B
+
+
+def test_sizes_come_from_a_folder_first(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    assert architecture_fields(str(tmp_path))["hidden_size"] == 256
+    assert architecture_fields("Qwen/Qwen3-8B")["intermediate_size"] == 12288
+    with pytest.raises(CheckpointError, match="nowhere/nothing is no folder here, not among the checkpoints"):
+        architecture_fields("nowhere/nothing")
+
+
+def test_what_a_plan_refuses_before_it_compiles(monkeypatch):
+    monkeypatch.setattr(planning, "compile_apart", lambda *a, **k: pytest.fail("compiled"))
+    settings = {"work": [("update", None)], "cache": "unused", "timeout": 1, "jobs": 1}
+    with pytest.raises(ConfigError, match=r"no topology; give --topology v5e-16, or set plan.topology"):
+        planning.topology_of(config(plan={}), None)
+    long = config("Qwen/Qwen2.5-Math-7B", rollout={"prompts": 8, "group_size": 4, "max_new": 4096})
+    with pytest.raises(ConfigError, match=r"= 4224 tokens, more than the checkpoint's max_position_embeddings = 4096"):
+        planning.plan("x", long, where=find_slice("v5e-4"), **settings)
+    with pytest.raises(ConfigError, match="--credit: oar_x is no method; accepted: uniform, oar_g"):
+        planning.methods_of("oar_p,oar_x")
+    with pytest.raises(ConfigError, match="--phases: 'train' names no program; accepted: reshard, sample"):
+        planning.phases_of("train")
+
+
+def test_work_is_the_phases_and_further_methods():
+    cfg = config()
+    assert planning.work_of(cfg, planning.phases_of("update,score"), ("oar_p", "oar_g")) == [
+        ("score", None),
+        ("score", "oar_p"),
+        ("update", None),
+    ]
+    assert with_method(cfg, "oar_p").credit.method == "oar_p"
+    assert with_method(cfg, "keywords").credit.method == "uniform"
+
+
+def test_the_compilers_refusal_is_read():
+    said = (
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (27.91G) exceeds "
+        "available HBM (15.75G)."
+    )
+    found = too_large(said, 1.0)
+    assert (found["needs"], found["has"]) == (27.91 * GIB, 15.75 * GIB)
+    assert too_large("RESOURCE_EXHAUSTED: something else", 5.0)["needs"] is None
+
+
+def test_credit_by_its_formula():
+    run = Run(prompt=512, completion=1024)
+    cfg = config(credit={"method": "oar_p", "masking": {"buckets": 4}})
+    assert credit_flops(QWEN_7B, run, cfg.credit) == masked_flops(QWEN_7B, run, share=1.0, buckets=4)
+    assert credit_flops(QWEN_7B, run, config(credit={"method": "entropy"}).credit) == 0
+
+
+# --- With made-up answers of the compiler ----------------------------------------------------------------------------
+
+
+def answer(tmp_path: Path, phase: str, *, peak: float = 3.0, text: str | None = LOOP, beside: float = 1.0) -> dict:
+    key = f"{phase}-{peak}"
+    found = {
+        "key": key,
+        "resident": {"params": 1 * GIB, "optimizer": 2 * GIB},
+        "beside": beside * GIB,
+        "versions": {"jax": "1.2", "libtpu": "3.4"},
+        "mesh": {"slice": 1, "data": 1, "fsdp": 4, "tensor": 1},
+        "seconds": 5.0,
+        "cpu_seconds": 4.0,
+        "cached": False,
+    }
+    if text is None:
+        return found | {"needs": peak * GIB, "has": 15.75 * GIB, "message": "RESOURCE_EXHAUSTED"}
+    (tmp_path / f"{key}.hlo.gz").write_bytes(gzip.compress(text.replace("splash_mha_fwd.7", "other").encode()))
+    return found | {"memory": {"peak": peak * GIB, "arguments": 0, "outputs": 0, "aliased": 0}}
+
+
+def planned(tmp_path: Path, answers: list[dict], work: list[tuple[str, str | None]]) -> dict:
+    cfg = config()
+    fields = dict(PUBLISHED["Qwen/Qwen2.5-7B"])
+    return planning.document("configs/x.yaml", cfg, find_slice("v5e-4"), fields, work, answers, cache=tmp_path)
+
+
+ALL = [("reshard", None), ("sample", None), ("score", None), ("update", None)]
+
+
+@pytest.fixture
+def no_kernels(monkeypatch):
+    """The stored program's only kernel has a name of its own."""
+    monkeypatch.setattr("oarjax.plan.sums.kernel_flops", lambda name, operands, *, block: 0.0)
+
+
+def test_a_plan_that_fits(tmp_path, no_kernels):
+    found = planned(tmp_path, [answer(tmp_path, p) for p, _ in ALL], ALL)
+    assert found["fits"]
+    assert found["chips"] == 4
+    update = found["phases"][-1]
+    assert update["executed"] == 5 * 2 * 32 * 16 * 64
+    assert update["hbm"] == {"program": 3 * GIB, "beside": GIB, "total": 4 * GIB, "limit": 15.75 * GIB}
+    sent = sum(update["sent"].values())
+    assert update["seconds"]["links"] == pytest.approx(sent / 90e9)
+    assert update["seconds_in_turn"] == pytest.approx(update["executed"] / 197e12 + sent / 90e9)
+    assert found["step"]["executed"] == 4 * update["executed"]
+    page = markdown([found])
+    assert "jax 1.2, libtpu 3.4. **Not measured on a TPU.**" in page
+    assert "| together, of 15.75 | 4.00 | 4.00 | 4.00 | 4.00 | 4.00 |" in page
+    names = [row[0] for row in rows_of(found)]
+    plain, overlapped = (names.index(f"seconds at least, {how} overlapped") for how in ("nothing", "all"))
+    assert plain < overlapped
+    assert "8 prompts x 4 rollouts of 128 + 128 tokens" in describe(found)[0]
+
+
+def test_what_does_not_fit_is_named_with_the_remedy(tmp_path, no_kernels):
+    too_much = answer(tmp_path, "update", peak=27.9, text=None)
+    found = planned(tmp_path, [*(answer(tmp_path, p) for p in ("reshard", "sample", "score")), too_much], ALL)
+    assert not found["fits"]
+    assert found["step"] is None
+    assert found["remedies"] == [
+        "update: try a lower update.microbatch, a lower policy.head_chunk, optim.moments=bfloat16, lora.rank=32, "
+        "or more devices"
+    ]
+    assert ("HBM of the program, GiB per chip", "3.00", "3.00", "3.00", "27.90") in rows_of(found)
+    assert "NO" in markdown([found])
+
+
+def test_a_program_that_fits_alone_and_not_beside_the_state(tmp_path, no_kernels):
+    found = planned(tmp_path, [answer(tmp_path, "sample", peak=14.0, beside=3.0)], [("sample", None)])
+    assert not found["fits"]
+    assert "rollout.tensor" in found["remedies"][0]
+
+
+def test_little_room_is_said(tmp_path, no_kernels):
+    found = planned(tmp_path, [answer(tmp_path, "sample", peak=14.5)], [("sample", None)])
+    assert found["notes"] == ["sample leaves less than 5% of HBM free, and the runtime wants some for itself."]
+
+
+# --- The compiler itself ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def libtpu():
+    try:
+        planning.compiler_version()
+    except TopologyError:
+        pytest.skip("libtpu is not installed (extra aot)")
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "oarjax.cli", "plan", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"},
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_a_small_run_is_compiled_for_a_tpu(tmp_path, libtpu):
+    """Executed FLOPs are those of the formula, the state is updated in place, and OAR-P has a form for TPUs."""
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "config.json").write_text(json.dumps(TINY))
+    tree = config(str(tmp_path / "policy")).model_dump(mode="json")
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(tree))
+    out, cache = tmp_path / "plan.json", str(tmp_path / "cache")
+    settings = ("--json", str(out), "--cache", cache, "--phases", "sample,score,update", "--credit", "oar_p")
+    done = command(str(tmp_path / "small.yaml"), *settings, "credit.masking.buckets=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "does not fit" not in done.stdout
+    (found,) = json.loads(out.read_text())
+    sample, score, masked, update = found["phases"]
+    assert update["executed"] * 4 == pytest.approx(found["expected"], rel=0.03)
+    assert update["kernels"] > 0  # attention by Pallas
+    assert update["aliased"] >= 0.99 * (found["resident"]["params"] + found["resident"]["optimizer"])
+    assert 0.9 < sample["share"] <= 1.05
+    assert 0.5 < score["share"] <= 1.05
+    assert masked["method"] == "oar_p"
+    assert 0.5 < masked["share"] <= 1.05
+    assert sample["hbm"]["total"] < update["hbm"]["total"] < GIB
+
+
+@pytest.mark.slow
+def test_two_slices_are_compiled_for(tmp_path, libtpu):
+    """Eight chips, a row on each: the sum of the gradients goes over the network between the slices."""
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "config.json").write_text(json.dumps(TINY))
+    tree = config(str(tmp_path / "policy"), mesh={"slice": 2, "data": 1, "fsdp": 4}).model_dump(mode="json")
+    (tmp_path / "slices.yaml").write_text(yaml.safe_dump(tree))
+    out = tmp_path / "plan.json"
+    settings = ("--json", str(out), "--cache", str(tmp_path / "cache"), "--phases", "update")
+    done = command(str(tmp_path / "slices.yaml"), *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = json.loads(out.read_text())
+    (update,) = found["phases"]
+    assert update["chips"] == 8
+    assert update["executed"] * 8 == pytest.approx(found["expected"], rel=0.03)
+
+
+@pytest.mark.slow
+def test_a_policy_that_is_too_large_is_told(tmp_path, libtpu):
+    (tmp_path / "large.yaml").write_text(yaml.safe_dump(config().model_dump(mode="json")))
+    settings = ("--phases", "update", "--cache", str(tmp_path / "cache"))
+    done = command(str(tmp_path / "large.yaml"), *settings)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "NO" in done.stdout
+    assert "does not fit: update: try a lower update.microbatch, a lower policy.head_chunk" in done.stdout

@@ -1,0 +1,172 @@
+"""Checkpoints come back bit for bit, or are put aside with a word."""
+
+import errno
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from oarjax.config import ConfigError
+from oarjax.runs import checkpoint
+from oarjax.runs.checkpoint import Checkpoints, remove_all
+from oarjax.runs.durable import StorageError
+from oarjax.types import TrainState
+
+
+def state(value: float, width: int = 3) -> TrainState:
+    params = {"layers": {"kernel": jnp.full((2, width), value), "half": jnp.full(4, value, jnp.bfloat16)}}
+    return TrainState(jnp.int32(7), params, optax.adamw(1e-3).init(params), jax.random.key(5))
+
+
+def save(folder, iterations, *, keep=2, scores=()):
+    with Checkpoints(folder, keep=keep) as checkpoints:
+        for n in iterations:
+            checkpoints.save(n, state(n / 3), {"at": n}, score=dict(scores).get(n))
+
+
+def trusted(folder):
+    """The newest checkpoint that can be trusted, and what was said about others."""
+    said = []
+    with Checkpoints(folder, keep=2) as checkpoints:
+        return checkpoints.trusted(said.append), said
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_newest_state_comes_back_bit_for_bit(tmp_path):
+    assert trusted(tmp_path / "c") == (None, [])
+    save(tmp_path / "c", (1, 2, 3))
+    with Checkpoints(tmp_path / "c", keep=2) as again:
+        assert again.trusted(print) == 3
+        found, record = again.restore(3, like=state(0.0))
+    assert record == {"at": 3}
+    assert jax.random.key_data(found.key).tolist() == jax.random.key_data(jax.random.key(5)).tolist()
+    saved = state(1.0)
+    assert jax.tree.structure(found) == jax.tree.structure(saved)
+    for a, b in zip(
+        jax.tree.leaves((found.step, found.params, found.opt_state)),
+        jax.tree.leaves((saved.step, saved.params, saved.opt_state)),
+    ):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+    assert names(tmp_path / "c") == ["000002", "000003"]
+
+
+def test_the_best_is_kept_besides_the_newest(tmp_path):
+    save(tmp_path / "c", range(1, 7), keep=1, scores={1: 0.2, 2: 0.9, 3: 0.9, 5: 0.5})
+    assert names(tmp_path / "c") == ["000002", "000006"]
+
+
+def largest(folder):
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def truncate(at):
+    path = largest(at)
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(at):
+    path = largest(at)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def flip_manifest(at):
+    path = at / "manifest.json"
+    path.write_text(path.read_text().replace('"at": 2', '"at": 3'))
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (truncate, r"has \d+ bytes and \d+ were saved"),
+        (flip, "is not what was saved .its SHA-256 differs"),
+        (lambda at: largest(at).unlink(), "is missing"),
+        (flip_manifest, "manifest.json is not what was saved"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(tmp_path, harm, says):
+    save(tmp_path / "c", (1, 2))
+    harm(tmp_path / "c" / "000002")
+    found, (said,) = trusted(tmp_path / "c")
+    assert found == 1
+    assert said.startswith("checkpoint 000002 cannot be trusted: ")
+    assert said.endswith("It is now 000002.damaged; looking at the one before")
+    assert re.search(says, said), said
+    assert names(tmp_path / "c") == ["000001", "000002.damaged"]
+
+
+def test_an_unfinished_one_is_put_aside(tmp_path):
+    save(tmp_path / "c", (1, 2))
+    (tmp_path / "c" / "000002" / "manifest.json").unlink()
+    half = tmp_path / "c" / "000003.orbax-checkpoint-tmp"
+    shutil.copytree(tmp_path / "c" / "000002", half)
+    found, said = trusted(tmp_path / "c")
+    assert found == 1
+    assert "000003.orbax-checkpoint-tmp: this checkpoint was being written when the run ended" in said[0]
+    assert "000002 cannot be trusted: manifest.json is missing: it was not finished. It is now 000002.unf" in said[1]
+    assert names(tmp_path / "c") == ["000001", "000002.unfinished"]
+
+
+def test_before_the_first_is_no_loss_but_after_it_is(tmp_path):
+    save(tmp_path / "c", (1,))
+    lost = "no checkpoint is left that can be trusted, and the run had saved one. Mount the folder again or put a good"
+    flip(tmp_path / "c" / "000001")
+    with pytest.raises(StorageError, match=lost):
+        trusted(tmp_path / "c")
+    shutil.rmtree(tmp_path / "c")
+    with pytest.raises(StorageError, match=r"to start over from the beginning, remove c and c\.json in "):
+        trusted(tmp_path / "c")
+    remove_all(tmp_path / "c")
+    assert trusted(tmp_path / "c") == (None, [])
+
+
+def test_a_failed_write_is_told_once_and_leaves_the_one_before(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Checkpoints(tmp_path / "c", keep=1) as checkpoints:
+        checkpoints.save(1, state(1), {})
+        checkpoints.settle()
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "write_manifest", full)
+            checkpoints.save(2, state(2), {})
+            with pytest.raises(StorageError, match=r"cannot write .*c/000002: .*No space left on device; free space"):
+                checkpoints.settle()
+        assert names(tmp_path / "c") == ["000001"]
+        checkpoints.save(3, state(3), {})  # there is space again
+    assert names(tmp_path / "c") == ["000003"]
+
+
+def test_a_mount_that_is_gone_is_not_written_below(tmp_path):
+    with Checkpoints(tmp_path / "c", keep=1) as checkpoints:
+        checkpoints.save(1, state(1), {})
+        checkpoints.settle()
+        (tmp_path / "c").rename(tmp_path / "gone")
+        with pytest.raises(StorageError, match=r"cannot write .*c/000002: .*No such file or directory"):
+            checkpoints.save(2, state(2), {})
+        (tmp_path / "c").mkdir()
+        checkpoints._device += 1
+        with pytest.raises(StorageError, match=r"another device than at the start: was its disk unmounted\?"):
+            checkpoints.save(2, state(2), {})
+    assert names(tmp_path / "c") == []
+    assert names(tmp_path / "gone") == ["000001"]
+
+
+def test_another_model_is_refused(tmp_path):
+    save(tmp_path / "c", (1,))
+    with (
+        Checkpoints(tmp_path / "c", keep=1) as checkpoints,
+        pytest.raises(
+            ConfigError, match=r"another model or optimizer: params/layers/kernel is float32\[2, 3\] there and float32"
+        ),
+    ):
+        checkpoints.restore(1, like=state(1.0, width=5))

@@ -1,0 +1,32 @@
+"""One process per run folder."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from oarjax.config import ConfigError
+from oarjax.runs.folder import locked
+
+HOLD = "import sys, time; from pathlib import Path; from oarjax.runs.folder import locked\n"
+HOLD += "with locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+
+
+def test_a_folder_in_use_is_refused_until_its_process_is_gone(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        with (
+            pytest.raises(ConfigError, match=f"is in use by process {other.pid} on {socket.gethostname()}; wait until"),
+            locked(tmp_path),
+        ):
+            pass
+        os.kill(other.pid, signal.SIGKILL)
+    with locked(tmp_path):  # the file is still there
+        assert str(os.getpid()) in (tmp_path / "lock").read_text()
+        with pytest.raises(ConfigError, match="is in use"), locked(tmp_path):
+            pass
+    with locked(tmp_path):
+        pass

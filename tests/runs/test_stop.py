@@ -1,0 +1,82 @@
+"""A first signal waits for the iteration, or ends at once where nothing is under way; the second kills."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from oarjax.runs.stop import RESUMABLE, Stop, Stopped
+
+
+def kill(number=signal.SIGTERM):
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_inside_it_waits_to_be_asked(number, capfd):
+    before = signal.getsignal(number)
+    heard = []
+
+    def run():
+        with Stop() as stop:
+            with stop.held():
+                heard.append(stop.asked())
+                kill(number)
+                heard.append(stop.asked())
+            heard.append("obeyed at the end of what was held")
+
+    with pytest.raises(Stopped) as stopped:
+        run()
+    assert heard == [False, True]
+    assert stopped.value.code == RESUMABLE == 75
+    assert signal.getsignal(number) is before
+    assert "saving after this iteration; once more to end at once" in capfd.readouterr().err
+
+
+def test_outside_it_ends_at_once():
+    with Stop(), pytest.raises(Stopped):
+        kill()
+
+
+TWO = """
+import sys, time, jax
+from oarjax.runs.stop import Stop
+with Stop() as stop:
+    jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+    with stop.held():
+        for n in range(6000):
+            if n == 1:
+                print("begun", flush=True)
+            if stop.asked():
+                print(n, flush=True)
+                stop.obey()
+            time.sleep(0.01)
+"""
+
+
+@pytest.mark.slow
+def test_of_two_processes_one_is_told_and_both_stop_after_the_same_iteration():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    both = [
+        subprocess.Popen([sys.executable, "-c", TWO, address, str(n)], stdout=subprocess.PIPE, text=True)
+        for n in range(2)
+    ]
+    for process in both:
+        assert process.stdout.readline() == "begun\n"
+    both[1].terminate()
+    (first, _), (second, _) = (process.communicate(timeout=120) for process in both)
+    assert first == second != ""
+    assert [process.returncode for process in both] == [RESUMABLE] * 2
+
+
+def test_the_second_kills():
+    script = "import os, signal; from oarjax.runs.stop import Stop\n"
+    script += "with Stop() as stop, stop.held():\n  for _ in range(2): os.kill(os.getpid(), signal.SIGTERM)\n  print(1)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    assert done.returncode == -signal.SIGTERM
+    assert done.stdout == b""

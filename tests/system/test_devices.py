@@ -1,0 +1,141 @@
+"""Choosing devices and meshes, the compilation cache, and what a device can do at best."""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from oarjax.system.devices import (
+    DeviceError,
+    choose_platform,
+    make_mesh,
+    peak_flops,
+    rollout_mesh,
+    use_compilation_cache,
+)
+
+
+def fake_device(monkeypatch, platform: str, kind: str, count: int = 1) -> None:
+    device = types.SimpleNamespace(platform=platform, device_kind=kind)
+    monkeypatch.setattr(jax, "devices", lambda: [device] * count)
+    monkeypatch.setattr(jax, "device_count", lambda: count)
+
+
+def test_auto_takes_what_there_is():
+    assert choose_platform("auto") == choose_platform("cpu") == "cpu"
+
+
+def test_an_absent_device_is_an_error_not_a_slow_run(monkeypatch):
+    with pytest.raises(DeviceError, match=r"tpu was asked for and JAX finds cpu .*oarjax\[tpu\].*or set device: cpu"):
+        choose_platform("tpu")
+    with pytest.raises(DeviceError, match=r"gpu was asked for and JAX finds cpu .*oarjax\[cuda\].*or set device: cpu"):
+        choose_platform("gpu")
+    fake_device(monkeypatch, "gpu", "NVIDIA H200")
+    with pytest.raises(DeviceError, match=r"cpu was asked for .* gpu \(NVIDIA H200\). Set JAX_PLATFORMS=cpu, or set"):
+        choose_platform("cpu")
+
+    def broken():
+        raise RuntimeError("the driver is too old")
+
+    monkeypatch.setattr(jax, "devices", broken)
+    with pytest.raises(DeviceError, match="JAX finds no usable device: the driver is too old"):
+        choose_platform("auto")
+
+
+def test_mesh_over_one_device_has_all_axes():
+    shape = make_mesh(slice=1, data=-1, fsdp=1, tensor=1).shape
+    assert dict(shape) == {"slice": 1, "data": jax.device_count(), "fsdp": 1, "tensor": 1}
+
+
+@pytest.mark.parametrize(
+    ("axes", "says"),
+    [
+        (
+            {"data": 3, "fsdp": 1, "tensor": 1},
+            "'data': 3.* does not multiply to the 8 devices here: 3 does not divide 8; give sizes",
+        ),
+        (
+            {"data": -1, "fsdp": 3, "tensor": 1},
+            "'fsdp': 3.* does not multiply to the 8 devices here: 3 does not divide 8; give",
+        ),
+        ({"data": -1, "fsdp": 16, "tensor": 1}, "'fsdp': 16.* does not multiply to the 8 devices"),
+        ({"data": 2, "fsdp": 2, "tensor": 1}, "does not multiply to the 8 devices here; set one axis to -1"),
+        ({"data": -1, "fsdp": -1, "tensor": 1}, "expected positive sizes and at most one -1"),
+        ({"data": 0, "fsdp": 1, "tensor": 1}, "expected positive sizes and at most one -1"),
+    ],
+)
+def test_mesh_that_does_not_fit(axes, says):
+    with pytest.raises(DeviceError, match=f"mesh: .*{says}"):
+        make_mesh(slice=1, **axes, devices=[Chip("cpu", n) for n in range(8)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What a mesh wants to know of a device. Two slices of four chips each, a square."""
+
+    platform: str
+    id: int
+    device_kind: str = "TPU v4"
+    core_on_chip: int = 0
+
+    @property
+    def slice_index(self) -> int:
+        return self.id % 2
+
+    @property
+    def process_index(self) -> int:
+        return self.id % 2
+
+    @property
+    def coords(self) -> tuple[int, int, int]:
+        place = self.id // 2
+        return (place % 2, place // 2, 0)
+
+
+def test_the_slice_axis_is_the_slice():
+    """Devices come interleaved; each place on the axis has one slice, whole."""
+    chips = [Chip("tpu", n) for n in range(8)]
+    mesh = make_mesh(slice=-1, data=1, fsdp=2, tensor=2, devices=chips)
+    assert dict(mesh.shape) == {"slice": 2, "data": 1, "fsdp": 2, "tensor": 2}
+    for place, part in enumerate(mesh.devices):
+        assert {chip.slice_index for chip in part.flat} == {place}
+    assert {chip.id for chip in mesh.devices.flat} == set(range(8))
+    with pytest.raises(DeviceError, match=r"mesh.slice: 1, and the 8 devices are in 2 slices; set mesh.slice=2"):
+        make_mesh(slice=1, data=2, fsdp=2, tensor=2, devices=chips)
+
+
+def test_slices_of_other_devices_are_a_plain_outer_axis():
+    mesh = make_mesh(slice=2, data=1, fsdp=2, tensor=2, devices=[Chip("cpu", n, "cpu") for n in range(8)])
+    assert [chip.id for chip in mesh.devices.flat] == list(range(8))
+
+
+def test_rollout_mesh_has_the_same_devices_in_the_same_order():
+    mesh = make_mesh(slice=2, data=1, fsdp=2, tensor=2, devices=[Chip("cpu", n, "cpu") for n in range(8)])
+    sampling = rollout_mesh(mesh, tensor=4)
+    assert dict(sampling.shape) == {"data": 2, "tensor": 4}
+    assert [*sampling.devices.flat] == [*mesh.devices.flat]
+    with pytest.raises(DeviceError, match=r"rollout.tensor: 3 does not divide the 8 devices; set a divisor, or null"):
+        rollout_mesh(mesh, tensor=3)
+
+
+def test_compilation_cache(tmp_path):
+    assert use_compilation_cache(str(tmp_path / "a" / "b")) == tmp_path / "a" / "b"
+    assert (tmp_path / "a" / "b").is_dir()
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "a" / "b")
+    assert use_compilation_cache(None) is None
+    assert jax.config.jax_enable_compilation_cache is False
+    use_compilation_cache(str(tmp_path / "a"))
+    assert jax.config.jax_enable_compilation_cache is True
+    (tmp_path / "file").touch()
+    with pytest.raises(DeviceError, match=r"compilation_cache: cannot write to .*; give another folder or null"):
+        use_compilation_cache(str(tmp_path / "file" / "below"))
+
+
+def test_peak_flops(monkeypatch):
+    measured, source = peak_flops(jnp.float32)
+    assert measured > 1e8
+    assert source.startswith("measured")
+    fake_device(monkeypatch, "tpu", "TPU v5 lite", count=4)
+    assert peak_flops(jnp.bfloat16) == (4 * 197e12, "data sheet")

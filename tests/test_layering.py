@@ -1,0 +1,104 @@
+"""Folders have an order, and a file imports only from its own folder and those before it; equations touch no files."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "oarjax"
+
+ORDER = (
+    *("types", "errors", "stats", "costs", "config"),
+    *("rl", "models", "rollout", "credit"),
+    *("system", "runs", "data", "grading", "report"),
+    *("training", "evaluate", "plan", "lab", "study", "bench"),
+    *("notebook", "cli"),
+)
+"""Top-level modules and folders, from the equations up to the command."""
+
+PURE = (
+    *("types", "stats", "costs", "rl", "models", "rollout", "credit"),
+    *("training.iteration", "training.programs", "training.minibatches", "training.metrics"),
+)
+"""Equations and the data path: arrays in, arrays out."""
+
+OUTSIDE = {"os", "pathlib", "subprocess", "rich", "oarjax.runs", "oarjax.system", "oarjax.report", "oarjax.data"}
+"""What the pure modules never import."""
+
+MODULES = {
+    ".".join(p.relative_to(PACKAGE).with_suffix("").parts): p
+    for p in sorted(PACKAGE.rglob("*.py"))
+    if p.name != "__init__.py"
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names of all that a file imports; what comes from this package by its module, never by a name in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: relative imports hide the folder; import from oarjax.… instead"
+            base = str(node.module)
+            for alias in node.names:
+                inner = f"{base}.{alias.name}".removeprefix("oarjax.")
+                names.add(f"oarjax.{inner}" if inner in MODULES else base)
+    return names
+
+
+GRAPH = {
+    module: {name.removeprefix("oarjax.") for name in imports(path) if name.removeprefix("oarjax.") in MODULES}
+    for module, path in MODULES.items()
+}
+
+
+def below(name: str, prefixes: tuple[str, ...] | set[str]) -> bool:
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
+
+
+def test_the_order_names_every_folder_once():
+    assert sorted(ORDER) == sorted({module.split(".")[0] for module in MODULES})
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_never_go_up(module):
+    mine = ORDER.index(module.split(".")[0])
+    for other in GRAPH[module]:
+        theirs = ORDER.index(other.split(".")[0])
+        assert theirs <= mine, f"oarjax.{module} imports oarjax.{other}, whose folder comes later: {' '.join(ORDER)}"
+
+
+def test_no_imports_in_a_circle():
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path[path.index(module) :], module))
+        if module not in done:
+            for other in sorted(GRAPH[module]):
+                visit(other, (*path, module))
+            done.add(module)
+
+    for module in MODULES:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if below(m, PURE)])
+def test_equations_and_the_data_path_touch_nothing_outside(module):
+    wrong = [name for name in imports(MODULES[module]) if below(name, OUTSIDE)]
+    assert not wrong, f"oarjax.{module} is pure and imports {', '.join(wrong)}"
+
+
+def test_no_file_and_no_folder_grows_too_large():
+    lines = {path: len(path.read_text().splitlines()) for path in MODULES.values()}
+    long = {str(path.relative_to(PACKAGE)): n for path, n in lines.items() if n > 450 and path.name != "config.py"}
+    assert not long, f"files of more than 450 lines: {long}"
+    for folder in {path.parent for path in lines}:
+        total = sum(n for path, n in lines.items() if path.parent == folder)
+        assert total <= 3000, f"{folder.relative_to(PACKAGE)} holds {total} lines of its own, more than 3,000"
+
+
+def test_subpackage_inits_are_empty():
+    for init in PACKAGE.rglob("__init__.py"):
+        if init.parent != PACKAGE:
+            assert not init.read_text().strip(), f"{init}: the public API is oarjax/__init__.py alone"

@@ -1,0 +1,184 @@
+"""What notebooks show, and the commands as functions for them."""
+
+import io
+import math
+
+import pytest
+from test_page import EVIL, Reader, completion, runs
+
+import oarjax
+from oarjax import notebook
+from oarjax.config import parse_config
+from oarjax.lab.results import Figure, LabCompletion, LabResult, MethodResult
+from oarjax.notebook import show_completions, show_credit, show_curves, show_lab, show_lab_figure, show_tokens
+from oarjax.report.files import CompletionsWriter, MetricsWriter
+from oarjax.runs.stop import Stopped
+
+UNDEFINED = Figure(math.nan, math.nan, math.nan, 0)
+
+
+def lab(**changes) -> LabResult:
+    figures = {"spearman": Figure(0.5, 0.4, 0.6, 3), "forwards": Figure(2.0, 2.0, 2.0, 1)}
+    figures |= {"recall_exact": Figure(0.7, 0.6, 0.8, 3)}
+    completions = [
+        LabCompletion(
+            prompt="1+1=", answer="2", reference="2", reward=1.0, tokens=["1+1", "=2;", "#### ", "2"],
+            is_reasoning=[True, True, False, False], is_answer=[False, False, False, True], direct=[False] * 4,
+            total=[False] * 4, known=[], scores={"OAR-P": [0.0, 1.0, 0.0, 0.0], "GRPO": [1.0] * 4},
+            weights={"OAR-P": [0.1, 1.9, 1.0, 1.0], "GRPO": [1.0] * 4},
+        )
+    ]  # fmt: skip
+    fields = {
+        "title": "demo",
+        "facts": {},
+        "share": 0.1,
+        "interval": "95% intervals",
+        "oracles": {},
+        "best": {},
+        "methods": [MethodResult("OAR-P", {}, figures), MethodResult("GRPO", {}, {"spearman": UNDEFINED})],
+        "completions": completions,
+    }
+    return LabResult(**(fields | changes))
+
+
+def test_curves_of_folders_and_of_records(tmp_path):
+    with MetricsWriter(tmp_path / "run") as writer:
+        writer.write(1, {"reward": 0.25})
+        writer.write(2, {"reward": 0.75})
+    shown = show_curves({"mine": [{"iteration": 1, "reward": 0.5}], "theirs": tmp_path / "run"})
+    read = Reader(shown._repr_html_())
+    assert read.tags.count("figure") == 1
+    assert "theirs, iteration 2: 0.750" in read.text
+    assert ("path", "class", "line s1") in read.attributes
+    assert "Shown" in repr(shown)
+
+
+def test_chosen_curves_come_in_their_order():
+    chosen = show_curves({"a": [{"iteration": 1, "reward": 0.5, "length": 9.0}]}, metrics=("length", "reward"))
+    assert chosen.html.index("mean length") < chosen.html.index("mean reward")
+    with pytest.raises(ValueError, match="no chart for rewards; there are reward, pass_at_1, length"):
+        show_curves(runs(), metrics=("rewards",))
+
+
+def test_nothing_yet_is_said():
+    assert "No iteration has been finished yet." in show_curves({}).html
+    assert "No completion has been saved yet." in show_completions([]).html
+
+
+def test_completions_of_a_run_are_coloured(tmp_path):
+    with CompletionsWriter(tmp_path / "completions.jsonl") as writer:
+        writer.write(1, [completion()])
+    read = Reader(show_completions(tmp_path).html)
+    styles = [value for _, name, value in read.attributes if name == "style"]
+    assert "background: rgb(var(--boost) / 0.28)" in styles
+    assert "1+1=2↵\n#### 2" in read.text
+
+
+def test_tokens_once_for_each_set_of_weights():
+    shown = show_tokens(["a", "b"], {"first": [0.0, 2.0], "second": [1.0, 1.0]}, answer=[False, True], title="ab?")
+    read = Reader(shown.html)
+    assert [value for _, name, value in read.attributes if name == "title"] == [
+        "weight 0.000", "weight 2.000, answer", "weight 1.000", "weight 1.000, answer",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="one entry per token in each field"):
+        show_tokens(["a", "b"], {"short": [1.0]})
+
+
+def test_credit_by_method_and_its_tables():
+    read = Reader(show_credit(lab()).html)
+    assert read.text.index("OAR-P") < read.text.index("GRPO")
+    assert "OAR-P" not in Reader(show_credit(lab(), methods=("GRPO",)).html).text
+    with pytest.raises(ValueError, match="the lab has no OAR-Q; its methods are OAR-P, GRPO"):
+        show_credit(lab(), methods=("OAR-Q",))
+    table = Reader(show_lab(lab()).html)
+    assert "0.50 ±.10" in table.text
+    assert "95% intervals." in table.text
+    assert "data:image/png;base64,iVBOR" in show_lab_figure(lab()).html
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        lambda: show_completions([(1, completion(prompt=EVIL, tokens=[EVIL] * 4))]),
+        lambda: show_tokens([EVIL], {EVIL: [2.0]}, title=EVIL),
+        lambda: show_curves({EVIL: runs()["GRPO"], "other": runs()["GRPO"]}),
+        lambda: show_lab(lab(methods=[MethodResult(EVIL, {}, {"spearman": Figure(0.5, 0.4, 0.6, 3)})])),
+    ],
+)
+def test_what_models_write_is_shown_and_not_obeyed(shown):
+    read = Reader(shown().html)
+    assert not {"script", "img"} & set(read.tags)
+    assert not [name for _, name, _ in read.attributes if name.startswith("on")]
+    assert "<U+202E>" in read.text or "<U+202E>" in str(read.attributes)
+
+
+def test_styles_end_at_their_own_edge():
+    css = show_curves(runs()).html.split("<style>")[1].split("</style>")[0]
+    selectors = [part.strip() for rule in css.split("}") for part in rule.split("{")[0].split(",")]
+    assert all(s.startswith(".oarjax") for s in selectors if s)
+
+
+# Commands
+
+
+def config(tmp_path):
+    data = {"train": {"source": "builtin:arithmetic"}}
+    return parse_config({"run_dir": str(tmp_path / "run"), "policy": {"path": "builtin:arithmetic"}, "data": data})
+
+
+def test_an_interrupted_run_says_how_to_go_on(tmp_path, monkeypatch):
+    def stopped(*_):
+        raise Stopped
+
+    monkeypatch.setattr(notebook, "train_once", stopped)
+    with pytest.raises(KeyboardInterrupt, match="run is saved; run this again to go on with it"):
+        oarjax.train(config(tmp_path))
+
+
+def test_the_metrics_so_far_are_watched(tmp_path, monkeypatch):
+    def trained(cfg, console, stop, seen):
+        with MetricsWriter(tmp_path / "run") as writer:
+            for n in (1, 2):
+                writer.write(n, {"reward": n / 2})
+                seen()
+
+    monkeypatch.setattr(notebook, "train_once", trained)
+    watched = []
+    folder = oarjax.train(config(tmp_path), watch=lambda records: watched.append([r["reward"] for r in records]))
+    assert folder == tmp_path / "run"
+    assert watched == [[0.5], [0.5, 1.0], [0.5, 1.0]]
+
+
+def test_warnings_alone_are_printed():
+    from oarjax.report.console import OnceWarnings, banner
+
+    console = notebook._WarningsOnly()
+    console.file = io.StringIO()
+    banner(console, {"device": "cpu"})
+    console.rule("seed 0")
+    OnceWarnings(console).say("x", "the policy writes too much")
+    assert console.file.getvalue() == "warning: the policy writes too much\n"
+
+
+@pytest.mark.slow
+def test_parts_of_a_config_fit_together(tmp_path):
+    tree = config(tmp_path).model_dump(mode="json")
+    tree["data"]["train"] |= {"limit": 8}
+    tree["data"] |= {"template": "plain"}
+    tree["data"] |= {"max_prompt": 32}
+    tree["rollout"] |= {"prompts": 2, "group_size": 2, "max_new": 4, "prompt_bucket": 16}
+    tree["credit"]["answer"]["style"] = "hash"
+    tree["update"]["microbatch"] = 4
+    parts = oarjax.open_parts(parse_config(tree))
+    prompts, problems = next(parts.prompts)
+    assert [p.index for p in problems] == prompts.problem.tolist()
+    import jax
+
+    rollout = oarjax.sample(
+        parts.policy, parts.params, prompts, jax.random.key(0), group_size=2, max_new=4, temperature=1.0, top_k=0,
+        top_p=1.0, stop_ids=parts.stop_ids, pad_id=parts.pad_id,
+    )  # fmt: skip
+    texts, tokens = parts.texts(rollout), parts.tokens(rollout)
+    assert texts == ["".join(row) for row in tokens]
+    assert [len(row) for row in tokens] == rollout.completion.sum(1).tolist()
+    assert parts.find_answers(rollout).reasoning.shape == (4, 4)

@@ -1,0 +1,160 @@
+"""Accuracy by hand: pass@k against enumeration, majorities and ties, intervals, paired differences."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from math import comb, nan, sqrt
+
+import numpy as np
+import pytest
+from scipy.stats import norm
+
+from oarjax.credit.answer_text import extract_answer
+from oarjax.grading.rewards import Sample, Unparseable, find_rewards
+from oarjax.stats import (
+    answer_numbers,
+    majority_correct,
+    mean_interval,
+    mean_score,
+    paired_difference,
+    pass_at_k,
+    powers_up_to,
+    share_interval,
+)
+
+
+def scores(*rows):
+    return np.asarray(rows, float)
+
+
+def test_pass_at_k_by_hand():
+    # Two of four right: 1 - C(2, k) / C(4, k) = 1/2, 5/6, 1, 1.
+    found = [pass_at_k(scores([1, 0, 0, 1]), k=k)[0] for k in (1, 2, 3, 4)]
+    np.testing.assert_allclose(found, [1 / 2, 5 / 6, 1, 1], rtol=1e-12)
+
+
+@pytest.mark.parametrize(("n", "c"), [(5, 0), (5, 1), (5, 3), (5, 5), (1, 0), (1, 1)])
+def test_pass_at_k_is_the_mean_over_all_ways_to_choose_k(n, c):
+    row = [1.0] * c + [0.0] * (n - c)
+    for k in range(1, n + 1):
+        expected = np.mean([max(chosen) for chosen in combinations(row, k)])
+        np.testing.assert_allclose(pass_at_k(scores(row), k=k), [expected], rtol=1e-12)
+
+
+def test_pass_at_k_stands_many_samples():
+    row = np.zeros((1, 5000))
+    row[0, :7] = 1
+    exact = 1 - comb(4993, 600) / comb(5000, 600)  # integers of any length
+    np.testing.assert_allclose(pass_at_k(row, k=600), [exact], rtol=1e-10)
+
+
+def test_pass_at_k_counts_only_what_was_graded():
+    rows = scores([1, nan, 0, nan], [nan, nan, nan, 1], [nan, nan, nan, nan])
+    np.testing.assert_allclose(pass_at_k(rows, k=1), [0.5, 1, nan])
+    np.testing.assert_allclose(pass_at_k(rows, k=2), [1, nan, nan])
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_pass_at_k_refuses_more_than_there_are(k):
+    with pytest.raises(ValueError, match=r"expected k within 1\.\.2"):
+        pass_at_k(scores([1, 0]), k=k)
+
+
+def test_avg_is_pass_at_1_for_right_and_wrong():
+    rows = np.random.default_rng(0).integers(0, 2, (20, 8)).astype(float)
+    np.testing.assert_allclose(mean_score(rows), pass_at_k(rows, k=1))
+    np.testing.assert_allclose(mean_score(scores([0.5, nan], [nan, nan])), [0.5, nan])
+
+
+def test_the_majority_wins_and_the_first_of_equals():
+    answers = answer_numbers([["7", "8", "8"], ["7", "8", None], ["8", "7", None], [None, None, None]])
+    assert answers.tolist() == [[0, 1, 1], [0, 1, -1], [0, 1, -1], [-1, -1, -1]]
+    right = scores([1, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 0])
+    assert majority_correct(answers, right).tolist() == [0, 1, 0, 0]
+
+
+def test_majority_of_what_was_not_graded():
+    answers = answer_numbers([["7", "7", "8"], ["7", "7", "8"], [None, None, None]])
+    right = scores([nan, 1, 0], [nan, nan, 0], [nan, nan, nan])
+    np.testing.assert_array_equal(majority_correct(answers, right), [1, nan, nan])
+
+
+def test_interval_by_hand():
+    # Mean 2, deviation 1, t(0.975, 2) = 4.302653.
+    found = mean_interval(np.asarray([1.0, 2, 3, nan]))
+    np.testing.assert_allclose(found, (2, 2 - 4.302653 / sqrt(3), 2 + 4.302653 / sqrt(3), 3), rtol=1e-6)
+    assert np.isnan(mean_interval(np.asarray([1.0]))[1])
+    assert mean_interval(np.asarray([nan])).problems == 0
+
+
+def test_shares_stay_within_0_and_1_and_have_a_width():
+    found = share_interval(np.asarray([1.0] * 9 + [0]))
+    assert found.value == 0.9
+    assert 0 < found.low < 0.9
+    assert found.high == 1
+    z2 = norm.ppf(0.975) ** 2
+    np.testing.assert_allclose(share_interval(np.zeros(30)), (0, 0, z2 / (30 + z2), 30))
+    np.testing.assert_allclose(share_interval(np.ones(30)), (1, 30 / (30 + z2), 1, 30))
+
+
+def test_intervals_hold_the_truth_95_times_in_100():
+    rng = np.random.default_rng(1)
+    hits = 0
+    for _ in range(1000):
+        found = share_interval(rng.binomial(4, rng.beta(2, 2, 60)) / 4)
+        hits += found.low <= 0.5 <= found.high
+    assert 925 <= hits <= 975
+
+
+def test_a_paired_difference_is_narrower_than_two_intervals():
+    hard = np.random.default_rng(2).random(200)
+    ours, theirs = np.clip(hard + 0.1, 0, 1), np.clip(hard, 0, 1)
+    found = paired_difference(ours, theirs)
+    assert 0 < found.low < found.value < 0.1
+    assert found.high - found.low < 0.02
+    assert paired_difference(np.asarray([1.0, nan, 1]), np.asarray([0.0, 1, nan])).problems == 1
+
+
+def test_ks_that_are_shown():
+    assert [powers_up_to(k) for k in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+
+
+def test_labelled_outputs(data):
+    """Outputs with hand-set labels: extraction and reward give the labels, and the figures follow from them."""
+    lines = (data / "grading" / "labelled_outputs.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    (math_reward,) = find_rewards(["math"])
+    found, labels, answers = [], [], []
+    for row in rows:
+        given = [extract_answer(text, style="boxed") for text in row["outputs"]]
+        samples = [Sample(row["question"], text, row["answer"], extracted=a) for text, a in zip(row["outputs"], given)]
+        found.append([math_reward(sample) for sample in samples])
+        labels.append(row["correct"])
+        answers.append(given)
+    assert found == labels
+    right = scores(*labels)
+    np.testing.assert_allclose(pass_at_k(right, k=1).mean(), (3 / 4 + 1 / 4 + 0 + 2 / 4) / 4)
+    np.testing.assert_allclose(pass_at_k(right, k=2).mean(), (1 + 1 / 2 + 0 + 5 / 6) / 4)
+    np.testing.assert_allclose(majority_correct(answer_numbers(answers), right), [1, 0, 0, 1])
+
+
+def test_real_labelled_outputs(shared):
+    """Eight outputs a problem with published labels: the figures from our grading are those from the labels."""
+    lines = (shared / "data" / "math_model_outputs.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines][:12]
+    (math_reward,) = find_rewards(["math"])
+
+    def score(row, text):
+        try:
+            found = extract_answer(text, style="boxed")
+            return math_reward(Sample(row["question"], text, row["gt"], extracted=found))
+        except Unparseable as error:
+            return 0.0 if error.which == "answer" else nan
+
+    ours = scores(*[[score(row, text) for text in row["outputs"]] for row in rows])
+    theirs = scores(*[[float(s) for s in row["score"]] for row in rows])
+    known = np.isfinite(ours).all(1)
+    assert known.sum() >= 11  # one reference is a time of the day
+    for k in powers_up_to(ours.shape[1]):
+        np.testing.assert_allclose(pass_at_k(ours, k=k)[known], pass_at_k(theirs, k=k)[known])

@@ -1,0 +1,105 @@
+import numpy as np
+import pytest
+
+from oarjax.training.minibatches import Deck, bucket, informative_first, join, join_grades, take, trim
+from oarjax.types import AnswerSpan, Grades, Rollout
+
+
+def rollout(prompt: int, lengths: list[int], room: int, first: int = 0) -> Rollout:
+    """Rows whose tokens are 100 * row + position, one prompt token less than there is room for."""
+    rows = np.arange(first, first + len(lengths))
+    completion = np.arange(room) < np.array(lengths)[:, None]
+    valid = np.concatenate([np.arange(prompt) > 0, np.ones(room, bool)])[None].repeat(len(lengths), 0)
+    valid[:, prompt:] = completion
+    return Rollout(
+        tokens=(100 * rows[:, None] + np.arange(prompt + room)).astype(np.int32),
+        valid=valid,
+        completion=completion,
+        behaviour_logps=-completion.astype(np.float32),
+        filtered_logps=-completion.astype(np.float32),
+        ended=np.array(lengths) < room,
+    )
+
+
+def span_of(r: Rollout) -> AnswerSpan:
+    return AnswerSpan(reasoning=r.completion, answer=np.zeros_like(r.completion), found=r.completion.any(1))
+
+
+def test_bucket_rounds_up_to_the_step_and_stops_at_the_limit():
+    assert [bucket(n, 16, 40) for n in (0, 1, 16, 17, 33, 40)] == [16, 16, 16, 32, 40, 40]
+
+
+def test_trim_keeps_every_generated_token():
+    r = rollout(3, [2, 4], room=6)
+    short, span = trim(r, span_of(r), np.arange(2), length=4)
+    assert short.tokens.shape == (2, 7)
+    assert short.completion.sum() == r.completion.sum()
+    assert span.reasoning.shape == (2, 4)
+    np.testing.assert_array_equal(short.tokens, r.tokens[:, :7])
+
+
+def test_trim_refuses_to_cut_a_completion():
+    r = rollout(3, [2, 5], room=6)
+    with pytest.raises(ValueError, match="completions reach 5 tokens, more than 4"):
+        trim(r, span_of(r), np.arange(2), length=4)
+    short, _ = trim(r, span_of(r), np.array([0]), length=4)  # the long row is left out anyway
+    assert short.completion[0].sum() == 2
+
+
+def test_join_left_pads_the_shorter_prompts():
+    both = join([rollout(2, [1, 2], room=3), rollout(4, [3, 3], room=3, first=2)])
+    assert both.tokens.shape == (4, 7)
+    assert not both.valid[:2, :3].any()  # two columns of padding and the unused prompt slot
+    np.testing.assert_array_equal(both.tokens[0, 2:], np.arange(5))
+    np.testing.assert_array_equal(both.completion.sum(1), [1, 2, 3, 3])
+
+
+def test_dealt_rows_come_back_in_their_places():
+    # 5 of 8 rows to 2 minibatches of 2 microbatches of 2: rows 0, 4, 7 to the first and 2, 5 to the second
+    deck = Deck(np.array([0, 2, 4, 5, 7]), minibatches=2, microbatch=2, capacity=8)
+    hands = deck.deal(np.arange(10, 18))
+    np.testing.assert_array_equal(hands[0], [[10, 14], [17, 0]])
+    np.testing.assert_array_equal(hands[1], [[12, 15], [0, 0]])
+    assert [int(n) for n in deck.used] == [2, 1]
+    values = [np.stack([h, h], -1) for h in hands]
+    back = deck.collect(values, np.full((8, 3), -1))
+    np.testing.assert_array_equal(back[:, 0], [10, -1, 12, -1, 14, 15, -1, 17])
+    assert (back[:, 2] == -1).all()  # columns that were trimmed away stay
+
+
+def test_an_empty_deck_has_shapes_and_no_work():
+    deck = Deck(np.array([], int), minibatches=1, microbatch=4, capacity=8)
+    (hand,) = deck.deal({"x": np.ones((8, 5), bool)})
+    assert hand["x"].shape == (2, 4, 5)
+    assert not hand["x"].any()
+    assert deck.used[0] == 0
+
+
+def test_a_capacity_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match="8 rows do not divide into 1 minibatches of microbatches of 3 rows"):
+        Deck(np.arange(8), 1, 3, 8).deal(np.arange(8))
+    with pytest.raises(ValueError, match="9 rows chosen, room for 8"):
+        Deck(np.arange(9), 1, 4, 8).deal(np.arange(9))
+
+
+def test_refilling_keeps_informative_groups_in_drawing_order():
+    # groups 1 and 2 are constant; three groups wanted: 0, 3, 4
+    rows = informative_first(np.array([False, True, True, False, False]), prompts=3, group_size=2)
+    np.testing.assert_array_equal(rows, [0, 1, 6, 7, 8, 9])
+    # too few informative ones: the first constant one fills up
+    rows = informative_first(np.array([True, True, False]), prompts=2, group_size=2)
+    np.testing.assert_array_equal(rows, [0, 1, 4, 5])
+
+
+def test_grades_are_joined_and_chosen_alike():
+    a = Grades(np.float32([1, 0]), {"math": np.float32([1, 0])}, ["graded", "graded"], ["1", "2"], ["", ""])
+    b = Grades(
+        np.float32([np.nan, 1]), {"math": np.float32([np.nan, 1])}, ["timeout", "graded"], [None, "4"], ["x", ""]
+    )
+    both = join_grades([a, b], np.array([2, 0]))
+    np.testing.assert_array_equal(both.rewards, np.float32([np.nan, 1]))
+    assert (both.verdicts, both.answers, both.notes) == (["timeout", "graded"], [None, "1"], ["x", ""])
+
+
+def test_take_picks_rows_of_a_tree():
+    assert take({"a": np.arange(4)}, np.array([3, 1]))["a"].tolist() == [3, 1]

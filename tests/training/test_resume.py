@@ -1,0 +1,87 @@
+"""A run that was stopped and started again ends as one that was not."""
+
+import jax
+import numpy as np
+import pytest
+from conftest import stopped_in
+from rich.console import Console
+
+from oarjax.config import ConfigError, load_config
+from oarjax.data.hf import load_params, read_config
+from oarjax.report.files import read_metrics
+from oarjax.runs import folder as run_folder
+from oarjax.runs.stop import Stop
+from oarjax.training import command
+
+SMALL = [
+    "sft.steps=3",
+    "sft.batch=16",
+    "sft.microbatch=16",
+    "sft.data.limit=64",
+    "data.train.limit=20",
+    "data.eval.limit=16",
+    "rollout.prompts=8",
+    "rollout.group_size=2",
+    "rollout.max_new=16",
+    "update.microbatch=16",
+    "eval.batch=16",
+    "report.html=false",
+    "compilation_cache=null",
+    "checkpoint.every=1",
+    "credit.method=uniform",
+    "optim.schedule=constant",
+    "grading.workers=1",
+]
+
+
+@pytest.mark.slow
+def test_a_stopped_run_ends_as_if_it_had_not_stopped(tmp_path, data, monkeypatch):
+    def config(folder):
+        return load_config(data.parent.parent / "configs/demo.yaml", [*SMALL, "iterations=4", f"run_dir={folder}"])
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    command.train_once(config(whole), Console(quiet=True), Stop())
+
+    with stopped_in(monkeypatch, 3):
+        command.train_once(config(parts), Console(quiet=True), Stop())
+    command.train_once(config(parts), Console(quiet=True), Stop())
+
+    model, _ = read_config(whole / "export")
+    a, b = load_params(whole / "export", model), load_params(parts / "export", model)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
+        np.testing.assert_array_equal(x, y)
+    timeless = [
+        [
+            {k: v for k, v in row.items() if not k.startswith(("seconds", "time", "tokens_per_second", "mfu"))}
+            for row in m
+        ]
+        for m in (read_metrics(whole / "metrics.jsonl"), read_metrics(parts / "metrics.jsonl"))
+    ]
+    assert timeless[0] == timeless[1]
+    assert (whole / "completions.jsonl").read_text() == (parts / "completions.jsonl").read_text()
+
+
+def timeless(folder):
+    """Metrics without what a clock said."""
+    clocks = ("seconds", "time", "tokens_per_second", "mfu")
+    return [
+        {name: value for name, value in row.items() if not name.startswith(clocks)}
+        for row in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+def test_another_config_does_not_touch_a_run(tmp_path, data):
+    demo = data.parent.parent / "configs/demo.yaml"
+    cfg = load_config(demo, [f"run_dir={tmp_path}", "optim.lr=0.25"])
+    run_folder.claim(tmp_path, cfg)
+    (tmp_path / "start").mkdir()
+    run_folder.refuse_another_run(tmp_path, cfg)  # the same command may go on
+    other = load_config(demo, [f"run_dir={tmp_path}", "optim.lr=0.5"])
+    with pytest.raises(ConfigError, match=r"another config \(optim\.lr was 0\.25, is 0\.5\); give another run_dir"):
+        run_folder.refuse_another_run(tmp_path, other)
+    shown = load_config(demo, [f"run_dir={tmp_path}", "optim.lr=0.25", "report.html=false"])
+    run_folder.refuse_another_run(tmp_path, shown)  # what a run learns does not depend on it
+    moved = load_config(demo, ["run_dir=elsewhere", "optim.lr=0.25"])
+    run_folder.refuse_another_run(tmp_path, moved)  # the folder was
+    (tmp_path / "start").rmdir()
+    run_folder.refuse_another_run(tmp_path, other)  # nothing to lose yet

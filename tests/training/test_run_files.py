@@ -1,0 +1,233 @@
+"""What a run folder is gone on with: its checkpoints, its config, its model. Device programs and grader are fakes."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import test_config_fields as fakes
+import tiny
+from conftest import ROOT
+
+import oarjax.training.command
+from oarjax.config import ConfigError, load_config, parse_config
+from oarjax.data.arithmetic import write_builtin_policy
+from oarjax.runs import folder as run_folder
+from oarjax.runs.checkpoint import read_manifest, write_manifest
+from oarjax.runs.durable import Lines, StorageError, read_lines, write_durably
+from oarjax.training import files as run_files
+from oarjax.training.files import RunFiles
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """A config whose run is made of fakes, in a folder of its own."""
+    write_builtin_policy(tmp_path / "policies" / "tiny", seed=0, hidden=16, layers=1, heads=2, kv_heads=1, ffn=16)
+    monkeypatch.chdir(tmp_path)
+    tree = copy.deepcopy(fakes.BASE)
+    tree["checkpoint"] = {"every": 1}
+
+    def make(**changes):
+        return parse_config(tree | changes)
+
+    return make
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(oarjax.training.command, "start_policy", never)
+
+
+@pytest.fixture
+def run(config, tmp_path):
+    fakes.command(config())
+    return tmp_path / "run"
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_anything_is_compiled(run, config, nothing_compiled):
+    shutil.rmtree("policies/tiny")
+    write_builtin_policy("policies/tiny", seed=0, hidden=8, layers=1, heads=2, kv_heads=1, ffn=16)
+    with pytest.raises(
+        ConfigError, match=r"checkpoint run/checkpoints/000002 is of another model or optimizer: params/"
+    ):
+        fakes.command(config())
+
+
+def test_the_checkpoints_own_config_counts_where_the_folders_is_gone(run, config, nothing_compiled):
+    (run / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match=r"run, checkpoint 000002 holds a run of another config \(seed was 0, is 1\)"):
+        fakes.command(config(seed=1))
+
+
+def test_a_finished_run_only_reports_again(run, config):
+    before = (run / "metrics.jsonl").read_text(), (run / "completions.jsonl").read_text()
+    log, *_ = fakes.command(config())
+    assert [entry for entry in log if entry[0] in ("sample", "evaluate", "sft")] == []
+    assert before == ((run / "metrics.jsonl").read_text(), (run / "completions.jsonl").read_text())
+
+
+def test_files_are_cut_to_what_the_checkpoint_knows(run, config):
+    """Lines of an iteration that was not saved are written again, once."""
+    before = fakes.logged(run / "metrics.jsonl"), (run / "completions.jsonl").read_text()
+    shutil.rmtree(run / "checkpoints" / "000002")
+    fakes.command(config())
+    assert before == (fakes.logged(run / "metrics.jsonl"), (run / "completions.jsonl").read_text())
+
+
+def test_lost_lines_and_another_version_are_told(run, config, monkeypatch, capsys):
+    manifest = run / "checkpoints" / "000001" / "manifest.json"
+    shutil.rmtree(run / "checkpoints" / "000002")
+    assert json.loads(manifest.read_text())["record"]["record"]["version"]
+    (run / "metrics.jsonl").write_text("")
+    monkeypatch.setattr(run_files, "version", lambda name: "9.9")
+    said = []
+    monkeypatch.setattr(run_files.RunFiles, "_say", lambda self, text: said.append(text))
+    fakes.command(config())
+    assert "metrics.jsonl: its last" in said[1]
+    assert "bytes up to iteration 1 are missing; lines were lost" in said[1]
+    assert said[0].endswith("and this is 9.9")
+
+
+def test_what_may_differ_and_what_may_not():
+    demo = ROOT / "configs/demo.yaml"
+    before = load_config(demo, ["optim.schedule=constant"]).model_dump(mode="json")
+
+    def differ(*overrides):
+        return run_folder.differences(before, load_config(demo, ["optim.schedule=constant", *overrides]))
+
+    assert differ() == ([], [], [])
+    assert differ("report.html=false", "checkpoint.keep=9").harmless == [
+        "checkpoint.keep was 2, is 9",
+        "report.html was True, is False",
+    ]
+    assert differ("mesh.data=1", "update.microbatch=32").rounding == [
+        "mesh.data was -1, is 1",
+        "update.microbatch was 64, is 32",
+    ]
+    assert differ("plan.topology=v5e-8", "lab.problems=7").harmless == [
+        "lab.problems was 100, is 7",
+        "plan.topology was None, is 'v5e-8'",
+    ]
+    older = {name: section for name, section in before.items() if name != "lora"}  # saved before there was such a field
+    assert run_folder.differences(older, load_config(demo, ["optim.schedule=constant"])) == ([], [], [])
+    assert differ("rollout.temperature=0.5").refused == ["rollout.temperature was 1.0, is 0.5"]
+    assert differ("iterations=40").rounding == ["iterations was 30, is 40"]
+    assert differ("iterations=20").refused == ["iterations was 30, is 20"]
+    assert run_folder.differences(before, load_config(demo, ["iterations=40"])).refused == [
+        "iterations was 30, is 40",
+        "optim.schedule was 'constant', is 'linear'",
+    ]
+
+
+def test_adapters_go_on_only_over_the_commit_that_they_began_with():
+    def check(commit, folder, **changes):
+        session = SimpleNamespace(cfg=tiny.config(**changes), source=Path(folder))
+        RunFiles._check_base(SimpleNamespace(_session=session), commit)
+
+    here = "hub/models--Qwen--Qwen2.5-7B/snapshots/bbb"
+    with pytest.raises(ConfigError, match=r"was at commit aaa when this run began and is at bbb.*policy.revision=aaa"):
+        check("aaa", here, lora__rank=2)
+    check("bbb", here, lora__rank=2)
+    check("aaa", here)  # every weight is in the checkpoint
+    check(None, "some/folder", lora__rank=2)
+
+
+def test_a_line_is_written_whole_or_not_at_all(tmp_path):
+    lines = Lines(tmp_path / "x.jsonl")
+    lines.write({"a": 1})
+    position = lines.sync()
+
+    class Full:
+        def __getattr__(self, name):
+            return getattr(file, name)
+
+        def write(self, data):
+            file.write(data[:3])
+            raise OSError(28, "No space left on device")
+
+    file, lines._file = lines._file, Full()
+    with pytest.raises(StorageError, match=r"cannot write .*x\.jsonl: .*No space left on device; free space, or make"):
+        lines.write({"b": 2})
+    lines._file = file
+    lines.write({"c": float("nan")})
+    lines.close()
+    assert list(read_lines(tmp_path / "x.jsonl")) == [{"a": 1}, {"c": None}]
+    again = Lines(tmp_path / "x.jsonl", position=position)
+    assert (again.short, list(read_lines(tmp_path / "x.jsonl"))) == (0, [{"a": 1}])
+    again.close()
+    assert Lines(tmp_path / "x.jsonl", position=position + 5).short == 5
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    write_durably(tmp_path / "x", "old")
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_durably(tmp_path / "x", "new")
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("x", "old")]
+
+
+@pytest.mark.parametrize("name", ["metrics", "completions"])
+@pytest.mark.parametrize("damage", [b'{"iteration": 1, "rew\n', b"\xff\xfe\n", b"[1]\n"])
+def test_a_damaged_line_is_told_before_anything_is_touched(run, config, name, damage):
+    shutil.rmtree(run / "checkpoints" / "000002")
+    path = run / f"{name}.jsonl"
+    first, *rest = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + damage + b"".join(rest))
+    files = {p: p.read_bytes() for p in run.rglob("*.jsonl")}
+    with pytest.raises(StorageError, match=rf"{name}\.jsonl, line 2: not JSON \(.*; put a good copy .* or remove"):
+        fakes.command(config())
+    assert files == {p: p.read_bytes() for p in run.rglob("*.jsonl")}
+    path.write_bytes(first + b"".join(rest))
+    fakes.command(config())
+    assert (run / "export").is_dir()
+
+
+def test_scores_of_two_metrics_are_not_compared(run, config, monkeypatch):
+    for at in sorted((run / "checkpoints").glob("0*")):
+        manifest = at / "manifest.json"
+        noted = read_manifest(at) | {"score": 1e9, "metric": "maj_at_k"}
+        manifest.unlink()
+        write_manifest(at, noted)
+    said = []
+    monkeypatch.setattr(run_files.RunFiles, "_say", lambda self, text: said.append(text))
+    fakes.command(config(checkpoint={"every": 1, "best": "pass_at_1"}))
+    assert said == [
+        "checkpoint.best was maj_at_k and is pass_at_1: the scores are not compared, the best checkpoint is looked for "
+        "anew"
+    ]
+
+
+def test_a_warm_start_of_another_config_is_refused(config, tmp_path, monkeypatch):
+    sft = fakes.BASE["sft"] | {"steps": 3}
+    saving = {"every": 1, "warm_start": 1}
+    whole = fakes.fake_sft_step
+
+    def fails_in_the_third(log, *args, **kwargs):
+        step = whole(log, *args, **kwargs)
+
+        def failing(*given):
+            if sum(entry[0] == "sft" for entry in log) == 2:
+                raise KeyboardInterrupt
+            return step(*given)
+
+        return failing
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fakes, "fake_sft_step", fails_in_the_third)
+        with pytest.raises(KeyboardInterrupt):
+            fakes.command(config(sft=sft, checkpoint=saving))
+    for name in ("config.yaml", "sft.json"):  # a kill between the first checkpoint and the note of it leaves none
+        (tmp_path / "run" / name).unlink()
+    with pytest.raises(ConfigError, match=r"sft, checkpoint 000002 holds a run of another config \(seed was 0"):
+        fakes.command(config(sft=sft, checkpoint=saving, seed=1))
+    log, *_ = fakes.command(config(sft=sft, checkpoint=saving))
+    assert sum(entry[0] == "sft" for entry in log) < 3
