@@ -12,7 +12,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from oarjax.config import Config, parse_config
 from oarjax.credit.keywords import KeywordTable
 from oarjax.models.policy import Policy
-from oarjax.models.qwen import QwenConfig, make_policy
+from oarjax.models.qwen import make_policy
+from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import init_params
 from oarjax.training.iteration import Outside
 from oarjax.training.programs import Shardings, Steps, make_optimizer, make_steps

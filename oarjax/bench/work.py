@@ -16,7 +16,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from oarjax.config import Config, parse_config
 from oarjax.costs import forward_flops, iteration_flops
 from oarjax.data.hf import load_params, read_config
-from oarjax.models.qwen import QwenConfig, make_policy
+from oarjax.models.qwen import make_policy
+from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import matmul_parameters
 from oarjax.training.iteration import Outside, iterate
 from oarjax.training.programs import Shardings, Steps, make_optimizer, make_steps

@@ -37,7 +37,7 @@ from oarjax.data.hf_files import (
     read_fields,
     tensor_files,
 )
-from oarjax.models.qwen import QwenConfig
+from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import Weight, build_tree, init_params, lookup, weight_table
 from oarjax.runs.durable import cannot_write, sync_files, sync_folder
 from oarjax.system.processes import is_first, to_host, wait_for_all

@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from oarjax.errors import UserError
-from oarjax.models.qwen import QwenConfig
+from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import weight_table
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

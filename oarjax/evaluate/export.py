@@ -12,7 +12,7 @@ from oarjax.config import ConfigError
 from oarjax.data.hf import SHARD_BYTES, export, load_params, read_config, stored_dtype
 from oarjax.data.tokenizer import load_tokenizer, stop_ids
 from oarjax.evaluate.target import Place, Target, checkpoint_params, find_target
-from oarjax.models.qwen import QwenConfig
+from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import parameter_count
 from oarjax.report.files import make_console
 from oarjax.system.devices import choose_platform, make_mesh

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from oarjax.config import BUILTIN_POLICIES, Config, ConfigError, load_config
 from oarjax.data.hf import HUB_NAME
 from oarjax.models.lora import whole
-from oarjax.models.qwen import QwenConfig
+from oarjax.models.qwen_config import QwenConfig
 from oarjax.runs.checkpoint import MANIFEST, damage, finished, read_manifest
 from oarjax.runs.folder import changed, start_folder
 from oarjax.training.adapters import plain_params

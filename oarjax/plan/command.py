@@ -21,7 +21,7 @@ from rich.console import Console
 
 from oarjax.config import Config, ConfigError, load_config
 from oarjax.credit.methods import NEEDS
-from oarjax.models.qwen import QwenConfig
+from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import parameter_count
 from oarjax.plan.architecture import architecture_fields
 from oarjax.plan.programs import PROGRAMS, shapes_of, with_method

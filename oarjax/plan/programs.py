@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from oarjax.config import Config, changed, parse_config
 from oarjax.credit.probe import Probe
-from oarjax.models.qwen import QwenConfig
+from oarjax.models.qwen_config import QwenConfig
 from oarjax.system.plugins import import_object
 from oarjax.training.checks import check_lengths
 from oarjax.training.custom import find_loss, find_method

@@ -11,7 +11,7 @@ from oarjax.costs import Chip
 from oarjax.credit.methods import attribution
 from oarjax.credit.oar_l import SCOPE, chunk_size
 from oarjax.credit.oar_p import bucket_sizes
-from oarjax.models.qwen import QwenConfig
+from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.splash import block_of
 from oarjax.models.weights import matmul_parameters
 from oarjax.plan.credit_costs import (

@@ -19,7 +19,7 @@ import jax
 
 from oarjax.config import parse_config
 from oarjax.errors import UserError
-from oarjax.models.qwen import QwenConfig
+from oarjax.models.qwen_config import QwenConfig
 from oarjax.plan.programs import planned, program_of, with_method
 from oarjax.plan.topology import compiler_version, find_slice, slice_devices
 from oarjax.system.devices import make_mesh

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from oarjax.config import ConfigError, LoraConfig
 from oarjax.models.lora import adapter_axes, adapter_shapes, merged
-from oarjax.models.qwen import QwenConfig
+from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import abstract_params, logical_axes
 from oarjax.types import Params
 

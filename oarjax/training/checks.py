@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from oarjax.config import Config, ConfigError
 from oarjax.credit.answer_text import check_pattern
 from oarjax.grading.rewards import find_rewards, load_plugins
-from oarjax.models.qwen import QwenConfig
+from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.sharding import check_rows
 from oarjax.report.trackers import PACKAGES
 

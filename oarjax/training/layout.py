@@ -15,7 +15,8 @@ from oarjax.config import Config
 from oarjax.models.attention import attention_for
 from oarjax.models.lora import merged
 from oarjax.models.policy import Policy
-from oarjax.models.qwen import QwenConfig, make_policy
+from oarjax.models.qwen import make_policy
+from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.sharding import (
     ROLLOUT,
     batch_spec,

@@ -36,7 +36,7 @@ from oarjax.grading.recorded import Grading
 from oarjax.grading.rewards import Sample
 from oarjax.models.lora import init_adapters
 from oarjax.models.policy import Policy
-from oarjax.models.qwen import QwenConfig
+from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.sharding import batch_spec
 from oarjax.models.weights import abstract_params, parameter_count
 from oarjax.rl.grpo import overlong_penalty

@@ -31,7 +31,7 @@ from oarjax.credit.probe import Probe, ProbeMode
 from oarjax.data.streams import bucketed
 from oarjax.models.lora import whole
 from oarjax.models.policy import Policy
-from oarjax.models.qwen import QwenConfig
+from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.sharding import batch_spec
 from oarjax.models.weights import abstract_params
 from oarjax.training.adapters import trained_shapes

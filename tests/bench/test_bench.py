@@ -23,7 +23,7 @@ from oarjax.cli import app
 from oarjax.config import ConfigError
 from oarjax.costs import forward_flops
 from oarjax.data.hf import write_random_checkpoint
-from oarjax.models.qwen import QwenConfig
+from oarjax.models.qwen_config import QwenConfig
 
 TINY = bench.COMMON | {
     "hidden_size": 16,

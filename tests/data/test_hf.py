@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from oarjax.data import hf
 from oarjax.data.hf import CheckpointError, export, load_params, read_config, read_fields, write_random_checkpoint
 from oarjax.data.tokenizer import load_tokenizer, stop_ids
-from oarjax.models.qwen import UnsupportedModel
+from oarjax.models.qwen_config import UnsupportedModel
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ import pytest
 
 from oarjax.data.hf import load_params, read_config
 from oarjax.models.policy import Policy, positions_of
-from oarjax.models.qwen import QwenConfig, UnsupportedModel, make_policy
+from oarjax.models.qwen import make_policy
+from oarjax.models.qwen_config import QwenConfig, UnsupportedModel
 from oarjax.models.weights import init_params
 
 KINDS = ["qwen2_tied", "qwen2_untied", "qwen2_yarn", "qwen3_tied", "qwen3_untied"]

@@ -10,7 +10,7 @@ import pytest
 from conftest import virtual_devices
 from jax.sharding import PartitionSpec as Spec
 
-from oarjax.models.qwen import QwenConfig
+from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.sharding import (
     ROLLOUT,
     ShardingError,

@@ -15,7 +15,8 @@ from jax.sharding import AxisType, Mesh
 
 from oarjax.models.attention import Segment, attend, attention_for
 from oarjax.models.linear_pair import linear_pair
-from oarjax.models.qwen import QwenConfig, make_policy
+from oarjax.models.qwen import make_policy
+from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.splash import block_of, device_kernel, splash
 
 FIELDS = {
@@ -160,7 +161,8 @@ PROGRAM = """
 import json, jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from oarjax.rollout.logps import token_logps
-from oarjax.models.qwen import QwenConfig, make_policy
+from oarjax.models.qwen import make_policy
+from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import init_params, logical_axes
 from oarjax.credit.oar_g import gradient_importance, row_keys
 from oarjax.credit.probe import outcome_probe

@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 from safetensors import safe_open
 
-from oarjax.models.qwen import Qwen, QwenConfig
+from oarjax.models.qwen import Qwen
+from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import (
     abstract_params,
     divisible_pieces,

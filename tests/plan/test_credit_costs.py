@@ -12,7 +12,8 @@ from oarjax.credit.oar_g import gradient_importance
 from oarjax.credit.oar_l import local_importance
 from oarjax.credit.oar_p import masked_token_importance
 from oarjax.credit.probe import outcome_probe
-from oarjax.models.qwen import QwenConfig, make_policy
+from oarjax.models.qwen import make_policy
+from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import init_params
 from oarjax.plan.credit_costs import (
     PROJECTED,

@@ -17,7 +17,7 @@ from oarjax.config import ConfigError, parse_config
 from oarjax.costs import GIB
 from oarjax.data.hf_files import CheckpointError
 from oarjax.models.published import PUBLISHED
-from oarjax.models.qwen import QwenConfig
+from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import parameter_count
 from oarjax.plan import command as planning
 from oarjax.plan.architecture import architecture_fields

@@ -12,7 +12,7 @@ import yaml
 from conftest import ROOT
 
 from oarjax.config import load_config
-from oarjax.models.qwen import QwenConfig
+from oarjax.models.qwen_config import QwenConfig
 from oarjax.plan.architecture import architecture_fields
 from oarjax.plan.programs import shapes_of
 from oarjax.plan.table import headline, markdown

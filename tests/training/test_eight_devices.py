@@ -16,7 +16,7 @@ from oarjax.training.minibatches import Deck
 from oarjax.training.layout import check_layouts, lay_out, policy_of, rollout_layout
 from oarjax.training.run import new_state
 from oarjax.system.devices import make_mesh
-from oarjax.models.qwen import QwenConfig
+from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import init_params
 from oarjax.training.programs import make_steps
 from oarjax.types import TrainBatch

@@ -98,7 +98,7 @@ import jax
 from oarjax.training.shapes import build, parts_for, programs
 from oarjax.plan.hlo import COLLECTIVES, parse
 from oarjax.system.devices import make_mesh
-from oarjax.models.qwen import QwenConfig
+from oarjax.models.qwen_config import QwenConfig
 import tiny
 
 def instructions(text):

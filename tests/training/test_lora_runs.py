@@ -134,7 +134,7 @@ from oarjax.training.layout import lay_out, policy_of, rollout_layout
 from oarjax.training.run import new_state
 from oarjax.system.devices import make_mesh
 from oarjax.models.lora import whole
-from oarjax.models.qwen import QwenConfig
+from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import init_params
 from oarjax.training.programs import make_steps
 from oarjax.types import TrainBatch
