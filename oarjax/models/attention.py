@@ -1,6 +1,6 @@
 """One attention primitive: queries over several segments of keys under one softmax, in plain XLA.
 
-It runs everywhere and does everything that a policy asks for; ``models.splash`` does part of it faster on TPUs.
+It runs on every platform and covers every case; ``models.splash`` is the faster kernel for some of them on TPUs.
 
 A segment is the new tokens themselves, the rows' own cache, or a prefix cache shared by a group of rows.
 The segments are never concatenated and heads of keys are never repeated: each segment gives a maximum, a
@@ -23,7 +23,7 @@ AttentionKind = Literal["xla", "splash"]
 
 
 def attention_for(wanted: Literal["auto", "xla", "splash"], mesh: Mesh) -> AttentionKind:
-    """What ``auto`` means on a mesh: splash on TPUs.
+    """Resolve ``auto`` by the mesh: splash on TPUs, xla elsewhere.
 
     The mesh's devices decide, not JAX's default backend: a program may be compiled for devices that are elsewhere.
     """

@@ -1,4 +1,4 @@
-"""A linear function given together with its transpose, for maps whose transpose is a kernel of its own.
+"""A linear function paired with its transpose, for maps whose transpose is a separate kernel.
 
 ``jax.custom_vjp`` has no forward mode, and ``jax.custom_derivatives.linear_call``, which has both modes, cannot be
 vmapped. This has all of them: a tangent goes through ``push``, a cotangent through ``pull``, and under ``jax.vmap``
@@ -41,17 +41,17 @@ def _call(*args: Any, push: Linear, pull: Linear, held: int) -> list[Any]:
 
 @_pair.def_abstract_eval
 def _shapes(*args: Any, push: Linear, pull: Linear, held: int) -> list[Any]:
-    given = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args]
-    return [ShapedArray(a.shape, a.dtype) for a in jax.eval_shape(push, *given)]
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args]
+    return [ShapedArray(a.shape, a.dtype) for a in jax.eval_shape(push, *shapes)]
 
 
 def _transpose(cotangents: Any, *args: Any, push: Linear, pull: Linear, held: int) -> list[Any]:
-    given = [ad.instantiate_zeros(ct) for ct in cotangents]
-    return [None] * held + _pair.bind(*args[:held], *given, push=pull, pull=push, held=held)
+    dense = [ad.instantiate_zeros(ct) for ct in cotangents]
+    return [None] * held + _pair.bind(*args[:held], *dense, push=pull, pull=push, held=held)
 
 
 def _batch(args: Any, dims: Any, *, push: Linear, pull: Linear, held: int) -> tuple[list[Any], list[int]]:
-    """Residuals keep the axis that they have, if any; all linear arguments get one in front."""
+    """Batch the linear arguments along a new first axis; residuals keep the axis they have, if any."""
     size = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
     linear = [
         jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)

@@ -29,7 +29,7 @@ RANK = "rank"
 
 
 def adapter_shapes(shapes: Params, *, rank: int, targets: Collection[str]) -> Params:
-    """Shapes of the adapters of every matrix whose name is a target; float32, stacked as the matrices are.
+    """Return the shapes of the adapters of every target matrix; float32, stacked as the matrices are.
 
     Args:
         shapes: of the params, such as ``models.weights.abstract_params``.
@@ -59,7 +59,7 @@ def adapter_shapes(shapes: Params, *, rank: int, targets: Collection[str]) -> Pa
 
 
 def adapter_axes(axes: Params, *, targets: Collection[str]) -> Params:
-    """Names of the adapters' axes, for sharding: A is divided as W's first axis, B as its last.
+    """Name the adapters' axes for sharding: A is divided as W's first axis, B as its last.
 
     ``axes`` are those of the params (``models.weights.logical_axes``).
     """
@@ -72,7 +72,7 @@ def adapter_axes(axes: Params, *, targets: Collection[str]) -> Params:
 
 
 def init_adapters(key: Key[Array, ""], shapes: Params, *, rank: int, targets: Collection[str]) -> Params:
-    """Fresh adapters: A normal with variance 1 / in, B zero.
+    """Initialise adapters: A normal with variance 1 / in, B zero.
 
     An array's numbers depend on the key and its name alone.
     """
@@ -89,7 +89,7 @@ def init_adapters(key: Key[Array, ""], shapes: Params, *, rank: int, targets: Co
 
 
 def laid_over(frozen: Params | None, params: Params) -> Params:
-    """All that a policy's functions read: the frozen tree with the params beside its arrays; no array is touched.
+    """Join frozen and trained params into the tree that a policy's functions read; no array is copied.
 
     With nothing frozen the params are the whole policy.
     """
@@ -106,19 +106,19 @@ def laid_over(frozen: Params | None, params: Params) -> Params:
 
 
 def whole(state: TrainState) -> Params:
-    """The policy that a state stands for, as its functions read it."""
+    """Return all params of a state, trained and frozen, as the policy's functions read them."""
     return laid_over(state.frozen, state.params)
 
 
 def below(params: Params) -> Params:
-    """The params without their adapters: the policy that training started from. No array is touched."""
+    """Drop the adapters from params: the policy that training started from. No array is copied."""
     if not isinstance(params, Mapping):
         return params
     return {name: below(node) for name, node in params.items() if name not in ("lora_a", "lora_b")}
 
 
 def merged(params: Params, *, scale: float, dtype: DTypeLike | None = None) -> Params:
-    """Plain params of the same policy: W + scale * A B, added in float32, then rounded to ``dtype`` or W's own.
+    """Merge adapters into plain params: W + scale * A B, added in float32, then rounded to ``dtype`` or W's own.
 
     Params without adapters come back as they are, cast where a dtype is given. In bfloat16 a change of a weight by less
     than half a unit of its last place, a share of 2^-9 to 2^-8, is lost.

@@ -1,4 +1,4 @@
-"""What the rest of the package knows of a model: four pure functions, and a fifth that makes the head cheaper.
+"""The interface of a model: four pure functions of its params, and an optional fifth that gathers the head once.
 
 Anything that gives these four functions can be trained; ``oarjax.models.qwen.make_policy`` gives them for
 Qwen2, Qwen2.5 and Qwen3. Parameters are an opaque pytree.
@@ -51,10 +51,10 @@ class Unembed(Protocol):
 
 class Head(Protocol):
     def __call__(self, params: Params) -> Params:
-        """The same params as ``unembed`` likes to read them, and all other functions can too.
+        """Prepare params for many calls of ``unembed``; every other function accepts the result too.
 
-        Whoever calls ``unembed`` in a loop calls this once before it: a head that is divided between devices is
-        gathered here, and not once per turn. Gradients pass through to the params. Of its own result it returns that.
+        Call it once before a loop over ``unembed``: a head that is sharded over devices is gathered here instead of in
+        every turn. Gradients pass through to the params. Applied to its own result it changes nothing.
         """
         ...
 
@@ -66,12 +66,12 @@ class InitCache(Protocol):
 
 
 def as_it_is(params: Params) -> Params:
-    """The head of a policy for which there is nothing to prepare."""
+    """Return params unchanged: the ``head`` of a policy that has nothing to prepare."""
     return params
 
 
 class Policy(NamedTuple):
-    """A model as four pure functions of its params; a file of one's own may give them as well as ``make_policy``."""
+    """A model as four pure functions of its params; a custom model provides its own instead of ``make_policy``."""
 
     embed: Embed
     trunk: Trunk

@@ -1,4 +1,4 @@
-"""Sizes of published checkpoints, as their config.json states them: for planning without a network."""
+"""Sizes of published checkpoints, as their config.json states them, for planning without a network."""
 
 from __future__ import annotations
 

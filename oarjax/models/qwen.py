@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5 and Qwen3 dense decoders as Flax NNX modules, given out as a Policy of pure functions."""
+"""Qwen2, Qwen2.5 and Qwen3 dense decoders: Flax NNX modules behind a Policy of pure functions."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def make_policy(
     mesh: Mesh | None = None,
     adapter_scale: float = 1.0,
 ) -> Policy:
-    """The functions of a Qwen, ``head`` among them; params are the dict that ``models.weights`` describes.
+    """Build the Policy of a Qwen, ``head`` included; params are the dict that ``models.weights`` describes.
 
     Matmul operands are in ``compute_dtype`` and accumulate in float32; the residual stream, norms, softmax,
     RoPE angles and logits are float32 (all float64 where compute_dtype is). ``remat`` says what the backward
@@ -196,7 +196,7 @@ def make_policy(
 
     @cache
     def definitions(adapted: frozenset[str]) -> tuple[Any, Any]:
-        """Graph definitions of a layer and of the last norm."""
+        """Return the graph definitions of a layer and of the last norm."""
         options: Any = {"compute_dtype": compute, "adapted": adapted, "adapter_scale": adapter_scale}
         model = nnx.eval_shape(lambda: Qwen(cfg, rngs=nnx.Rngs(0), **options))
         return nnx.split(model.layers)[0], nnx.split(model.norm)[0]
@@ -275,7 +275,7 @@ def make_policy(
 
 
 def _placed(mesh: Mesh, x: Array, *axes: str | tuple[str, ...] | None) -> Array:
-    """x with each of its axes over these mesh axes, or whole for None; left open where they do not divide it."""
+    """Constrain each axis of x to these mesh axes, or keep it whole for None; leave it open where they do not divide it."""
 
     def place(axis: str | tuple[str, ...] | None, size: int) -> Any:
         wanted = tuple(a for a in ((axis,) if isinstance(axis, str) else axis or ()) if a in mesh.shape)
@@ -286,7 +286,7 @@ def _placed(mesh: Mesh, x: Array, *axes: str | tuple[str, ...] | None) -> Array:
 
 
 WHOLE = "whole"
-"""Name of the gathered head, beside ``kernel``, in the params that ``Policy.head`` gives."""
+"""Name of the gathered head, beside ``kernel``, in the params that ``Policy.head`` returns."""
 
 
 @jax.custom_jvp

@@ -14,12 +14,12 @@ REMEDY = "use a dense Qwen2, Qwen2.5 or Qwen3 checkpoint with full attention"
 
 
 class UnsupportedModel(UserError, ValueError):
-    """A config.json that this package cannot compute faithfully; says the field, its value and the remedy."""
+    """A config.json that this package does not compute faithfully; names the field, its value and the remedy."""
 
 
 @dataclass(frozen=True)
 class QwenConfig:
-    """The numbers of one architecture, under config.json's names where it has them."""
+    """The sizes and switches of one architecture, under config.json's names where it has them."""
 
     vocab_size: int
     hidden_size: int

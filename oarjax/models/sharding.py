@@ -41,7 +41,7 @@ class ShardingError(UserError, ValueError):
 
 
 def param_specs(axes: Any, *, rules: Mapping[str, str | None] = RULES) -> Any:
-    """PartitionSpec of every param from its axes' names (``models.weights.logical_axes``).
+    """Return the PartitionSpec of every param from its axes' names (``models.weights.logical_axes``).
 
     A vector takes no ``fsdp`` axis: dividing a norm saves nothing and costs a gather.
 
@@ -59,7 +59,7 @@ def param_specs(axes: Any, *, rules: Mapping[str, str | None] = RULES) -> Any:
 
 
 def spread(spec: PartitionSpec, shape: Sequence[int], mesh: Mapping[str, int]) -> PartitionSpec:
-    """The spec of a stacked matrix that ``fsdp`` does not divide, with it on the longer axis where that goes."""
+    """Move ``fsdp`` to the longer axis of a stacked matrix whose embedding axis does not take it, where it divides."""
     places = [*spec, *[None] * (len(shape) - len(spec))]
     if "fsdp" in places:
         return spec
@@ -72,7 +72,7 @@ def spread(spec: PartitionSpec, shape: Sequence[int], mesh: Mapping[str, int]) -
 
 
 def training_rules(*, kv_heads: int, tensor: int) -> Mapping[str, str | None]:
-    """``RULES`` for a policy of so many key heads on a tensor axis of this size.
+    """Adapt ``RULES`` to a policy with this many key heads on a tensor axis of this size.
 
     Where the axis is a multiple of the key heads, their projections stay whole along it: they are small, and a
     device needs the one key head that its query heads read.
@@ -81,12 +81,12 @@ def training_rules(*, kv_heads: int, tensor: int) -> Mapping[str, str | None]:
 
 
 def row_axes(mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of ``ROWS`` that a mesh has."""
+    """Return the axes of ``ROWS`` that a mesh has."""
     return tuple(axis for axis in ROWS if axis in mesh)
 
 
 def batch_spec(mesh: Mapping[str, int] | None = None) -> PartitionSpec:
-    """Rows of a batch over the mesh's row axes (by default all of ``ROWS``); every other axis whole."""
+    """Divide rows of a batch over the mesh's row axes (by default all of ``ROWS``); keep every other axis whole."""
     return PartitionSpec(ROWS if mesh is None else row_axes(mesh))
 
 
@@ -98,7 +98,7 @@ def check_divisible(
     rules: Mapping[str, str | None] = RULES,
     what: str = "the mesh",
 ) -> None:
-    """Refuse a mesh (axis name -> size) that does not divide every param; ``what`` names it.
+    """Raise where a mesh (axis name -> size) does not divide every param; ``what`` names it.
 
     ``pieces`` has, in the same tree, what each axis may be cut into (``models.weights.divisible_pieces``): an
     axis of heads is cut between heads, never within one.
@@ -120,7 +120,7 @@ def check_divisible(
 
 
 def check_rows(rows: int, mesh: Mapping[str, int], *, what: str, remedy: str = "") -> None:
-    """Refuse a number of rows that the mesh's row axes do not divide; ``what`` is the config field's path.
+    """Raise where the mesh's row axes do not divide a number of rows; ``what`` is the config field's path.
 
     ``remedy``: what would help besides another number of rows.
 
@@ -137,7 +137,7 @@ def check_rows(rows: int, mesh: Mapping[str, int], *, what: str, remedy: str = "
 
 
 def repeated_kv_heads(kv_heads: int, *, tensor: int) -> int:
-    """Key heads of the rollout policy: repeated where the tensor axis is a multiple of them, else as they are.
+    """Return the key heads of the rollout policy: repeated where the tensor axis is a multiple of them, else unchanged.
 
     Grouped-query attention with every key head repeated gives the same numbers.
     """

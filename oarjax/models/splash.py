@@ -1,8 +1,8 @@
 """Causal self-attention by Pallas' TPU kernels ("splash attention"), in forward and reverse mode, over a mesh.
 
-What it saves over ``attention.attend`` is memory and time: scores exist for one block at a time, forward and backward,
-and blocks above the diagonal are skipped. On TPUs the kernels are compiled; elsewhere Pallas' interpreter runs them,
-far too slowly for anything but tests.
+It saves memory and time over ``attention.attend``: scores exist for one block at a time, forward and backward, and
+blocks above the diagonal are skipped. On TPUs the kernels are compiled; elsewhere Pallas' interpreter runs them, far
+too slowly for anything but tests.
 
 Derivatives. The public kernel has reverse mode only, and OAR-G needs a linearisation as well. So a derivative here is
 a ``linear_pair``: cotangents go through the kernel's own backward pass (dq, and dk with dv), which reuses what the
@@ -98,7 +98,7 @@ def causal_mixer(written: Sequence[Array], valid: Bool[Array, "B N"], mesh: Mesh
 
 
 def check_splash(heads: int, dtype: DTypeLike, mesh: Mesh) -> None:
-    """Refuse what ``splash`` cannot do.
+    """Raise for inputs that ``splash`` does not support.
 
     Raises:
         ValueError: "tensor" does not divide the heads, or float64.
@@ -157,7 +157,7 @@ def device_kernel(
     block_k: int,
     interpret: bool,
 ) -> Float[Array, "B heads N h"]:
-    """The rows and heads of one device."""
+    """Compute attention for the rows and heads of one device."""
     mask = CausalMask((q.shape[2], k.shape[2]), offset=offset)
     kernel = make_splash_mha(
         MultiHeadMask([mask] * q.shape[1]),
@@ -220,7 +220,7 @@ def _push(
 
 
 def _key_repeats(heads: int, kv: int, tensor: int) -> int:
-    """How often each key head stands beside itself for "tensor" to divide them all: the least that does."""
+    """Return the smallest number of copies of each key head with which "tensor" divides all key heads."""
     group = heads // kv
     return next(n for n in range(1, group + 1) if group % n == 0 and kv * n % tensor == 0)
 

@@ -35,7 +35,7 @@ class Weight:
 
     @property
     def layers(self) -> int | None:
-        """How many tensors of the checkpoint are stacked here, None for a single one."""
+        """Number of checkpoint tensors stacked here; None for a single one."""
         return self.shape[0] if self.axes[0] == "layers" else None
 
     @property
@@ -51,7 +51,7 @@ class Weight:
 
 
 def weight_table(cfg: QwenConfig) -> tuple[Weight, ...]:
-    """Every tensor of the model, embedding first. A tied head has no entry."""
+    """List every tensor of the model, embedding first. A tied head has no entry."""
     embed, ffn, width = cfg.hidden_size, cfg.intermediate_size, cfg.head_dim
     heads = ("heads", cfg.num_attention_heads * width, cfg.num_attention_heads)
     kv = ("kv_heads", cfg.num_key_value_heads * width, cfg.num_key_value_heads)
@@ -101,7 +101,7 @@ def weight_table(cfg: QwenConfig) -> tuple[Weight, ...]:
 
 
 def build_tree(cfg: QwenConfig, leaf: Callable[[Weight], Any]) -> dict[str, Any]:
-    """The params tree with ``leaf(weight)`` at every place."""
+    """Build the params tree with ``leaf(weight)`` at every place."""
     tree: dict[str, Any] = {}
     for weight in weight_table(cfg):
         node = tree
@@ -112,12 +112,12 @@ def build_tree(cfg: QwenConfig, leaf: Callable[[Weight], Any]) -> dict[str, Any]
 
 
 def lookup(tree: Params, weight: Weight) -> Any:
-    """What stands at a weight's place in a params-like tree."""
+    """Return the node at a weight's place in a params-like tree."""
     return at(tree, weight.path)
 
 
 def at(tree: Params, path: Sequence[str]) -> Any:
-    """What stands at a path of names in a params-like tree."""
+    """Return the node at a path of names in a params-like tree."""
     return reduce(lambda node, name: node[name], path, tree)
 
 
@@ -127,28 +127,28 @@ def abstract_params(cfg: QwenConfig, *, dtype: DTypeLike) -> Params:
 
 
 def logical_axes(cfg: QwenConfig) -> Params:
-    """The name of every axis of every param: tuples of strings in the params' tree."""
+    """Name every axis of every param: tuples of strings in the params' tree."""
     return build_tree(cfg, lambda w: w.axes)
 
 
 def divisible_pieces(cfg: QwenConfig) -> Params:
-    """How many pieces every axis of every param can be cut into, at most: tuples in the params' tree."""
+    """Return the largest number of pieces that each axis of each param divides into: tuples in the params' tree."""
     return build_tree(cfg, lambda w: w.pieces)
 
 
 def parameter_count(cfg: QwenConfig) -> int:
-    """All parameters, a tied head counted once."""
+    """Count all parameters, a tied head once."""
     return sum(math.prod(weight.shape) for weight in weight_table(cfg))
 
 
 def matmul_parameters(cfg: QwenConfig) -> int:
-    """Parameters that a forward pass multiplies each token with: matrices and the head, tied or not."""
+    """Count the parameters in matrix products of a forward pass: the matrices and the head, tied or not."""
     matrices = sum(math.prod(w.shape) for w in weight_table(cfg) if w.path[-1] == "kernel")
     return matrices + (cfg.vocab_size * cfg.hidden_size if cfg.tie_word_embeddings else 0)
 
 
 def sampling_params(cfg: QwenConfig, params: Params, *, kv_heads: int, dtype: DTypeLike) -> Params:
-    """The params of the same policy with each key head repeated to ``kv_heads``, as a sampler reads them.
+    """Convert params for sampling: each key head repeated up to ``kv_heads``, matrices cast to ``dtype``.
 
     Matrices and their biases are in ``dtype``: with the policy's compute dtype no number changes, since they are cast
     to it where they are used. Norms and embeddings, which are read in float32, stay as they are.
@@ -171,7 +171,7 @@ def sampling_params(cfg: QwenConfig, params: Params, *, kv_heads: int, dtype: DT
 
 
 def init_params(cfg: QwenConfig, key: Key[Array, ""], *, dtype: DTypeLike = jnp.float32) -> Params:
-    """Random params as Hugging Face starts them: matrices normal with std ``initializer_range``, norms 1, biases 0.
+    """Initialise params as Hugging Face does: matrices normal with std ``initializer_range``, norms 1, biases 0.
 
     A tensor's numbers depend on the key and its name alone, not on the other tensors.
     """
