@@ -303,24 +303,33 @@ class GrailConfig(Section):
     high: Rate = 5.0
 
 
+def _current_method(name: Any) -> Any:
+    if name == "own":
+        raise ValueError("own is called custom now; set custom")
+    return name
+
+
 class CreditConfig(Section):
-    method: Literal[
-        "uniform",
-        "oar_g",
-        "oar_p",
-        "oar_f",
-        "oar_l",
-        "oar_screened",
-        "entropy_top",
-        "entropy",
-        "keywords",
-        "grail",
-        "random",
-        "permuted",
-        "own",
+    method: Annotated[
+        Literal[
+            "uniform",
+            "oar_g",
+            "oar_p",
+            "oar_f",
+            "oar_l",
+            "oar_screened",
+            "entropy_top",
+            "entropy",
+            "keywords",
+            "grail",
+            "random",
+            "permuted",
+            "custom",
+        ],
+        BeforeValidator(_current_method),
     ] = Field(default="oar_g", description="uniform: plain GRPO; permuted: weights on the wrong tokens, the control")
     function: str | None = Field(
-        default=None, description="for method own: file.py:name or module:name of an oarjax.CreditMethod"
+        default=None, description="for method custom: file.py:name or module:name of an oarjax.CreditMethod"
     )
     permuted_of: Literal["oar_g", "oar_p", "oar_f", "oar_l", "oar_screened"] = Field(
         default="oar_g", description="whose weights permuted shuffles"
@@ -585,8 +594,8 @@ def _contradictions(c: Config) -> Iterator[str]:
                     f"{where}.{name}: {decay} with {where}.moments = bfloat16, in which such averages stand still; "
                     f"lower {name} to .99 or less, or set {where}.moments=float32"
                 )
-    if c.credit.method == "own" and c.credit.function is None:
-        yield "credit.function: needed when credit.method is own; give file.py:name of an oarjax.CreditMethod"
+    if c.credit.method == "custom" and c.credit.function is None:
+        yield "credit.function: needed when credit.method is custom; give file.py:name of an oarjax.CreditMethod"
     if c.credit.answer.style == "regex" and not c.credit.answer.pattern:
         yield "credit.answer.pattern: needed when credit.answer.style is regex"
     if c.credit.answer.style != "regex" and c.credit.answer.pattern is not None:

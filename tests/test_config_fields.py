@@ -199,9 +199,9 @@ def fields() -> dict[str, Field]:
         "advantage.eps": Field(0.5, partial(program, name="advantages")),
         "credit.method": Field("oar_p", score),
         "credit.function": Field(
-            f"{EXAMPLES / 'own_credit.py'}:later",
+            f"{EXAMPLES / 'custom_credit.py'}:later",
             score,
-            {"credit.method": "own", "credit.function": f"{EXAMPLES / 'own_credit.py'}:surprising"},
+            {"credit.method": "custom", "credit.function": f"{EXAMPLES / 'custom_credit.py'}:surprising"},
         ),
         "credit.permuted_of": Field("oar_p", score, {"credit.method": "permuted"}),
         "credit.polarity": Field("wrong", credit),
@@ -252,7 +252,7 @@ def fields() -> dict[str, Field]:
         "lab.answer_tokens": Field(3, tokens_credited, small_lab),
         "lab.bootstrap": Field(50, tokens_credited, small_lab),
         "lab.shown": Field(1, tokens_credited, small_lab),
-        "loss.function": Field(f"{EXAMPLES / 'own_loss.py'}:half_as_hard_on_failures", update),
+        "loss.function": Field(f"{EXAMPLES / 'custom_loss.py'}:half_as_hard_on_failures", update),
         "loss.surrogate": Field("cispo", update),
         "loss.level": Field("sequence", update, {"update.epochs": 2}),
         "loss.aggregation": Field("grpo", denominator),
@@ -342,9 +342,9 @@ def program(cfg: Config, *, name: str) -> str:
         pad_id=session.pad_id,
         rollout=session.rollout,
         keyword_table=session.keyword_table(),
-        own_probe=session.own_probe,
-        own_method=session.own_method,
-        own_loss=session.own_loss,
+        custom_probe=session.custom_probe,
+        custom_method=session.custom_method,
+        custom_loss=session.custom_loss,
     )
     params = abstract_params(session.model, dtype=jnp.float32)
     key = jax.eval_shape(lambda: jax.random.key(0))

@@ -64,17 +64,17 @@ Scorer = Callable[[Params, Rollout, AnswerSpan, Key[Array, "B"], ProbeMode], Sco
 
 def signals(cfg: CreditConfig, own: CreditMethod | None = None) -> frozenset[Signal]:
     """What the method's weights are made of, beside spans, advantages and masks."""
-    return frozenset(_given(own).needs) if cfg.method == "own" else NEEDS[cfg.method]
+    return frozenset(_given(own).needs) if cfg.method == "custom" else NEEDS[cfg.method]
 
 
 def attribution(cfg: CreditConfig, own: CreditMethod | None = None) -> str:
     """The method whose importance is computed: that of ``permuted_of`` for the permuted control.
 
-    For a method of one's own the one that it names; "own" where it computes its own, or needs none.
+    For a method of one's own the one that it names; "custom" where it computes its own, or needs none.
     """
-    if cfg.method == "own":
+    if cfg.method == "custom":
         named = _given(own).importance
-        return named if isinstance(named, str) and "importance" in _given(own).needs else "own"
+        return named if isinstance(named, str) and "importance" in _given(own).needs else "custom"
     return cfg.permuted_of if cfg.method == "permuted" else cfg.method
 
 
@@ -96,8 +96,8 @@ def check_method(own: CreditMethod, *, place: str) -> None:
 def _given(own: CreditMethod | None) -> CreditMethod:
     if own is None:
         raise ConfigError(
-            "credit.method: own needs a method; set credit.function, or give make_steps, scorer or weigher an "
-            "own_method (oarjax.CreditMethod)"
+            "credit.method: custom needs a method; set credit.function, or give make_steps, scorer or weigher a "
+            "custom_method (oarjax.CreditMethod)"
         )
     return own
 
@@ -111,20 +111,20 @@ def scorer(
     *,
     temperature: float,
     pad_id: int,
-    own_probe: Probe | None = None,
-    own_method: CreditMethod | None = None,
+    custom_probe: Probe | None = None,
+    custom_method: CreditMethod | None = None,
 ) -> Scorer:
     """(params, rollout, span, row keys, probe mode) -> importance and clean states; (None, None) where none is needed.
 
-    ``own_probe`` takes the place of the built-in modes, for every method but GRAIL, which has its own.
+    ``custom_probe`` takes the place of the built-in modes, for every method but GRAIL, which has its own.
 
     Raises:
         ConfigError: the method reads an answer and the config looks for none, a counterfactual has no embedding, or
             the method cannot work with whole lines or with a probe of one's own.
     """
-    kind = attribution(cfg, own_method)
-    if kind == "own" and "importance" in signals(cfg, own_method):
-        return _by_function(cfg, policy, own_method)
+    kind = attribution(cfg, custom_method)
+    if kind == "custom" and "importance" in signals(cfg, custom_method):
+        return _by_function(cfg, policy, custom_method)
     if kind == "grail":
         _check_answer(cfg, kind, None)
         return _by_saliency(cfg, policy, temperature)
@@ -137,14 +137,18 @@ def scorer(
     }.get(kind)
     if build is None:
         return lambda params, rollout, span, keys, mode: Scored(None, None)
-    _check_answer(cfg, kind, own_probe)
-    _check_masking(cfg, kind, own_probe)
+    _check_answer(cfg, kind, custom_probe)
+    _check_masking(cfg, kind, custom_probe)
     mask_id = pad_id if cfg.masking.mask_id is None else cfg.masking.mask_id
-    return build(cfg, policy, lambda mode: own_probe or outcome_probe(mode, temperature=temperature), mask_id)
+    return build(cfg, policy, lambda mode: custom_probe or outcome_probe(mode, temperature=temperature), mask_id)
 
 
-def _check_answer(cfg: CreditConfig, kind: str, own_probe: Probe | None) -> None:
-    if cfg.answer.style == "none" and cfg.answer.source == "own" and (own_probe is None or own_probe.reads == "answer"):
+def _check_answer(cfg: CreditConfig, kind: str, custom_probe: Probe | None) -> None:
+    if (
+        cfg.answer.style == "none"
+        and cfg.answer.source == "own"
+        and (custom_probe is None or custom_probe.reads == "answer")
+    ):
         probe = "" if kind == "grail" else "a credit.probe.function that reads the completion, "
         raise ConfigError(
             f"credit.method: {kind} needs an answer and credit.answer.style is none; set the style of your "
@@ -152,7 +156,7 @@ def _check_answer(cfg: CreditConfig, kind: str, own_probe: Probe | None) -> None
         )
 
 
-def _check_masking(cfg: CreditConfig, kind: str, own_probe: Probe | None) -> None:
+def _check_masking(cfg: CreditConfig, kind: str, custom_probe: Probe | None) -> None:
     masking, screened_by = cfg.masking, cfg.screen.by if kind == "oar_screened" else kind
     if masking.counterfactual == "deleted" and screened_by == "oar_f":
         raise ConfigError(
@@ -161,7 +165,7 @@ def _check_masking(cfg: CreditConfig, kind: str, own_probe: Probe | None) -> Non
         )
     if masking.unit != "token" and kind != "oar_p":
         raise ConfigError(f"credit.masking.unit: {masking.unit} is for oar_p; set token, or credit.method to oar_p")
-    if own_probe is not None and own_probe.reads != "answer" and screened_by == "oar_l":
+    if custom_probe is not None and custom_probe.reads != "answer" and screened_by == "oar_l":
         raise ConfigError(
             f"credit.probe.function: {kind} recomputes only the answer's positions and this probe reads the whole "
             "completion; set credit.method to oar_p, oar_g or oar_f, or credit.screen.by to oar_f"
@@ -304,7 +308,7 @@ def _nearby(cfg: CreditConfig, mask_id: int) -> dict[str, Any]:
 
 
 def weigher(
-    cfg: CreditConfig, *, keyword_table: KeywordTable | None = None, own_method: CreditMethod | None = None
+    cfg: CreditConfig, *, keyword_table: KeywordTable | None = None, custom_method: CreditMethod | None = None
 ) -> TokenCredit:
     """(signals, span, advantages, completion, key) -> token weights [B, T] by the configured method and polarity.
 
@@ -314,7 +318,7 @@ def weigher(
     Raises:
         ConfigError: the method needs what is not there.
     """
-    weigh = _given(own_method).weigh if cfg.method == "own" else _bound(cfg, keyword_table)
+    weigh = _given(custom_method).weigh if cfg.method == "custom" else _bound(cfg, keyword_table)
 
     def weights(
         signals: Signals,

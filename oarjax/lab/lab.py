@@ -135,7 +135,7 @@ def score_everything(
     lab, rollout = session.cfg.lab, drawn.rollout
     works: dict[Any, tuple[Callable[..., Any], AnswerSpan]] = {}
     for credit in credits:
-        wants = signals(credit, as_method(session, credit).own_method)
+        wants = signals(credit, as_method(session, credit).custom_method)
         if {"importance", "entropies"} <= wants:
             raise ConfigError(
                 f"lab.methods: {credit.function} needs importance and entropies, and the lab compares one signal a "
@@ -182,7 +182,7 @@ def score_everything(
 
 def draws_noise(credit: CreditConfig) -> bool:
     """Whether another key gives other scores."""
-    if credit.method in ("random", "permuted", "own"):  # of one's own: it may
+    if credit.method in ("random", "permuted", "custom"):  # a custom method may
         return True
     kind = attribution(credit)
     if kind == "oar_g":
@@ -202,8 +202,8 @@ class Judged(NamedTuple):
 def judge(session: Session, drawn: Drawn, credit: CreditConfig, scored: Scored | None, rewards: np.ndarray) -> Judged:
     """Weights, and what tokens are ranked by: the raw scores, or the weights of a method that has none."""
     own = as_method(session, credit)
-    weigh = weigher(credit, keyword_table=own.keyword_table(), own_method=own.own_method)
-    rollout, wants = drawn.rollout, signals(credit, own.own_method)
+    weigh = weigher(credit, keyword_table=own.keyword_table(), custom_method=own.custom_method)
+    rollout, wants = drawn.rollout, signals(credit, own.custom_method)
     made = np.asarray(rollout.completion)
     advantages = jnp.where(jnp.asarray(rewards) > 0, 1.0, -1.0)
 
@@ -217,7 +217,7 @@ def judge(session: Session, drawn: Drawn, credit: CreditConfig, scored: Scored |
         weights = np.asarray(weigh(given, jax.tree.map(jnp.asarray, drawn.span), advantages, jnp.asarray(made), key))
         if credit.method == "random":
             return np.asarray(random_scores(key, rows=made.shape[0], tokens=made.shape[1])), weights
-        return (weights if scores is None or credit.method in ("permuted", "own") else scores), weights
+        return (weights if scores is None or credit.method in ("permuted", "custom") else scores), weights
 
     keys = [jax.random.fold_in(jax.random.key(session.cfg.seed), draw) for draw in range(2)]
     ranking, weights = once(None if scored is None else scored.scores, keys[0])

@@ -78,7 +78,7 @@ def make_programs(session: Session, params: Params) -> Programs:
 
     def attribute(credit: CreditConfig) -> Callable[..., Any]:
         own = as_method(session, credit)
-        given = {"own_probe": own.own_probe, "own_method": own.own_method}
+        given = {"custom_probe": own.custom_probe, "custom_method": own.custom_method}
         score = scorer(credit, policy, temperature=roll.temperature, pad_id=pad, **given)
         return lambda params, r, span, keys: score(params, r, span, keys, credit.probe.mode).importance
 

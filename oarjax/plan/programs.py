@@ -73,10 +73,10 @@ def planned(cfg: Config, model: QwenConfig, mesh: Mesh) -> Built:
     """
     check_lengths(cfg, model)
     check_layouts(cfg, model, mesh)
-    place, own_probe = cfg.credit.probe.function, None
+    place, custom_probe = cfg.credit.probe.function, None
     if place is not None:
-        own_probe = import_object(place, field="credit.probe.function", expected=Probe)
-    own = {"own_probe": own_probe, "own_method": find_method(cfg), "own_loss": find_loss(cfg)}
+        custom_probe = import_object(place, field="credit.probe.function", expected=Probe)
+    own = {"custom_probe": custom_probe, "custom_method": find_method(cfg), "custom_loss": find_loss(cfg)}
     return build(parts_for(cfg, model, mesh, stop_ids=STOPS, pad_id=PAD, **own))
 
 

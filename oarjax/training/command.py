@@ -160,9 +160,9 @@ def start_policy(session: Session, grader: Grader, stop: Stop | None = None) -> 
         pad_id=session.pad_id,
         rollout=session.rollout,
         keyword_table=session.keyword_table(),
-        own_probe=session.own_probe,
-        own_method=session.own_method,
-        own_loss=session.own_loss,
+        custom_probe=session.custom_probe,
+        custom_method=session.custom_method,
+        custom_loss=session.custom_loss,
     )
     before = evaluate(session, steps, grader, params)
     only_first(lambda: write_durably(known, json.dumps(plain_evaluation(before))))

@@ -19,13 +19,13 @@ ROWS, MADE = 2, 8
 
 
 def find_method(cfg: Config) -> CreditMethod | None:
-    """The method that credit.function names, where credit.method is own.
+    """The method that credit.function names, where credit.method is custom.
 
     Raises:
         ConfigError: it is not to be found, not a CreditMethod, or asks for what there is not.
     """
     place = cfg.credit.function
-    if cfg.credit.method != "own" or place is None:
+    if cfg.credit.method != "custom" or place is None:
         return None
     try:
         method = import_object(place, field="credit.function", expected=CreditMethod)

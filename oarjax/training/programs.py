@@ -102,9 +102,9 @@ def make_steps(
     pad_id: int,
     rollout: RolloutLayout | None = None,
     keyword_table: KeywordTable | None = None,
-    own_probe: Probe | None = None,
-    own_method: CreditMethod | None = None,
-    own_loss: TokenLoss | None = None,
+    custom_probe: Probe | None = None,
+    custom_method: CreditMethod | None = None,
+    custom_loss: TokenLoss | None = None,
 ) -> Steps:
     """Bind policy, optimizer and config into jitted programs. Compiles nothing yet.
 
@@ -121,10 +121,10 @@ def make_steps(
     logps_of = partial(token_logps, policy, **head)
     # With one update per rollout the ratio is 1: old = stop_gradient(new), no pass of its own.
     wants_old = cfg.update.epochs * cfg.update.minibatches > 1
-    wants_entropies = "entropies" in signals(cfg.credit, own_method)
-    own = {"own_probe": own_probe, "own_method": own_method}
+    wants_entropies = "entropies" in signals(cfg.credit, custom_method)
+    own = {"custom_probe": custom_probe, "custom_method": custom_method}
     score_of = scorer(cfg.credit, policy, temperature=roll.temperature, pad_id=pad_id, **own)
-    weights_of = weigher(cfg.credit, keyword_table=keyword_table, own_method=own_method)
+    weights_of = weigher(cfg.credit, keyword_table=keyword_table, custom_method=custom_method)
 
     def sample_groups(params: Params, prompts: PromptBatch, key: Key[Array, ""]) -> Rollout:
         return draw(
@@ -232,7 +232,7 @@ def make_steps(
         shaped = jax.tree.map(lambda x: x.reshape(M, b, *x.shape[1:]), given)
         return shaped, credit_metrics(w, s, mask) | wrong
 
-    loss = policy_gradient(policy, cfg, own_loss)
+    loss = policy_gradient(policy, cfg, custom_loss)
 
     def denominator(completion: Bool[Array, "B T"]) -> Float[Array, ""]:
         zeros = jnp.zeros(completion.shape, jnp.float32)
@@ -270,9 +270,9 @@ def make_sft_step(
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings.state, shardings.replicated))
 
 
-def policy_gradient(policy: Policy, cfg: Config, own_loss: TokenLoss | None = None) -> Loss:
+def policy_gradient(policy: Policy, cfg: Config, custom_loss: TokenLoss | None = None) -> Loss:
     """The loss of training, of one microbatch."""
-    of_tokens = own_loss or bound_loss(cfg.loss, max_length=cfg.rollout.max_new)
+    of_tokens = custom_loss or bound_loss(cfg.loss, max_length=cfg.rollout.max_new)
 
     def loss(params: Params, batch: TrainBatch) -> tuple[Mean, Metrics]:
         logps, entropies = token_logps(

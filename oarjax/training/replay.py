@@ -179,7 +179,7 @@ def replay(
         loss = imitation(session.policy, head_chunk=session.cfg.policy.head_chunk)
         scores, weights = Scores(None, None, None, None), jnp.ones(completion.shape)
     else:
-        loss = policy_gradient(session.policy, session.cfg, session.own_loss)
+        loss = policy_gradient(session.policy, session.cfg, session.custom_loss)
         scores = flat(_scores(header, e, params, frozen, session, folder))
         weights = _weights(header, scores, rollout.tokens, span, advantages, completion, session)
     safe = jnp.where(jnp.isfinite(weights).all(-1, keepdims=True), weights, 1)
@@ -234,9 +234,9 @@ def _scores(
         stop_ids=session.stop_ids,
         pad_id=session.pad_id,
         keyword_table=session.keyword_table(),
-        own_probe=session.own_probe,
-        own_method=session.own_method,
-        own_loss=session.own_loss,
+        custom_probe=session.custom_probe,
+        custom_method=session.custom_method,
+        custom_loss=session.custom_loss,
     )
     instead = () if e.probed is None else (e.probed,)
     noise = rollout_key(_key(header), step=header.number, batch=NOISE)
@@ -250,7 +250,7 @@ def _weights(
     """Token weights as the method gives them, those that are not finite included."""
     order = jax.random.fold_in(rollout_key(_key(header), step=header.number, batch=ORDER), header.minibatch)
     signals = Signals(scores.importance, scores.entropies, tokens[:, -completion.shape[1] :])
-    weigh = weigher(session.cfg.credit, keyword_table=session.keyword_table(), own_method=session.own_method)
+    weigh = weigher(session.cfg.credit, keyword_table=session.keyword_table(), custom_method=session.custom_method)
     return weigh(signals, span, advantages, completion, order)
 
 

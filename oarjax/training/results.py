@@ -30,7 +30,7 @@ METHODS = {
     "keywords": "keywords",
     "grail": "GRAIL",
     "random": "random, gated",
-    "own": "own",
+    "custom": "custom",
 }
 """credit.method as the table and the curves name it."""
 

@@ -177,7 +177,7 @@ class Session:
         return instead, replace(at, units=find_units(ids, made, self.table, unit=unit))  # type: ignore[arg-type]
 
     @cached_property
-    def own_probe(self) -> Probe | None:
+    def custom_probe(self) -> Probe | None:
         """The probe of credit.probe.function.
 
         Raises:
@@ -198,12 +198,12 @@ class Session:
         return probe
 
     @cached_property
-    def own_method(self) -> CreditMethod | None:
-        """The method of credit.function, where credit.method is own."""
+    def custom_method(self) -> CreditMethod | None:
+        """The method of credit.function, where credit.method is custom."""
         return find_method(self.cfg)
 
     @cached_property
-    def own_loss(self) -> TokenLoss | None:
+    def custom_loss(self) -> TokenLoss | None:
         """The loss of loss.function."""
         return find_loss(self.cfg)
 
@@ -282,13 +282,13 @@ class Session:
                 raise ConfigError(
                     f"credit.masking.mask_id: {mask_id} is not a token; the vocabulary has {self.model.vocab_size}"
                 )
-            own = {"own_probe": self.own_probe, "own_method": self.own_method}
+            own = {"custom_probe": self.custom_probe, "custom_method": self.custom_method}
             scorer(cfg, self.policy, temperature=1.0, pad_id=self.pad_id, **own)
-            if self.own_probe is not None:
-                self._check_probe(self.own_probe)
-            weigh = weigher(cfg, keyword_table=self.keyword_table(), own_method=self.own_method)
-            if self.own_method is not None:
-                check_weights(weigh, self.own_method, place=f"credit.function: {cfg.function}")
+            if self.custom_probe is not None:
+                self._check_probe(self.custom_probe)
+            weigh = weigher(cfg, keyword_table=self.keyword_table(), custom_method=self.custom_method)
+            if self.custom_method is not None:
+                check_weights(weigh, self.custom_method, place=f"credit.function: {cfg.function}")
             if cfg.answer.source == "reference":
                 _ = self.endings
         except ConfigError as error:
@@ -410,8 +410,8 @@ def open_session(cfg: Config, console: Console, *, evaluates: bool = False) -> S
         pairs=pairs,
     )
     session.check_credit()
-    if session.own_loss is not None:
-        check_loss(session.own_loss, cfg)
+    if session.custom_loss is not None:
+        check_loss(session.custom_loss, cfg)
     return session
 
 

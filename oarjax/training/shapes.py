@@ -59,9 +59,9 @@ class Parts:
     prompt_width: int  # positions of the longest prompts, padded
     held_out_width: int  # of those of data.eval
     keyword_table: KeywordTable | None = None
-    own_probe: Probe | None = None
-    own_method: CreditMethod | None = None
-    own_loss: TokenLoss | None = None
+    custom_probe: Probe | None = None
+    custom_method: CreditMethod | None = None
+    custom_loss: TokenLoss | None = None
     ending_room: int = 0  # positions that credit.answer.source reference adds to a completion
 
 
@@ -96,9 +96,9 @@ def parts_for(
     *,
     stop_ids: tuple[int, ...],
     pad_id: int,
-    own_probe: Probe | None = None,
-    own_method: CreditMethod | None = None,
-    own_loss: TokenLoss | None = None,
+    custom_probe: Probe | None = None,
+    custom_method: CreditMethod | None = None,
+    custom_loss: TokenLoss | None = None,
 ) -> Parts:
     """Parts without a session: prompts as long as ``data.max_prompt`` lets them be."""
     width = bucket(cfg.data.max_prompt, cfg.rollout.prompt_bucket, 1 << 30)
@@ -111,9 +111,9 @@ def parts_for(
         pad_id=pad_id,
         prompt_width=width,
         held_out_width=width,
-        own_probe=own_probe,
-        own_method=own_method,
-        own_loss=own_loss,
+        custom_probe=custom_probe,
+        custom_method=custom_method,
+        custom_loss=custom_loss,
     )
 
 
@@ -130,9 +130,9 @@ def parts_of(session: Session) -> Parts:
         prompt_width=bucketed(session.train.prompts, cfg.rollout.prompt_bucket),
         held_out_width=0 if held_out is None else bucketed(held_out.prompts, cfg.rollout.prompt_bucket),
         keyword_table=session.keyword_table(),
-        own_probe=session.own_probe,
-        own_method=session.own_method,
-        own_loss=session.own_loss,
+        custom_probe=session.custom_probe,
+        custom_method=session.custom_method,
+        custom_loss=session.custom_loss,
         ending_room=session.ending_room if cfg.credit.answer.source == "reference" else 0,
     )
 
@@ -150,9 +150,9 @@ def build(parts: Parts) -> Built:
         pad_id=parts.pad_id,
         rollout=rollout,
         keyword_table=parts.keyword_table,
-        own_probe=parts.own_probe,
-        own_method=parts.own_method,
-        own_loss=parts.own_loss,
+        custom_probe=parts.custom_probe,
+        custom_method=parts.custom_method,
+        custom_loss=parts.custom_loss,
     )
     return Built(parts, tx, layout, rollout, steps)
 

@@ -80,9 +80,9 @@ def train(
         pad_id=session.pad_id,
         rollout=session.rollout,
         keyword_table=session.keyword_table(),
-        own_probe=session.own_probe,
-        own_method=session.own_method,
-        own_loss=session.own_loss,
+        custom_probe=session.custom_probe,
+        custom_method=session.custom_method,
+        custom_loss=session.custom_loss,
     )
     reference = None
     if cfg.loss.kl_beta > 0 and cfg.lora.rank == 0:  # below adapters it is there already
@@ -205,7 +205,7 @@ def _model_flops(session: Session, metrics: dict[str, float]) -> float:
         group_size=cfg.rollout.group_size,
         used_share=metrics["rows_used"] / rows,
         credit_forwards=_credit_forwards(
-            cfg.credit, attribution(cfg.credit, session.own_method), metrics["reasoning_length"]
+            cfg.credit, attribution(cfg.credit, session.custom_method), metrics["reasoning_length"]
         ),
         scoring_forwards=float(cfg.update.epochs * cfg.update.minibatches > 1) + float(cfg.loss.kl_beta > 0),
         epochs=cfg.update.epochs,

@@ -17,15 +17,15 @@ from oarjax.training.iteration import iterate
 from oarjax.training.results import METHODS, label
 from oarjax.types import AnswerSpan
 
-NAMES = [name for name in get_args(CreditConfig.model_fields["method"].annotation) if name != "own"]
-"""The built-in methods; tests/test_own.py has those of one's own."""
+NAMES = [name for name in get_args(CreditConfig.model_fields["method"].annotation) if name != "custom"]
+"""The built-in methods; tests/training/test_custom.py has custom ones."""
 PIECES = [b"", b"", b"#", *(b"%c" % (ord("a") + i) for i in range(tiny.VOCAB - 3))]
 TABLE = keyword_table(["d", "=f"], lambda text: [PIECES.index(bytes([c])) for c in text.encode()], PIECES)
 
 
 def test_every_method_says_what_it_needs_and_has_a_name():
     assert set(NEEDS) == set(NAMES)
-    assert set(METHODS) - {"own"} == set(NAMES) - {"permuted"}
+    assert set(METHODS) - {"custom"} == set(NAMES) - {"permuted"}
     assert label("permuted", CreditConfig(permuted_of="oar_f")) == "OAR-F permuted"
     assert signals(CreditConfig(method="entropy_top")) == {"entropies"}
     assert set(get_args(CreditConfig.model_fields["permuted_of"].annotation)) == set(ATTRIBUTIONS)

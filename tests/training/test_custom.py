@@ -39,8 +39,8 @@ def example(name: str):
     return module
 
 
-credit = example("own_credit")
-losses = example("own_loss")
+credit = example("custom_credit")
+losses = example("custom_loss")
 
 
 def steps_of(cfg, **own):
@@ -54,15 +54,17 @@ def steps_of(cfg, **own):
 
 
 def test_what_a_method_needs_and_whose_importance_it_reads():
-    cfg = CreditConfig(method="own", function="x.py:y")
+    cfg = CreditConfig(method="custom", function="x.py:y")
     assert signals(cfg, credit.later) == frozenset()
-    assert attribution(cfg, credit.later) == "own"
+    assert attribution(cfg, credit.later) == "custom"
     assert signals(cfg, credit.proportional) == {"importance"}
     assert attribution(cfg, credit.proportional) == "oar_p"
-    assert attribution(cfg, credit.surprising) == "own"
-    with pytest.raises(ConfigError, match=r"credit.method: own needs a method; set credit.function, or"):
+    assert attribution(cfg, credit.surprising) == "custom"
+    with pytest.raises(ConfigError, match=r"credit.method: custom needs a method; set credit.function, or"):
         weigher(cfg)
-    with pytest.raises(ConfigError, match=r"credit.function: needed when credit.method is own"):
+    with pytest.raises(ConfigError, match=r"credit.function: needed when credit.method is custom"):
+        tiny.config(credit__method="custom")
+    with pytest.raises(ConfigError, match=r"credit.method: own is called custom now; set custom"):
         tiny.config(credit__method="own")
 
 
@@ -70,8 +72,8 @@ def test_what_a_method_needs_and_whose_importance_it_reads():
     "name", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("later", "proportional")), "surprising"]
 )
 def test_the_example_methods_keep_the_mass_and_train(name):
-    cfg = tiny.config(credit={"method": "own", "function": "x.py:y"})
-    steps, state = steps_of(cfg, own_method=getattr(credit, name))
+    cfg = tiny.config(credit={"method": "custom", "function": "x.py:y"})
+    steps, state = steps_of(cfg, custom_method=getattr(credit, name))
     state, done = iterate(state, None, 1, steps=steps, outside=tiny.outside(), cfg=cfg)
     w, reasoning = done.weights, done.span.reasoning
     assert (w != 1).any()
@@ -83,13 +85,13 @@ def test_the_example_methods_keep_the_mass_and_train(name):
 @pytest.mark.slow
 def test_importance_of_ones_own_is_computed_by_the_rollout_policy_on_the_reasoning_alone():
     policy, _, state = tiny.build(tiny.config())
-    cfg = CreditConfig(method="own", function="x.py:y")
+    cfg = CreditConfig(method="custom", function="x.py:y")
     steps, _ = steps_of(tiny.config())
     rollout = jax.device_get(steps.sample(state.params, tiny.prompts(), jax.random.key(1)))
     span = tiny.find_answers(rollout)
     rollout, span = jax.tree.map(jnp.asarray, (rollout, span))
     keys = jax.random.split(jax.random.key(0), len(rollout.ended))
-    score = scorer(cfg, policy, temperature=1.0, pad_id=0, own_method=credit.surprising)
+    score = scorer(cfg, policy, temperature=1.0, pad_id=0, custom_method=credit.surprising)
     found = score(state.params, rollout, span, keys, "last").importance
     expected = credit._surprisal(policy, state.params, rollout, span, keys)
     np.testing.assert_array_equal(np.asarray(found), np.where(span.reasoning, expected, 0))
@@ -98,12 +100,14 @@ def test_importance_of_ones_own_is_computed_by_the_rollout_policy_on_the_reasoni
 
 
 def test_polarity_holds_for_own_methods():
-    cfg = CreditConfig(method="own", function="x.py:y", polarity="correct")
+    cfg = CreditConfig(method="custom", function="x.py:y", polarity="correct")
     mask = jnp.ones((2, 4), bool)
     span = AnswerSpan(mask, ~mask, jnp.ones(2, bool))
     given = signals(cfg, credit.later)
     assert not given
-    w = weigher(cfg, own_method=credit.later)(credit.Signals(), span, jnp.array([1.0, -1.0]), mask, jax.random.key(0))
+    w = weigher(cfg, custom_method=credit.later)(
+        credit.Signals(), span, jnp.array([1.0, -1.0]), mask, jax.random.key(0)
+    )
     assert (np.asarray(w) != 1).any(1).tolist() == [True, False]
 
 
@@ -154,7 +158,7 @@ def test_an_own_loss_is_what_is_minimised():
     same = bound_loss(cfg.loss, max_length=cfg.rollout.max_new)
     after = []
     for own in (None, same, losses.half_as_hard_on_failures):
-        steps, state = steps_of(cfg, own_loss=own)
+        steps, state = steps_of(cfg, custom_loss=own)
         state, done = iterate(state, None, 1, steps=steps, outside=tiny.outside(), cfg=cfg)
         after.append(jax.device_get(state.params))
         assert np.isfinite(done.metrics["entropy"])
@@ -189,18 +193,18 @@ def test_losses_that_give_something_else_are_told():
     ("change", "says"),
     [
         (
-            "loss.function=docs/examples/own_loss.py:nothing",
-            "loss.function: docs/examples/own_loss.py has nothing named",
+            "loss.function=docs/examples/custom_loss.py:nothing",
+            "loss.function: docs/examples/custom_loss.py has nothing named",
         ),
-        ("loss.function=docs/examples/own_policy.py:VOCAB", "own_policy.py:VOCAB is a int; expected a function"),
-        ("credit.function=docs/examples/own_probe.py:first_and_last", "is a Probe; expected a CreditMethod"),
+        ("loss.function=docs/examples/custom_policy.py:VOCAB", "custom_policy.py:VOCAB is a int; expected a function"),
+        ("credit.function=docs/examples/custom_probe.py:first_and_last", "is a Probe; expected a CreditMethod"),
     ],
 )
 def test_what_is_named_must_be_there(tmp_path, monkeypatch, capsys, change, says):
     monkeypatch.chdir(ROOT)
-    run = ["configs/demo.yaml", f"run_dir={tmp_path / 'run'}", f"compilation_cache={CACHE}", "credit.method=own"]
+    run = ["configs/demo.yaml", f"run_dir={tmp_path / 'run'}", f"compilation_cache={CACHE}", "credit.method=custom"]
     run += ["sft=null", "data.eval=null", "data.train.limit=4"]
-    first = "credit.function=docs/examples/own_credit.py:later"
+    first = "credit.function=docs/examples/custom_credit.py:later"
     monkeypatch.setattr(sys, "argv", ["oarjax", "train", *run, first, change])
     with pytest.raises(SystemExit) as done:
         main()
@@ -212,7 +216,7 @@ def test_what_is_named_must_be_there(tmp_path, monkeypatch, capsys, change, says
 
 
 def test_the_example_rewards():
-    rewards = example("own_reward")
+    rewards = example("custom_reward")
     said = {"prompt": "1+1=", "completion": "#### 2", "answer": "3", "extracted": "2"}
     assert rewards.close(Sample(**said)) == 0.5
     with pytest.raises(Unparseable):
@@ -222,11 +226,11 @@ def test_the_example_rewards():
 
 
 def test_the_example_probe_reads_first_and_last():
-    probe = example("own_probe").first_and_last
+    probe = example("custom_probe").first_and_last
     policy, _, state = tiny.build(tiny.config())
     hidden = jax.random.normal(jax.random.key(0), (2, 6, 16))
     answer = jnp.array([[0, 0, 1, 1, 1, 0], [0, 1, 0, 0, 0, 0]], bool)
-    found = probe.read(policy, state.params, hidden, example("own_probe").Reading(answer * 1, answer | True, answer))
+    found = probe.read(policy, state.params, hidden, example("custom_probe").Reading(answer * 1, answer | True, answer))
     logits = policy.unembed(state.params, hidden)
     np.testing.assert_allclose(found[0], (logits[0, 2] + logits[0, 4]) / 2, rtol=1e-5)
     np.testing.assert_allclose(found[1], logits[1, 1], rtol=1e-5)
@@ -236,7 +240,7 @@ def test_the_example_probe_reads_first_and_last():
 @pytest.mark.parametrize("method", ["uniform", "oar_p"])
 def test_the_example_policy_learns(method):
     """Not a Qwen: four functions of one attention layer, under the public steps."""
-    rewards = example("own_policy").train(30, method=method)
+    rewards = example("custom_policy").train(30, method=method)
     assert np.mean(rewards[:3]) < 0.2
     assert np.mean(rewards[-5:]) > np.mean(rewards[:3]) + 0.2
 

@@ -111,7 +111,7 @@ def built(cfg, read):
     tx, _ = make_optimizer(cfg)
     probe = Probe(read=read, kind="scalar", reads="completion")
     return make_steps(
-        policy, tx, tiny.one_device(), cfg, stop_ids=(tiny.STOP,), pad_id=tiny.PAD, own_probe=probe
+        policy, tx, tiny.one_device(), cfg, stop_ids=(tiny.STOP,), pad_id=tiny.PAD, custom_probe=probe
     ), state
 
 

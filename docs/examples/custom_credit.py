@@ -1,6 +1,6 @@
 """Token credit of one's own: weights from places, from signals, from another attribution, or from the policy itself.
 
-oarjax train configs/demo.yaml credit.method=own credit.function=docs/examples/own_credit.py:surprising
+oarjax train configs/demo.yaml credit.method=custom credit.function=docs/examples/custom_credit.py:surprising
 """
 
 import jax.numpy as jnp

@@ -1,6 +1,6 @@
 """Rewards of one's own.
 
-oarjax train configs/demo.yaml grading.plugins=[docs/examples/own_reward.py] \
+oarjax train configs/demo.yaml grading.plugins=[docs/examples/custom_reward.py] \
     grading.rewards="[{name: exact}, {name: brief, weight: 0.2}]"
 """
 

@@ -1,6 +1,6 @@
 """A loss of one's own: log-probabilities in, a sum and a count out.
 
-oarjax train configs/demo.yaml loss.function=docs/examples/own_loss.py:half_as_hard_on_failures
+oarjax train configs/demo.yaml loss.function=docs/examples/custom_loss.py:half_as_hard_on_failures
 """
 
 import jax
