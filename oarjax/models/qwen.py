@@ -275,7 +275,7 @@ def make_policy(
 
 
 def _placed(mesh: Mesh, x: Array, *axes: str | tuple[str, ...] | None) -> Array:
-    """Constrain each axis of x to these mesh axes, or keep it whole for None; leave it open where they do not divide it."""
+    """Constrain each axis of x to mesh axes, or keep it whole for None; leave it open where they do not divide."""
 
     def place(axis: str | tuple[str, ...] | None, size: int) -> Any:
         wanted = tuple(a for a in ((axis,) if isinstance(axis, str) else axis or ()) if a in mesh.shape)
