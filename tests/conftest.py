@@ -24,6 +24,7 @@ from jaxtyping import install_import_hook
 ROOT = Path(__file__).parent.parent
 CACHE = Path(os.environ.get("OARJAX_TEST_CACHE", Path.home() / ".cache" / "oarjax" / "tests"))
 SHARED = ROOT.parent / "shared"
+TESTS = ROOT / "tests"
 
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
@@ -54,7 +55,7 @@ def json_lines(program: str, *arguments: str, devices: int, quick: bool = False,
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": virtual_devices(devices) if quick else f"--xla_force_host_platform_device_count={devices}",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+        "PYTHONPATH": os.pathsep.join(map(str, [ROOT, TESTS, *sorted(TESTS.glob("*/"))])),
     }
     command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
@@ -87,7 +88,7 @@ def stopped_in(patch: pytest.MonkeyPatch, iteration: int) -> Iterator[None]:
 
 @pytest.fixture
 def data() -> Path:
-    return ROOT / "tests" / "golden"
+    return TESTS / "golden"
 
 
 @pytest.fixture

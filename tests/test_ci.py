@@ -1,13 +1,14 @@
-"""The check that no test is skipped for an unnamed reason."""
+"""Check .ci: no test is skipped for an unnamed reason, and the files it names exist."""
 
+import re
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
-SKIPS = runpy.run_path(str(Path(__file__).parent.parent / ".ci" / "skips.py"))
+SKIPS = runpy.run_path(str(ROOT / ".ci" / "skips.py"))
 KNOWN = "torch is not installed (extra parity)"
 
 SUITE = f"""
@@ -59,3 +60,12 @@ def test_only_unexpected_reasons_fail(tmp_path, capsys, reason, code):
 
 def test_no_more_than_five_reasons():
     assert len(SKIPS["EXPECTED"]) <= SKIPS["MOST_REASONS"] == 5
+
+
+def test_the_files_that_run_on_a_newer_jax_exist(tmp_path):
+    function = re.search(r"^newer_jax_tests\(\).*?^}", (ROOT / ".ci" / "run").read_text(), re.M | re.S)
+    assert function is not None
+    script = f"shopt -s failglob\n{function.group()}\nnewer_jax_tests"  # a pattern that matches nothing is an error
+    files = subprocess.run(["bash", "-c", script], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    assert len(files) > 5
+    assert [file for file in files if not (ROOT / file).is_file()] == []

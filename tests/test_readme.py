@@ -22,6 +22,19 @@ def test_shipped_configs_are_valid_and_say_how_to_run_them(path):
     assert path.read_text().startswith("# ")
 
 
+def test_files_named_in_prose_exist():
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "tpu").glob("*.md")]
+    sources = [path for folder in ("oarjax", "tests", "docs") for path in (ROOT / folder).rglob("*.py")]
+    name = re.compile(r"(?<![\w/.-])(?:oarjax|tests|docs|tpu|notebooks)/[\w./-]+\.(?:py|md|ipynb|sh|json)\b")
+    missing = {
+        f"{path.relative_to(ROOT)}: {file}"
+        for path in pages + sources
+        for file in name.findall(path.read_text(encoding="utf-8"))
+        if not (ROOT / file).exists()
+    }
+    assert missing == set()
+
+
 def test_configs_named_in_the_readme_exist():
     named = set(re.findall(r"configs/[\w.-]+\.yaml", README))
     assert named

@@ -1,6 +1,6 @@
 """Live against transformers on torch (extra parity), and how the golden files in tests/golden/policy were made.
 
-``python tests/test_parity.py FOLDER`` writes them again: one checkpoint per kind of model with random weights
+``python tests/models/test_parity.py FOLDER`` writes them again: one checkpoint per kind of model with random weights
 (norms not 1, biases not 0, matrices large enough that logits spread over several nats), 2 rows of ids and the
 float32 logits that transformers gives with eager attention.
 """

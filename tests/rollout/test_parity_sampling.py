@@ -1,6 +1,6 @@
 """Greedy decoding live against transformers' generate (extra parity), and how tests/golden/sampling was made.
 
-``python tests/test_parity_sampling.py tests/golden`` writes the golden files again, from the checkpoints in
+``python tests/rollout/test_parity_sampling.py tests/golden`` writes the golden files again, from the checkpoints in
 tests/golden/policy: 4 left-padded prompts, 16 greedy tokens, their log-probs at temperature 1.
 """
 

@@ -1,14 +1,10 @@
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import virtual_devices
+from conftest import TESTS, json_lines
 from test_logps import array_shapes
 from toy_policy import left_padded, toy_params, toy_policy
 
@@ -39,8 +35,8 @@ def toy():
 
 
 @pytest.fixture(scope="module")
-def qwen(request):
-    folder = request.path.parent / "golden" / "policy" / "qwen3_untied"
+def qwen():
+    folder = TESTS / "golden" / "policy" / "qwen3_untied"
     cfg, folder = read_config(folder)
     return make_policy(cfg, remat="none"), load_params(folder, cfg, dtype=jnp.float32)
 
@@ -261,7 +257,7 @@ def test_more_prompts_leave_the_earlier_rows_alone():
 
 FOUR_DEVICES = """
 import jax, numpy as np
-from test_sampling import prompt_batch, sampler
+from test_sampler import prompt_batch, sampler
 from toy_policy import toy_params, toy_policy
 policy, params = toy_policy(), toy_params(jax.random.key(3), scale=0.7)
 prompts = prompt_batch(4, [[1, 2], [3], [4, 5, 6], [7]])
@@ -278,15 +274,7 @@ np.testing.assert_allclose(one.behaviour_logps, many.behaviour_logps, atol=1e-5)
 @pytest.mark.slow
 def test_rows_split_over_devices_draw_the_same():
     """In a process of its own, since the number of devices is fixed when jax starts."""
-    environment = os.environ | {
-        "XLA_FLAGS": virtual_devices(4),
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", FOUR_DEVICES], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    json_lines(FOUR_DEVICES, devices=4, quick=True)
 
 
 # The program --------------------------------------------------------------------------------------
