@@ -1,6 +1,8 @@
-"""A text that would break a careless page, and a reader that notices."""
+"""A text that would break a careless page, a reader that notices, and what pages show otherwise."""
 
 from html.parser import HTMLParser
+
+from oarjax.report.files import CompletionRow
 
 VOID = {"meta", "input"}
 EVIL = '<script>alert(1)</script>"onload="x\' </pre><img src=http://evil.example/x.png>{{ 7 * 7 }}\u202e\x1b[2J'
@@ -30,3 +32,24 @@ class Reader(HTMLParser):
 
     def handle_data(self, data):
         self.text += data
+
+
+def completion(**changes) -> CompletionRow:
+    fields = {
+        "prompt": "1+1?",
+        "completion": "1+1=2\n#### 2",
+        "reward": 1.0,
+        "answer": "2",
+        "verdict": "graded",
+        "advantage": 0.75,
+        "tokens": ["1+1", "=2\n", "#### ", "2"],
+        "weights": [0.1, 1.9, 1.0, 1.0],
+        "is_reasoning": [True, True, False, False],
+        "is_answer": [False, False, False, True],
+    }
+    return CompletionRow(**(fields | changes))
+
+
+def runs() -> dict:
+    records = [{"iteration": n, "time": 1.0, "reward": 0.5 + n / 100, "entropy": None} for n in range(4)]
+    return {"OAR-G": [*records, {"iteration": 4, "pass_at_1": 0.9}], "GRPO": records}

@@ -4,7 +4,7 @@ import io
 import math
 
 import pytest
-from test_page import EVIL, Reader, completion, runs
+from hostile_page import EVIL, Reader, completion, runs
 
 import oarjax
 from oarjax import notebook

@@ -4,28 +4,11 @@ import math
 import sys
 
 import pytest
-from hostile_page import EVIL, Reader
+from hostile_page import EVIL, Reader, completion, runs
 
 from oarjax.report.curves import average, curves, drawn_panels, moving_mean, points
-from oarjax.report.files import CompletionRow
 from oarjax.report.page import nice_ticks, pick_completions, token_colour, token_pieces, write_page
 from oarjax.report.summary import SummaryRow
-
-
-def completion(**changes) -> CompletionRow:
-    fields = {
-        "prompt": "1+1?",
-        "completion": "1+1=2\n#### 2",
-        "reward": 1.0,
-        "answer": "2",
-        "verdict": "graded",
-        "advantage": 0.75,
-        "tokens": ["1+1", "=2\n", "#### ", "2"],
-        "weights": [0.1, 1.9, 1.0, 1.0],
-        "is_reasoning": [True, True, False, False],
-        "is_answer": [False, False, False, True],
-    }
-    return CompletionRow(**(fields | changes))
 
 
 def summary() -> list[SummaryRow]:
@@ -35,11 +18,6 @@ def summary() -> list[SummaryRow]:
         SummaryRow(name="SFT policy", pass_at_1=0.7, low=0.66, high=0.74, **nothing, **rest),
         SummaryRow("OAR-G", 0.9, 0.87, 0.93, 20.0, 16.5, 23.5, mean_length=60.0, **rest),
     ]
-
-
-def runs() -> dict:
-    records = [{"iteration": n, "time": 1.0, "reward": 0.5 + n / 100, "entropy": None} for n in range(4)]
-    return {"OAR-G": [*records, {"iteration": 4, "pass_at_1": 0.9}], "GRPO": records}
 
 
 def page(tmp_path, **changes) -> tuple[str, Reader]:

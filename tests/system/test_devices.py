@@ -1,11 +1,11 @@
 """Choosing devices and meshes, the compilation cache, and what a device can do at best."""
 
-import dataclasses
 import types
 
 import jax
 import jax.numpy as jnp
 import pytest
+from fake_chips import Chip
 
 from oarjax.system.devices import (
     DeviceError,
@@ -69,29 +69,6 @@ def test_mesh_over_one_device_has_all_axes():
 def test_mesh_that_does_not_fit(axes, says):
     with pytest.raises(DeviceError, match=f"mesh: .*{says}"):
         make_mesh(slice=1, **axes, devices=[Chip("cpu", n) for n in range(8)])
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """What a mesh wants to know of a device. Two slices of four chips each, a square."""
-
-    platform: str
-    id: int
-    device_kind: str = "TPU v4"
-    core_on_chip: int = 0
-
-    @property
-    def slice_index(self) -> int:
-        return self.id % 2
-
-    @property
-    def process_index(self) -> int:
-        return self.id % 2
-
-    @property
-    def coords(self) -> tuple[int, int, int]:
-        place = self.id // 2
-        return (place % 2, place // 2, 0)
 
 
 def test_the_slice_axis_is_the_slice():

@@ -74,7 +74,7 @@ def test_permuted_weights_are_oars_on_other_tokens(oar):
     _, control = run(tiny.config(credit__method="permuted"))
     assert not np.allclose(oar.weights, control.weights)
     for row in range(16):
-        mask = credit.answer_span.reasoning[row]
+        mask = oar.span.reasoning[row]
         np.testing.assert_allclose(np.sort(oar.weights[row, mask]), np.sort(control.weights[row, mask]), rtol=1e-6)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny
 from conftest import json_lines
-from test_devices import Chip
+from fake_chips import Chip
 
 from oarjax.models.policy import positions_of
 from oarjax.models.qwen import make_policy
