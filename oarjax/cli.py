@@ -112,6 +112,17 @@ def sample(
     run(policy, prompts, template.value, count, max_new, temperature, top_k, top_p, seed)
 
 
+@app.command(epilog="Example: oarjax status runs/demo")
+def status(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, of this machine or a mounted bucket.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """Print how far a run has got: iteration, reward, speed, time left and last checkpoint."""
+    from oarjax.report.status import show_status
+
+    show_status(run, as_json=as_json)
+
+
 EVALUATE_HELP = (
     "Evaluate a policy on benchmarks by name: pass@1, pass@k, avg@k and maj@k with 95% intervals.\n\n"
     "Benchmarks: gsm8k, math500, aime24, aime25, amc23 (from the hub, or name=file for a local copy), demo, any file "

@@ -1,0 +1,134 @@
+"""``oarjax status``: how far a run has got, read from its folder alone, wherever it is running. Imports no jax."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+import yaml
+from rich.table import Table
+
+from oarjax.config import ConfigError
+from oarjax.report.files import make_console, read_metrics, short, visible
+
+RECENT = 10
+"""Iterations over which speed and reward are averaged."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """One run at the time of asking; None where the folder does not say."""
+
+    run: str
+    state: str  # in words: before the first iteration, warm start, training, finished, ...
+    iteration: int
+    iterations: int
+    reward: float | None  # mean of the recent iterations
+    pass_at_1: float | None  # of the last evaluation
+    evaluated_at: int | None
+    seconds_per_iteration: float | None  # median of the recent iterations
+    seconds_left: float | None
+    seconds_spent: float  # in iterations; a stopped run does not count its pause
+    seconds_since_written: float | None  # since the last line of metrics.jsonl
+    checkpoint: int | None  # iteration of the newest sealed checkpoint
+    skipped_in_a_row: int
+
+
+def run_status(folder: Path, *, now: float | None = None) -> Status:
+    """Read how far a run has got.
+
+    Raises:
+        ConfigError: the folder holds no run.
+        StorageError: metrics.jsonl is damaged.
+    """
+    config = folder / "config.yaml"
+    if not config.is_file():
+        raise ConfigError(f"status: {folder} holds no run (no config.yaml); give the run_dir of oarjax train")
+    cfg: Mapping[str, Any] = yaml.safe_load(config.read_text(encoding="utf-8"))
+    records = read_metrics(folder / "metrics.jsonl")
+    trained = [r for r in records if r["iteration"] > 0]
+    recent = trained[-RECENT:]
+    rewards = [r["reward"] for r in recent if r.get("reward") is not None]
+    seconds = [r["seconds/total"] for r in recent if r.get("seconds/total") is not None]
+    evaluated = [r for r in records if r.get("pass_at_1") is not None]
+    iteration = int(trained[-1]["iteration"]) if trained else 0
+    pace = statistics.median(seconds) if seconds else None
+    left = max(int(cfg["iterations"]) - iteration, 0)
+    return Status(
+        run=str(folder),
+        state=_state(folder, iteration, int(cfg["iterations"])),
+        iteration=iteration,
+        iterations=int(cfg["iterations"]),
+        reward=statistics.fmean(rewards) if rewards else None,
+        pass_at_1=evaluated[-1]["pass_at_1"] if evaluated else None,
+        evaluated_at=int(evaluated[-1]["iteration"]) if evaluated else None,
+        seconds_per_iteration=pace,
+        seconds_left=None if pace is None else pace * left,
+        seconds_spent=float(sum(r.get("seconds/total") or 0.0 for r in trained)),
+        seconds_since_written=(time.time() if now is None else now) - records[-1]["time"] if records else None,
+        checkpoint=_newest_checkpoint(folder),
+        skipped_in_a_row=int(trained[-1].get("skipped_in_a_row") or 0) if trained else 0,
+    )
+
+
+def show_status(folder: Path, *, as_json: bool) -> None:
+    """Print a run's status as a table, or as one JSON document."""
+    status = run_status(folder)
+    if as_json:
+        print(json.dumps(asdict(status)))
+        return
+    console, table = make_console(), Table(show_header=False, box=None)
+    for name, value in _lines(status).items():
+        table.add_row(name, value)
+    console.print(table)
+
+
+def _lines(s: Status) -> dict[str, str]:
+    evaluated = "not yet" if s.pass_at_1 is None else f"{s.pass_at_1:.1%} after iteration {s.evaluated_at}"
+    pace = "not yet known" if s.seconds_per_iteration is None else f"{short(s.seconds_per_iteration)} s"
+    lines = {
+        "run": visible(s.run),
+        "state": s.state,
+        "iteration": f"{s.iteration} of {s.iterations}",
+        "reward": "not yet known" if s.reward is None else f"{short(s.reward)} (mean of the last {RECENT})",
+        "pass@1": evaluated,
+        "per iteration": pace,
+        "left": "not yet known" if s.seconds_left is None else duration(s.seconds_left),
+        "spent": duration(s.seconds_spent),
+        "last line": "none" if s.seconds_since_written is None else f"{duration(s.seconds_since_written)} ago",
+        "checkpoint": "none" if s.checkpoint is None else f"iteration {s.checkpoint}",
+    }
+    if s.skipped_in_a_row:
+        lines["warning"] = f"the last {s.skipped_in_a_row} updates were skipped: their numbers were not finite"
+    return lines
+
+
+def duration(seconds: SupportsFloat) -> str:
+    """Seconds as days, hours, minutes and seconds, the two largest that are not 0."""
+    whole = max(round(float(seconds)), 0)
+    parts = [(whole // 86400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "min"), (whole % 60, "s")]
+    return " ".join(f"{n} {unit}" for n, unit in [p for p in parts if p[0]][:2]) or "0 s"
+
+
+def _state(folder: Path, iteration: int, iterations: int) -> str:
+    if iteration >= iterations:
+        exported = any((folder / name).is_file() for name in ("export/config.json", "summary.json"))
+        return "finished" if exported else "all iterations done, not yet exported"
+    if iteration:
+        return "training"
+    if (folder / "sft").exists():
+        return "warm start"
+    return "before the first iteration"
+
+
+def _newest_checkpoint(folder: Path) -> int | None:
+    try:
+        newest = json.loads((folder / "checkpoints.json").read_text(encoding="utf-8"))["newest"]
+        return int(newest)
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None

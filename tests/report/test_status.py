@@ -1,0 +1,77 @@
+"""How far a run has got, from the files of runs that are starting, going on, done or not there."""
+
+import json
+
+import pytest
+
+from oarjax.cli import app
+from oarjax.config import ConfigError
+from oarjax.report.status import duration, run_status
+
+
+def run_folder(tmp_path, records=(), **files):
+    (tmp_path / "config.yaml").write_text("iterations: 4\n")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    for name, text in files.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    return tmp_path
+
+
+def line(iteration, **fields):
+    return {"iteration": iteration, "time": 100.0 + iteration, **fields}
+
+
+def test_a_run_in_the_middle(tmp_path):
+    records = [
+        line(0, pass_at_1=0.25),
+        line(1, reward=0.5, **{"seconds/total": 90.0}),  # compiles
+        line(2, reward=None, **{"seconds/total": 10.0}),
+        line(3, reward=1.0, pass_at_1=0.5, skipped_in_a_row=2.0, **{"seconds/total": 20.0}),
+    ]
+    s = run_status(run_folder(tmp_path, records, checkpoints='{"newest": 2}'), now=163.0)
+    assert (s.state, s.iteration, s.iterations, s.checkpoint) == ("training", 3, 4, 2)
+    assert (s.reward, s.pass_at_1, s.evaluated_at) == (0.75, 0.5, 3)
+    assert (s.seconds_per_iteration, s.seconds_left, s.seconds_spent) == (20.0, 20.0, 120.0)
+    assert (s.seconds_since_written, s.skipped_in_a_row) == (60.0, 2)
+
+
+def test_a_run_that_has_only_begun(tmp_path):
+    s = run_status(run_folder(tmp_path))
+    assert (s.state, s.iteration, s.reward, s.seconds_left, s.checkpoint) == (
+        "before the first iteration",
+        0,
+        None,
+        None,
+        None,
+    )
+    (tmp_path / "sft").mkdir()
+    assert run_status(tmp_path).state == "warm start"
+
+
+def test_a_finished_run(tmp_path):
+    folder = run_folder(tmp_path, [line(4, reward=1.0)])
+    assert run_status(folder).state == "all iterations done, not yet exported"
+    (folder / "summary.json").write_text("{}")
+    assert run_status(folder).state == "finished"
+
+
+def test_no_run_is_an_error_that_says_what_to_give(tmp_path):
+    with pytest.raises(ConfigError, match="holds no run"):
+        run_status(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (59.6, "1 min"), (3661, "1 h 1 min"), (86400 * 2 + 60, "2 d 1 min"), (-3, "0 s")]
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_the_command(tmp_path, capsys):
+    folder = run_folder(tmp_path, [line(1, reward=0.5, **{"seconds/total": 7.0})])
+    app(["status", str(folder), "--json"], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)["seconds_left"] == 21.0
+    app(["status", str(folder)], standalone_mode=False)
+    text = capsys.readouterr().out
+    assert "1 of 4" in text
+    assert "21 s" in text
