@@ -1,40 +1,53 @@
-"""How often a policy is right, from samples that were graded: pass@1, pass@k, the majority's answer, with intervals.
+"""Accuracy figures from graded samples, and every interval of the package: Student, normal, Wilson and bootstrap.
 
-Problems are the independent draws: every figure is a mean over problems, and its interval is over problems too. A
-sample that could not be graded is NaN and counts for nothing, neither right nor wrong.
+Problems are the independent draws: a figure is a mean over problems, and its interval is over problems too. A sample
+that could not be graded is NaN and is left out: it is neither right nor wrong. All intervals are two-sided, 95%.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, Int
 from scipy.special import stdtrit  # scipy.stats has it too, and takes a second to import
 
-Z95 = 1.959963984540054  # the normal quantile of a two-sided 95% interval
+LEVEL = 0.95
+"""Coverage of every interval: the share of repeated experiments whose interval contains the true mean."""
+Z95 = 1.959963984540054
+"""Normal quantile of a two-sided interval of that coverage."""
 
 
-class Figure(NamedTuple):
-    """A mean over problems with its 95% interval; NaN where nothing is known, or a single problem has no interval."""
+@dataclass(frozen=True)
+class Interval:
+    """A mean with its 95% interval. NaN where nothing is known, and for the ends of a single draw's interval."""
 
-    value: float
+    mean: float
     low: float
     high: float
-    problems: int  # that it is a mean over
+    count: int  # independent draws (problems, seeds, batches) behind the mean
+
+    @property
+    def half(self) -> float:
+        """Half the interval's width, in the units of the mean."""
+        return (self.high - self.low) / 2
+
+
+# Accuracy of each problem -----------------------------------------------------------------------------------------
 
 
 def mean_score(scores: Float[np.ndarray, "P n"]) -> Float[np.ndarray, "P"]:
-    """Mean over each problem's graded samples, NaN where there is none. Its mean over problems is avg@n."""
+    """Average each problem's graded samples; NaN where there are none. The mean over problems is avg@n."""
     known = np.isfinite(scores)
     count = known.sum(1)
     return np.where(count > 0, np.where(known, scores, 0).sum(1) / np.maximum(count, 1), np.nan)
 
 
 def pass_at_k(correct: Float[np.ndarray, "P n"], *, k: int) -> Float[np.ndarray, "P"]:
-    """Chance that at least one of k samples is right, unbiased from the n that there are (Chen et al., 2021, eq. 1).
+    """Estimate the chance that at least one of k samples is right, unbiased (Chen et al., 2021, eq. 1).
 
     With c of n graded samples right: 1 - C(n - c, k) / C(n, k), as the product of 1 - k / i over i in n - c + 1 .. n,
     which overflows for no n. NaN for a problem with fewer than k graded samples.
@@ -50,68 +63,156 @@ def pass_at_k(correct: Float[np.ndarray, "P n"], *, k: int) -> Float[np.ndarray,
     known = np.isfinite(correct)
     n, c = known.sum(1), np.nansum(correct, 1)
     i = np.arange(1, correct.shape[1] + 1)
-    among = (i > (n - c)[:, None]) & (i <= n[:, None])
-    all_wrong = np.prod(np.where(among, np.maximum(1 - k / i, 0), 1.0), axis=1)
+    factors = (i > (n - c)[:, None]) & (i <= n[:, None])
+    all_wrong = np.prod(np.where(factors, np.maximum(1 - k / i, 0), 1.0), axis=1)
     return np.where(n >= k, 1 - all_wrong, np.nan)
 
 
+def powers_up_to(k: int) -> list[int]:
+    """Return 1, 2, 4, ... and k itself: the k's that pass@k is shown for."""
+    return sorted({1 << i for i in range(k.bit_length())} | {k})
+
+
 def answer_numbers(answers: Sequence[Sequence[str | None]]) -> Int[np.ndarray, "P n"]:
-    """Answers as numbers that are equal where a problem's answers are the same text; -1 for no answer."""
+    """Number each problem's answers so that equal texts have equal numbers; -1 for no answer."""
     rows = []
-    for given in answers:
-        seen: dict[str, int] = {}
-        rows.append([-1 if a is None else seen.setdefault(a, len(seen)) for a in given])
+    for texts in answers:
+        numbers: dict[str, int] = {}
+        rows.append([-1 if text is None else numbers.setdefault(text, len(numbers)) for text in texts])
     return np.asarray(rows, int).reshape(len(rows), -1)
 
 
 def majority_correct(answers: Int[np.ndarray, "P n"], correct: Float[np.ndarray, "P n"]) -> Float[np.ndarray, "P"]:
-    """Whether the answer that most samples give is right (maj@n); of equally frequent ones the first to come.
+    """Grade the answer that most samples give (maj@n); among equally frequent answers the first sampled.
 
-    Samples without an answer (-1) have no vote; where none has one, the problem is wrong. NaN where no sample that
-    gives the winning answer was graded, or nothing of the problem was.
+    Samples without an answer (-1) have no vote; where none has one, the problem is wrong. NaN where no sample with
+    the winning answer was graded, or no sample of the problem was.
     """
-    found = np.full(len(answers), np.nan)
-    for p, (given, right) in enumerate(zip(answers, correct, strict=True)):
-        voted = given[given >= 0]
-        if not len(voted):
-            found[p] = 0.0 if np.isfinite(right).any() else np.nan
+    verdicts = np.full(len(answers), np.nan)
+    for p, (votes, right) in enumerate(zip(answers, correct, strict=True)):
+        valid = votes[votes >= 0]
+        if not len(valid):
+            verdicts[p] = 0.0 if np.isfinite(right).any() else np.nan
             continue
-        values, first, votes = np.unique(voted, return_index=True, return_counts=True)
-        winner = values[np.lexsort((first, -votes))[0]]
-        known = right[(given == winner) & np.isfinite(right)]
-        found[p] = known[0] if len(known) else np.nan
-    return found
+        values, first, counts = np.unique(valid, return_index=True, return_counts=True)
+        winner = values[np.lexsort((first, -counts))[0]]
+        known = right[(votes == winner) & np.isfinite(right)]
+        verdicts[p] = known[0] if len(known) else np.nan
+    return verdicts
 
 
-def share_interval(values: Float[np.ndarray, "P"]) -> Figure:
-    """Mean of shares over problems, with Student's t interval cut to 0..1.
+# Intervals --------------------------------------------------------------------------------------------------------
 
-    Where every problem is 0, or every one 1, t would give no width; Wilson's interval of that many trials is given.
+
+def mean_interval(values: Float[np.ndarray, "P"], *, quantile: Literal["student", "normal"] = "student") -> Interval:
+    """Average independent values, NaN left out: mean ± q * deviation / sqrt(P), with ddof 1.
+
+    Args:
+        quantile: q is t(0.975, P - 1), exact for normal values; or the normal z, which Student's t approaches (narrower
+            by .3% at 300 values, by 19% at 6).
     """
-    found = mean_interval(values)
-    n = found.problems
-    if n and found.value in (0.0, 1.0):
-        width = Z95**2 / (n + Z95**2)
-        return Figure(found.value, *((0.0, width) if found.value == 0 else (1 - width, 1.0)), n)
-    return found._replace(low=max(found.low, 0.0), high=min(found.high, 1.0))
-
-
-def mean_interval(values: Float[np.ndarray, "P"]) -> Figure:
-    """Mean over problems, NaN left out, and Student's t interval: ± t(0.975, P - 1) * deviation / sqrt(P)."""
     known = values[np.isfinite(values)]
     n = len(known)
     if n == 0:
-        return Figure(math.nan, math.nan, math.nan, 0)
+        return Interval(math.nan, math.nan, math.nan, 0)
     mean = math.fsum(known) / n
-    half = float(stdtrit(n - 1, 0.975)) * float(known.std(ddof=1)) / math.sqrt(n) if n > 1 else math.nan
-    return Figure(mean, mean - half, mean + half, n)
+    if n == 1:
+        return Interval(mean, math.nan, math.nan, 1)
+    q = Z95 if quantile == "normal" else float(stdtrit(n - 1, (1 + LEVEL) / 2))
+    half = q * float(known.std(ddof=1)) / math.sqrt(n)
+    return Interval(mean, mean - half, mean + half, n)
 
 
-def paired_difference(ours: Float[np.ndarray, "P"], theirs: Float[np.ndarray, "P"]) -> Figure:
-    """Mean of ours - theirs over the problems known in both, with its interval: what is hard for both drops out."""
-    return mean_interval(ours - theirs)
+def paired_difference(
+    ours: Float[np.ndarray, "P"],
+    theirs: Float[np.ndarray, "P"],
+    *,
+    quantile: Literal["student", "normal"] = "student",
+) -> Interval:
+    """Average ours - theirs over the problems (or seeds) known in both: difficulty common to both cancels.
+
+    Raises:
+        ValueError: the two have different numbers of problems.
+    """
+    if len(ours) != len(theirs):
+        raise ValueError(f"paired_difference: expected the same problems, got {len(ours)} and {len(theirs)}")
+    return mean_interval(ours - theirs, quantile=quantile)
 
 
-def powers_up_to(k: int) -> list[int]:
-    """1, 2, 4, ... and k itself: the k's that pass@k is shown for."""
-    return sorted({1 << i for i in range(k.bit_length())} | {k})
+def wilson_interval(share: float, count: float | int, *, z: float = Z95) -> tuple[float, float]:
+    """Return Wilson's score interval of a share from ``count`` independent trials, both ends within 0..1.
+
+    (share + z² / 2n ± z sqrt(share (1 - share) / n + z² / 4n²)) / (1 + z² / n), n = count. Unlike
+    share ± z sqrt(share (1 - share) / n) it has a width where the share is 0 or 1.
+
+    Raises:
+        ValueError: count is not positive, or the share not within 0..1.
+    """
+    if not count > 0 or not 0 <= share <= 1:
+        raise ValueError(f"wilson_interval: expected 0 <= share <= 1 and count > 0, got share={share}, count={count}")
+    centre = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    half = z / (1 + z**2 / count) * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    return max(centre - half, 0.0) if share else 0.0, min(centre + half, 1.0) if share < 1 else 1.0
+
+
+def share_interval(values: Float[np.ndarray, "P"]) -> Interval:
+    """Average shares (0..1) over problems, with Student's interval clipped to 0..1.
+
+    Where every problem is 0, or every one 1, Student's interval has no width; Wilson's of P trials replaces it.
+    """
+    student = mean_interval(values)
+    if student.count and student.mean in (0.0, 1.0):
+        low, high = wilson_interval(student.mean, student.count)
+        return replace(student, low=low, high=high)
+    return replace(student, low=max(student.low, 0.0), high=min(student.high, 1.0))
+
+
+def clustered_share_interval(scores: Float[np.ndarray, "P n"]) -> Interval:
+    """Average shares (0..1) over all n scores (seeds, samples) of P problems; a problem's scores are not independent.
+
+    Wilson's interval of the number of coin tosses whose mean would vary as the problems' means do: with 0/1 scores
+    and n = 1 exactly P, never more than the number of known scores. NaN scores are left out.
+
+    Raises:
+        ValueError: a score is not within 0..1.
+    """
+    known = ~np.isnan(scores)
+    if not known.any():
+        return Interval(math.nan, math.nan, math.nan, 0)
+    by_problem = mean_score(scores[known.any(axis=1)])
+    share, problems = float(np.nanmean(scores)), len(by_problem)
+    if share in (0.0, 1.0):
+        return Interval(share, *wilson_interval(share, problems), problems)
+    spread, most = float(np.var(by_problem)), float(known.sum())
+    count = most if spread == 0 else min(problems * share * (1 - share) / spread, most)
+    return Interval(share, *wilson_interval(share, count), problems)
+
+
+def bootstrap_interval(
+    values: Float[np.ndarray, "n"], *, resamples: int, seed: int, problems: Int[np.ndarray, "n"] | None = None
+) -> Interval:
+    """Average the finite values, with the percentile bootstrap interval over problems (Efron and Tibshirani, 1993).
+
+    The 2.5% and 97.5% quantiles of the means of ``resamples`` draws of as many problems with replacement. Needs no
+    normal values; somewhat too narrow in small samples: 92% of 3,000
+    intervals over 20 normal values contained the mean.
+
+    Args:
+        problems: whose each value is: the values of a problem are drawn together, since they are not independent.
+            None: every value is a problem of its own.
+    """
+    finite = np.isfinite(values)
+    known = np.asarray(values, np.float64)[finite]
+    if len(known) == 0:
+        return Interval(math.nan, math.nan, math.nan, 0)
+    owners = np.arange(len(known)) if problems is None else np.unique(problems[finite], return_inverse=True)[1]
+    sums, counts = np.bincount(owners, known), np.bincount(owners)
+    mean, n = float(known.mean()), len(counts)
+    if n == 1:
+        return Interval(mean, math.nan, math.nan, 1)
+    if np.ptp(known) == 0:
+        return Interval(mean, mean, mean, n)
+    drawn = np.random.default_rng(seed).integers(0, n, (resamples, n))
+    means = sums[drawn].sum(1) / counts[drawn].sum(1)
+    low, high = np.percentile(means, [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
+    return Interval(mean, float(low), float(high), n)

@@ -2,7 +2,8 @@
 
 import math
 
-from oarjax.lab.results import Figure, LabCompletion, LabResult, MethodResult
+from oarjax.lab.results import LabCompletion, LabResult, MethodResult
+from oarjax.stats import Interval
 
 EVEN, ONES = {"uniform (GRPO)": [0.0] * 4}, {"uniform (GRPO)": [1.0] * 4}
 
@@ -11,7 +12,7 @@ def figures(mean=0.5, **changes):
     named = dict.fromkeys(("spearman", "recall_exact", "recall_direct", "recall_total", "recall_known"), mean)
     named |= dict.fromkeys(("auc_exact", "auc_direct", "auc_total", "auc_known", "ess", "top_mass", "repeat"), mean)
     named |= {"forwards": 12.0, "seconds": 0.0123} | changes
-    return {name: Figure(m, m - 0.1, m + 0.1, 100) for name, m in named.items()}
+    return {name: Interval(m, m - 0.1, m + 0.1, 100) for name, m in named.items()}
 
 
 def completion(**changes):
@@ -38,8 +39,8 @@ def result(**changes):
         "facts": {"device": "cpu"},
         "share": 0.1,
         "interval": "percentile bootstrap over 100 problems",
-        "oracles": {"direct": Figure(0.0861, 0.08, 0.0922, 100)},
-        "best": {"recall_direct": Figure(0.97, 0.96, 0.98, 100)},
+        "oracles": {"direct": Interval(0.0861, 0.08, 0.0922, 100)},
+        "best": {"recall_direct": Interval(0.97, 0.96, 0.98, 100)},
         "methods": [
             MethodResult("OAR-P", {"method": "oar_p"}, figures(1.0, spearman=-0.25)),
             MethodResult("OAR-G, 16 draws", {"method": "oar_g", "draws": 16}, figures(recall_total=math.nan)),

@@ -1,6 +1,7 @@
 """Folders have an order, and a file imports only from its own folder and those before it; equations touch no files."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,18 @@ def test_no_imports_in_a_circle():
 def test_equations_and_the_data_path_touch_nothing_outside(module):
     wrong = [name for name in imports(MODULES[module]) if below(name, OUTSIDE)]
     assert not wrong, f"oarjax.{module} is pure and imports {', '.join(wrong)}"
+
+
+@pytest.mark.parametrize(
+    ("home", "pattern"),
+    [
+        ("stats", r"\bscipy\b|\b1\.9[56]\d*"),  # intervals
+        ("system.json", r"allow_nan|def _?finite\("),  # numbers that JSON does not have
+    ],
+)
+def test_what_has_one_place_stands_nowhere_else(home, pattern):
+    held = [module for module, path in MODULES.items() if re.search(pattern, path.read_text())]
+    assert held == [home], f"{pattern} belongs in oarjax.{home} alone"
 
 
 def test_no_file_and_no_folder_grows_too_large():

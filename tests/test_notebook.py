@@ -9,17 +9,18 @@ from hostile_page import EVIL, Reader, completion, runs
 import oarjax
 from oarjax import notebook
 from oarjax.config import parse_config
-from oarjax.lab.results import Figure, LabCompletion, LabResult, MethodResult
+from oarjax.lab.results import LabCompletion, LabResult, MethodResult
 from oarjax.notebook import show_completions, show_credit, show_curves, show_lab, show_lab_figure, show_tokens
 from oarjax.report.files import CompletionsWriter, MetricsWriter
 from oarjax.runs.stop import Stopped
+from oarjax.stats import Interval
 
-UNDEFINED = Figure(math.nan, math.nan, math.nan, 0)
+UNDEFINED = Interval(math.nan, math.nan, math.nan, 0)
 
 
 def lab(**changes) -> LabResult:
-    figures = {"spearman": Figure(0.5, 0.4, 0.6, 3), "forwards": Figure(2.0, 2.0, 2.0, 1)}
-    figures |= {"recall_exact": Figure(0.7, 0.6, 0.8, 3)}
+    figures = {"spearman": Interval(0.5, 0.4, 0.6, 3), "forwards": Interval(2.0, 2.0, 2.0, 1)}
+    figures |= {"recall_exact": Interval(0.7, 0.6, 0.8, 3)}
     completions = [
         LabCompletion(
             prompt="1+1=", answer="2", reference="2", reward=1.0, tokens=["1+1", "=2;", "#### ", "2"],
@@ -102,7 +103,7 @@ def test_credit_by_method_and_its_tables():
         lambda: show_completions([(1, completion(prompt=EVIL, tokens=[EVIL] * 4))]),
         lambda: show_tokens([EVIL], {EVIL: [2.0]}, title=EVIL),
         lambda: show_curves({EVIL: runs()["GRPO"], "other": runs()["GRPO"]}),
-        lambda: show_lab(lab(methods=[MethodResult(EVIL, {}, {"spearman": Figure(0.5, 0.4, 0.6, 3)})])),
+        lambda: show_lab(lab(methods=[MethodResult(EVIL, {}, {"spearman": Interval(0.5, 0.4, 0.6, 3)})])),
     ],
 )
 def test_what_models_write_is_shown_and_not_obeyed(shown):

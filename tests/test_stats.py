@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import astuple
 from itertools import combinations
 from math import comb, nan, sqrt
 
 import numpy as np
 import pytest
-from scipy.stats import norm
+from scipy.stats import bootstrap, norm
 
 from oarjax.credit.answer_text import extract_answer
 from oarjax.grading.rewards import Sample, Unparseable, find_rewards
 from oarjax.stats import (
+    Interval,
     answer_numbers,
+    bootstrap_interval,
+    clustered_share_interval,
     majority_correct,
     mean_interval,
     mean_score,
@@ -21,6 +25,7 @@ from oarjax.stats import (
     pass_at_k,
     powers_up_to,
     share_interval,
+    wilson_interval,
 )
 
 
@@ -83,19 +88,24 @@ def test_majority_of_what_was_not_graded():
 def test_interval_by_hand():
     # Mean 2, deviation 1, t(0.975, 2) = 4.302653.
     found = mean_interval(np.asarray([1.0, 2, 3, nan]))
-    np.testing.assert_allclose(found, (2, 2 - 4.302653 / sqrt(3), 2 + 4.302653 / sqrt(3), 3), rtol=1e-6)
-    assert np.isnan(mean_interval(np.asarray([1.0]))[1])
-    assert mean_interval(np.asarray([nan])).problems == 0
+    half = 4.302653 / sqrt(3)
+    np.testing.assert_allclose(astuple(found), (2, 2 - half, 2 + half, 3), rtol=1e-6)
+    assert found.half == pytest.approx(half, rel=1e-6)
+    normal = mean_interval(np.asarray([1.0, 2, 3]), quantile="normal")
+    assert normal.half == pytest.approx(1.959964 / sqrt(3), rel=1e-6)
+    np.testing.assert_equal(astuple(mean_interval(np.asarray([7.0]))), (7.0, nan, nan, 1))
+    np.testing.assert_equal(astuple(mean_interval(np.asarray([nan]))), (nan, nan, nan, 0))
+    np.testing.assert_equal(astuple(mean_interval(np.asarray([2.0, 2.0]))), (2.0, 2.0, 2.0, 2))
 
 
 def test_shares_stay_within_0_and_1_and_have_a_width():
     found = share_interval(np.asarray([1.0] * 9 + [0]))
-    assert found.value == 0.9
+    assert found.mean == 0.9
     assert 0 < found.low < 0.9
     assert found.high == 1
     z2 = norm.ppf(0.975) ** 2
-    np.testing.assert_allclose(share_interval(np.zeros(30)), (0, 0, z2 / (30 + z2), 30))
-    np.testing.assert_allclose(share_interval(np.ones(30)), (1, 30 / (30 + z2), 1, 30))
+    np.testing.assert_allclose(astuple(share_interval(np.zeros(30))), (0, 0, z2 / (30 + z2), 30))
+    np.testing.assert_allclose(astuple(share_interval(np.ones(30))), (1, 30 / (30 + z2), 1, 30))
 
 
 def test_intervals_hold_the_truth_95_times_in_100():
@@ -111,9 +121,82 @@ def test_a_paired_difference_is_narrower_than_two_intervals():
     hard = np.random.default_rng(2).random(200)
     ours, theirs = np.clip(hard + 0.1, 0, 1), np.clip(hard, 0, 1)
     found = paired_difference(ours, theirs)
-    assert 0 < found.low < found.value < 0.1
+    assert 0 < found.low < found.mean < 0.1
     assert found.high - found.low < 0.02
-    assert paired_difference(np.asarray([1.0, nan, 1]), np.asarray([0.0, 1, nan])).problems == 1
+    assert paired_difference(np.asarray([1.0, nan, 1]), np.asarray([0.0, 1, nan])).count == 1
+    with pytest.raises(ValueError, match="expected the same problems, got 2 and 3"):
+        paired_difference(ours[:2], theirs[:3])
+
+
+def test_wilson_interval_by_hand():
+    # p = 1/2, n = 4, z = 2: centre (1/2 + 1/2) / 2 = 1/2, half = 2 / 2 * sqrt(1/16 + 4/64) = sqrt(1/8)
+    assert wilson_interval(0.5, 4, z=2.0) == pytest.approx((0.5 - sqrt(1 / 8), 0.5 + sqrt(1 / 8)))
+    # p = 1, n = 4, z = 2: (1 + 4/8 ± 2 sqrt(4/64)) / 2 = 1/2 and 1
+    assert wilson_interval(1.0, 4, z=2.0) == pytest.approx((0.5, 1.0))
+    with pytest.raises(ValueError, match="count > 0"):
+        wilson_interval(0.5, 0)
+
+
+def test_clustered_shares_of_one_seed_are_wilsons_and_repeats_add_nothing():
+    verdicts = scores([1], [0], [1], [1], [0])
+    expected = (0.6, *wilson_interval(0.6, 5), 5)
+    assert astuple(clustered_share_interval(verdicts)) == pytest.approx(expected)
+    assert astuple(clustered_share_interval(np.repeat(verdicts, 4, axis=1))) == pytest.approx(expected)
+
+
+def test_clustered_shares_count_no_more_than_the_scores_and_leave_ungraded_out():
+    alternating = scores([1, 0], [0, 1], [1, 0])  # every problem 1/2: no spread between problems
+    assert astuple(clustered_share_interval(alternating)) == pytest.approx((0.5, *wilson_interval(0.5, 6), 3))
+    with_gaps = clustered_share_interval(scores([1], [0], [nan]))
+    assert astuple(with_gaps) == pytest.approx((0.5, *wilson_interval(0.5, 2), 2))
+    assert astuple(clustered_share_interval(np.ones((9, 2)))) == pytest.approx((1, *wilson_interval(1.0, 9), 9))
+    assert clustered_share_interval(scores([nan], [nan])).count == 0
+
+
+# Bootstrap
+
+
+def test_bootstrap_is_scipys():
+    """The same draws and quantiles as SciPy's percentile bootstrap of that seed."""
+    values = np.random.default_rng(0).normal(2.0, 1.0, 40)
+    found = bootstrap_interval(values, resamples=500, seed=1)
+    expected = bootstrap(
+        (values,), np.mean, n_resamples=500, method="percentile", rng=np.random.default_rng(1)
+    ).confidence_interval
+    np.testing.assert_allclose((found.low, found.high), (expected.low, expected.high), rtol=1e-12)
+    assert (found.mean, found.count) == (pytest.approx(values.mean()), 40)
+    assert bootstrap_interval(values, resamples=500, seed=2) != found
+
+
+def test_bootstrap_intervals_cover_the_truth():
+    """95% of intervals over 50 uniform draws hold the mean of .5; of 200, 10 misses are expected, 25 are too many."""
+    draw = np.random.default_rng(3)
+    found = [bootstrap_interval(draw.uniform(size=50), resamples=400, seed=0) for _ in range(200)]
+    missed = sum(not f.low <= 0.5 <= f.high for f in found)
+    assert 1 <= missed <= 25
+
+
+def test_bootstrap_leaves_undefined_values_out_and_few_have_no_interval():
+    assert bootstrap_interval(np.array([nan, 1.0, 3.0, np.inf]), resamples=50, seed=0).count == 2
+    single = bootstrap_interval(np.array([nan, 2.0]), resamples=50, seed=0)
+    np.testing.assert_equal(astuple(single), (2.0, nan, nan, 1))
+    nothing = bootstrap_interval(np.array([nan]), resamples=50, seed=0)
+    np.testing.assert_equal(astuple(nothing), (nan, nan, nan, 0))
+    assert bootstrap_interval(np.ones(5), resamples=50, seed=0) == Interval(1.0, 1.0, 1.0, 5)
+
+
+def test_bootstrap_draws_the_values_of_a_problem_together():
+    """Groups of equal values: the interval is that of one value each, and wider than that of independent ones."""
+    values, owners = np.random.default_rng(0).normal(2.0, 1.0, 40), np.repeat(np.arange(40), 8)
+    grouped = bootstrap_interval(np.repeat(values, 8), resamples=2000, seed=1, problems=owners)
+    alone = bootstrap_interval(values, resamples=2000, seed=1)
+    np.testing.assert_allclose(astuple(grouped), astuple(alone))
+    assert grouped.half > 2 * bootstrap_interval(np.repeat(values, 8), resamples=2000, seed=1).half
+    rows = np.array([1.0, 1.0, 1.0, 0.0, nan])
+    uneven = bootstrap_interval(rows, resamples=500, seed=0, problems=np.array([7, 7, 7, 3, 5]))
+    assert astuple(uneven) == (0.75, 0.0, 1.0, 2)
+    single = bootstrap_interval(np.array([1.0, 2.0]), resamples=50, seed=0, problems=np.zeros(2, int))
+    np.testing.assert_equal(astuple(single), (1.5, nan, nan, 1))
 
 
 def test_ks_that_are_shown():

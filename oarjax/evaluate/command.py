@@ -35,6 +35,7 @@ from oarjax.runs.durable import storage_errors, write_durably
 from oarjax.runs.folder import locked
 from oarjax.runs.stop import Stop, Stopped
 from oarjax.system.devices import choose_platform, make_mesh
+from oarjax.system.json import to_json
 from oarjax.system.processes import from_first, join_processes, only_first
 from oarjax.training.held_out import Graded, first_rewards, graded_batches
 from oarjax.training.layout import lay_out
@@ -142,7 +143,7 @@ def run(
             if samples is not None:
                 result["benchmarks"][part.name] |= benchmark_result(records, samples=part.session.cfg.eval.samples)
     if first.first:
-        text = json.dumps(result, indent=1, allow_nan=False)
+        text = to_json(result, indent=1)
         with storage_errors(folder):
             write_durably(folder / "results.json", text + "\n")
         if as_json:
@@ -167,7 +168,7 @@ def run_compare(ours: Path, theirs: Path, *, as_json: bool) -> None:
     """``oarjax compare``: the paired differences of two evaluations."""
     found = compare(read_result(ours), read_result(theirs))
     if as_json:
-        print(json.dumps(found, indent=1))
+        print(to_json(found, indent=1))
     else:
         print_comparison(make_console(), found)
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
 from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from rich.table import Table
@@ -18,12 +16,8 @@ from rich.text import Text
 
 from oarjax.config import ConfigError
 from oarjax.report.files import visible
-from oarjax.stats import (
-    Figure,
-    mean_interval,
-    paired_difference,
-    share_interval,
-)
+from oarjax.stats import Interval, mean_interval, paired_difference, share_interval
+from oarjax.system.json import number, numbers, to_plain
 from oarjax.training.held_out import per_problem
 
 INTERVALS = "95% intervals over problems, Student's t (Wilson's where all problems agree)"
@@ -33,7 +27,7 @@ def benchmark_result(records: Sequence[dict[str, Any]], *, samples: int) -> dict
     """The figures of one benchmark, out of its samples in any order."""
     rows = sorted(records, key=lambda r: (r["problem"], r["sample"]))
     groups = [rows[at : at + samples] for at in range(0, len(rows), samples)]
-    scores = np.asarray([[math.nan if r["score"] is None else r["score"] for r in group] for group in groups], float)
+    scores = np.asarray([[number(r["score"]) for r in group] for group in groups], float)
     answers = [[r["answer"] for r in group] for group in groups]
     by_problem = per_problem(scores, answers)
     within = bool(((scores >= 0) & (scores <= 1) | np.isnan(scores)).all())
@@ -51,7 +45,7 @@ def benchmark_result(records: Sequence[dict[str, Any]], *, samples: int) -> dict
         "ungraded": int(np.isnan(scores).sum()),
         "verdicts": dict(sorted(Counter(r["verdict"] for r in rows).items())),
         "by_problem": {"problem": [group[0]["problem"] for group in groups]}
-        | {name: [_number(v) for v in values] for name, values in by_problem.items()},
+        | {name: to_plain(values) for name, values in by_problem.items()},
     }
 
 
@@ -140,7 +134,7 @@ def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
         figures = [f for f in a["by_problem"] if f in b["by_problem"] and f != "problem"]
         out[name] = {
             "figures": {
-                f: _plain(paired_difference(_floats(a["by_problem"][f]), _floats(b["by_problem"][f]))) for f in figures
+                f: _plain(paired_difference(numbers(a["by_problem"][f]), numbers(b["by_problem"][f]))) for f in figures
             },
             "settings": {
                 key: [a["settings"].get(key), b["settings"].get(key)]
@@ -166,14 +160,7 @@ def print_comparison(console: Console, found: dict[str, Any]) -> None:
             console.print(visible(f"{benchmark}: the settings differ: {differ}"), markup=False)
 
 
-def _floats(values: list[float | None]) -> Float[np.ndarray, "P"]:
-    return np.asarray([math.nan if v is None else v for v in values], float)
-
-
-def _number(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
-
-
-def _plain(figure: Figure) -> dict[str, Any]:
-    value, low, high, problems = figure
-    return {"value": _number(value), "low": _number(low), "high": _number(high), "problems": problems}
+def _plain(figure: Interval) -> dict[str, Any]:
+    """Return a figure as results.json has it; null where it is not known."""
+    ends = {"value": figure.mean, "low": figure.low, "high": figure.high}
+    return to_plain(ends | {"problems": figure.count})

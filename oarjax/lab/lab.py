@@ -26,9 +26,10 @@ from oarjax.lab.completions import Drawn, answer_given, completion_ids
 from oarjax.lab.interventions import Branches
 from oarjax.lab.oracles import Continued, Direct, Total, direct_flips, total_flips
 from oarjax.lab.programs import Programs, as_method
-from oarjax.lab.results import LabCompletion, LabResult, MethodResult, figure
+from oarjax.lab.results import LabCompletion, LabResult, MethodResult
 from oarjax.plan.jaxpr_flops import flop_counter
 from oarjax.report.files import token_texts
+from oarjax.stats import bootstrap_interval
 from oarjax.training.minibatches import take
 from oarjax.training.run import Session, facts
 from oarjax.types import AnswerSpan, PromptBatch, Rollout
@@ -250,7 +251,7 @@ def run_lab(session: Session, programs: Programs, grader: Grader, drawn: Drawn) 
         jnp.asarray(total.flips) if drawn.referenced.any() else None,
         None if known is None else jnp.asarray(known),
     )
-    over_batches = partial(figure, resamples=lab.bootstrap, seed=cfg.seed)
+    over_batches = partial(bootstrap_interval, resamples=lab.bootstrap, seed=cfg.seed)
     made = partial(over_batches, problems=np.array([p.index for p in drawn.problems]))
     results = []
     for name, credit in methods.items():

@@ -6,9 +6,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from oarjax.lab.results import Figure, LabResult, MethodResult
+from oarjax.lab.results import LabResult, MethodResult
 from oarjax.report.curves import COLOURS
 from oarjax.report.files import visible
+from oarjax.stats import Interval
 
 MARKERS = "os^Dv"
 
@@ -98,7 +99,7 @@ def _bars(axis: Any, result: LabResult, name: str, title: str) -> None:
     _dress(axis, title)
 
 
-def _half(found: Figure) -> Any:
+def _half(found: Interval) -> Any:
     """Lengths below and above the mean, none where there is no interval."""
     if not math.isfinite(found.low):
         return None

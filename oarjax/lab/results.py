@@ -9,34 +9,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import scipy.stats
-from jaxtyping import Float, Int
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from oarjax.report.files import visible
-
-LEVEL = 0.95
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A mean over completions, or over batches of them for costs, with its 95% interval; NaN where undefined."""
-
-    mean: float
-    low: float
-    high: float
-    count: int  # problems or batches in which it is defined
+from oarjax.stats import Interval
+from oarjax.system.json import number, to_json
 
 
 @dataclass(frozen=True)
 class MethodResult:
     name: str
     credit: Mapping[str, Any]  # fields of credit that make the method
-    figures: Mapping[str, Figure]
+    figures: Mapping[str, Interval]
 
 
 @dataclass(frozen=True)
@@ -63,42 +50,10 @@ class LabResult:
     facts: Mapping[str, str]
     share: float  # of the reasoning that counts as the top
     interval: str  # how the intervals were made
-    oracles: Mapping[str, Figure]  # share of reasoning tokens that each oracle names
-    best: Mapping[str, Figure]  # recall of a perfect ranking
+    oracles: Mapping[str, Interval]  # share of reasoning tokens that each oracle names
+    best: Mapping[str, Interval]  # recall of a perfect ranking
     methods: Sequence[MethodResult]
     completions: Sequence[LabCompletion]
-
-
-def figure(
-    values: Float[np.ndarray, "n"], *, resamples: int, seed: int, problems: Int[np.ndarray, "n"] | None = None
-) -> Figure:
-    """Mean of the finite values and its 95% percentile bootstrap interval. One problem has no interval (NaN).
-
-    ``problems`` says whose each value is: all of a problem's are resampled together, since they are not independent.
-    Without it each is its own.
-    """
-    finite = np.isfinite(values)
-    known = np.asarray(values, np.float64)[finite]
-    if len(known) == 0:
-        return Figure(math.nan, math.nan, math.nan, 0)
-    owners = np.arange(len(known)) if problems is None else np.unique(problems[finite], return_inverse=True)[1]
-    sums, counts = np.bincount(owners, known), np.bincount(owners)
-    mean = float(known.mean())
-    if len(counts) == 1:
-        return Figure(mean, math.nan, math.nan, 1)
-    if np.ptp(known) == 0:
-        return Figure(mean, mean, mean, len(counts))
-    found = scipy.stats.bootstrap(
-        (sums, counts),
-        lambda totals, sizes, axis: totals.sum(axis) / sizes.sum(axis),
-        n_resamples=resamples,
-        confidence_level=LEVEL,
-        method="percentile",
-        vectorized=True,
-        paired=True,
-        rng=np.random.default_rng(seed),
-    ).confidence_interval
-    return Figure(mean, float(found.low), float(found.high), len(counts))
 
 
 # Tables -----------------------------------------------------------------------------------------------------------
@@ -134,11 +89,11 @@ COSTS = (
 BEST = "best possible"
 
 
-def cell(found: Figure | None, *, scale: float = 1.0) -> str:
+def cell(found: Interval | None, *, scale: float = 1.0) -> str:
     """``0.57 ±.04``: the mean and half the interval; n/a where undefined, the mean alone where it has no interval."""
     if found is None or not math.isfinite(found.mean):
         return "n/a" if found is not None else ""
-    mean, half = scale * found.mean, scale * (found.high - found.low) / 2
+    mean, half = scale * found.mean, scale * found.half
     digits = 2 if abs(mean) < 10 else 1 if abs(mean) < 100 else 0
     text = f"{mean:,.{digits}f}"
     if not math.isfinite(half):
@@ -204,7 +159,7 @@ def print_lab(console: Console, result: LabResult) -> None:
 
 def lab_json(result: LabResult) -> str:
     """The whole result as strict JSON; null where a number is not finite."""
-    return json.dumps(_finite(asdict(result)), indent=1, allow_nan=False, ensure_ascii=True)
+    return to_json(asdict(result), indent=1)
 
 
 def write_lab(path: Path, result: LabResult) -> None:
@@ -216,11 +171,11 @@ def read_lab(path: Path) -> LabResult:
     """What ``write_lab`` wrote."""
     tree = json.loads(path.read_text(encoding="utf-8"))
 
-    def number(value: float | None) -> float:
-        return math.nan if value is None else value
+    def figures(saved: Mapping[str, Any]) -> dict[str, Interval]:
+        def read(f: Mapping[str, Any]) -> Interval:
+            return Interval(number(f["mean"]), number(f["low"]), number(f["high"]), f["count"])
 
-    def figures(found: Mapping[str, Any]) -> dict[str, Figure]:
-        return {k: Figure(number(v["mean"]), number(v["low"]), number(v["high"]), v["count"]) for k, v in found.items()}
+        return {name: read(f) for name, f in saved.items()}
 
     methods = [MethodResult(m["name"], m["credit"], figures(m["figures"])) for m in tree["methods"]]
     completions = []
@@ -231,11 +186,3 @@ def read_lab(path: Path) -> LabResult:
         completions.append(LabCompletion(**(c | by_method | {"reward": number(c["reward"])})))
     made = {"oracles": figures(tree["oracles"]), "best": figures(tree["best"])}
     return LabResult(**(tree | made | {"methods": methods, "completions": completions}))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _finite(v) for name, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

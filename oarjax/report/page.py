@@ -18,6 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from oarjax.report.curves import Panel, Record, drawn_panels, iteration_range, moving_mean, points
 from oarjax.report.files import CompletionRow, short, visible
 from oarjax.report.summary import NOTE, SummaryRow, summary_cells, summary_title
+from oarjax.system.json import number
 
 WIDTH, HEIGHT = 340, 200  # of a chart, in its own units
 LEFT, RIGHT, TOP, BOTTOM = 44, 12, 12, 26
@@ -182,7 +183,8 @@ def _tiles(summary: Sequence[SummaryRow]) -> list[tuple[str, str, str]]:
     tiles = [(visible(first.name), f"{100 * first.pass_at_1:.1f}%", "held-out pass@1 before")]
     for row in [row for row in summary[1:] if row.change is not None][:1]:
         tiles.append((visible(row.name), f"{100 * row.pass_at_1:.1f}%", "held-out pass@1 after"))
-        span = f"95% interval {row.change_low:+.1f} to {row.change_high:+.1f}"
+        low, high = number(row.change_low), number(row.change_high)
+        span = f"95% interval {low:+.1f} to {high:+.1f}" if math.isfinite(low) else "one problem: no interval"
         tiles.append(("change", f"{row.change:+.1f} points", span))
     return tiles
 

@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from oarjax.report.files import visible
-
-Z95 = 1.959963984540054  # the normal quantile of a two-sided 95% interval
+from oarjax.stats import Interval, clustered_share_interval, mean_score, paired_difference
+from oarjax.system.json import number, to_json
 
 NOTE = (
     "±: half of a 95% interval over problems, seeds averaged; how seeds differ is in the JSON. Change: points, paired "
@@ -33,7 +33,7 @@ class SummaryRow:
     pass_at_1: float
     low: float
     high: float
-    change: float | None  # None for the row that the others are compared with
+    change: float | None  # None for the row that the others are compared with, or where nothing can be compared
     change_low: float | None
     change_high: float | None
     by_seed: tuple[float, ...]  # pass@1 of each seed
@@ -57,17 +57,18 @@ def summarise(
         scores: 0..1; the mean over the samples of a problem. NaN = ungraded, left out and counted.
         baseline: the same problems and seeds before training; None for the baseline's own row.
     """
-    low, high = pass_interval(scores)
-    change = (None, None, None) if baseline is None else paired_change(scores, baseline)
+    accuracy = clustered_share_interval(scores)
+    change = None if baseline is None else paired_change(scores, baseline)
+    change = change if change and change.count else None  # no problem was graded in both
     return SummaryRow(
         name=name,
-        pass_at_1=float(np.nanmean(scores)),
-        low=low,
-        high=high,
-        change=change[0],
-        change_low=change[1],
-        change_high=change[2],
-        by_seed=tuple(float(s) for s in np.nanmean(scores, axis=0)),
+        pass_at_1=accuracy.mean,
+        low=accuracy.low,
+        high=accuracy.high,
+        change=change.mean if change else None,
+        change_low=change.low if change else None,
+        change_high=change.high if change else None,
+        by_seed=tuple(mean_score(scores.T).tolist()),
         problems=scores.shape[0],
         ungraded=int(np.isnan(scores).sum()),
         mean_length=mean_length,
@@ -75,58 +76,15 @@ def summarise(
     )
 
 
-def wilson_interval(share: float, count: float | int, *, z: float = Z95) -> tuple[float, float]:
-    """Wilson's score interval of a share from ``count`` independent trials, both ends within 0..1.
-
-    Unlike share ± z * sqrt(share (1 - share) / count) it has a width where the share is 0 or 1.
-
-    Raises:
-        ValueError: count is not positive, or the share not within 0..1.
-    """
-    if not count > 0 or not 0 <= share <= 1:
-        raise ValueError(f"wilson_interval: expected 0 <= share <= 1 and count > 0, got share={share}, count={count}")
-    centre = (share + z**2 / (2 * count)) / (1 + z**2 / count)
-    half = z / (1 + z**2 / count) * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
-    return max(centre - half, 0.0), min(centre + half, 1.0)
-
-
-def pass_interval(scores: Float[np.ndarray, "problems seeds"], *, z: float = Z95) -> tuple[float, float]:
-    """95% interval of the mean of ``scores`` over problems; the seeds (or samples) of a problem are not independent.
-
-    Wilson's interval with the number of coin tosses whose mean would vary as the problems' means do: with 0/1 scores
-    and one seed exactly the number of problems, never more than the number of scores.
-    """
-    known = ~np.isnan(scores)
-    per_problem = np.nanmean(scores[known.any(axis=1)], axis=1)
-    share, problems = float(np.nanmean(scores)), len(per_problem)
-    spread = float(np.mean((per_problem - per_problem.mean()) ** 2))
-    most = float(known.sum())
-    if share in (0.0, 1.0):
-        return wilson_interval(share, problems, z=z)
-    count = most if spread == 0 else min(problems * share * (1 - share) / spread, most)
-    return wilson_interval(share, count, z=z)
-
-
 def paired_change(
-    scores: Float[np.ndarray, "problems seeds"],
-    baseline: Float[np.ndarray, "problems_before seeds_before"],
-    *,
-    z: float = Z95,
-) -> tuple[float, float, float]:
-    """Mean change in points and its 95% interval, from the differences of each problem's own means.
+    scores: Float[np.ndarray, "problems seeds"], baseline: Float[np.ndarray, "problems seeds_before"]
+) -> Interval:
+    """Average the change of each problem's own mean, in points, with its normal 95% interval.
 
     Raises:
-        ValueError: the two have different numbers of problems, or share none that was graded.
+        ValueError: the two have different numbers of problems.
     """
-    if scores.shape[0] != baseline.shape[0]:
-        raise ValueError(f"paired_change: expected the same problems, got {scores.shape[0]} and {baseline.shape[0]}")
-    both = ~np.isnan(scores).all(axis=1) & ~np.isnan(baseline).all(axis=1)
-    if not both.any():
-        raise ValueError("paired_change: no problem was graded in both runs; look at the grader's verdicts")
-    differences = 100 * (np.nanmean(scores[both], axis=1) - np.nanmean(baseline[both], axis=1))
-    mean = float(differences.mean())
-    half = z * float(differences.std(ddof=1)) / math.sqrt(len(differences)) if len(differences) > 1 else math.inf
-    return mean, mean - half, mean + half
+    return paired_difference(100 * mean_score(scores), 100 * mean_score(baseline), quantile="normal")
 
 
 def summary_cells(rows: Sequence[SummaryRow]) -> tuple[list[str], list[list[str]]]:
@@ -136,7 +94,7 @@ def summary_cells(rows: Sequence[SummaryRow]) -> tuple[list[str], list[list[str]
     cells = [
         [
             row.name,
-            f"{100 * row.pass_at_1:.1f}% ±{50 * (row.high - row.low):.1f}",
+            f"{100 * row.pass_at_1:.1f}% ±{50 * (row.high - row.low):.1f}" if math.isfinite(row.pass_at_1) else "n/a",
             _change(row),
             str(len(row.by_seed)),
             "" if row.mean_length is None else f"{row.mean_length:.1f}",
@@ -154,9 +112,10 @@ def summary_title(rows: Sequence[SummaryRow]) -> str:
 
 
 def _change(row: SummaryRow) -> str:
-    if row.change is None or row.change_low is None or row.change_high is None:
+    if row.change is None:
         return ""
-    return f"{row.change:+.1f} ±{(row.change_high - row.change_low) / 2:.1f}"
+    half = (number(row.change_high) - number(row.change_low)) / 2
+    return f"{row.change:+.1f}" + (f" ±{half:.1f}" if math.isfinite(half) else "")
 
 
 def print_summary(console: Console, rows: Sequence[SummaryRow]) -> None:
@@ -179,15 +138,10 @@ def print_summary(console: Console, rows: Sequence[SummaryRow]) -> None:
 
 def write_summary(path: Path, rows: Sequence[SummaryRow]) -> None:
     """The table as JSON: {"note": ..., "rows": [the fields of SummaryRow]}; null where a number is not finite."""
-    tree = [{k: _plain(v) for k, v in asdict(row).items()} for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"note": NOTE, "rows": tree}, indent=2, allow_nan=False) + "\n")
+    path.write_text(to_json({"note": NOTE, "rows": [asdict(row) for row in rows]}, indent=2) + "\n")
 
 
 def read_summary(path: Path) -> list[SummaryRow]:
     rows = json.loads(path.read_text())["rows"]
     return [SummaryRow(**(row | {"by_seed": tuple(row["by_seed"])})) for row in rows]
-
-
-def _plain(value: object) -> object:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from oarjax.report.files import CompletionRow, Metrics, short, visible
 from oarjax.runs.durable import write_durably
+from oarjax.system.json import to_plain
 
 PACKAGES = {"tensorboard": ("tensorboardX", "log"), "wandb": ("wandb", "wandb"), "trackio": ("trackio", "trackio")}
 """Name in ``report.to`` -> the package that it needs, and the extra that installs it."""
@@ -223,12 +224,12 @@ def completions_table(iteration: int, rows: Sequence[CompletionRow]) -> tuple[li
             iteration,
             visible(row.prompt),
             visible(row.completion),
-            _finite(row.reward),
+            to_plain(row.reward),
             _text(row.answer),
             _text(row.reference),
             visible(row.verdict),
-            _finite(row.advantage),
-            *(_finite(row.rewards.get(name, math.nan)) for name in rewards),
+            to_plain(row.advantage),
+            *(to_plain(row.rewards.get(name)) for name in rewards),
         ]
         for row in rows
     ]
@@ -240,10 +241,6 @@ def _as_markdown(row: CompletionRow) -> str:
     head = f"reward {short(row.reward)}, {row.verdict}, answer {row.answer}, expected {row.reference}"
     block = visible("\n\n".join([head, row.prompt, row.completion]))
     return textwrap.indent(block, "    ", lambda line: True)
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
 
 
 def _text(value: str | None) -> str | None:

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from oarjax.errors import UserError
+from oarjax.system.json import to_json
 from oarjax.types import AnswerSpan, Evidence, Params, Rollout, Scores
 
 FORMAT = 1
@@ -65,7 +66,7 @@ def write_bad_batch(folder: Path, header: Header, evidence: Evidence, *, keep: i
         OSError: the disk is full or the folder cannot be written to.
     """
     path = folder / f"{header.kind}-{header.number:06d}.safetensors"
-    _write(path, _flat(evidence), {METADATA: json.dumps(asdict(header), allow_nan=False)})
+    _write(path, _flat(evidence), {METADATA: to_json(asdict(header))})
     _prune(path, keep=keep)
     return path
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from oarjax.errors import UserError
+from oarjax.system.json import to_json
 
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE}
 DISK |= {errno.ENOTCONN, errno.ENODEV, errno.ETIMEDOUT}  # of a mount whose server is gone
@@ -138,8 +138,7 @@ class Lines:
         Raises:
             StorageError: the file is as it was.
         """
-        # ensure_ascii keeps lone surrogates and line separators of model text out of the file.
-        line = (json.dumps(_finite(record), allow_nan=False, ensure_ascii=True) + "\n").encode()
+        line = (to_json(record) + "\n").encode()
         try:
             before = os.fstat(self._file.fileno()).st_size
             try:
@@ -196,12 +195,3 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 def _end_of_lines(path: Path) -> int:
     """Bytes up to the end of the last whole line."""
     return path.read_bytes().rfind(b"\n") + 1
-
-
-def _finite(value: Any) -> Any:
-    """The same tree of values with None where a number is not finite."""
-    if isinstance(value, Mapping):
-        return {name: _finite(v) for name, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

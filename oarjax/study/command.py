@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +19,7 @@ from oarjax.study.figures import draw_curves, draw_frontier
 from oarjax.study.jobs import Job, Outcome, StudyError, cores, run_jobs
 from oarjax.study.page import around, machine, markdown, paste
 from oarjax.study.results import collect, finished
+from oarjax.system.json import to_json
 
 WORKER = (sys.executable, "-m", "oarjax.study.worker")
 
@@ -100,7 +99,7 @@ def write_results(
     """Collect what has finished and write it down; the tree that study.json holds."""
     tree = {"command": command, "machine": machine(), "failed": list(failed)} | collect(plan)
     plan.root.mkdir(parents=True, exist_ok=True)
-    (plan.root / "study.json").write_text(json.dumps(_finite(tree), indent=1, allow_nan=False) + "\n")
+    (plan.root / "study.json").write_text(to_json(tree, indent=1) + "\n")
     figures: dict[str, Path] = {}
     name = plan.root.name.replace("-", "_")
     if tree["arms"]:
@@ -152,12 +151,3 @@ def _reporter(console: Console, plan: Plan, total: int) -> Callable[[Outcome, in
 def _last_line(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1].strip() if text.startswith("Traceback") and lines else "\n    ".join(lines)
-
-
-def _finite(value: Any) -> Any:
-    """The same tree with None where a number is not finite."""
-    if isinstance(value, dict):
-        return {name: _finite(v) for name, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -8,24 +8,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scipy.special import stdtrit  # scipy.stats has it too, and takes a second to import
+import numpy as np
 
 from oarjax.report.curves import points
 from oarjax.report.files import read_metrics
+from oarjax.stats import Interval, mean_interval, paired_difference
 from oarjax.study.config import Plan, Planned
-
-
-class Interval(NamedTuple):
-    """A mean over seeds and its 95% interval by Student's t; no interval from a single seed."""
-
-    mean: float
-    low: float | None
-    high: float | None
-    seeds: int
-
-    @property
-    def half(self) -> float | None:
-        return None if self.high is None else self.high - self.mean
+from oarjax.system.json import to_plain
 
 
 class Measured(NamedTuple):
@@ -45,27 +34,10 @@ COMPARED = ("final", "area", "seconds")
 """Measures that are compared arm against arm, seed by seed."""
 
 
-def interval(values: Sequence[float]) -> Interval:
-    """mean ± t(.975, n - 1) s / sqrt(n), values being independent and about normal.
-
-    Raises:
-        ValueError: no values.
-    """
-    n = len(values)
-    if n == 0:
-        raise ValueError("interval: expected at least one value")
-    mean = math.fsum(values) / n
-    if n == 1:
-        return Interval(mean, None, None, 1)
-    spread = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1))
-    half = float(stdtrit(n - 1, 0.975)) * spread / math.sqrt(n)
-    return Interval(mean, mean - half, mean + half, n)
-
-
-def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Interval | None:
-    """Interval of the difference ours - theirs over the seeds that both have; None where there are none."""
+def seed_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Interval:
+    """Average the differences ours - theirs over the seeds that both have; NaN where there are none."""
     both = [seed for seed in ours if seed in theirs]
-    return interval([ours[seed] - theirs[seed] for seed in both]) if both else None
+    return paired_difference(np.array([ours[s] for s in both]), np.array([theirs[s] for s in both]))
 
 
 def area_under(curve: Sequence[tuple[float, float]]) -> float:
@@ -122,7 +94,7 @@ def collect(plan: Plan) -> dict[str, Any]:
     arms = {name: _arm(runs) for name, runs in known.items() if runs}
     differences = {
         other: {
-            name: {what: _plain(paired(_of(known[name], what), _of(known[other], what))) for what in COMPARED}
+            name: {what: _plain(seed_difference(_of(known[name], what), _of(known[other], what))) for what in COMPARED}
             for name in arms
             if name != other
         }
@@ -146,8 +118,8 @@ def _arm(runs: Mapping[int, Measured]) -> dict[str, Any]:
     iterations = sorted({x for run in runs.values() for x, _ in run.curve})
     heights = {x: [y for run in runs.values() for n, y in run.curve if n == x] for x in iterations}
     return {
-        **{what: _plain(interval(list(_of(runs, what).values()))) for what in MEASURES},
-        "curve": [{"iteration": x, "pass_at_1": _plain(interval(heights[x]))} for x in iterations],
+        **{what: _plain(mean_interval(np.array(list(_of(runs, what).values())))) for what in MEASURES},
+        "curve": [{"iteration": x, "pass_at_1": _plain(mean_interval(np.array(heights[x])))} for x in iterations],
         "by_seed": {str(seed): {what: getattr(run, what) for what in MEASURES} for seed, run in runs.items()},
     }
 
@@ -156,8 +128,9 @@ def _of(runs: Mapping[int, Measured], what: str) -> dict[int, float]:
     return {seed: float(getattr(run, what)) for seed, run in runs.items()}
 
 
-def _plain(found: Interval | None) -> list[float | None] | None:
-    return None if found is None or not math.isfinite(found.mean) else [found.mean, found.low, found.high]
+def _plain(found: Interval) -> list[float | None] | None:
+    """Return [mean, low, high] as study.json has it; null where nothing is known."""
+    return to_plain([found.mean, found.low, found.high]) if found.count else None
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -7,7 +7,7 @@ neither the batches nor what was evaluated before change a result.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from oarjax.data.streams import Encoded, eval_batches, eval_order
 from oarjax.grading.recorded import Grading
 from oarjax.stats import answer_numbers, majority_correct, mean_score, pass_at_k, powers_up_to
+from oarjax.system.json import number, numbers, to_plain
 from oarjax.training.minibatches import take
 from oarjax.training.programs import Steps
 from oarjax.training.run import Session
@@ -52,18 +53,16 @@ def plain_evaluation(found: Evaluation | None) -> dict[str, Any] | None:
     """An evaluation as JSON. NaN (ungraded) is null."""
     if found is None:
         return None
-    scores = [None if np.isnan(s) else float(s) for s in found.scores]
-    others = {name: None if np.isnan(value) else value for name, value in found.others.items()}
-    return {"scores": scores, "length": found.length, "truncated": found.truncated, "others": others}
+    return to_plain(asdict(found))
 
 
 def evaluation_from(tree: dict[str, Any] | None) -> Evaluation | None:
     """What ``plain_evaluation`` made, back."""
     if tree is None:
         return None
-    scores = np.asarray([np.nan if s is None else s for s in tree["scores"]])
-    others = {name: float("nan") if value is None else value for name, value in tree.get("others", {}).items()}
-    return Evaluation(scores=scores, length=tree["length"], truncated=tree["truncated"], others=others)
+    others = {name: number(value) for name, value in tree.get("others", {}).items()}
+    length, truncated = number(tree["length"]), number(tree["truncated"])
+    return Evaluation(scores=numbers(tree["scores"]), length=length, truncated=truncated, others=others)
 
 
 def evaluate(session: Session, steps: Steps, grader: Grading, params: Params) -> Evaluation:

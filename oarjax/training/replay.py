@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -33,6 +32,7 @@ from oarjax.runs.bad_batches import BadBatchError, Header, read_bad_batch, read_
 from oarjax.runs.checkpoint import finished
 from oarjax.runs.folder import changed, start_folder
 from oarjax.system.devices import choose_platform, make_mesh, use_compilation_cache
+from oarjax.system.json import to_json
 from oarjax.training.files import restored_state
 from oarjax.training.iteration import NOISE, ORDER
 from oarjax.training.programs import RowCheck, Shardings, imitation, make_row_check, make_steps, policy_gradient
@@ -84,7 +84,7 @@ def run(file: Path, *, device: str, as_json: bool) -> None:
     with jax.default_matmul_precision("highest"):  # TPUs and GPUs else multiply float32 in fewer bits
         found = replay(header, evidence, params, session, folder=session.folder, frozen=frozen)
     if as_json:
-        print(json.dumps({"header": asdict(header), "params_of_step": step, **_finite(asdict(found))}))
+        print(to_json({"header": asdict(header), "params_of_step": step, **asdict(found)}))
     else:
         _show(console, found)
 
@@ -419,12 +419,3 @@ def _show(console: Console, found: Finding) -> None:
         table.add_row(group.name, str(group.params), str(group.rows), layers, short(group.grad_norm))
     console.print(table)
     console.print(Text("begins at: ", style="bold").append(Text(found.place, style="default")), soft_wrap=True)
-
-
-def _finite(value: Any) -> Any:
-    """The same tree with None for numbers that JSON does not have."""
-    if isinstance(value, dict):
-        return {name: _finite(v) for name, v in value.items()}
-    if isinstance(value, list):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value

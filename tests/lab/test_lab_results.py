@@ -1,11 +1,10 @@
-"""Intervals, tables and JSON of the credit lab."""
+"""Tables and JSON of the credit lab."""
 
 import dataclasses
 import io
 import json
 import math
 
-import numpy as np
 import pytest
 from lab_result import completion, figures, result
 from rich.console import Console
@@ -14,73 +13,26 @@ from oarjax.lab.plot import plot_lab
 from oarjax.lab.results import (
     AGREEMENT,
     COSTS,
-    Figure,
     MethodResult,
     cell,
-    figure,
     lab_json,
     print_lab,
     read_lab,
     table_cells,
     write_lab,
 )
-
-
-def test_interval_is_that_of_the_mean():
-    """400 normal draws of std 1: half the interval is near 1.96 / 20 = .098."""
-    values = np.random.default_rng(0).normal(2.0, 1.0, 400)
-    found = figure(values, resamples=4000, seed=1)
-    assert found.mean == pytest.approx(values.mean())
-    assert found.low < values.mean() < found.high
-    assert (found.high - found.low) / 2 == pytest.approx(0.098, rel=0.12)
-    assert found.count == 400
-    assert figure(values, resamples=4000, seed=1) == found
-    assert figure(values, resamples=4000, seed=2) != found
-
-
-def test_intervals_cover_the_truth():
-    """95% of intervals over 50 uniform draws hold the mean of .5; of 200, 10 misses are expected, 25 are too many."""
-    draw = np.random.default_rng(3)
-    found = [figure(draw.uniform(size=50), resamples=400, seed=0) for _ in range(200)]
-    missed = sum(not f.low <= 0.5 <= f.high for f in found)
-    assert 1 <= missed <= 25
-
-
-def test_undefined_values_are_left_out_and_few_have_no_interval():
-    assert figure(np.array([np.nan, 1.0, 3.0, np.inf]), resamples=50, seed=0).count == 2
-    one = figure(np.array([np.nan, 2.0]), resamples=50, seed=0)
-    assert (one.mean, one.count) == (2.0, 1)
-    assert math.isnan(one.low)
-    none = figure(np.array([np.nan]), resamples=50, seed=0)
-    assert math.isnan(none.mean)
-    assert none.count == 0
-    assert figure(np.ones(5), resamples=50, seed=0) == Figure(1.0, 1.0, 1.0, 5)
-
-
-def test_values_of_one_problem_are_resampled_together():
-    """Groups of equal values: the interval is that of one value each, and wider than that of independent ones."""
-    values, owners = np.random.default_rng(0).normal(2.0, 1.0, 40), np.repeat(np.arange(40), 8)
-    grouped = figure(np.repeat(values, 8), resamples=2000, seed=1, problems=owners)
-    alone = figure(values, resamples=2000, seed=1)
-    np.testing.assert_allclose(dataclasses.astuple(grouped), dataclasses.astuple(alone))
-    assert grouped.high - grouped.low > 2 * np.ptp(
-        dataclasses.astuple(figure(np.repeat(values, 8), resamples=2000, seed=1))[1:3]
-    )
-    uneven = figure(np.array([1.0, 1.0, 1.0, 0.0, np.nan]), resamples=500, seed=0, problems=np.array([7, 7, 7, 3, 5]))
-    assert (uneven.mean, uneven.low, uneven.high, uneven.count) == (0.75, 0.0, 1.0, 2)
-    one = figure(np.array([1.0, 2.0]), resamples=50, seed=0, problems=np.zeros(2, int))
-    assert (one.mean, math.isnan(one.low), one.count) == (1.5, True, 1)
+from oarjax.stats import Interval
 
 
 @pytest.mark.parametrize(
     ("found", "text"),
     [
-        (Figure(0.5678, 0.52, 0.60, 9), "0.57 ±.04"),
-        (Figure(-0.5, -0.6, -0.4, 9), "-0.50 ±.10"),
-        (Figure(25.44, 25.0, 26.0, 9), "25.4 ±.5"),
-        (Figure(1234.0, 1200.0, 1300.0, 9), "1,234 ±50"),
-        (Figure(0.5, math.nan, math.nan, 1), "0.50"),
-        (Figure(math.nan, math.nan, math.nan, 0), "n/a"),
+        (Interval(0.5678, 0.52, 0.60, 9), "0.57 ±.04"),
+        (Interval(-0.5, -0.6, -0.4, 9), "-0.50 ±.10"),
+        (Interval(25.44, 25.0, 26.0, 9), "25.4 ±.5"),
+        (Interval(1234.0, 1200.0, 1300.0, 9), "1,234 ±50"),
+        (Interval(0.5, math.nan, math.nan, 1), "0.50"),
+        (Interval(math.nan, math.nan, math.nan, 0), "n/a"),
         (None, ""),
     ],
 )

@@ -23,12 +23,10 @@ from oarjax.report.files import (
     visible,
 )
 from oarjax.report.summary import (
-    paired_change,
-    pass_interval,
     print_summary,
     read_summary,
     summarise,
-    wilson_interval,
+    summary_cells,
     write_summary,
 )
 from oarjax.runs.durable import StorageError
@@ -291,40 +289,23 @@ def test_short_numbers(value, text):
 # Summary
 
 
-def test_wilson_interval_by_hand():
-    # p = 1/2, n = 4, z = 2: centre (1/2 + 1/2) / 2 = 1/2, half = 2 / 2 * sqrt(1/16 + 4/64) = sqrt(1/8)
-    assert wilson_interval(0.5, 4, z=2.0) == pytest.approx((0.5 - math.sqrt(1 / 8), 0.5 + math.sqrt(1 / 8)))
-    # p = 1, n = 4, z = 2: (1 + 4/8 ± 2 sqrt(4/64)) / 2 = 1/2 and 1
-    assert wilson_interval(1.0, 4, z=2.0) == pytest.approx((0.5, 1.0))
-    with pytest.raises(ValueError, match="count > 0"):
-        wilson_interval(0.5, 0)
-
-
-def test_pass_interval_of_one_seed_is_wilson_and_repeats_add_nothing():
-    scores = np.array([[1.0], [0.0], [1.0], [1.0], [0.0]])
-    assert pass_interval(scores) == pytest.approx(wilson_interval(0.6, 5))
-    assert pass_interval(np.repeat(scores, 4, axis=1)) == pytest.approx(
-        wilson_interval(0.6, 5)
-    )  # same verdicts 4 times
-
-
-def test_pass_interval_counts_no_more_than_the_scores_and_leaves_ungraded_out():
-    alternating = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])  # every problem 1/2: no spread between problems
-    assert pass_interval(alternating) == pytest.approx(wilson_interval(0.5, 6))
-    with_gaps = np.array([[1.0], [0.0], [np.nan]])
-    assert pass_interval(with_gaps) == pytest.approx(wilson_interval(0.5, 2))
-    assert pass_interval(np.ones((9, 2))) == pytest.approx(wilson_interval(1.0, 9))
-
-
-def test_paired_change_by_hand():
-    # differences in points: 100, 0, 50, 50: mean 50, std (ddof 1) sqrt(5000 / 3), over sqrt(4), times z = 2
+def test_change_is_in_points_and_paired_by_problem():
+    # differences in points: 100, 0, 50, 50: mean 50, std (ddof 1) sqrt(5000 / 3), over sqrt(4), times z = 1.959964
     after, before = np.array([[1.0], [1.0], [1.0], [0.5]]), np.array([[0.0], [1.0], [0.5], [0.0]])
-    half = math.sqrt(5000 / 3)
-    assert paired_change(after, before, z=2.0) == pytest.approx((50.0, 50 - half, 50 + half))
-    with pytest.raises(ValueError, match="expected the same problems, got 4 and 2"):
-        paired_change(after, before[:2])
-    with pytest.raises(ValueError, match="no problem was graded in both"):
-        paired_change(after, np.full((4, 1), np.nan))
+    half = 1.959964 * math.sqrt(5000 / 3) / 2
+    row = summarise("after", after, baseline=before)
+    assert (row.change, row.change_low, row.change_high) == pytest.approx((50.0, 50 - half, 50 + half))
+
+
+def test_a_run_whose_answers_were_not_graded_still_has_a_summary(tmp_path):
+    nothing, known = np.full((2, 1), np.nan), np.array([[1.0], [0.0]])
+    rows = [summarise("start", known), summarise("last", nothing, baseline=known)]
+    cells = summary_cells(rows)[1][1]
+    assert cells[:3] == ["last", "n/a", ""]
+    write_summary(tmp_path / "summary.json", rows)
+    assert json.loads((tmp_path / "summary.json").read_text())["rows"][1]["pass_at_1"] is None
+    single = summarise("one problem", np.array([[1.0]]), baseline=np.array([[0.0]]))
+    assert summary_cells([single])[1][0][2] == "+100.0"
 
 
 def test_summary_prints_within_80_columns_and_reads_back(tmp_path):

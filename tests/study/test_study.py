@@ -19,33 +19,17 @@ from oarjax.study import command
 from oarjax.study.config import load_study, make_plan
 from oarjax.study.jobs import Job, run_jobs, share_out
 from oarjax.study.page import PageError, markdown, paste
-from oarjax.study.results import area_under, collect, interval, measure, paired
+from oarjax.study.results import area_under, collect, measure, seed_difference
 
-# Means, intervals, areas
-
-
-def test_interval_by_hand():
-    # 1, 2, 3, 4: mean 2.5, variance (2.25 + .25 + .25 + 2.25) / 3 = 5/3, standard error sqrt(5/3) / 2 = .645497;
-    # t of .975 with 3 degrees of freedom is 3.182446, so half a width of 2.054260.
-    found = interval([1.0, 2.0, 3.0, 4.0])
-    assert found.mean == 2.5
-    assert found.half == pytest.approx(3.182446 * 0.645497, rel=1e-5)
-    assert found.low == pytest.approx(2.5 - 2.054260, rel=1e-5)
-    assert found.seeds == 4
-    assert interval([7.0]) == (7.0, None, None, 1)
-    assert interval([7.0]).half is None
-    assert interval([2.0, 2.0])[:3] == (2.0, 2.0, 2.0)
-    with pytest.raises(ValueError, match="interval: expected at least one value"):
-        interval([])
+# Differences, areas
 
 
-def test_paired_by_hand():
+def test_differences_pair_the_seeds_that_both_have():
     # Seeds 1 and 2 are in both: differences .5 and .25; mean .375, s = .25 / sqrt 2, standard error .125, t(1) = 12.706
-    found = paired({0: 9.0, 1: 1.0, 2: 0.5}, {1: 0.5, 2: 0.25, 3: 5.0})
-    assert found is not None
-    assert found.mean == 0.375
+    found = seed_difference({0: 9.0, 1: 1.0, 2: 0.5}, {1: 0.5, 2: 0.25, 3: 5.0})
+    assert (found.mean, found.count) == (0.375, 2)
     assert found.half == pytest.approx(12.7062 * 0.125, rel=1e-5)
-    assert paired({0: 1.0}, {1: 1.0}) is None
+    assert seed_difference({0: 1.0}, {1: 1.0}).count == 0
 
 
 def test_area_by_hand():
