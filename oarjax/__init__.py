@@ -12,7 +12,7 @@ The public names, each imported when it is first used; importing oarjax itself o
     policies      Policy, QwenConfig, make_policy, read_config, load_params, export
     sampling      sample, token_logps
     types         PromptBatch, Rollout, AnswerSpan, Credit, TrainBatch, Mean, TrainState, KVCache, Grades, Params
-    training      Config, load_config, make_optimizer, make_steps, Shardings, iterate, Outside
+    training      Config, load_config, make_optimizer, make_steps, Shardings, iterate, HostCallbacks
     commands      train, credit_lab; Parts, open_parts for a loop of one's own
     notebooks     show_curves, show_completions, show_tokens, show_credit, show_lab, show_lab_figure
 """
@@ -61,7 +61,7 @@ _HOME = {
     ),
     "oarjax.config": ("Config", "load_config"),
     "oarjax.training.programs": ("Shardings", "make_optimizer", "make_steps"),
-    "oarjax.training.iteration": ("Outside", "iterate"),
+    "oarjax.training.iteration": ("HostCallbacks", "iterate"),
     "oarjax.notebook": (
         "train",
         "credit_lab",

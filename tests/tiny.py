@@ -1,4 +1,4 @@
-"""A whole tiny run for tests: config, Qwen2 policy, steps, and an outside world that grades without workers."""
+"""A whole tiny run for tests: config, Qwen2 policy, steps, and a host that grades without workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from oarjax.models.policy import Policy
 from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import init_params
-from oarjax.training.iteration import Outside
+from oarjax.training.iteration import HostCallbacks
 from oarjax.training.programs import Shardings, Steps, make_optimizer, make_steps
 from oarjax.types import AnswerSpan, Grades, Params, PromptBatch, TrainState
 
@@ -113,9 +113,9 @@ def even_tokens(rollout) -> np.ndarray:
     return (((ids % 2 == 0) & rollout.completion).sum(1) * 2 > rollout.completion.sum(1)).astype(np.float32)
 
 
-def outside(reward=even_tokens, batches=None) -> Outside:
+def host(reward=even_tokens, batches=None) -> HostCallbacks:
     source = iter(batches) if batches is not None else (prompts(seed=i) for i in range(10**6))
-    return Outside(
+    return HostCallbacks(
         next_prompts=lambda: next(source),
         submit=lambda batch, rollout: lambda: grades(reward(rollout)),
         find_answers=find_answers,

@@ -16,8 +16,8 @@ from oarjax import (
     AnswerSpan,
     Config,
     Grades,
+    HostCallbacks,
     KVCache,
-    Outside,
     Params,
     Policy,
     PromptBatch,
@@ -124,7 +124,7 @@ def train(iterations: int, *, method: str = "oar_g", seed: int = 0) -> list[floa
     steps = oarjax.make_steps(policy, tx, where, cfg, stop_ids=(STOP,), pad_id=PAD)
     params, draw = make_params(jax.random.key(seed)), np.random.default_rng(seed)
     state = TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), jax.random.key(seed))
-    outside = Outside(
+    host = HostCallbacks(
         next_prompts=lambda: prompts(draw, cfg.rollout.prompts),
         submit=graded,
         find_answers=find_answers,
@@ -134,7 +134,7 @@ def train(iterations: int, *, method: str = "oar_g", seed: int = 0) -> list[floa
     )
     rewards = []
     for iteration in range(1, iterations + 1):
-        state, done = oarjax.iterate(state, None, iteration, steps=steps, outside=outside, cfg=cfg)
+        state, done = oarjax.iterate(state, None, iteration, steps=steps, host=host, cfg=cfg)
         rewards.append(float(done.grades.rewards.mean()))
     return rewards
 

@@ -19,7 +19,7 @@ from oarjax.data.hf import load_params, read_config
 from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import matmul_parameters
-from oarjax.training.iteration import Outside, iterate
+from oarjax.training.iteration import HostCallbacks, iterate
 from oarjax.training.programs import Shardings, Steps, make_optimizer, make_steps
 from oarjax.types import AnswerSpan, Grades, Params, PromptBatch, Rollout, TrainBatch, TrainState
 
@@ -250,7 +250,7 @@ class Ours:
         steps, state = watch(self._steps(cfg)), self._state()
         ids = self.tokens.groups
         prompts = PromptBatch(ids, np.ones(ids.shape, bool), np.arange(len(ids), dtype=np.int32))  # type: ignore[arg-type]
-        outside = Outside(
+        host = HostCallbacks(
             next_prompts=lambda: prompts,
             submit=lambda batch, rollout: lambda: rewards(len(rollout.ended), s.group_size),
             find_answers=lambda rollout: spans(len(rollout.ended), s.new_tokens, s),
@@ -263,7 +263,7 @@ class Ours:
         def work() -> None:
             nonlocal state, number
             number += 1
-            state, _ = iterate(state, None, number, steps=steps, outside=outside, cfg=cfg)
+            state, _ = iterate(state, None, number, steps=steps, host=host, cfg=cfg)
             jax.block_until_ready(state)
 
         return work

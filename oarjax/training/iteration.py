@@ -17,7 +17,7 @@ from oarjax.models.lora import whole
 from oarjax.rl.grpo import without_truncated
 from oarjax.rollout.sampler import rollout_key
 from oarjax.training.metrics import NONFINITE, rollout_metrics, unsound_rows
-from oarjax.training.minibatches import Deck, bucket, informative_first, join, join_grades, take, trim
+from oarjax.training.minibatches import MinibatchPlan, bucket, informative_first, join, join_grades, take, trim
 from oarjax.training.programs import Steps
 from oarjax.types import AnswerSpan, Evidence, Grades, Mean, Params, PromptBatch, Rollout, TrainBatch, TrainState
 
@@ -37,8 +37,8 @@ class Seen(NamedTuple):
     evidence: Evidence
 
 
-class Outside(NamedTuple):
-    """Everything an iteration needs from the host side."""
+class HostCallbacks(NamedTuple):
+    """Supply what an iteration needs from the host."""
 
     next_prompts: Callable[[], PromptBatch]
     submit: Callable[[PromptBatch, Rollout], Callable[[], Grades]]  # starts grading; calling the result waits
@@ -65,10 +65,10 @@ class Iteration(NamedTuple):
 
 
 def iterate(
-    state: TrainState, ref_params: Params | None, iteration: int, *, steps: Steps, outside: Outside, cfg: Config
+    state: TrainState, ref_params: Params | None, iteration: int, *, steps: Steps, host: HostCallbacks, cfg: Config
 ) -> tuple[TrainState, Iteration]:
     """Prompts -> rollouts -> rewards -> group advantages -> credit per token -> updated policy."""
-    o, group = outside, cfg.rollout.group_size
+    group = cfg.rollout.group_size
     capacity = cfg.rollout.prompts * group
     probe = probe_mode(
         iteration - 1,
@@ -78,10 +78,10 @@ def iterate(
     )
     noise_key, order_key = (rollout_key(state.key, step=iteration, batch=b) for b in (NOISE, ORDER))
 
-    problems, rollout, grading, everything = draw(state, iteration, steps=steps, outside=o, cfg=cfg)
-    with o.phase("spans"):
-        span = o.find_answers(rollout)
-        probed = o.probed(rollout, span, problems) if o.probed else None
+    problems, rollout, grading, everything = draw(state, iteration, steps=steps, host=host, cfg=cfg)
+    with host.phase("spans"):
+        span = host.find_answers(rollout)
+        probed = host.probed(rollout, span, problems) if host.probed else None
         if probed:
             made = rollout.completion.shape[1]
             span = replace(span, reasoning=probed[1].reasoning[:, :made], found=probed[1].found)
@@ -89,24 +89,24 @@ def iterate(
     # Which rows are worth scoring. Without skipping that needs no reward, so workers grade while the device scores.
     rows = np.arange(capacity)
     if cfg.update.skip_zero_variance:
-        with o.phase("grade"):
+        with host.phase("grade"):
             constant = np.asarray(steps.equal_groups(jnp.asarray(grading().rewards)))
         rows = np.flatnonzero(~np.repeat(constant, group))
     longest = int(rollout.completion[rows].sum(1).max(initial=1))
     length = bucket(longest, cfg.rollout.completion_bucket, cfg.rollout.max_new)
-    deck = Deck(rows, cfg.update.minibatches, cfg.update.microbatch, capacity)
-    cards = (*trim(rollout, span, rows, length=length), np.arange(capacity, dtype=np.int32))
+    plan = MinibatchPlan(rows, cfg.update.minibatches, cfg.update.microbatch, capacity)
+    arrays = (*trim(rollout, span, rows, length=length), np.arange(capacity, dtype=np.int32))
     if probed:
         room = probed[0].completion.shape[1] - rollout.completion.shape[1]
-        cards = (*cards, trim(*probed, rows, length=length + room))
-    hands = [o.place(hand, "microbatches") for hand in deck.deal(cards)]
-    if o.watch and (unsound := unsound_rows(rollout)).any():
-        everyone = Deck(np.arange(capacity), 1, cfg.update.microbatch, capacity)
-        ((r, s, numbers, *instead),) = everyone.deal(
+        arrays = (*arrays, trim(*probed, rows, length=length + room))
+    minibatches = [host.place(rows, "microbatches") for rows in plan.split(arrays)]
+    if host.watch and (unsound := unsound_rows(rollout)).any():
+        everyone = MinibatchPlan(np.arange(capacity), 1, cfg.update.microbatch, capacity)
+        ((r, s, numbers, *instead),) = everyone.split(
             (rollout, span, np.arange(capacity, dtype=np.int32), *([probed] if probed else []))
         )
         count = {f"{NONFINITE}behaviour_logps": Mean(jnp.float32(unsound.sum()), jnp.float32(capacity))}
-        o.watch(
+        host.watch(
             Seen(
                 "sample",
                 iteration,
@@ -118,30 +118,31 @@ def iterate(
             )
         )
 
-    with o.phase("score"):
-        reference = None if ref_params is None else o.load_reference(ref_params)
+    with host.phase("score"):
+        reference = None if ref_params is None else host.load_reference(ref_params)
         scores = [
             steps.score(whole(state), reference, r, s, numbers, used, noise_key, *instead, probe=probe)
-            for (r, s, numbers, *instead), used in zip(hands, deck.used)
+            for (r, s, numbers, *instead), used in zip(minibatches, plan.used)
         ]
         jax.block_until_ready(scores)
         del reference  # the update needs the memory
 
-    with o.phase("grade"):
+    with host.phase("grade"):
         grades = grading()
     graded = np.isfinite(grades.rewards)
     advantages = np.asarray(steps.advantages(jnp.asarray(np.where(graded, grades.rewards, np.nan))))
     # Ungraded rows teach nothing, and neither do truncated ones where the config says so.
-    trained = jnp.asarray(rollout.completion & graded[:, None])
+    trained = rollout.completion & graded[:, None]
     if cfg.loss.mask_truncated:
-        trained = without_truncated(trained, jnp.asarray(rollout.ended))
+        trained = np.asarray(without_truncated(jnp.asarray(trained), jnp.asarray(rollout.ended)))
+    taught = [bool(trained[chosen].any()) for chosen in plan.chosen]
     # The mean is over all graded rows, trained on or not: leaving rows out changes the work, not the loss.
-    denominator = steps.denominator(trained)
+    denominator = steps.denominator(jnp.asarray(trained))
     batches, credits, shown, metrics = [], [], [], {}
-    with o.phase("credit"):
-        for k, hand in enumerate(deck.deal((advantages, trained[:, :length]))):
-            a, completion = o.place(hand, "microbatches")
-            (r, s, numbers, *instead), found = hands[k], scores[k]
+    with host.phase("credit"):
+        for k, arrays in enumerate(plan.split((advantages, trained[:, :length]))):
+            a, completion = host.place(arrays, "microbatches")
+            (r, s, numbers, *instead), found = minibatches[k], scores[k]
             given, measured = steps.credit(found, r, s, a, completion, jax.random.fold_in(order_key, k))
             metrics = add_metrics(metrics, measured)
             credits.append(given)
@@ -156,53 +157,53 @@ def iterate(
                     behaviour_logps=r.behaviour_logps,
                 )
             )
-            used = jnp.asarray(deck.used[k])
+            used = jnp.asarray(plan.used[k])
             made_of = Evidence(
                 r, s, numbers, used, instead[0] if instead else None, found, a, completion, given.weights, denominator
             )
             shown.append(Seen("credit", iteration, k, measured, state, probe, made_of))
-            if o.watch:
-                o.watch(shown[k])
+            if host.watch:
+                host.watch(shown[k])
 
-    with o.phase("update"):
+    with host.phase("update"):
         for epoch in range(cfg.update.epochs):
             for k in np.random.default_rng((cfg.seed, iteration, epoch)).permutation(cfg.update.minibatches):
-                if deck.used[k] and trained.any():  # an empty update would still decay the weights
-                    state, measured = steps.update(state, batches[k], deck.used[k], denominator)
+                if taught[k]:  # an update without a trained token would still move the weights
+                    state, measured = steps.update(state, batches[k], plan.used[k], denominator)
                     metrics = add_metrics(metrics, measured)
-                    if o.watch:
-                        o.watch(shown[k]._replace(phase="update", metrics=measured, state=state))
+                    if host.watch:
+                        host.watch(shown[k]._replace(phase="update", metrics=measured, state=state))
         jax.block_until_ready(state)
 
-    weights = deck.collect(o.fetch([c.weights for c in credits]), np.ones(rollout.completion.shape, np.float32))
-    measured = {name: float(mean.value) for name, mean in o.fetch(metrics).items() if mean.count > 0}
+    weights = plan.collect(host.fetch([c.weights for c in credits]), np.ones(rollout.completion.shape, np.float32))
+    measured = {name: float(mean.value) for name, mean in host.fetch(metrics).items() if mean.count > 0}
     measured |= rollout_metrics(*everything(), group_size=group)
     measured |= {"rows_used": float(len(rows)), "reasoning_length": float(span.reasoning.sum(1).mean())}
     return state, Iteration(measured, rollout, span, grades, problems, advantages, weights)
 
 
 def draw(
-    state: TrainState, iteration: int, *, steps: Steps, outside: Outside, cfg: Config
+    state: TrainState, iteration: int, *, steps: Steps, host: HostCallbacks, cfg: Config
 ) -> tuple[np.ndarray, Rollout, Callable[[], Grades], Callable[[], tuple[Rollout, Grades]]]:
     """Sample groups and start grading them; refill groups of equal rewards from fresh prompts if asked to.
 
     Returns the problems [P], the rollout [P * G], the grades to wait for, and all that was drawn, for the log: groups
     picked for their unequal rewards would give a reward that no policy has.
     """
-    o, group, wanted = outside, cfg.rollout.group_size, cfg.rollout.prompts
+    group, wanted = cfg.rollout.group_size, cfg.rollout.prompts
     constant = np.ones(0, bool)
     drawn: list[tuple[np.ndarray, Rollout, Callable[[], Grades]]] = []
-    with o.phase("sample"):
+    with host.phase("sample"):
         params = steps.rollout_params(whole(state))  # given up again on return: scores and updates need the memory
     for attempt in range(1 + cfg.update.refills):
-        with o.phase("sample"):
-            prompts = o.next_prompts()
+        with host.phase("sample"):
+            prompts = host.next_prompts()
             key = rollout_key(state.key, step=iteration, batch=attempt)
-            rollout = o.fetch(steps.sample(params, o.place(prompts, "prompts"), key))
-        drawn.append((np.asarray(prompts.problem), rollout, o.submit(prompts, rollout)))
+            rollout = host.fetch(steps.sample(params, host.place(prompts, "prompts"), key))
+        drawn.append((np.asarray(prompts.problem), rollout, host.submit(prompts, rollout)))
         if cfg.update.refills == 0:
             return *drawn[0], lambda: (drawn[0][1], drawn[0][2]())
-        with o.phase("grade"):
+        with host.phase("grade"):
             rewards = np.concatenate([grades().rewards for *_, grades in drawn])
         constant = np.asarray(steps.equal_groups(jnp.asarray(rewards)))
         if (~constant).sum() >= wanted:

@@ -1,6 +1,6 @@
 """From the rollouts of an iteration to the minibatches that are scored and trained on. Numpy, on the host.
 
-The device programs have one shape per completion bucket: rows are dealt to k minibatches of M microbatches of b
+The device programs have one shape per completion bucket: rows are divided into k minibatches of M microbatches of b
 rows, the used ones first, and a traced count says how many microbatches are worth running. So leaving rows
 out (groups of equal rewards) saves work and never compiles anything anew.
 """
@@ -79,51 +79,54 @@ def take(tree: Any, rows: Int[np.ndarray, "R"]) -> Any:
     return jax.tree.map(lambda x: np.asarray(x)[rows], tree)
 
 
-class Deck(NamedTuple):
-    """How the rows of an iteration are dealt to optimizer updates: row i of ``rows`` to minibatch i % k."""
+class MinibatchPlan(NamedTuple):
+    """How the rows of an iteration are divided into optimizer updates: row i of ``rows`` goes to minibatch i % k."""
 
     rows: Int[np.ndarray, "R"]  # indices of the rows to train on
     minibatches: int
     microbatch: int
     capacity: int  # rows that all minibatches hold together; fixes the shapes
 
-    def deal(self, tree: Any) -> list[Any]:
-        """[B, ...] arrays -> per minibatch [M, b, ...]; rows without a card are zeros (False).
+    def split(self, tree: Any) -> list[Any]:
+        """Return one tree of [M, b, ...] arrays per minibatch from [B, ...] arrays; missing rows are zeros (False).
 
         Raises:
-            ValueError: more rows than room, or a capacity that the shapes do not divide.
+            ValueError: more rows than the capacity, or a capacity that the shapes do not divide.
         """
         room, left = divmod(self.capacity, self.minibatches)
         if left or room % self.microbatch:
             raise ValueError(
-                f"deal: {self.capacity} rows do not divide into {self.minibatches} minibatches "
+                f"split: {self.capacity} rows do not divide into {self.minibatches} minibatches "
                 f"of microbatches of {self.microbatch} rows"
             )
         if len(self.rows) > self.capacity:
-            raise ValueError(f"deal: {len(self.rows)} rows chosen, room for {self.capacity}")
+            raise ValueError(f"split: {len(self.rows)} rows chosen, room for {self.capacity}")
 
-        def hand(x: Any, k: int) -> np.ndarray:
-            mine = np.asarray(x)[self.rows[k :: self.minibatches]]
-            out = np.zeros((room, *mine.shape[1:]), mine.dtype)
-            out[: len(mine)] = mine
-            return out.reshape(-1, self.microbatch, *mine.shape[1:])
+        def padded(x: Any, rows: np.ndarray) -> np.ndarray:
+            values = np.asarray(x)[rows]
+            out = np.zeros((room, *values.shape[1:]), values.dtype)
+            out[: len(values)] = values
+            return out.reshape(-1, self.microbatch, *values.shape[1:])
 
-        return [jax.tree.map(partial(hand, k=k), tree) for k in range(self.minibatches)]
+        return [jax.tree.map(partial(padded, rows=rows), tree) for rows in self.chosen]
 
-    def collect(self, hands: list[Any], like: np.ndarray) -> np.ndarray:
-        """The inverse of deal for [B, T]: dealt values put back into the rows of a copy of ``like``, from its left."""
+    def collect(self, minibatches: list[Any], like: np.ndarray) -> np.ndarray:
+        """Put the [M, b, T] values of every minibatch back into their rows of a copy of ``like`` [B, T]."""
         out = np.array(like)
-        for k, x in enumerate(hands):
-            mine = self.rows[k :: self.minibatches]
-            values = np.asarray(x).reshape(-1, *np.shape(x)[2:])[: len(mine)]
-            out[mine, : values.shape[1]] = values
+        for rows, x in zip(self.chosen, minibatches):
+            values = np.asarray(x).reshape(-1, *np.shape(x)[2:])[: len(rows)]
+            out[rows, : values.shape[1]] = values
         return out
 
     @property
+    def chosen(self) -> list[Int[np.ndarray, "r"]]:
+        """Rows of each minibatch, in its order."""
+        return [self.rows[k :: self.minibatches] for k in range(self.minibatches)]
+
+    @property
     def used(self) -> list[np.ndarray]:
-        """Microbatches of each minibatch that hold a row."""
-        counts = [len(self.rows[k :: self.minibatches]) for k in range(self.minibatches)]
-        return [np.asarray(-(-n // self.microbatch), np.int32) for n in counts]
+        """Number of microbatches of each minibatch that hold a row."""
+        return [np.asarray(-(-len(rows) // self.microbatch), np.int32) for rows in self.chosen]
 
 
 def informative_first(constant: Bool[np.ndarray, "Q"], *, prompts: int, group_size: int) -> Int[np.ndarray, "B"]:

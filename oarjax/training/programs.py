@@ -26,6 +26,7 @@ from oarjax.credit.probe import Probe, ProbeMode
 from oarjax.models.lora import below, laid_over
 from oarjax.models.policy import Policy
 from oarjax.rl.grpo import aggregate, group_advantages, policy_loss, zero_variance_groups
+from oarjax.rl.masked import widened
 from oarjax.rl.optimizer import adamw, learning_rate
 from oarjax.rollout.logps import hidden_logps, token_logps
 from oarjax.rollout.sampler import problem_keys, sample, sample_rows
@@ -347,7 +348,7 @@ def descend(
     used: Int[Array, ""],
     denominator: Float[Array, ""] | None,
 ) -> tuple[TrainState, Metrics]:
-    """One optimizer update from the used microbatches of [M, b, ...], their gradients summed in float32.
+    """One optimizer update from the used microbatches of [M, b, ...], their gradients summed in float32 or wider.
 
     The microbatches are looped over with a traced count (``fori_loop``) and not scanned: groups of equal rewards are
     left out, so every iteration keeps another number of rows, and a scan of that length would be compiled for each.
@@ -367,7 +368,7 @@ def descend(
         (_, (mean, metrics)), grads = jax.value_and_grad(total, has_aux=True)(
             state.params, jax.tree.map(lambda x: x[i], batch)
         )
-        return jax.tree.map(lambda g: g.astype(jnp.float32), grads), mean, metrics
+        return jax.tree.map(lambda g: widened(g), grads), mean, metrics
 
     empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, 0))
     grads, mean, metrics = jax.lax.fori_loop(0, used, lambda i, so_far: jax.tree.map(jnp.add, so_far, one(i)), empty)

@@ -26,7 +26,7 @@ from oarjax.system.devices import peak_flops, to_host_memory
 from oarjax.training.files import RunFiles
 from oarjax.training.health import Health
 from oarjax.training.held_out import Evaluation, evaluate
-from oarjax.training.iteration import Iteration, Outside, iterate
+from oarjax.training.iteration import HostCallbacks, Iteration, iterate
 from oarjax.training.layout import lay_out
 from oarjax.training.memory import report_memory
 from oarjax.training.programs import make_optimizer, make_steps
@@ -97,7 +97,7 @@ def train(
         files = stack.enter_context(RunFiles(session, folder, warnings))
         state, first, last = files.resume(state, stream)
         grader = files.recording(grader)
-        outside = Outside(
+        host = HostCallbacks(
             next_prompts=lambda: next(stream)[0],
             submit=partial(session.submit, grader, session.train.by_index),
             find_answers=session.find_answers,
@@ -112,7 +112,7 @@ def train(
         progress = stack.enter_context(Progress(cfg.iterations, label=cfg.credit.method, console=console))
         health = Health(session, folder, warnings)
         health.remember(read_metrics(folder / "metrics.jsonl"), until=first)
-        outside = outside._replace(watch=health)
+        host = host._replace(watch=health)
         if before is not None and first == 0:
             last = before
             files.write(0, before.metrics, [])
@@ -125,7 +125,7 @@ def train(
             files.begin(iteration)
             if cfg.profile is not None and not tracing and cfg.profile[0] <= iteration <= cfg.profile[1]:
                 tracing = stack.enter_context(closing(_Trace(folder / "profile")))
-            state, done = iterate(state, reference, iteration, steps=steps, outside=outside, cfg=cfg)
+            state, done = iterate(state, reference, iteration, steps=steps, host=host, cfg=cfg)
             stopped = health.after(iteration)
             if cfg.profile is not None and tracing and iteration >= cfg.profile[1]:
                 tracing.close()

@@ -18,7 +18,7 @@ from oarjax.runs.stop import Stop
 from oarjax.training.adapters import plain_params
 from oarjax.training.health import Health
 from oarjax.training.layout import lay_out
-from oarjax.training.minibatches import Deck
+from oarjax.training.minibatches import MinibatchPlan
 from oarjax.training.programs import make_sft_optimizer, make_sft_step
 from oarjax.training.run import Session, new_state
 from oarjax.types import Params, TrainBatch
@@ -53,7 +53,7 @@ def warm_start(session: Session, params: Params, stop: Stop) -> Params:
         pad_id=session.pad_id,
         seed=session.cfg.seed,
     )
-    deck = Deck(np.arange(cfg.batch), 1, cfg.microbatch, cfg.batch)
+    plan = MinibatchPlan(np.arange(cfg.batch), 1, cfg.microbatch, cfg.batch)
     shown_every, first = max(cfg.steps // 20, 1), 0
     warnings = OnceWarnings(session.console)
     health = Health(session, session.folder, warnings)
@@ -70,7 +70,7 @@ def warm_start(session: Session, params: Params, stop: Stop) -> Params:
         progress = stack.enter_context(Progress(cfg.steps, label="sft", console=session.console))
         for number in range(first + 1, cfg.steps + 1):
             batch = next(stream)
-            (hand,) = deck.deal(
+            (rows,) = plan.split(
                 TrainBatch(  # numpy until it is placed
                     tokens=batch.tokens,  # pyright: ignore[reportArgumentType]
                     valid=batch.valid,  # pyright: ignore[reportArgumentType]
@@ -81,8 +81,8 @@ def warm_start(session: Session, params: Params, stop: Stop) -> Params:
                     behaviour_logps=None,
                 )
             )
-            state, metrics = step(state, session.place(hand, "microbatches"), deck.used[0])
-            if stopped := health.imitated(number, hand, deck.used[0], metrics, state):
+            state, metrics = step(state, session.place(rows, "microbatches"), plan.used[0])
+            if stopped := health.imitated(number, rows, plan.used[0], metrics, state):
                 raise stopped
             if number % shown_every == 0 or number == cfg.steps:
                 shown = {name: float(mean.value) for name, mean in jax.device_get(metrics).items()}

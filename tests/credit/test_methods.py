@@ -117,10 +117,10 @@ def test_two_iterations_of_training(method):
     """Through the whole path: sampled, scored, weighed, updated twice; the weights are what the method promises."""
     cfg = tiny.config(credit__method=method, credit__screen__share=0.5, update__minibatches=2)
     _, steps, state = tiny.build(cfg, keyword_table=TABLE)
-    start, world = state.params, tiny.outside()
+    start, world = state.params, tiny.host()
     before = jax.device_get(start)
     for n in (1, 2):
-        state, done = iterate(state, None, n, steps=steps, outside=world, cfg=cfg)
+        state, done = iterate(state, None, n, steps=steps, host=world, cfg=cfg)
         assert np.isfinite(done.metrics["grad_norm"])
         assert done.metrics["skipped"] == 0
         w, reasoning = done.weights, done.span.reasoning
@@ -142,7 +142,7 @@ def test_two_iterations_of_training(method):
 def test_polarity_in_training(polarity):
     cfg = tiny.config(credit__method="oar_g", credit__polarity=polarity)
     _, steps, state = tiny.build(cfg)
-    _, done = iterate(state, None, 1, steps=steps, outside=tiny.outside(), cfg=cfg)
+    _, done = iterate(state, None, 1, steps=steps, host=tiny.host(), cfg=cfg)
     weighed = (done.weights != 1).any(1)
     assert weighed.any()
     assert ((done.advantages[weighed] > 0) == (polarity == "correct")).all()
@@ -157,7 +157,7 @@ def test_the_top_share_of_a_batch_is_among_rows_that_teach(skip):
 
     cfg = tiny.config(credit__method="entropy_top", update__skip_zero_variance=skip)
     _, steps, state = tiny.build(cfg)
-    _, done = iterate(state, None, 1, steps=steps, outside=tiny.outside(reward=reward), cfg=cfg)
+    _, done = iterate(state, None, 1, steps=steps, host=tiny.host(reward=reward), cfg=cfg)
     taught = done.rollout.completion & (np.arange(16) < 8)[:, None]
     assert (done.weights[~taught] == 1).all()
     assert done.weights[taught].sum() == pytest.approx(taught.sum(), rel=1e-5)

@@ -74,7 +74,7 @@ def test_what_a_method_needs_and_whose_importance_it_reads():
 def test_the_example_methods_keep_the_mass_and_train(name):
     cfg = tiny.config(credit={"method": "custom", "function": "x.py:y"})
     steps, state = steps_of(cfg, custom_method=getattr(credit, name))
-    state, done = iterate(state, None, 1, steps=steps, outside=tiny.outside(), cfg=cfg)
+    state, done = iterate(state, None, 1, steps=steps, host=tiny.host(), cfg=cfg)
     w, reasoning = done.weights, done.span.reasoning
     assert (w != 1).any()
     assert (w[~reasoning] == 1).all()
@@ -159,7 +159,7 @@ def test_an_own_loss_is_what_is_minimised():
     after = []
     for own in (None, same, losses.half_as_hard_on_failures):
         steps, state = steps_of(cfg, custom_loss=own)
-        state, done = iterate(state, None, 1, steps=steps, outside=tiny.outside(), cfg=cfg)
+        state, done = iterate(state, None, 1, steps=steps, host=tiny.host(), cfg=cfg)
         after.append(jax.device_get(state.params))
         assert np.isfinite(done.metrics["entropy"])
     builtin, again, other = (jax.tree.leaves(params) for params in after)

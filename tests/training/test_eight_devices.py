@@ -12,7 +12,7 @@ import json, sys
 from types import SimpleNamespace
 import jax, jax.numpy as jnp, numpy as np, optax
 from jax.sharding import NamedSharding, PartitionSpec
-from oarjax.training.minibatches import Deck
+from oarjax.training.minibatches import MinibatchPlan
 from oarjax.training.layout import check_layouts, lay_out, policy_of, rollout_layout
 from oarjax.training.run import new_state
 from oarjax.system.devices import make_mesh
@@ -49,11 +49,11 @@ def outcome(shape, rollout_tensor):
             drawn = [jax.device_get(steps.sample(sampling, asked, jax.random.key(seed))) for seed in range(4)]
             rollout = drawn[0]
             span = tiny.find_answers(rollout)
-            deck = Deck(np.arange(16), 1, 8, 16)
-            r, s, numbers = place(deck.deal((rollout, span, np.arange(16, dtype=np.int32)))[0])
-            used = deck.used[0]
+            plan = MinibatchPlan(np.arange(16), 1, 8, 16)
+            r, s, numbers = place(plan.split((rollout, span, np.arange(16, dtype=np.int32)))[0])
+            used = plan.used[0]
             a = np.random.default_rng(7).normal(size=16).astype(np.float32)
-            a, mask = place(deck.deal((a, rollout.completion))[0])
+            a, mask = place(plan.split((a, rollout.completion))[0])
         scores = steps.score(params, None, r, s, numbers, used, jax.random.key(5), probe="answer_mean")
         pieces = scores.importance.sharding.devices_indices_map(scores.importance.shape).values()
         assert len({str(piece) for piece in pieces}) == np.prod(shape[:3])
@@ -61,7 +61,7 @@ def outcome(shape, rollout_tensor):
         found[f"weights/{method}"] = steps.credit(scores, r, s, a, mask, jax.random.key(6))[0].weights
     # Every program is given the same: the credit's own rounding is not to show in the gradients.
     per_token = np.random.default_rng(8).normal(size=rollout.completion.shape).astype(np.float32)
-    (per_token,) = place(deck.deal((per_token * rollout.completion,))[0])
+    (per_token,) = place(plan.split((per_token * rollout.completion,))[0])
     batch = TrainBatch(tokens=r.tokens, valid=r.valid, completion=mask, advantages=per_token, old_logps=None,
                        ref_logps=None, behaviour_logps=r.behaviour_logps)
     state = new_state(params, one, layout, seed=0)

@@ -12,10 +12,10 @@ from oarjax.training.iteration import NOISE, ORDER, iterate
 
 def run(cfg, iterations=1, **kwargs):
     _, steps, state = tiny.build(cfg)
-    world = tiny.outside(**kwargs)
+    world = tiny.host(**kwargs)
     done = None
     for n in range(1, iterations + 1):
-        state, done = iterate(state, state.params, n, steps=steps, outside=world, cfg=cfg)
+        state, done = iterate(state, state.params, n, steps=steps, host=world, cfg=cfg)
     return state, done
 
 
@@ -136,9 +136,9 @@ def test_a_reference_model_pulls_the_policy_back():
     cfg = tiny.config(loss__kl_beta=0.1)
     _, steps, state = tiny.build(cfg)
     reference = jax.tree.map(lambda x: x.copy(), state.params)
-    world = tiny.outside()
+    world = tiny.host()
     for n in (1, 2):
-        state, done = iterate(state, reference, n, steps=steps, outside=world, cfg=cfg)
+        state, done = iterate(state, reference, n, steps=steps, host=world, cfg=cfg)
     assert done.metrics["kl"] > 1e-6
 
 
@@ -149,8 +149,8 @@ def test_two_iterations_draw_different_noise():
     frozen = state.params
     draws = []
     for n in (1, 2):
-        world = tiny.outside(batches=[batch], reward=lambda r: np.ones(16))
-        state, done = iterate(state, frozen, n, steps=steps, outside=world, cfg=cfg)
+        world = tiny.host(batches=[batch], reward=lambda r: np.ones(16))
+        state, done = iterate(state, frozen, n, steps=steps, host=world, cfg=cfg)
         draws.append(np.asarray(done.rollout.tokens))
     assert (draws[0] != draws[1]).any(1).sum() >= 12  # a few short completions may well be alike
 
@@ -159,10 +159,10 @@ def test_two_iterations_draw_different_noise():
 def test_training_raises_the_reward():
     cfg = tiny.config(iterations=25, credit__method="oar_g", optim__lr=2e-2, rollout__prompts=8, update__microbatch=32)
     _, steps, state = tiny.build(cfg)
-    world = tiny.outside(batches=(tiny.prompts(8, seed=i) for i in range(30)))
+    world = tiny.host(batches=(tiny.prompts(8, seed=i) for i in range(30)))
     rewards = []
     for n in range(1, 26):
-        state, done = iterate(state, state.params, n, steps=steps, outside=world, cfg=cfg)
+        state, done = iterate(state, state.params, n, steps=steps, host=world, cfg=cfg)
         rewards.append(done.metrics["reward"])
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.2
 
@@ -175,10 +175,10 @@ def test_one_compilation_serves_any_number_of_rows(method):
     cfg = tiny.config(credit__method=method)
     _, steps, state = tiny.build(cfg)
     for n, constant in enumerate((0, 4, 12), start=1):
-        world = tiny.outside(
+        world = tiny.host(
             batches=[tiny.prompts()], reward=lambda r, c=constant: np.where(np.arange(16) < c, 1, np.arange(16) % 2)
         )
-        state, done = iterate(state, state.params, n, steps=steps, outside=world, cfg=cfg)
+        state, done = iterate(state, state.params, n, steps=steps, host=world, cfg=cfg)
         assert done.metrics["rows_used"] == 16 - constant
     assert steps.update._cache_size() == 1
     assert steps.score._cache_size() == 1
@@ -205,8 +205,8 @@ def test_importance_is_measured_on_what_is_probed():
     _, steps, state = tiny.build(cfg)
 
     def weigh(probed):
-        where = tiny.outside(batches=[tiny.prompts()])._replace(probed=probed)
-        return iterate(jax.tree.map(jnp.copy, state), None, 1, steps=steps, outside=where, cfg=cfg)[1]
+        where = tiny.host(batches=[tiny.prompts()])._replace(probed=probed)
+        return iterate(jax.tree.map(jnp.copy, state), None, 1, steps=steps, host=where, cfg=cfg)[1]
 
     def longer(rollout, span, other):
         """Two positions more, and where asked another token as the answer."""

@@ -70,7 +70,7 @@ def test_a_reference_in_host_memory_gives_the_same_numbers_and_is_on_the_device_
         _, steps, state = tiny.build(cfg)
         reference = jax.tree.map(lambda x: x * 1.01, state.params)
         where = jax.tree.map(lambda x: x.sharding, reference)
-        world, kinds = tiny.outside(), []
+        world, kinds = tiny.host(), []
         if host:
             reference = to_host_memory(reference)
 
@@ -81,7 +81,7 @@ def test_a_reference_in_host_memory_gives_the_same_numbers_and_is_on_the_device_
                 return loaded
 
             world = world._replace(load_reference=load)
-        state, done = iterate(state, reference, 1, steps=steps, outside=world, cfg=cfg)
+        state, done = iterate(state, reference, 1, steps=steps, host=world, cfg=cfg)
         ended.append((state.params, done.metrics))
         if host:
             arrays = len(kinds) // 2

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from oarjax.training.minibatches import Deck, bucket, informative_first, join, join_grades, take, trim
+from oarjax.training.minibatches import MinibatchPlan, bucket, informative_first, join, join_grades, take, trim
 from oarjax.types import AnswerSpan, Grades, Rollout
 
 
@@ -54,32 +54,32 @@ def test_join_left_pads_the_shorter_prompts():
     np.testing.assert_array_equal(both.completion.sum(1), [1, 2, 3, 3])
 
 
-def test_dealt_rows_come_back_in_their_places():
+def test_split_rows_come_back_in_their_places():
     # 5 of 8 rows to 2 minibatches of 2 microbatches of 2: rows 0, 4, 7 to the first and 2, 5 to the second
-    deck = Deck(np.array([0, 2, 4, 5, 7]), minibatches=2, microbatch=2, capacity=8)
-    hands = deck.deal(np.arange(10, 18))
-    np.testing.assert_array_equal(hands[0], [[10, 14], [17, 0]])
-    np.testing.assert_array_equal(hands[1], [[12, 15], [0, 0]])
-    assert [int(n) for n in deck.used] == [2, 1]
-    values = [np.stack([h, h], -1) for h in hands]
-    back = deck.collect(values, np.full((8, 3), -1))
+    plan = MinibatchPlan(np.array([0, 2, 4, 5, 7]), minibatches=2, microbatch=2, capacity=8)
+    minibatches = plan.split(np.arange(10, 18))
+    np.testing.assert_array_equal(minibatches[0], [[10, 14], [17, 0]])
+    np.testing.assert_array_equal(minibatches[1], [[12, 15], [0, 0]])
+    assert [int(n) for n in plan.used] == [2, 1]
+    values = [np.stack([x, x], -1) for x in minibatches]
+    back = plan.collect(values, np.full((8, 3), -1))
     np.testing.assert_array_equal(back[:, 0], [10, -1, 12, -1, 14, 15, -1, 17])
     assert (back[:, 2] == -1).all()  # columns that were trimmed away stay
 
 
-def test_an_empty_deck_has_shapes_and_no_work():
-    deck = Deck(np.array([], int), minibatches=1, microbatch=4, capacity=8)
-    (hand,) = deck.deal({"x": np.ones((8, 5), bool)})
-    assert hand["x"].shape == (2, 4, 5)
-    assert not hand["x"].any()
-    assert deck.used[0] == 0
+def test_an_empty_plan_has_shapes_and_no_work():
+    plan = MinibatchPlan(np.array([], int), minibatches=1, microbatch=4, capacity=8)
+    (minibatch,) = plan.split({"x": np.ones((8, 5), bool)})
+    assert minibatch["x"].shape == (2, 4, 5)
+    assert not minibatch["x"].any()
+    assert plan.used[0] == 0
 
 
 def test_a_capacity_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="8 rows do not divide into 1 minibatches of microbatches of 3 rows"):
-        Deck(np.arange(8), 1, 3, 8).deal(np.arange(8))
+        MinibatchPlan(np.arange(8), 1, 3, 8).split(np.arange(8))
     with pytest.raises(ValueError, match="9 rows chosen, room for 8"):
-        Deck(np.arange(9), 1, 4, 8).deal(np.arange(9))
+        MinibatchPlan(np.arange(9), 1, 4, 8).split(np.arange(9))
 
 
 def test_refilling_keeps_informative_groups_in_drawing_order():

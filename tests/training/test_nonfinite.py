@@ -119,7 +119,7 @@ def run(steps, state, cfg, **changes):
     """One iteration, and what its watch was shown."""
     shown = []
     state, done = iterate(
-        state, None, 1, steps=steps, outside=tiny.outside()._replace(watch=shown.append, **changes), cfg=cfg
+        state, None, 1, steps=steps, host=tiny.host()._replace(watch=shown.append, **changes), cfg=cfg
     )
     return state, done, shown
 
@@ -179,9 +179,9 @@ def test_rewards_that_overflow_are_counted_and_the_update_is_skipped():
     cfg = tiny.config()
     _, steps, state = tiny.build(cfg)
     before = jax.device_get(state.params)
-    world = tiny.outside(reward=lambda r: np.where(np.arange(16) % 4 < 2, 3e38, 2e38))
+    world = tiny.host(reward=lambda r: np.where(np.arange(16) % 4 < 2, 3e38, 2e38))
     shown = []
-    state, done = iterate(state, None, 1, steps=steps, outside=world._replace(watch=shown.append), cfg=cfg)
+    state, done = iterate(state, None, 1, steps=steps, host=world._replace(watch=shown.append), cfg=cfg)
     assert done.metrics["nonfinite/advantages"] == 1
     assert done.metrics["skipped"] == 1
     assert [(s.phase, wrong(s)[0]) for s in shown] == [("credit", "advantages"), ("update", "loss")]
@@ -194,8 +194,8 @@ def test_a_reward_that_is_infinite_is_an_ungraded_row():
     results = []
     for bad in (np.inf, np.nan):
         _, steps, state = tiny.build(cfg)
-        world = tiny.outside(reward=lambda r, bad=bad: np.where(np.arange(16) == 5, bad, tiny.even_tokens(r)))
-        results.append(iterate(state, None, 1, steps=steps, outside=world, cfg=cfg))
+        world = tiny.host(reward=lambda r, bad=bad: np.where(np.arange(16) == 5, bad, tiny.even_tokens(r)))
+        results.append(iterate(state, None, 1, steps=steps, host=world, cfg=cfg))
     (a, done), (b, _) = results
     assert done.metrics["ungraded"] == 1 / 16
     assert done.metrics["skipped"] == 0

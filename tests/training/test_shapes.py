@@ -32,10 +32,10 @@ def test_an_iteration_compiles_nothing_that_was_compiled_before(changes, caplog)
     start = init_params(tiny.model(), jax.random.key(3), dtype=jnp.float32)
     start = jax.device_put(start, b.layout.params)
     state = new_state(start, b.tx, b.layout, seed=0, lora=b.parts.cfg.lora)
-    outside = tiny.outside()._replace(place=partial(place, b))
+    host = tiny.host()._replace(place=partial(place, b))
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         for iteration in (1, 2):
-            state, done = iterate(state, None, iteration, steps=b.steps, outside=outside, cfg=b.parts.cfg)
+            state, done = iterate(state, None, iteration, steps=b.steps, host=host, cfg=b.parts.cfg)
         b.steps.evaluate(b.steps.rollout_params(whole(state)), place(b, tiny.prompts(), "prompts"), jax.random.key(1))
     assert done.metrics["rows_used"] > 0
     compiled = [r.getMessage() for r in caplog.records if "XLA compilation of" in r.getMessage()]
