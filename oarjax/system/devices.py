@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh
 from oarjax.costs import CHIPS
 from oarjax.errors import UserError
 from oarjax.models.sharding import AXES, ROLLOUT_AXES
+from oarjax.system.compiled import cache_on_every_process
 
 TPU_KINDS = {  # what JAX calls the chips of oarjax.costs
     "TPU v4": "v4",
@@ -81,7 +82,7 @@ def use_compilation_cache(folder: str | None) -> Path | None:
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
-    return path
+    return cache_on_every_process(path)
 
 
 def make_mesh(*, slice: int, data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None = None) -> Mesh:
