@@ -1,5 +1,6 @@
 """The README says only what runs."""
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import get_args
@@ -9,6 +10,7 @@ import pytest
 
 import oarjax
 from oarjax.config import CreditConfig, load_config
+from oarjax.grading import rewards
 from oarjax.study.config import load_study, make_plan
 
 ROOT = Path(__file__).parent.parent
@@ -52,7 +54,7 @@ def test_the_example_keeps_the_mass_and_moves_it():
 
 
 def test_functions_in_the_table_are_public():
-    table = README[README.index("## In your own loss") :]
+    table = README[README.index("## 3. In your own loss") :]
     rows = [line for line in table.splitlines() if line.startswith("| ") and "`" in line]
     names = {n for row in rows for n in re.findall(r"`(\w+)`", row)}
     assert len(names) > 15
@@ -60,6 +62,22 @@ def test_functions_in_the_table_are_public():
 
 
 def test_methods_in_the_table_are_those_of_the_config():
-    rows = README[README.index("| `credit.method` |") : README.index("## In a notebook")].splitlines()
-    named = {n for row in rows if row.startswith("| `") for n in re.findall(r"`(\w+)`", row.split("|")[1])}
-    assert named == set(get_args(CreditConfig.model_fields["method"].annotation))
+    page = (ROOT / "docs/credit.md").read_text()
+    table = page[page.index("| method | signals |") :].split("\n\n")[0]
+    named = {
+        n for row in table.splitlines() if row.startswith("| `") for n in re.findall(r"`(\w+)`", row.split("|")[1])
+    }
+    assert named == set(get_args(CreditConfig.model_fields["method"].annotation)) - {"custom"}
+
+
+def test_the_reward_gives_one_for_a_short_completion(monkeypatch):
+    monkeypatch.setattr(rewards, "_registry", dict(rewards._registry))
+    (block,) = [b for b in re.findall(r"```python\n(.*?)```", README, re.S) if "@reward" in b]
+    exec(block, names := {})
+    sample = rewards.Sample(prompt="2+2=", completion="4", answer="4", ended=True, tokens=1)
+    assert names["brief"](sample) == 1.0
+    assert names["brief"](dataclasses.replace(sample, ended=False)) == 0.0
+
+
+def test_the_readme_stays_short():
+    assert len(README.splitlines()) <= 150
