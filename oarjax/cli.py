@@ -373,7 +373,7 @@ def bench(
 
 
 def main() -> None:
-    """Run the command; an error that the user can mend is a message and exit code 2, not a traceback."""
+    """Run the command; an error that the user can mend is a message and exit code 2 (of storage 75), no traceback."""
     # transformers reads tokenizers here and needs no torch; its notice looks like a broken install.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
@@ -390,8 +390,8 @@ def main() -> None:
             raise
         message = Text("error: ", style="bold red").append(Text(str(error), style="default"))
         Console(stderr=True).print(message, soft_wrap=True)
-        leave_others(2)
-        sys.exit(2)
+        leave_others(error.exit_code)
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -5,3 +5,6 @@ from __future__ import annotations
 
 class UserError(Exception):
     """One sentence with the field or file, what was expected, what came, and the remedy."""
+
+    exit_code = 2
+    """What a command that fails with it exits with: 2 = mend something first, 75 = the same command may work later."""

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from oarjax.grading.rewards import Sample
-from oarjax.runs.durable import Failures, Lines, StorageError, read_lines, storage_errors, sync_folder
+from oarjax.runs.durable import DamagedError, Failures, Lines, read_lines, storage_errors, sync_folder
 from oarjax.types import Grades
 
 
@@ -108,7 +108,7 @@ class RecordedGrader:
     def _read(self, path: Path) -> dict[str, Grades]:
         try:
             return {line["digest"]: _grades(line) for line in read_lines(path)}
-        except (StorageError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (DamagedError, ValueError, KeyError, TypeError, AttributeError) as error:
             self._say(f"{path} cannot be read ({error}); iteration {self._iteration} is graded anew")
             path.unlink(missing_ok=True)
             return {}
@@ -136,8 +136,8 @@ def _append(path: Path, record: dict[str, Any]) -> None:
 
 def _plain(grades: Grades) -> dict[str, Any]:
     return {
-        "rewards": grades.rewards.tolist(),
-        "per_reward": {name: values.tolist() for name, values in grades.per_reward.items()},
+        "rewards": _json(grades.rewards),
+        "per_reward": {name: _json(values) for name, values in grades.per_reward.items()},
         "verdicts": grades.verdicts,
         "answers": grades.answers,
         "notes": grades.notes,
@@ -154,6 +154,11 @@ def _grades(line: dict[str, Any]) -> Grades:
     )
 
 
-def _floats(values: list[float | None]) -> Float32[np.ndarray, "B"]:
-    """What JSON made of float32: null is NaN."""
-    return np.asarray([np.nan if v is None else v for v in values], np.float32)
+def _json(values: Float32[np.ndarray, "B"]) -> list[float | str | None]:
+    """Return numbers that JSON has: NaN (no grade) becomes null, an overflow "inf" or "-inf"."""
+    return [None if np.isnan(v) else float(v) if np.isfinite(v) else str(float(v)) for v in values]
+
+
+def _floats(values: list[float | str | None]) -> Float32[np.ndarray, "B"]:
+    """Return the float32 that ``_json`` wrote."""
+    return np.asarray([np.nan if v is None else float(v) for v in values], np.float32)

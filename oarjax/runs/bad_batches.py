@@ -1,4 +1,4 @@
-"""Batches with values that are not finite, kept below the run's folder to be replayed. safetensors, never pickle.
+"""Keep batches with values that are not finite below the run's folder, for replays. safetensors, never pickle.
 
     bad_batches/iteration-000012.safetensors         one minibatch, with a JSON header in the file's metadata
     bad_batches/params-iteration-000011.safetensors  the params after 11 updates, for all batches that they met
@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from oarjax.errors import UserError
+from oarjax.runs.durable import check_guards
 from oarjax.system.json import to_json
 from oarjax.types import AnswerSpan, Evidence, Params, Rollout, Scores
 
@@ -32,12 +33,12 @@ METADATA = "oarjax"
 
 
 class BadBatchError(UserError, ValueError):
-    """A file that cannot be replayed; says why and what to give instead."""
+    """A file cannot be replayed; says why and what to give instead."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """Where a batch is from, and what was wrong with it."""
+    """Say which batch a file holds, and which values were not finite."""
 
     kind: str  # iteration, or sft for a step of the warm start
     number: int  # of the iteration or step, from 1
@@ -72,7 +73,7 @@ def write_bad_batch(folder: Path, header: Header, evidence: Evidence, *, keep: i
 
 
 def write_params(folder: Path, params: Params, *, kind: str, step: int) -> str:
-    """Write the params after so many optimizer steps of a kind of training; gives the file's name.
+    """Write the params after so many optimizer steps of a kind of training, and return the file's name.
 
     Raises:
         OSError: as above.
@@ -83,7 +84,7 @@ def write_params(folder: Path, params: Params, *, kind: str, step: int) -> str:
 
 
 def read_bad_batch(path: Path) -> tuple[Header, Evidence]:
-    """A batch, as numpy arrays.
+    """Read a batch as numpy arrays.
 
     Raises:
         BadBatchError: no such file, no safetensors, or not one that a run kept.
@@ -104,7 +105,7 @@ def read_bad_batch(path: Path) -> tuple[Header, Evidence]:
 
 
 def read_params(path: Path) -> Params:
-    """Nested dicts of numpy arrays.
+    """Read params as nested dicts of numpy arrays.
 
     Raises:
         BadBatchError: no such file, or no safetensors.
@@ -126,6 +127,7 @@ def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
 
 
 def _write(path: Path, arrays: Mapping[str, np.ndarray], metadata: dict[str, str] | None) -> None:
+    check_guards(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".part")
     try:
@@ -138,13 +140,13 @@ def _write(path: Path, arrays: Mapping[str, np.ndarray], metadata: dict[str, str
 
 
 def _place(path: Path) -> tuple[bool, int] | None:
-    """Where a batch comes in a run, from its name: the warm start, then the iterations. None: another file."""
+    """Return where a batch stands in a run, by its name: the warm start, then the iterations. None: another file."""
     found = re.fullmatch(r"(iteration|sft)-(\d+)\.safetensors", path.name)
     return (found[1] == "iteration", int(found[2])) if found else None
 
 
 def _prune(newest: Path, *, keep: int) -> None:
-    """Of a folder's batches leave ``newest``, whatever its number (a run may have gone back), and the last others."""
+    """Remove all batches but ``newest``, whatever its number (a run may have gone back), and the last others."""
     others = [p for p in newest.parent.iterdir() if _place(p) and p != newest]
     others.sort(key=lambda p: _place(p) or (False, 0), reverse=True)
     for old in others[keep - 1 :]:
@@ -165,7 +167,7 @@ def _prune(newest: Path, *, keep: int) -> None:
 
 
 def _flat(tree: Any, name: str = "") -> dict[str, np.ndarray]:
-    """Arrays of nested dicts, dataclasses and tuples by dotted names; None is left out."""
+    """Return arrays of nested dicts, dataclasses and tuples by dotted names; None is left out."""
     if tree is None:
         return {}
     if is_dataclass(tree):

@@ -1,8 +1,9 @@
-"""Checkpoints of a run that can be trusted: the whole state by Orbax, and a manifest that is written last.
+"""Save and restore the whole state of a run: arrays by Orbax, and a manifest that is written last.
 
-Written in the background. A checkpoint counts once its manifest is there, and is gone on from only if every byte is as
-the manifest says; any other is put aside under a name that says why, and the one before is taken. All processes call
-every method; the first one writes the manifests, looks and removes.
+Checkpoints are written in the background. One counts once its manifest is there, and is restored only if every byte is
+as the manifest says, at the iteration and in the run that the manifest names. A damaged one is put aside under a name
+that says why, and the one before is taken; one that cannot be read is left alone, and the command ends. All processes
+call every method; the first one writes the manifests, looks and removes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,16 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from oarjax.config import ConfigError
-from oarjax.runs.durable import StorageError, cannot_write, write_durably
+from oarjax.runs.durable import (
+    DamagedError,
+    StorageError,
+    cannot_read,
+    cannot_write,
+    check_guards,
+    exists,
+    write_durably,
+)
+from oarjax.runs.folder import run_id
 from oarjax.system.processes import from_first, is_first, only_first
 from oarjax.types import TrainState
 
@@ -33,7 +43,7 @@ NONE, LOST = -1, -2
 
 
 class Checkpoints:
-    """The checkpoints in one folder. Use as a context manager: leaving it waits for the write in progress.
+    """Save, find and restore the checkpoints in one folder, as a context manager that waits for the write in progress.
 
     Args:
         folder: made if missing. A file of its name with .json beside it says what has been saved, so that a folder
@@ -47,8 +57,10 @@ class Checkpoints:
 
     def __init__(self, folder: Path, *, keep: int, metric: str | None = None):
         self.folder, self._keep, self._metric = folder.absolute(), keep, metric
+        self._run = run_id(self.folder.parent)
         self._thread: threading.Thread | None = None
         self._error: StorageError | None = None
+        check_guards(self.folder)
         try:
             only_first(lambda: self.folder.mkdir(parents=True, exist_ok=True))
             self._device = self.folder.stat().st_dev
@@ -57,24 +69,26 @@ class Checkpoints:
         self._writer = ocp.StandardCheckpointer()
 
     def finished(self) -> dict[int, dict[str, Any]]:
-        """Iteration -> manifest of the checkpoints that were finished, in order; their arrays are not looked at."""
+        """Return iteration -> manifest of the finished checkpoints, in order; their arrays are not looked at."""
         return finished(self.folder)
 
     def newest(self) -> int | None:
-        """The iteration of the newest finished checkpoint, whether its arrays can be trusted or not."""
+        """Return the iteration of the newest finished checkpoint, whether its arrays can be trusted or not."""
         return max(self.finished(), default=None)
 
     def trusted(self, say: Callable[[str], object]) -> int | None:
-        """The iteration of the newest checkpoint that is byte for byte as it was saved; None before the first.
+        """Return the iteration of the newest checkpoint that is byte for byte as it was saved; None before the first.
 
-        Unfinished and damaged newer ones are renamed aside, with a word.
+        Unfinished and damaged newer ones are renamed aside, with a message.
 
         Raises:
-            StorageError: there were checkpoints, and none is left that can be trusted.
+            DamagedError: there were checkpoints, and none is left that can be trusted.
+            ConfigError: a checkpoint was renamed, or copied from another run; nothing was changed.
+            StorageError: one cannot be read, which does not make it damaged; nothing was changed.
         """
         found = from_first(lambda: self._look(say))
         if found == LOST:
-            raise StorageError(
+            raise DamagedError(
                 f"{self.folder}: no checkpoint is left that can be trusted, and the run had saved one. Mount the "
                 f"folder again or put a good copy of a checkpoint there; to start over from the beginning, remove "
                 f"{self.folder.name} and {_notes(self.folder).name} in {self.folder.parent}"
@@ -93,10 +107,12 @@ class Checkpoints:
         """
         self.settle()
         at = self._at(iteration)
+        check_guards(at)
         state = replace(state, frozen=None)
         if jax.default_backend() == "cpu":  # there a "host copy" is the array's own memory, which updates reuse
             state = jax.tree.map(jnp.copy, state)
         noted = {"record": record, "score": score, "metric": self._metric, "arrays": arrays(state)}
+        noted |= {"run": self._run, "iteration": iteration}
         try:
             # Orbax would make the folder anew, on whatever disk lies below a mount that is gone.
             if self.folder.stat().st_dev != self._device:
@@ -109,10 +125,10 @@ class Checkpoints:
         self._thread.start()
 
     def settle(self, *, wait: bool = True) -> None:
-        """Wait for the write in progress, or only look whether it has failed.
+        """Wait for the write in progress, or without ``wait`` only check that it has not failed.
 
         Raises:
-            StorageError: it has; said once.
+            StorageError: it has; raised once.
         """
         if wait and self._thread is not None:
             self._thread.join()
@@ -122,36 +138,40 @@ class Checkpoints:
             raise error
 
     def restore(self, iteration: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """The state, laid out over the devices as ``like`` is, and the record. What is frozen is that of ``like``.
+        """Return the state, laid out over the devices as ``like`` is, and the record; what is frozen is ``like``'s.
 
         The params and moments of ``like`` are given up before others are read: there are never two of them.
 
         Raises:
             ConfigError: it is of another model or optimizer.
+            StorageError: it was not finished, or cannot be read.
         """
         at = self._at(iteration)
         noted = read_manifest(at)
         if noted is None:
-            raise StorageError(f"{at} has no manifest: it was not finished; take another")
+            raise DamagedError(f"{at} has no manifest: it was not finished; take another")
         check_arrays(at, noted["arrays"], arrays(like))
         shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, _plain(like))
         for array in jax.tree.leaves((like.params, like.opt_state)):
             array.delete()
-        found = self._writer.restore(at, shapes)
+        try:
+            found = self._writer.restore(at, shapes)
+        except OSError as error:
+            raise cannot_read(at, error) from error
         key = jax.random.wrap_key_data(found.pop("key"), impl=jax.random.key_impl(like.key))
         return replace(like, key=key, **found), noted["record"]
 
     def best(self) -> int | None:
-        """The iteration of the highest score, the earliest of equals."""
+        """Return the iteration of the highest score, the earliest of equals."""
         found = best(self.folder, self._metric)
         return None if found is None else found[0]
 
     def scores(self) -> dict[int, float]:
-        """Iteration -> score of the checkpoints that were saved as the best by this metric."""
+        """Return iteration -> score of the checkpoints that were saved as the best by this metric."""
         return scores(self.folder, self._metric)
 
     def other_metrics(self) -> list[str]:
-        """Metrics that checkpoints of this folder were the best by, before another one was chosen."""
+        """Return the metrics that checkpoints of this folder were the best by, before another one was chosen."""
         scored = [noted for noted in self.finished().values() if noted["score"] is not None]
         return sorted({str(noted.get("metric", self._metric)) for noted in scored} - {str(self._metric)})
 
@@ -174,19 +194,26 @@ class Checkpoints:
         return self.folder / f"{iteration:06d}"
 
     def _finish(self, at: Path, iteration: int, noted: dict[str, Any]) -> None:
-        """In the background: once the arrays are there, the manifest, and what is no longer needed goes."""
+        """Write the manifest once the arrays are there, and remove what is no longer needed; runs in a thread."""
         try:
             self._writer.wait_until_finished()
             if is_first():
+                check_guards(at)
                 write_manifest(at, noted)
                 write_durably(_notes(self.folder), json.dumps({"newest": iteration}))
+        except StorageError as error:  # the folder is another run's by now: not even the half may be removed there
+            self._error = error
+            return
         except Exception as error:  # the writer raises whatever its storage does
             self._error = cannot_write(at, error)
             self._forget(at)
             return
         try:
             if is_first():
+                check_guards(at)
                 self._prune()
+        except StorageError as error:
+            self._error = error
         except OSError as error:  # this checkpoint stands; the space of older ones is not free
             self._error = cannot_write(self.folder, error)
 
@@ -196,7 +223,7 @@ class Checkpoints:
             _remove(self._at(iteration))
 
     def _forget(self, at: Path) -> None:
-        """Free the space of a write that failed, where the disk lets us, and the writer that remembers it."""
+        """Free the space of a write that failed, where the disk permits, and the writer that remembers it."""
         with contextlib.suppress(Exception):
             self._writer.close()
         self._writer = ocp.StandardCheckpointer()
@@ -206,33 +233,50 @@ class Checkpoints:
                     _remove(path)
 
     def _look(self, say: Callable[[str], object]) -> int:
+        """Find the newest checkpoint that can be trusted. All is read before anything is renamed or removed."""
+        if not exists(self.folder):
+            return LOST if exists(_notes(self.folder)) else NONE
+        for at in _folders(self.folder):
+            if (wrong := misplaced(at, self._run)) is not None:
+                raise ConfigError(f"run_dir: {wrong}")
+        aside: list[tuple[Path, str, str]] = []
+        found = NONE
+        for at in sorted(_folders(self.folder), reverse=True):
+            unfinished = not exists(at / MANIFEST)
+            wrong = f"{MANIFEST} is missing: it was not finished" if unfinished else damage(at)
+            if wrong is None:
+                found = int(at.name)
+                break
+            aside.append((at, wrong, "unfinished" if unfinished else "damaged"))
+        if found == NONE and exists(_notes(self.folder)):
+            return LOST
         for path in _half_written(self.folder):
             say(f"{path.name}: this checkpoint was being written when the run ended, and is removed")
             _remove(path)
-        for at in sorted(_folders(self.folder), reverse=True):
-            unfinished = not (at / MANIFEST).exists()
-            wrong = f"{MANIFEST} is missing: it was not finished" if unfinished else damage(at)
-            if wrong is None:
-                return int(at.name)
-            aside = _aside(at, "unfinished" if unfinished else "damaged")
-            say(f"checkpoint {at.name} cannot be trusted: {wrong}. It is now {aside}; looking at the one before")
-        return LOST if _notes(self.folder).exists() else NONE
+        for at, wrong, why in aside:
+            name = _aside(at, why)
+            say(f"checkpoint {at.name} cannot be trusted: {wrong}. It is now {name}; looking at the one before")
+        return found
 
 
 def finished(folder: Path) -> dict[int, dict[str, Any]]:
-    """Iteration -> manifest of the finished checkpoints in a folder, in order."""
+    """Return iteration -> manifest of the finished checkpoints in a folder, in order.
+
+    Raises:
+        StorageError: a manifest cannot be read.
+    """
     found = {int(at.name): read_manifest(at) for at in sorted(_folders(folder))}
     return {iteration: noted for iteration, noted in found.items() if noted is not None}
 
 
 def scores(folder: Path, metric: str | None) -> dict[int, float]:
-    """Iteration -> score of the checkpoints in a folder that were saved as the best by a metric."""
+    """Return iteration -> score of the checkpoints in a folder that were saved as the best by a metric."""
     scored = {n: noted for n, noted in finished(folder).items() if noted["score"] is not None}
     return {n: noted["score"] for n, noted in scored.items() if noted.get("metric", metric) == metric}
 
 
 def best(folder: Path, metric: str | None) -> tuple[int, float] | None:
-    """The iteration and score of the highest score in a folder, the earliest of equals; None where nothing has one."""
+    """Return the iteration and score of the highest score in a folder, the earliest of equals; None without scores."""
     found = scores(folder, metric)
     return max(found.items(), key=lambda each: (each[1], -each[0])) if found else None
 
@@ -244,7 +288,7 @@ def remove_all(folder: Path) -> None:
 
 
 def arrays(state: TrainState) -> dict[str, str]:
-    """Name -> dtype and shape of every array of a state, or of its abstract form."""
+    """Return name -> dtype and shape of every array of a state, or of its abstract form."""
     parts = {"step": state.step, "params": state.params, "opt_state": state.opt_state}
     leaves, _ = jax.tree_util.tree_flatten_with_path(parts)
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
@@ -268,12 +312,12 @@ def check_arrays(at: Path, saved: dict[str, str], wanted: dict[str, str]) -> Non
 
 
 def _not_orbax(record: logging.LogRecord) -> bool:
-    """Whether a log record is of anything else: Orbax prints a traceback of each error that it raises as well."""
+    """Drop Orbax's log records: it prints a traceback of each error that it raises as well."""
     return "orbax" not in record.pathname
 
 
 def _plain(state: TrainState) -> dict[str, Any]:
-    """What is written of a state: all but what is frozen, which is where it was read from; the key as numbers."""
+    """Return what is saved of a state: all but what is frozen, which can be read again; the key as numbers."""
     parts = {"step": state.step, "params": state.params, "opt_state": state.opt_state}
     return parts | {"key": jax.random.key_data(state.key)}
 
@@ -283,11 +327,21 @@ def _notes(folder: Path) -> Path:
 
 
 def _folders(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("[0-9]*") if path.name.isdecimal()]
+    return [folder / name for name in _names(folder) if name.isdecimal()]
 
 
 def _half_written(folder: Path) -> list[Path]:
-    return list(folder.glob("*orbax-checkpoint-tmp*"))
+    return [folder / name for name in _names(folder) if "orbax-checkpoint-tmp" in name]
+
+
+def _names(folder: Path) -> list[str]:
+    """List a folder, empty where there is none; pathlib's glob would take an unreadable one for an empty one."""
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise cannot_read(folder, error) from error
 
 
 def _remove(path: Path) -> None:
@@ -296,7 +350,7 @@ def _remove(path: Path) -> None:
 
 
 def _aside(at: Path, why: str) -> str:
-    """Rename a checkpoint so that nothing takes it for one; its new name. Of the unfinished, one is kept."""
+    """Rename a checkpoint so that nothing takes it for one, and return its new name. Of the unfinished, one is kept."""
     for old in at.parent.glob("*.unfinished"):
         shutil.rmtree(old, ignore_errors=True)
     names = (f"{at.name}.{why}{number}" for number in ("", *(f"-{n}" for n in range(2, 1000))))
@@ -323,29 +377,64 @@ def write_manifest(folder: Path, record: dict[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest's record; None where there is no manifest, or not the one that was written."""
+    """Return the manifest's record, or None where there is no manifest, or not the one that was written.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
     body = _read(folder)
     return None if body is None else body["record"]
 
 
+def misplaced(at: Path, run: str | None) -> str | None:
+    """Describe how a checkpoint's name or run differs from those in its manifest, or return None.
+
+    Raises:
+        StorageError: the manifest cannot be read.
+    """
+    noted = read_manifest(at)
+    if noted is None:
+        return None
+    iteration, of = noted.get("iteration"), noted.get("run")
+    if iteration is not None and iteration != int(at.name):
+        return f"checkpoint {at} is of iteration {iteration}: it was renamed; give it the name {iteration:06d} again"
+    if of is not None and run is not None and of != run:
+        return (
+            f"checkpoint {at} is of another run ({of[:8]}, and this one is {run[:8]}): it was copied here; remove it, "
+            "or resume the run that it is of"
+        )
+    return None
+
+
 def damage(folder: Path) -> str | None:
-    """What of a folder is not as its manifest says, in words; None where all of it is."""
-    if not (folder / MANIFEST).exists():
+    """Describe the first difference between a folder and its manifest, or return None.
+
+    Raises:
+        StorageError: a file cannot be read, which says nothing about what is in it.
+    """
+    if not exists(folder / MANIFEST):
         return f"{MANIFEST} is missing"
     body = _read(folder)
     if body is None:
         return f"{MANIFEST} is not what was saved"
     with ThreadPoolExecutor(READERS) as readers:
-        said = readers.map(lambda item: _difference(folder / item[0], item[0], item[1]), body["files"].items())
-        return next((text for text in said if text is not None), None)
+        texts = readers.map(lambda item: _difference(folder / item[0], item[0], item[1]), body["files"].items())
+        return next((text for text in texts if text is not None), None)
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
+    path = folder / MANIFEST
     try:
-        tree = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    try:
+        tree = json.loads(text)
         body = {"record": tree["record"], "files": tree["files"]}
         return body if _digest_of(body) == tree["sha256"] else None
-    except (OSError, ValueError, KeyError, TypeError):  # UnicodeDecodeError is a ValueError
+    except (ValueError, KeyError, TypeError, RecursionError):  # UnicodeDecodeError is a ValueError
         return None
 
 
@@ -356,10 +445,10 @@ def _difference(path: Path, name: str, saved: dict[str, Any]) -> str | None:
             return f"{name} has {size} bytes and {saved['size']} were saved"
         with path.open("rb") as file:
             same = hashlib.file_digest(file, "sha256").hexdigest() == saved["sha256"]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return f"{name} is missing"
     except OSError as error:
-        return f"{name} cannot be read: {error}"
+        raise cannot_read(path, error) from error
     return None if same else f"{name} is not what was saved (its SHA-256 differs)"
 
 

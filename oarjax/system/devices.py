@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -62,6 +63,29 @@ def choose_platform(wanted: str) -> str:
             f"{remedy}, or set device: {found}"
         )
     return found
+
+
+THREADS = "NPROC"
+"""The environment variable by which XLA's CPU client takes its number of threads, where it is set."""
+
+
+def cpu_threads() -> int:
+    """Return how many threads XLA's CPU client divides its work over: the cores that the process may use, or NPROC.
+
+    Sums are divided as the work is, so that results depend on it by rounding.
+    """
+    told = os.environ.get(THREADS, "")
+    if told.isdecimal() and int(told) > 0:
+        return int(told)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def pin_cpu_threads(count: int) -> None:
+    """Let XLA's CPU client have so many threads on any machine, unless NPROC says otherwise already.
+
+    Call before anything touches a device; later it changes nothing.
+    """
+    os.environ.setdefault(THREADS, str(count))
 
 
 def use_compilation_cache(folder: str | None) -> Path | None:

@@ -24,6 +24,30 @@ def import_plugin(plugin: str) -> ModuleType:
     return module
 
 
+def plugin_file(plugin: str) -> Path | None:
+    """Return the file that ``import_plugin`` would run first, without importing anything; None where there is none.
+
+    Of a module in a package it is the module's own file; the package's ``__init__`` runs before it.
+    """
+    if plugin.endswith(".py"):
+        path = Path(plugin).expanduser().resolve()
+        return path if path.is_file() else None
+    top, *rest = plugin.split(".")
+    try:
+        spec = importlib.util.find_spec(top)  # of a top-level name it imports nothing
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
+        return None
+    path = Path(spec.origin)
+    for part in rest:
+        folder = path.parent
+        path = next((p for p in (folder / part / "__init__.py", folder / f"{part}.py") if p.is_file()), Path())
+        if not path.name:
+            return None
+    return path
+
+
 def import_object(place: str, *, field: str, expected: type) -> Any:
     """What ``file.py:name`` or ``module:name`` names.
 

@@ -216,7 +216,7 @@ def test_a_full_disk(config, whole, disk, tmp_path, policy):
     micro.wait_for(process, log, "going on after iteration 4")
     filler = fill(disk)
     code, text = process.wait(timeout=600), log.read_text()
-    assert code == 2, text
+    assert code == 75, text
     assert "error: cannot write " in text
     assert "No space left on device" in text
     assert not OURS.search(text), text
@@ -236,7 +236,7 @@ def test_files_that_may_not_grow(config, whole, stopped):
     )
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (2048, resource.RLIM_INFINITY))
     text, _ = process.communicate(timeout=600)
-    assert process.returncode == 2, text
+    assert process.returncode == 75, text
     assert "File too large" in text
     assert not OURS.search(text), text
     intact(stopped)
@@ -251,7 +251,7 @@ def test_a_disk_that_has_become_read_only(config, whole, disk, tmp_path):
     copy(whole, run)
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
     code, text = micro.finish(config, run, log=log)
-    assert code == 2, text
+    assert code == 75, text
     assert "Read-only file system" in text
     assert not OURS.search(text), text
     subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
@@ -275,7 +275,7 @@ def test_a_mount_that_vanishes(config, whole, tmp_path):
         subprocess.run(["umount", "-l", disk], check=True)
     code = process.wait(timeout=600)
     text = (tmp_path / "vanish.log").read_text()
-    assert code == 2, text
+    assert code == 75, text
     assert "error: cannot write " in text
     assert not OURS.search(text), text
     assert list(disk.iterdir()) == []

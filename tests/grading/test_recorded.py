@@ -63,6 +63,24 @@ def test_verdicts_come_back_bit_for_bit(grading):
     assert (behind.graded, said) == (3, [])
 
 
+def test_a_reward_that_overflows_comes_back_as_it_was(grading):
+    recorded, behind, _ = grading()
+    values = np.asarray([np.inf, -np.inf, np.nan], np.float32)
+    behind.submit = lambda samples: finished_with(values)
+    recorded.at(1)
+    for attempt in (recorded, grading()[0]):
+        attempt.at(1)
+        after = attempt.submit(samples()).result()
+        np.testing.assert_array_equal(after.rewards, values)
+        np.testing.assert_array_equal(after.per_reward["a"], values)
+
+
+def finished_with(values):
+    done: Future[Grades] = Future()
+    done.set_result(Grades(values, {"a": values}, ["graded"] * 3, [None] * 3, [""] * 3))
+    return done
+
+
 def test_other_completions_or_rewards_are_graded_anew_with_a_word(grading):
     recorded, _, _ = grading()
     recorded.at(1)

@@ -76,7 +76,7 @@ def test_half_written_line_is_left_out_and_dropped_on_reopening(tmp_path):
 def test_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"iteration": 1}\n{"iter\n{"iteration": 3}\n')
-    with pytest.raises(StorageError, match=r"metrics.jsonl, line 2: not JSON .* or remove the line to go on"):
+    with pytest.raises(StorageError, match=r"metrics.jsonl, line 2: not JSON .* or remove the line to resume"):
         read_metrics(path)
 
 

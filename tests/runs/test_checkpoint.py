@@ -116,12 +116,76 @@ def test_an_unfinished_one_is_put_aside(tmp_path):
     assert names(tmp_path / "c") == ["000001", "000002.unfinished"]
 
 
+def swap(folder):
+    (folder / "000001").rename(folder / "x")
+    (folder / "000002").rename(folder / "000001")
+    (folder / "x").rename(folder / "000002")
+
+
+@pytest.mark.parametrize(
+    ("move", "says"),
+    [
+        (
+            lambda c: (c / "000002").rename(c / "000009"),
+            r"000009 is of iteration 2: it was renamed; give .* 000002 again",
+        ),
+        (swap, r"00000\d is of iteration \d: it was renamed"),
+        (lambda c: shutil.copytree(c / "000002", c / "000003"), r"000003 is of iteration 2"),
+        (
+            lambda c: (c.parent / "run.json").write_text('{"id": "other"}'),
+            r"00000\d is of another run \(first, and this",
+        ),
+    ],
+)
+def test_a_checkpoint_that_is_in_another_place_is_refused_and_nothing_touched(tmp_path, move, says):
+    (tmp_path / "run.json").write_text('{"id": "first"}')
+    save(tmp_path / "c", (1, 2))
+    trusted(tmp_path / "c")
+    move(tmp_path / "c")
+    before = names(tmp_path / "c")
+    with pytest.raises(ConfigError, match=says):
+        trusted(tmp_path / "c")
+    assert names(tmp_path / "c") == before
+
+
+@pytest.mark.parametrize("where", ["manifest.json", "array", "listing"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_one_that_cannot_be_read_is_not_damaged(tmp_path, monkeypatch, where, number):
+    save(tmp_path / "c", (1, 2))
+    before = names(tmp_path / "c")
+    path = type(tmp_path)
+    target = largest(tmp_path / "c" / "000002") if where == "array" else tmp_path / "c" / "000002" / where
+    opened, listdir = path.open, checkpoint.os.listdir
+
+    def fails(self, *args, **kwargs):
+        if self == target:
+            raise OSError(number, "injected", str(self))
+        return opened(self, *args, **kwargs)
+
+    def unlisted(folder):
+        if where == "listing":
+            raise OSError(number, "injected", str(folder))
+        return listdir(folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(path, "open", fails)
+        patch.setattr(path, "read_bytes", lambda self: fails(self, "rb").read())
+        patch.setattr(checkpoint.os, "listdir", unlisted)
+        with pytest.raises(StorageError, match=r"cannot read .*injected.*; nothing was changed") as error:
+            trusted(tmp_path / "c")
+        assert error.value.exit_code == 75
+    assert names(tmp_path / "c") == before
+    assert trusted(tmp_path / "c") == (2, [])
+
+
 def test_before_the_first_is_no_loss_but_after_it_is(tmp_path):
     save(tmp_path / "c", (1,))
     lost = "no checkpoint is left that can be trusted, and the run had saved one. Mount the folder again or put a good"
     flip(tmp_path / "c" / "000001")
-    with pytest.raises(StorageError, match=lost):
+    with pytest.raises(StorageError, match=lost) as error:
         trusted(tmp_path / "c")
+    assert error.value.exit_code == 2
+    assert names(tmp_path / "c") == ["000001"]
     shutil.rmtree(tmp_path / "c")
     with pytest.raises(StorageError, match=r"to start over from the beginning, remove c and c\.json in "):
         trusted(tmp_path / "c")

@@ -15,7 +15,7 @@ def kill(number=signal.SIGTERM):
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_inside_it_waits_to_be_asked(number, capfd):
     before = signal.getsignal(number)
     heard = []
@@ -80,3 +80,18 @@ def test_the_second_kills():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
     assert done.returncode == -signal.SIGTERM
     assert done.stdout == b""
+
+
+def test_under_nohup_a_closed_terminal_changes_nothing():
+    script = "import os, signal; from oarjax.runs.stop import Stop\n"
+    script += "with Stop() as stop, stop.held():\n  os.kill(os.getpid(), signal.SIGHUP)\n  print(stop.asked())"
+    done = subprocess.run(["nohup", sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "False\n")
+
+
+def test_a_closed_terminal_that_tells_twice_still_saves():
+    script = "import os, signal; from oarjax.runs.stop import Stop\nos.close(2)\n"
+    script += "with Stop() as stop, stop.held():\n  for _ in range(2): os.kill(os.getpid(), signal.SIGHUP)\n"
+    script += "  print(stop.asked(), flush=True)"
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stdout) == (RESUMABLE, "True\n")

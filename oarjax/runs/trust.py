@@ -1,0 +1,139 @@
+"""Ask before code is imported that a run's files name and that is not the user's own; see docs/trust.md.
+
+A config names Python: rewards (grading.plugins), a credit method, a probe, a loss. ``oarjax train CONFIG`` runs it,
+since its command says so. Commands that read a run folder or a kept batch meet a config that somebody else may have
+written. There a run counts as the user's own if its id stands in the user's state folder, where ``train`` noted it,
+and all code that its config names is, place by place, what it was then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+from oarjax.config import Config
+from oarjax.errors import UserError
+from oarjax.runs.durable import cannot_read, write_durably
+from oarjax.runs.folder import run_id
+from oarjax.system.plugins import plugin_file
+
+
+class UntrustedCode(UserError, RuntimeError):
+    """A file names code that is not known to be the user's own; says which, and how to allow it."""
+
+
+def code_places(cfg: Config) -> list[str]:
+    """Return the Python that a config names, as "field=file.py:name"; nothing is imported."""
+    places = [f"grading.plugins={plugin}" for plugin in cfg.grading.plugins]
+    named = {
+        "credit.function": cfg.credit.function,
+        "credit.probe.function": cfg.credit.probe.function,
+        "loss.function": cfg.loss.function,
+    }
+    return places + [f"{field}={place}" for field, place in named.items() if place is not None]
+
+
+def code_digests(cfg: Config) -> dict[str, str]:
+    """Return place -> SHA-256 of the file that it names, "absent" where there is none; nothing is imported.
+
+    Of a module in a package, and of a package, all Python files of the package's folder count.
+
+    Raises:
+        StorageError: a file is there and cannot be read.
+    """
+    return {place: _digest(place.partition("=")[2]) for place in code_places(cfg)}
+
+
+def _digest(place: str) -> str:
+    plugin = place if place.endswith(".py") or ":" not in place else place.rpartition(":")[0]
+    file = plugin_file(plugin)
+    if file is None:
+        return "absent"
+    digest = hashlib.sha256()
+    package = file.parent if file.name == "__init__.py" or "." in plugin.removesuffix(".py") else None
+    files = [file]
+    if package is not None and not plugin.endswith(".py"):
+        files = sorted(package.rglob("*.py"))
+    for path in files:
+        try:
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+        except OSError as error:
+            raise cannot_read(path, error) from error
+    return digest.hexdigest()
+
+
+def state_folder() -> Path:
+    """Return the folder where the user's own runs are noted: $XDG_STATE_HOME/oarjax, else ~/.local/state/oarjax."""
+    home = os.environ.get("XDG_STATE_HOME", "")
+    return (Path(home) if os.path.isabs(home) else Path("~/.local/state").expanduser()) / "oarjax"
+
+
+def note_own(folder: Path, cfg: Config) -> str | None:
+    """Note a run folder and the code that its config names as the user's own; runs without code need no note.
+
+    Returns why it could not be noted, or None; a run does not depend on it.
+    """
+    digests = code_digests(cfg)
+    known = run_id(folder)
+    if not digests or known is None:
+        return None
+    path = state_folder() / "runs" / f"{known}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        notes = {**_noted(known), **digests}
+        write_durably(path, json.dumps({"folder": str(folder.absolute()), "code": notes}, indent=1) + "\n")
+    except OSError as error:
+        return f"{path} cannot be written ({error}): commands that read this run will ask for --trust-code"
+    return None
+
+
+def _noted(known: str) -> dict[str, str]:
+    if not re.fullmatch(r"[0-9a-f]{32}", known):  # it is part of a path, and somebody else may have written it
+        return {}
+    try:
+        tree = json.loads((state_folder() / "runs" / f"{known}.json").read_text(encoding="utf-8"))
+        return {str(place): str(digest) for place, digest in tree["code"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def is_own(folder: Path, digests: dict[str, str]) -> bool:
+    """Tell whether all this code was noted for the run in ``folder``, with the content that it has now."""
+    noted = _noted(run_id(folder) or "")
+    return all(digest != "absent" and noted.get(place) == digest for place, digest in digests.items())
+
+
+def check_trust(cfg: Config, folder: Path, *, source: str, trusted: bool) -> None:
+    """Return if a config names no code, or the user's own, or the user allows it; call before anything is imported.
+
+    With a terminal the user is asked; without one this never waits.
+
+    Args:
+        folder: the run that the config is said to be of.
+        source: the file that the config is from, for the message.
+        trusted: --trust-code was given.
+
+    Raises:
+        UntrustedCode: with the places.
+    """
+    digests = code_digests(cfg)
+    if not digests or trusted or is_own(folder, digests):
+        return
+    listed = "; ".join(f"{place} ({digest[:12]})" for place, digest in digests.items())
+    listed = listed.encode("unicode_escape").decode()  # it may hold a terminal's control characters
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        sys.stderr.write(
+            f"{source} names Python code that is not known to be yours:\n  {listed}\n"
+            "It would run with all your rights. Run it? [y/N] "
+        )
+        sys.stderr.flush()
+        if sys.stdin.readline().strip().lower() in ("y", "yes"):
+            return
+    raise UntrustedCode(
+        f"{source} names Python code that is not known to be yours: {listed}. It would run with all your rights; read "
+        "it, and give --trust-code to run it (docs/trust.md)"
+    )
