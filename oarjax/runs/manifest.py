@@ -1,0 +1,119 @@
+"""Write and check the manifest of a folder: size and SHA-256 of every file, and a record of what it is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from oarjax.runs.durable import cannot_read, exists, write_durably
+
+MANIFEST = "manifest.json"
+READERS = 8  # files hashed at once
+
+
+def write_manifest(folder: Path, record: dict[str, Any]) -> None:
+    """Put every file of the folder on disk, and then size and SHA-256 of each, with the record, into its manifest.
+
+    Raises:
+        OSError: there is no manifest then.
+    """
+    files = {str(path.relative_to(folder)): path for path in _files(folder)}
+    with ThreadPoolExecutor(READERS) as readers:
+        found = dict(zip(files, readers.map(_digest, files.values())))
+    body = {"record": record, "files": found}
+    write_durably(folder / MANIFEST, json.dumps({"sha256": _digest_of(body), **body}))
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Return the manifest's record, or None where there is no manifest, or not the one that was written.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    body = _read(folder)
+    return None if body is None else body["record"]
+
+
+def misplaced(at: Path, run: str | None) -> str | None:
+    """Describe how a checkpoint's name or run differs from those in its manifest, or return None.
+
+    Raises:
+        StorageError: the manifest cannot be read.
+    """
+    noted = read_manifest(at)
+    if noted is None:
+        return None
+    iteration, of = noted.get("iteration"), noted.get("run")
+    if iteration is not None and iteration != int(at.name):
+        return f"checkpoint {at} is of iteration {iteration}: it was renamed; give it the name {iteration:06d} again"
+    if of is not None and run is not None and of != run:
+        return (
+            f"checkpoint {at} is of another run ({of[:8]}, and this one is {run[:8]}): it was copied here; remove it, "
+            "or resume the run that it is of"
+        )
+    return None
+
+
+def damage(folder: Path) -> str | None:
+    """Describe the first difference between a folder and its manifest, or return None.
+
+    Raises:
+        StorageError: a file cannot be read, which says nothing about what is in it.
+    """
+    if not exists(folder / MANIFEST):
+        return f"{MANIFEST} is missing"
+    body = _read(folder)
+    if body is None:
+        return f"{MANIFEST} is not what was saved"
+    with ThreadPoolExecutor(READERS) as readers:
+        texts = readers.map(lambda item: _difference(folder / item[0], item[0], item[1]), body["files"].items())
+        return next((text for text in texts if text is not None), None)
+
+
+def _read(folder: Path) -> dict[str, Any] | None:
+    path = folder / MANIFEST
+    try:
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    try:
+        tree = json.loads(text)
+        body = {"record": tree["record"], "files": tree["files"]}
+        return body if _digest_of(body) == tree["sha256"] else None
+    except (ValueError, KeyError, TypeError, RecursionError):  # UnicodeDecodeError is a ValueError
+        return None
+
+
+def _difference(path: Path, name: str, saved: dict[str, Any]) -> str | None:
+    try:
+        size = path.stat().st_size
+        if size != saved["size"]:
+            return f"{name} has {size} bytes and {saved['size']} were saved"
+        with path.open("rb") as file:
+            same = hashlib.file_digest(file, "sha256").hexdigest() == saved["sha256"]
+    except (FileNotFoundError, NotADirectoryError):
+        return f"{name} is missing"
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    return None if same else f"{name} is not what was saved (its SHA-256 differs)"
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+
+
+def _digest(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())  # what is hashed is in memory, perhaps not on disk yet
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"size": path.stat().st_size, "sha256": digest}
+
+
+def _digest_of(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
