@@ -64,6 +64,12 @@ def test_a_threshold_of_one_stays_finite_when_compiled():
     np.testing.assert_allclose(free, [[0.1, 1, 1, 1]], rtol=1e-6)
 
 
+def test_a_threshold_of_zero_suppresses_nothing():
+    # three of four scores tie at the bottom: c = 0, and they are at it and not below it
+    scores, row = jnp.array([[0.0, 0.0, 0.0, 0.5]]), jnp.ones((1, 4), bool)
+    np.testing.assert_allclose(oar_weights(scores, row, mass="free"), [[1, 1, 1, 3]], rtol=1e-6)
+
+
 def test_floor_zero_suppresses_fully():
     assert gate(H, ROW, tau=0.4, boost=2.0, floor=0.0)[0, 0] == 0
 

@@ -406,6 +406,12 @@ def test_sampler_weight_entropy_bonus_and_kl_hand_worked():
     np.testing.assert_allclose(metrics["sampler_gap"].value, np.log(1.5), rtol=1e-6)
     np.testing.assert_allclose(metrics["sampler_weight"].value, 1.2, rtol=1e-6)
     np.testing.assert_allclose(metrics["kl"].value, 0.306853, rtol=1e-5)
+    # the gap is a distance: the same with the sampler above the trainer, and the weight is then 1 / 1.5
+    _, metrics = policy_loss(
+        half, jnp.array([[0.5]]), batch.replace(behaviour_logps=half + np.log(1.5)), sampler_cap=1.2, max_length=1
+    )
+    np.testing.assert_allclose(metrics["sampler_gap"].value, np.log(1.5), rtol=1e-6)
+    np.testing.assert_allclose(metrics["sampler_weight"].value, 1 / 1.5, rtol=1e-6)
 
 
 def test_clip_shares_hand_worked():

@@ -42,6 +42,20 @@ def test_the_global_norm_is_clipped_before_adam():
     np.testing.assert_allclose(step["a"], [-0.05], rtol=1e-3)
 
 
+def test_two_updates_hand_worked():
+    """A gradient of 1, then of 0, with b1 = 1/2 and b2 = 1/5; the kernel decays, the bias does not."""
+    tx = adamw(lambda _: 0.1, b1=0.5, b2=0.2, weight_decay=0.3, clip_norm=10.0)
+    params = {"kernel": jnp.array([2.0]), "bias": jnp.array([2.0])}
+    state = tx.init(params)
+    first, state = tx.update({"kernel": jnp.array([1.0]), "bias": jnp.array([1.0])}, state, params)
+    # both corrected averages are 1: a step of -.1, and -.1 * .3 * 2 of decay
+    np.testing.assert_allclose([first["kernel"][0], first["bias"][0]], [-0.16, -0.1], rtol=1e-6)
+    second, _ = tx.update(jax.tree.map(jnp.zeros_like, params), state, params)
+    # averages .5 * .5 / (1 - .25) = 1/3 and .2 * .8 / (1 - .04) = 1/6: a step of -.1 * (1/3) / sqrt(1/6)
+    step = -0.1 * (1 / 3) * 6**0.5
+    np.testing.assert_allclose([second["kernel"][0], second["bias"][0]], [step - 0.06, step], rtol=1e-6)
+
+
 def trained(moments, *, updates=200, b2=0.95):
     """A linear model after updates from noisy batches: its params, the optimizer's state, and the loss on all data."""
     draw = np.random.default_rng(0)

@@ -1,0 +1,134 @@
+"""Change one text at a time in the equations, the gate, the sampler and the loop; each change must fail a named test.
+
+    python tests/mutants.py               all of them, as many at once as there are cores
+    python tests/mutants.py gate.py 12    those of files whose path has this in it, and number 12
+
+The list is mutants.txt: a file of the package, a text that stands in it exactly once, what replaces it, and the tests
+that must notice. All these tests pass first as things stand; then each mutant is applied alone to a copy of the
+checkout, and its own tests run there. A mutant that breaks an import proves nothing and is an error. Not part of CI;
+tests/test_mutants.py keeps the list true: each text is still there, once, and each test exists.
+
+Left out are changes that cannot matter: `_std` of one reward is 0 with and without its guard, and at a threshold above
+0 both branches of the gate give 1.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+PRELOADED = ["jax", "optax", "flax", "orbax.checkpoint", "transformers", "hypothesis", "jaxtyping", "beartype"]
+"""Imported once; every run is a process forked from this state. None of them opens a device on import."""
+
+
+class Mutant(NamedTuple):
+    """A change of one text in a file of the package, and the tests in tests/ that must fail for it."""
+
+    file: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+
+
+def read_mutants() -> list[Mutant]:
+    """Read mutants.txt: ``# file: test file``, then for each mutant ``- before``, ``+ after``, ``! names of tests``."""
+    mutants, file, tests, before, after = [], "", "", "", ""
+    for line in (ROOT / "tests" / "mutants.txt").read_text(encoding="utf-8").splitlines():
+        sign, text = line[:1], line[2:]
+        if sign == "#":
+            file, tests = text.split(": ")
+        elif sign == "-":
+            before = text
+        elif sign == "+":
+            after = text
+        elif sign == "!":
+            mutants.append(Mutant(file, before, after, tuple(f"{tests}::test_{name}" for name in text.split())))
+    return mutants
+
+
+def run_tests(checkout: Path, tests: list[str]) -> int:
+    """Run tests of a copy of the checkout in this process, up to the first failure; return pytest's exit code."""
+    import pytest
+
+    os.chdir(checkout)
+    sys.path[:0] = [str(checkout), str(checkout / "tests")]
+    paths = [f"tests/{test}" for test in tests]
+    with open("pytest.log", "w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+        return int(pytest.main(["-q", "-x", "-n0", "-p", "no:cacheprovider", "-m", "", *paths]))
+
+
+def outcome_of(number: int, mutant: Mutant, copies: Path) -> str:
+    """Apply a mutant to a copy of the checkout that no other run has, run its tests, and put the copy right again."""
+    home = next(path for path in sorted(copies.iterdir()) if taken(path))
+    path = home / "checkout" / "oarjax" / mutant.file
+    text, times = path.read_text(encoding="utf-8"), path.stat()
+    if text.count(mutant.before) != 1:
+        return f"ERROR: the text occurs {text.count(mutant.before)} times"
+    path.write_text(text.replace(mutant.before, mutant.after), encoding="utf-8")
+    os.utime(path, (number, number))  # a time of its own: no bytecode of another text passes for this one's
+    try:
+        code = run_tests(home / "checkout", list(mutant.tests))
+    finally:
+        path.write_text(text, encoding="utf-8")
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        (home / "taken").rmdir()
+    log = (home / "checkout" / "pytest.log").read_text()
+    if code == 1 and " failed" in log and " error" not in log.splitlines()[-1]:
+        return "killed"
+    return "SURVIVED" if code == 0 else f"ERROR: pytest ended with {code}\n{log[-2000:]}"
+
+
+def taken(home: Path) -> bool:
+    """Take a copy of the checkout unless another run has it."""
+    try:
+        (home / "taken").mkdir()
+    except FileExistsError:
+        return False
+    return True
+
+
+def copy_checkout(home: Path) -> None:
+    for name in ("oarjax", "tests"):
+        shutil.copytree(ROOT / name, home / "checkout" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", home / "checkout")
+
+
+def main(words: list[str]) -> int:
+    chosen = [
+        (number, mutant)
+        for number, mutant in enumerate(read_mutants(), 1)
+        if not words or any(word == str(number) or (not word.isdigit() and word in mutant.file) for word in words)
+    ]
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    context, began = multiprocessing.get_context("forkserver"), time.monotonic()
+    context.set_forkserver_preload(PRELOADED)
+    jobs = len(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as folder, context.Pool(jobs, maxtasksperchild=1) as pool:
+        for job in range(jobs):
+            copy_checkout(Path(folder) / str(job))
+        tests = sorted({test for _, mutant in chosen for test in mutant.tests})
+        first = Path(folder) / "0" / "checkout"
+        if pool.apply(run_tests, (first, tests)):
+            print((first / "pytest.log").read_text())
+            return 1
+        results = [
+            (number, mutant, pool.apply_async(outcome_of, (number, mutant, Path(folder)))) for number, mutant in chosen
+        ]
+        outcomes = []
+        for number, mutant, result in results:
+            outcomes.append(result.get())
+            change = f"{mutant.before}  ->  {mutant.after or 'nothing'}"
+            print(f"{number:3d} {mutant.file}: {change}: {outcomes[-1]}", flush=True)
+    killed = outcomes.count("killed")
+    print(f"{killed} of {len(chosen)} mutants killed in {time.monotonic() - began:.0f} s")
+    return int(killed != len(chosen))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
