@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import nullcontext
 
 import jax
@@ -69,13 +70,25 @@ def one_device() -> Shardings:
 
 
 def build(cfg: Config, keyword_table: KeywordTable | None = None) -> tuple[Policy, Steps, TrainState]:
-    policy = make_policy(model(), compute_dtype=jnp.float32, remat=cfg.policy.remat)
-    tx, _ = make_optimizer(cfg)
+    """Build programs and a fresh state; equal configs share their programs, which compile once."""
+    known = _programs(cfg.model_dump_json()) if keyword_table is None else _build(cfg, keyword_table)
+    policy, steps, tx, where = known
     params: Params = init_params(model(), jax.random.key(3), dtype=jnp.float32)
     state = TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), jax.random.key(cfg.seed))
+    return policy, steps, jax.device_put(state, where.replicated)
+
+
+@functools.lru_cache(maxsize=16)
+def _programs(cfg: str):
+    return _build(Config.model_validate_json(cfg), None)
+
+
+def _build(cfg: Config, keyword_table: KeywordTable | None):
+    policy = make_policy(model(), compute_dtype=jnp.float32, remat=cfg.policy.remat)
+    tx, _ = make_optimizer(cfg)
     where = one_device()
     steps = make_steps(policy, tx, where, cfg, stop_ids=(STOP,), pad_id=PAD, keyword_table=keyword_table)
-    return policy, steps, jax.device_put(state, where.replicated)
+    return policy, steps, tx, where
 
 
 def prompts(count: int = 4, seed: int = 0) -> PromptBatch:

@@ -130,8 +130,6 @@ def test_two_iterations_of_training(method):
         if method not in ("grail", "entropy_top"):  # these two reweight more than the reasoning
             assert (w[~reasoning] == 1).all()
             np.testing.assert_allclose(np.where(reasoning, w, 0).sum(1), reasoning.sum(1), rtol=1e-4)
-        if method == "entropy_top":
-            assert set(np.unique(np.round(w[done.weights == 0]))) == {0}
     assert int(state.step) == 4
     after = jax.device_get(state.params)
     assert any((a != b).any() for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after)))

@@ -45,7 +45,12 @@ def test_drawn_factors_are_right_in_expectation():
     np.testing.assert_allclose(factors.T @ factors, expected, atol=0.004)
 
 
-@pytest.mark.parametrize("mode", ["last", "answer_mean", "answer_joint"])
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "mode", ["answer_joint", pytest.param("last", marks=slow), pytest.param("answer_mean", marks=slow)]
+)
 def test_is_the_leading_order_of_oar_p(mode, x64):
     """Shrink every change of embedding by s: OAR-P / s^2 (s for the scalar) tends to OAR-F, its error with s."""
     params = toy_params(jax.random.key(0), scale=1.5, dtype=jnp.float64)

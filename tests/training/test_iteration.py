@@ -52,9 +52,8 @@ def test_microbatches_are_the_whole_batch(aggregation):
 
 def test_uniform_credit_is_grpo():
     """With weights of 1 the advantages of a row are its group advantage, and OAR's gate with nothing to do agrees."""
-    _, plain = run(tiny.config(credit__method="uniform"))
+    a, plain = run(tiny.config(credit__method="uniform"))
     assert (plain.weights == 1).all()
-    a, _ = run(tiny.config(credit__method="uniform"))
     b, _ = run(tiny.config(credit__method="oar_g", credit__gate={"tau": 0.0, "boost": 0.0}))
     assert difference(a.params, b.params) < 1e-6
 
@@ -100,6 +99,7 @@ def test_nothing_to_learn_leaves_the_policy_alone():
 
 def test_truncated_completions_can_be_left_out_of_the_loss():
     everything, _ = run(tiny.config())
+    assert int(everything.step) == 1
     ended_only, done = run(tiny.config(loss__mask_truncated=True))
     assert 0 < done.rollout.ended.sum() < 16
     assert difference(everything.params, ended_only.params) > 1e-4
@@ -125,21 +125,19 @@ def test_epochs_and_minibatches_each_update():
     assert int(state.step) == 4
     assert done.metrics["ratio"] != 1
     assert done.metrics["sampler_gap"] < 1e-4  # old log-probs are the sampler's
-    once, _ = run(tiny.config())
-    assert int(once.step) == 1
 
 
 def test_a_reference_model_pulls_the_policy_back():
     """KL to itself is 0 at the first update and not after."""
-    _, first = run(tiny.config(loss__kl_beta=0.1))
-    assert first.metrics["kl"] == pytest.approx(0, abs=1e-7)
     cfg = tiny.config(loss__kl_beta=0.1)
     _, steps, state = tiny.build(cfg)
     reference = jax.tree.map(lambda x: x.copy(), state.params)
-    world = tiny.host()
+    world, kl = tiny.host(), []
     for n in (1, 2):
         state, done = iterate(state, reference, n, steps=steps, host=world, cfg=cfg)
-    assert done.metrics["kl"] > 1e-6
+        kl.append(done.metrics["kl"])
+    assert kl[0] == pytest.approx(0, abs=1e-7)
+    assert kl[1] > 1e-6
 
 
 def test_two_iterations_draw_different_noise():
@@ -172,7 +170,7 @@ def test_training_raises_the_reward():
     ["uniform", pytest.param("oar_g", marks=pytest.mark.slow), pytest.param("oar_p", marks=pytest.mark.slow)],
 )
 def test_one_compilation_serves_any_number_of_rows(method):
-    cfg = tiny.config(credit__method=method)
+    cfg = tiny.config(credit__method=method, seed=1)  # a config of its own: programs that no other test has called
     _, steps, state = tiny.build(cfg)
     for n, constant in enumerate((0, 4, 12), start=1):
         world = tiny.host(
