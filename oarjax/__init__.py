@@ -13,7 +13,7 @@ The public names, each imported when it is first used; importing oarjax itself o
     sampling      sample, token_logps
     types         PromptBatch, Rollout, AnswerSpan, Credit, TrainBatch, Mean, TrainState, KVCache, Grades, Params
     training      Config, load_config, make_optimizer, make_steps, Shardings, iterate, HostCallbacks
-    commands      train, credit_lab; Parts, open_parts for a loop of one's own
+    commands      train, credit_lab; Run, open_run for a custom loop
     notebooks     show_curves, show_completions, show_tokens, show_credit, show_lab, show_lab_figure
 """
 
@@ -62,11 +62,11 @@ _HOME = {
     "oarjax.config": ("Config", "load_config"),
     "oarjax.training.programs": ("Shardings", "make_optimizer", "make_steps"),
     "oarjax.training.iteration": ("HostCallbacks", "iterate"),
+    "oarjax.training.run": ("Run",),
     "oarjax.notebook": (
         "train",
         "credit_lab",
-        "Parts",
-        "open_parts",
+        "open_run",
         "show_curves",
         "show_completions",
         "show_tokens",

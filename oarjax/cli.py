@@ -299,7 +299,7 @@ def replay(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
     """``oarjax replay``; see ``REPLAY_HELP``."""
-    from oarjax.training.replay import run
+    from oarjax.replay.command import run
 
     run(file, device=device.value, as_json=as_json)
 

@@ -10,31 +10,24 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from rich.console import Console
 
 from oarjax.config import Config
-from oarjax.data.problems import Problem
 from oarjax.lab.command import measure_credit
 from oarjax.lab.plot import draw_lab
 from oarjax.lab.results import LabResult, legend, shown_columns, table_cells, tables
-from oarjax.models.policy import Policy
 from oarjax.report.curves import PANELS, Record, points
-from oarjax.report.files import CompletionRow, read_completions, read_metrics, short, token_texts, visible
+from oarjax.report.files import CompletionRow, read_completions, read_metrics, short, visible
 from oarjax.report.page import SIZE, card, chart, colour_scale, pick_completions, templates, token_pieces
 from oarjax.runs.stop import Stop, Stopped
+from oarjax.training import run as training
 from oarjax.training.command import train_once
-from oarjax.training.layout import lay_out
-from oarjax.training.programs import make_optimizer
-from oarjax.training.run import open_session
-from oarjax.types import AnswerSpan, Params, PromptBatch, Rollout
+from oarjax.training.run import Run
 
 
 def train(cfg: Config, *, watch: Callable[[list[dict[str, Any]]], object] | None = None) -> Path:
@@ -67,40 +60,13 @@ def credit_lab(cfg: Config) -> LabResult:
     return measure_credit(cfg, _WarningsOnly())
 
 
-class Parts(NamedTuple):
-    """What a training loop of one's own starts from. Its functions take rollouts on the device, or numpy."""
+def open_run(cfg: Config) -> Run:
+    """Open a run for a custom training loop: its policy, data, tokenizer and programs, each built when first asked for.
 
-    policy: Policy
-    params: Params  # float32
-    prompts: Iterator[tuple[PromptBatch, list[Problem]]]  # without end: rollout.prompts of data.train at a time
-    stop_ids: tuple[int, ...]
-    pad_id: int
-    texts: Callable[[Rollout], list[str]]  # of every completion
-    tokens: Callable[[Rollout], list[list[str]]]  # the same, token by token
-    find_answers: Callable[[Rollout], AnswerSpan]  # as credit.answer says
-
-
-def open_parts(cfg: Config) -> Parts:
-    """The policy, data and tokenizer of a config, for a loop of one's own."""
-    session = open_session(cfg, _WarningsOnly())
-    tx, _ = make_optimizer(cfg)
-    stream = session.prompts()
-
-    def tokens(rollout: Rollout) -> list[list[str]]:
-        made = np.asarray(rollout.completion)
-        ids = np.asarray(rollout.tokens)[:, -made.shape[1] :]
-        return [token_texts([session.table[i] for i in row[mask]]) for row, mask in zip(ids, made)]
-
-    return Parts(
-        policy=session.policy,
-        params=session.load(lay_out(session, tx)),
-        prompts=((jax.tree.map(jnp.asarray, prompts), problems) for prompts, problems in stream),
-        stop_ids=session.stop_ids,
-        pad_id=session.pad_id,
-        texts=session.completions,
-        tokens=tokens,
-        find_answers=session.find_answers,
-    )
+    Raises:
+        ConfigError: see ``oarjax.training.run.open_run``.
+    """
+    return training.open_run(cfg, _WarningsOnly())
 
 
 class _WarningsOnly(Console):

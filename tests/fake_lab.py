@@ -19,11 +19,11 @@ from oarjax.lab.interventions import Choices
 from oarjax.lab.lab import run_lab
 from oarjax.lab.programs import Programs, make_programs
 from oarjax.models.weights import init_params
-from oarjax.training.run import Session, open_session
+from oarjax.training.run import Run, open_run
 from oarjax.types import PromptBatch, Rollout
 
 
-def fake_programs(log: list[Any], session: Session) -> Programs:
+def fake_programs(log: list[Any], session: Run) -> Programs:
     """Completions ``r=2;;#### 3<stop>`` of lengths that differ with the row r. Every changed answer is 5."""
     tokenizer, length = session.tokenizer, session.cfg.rollout.max_new
 
@@ -70,7 +70,7 @@ def lab(cfg: Config, *, grader: Any) -> Any:
     log: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(oarjax.training.run, "Grader", grader)
-        session = open_session(cfg, Console(file=io.StringIO()))
+        session = open_run(cfg, Console(file=io.StringIO()))
         programs = fake_programs(log, session)
         drawn = draw_completions(session, programs)
         with session.grader() as graded:
@@ -82,7 +82,7 @@ def lab(cfg: Config, *, grader: Any) -> Any:
 
 def lab_sampler(cfg: Config) -> str:
     """The text of the program that draws the lab's completions."""
-    session = open_session(cfg, Console(file=io.StringIO()))
+    session = open_run(cfg, Console(file=io.StringIO()))
     params = init_params(session.model, jax.random.key(0))
     programs = make_programs(session, params)
     spec = jax.ShapeDtypeStruct

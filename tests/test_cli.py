@@ -177,7 +177,7 @@ PROBES = pathlib.Path(__file__).parent / "golden" / "config" / "bad_probes.py"
         ([f"credit.probe.function={PROBES}:of_kind"], "has kind 'vector' and reads 'completion'; expected kind"),
         (
             [f"credit.probe.function={PROBES}:per_token"],
-            "bad_probes.py:per_token gives (2, 8) for hidden states (2, 8,",
+            "bad_probes.py:per_token returns (2, 8) for hidden states (2, 8,",
         ),
         ([f"credit.probe.function={PROBES}:raising"], "bad_probes.py:raising fails on hidden states (2, 8, 16): Type"),
         (
@@ -242,7 +242,7 @@ def test_tokenizer_larger_than_the_vocabulary(oarjax, config, policy, tmp_path):
 def test_a_missing_package_is_missed_at_the_start(
     oarjax, config, tmp_path, package, extra, change, instead, monkeypatch
 ):
-    from oarjax.training import checks
+    from oarjax.training.parts import checks
 
     monkeypatch.setattr(checks, "find_spec", lambda name: None if name == package else object())
     code, _, err = oarjax("train", config, f"run_dir={tmp_path / 'run'}", change)
@@ -254,7 +254,7 @@ def test_an_error_of_ours_keeps_its_traceback(oarjax, config, tmp_path, monkeypa
     def broken(*_):
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr("oarjax.training.command.open_session", broken)
+    monkeypatch.setattr("oarjax.training.command.open_run", broken)
     with pytest.raises(ZeroDivisionError, match="ours"):
         oarjax("train", config, f"run_dir={tmp_path / 'run'}")
 
@@ -263,7 +263,7 @@ def test_interrupted(oarjax, config, tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("oarjax.training.command.open_session", interrupted)
+    monkeypatch.setattr("oarjax.training.command.open_run", interrupted)
     code, out, err = oarjax("train", config, f"run_dir={tmp_path / 'run'}")
     assert code == 130
     assert "Traceback" not in out + err

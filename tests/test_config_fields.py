@@ -47,11 +47,11 @@ from oarjax.rl.grpo import group_advantages, zero_variance_groups
 from oarjax.runs.checkpoint import Checkpoints
 from oarjax.runs.durable import StorageError
 from oarjax.runs.stop import Stop
-from oarjax.training.adapters import trained_shapes
 from oarjax.training.health import Health
-from oarjax.training.layout import lay_out
-from oarjax.training.programs import Steps, make_optimizer, make_sft_optimizer, make_sft_step, make_steps
-from oarjax.training.run import Session, open_session
+from oarjax.training.parts.adapters import trained_shapes
+from oarjax.training.parts.layout import training_layout
+from oarjax.training.programs import Steps, make_sft_optimizer, make_sft_step
+from oarjax.training.run import Run, open_run
 from oarjax.types import AnswerSpan, Credit, Grades, Mean, PromptBatch, Rollout, Scores, TrainBatch, TrainState
 
 PLUGIN = ROOT / "tests" / "golden" / "config" / "field_rewards.py"
@@ -320,8 +320,8 @@ def planned_for(cfg: Config) -> str:
     return topology_of(cfg, None).name
 
 
-def build(cfg: Config) -> Session:
-    return open_session(cfg, Console(file=io.StringIO()))
+def build(cfg: Config) -> Run:
+    return open_run(cfg, Console(file=io.StringIO()))
 
 
 def spec(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
@@ -330,23 +330,9 @@ def spec(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
 
 def program(cfg: Config, *, name: str) -> str:
     """The text of a device program, as lowered for the config's shapes."""
-    session = build(cfg)
-    tx, _ = make_optimizer(cfg)
-    layout = lay_out(session, tx)
-    steps = make_steps(
-        session.policy,
-        tx,
-        layout,
-        cfg,
-        stop_ids=session.stop_ids,
-        pad_id=session.pad_id,
-        rollout=session.rollout,
-        keyword_table=session.keyword_table(),
-        custom_probe=session.custom_probe,
-        custom_method=session.custom_method,
-        custom_loss=session.custom_loss,
-    )
-    params = abstract_params(session.model, dtype=jnp.float32)
+    run = build(cfg)
+    steps = run.steps
+    params = abstract_params(run.model, dtype=jnp.float32)
     key = jax.eval_shape(lambda: jax.random.key(0))
     rows, T = cfg.rollout.prompts * cfg.rollout.group_size, cfg.rollout.max_new
     b = cfg.update.microbatch
@@ -377,9 +363,11 @@ def program(cfg: Config, *, name: str) -> str:
         return steps.advantages.lower(spec((rows,))).as_text()
     if name == "denominator":
         return steps.denominator.lower(spec((rows, T), jnp.bool_)).as_text()
-    trained, frozen = trained_shapes(cfg.lora, session.model), params if cfg.lora.rank else None
+    trained, frozen = trained_shapes(cfg.lora, run.model), params if cfg.lora.rank else None
     state = jax.eval_shape(
-        lambda p, f: TrainState(jnp.zeros((), jnp.int32), p, tx.init(p), jax.random.key(0), f), trained, frozen
+        lambda p, f: TrainState(jnp.zeros((), jnp.int32), p, run.optimizer.init(p), jax.random.key(0), f),
+        trained,
+        frozen,
     )
     old = values if cfg.update.epochs * cfg.update.minibatches > 1 else None
     ref = values if cfg.loss.kl_beta > 0 else None
@@ -390,10 +378,12 @@ def program(cfg: Config, *, name: str) -> str:
 def sft_program(cfg: Config) -> str:
     """The text of the warm start's program."""
     assert cfg.sft is not None
-    session = build(cfg)
+    run = build(cfg)
     tx, _ = make_sft_optimizer(cfg.sft)
-    step = make_sft_step(session.policy, tx, lay_out(session, tx), head_chunk=cfg.policy.head_chunk)
-    params = abstract_params(session.model, dtype=jnp.float32)
+    step = make_sft_step(
+        run.policy, tx, training_layout(cfg.lora, run.model, run.mesh, tx), head_chunk=cfg.policy.head_chunk
+    )
+    params = abstract_params(run.model, dtype=jnp.float32)
     state = jax.eval_shape(lambda p: TrainState(jnp.zeros((), jnp.int32), p, tx.init(p), jax.random.key(0)), params)
     shape = (2, cfg.sft.microbatch)
     tokens, valid = spec((*shape, WIDTH + 4), jnp.int32), spec((*shape, WIDTH + 4), jnp.bool_)
@@ -403,14 +393,14 @@ def sft_program(cfg: Config) -> str:
 
 def data(cfg: Config, *, where: str = "data.train") -> Any:
     """The ids and answers that a dataset section comes to."""
-    session = build(cfg)
-    encoded = {"data.train": session.train, "data.eval": session.held_out, "sft.data": session.pairs}[where]
+    run = build(cfg)
+    encoded = {"data.train": run.train, "data.eval": run.held_out, "sft.data": run.pairs}[where]
     return encoded.prompts, encoded.completions, [p.answer for p in encoded.problems], encoded.dropped
 
 
-def completed(session: Session) -> Rollout:
+def completed(run: Run) -> Rollout:
     """A completion with several places where an answer may stand."""
-    ids = session.tokenizer("1+2=3;#### 3", add_special_tokens=False)["input_ids"]
+    ids = run.tokenizer("1+2=3;#### 3", add_special_tokens=False)["input_ids"]
     tokens = np.asarray([[0, *ids]], np.int32)
     mask = np.ones((1, len(ids)), bool)
     zeros = np.zeros(mask.shape, np.float32)
@@ -419,19 +409,19 @@ def completed(session: Session) -> Rollout:
 
 def spans(cfg: Config) -> Any:
     """Where an answer is found in a completion that has several."""
-    session = build(cfg)
-    found = session.find_answers(completed(session))
+    run = build(cfg)
+    found = run.find_answers(completed(run))
     return [None if x is None else np.asarray(x).tolist() for x in vars(found).values()]
 
 
 def probes(cfg: Config) -> Any:
     """What importance is measured on."""
-    session = build(cfg)
-    rollout = completed(session)
+    run = build(cfg)
+    rollout = completed(run)
     if cfg.credit.answer.source == "own":
         return rollout.tokens.tolist()
-    problems = np.array([min(session.train.by_index)])
-    return session.probed(rollout, session.find_answers(rollout), problems)[0].tokens.tolist()
+    problems = np.array([min(run.train.by_index)])
+    return run.probed(rollout, run.find_answers(rollout), problems)[0].tokens.tolist()
 
 
 def joins(cfg: Config) -> Any:
@@ -445,8 +435,8 @@ def joins(cfg: Config) -> Any:
 
 def unhealthy(cfg: Config) -> Any:
     """A run whose every update is skipped, with 1 MiB of params: when it stops, and what it leaves."""
-    session, folder = build(cfg), Path(cfg.run_dir)
-    health = Health(session, folder, OnceWarnings(Console(file=io.StringIO())))
+    run, folder = build(cfg), Path(cfg.run_dir)
+    health = Health(run, folder, OnceWarnings(Console(file=io.StringIO())))
     for iteration in range(1, 10):
         health(unsound.seen(iteration, loss=1.0, params={"w": jnp.ones(2**18)}))
         if health.after(iteration):
@@ -461,9 +451,9 @@ def settings(cfg: Config) -> Any:
 
 def grading(cfg: Config) -> Any:
     """What real workers make of four completions. Process ids count as how many there are."""
-    session = build(cfg)
+    run = build(cfg)
     samples = [Sample(prompt="1+1=", completion=f"#### {n}", answer="2") for n in range(4)]
-    with session.grader() as grader:
+    with run.grader() as grader:
         grades = grader.grade(samples)
     if "field_pid" in grades.per_reward:
         return len(set(grades.rewards.tolist()))
@@ -475,8 +465,7 @@ def command(cfg: Config) -> Any:
     log: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(oarjax.training.run, "Grader", FakeGrader)
-        patch.setattr(oarjax.training.trainer, "make_steps", partial(fake_steps, log))
-        patch.setattr(oarjax.training.command, "make_steps", partial(fake_steps, log))
+        patch.setattr(oarjax.training.run, "make_steps", partial(fake_steps, log))
         patch.setattr(oarjax.training.warm_start, "make_sft_step", partial(fake_sft_step, log))
         patch.setattr(oarjax.training.trainer, "peak_flops", lambda dtype: (1e9, "fake"))
         patch.setattr(jax.profiler, "start_trace", lambda folder: log.append("trace"))
@@ -511,9 +500,7 @@ def memory_tables(cfg: Config) -> Any:
     """The programs whose memory a run reports before its first iteration."""
     asked: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            oarjax.training.trainer, "report_memory", lambda built, *_: asked.append(built.parts.cfg.rollout.max_new)
-        )
+        patch.setattr(oarjax.training.trainer, "report_memory", lambda run, *_: asked.append(run.cfg.rollout.max_new))
         command(cfg)
     return asked
 

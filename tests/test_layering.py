@@ -12,7 +12,7 @@ ORDER = (
     *("types", "errors", "stats", "costs", "config"),
     *("rl", "models", "rollout", "credit"),
     *("system", "runs", "data", "grading", "report"),
-    *("training", "evaluate", "plan", "lab", "study", "bench"),
+    *("training", "replay", "evaluate", "plan", "lab", "study", "bench"),
     *("notebook", "cli"),
 )
 """Top-level modules and folders, from the equations up to the command."""

@@ -162,7 +162,7 @@ def test_warnings_alone_are_printed():
 
 
 @pytest.mark.slow
-def test_parts_of_a_config_fit_together(tmp_path):
+def test_the_parts_of_a_run_fit_together(tmp_path):
     tree = config(tmp_path).model_dump(mode="json")
     tree["data"]["train"] |= {"limit": 8}
     tree["data"] |= {"template": "plain"}
@@ -170,16 +170,16 @@ def test_parts_of_a_config_fit_together(tmp_path):
     tree["rollout"] |= {"prompts": 2, "group_size": 2, "max_new": 4, "prompt_bucket": 16}
     tree["credit"]["answer"]["style"] = "hash"
     tree["update"]["microbatch"] = 4
-    parts = oarjax.open_parts(parse_config(tree))
-    prompts, problems = next(parts.prompts)
+    run = oarjax.open_run(parse_config(tree))
+    prompts, problems = next(run.prompts())
     assert [p.index for p in problems] == prompts.problem.tolist()
     import jax
 
     rollout = oarjax.sample(
-        parts.policy, parts.params, prompts, jax.random.key(0), group_size=2, max_new=4, temperature=1.0, top_k=0,
-        top_p=1.0, stop_ids=parts.stop_ids, pad_id=parts.pad_id,
+        run.policy, run.load(), prompts, jax.random.key(0), group_size=2, max_new=4, temperature=1.0, top_k=0,
+        top_p=1.0, stop_ids=run.stop_ids, pad_id=run.pad_id,
     )  # fmt: skip
-    texts, tokens = parts.texts(rollout), parts.tokens(rollout)
+    texts, tokens = run.texts(rollout), run.tokens(rollout)
     assert texts == ["".join(row) for row in tokens]
     assert [len(row) for row in tokens] == rollout.completion.sum(1).tolist()
-    assert parts.find_answers(rollout).reasoning.shape == (4, 4)
+    assert run.find_answers(rollout).reasoning.shape == (4, 4)

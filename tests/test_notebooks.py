@@ -176,7 +176,7 @@ def test_compose_losses(checkout):
         {
             "records": "records",
             "sharpness": "float(params['sharpness'])",
-            "moved": "float(optax.tree.norm(optax.tree.sub(params['base'], parts.params)))",
+            "moved": "float(optax.tree.norm(optax.tree.sub(params['base'], opened.load())))",
             "mass": "(np.asarray(weights) * span.reasoning).sum(1).tolist()",
             "reasoning": "span.reasoning.sum(1).tolist()",
             "spread": "float(np.ptp(np.asarray(weights)[span.reasoning]))",

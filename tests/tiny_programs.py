@@ -1,10 +1,10 @@
-"""The device programs of a tiny run, as a run builds them."""
+"""A tiny run of a model and a mesh alone."""
 
 import jax
 import tiny
 
 from oarjax.system.devices import make_mesh
-from oarjax.training.shapes import build, parts_for
+from oarjax.training.run import Run
 
 
 def one_mesh():
@@ -13,4 +13,4 @@ def one_mesh():
 
 def built(**changes):
     cfg = tiny.config(data__max_prompt=6, rollout__prompt_bucket=6, **changes)
-    return build(parts_for(cfg, tiny.model(), one_mesh(), stop_ids=(tiny.STOP,), pad_id=tiny.PAD))
+    return Run(cfg, model=tiny.model(), mesh=one_mesh(), stop_ids=(tiny.STOP,), pad_id=tiny.PAD)

@@ -11,17 +11,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from oarjax.config import Config, parse_config
 from oarjax.costs import forward_flops, iteration_flops
 from oarjax.data.hf import load_params, read_config
-from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import matmul_parameters
+from oarjax.system.devices import make_mesh
 from oarjax.training.iteration import HostCallbacks, iterate
-from oarjax.training.programs import Shardings, Steps, make_optimizer, make_steps
-from oarjax.types import AnswerSpan, Grades, Params, PromptBatch, Rollout, TrainBatch, TrainState
+from oarjax.training.programs import Steps
+from oarjax.training.run import Run
+from oarjax.types import AnswerSpan, Grades, Params, PromptBatch, Rollout, TrainBatch
 
 PAD = 0
 
@@ -131,7 +131,7 @@ def settings(shapes: Shapes) -> dict[str, Any]:
     rows = shapes.groups * shapes.group_size
     return {
         "run_dir": "unused",
-        "policy": {"path": "unused", "compute_dtype": "float32", "remat": "none"},
+        "policy": {"path": "unused", "compute_dtype": "float32", "remat": "none", "attention": "xla"},
         "data": {"train": {"source": "unused"}},
         "rollout": {
             "prompts": shapes.groups,
@@ -189,6 +189,7 @@ class Ours:
         self.shapes, self.tokens = shapes, tokens
         self.cfg = parse_config(settings(shapes))
         self.model, source = read_config(folder)
+        self.mesh = make_mesh(slice=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
         self.params: Params = load_params(source, self.model)
         self.works: dict[str, Callable[[], Any]] = {
             "rollout": self.rollout(),
@@ -201,14 +202,15 @@ class Ours:
         }
 
     def rollout(self) -> Callable[[], Any]:
-        steps, keys = self._steps(self.cfg), _Keys()
+        steps, keys = self._run(self.cfg).steps, _Keys()
         ids = jnp.asarray(self.tokens.prompts)
         prompts = PromptBatch(ids, jnp.ones(ids.shape, bool), jnp.arange(len(ids), dtype=jnp.int32))
         # The evaluation's program draws one completion per prompt.
         return lambda: jax.block_until_ready(steps.evaluate(self.params, prompts, keys.next()))
 
     def update(self) -> Callable[[], Any]:
-        steps, state = self._steps(self.cfg), self._state()
+        run = self._run(self.cfg)
+        steps, state = run.steps, run.new_state(self.params)
         rows, b = len(self.tokens.rows), _microbatch(len(self.tokens.rows), self.cfg.update.microbatch)
         draw = np.random.default_rng(1)
         completion = np.ones((rows, self.shapes.new_tokens), bool)
@@ -247,15 +249,16 @@ class Ours:
         self, cfg: Config | None = None, *, rewards: Rewards = half_right, watch: Watch = as_they_are
     ) -> Callable[[], Any]:
         s, cfg = self.shapes, cfg or self.cfg
-        steps, state = watch(self._steps(cfg)), self._state()
+        run = self._run(cfg)
+        steps, state = watch(run.steps), run.new_state(self.params)
         ids = self.tokens.groups
         prompts = PromptBatch(ids, np.ones(ids.shape, bool), np.arange(len(ids), dtype=np.int32))  # type: ignore[arg-type]
         host = HostCallbacks(
             next_prompts=lambda: prompts,
             submit=lambda batch, rollout: lambda: rewards(len(rollout.ended), s.group_size),
             find_answers=lambda rollout: spans(len(rollout.ended), s.new_tokens, s),
-            fetch=jax.device_get,
-            place=lambda tree, layout: jax.device_put(tree, self.layout.rows),
+            fetch=run.fetch,
+            place=run.place,
             phase=lambda name: nullcontext(),
         )
         number = 0
@@ -269,7 +272,7 @@ class Ours:
         return work
 
     def _score(self, cfg: Config, ids: np.ndarray, length: int, watch: Watch = as_they_are) -> Callable[[], Any]:
-        steps, keys = watch(self._steps(cfg)), _Keys()
+        steps, keys = watch(self._run(cfg).steps), _Keys()
         rows, b = len(ids), _microbatch(len(ids), cfg.update.microbatch)
         completion = np.ones((rows, length), bool)
         zeros = np.zeros(completion.shape, np.float32)
@@ -282,28 +285,13 @@ class Ours:
         used, probe = jnp.int32(rows // b), cfg.credit.probe.mode
         return lambda: jax.block_until_ready(steps.score(self.params, None, *cards, used, keys.next(), probe=probe))
 
-    @property
-    def layout(self) -> Shardings:
-        mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        return Shardings(state=everywhere, params=everywhere, rows=everywhere, replicated=everywhere)
-
     def changed(self, **sections: dict[str, Any]) -> Config:
         """The workloads' config with other fields."""
         tree = settings(self.shapes)
         return parse_config(tree | {name: tree.get(name, {}) | fields for name, fields in sections.items()})
 
-    def _steps(self, cfg: Config) -> Any:
-        policy = make_policy(self.model, compute_dtype=jnp.float32, remat=cfg.policy.remat)
-        tx, _ = make_optimizer(cfg)
-        return make_steps(policy, tx, self.layout, cfg, stop_ids=(), pad_id=PAD)
-
-    def _state(self) -> TrainState:
-        """A state that owns its arrays: updates reuse their memory."""
-        tx, _ = make_optimizer(self.cfg)
-        params = jax.tree.map(jnp.copy, self.params)
-        state = TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), jax.random.key(0))
-        return jax.device_put(state, self.layout.state)
+    def _run(self, cfg: Config) -> Run:
+        return Run(cfg, model=self.model, mesh=self.mesh, stop_ids=(), pad_id=PAD)
 
 
 class _Keys:

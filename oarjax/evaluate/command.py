@@ -38,9 +38,7 @@ from oarjax.system.devices import choose_platform, make_mesh
 from oarjax.system.json import to_json
 from oarjax.system.processes import from_first, join_processes, only_first
 from oarjax.training.held_out import Graded, first_rewards, graded_batches
-from oarjax.training.layout import lay_out
-from oarjax.training.programs import make_optimizer, make_steps
-from oarjax.training.run import Session, facts, open_session
+from oarjax.training.run import Run, open_run
 from oarjax.types import Params
 
 OWN = "held-out"
@@ -96,11 +94,11 @@ class Part(NamedTuple):
 
     name: str
     prompt: str
-    session: Session
+    run: Run
 
     @property
     def encoded(self) -> Encoded:
-        return self.session.train
+        return self.run.train
 
 
 def run(
@@ -123,10 +121,8 @@ def run(
     configs = [_config(tree) for _, _, tree in trees]
     if not any(o.startswith("eval.batch=") for o in overrides):
         configs = [_with_batch(cfg, _batch(configs[0])) for cfg in configs]
-    parts = [
-        Part(name, asks, open_session(cfg, console, evaluates=True)) for (name, asks, _), cfg in zip(trees, configs)
-    ]
-    first = parts[0].session
+    parts = [Part(name, asks, open_run(cfg, console, evaluates=True)) for (name, asks, _), cfg in zip(trees, configs)]
+    first = parts[0].run
     with ExitStack() as stack:
         stack.enter_context(_told_to_stop(console, folder))
         if first.first:
@@ -141,7 +137,7 @@ def run(
         for part in parts:
             records = evaluate_part(part, params, samples)
             if samples is not None:
-                result["benchmarks"][part.name] |= benchmark_result(records, samples=part.session.cfg.eval.samples)
+                result["benchmarks"][part.name] |= benchmark_result(records, samples=part.run.cfg.eval.samples)
     if first.first:
         text = to_json(result, indent=1)
         with storage_errors(folder):
@@ -178,7 +174,7 @@ def evaluate_part(part: Part, params: Params, samples: SampleLines | None) -> li
 
     ``samples`` is the first process's; the others draw along and know only what they drew.
     """
-    session, cfg, total = part.session, part.session.cfg, len(part.encoded)
+    run, cfg, total = part.run, part.run.cfg, len(part.encoded)
     count = cfg.eval.samples
     records: list[dict[str, Any]] = []
 
@@ -188,21 +184,12 @@ def evaluate_part(part: Part, params: Params, samples: SampleLines | None) -> li
         return len(records) // count
 
     skip = from_first(look)
-    steps = make_steps(
-        session.policy,
-        make_optimizer(cfg)[0],
-        lay_out(session, make_optimizer(cfg)[0]),
-        cfg,
-        stop_ids=session.stop_ids,
-        pad_id=session.pad_id,
-        rollout=session.rollout,
-    )
     if skip:
-        session.console.print(f"{visible(part.name)}: {skip} of {total} problems are known already", markup=False)
+        run.console.print(f"{visible(part.name)}: {skip} of {total} problems are known already", markup=False)
     if skip == total:
         return records
-    with session.grader() as grader, Progress(total, label=part.name, console=session.console) as progress:
-        for batch in graded_batches(session, steps, grader, params, part.encoded, skip=skip):
+    with run.grader() as grader, Progress(total, label=part.name, console=run.console) as progress:
+        for batch in graded_batches(run, grader, params, part.encoded, skip=skip):
             drawn = sample_records(part, batch)
             if samples is not None:
                 samples.write(drawn)
@@ -216,10 +203,10 @@ def evaluate_part(part: Part, params: Params, samples: SampleLines | None) -> li
 
 def sample_records(part: Part, batch: Graded) -> list[dict[str, Any]]:
     """Everything that is to be known of a batch's samples, a line each."""
-    session, rollout, grades = part.session, batch.rollout, batch.grades
-    scores = first_rewards(session, batch).reshape(-1)
-    texts = session.completions(rollout)
-    count = session.cfg.eval.samples
+    run, rollout, grades = part.run, batch.rollout, batch.grades
+    scores = first_rewards(run, batch).reshape(-1)
+    texts = run.texts(rollout)
+    count = run.cfg.eval.samples
     problems = [part.encoded.by_index[int(p)] for p in batch.problems for _ in range(count)]
     return [
         {
@@ -355,7 +342,7 @@ def _folder(target: str, found: Target, asked: Sequence[Asked], k: int | None, t
 
 def _identity(target: Target, parts: Sequence[Part]) -> dict[str, Any]:
     """Policy, problems and settings: all that the results depend on."""
-    first = parts[0].session
+    first = parts[0].run
     return {
         "policy": {
             "weights": weights_digest(target, first.source) if first.first else "",
@@ -366,9 +353,9 @@ def _identity(target: Target, parts: Sequence[Part]) -> dict[str, Any]:
                 "data": _data_digest(part.encoded),
                 "left_out": part.encoded.dropped,
                 "prompt": part.prompt,
-                "settings": _settings(part.session.cfg),
+                "settings": _settings(part.run.cfg),
                 "number": number,
-                "plugins": setup_of({}, part.session.cfg.grading.plugins),
+                "plugins": setup_of({}, part.run.cfg.grading.plugins),
             }
             for number, part in enumerate(parts)
         },
@@ -427,15 +414,15 @@ def _claimed(known: Path) -> dict[str, Any]:
 
 
 def _announce(console: Console, parts: Sequence[Part], folder: Path) -> None:
-    cfg = parts[0].session.cfg
-    shown = {name: value for name, value in facts(parts[0].session).items() if name in ("device", "mesh", "policy")}
+    cfg = parts[0].run.cfg
+    shown = {name: value for name, value in parts[0].run.facts().items() if name in ("device", "mesh", "policy")}
     shown["samples"] = f"{cfg.eval.samples} a problem, " + (
         f"temperature {cfg.eval.temperature:g}" if cfg.eval.temperature else "greedy"
     )
     for part in parts:
         left = part.encoded.dropped
-        rest = f", {left} over {part.session.cfg.data.max_prompt} tokens LEFT OUT" if left else ""
-        limit = part.session.cfg.rollout.max_new
+        rest = f", {left} over {part.run.cfg.data.max_prompt} tokens LEFT OUT" if left else ""
+        limit = part.run.cfg.rollout.max_new
         shown[part.name] = f"{len(part.encoded)} problems, prompt {part.prompt}, up to {limit} tokens{rest}"
     shown["folder"] = folder
     for name, value in shown.items():

@@ -11,11 +11,12 @@ from jax.typing import DTypeLike
 from oarjax.config import ConfigError
 from oarjax.data.hf import SHARD_BYTES, export, load_params, read_config, stored_dtype
 from oarjax.data.tokenizer import load_tokenizer, stop_ids
-from oarjax.evaluate.target import Place, Target, checkpoint_params, find_target
+from oarjax.evaluate.target import Target, checkpoint_params, find_target
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import parameter_count
 from oarjax.report.files import make_console
 from oarjax.system.devices import choose_platform, make_mesh
+from oarjax.training.run import Run
 from oarjax.types import Params
 
 
@@ -49,5 +50,4 @@ def _params(found: Target, cfg: QwenConfig, folder: Path) -> tuple[Params, DType
         return load_params(folder, cfg, dtype=stored_dtype(folder)), stored_dtype(folder)
     mesh = make_mesh(slice=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
     kept = found.run.export.dtype or (stored_dtype(folder) if found.run.lora.rank else jnp.float32)
-    place = Place(found.run, cfg, mesh)
-    return checkpoint_params(found.run, found.checkpoint, place, source=folder), kept
+    return checkpoint_params(Run(found.run, mesh=mesh, model=cfg, source=folder), found.checkpoint), kept

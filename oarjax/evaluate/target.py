@@ -7,19 +7,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from oarjax.config import BUILTIN_POLICIES, Config, ConfigError, load_config
 from oarjax.data.hf import HUB_NAME
 from oarjax.models.lora import whole
-from oarjax.models.qwen_config import QwenConfig
 from oarjax.runs.checkpoint import MANIFEST, damage, finished, read_manifest
 from oarjax.runs.folder import changed, start_folder
-from oarjax.training.adapters import plain_params
 from oarjax.training.files import restored_state
-from oarjax.training.layout import lay_out, param_shardings
-from oarjax.training.programs import make_optimizer
-from oarjax.training.run import Session
+from oarjax.training.parts.adapters import plain_params
+from oarjax.training.run import Run
 from oarjax.types import Params
 
 
@@ -28,14 +24,6 @@ class Target(NamedTuple):
     run: Config | None = None  # of the run whose folder was named
     checkpoint: Path | None = None
     revision: str | None = None  # of a hub name
-
-
-class Place(NamedTuple):
-    """Where a checkpoint's policy goes."""
-
-    cfg: Config
-    model: QwenConfig
-    mesh: Mesh
 
 
 def find_target(text: str) -> Target:
@@ -111,30 +99,29 @@ def _newest(run: Path) -> Path:
     raise ConfigError(f"{run}: this run has neither an export nor a checkpoint that can be trusted yet; let it go on")
 
 
-def load_target(target: Target, session: Session) -> Params:
-    """The weights, laid out over the session's mesh. A checkpoint's come with the run's optimizer state for a moment.
+def load_target(target: Target, run: Run) -> Params:
+    """Read the weights into the run's training layout. A checkpoint's come with its optimizer state for a moment.
 
     Raises:
         ConfigError: the checkpoint is of another model.
     """
     if target.run is None or target.checkpoint is None:
-        return session.load(lay_out(session, make_optimizer(session.cfg)[0]))
-    place = Place(changed(session.cfg, lora=target.run.lora), session.model, session.mesh)
-    return checkpoint_params(target.run, target.checkpoint, place, source=session.source)
+        return run.load()
+    policy = changed(target.run.policy, compute_dtype=run.cfg.policy.compute_dtype)
+    trained = Run(changed(target.run, policy=policy), run.console, mesh=run.mesh, model=run.model, source=run.source)
+    return checkpoint_params(trained, target.checkpoint)
 
 
-def checkpoint_params(run: Config, checkpoint: Path, place: Place, *, source: Path) -> Params:
-    """The policy in a run's checkpoint as plain float32 params, in the training layout of a mesh.
+def checkpoint_params(run: Run, checkpoint: Path) -> Params:
+    """Read the policy in a run's checkpoint as plain float32 params, in the run's training layout.
 
     Args:
-        place: its config says what the policy computes with, and has the run's ``lora``.
-        source: HF folder that the run started from; adapters are merged into its weights.
+        run: the run that wrote it, on the devices that are here; adapters are merged into the weights of its source.
 
     Raises:
         ConfigError: the checkpoint is of another model.
     """
-    state = restored_state(run, checkpoint, place, source=source)
-    return plain_params(run.lora, whole(state), param_shardings(place.model, place.mesh), dtype=jnp.float32)
+    return plain_params(run.cfg.lora, whole(restored_state(run, checkpoint)), run.layout.params, dtype=jnp.float32)
 
 
 def weights_digest(target: Target, folder: Path) -> str:

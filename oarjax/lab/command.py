@@ -16,9 +16,7 @@ from oarjax.lab.programs import as_method, make_programs
 from oarjax.lab.results import LabResult, lab_json, print_lab, write_lab
 from oarjax.lab.saved_rollouts import Format, SavedRollout, read_rollouts
 from oarjax.report.files import make_console, visible
-from oarjax.training.layout import lay_out
-from oarjax.training.programs import make_optimizer
-from oarjax.training.run import facts, open_session
+from oarjax.training.run import open_run
 
 
 def run(config: Path, overrides: list[str], as_json: bool, rollouts: Path | None, form: Format = "auto") -> None:
@@ -41,13 +39,12 @@ def measure_credit(cfg: Config, console: Console, saved: Sequence[SavedRollout] 
     """
     check_policy(cfg)
     check_answers(cfg)
-    session = open_session(cfg, console)
-    for name, value in facts(session).items():
+    session = open_run(cfg, console)
+    for name, value in session.facts().items():
         console.print(f"{name:<12}{visible(str(value))}", markup=False)
     for name, changes in cfg.lab.methods.items():
         as_method(session, changed(cfg.credit, changes)).check_credit(f"lab.methods.{name}: ")
-    tx, _ = make_optimizer(cfg)
-    programs = make_programs(session, session.load(lay_out(session, tx)))
+    programs = make_programs(session, session.load())
     with console.status("completions"):
         drawn = draw_completions(session, programs) if saved is None else saved_completions(session, saved)
     with session.grader() as grader:

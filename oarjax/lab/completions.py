@@ -16,7 +16,7 @@ from oarjax.data.tokenizer import chat_ids, encode, placed, render_prompt, rende
 from oarjax.lab.programs import Programs
 from oarjax.lab.saved_rollouts import SavedRollout
 from oarjax.training.minibatches import bucket, join, take, trim
-from oarjax.training.run import Session
+from oarjax.training.run import Run
 from oarjax.types import AnswerSpan, Rollout
 
 
@@ -32,7 +32,7 @@ class Drawn:
     considered: int  # completions that were looked at for one
 
 
-def draw_completions(session: Session, programs: Programs) -> Drawn:
+def draw_completions(session: Run, programs: Programs) -> Drawn:
     """One completion per problem of data.eval (or data.train), in order, until enough have an answer.
 
     Raises:
@@ -62,7 +62,7 @@ def draw_completions(session: Session, programs: Programs) -> Drawn:
     return _trimmed(session, whole, span, problems, np.ones(len(problems), bool), len(problems), considered)
 
 
-def saved_completions(session: Session, saved: Sequence[SavedRollout]) -> Drawn:
+def saved_completions(session: Run, saved: Sequence[SavedRollout]) -> Drawn:
     """Saved rollouts that have an answer, the first ``lab.problems`` of them; those of one prompt are one problem.
 
     Raises:
@@ -103,7 +103,7 @@ def saved_completions(session: Session, saved: Sequence[SavedRollout]) -> Drawn:
     return _trimmed(session, take(rollout, rows), take(span, rows), problems, referenced, len(usable), len(saved))
 
 
-def _ids(session: Session, saved: SavedRollout, number: int) -> tuple[list[int], list[int], bool]:
+def _ids(session: Run, saved: SavedRollout, number: int) -> tuple[list[int], list[int], bool]:
     """Ids of a saved prompt and completion, and whether special tokens had to be put back into the prompt.
 
     Raises:
@@ -129,7 +129,7 @@ def _ids(session: Session, saved: SavedRollout, number: int) -> tuple[list[int],
     return prompt, completion, restored
 
 
-def _prompt_ids(session: Session, saved: SavedRollout) -> tuple[list[int], bool]:
+def _prompt_ids(session: Run, saved: SavedRollout) -> tuple[list[int], bool]:
     """Ids of a saved prompt, and whether special tokens had to be put back."""
     data, tokenizer, prompt = session.cfg.data, session.tokenizer, saved.prompt
     if isinstance(prompt, str):
@@ -157,7 +157,7 @@ def _nothing_to_compare(considered: int, shortest: int, style: str) -> str:
 
 
 def _trimmed(
-    session: Session,
+    session: Run,
     rollout: Rollout,
     span: AnswerSpan,
     problems: list[Problem],
@@ -179,7 +179,7 @@ def completion_ids(rollout: Rollout) -> list[list[int]]:
     return [row[mask].tolist() for row, mask in zip(np.asarray(rollout.tokens)[:, -made.shape[1] :], made)]
 
 
-def answer_given(session: Session, ids: Sequence[int]) -> str | None:
+def answer_given(session: Run, ids: Sequence[int]) -> str | None:
     """The answer that a completion gives, None where it gives none."""
     answer = session.cfg.credit.answer
     if answer.style == "none":

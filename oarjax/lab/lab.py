@@ -31,7 +31,7 @@ from oarjax.plan.jaxpr_flops import flop_counter
 from oarjax.report.files import token_texts
 from oarjax.stats import bootstrap_interval
 from oarjax.training.minibatches import take
-from oarjax.training.run import Session, facts
+from oarjax.training.run import Run
 from oarjax.types import AnswerSpan, PromptBatch, Rollout
 
 WARM_UP = 2
@@ -51,15 +51,13 @@ class Scored:
 # Oracles -----------------------------------------------------------------------------------------------------------
 
 
-def own_rewards(session: Session, grader: Grader, drawn: Drawn) -> np.ndarray:
+def own_rewards(session: Run, grader: Grader, drawn: Drawn) -> np.ndarray:
     """The first reward of every completion, NaN where the right answer is not known."""
     completions = [Continued(ids, True) for ids in completion_ids(drawn.rollout)]
     return graded(session, grader, drawn, list(range(len(completions))), completions)
 
 
-def graded(
-    session: Session, grader: Grader, drawn: Drawn, rows: Sequence[int], found: Sequence[Continued]
-) -> np.ndarray:
+def graded(session: Run, grader: Grader, drawn: Drawn, rows: Sequence[int], found: Sequence[Continued]) -> np.ndarray:
     """The config's first reward of completions of the given rows' problems; each different one is graded once."""
     different = list(dict.fromkeys((row, *c.tokens, c.ended) for row, c in zip(rows, found) if drawn.referenced[row]))
     values: dict[tuple[int, ...], float] = {}
@@ -78,7 +76,7 @@ def graded(
 
 
 def oracles(
-    session: Session, programs: Programs, grader: Grader, drawn: Drawn, rewards: np.ndarray
+    session: Run, programs: Programs, grader: Grader, drawn: Drawn, rewards: np.ndarray
 ) -> tuple[Direct, Total]:
     """Both interventions on every reasoning token."""
     lab, rollout = session.cfg.lab, drawn.rollout
@@ -130,7 +128,7 @@ def _in_batches(fn: Callable[..., Any], trees: tuple[Any, ...], batch: int) -> A
 
 
 def score_everything(
-    session: Session, programs: Programs, drawn: Drawn, credits: Sequence[CreditConfig]
+    session: Run, programs: Programs, drawn: Drawn, credits: Sequence[CreditConfig]
 ) -> dict[CreditConfig, Scored]:
     """Scores of every method that needs the policy, with time and FLOPs, batch by batch and the methods in turn."""
     lab, rollout = session.cfg.lab, drawn.rollout
@@ -200,10 +198,10 @@ class Judged(NamedTuple):
     weights: np.ndarray
 
 
-def judge(session: Session, drawn: Drawn, credit: CreditConfig, scored: Scored | None, rewards: np.ndarray) -> Judged:
+def judge(session: Run, drawn: Drawn, credit: CreditConfig, scored: Scored | None, rewards: np.ndarray) -> Judged:
     """Weights, and what tokens are ranked by: the raw scores, or the weights of a method that has none."""
     own = as_method(session, credit)
-    weigh = weigher(credit, keyword_table=own.keyword_table(), custom_method=own.custom_method)
+    weigh = weigher(credit, keyword_table=own.keyword_table, custom_method=own.custom_method)
     rollout, wants = drawn.rollout, signals(credit, own.custom_method)
     made = np.asarray(rollout.completion)
     advantages = jnp.where(jnp.asarray(rewards) > 0, 1.0, -1.0)
@@ -229,7 +227,7 @@ def judge(session: Session, drawn: Drawn, credit: CreditConfig, scored: Scored |
 # The whole ---------------------------------------------------------------------------------------------------------
 
 
-def run_lab(session: Session, programs: Programs, grader: Grader, drawn: Drawn) -> LabResult:
+def run_lab(session: Run, programs: Programs, grader: Grader, drawn: Drawn) -> LabResult:
     """Everything that ``oarjax credit`` prints and writes."""
     cfg, console = session.cfg, session.console
     lab = cfg.lab
@@ -273,7 +271,7 @@ def run_lab(session: Session, programs: Programs, grader: Grader, drawn: Drawn) 
         for name, (mask, usable) in masks.items()
     }
     best = {k: made(np.asarray(v, np.float64)) for k, v in best_agreement(evidence, share=lab.share).items()}
-    told = {k: str(v) for k, v in facts(session).items()} | {
+    told = {k: str(v) for k, v in session.facts().items()} | {
         "completions": _taken(drawn),
         "reasoning tokens": f"{reasoning.sum(1).mean():.1f} on average, {reasoning.sum():,} in all",
         "decoded for the oracles": f"{direct.decoded:,} answers, {total.decoded:,} continuations",
@@ -307,7 +305,7 @@ def _resampled(drawn: Drawn) -> str:
     return f"{problems} prompts, each with its rollouts"
 
 
-def known_tokens(session: Session, texts: Sequence[Sequence[str]], reasoning: np.ndarray) -> np.ndarray | None:
+def known_tokens(session: Run, texts: Sequence[Sequence[str]], reasoning: np.ndarray) -> np.ndarray | None:
     """Tokens known to carry the computation, [R, T]; None where the task is not the built-in one."""
     data = session.cfg.data.eval or session.cfg.data.train
     if data.source != "builtin:arithmetic":
@@ -319,7 +317,7 @@ def known_tokens(session: Session, texts: Sequence[Sequence[str]], reasoning: np
 
 
 def shown_completions(
-    session: Session,
+    session: Run,
     drawn: Drawn,
     rewards: np.ndarray,
     texts: Sequence[Sequence[str]],

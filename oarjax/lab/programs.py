@@ -14,7 +14,7 @@ from oarjax.lab.interventions import Branches, answer_choice_changes, branch_pro
 from oarjax.models.policy import positions_of
 from oarjax.rollout.logps import token_logps
 from oarjax.rollout.sampler import sample
-from oarjax.training.run import Session
+from oarjax.training.run import Run
 from oarjax.types import AnswerSpan, Params, PromptBatch, Rollout
 
 
@@ -31,12 +31,12 @@ class Programs(NamedTuple):
     attribute: Callable[[CreditConfig], Callable[..., Any]]  # -> (params, rollout, span, row keys) -> [b, T]
 
 
-def make_programs(session: Session, params: Params) -> Programs:
+def make_programs(session: Run, params: Params) -> Programs:
     """Bind the policy. Nothing is compiled yet."""
     cfg, policy = session.cfg, session.policy
     roll, masking, pad = cfg.rollout, cfg.credit.masking, session.pad_id
-    sampling = jax.jit(session.rollout.prepare, out_shardings=session.rollout.params)(params)
-    draw = partial(sample, session.rollout.policy, group_size=1, stop_ids=session.stop_ids, pad_id=pad)
+    sampling = jax.jit(session.rollout_layout.prepare, out_shardings=session.rollout_layout.params)(params)
+    draw = partial(sample, session.rollout_layout.policy, group_size=1, stop_ids=session.stop_ids, pad_id=pad)
     temperature = roll.temperature if cfg.lab.temperature is None else cfg.lab.temperature
 
     @jax.jit
@@ -94,6 +94,6 @@ def make_programs(session: Session, params: Params) -> Programs:
     )
 
 
-def as_method(session: Session, credit: CreditConfig) -> Session:
+def as_method(session: Run, credit: CreditConfig) -> Run:
     """The session of a run with this method: its own units of the reasoning, keywords and probe."""
     return session.with_config(session.cfg.model_copy(update={"credit": credit}))

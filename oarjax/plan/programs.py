@@ -1,4 +1,4 @@
-"""The programs of a run for chips that are not here, by the builders that ``train`` uses."""
+"""The programs of a run for chips that are not here: a ``Run`` of a model and a mesh alone."""
 
 from __future__ import annotations
 
@@ -7,23 +7,12 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 
 from oarjax.config import Config, changed, parse_config
-from oarjax.credit.probe import Probe
 from oarjax.models.qwen_config import QwenConfig
-from oarjax.system.plugins import import_object
-from oarjax.training.checks import check_lengths
-from oarjax.training.custom import find_loss, find_method
-from oarjax.training.layout import check_layouts
 from oarjax.training.minibatches import bucket
-from oarjax.training.shapes import (
-    Built,
-    Program,
-    build,
-    parts_for,
-    reshard_program,
-    sample_program,
-    score_program,
-    update_program,
-)
+from oarjax.training.parts.checks import check_lengths
+from oarjax.training.parts.layout import check_layouts
+from oarjax.training.run import Run
+from oarjax.training.shapes import Program, reshard_program, sample_program, score_program, update_program
 
 STOPS, PAD = (151645, 151643), 151643
 """Qwen's. They are constants of a program, which costs the same whatever they are."""
@@ -65,21 +54,17 @@ def with_method(cfg: Config, method: str | None) -> Config:
     return parse_config(cfg.model_dump() | {"credit": credit.model_dump()})
 
 
-def planned(cfg: Config, model: QwenConfig, mesh: Mesh) -> Built:
-    """Policy, optimizer, layout and programs.
+def planned(cfg: Config, model: QwenConfig, mesh: Mesh) -> Run:
+    """Make a run for a mesh whose devices may be elsewhere.
 
     Raises:
         ConfigError, ShardingError: sizes that the mesh does not divide, or lengths beyond the model's.
     """
     check_lengths(cfg, model)
     check_layouts(cfg, model, mesh)
-    place, custom_probe = cfg.credit.probe.function, None
-    if place is not None:
-        custom_probe = import_object(place, field="credit.probe.function", expected=Probe)
-    own = {"custom_probe": custom_probe, "custom_method": find_method(cfg), "custom_loss": find_loss(cfg)}
-    return build(parts_for(cfg, model, mesh, stop_ids=STOPS, pad_id=PAD, **own))
+    return Run(cfg, model=model, mesh=mesh, stop_ids=STOPS, pad_id=PAD)
 
 
-def program_of(built: Built, phase: str) -> Program:
-    """The program of a phase, with the shapes that it is called with."""
-    return PROGRAMS[phase](built)
+def program_of(run: Run, phase: str) -> Program:
+    """Return the program of a phase, with the shapes that it is called with."""
+    return PROGRAMS[phase](run)

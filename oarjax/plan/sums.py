@@ -36,7 +36,7 @@ from oarjax.plan.roofline import (
     scoring_flops,
     utilisation,
 )
-from oarjax.training.adapters import trained_count
+from oarjax.training.parts.adapters import trained_count
 
 
 def decoder_of(model: QwenConfig) -> Decoder:

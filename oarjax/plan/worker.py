@@ -41,19 +41,19 @@ def plan(job: dict[str, Any]) -> dict[str, Any]:
     cfg = with_method(parse_config(job["config"]), job["method"])
     devices = slice_devices(wanted, slices=job["slices"])
     mesh = make_mesh(**cfg.mesh.model_dump(), devices=devices)
-    built = planned(cfg, QwenConfig.from_hf(job["fields"]), mesh)
-    program = program_of(built, job["phase"])
+    run = planned(cfg, QwenConfig.from_hf(job["fields"]), mesh)
+    program = program_of(run, job["phase"])
     lowered = program.lower()
     versions = {"jax": jax.__version__, "libtpu": compiler_version()}
     # The mesh's order is part of the program, and the text names devices by number only.
     made_of = [lowered.as_text(), wanted.name, str(mesh.devices.flatten().tolist()), versions, job["options"]]
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
-    found = {"key": key, "resident": resident(built, program.phase), "versions": versions, "mesh": dict(mesh.shape)}
+    found = {"key": key, "resident": resident(run, program.phase), "versions": versions, "mesh": dict(mesh.shape)}
     folder = Path(job["cache"])
     known = folder / f"{key}.json"
     if known.is_file():
         result = json.loads(known.read_text())
-        return found | result | {"beside": beside(built, program, read=_read(result)), "cached": True}
+        return found | result | {"beside": beside(run, program, read=_read(result)), "cached": True}
     traced, cpu = time.perf_counter() - began, time.process_time()
     began = time.perf_counter()
     try:
@@ -79,7 +79,7 @@ def plan(job: dict[str, Any]) -> dict[str, Any]:
         "lower_seconds": traced,
     }
     _write(known, json.dumps(result).encode())
-    return found | result | {"beside": beside(built, program, read=_read(result)), "cached": False}
+    return found | result | {"beside": beside(run, program, read=_read(result)), "cached": False}
 
 
 def _read(result: dict[str, Any]) -> int | None:

@@ -27,9 +27,7 @@ from oarjax.runs.checkpoint import remove_all
 from oarjax.runs.folder import changed, claim, locked
 from oarjax.training.command import start_policy
 from oarjax.training.held_out import Evaluation, evaluation_from, plain_evaluation
-from oarjax.training.layout import lay_out
-from oarjax.training.programs import make_optimizer
-from oarjax.training.run import Session, open_session
+from oarjax.training.run import Run, open_run
 from oarjax.training.trainer import train
 
 BEFORE = "before.json"
@@ -77,7 +75,7 @@ class Graders:
         self._stack = stack
         self._known: dict[str, Grader] = {}
 
-    def of(self, session: Session) -> Grader:
+    def of(self, session: Run) -> Grader:
         cfg = session.cfg
         like = cfg.grading.model_dump_json() + cfg.credit.answer.model_dump_json()
         if like not in self._known:
@@ -88,7 +86,7 @@ class Graders:
 def make_start(cfg: Config, console: Console, graders: Graders) -> None:
     """The policy that all runs of a seed begin with, in the folder ``start``, and how good it is."""
     with locked(claim(Path(cfg.run_dir), cfg)):
-        session = open_session(cfg, console)
+        session = open_run(cfg, console)
         _, before = start_policy(session, graders.of(session))
         write_before(session.folder / BEFORE, before)
 
@@ -96,9 +94,9 @@ def make_start(cfg: Config, console: Console, graders: Graders) -> None:
 def train_run(cfg: Config, home: Path, console: Console, graders: Graders) -> None:
     """One run from the seed's start; its checkpoints go when it has ended."""
     folder = claim(Path(cfg.run_dir), cfg)
-    session = open_session(changed(cfg, run_dir=str(home), policy=_start_of(cfg, home), sft=None), console)
+    session = open_run(changed(cfg, run_dir=str(home), policy=_start_of(cfg, home), sft=None), console)
     session = session.with_config(cfg)
-    start = session.load(lay_out(session, make_optimizer(cfg)[0]))
+    start = session.load()
     with locked(folder):
         train(session, graders.of(session), start, read_before(home / BEFORE), folder, keep_start=False)
         remove_all(folder / "checkpoints")

@@ -22,13 +22,11 @@ from oarjax.runs.durable import storage_errors, write_durably
 from oarjax.runs.folder import changed, claim, locked, refuse_another_run
 from oarjax.runs.stop import Stop
 from oarjax.system.processes import from_first, only_first
-from oarjax.training.adapters import plain_params
 from oarjax.training.files import check_checkpoint
 from oarjax.training.held_out import Evaluation, evaluate, evaluation_from, plain_evaluation
-from oarjax.training.layout import lay_out
-from oarjax.training.programs import make_optimizer, make_steps
+from oarjax.training.parts.adapters import plain_params
 from oarjax.training.results import label, show_results
-from oarjax.training.run import Session, facts, open_session
+from oarjax.training.run import Run, open_run
 from oarjax.training.trainer import Trained, train
 from oarjax.training.warm_start import warm_start
 from oarjax.types import Params
@@ -61,38 +59,37 @@ def train_once(cfg: Config, console: Console, stop: Stop, seen: Callable[[], obj
     """One run from its start to its report; ``seen`` as in ``oarjax.training.trainer.train``."""
     folder = Path(cfg.run_dir).expanduser()
     changes = refuse_another_run(folder, cfg).words()
-    session = open_session(cfg, console)
-    with _own(session, folder), storage_errors(folder):
-        check_checkpoint(session, folder, make_optimizer(cfg)[0])
+    run = open_run(cfg, console)
+    with _own(run, folder), storage_errors(folder):
+        check_checkpoint(run, folder)
         only_first(lambda: claim(folder, cfg))
         if cfg.export.folder is not None:
             target = folder / cfg.export.folder
             only_first(lambda: remove_half_written(target))
-        banner(console, facts(session), cfg.model_dump(mode="json", exclude_defaults=True))
+        banner(console, run.facts(), cfg.model_dump(mode="json", exclude_defaults=True))
         if changes:
             console.print(f"going on with another config: {changes}", markup=False)
-        with session.grader() as grader:
-            start, before = start_policy(session, grader, stop)
-            trained = train(session, grader, start, before, folder, stop, seen, keep_start=False)
+        with run.grader() as grader:
+            start, before = start_policy(run, grader, stop)
+            trained = train(run, grader, start, before, folder, stop, seen, keep_start=False)
         if cfg.export.folder is not None:
             target = folder / cfg.export.folder
-            layout = lay_out(session, make_optimizer(cfg)[0])
             export(
                 target,
-                session.model,
-                plain_params(cfg.lora, trained.params, layout.params, dtype=cfg.export.dtype),
-                source=session.source,
+                run.model,
+                plain_params(cfg.lora, trained.params, run.layout.params, dtype=cfg.export.dtype),
+                source=run.source,
                 dtype=cfg.export.dtype,
-                stop_ids=session.stop_ids,
+                stop_ids=run.stop_ids,
             )
             console.print(f"policy  {target}", markup=False)
-        if session.first:
-            show_results(session, folder, [before], {cfg.credit.method: [trained]})
+        if run.first:
+            show_results(run, folder, [before], {cfg.credit.method: [trained]})
 
 
-def _own(session: Session, folder: Path) -> AbstractContextManager[None]:
+def _own(run: Run, folder: Path) -> AbstractContextManager[None]:
     """Hold the run's folder against other runs; one process does it for all that share the run."""
-    return locked(folder) if session.first else nullcontext()
+    return locked(folder) if run.first else nullcontext()
 
 
 def _compare(cfg: Config, seeds: list[int], console: Console, stop: Stop) -> None:
@@ -105,65 +102,50 @@ def _compare(cfg: Config, seeds: list[int], console: Console, stop: Stop) -> Non
     methods = list(dict.fromkeys([cfg.credit.method, "uniform", "permuted"]))
     befores: list[Evaluation | None] = []
     runs: dict[str, list[Trained]] = {name: [] for name in methods}
-    session: Session | None = None
+    run: Run | None = None
     for seed in seeds:
-        session = open_session(changed(cfg, seed=seed, run_dir=str(root / f"seed{seed}")), console)
+        run = open_run(changed(cfg, seed=seed, run_dir=str(root / f"seed{seed}")), console)
         if seed == seeds[0]:
             only_first(lambda: claim(root, cfg))
-            banner(console, facts(session), cfg.model_dump(mode="json", exclude_defaults=True))
-        with _own(session, session.folder), storage_errors(session.folder), session.grader() as grader:
-            start, before = start_policy(session, grader, stop)
+            banner(console, run.facts(), cfg.model_dump(mode="json", exclude_defaults=True))
+        with _own(run, run.folder), storage_errors(run.folder), run.grader() as grader:
+            start, before = start_policy(run, grader, stop)
             befores.append(before)
             for method in methods:
                 console.rule(f"seed {seed}, {label(method, cfg.credit)}")
-                same = changed(session.cfg, credit=changed(cfg.credit, method=method))
-                folder = session.folder / method
+                same = changed(run.cfg, credit=changed(cfg.credit, method=method))
+                folder = run.folder / method
                 only_first(partial(claim, folder, same))
-                ended = train(session.with_config(same), grader, start, before, folder, stop)
+                ended = train(run.with_config(same), grader, start, before, folder, stop)
                 runs[method].append(replace(ended, params={}))  # its memory is the next one's
             del start
-    if session is not None and session.first:
-        show_results(session, root, befores, runs)
+    if run is not None and run.first:
+        show_results(run, root, befores, runs)
 
 
-def start_policy(session: Session, grader: Grader, stop: Stop | None = None) -> tuple[Params, Evaluation | None]:
+def start_policy(run: Run, grader: Grader, stop: Stop | None = None) -> tuple[Params, Evaluation | None]:
     """The policy to train from, after the warm start where there is one, and how good it is.
 
     Both are kept in the run's folder, and read from there when it is gone on with.
     """
-    cfg = session.cfg
-    tx, _ = make_optimizer(cfg)
-    layout = lay_out(session, tx)
+    cfg = run.cfg
     if cfg.sft is None:
-        params = session.load(layout)
+        params = run.load()
     else:
-        warm = session.folder / "start"
+        warm = run.folder / "start"
         only_first(lambda: remove_half_written(warm))
         if from_first(lambda: (warm / "config.json").is_file()):
-            session.console.print(f"the warm start is read from {warm}", markup=False)
-            params = session.load(layout, source=warm)
+            run.console.print(f"the warm start is read from {warm}", markup=False)
+            params = run.load(source=warm)
         else:
-            params = warm_start(session, session.load(layout), stop or Stop())
-            export(warm, session.model, params, source=session.source)
-        only_first(lambda: remove_all(session.folder / "sft"))
-    if session.held_out is None:
+            params = warm_start(run, run.load(), stop or Stop())
+            export(warm, run.model, params, source=run.source)
+        only_first(lambda: remove_all(run.folder / "sft"))
+    if run.held_out is None:
         return params, None
-    known = session.folder / "start.json"
+    known = run.folder / "start.json"
     if from_first(known.is_file):
         return params, evaluation_from(json.loads(known.read_text(encoding="utf-8")))
-    steps = make_steps(
-        session.policy,
-        tx,
-        layout,
-        cfg,
-        stop_ids=session.stop_ids,
-        pad_id=session.pad_id,
-        rollout=session.rollout,
-        keyword_table=session.keyword_table(),
-        custom_probe=session.custom_probe,
-        custom_method=session.custom_method,
-        custom_loss=session.custom_loss,
-    )
-    before = evaluate(session, steps, grader, params)
+    before = evaluate(run, grader, params)
     only_first(lambda: write_durably(known, json.dumps(plain_evaluation(before))))
     return params, before

@@ -14,23 +14,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from oarjax.config import Config, ConfigError
-from oarjax.data.hf import commit_of, load_params
+from oarjax.config import ConfigError
+from oarjax.data.hf import commit_of
 from oarjax.data.streams import PromptStream
 from oarjax.grading.recorded import Grading, RecordedGrader, setup_of
 from oarjax.report.console import OnceWarnings
 from oarjax.report.files import CompletionRow, CompletionsWriter, Metrics, MetricsWriter
-from oarjax.report.trackers import Run, Trackers, run_id
+from oarjax.report.trackers import Run as TrackedRun
+from oarjax.report.trackers import Trackers, run_id
 from oarjax.runs.checkpoint import Checkpoints, arrays, check_arrays, finished
 from oarjax.runs.durable import Failures, read_lines, storage_errors
 from oarjax.runs.folder import refuse_another_config
-from oarjax.training.adapters import trained_shapes
 from oarjax.training.held_out import Evaluation, evaluation_from, plain_evaluation
-from oarjax.training.layout import Placed, lay_out, stored_dtype_of
-from oarjax.training.programs import make_optimizer
-from oarjax.training.run import Session, new_state
+from oarjax.training.parts.adapters import trained_shapes
+from oarjax.training.run import Run
 from oarjax.types import TrainState
 
 
@@ -44,8 +42,8 @@ class RunFiles:
         StorageError: from any method, where a file cannot be written and checkpoint.on_failure is stop.
     """
 
-    def __init__(self, session: Session, folder: Path, warnings: OnceWarnings):
-        self._session, self._cfg, self._folder, self._warnings = session, session.cfg.checkpoint, folder, warnings
+    def __init__(self, run: Run, folder: Path, warnings: OnceWarnings):
+        self._run, self._cfg, self._folder, self._warnings = run, run.cfg.checkpoint, folder, warnings
         self._failures = Failures(self._cfg.on_failure, warnings.say)
         self._verdicts: RecordedGrader | None = None
         self._best = -math.inf
@@ -85,11 +83,11 @@ class RunFiles:
             if record["version"] != version("oarjax"):
                 self._say(f"this checkpoint is of oarjax {record['version']}, and this is {version('oarjax')}")
             where = self._folder / "checkpoints"
-            self._session.console.print(f"going on after iteration {first}, from {where}", markup=False)
+            self._run.console.print(f"going on after iteration {first}, from {where}", markup=False)
         for name in ("metrics", "completions"):  # before anything is cut off: a damaged line is for the user to mend
             for _ in read_lines(self._folder / f"{name}.jsonl"):
                 pass
-        report, writes = self._session.cfg.report, self._session.first
+        report, writes = self._run.cfg.report, self._run.first
         self._metrics = self._stack.enter_context(
             MetricsWriter(self._folder if writes and "jsonl" in report.to else None, position=positions["metrics"])
         )
@@ -103,22 +101,22 @@ class RunFiles:
                 report.to if writes else (),
                 lambda: self._tracked(first),
                 say=self._warnings.say,
-                show=lambda line: self._session.console.print(line, markup=False, soft_wrap=True),
+                show=lambda line: self._run.console.print(line, markup=False, soft_wrap=True),
             )
         )
         return state, first, last
 
-    def _tracked(self, first: int) -> Run:
+    def _tracked(self, first: int) -> TrackedRun:
         """What trackers call this run, the same whenever it goes on."""
-        report, folder = self._session.cfg.report, self._folder
-        config = self._session.cfg.model_dump(mode="json")
-        return Run(folder, report.project, report.name or folder.absolute().name, run_id(folder), config, first)
+        report, folder = self._run.cfg.report, self._folder
+        config = self._run.cfg.model_dump(mode="json")
+        return TrackedRun(folder, report.project, report.name or folder.absolute().name, run_id(folder), config, first)
 
     def recording(self, grader: Grading) -> Grading:
         """A grader whose verdicts are on disk before they are used; as it was, where there are no checkpoints."""
         if self._cfg.every == 0:
             return grader
-        cfg = self._session.cfg
+        cfg = self._run.cfg
         settings = {"grading": cfg.grading.model_dump(mode="json", exclude={"workers"})}
         settings["answer"] = cfg.credit.answer.model_dump(mode="json")
         self._verdicts = RecordedGrader(
@@ -164,7 +162,7 @@ class RunFiles:
         """
         every, score = self._cfg.every, float(metrics.get(self._cfg.best or "", math.nan))
         best = score > self._best  # NaN, for not evaluated, never is
-        due = every > 0 and (best or iteration % every == 0 or iteration == self._session.cfg.iterations)
+        due = every > 0 and (best or iteration % every == 0 or iteration == self._run.cfg.iterations)
         if not (now or due):
             return
         if best:
@@ -173,8 +171,8 @@ class RunFiles:
             positions = {"metrics": self._metrics.sync(), "completions": self._completions.sync()}
             record = {
                 "version": version("oarjax"),
-                "config": self._session.cfg.model_dump(mode="json"),
-                "commit": commit_of(self._session.source),
+                "config": self._run.cfg.model_dump(mode="json"),
+                "commit": commit_of(self._run.source),
                 "data": stream.state(),
                 "evaluation": plain_evaluation(last),
                 "positions": positions,
@@ -188,7 +186,7 @@ class RunFiles:
 
     def _check_base(self, commit: str | None) -> None:
         """Adapters go with the weights that they were trained on."""
-        cfg, now = self._session.cfg, commit_of(self._session.source)
+        cfg, now = self._run.cfg, commit_of(self._run.source)
         if cfg.lora.rank and cfg.sft is None and commit != now and None not in (commit, now):
             raise ConfigError(
                 f"policy.path: {cfg.policy.path} was at commit {commit} when this run began and is at {now}, and its "
@@ -199,7 +197,7 @@ class RunFiles:
         self._warnings.say(text, text)
 
 
-def check_checkpoint(session: Session, folder: Path, tx: optax.GradientTransformation) -> None:
+def check_checkpoint(run: Run, folder: Path) -> None:
     """Refuse a folder whose newest checkpoint this run could not go on from; compiles nothing.
 
     Raises:
@@ -209,25 +207,23 @@ def check_checkpoint(session: Session, folder: Path, tx: optax.GradientTransform
     if not known:
         return
     newest = max(known)
-    refuse_another_config(known[newest]["record"]["config"], session.cfg, what=f"{folder}, checkpoint {newest:06d}")
-    params = trained_shapes(session.cfg.lora, session.model)
-    state = jax.eval_shape(lambda p: TrainState(jnp.zeros((), jnp.int32), p, tx.init(p), jax.random.key(0)), params)
+    refuse_another_config(known[newest]["record"]["config"], run.cfg, what=f"{folder}, checkpoint {newest:06d}")
+    params = trained_shapes(run.cfg.lora, run.model)
+    state = jax.eval_shape(
+        lambda p: TrainState(jnp.zeros((), jnp.int32), p, run.optimizer.init(p), jax.random.key(0)), params
+    )
     check_arrays(folder / "checkpoints" / f"{newest:06d}", known[newest]["arrays"], arrays(state))
 
 
-def restored_state(run: Config, checkpoint: Path, place: Placed, *, source: Path) -> TrainState:
-    """The state in a checkpoint of a run that is not going on here, in the training layout of a mesh.
+def restored_state(run: Run, checkpoint: Path) -> TrainState:
+    """Read the state in a checkpoint into a run's training layout; the run does not resume here.
 
     Args:
-        place: its config says what the policy computes with, and has the run's ``lora``.
-        source: HF folder that the run started from, whose weights lie below its adapters.
+        run: has the optimizer and adapters of the run that wrote the checkpoint, and its source.
 
     Raises:
         ConfigError: the checkpoint is of another model.
     """
-    tx, _ = make_optimizer(run)
-    layout = lay_out(place, tx)
-    start = load_params(source, place.model, dtype=stored_dtype_of(place.cfg, place.mesh), shardings=layout.params)
-    like = new_state(start, tx, layout, seed=0, lora=run.lora, copy=False)
+    state = run.new_state(run.load(), copy=False)
     with Checkpoints(checkpoint.parent, keep=1) as checkpoints:
-        return checkpoints.restore(int(checkpoint.name), like=like)[0]
+        return checkpoints.restore(int(checkpoint.name), like=state)[0]

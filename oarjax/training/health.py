@@ -17,7 +17,7 @@ from oarjax.report.console import OnceWarnings
 from oarjax.runs.bad_batches import FOLDER, Header, write_bad_batch, write_params
 from oarjax.training.iteration import Seen
 from oarjax.training.metrics import NONFINITE, QUANTITIES
-from oarjax.training.run import Session
+from oarjax.training.run import Run
 from oarjax.types import AnswerSpan, Evidence, Mean, Params, Rollout, TrainBatch, TrainState
 
 
@@ -31,8 +31,8 @@ class Health:
     Every host calls it alike; the first one writes.
     """
 
-    def __init__(self, session: Session, folder: Path, warnings: OnceWarnings):
-        self._session, self._cfg, self._folder, self._warnings = session, session.cfg.health, folder, warnings
+    def __init__(self, run: Run, folder: Path, warnings: OnceWarnings):
+        self._run, self._cfg, self._folder, self._warnings = run, run.cfg.health, folder, warnings
         self.skipped_in_a_row = 0
         self._wrong: dict[str, list[str]] = {}  # in this iteration: phase -> quantities
         self._updates = 0  # in this iteration
@@ -50,7 +50,7 @@ class Health:
     def look(self, kind: str, seen: Seen) -> None:
         """The same for the ``kind`` of training, iteration or sft."""
         faults = {name: mean.total for name, mean in seen.metrics.items() if name.startswith(NONFINITE)}
-        totals = self._session.fetch(faults)
+        totals = self._run.fetch(faults)
         wrong = [name for name in QUANTITIES if totals.get(f"{NONFINITE}{name}", 0) > 0]
         skipped = seen.phase == "update" and bool(wrong)
         if seen.phase == "update":
@@ -60,7 +60,7 @@ class Health:
             return
         known = self._wrong.setdefault(seen.phase, [])
         known += [name for name in wrong if name not in known]
-        self._step = int(self._session.fetch(seen.state.step))
+        self._step = int(self._run.fetch(seen.state.step))
         if not self._wanted(kind, seen.iteration, skipped):
             return
         self._kept = (kind, seen.iteration, skipped)
@@ -130,13 +130,13 @@ class Health:
         return skipped or (self._settled < keep and self._kept != (kind, number, False))
 
     def _keep(self, kind: str, seen: Seen) -> Path:
-        session, folder, key = self._session, self._folder / FOLDER, seen.state.key
+        run, folder, key = self._run, self._folder / FOLDER, seen.state.key
         met = (kind, self._step)
         fits = _megabytes(seen.state.params) <= self._cfg.params_mb
-        whole = session.fetch(seen.state.params) if fits and met != self._met else None
+        whole = run.fetch(seen.state.params) if fits and met != self._met else None
         self._met = met  # on every host, so that all fetch alike
-        evidence, numbers = session.fetch((seen.evidence, jax.random.key_data(key)))
-        if not session.first:
+        evidence, numbers = run.fetch((seen.evidence, jax.random.key_data(key)))
+        if not run.first:
             return folder
         if whole is not None:
             self._params = None  # until it is written
@@ -150,10 +150,10 @@ class Health:
             probe=seen.probe,
             key=numbers.tolist(),
             key_impl=str(jax.random.key_impl(key)),
-            config=session.cfg.model_dump(mode="json"),
+            config=run.cfg.model_dump(mode="json"),
             config_file=str(self._folder / "config.yaml"),
-            policy=str(session.source.absolute()),
-            compute_dtype=str(session.compute_dtype),
+            policy=str(run.source.absolute()),
+            compute_dtype=str(run.compute_dtype),
             platform=jax.default_backend(),
             versions={"oarjax": oarjax.__version__, "jax": jax.__version__},
             params=self._params if fits else None,

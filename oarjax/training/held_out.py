@@ -19,8 +19,7 @@ from oarjax.grading.recorded import Grading
 from oarjax.stats import answer_numbers, majority_correct, mean_score, pass_at_k, powers_up_to
 from oarjax.system.json import number, numbers, to_plain
 from oarjax.training.minibatches import take
-from oarjax.training.programs import Steps
-from oarjax.training.run import Session
+from oarjax.training.run import Run
 from oarjax.types import Grades, Params, Rollout
 
 
@@ -65,14 +64,14 @@ def evaluation_from(tree: dict[str, Any] | None) -> Evaluation | None:
     return Evaluation(scores=numbers(tree["scores"]), length=length, truncated=truncated, others=others)
 
 
-def evaluate(session: Session, steps: Steps, grader: Grading, params: Params) -> Evaluation:
+def evaluate(run: Run, grader: Grading, params: Params) -> Evaluation:
     """Sample every held-out problem ``eval.samples`` times. The noise depends on the seed, not on the iteration."""
-    held_out = session.held_out
+    held_out = run.held_out
     if held_out is None:
         raise ValueError("evaluate: the config has no data.eval")
-    batches = list(graded_batches(session, steps, grader, params, held_out))
-    samples = session.cfg.eval.samples
-    given = np.concatenate([first_rewards(session, batch) for batch in batches])
+    batches = list(graded_batches(run, grader, params, held_out))
+    samples = run.cfg.eval.samples
+    given = np.concatenate([first_rewards(run, batch) for batch in batches])
     answers = [answer for batch in batches for answer in batch.grades.answers]
     back = np.argsort(eval_order(held_out))  # from the order of the batches to the problems'
     scores = given[back]
@@ -86,9 +85,7 @@ def evaluate(session: Session, steps: Steps, grader: Grading, params: Params) ->
     )
 
 
-def graded_batches(
-    session: Session, steps: Steps, grader: Grading, params: Params, encoded: Encoded, *, skip: int = 0
-) -> Iterator[Graded]:
+def graded_batches(run: Run, grader: Grading, params: Params, encoded: Encoded, *, skip: int = 0) -> Iterator[Graded]:
     """The samples of every problem, batch by batch; one batch is sampled while those before it are graded.
 
     ``params`` are the training ones: they are laid out for sampling once, here.
@@ -96,13 +93,13 @@ def graded_batches(
     Args:
         skip: problems that are known already, the first in ``data.streams.eval_order``.
     """
-    cfg = session.cfg
+    cfg = run.cfg
     key = jax.random.fold_in(jax.random.key(cfg.seed), 2**31 - 1)
-    waiting, sampling = None, steps.rollout_params(params)
-    settings = {"batch": cfg.eval.batch, "bucket": cfg.rollout.prompt_bucket, "pad_id": session.pad_id}
+    waiting, sampling = None, run.steps.rollout_params(params)
+    settings = {"batch": cfg.eval.batch, "bucket": cfg.rollout.prompt_bucket, "pad_id": run.pad_id}
     for prompts, _, real in eval_batches(encoded, **settings, order=eval_order(encoded)[skip:]):
-        rollout = session.fetch(steps.evaluate(sampling, session.place(prompts, "prompts"), key))
-        wait = session.submit(grader, encoded.by_index, prompts, rollout)
+        rollout = run.fetch(run.steps.evaluate(sampling, run.place(prompts, "prompts"), key))
+        wait = run.submit(grader, encoded.by_index, prompts, rollout)
         if waiting is not None:
             yield _leading(*waiting, samples=cfg.eval.samples)
         waiting = (np.asarray(prompts.problem)[:real], rollout, wait)
@@ -110,9 +107,9 @@ def graded_batches(
         yield _leading(*waiting, samples=cfg.eval.samples)
 
 
-def first_rewards(session: Session, batch: Graded) -> Float[np.ndarray, "P n"]:
+def first_rewards(run: Run, batch: Graded) -> Float[np.ndarray, "P n"]:
     """The first reward of every sample, which is what evaluations score; NaN where it could not be graded."""
-    name = session.cfg.grading.rewards[0].name
+    name = run.cfg.grading.rewards[0].name
     return batch.grades.per_reward[name].reshape(len(batch.problems), -1).astype(float)
 
 

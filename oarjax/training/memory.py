@@ -19,7 +19,8 @@ from oarjax.config import Config
 from oarjax.runs.durable import write_durably
 from oarjax.system.devices import DeviceError, memory_limit
 from oarjax.system.processes import only_first
-from oarjax.training.shapes import Built, Part, Phase, Program, beside, programs, resident
+from oarjax.training.run import Run
+from oarjax.training.shapes import Part, Phase, Program, beside, programs, resident
 
 FILE = "memory.json"
 
@@ -59,7 +60,7 @@ class PhaseMemory(NamedTuple):
         return limit is None or self.peak <= limit
 
 
-def phase_memory(built: Built, program: Program) -> PhaseMemory:
+def phase_memory(run: Run, program: Program) -> PhaseMemory:
     """Compile a program and add what lies beside its arguments.
 
     Raises:
@@ -70,11 +71,11 @@ def phase_memory(built: Built, program: Program) -> PhaseMemory:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        said, helps = str(error).splitlines()[0], remedy(program.phase, built.parts.cfg)
+        said, helps = str(error).splitlines()[0], remedy(program.phase, run.cfg)
         raise DeviceError(f"phase {program.phase} does not fit: {said}; {helps}") from error
-    peak = peak_bytes(memory, platform=built.parts.mesh.devices.flat[0].platform)
-    others = beside(built, program, read=memory.argument_size_in_bytes)
-    return PhaseMemory(program.phase, resident(built, program.phase), peak + others)
+    peak = peak_bytes(memory, platform=run.mesh.devices.flat[0].platform)
+    others = beside(run, program, read=memory.argument_size_in_bytes)
+    return PhaseMemory(program.phase, resident(run, program.phase), peak + others)
 
 
 def peak_bytes(memory: Any, *, platform: str) -> int:
@@ -85,21 +86,21 @@ def peak_bytes(memory: Any, *, platform: str) -> int:
     return whole + memory.temp_size_in_bytes
 
 
-def report_memory(built: Built, folder: Path, console: Console) -> list[PhaseMemory]:
+def report_memory(run: Run, folder: Path, console: Console) -> list[PhaseMemory]:
     """Compile every program, print the table, write memory.json, and warn of what will not fit.
 
     Raises:
         DeviceError: the compiler refuses a program for its size.
     """
-    limit = memory_limit(built.parts.mesh.local_devices[0])
+    limit = memory_limit(run.mesh.local_devices[0])
     with console.status("compiling the largest programs"):
-        found = [phase_memory(built, program) for program in programs(built)]
+        found = [phase_memory(run, program) for program in programs(run)]
     console.print(memory_table(found, limit))
     for each in found:
         if limit is not None and not each.fits(limit):
             console.print(
                 f"phase {each.phase} needs {gib(each.peak)} of {gib(limit)} GiB: it will not fit; "
-                f"{remedy(each.phase, built.parts.cfg)}",
+                f"{remedy(each.phase, run.cfg)}",
                 style="yellow",
             )
     tree = {"limit": limit, "phases": [each._asdict() for each in found]}

@@ -15,7 +15,7 @@ from oarjax.report.summary import SummaryRow, print_summary, summarise, write_su
 from oarjax.runs.checkpoint import best
 from oarjax.training.held_out import Evaluation
 from oarjax.training.memory import memory_facts
-from oarjax.training.run import Session, facts
+from oarjax.training.run import Run
 from oarjax.training.trainer import Trained
 
 METHODS = {
@@ -41,10 +41,10 @@ def label(method: str, credit: CreditConfig) -> str:
 
 
 def show_results(
-    session: Session, folder: Path, befores: Sequence[Evaluation | None], runs: Mapping[str, Sequence[Trained]]
+    run: Run, folder: Path, befores: Sequence[Evaluation | None], runs: Mapping[str, Sequence[Trained]]
 ) -> None:
     """Print the table of held-out accuracy; write summary.json, the curves and report.html."""
-    cfg, console = session.cfg, session.console
+    cfg, console = run.cfg, run.console
     rows = _table(befores, runs, cfg.credit, start="SFT policy" if cfg.sft else "start")
     if rows:
         print_summary(console, rows)
@@ -67,7 +67,7 @@ def show_results(
         runs=records,
         completions=read_completions(shown.folder / "completions.jsonl"),
         config=cfg.model_dump(mode="json"),
-        facts=facts(session) | memory_facts(shown.folder) | best_checkpoint(shown.folder, cfg.checkpoint.best),
+        facts=run.facts() | memory_facts(shown.folder) | best_checkpoint(shown.folder, cfg.checkpoint.best),
     )
     console.print(f"report  {folder / 'report.html'}", markup=False)
 

@@ -1,201 +1,280 @@
-"""A run's parts, built from its config in the order in which a mistake is cheapest to find.
+"""One run: every part that a config names, built once, when it is first asked for.
 
-Nothing is compiled here: a bad field, file or device is an error within seconds.
+    run = open_run(cfg, console)     # reads config, checkpoint, tokenizer and data; compiles nothing
+    run.steps.sample(...)            # the device programs: traced and compiled once per run and shape
+    run.load()                       # the weights, in the training layout
+
+A plan for devices that are elsewhere, or a benchmark on random tokens, supplies its parts:
+
+    run = Run(cfg, model=model, mesh=mesh, stop_ids=(0,), pad_id=0)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
-from oarjax.config import Config, ConfigError, DatasetConfig, LoraConfig
-from oarjax.credit.answer_span import find_answers, find_units, whole_completion, with_reference
-from oarjax.credit.answer_text import CUES
+from oarjax.config import Config, ConfigError
 from oarjax.credit.keywords import KeywordTable, keyword_table
 from oarjax.credit.method import CreditMethod
-from oarjax.credit.methods import scorer, weigher
-from oarjax.credit.probe import Probe, Reading
-from oarjax.data import arithmetic as builtin
-from oarjax.data.hf import load_params, read_config, read_tokenizer_folder
-from oarjax.data.problems import Problem, load_problems
-from oarjax.data.streams import Encoded, PromptStream, encode_pairs, encode_problems
+from oarjax.credit.probe import Probe
+from oarjax.data.hf import load_params, read_config
+from oarjax.data.problems import Problem
+from oarjax.data.streams import Encoded, PromptStream
 from oarjax.data.tokenizer import encode, load_tokenizer, pad_id, stop_ids, text_of, token_bytes
 from oarjax.grading.grader import Grader
 from oarjax.grading.recorded import Grading
-from oarjax.grading.rewards import Sample
-from oarjax.models.lora import init_adapters
 from oarjax.models.policy import Policy
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.sharding import batch_spec
-from oarjax.models.weights import abstract_params, parameter_count
-from oarjax.rl.grpo import overlong_penalty
-from oarjax.runs.durable import storage_errors
+from oarjax.models.weights import parameter_count
+from oarjax.report.files import token_texts
 from oarjax.system.devices import choose_platform, make_mesh, use_compilation_cache
-from oarjax.system.plugins import import_object
 from oarjax.system.processes import (
-    check_shared,
-    gather_grades,
     is_first,
     join_processes,
-    only_first,
     share,
     to_devices,
     to_host,
 )
-from oarjax.training.adapters import trained_count, trained_shapes
-from oarjax.training.checks import check_failures, check_grading, check_lengths, check_report
-from oarjax.training.custom import check_loss, check_weights, find_loss, find_method
-from oarjax.training.layout import check_layouts, policy_of, rollout_layout, stored_dtype_of
 from oarjax.training.minibatches import bucket, take
-from oarjax.training.programs import RolloutLayout, Shardings, TokenLoss
+from oarjax.training.parts import grades
+from oarjax.training.parts.adapters import trained_count, trained_shapes
+from oarjax.training.parts.checks import check_failures, check_grading, check_lengths, check_report
+from oarjax.training.parts.custom import check_credit, check_loss, find_loss, find_method, find_probe
+from oarjax.training.parts.layout import (
+    check_layouts,
+    compute_dtype_of,
+    param_shardings,
+    policy_of,
+    rollout_layout,
+    stored_dtype_of,
+    training_layout,
+)
+from oarjax.training.parts.source import policy_path, read_pairs, read_prompts
+from oarjax.training.parts.spans import Ending, find_spans, reference_endings, with_endings
+from oarjax.training.parts.state import new_state
+from oarjax.training.programs import RolloutLayout, Shardings, Steps, TokenLoss, make_optimizer, make_steps
 from oarjax.types import AnswerSpan, Grades, Params, PromptBatch, Rollout, TrainState
 
 
-@dataclass(frozen=True)
-class Session:
-    """What stays the same while a policy is trained."""
+class Parts(TypedDict, total=False):
+    """Parts of a run that may be supplied instead of built from its config."""
 
-    cfg: Config
-    console: Console
     folder: Path
     mesh: Mesh
-    source: Path  # the HF folder that the policy was read from
     model: QwenConfig
+    source: Path
     policy: Policy
-    compute_dtype: Any
-    tokenizer: PreTrainedTokenizerFast
-    table: list[bytes]  # bytes of every token id
     stop_ids: tuple[int, ...]
     pad_id: int
-    train: Encoded
-    held_out: Encoded | None
-    pairs: Encoded | None  # for the warm start
 
-    def with_config(self, cfg: Config) -> Session:
-        """The same parts under a config that differs only in how the policy is trained."""
-        return replace(self, cfg=cfg)
 
-    @property
-    def wants_memory(self) -> bool:
-        """Whether a run begins with its table of memory."""
-        asked = self.cfg.report.memory
-        return asked == "on" or (asked == "auto" and self.mesh.devices.flat[0].platform != "cpu")
+SHARED = ("_checkpoint", "mesh", "model", "source", "tokenizer", "table", "stop_ids", "pad_id")
+SHARED += ("train", "held_out", "pairs")
+"""Parts that do not depend on how the policy is trained."""
 
-    @property
-    def first(self) -> bool:
-        """Whether this process writes the run's files; the others compute the same and write nothing."""
-        return is_first()
 
-    def fetch(self, tree: Any) -> Any:
-        """Arrays as numpy, whole on every process."""
-        return to_host(tree)
+class Run:
+    """The parts of a run, each built once, when it is first asked for; ``parts`` are taken as they are."""
+
+    def __init__(
+        self, cfg: Config, console: Console | None = None, *, evaluates: bool = False, **parts: Unpack[Parts]
+    ) -> None:
+        self.cfg = cfg
+        self.console = console or Console(quiet=True)
+        self._evaluates = evaluates  # errors name data.eval and --out, which `oarjax evaluate` takes
+        self._supplied = frozenset(parts)
+        vars(self).update(parts)  # in the place of the cached properties of the same names
+
+    def with_config(self, cfg: Config) -> Run:
+        """Return a run of a config that differs only in how the policy is trained; it shares tokenizer and data."""
+        if cfg == self.cfg:
+            return self
+        run = Run(cfg, self.console, evaluates=self._evaluates, folder=self.folder)
+        run._supplied = self._supplied
+        vars(run).update({name: vars(self)[name] for name in SHARED if name in vars(self)})
+        return run
+
+    # Policy, tokenizer and data --------------------------------------------------------------------------------------
 
     @cached_property
-    def rollout(self) -> RolloutLayout:
-        """The policy as it samples."""
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.cfg.run_dir).expanduser()
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The devices, arranged for training."""
+        return make_mesh(**self.cfg.mesh.model_dump())
+
+    @cached_property
+    def _checkpoint(self) -> tuple[QwenConfig, Path]:
+        option = "--out" if self._evaluates else "run_dir=..."
+        path = policy_path(self.cfg, self.folder, option=option)
+        return read_config(path, revision=self.cfg.policy.revision)
+
+    @cached_property
+    def model(self) -> QwenConfig:
+        """The policy's architecture."""
+        return self._checkpoint[0]
+
+    @cached_property
+    def source(self) -> Path:
+        """The Hugging Face folder that the policy is read from."""
+        if not self.has_data:
+            raise ValueError(
+                "Run: made from a model and a mesh alone, without tokenizer, data or weights; use open_run"
+            )
+        return self._checkpoint[1]
+
+    @property
+    def has_data(self) -> bool:
+        """False for a run made from a model and a mesh alone."""
+        return "model" not in self._supplied or "source" in self._supplied
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """The policy's tokenizer."""
+        return load_tokenizer(self.source)
+
+    @cached_property
+    def table(self) -> list[bytes]:
+        """The bytes of every token id."""
+        return token_bytes(self.tokenizer, self.model.vocab_size)
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Token ids that end a completion."""
+        return stop_ids(self.source, self.tokenizer)
+
+    @cached_property
+    def pad_id(self) -> int:
+        """The token id that fills prompts on the left and completions on the right."""
+        return pad_id(self.tokenizer)
+
+    @cached_property
+    def train(self) -> Encoded:
+        """The problems to train on; of an evaluation, those to evaluate on."""
+        where = "data.eval" if self._evaluates else "data.train"
+        return read_prompts(self.cfg, self.cfg.data.train, self.tokenizer, where=where)
+
+    @cached_property
+    def held_out(self) -> Encoded | None:
+        """The held-out problems of data.eval."""
+        data = self.cfg.data.eval
+        return None if data is None else read_prompts(self.cfg, data, self.tokenizer, where="data.eval")
+
+    @cached_property
+    def pairs(self) -> Encoded | None:
+        """Prompts and completions to imitate in the warm start."""
+        return read_pairs(self.cfg, self.tokenizer, self.stop_ids)
+
+    # What runs on the devices ----------------------------------------------------------------------------------------
+
+    @cached_property
+    def compute_dtype(self) -> Any:
+        """The dtype of matmul operands."""
+        return compute_dtype_of(self.cfg, self.mesh)
+
+    @cached_property
+    def policy(self) -> Policy:
+        """The policy's functions, for training."""
+        return policy_of(self.cfg, self.model, self.mesh)
+
+    @cached_property
+    def _optimizer(self) -> tuple[optax.GradientTransformation, optax.Schedule]:
+        return make_optimizer(self.cfg)
+
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        """The optimizer of the iterations; the warm start has its own."""
+        return self._optimizer[0]
+
+    @property
+    def schedule(self) -> optax.Schedule:
+        """Learning rate of each update."""
+        return self._optimizer[1]
+
+    @cached_property
+    def layout(self) -> Shardings:
+        """Where arrays live in training."""
+        return training_layout(self.cfg.lora, self.model, self.mesh, self.optimizer)
+
+    @cached_property
+    def rollout_layout(self) -> RolloutLayout:
+        """The policy as it samples, and where arrays live then."""
         return rollout_layout(self.cfg, self.model, self.mesh)
 
-    def prompts(self) -> PromptStream:
-        """The training problems, rollout.prompts at a time, from the first."""
-        return PromptStream(
-            self.train,
-            prompts=self.cfg.rollout.prompts,
-            bucket=self.cfg.rollout.prompt_bucket,
+    @cached_property
+    def steps(self) -> Steps:
+        """The device programs. Nothing else binds them, so each is traced and compiled once per shape."""
+        return make_steps(
+            self.policy,
+            self.optimizer,
+            self.layout,
+            self.cfg,
+            stop_ids=self.stop_ids,
             pad_id=self.pad_id,
-            seed=self.cfg.seed,
-            shuffle=self.cfg.data.shuffle,
+            rollout=self.rollout_layout,
+            keyword_table=self.keyword_table,
+            custom_probe=self.custom_probe,
+            custom_method=self.custom_method,
+            custom_loss=self.custom_loss,
         )
 
+    def load(self, *, source: Path | None = None) -> Params:
+        """Read the policy's weights, or those of another folder, into the training layout."""
+        dtype = stored_dtype_of(self.cfg, self.mesh)
+        shardings = param_shardings(self.model, self.mesh)
+        return load_params(source or self.source, self.model, dtype=dtype, shardings=shardings)
+
+    def new_state(self, params: Params, *, copy: bool = True) -> TrainState:
+        """Make the state at step 0; see ``oarjax.training.parts.state.new_state``."""
+        return new_state(params, self.optimizer, self.layout, seed=self.cfg.seed, lora=self.cfg.lora, copy=copy)
+
     def place(self, tree: Any, layout: str) -> Any:
-        """Numpy arrays to the devices.
+        """Move numpy arrays to the devices.
 
         "prompts" divides axis 0 for the sampler; for the training layout "rows" divides axis 0, "microbatches" axis 1.
         """
         if layout == "prompts":
-            return to_devices(tree, self.rollout.rows)
+            return to_devices(tree, self.rollout_layout.rows)
         lead = {"rows": (), "microbatches": (None,)}.get(layout)
         if lead is None:
             raise ValueError(f"layout: expected prompts, rows or microbatches, got {layout!r}")
         return to_devices(tree, NamedSharding(self.mesh, PartitionSpec(*lead, *batch_spec())))
 
-    def find_answers(self, rollout: Rollout) -> AnswerSpan:
-        answer, unit = self.cfg.credit.answer, self.cfg.credit.masking.unit
-        made = np.asarray(rollout.completion)
-        ids = np.asarray(rollout.tokens)[:, -made.shape[1] :]
-        if answer.style == "none":
-            span = whole_completion(ids, made, self.table)
-        else:
-            span = find_answers(ids, made, self.table, style=answer.style, pattern=answer.pattern)
-        if unit == "token":
-            return span
-        return replace(span, units=find_units(ids, made, self.table, unit=unit))  # type: ignore[arg-type]
+    def fetch(self, tree: Any) -> Any:
+        """Return arrays as numpy, whole on every process."""
+        return to_host(tree)
 
-    @cached_property
-    def endings(self) -> dict[int, tuple[list[int], list[int]]]:
-        """Token ids of the cue and of the reference answer of every training problem, for answer.source reference.
+    @property
+    def first(self) -> bool:
+        """True in the process that writes the run's files; the others compute the same and write nothing."""
+        return is_first()
 
-        Raises:
-            ConfigError: a style without a cue of its own, or a reference without tokens.
-        """
-        answer = self.cfg.credit.answer
-        cue = CUES.get(answer.style) if answer.cue is None else answer.cue
-        if cue is None:
-            raise ConfigError(f"credit.answer.cue: style {answer.style} has none of its own; give one")
-        before = encode(self.tokenizer, cue)
-        found = {i: (before, encode(self.tokenizer, p.reference)) for i, p in self.train.by_index.items()}
-        for i, (_, target) in found.items():
-            if not target:
-                raise ConfigError(f"credit.answer.source: problem {i} has an empty reference answer; set own")
-        return found
+    @property
+    def wants_memory(self) -> bool:
+        """True if the run begins with its memory table."""
+        setting = self.cfg.report.memory
+        return setting == "on" or (setting == "auto" and self.mesh.devices.flat[0].platform != "cpu")
 
-    @cached_property
-    def ending_room(self) -> int:
-        """Positions that the longest cue and reference answer take, rounded up."""
-        return bucket(max(len(cue) + len(target) for cue, target in self.endings.values()), 8, 1 << 30)
-
-    def probed(self, rollout: Rollout, span: AnswerSpan, problems: np.ndarray) -> tuple[Rollout, AnswerSpan]:
-        """Rollouts with cue and reference answer in the place of their own answer."""
-        group = len(rollout.ended) // len(problems)
-        endings = [self.endings[int(p)] for p in np.repeat(problems, group)]
-        instead, at = with_reference(rollout, span, endings, room=self.ending_room)
-        unit = self.cfg.credit.masking.unit
-        if unit == "token":
-            return instead, at
-        made = np.asarray(instead.completion)
-        ids = np.asarray(instead.tokens)[:, -made.shape[1] :]
-        return instead, replace(at, units=find_units(ids, made, self.table, unit=unit))  # type: ignore[arg-type]
+    # Credit ----------------------------------------------------------------------------------------------------------
 
     @cached_property
     def custom_probe(self) -> Probe | None:
-        """The probe of credit.probe.function.
-
-        Raises:
-            ConfigError: it is not to be found, or not a Probe.
-        """
-        place = self.cfg.credit.probe.function
-        if place is None:
-            return None
-        try:
-            probe = import_object(place, field="credit.probe.function", expected=Probe)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        if probe.kind not in ("distribution", "scalar") or probe.reads not in ("answer", "completion"):
-            raise ConfigError(
-                f"credit.probe.function: {place} has kind {probe.kind!r} and reads {probe.reads!r}; expected kind "
-                "distribution or scalar, and reads answer or completion"
-            )
-        return probe
+        """The probe of credit.probe.function."""
+        return find_probe(self.cfg)
 
     @cached_property
     def custom_method(self) -> CreditMethod | None:
@@ -207,60 +286,9 @@ class Session:
         """The loss of loss.function."""
         return find_loss(self.cfg)
 
-    def completions(self, rollout: Rollout) -> list[str]:
-        """The generated texts, stop tokens and other special tokens left out. Untrusted."""
-        length = rollout.completion.shape[1]
-        ids = np.asarray(rollout.tokens)[:, -length:]
-        return [text_of(row[mask].tolist(), self.table) for row, mask in zip(ids, np.asarray(rollout.completion))]
-
-    def submit(
-        self, grader: Grading, problems: Mapping[int, Problem], batch: PromptBatch, rollout: Rollout
-    ) -> Callable[[], Grades]:
-        """Start grading a rollout; calling the result waits for the grades, overlong penalty included.
-
-        Every process grades its share of the rows, and all of them get all the grades.
-        """
-        cfg, lengths = self.cfg.grading, rollout.completion.sum(1)
-        group = len(rollout.ended) // len(batch.problem)
-        mine = share(len(rollout.ended))
-        samples = [
-            Sample(
-                prompt=problems[int(p)].prompt,
-                completion=text,
-                answer=problems[int(p)].reference,
-                ended=bool(ended),
-                tokens=int(length),
-            )
-            for p, text, ended, length in zip(
-                np.repeat(batch.problem, group)[mine],
-                self.completions(take(rollout, mine)),
-                rollout.ended[mine],
-                lengths[mine],
-            )
-        ]
-        pending = grader.submit(samples)
-
-        @cache  # asked for more than once, and all processes must gather as often
-        def wait() -> Grades:
-            grades = gather_grades(pending.result())
-            if cfg.overlong_window == 0:
-                return grades
-            penalty = overlong_penalty(
-                jnp.asarray(lengths),
-                max_length=self.cfg.rollout.max_new,
-                window=cfg.overlong_window,
-                penalty=cfg.overlong_penalty,
-            )
-            return replace(
-                grades,
-                rewards=grades.rewards - np.asarray(penalty, np.float32),
-                per_reward={**grades.per_reward, "overlong": -np.asarray(penalty, np.float32)},
-            )
-
-        return wait
-
+    @cached_property
     def keyword_table(self) -> KeywordTable | None:
-        """How this tokenizer spells the words of method keywords; None for other methods."""
+        """The words of method keywords as this tokenizer spells them; None for other methods."""
         cfg = self.cfg.credit
         if cfg.method != "keywords":
             return None
@@ -269,60 +297,78 @@ class Session:
         except ValueError as error:
             raise ConfigError(f"credit.keywords.words: {error}; give words that its tokens can spell") from error
 
+    @cached_property
+    def endings(self) -> dict[int, Ending]:
+        """Cue and reference answer of every training problem, for credit.answer.source reference."""
+        return reference_endings(self.cfg.credit.answer, self.tokenizer, self.train.by_index)
+
+    @cached_property
+    def ending_room(self) -> int:
+        """Positions that cue and reference answer add to a completion: the longest, rounded up; 0 without data."""
+        if self.cfg.credit.answer.source != "reference" or not self.has_data:
+            return 0
+        return bucket(max(len(cue) + len(target) for cue, target in self.endings.values()), 8, 1 << 30)
+
+    def find_answers(self, rollout: Rollout) -> AnswerSpan:
+        """Find the reasoning and the answer of every completion, as credit.answer asks."""
+        return find_spans(self.cfg.credit, rollout, self.table)
+
+    def probed(self, rollout: Rollout, span: AnswerSpan, problems: np.ndarray) -> tuple[Rollout, AnswerSpan]:
+        """Put cue and reference answer in the place of the completions' own answers."""
+        group = len(rollout.ended) // len(problems)
+        endings = [self.endings[int(p)] for p in np.repeat(problems, group)]
+        return with_endings(self.cfg.credit, rollout, span, endings, room=self.ending_room, token_bytes=self.table)
+
     def check_credit(self, where: str = "") -> None:
-        """Build the method of credit, so that what cannot run is told now and not after the warm start.
+        """Build the credit method, so that a config that cannot run fails now and not after the warm start.
 
         Raises:
-            ConfigError: with ``where`` before it.
+            ConfigError: the method cannot run; the message begins with ``where``.
         """
         cfg = self.cfg.credit
         try:
-            mask_id = cfg.masking.mask_id
-            if mask_id is not None and not 0 <= mask_id < self.model.vocab_size:
-                raise ConfigError(
-                    f"credit.masking.mask_id: {mask_id} is not a token; the vocabulary has {self.model.vocab_size}"
-                )
-            own = {"custom_probe": self.custom_probe, "custom_method": self.custom_method}
-            scorer(cfg, self.policy, temperature=1.0, pad_id=self.pad_id, **own)
-            if self.custom_probe is not None:
-                self._check_probe(self.custom_probe)
-            weigh = weigher(cfg, keyword_table=self.keyword_table(), custom_method=self.custom_method)
-            if self.custom_method is not None:
-                check_weights(weigh, self.custom_method, place=f"credit.function: {cfg.function}")
+            check_credit(
+                cfg,
+                self.policy,
+                self.model,
+                pad_id=self.pad_id,
+                probe=self.custom_probe,
+                method=self.custom_method,
+                keyword_table=self.keyword_table,
+            )
             if cfg.answer.source == "reference":
                 _ = self.endings
         except ConfigError as error:
             raise ConfigError(f"{where}{error}") from error
 
-    def _check_probe(self, probe: Probe) -> None:
-        """Trace a probe of one's own at two rows' shapes; computes nothing.
+    # Prompts, completions and grades ---------------------------------------------------------------------------------
 
-        Raises:
-            ConfigError: with what it raised, or the shape that it gave.
-        """
-        rows, made = 2, 8
-        hidden = jax.ShapeDtypeStruct((rows, made, self.model.hidden_size), jnp.float32)
-        tokens: Any = jax.ShapeDtypeStruct((rows, made), jnp.int32)  # shapes instead of arrays
-        there: Any = jax.ShapeDtypeStruct((rows, made), bool)
-        reading = Reading(tokens, there, there)
-        place = f"credit.probe.function: {self.cfg.credit.probe.function}"
-        rank, wanted = (2, f"logits [{rows}, outcomes]") if probe.kind == "distribution" else (1, f"scores [{rows}]")
-        read = partial(probe.read, self.policy)
-        try:
-            found = jax.eval_shape(read, abstract_params(self.model, dtype=jnp.float32), hidden, reading)
-        except Exception as error:
-            raise ConfigError(
-                f"{place} fails on hidden states {hidden.shape}: {type(error).__name__}: {error}; for kind "
-                f"{probe.kind} it must give {wanted}"
-            ) from error
-        shape = getattr(found, "shape", None)
-        if shape is None or shape[:1] != (rows,) or len(shape) != rank:
-            raise ConfigError(
-                f"{place} gives {shape or type(found).__name__} for hidden states {hidden.shape}; for kind "
-                f"{probe.kind} it must give {wanted}"
-            )
+    def prompts(self) -> PromptStream:
+        """Begin to deal out the training problems, rollout.prompts at a time, without end."""
+        return PromptStream(
+            self.train,
+            prompts=self.cfg.rollout.prompts,
+            bucket=self.cfg.rollout.prompt_bucket,
+            pad_id=self.pad_id,
+            seed=self.cfg.seed,
+            shuffle=self.cfg.data.shuffle,
+        )
+
+    def texts(self, rollout: Rollout) -> list[str]:
+        """Decode every completion without stop and other special tokens. The texts are untrusted."""
+        return [text_of(ids, self.table) for ids in self._completion_ids(rollout)]
+
+    def tokens(self, rollout: Rollout) -> list[list[str]]:
+        """Decode every completion token by token."""
+        return [token_texts([self.table[i] for i in ids]) for ids in self._completion_ids(rollout)]
+
+    def _completion_ids(self, rollout: Rollout) -> list[list[int]]:
+        completion = np.asarray(rollout.completion)
+        ids = np.asarray(rollout.tokens)[:, -completion.shape[1] :]
+        return [row[mask].tolist() for row, mask in zip(ids, completion)]
 
     def grader(self) -> Grader:
+        """Start the workers that grade completions."""
         cfg, answer = self.cfg.grading, self.cfg.credit.answer
         return Grader(
             tuple((r.name, r.weight) for r in cfg.rewards),
@@ -334,16 +380,44 @@ class Session:
             pattern=answer.pattern,
         )
 
-    def load(self, layout: Shardings, *, source: Path | None = None) -> Params:
-        """The policy's weights, laid out over the mesh."""
-        dtype = stored_dtype_of(self.cfg, self.mesh)
-        return load_params(source or self.source, self.model, dtype=dtype, shardings=layout.params)
+    def submit(
+        self, grader: Grading, problems: Mapping[int, Problem], batch: PromptBatch, rollout: Rollout
+    ) -> Callable[[], Grades]:
+        """Start grading a rollout; calling the result waits for the grades, overlong penalty included.
+
+        Every process grades its share of the rows, and all of them get all the grades.
+        """
+        rows = share(len(rollout.ended))
+        asked = np.repeat(batch.problem, len(rollout.ended) // len(batch.problem))[rows]
+        texts = self.texts(take(rollout, rows))
+        return grades.submit(self.cfg, grader, [problems[int(p)] for p in asked], rollout, rows, texts)
+
+    def facts(self) -> dict[str, object]:
+        """Describe the run for the banner and the report."""
+        cfg, trains = self.cfg, "every weight"
+        if cfg.lora.rank:
+            trains = f"adapters of rank {cfg.lora.rank}, {trained_count(cfg.lora, self.model):,} parameters"
+        return {
+            "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+            "mesh": ", ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items()),
+            "policy": f"{cfg.policy.path}, {parameter_count(self.model):,} parameters",
+            "trains": trains,
+            "computes in": self.compute_dtype,
+            "stop ids": ", ".join(map(str, self.stop_ids)),
+            "train": f"{len(self.train)} problems, {self.train.dropped} over {cfg.data.max_prompt} tokens left out",
+            "held out": "none" if self.held_out is None else f"{len(self.held_out)} problems",
+            "run folder": self.folder,
+        }
 
 
-def open_session(cfg: Config, console: Console, *, evaluates: bool = False) -> Session:
-    """Build a run's parts: config against checkpoint and data first, devices next, weights not at all.
+def open_run(cfg: Config, console: Console | None = None, *, evaluates: bool = False) -> Run:
+    """Open a run: config against checkpoint and data first, devices next, weights not at all.
 
-    ``evaluates``: errors name what ``oarjax evaluate`` takes, data.eval and --out for data.train and run_dir.
+    Parts are built in the order in which a mistake is cheapest to find; nothing is compiled, so a bad field, file or
+    device is an error within seconds.
+
+    Args:
+        evaluates: errors name what ``oarjax evaluate`` takes, data.eval and --out for data.train and run_dir.
 
     Raises:
         ConfigError: fields that do not fit the checkpoint, tokenizer or devices.
@@ -353,143 +427,17 @@ def open_session(cfg: Config, console: Console, *, evaluates: bool = False) -> S
     check_report(cfg)
     join_processes(**cfg.distributed.model_dump())
     choose_platform(cfg.device)
-    console.quiet = console.quiet or not is_first()
+    run = Run(cfg, console, evaluates=evaluates)
+    run.console.quiet = run.console.quiet or not run.first
     check_failures(cfg, processes=jax.process_count())
     use_compilation_cache(cfg.compilation_cache)
-    folder = Path(cfg.run_dir).expanduser()
-    mesh = make_mesh(**cfg.mesh.model_dump())
-    model, source = read_config(
-        _policy_path(cfg, folder, "--out" if evaluates else "run_dir=..."), revision=cfg.policy.revision
-    )
-    check_layouts(cfg, model, mesh)
-    check_lengths(cfg, model)
-    trained_shapes(cfg.lora, model)  # adapters that it cannot have are told now
-    tokenizer = load_tokenizer(source)
-    stops, pad = stop_ids(source, tokenizer), pad_id(tokenizer)
-    table = token_bytes(tokenizer, model.vocab_size)
-
-    def read(data: DatasetConfig, where: str) -> Encoded:
-        return encode_problems(
-            load_problems(data, where=where),
-            tokenizer,
-            template=cfg.data.template,
-            system_prompt=cfg.data.system_prompt,
-            prompt_format=cfg.data.prompt_format,
-            thinking=cfg.data.thinking,
-            max_prompt=cfg.data.max_prompt,
-        )
-
-    pairs = None
-    if cfg.sft is not None:
-        pairs = encode_pairs(
-            load_problems(cfg.sft.data, where="sft.data"),
-            tokenizer,
-            template=cfg.data.template,
-            system_prompt=cfg.data.system_prompt,
-            prompt_format=cfg.data.prompt_format,
-            thinking=cfg.data.thinking,
-            max_length=cfg.sft.max_length,
-            stop_id=stop_token(tokenizer, stops),
-        )
-    policy, compute = policy_of(cfg, model, mesh)
-    session = Session(
-        cfg=cfg,
-        console=console,
-        folder=folder,
-        mesh=mesh,
-        source=source,
-        model=model,
-        policy=policy,
-        compute_dtype=compute,
-        tokenizer=tokenizer,
-        table=table,
-        stop_ids=stops,
-        pad_id=pad,
-        train=read(cfg.data.train, "data.eval" if evaluates else "data.train"),
-        held_out=None if cfg.data.eval is None else read(cfg.data.eval, "data.eval"),
-        pairs=pairs,
-    )
-    session.check_credit()
-    if session.custom_loss is not None:
-        check_loss(session.custom_loss, cfg)
-    return session
-
-
-def stop_token(tokenizer: PreTrainedTokenizerFast, stops: tuple[int, ...]) -> int:
-    """The stop id that a completion to imitate ends in: the tokenizer's own where it is one."""
-    own = tokenizer.eos_token_id
-    return int(own) if own in stops else stops[0]
-
-
-def _policy_path(cfg: Config, run: Path, given: str) -> str:
-    """Where the policy is read from; the built-in ones are written below the run's folder, ``given`` as, first."""
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{given.removesuffix('=...')}: cannot write to {run}: {error}; give another {given}"
-        ) from error
-    check_shared(run)
-    made = run / "policy"
-    if cfg.policy.path == "builtin:arithmetic":
-        with storage_errors(made):
-            only_first(lambda: builtin.write_builtin_policy(made, seed=cfg.seed))
-        return str(made)
-    if cfg.policy.path == "builtin:random" and cfg.policy.tokenizer is not None:
-        tokenizer = read_tokenizer_folder(cfg.policy.tokenizer, revision=cfg.policy.revision)
-        with storage_errors(made):
-            only_first(lambda: builtin.write_random_policy(made, tokenizer=tokenizer, seed=cfg.seed))
-        return str(made)
-    return cfg.policy.path
-
-
-ADAPTERS = 2**31 - 2
-"""What a run's key is folded with for the start of its adapters; a step that no run reaches."""
-
-
-def new_state(
-    params: Params,
-    tx: optax.GradientTransformation,
-    layout: Shardings,
-    *,
-    seed: int,
-    lora: LoraConfig | None = None,
-    copy: bool = True,
-) -> TrainState:
-    """A state at step 0 that owns its arrays, since updates reuse their memory.
-
-    With ``lora`` of a rank the params are frozen below fresh adapters. ``copy``: the params stay as they are, because
-    they are needed again; otherwise the state takes their memory over.
-    """
-
-    def fresh(params: Params) -> TrainState:
-        owned = jax.tree.map(jnp.copy, params)
-        key = jax.random.key(seed)
-        if lora is None or lora.rank == 0:
-            trained, frozen = owned, None
-        else:
-            start = jax.random.fold_in(key, ADAPTERS)
-            trained, frozen = init_adapters(start, params, rank=lora.rank, targets=lora.targets), owned
-        return TrainState(
-            step=jnp.zeros((), jnp.int32), params=trained, opt_state=tx.init(trained), key=key, frozen=frozen
-        )
-
-    return jax.jit(fresh, out_shardings=layout.state, donate_argnums=() if copy else 0)(params)
-
-
-def facts(session: Session) -> dict[str, object]:
-    """What a run is about to do, for the banner and the report."""
-    cfg, trains = session.cfg, "every weight"
-    if cfg.lora.rank:
-        trains = f"adapters of rank {cfg.lora.rank}, {trained_count(cfg.lora, session.model):,} parameters"
-    return {
-        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-        "mesh": ", ".join(f"{axis} {size}" for axis, size in session.mesh.shape.items()),
-        "policy": f"{cfg.policy.path}, {parameter_count(session.model):,} parameters",
-        "trains": trains,
-        "computes in": session.compute_dtype,
-        "stop ids": ", ".join(map(str, session.stop_ids)),
-        "train": f"{len(session.train)} problems, {session.train.dropped} over {cfg.data.max_prompt} tokens left out",
-        "held out": "none" if session.held_out is None else f"{len(session.held_out)} problems",
-        "run folder": session.folder,
-    }
+    mesh = run.mesh
+    check_layouts(cfg, run.model, mesh)
+    check_lengths(cfg, run.model)
+    trained_shapes(cfg.lora, run.model)  # fails on adapters that the policy cannot have
+    for part in ("table", "pairs", "train", "held_out"):
+        getattr(run, part)
+    run.check_credit()
+    if run.custom_loss is not None:
+        check_loss(run.custom_loss, cfg)
+    return run

@@ -27,11 +27,8 @@ from oarjax.training.files import RunFiles
 from oarjax.training.health import Health
 from oarjax.training.held_out import Evaluation, evaluate
 from oarjax.training.iteration import HostCallbacks, Iteration, iterate
-from oarjax.training.layout import lay_out
 from oarjax.training.memory import report_memory
-from oarjax.training.programs import make_optimizer, make_steps
-from oarjax.training.run import Session, new_state
-from oarjax.training.shapes import Built, parts_of
+from oarjax.training.run import Run
 from oarjax.types import Grades, Params
 
 
@@ -46,7 +43,7 @@ class Trained:
 
 
 def train(
-    session: Session,
+    run: Run,
     grader: Grading,
     start: Params,
     before: Evaluation | None,
@@ -68,49 +65,34 @@ def train(
         Stopped: ``stop`` was told to; what has been done is saved.
         StorageError: a file cannot be written, and checkpoint.on_failure is stop.
     """
-    cfg, console = session.cfg, session.console
-    tx, schedule = make_optimizer(cfg)
-    layout = lay_out(session, tx)
-    steps = make_steps(
-        session.policy,
-        tx,
-        layout,
-        cfg,
-        stop_ids=session.stop_ids,
-        pad_id=session.pad_id,
-        rollout=session.rollout,
-        keyword_table=session.keyword_table(),
-        custom_probe=session.custom_probe,
-        custom_method=session.custom_method,
-        custom_loss=session.custom_loss,
-    )
+    cfg, console = run.cfg, run.console
     reference = None
     if cfg.loss.kl_beta > 0 and cfg.lora.rank == 0:  # below adapters it is there already
         reference = to_host_memory(start) if cfg.loss.reference == "host" else start
-    state = new_state(start, tx, layout, seed=cfg.seed, lora=cfg.lora, copy=keep_start or reference is start)
-    stream = session.prompts()
+    state = run.new_state(start, copy=keep_start or reference is start)
+    stream = run.prompts()
     timer, warnings, stop = PhaseTimer(), OnceWarnings(console), stop or Stop()
     warnings.check_sampling(top_k=cfg.rollout.top_k, top_p=cfg.rollout.top_p)
-    peak, _ = peak_flops(session.compute_dtype)
+    peak, _ = peak_flops(run.compute_dtype)
     began = time.perf_counter()
     with stop.held(), ExitStack() as stack:
-        files = stack.enter_context(RunFiles(session, folder, warnings))
+        files = stack.enter_context(RunFiles(run, folder, warnings))
         state, first, last = files.resume(state, stream)
         grader = files.recording(grader)
         host = HostCallbacks(
             next_prompts=lambda: next(stream)[0],
-            submit=partial(session.submit, grader, session.train.by_index),
-            find_answers=session.find_answers,
-            fetch=session.fetch,
-            place=session.place,
+            submit=partial(run.submit, grader, run.train.by_index),
+            find_answers=run.find_answers,
+            fetch=run.fetch,
+            place=run.place,
             phase=timer.phase,
-            probed=session.probed if cfg.credit.answer.source == "reference" else None,
-            load_reference=partial(jax.device_put, device=layout.params),
+            probed=run.probed if cfg.credit.answer.source == "reference" else None,
+            load_reference=partial(jax.device_put, device=run.layout.params),
         )
-        if session.wants_memory:
-            report_memory(Built(parts_of(session), tx, layout, session.rollout, steps), folder, console)
+        if run.wants_memory:
+            report_memory(run, folder, console)
         progress = stack.enter_context(Progress(cfg.iterations, label=cfg.credit.method, console=console))
-        health = Health(session, folder, warnings)
+        health = Health(run, folder, warnings)
         health.remember(read_metrics(folder / "metrics.jsonl"), until=first)
         host = host._replace(watch=health)
         if before is not None and first == 0:
@@ -125,24 +107,24 @@ def train(
             files.begin(iteration)
             if cfg.profile is not None and not tracing and cfg.profile[0] <= iteration <= cfg.profile[1]:
                 tracing = stack.enter_context(closing(_Trace(folder / "profile")))
-            state, done = iterate(state, reference, iteration, steps=steps, host=host, cfg=cfg)
+            state, done = iterate(state, reference, iteration, steps=run.steps, host=host, cfg=cfg)
             stopped = health.after(iteration)
             if cfg.profile is not None and tracing and iteration >= cfg.profile[1]:
                 tracing.close()
             if _due(cfg, iteration):
                 with timer.phase("evaluate"):
-                    last = evaluate(session, steps, grader, whole(state))
+                    last = evaluate(run, grader, whole(state))
             phases = timer.lap()
             training = phases["total"] - phases.get("evaluate", 0.0)
             metrics = done.metrics | {f"seconds/{name}": value for name, value in phases.items()}
             metrics["seconds/training"] = training
             metrics["skipped_in_a_row"] = float(health.skipped_in_a_row)
-            metrics["lr"] = float(np.asarray(schedule(max(int(state.step) - 1, 0))))
+            metrics["lr"] = float(np.asarray(run.schedule(max(int(state.step) - 1, 0))))
             metrics["tokens_per_second"] = metrics["completion_tokens"] / training
-            metrics["mfu"] = _model_flops(session, metrics) / (training * peak)
+            metrics["mfu"] = _model_flops(run, metrics) / (training * peak)
             if last is not None and "evaluate" in phases:
                 metrics |= last.metrics
-            rows = completion_rows(session, done, cfg.report.completions)
+            rows = completion_rows(run, done, cfg.report.completions)
             files.write(iteration, metrics, rows)
             if seen is not None:
                 seen()
@@ -155,21 +137,21 @@ def train(
                 stop.obey()
             if stopped:
                 raise stopped
-        if last is None and session.held_out is not None:  # it had finished before
-            last = evaluate(session, steps, grader, whole(state))
+        if last is None and run.held_out is not None:  # it had finished before
+            last = evaluate(run, grader, whole(state))
     show_completions(console, cfg.iterations, rows)
     spent = sum(record.get("seconds/total", 0.0) for record in read_metrics(folder / "metrics.jsonl"))
     return Trained(folder, whole(state), last, spent or time.perf_counter() - began)
 
 
-def completion_rows(session: Session, done: Iteration, count: int) -> list[CompletionRow]:
+def completion_rows(run: Run, done: Iteration, count: int) -> list[CompletionRow]:
     """The first completion of each of the first groups, with what was made of it."""
-    rollout, group = done.rollout, session.cfg.rollout.group_size
+    rollout, group = done.rollout, run.cfg.rollout.group_size
     first = slice(0, count * group, group)
-    texts = session.completions(rollout)
+    texts = run.texts(rollout)
     rows = []
     for b in range(len(texts))[first]:
-        problem = session.train.by_index[int(done.problems[b // group])]
+        problem = run.train.by_index[int(done.problems[b // group])]
         made = np.flatnonzero(rollout.completion[b])
         ids = rollout.tokens[b, -rollout.completion.shape[1] :]
         rows.append(
@@ -183,7 +165,7 @@ def completion_rows(session: Session, done: Iteration, count: int) -> list[Compl
                 rewards={name: float(values[b]) for name, values in done.grades.per_reward.items()},
                 advantage=float(done.advantages[b]),
                 reference=problem.reference,
-                tokens=token_texts([session.table[ids[t]] for t in made]),
+                tokens=token_texts([run.table[ids[t]] for t in made]),
                 weights=[float(w) for w in done.weights[b, made]],
                 is_reasoning=[bool(x) for x in done.span.reasoning[b, made]],
                 is_answer=[bool(x) for x in done.span.answer[b, made]],
@@ -192,9 +174,9 @@ def completion_rows(session: Session, done: Iteration, count: int) -> list[Compl
     return rows
 
 
-def _model_flops(session: Session, metrics: dict[str, float]) -> float:
+def _model_flops(run: Run, metrics: dict[str, float]) -> float:
     """FLOPs of the iteration that these metrics are of."""
-    cfg, model = session.cfg, session.model
+    cfg, model = run.cfg, run.model
     rows = metrics["groups_drawn"] * cfg.rollout.group_size
     return iteration_flops(
         matmul_params=float(matmul_parameters(model)),
@@ -205,7 +187,7 @@ def _model_flops(session: Session, metrics: dict[str, float]) -> float:
         group_size=cfg.rollout.group_size,
         used_share=metrics["rows_used"] / rows,
         credit_forwards=_credit_forwards(
-            cfg.credit, attribution(cfg.credit, session.custom_method), metrics["reasoning_length"]
+            cfg.credit, attribution(cfg.credit, run.custom_method), metrics["reasoning_length"]
         ),
         scoring_forwards=float(cfg.update.epochs * cfg.update.minibatches > 1) + float(cfg.loss.kl_beta > 0),
         epochs=cfg.update.epochs,

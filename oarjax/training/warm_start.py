@@ -15,16 +15,17 @@ from oarjax.runs.checkpoint import Checkpoints
 from oarjax.runs.durable import Failures
 from oarjax.runs.folder import refuse_another_config
 from oarjax.runs.stop import Stop
-from oarjax.training.adapters import plain_params
 from oarjax.training.health import Health
-from oarjax.training.layout import lay_out
 from oarjax.training.minibatches import MinibatchPlan
+from oarjax.training.parts.adapters import plain_params
+from oarjax.training.parts.layout import training_layout
+from oarjax.training.parts.state import new_state
 from oarjax.training.programs import make_sft_optimizer, make_sft_step
-from oarjax.training.run import Session, new_state
+from oarjax.training.run import Run
 from oarjax.types import Params, TrainBatch
 
 
-def warm_start(session: Session, params: Params, stop: Stop) -> Params:
+def warm_start(run: Run, params: Params, stop: Stop) -> Params:
     """Minimise the mean negative log-probability of the completions' tokens; takes plain params over and gives such.
 
     With ``lora.rank`` it trains adapters of its own, and merges them in the end: what follows starts from plain weights
@@ -38,36 +39,36 @@ def warm_start(session: Session, params: Params, stop: Stop) -> Params:
         StorageError: a checkpoint cannot be written, and checkpoint.on_failure is stop.
         UnhealthyRun: health.stop_after steps in a row were skipped.
     """
-    cfg, pairs, saving = session.cfg.sft, session.pairs, session.cfg.checkpoint
+    cfg, pairs, saving = run.cfg.sft, run.pairs, run.cfg.checkpoint
     if cfg is None or pairs is None:
         raise ValueError("warm_start: the config has no sft section")
-    tx, _ = make_sft_optimizer(cfg)
-    layout = lay_out(session, tx)
-    step = make_sft_step(session.policy, tx, layout, head_chunk=session.cfg.policy.head_chunk)
-    state = new_state(params, tx, layout, seed=session.cfg.seed, lora=session.cfg.lora, copy=False)
+    optimizer, _ = make_sft_optimizer(cfg)
+    layout = training_layout(run.cfg.lora, run.model, run.mesh, optimizer)
+    step = make_sft_step(run.policy, optimizer, layout, head_chunk=run.cfg.policy.head_chunk)
+    state = new_state(params, optimizer, layout, seed=run.cfg.seed, lora=run.cfg.lora, copy=False)
     stream = SFTStream(
         pairs,
         batch=cfg.batch,
-        prompt_bucket=session.cfg.rollout.prompt_bucket,
-        completion_bucket=session.cfg.rollout.completion_bucket,
-        pad_id=session.pad_id,
-        seed=session.cfg.seed,
+        prompt_bucket=run.cfg.rollout.prompt_bucket,
+        completion_bucket=run.cfg.rollout.completion_bucket,
+        pad_id=run.pad_id,
+        seed=run.cfg.seed,
     )
     plan = MinibatchPlan(np.arange(cfg.batch), 1, cfg.microbatch, cfg.batch)
     shown_every, first = max(cfg.steps // 20, 1), 0
-    warnings = OnceWarnings(session.console)
-    health = Health(session, session.folder, warnings)
+    warnings = OnceWarnings(run.console)
+    health = Health(run, run.folder, warnings)
     failures = Failures(saving.on_failure, warnings.say)
     with stop.held(), ExitStack() as stack:
-        checkpoints = stack.enter_context(Checkpoints(session.folder / "sft", keep=saving.keep))
+        checkpoints = stack.enter_context(Checkpoints(run.folder / "sft", keep=saving.keep))
         if (newest := checkpoints.trusted(lambda text: warnings.say(text, text))) is not None:
             what = f"{checkpoints.folder}, checkpoint {newest:06d}"
-            refuse_another_config(checkpoints.finished()[newest]["record"]["config"], session.cfg, what=what)
+            refuse_another_config(checkpoints.finished()[newest]["record"]["config"], run.cfg, what=what)
             state, record = checkpoints.restore(newest, like=state)
             stream.restore(record["data"])
             first = newest
-            session.console.print(f"the warm start goes on after step {first}", markup=False)
-        progress = stack.enter_context(Progress(cfg.steps, label="sft", console=session.console))
+            run.console.print(f"the warm start goes on after step {first}", markup=False)
+        progress = stack.enter_context(Progress(cfg.steps, label="sft", console=run.console))
         for number in range(first + 1, cfg.steps + 1):
             batch = next(stream)
             (rows,) = plan.split(
@@ -81,7 +82,7 @@ def warm_start(session: Session, params: Params, stop: Stop) -> Params:
                     behaviour_logps=None,
                 )
             )
-            state, metrics = step(state, session.place(rows, "microbatches"), plan.used[0])
+            state, metrics = step(state, run.place(rows, "microbatches"), plan.used[0])
             if stopped := health.imitated(number, rows, plan.used[0], metrics, state):
                 raise stopped
             if number % shown_every == 0 or number == cfg.steps:
@@ -90,7 +91,7 @@ def warm_start(session: Session, params: Params, stop: Stop) -> Params:
             told = stop.asked()
             if saving.warm_start and (told or number % saving.warm_start == 0) and number < cfg.steps:
                 with failures.handled():
-                    record = {"version": version("oarjax"), "config": session.cfg.model_dump(mode="json")}
+                    record = {"version": version("oarjax"), "config": run.cfg.model_dump(mode="json")}
                     checkpoints.save(number, state, {**record, "data": stream.state()})
             if told:
                 with failures.handled():
@@ -98,4 +99,4 @@ def warm_start(session: Session, params: Params, stop: Stop) -> Params:
                 stop.obey()
         with failures.handled():  # the last one is not needed any more
             checkpoints.settle()
-    return plain_params(session.cfg.lora, whole(state), layout.params)
+    return plain_params(run.cfg.lora, whole(state), layout.params)

@@ -24,7 +24,7 @@ from oarjax.lab.lab import draws_noise, graded, known_tokens, run_lab
 from oarjax.lab.oracles import Continued
 from oarjax.lab.results import read_lab
 from oarjax.lab.saved_rollouts import SavedRollout, read_rollouts
-from oarjax.training.run import open_session
+from oarjax.training.run import open_run
 from oarjax.types import AnswerSpan
 
 METHODS = {
@@ -87,7 +87,7 @@ def config_file(folder, policy, **changes):
 
 def session_of(tmp_path, policy, **changes):
     tree = BASE | {"run_dir": str(tmp_path / "run"), "policy": {"path": str(policy)}} | changes
-    return open_session(parse_config(tree), Console(file=io.StringIO()))
+    return open_run(parse_config(tree), Console(file=io.StringIO()))
 
 
 # Parts

@@ -20,8 +20,8 @@ from oarjax.credit.methods import attribution, check_method, scorer, signals, we
 from oarjax.data.arithmetic import write_builtin_policy
 from oarjax.grading.rewards import Sample, Unparseable
 from oarjax.rl.grpo import aggregate
-from oarjax.training.custom import check_loss, check_weights
 from oarjax.training.iteration import iterate
+from oarjax.training.parts.custom import check_loss, check_weights
 from oarjax.training.programs import make_optimizer, make_steps
 from oarjax.types import AnswerSpan, Mean
 
@@ -137,8 +137,8 @@ def test_methods_that_give_the_wrong_shape_or_fail():
         return signals.entropies + 1
 
     for weigh, says in (
-        (per_row, r"here gives float32\[2\] for completions \[2, 8\]; expected one weight per token"),
-        (whole, r"here gives bool\[2, 8\]"),
+        (per_row, r"here returns float32\[2\] for completions \[2, 8\]; expected one weight per token"),
+        (whole, r"here returns bool\[2, 8\]"),
         (greedy, r"here fails on completions \[2, 8\]: TypeError"),
     ):
         with pytest.raises(ConfigError, match=says):
@@ -179,8 +179,8 @@ def test_losses_that_give_something_else_are_told():
 
     cfg = tiny.config(loss__function="mine.py:loss")
     for loss, says in (
-        (bare, r"loss.function: mine.py:loss gives float32\[\]; expected \(Mean\(total, count\), \{name: Mean\}\)"),
-        (per_token, r"loss.function: mine.py:loss gives \(Mean"),
+        (bare, r"loss.function: mine.py:loss returns float32\[\]; expected \(Mean\(total, count\), \{name: Mean\}\)"),
+        (per_token, r"loss.function: mine.py:loss returns \(Mean"),
         (off_policy, r"loss.function: mine.py:loss fails on completions \[2, 8\]: TypeError"),
     ):
         with pytest.raises(ConfigError, match=says):

@@ -9,12 +9,11 @@ from conftest import json_lines
 
 PROGRAM = """
 import json, sys
-from types import SimpleNamespace
 import jax, jax.numpy as jnp, numpy as np, optax
 from jax.sharding import NamedSharding, PartitionSpec
 from oarjax.training.minibatches import MinibatchPlan
-from oarjax.training.layout import check_layouts, lay_out, policy_of, rollout_layout
-from oarjax.training.run import new_state
+from oarjax.training.parts.layout import check_layouts, policy_of, rollout_layout, training_layout
+from oarjax.training.parts.state import new_state
 from oarjax.system.devices import make_mesh
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import init_params
@@ -33,7 +32,7 @@ one = optax.sgd(1000.0)  # what an update subtracts is the gradient, and large b
 def outcome(shape, rollout_tensor):
     axes = dict(zip(("slice", "data", "fsdp", "tensor"), shape))
     mesh = make_mesh(**axes, devices=jax.devices()[: int(np.prod(shape))])
-    layout, found = lay_out(SimpleNamespace(mesh=mesh, model=model, cfg=tiny.config()), one), {}
+    layout, found = training_layout(tiny.config().lora, model, mesh, one), {}
     place = lambda tree: jax.device_put(tree, layout.microbatches)
     params = jax.device_put(init_params(model, jax.random.key(3)), layout.params)
     for method in ("oar_p", "oar_g"):
@@ -42,7 +41,7 @@ def outcome(shape, rollout_tensor):
                           policy__head_chunk=24, eval__batch=8)
         check_layouts(cfg, model, mesh)
         rollouts = rollout_layout(cfg, model, mesh)
-        steps = make_steps(policy_of(cfg, model, mesh)[0], one, layout, cfg, stop_ids=(tiny.STOP,), pad_id=tiny.PAD,
+        steps = make_steps(policy_of(cfg, model, mesh), one, layout, cfg, stop_ids=(tiny.STOP,), pad_id=tiny.PAD,
                            rollout=rollouts)
         if method == "oar_p":
             sampling, asked = steps.rollout_params(params), jax.device_put(prompts, rollouts.rows)
@@ -64,7 +63,7 @@ def outcome(shape, rollout_tensor):
     (per_token,) = place(plan.split((per_token * rollout.completion,))[0])
     batch = TrainBatch(tokens=r.tokens, valid=r.valid, completion=mask, advantages=per_token, old_logps=None,
                        ref_logps=None, behaviour_logps=r.behaviour_logps)
-    state = new_state(params, one, layout, seed=0)
+    state = new_state(params, one, layout, seed=0, lora=cfg.lora)
     moved, metrics = steps.update(state, batch, used, steps.denominator(jnp.asarray(rollout.completion)))
     found["gradients"] = jax.tree.map(lambda x, y: np.asarray(x) - np.asarray(y), params, moved.params)
     tokens = [x for each in drawn for x in (each.tokens, each.completion)]

@@ -15,7 +15,7 @@ from oarjax.report.console import WARNINGS, OnceWarnings
 from oarjax.runs.bad_batches import read_bad_batch, read_params
 from oarjax.training import health as module
 from oarjax.training.health import Health, UnhealthyRun
-from oarjax.training.run import open_session
+from oarjax.training.run import open_run
 
 # --- Warnings --------------------------------------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ def policy(tmp_path_factory):
 
 def watch(policy, folder, **settings) -> Health:
     tree = unsound.MICRO | {"run_dir": str(folder), "policy": {"path": str(policy)}, "health": settings}
-    return Health(open_session(parse_config(tree), Console(quiet=True)), folder, once())
+    return Health(open_run(parse_config(tree), Console(quiet=True)), folder, once())
 
 
 def names(folder):
@@ -126,8 +126,8 @@ def test_a_skipped_update_is_kept_with_all_that_replays_it(policy, tmp_path):
     header, evidence = read_bad_batch(tmp_path / "bad_batches" / names(tmp_path)[0])
     assert header.wrong == {"credit": ["importance"], "update": ["loss", "gradient"]}
     assert (header.kind, header.number, header.minibatch, header.step) == ("iteration", 12, 1, 7)
-    assert header.config == health._session.cfg.model_dump(mode="json")
-    assert parse_config(header.config) == health._session.cfg
+    assert header.config == health._run.cfg.model_dump(mode="json")
+    assert parse_config(header.config) == health._run.cfg
     assert (header.key, header.probe) == ([0, 3], "last")
     np.testing.assert_array_equal(evidence.rollout.tokens, unsound.evidence().rollout.tokens)
     assert header.params is not None

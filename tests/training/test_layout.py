@@ -11,25 +11,16 @@ import pytest
 import tiny
 from conftest import json_lines
 from fake_chips import Chip
+from tiny_programs import built, one_mesh
 
 from oarjax.models.policy import positions_of
 from oarjax.models.qwen import make_policy
 from oarjax.models.sharding import ShardingError
 from oarjax.models.weights import init_params, sampling_params
 from oarjax.system.devices import DeviceError, make_mesh
-from oarjax.training.layout import check_layouts
-from oarjax.training.shapes import build, parts_for
+from oarjax.training.parts.layout import check_layouts
 
 MODEL = replace(tiny.model(), num_attention_heads=4, num_key_value_heads=2, head_dim=4, hidden_size=16, qk_norm=True)
-
-
-def one_device():
-    return make_mesh(slice=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
-
-
-def built(**changes):
-    cfg = tiny.config(data__max_prompt=6, rollout__prompt_bucket=6, **changes)
-    return build(parts_for(cfg, tiny.model(), one_device(), stop_ids=(tiny.STOP,), pad_id=tiny.PAD))
 
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
@@ -80,7 +71,7 @@ def test_in_bfloat16_what_is_sampled_is_what_casting_at_use_would_sample():
 
 
 def test_what_does_not_divide_is_refused():
-    mesh = one_device()
+    mesh = one_mesh()
     check_layouts(tiny.config(), MODEL, mesh)
     with pytest.raises(DeviceError, match=r"rollout.tensor: 2 does not divide the 1 devices; set a divisor, or null"):
         check_layouts(tiny.config(rollout__tensor=2), MODEL, mesh)
@@ -95,7 +86,8 @@ def test_what_does_not_divide_is_refused():
 PROGRAM = """
 import json, math, sys
 import jax
-from oarjax.training.shapes import build, parts_for, programs
+from oarjax.training.run import Run
+from oarjax.training.shapes import programs
 from oarjax.plan.hlo import COLLECTIVES, parse
 from oarjax.system.devices import make_mesh
 from oarjax.models.qwen_config import QwenConfig
@@ -124,7 +116,7 @@ def built(axes, **changes):
     mesh = make_mesh(slice=1, data=1, **axes)
     cfg = tiny.config(data__max_prompt=6, rollout__prompt_bucket=6, rollout__prompts=8, update__microbatch=16,
                       policy__head_chunk=32, update__epochs=2, **changes)
-    return build(parts_for(cfg, model, mesh, stop_ids=(1,), pad_id=0))
+    return Run(cfg, model=model, mesh=mesh, stop_ids=(1,), pad_id=0)
 
 def compiled(phase, axes, **changes):
     (program,) = (p for p in programs(built(axes, **changes)) if p.phase == phase)

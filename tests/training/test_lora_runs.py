@@ -17,7 +17,7 @@ from oarjax.runs.checkpoint import Checkpoints
 from oarjax.runs.folder import changed
 from oarjax.runs.stop import Stop
 from oarjax.training import command, trainer, warm_start
-from oarjax.training.run import open_session
+from oarjax.training.run import open_run
 from oarjax.training.trainer import Trained
 
 SMALL = [
@@ -83,7 +83,7 @@ def test_a_run_of_adapters_from_start_to_export(tmp_path, data, monkeypatch):
     (trained,) = ended
     assert isinstance(trained, Trained)
     base, exported = weights(whole / "start"), weights(whole / "export")
-    session = open_session(config(data, whole), Console(quiet=True))
+    session = open_run(config(data, whole), Console(quiet=True))
     rows = jnp.asarray(np.random.default_rng(0).integers(3, 14, (4, 20)), jnp.int32)
 
     def logps(params):
@@ -114,7 +114,7 @@ def test_a_run_of_adapters_from_start_to_export(tmp_path, data, monkeypatch):
     assert target.policy == str(parts / "start")
     cfg = config(data, parts)
     cfg = changed(cfg, policy=changed(cfg.policy, path=target.policy))
-    merged = load_target(target, open_session(cfg, Console(quiet=True)))
+    merged = load_target(target, open_run(cfg, Console(quiet=True)))
     assert jax.tree.structure(merged) == jax.tree.structure(base)
     export_command.run(str(parts), tmp_path / "early", "keep", 1.0)
     jax.tree.map(np.testing.assert_array_equal, weights(tmp_path / "early"), merged)
@@ -128,10 +128,9 @@ def test_a_run_of_adapters_from_start_to_export(tmp_path, data, monkeypatch):
 
 SHARDED = """
 import json
-from types import SimpleNamespace
 import jax, jax.numpy as jnp, numpy as np, optax
-from oarjax.training.layout import lay_out, policy_of, rollout_layout
-from oarjax.training.run import new_state
+from oarjax.training.parts.layout import policy_of, rollout_layout, training_layout
+from oarjax.training.parts.state import new_state
 from oarjax.system.devices import make_mesh
 from oarjax.models.lora import whole
 from oarjax.models.qwen_config import QwenConfig
@@ -151,8 +150,8 @@ rows = {"tokens": draw.integers(3, 24, (1, 8, 16)).astype(np.int32), "valid": np
 
 def outcome(fsdp, tensor):
     mesh = make_mesh(slice=1, data=1, fsdp=fsdp, tensor=tensor, devices=jax.devices()[: fsdp * tensor])
-    layout = lay_out(SimpleNamespace(mesh=mesh, model=model, cfg=cfg), sgd)
-    steps = make_steps(policy_of(cfg, model, mesh)[0], sgd, layout, cfg, stop_ids=(1,), pad_id=0,
+    layout = training_layout(cfg.lora, model, mesh, sgd)
+    steps = make_steps(policy_of(cfg, model, mesh), sgd, layout, cfg, stop_ids=(1,), pad_id=0,
                        rollout=rollout_layout(cfg, model, mesh))
     state = new_state(jax.device_put(init_params(model, jax.random.key(3)), layout.params), sgd, layout, seed=0,
                       lora=cfg.lora)

@@ -126,8 +126,8 @@ def test_what_may_differ_and_what_may_not():
 
 def test_adapters_go_on_only_over_the_commit_that_they_began_with():
     def check(commit, folder, **changes):
-        session = SimpleNamespace(cfg=tiny.config(**changes), source=Path(folder))
-        RunFiles._check_base(SimpleNamespace(_session=session), commit)
+        run = SimpleNamespace(cfg=tiny.config(**changes), source=Path(folder))
+        RunFiles._check_base(SimpleNamespace(_run=run), commit)
 
     here = "hub/models--Qwen--Qwen2.5-7B/snapshots/bbb"
     with pytest.raises(ConfigError, match=r"was at commit aaa when this run began and is at bbb.*policy.revision=aaa"):

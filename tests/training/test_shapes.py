@@ -1,7 +1,6 @@
 """The programs that are compiled ahead are the programs that a run calls."""
 
 import logging
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +10,8 @@ from tiny_programs import built
 
 from oarjax.models.lora import whole
 from oarjax.models.weights import init_params, parameter_count
-from oarjax.system.processes import to_devices
 from oarjax.training.iteration import iterate
-from oarjax.training.run import new_state
 from oarjax.training.shapes import bytes_per_device, programs, resident, update_program
-
-
-def place(built, tree, layout):
-    return to_devices(tree, {"prompts": built.rollout.rows, "microbatches": built.layout.microbatches}[layout])
 
 
 @pytest.mark.slow
@@ -31,12 +24,12 @@ def test_an_iteration_compiles_nothing_that_was_compiled_before(changes, caplog)
         program.lower().compile()
     start = init_params(tiny.model(), jax.random.key(3), dtype=jnp.float32)
     start = jax.device_put(start, b.layout.params)
-    state = new_state(start, b.tx, b.layout, seed=0, lora=b.parts.cfg.lora)
-    host = tiny.host()._replace(place=partial(place, b))
+    state = b.new_state(start)
+    host = tiny.host()._replace(place=b.place)
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         for iteration in (1, 2):
-            state, done = iterate(state, None, iteration, steps=b.steps, host=host, cfg=b.parts.cfg)
-        b.steps.evaluate(b.steps.rollout_params(whole(state)), place(b, tiny.prompts(), "prompts"), jax.random.key(1))
+            state, done = iterate(state, None, iteration, steps=b.steps, host=host, cfg=b.cfg)
+        b.steps.evaluate(b.steps.rollout_params(whole(state)), b.place(tiny.prompts(), "prompts"), jax.random.key(1))
     assert done.metrics["rows_used"] > 0
     compiled = [r.getMessage() for r in caplog.records if "XLA compilation of" in r.getMessage()]
     names = [

@@ -1,4 +1,4 @@
-"""What a run trains: every weight of its policy, or with ``lora.rank`` adapters beside them. Config in, trees out."""
+"""The trained arrays of a run: every weight of its policy, or with ``lora.rank`` adapters. Config in, trees out."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from oarjax.types import Params
 
 
 def trained_shapes(lora: LoraConfig, model: QwenConfig) -> Params:
-    """Shapes of what is trained, float32.
+    """Return the shapes of the trained arrays, float32.
 
     Raises:
-        ConfigError: adapters that this policy cannot have.
+        ConfigError: this policy cannot have these adapters.
     """
     whole = abstract_params(model, dtype=jnp.float32)
     if lora.rank == 0:
@@ -33,21 +33,21 @@ def trained_shapes(lora: LoraConfig, model: QwenConfig) -> Params:
 
 
 def trained_axes(lora: LoraConfig, model: QwenConfig) -> Params:
-    """Names of the axes of what is trained."""
+    """Name the axes of the trained arrays."""
     axes = logical_axes(model)
     return axes if lora.rank == 0 else adapter_axes(axes, targets=lora.targets)
 
 
 def trained_count(lora: LoraConfig, model: QwenConfig) -> int:
-    """Numbers that are trained."""
+    """Count the trained parameters."""
     return sum(math.prod(x.shape) for x in jax.tree.leaves(trained_shapes(lora, model)))
 
 
 def plain_params(lora: LoraConfig, params: Params, shardings: Any, *, dtype: DTypeLike | None = None) -> Params:
-    """A policy's params as plain weights, with its adapters merged in; without adapters as they are.
+    """Merge a policy's adapters into its weights; without adapters return the params unchanged.
 
     Args:
-        shardings: of plain params in the training layout, which the result has.
+        shardings: training shardings of plain params, for the result.
         dtype: of the merged weights; None = that of the weights below the adapters.
     """
     if lora.rank == 0:

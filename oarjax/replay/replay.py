@@ -1,46 +1,29 @@
-"""``oarjax replay``: a batch that a run kept, once more, in float32 and row by row, to see where it is not finite."""
+"""A kept batch once more, in float32 and row by row: where does the first value that is not finite appear?"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from oarjax.config import parse_config
 from oarjax.credit.gate import reshape
 from oarjax.credit.method import Signals
 from oarjax.credit.methods import weigher
-from oarjax.data.hf import load_params, read_config
-from oarjax.data.streams import Encoded
-from oarjax.data.tokenizer import load_tokenizer, pad_id, stop_ids, token_bytes
 from oarjax.models.lora import laid_over
-from oarjax.models.qwen import make_policy
 from oarjax.models.weights import at, weight_table
-from oarjax.report.files import make_console, short
+from oarjax.report.files import short
 from oarjax.rollout.sampler import rollout_key
-from oarjax.runs.bad_batches import BadBatchError, Header, read_bad_batch, read_params
-from oarjax.runs.checkpoint import finished
-from oarjax.runs.folder import changed, start_folder
-from oarjax.system.devices import choose_platform, make_mesh, use_compilation_cache
-from oarjax.system.json import to_json
-from oarjax.training.files import restored_state
+from oarjax.runs.bad_batches import Header
 from oarjax.training.iteration import NOISE, ORDER
-from oarjax.training.programs import RowCheck, Shardings, imitation, make_row_check, make_steps, policy_gradient
-from oarjax.training.run import Session
+from oarjax.training.programs import RowCheck, imitation, make_row_check, policy_gradient
+from oarjax.training.run import Run
 from oarjax.types import AnswerSpan, Evidence, Params, Scores, TrainBatch
-
-SHOWN = 20
-"""Rows and groups of parameters in a table, at most."""
 
 
 @dataclass(frozen=True)
@@ -73,100 +56,21 @@ class Finding:
     groups: list[GroupFinding]
 
 
-def run(file: Path, *, device: str, as_json: bool) -> None:
-    """Replay a file and say where the first value that is not finite appears."""
-    console = Console(quiet=True) if as_json else make_console()
-    header, evidence = read_bad_batch(file)
-    session = replay_session(header, file, device=device, console=console)
-    params, step = load_batch_params(header, file, session)
-    frozen = load_frozen(header, session)
-    _show_header(console, header, step)
-    with jax.default_matmul_precision("highest"):  # TPUs and GPUs else multiply float32 in fewer bits
-        found = replay(header, evidence, params, session, folder=session.folder, frozen=frozen)
-    if as_json:
-        print(to_json({"header": asdict(header), "params_of_step": step, **asdict(found)}))
-    else:
-        _show(console, found)
-
-
-def replay_session(header: Header, file: Path, *, device: str, console: Console) -> Session:
-    """The parts of the run that a replay needs, in float32 on one device; no data, graders or weights."""
-    cfg = parse_config(header.config, source=str(file))
-    cfg = changed(cfg, policy=changed(cfg.policy, compute_dtype="float32"))
-    choose_platform(device)
-    use_compilation_cache(cfg.compilation_cache)
-    run_folder = file.absolute().parent.parent
-    places = [Path(header.policy), run_folder / "policy", run_folder.parent / "policy"]  # folders may have been moved
-    there = next((place for place in places if (place / "config.json").is_file()), None)
-    model, source = read_config(there or cfg.policy.path, revision=cfg.policy.revision)
-    tokenizer = load_tokenizer(source)
-    nothing = Encoded((), (), (), 0)
-    one_device = make_mesh(slice=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
-    return Session(
-        cfg=cfg,
-        console=console,
-        folder=run_folder,
-        mesh=one_device,
-        source=source,
-        model=model,
-        policy=make_policy(
-            model, compute_dtype=jnp.dtype(jnp.float32), remat=cfg.policy.remat, adapter_scale=cfg.lora.scale
-        ),
-        compute_dtype=jnp.dtype(jnp.float32),
-        tokenizer=tokenizer,
-        table=token_bytes(tokenizer, model.vocab_size),
-        stop_ids=stop_ids(source, tokenizer),
-        pad_id=pad_id(tokenizer),
-        train=nothing,
-        held_out=None,
-        pairs=None,
-    )
-
-
-def load_batch_params(header: Header, file: Path, session: Session) -> tuple[Params, int]:
-    """The params that met the batch and their optimizer step: the file beside it, or the nearest checkpoint's.
-
-    Raises:
-        BadBatchError: neither is there.
-    """
-    if header.params is not None:
-        return jax.tree.map(jnp.asarray, read_params(file.parent / header.params)), header.step
-    folder = session.folder / "checkpoints"
-    # Its params came from the iteration before; a skipped update leaves the same ones behind.
-    near = sorted(finished(folder), key=lambda n: abs(n - header.number + 1)) if header.kind == "iteration" else []
-    if near:
-        state = restored_state(session.cfg, folder / f"{near[0]:06d}", session, source=session.source)
-        return state.params, int(state.step)
-    raise BadBatchError(
-        f"{file}: its params were larger than health.params_mb={session.cfg.health.params_mb} and were not kept, and "
-        f"{folder} has no checkpoint; raise health.params_mb, or set checkpoint.every, before the next run"
-    )
-
-
-def load_frozen(header: Header, session: Session) -> Params | None:
-    """What the batch's params are laid over: with lora.rank the weights that the run started from, as it held them."""
-    cfg = session.cfg
-    if cfg.lora.rank == 0:
-        return None
-    source = session.source if header.kind == "sft" else _start(session, session.folder)
-    return load_params(source, session.model, dtype=jnp.dtype(header.compute_dtype))
-
-
-def _start(session: Session, folder: Path) -> Path:
-    """The policy that the iterations started from: the warm start's where there was one."""
-    return (start_folder(folder, "start") if session.cfg.sft else None) or session.source
-
-
 def replay(
     header: Header,
     evidence: Evidence,
     params: Params,
-    session: Session,
+    run: Run,
     *,
-    folder: Path,
     frozen: Params | None = None,
+    reference: Params | None = None,
 ) -> Finding:
-    """Score, credit, loss and gradient of every row again; ``frozen`` is what the params are laid over."""
+    """Compute scores, credit, loss and gradient of every row again.
+
+    Args:
+        frozen: weights below the adapters, with lora.rank.
+        reference: policy of the KL term, where there is one of its own.
+    """
     b = evidence.numbers.shape[1]
     rows = int(evidence.used) * b
     e = jax.tree.map(jnp.asarray, evidence)
@@ -176,12 +80,12 @@ def replay(
     completion = rollout.completion if e.completion is None else flat(e.completion)
     advantages = jnp.zeros(len(completion)) if e.advantages is None else flat(e.advantages)
     if header.kind == "sft":
-        loss = imitation(session.policy, head_chunk=session.cfg.policy.head_chunk)
+        loss = imitation(run.policy, head_chunk=run.cfg.policy.head_chunk)
         scores, weights = Scores(None, None, None, None), jnp.ones(completion.shape)
     else:
-        loss = policy_gradient(session.policy, session.cfg, session.custom_loss)
-        scores = flat(_scores(header, e, params, frozen, session, folder))
-        weights = _weights(header, scores, rollout.tokens, span, advantages, completion, session)
+        loss = policy_gradient(run.policy, run.cfg, run.custom_loss)
+        scores = flat(_scores(header, e, params, run, frozen, reference))
+        weights = _weights(header, scores, rollout.tokens, span, advantages, completion, run)
     safe = jnp.where(jnp.isfinite(weights).all(-1, keepdims=True), weights, 1)
     batch = TrainBatch(
         tokens=rollout.tokens,
@@ -214,43 +118,28 @@ def replay(
         )
         for i in filled
     ]
-    groups = _groups(session, params, gradient, list(checks.values()))
+    groups = _groups(run, params, gradient, list(checks.values()))
     norm = float(optax.tree.norm(gradient))
-    return Finding(_place(header, session, findings, groups, norm), findings, groups)
+    return Finding(_place(header, run, findings, groups, norm), findings, groups)
 
 
 def _scores(
-    header: Header, e: Evidence, params: Params, frozen: Params | None, session: Session, folder: Path
+    header: Header, e: Evidence, params: Params, run: Run, frozen: Params | None, reference: Params | None
 ) -> Scores:
-    """What the run's own program for scores gives."""
-    reference = None
-    if session.cfg.loss.kl_beta > 0 and frozen is None:
-        reference = load_params(_start(session, folder), session.model)
-    steps = make_steps(
-        session.policy,
-        optax.identity(),
-        Shardings(None, None, None, None),
-        session.cfg,
-        stop_ids=session.stop_ids,
-        pad_id=session.pad_id,
-        keyword_table=session.keyword_table(),
-        custom_probe=session.custom_probe,
-        custom_method=session.custom_method,
-        custom_loss=session.custom_loss,
-    )
-    instead = () if e.probed is None else (e.probed,)
+    """Run the run's own program for scores."""
+    probed = () if e.probed is None else (e.probed,)
     noise = rollout_key(_key(header), step=header.number, batch=NOISE)
     whole = laid_over(frozen, params)
-    return steps.score(whole, reference, e.rollout, e.span, e.numbers, e.used, noise, *instead, probe=header.probe)
+    return run.steps.score(whole, reference, e.rollout, e.span, e.numbers, e.used, noise, *probed, probe=header.probe)
 
 
 def _weights(
-    header: Header, scores: Scores, tokens: Any, span: AnswerSpan, advantages: Any, completion: Any, session: Session
+    header: Header, scores: Scores, tokens: Any, span: AnswerSpan, advantages: Any, completion: Any, run: Run
 ) -> jax.Array:
     """Token weights as the method gives them, those that are not finite included."""
     order = jax.random.fold_in(rollout_key(_key(header), step=header.number, batch=ORDER), header.minibatch)
     signals = Signals(scores.importance, scores.entropies, tokens[:, -completion.shape[1] :])
-    weigh = weigher(session.cfg.credit, keyword_table=session.keyword_table(), custom_method=session.custom_method)
+    weigh = weigher(run.cfg.credit, keyword_table=run.keyword_table, custom_method=run.custom_method)
     return weigh(signals, span, advantages, completion, order)
 
 
@@ -302,9 +191,9 @@ def _score_stages(i: int, scores: Scores, made: Any, reasoning: Any) -> list[tup
     ]
 
 
-def _groups(session: Session, params: Params, gradient: Params, checks: list[RowCheck]) -> list[GroupFinding]:
+def _groups(run: Run, params: Params, gradient: Params, checks: list[RowCheck]) -> list[GroupFinding]:
     found = []
-    for path in _trained(session, params):
+    for path in _trained(run, params):
         here = np.asarray(at(params, path))
         wrong = (~np.isfinite(here)).reshape(len(here), -1).sum(1)
         by_row = np.stack([np.asarray(at(c.nonfinite, path)) for c in checks]) if checks else np.zeros((0, 1))
@@ -322,24 +211,22 @@ def _groups(session: Session, params: Params, gradient: Params, checks: list[Row
     return found
 
 
-def _trained(session: Session, params: Params) -> list[tuple[str, ...]]:
+def _trained(run: Run, params: Params) -> list[tuple[str, ...]]:
     """Places of the trained arrays in the order of the weights' table, adapters where their matrix stands."""
-    paths = [weight.path for weight in weight_table(session.model)]
-    if session.cfg.lora.rank == 0:
+    paths = [weight.path for weight in weight_table(run.model)]
+    if run.cfg.lora.rank == 0:
         return paths
     pairs = [(*path[:-1], name) for path in paths if path[-1] == "kernel" for name in ("lora_a", "lora_b")]
     there = {tuple(key.key for key in path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]}
     return [path for path in pairs if path in there]
 
 
-def _place(
-    header: Header, session: Session, rows: list[RowFinding], groups: list[GroupFinding], grad_norm: float
-) -> str:
+def _place(header: Header, run: Run, rows: list[RowFinding], groups: list[GroupFinding], grad_norm: float) -> str:
     """Where it begins, in words, and what to try."""
     damaged = [g for g in groups if g.params]
     if damaged:
         group = damaged[0]
-        where = f", layers {_layers(group.params_at)}" if group.params_at else ""
+        where = f", layers {listed_layers(group.params_at)}" if group.params_at else ""
         return (
             f"the params themselves: {group.name}{where} ({sum(g.params for g in damaged)} numbers in {len(damaged)} "
             "groups); go back to an earlier checkpoint"
@@ -363,7 +250,7 @@ def _place(
             f"{jax.default_backend()} everything is finite ({dtype}): set policy.compute_dtype=float32"
         )
     if any("params" in names for names in header.wrong.values()):
-        lr = session.cfg.sft.optim.lr if header.kind == "sft" and session.cfg.sft else session.cfg.optim.lr
+        lr = run.cfg.sft.optim.lr if header.kind == "sft" and run.cfg.sft else run.cfg.optim.lr
         finite = f"the gradient is finite (norm {short(grad_norm)})"
         return f"the optimizer's step: {finite}, and with a rate of {lr:g} the step is not: lower the rate"
     return (
@@ -384,38 +271,5 @@ def _last_group(groups: list[GroupFinding]) -> str:
     return f"{last.name}, layer {max(last.gradient_at)}" if last.gradient_at else last.name
 
 
-def _layers(numbers: list[int]) -> str:
+def listed_layers(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
-
-
-# Tables -----------------------------------------------------------------------------------------------------------
-
-
-def _show_header(console: Console, header: Header, step: int) -> None:
-    wrong = "; ".join(f"phase {phase}: {', '.join(names)}" for phase, names in header.wrong.items())
-    older = "" if step == header.step else f", and the nearest checkpoint's {step} are used"
-    console.print(
-        Text(
-            f"{header.kind} {header.number}, minibatch {header.minibatch}, params of step {header.step}{older}; "
-            f"not finite in the run: {wrong}. Now in float32 on {jax.default_backend()}."
-        ),
-        soft_wrap=True,
-    )
-
-
-def _show(console: Console, found: Finding) -> None:
-    wrong = [row for row in found.rows if row.recorded or row.replayed] or found.rows[:5]
-    table = Table("row", "first in the run", "first in float32", "loss", "gradient norm")
-    for row in wrong[:SHOWN]:
-        texts = (row.recorded or "-", row.replayed or "-", short(row.loss), short(row.grad_norm))
-        table.add_row(str(row.row), *texts)
-    console.print(table)
-    if len(wrong) > SHOWN:
-        console.print(f"and {len(wrong) - SHOWN} more rows")
-    table = Table("parameters", "not finite", "rows with such a gradient", "layers", "gradient norm")
-    bad = [g for g in found.groups if g.params or g.rows]
-    for group in (bad or found.groups)[:SHOWN]:
-        layers = _layers(sorted({*group.params_at, *group.gradient_at})) or "-"
-        table.add_row(group.name, str(group.params), str(group.rows), layers, short(group.grad_norm))
-    console.print(table)
-    console.print(Text("begins at: ", style="bold").append(Text(found.place, style="default")), soft_wrap=True)

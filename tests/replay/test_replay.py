@@ -15,11 +15,11 @@ from unsound import MICRO
 from oarjax.cli import main
 from oarjax.data.arithmetic import write_builtin_policy
 from oarjax.data.hf import load_params, read_config
+from oarjax.replay.replay import GroupFinding, _last_group
 from oarjax.report.files import read_completions, read_metrics
 from oarjax.runs.bad_batches import read_bad_batch, read_params
 from oarjax.training import trainer
 from oarjax.training.metrics import all_finite
-from oarjax.training.replay import GroupFinding, _last_group
 
 PLUGIN = """
 import math

@@ -1,17 +1,17 @@
-"""Where every array of a run lives: divided for training, and otherwise over the same devices for sampling."""
+"""The two layouts of a run: arrays divided for training, and divided otherwise over the same devices for sampling."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from oarjax.config import Config
+from oarjax.config import Config, LoraConfig
 from oarjax.models.attention import attention_for
 from oarjax.models.lora import merged
 from oarjax.models.policy import Policy
@@ -28,17 +28,17 @@ from oarjax.models.sharding import (
 )
 from oarjax.models.weights import divisible_pieces, logical_axes, sampling_params
 from oarjax.system.devices import rollout_mesh
-from oarjax.training.adapters import trained_axes, trained_shapes
-from oarjax.training.checks import check_batches
+from oarjax.training.parts.adapters import trained_axes, trained_shapes
+from oarjax.training.parts.checks import check_batches
 from oarjax.training.programs import RolloutLayout, Shardings
 from oarjax.types import Params, TrainState
 
 
 def check_layouts(cfg: Config, model: QwenConfig, mesh: Mesh) -> None:
-    """Refuse a mesh that does not divide the policy or the batches, in training or while sampling.
+    """Refuse a mesh that does not divide the policy or the batches, in training or in sampling.
 
     Raises:
-        ShardingError: with the axis, both sizes and the remedy.
+        ShardingError: an axis is not divided; names the axis, both sizes and the remedy.
         DeviceError: rollout.tensor does not divide the devices.
     """
     rules = training_rules(kv_heads=model.num_key_value_heads, tensor=mesh.shape["tensor"])
@@ -50,64 +50,52 @@ def check_layouts(cfg: Config, model: QwenConfig, mesh: Mesh) -> None:
     check_batches(cfg, dict(mesh.shape), dict(sampling.shape))
 
 
-def policy_of(cfg: Config, model: QwenConfig, mesh: Mesh) -> tuple[Policy, Any]:
-    """The policy that a run on this mesh computes with, and its compute dtype. Needs no device, only their kind."""
-    compute = compute_dtype_of(cfg, mesh)
-    policy = make_policy(
+def policy_of(cfg: Config, model: QwenConfig, mesh: Mesh) -> Policy:
+    """Bind the policy that a run on this mesh computes with. Needs no device, only their kind."""
+    return make_policy(
         model,
-        compute_dtype=compute,
+        compute_dtype=compute_dtype_of(cfg, mesh),
         remat=cfg.policy.remat,
         attention=attention_for(cfg.policy.attention, mesh),
         mesh=mesh,
         adapter_scale=cfg.lora.scale,
     )
-    return policy, compute
 
 
 def compute_dtype_of(cfg: Config, mesh: Mesh) -> Any:
-    """The dtype of matmul operands on this mesh."""
+    """Return the dtype of matmul operands on this mesh."""
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     name = {"auto": "float32" if on_cpu else "bfloat16"}.get(cfg.policy.compute_dtype, cfg.policy.compute_dtype)
     return jnp.dtype(name)
 
 
 def stored_dtype_of(cfg: Config, mesh: Mesh) -> Any:
-    """The dtype that a policy's weights are loaded in.
+    """Return the dtype that a policy's weights are loaded in.
 
-    What is trained is float32: in bfloat16 a step of 1e-6 is lost in rounding. Below adapters it is the compute dtype,
-    since nothing else is ever asked of weights that stay as they are.
+    Trained weights are float32: in bfloat16 a step of 1e-6 is lost in rounding. Weights frozen below adapters have the
+    compute dtype, since they are only ever read in it.
     """
     return compute_dtype_of(cfg, mesh) if cfg.lora.rank else jnp.dtype(jnp.float32)
 
 
-@runtime_checkable
-class Placed(Protocol):
-    """A policy on a mesh: a Session, or ``oarjax.training.shapes.Parts``."""
-
-    @property
-    def model(self) -> QwenConfig: ...
-    @property
-    def mesh(self) -> Mesh: ...
-    @property
-    def cfg(self) -> Config: ...
-
-
-def lay_out(session: Placed, tx: optax.GradientTransformation) -> Shardings:
-    """The training layout: params and optimizer state over fsdp and tensor, rows over slice, data and fsdp."""
+def training_layout(
+    lora: LoraConfig, model: QwenConfig, mesh: Mesh, optimizer: optax.GradientTransformation
+) -> Shardings:
+    """Divide params and optimizer state over fsdp and tensor, rows over slice, data and fsdp."""
 
     def named(spec: PartitionSpec) -> NamedSharding:
-        return NamedSharding(session.mesh, spec)
+        return NamedSharding(mesh, spec)
 
-    params = param_shardings(session.model, session.mesh)
-    lora, everywhere = session.cfg.lora, named(PartitionSpec())
-    trained, shapes = params, trained_shapes(lora, session.model)
-    if lora.rank:  # one matrix of each pair has no axis of the embedding, which fsdp divides
-        trained = param_shardings(session.model, session.mesh, axes=trained_axes(lora, session.model))
-        trained = jax.tree.map(lambda s, x: named(spread(s.spec, x.shape, session.mesh.shape)), trained, shapes)
+    params = param_shardings(model, mesh)
+    everywhere = named(PartitionSpec())
+    trained, shapes = params, trained_shapes(lora, model)
+    if lora.rank:  # one matrix of each pair has no embedding axis, which fsdp divides
+        trained = param_shardings(model, mesh, axes=trained_axes(lora, model))
+        trained = jax.tree.map(lambda s, x: named(spread(s.spec, x.shape, mesh.shape)), trained, shapes)
     opt_state = optax.tree_map_params(
-        tx,
-        lambda _, where: where,
-        jax.eval_shape(tx.init, shapes),
+        optimizer,
+        lambda _, sharding: sharding,
+        jax.eval_shape(optimizer.init, shapes),
         trained,
         transform_non_params=lambda _: everywhere,
     )
@@ -123,26 +111,26 @@ def lay_out(session: Placed, tx: optax.GradientTransformation) -> Shardings:
 
 
 def param_shardings(model: QwenConfig, mesh: Mesh, *, axes: Any = None) -> Any:
-    """Of the params in the training layout, or of a tree of other ``axes`` of the same names."""
+    """Return training shardings for the params, or for a tree of other ``axes`` that uses the same axis names."""
     rules = training_rules(kv_heads=model.num_key_value_heads, tensor=mesh.shape["tensor"])
     specs = param_specs(logical_axes(model) if axes is None else axes, rules=rules)
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
 
 
 def sampling_model(model: QwenConfig, *, tensor: int) -> QwenConfig:
-    """The model whose key heads are repeated, so that every device of the tensor axis has one."""
+    """Return the model with its key heads repeated, so that every device of the tensor axis has one."""
     return replace(model, num_key_value_heads=repeated_kv_heads(model.num_key_value_heads, tensor=tensor))
 
 
 def rollout_layout(cfg: Config, model: QwenConfig, mesh: Mesh) -> RolloutLayout:
-    """The policy whole on every rollout.tensor devices, in the compute dtype, so that a token gathers no weights.
+    """Hold the whole policy on every rollout.tensor devices, in the compute dtype, so that a token gathers no weights.
 
-    The devices and their order are those of ``mesh``. Sampling gives what it would with the training params; adapters
-    are merged into their matrices, so that decoding knows nothing of them.
+    The devices and their order are those of ``mesh``. The samples equal those of the training params; adapters are
+    merged into their matrices, so that decoding knows nothing of them.
     """
     sampling = rollout_mesh(mesh, tensor=_rollout_tensor(cfg, mesh))
     wide = sampling_model(model, tensor=sampling.shape["tensor"])
-    policy, compute = policy_of(cfg, wide, sampling)
+    policy, compute = policy_of(cfg, wide, sampling), compute_dtype_of(cfg, sampling)
     before = param_shardings(model, mesh)
     specs = param_specs(logical_axes(wide), rules=ROLLOUT)
     after = jax.tree.map(lambda spec: NamedSharding(sampling, spec), specs, is_leaf=_is_spec)
@@ -161,15 +149,15 @@ def rollout_layout(cfg: Config, model: QwenConfig, mesh: Mesh) -> RolloutLayout:
     return RolloutLayout(policy=policy, prepare=prepare, params=after, rows=rows)
 
 
-def _constrained(old: Any, new: Any, where: NamedSharding) -> Any:
-    return new if new is old else jax.lax.with_sharding_constraint(new, where)
+def _constrained(old: Any, new: Any, sharding: NamedSharding) -> Any:
+    return new if new is old else jax.lax.with_sharding_constraint(new, sharding)
 
 
 def _gathered(mesh: Mesh, sampling: Mesh, repeated: bool, x: Any, names: tuple[str, ...]) -> Any:
-    """x on the way to a tensor axis of another size, no more of it on each device than there.
+    """Move x towards a tensor axis of another size without ever holding more of it on a device than there.
 
-    Left to itself the compiler would gather all of x first. In three steps it need not: every division goes to the
-    embedding's axis of the matrix, is gathered along it, and then (by the caller) goes back to the other axis.
+    Left to itself the compiler would gather all of x first. Three steps avoid that: every division moves to the
+    matrix's embedding axis, is gathered along it, and then (by the caller) moves back to the other axis.
     """
     if not any(ROLLOUT[name] == "tensor" for name in names):
         return x

@@ -1,0 +1,66 @@
+"""The files that a run is opened from: the policy's folder, and datasets encoded with its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from oarjax.config import Config, ConfigError, DatasetConfig
+from oarjax.data import arithmetic as builtin
+from oarjax.data.hf import read_tokenizer_folder
+from oarjax.data.problems import load_problems
+from oarjax.data.streams import Encoded, encode_pairs, encode_problems
+from oarjax.runs.durable import storage_errors
+from oarjax.system.processes import check_shared, only_first
+
+
+def policy_path(cfg: Config, folder: Path, *, option: str) -> str:
+    """Return where the policy is read from; built-in ones are first written below the run's folder.
+
+    Raises:
+        ConfigError: the folder cannot be written; names the ``option`` that sets it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{option.removesuffix('=...')}: cannot write to {folder}: {error}; give another {option}"
+        ) from error
+    check_shared(folder)
+    target = folder / "policy"
+    if cfg.policy.path == "builtin:arithmetic":
+        with storage_errors(target):
+            only_first(lambda: builtin.write_builtin_policy(target, seed=cfg.seed))
+        return str(target)
+    if cfg.policy.path == "builtin:random" and cfg.policy.tokenizer is not None:
+        tokenizer = read_tokenizer_folder(cfg.policy.tokenizer, revision=cfg.policy.revision)
+        with storage_errors(target):
+            only_first(lambda: builtin.write_random_policy(target, tokenizer=tokenizer, seed=cfg.seed))
+        return str(target)
+    return cfg.policy.path
+
+
+def read_prompts(cfg: Config, data: DatasetConfig, tokenizer: PreTrainedTokenizerFast, *, where: str) -> Encoded:
+    """Load problems and encode their prompts; errors name ``where``, the config's section."""
+    problems = load_problems(data, where=where)
+    return encode_problems(problems, tokenizer, **_rendering(cfg), max_prompt=cfg.data.max_prompt)
+
+
+def read_pairs(cfg: Config, tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> Encoded | None:
+    """Load and encode the warm start's prompts and completions; None without an sft section."""
+    if cfg.sft is None:
+        return None
+    problems, stop = load_problems(cfg.sft.data, where="sft.data"), stop_token(tokenizer, stop_ids)
+    return encode_pairs(problems, tokenizer, **_rendering(cfg), max_length=cfg.sft.max_length, stop_id=stop)
+
+
+def stop_token(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> int:
+    """Return the stop id that a completion to imitate ends in: the tokenizer's own if it is among them."""
+    own = tokenizer.eos_token_id
+    return int(own) if own in stop_ids else stop_ids[0]
+
+
+def _rendering(cfg: Config) -> dict[str, Any]:
+    return {name: getattr(cfg.data, name) for name in ("template", "system_prompt", "prompt_format", "thinking")}
