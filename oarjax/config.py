@@ -1,7 +1,7 @@
-"""One frozen config per run: what each field means, what it accepts, and all errors at once.
+"""One frozen config per run: every field's meaning and accepted values, with all errors reported at once.
 
-A run is a YAML file plus ``key.sub=value`` overrides. Only ``cli/`` and the builders in ``steps.py`` see a
-config; equations take arrays and keyword scalars.
+A run is a YAML file plus ``key.sub=value`` overrides. Equations (``rl``, ``credit``, ``rollout``) see no config: they
+take arrays and keyword scalars.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ AxisSize = Annotated[int, AfterValidator(_axis_size)]
 
 
 def _word_of_switch(value: Any) -> Any:
-    """YAML reads a bare ``on`` and ``off`` as true and false."""
+    """Turn true and false, which YAML reads a bare ``on`` and ``off`` as, back into words."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
@@ -47,16 +47,16 @@ class Section(BaseModel):
 
 
 BUILTIN_POLICIES = ("builtin:arithmetic", "builtin:random")
-"""Of the arithmetic task, and one of Qwen's vocabulary for any tokenizer; see ``data.arithmetic``."""
+"""A tiny policy for the arithmetic task, and a random one for any tokenizer; see ``data.arithmetic``."""
 
 
 class PolicyConfig(Section):
-    path: str = Field(description="HF folder, hub name, or a tiny Qwen2 made on the spot (builtin:...)")
+    path: str = Field(description="HF folder, hub name, or a tiny Qwen2 built at the start (builtin:...)")
     tokenizer: str | None = Field(
-        default=None, description="for builtin:random: HF folder or hub name; others have their own"
+        default=None, description="for builtin:random: HF folder or hub name; other policies have one"
     )
     revision: str | None = Field(
-        default=None, description="hub revision (commit, tag or branch) of what is named above"
+        default=None, description="hub revision (commit, tag or branch) of the policy or tokenizer"
     )
     compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="auto: bfloat16 on TPU and GPU"
@@ -71,7 +71,7 @@ class PolicyConfig(Section):
 
 
 class MeshConfig(Section):
-    """Devices per axis; -1 once: all that are left."""
+    """Devices per axis; one axis may be -1 and takes all that are left."""
 
     slice: AxisSize = Field(default=1, description="TPU slices, joined by the slow network between them")
     data: AxisSize = -1
@@ -80,9 +80,9 @@ class MeshConfig(Section):
 
 
 class DistributedConfig(Section):
-    """Processes that share the mesh. A TPU pod's find each other; elsewhere each is started with these."""
+    """Processes that share the mesh. On a TPU pod they find each other; elsewhere start each with these settings."""
 
-    coordinator: str | None = Field(default=None, description="host:port of process 0; null = a TPU pod's own")
+    coordinator: str | None = Field(default=None, description="host:port of process 0; null = detected on a TPU pod")
     processes: Positive | None = None
     process: Count | None = Field(default=None, description="this process's number; the only field that differs")
     timeout: Positive = Field(default=300, description="seconds to wait for the others at the start")
@@ -116,7 +116,7 @@ class DataConfig(Section):
     template: Literal["chat", "plain"] = "chat"
     system_prompt: str | None = None
     thinking: bool | None = Field(
-        default=None, description="for chat templates with enable_thinking (Qwen3); null = as the template has it"
+        default=None, description="for chat templates with enable_thinking (Qwen3); null = the template's default"
     )
     prompt_format: str = Field(default="{prompt}", description="applied to each prompt before the template")
     max_prompt: Positive = Field(default=512, description="tokens; longer prompts are counted and left out, never cut")
@@ -163,8 +163,8 @@ class AdvantageConfig(Section):
 class LossConfig(Section):
     function: str | None = Field(
         default=None,
-        description="own loss, file.py:name or module:name, see oarjax.training.programs.TokenLoss; of the fields "
-        "below it leaves aggregation, kl_beta (for the reference's log-probs) and mask_truncated in force",
+        description="custom loss, file.py:name or module:name, see oarjax.training.programs.TokenLoss; of the fields "
+        "below, only aggregation, kl_beta (for the reference's log-probs) and mask_truncated still apply",
     )
     surrogate: Literal["clip", "cispo"] = "clip"
     level: Literal["token", "sequence"] = "token"
@@ -177,7 +177,7 @@ class LossConfig(Section):
     )
     kl_beta: Rate = 0.0
     reference: Literal["device", "host"] = Field(
-        default="device", description="where the KL term's reference policy waits between the scorings"
+        default="device", description="where the KL term's reference policy is kept between scoring passes"
     )
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     entropy_bonus: float = 0.0
@@ -193,16 +193,16 @@ class ProbeConfig(Section):
     warmup_iterations: Count = 0
     function: str | None = Field(
         default=None,
-        description="own probe instead of these modes, file.py:name or module:name; see oarjax.credit.probe.Probe",
+        description="custom probe instead of these modes, file.py:name or module:name; see oarjax.credit.probe.Probe",
     )
 
 
 GATE_PRESETS = {"paper": {"tau": 0.4, "boost": 2.0}, "readme": {"tau": 0.25, "boost": 1.0}}
-"""The paper's main setting, and the defaults that the released code's page states."""
+"""The paper's main setting, and the defaults in the README of the released code."""
 
 
 class GateConfig(Section):
-    """From importance to weights; in a file also the name of a preset, ``gate: readme``."""
+    """Mapping from importance to weights; in YAML also the name of a preset, ``gate: readme``."""
 
     rule: Literal["quantile", "level"] = "quantile"
     levels: Literal["both", "boost", "suppress"] = Field(
@@ -219,13 +219,14 @@ class GateConfig(Section):
         if not isinstance(value, str):
             return value
         if value not in GATE_PRESETS:
-            raise ValueError(f"expected fields, or a preset out of {', '.join(GATE_PRESETS)}, got {value!r}")
+            raise ValueError(f"expected fields, or one of the presets {', '.join(GATE_PRESETS)}, got {value!r}")
         return GATE_PRESETS[value]
 
 
 class AnswerConfig(Section):
     style: Literal["boxed", "hash", "tag", "regex", "none"] = Field(
-        default="boxed", description="none: no answer is looked for and the whole completion reasons (own probes)"
+        default="boxed",
+        description="none: no answer is looked for, the whole completion is reasoning (custom probes)",
     )
     pattern: str | None = Field(default=None, description="for style regex; group 1, or the whole match, is the answer")
     source: Literal["own", "reference"] = Field(
@@ -240,7 +241,7 @@ class MaskingConfig(Section):
     """OAR-P, and the exact part of oar_screened."""
 
     counterfactual: Literal["mask", "second_choice", "mean_embedding", "deleted"] = Field(
-        default="mask", description="what stands in a token's place; deleted: hidden from attention"
+        default="mask", description="what replaces a token; deleted: hidden from attention"
     )
     mask_id: Count | None = Field(default=None, description="for counterfactual mask; null = the pad id")
     unit: Literal["token", "line", "sentence"] = Field(
@@ -264,7 +265,7 @@ class FisherConfig(Section):
 class LocalConfig(Section):
     """OAR-L, and the screening part of oar_screened."""
 
-    window: Count = Field(default=2, description="tokens after the changed one that are recomputed too")
+    window: Count = Field(default=2, description="tokens after the changed one that are also recomputed")
     answers: Positive = Field(default=4, description="answer tokens that are read, at most")
 
 
@@ -361,15 +362,15 @@ class OptimConfig(Section):
     weight_decay: Rate = 0.01
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
     moments: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="what Adam keeps its moments in; bfloat16 halves them, with b1 and b2 up to .99"
+        default="float32", description="dtype of Adam's moments; bfloat16 halves their memory, with b1 and b2 up to .99"
     )
 
 
 class LoraConfig(Section):
-    """Low-rank adapters: they alone are trained, and the policy itself is kept once, in the compute dtype."""
+    """Low-rank adapters: only they are trained, and the policy itself is stored once, in the compute dtype."""
 
     rank: Count = Field(default=0, description="0 = off: every weight is trained")
-    alpha: Annotated[float, Field(gt=0)] = Field(default=32.0, description="adapters act with alpha / rank")
+    alpha: Annotated[float, Field(gt=0)] = Field(default=32.0, description="adapters are scaled by alpha / rank")
     targets: Annotated[tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...], Field(min_length=1)] = (
         "q",
         "k",
@@ -382,7 +383,7 @@ class LoraConfig(Section):
 
     @property
     def scale(self) -> float:
-        """What the adapters' product is multiplied by."""
+        """Return alpha / rank, the factor of the adapters' product."""
         return self.alpha / max(self.rank, 1)
 
 
@@ -418,23 +419,25 @@ class CheckpointConfig(Section):
     keep: Positive = Field(default=2, description="newest checkpoints to keep")
     best: Literal["pass_at_1", "pass_at_k", "maj_at_k"] | None = Field(
         default="pass_at_1",
-        description="of the evaluation, k = eval.samples; the checkpoint where it was highest is kept as well",
+        description="metric of the evaluation, k = eval.samples; the checkpoint with the highest value is also kept",
     )
     on_failure: Literal["stop", "warn"] = Field(
-        default="stop", description="a file of the run cannot be written (disk full, gone): end with an error, or go on"
+        default="stop",
+        description="if a file of the run cannot be written (disk full, gone): end with an error, or continue",
     )
     warm_start: Count = Field(default=500, description="sft steps between checkpoints of the warm start; 0 = none")
 
 
 class HealthConfig(Section):
-    """What is done about values that are not finite. An update that meets one is skipped in any case."""
+    """Reaction to values that are not finite. An update with such a value is always skipped."""
 
     stop_after: Count = Field(default=5, description="skipped updates in a row after which the run stops; 0 = never")
     bad_batches: Count = Field(
         default=3, description="newest batches with such values to keep for oarjax replay; 0 = none"
     )
     params_mb: Count = Field(
-        default=2048, description="params up to this size are kept with them; for larger ones a checkpoint is replayed"
+        default=2048,
+        description="params up to this size are kept too; replay reads larger ones from a checkpoint",
     )
 
 
@@ -448,7 +451,7 @@ class ReportConfig(Section):
     html: bool = Field(default=True, description="write report.html and the curves")
     memory: Annotated[Literal["auto", "on", "off"], BeforeValidator(_word_of_switch)] = Field(
         default="auto",
-        description="compile the largest programs at the start and say what each phase needs; auto: on TPU and GPU",
+        description="compile the largest programs at the start and report each phase's memory; auto: on TPU and GPU",
     )
 
 
@@ -458,7 +461,7 @@ class ExportConfig(Section):
 
 
 class PlanConfig(Section):
-    """``oarjax plan``; a run reads nothing of it."""
+    """Settings of ``oarjax plan``; a run does not read them."""
 
     topology: str | None = Field(default=None, description="TPU slice to plan for, such as v5e-16 or v5e:4x4")
 
@@ -484,13 +487,13 @@ LAB_METHODS: dict[str, dict[str, Any]] = {
 
 
 class LabConfig(Section):
-    """``oarjax credit``: which methods are compared, and on how much."""
+    """Settings of ``oarjax credit``: the methods to compare, and the completions to compare them on."""
 
     problems: Positive = Field(
         default=100,
         description="completions to compare on, one per problem; of --rollouts the first ones, whatever their prompts",
     )
-    shortest: Positive = Field(default=10, description="reasoning tokens that a completion needs to be taken")
+    shortest: Positive = Field(default=10, description="reasoning tokens that a completion needs to be included")
     temperature: Rate | None = Field(
         default=None, description="of the completions; null = rollout.temperature, 0 = greedy"
     )
@@ -502,18 +505,18 @@ class LabConfig(Section):
     )
     batch: Positive = Field(default=10, description="completions scored, and timed, at once")
     branches: Positive = Field(default=128, description="changed completions decoded at once")
-    answer_tokens: Positive = Field(default=16, description="tokens decoded to see what answer is given")
+    answer_tokens: Positive = Field(default=16, description="tokens decoded to read the answer")
     bootstrap: Positive = Field(default=2000, description="resamples behind each 95% interval")
     shown: Count = Field(default=12, description="completions on the page")
 
 
 class Config(Section):
-    """A whole run; each section is a class of its own in ``oarjax.config``, with what its fields mean."""
+    """A whole run; each section is a class in ``oarjax.config`` that documents its fields."""
 
     run_dir: str
     seed: Count = 0
     iterations: Count = 100
-    device: Literal["auto", "cpu", "gpu", "tpu"] = Field(default="auto", description="an absent device is an error")
+    device: Literal["auto", "cpu", "gpu", "tpu"] = Field(default="auto", description="a missing device is an error")
     compilation_cache: str | None = Field(default="~/.cache/oarjax/xla", description="null = off")
     profile: tuple[Count, Count] | None = Field(default=None, description="[first, last] iteration to trace")
     policy: PolicyConfig
@@ -546,16 +549,16 @@ class Config(Section):
 
 
 RUN_FOLDERS = ("start", "sft", "checkpoints", "verdicts", "bad_batches", "policy", "profile", "tensorboard", "wandb")
-"""What a run writes below its folder."""
+"""Folders that a run writes below its own."""
 
 
 def _contradictions(c: Config) -> Iterator[str]:
-    """Fields that are each fine and cannot run together."""
+    """Report fields that are valid alone and contradict each other."""
     path, tokenizer = c.policy.path, c.policy.tokenizer
     if path.startswith("builtin:") and path not in BUILTIN_POLICIES:
         yield f"policy.path: {path} is unknown; accepted: {', '.join(BUILTIN_POLICIES)}, an HF folder, a hub name"
     if path == "builtin:random" and tokenizer is None:
-        yield "policy.tokenizer: builtin:random needs one; give an HF folder or a hub name"
+        yield "policy.tokenizer: builtin:random needs one; set an HF folder or a hub name"
     if path != "builtin:random" and tokenizer is not None:
         yield f"policy.tokenizer: {path} has its own tokenizer; set null"
     if sum(n == -1 for n in (c.mesh.slice, c.mesh.data, c.mesh.fsdp, c.mesh.tensor)) > 1:
@@ -568,7 +571,7 @@ def _contradictions(c: Config) -> Iterator[str]:
     elif d.processes is not None and d.process is not None and d.process >= d.processes:
         yield f"distributed.process: {d.process} is not one of {d.processes}; they are numbered from 0"
     if c.data.thinking is not None and c.data.template != "chat":
-        yield f"data.thinking: goes with data.template chat, and it is {c.data.template}; set null, or template to chat"
+        yield f"data.thinking: needs data.template = chat, got {c.data.template}; set null, or data.template=chat"
     if c.update.epochs * c.update.minibatches == 1 and c.loss.dual_clip is not None:
         yield "loss.dual_clip: the ratio is exactly 1 with one epoch and one minibatch; set null or raise update.epochs"
     rows = c.rollout.prompts * c.rollout.group_size
@@ -591,17 +594,17 @@ def _contradictions(c: Config) -> Iterator[str]:
         for name, decay in (("b1", o.b1), ("b2", o.b2)):
             if o.moments == "bfloat16" and decay > 0.99:
                 yield (
-                    f"{where}.{name}: {decay} with {where}.moments = bfloat16, in which such averages stand still; "
+                    f"{where}.{name}: {decay} with {where}.moments = bfloat16, in which such averages do not move; "
                     f"lower {name} to .99 or less, or set {where}.moments=float32"
                 )
     if c.credit.method == "custom" and c.credit.function is None:
-        yield "credit.function: needed when credit.method is custom; give file.py:name of an oarjax.CreditMethod"
+        yield "credit.function: needed when credit.method is custom; set file.py:name of an oarjax.CreditMethod"
     if c.credit.answer.style == "regex" and not c.credit.answer.pattern:
         yield "credit.answer.pattern: needed when credit.answer.style is regex"
     if c.credit.answer.style != "regex" and c.credit.answer.pattern is not None:
-        yield f"credit.answer.pattern: style {c.credit.answer.style} has its own; set null, or style to regex"
+        yield f"credit.answer.pattern: read for style regex only, got style {c.credit.answer.style}; set null"
     if c.credit.answer.cue is not None and c.credit.answer.source == "own":
-        yield "credit.answer.cue: read for source reference alone, and credit.answer.source is own; set null, or source"
+        yield "credit.answer.cue: read for source reference only, got source own; set null, or source=reference"
     if c.grading.overlong_window > c.rollout.max_new:
         yield f"grading.overlong_window: {c.grading.overlong_window} exceeds rollout.max_new = {c.rollout.max_new}"
     names = [r.name for r in c.grading.rewards]
@@ -612,9 +615,9 @@ def _contradictions(c: Config) -> Iterator[str]:
     if c.export.folder is not None and not _is_below(c.export.folder):
         yield f"export.folder: expected a folder below run_dir such as export, got {c.export.folder!r}"
     elif c.export.folder is not None and PurePath(c.export.folder).parts[0] in RUN_FOLDERS:
-        yield f"export.folder: {c.export.folder} is a name that a run's own files have; give another such as export"
+        yield f"export.folder: {c.export.folder} is reserved for a run's own files; choose another such as export"
     if c.checkpoint.best in ("pass_at_k", "maj_at_k") and c.eval.samples == 1:
-        yield f"checkpoint.best: {c.checkpoint.best} is over several samples, and eval.samples is 1; raise it"
+        yield f"checkpoint.best: {c.checkpoint.best} needs several samples, and eval.samples is 1; raise eval.samples"
     yield from _bad_lab_methods(c)
 
 
@@ -633,10 +636,10 @@ def _bad_lab_methods(c: Config) -> Iterator[str]:
 
 
 def changed(credit: CreditConfig, changes: dict[str, Any]) -> CreditConfig:
-    """A credit section with some fields changed; nested mappings change fields of sections.
+    """Change some fields of a credit section; nested mappings change fields of its sections.
 
     Raises:
-        ValidationError: a field that there is not, or a wrong value.
+        ValidationError: an unknown field, or a wrong value.
     """
 
     def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
@@ -649,13 +652,13 @@ def changed(credit: CreditConfig, changes: dict[str, Any]) -> CreditConfig:
 
 
 def _is_below(folder: str) -> bool:
-    """A relative path that leads to a folder of its own."""
+    """Return True for a relative path to a proper subfolder."""
     path = PurePath(folder)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
-    """Read a YAML file, apply ``key.sub=value`` overrides (values are YAML), validate.
+    """Read a YAML file, apply ``key.sub=value`` overrides (values are YAML) and validate.
 
     Raises:
         ConfigError: the file is missing or not YAML, an override has no ``=`` or no such parent, or fields
@@ -665,14 +668,14 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
 
 
 def read_tree(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> dict[str, Any]:
-    """The fields of a YAML file with ``key.sub=value`` overrides applied, not validated.
+    """Read the fields of a YAML file with ``key.sub=value`` overrides applied, not validated.
 
     Raises:
         ConfigError: the file is missing or not YAML, or an override has no ``=`` or no such parent.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-        _refuse_twice(yaml.compose(text, Loader=yaml.SafeLoader), f"config {path}")
+        _reject_duplicates(yaml.compose(text, Loader=yaml.SafeLoader), f"config {path}")
         tree = yaml.safe_load(text)
     except FileNotFoundError:
         raise ConfigError(f"config {path}: no such file; shipped ones are in configs/") from None
@@ -687,8 +690,8 @@ def read_tree(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> 
     return tree
 
 
-def _refuse_twice(node: Any, source: str) -> None:
-    """A field that stands twice in a section: YAML would let the last one win in silence."""
+def _reject_duplicates(node: Any, source: str) -> None:
+    """Reject a field that stands twice in a section, which YAML would silently resolve to the last one."""
     if isinstance(node, yaml.MappingNode):
         lines: dict[str, int] = {}
         for key, value in node.value:
@@ -699,10 +702,10 @@ def _refuse_twice(node: Any, source: str) -> None:
                     "keep one of them"
                 )
             lines[str(key.value)] = line
-            _refuse_twice(value, source)
+            _reject_duplicates(value, source)
     elif isinstance(node, yaml.SequenceNode):
         for value in node.value:
-            _refuse_twice(value, source)
+            _reject_duplicates(value, source)
 
 
 def parse_config(tree: dict[str, Any], *, source: str = "config") -> Config:
@@ -714,13 +717,13 @@ def parse_config(tree: dict[str, Any], *, source: str = "config") -> Config:
 
 
 def explained(error: ValidationError, root: type[Section], *, source: str) -> ConfigError:
-    """Every wrong field of a ``root`` with its path and what is accepted, as one error."""
+    """Turn validation errors of a ``root`` into one error with every wrong field, its path and its accepted values."""
     lines = [line for e in error.errors() for line in _explain(e, root).splitlines()]
     return ConfigError(f"{source}: {len(lines)} bad field(s)\n" + "\n".join(lines))
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set the field of a nested dict that ``key.sub=value`` names; sections on the way are made."""
+    """Set the field of a nested dict that ``key.sub=value`` names, creating sections on the way."""
     key, sep, text = override.partition("=")
     if not sep:
         raise ConfigError(f"override {override!r}: expected key.sub=value")
@@ -735,8 +738,8 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         tree = tree[name]
         if not isinstance(tree, dict):
             raise ConfigError(
-                f"override {override!r}: {name} is a value ({tree!r}) and has no field {leaf}; give {name} "
-                "its fields instead"
+                f"override {override!r}: {name} is a value ({tree!r}) and has no field {leaf}; set the fields of "
+                f"{name} instead"
             )
     tree[leaf] = value
 
@@ -751,10 +754,10 @@ def _explain(error: Any, root: type[Section]) -> str:
         near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         if ":" in str(error["loc"][-1]):
-            hint = " (in YAML a blank belongs behind the colon)"
+            hint = " (in YAML a space must follow the colon)"
         return f"  {path}: no such field{hint}; accepted: {', '.join(known)}"
     if error["type"] == "missing":
-        return f"  {path}: required and not given"
+        return f"  {path}: required and missing"
     if error["type"] == "value_error":
         where = f"{path}: " if error["loc"] else ""  # contradictions name their fields themselves
         return "\n".join(f"  {where}{line}" for line in str(error["ctx"]["error"]).splitlines())
@@ -762,7 +765,7 @@ def _explain(error: Any, root: type[Section]) -> str:
 
 
 def _section(section: Any, name: str) -> Any:
-    """The config class of a field, None where it is not a section."""
+    """Return the config class of a field, None where it is not a section."""
     field = getattr(section, "model_fields", {}).get(name)
     if field is None:
         return section if name.isdigit() else None
@@ -773,7 +776,7 @@ def _section(section: Any, name: str) -> Any:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one dict with dotted paths."""
+    """Flatten nested mappings into one dict with dotted paths."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         path = f"{prefix}.{name}" if prefix else name

@@ -1,4 +1,4 @@
-"""The one base of errors that a user can mend: a command shows them as a message instead of a traceback."""
+"""Base class of errors that a user can fix: a command prints them as a message instead of a traceback."""
 
 from __future__ import annotations
 

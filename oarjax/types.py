@@ -1,4 +1,4 @@
-"""Every pytree that crosses a function boundary, and the letters that name its axes.
+"""Pytrees that cross function boundaries, and the letters that name their axes.
 
 Axes
     P  prompts in a batch                 S  prompt positions, LEFT-padded
@@ -28,7 +28,7 @@ Params = Any
 
 @struct.dataclass
 class PromptBatch:
-    """Prompts as the sampler takes them. Answers and texts stay on the host, found by ``problem``."""
+    """Prompts for the sampler. Answers and texts stay on the host, looked up by ``problem``."""
 
     tokens: Int32[Array, "P S"]
     valid: Bool[Array, "P S"]
@@ -37,7 +37,7 @@ class PromptBatch:
 
 @struct.dataclass
 class Rollout:
-    """What the sampler gives back: prompt and completion side by side, G rows per prompt.
+    """Sampled completions beside their prompts, G rows per prompt.
 
     Both log-probs are at the sampling temperature and 0 where ``completion`` is False.
     """
@@ -52,12 +52,12 @@ class Rollout:
 
 @struct.dataclass
 class AnswerSpan:
-    """Where a completion reasons and where it answers. Markers and what follows the answer are neither."""
+    """Masks of a completion's reasoning and of its answer. Markers and what follows the answer are neither."""
 
     reasoning: Bool[Array, "B T"]  # the tokens whose advantage may be reshaped
     answer: Bool[Array, "B T"]
     found: Bool[Array, "B"]
-    units: Int32[Array, "B T"] | None = None  # number of the line or sentence of each token, where asked for
+    units: Int32[Array, "B T"] | None = None  # number of each token's line or sentence, if requested
 
 
 Verdict = Literal["graded", "unparseable", "ungraded", "timeout", "crash"]
@@ -65,7 +65,7 @@ Verdict = Literal["graded", "unparseable", "ungraded", "timeout", "crash"]
 
 @dataclass(frozen=True)
 class Grades:
-    """What the graders say of B completions, on the host. ``notes`` says why a verdict is not "graded"."""
+    """Rewards and verdicts of B completions, on the host. ``notes`` explains verdicts other than "graded"."""
 
     rewards: Float32[np.ndarray, "B"]  # sum of weight * value, NaN where a value with a weight is
     per_reward: dict[str, Float32[np.ndarray, "B"]]  # unweighted
@@ -74,13 +74,13 @@ class Grades:
     notes: list[str]
 
     def counts(self) -> dict[str, int]:
-        """Number of completions of each verdict that occurs."""
+        """Count the completions of each verdict that occurs."""
         return dict(Counter(self.verdicts))
 
 
 @struct.dataclass
 class Scores:
-    """What the rollout policy says of its own completions; None where nothing asks for it."""
+    """Log-probs, importance and entropies of a rollout under the policy that drew it; None where unused."""
 
     old_logps: Float[Array, "B T"] | None
     ref_logps: Float[Array, "B T"] | None
@@ -90,7 +90,7 @@ class Scores:
 
 @struct.dataclass
 class Credit:
-    """Per-token credit and what it was made of."""
+    """Per-token credit and its parts."""
 
     importance: Float[Array, "B T"]  # raw scores, >= 0 for KL probes
     weights: Float[Array, "B T"]  # 1 outside the reasoning
@@ -112,7 +112,7 @@ class TrainBatch:
 
 @struct.dataclass
 class Mean:
-    """A mean that has not been divided yet, so that microbatches, devices and hosts add exactly."""
+    """A mean kept as sum and count, so that microbatches, devices and hosts add exactly."""
 
     total: Float[Array, ""]
     count: Float[Array, ""]
@@ -122,19 +122,19 @@ class Mean:
 
     @property
     def value(self) -> Float[Array, ""]:
-        """total / count, and 0 where nothing was counted."""
+        """Divide total by count; 0 where nothing was counted."""
         return jnp.where(self.count > 0, self.total / jnp.maximum(self.count, 1e-20), 0.0)
 
 
 @struct.dataclass
 class TrainState:
-    """What an update takes and gives back; its memory is used again."""
+    """Training state that an update takes and returns; its buffers are donated."""
 
     step: Int32[Array, ""]  # optimizer updates so far
-    params: Params  # what is trained
+    params: Params  # trained parameters
     opt_state: Any
     key: Key[Array, ""]  # the run's root key; folded, never consumed
-    frozen: Params | None = None  # what the params are laid over and no update changes; None: they are the whole policy
+    frozen: Params | None = None  # base weights under LoRA adapters, never updated; None: params are the whole policy
 
 
 @struct.dataclass
@@ -150,18 +150,18 @@ class KVCache:
 
 @struct.dataclass
 class Evidence:
-    """One minibatch with all that made its update, to be looked at again; None where it did not get that far.
+    """One minibatch with every input of its update, for replay; None for stages that it did not reach.
 
-    Rows in microbatches [M, b, ...] as they were scored, of which the first ``used`` hold rows.
+    Rows lie in microbatches [M, b, ...] as they were scored; the first ``used`` microbatches hold rows.
     """
 
     rollout: Rollout
     span: AnswerSpan
-    numbers: Int32[Array, "M b"]  # of the rows among all that were drawn
+    numbers: Int32[Array, "M b"]  # row numbers within the whole rollout batch
     used: Int32[Array, ""]
-    probed: tuple[Rollout, AnswerSpan] | None = None  # what importance was measured on, if not the rollout itself
+    probed: tuple[Rollout, AnswerSpan] | None = None  # rows that importance was measured on, if not the rollout's own
     scores: Scores | None = None
-    advantages: Float[Array, "M b"] | None = None  # of the group
-    completion: Bool[Array, "M b T"] | None = None  # tokens that are trained on
+    advantages: Float[Array, "M b"] | None = None  # group advantages
+    completion: Bool[Array, "M b T"] | None = None  # tokens in the loss
     weights: Float[Array, "M b T"] | None = None
-    denominator: Float[Array, ""] | None = None  # of the loss; None: the count of the minibatch itself
+    denominator: Float[Array, ""] | None = None  # of the loss; None: the minibatch's own count

@@ -160,22 +160,22 @@ def pickled(policy):
 @pytest.mark.parametrize(
     ("harm", "says"),
     [
-        (truncated, "is not a whole safetensors file"),
-        (longer, "is not a whole safetensors file"),
-        (header_alone, "is not a whole safetensors file"),
+        (truncated, "is not a complete safetensors file"),
+        (longer, "is not a complete safetensors file"),
+        (header_alone, "is not a complete safetensors file"),
         (
             lambda p: first_shard(p).unlink(),
             "shards named in model.safetensors.index.json are missing (model-00001-of-",
         ),
-        (moved, "no tensor model.norm.weight, which model.safetensors.index.json says is there; fetch both again"),
+        (moved, "no tensor model.norm.weight, which model.safetensors.index.json places there; fetch both again"),
         (renamed, "1 tensor(s) missing: model.norm.weight; config.json and the weights do not belong together"),
         (elsewhere, "expected the names of files beside it, got '../model-00001-of-"),
-        (changed_bits, "its SHA-256 begins "),
-        (unknown_sums, "SHA256SUMS line 1: expected a SHA-256 and a file's name; write it anew or delete it"),
+        (changed_bits, "expected SHA-256 "),
+        (unknown_sums, "SHA256SUMS line 1: expected a SHA-256 and a file name; write it again or delete it"),
         (missing_sums, "model-00009.safetensors is missing, and SHA256SUMS names it; fetch the folder again"),
         (
             whole_numbers,
-            "is stored as I8, expected one of F64, F32, F16, BF16; take the checkpoint that is not quantised",
+            "is stored as I8, expected one of F64, F32, F16, BF16; use a checkpoint that is not quantised",
         ),
         (pickled, "pytorch_model.bin is a pickle, which is never opened: convert it to safetensors"),
         (lambda p: (p / "model.safetensors.index.json").write_text("[]"), "is not an index of shards (no weight_map)"),
@@ -183,7 +183,7 @@ def pickled(policy):
         # a checkpoint of another model
         (
             lambda p: edit(p, hidden_size=8, head_dim=8),
-            "config.json asks for (32, 8); the two files are not of one checkpoint",
+            "config.json expects (32, 8); the two files are not of one checkpoint",
         ),
         (lambda p: edit(p, num_hidden_layers=3), "tensor(s) missing: model.layers.2."),
         (lambda p: edit(p, num_hidden_layers=1), "tensor(s) not part of this architecture: model.layers.1."),
@@ -195,8 +195,8 @@ def pickled(policy):
         (lambda p: (p / "config.json").write_bytes(b'{"vocab_size": "\xff"}'), "config.json is not valid JSON"),
         (lambda p: (p / "config.json").write_text("[" * 100_000), "config.json is not valid JSON"),
         (lambda p: (p / "config.json").write_text("[]"), "config.json: expected an object, got list; fetch it again"),
-        (lambda p: edit(p, vocab_size="many"), "vocab_size = 'many', expected a positive whole number"),
-        (lambda p: edit(p, num_key_value_heads=0), "num_key_value_heads = 0, expected a positive whole number"),
+        (lambda p: edit(p, vocab_size="many"), "vocab_size = 'many', expected a positive integer"),
+        (lambda p: edit(p, num_key_value_heads=0), "num_key_value_heads = 0, expected a positive integer"),
     ],
 )
 def test_folders_that_are_no_whole_checkpoint(train, policy, harm, says):
@@ -213,9 +213,9 @@ def test_folders_that_are_no_whole_checkpoint(train, policy, harm, says):
         (
             "generation_config.json",
             b'{"eos_token_id": 31}',
-            "eos_token_id 31 is no id of the tokenizer beside it (up to 26)",
+            "eos_token_id 31 is not an id of its tokenizer (up to 26)",
         ),
-        ("generation_config.json", b'{"eos_token_id": ["2"]}', "eos_token_id '2' is no id of the tokenizer beside it"),
+        ("generation_config.json", b'{"eos_token_id": ["2"]}', "eos_token_id '2' is not an id of its tokenizer"),
         ("generation_config.json", b"[]", "is not a JSON object"),
     ],
 )
@@ -298,7 +298,7 @@ def test_rows_that_cannot_be_used(train, tmp_path, content, says):
             ["lora.targets=[q]"],
             "lora.rank: 0, and lora.alpha or lora.targets are set; set lora.rank=32, or",
         ),
-        (["mesh={data:1}"], "mesh.data:1: no such field (in YAML a blank belongs behind the colon)"),
+        (["mesh={data:1}"], "mesh.data:1: no such field (in YAML a space must follow the colon)"),
         (["credit.method=oar_h"], "credit.method: Input should be 'uniform', 'oar_g'"),
     ],
 )

@@ -62,13 +62,13 @@ def test_a_gate_preset_is_a_name_for_its_values(file):
     # what is written down are the values
     written = load_config(file, ["credit.gate=readme"]).model_dump(mode="json")["credit"]["gate"]
     assert (written["tau"], written["boost"]) == (0.25, 1.0)
-    assert "  credit.gate: expected fields, or a preset out of paper, readme, got 'official'" in message(
+    assert "  credit.gate: expected fields, or one of the presets paper, readme, got 'official'" in message(
         changed(credit__gate="official")
     )
 
 
 def test_decays_that_bfloat16_moments_cannot_follow():
-    assert "  optim.b2: 0.999 with optim.moments = bfloat16, in which such averages stand still; lower b2" in message(
+    assert "  optim.b2: 0.999 with optim.moments = bfloat16, in which such averages do not move; lower b2" in message(
         changed(optim__moments="bfloat16", optim__b2=0.999)
     )
     assert parse_config(changed(optim__moments="bfloat16")).optim.moments == "bfloat16"
@@ -105,7 +105,10 @@ def test_overrides_are_yaml_and_the_last_one_counts(file):
     ("override", "says"),
     [
         ("rollout.group_size", r"override 'rollout.group_size': expected key.sub=value"),
-        ("run_dir.sub=1", r"override 'run_dir.sub=1': run_dir is a value .'r'. and has no field sub; give"),
+        (
+            "run_dir.sub=1",
+            r"override 'run_dir.sub=1': run_dir is a value .'r'. and has no field sub; set the fields of run_dir instead",
+        ),
         ("seed=[1", r"override 'seed=\[1': the value is not valid YAML; quote it"),
         (
             "rollout.group=16",
@@ -149,10 +152,10 @@ def test_all_wrong_fields_come_in_one_message_with_paths_and_accepted_values():
     del tree["run_dir"], tree["data"]["train"]["source"]
     assert message(tree).splitlines() == [
         "config: 9 bad field(s)",
-        "  run_dir: required and not given",
+        "  run_dir: required and missing",
         "  iterations: Input should be a valid integer, unable to parse string as an integer, got 'many'",
         "  mesh.data: expected a positive number of devices, or -1 for all that are left, got 0",
-        "  data.train.source: required and not given",
+        "  data.train.source: required and missing",
         "  rollout.group_size: Input should be greater than or equal to 2, got 1",
         "  grading.rewards.0.wieght: no such field (did you mean weight?); accepted: name, weight",
         "  credit.gate.taw: no such field (did you mean tau?); accepted: boost, floor, levels, mass, rule, tau",
@@ -177,7 +180,10 @@ def test_field_of_an_optional_section_is_found():
             "update.microbatch: 48 does not divide the 64 rows of a minibatch",
         ),
         ({"credit__answer__style": "regex"}, "credit.answer.pattern: needed when credit.answer.style is regex"),
-        ({"credit__answer__pattern": "x"}, "credit.answer.pattern: style boxed has its own; set null"),
+        (
+            {"credit__answer__pattern": "x"},
+            "credit.answer.pattern: read for style regex only, got style boxed; set null",
+        ),
         ({"grading__overlong_window": 2000}, "grading.overlong_window: 2000 exceeds rollout.max_new = 1024"),
         ({"grading__rewards": []}, "grading.rewards: expected at least one and each once, got []"),
         (

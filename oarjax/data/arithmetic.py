@@ -1,6 +1,6 @@
-"""builtin:arithmetic and builtin:random: what a run can start from without a checkpoint or a dataset.
+"""builtin:arithmetic and builtin:random: a task and policies for runs without a checkpoint or a dataset.
 
-builtin:random is a tiny random Qwen2 for any tokenizer, with an embedding as wide as the real ones: for trying out
+builtin:random is a tiny random Qwen2 for any tokenizer, with as many embedding rows as the real ones: for trying out
 real data on a small machine. builtin:arithmetic is chained sums, a character-level tokenizer and a tiny Qwen2 policy.
 
 A problem is a chain such as ``37+25-18=``. Its written-out solution goes one step at a time,
@@ -32,21 +32,22 @@ LETTERS = "0123456789+-*/=;.,()? \n"
 VOCABULARY = 151_936
 """Rows of the embedding of Qwen2.5 up to 3B and of Qwen3."""
 SIZES = {"train": 20_000, "eval": 500, "sft": 20_000}
-"""Problems of each split where no limit says otherwise."""
+"""Problems of each split unless a limit is set."""
 
 
 def arithmetic_rows(
     split: str, *, rows: int, terms: int, highest: int, written: float, seed: int
 ) -> Iterator[dict[str, str]]:
-    """``rows`` different problems of a split, as ``question`` and ``answer`` fields.
+    """Generate ``rows`` distinct problems of a split, as ``question`` and ``answer`` fields.
 
     ``terms`` numbers are chained by + and -; every running total lies in 0..``highest`` and is drawn uniformly, so
-    that a guess at the last one knows nothing. In the sft split the answer is the completion to imitate, written
+    that the question gives no hint to the last one. In the sft split the answer is the completion to imitate, written
     out with probability ``written`` and the bare answer otherwise; in train and eval it is the written-out
-    solution, whose last part is the reference. A hash of the question decides which split may have it, hence
+    solution, whose last part is the reference. A hash of the question decides which split may have it, so that
     splits never share a question, whatever their seeds.
 
-    Raises ValueError for an unknown split, or where the split runs out of problems.
+    Raises:
+        ValueError: an unknown split, or one with fewer problems than ``rows``.
     """
     if split not in SIZES:
         raise ValueError(f"builtin:arithmetic has no split {split!r}; accepted: {', '.join(SIZES)}")
@@ -68,7 +69,7 @@ def arithmetic_rows(
 
 
 def arithmetic_problem(draw: random.Random, *, terms: int, highest: int) -> tuple[str, str, str]:
-    """One chain: the question ``37+25-18=``, its steps ``37+25=62;62-18=44;`` and its answer ``44``."""
+    """Draw a chain: the question ``37+25-18=``, its steps ``37+25=62;62-18=44;`` and its answer ``44``."""
     total = draw.randint(0, highest)
     question, steps = str(total), ""
     for _ in range(terms - 1):
@@ -82,32 +83,32 @@ def arithmetic_problem(draw: random.Random, *, terms: int, highest: int) -> tupl
 
 
 def split_of(question: str) -> str:
-    """The one split that may have a question: an eighth is held out, the rest is train's and sft's in halves."""
+    """Return the only split that may have a question: an eighth is eval's, train and sft share the rest equally."""
     bucket = hashlib.blake2b(question.encode(), digest_size=8).digest()[0] % 16
     return "eval" if bucket < 2 else "train" if bucket < 9 else "sft"
 
 
 def computed_tokens(tokens: Sequence[str]) -> list[bool]:
-    """Which tokens of a written-out solution hold digits of a step's result: the 62 and the 44 of 37+25=62;62-18=44;
+    """Mark the tokens that hold digits of a step's result: the 62 and the 44 of 37+25=62;62-18=44;
 
-    These carry the computation: a digit of the answer is read off the last of them, and each step starts from the
+    These carry the computation: the answer's digits are copied from the last result, and each step starts from the
     result before it. What stands before the ``=`` is copied from the question.
     """
     text, at = "".join(tokens), 0
     digits = [False] * len(text)
     for match in re.finditer(r"=([0-9]+);", text):
         digits[match.start(1) : match.end(1)] = [True] * len(match[1])
-    found = []
+    computed = []
     for token in tokens:
-        found.append(any(digits[at : at + len(token)]))
+        computed.append(any(digits[at : at + len(token)]))
         at += len(token)
-    return found
+    return computed
 
 
 def write_tokenizer(folder: Path | str) -> None:
-    """A character-level tokenizer in the HF layout, with ``####`` as one token and Qwen's three special tokens.
+    """Write a character-level tokenizer in the HF layout, with ``####`` as one token and Qwen's three special tokens.
 
-    There is no unknown token: a character outside the vocabulary is an error, not a silent loss.
+    It has no unknown token: a character outside the vocabulary is an error, not a silent loss.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -133,7 +134,7 @@ def write_tokenizer(folder: Path | str) -> None:
 def builtin_config(
     *, hidden: int = 96, layers: int = 3, heads: int = 4, kv_heads: int = 2, ffn: int = 256, vocab: int = 32
 ) -> dict[str, Any]:
-    """config.json of a tiny Qwen2, tied; the embedding is padded beyond the tokenizer, as Qwen's own is."""
+    """Return config.json of a tiny tied Qwen2, its embedding padded beyond the tokenizer as Qwen's is."""
     if vocab < len(SPECIAL) + 1 + len(LETTERS):
         raise ValueError(f"vocab {vocab}: expected at least {len(SPECIAL) + 1 + len(LETTERS)}, the tokenizer's size")
     return {
@@ -170,7 +171,7 @@ def write_builtin_policy(
     ffn: int = 256,
     vocab: int = 32,
 ) -> Path:
-    """A random tiny Qwen2 with its tokenizer as an HF folder, to be read back like any other checkpoint."""
+    """Write a tiny random Qwen2 with its tokenizer as an HF folder, to be read like any other checkpoint."""
     fields = builtin_config(hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab)
     with tempfile.TemporaryDirectory() as scratch:
         write_tokenizer(scratch)
@@ -178,11 +179,12 @@ def write_builtin_policy(
 
 
 def write_random_policy(folder: Path | str, *, tokenizer: Path, seed: int) -> Path:
-    """A tiny random Qwen2 for the tokenizer of a folder, as an HF folder.
+    """Write a tiny random Qwen2 for the tokenizer of a folder, as an HF folder.
 
     Its embedding has Qwen's ``VOCABULARY`` rows, or as many as a larger tokenizer needs, in multiples of 128.
 
-    Raises TokenizerError where the folder holds no usable tokenizer.
+    Raises:
+        TokenizerError: the folder holds no usable tokenizer.
     """
     reader = load_tokenizer(tokenizer)
     stops = stop_ids(tokenizer, reader)

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: a folder or hub name in, params out; params in, a folder out. Never pickle."""
+"""Hugging Face checkpoints: load params from a folder or hub name, export params to a folder. Never pickle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes  # noqa: F401  (numpy learns bfloat16 from it)
+import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
 import numpy as np
 from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -54,17 +54,17 @@ COPIED = (
 COPIED += ("chat_template*",)
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SHARD_BYTES = 5 * 10**9
-MAPPED = 64 * 2**20  # bytes of a file that are mapped at a time, about
+MAPPED = 64 * 2**20  # bytes of a file mapped at a time, approximately
 
 
 def read_config(path: str | Path, *, revision: str | None = None) -> tuple[QwenConfig, Path]:
-    """The architecture and the local folder of a checkpoint: an HF folder, or a hub name that is downloaded.
+    """Return the architecture and the local folder of a checkpoint, downloading a hub name.
 
-    config.json is read first, so that an unsupported model is refused before any weight is fetched or read; then the
-    headers of the weights. What the hub gives is all of one commit, also where the revision is a branch that moves.
+    config.json is read first, so that an unsupported model is rejected before any weight is fetched or read; then the
+    headers of the weights. All files of a download are of one commit, also if the revision is a branch that moves.
 
     Raises:
-        CheckpointError: no such folder or hub name, no config.json, or weights that do not fit it (``check_weights``).
+        CheckpointError: no such folder or hub name, no config.json, or weights that do not match it.
         UnsupportedModel: see QwenConfig.from_hf.
     """
     folder = Path(path).expanduser()
@@ -72,7 +72,7 @@ def read_config(path: str | Path, *, revision: str | None = None) -> tuple[QwenC
         cfg = read_architecture(folder)
     else:
         name = _hub_name(path, "policy", example="Qwen/Qwen2.5-0.5B")
-        with _fetching(f"policy {name}", revision):
+        with _hub_errors(f"policy {name}", revision):
             commit = Path(hf_hub_download(name, "config.json", revision=revision)).parent  # .../snapshots/<commit>
             cfg = read_architecture(commit)
             patterns = ["*.safetensors", "config.json", INDEX, SUMS, *COPIED]
@@ -82,12 +82,12 @@ def read_config(path: str | Path, *, revision: str | None = None) -> tuple[QwenC
 
 
 def commit_of(folder: Path) -> str | None:
-    """The hub commit that a downloaded folder is of; None for any other folder."""
+    """Return the hub commit of a downloaded folder; None for any other folder."""
     return folder.name if folder.parent.name == "snapshots" else None
 
 
 def read_tokenizer_folder(path: str | Path, *, revision: str | None = None) -> Path:
-    """The local folder of a tokenizer: a folder, or a hub name of which nothing but the tokenizer is downloaded.
+    """Return the local folder of a tokenizer; of a hub name only the tokenizer's files are downloaded.
 
     Raises:
         CheckpointError: no such folder or hub name.
@@ -96,43 +96,43 @@ def read_tokenizer_folder(path: str | Path, *, revision: str | None = None) -> P
     if folder.is_dir():
         return folder
     name = _hub_name(path, "tokenizer", example="Qwen/Qwen2.5-0.5B")
-    with _fetching(f"tokenizer {name}", revision):
+    with _hub_errors(f"tokenizer {name}", revision):
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(COPIED)))
 
 
-def _hub_name(path: str | Path, what: str, *, example: str) -> str:
+def _hub_name(path: str | Path, kind: str, *, example: str) -> str:
     name = str(path)
     if not HUB_NAME.fullmatch(name):
-        raise CheckpointError(f"{what} {name}: no such folder; give an HF folder or a hub name such as {example}")
+        raise CheckpointError(f"{kind} {name}: no such folder; set an HF folder or a hub name such as {example}")
     return name
 
 
 @contextmanager
-def _fetching(what: str, revision: str | None) -> Iterator[None]:
-    """The hub's many errors as one that says what to check."""
+def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
+    """Turn the hub's many errors into one with the remedy."""
     try:
         yield
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
-            f"{what}: no such folder here, and the hub did not give it "
+            f"{name}: no such local folder, and the hub did not provide it "
             f"(revision {revision or 'main'}): {error}; check the name, the network and your access"
         ) from error
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """The files of a checkpoint that belong to its tokenizer and its generation."""
+    """List the files of a checkpoint's tokenizer and generation config."""
     return [file for file in sorted(folder.iterdir()) if any(fnmatch(file.name, pattern) for pattern in COPIED)]
 
 
 def load_params(folder: Path, cfg: QwenConfig, *, dtype: DTypeLike = jnp.float32, shardings: Any = None) -> Params:
-    """The params of a folder, each tensor cast to ``dtype`` and put where ``shardings`` (same tree) says.
+    """Load the params of a folder, cast to ``dtype`` and laid out by ``shardings`` (same tree).
 
-    With shardings this process reads only the slices that its devices hold, one device's share of one stacked tensor
-    after the other: never more than that is on the host besides what has been placed.
+    With shardings this process reads only the slices that its devices hold, one device's share of one stacked tensor at
+    a time: the host never holds more than that besides the arrays already placed.
 
     Raises:
-        CheckpointError: a missing shard or tensor, one too many, or a wrong shape. A head in the file of a tied
-            model and stored RoPE frequencies are passed over, as transformers does.
+        CheckpointError: a missing shard, a missing or extra tensor, or a wrong shape. The head of a tied model and
+            stored RoPE frequencies are ignored, as transformers does.
     """
     files = check_headers(folder, cfg)
 
@@ -146,14 +146,14 @@ def load_params(folder: Path, cfg: QwenConfig, *, dtype: DTypeLike = jnp.float32
 
 
 def _placed(shape: tuple[int, ...], sharding: Sharding, read: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
-    """A global array of which this process reads its devices' blocks, each once and each placed before the next."""
-    alike: dict[tuple[tuple[int, int, int], ...], list[Any]] = {}
+    """Build a global array; this process reads its devices' blocks, each once and each placed before the next."""
+    holders: dict[tuple[tuple[int, int, int], ...], list[Any]] = {}
     where = sharding.addressable_devices_indices_map(shape)
     for device, index in where.items():
         block = tuple(s.indices(n) for s, n in zip(index or (), shape))
-        alike.setdefault(block, []).append(device)
+        holders.setdefault(block, []).append(device)
     placed = {}
-    for block, devices in alike.items():
+    for block, devices in holders.items():
         values = read(tuple(slice(*bounds) for bounds in block))
         placed |= {device: jax.device_put(values, device) for device in devices}
         jax.block_until_ready([placed[device] for device in devices])
@@ -161,7 +161,7 @@ def _placed(shape: tuple[int, ...], sharding: Sharding, read: Callable[[tuple[sl
 
 
 def stored_dtype(folder: Path) -> np.dtype:
-    """The dtype of the embedding in the checkpoint's files."""
+    """Return the dtype of the embedding in the checkpoint's files."""
     files = tensor_files(folder)
     name = "model.embed_tokens.weight"
     if name not in files:
@@ -170,22 +170,22 @@ def stored_dtype(folder: Path) -> np.dtype:
 
 
 def _read(weight: Weight, files: dict[str, Path], index: tuple[slice, ...], *, dtype: np.dtype) -> np.ndarray:
-    """One block of a tree array, out of the checkpoint's tensors.
+    """Read one block of a tree array from the checkpoint's tensors.
 
-    A file is mapped anew for every few rows: what has been read of a mapping counts as memory while it is open.
+    The file is mapped again every few rows: the pages read through a mapping count as memory until it is closed.
     """
     if weight.layers is None:
         names, inner = list(weight.names), index
     else:
         names, inner = list(weight.names[index[0]]), index[1:]
-    turn = weight.layout == "transposed"
-    rows, *columns = inner[::-1] if turn else inner
+    transposed = weight.layout == "transposed"
+    rows, *columns = inner[::-1] if transposed else inner
     size = weight.shape[len(weight.shape) - len(inner) :]
     block = np.empty((len(names), *(len(range(n)[s]) for n, s in zip(size, inner))), dtype)
     first, end, _ = rows.indices(weight.file_shape[0])
     step = max(1, MAPPED // (4 * math.prod(weight.file_shape[1:])))
     for i, name in enumerate(names):
-        out = block[i].T if turn else block[i]
+        out = block[i].T if transposed else block[i]
         for start in range(first, end, step):
             piece = slice(start, min(start + step, end))
             out[start - first : piece.stop - first] = open_tensors(files[name]).get_slice(name)[(piece, *columns)]
@@ -204,15 +204,14 @@ def export(
 ) -> Path:
     """Write params as an HF folder: safetensors shards, config.json and tokenizer files of ``source``.
 
-    The folder appears whole or not at all: it is written beside its place, put on disk and renamed. An earlier export
-    there is replaced. ``dtype`` None keeps the dtype of the params. ``stop_ids`` become the end tokens of
-    generation_config.json, so that whatever generates from the folder stops where the policy was taught to. Gives the
-    folder back.
+    The folder appears whole or not at all: it is written beside its place, synced and renamed. An earlier export there
+    is replaced. ``dtype`` None keeps the dtype of the params. ``stop_ids`` become the end tokens of
+    generation_config.json, so that any generator stops where the policy was trained to. Returns the folder.
 
-    Every process takes part, tensor by tensor, and the first one writes: it holds one shard of the output at a time.
+    Every process takes part, tensor by tensor, and the first one writes, holding one output shard at a time.
 
     Raises:
-        FileExistsError: the folder holds something that is not a checkpoint.
+        FileExistsError: the folder is not empty and not a checkpoint.
     """
     out = np.dtype(dtype) if dtype is not None else np.dtype(params["embed"]["embedding"].dtype)
     fields = read_fields(source)
@@ -237,7 +236,7 @@ def write_random_checkpoint(
     tokenizer: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """A checkpoint of random weights from the fields of a config.json, with the tokenizer files of a folder."""
+    """Write a checkpoint of random weights from the fields of a config.json, with the tokenizer files of a folder."""
     cfg = QwenConfig.from_hf(fields)
     params = init_params(cfg, jax.random.key(seed), dtype=dtype)
     out = np.dtype(dtype)
@@ -257,7 +256,7 @@ def _write(
 ) -> Path:
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").is_file():
-        raise FileExistsError(f"{folder} holds something that is not a checkpoint; name a new folder")
+        raise FileExistsError(f"{folder} is not empty and not a checkpoint; name a new folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         fresh = Path(scratch) / "new"
@@ -277,20 +276,20 @@ def _write(
 
 
 def remove_half_written(folder: Path) -> None:
-    """Remove what exports of this folder that were killed left beside it. Call where nothing else exports to it."""
+    """Remove what killed exports of this folder left beside it. Call only while nothing else exports to it."""
     for path in folder.parent.glob(f".{folder.name}-*"):
         if re.fullmatch(r"[a-z0-9_]{8}", path.name[len(folder.name) + 2 :]) and path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _write_stops(file: Path, stop_ids: Sequence[int]) -> None:
-    """What generation ends at; the other defaults of generation stay as they are."""
-    held = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    file.write_text(json.dumps(held | {"eos_token_id": list(stop_ids)}, indent=2) + "\n")
+    """Set the end tokens of a generation_config.json; its other defaults stay."""
+    fields = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    file.write_text(json.dumps(fields | {"eos_token_id": list(stop_ids)}, indent=2) + "\n")
 
 
 def _write_shards(folder: Path, cfg: QwenConfig, params: Params, dtype: np.dtype, shard_bytes: int) -> None:
-    """Tensors in the table's order, a new file before one would pass ``shard_bytes``."""
+    """Write tensors in the table's order, starting a new file before one would exceed ``shard_bytes``."""
     sizes = [
         (weight, layer, name, math.prod(weight.file_shape) * dtype.itemsize)
         for weight in weight_table(cfg)
@@ -310,9 +309,9 @@ def _write_shards(folder: Path, cfg: QwenConfig, params: Params, dtype: np.dtype
         tensors = {name: _tensor(params, weight, layer, dtype) for weight, layer, name in shard}
         try:
             save_file(tensors, folder / file, metadata={"format": "pt"})
-        except SafetensorError as error:  # what the writer makes of a full disk
+        except SafetensorError as error:  # the writer's error on a full disk
             raise cannot_write(folder / file, error) from error
-        (folder / file).chmod((folder / "config.json").stat().st_mode)  # the writer lets nobody else read it
+        (folder / file).chmod((folder / "config.json").stat().st_mode)  # the writer's mode is owner-only
         where |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(s[-1] for s in sizes)}, "weight_map": where}
@@ -320,7 +319,7 @@ def _write_shards(folder: Path, cfg: QwenConfig, params: Params, dtype: np.dtype
 
 
 def _tensor(params: Params, weight: Weight, layer: int, dtype: np.dtype) -> np.ndarray:
-    """One tensor as the checkpoint stores it."""
+    """Return one tensor as the checkpoint stores it."""
     array = lookup(params, weight)
-    one = np.asarray(to_host((array if weight.layers is None else array[layer]).astype(dtype)))
-    return np.ascontiguousarray(one.T if weight.layout == "transposed" else one)
+    tensor = np.asarray(to_host((array if weight.layers is None else array[layer]).astype(dtype)))
+    return np.ascontiguousarray(tensor.T if weight.layout == "transposed" else tensor)

@@ -14,35 +14,39 @@ from oarjax.data.arithmetic import MARKER, SIZES, arithmetic_rows
 from oarjax.errors import UserError
 
 Row = tuple[str, dict[str, Any]]
-"""Where a row stands, for errors, and its fields."""
+"""A row's place (for errors) and its fields."""
 
 
 class DataError(UserError, ValueError):
-    """A dataset that cannot be read or holds nothing usable; the message ends in the remedy."""
+    """A dataset that cannot be read or holds nothing usable; the message ends with the remedy."""
 
 
 @dataclass(frozen=True)
 class Problem:
     prompt: str
-    answer: str  # the answer field as it stands; for SFT the whole completion
+    answer: str  # the answer field unchanged; for SFT the whole completion
     index: int  # row number in the dataset
-    place: str = field(default="", compare=False)  # where it stands, for errors
+    place: str = field(default="", compare=False)  # file and line, for errors
 
     @property
     def reference(self) -> str:
-        """What a completion's answer is compared with."""
+        """Return the answer that a completion's is compared with."""
         return reference_answer(self.answer)
 
 
 def reference_answer(answer: str) -> str:
-    """The reference of an answer field: what follows its last ``####`` (GSM8K's rationale comes before), else all."""
+    """Return what follows the answer field's last ``####`` (GSM8K puts its rationale before), else the whole field."""
     return answer.rpartition(MARKER)[2].strip()
 
 
 def load_problems(config: DatasetConfig, *, where: str = "data.train") -> list[Problem]:
-    """The problems of a dataset, in its order. ``where`` is the config section that errors name.
+    """Load the problems of a dataset, in its order.
 
-    Raises DataError for a missing or empty source, a bad line, a missing or blank field, or a missing package.
+    Args:
+        where: the config section that errors name.
+
+    Raises:
+        DataError: a missing or empty source, a bad line, a missing or blank field, or a missing package.
     """
     rows = read_rows(config, where=where)
     limited = islice(rows, config.limit) if config.limit else rows
@@ -57,22 +61,23 @@ def load_problems(config: DatasetConfig, *, where: str = "data.train") -> list[P
     ]
     if not problems:
         raise DataError(f"{where}.source: {config.source} holds no rows")
-    _refuse_blank([p.prompt for p in problems], config.prompt_field, config.source, f"{where}.prompt_field")
-    _refuse_blank([p.answer for p in problems], config.answer_field, config.source, f"{where}.answer_field")
+    _reject_blank([p.prompt for p in problems], config.prompt_field, config.source, f"{where}.prompt_field")
+    _reject_blank([p.answer for p in problems], config.answer_field, config.source, f"{where}.answer_field")
     return problems
 
 
 def read_rows(config: DatasetConfig, *, where: str) -> Iterator[Row]:
-    """The rows of a dataset with every field they have, read one after the other.
+    """Iterate over the rows of a dataset with all their fields.
 
-    Raises DataError for a missing source, a bad line, or a missing package.
+    Raises:
+        DataError: a missing source, a bad line, or a missing package.
     """
     if config.source.startswith("builtin:"):
         return _builtin_rows(config, where)
     path = Path(config.source).expanduser()
     if config.source.endswith((".jsonl", ".parquet")):
         if not path.is_file():
-            raise DataError(f"{where}.source: no file {path}; give the path of a .jsonl or .parquet file that is there")
+            raise DataError(f"{where}.source: no file {path}; set the path of an existing .jsonl or .parquet file")
         return _jsonl_rows(path) if path.suffix == ".jsonl" else parquet_rows(path, f"{where}.source")
     if path.exists():
         raise DataError(f"{where}.source: {config.source} is neither .jsonl nor .parquet; convert it to one of these")
@@ -80,7 +85,7 @@ def read_rows(config: DatasetConfig, *, where: str) -> Iterator[Row]:
 
 
 def _field(row: dict[str, Any], name: str, place: str, setting: str) -> str:
-    """One field as text; numbers are written out."""
+    """Return a field as text; numbers become text."""
     if name not in row:
         known = ", ".join(map(repr, row))
         raise DataError(f"{place}: no field {name!r}, only {known}; set {setting} to one of them")
@@ -90,8 +95,8 @@ def _field(row: dict[str, Any], name: str, place: str, setting: str) -> str:
     return str(value)
 
 
-def _refuse_blank(values: list[str], name: str, source: str, setting: str) -> None:
-    """Single blank rows are the grader's to count; a column of nothing else is the wrong one."""
+def _reject_blank(values: list[str], name: str, source: str, setting: str) -> None:
+    """Reject a field that is blank in every row: it is the wrong one. The grader counts single blank rows."""
     if not any(value.strip() for value in values):
         raise DataError(f"{source}: field {name!r} is blank in all {len(values)} rows; set {setting} to another")
 
@@ -123,15 +128,15 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
             place = f"{path} line {number}"
             try:
                 row = json.loads(line.decode())
-            except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or brackets without end
-                raise DataError(f"{place}: not JSON ({error}); expected one object a line") from None
+            except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
+                raise DataError(f"{place}: not JSON ({error}); expected one object per line") from None
             if not isinstance(row, dict):
-                raise DataError(f"{place}: a {type(row).__name__}; expected one object a line")
+                raise DataError(f"{place}: a {type(row).__name__}; expected one object per line")
             yield place, row
 
 
 def parquet_rows(path: Path, setting: str) -> Iterator[Row]:
-    """Rows of a Parquet file. ``setting`` is what named it, for errors.
+    """Iterate over the rows of a Parquet file; errors name the ``setting`` that gave it.
 
     Raises:
         DataError: pyarrow is missing, or cannot read the file.
@@ -148,7 +153,7 @@ def parquet_rows(path: Path, setting: str) -> Iterator[Row]:
             for row in batch.to_pylist():
                 yield f"{path} row {number}", row
                 number += 1
-    except (OSError, ValueError) as error:  # pyarrow's own errors are among these
+    except (OSError, ValueError) as error:  # pyarrow's errors derive from these
         raise DataError(f"{path}: not readable as Parquet after {number} rows ({error})") from None
 
 
@@ -157,15 +162,15 @@ def _hub_rows(config: DatasetConfig, where: str) -> Iterator[Row]:
         import datasets  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise DataError(
-            f"{where}.source: {config.source!r} is no file here, and as a hub dataset it needs the package datasets; "
-            "install oarjax[hub], or give a .jsonl or .parquet file"
+            f"{where}.source: {config.source!r} is not a local file, and a hub dataset needs the package datasets; "
+            "install oarjax[hub], or set a .jsonl or .parquet file"
         ) from None
     try:
         dataset = datasets.load_dataset(config.source, config.name, split=config.split, revision=config.revision)
-    except Exception as error:  # offline, unknown, gated, wrong configuration or split: one type each
+    except Exception as error:  # offline, unknown, gated, wrong configuration or split: a type each
         raise DataError(
             f"{where}.source: cannot load {config.source!r} (name {config.name!r}, split {config.split!r}, revision "
             f"{config.revision!r}) from the hub: {type(error).__name__}: {error}. Check these fields and the network, "
-            "or give a .jsonl or .parquet file"
+            "or set a .jsonl or .parquet file"
         ) from error
     return ((f"{config.source} row {number}", dict(row)) for number, row in enumerate(dataset))

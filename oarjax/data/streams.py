@@ -1,10 +1,9 @@
-"""The pipelines that deal problems out as padded arrays.
+"""Streams of problems as batches of padded arrays.
 
-Order is Grain's: a fresh shuffle every epoch, a function of the seed alone. Every process deals out the same whole
-batches, already rid of what is too long, and sends its own devices their rows (``system.processes.to_devices``):
-neither order nor shape depends on the number of processes, none runs out before the others, and a saved position can
-be resumed on any number of them. Nothing is dropped at an epoch's end: a batch that straddles it is filled from the
-next epoch.
+Grain decides the order: a fresh shuffle every epoch, a function of the seed alone. Every process builds the same whole
+batches, without the prompts that are too long, and sends its own devices their rows (``system.processes.to_devices``):
+neither order nor shape depends on the number of processes, none runs out before the others, and any number of them can
+resume a saved position. Nothing is dropped at an epoch's end: a batch that straddles it is filled from the next epoch.
 """
 
 from __future__ import annotations
@@ -20,31 +19,31 @@ from jaxtyping import Bool, Int32
 from transformers import PreTrainedTokenizerFast
 
 from oarjax.data.problems import DataError, Problem
-from oarjax.data.tokenizer import encode, placed, render_prompt
+from oarjax.data.tokenizer import encode, errors_at, render_prompt
 from oarjax.types import PromptBatch
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Problems that fit, and their ids; ``completions`` only for SFT pairs."""
+    """Problems within the length limit, and their ids; ``completions`` only for SFT pairs."""
 
     problems: tuple[Problem, ...]
     prompts: tuple[list[int], ...]
     completions: tuple[list[int], ...]
-    dropped: int  # too long, left out
+    dropped: int  # problems left out because they are too long
 
     def __len__(self) -> int:
         return len(self.problems)
 
     @cached_property
     def by_index(self) -> dict[int, Problem]:
-        """Problems by their row number in the dataset, which is what a PromptBatch carries."""
+        """Map row numbers in the dataset, which a PromptBatch carries, to problems."""
         return {problem.index: problem for problem in self.problems}
 
 
 @dataclass(frozen=True)
 class SFTBatch:
-    """Prompts LEFT-padded to S and completions RIGHT-padded to T, side by side as in a TrainBatch."""
+    """Prompts LEFT-padded to S beside completions RIGHT-padded to T, as in a TrainBatch."""
 
     tokens: Int32[np.ndarray, "B N"]
     valid: Bool[np.ndarray, "B N"]
@@ -61,9 +60,10 @@ def encode_problems(
     max_prompt: int,
     thinking: bool | None = None,
 ) -> Encoded:
-    """Prompts as ids. Those of more than ``max_prompt`` tokens are left out and counted, never cut.
+    """Encode prompts. Those of more than ``max_prompt`` tokens are left out and counted, never cut.
 
-    Raises DataError where none is left.
+    Raises:
+        DataError: no prompt is left.
     """
     pairs = [
         (problem, ids)
@@ -87,14 +87,17 @@ def encode_pairs(
     stop_id: int,
     thinking: bool | None = None,
 ) -> Encoded:
-    """Prompts with the completions to imitate: the answer field's ids, then ``stop_id``.
+    """Encode prompts with the completions to imitate: the answer field's ids, then ``stop_id``.
 
-    Pairs of more than ``max_length`` tokens together are left out and counted. Raises DataError where none is left.
+    Pairs of more than ``max_length`` tokens in all are left out and counted.
+
+    Raises:
+        DataError: no pair is left.
     """
     triples = []
     for problem in problems:
         prompt = _render(tokenizer, problem, template, system_prompt, prompt_format, thinking)
-        with placed(problem.place):
+        with errors_at(problem.place):
             completion = [*encode(tokenizer, problem.answer), stop_id]
         if len(prompt) + len(completion) <= max_length:
             triples.append((problem, prompt, completion))
@@ -105,7 +108,7 @@ def encode_pairs(
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], *, length: int, pad_id: int, problems: Sequence[int]) -> PromptBatch:
-    """Left-padded prompts of ``length`` positions; which positions are real comes from the prompts' lengths."""
+    """Left-pad prompts to ``length`` positions; the mask comes from the prompts' lengths."""
     tokens, valid = left_pad(prompts, length=length, pad_id=pad_id)
     return PromptBatch(tokens=tokens, valid=valid, problem=np.asarray(problems, np.int32))  # pyright: ignore[reportArgumentType]
 
@@ -113,7 +116,7 @@ def pad_prompts(prompts: Sequence[Sequence[int]], *, length: int, pad_id: int, p
 def left_pad(
     rows: Sequence[Sequence[int]], *, length: int, pad_id: int
 ) -> tuple[Int32[np.ndarray, "B S"], Bool[np.ndarray, "B S"]]:
-    """Rows of ids at the right edge of [B, length], and the mask of real ids."""
+    """Write rows of ids at the right edge of [B, length]; return it with the mask of real ids."""
     tokens = np.full((len(rows), length), pad_id, np.int32)
     for row, ids in zip(tokens, rows, strict=True):
         row[length - len(ids) :] = ids
@@ -124,7 +127,7 @@ def left_pad(
 def right_pad(
     rows: Sequence[Sequence[int]], *, length: int, pad_id: int
 ) -> tuple[Int32[np.ndarray, "B T"], Bool[np.ndarray, "B T"]]:
-    """Rows of ids at the left edge of [B, length], and the mask of real ids."""
+    """Write rows of ids at the left edge of [B, length]; return it with the mask of real ids."""
     tokens = np.full((len(rows), length), pad_id, np.int32)
     for row, ids in zip(tokens, rows, strict=True):
         row[: len(ids)] = ids
@@ -133,12 +136,12 @@ def right_pad(
 
 
 def bucketed(rows: Iterable[Sequence[int]], bucket: int) -> int:
-    """The longest row's length, rounded up to a multiple of ``bucket``: few lengths, few compilations."""
+    """Round the longest row's length up to a multiple of ``bucket``: few lengths, few compilations."""
     return -(-max(len(ids) for ids in rows) // bucket) * bucket
 
 
 class Stream:
-    """Row numbers of ``rows`` items in batches, without end, and a position that can be saved.
+    """Endless batches of row numbers out of ``rows``, with a position that can be saved.
 
     The order depends on ``seed``, ``rows`` and ``shuffle`` alone.
     """
@@ -146,31 +149,35 @@ class Stream:
     def __init__(self, rows: int, *, batch: int, seed: int, shuffle: bool) -> None:
         order = grain.MapDataset.range(rows).seed(seed % 2**32)
         order = (order.shuffle() if shuffle else order).repeat()
-        # Threads would only delay a handful of integers; none are left behind at exit.
+        # No threads: they would only delay a handful of integers, and could outlive the run.
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
         self._batches = iter(order.batch(batch, batch_fn=list).to_iter_dataset(options))
-        self._made_of = {"rows": rows, "batch": batch, "seed": seed, "shuffle": shuffle}
+        self._identity = {"rows": rows, "batch": batch, "seed": seed, "shuffle": shuffle}
 
     def next_rows(self) -> list[int]:
         return [int(row) for row in next(self._batches)]
 
     def state(self) -> dict[str, Any]:
-        """JSON-able position; the same on every process."""
-        return {**self._made_of, "position": self._batches.get_state()}
+        """Return the position as JSON values, equal on every process."""
+        return {**self._identity, "position": self._batches.get_state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go to a saved position. Raises DataError where it was saved over other data or settings."""
-        saved = {name: state.get(name) for name in self._made_of}
-        if saved != self._made_of:
+        """Continue from a saved position.
+
+        Raises:
+            DataError: it was saved with other data or settings.
+        """
+        saved = {name: state.get(name) for name in self._identity}
+        if saved != self._identity:
             raise DataError(
-                f"the saved data position belongs to {saved} and this run has {self._made_of}; "
-                "resume with the data, batch and seed it was saved with"
+                f"the saved data position belongs to {saved} and this run has {self._identity}; "
+                "resume with the data, batch and seed that it was saved with"
             )
         self._batches.set_state(state["position"])
 
 
 class PromptStream:
-    """Batches of ``prompts`` prompts, without end. ``state`` and ``restore`` resume exactly."""
+    """Endless batches of ``prompts`` prompts. ``state`` and ``restore`` resume exactly."""
 
     def __init__(
         self,
@@ -201,7 +208,7 @@ class PromptStream:
 
 
 class SFTStream:
-    """Prompt and completion pairs, in endless shuffled batches. Resumes as PromptStream does."""
+    """Endless shuffled batches of prompt and completion pairs; resumes as PromptStream does."""
 
     def __init__(
         self,
@@ -241,16 +248,16 @@ class SFTStream:
 
 
 def eval_order(encoded: Encoded) -> list[int]:
-    """Rows by prompt length, the longest first: batches are little padded, and too little memory shows at once."""
+    """Sort rows by prompt length, longest first: little padding, and a lack of memory shows at once."""
     return sorted(range(len(encoded)), key=lambda row: -len(encoded.prompts[row]))
 
 
 def eval_batches(
     encoded: Encoded, *, batch: int, bucket: int, pad_id: int, order: Sequence[int] | None = None
 ) -> Iterator[tuple[PromptBatch, list[Problem], int]]:
-    """Every problem of ``order``, by default all as they come: (prompts, problems, how many of them count).
+    """Iterate over the problems of ``order``, by default all: (prompts, problems, number of real rows).
 
-    The last batch is filled up with its own first problem, to keep the shape; only the leading rows count.
+    The last batch is padded with its own first problem to keep the shape; only the leading rows are real.
     """
     order = range(len(encoded)) if order is None else order
     for start in range(0, len(order), batch):
@@ -275,7 +282,7 @@ def _render(
     prompt_format: str,
     thinking: bool | None,
 ) -> list[int]:
-    with placed(problem.place):
+    with errors_at(problem.place):
         return render_prompt(
             tokenizer,
             problem.prompt,

@@ -1,7 +1,7 @@
-"""Tokenizers: loading, the stop set, the bytes behind every id, and rendering a prompt to ids.
+"""Tokenizers: loading, the stop set, the bytes of every id, and rendering a prompt to ids.
 
-Completions are read through ``token_bytes`` and never encoded again: sampled ids need not be the ids
-that the tokenizer would give for the same text.
+Completions are decoded through ``token_bytes`` and never encoded again: sampled ids need not be those that the
+tokenizer gives for the same text.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ PROBE_TOKENS = 64
 
 
 class TokenizerError(UserError, ValueError):
-    """A tokenizer that is missing, does not fit the model, or cannot encode what it was given."""
+    """A tokenizer that is missing, does not fit the model, or cannot encode a text."""
 
 
 class TextError(TokenizerError):
-    """One text that cannot be encoded; ``placed`` says where it stands."""
+    """A text that cannot be encoded; ``errors_at`` adds its place."""
 
 
 @contextlib.contextmanager
-def placed(place: str) -> Iterator[None]:
-    """Errors of a text begin with its place, such as a line of a file; "" where there is none."""
+def errors_at(place: str) -> Iterator[None]:
+    """Put a text's place, such as a line of a file, before its errors; "" for none."""
     try:
         yield
     except TextError as error:
@@ -42,13 +42,14 @@ def placed(place: str) -> Iterator[None]:
 
 
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
-    """The tokenizer of an HF folder, checked to encode its own vocabulary.
+    """Load the tokenizer of an HF folder and check that it encodes its own vocabulary.
 
-    Where the folder has a ``tokenizer.json``, that file is taken as it is. ``AutoTokenizer`` would rebuild it as
-    the class that the model's type suggests, and a character-level vocabulary rebuilt as Qwen2's byte-level BPE
-    drops what it does not know. Code that comes with a folder is never run.
+    A ``tokenizer.json`` is used unchanged. ``AutoTokenizer`` would rebuild it as the class that the model's type
+    suggests, and a character-level vocabulary rebuilt as Qwen2's byte-level BPE drops what it does not know. Code that
+    comes with a folder is never run.
 
-    Raises TokenizerError where the folder holds no tokenizer, or its ids do not read back as the text.
+    Raises:
+        TokenizerError: the folder holds no tokenizer, or its ids do not decode to the same text.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -70,16 +71,17 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
 
 
 def stop_ids(folder: Path | str, tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
-    """The ids that end a completion, sorted.
+    """Return the ids that end a completion, sorted.
 
     The union of ``eos_token_id`` in the folder's generation_config.json (an int or a list), the tokenizer's end
     token, and ``<|im_end|>`` and ``<|endoftext|>`` where the vocabulary has them, so that a Qwen folder that
     lacks the first still gets Qwen's two: (151643, 151645).
 
-    Raises TokenizerError where there is none at all, or one that the tokenizer does not have.
+    Raises:
+        TokenizerError: there is none at all, or the tokenizer lacks one of them.
     """
     vocab = tokenizer.get_vocab()
-    found: set[int] = set()
+    stops: set[int] = set()
     path = Path(folder) / "generation_config.json"
     if path.exists():
         try:
@@ -87,16 +89,16 @@ def stop_ids(folder: Path | str, tokenizer: PreTrainedTokenizerFast) -> tuple[in
         except (ValueError, AttributeError) as error:
             raise TokenizerError(f"{path} is not a JSON object ({error}); fetch it again") from None
         if declared is not None:
-            found |= _known_ids(declared, set(vocab.values()), path)
+            stops |= _known_ids(declared, set(vocab.values()), path)
     for token in (tokenizer.eos_token, END_OF_TURN, END_OF_TEXT):
         if token is not None and token in vocab:
-            found.add(vocab[token])
-    if not found:
+            stops.add(vocab[token])
+    if not stops:
         raise TokenizerError(
             f"{folder}: no token ends a completion; set eos_token in tokenizer_config.json "
             "or eos_token_id in generation_config.json"
         )
-    return tuple(sorted(found))
+    return tuple(sorted(stops))
 
 
 def _known_ids(declared: Any, known: set[int], path: Path) -> set[int]:
@@ -104,14 +106,14 @@ def _known_ids(declared: Any, known: set[int], path: Path) -> set[int]:
     unknown = [i for i in ids if isinstance(i, bool) or not isinstance(i, int) or i not in known]
     if unknown:
         raise TokenizerError(
-            f"{path}: eos_token_id {unknown[0]!r} is no id of the tokenizer beside it (up to {max(known)}): they do "
+            f"{path}: eos_token_id {unknown[0]!r} is not an id of its tokenizer (up to {max(known)}): they do "
             "not belong together; fetch the folder again"
         )
     return set(ids)
 
 
 def pad_id(tokenizer: PreTrainedTokenizerFast) -> int:
-    """The id written into padding. Nothing reads it: masks come from lengths, so it may be a stop id as well."""
+    """Return the id written into padding. Masks come from lengths, so it may also be a stop id."""
     vocab = tokenizer.get_vocab()
     for token in (tokenizer.pad_token, END_OF_TEXT, tokenizer.eos_token):
         if token is not None and token in vocab:
@@ -120,13 +122,14 @@ def pad_id(tokenizer: PreTrainedTokenizerFast) -> int:
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> list[bytes]:
-    """The UTF-8 bytes of every id below ``vocab_size``; their concatenation is the text of a completion.
+    """Return the UTF-8 bytes of every id below ``vocab_size``; concatenated they are a completion's text.
 
-    Byte-level BPE vocabularies (Qwen) spell bytes in GPT-2's alphabet, which is undone here; in plain vocabularies
-    a token is its own text. Special tokens, and the ids by which an embedding is padded beyond the tokenizer,
-    are b"". An added token that is not special (``<think>``) is its own text.
+    Byte-level BPE vocabularies (Qwen) spell bytes in GPT-2's alphabet, which is decoded here; in plain vocabularies
+    a token is its own text. Special tokens, and padding ids of the embedding beyond the tokenizer, are b"". An added
+    token that is not special (``<think>``) is its own text.
 
-    Raises TokenizerError where the tokenizer has ids at or above ``vocab_size``, or decodes in another way.
+    Raises:
+        TokenizerError: the tokenizer has ids at or above ``vocab_size``, or decodes in another way.
     """
     vocab = tokenizer.get_vocab()
     highest = max(vocab.values())
@@ -150,21 +153,22 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> list[byt
 
 
 def text_of(ids: Iterable[int], table: Sequence[bytes]) -> str:
-    """The text of ids by their bytes; a character cut at either end reads as U+FFFD."""
+    """Decode ids by their bytes; a character cut at either end becomes U+FFFD."""
     return b"".join(table[index] for index in ids).decode("utf-8", errors="replace")
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """Ids of a text, nothing added in front or behind.
+    """Encode a text without adding tokens before or after it.
 
-    Raises TextError where the vocabulary lacks a character (and has no unknown token for it).
+    Raises:
+        TextError: the vocabulary lacks a character and has no unknown token.
     """
     try:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # pyright: ignore[reportArgumentType]
     except Exception as error:  # tokenizers raises bare Exceptions
         cause = f"{error}; is a character missing from its vocabulary?"
         if any("\ud800" <= letter <= "\udfff" for letter in text):
-            cause = "it holds half of a surrogate pair, which is no character; mend the text, or leave it out"
+            cause = "it holds half of a surrogate pair, which is not a character; correct the text, or leave it out"
         raise TextError(f"the tokenizer cannot encode {_short(text)}: {cause}") from None
 
 
@@ -177,15 +181,16 @@ def render_prompt(
     prompt_format: str,
     thinking: bool | None = None,
 ) -> list[int]:
-    """Ids of one prompt, ready for the completion to follow.
+    """Render a prompt to ids, up to where the completion begins.
 
-    ``prompt_format`` is applied first; only ``{prompt}`` is replaced, so other braces (``\\boxed{}``) stand.
-    chat: the tokenizer's chat template with the system prompt, where there is one, the prompt as the user's turn
-    and the opening of the assistant's turn, with Qwen3's switch for thinking where it is given. plain: the text as it
-    is, a system prompt and a blank line before it.
+    ``prompt_format`` is applied first; only ``{prompt}`` is replaced, so other braces (``\\boxed{}``) stay.
+    chat: the tokenizer's chat template with the system prompt if there is one, the prompt as the user's turn and the
+    opening of the assistant's turn, with Qwen3's ``enable_thinking`` if ``thinking`` is set. plain: the text, after the
+    system prompt and a blank line if there is one.
 
-    Raises TokenizerError for a missing or failing chat template, one without the switch that is given, a format
-    without ``{prompt}``, an empty result.
+    Raises:
+        TokenizerError: a missing or failing chat template, one without enable_thinking, a format without
+            ``{prompt}``, or an empty result.
     """
     if "{prompt}" not in prompt_format:
         raise TokenizerError(f"data.prompt_format {prompt_format!r}: expected {{prompt}} where the prompt goes")
@@ -203,28 +208,29 @@ def render_prompt(
         except Exception as error:  # Jinja has many, and a template may raise its own
             raise TextError(
                 f"the chat template fails on the prompt {_short(prompt)} ({type(error).__name__}: {error}); "
-                "set data.template to plain, or mend the template"
+                "set data.template to plain, or correct the template"
             ) from error
         ids = encode(tokenizer, str(rendered))
     else:
         ids = encode(tokenizer, text if system_prompt is None else f"{system_prompt}\n\n{text}")
     if not ids:
-        remedy = "mend the chat template or data.prompt_format" if prompt.strip() else "fill it in, or leave it out"
+        remedy = "correct the chat template or data.prompt_format" if prompt.strip() else "fill it in, or leave it out"
         raise TextError(f"the prompt {_short(prompt)} encodes to no tokens at all; {remedy}")
     return ids
 
 
 def chat_ids(tokenizer: PreTrainedTokenizerFast, turns: Sequence[dict[str, str]], **switch: Any) -> list[int]:
-    """Ids of turns by the chat template, ready for the assistant's; a last turn of its own is gone on with.
+    """Render turns by the chat template, up to the assistant's next turn; an assistant's last turn is continued.
 
-    Raises TokenizerError for a missing or failing chat template, and for turns that come to nothing.
+    Raises:
+        TokenizerError: a missing or failing chat template, or turns that render to no tokens.
     """
     if tokenizer.chat_template is None:
         raise TokenizerError("the tokenizer has no chat template, and these are chat messages; save plain text instead")
-    begun = bool(turns) and turns[-1]["role"] == "assistant"
+    continued = bool(turns) and turns[-1]["role"] == "assistant"
     try:
         rendered = tokenizer.apply_chat_template(
-            list(turns), add_generation_prompt=not begun, continue_final_message=begun, tokenize=False, **switch
+            list(turns), add_generation_prompt=not continued, continue_final_message=continued, tokenize=False, **switch
         )
     except Exception as error:  # Jinja has many, and a template may raise its own
         raise TextError(f"the chat template fails on {turns!r:.80} ({type(error).__name__}: {error})") from error
@@ -238,10 +244,10 @@ TURN = re.compile(r"(?:\A|(?<=\n))(system|user|assistant)\n")
 
 
 def rendered_ids(tokenizer: PreTrainedTokenizerFast, text: str, table: Sequence[bytes]) -> tuple[list[int], bool]:
-    """Ids of a prompt that was saved as the text the policy read, and whether its special tokens had to be put back.
+    """Encode a prompt saved as rendered text; return its ids, and whether special tokens were restored.
 
-    A text decoded without special tokens has lost the marks around its turns. Where it reads as turns of a chat, and
-    the chat template makes of them ids with exactly this text, these are taken; else the text as it stands.
+    A text decoded without special tokens has lost the marks around its turns. If it splits into turns of a chat for
+    which the chat template gives ids with exactly this text, those ids are returned; otherwise the text's own.
     """
     pieces = TURN.split(text)
     roles = pieces[1::2]
@@ -262,12 +268,12 @@ def rendered_ids(tokenizer: PreTrainedTokenizerFast, text: str, table: Sequence[
 
 
 def can_think(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Whether the chat template has Qwen3's switch for thinking."""
+    """Return True if the chat template has Qwen3's enable_thinking switch."""
     return "enable_thinking" in str(tokenizer.chat_template)
 
 
 def _check_round_trip(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Encode some of the vocabulary's own tokens and read the ids back: one text per token, then all in one."""
+    """Check that some of the vocabulary's tokens encode and decode to the same text, one by one and joined."""
     vocab = tokenizer.get_vocab()
     table = token_bytes(tokenizer, max(vocab.values()) + 1)
     plain = [text.decode() for text in table if text.isascii() and text.decode().isprintable() and text.strip()]
@@ -278,14 +284,14 @@ def _check_round_trip(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
         ids = encode(tokenizer, text)
         if not ids or text_of(ids, table) != text:
             raise TokenizerError(
-                f"tokenizer of {folder}: {_short(text)} encodes to {ids[:8]}, which reads back as "
+                f"tokenizer of {folder}: {_short(text)} encodes to {ids[:8]}, which decodes to "
                 f"{_short(text_of(ids, table))}; expected the same text. Its tokenizer.json and tokenizer_config.json "
                 "do not fit each other, or it normalises the text"
             )
 
 
 def _is_byte_level(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Whether ids decode through GPT-2's byte alphabet; raises TokenizerError for other schemes."""
+    """Return True if ids decode through GPT-2's byte alphabet; raise TokenizerError for other schemes."""
     decoder: Any = tokenizer.backend_tokenizer.decoder
     state = json.loads(b'{"type": "Fuse"}' if decoder is None else decoder.__getstate__())
     kinds = {step["type"] for step in state.get("decoders", [state])}
@@ -297,7 +303,7 @@ def _is_byte_level(tokenizer: PreTrainedTokenizerFast) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's letters for the 256 bytes: printable Latin-1 stands for itself, the rest counts up from U+0100."""
+    """Map GPT-2's letters to the 256 bytes: printable Latin-1 is itself, the rest counts up from U+0100."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     letters = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in set(printable))

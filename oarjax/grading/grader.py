@@ -1,15 +1,15 @@
 """Grading in worker processes that the parent watches, kills and replaces one by one.
 
-Model output is compared by software that can hang, crash or eat memory on it. None of that may stop a run or be
-taken for a wrong answer, so every sample leaves with a verdict of its own:
+The software that compares model output can hang, crash or exhaust memory on it. None of that may stop a run or count
+as a wrong answer, so every sample gets a verdict:
 
-    graded       every reward gave a number
-    unparseable  a reward could not read the model's answer; that reward is 0, counted apart
-    ungraded     nothing is known (the reference is no expression, or a reward returned NaN)
+    graded       every reward returned a number
+    unparseable  a reward could not parse the model's answer; that reward is 0, counted apart
+    ungraded     unknown (the reference is not an expression, or a reward returned NaN)
     timeout      the answer took longer than the deadline; its worker was killed
     crash        a reward raised, or its worker died or used too much memory, twice
 
-The last three have reward NaN, which the group advantages leave out.
+The last three have reward NaN, which the group advantages ignore.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from oarjax.errors import UserError
 from oarjax.grading.rewards import Sample, find_rewards, load_plugins
 from oarjax.types import Grades, Verdict
 
-POLL = 0.05  # seconds between two looks at deadlines and memory
-START_LIMIT = 120.0  # seconds a worker may take to import what it needs
+POLL = 0.05  # seconds between checks of deadlines and memory
+START_LIMIT = 120.0  # seconds that a worker may take for its imports
 CHUNK = 16  # samples sent to a worker at a time
 
 
 class GraderError(UserError, RuntimeError):
-    """Workers cannot be started; the message says what the last one said."""
+    """Workers cannot be started, with the last one's message, or the grader is closed."""
 
 
 @dataclass(eq=False)
@@ -52,10 +52,10 @@ class _Worker:
     state: Literal["starting", "idle", "busy"] = "starting"
     since: float = field(default_factory=time.monotonic)  # start of the state, or of the current answer
     chunk: deque[int] = field(default_factory=deque)  # samples not answered yet, the current one first
-    retire_mb: float = float("inf")  # resident memory above which it is replaced between two chunks
+    retire_mb: float = float("inf")  # resident memory above which an idle worker is replaced
 
     def end(self) -> int:
-        """Kill, reap and close; the exit code."""
+        """Kill and reap the process, close its link; return the exit code."""
         self.process.kill()
         self.link.close()
         return self.process.wait()
@@ -66,11 +66,11 @@ class Grader:
 
     Args:
         rewards: (name, weight) pairs.
-        plugins: Python files or modules that register rewards; loaded here to check the names, and in every worker.
-        workers: processes.
+        plugins: Python files or modules that register rewards, imported here to check the names, and in every worker.
+        workers: number of processes.
         deadline: wall-clock seconds per answer; a worker's start-up does not count.
         memory_mb: resident memory of a worker.
-        style, pattern: where the answer stands in a completion, see ``oarjax.credit.answer_text``.
+        style, pattern: how an answer is marked in a completion, see ``oarjax.credit.answer_text``.
 
     Raises:
         ValueError: an unknown reward, a plugin that cannot be imported, or a bad pattern.
@@ -111,7 +111,7 @@ class Grader:
         weakref.finalize(self, _end_all, self._workers)  # also at interpreter exit
 
     def __enter__(self) -> Grader:
-        self._driver.submit(self._staff)  # imports run while the caller does something else
+        self._driver.submit(self._start_missing)  # workers import while the caller does something else
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -132,61 +132,61 @@ class Grader:
         return self.submit(samples).result()
 
     def submit(self, samples: Sequence[Sample]) -> Future[Grades]:
-        """Grade in the background; batches are graded in the order they come."""
+        """Grade in the background, batches in the order of submission."""
         if self._closing.is_set():
             raise GraderError("the grader is closed; grade inside its `with` block")
         return self._driver.submit(self._grade, tuple(samples))
 
-    # What follows runs in the driver thread alone.
+    # The methods below run only in the driver thread.
 
     def _grade(self, samples: tuple[Sample, ...]) -> Grades:
         try:
             return self._run(samples)
         except BaseException:
-            _end_all(self._workers)  # what they still had in hand must not reach the next batch
+            _end_all(self._workers)  # their unfinished samples must not reach the next batch
             raise
 
     def _run(self, samples: tuple[Sample, ...]) -> Grades:
         batch = _Batch(samples, values=len(self._rewards), chunk=max(1, min(CHUNK, len(samples) // (4 * self._size))))
         while batch.open:
             if self._closing.is_set():
-                raise GraderError("the grader was closed while it graded")
-            self._staff()
+                raise GraderError("the grader was closed while grading")
+            self._start_missing()
             for worker in list(self._workers):
                 if worker.state == "idle" and batch.queue:
-                    self._hand_out(worker, batch)
+                    self._send_chunk(worker, batch)
             wait([worker.link for worker in self._workers], timeout=POLL)
             for worker in list(self._workers):
-                if self._listen(worker, batch):
-                    self._judge(worker, batch)
+                if self._receive(worker, batch):
+                    self._enforce_limits(worker, batch)
         return batch.grades(self._rewards)
 
-    def _staff(self) -> None:
+    def _start_missing(self) -> None:
         while len(self._workers) < self._size:
             self._workers.append(_start(self._setup))
 
-    def _hand_out(self, worker: _Worker, batch: _Batch) -> None:
+    def _send_chunk(self, worker: _Worker, batch: _Batch) -> None:
         worker.chunk.extend(batch.take())
         worker.state, worker.since = "busy", time.monotonic()
         try:
             worker.link.send_bytes(json.dumps([asdict(batch.samples[i]) for i in worker.chunk]).encode())
-        except OSError:  # it died while it waited; none of these samples is to blame
+        except OSError:  # it died while idle; none of these samples is to blame
             self._dismiss(worker, batch)
 
-    def _listen(self, worker: _Worker, batch: _Batch) -> bool:
-        """Take what the worker has sent. False where it is gone."""
+    def _receive(self, worker: _Worker, batch: _Batch) -> bool:
+        """Process the worker's messages; return False if the worker is gone."""
         try:
             while worker.link.poll():
-                self._hear(worker, batch, json.loads(worker.link.recv_bytes()))
+                self._process(worker, batch, json.loads(worker.link.recv_bytes()))
         except (EOFError, OSError):
-            self._lost(worker, batch)
+            self._replace_lost(worker, batch)
             return False
         if worker.state == "idle" and _resident_mb(worker.process.pid) > worker.retire_mb:
-            self._dismiss(worker, batch)  # what it has piled up must not count against the next answer
+            self._dismiss(worker, batch)  # memory left by earlier answers must not count against the next
             return False
         return True
 
-    def _hear(self, worker: _Worker, batch: _Batch, message: dict[str, Any]) -> None:
+    def _process(self, worker: _Worker, batch: _Batch, message: dict[str, Any]) -> None:
         if "failed" in message:
             raise GraderError(f"a grading worker could not start:\n{message['failed']}")
         if "ready" in message:
@@ -198,8 +198,8 @@ class Grader:
         if not worker.chunk:
             worker.state = "idle"
 
-    def _lost(self, worker: _Worker, batch: _Batch) -> None:
-        """A worker is gone by itself: its current sample is tried once more, then it is a crash."""
+    def _replace_lost(self, worker: _Worker, batch: _Batch) -> None:
+        """Remove a worker that ended by itself; its current sample is retried once, then it is a crash."""
         state, current = worker.state, worker.chunk.popleft() if worker.chunk else None
         code = self._dismiss(worker, batch)
         if state == "starting":
@@ -211,11 +211,11 @@ class Grader:
         if current is not None:
             batch.retry(current, f"the worker ended with exit code {code}")
 
-    def _judge(self, worker: _Worker, batch: _Batch) -> None:
-        """Kill a worker whose answer takes too long or too much."""
+    def _enforce_limits(self, worker: _Worker, batch: _Batch) -> None:
+        """Kill a worker whose answer takes too much time or memory."""
         age = time.monotonic() - worker.since
         if worker.state == "starting" and age > START_LIMIT:
-            self._lost(worker, batch)
+            self._replace_lost(worker, batch)
         elif worker.state == "busy":
             if age > self._setup["deadline"]:
                 batch.give_up(worker.chunk.popleft(), "timeout", f"no verdict within {self._setup['deadline']:g} s")
@@ -232,7 +232,7 @@ class Grader:
 
 
 class _Batch:
-    """The samples of one call: who waits, who has a verdict."""
+    """The samples of one call: those in the queue, and the verdicts so far."""
 
     def __init__(self, samples: tuple[Sample, ...], *, values: int, chunk: int):
         self.samples = samples
@@ -269,7 +269,7 @@ class _Batch:
 
     def grades(self, rewards: tuple[tuple[str, float], ...]) -> Grades:
         weights = np.array([weight for _, weight in rewards], np.float32)
-        used = weights != 0  # a reward of weight 0 is logged alone
+        used = weights != 0  # a reward of weight 0 is only logged
         return Grades(
             rewards=self._values[:, used] @ weights[used],
             per_reward={name: self._values[:, column] for column, (name, _) in enumerate(rewards)},
@@ -306,7 +306,7 @@ def _end_all(workers: list[_Worker]) -> None:
 
 
 def _resident_mb(pid: int) -> float:
-    """Resident memory of a process; 0 where the system does not say (then the worker's own limit holds alone)."""
+    """Return a process's resident memory; 0 if the system does not report it (the worker's own limit applies)."""
     try:
         with open(f"/proc/{pid}/statm") as file:
             pages = int(file.read().split()[1])

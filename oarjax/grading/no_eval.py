@@ -1,14 +1,14 @@
-"""Sympy without its two ways from text to running code.
+"""Close sympy's two ways from text to running code.
 
-math-verify reads LaTeX with a grammar, but underneath it
+math-verify parses LaTeX with a grammar, but below it
 
-- sympy turns the digits of every number into a number by ``parse_expr``, which is ``eval`` (and dear: a thousand
-  times the work of reading the digits);
-- sympy sums some series with ``lambdify``, which writes Python with the names of symbols in it as they are, and runs
-  it. A completion chooses such names almost freely (``\\hat{...}``).
+- sympy turns the digits of every number into a number with ``parse_expr``, which calls ``eval`` (and is slow: a
+  thousand times the work of reading the digits);
+- sympy sums some series with ``lambdify``, which writes the names of symbols unchanged into Python source and runs it.
+  A completion chooses such names almost freely (``\\hat{...}``).
 
-Here the first reads numbers and names and nothing else, and the second runs arithmetic and nothing else. Everything
-else is a ``TextEvaluated`` error, in the whole process, whoever asks; so this is for grading workers.
+Here the first parses only numbers and names, and the second runs only arithmetic. Anything else raises
+``TextEvaluated``, for every caller in the process; so this is for grading workers.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any
 
 
 class TextEvaluated(ValueError):
-    """Something wanted to run text as code in a grading worker."""
+    """Text would have been run as code in a grading worker."""
 
 
 @functools.cache
 def forbid_evaluation() -> None:
-    """Close both ways, for good. Later calls do nothing."""
+    """Close both ways permanently. Later calls do nothing."""
     parser = importlib.import_module("sympy.parsing.sympy_parser")
     vars(parser).update(parse_expr=read_plain, eval_expr=refuse)
-    # sympy.utilities.lambdify is a function as well; a module's own name hides the built-in one.
+    # import_module: sympy.utilities.lambdify is also a function. A module global hides the built-in ``compile``.
     vars(importlib.import_module("sympy.utilities.lambdify"))["compile"] = compile_arithmetic
 
 
@@ -40,10 +40,10 @@ _DECIMAL = re.compile(r"([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][+-]?[0-9]+
 
 
 def read_plain(text: str, *_: Any, **__: Any) -> Any:
-    """What ``parse_expr`` makes of a number, a fraction of whole numbers or a name; sympy's own modules need no more.
+    """Parse a number, a fraction of integers or a name as ``parse_expr`` does; sympy's own modules need no more.
 
     Raises:
-        TextEvaluated: it is anything else, or the name of something that could be called.
+        TextEvaluated: the text is anything else, or names something callable.
     """
     import sympy
 
@@ -61,10 +61,10 @@ def read_plain(text: str, *_: Any, **__: Any) -> Any:
 
 
 def refuse(text: Any, *_: Any) -> Any:
-    """Raises TextEvaluated."""
+    """Raise TextEvaluated."""
     raise TextEvaluated(
-        f"{str(text)[:80]!r} would be run as code; a grading worker reads numbers and names alone. In a reward of your "
-        "own, read text without sympify and parse_expr"
+        f"{str(text)[:80]!r} would be run as code; a grading worker parses only numbers and names. In a custom reward, "
+        "parse text without sympify and parse_expr"
     )
 
 
@@ -77,10 +77,10 @@ _FUNCTIONS = {"abs", "complex", "float", "int", "max", "min", "pow", "range", "r
 
 
 def compile_arithmetic(source: str, filename: str, mode: str) -> Any:
-    """``compile`` of what ``lambdify`` wrote: numbers, names, operators, and calls of mathematical functions.
+    """Compile source that ``lambdify`` wrote: numbers, names, operators, and calls of mathematical functions.
 
     Raises:
-        TextEvaluated: there is anything else in it, such as a text, an attribute or a built-in function.
+        TextEvaluated: it holds anything else, such as a string, an attribute or a built-in function.
     """
     tree = ast.parse(source)
     for node in ast.walk(tree):

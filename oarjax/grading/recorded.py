@@ -1,7 +1,7 @@
-"""Verdicts on disk before anything is learned from them, so that a run that is gone on with grades nothing twice.
+"""Record verdicts on disk before an update uses them, so that a resumed run grades nothing twice.
 
-A deadline missed on a busy machine, or a reward that is not a pure function, would else give the repeated iterations
-other rewards than they had the first time.
+A deadline missed on a busy machine, or a reward that is not a pure function, would otherwise give the repeated
+iterations other rewards than the first time.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class Grading(Protocol):
 
 
 class RecordedGrader:
-    """A grader that writes its verdicts down, and answers from what it finds written about the very same samples.
+    """A grader that records its verdicts, and returns the recorded ones for the same samples.
 
-    One file per iteration, one line per batch: the digest of the samples and of how they are graded, and the grades.
-    A line is on disk before its grades are given out.
+    One file per iteration, one line per batch: a digest of the samples and of the grading setup, and the grades. A line
+    is on disk before its grades are returned.
 
     Args:
-        grader: gives the verdicts that are not there yet.
-        folder: made if missing.
+        grader: grades samples without a recorded verdict.
+        folder: created if missing.
         setup: everything else that a verdict depends on, see ``setup_of``.
-        failures: what becomes of a verdict that cannot be written.
-        say: prints a word.
-        part: of several processes, each has its own samples and files.
+        failures: handles verdicts that cannot be written.
+        say: prints a message.
+        part: number of this process, which has its own samples and files.
     """
 
     def __init__(
@@ -59,63 +59,63 @@ class RecordedGrader:
             folder.mkdir(parents=True, exist_ok=True)
         self._grader, self._folder, self._setup = grader, folder, setup
         self._failures, self._say = failures, say
-        self._ending = f".{part}.jsonl" if part else ".jsonl"
+        self._suffix = f".{part}.jsonl" if part else ".jsonl"
         self._iteration = 0
         self._known: dict[str, Grades] | None = None  # None: not read yet
-        self._used = False  # one of those that were read
+        self._used = False  # whether a recorded verdict has been returned
 
-    def at(self, iteration: int) -> None:
-        """What is graded from now on belongs to this iteration."""
+    def begin(self, iteration: int) -> None:
+        """Record verdicts under this iteration from now on."""
         self._iteration, self._known, self._used = iteration, None, False
 
     def submit(self, samples: Sequence[Sample]) -> Future[Grades]:
-        """Start grading, unless these samples have been; a verdict is on disk once the future is done."""
-        path = self._folder / f"{self._iteration:06d}{self._ending}"
+        """Start grading, unless a verdict is recorded; it is on disk once the future is done."""
+        path = self._folder / f"{self._iteration:06d}{self._suffix}"
         if self._known is None:
             self._known = self._read(path)
         digest = _digest(samples, self._setup)
-        given: Future[Grades] = Future()
+        result: Future[Grades] = Future()
         if digest in self._known:
             self._used = True
-            given.set_result(self._known[digest])
-            return given
+            result.set_result(self._known[digest])
+            return result
         if self._known and not self._used:
-            self._say(f"{path}: these verdicts are of other completions or rewards; graded anew")
+            self._say(f"{path}: these verdicts are of other completions or rewards; grading again")
             self._known = {}
 
         def keep(graded: Future[Grades]) -> None:
             try:
                 grades = graded.result()
-                # Where all crashed the run stops, to be gone on with once that is mended: they must be graded again.
+                # If all crashed the run stops; once the cause is fixed, a resumed run must grade them again.
                 if set(grades.verdicts) != {"crash"}:
                     with self._failures.handled():
-                        _append(path, {"digest": digest, **_plain(grades)})
-            except BaseException as error:  # of the grader, or of the disk: whoever waits shall have it
-                given.set_exception(error)
+                        _append(path, {"digest": digest, **asdict(grades)})
+            except BaseException as error:  # of the grader or the disk: raised by the future
+                result.set_exception(error)
             else:
-                given.set_result(grades)
+                result.set_result(grades)
 
         self._grader.submit(samples).add_done_callback(keep)
-        return given
+        return result
 
     def prune(self, before: int) -> None:
-        """Remove the verdicts of the iterations up to ``before``, which no checkpoint that is kept goes back to."""
-        for path in self._folder.glob(f"[0-9]*{self._ending}"):
-            number = path.name.removesuffix(self._ending)
-            if number.isdecimal() and 0 < int(number) <= before:  # those of the start are asked for every time
+        """Remove the verdicts of the iterations up to ``before``, which no kept checkpoint precedes."""
+        for path in self._folder.glob(f"[0-9]*{self._suffix}"):
+            number = path.name.removesuffix(self._suffix)
+            if number.isdecimal() and 0 < int(number) <= before:  # every resumed run needs those of the start
                 path.unlink(missing_ok=True)
 
     def _read(self, path: Path) -> dict[str, Grades]:
         try:
             return {line["digest"]: _grades(line) for line in read_lines(path)}
         except (DamagedError, ValueError, KeyError, TypeError, AttributeError) as error:
-            self._say(f"{path} cannot be read ({error}); iteration {self._iteration} is graded anew")
+            self._say(f"{path} cannot be read ({error}); grading iteration {self._iteration} again")
             path.unlink(missing_ok=True)
             return {}
 
 
 def setup_of(settings: dict[str, Any], plugins: Sequence[str]) -> str:
-    """A digest of what a verdict depends on besides the sample: settings, and the text of plugins that are files."""
+    """Digest what a verdict depends on besides the sample: settings, and the text of plugin files."""
     files = [Path(plugin).expanduser() for plugin in plugins if plugin.endswith(".py")]
     texts = [file.read_bytes().hex() for file in files if file.is_file()]
     return hashlib.sha256(json.dumps([settings, texts], sort_keys=True).encode()).hexdigest()

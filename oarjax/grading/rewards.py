@@ -1,6 +1,6 @@
-"""Named rewards: what a completion is worth, as a list of small functions.
+"""Named rewards: small functions that score a completion.
 
-A reward takes a ``Sample`` and returns a float. A user's own stands in a Python file or module that
+A reward takes a ``Sample`` and returns a float. Custom rewards are registered in a Python file or module that
 ``grading.plugins`` names::
 
     from oarjax.grading.rewards import Sample, reward
@@ -9,10 +9,10 @@ A reward takes a ``Sample`` and returns a float. A user's own stands in a Python
     def short(sample: Sample) -> float:
         return float(sample.tokens < 200)
 
-Rewards run in the grading workers (``grading/grader.py``), never in the training process: they may hang, crash or eat
-memory, and that costs one answer. Beside the reward ``math``, sympy's ``sympify`` and ``parse_expr`` read numbers and
-names alone: they would run what a completion says (``grading/no_eval.py``). This module imports neither jax nor, before
-the first answer, sympy.
+Rewards run in the grading workers (``grading/grader.py``), never in the training process: a hang, a crash or a memory
+leak costs one answer. In a worker with the reward ``math``, sympy's ``sympify`` and ``parse_expr`` parse only numbers
+and names: they would otherwise run a completion's text as code (``grading/no_eval.py``). This module does not import
+jax, and imports sympy only for the first answer.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from oarjax.system.plugins import import_plugin
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion to grade.
+    """A completion to grade.
 
-    ``extracted`` is the final answer found in the completion (``oarjax.credit.answer_text``), None where there is
-    none; the grader fills it in. ``ended`` is False where the completion was cut at the longest length.
+    The grader fills in ``extracted``, the completion's final answer (``oarjax.credit.answer_text``), None without
+    one. ``ended`` is False for a completion cut at the maximum length.
     """
 
     prompt: str
@@ -50,7 +50,7 @@ Reward = Callable[[Sample], float]
 
 
 class Unparseable(ValueError):
-    """A reward could not read the model's answer (then it is worth 0) or the reference (then nothing is known)."""
+    """A reward could not parse the model's answer (its value is 0) or the reference (nothing is known)."""
 
     def __init__(self, which: Literal["answer", "reference"], text: str):
         super().__init__(f"the {which} {text[:200]!r} is not an expression that can be compared")
@@ -64,7 +64,7 @@ def reward(name: str) -> Callable[[Reward], Reward]:
     """Register a reward under a name.
 
     Raises:
-        ValueError: another function has the name. Loading the same file twice is fine.
+        ValueError: another function has the name. Importing the same file twice is fine.
     """
 
     def register(function: Reward) -> Reward:
@@ -88,7 +88,7 @@ def load_plugins(plugins: Sequence[str]) -> None:
     """Import the Python files (``path/to/mine.py``) and modules (``package.mine``) that register rewards.
 
     Raises:
-        ValueError: one cannot be found or fails while it is imported.
+        ValueError: a plugin cannot be found or fails during its import.
     """
     for plugin in plugins:
         try:
@@ -101,7 +101,7 @@ def load_plugins(plugins: Sequence[str]) -> None:
 
 
 def find_rewards(names: Sequence[str]) -> tuple[Reward, ...]:
-    """The functions of these names.
+    """Look up the rewards of these names.
 
     Raises:
         ValueError: a name is unknown; the message lists the known ones.
@@ -112,20 +112,20 @@ def find_rewards(names: Sequence[str]) -> tuple[Reward, ...]:
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(
             f"grading.rewards: no reward is called {', '.join(map(repr, unknown))}; known are "
-            f"{', '.join(sorted(_registry))}{hint}. Register your own with @reward and name its file in grading.plugins"
+            f"{', '.join(sorted(_registry))}{hint}. Register custom ones with @reward and name the file in grading.plugins"
         )
     return tuple(_registry[name] for name in names)
 
 
 @reward("format")
 def has_answer(sample: Sample) -> float:
-    """1 where the completion holds an answer in the asked style, right or wrong."""
+    """Return 1 if the completion has an answer in the configured style, right or wrong."""
     return float(sample.extracted is not None)
 
 
 @reward("exact")
 def same_text(sample: Sample) -> float:
-    """1 where the answer is the reference letter by letter, or both are the same plain number. Cheap."""
+    """Return 1 if the answer and the reference are the same text or the same plain number. Cheap."""
     if sample.extracted is None:
         return 0.0
     return float(_plainly_equal(reference_answer(sample.answer), _tidy(sample.extracted)) is True)
@@ -133,16 +133,16 @@ def same_text(sample: Sample) -> float:
 
 @reward("math")
 def same_value(sample: Sample) -> float:
-    """1 where the answer equals the reference as mathematics, 0 where it differs or there is none.
+    """Return 1 if the answer equals the reference mathematically, 0 if it differs or is missing.
 
-    math-verify compares, with its own timeouts off (they call a slow answer wrong; the grader has a deadline) and
-    errors on. It reads LaTeX with a grammar, and what would become code is refused (``grading/no_eval.py``).
+    math-verify compares, with its own timeouts off (they count a slow answer as wrong; the grader has a deadline) and
+    errors on. It parses LaTeX with a grammar, and text that would run as code is rejected (``grading/no_eval.py``).
     Departures: plain numbers are compared directly, with the same verdict where math-verify gives one; expressions
     longer than ``MAX_LENGTH`` or nested deeper than ``MAX_DEPTH`` count as unparseable, the latter because sympy's
-    recursion errors inside the comparison would come out as "wrong".
+    recursion errors inside the comparison would be reported as "wrong".
 
     Raises:
-        Unparseable: the answer or the reference is no expression.
+        Unparseable: the answer or the reference is not an expression.
     """
     if sample.extracted is None:
         return 0.0
@@ -164,32 +164,32 @@ def same_value(sample: Sample) -> float:
 
 
 MAX_DEPTH = 100
-"""Levels of an expression tree that are compared; sympy recurses several frames a level."""
+"""Deepest expression tree that is compared; sympy recurses several frames per level."""
 
 MAX_LENGTH = 2000
-"""Characters of an expression that is parsed. Plain numbers are compared at any length."""
+"""Longest expression that is parsed, in characters. Plain numbers are compared at any length."""
 
 _NUMBER = re.compile(r"([+-]?)(\d{1,3}(?:,\d{3})+|\d*)(?:\.(\d*))?")
 
 
 def reference_answer(text: str) -> str:
-    """The bare answer of a reference that may be a whole solution (``#### x`` or ``\\boxed{x}``)."""
+    """Extract the bare answer of a reference that may be a whole solution (``#### x`` or ``\\boxed{x}``)."""
     for style in ("hash", "boxed"):
-        found = extract_answer(text, style=style)
-        if found is not None:
-            return _tidy(found)
+        answer = extract_answer(text, style=style)
+        if answer is not None:
+            return _tidy(answer)
     return _tidy(text)
 
 
 def _tidy(text: str) -> str:
-    """White space and a sentence's full stop taken off."""
+    """Strip white space and a final full stop."""
     return text.strip().removesuffix(".").strip()
 
 
 def _plainly_equal(gold: str, answer: str) -> bool | None:
-    """Equal or different without mathematics; None where only mathematics can tell.
+    """Compare texts and plain numbers; None where only mathematics can tell.
 
-    Numbers with a decimal point are equal up to rounding (six places), so only those further apart are different.
+    math-verify rounds decimal numbers to six places, so only numbers further apart than that are certainly different.
     """
     if gold == answer:
         return True
@@ -209,13 +209,13 @@ class _PlainNumber(NamedTuple):
     fraction: str  # without trailing zeros
 
     def value(self) -> Decimal:
-        """To ten decimal places, for up to fifteen digits before the point."""
+        """Return the number to ten decimal places, for up to fifteen digits before the point."""
         size = Decimal(f"{self.whole or 0}.{self.fraction[:10] or 0}")
         return -size if self.negative else size
 
 
 def _plain_number(text: str) -> _PlainNumber | None:
-    """Digits of any script with thousands separators, a sign and a decimal point; of any length, in linear time."""
+    """Parse digits of any script with thousands separators, a sign and a decimal point, in linear time."""
     match = _NUMBER.fullmatch(text)
     if match is None:
         return None
@@ -234,7 +234,7 @@ def _parsed_reference(text: str) -> tuple[Any, ...]:
 
 
 def _parsed(text: str) -> tuple[Any, ...]:
-    """What math-verify reads in an answer, empty where it is no expression (a bare string or 1/0 is none)."""
+    """Parse an answer with math-verify; empty if it is not an expression (as a bare string or 1/0)."""
     if len(text) > MAX_LENGTH:
         return ()
     from math_verify import LatexExtractionConfig, parse
@@ -242,23 +242,23 @@ def _parsed(text: str) -> tuple[Any, ...]:
 
     forbid_evaluation()
     try:
-        found = parse(
+        parsed = parse(
             f"\\boxed{{{text}}}",
             extraction_config=[LatexExtractionConfig()],
             fallback_mode="no_fallback",
-            parsing_timeout=None,  # type: ignore[arg-type]  # None is how it is switched off
+            parsing_timeout=None,  # type: ignore[arg-type]  # None switches it off
             raise_on_error=True,
         )
     except MemoryError:
         raise
-    except Exception:  # its parser has no error class of its own; a nesting too deep for it is a RecursionError
+    except Exception:  # the parser has no error class; RecursionError for deep nesting
         return ()
-    expressions = (e for e in found if isinstance(e, Basic | MatrixBase) and e not in (nan, zoo))
+    expressions = (e for e in parsed if isinstance(e, Basic | MatrixBase) and e not in (nan, zoo))
     return tuple(e for e in expressions if _depth(e) <= MAX_DEPTH)
 
 
 def _depth(expression: Any) -> int:
-    """Levels of an expression tree, counted without recursion up to ``MAX_DEPTH`` + 1 (also said of huge trees)."""
+    """Count the levels of an expression tree without recursion, at most ``MAX_DEPTH`` + 1 (also for huge trees)."""
     level, depth = [expression], 0
     while level:
         depth += 1

@@ -1,7 +1,7 @@
-"""The process that grades: it reads samples from a socket and sends back one line per answer.
+"""Grading worker: reads samples from a socket and sends back one message per answer.
 
-Started by ``grading/grader.py`` as ``python -c``, so that nothing of the training process (its main module, its jax,
-its threads) comes along. Both directions speak JSON: nothing that a worker says is unpickled by its parent.
+``grading/grader.py`` starts it with ``python -c``, so that it inherits nothing of the training process (main module,
+jax, threads). Both directions are JSON: the parent unpickles nothing from a worker.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from oarjax.credit.answer_text import extract_answer
 from oarjax.grading.rewards import Reward, Sample, Unparseable, find_rewards, load_plugins, same_value
 
 MAX_FRAMES = 1000
-"""Python calls inside one another while an answer is graded; one more is a RecursionError, not a torn stack."""
+"""Depth of Python calls while an answer is graded; beyond it a RecursionError instead of a stack overflow."""
 
 
 def main(fd: int) -> None:
     """Serve until the parent closes the socket."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off; the parent has one
     link = Connection(fd)
     try:
@@ -37,25 +37,25 @@ def main(fd: int) -> None:
         rewards = find_rewards(setup["rewards"])
         _warm(rewards, setup)
     except BaseException:
-        _tell(link, {"failed": traceback.format_exc()})
+        _send(link, {"failed": traceback.format_exc()})
         return
     _limit_memory(setup["memory_mb"])
-    sys.setrecursionlimit(MAX_FRAMES)  # whatever a plugin has raised it to
-    _tell(link, {"ready": True})
+    sys.setrecursionlimit(MAX_FRAMES)  # a plugin may have raised it
+    _send(link, {"ready": True})
     while True:
         try:
             chunk = json.loads(link.recv_bytes())
         except (EOFError, OSError):
             return
         for fields in chunk:
-            # Should the parent be gone, the kernel ends an answer that never ends, whatever it is doing.
+            # If the parent is gone, the kernel ends an endless answer.
             signal.setitimer(signal.ITIMER_REAL, 3 * setup["deadline"] + 5)
-            _tell(link, grade_one(Sample(**fields), rewards, style=setup["style"], pattern=setup["pattern"]))
+            _send(link, grade_sample(Sample(**fields), rewards, style=setup["style"], pattern=setup["pattern"]))
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def grade_one(sample: Sample, rewards: Sequence[Reward], *, style: Any, pattern: str | None) -> dict[str, Any]:
-    """Values (NaN: ungraded), verdict, extracted answer and a note of one sample. Never raises an Exception.
+def grade_sample(sample: Sample, rewards: Sequence[Reward], *, style: Any, pattern: str | None) -> dict[str, Any]:
+    """Return a sample's values (NaN: ungraded), verdict, extracted answer and note. Never raises an Exception.
 
     The verdict is the worst over the rewards: crash, ungraded, unparseable, graded.
     """
@@ -78,7 +78,7 @@ def _value(function: Reward, sample: Sample) -> tuple[float, str, str]:
         value = float(function(sample))
     except Unparseable as error:
         return (0.0, "unparseable", str(error)) if error.which == "answer" else (math.nan, "ungraded", str(error))
-    except Exception as error:  # the reward is the user's; MemoryError and RecursionError are among these
+    except Exception as error:  # the reward may be custom; includes MemoryError and RecursionError
         return math.nan, "crash", f"{type(error).__name__}: {str(error)[:500]}"
     if math.isinf(value):
         return math.nan, "crash", f"the reward returned {value}"
@@ -86,19 +86,19 @@ def _value(function: Reward, sample: Sample) -> tuple[float, str, str]:
 
 
 def _warm(rewards: Sequence[Reward], setup: dict[str, Any]) -> None:
-    """Import what the built-in comparison needs and build its tables, before any deadline runs."""
+    """Import what the built-in comparison needs and build its tables before the first deadline."""
     extract_answer("", style=setup["style"], pattern=setup["pattern"])
     if any(function.__module__ == same_value.__module__ for function in rewards):
         same_value(Sample(prompt="", completion="", answer=r"\frac{1}{2}+x", extracted=r"x+\sqrt{3}"))
 
 
 def _limit_memory(memory_mb: int) -> None:
-    """Bound the address space.
+    """Limit the address space.
 
     Where the parent can watch resident memory (Linux) it kills at ``memory_mb``, which no ``except`` can swallow; this
-    limit then only stops single huge requests, so it lies higher. Elsewhere it is the limit.
+    limit then only stops single huge allocations, so it is higher. Elsewhere it is the only limit.
     """
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a torn worker must not fill the disk
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crashed worker must not fill the disk
     factor = 4 if os.path.exists("/proc/self/statm") else 1
     limit = factor * memory_mb * 2**20
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -110,5 +110,5 @@ def _limit_memory(memory_mb: int) -> None:
         print(f"oarjax: a grading worker runs without a memory limit: {error}", file=sys.stderr)
 
 
-def _tell(link: Connection, message: dict[str, Any]) -> None:
+def _send(link: Connection, message: dict[str, Any]) -> None:
     link.send_bytes(json.dumps(message).encode())

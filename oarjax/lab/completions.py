@@ -12,7 +12,7 @@ from oarjax.config import ConfigError
 from oarjax.credit.answer_text import extract_answer
 from oarjax.data.problems import Problem
 from oarjax.data.streams import eval_batches, left_pad, right_pad
-from oarjax.data.tokenizer import chat_ids, encode, placed, render_prompt, rendered_ids, text_of
+from oarjax.data.tokenizer import chat_ids, encode, errors_at, render_prompt, rendered_ids, text_of
 from oarjax.lab.programs import Programs
 from oarjax.lab.saved_rollouts import SavedRollout
 from oarjax.training.minibatches import bucket, join, take, trim
@@ -111,7 +111,7 @@ def _ids(session: Run, saved: SavedRollout, number: int) -> tuple[list[int], lis
         TextError: a text that its tokenizer cannot encode.
     """
     place, made = f"--rollouts: {saved.place or f'rollout {number}'}", saved.completion
-    with placed(place):
+    with errors_at(place):
         prompt, restored = _prompt_ids(session, saved)
         completion = encode(session.tokenizer, made) if isinstance(made, str) else made
     tokens, vocabulary = [*prompt, *completion], session.model.vocab_size

@@ -1,4 +1,4 @@
-"""Group Relative Policy Optimization and its kin: advantages, ratios, surrogates, KL, aggregation, the whole loss.
+"""Group Relative Policy Optimization and its variants: advantages, ratios, surrogates, KL, aggregation, the whole loss.
 
 GRPO: arXiv 2402.03300; Dr. GRPO: 2503.20783; DAPO: 2503.14476; GSPO: 2507.18071; CISPO: 2506.13585; dual clip:
 1912.09729; KL estimators: Schulman, "Approximating KL divergence" (2020). Log-probs and entropies are in nats.
@@ -26,7 +26,7 @@ Aggregation = Literal["grpo", "bnpo", "dapo", "dr_grpo"]
 
 
 def zero_variance_groups(rewards: Float[Array, "B"], *, group_size: int) -> Bool[Array, "P"]:
-    """Groups that teach nothing: all graded rewards equal (max == min), or fewer than two graded. NaN = not graded."""
+    """Mark groups without a learning signal: all graded rewards equal, or fewer than two graded. NaN = not graded."""
     grouped = _grouped(rewards, group_size)
     graded = ~jnp.isnan(grouped)
     return masked_max(grouped, graded) <= masked_min(grouped, graded)
@@ -40,11 +40,11 @@ def group_advantages(
     ddof: int = 1,
     eps: float = 1e-4,
 ) -> Float[Array, "B"]:
-    """A_i = (r_i - mean of its group) / (std + eps), rows of a group adjacent.
+    """Compute A_i = (r_i - mean of its group) / (std + eps); the rows of a group are adjacent.
 
     ``group`` divides by the group's std (GRPO), ``batch`` by the std of all rewards about their common mean, ``none``
-    by nothing (Dr. GRPO). A NaN reward is left out of every mean and std and gets 0; mask its row out of the loss.
-    A group of equal rewards gets exactly 0, whatever rounding its mean has. A std of ddof or fewer rewards is 0.
+    by nothing (Dr. GRPO). A NaN reward is left out of every mean and std and gets 0: mask its row out of the loss.
+    A group of equal rewards gets exactly 0, however its mean is rounded. The std of ddof or fewer rewards is 0.
 
     Raises:
         ValueError: the number of rewards is not a multiple of group_size, or an unknown scale.
@@ -65,9 +65,9 @@ def group_advantages(
 
 
 def overlong_penalty(lengths: Int[Array, "B"], *, max_length: int, window: int, penalty: float) -> Float[Array, "B"]:
-    """What to SUBTRACT from the reward of a long completion, in [0, penalty] (DAPO's soft overlong punishment).
+    """Return what to SUBTRACT from a long completion's reward, in [0, penalty] (DAPO's soft overlong punishment).
 
-    0 up to max_length - window tokens, then linear, the whole penalty at max_length. A window of 0 leaves only
+    0 up to max_length - window tokens, then linear, the whole penalty at max_length. A window of 0 penalises only
     completions longer than max_length.
 
     Raises:
@@ -80,7 +80,7 @@ def overlong_penalty(lengths: Int[Array, "B"], *, max_length: int, window: int, 
 
 
 def without_truncated(completion: Bool[Array, "B T"], ended: Bool[Array, "B"]) -> Bool[Array, "B T"]:
-    """Completion mask with the rows that were cut before a stop token left out (DAPO's overlong filtering)."""
+    """Mask out the rows that were cut before a stop token (DAPO's overlong filtering)."""
     return completion & ended[:, None]
 
 
@@ -94,7 +94,7 @@ def policy_ratio(
     *,
     level: Literal["token", "sequence"] = "token",
 ) -> Float[Array, "B T"]:
-    """exp(clip(log-ratio, -20, 20)); 1 outside the mask at token level.
+    """Compute exp(clip(log-ratio, -20, 20)); 1 outside the mask at token level.
 
     ``sequence`` (GSPO) takes the mean log-ratio of the row's valid tokens and repeats it along the row; gradients
     reach every token of it.
@@ -110,7 +110,7 @@ def policy_ratio(
 def truncated_importance(
     old_logps: Float[Array, "B T"], behaviour_logps: Float[Array, "B T"], *, cap: float
 ) -> Float[Array, "B T"]:
-    """min(exp(old - behaviour), cap), without gradient: corrects for a sampler that differs from the trainer."""
+    """Compute min(exp(old - behaviour), cap), detached: it corrects for a sampler that differs from the trainer."""
     gap = jnp.clip(widened(old_logps) - widened(behaviour_logps), -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return stop_gradient(jnp.minimum(jnp.exp(gap), cap))
 
@@ -126,9 +126,10 @@ def clipped_surrogate(
     clip_high: float = 0.28,
     dual_clip: float | None = None,
 ) -> Float[Array, "B T"]:
-    """min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A); where A < 0 not below dual_clip * A, if given.
+    """Compute min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), and where A < 0 at least dual_clip * A.
 
-    TRL's ``delta`` (a cap on the unclipped ratio for either sign) is the same function for delta >= 1 + clip_high.
+    Without a dual clip the last bound is absent. TRL's ``delta`` (a cap on the unclipped ratio for either sign) is the
+    same function for delta >= 1 + clip_high.
     """
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     objective = jnp.minimum(ratio * advantages, clipped * advantages)
@@ -140,14 +141,14 @@ def clipped_surrogate(
 def cispo_surrogate(
     logps: Float[Array, "B T"], ratio: Float[Array, "B T"], advantages: Float[Array, "B T"], *, ratio_cap: float = 5.0
 ) -> Float[Array, "B T"]:
-    """stop_gradient(min(ratio, ratio_cap)) * A * logp (CISPO). The cap is an absolute ratio, not an excess over 1."""
+    """Compute stop_gradient(min(ratio, ratio_cap)) * A * logp (CISPO). The cap is a ratio, not an excess over 1."""
     return stop_gradient(jnp.minimum(ratio, ratio_cap)) * advantages * logps
 
 
 def kl_estimate(
     logps: Float[Array, "*rows"], ref_logps: Float[Array, "*rows"], *, estimator: Literal["k1", "k2", "k3"] = "k3"
 ) -> Float[Array, "*rows"]:
-    """Estimate of KL(policy || reference) from sampled tokens; x = ref - logp, k1 = -x, k2 = x^2 / 2, k3 = e^x - x - 1.
+    """Estimate KL(policy || reference) from sampled tokens: x = ref - logp, k1 = -x, k2 = x^2 / 2, k3 = e^x - x - 1.
 
     As values k1 and k3 are unbiased, k2 nearly so. As loss terms they differ, for tokens of the current policy: k1
     has no gradient on average, k2 has that of KL(policy || ref), k3 that of KL(ref || policy). k3 caps x at 20.
@@ -164,7 +165,7 @@ def kl_estimate(
 
 
 def entropy(logits: Float[Array, "*rows V"]) -> Float[Array, "*rows"]:
-    """Entropy of softmax(logits) in nats, in [0, log V]; logits of -inf are outcomes that cannot happen."""
+    """Compute the entropy of softmax(logits) in nats, in [0, log V]; a logit of -inf is an impossible outcome."""
     logps = jax.nn.log_softmax(widened(logits), axis=-1)
     return -masked_sum(jnp.exp(logps) * logps, jnp.isfinite(logps))
 
@@ -180,7 +181,7 @@ def aggregate(
     max_length: int,
     rows: Literal["filled", "all"] = "filled",
 ) -> Mean:
-    """Token values to a sum and a count that add over microbatches, devices and hosts.
+    """Reduce token values to a sum and a count, which add exactly over microbatches, devices and hosts.
 
     mode      total                       count                what a sum of pieces gives
     dapo      sum over tokens             tokens               token mean of the WHOLE batch
@@ -189,7 +190,7 @@ def aggregate(
     bnpo      token mean of this piece    1 (0 if it's empty)  mean of the pieces' token means
 
     The first three do not depend on how the batch is cut. bnpo does, by definition: it equals dapo for a batch in one
-    piece or in pieces with equally many tokens, and else gives tokens of short pieces more say.
+    piece or in pieces with equally many tokens, and otherwise weighs tokens of short pieces more.
     ``filled`` counts rows with at least one token, so that empty rows (padding, ungraded, truncated and masked) change
     nothing; ``all`` counts every row, as TRL does.
     """
@@ -228,7 +229,7 @@ def policy_loss(
     max_length: int,
     rows: Literal["filled", "all"] = "filled",
 ) -> tuple[Mean, dict[str, Mean]]:
-    """Loss of one (micro)batch to be minimised, as a sum and a count, and its metrics.
+    """Compute the loss of a (micro)batch, to be minimised, as a sum and a count, with its metrics.
 
     Per token: -[truncated importance] * surrogate + kl_beta * KL - entropy_bonus * entropy, then ``aggregate``.
     ``logps`` and ``entropies`` are the current policy's. Without ``batch.old_logps`` the step is on-policy: old is the
@@ -243,7 +244,7 @@ def policy_loss(
     """
     mask = batch.completion
 
-    def inside(values):  # zero before any arithmetic: junk x 0 in a backward pass is NaN
+    def inside(values):  # zero before any arithmetic: NaN x 0 in a backward pass is NaN
         return jnp.where(mask, widened(values), 0)
 
     logps, entropies, advantages = inside(logps), inside(entropies), inside(batch.advantages)
@@ -265,7 +266,9 @@ def policy_loss(
         logged["sampler_gap"] = jnp.abs(old - behaviour)
     if sampler_cap is not None:
         if behaviour is None:
-            raise ValueError("policy_loss: sampler_cap needs batch.behaviour_logps; keep the sampler's or pass None")
+            raise ValueError(
+                "policy_loss: sampler_cap needs batch.behaviour_logps; pass the sampler's log-probs, or None"
+            )
         logged["sampler_weight"] = truncated_importance(old, behaviour, cap=sampler_cap)
         objective = logged["sampler_weight"] * objective
     loss = -objective

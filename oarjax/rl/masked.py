@@ -1,4 +1,4 @@
-"""Reductions over the valid entries of each row. Masked-out entries may hold anything, NaN included.
+"""Reduce the valid entries of each row. Masked-out entries may hold anything, NaN included.
 
 Every function reduces the last axis, so ``[T]``, ``[B, T]`` and deeper arrays work alike. Half-precision inputs are
 reduced in float32.
@@ -11,37 +11,37 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 def widened(values: Float[Array, "..."]) -> Float[Array, "..."]:
-    """At least float32: sums of bfloat16 lose tokens after a few hundred terms."""
+    """Cast to float32 or wider: sums in bfloat16 drop terms after a few hundred."""
     return values.astype(jnp.promote_types(values.dtype, jnp.float32))
 
 
 def masked_count(mask: Bool[Array, "*rows T"]) -> Int[Array, "*rows"]:
-    """Number of valid entries of each row."""
+    """Count the valid entries of each row."""
     return jnp.sum(mask, axis=-1, dtype=jnp.int32)
 
 
 def masked_sum(values: Float[Array, "*rows T"], mask: Bool[Array, "*rows T"]) -> Float[Array, "*rows"]:
-    """Sum of the valid entries, 0 for an empty row."""
+    """Sum the valid entries; 0 for an empty row."""
     return jnp.sum(jnp.where(mask, widened(values), 0), axis=-1)
 
 
 def masked_mean(values: Float[Array, "*rows T"], mask: Bool[Array, "*rows T"]) -> Float[Array, "*rows"]:
-    """Mean of the valid entries, 0 for an empty row."""
+    """Average the valid entries; 0 for an empty row."""
     return masked_sum(values, mask) / jnp.maximum(masked_count(mask), 1)
 
 
 def masked_min(values: Float[Array, "*rows T"], mask: Bool[Array, "*rows T"]) -> Float[Array, "*rows"]:
-    """Smallest valid entry, +inf for an empty row, NaN where a valid entry is NaN."""
+    """Return the smallest valid entry, +inf for an empty row, NaN where a valid entry is NaN."""
     return jnp.min(jnp.where(mask, values, jnp.inf), axis=-1)
 
 
 def masked_max(values: Float[Array, "*rows T"], mask: Bool[Array, "*rows T"]) -> Float[Array, "*rows"]:
-    """Largest valid entry, -inf for an empty row, NaN where a valid entry is NaN."""
+    """Return the largest valid entry, -inf for an empty row, NaN where a valid entry is NaN."""
     return jnp.max(jnp.where(mask, values, -jnp.inf), axis=-1)
 
 
 def masked_minmax(values: Float[Array, "*rows T"], mask: Bool[Array, "*rows T"]) -> Float[Array, "*rows T"]:
-    """(x - min) / (max - min) of each row, in [0, 1]; 0 outside the mask and in rows whose entries are all equal.
+    """Scale each row to (x - min) / (max - min), in [0, 1]; 0 outside the mask and in rows of equal entries.
 
     A row with a valid NaN or infinity has NaN among its valid entries.
     """
@@ -54,7 +54,7 @@ def masked_minmax(values: Float[Array, "*rows T"], mask: Bool[Array, "*rows T"])
 def masked_quantile(
     values: Float[Array, "*rows T"], mask: Bool[Array, "*rows T"], *, level: float
 ) -> Float[Array, "*rows"]:
-    """Quantile of the valid entries with linear interpolation (numpy's default), 0 for an empty row.
+    """Interpolate a quantile of the valid entries linearly (numpy's default); 0 for an empty row.
 
     With n valid entries in ascending order x_0 .. x_{n-1} it is the value at the fractional index level * (n - 1).
 

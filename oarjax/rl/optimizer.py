@@ -10,13 +10,13 @@ import optax
 from jax.typing import DTypeLike
 
 SLOWEST_DECAY = {"float32": 1.0, "bfloat16": 0.99}
-"""The highest b1 and b2 that a stored dtype can follow; see ``stored_in``."""
+"""Highest b1 and b2 whose moving averages still move in a dtype; see ``stored_in``."""
 
 
 def learning_rate(
     *, peak: float, schedule: Literal["constant", "linear", "cosine"], warmup: int, updates: int
 ) -> optax.Schedule:
-    """Linear warm-up from peak/warmup, then constant, or down to 0 at ``updates``."""
+    """Warm up linearly from peak/warmup, then stay constant or decay to 0 at ``updates``."""
     rest = max(updates - warmup, 1)
     after = {
         "constant": optax.constant_schedule(peak),
@@ -37,16 +37,16 @@ def adamw(
     clip_norm: float,
     moments: Literal["float32", "bfloat16"] = "float32",
 ) -> optax.GradientTransformation:
-    """Clip by the global norm, then AdamW; matrices and embeddings decay, biases and norm scales do not.
+    """Chain clipping by the global norm and AdamW; matrices and embeddings decay, biases and norm scales do not.
 
     Raises:
-        ValueError: a decay that moments of this dtype cannot follow.
+        ValueError: b1 or b2 is too close to 1 for moments of this dtype.
     """
     slowest = SLOWEST_DECAY[moments]
     for name, decay in (("b1", b1), ("b2", b2)):
         if decay > slowest:
             raise ValueError(
-                f"{name}: {decay} with moments in {moments}, which stand still above {slowest}; lower {name}, or keep "
+                f"{name}: {decay} with moments in {moments}, which do not move above {slowest}; lower {name}, or keep "
                 "the moments in float32"
             )
     adam = optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=decays)
@@ -54,10 +54,10 @@ def adamw(
 
 
 def stored_in(tx: optax.GradientTransformation, dtype: DTypeLike) -> optax.GradientTransformation:
-    """The same transformation with its floating-point state kept in ``dtype``; it still computes in float32.
+    """Wrap a transformation to store its floating-point state in ``dtype``; it still computes in float32.
 
-    In bfloat16 Adam's moments take 4 bytes a parameter and not 8. A number there has 8 significant bits, so a moving
-    average with decay b stands still once its step (1 - b) * (new - old) is less than half a unit of its last place, a
+    In bfloat16 Adam's moments take 4 bytes per parameter instead of 8. It has 8 significant bits, so a moving
+    average with decay b stops once its step (1 - b) * (new - old) is less than half a unit in its last place, a
     share of 2^-9 to 2^-8. With b = .95 the second moment is off by 8% at most for that, and the update by 4%; with
     .99 by 39% and 18%; with .999 a moment that is too high never comes down at all.
     """
@@ -76,7 +76,7 @@ def stored_in(tx: optax.GradientTransformation, dtype: DTypeLike) -> optax.Gradi
 
 
 def decays(params: Any) -> Any:
-    """Which leaves weight decay pulls on: those whose path names neither a bias nor a norm."""
+    """Mark the leaves that weight decay applies to: those whose path names neither a bias nor a norm."""
 
     def named(path: tuple[Any, ...], _: Any) -> bool:
         name = jax.tree_util.keystr(path).lower()

@@ -1,4 +1,4 @@
-"""Devices, the mesh, where arrays live, the compilation cache, and what a device can do at best."""
+"""Devices, meshes, host memory, the compilation cache and peak FLOPs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from oarjax.errors import UserError
 from oarjax.models.sharding import AXES, ROLLOUT_AXES
 from oarjax.system.compiled import cache_on_every_process
 
-TPU_KINDS = {  # what JAX calls the chips of oarjax.costs
+TPU_KINDS = {  # JAX's device kinds -> chips of oarjax.costs
     "TPU v4": "v4",
     "TPU v5 lite": "v5e",
     "TPU v5e": "v5e",
@@ -40,14 +40,14 @@ PEAK_FLOPS = {  # dense bf16, per jax device, from the vendors' data sheets
 
 
 class DeviceError(UserError, RuntimeError):
-    """A device that was asked for is not there."""
+    """Devices, a mesh or other processes are not as the config needs them."""
 
 
 def choose_platform(wanted: str) -> str:
-    """Make JAX use the wanted platform, "auto" being JAX's own choice; call before anything touches a device.
+    """Select JAX's platform ("auto": JAX's own choice) and return its name; call before anything touches a device.
 
     Raises:
-        DeviceError: no such device on this machine, or JAX cannot reach it.
+        DeviceError: this machine has no such device, or JAX cannot reach it.
     """
     if wanted == "cpu":
         jax.config.update("jax_platforms", "cpu")
@@ -59,7 +59,7 @@ def choose_platform(wanted: str) -> str:
         install = 'Install the extra (pip install "oarjax[{}]"), free the device'
         remedy = {"tpu": install.format("tpu"), "gpu": install.format("cuda")}.get(wanted, "Set JAX_PLATFORMS=cpu")
         raise DeviceError(
-            f"device: {wanted} was asked for and JAX finds {found} ({jax.devices()[0].device_kind}). "
+            f"device: expected {wanted}, and JAX finds {found} ({jax.devices()[0].device_kind}). "
             f"{remedy}, or set device: {found}"
         )
     return found
@@ -89,7 +89,7 @@ def pin_cpu_threads(count: int) -> None:
 
 
 def use_compilation_cache(folder: str | None) -> Path | None:
-    """Keep compiled programs on disk, so that the next run starts in seconds. None turns it off.
+    """Cache compiled programs on disk, so that the next run starts in seconds; None turns the cache off.
 
     Raises:
         DeviceError: the folder cannot be made.
@@ -110,10 +110,10 @@ def use_compilation_cache(folder: str | None) -> Path | None:
 
 
 def make_mesh(*, slice: int, data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh over all devices, or those given; one axis may be -1 and takes what is left.
+    """Build a mesh over all devices, or over ``devices``; one axis may be -1 and takes the devices that are left.
 
-    Of TPUs in several slices each is one place on the axis ``slice``; elsewhere that axis is a plain outermost one.
-    Neighbours on the last axes are neighbours in the machine.
+    On TPUs in several slices, the axis ``slice`` has one place per slice; elsewhere it is an ordinary outermost axis.
+    Neighbours on the last axes are neighbours in the hardware.
 
     Raises:
         DeviceError: the axes do not multiply to the number of devices, or ``slice`` is not the number of slices.
@@ -134,7 +134,7 @@ def make_mesh(*, slice: int, data: int, fsdp: int, tensor: int, devices: Sequenc
         axes[open_axes[0]] = count // fixed
     if math.prod(axes.values()) != count:
         raise DeviceError(f"mesh: {axes} does not multiply to the {count} devices here; set one axis to -1")
-    # Devices of a topology of one slice, which programs are only compiled for, do not say which slice they are in.
+    # Devices of a single-slice topology (ahead-of-time compilation only) have no slice_index.
     slices = len({getattr(d, "slice_index", 0) for d in devices}) if devices[0].platform == "tpu" else 1
     if slices > 1 and axes["slice"] != slices:
         raise DeviceError(
@@ -153,7 +153,7 @@ def make_mesh(*, slice: int, data: int, fsdp: int, tensor: int, devices: Sequenc
 
 
 def _split_where_needed(place: Callable[..., np.ndarray]) -> np.ndarray:
-    """Devices in the shape of a mesh; an axis of the machine's torus is split between two of ours only if it must."""
+    """Arrange devices as a mesh, splitting a physical torus axis between two mesh axes only if necessary."""
     try:
         return place(allow_split_physical_axes=False)
     except NotImplementedError:
@@ -161,10 +161,10 @@ def _split_where_needed(place: Callable[..., np.ndarray]) -> np.ndarray:
 
 
 def rollout_mesh(mesh: Mesh, *, tensor: int) -> Mesh:
-    """The same devices in the same order, so that arrays of both meshes can meet in one program: (data, tensor).
+    """Reshape a mesh to (data, tensor), devices in the same order: one program can take arrays of both meshes.
 
     Raises:
-        DeviceError: ``tensor`` does not divide the devices.
+        DeviceError: ``tensor`` does not divide the number of devices.
     """
     if mesh.size % tensor:
         raise DeviceError(
@@ -175,9 +175,9 @@ def rollout_mesh(mesh: Mesh, *, tensor: int) -> Mesh:
 
 
 def peak_flops(dtype: Any) -> tuple[float, str]:
-    """Operations per second that all devices could do at best, and where the number is from.
+    """Return the peak FLOP/s of all devices together, and the number's source.
 
-    Known accelerators: the data sheet. Others (a CPU): the best of a few square matrix products of ``dtype``.
+    Known accelerators: the data sheet. Others (CPUs): the fastest of a few square matrix products in ``dtype``.
     """
     kind = jax.devices()[0].device_kind
     if kind in PEAK_FLOPS:
@@ -194,10 +194,10 @@ def peak_flops(dtype: Any) -> tuple[float, str]:
 
 
 def to_host_memory(tree: Any) -> Any:
-    """The arrays in the memory of the devices' hosts, divided as they are; ``jax.device_put`` brings them back."""
+    """Move arrays to their hosts' memory with the same sharding; ``jax.device_put`` brings them back."""
     return jax.device_put(tree, jax.tree.map(lambda x: x.sharding.with_memory_kind("pinned_host"), tree))
 
 
 def memory_limit(device: Any) -> int | None:
-    """Bytes that programs on a device may take, None where it does not say (a CPU)."""
+    """Return the bytes that programs may use on a device, None where it does not report them (CPUs)."""
     return (device.memory_stats() or {}).get("bytes_limit")

@@ -31,11 +31,11 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
     return json.dumps(to_plain(value), indent=indent, allow_nan=False)
 
 
-def number(value: float | None) -> float:
+def number(value: float | int | None) -> float:
     """Read a number back: NaN for null."""
     return math.nan if value is None else float(value)
 
 
-def numbers(values: Iterable[float | None]) -> Float[np.ndarray, "n"]:
+def numbers(values: Iterable[float | int | None]) -> Float[np.ndarray, "n"]:
     """Read numbers back as an array: NaN for null."""
     return np.array([number(v) for v in values], float)

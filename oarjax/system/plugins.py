@@ -1,4 +1,4 @@
-"""The user's own Python, by file or by module name."""
+"""Import a user's Python, by file or by module name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def import_plugin(plugin: str) -> ModuleType:
-    """A Python file (``path/to/mine.py``) or a module on the path (``package.mine``)."""
+    """Import a Python file (``path/to/mine.py``) or a module on the path (``package.mine``)."""
     if not plugin.endswith(".py"):
         return importlib.import_module(plugin)
     path = Path(plugin).expanduser().resolve()
@@ -49,10 +49,11 @@ def plugin_file(plugin: str) -> Path | None:
 
 
 def import_object(place: str, *, field: str, expected: type) -> Any:
-    """What ``file.py:name`` or ``module:name`` names.
+    """Import the object that ``file.py:name`` or ``module:name`` names.
 
     Raises:
-        ValueError: it is not of that form, cannot be imported, is not there or is not of the ``expected`` class.
+        ValueError: ``place`` is not of that form, or its module cannot be imported, or has no such name, or the object
+            is not an ``expected``.
     """
     plugin, colon, name = place.rpartition(":")
     if not colon or not plugin or not name:
@@ -66,7 +67,7 @@ def import_object(place: str, *, field: str, expected: type) -> Any:
         ) from error
     if not hasattr(module, name):
         raise ValueError(f"{field}: {plugin} has nothing named {name}")
-    found = vars(module)[name]
-    if not isinstance(found, expected):
-        raise ValueError(f"{field}: {place} is a {type(found).__name__}; expected a {expected.__name__}")
-    return found
+    value = vars(module)[name]
+    if not isinstance(value, expected):
+        raise ValueError(f"{field}: {place} is a {type(value).__name__}; expected a {expected.__name__}")
+    return value

@@ -1,7 +1,7 @@
-"""Several processes, one run: how they start together, who writes, what all must know, arrays that span them.
+"""Several processes in one run: start together, let the first write, agree on decisions, share arrays.
 
-Every process runs the same programs in the same order. Whatever decides what runs next (verdicts, a file that is
-there, a request to stop) is therefore agreed on here first. With one process each of these costs nothing.
+Every process runs the same programs in the same order. Whatever decides what runs next (verdicts, whether a file
+exists, a request to stop) is therefore agreed on here first. With a single process all of this costs nothing.
 """
 
 from __future__ import annotations
@@ -27,55 +27,55 @@ from jaxtyping import Int
 from oarjax.system.devices import DeviceError
 from oarjax.types import Grades
 
-GRACE = 60  # seconds that JAX waits for longer than the message about it
+GRACE = 60  # seconds that JAX waits beyond our own error message
 METADATA = "http://{}/computeMetadata/v1/instance/attributes/{}"
 
 
 def join_processes(*, coordinator: str | None, processes: int | None, process: int | None, timeout: int) -> None:
-    """Make this process one of those that share the run's mesh; call before anything touches a device.
+    """Join the processes that share the run's mesh; call before anything touches a device.
 
-    With a ``coordinator`` (host:port of process 0) as told; without one, by itself on a TPU pod of several hosts, and
-    nothing happens elsewhere. Returns once all have come.
+    With a ``coordinator`` (host:port of process 0) these settings are used; without one, hosts of a TPU pod find each
+    other, and elsewhere nothing happens. Returns once all processes have joined.
 
-    Where they do not all come within ``timeout`` seconds, this process ends with an error message and exit code 2.
+    If they have not all joined within ``timeout`` seconds, this process ends with an error message and exit code 2.
 
     Raises:
-        DeviceError: JAX cannot start, for instance because the port is taken.
+        DeviceError: JAX cannot start, for instance because the port is in use.
     """
     if jax.distributed.is_initialized():
         return
-    told: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if coordinator is not None:
-        told = {"coordinator_address": coordinator, "num_processes": processes, "process_id": process}
-        told["cluster_detection_method"] = "deactivate"
+        settings = {"coordinator_address": coordinator, "num_processes": processes, "process_id": process}
+        settings["cluster_detection_method"] = "deactivate"
     elif pod_hosts() == 1:
         return
-    who = f"process {process} of {processes}" if told else "this host of the TPU pod"
+    who = f"process {process} of {processes}" if settings else "this host of the TPU pod"
     where = coordinator or "the first host"
     late = DeviceError(
-        f"distributed: {who} did not meet the others at {where} within {timeout} s. Start the same command on every "
-        "host, each with its own distributed.process, and see that the port is free and can be reached; or raise "
+        f"distributed: {who} did not reach the others at {where} within {timeout} s. Start the same command on every "
+        "host, each with its own distributed.process, check that the port is free and reachable, or raise "
         "distributed.timeout"
     )
     watch = threading.Timer(timeout, _give_up, [late])
     watch.daemon = True
     watch.start()
     try:
-        jax.distributed.initialize(**told, initialization_timeout=timeout + GRACE)
+        jax.distributed.initialize(**settings, initialization_timeout=timeout + GRACE)
     except (RuntimeError, ValueError) as error:
-        raise DeviceError(f"distributed: {who} could not start with the others at {where}: {error}") from error
+        raise DeviceError(f"distributed: {who} could not join the others at {where}: {error}") from error
     finally:
         watch.cancel()
 
 
 def _give_up(error: DeviceError) -> None:
-    """End the process with words. Where others do not come, JAX ends it with a stack trace of C++, a little later."""
+    """Print the error and end the process, before JAX ends it with a C++ stack trace."""
     print(f"error: {error}", file=sys.stderr, flush=True)
     os._exit(2)
 
 
 def pod_hosts(devices: Path = Path("/dev")) -> int:
-    """Hosts of the TPU pod that this machine is part of; 1 where it is not part of any."""
+    """Count the hosts of this machine's TPU pod; 1 where it is not part of a pod."""
     if find_spec("libtpu") is None or not any((devices / d).exists() for d in ("accel0", "vfio/0")):
         return 1
     hosts = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES")
@@ -88,7 +88,7 @@ def pod_hosts(devices: Path = Path("/dev")) -> int:
 
 
 def _metadata(name: str) -> str:
-    """What a Google Cloud machine is told about itself; empty where nothing answers."""
+    """Read an attribute from Google Cloud's metadata server; empty where there is no such server."""
     if "TPU_SKIP_MDS_QUERY" in os.environ:
         return ""
     server = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
@@ -101,19 +101,19 @@ def _metadata(name: str) -> str:
 
 
 def is_first() -> bool:
-    """Whether this is the process that writes and prints."""
+    """Return True on the one process that writes and prints."""
     return jax.process_index() == 0
 
 
 def from_first(decide: Callable[[], int]) -> int:
-    """What the first process finds; the others do not look."""
+    """Decide on the first process alone, and return its decision on all."""
     if jax.process_count() == 1:
         return decide()
     return int(multihost_utils.broadcast_one_to_all(np.int32(decide() if is_first() else 0)))
 
 
 def gather(mine: Any) -> list[Any]:
-    """What every process has, by the process's number; anything that JSON holds."""
+    """Return every process's value, in the order of the processes; values must be JSON."""
     if jax.process_count() == 1:
         return [mine]
     text = np.frombuffer(json.dumps(mine).encode(), np.uint8)
@@ -124,32 +124,32 @@ def gather(mine: Any) -> list[Any]:
     return [json.loads(row[:size].tobytes()) for row, size in zip(multihost_utils.process_allgather(padded), sizes)]
 
 
-def wait_for_all(what: str) -> None:
-    """Return when every process has come here."""
+def wait_for_all(name: str) -> None:
+    """Block until every process has reached this call."""
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(what)
+        multihost_utils.sync_global_devices(name)
 
 
 def only_first(act: Callable[[], object]) -> None:
-    """Let the first process do something that the others then find done."""
+    """Act on the first process alone; return on every process once it is done."""
     if is_first():
         act()
     wait_for_all("only_first")
 
 
 def check_shared(folder: Path) -> None:
-    """Refuse a folder that not every process sees.
+    """Check that every process sees the same folder.
 
     Raises:
-        DeviceError: on every process, with the numbers of those that do not.
+        DeviceError: some do not; raised on every process, with their numbers.
     """
     if jax.process_count() == 1:
         return
     token = from_first(lambda: secrets.randbits(30))
-    sign = folder / f".processes-{token}"
-    only_first(sign.touch)
-    blind = [number for number, sees in enumerate(gather(sign.exists())) if not sees]
-    only_first(lambda: sign.unlink(missing_ok=True))
+    probe = folder / f".processes-{token}"
+    only_first(probe.touch)
+    blind = [number for number, sees in enumerate(gather(probe.exists())) if not sees]
+    only_first(lambda: probe.unlink(missing_ok=True))
     if blind:
         raise DeviceError(
             f"run_dir: process {', '.join(map(str, blind))} of {jax.process_count()} does not see what process 0 wrote "
@@ -158,9 +158,9 @@ def check_shared(folder: Path) -> None:
 
 
 def leave_others(code: int, error: BaseException | None = None) -> None:
-    """End this process at once where it is one of several, with a traceback of ``error``; alone, go on.
+    """End this process at once if it is one of several, with a traceback of ``error``; do nothing if it is alone.
 
-    The others wait for what this one does next, and an orderly end would wait for them in turn. JAX ends them, as it
+    The others wait for this one's next program, and an orderly exit would wait for them in turn. JAX ends them, as it
     does when a host is lost.
     """
     if jax.distributed.is_initialized():
@@ -172,12 +172,12 @@ def leave_others(code: int, error: BaseException | None = None) -> None:
 
 
 def share(rows: int) -> Int[np.ndarray, "r"]:
-    """Numbers of the rows out of ``rows`` that this process answers for."""
+    """Return the numbers of this process's share of ``rows`` rows."""
     return np.array_split(np.arange(rows), jax.process_count())[jax.process_index()]
 
 
 def gather_grades(mine: Grades) -> Grades:
-    """The grades of all rows, out of those that every process gave to its share."""
+    """Join every process's grades of its share into the grades of all rows."""
     if jax.process_count() == 1:
         return mine
     scores = {name: values.tolist() for name, values in mine.per_reward.items()}
@@ -193,7 +193,7 @@ def gather_grades(mine: Grades) -> Grades:
 
 
 def to_host(tree: Any) -> Any:
-    """Arrays as numpy, whole on every process."""
+    """Fetch arrays as numpy, whole on every process."""
     return jax.tree.map(_whole, tree) if jax.process_count() > 1 else jax.device_get(tree)
 
 
@@ -204,7 +204,7 @@ def _whole(x: Any) -> Any:
 
 
 def to_devices(tree: Any, sharding: Sharding) -> Any:
-    """Numpy arrays, the same on every process, laid out over all devices; each process sends what its own hold."""
+    """Lay numpy arrays, equal on every process, out over all devices; each process sends its own devices' parts."""
     if jax.process_count() == 1:
         return jax.device_put(tree, sharding)
     return jax.tree.map(lambda x: jax.make_array_from_callback(np.shape(x), sharding, np.asarray(x).__getitem__), tree)

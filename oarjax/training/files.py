@@ -136,7 +136,7 @@ class RunFiles:
             StorageError: the checkpoint that was being written has failed.
         """
         if self._verdicts is not None:
-            self._verdicts.at(iteration)
+            self._verdicts.begin(iteration)
         with self._failures.handled():
             self._checkpoints.settle(wait=False)
 

@@ -170,7 +170,7 @@ def rewrite(folder, change):
         (lambda t: t.update(extra=np.zeros(2)), r"1 tensor\(s\) not part of this architecture: extra"),
         (
             lambda t: t.update({"model.norm.weight": np.zeros(31, np.float32)}),
-            r"model.norm.weight has shape \(31,\), config.json asks for \(32,\)",
+            r"model.norm.weight has shape \(31,\), config.json expects \(32,\)",
         ),
     ],
 )
@@ -196,13 +196,13 @@ def test_files_that_are_not_there(copy, tmp_path):
     out = export(tmp_path / "out", cfg, load_params(copy, cfg), source=copy, shard_bytes=20_000)
     shards = sorted(out.glob("*.safetensors"))
     shards[1].write_bytes(shards[1].read_bytes()[:100])
-    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+    with pytest.raises(CheckpointError, match="not a complete safetensors file"):
         load_params(out, cfg)
     shards[1].unlink()
     with pytest.raises(CheckpointError, match=r"1 of \d+ shards named in .* are missing \(model-00002-of"):
         load_params(out, cfg)
     (copy / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"neither model.safetensors nor model.safetensors.index.json"):
+    with pytest.raises(CheckpointError, match=r"expected model.safetensors or model.safetensors.index.json"):
         load_params(copy, cfg)
     (copy / "pytorch_model.bin").write_text("")
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin is a pickle, which is never opened: convert"):
@@ -221,7 +221,7 @@ def test_where_there_is_no_checkpoint(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config.json is not valid JSON"):
         read_config(tmp_path)
-    with pytest.raises(CheckpointError, match="no such folder; give an HF folder or a hub name"):
+    with pytest.raises(CheckpointError, match="no such folder; set an HF folder or a hub name"):
         read_config(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"policy nobody/nothing: .*revision v1.*check the name"):
         read_config("nobody/nothing", revision="v1")  # the tests run with the hub offline

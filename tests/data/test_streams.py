@@ -117,7 +117,7 @@ def test_missing_field_names_line_fields_and_setting(jsonl):
     ("text", "message"),
     [
         ('{"question": "1", "answer": "1"}\n{"question": ', r"bad.jsonl line 2: not JSON"),
-        ('\n["1", "1"]\n', r"bad.jsonl line 2: a list; expected one object a line"),
+        ('\n["1", "1"]\n', r"bad.jsonl line 2: a list; expected one object per line"),
         ('{"question": "1", "answer": null}\n', r"line 1: field 'answer' is None; expected text or a number"),
         ('{"question": "1", "answer": true}\n', r"line 1: field 'answer' is True; expected text or a number"),
         ("\n \n", r"bad.jsonl holds no rows"),
@@ -143,7 +143,7 @@ def test_missing_packages_name_the_extra(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"needs pyarrow; install oarjax\[hub\]"):
         load(tmp_path / "rows.parquet")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"'openai/gsm8k' is no file here.*install oarjax\[hub\]"):
+    with pytest.raises(DataError, match=r"'openai/gsm8k' is not a local file.*install oarjax\[hub\]"):
         load("openai/gsm8k")
 
 

@@ -201,7 +201,7 @@ def test_vocabulary_that_reads_back_wrong_is_refused(characters, tmp_path):
     tree["normalizer"] = {"type": "Replace", "pattern": {"String": "7"}, "content": "1"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
     (tmp_path / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(TokenizerError, match=r"'7' encodes to \[5\], which reads back as '1'; expected the same text"):
+    with pytest.raises(TokenizerError, match=r"'7' encodes to \[5\], which decodes to '1'; expected the same text"):
         load_tokenizer(tmp_path)
 
 

@@ -20,7 +20,7 @@ from oarjax.credit.answer_text import extract_answer, find_extent
 from oarjax.grading.grader import Grader
 from oarjax.grading.no_eval import TextEvaluated, compile_arithmetic, forbid_evaluation, read_plain
 from oarjax.grading.rewards import Sample, find_rewards
-from oarjax.grading.worker import grade_one
+from oarjax.grading.worker import grade_sample
 from oarjax.types import Grades
 
 KNOWN = {"graded", "unparseable", "ungraded", "timeout", "crash"}
@@ -127,7 +127,7 @@ def test_text_reaches_no_eval():
         "1 ",
         "1e",
     ):
-        with pytest.raises(TextEvaluated, match="a grading worker reads numbers and names alone"):
+        with pytest.raises(TextEvaluated, match="a grading worker parses only numbers and names"):
             read_plain(text)
         with pytest.raises(TextEvaluated):
             importlib.import_module("sympy.parsing.sympy_parser").eval_expr(text, {}, {})
@@ -301,7 +301,7 @@ def test_any_text_gets_a_verdict(strict, texts):
 def test_grading_never_raises(text, reference, style):
     pattern = PATTERN if style == "regex" else None
     functions = find_rewards(["exact", "format"])
-    graded = grade_one(sample(text, reference), functions, style=style, pattern=pattern)
+    graded = grade_sample(sample(text, reference), functions, style=style, pattern=pattern)
     assert graded["verdict"] == "graded"
     assert set(graded["values"]) <= {0.0, 1.0}
     assert graded["values"][1] == (extract_answer(text, style=style, pattern=pattern) is not None)

@@ -49,10 +49,10 @@ def grading(tmp_path):
 
 def test_verdicts_come_back_bit_for_bit(grading):
     recorded, _, _ = grading()
-    recorded.at(1)
+    recorded.begin(1)
     first, second = (recorded.submit(samples(text)).result() for text in "ab")  # a refill
     again, behind, said = grading()
-    again.at(1)
+    again.begin(1)
     for text, before in (("a", first), ("b", second)):
         after = again.submit(samples(text)).result()
         np.testing.assert_array_equal(after.rewards, before.rewards)
@@ -67,9 +67,9 @@ def test_a_reward_that_overflows_comes_back_as_it_was(grading):
     recorded, behind, _ = grading()
     values = np.asarray([np.inf, -np.inf, np.nan], np.float32)
     behind.submit = lambda samples: finished_with(values)
-    recorded.at(1)
+    recorded.begin(1)
     for attempt in (recorded, grading()[0]):
-        attempt.at(1)
+        attempt.begin(1)
         after = attempt.submit(samples()).result()
         np.testing.assert_array_equal(after.rewards, values)
         np.testing.assert_array_equal(after.per_reward["a"], values)
@@ -81,41 +81,41 @@ def finished_with(values):
     return done
 
 
-def test_other_completions_or_rewards_are_graded_anew_with_a_word(grading):
+def test_other_completions_or_rewards_are_graded_again_with_a_word(grading):
     recorded, _, _ = grading()
-    recorded.at(1)
+    recorded.begin(1)
     recorded.submit(samples()).result()
     for setup, text, iteration, words in (("same", "y", 1, 1), ("other", "x", 1, 1), ("same", "x", 2, 0)):
         again, behind, said = grading(setup)
-        again.at(iteration)
+        again.begin(iteration)
         again.submit(samples(text)).result()
         assert behind.graded == 3
         assert len(said) == words
         assert all(
-            "v/000001.jsonl: these verdicts are of other completions or rewards; graded" in word for word in said
+            "v/000001.jsonl: these verdicts are of other completions or rewards; grading" in word for word in said
         )
 
 
 def test_a_line_cut_by_a_kill_counts_as_none(grading, tmp_path):
     recorded, _, _ = grading()
-    recorded.at(1)
+    recorded.begin(1)
     recorded.submit(samples("a")).result()
     recorded.submit(samples("b")).result()
     path = tmp_path / "v" / "000001.jsonl"
     path.write_bytes(path.read_bytes()[:-9])
     for graded in (3, 0):  # and the line that replaces it is whole
         again, behind, _ = grading()
-        again.at(1)
+        again.begin(1)
         for text in "ab":
             again.submit(samples(text)).result()
         assert behind.graded == graded
 
 
-def test_unreadable_verdicts_are_graded_anew(grading, tmp_path):
+def test_unreadable_verdicts_are_graded_again(grading, tmp_path):
     (tmp_path / "v").mkdir()
     (tmp_path / "v" / "000001.jsonl").write_text('{"digest": \n{"digest": "x"}\n')
     recorded, behind, said = grading()
-    recorded.at(1)
+    recorded.begin(1)
     recorded.submit(samples()).result()
     assert behind.graded == 3
     assert "000001.jsonl cannot be read" in said[0]
@@ -124,7 +124,7 @@ def test_unreadable_verdicts_are_graded_anew(grading, tmp_path):
 def test_old_verdicts_go_but_not_the_starts(grading, tmp_path):
     recorded, _, _ = grading()
     for iteration in range(5):
-        recorded.at(iteration)
+        recorded.begin(iteration)
         recorded.submit(samples()).result()
     recorded.prune(3)
     assert sorted(p.name for p in (tmp_path / "v").iterdir()) == ["000000.jsonl", "000004.jsonl"]
@@ -139,7 +139,7 @@ def test_a_full_disk_stops_or_warns(grading, monkeypatch):
     with pytest.raises(StorageError, match=r"cannot write .*000000\.jsonl: .*No space left on device"):
         recorded.submit(samples()).result()
     recorded, _, said = grading(policy="warn")
-    recorded.at(7)
+    recorded.begin(7)
     assert recorded.submit(samples()).result().rewards[1] == 0
     assert "checkpoint.on_failure is warn" in said[0]
 

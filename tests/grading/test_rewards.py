@@ -9,7 +9,7 @@ from sympy import Symbol, sqrt
 
 from oarjax.grading import rewards
 from oarjax.grading.rewards import Sample, Unparseable, find_rewards, load_plugins, reference_answer, reward
-from oarjax.grading.worker import grade_one
+from oarjax.grading.worker import grade_sample
 
 SOLUTIONS = r"(?m)^A:[ \t]*([^\n]+)"  # the last line of the labelled GSM8K solutions
 
@@ -201,7 +201,7 @@ def test_one_sample_with_several_rewards(data):
     functions = find_rewards(["math", "format", "hostile"])
 
     def graded(completion, answer="3"):
-        return grade_one(
+        return grade_sample(
             Sample(prompt="", completion=completion, answer=answer), functions, style="boxed", pattern=None
         )
 
@@ -229,7 +229,7 @@ def agreement(rows):
     for row in rows:
         item = Sample(prompt="", completion=row["completion"], answer=row["answer"])
         pattern = SOLUTIONS if row["style"] == "regex" else None
-        grade = grade_one(item, functions, style=row["style"], pattern=pattern)
+        grade = grade_sample(item, functions, style=row["style"], pattern=pattern)
         value = grade["values"][0]
         if math.isnan(value):
             unread.append(row["answer"])

@@ -106,7 +106,7 @@ def test_averages_too_slow_for_bfloat16_stand_still_and_are_refused():
     assert second_moment(0.999, "float32") == pytest.approx(0.999**200, rel=1e-4)
     assert second_moment(0.999, "bfloat16") == 1  # and not .82
     rest = {"weight_decay": 0.0, "clip_norm": 1.0, "moments": "bfloat16"}
-    with pytest.raises(ValueError, match=r"b2: 0\.999 with moments in bfloat16, which stand still above 0\.99"):
+    with pytest.raises(ValueError, match=r"b2: 0\.999 with moments in bfloat16, which do not move above 0\.99"):
         adamw(lambda _: 1e-2, b1=0.9, b2=0.999, **rest)
     with pytest.raises(ValueError, match=r"b1: 0\.995 with moments in bfloat16"):
         adamw(lambda _: 1e-2, b1=0.995, b2=0.95, **rest)

@@ -28,12 +28,14 @@ def test_auto_takes_what_there_is():
 
 
 def test_an_absent_device_is_an_error_not_a_slow_run(monkeypatch):
-    with pytest.raises(DeviceError, match=r"tpu was asked for and JAX finds cpu .*oarjax\[tpu\].*or set device: cpu"):
+    with pytest.raises(DeviceError, match=r"expected tpu, and JAX finds cpu .*oarjax\[tpu\].*or set device: cpu"):
         choose_platform("tpu")
-    with pytest.raises(DeviceError, match=r"gpu was asked for and JAX finds cpu .*oarjax\[cuda\].*or set device: cpu"):
+    with pytest.raises(DeviceError, match=r"expected gpu, and JAX finds cpu .*oarjax\[cuda\].*or set device: cpu"):
         choose_platform("gpu")
     fake_device(monkeypatch, "gpu", "NVIDIA H200")
-    with pytest.raises(DeviceError, match=r"cpu was asked for .* gpu \(NVIDIA H200\). Set JAX_PLATFORMS=cpu, or set"):
+    with pytest.raises(
+        DeviceError, match=r"expected cpu, and JAX finds gpu \(NVIDIA H200\). Set JAX_PLATFORMS=cpu, or set"
+    ):
         choose_platform("cpu")
 
     def broken():

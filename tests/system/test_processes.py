@@ -49,7 +49,7 @@ def test_jax_cannot_start(monkeypatch):
         raise RuntimeError("the port is taken")
 
     monkeypatch.setattr(jax.distributed, "initialize", taken)
-    says = "process 1 of 2 could not start with the others at h:1: the port is taken"
+    says = "process 1 of 2 could not join the others at h:1: the port is taken"
     with pytest.raises(DeviceError, match=says):
         join_processes(coordinator="h:1", processes=2, process=1, timeout=7)
 
@@ -65,7 +65,7 @@ def test_others_that_do_not_come(monkeypatch):
     monkeypatch.setattr(processes, "pod_hosts", lambda: 2)
     monkeypatch.setattr(jax.distributed, "initialize", never)
     join_processes(**ALONE | {"timeout": 0})
-    assert "this host of the TPU pod did not meet the others at the first host within 0 s. Start the same" in ended[0]
+    assert "this host of the TPU pod did not reach the others at the first host within 0 s. Start the same" in ended[0]
 
 
 @pytest.mark.parametrize(

@@ -254,7 +254,7 @@ def test_a_process_that_stays_alone_says_so(config, tmp_path):
         )
         said = " ".join((tmp_path / "0.log").read_text().split())
         assert codes == [2], said
-        assert f"distributed: process {number} of 2 did not meet the others" in said
+        assert f"distributed: process {number} of 2 did not reach the others" in said
         assert "Traceback" not in said
 
 
