@@ -107,7 +107,7 @@ def test_overrides_are_yaml_and_the_last_one_counts(file):
         ("rollout.group_size", r"override 'rollout.group_size': expected key.sub=value"),
         (
             "run_dir.sub=1",
-            r"override 'run_dir.sub=1': run_dir is a value .'r'. and has no field sub; set the fields of run_dir instead",
+            r"override 'run_dir.sub=1': run_dir is a value .'r'. and has no field sub; set the fields of run_dir",
         ),
         ("seed=[1", r"override 'seed=\[1': the value is not valid YAML; quote it"),
         (

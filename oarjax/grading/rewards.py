@@ -112,7 +112,7 @@ def find_rewards(names: Sequence[str]) -> tuple[Reward, ...]:
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(
             f"grading.rewards: no reward is called {', '.join(map(repr, unknown))}; known are "
-            f"{', '.join(sorted(_registry))}{hint}. Register custom ones with @reward and name the file in grading.plugins"
+            f"{', '.join(sorted(_registry))}{hint}. Register your own with @reward, its file in grading.plugins"
         )
     return tuple(_registry[name] for name in names)
 
