@@ -89,7 +89,7 @@ class RecordedGrader:
                 # If all crashed the run stops; once the cause is fixed, a resumed run must grade them again.
                 if set(grades.verdicts) != {"crash"}:
                     with self._failures.handled():
-                        _append(path, {"digest": digest, **asdict(grades)})
+                        _append(path, {"digest": digest, **_plain(grades)})
             except BaseException as error:  # of the grader or the disk: raised by the future
                 result.set_exception(error)
             else:
