@@ -140,7 +140,7 @@ def abstract_state(run: Run) -> TrainState:
 
 def rollout_shapes(run: Run) -> Any:
     """The params as they are sampled with, as shapes, each with its sharding."""
-    shapes = jax.eval_shape(run.rollout_layout.prepare, _params(run))
+    shapes = run.steps.rollout_params.eval_shape(_params(run))  # pyright: ignore[reportFunctionMemberAccess]
     return _with(shapes, run.rollout_layout.params)
 
 
@@ -261,7 +261,7 @@ def _scored(run: Run) -> tuple[Rollout, AnswerSpan, tuple[Any, ...]]:
 
 
 def _scores(run: Run) -> Any:
-    """What score gives."""
+    """Return the shapes of what score returns."""
     program = score_program(run)
-    found = jax.eval_shape(partial(program.jitted, **program.static), *program.args)
-    return _with(found, NamedSharding(run.mesh, PartitionSpec(None, *batch_spec())))
+    scores = program.jitted.eval_shape(*program.args, **program.static)
+    return _with(scores, NamedSharding(run.mesh, PartitionSpec(None, *batch_spec())))
