@@ -7,7 +7,8 @@ import pytest
 import tiny
 
 from oarjax.rollout.sampler import rollout_key
-from oarjax.training.iteration import NOISE, ORDER, iterate
+from oarjax.training.iteration import NOISE, ORDER, add_metrics, iterate
+from oarjax.types import Mean
 
 
 def run(cfg, iterations=1, **kwargs):
@@ -38,6 +39,7 @@ def test_leaving_out_groups_of_equal_rewards_changes_the_work_not_the_update():
     keep, b = run(tiny.config(update__skip_zero_variance=False), reward=reward)
     assert a.metrics["rows_used"] == 8
     assert b.metrics["rows_used"] == 16
+    assert a.metrics["grad_norm"] == pytest.approx(b.metrics["grad_norm"], rel=1e-5)  # Adam would hide another scale
     assert difference(skip.params, keep.params) < 1e-6
 
 
@@ -118,6 +120,8 @@ def test_refills_replace_groups_of_equal_rewards():
     assert done.metrics["reward"] == 3 / 4  # not of the groups picked for their unequal rewards
     assert done.metrics["rows_used"] == 16
     np.testing.assert_array_equal(done.problems, [0, 1, 0, 1])  # from the first draw and the second
+    first, second = (tiny.prompts(seed=n).tokens[:2] for n in (0, 1))
+    np.testing.assert_array_equal(done.rollout.tokens[::4, :6], [*first, *second])
 
 
 def test_epochs_and_minibatches_each_update():
@@ -125,6 +129,13 @@ def test_epochs_and_minibatches_each_update():
     assert int(state.step) == 4
     assert done.metrics["ratio"] != 1
     assert done.metrics["sampler_gap"] < 1e-4  # old log-probs are the sampler's
+
+
+def test_metrics_of_updates_are_added():
+    one, two = Mean(jnp.float32(3), jnp.float32(2)), Mean(jnp.float32(5), jnp.float32(6))
+    both = add_metrics({"loss": one, "kl": one}, {"loss": two, "ratio": two})
+    values = {name: float(mean.value) for name, mean in both.items()}
+    assert values == pytest.approx({"loss": 1, "kl": 1.5, "ratio": 5 / 6})
 
 
 def test_a_reference_model_pulls_the_policy_back():

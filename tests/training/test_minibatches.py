@@ -34,7 +34,8 @@ def test_trim_keeps_every_generated_token():
     short, span = trim(r, span_of(r), np.arange(2), length=4)
     assert short.tokens.shape == (2, 7)
     assert short.completion.sum() == r.completion.sum()
-    assert span.reasoning.shape == (2, 4)
+    np.testing.assert_array_equal(span.reasoning, r.completion[:, :4])
+    np.testing.assert_array_equal(short.behaviour_logps, r.behaviour_logps[:, :4])
     np.testing.assert_array_equal(short.tokens, r.tokens[:, :7])
 
 
@@ -98,6 +99,7 @@ def test_grades_are_joined_and_chosen_alike():
     )
     both = join_grades([a, b], np.array([2, 0]))
     np.testing.assert_array_equal(both.rewards, np.float32([np.nan, 1]))
+    np.testing.assert_array_equal(both.per_reward["math"], both.rewards)
     assert (both.verdicts, both.answers, both.notes) == (["timeout", "graded"], [None, "1"], ["x", ""])
 
 
