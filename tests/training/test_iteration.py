@@ -100,11 +100,15 @@ def test_nothing_to_learn_leaves_the_policy_alone():
 
 
 def test_truncated_completions_can_be_left_out_of_the_loss():
+    cfg = tiny.config(loss__mask_truncated=True, update__skip_zero_variance=False)
     everything, _ = run(tiny.config())
     assert int(everything.step) == 1
-    ended_only, done = run(tiny.config(loss__mask_truncated=True))
+    ended_only, done = run(cfg)
     assert 0 < done.rollout.ended.sum() < 16
     assert difference(everything.params, ended_only.params) > 1e-4
+    # where only truncated completions are graded nothing is left to train on
+    nothing, _ = run(cfg, reward=lambda rollout: np.where(rollout.ended, np.nan, np.arange(16) % 2))
+    assert int(nothing.step) == 0
 
 
 def test_refills_replace_groups_of_equal_rewards():
