@@ -8,6 +8,19 @@ that must notice. All these tests pass first as things stand; then each mutant i
 checkout, and its own tests run there. A mutant that breaks an import proves nothing and is an error. Not part of CI;
 tests/test_mutants.py keeps the list true: each text is still there, once, and each test exists.
 
+The last run, about 20 minutes on two cores that had other work:
+
+    file                   mutants  killed
+    rl/grpo.py                  42      42
+    rl/masked.py                10      10
+    rl/optimizer.py             10      10
+    credit/gate.py              19      19
+    training/minibatches.py     18      18
+    training/iteration.py       25      25
+    training/programs.py         3       3
+    rollout/sampler.py          20      20
+    all                        147     147
+
 Left out are changes that cannot matter: `_std` of one reward is 0 with and without its guard, at a threshold above 0
 both branches of the gate give 1, and min-max makes every entry of a row with a NaN or infinite one NaN or 0, so that
 `oar_weights` would find nothing above 0 in it without asking what is finite.

@@ -39,7 +39,7 @@ def completion_logps(policy, params, tokens, valid, length):
 @pytest.mark.usefixtures("x64")
 def test_two_epochs_of_two_minibatches_are_four_sgd_steps_written_out():
     """Old log-probs before the first step, rows taken in turn, a seeded order, tokens / 2 as the denominator."""
-    cfg = tiny.config(seed=16, update={"epochs": 2, "minibatches": 2, "microbatch": 4, "skip_zero_variance": False})
+    cfg = tiny.config(seed=17, update={"epochs": 2, "minibatches": 2, "microbatch": 4, "skip_zero_variance": False})
     policy, steps, state = sgd_build(cfg)
     params = jax.tree.map(jnp.copy, state.params)
     state, done = iterate(state, None, 3, steps=steps, host=tiny.host(), cfg=cfg)
@@ -63,8 +63,8 @@ def test_two_epochs_of_two_minibatches_are_four_sgd_steps_written_out():
 
         return jax.tree.map(lambda p, g: p - RATE * g, params, jax.grad(loss)(params))
 
-    for epoch in range(2):  # this seed's orders are [0, 1] and [1, 0], in an iteration 0 the other way round
-        for k in np.random.default_rng((16, 3, epoch)).permutation(2):
+    for epoch in range(2):  # this seed's orders are [0, 1] and [1, 0], in an iteration 0 twice [0, 1]
+        for k in np.random.default_rng((17, 3, epoch)).permutation(2):
             params = step(params, np.arange(k, 16, 2))
     assert int(state.step) == 4
     for ours, wanted in zip(jax.tree.leaves(state.params), jax.tree.leaves(params), strict=True):
