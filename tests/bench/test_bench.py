@@ -150,6 +150,7 @@ def both(tmp_path) -> tuple:
     return ours, Torch(folder, SHAPES, tokens, ours.cfg, threads=1, device="cpu"), tokens
 
 
+@pytest.mark.slow
 def test_both_sides_compute_the_same(both):
     import torch
 

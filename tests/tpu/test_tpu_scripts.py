@@ -635,6 +635,7 @@ def test_delete_after_gives_the_machine_back_when_the_run_does_not_start(cloud, 
     assert NOT_BILLED in said
 
 
+@pytest.mark.slow  # waits out every attempt to connect
 def test_delete_after_that_cannot_start_leaves_a_run_that_may_be_going_on(cloud):
     cloud.running(workers=2)
     cloud.put("codes", "hold\n")
@@ -696,6 +697,7 @@ def test_connections_that_lasted_do_not_count_as_failures(cloud):
     assert "DONE" in said
 
 
+@pytest.mark.slow  # waits out every attempt to connect
 def test_a_live_run_is_never_deleted_and_watched_again_when_the_network_is_back(cloud):
     cloud.running()
     cloud.put("codes", "hold\n0\n")

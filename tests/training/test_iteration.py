@@ -43,7 +43,9 @@ def test_leaving_out_groups_of_equal_rewards_changes_the_work_not_the_update():
     assert difference(skip.params, keep.params) < 1e-6
 
 
-@pytest.mark.parametrize("aggregation", ["dapo", "grpo", "dr_grpo"])
+@pytest.mark.parametrize(
+    "aggregation", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dapo", "dr_grpo"))]
+)
 def test_microbatches_are_the_whole_batch(aggregation):
     whole, a = run(tiny.config(update__microbatch=16, loss__aggregation=aggregation))
     parts, b = run(tiny.config(update__microbatch=2, loss__aggregation=aggregation))
