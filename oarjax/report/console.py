@@ -1,4 +1,4 @@
-"""What a run shows while it runs: start-up banner, live progress, seconds per phase, warnings that say what to change.
+"""Terminal output of a run: start-up banner, live progress, seconds per phase, warnings with a remedy.
 
 On hosts other than the first, pass ``Console(quiet=True)``.
 """
@@ -30,7 +30,7 @@ LIVE = {
     "pass_at_1": "pass@1",  # held-out, a share
     "tokens_per_second": "tok/s",
 }
-"""Metrics of the live line, and what they are called there."""
+"""Metrics of the live line, and their labels there."""
 
 # Progress and time ------------------------------------------------------------------------------------------------
 
@@ -38,8 +38,8 @@ LIVE = {
 class PhaseTimer:
     """Seconds per named phase of an iteration.
 
-    ``with timer.phase("sample"): ...`` around each phase, ``timer.lap()`` once per iteration. Phases may nest: the
-    inner one's time is not counted in the outer one, so that the phases add up to the wall time.
+    Wrap each phase in ``with timer.phase("sample"): ...`` and call ``timer.lap()`` once per iteration. Phases may nest:
+    the inner phase's time is not counted in the outer one, so that the phases add up to the wall time.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
@@ -62,7 +62,7 @@ class PhaseTimer:
             self._seconds[name] = self._seconds.get(name, 0.0) + spent - inside
 
     def lap(self) -> dict[str, float]:
-        """Seconds of each phase since the last lap, "other" for what no phase covered, "total" for all of it."""
+        """Return each phase's seconds since the last lap, with "other" for the rest and "total" for the sum."""
         now = self._clock()
         total = now - self._start
         laps = self._seconds | {"other": max(total - sum(self._seconds.values()), 0.0), "total": total}
@@ -71,7 +71,7 @@ class PhaseTimer:
 
 
 class Progress:
-    """A live bar with the current metrics on a terminal, one plain line per ``every`` updates anywhere else.
+    """A live bar with the current metrics on a terminal, one plain line per ``every`` updates elsewhere.
 
     Use as a context manager; while it is open, print through ``progress.console``.
     """
@@ -93,8 +93,8 @@ class Progress:
         self._live = Live(self._bar, console=self.console, refresh_per_second=2) if self.console.is_terminal else None
 
     def update(self, done: int, metrics: Metrics, phases: Mapping[str, float] | None = None) -> None:
-        """Show that ``done`` of the total are finished, their latest metrics and the seconds per phase."""
-        # Phases without rewards, such as a warm start, have few metrics: show what there is.
+        """Show that ``done`` of the total are finished, with the latest metrics and seconds per phase."""
+        # Work without rewards, such as a warm start, has few metrics: show the first ones.
         names = LIVE if "reward" in metrics else {name: name for name in list(metrics)[:5]}
         values = [f"{shown} {short(metrics[name])}" for name, shown in names.items() if name in metrics]
         seconds = [f"{name} {value:.1f}s" for name, value in (phases or {}).items() if value >= 0.05 or name == "total"]
@@ -125,7 +125,7 @@ def _one_line(text: str, style: str) -> Text:
 
 
 Judge = Callable[[float, float, float], bool]
-"""(value now, first value seen, limit) -> whether to warn. Not-a-number values are never fine."""
+"""(current value, first value, limit) -> whether to warn."""
 
 
 def above(now: float, first: float, limit: float) -> bool:
@@ -146,13 +146,13 @@ def below(now: float, first: float, limit: float) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """A state of the metrics that deserves a word, and the word: what it means and what to change."""
+    """A condition on a metric, and the warning to print: what it means and what to change."""
 
     metric: str
     judge: Judge
     limit: float
     text: str  # with {now}, {first} and {limit}
-    key: str = ""  # rules with one key speak once together; by default the metric
+    key: str = ""  # rules with the same key warn once in all; "" = the metric
 
 
 COLLAPSE = (
@@ -160,9 +160,9 @@ COLLAPSE = (
     "raise loss.clip_high, or add loss.entropy_bonus"
 )
 SKIPPED = "of this iteration's updates was not finite, so they were skipped:"
-LESSEN = "lower optim.lr, or set policy.compute_dtype=float32"
+LOWER = "lower optim.lr, or set policy.compute_dtype=float32"
 DAMAGED = (
-    "set policy.compute_dtype=float32; if it stays so, the parameters are damaged: go back to an earlier checkpoint"
+    "set policy.compute_dtype=float32; if it persists, the parameters are damaged: return to an earlier checkpoint"
 )
 
 WARNINGS = (
@@ -178,7 +178,7 @@ WARNINGS = (
         reached,
         1.0,
         "every group had equal rewards, so nothing was learned in this iteration: the problems are all too hard or too "
-        "easy for this policy, or the reward never fires; look at completions.jsonl, raise rollout.group_size, or set "
+        "easy for this policy, or the reward is always 0; look at completions.jsonl, raise rollout.group_size, or set "
         "update.refills",
     ),
     Rule("entropy", share_of_first, 0.1, COLLAPSE),
@@ -204,8 +204,8 @@ WARNINGS = (
         "the sampler's and the trainer's log-probabilities differ by {now:.3g} on average: set "
         "loss.sampler_correction_cap, or policy.compute_dtype=float32",
     ),
-    Rule("nonfinite/loss", above, 0.0, f"the loss of {{now:.0%}} {SKIPPED} {LESSEN}", "loss"),
-    Rule("nonfinite/gradient", above, 0.0, f"the gradient of {{now:.0%}} {SKIPPED} {LESSEN}", "gradient"),
+    Rule("nonfinite/loss", above, 0.0, f"the loss of {{now:.0%}} {SKIPPED} {LOWER}", "loss"),
+    Rule("nonfinite/gradient", above, 0.0, f"the gradient of {{now:.0%}} {SKIPPED} {LOWER}", "gradient"),
     Rule(
         "nonfinite/params",
         above,
@@ -217,21 +217,21 @@ WARNINGS = (
         above,
         0.0,
         "{now:.0%} of completions have token importance that is not finite, so their tokens keep weights of 1: set "
-        "policy.compute_dtype=float32, credit.estimator=linearised or another credit.probe.mode, or mend your "
+        "policy.compute_dtype=float32, credit.estimator=linearised or another credit.probe.mode, or correct your "
         "credit.probe.function",
     ),
     Rule(
         "nonfinite/weights",
         above,
         0.0,
-        "{now:.0%} of completions were given token weights that are not finite and keep weights of 1: set another "
-        "credit.method, or policy.compute_dtype=float32",
+        "{now:.0%} of completions have token weights that are not finite, so their tokens keep weights of 1: set "
+        "another credit.method, or policy.compute_dtype=float32",
     ),
     Rule(
         "nonfinite/advantages",
         above,
         0.0,
-        "{now:.0%} of completions have an advantage that is not finite: rewards are too large to be added up; lower "
+        "{now:.0%} of completions have an advantage that is not finite: rewards are too large to add up; lower "
         "them or their grading.rewards weight",
     ),
     *(
@@ -253,30 +253,30 @@ WARNINGS = (
 
 
 class OnceWarnings:
-    """Prints each warning the first time it applies, never again."""
+    """Prints each warning only the first time it applies."""
 
     def __init__(self, console: Console, rules: Sequence[Rule] = WARNINGS):
         self._console, self._rules = console, rules
         self._first: dict[str, float] = {}
-        self._said: set[str] = set()
+        self._printed: set[str] = set()
 
     def remember(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """What a run logged before it was stopped: its first values count, and what was said is not said again."""
+        """Replay a resumed run's records: keep its first values, and do not repeat its warnings."""
         for record in records:
-            for rule, _ in self._broken({name: value for name, value in record.items() if value is not None}):
-                self._said.add(rule.key or rule.metric)
+            for rule, _ in self._applying({name: value for name, value in record.items() if value is not None}):
+                self._printed.add(rule.key or rule.metric)
 
     def check(self, iteration: int, metrics: Metrics) -> list[str]:
-        """Warn of what these metrics show; gives back the new warnings."""
+        """Print the warnings that apply to these metrics; return the new ones."""
         new = []
-        for rule, words in self._broken(metrics):
-            text = f"iteration {iteration}: {words}"
+        for rule, message in self._applying(metrics):
+            text = f"iteration {iteration}: {message}"
             new += [text] if self.say(rule.key or rule.metric, text) else []
         return new
 
-    def _broken(self, metrics: Metrics) -> list[tuple[Rule, str]]:
-        """Rules that apply, in words; notes the first finite value of every metric."""
-        found = []
+    def _applying(self, metrics: Metrics) -> list[tuple[Rule, str]]:
+        """Return the rules that apply with their messages; remember the first finite value of every metric."""
+        applying = []
         for rule in self._rules:
             if rule.metric not in metrics:
                 continue
@@ -285,32 +285,32 @@ class OnceWarnings:
                 self._first.setdefault(rule.metric, now)
             first = self._first.get(rule.metric, now)
             if rule.judge(now, first, rule.limit):
-                found.append((rule, rule.text.format(now=now, first=first, limit=rule.limit)))
-        return found
+                applying.append((rule, rule.text.format(now=now, first=first, limit=rule.limit)))
+        return applying
 
     def check_sampling(self, *, top_k: int, top_p: float) -> None:
-        """Warn where rollouts are drawn from another distribution than the one that is trained."""
+        """Warn if rollouts are drawn from another distribution than the trained one."""
         if top_k > 0 or top_p < 1.0:
             self.say(
                 "sampling",
-                f"rollout.top_k={top_k}, rollout.top_p={top_p:g}: completions are drawn from a cut distribution while "
-                "the loss uses the whole one, which biases the gradient; set top_k=0 and top_p=1 for training",
+                f"rollout.top_k={top_k}, rollout.top_p={top_p:g}: completions are drawn from a truncated distribution "
+                "while the loss uses the whole one, which biases the gradient; set top_k=0 and top_p=1 for training",
             )
 
     def say(self, key: str, text: str) -> bool:
-        """Print a warning unless one with this key has been printed; True where it was."""
-        if key in self._said:
+        """Print a warning unless one with this key has been printed; return True if it was printed now."""
+        if key in self._printed:
             return False
-        self._said.add(key)
+        self._printed.add(key)
         self._console.print(Text("warning: ", style="bold yellow").append(Text(text, style="default")), soft_wrap=True)
         return True
 
 
 def banner(console: Console, facts: Mapping[str, object], changes: Mapping[str, Any] | None = None) -> None:
-    """Print what a run is about to do as ``key: value`` lines, then the config fields that differ from their defaults.
+    """Print a run's facts as ``key: value`` lines, then the config fields that differ from their defaults.
 
     Args:
-        facts: device, mesh, model size, stop ids, folder and so on, in the order to print.
+        facts: device, mesh, model size, stop ids, folder and so on, in order of printing.
         changes: a nested dict of config fields, such as ``config.model_dump(exclude_defaults=True)``.
     """
     lines = {**facts, **{f"config {path}": value for path, value in flatten(changes or {}).items()}}

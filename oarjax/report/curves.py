@@ -28,54 +28,54 @@ PANELS = (
 )
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-"""Okabe and Ito's palette: told apart with every common colour vision."""
+"""Okabe and Ito's palette: distinguishable with every common colour vision."""
 DASHES = ("-", "--", "-.", ":")
 
 
 def points(records: Sequence[Record], metric: str) -> list[tuple[float, float]]:
-    """(iteration, value) where the metric was logged and finite."""
+    """Return (iteration, value) where the metric was logged and finite."""
     pairs = ((r["iteration"], r.get(metric)) for r in records)
     return [(float(n), float(v)) for n, v in pairs if v is not None and math.isfinite(v)]
 
 
 def drawn_panels(runs: Mapping[str, Sequence[Record]]) -> list[Panel]:
-    """The panels that at least one run has something to show in."""
+    """Select the panels for which at least one run has values."""
     return [panel for panel in PANELS if any(points(records, panel.metric) for records in runs.values())]
 
 
 def iteration_range(runs: Mapping[str, Sequence[Record]]) -> tuple[float, float]:
-    """First and last iteration of any run, so that all panels share an axis."""
+    """Return the first and last iteration of any run, so that all panels share an axis."""
     seen = [float(record["iteration"]) for records in runs.values() for record in records]
     return (min(seen), max(seen)) if seen else (0.0, 1.0)
 
 
 def average(runs: Sequence[Sequence[Record]]) -> list[dict[str, float]]:
-    """Runs of one method with several seeds as one: the mean of every metric at every iteration.
+    """Average a method's runs over seeds: the mean of every metric at every iteration.
 
-    A value that a run does not have (or that is not finite) is left out of the mean.
+    Missing values and those that are not finite are left out of the mean.
     """
-    found: dict[float, dict[str, list[float]]] = {}
+    by_iteration: dict[float, dict[str, list[float]]] = {}
     for record in (record for run in runs for record in run):
-        values = found.setdefault(record["iteration"], {})
+        values = by_iteration.setdefault(record["iteration"], {})
         for name, value in record.items():
             if value is not None and math.isfinite(value):
                 values.setdefault(name, []).append(float(value))
-    return [{name: sum(seen) / len(seen) for name, seen in found[n].items()} for n in sorted(found)]
+    return [{name: sum(v) / len(v) for name, v in by_iteration[n].items()} for n in sorted(by_iteration)]
 
 
 def moving_mean(values: Sequence[float]) -> list[float]:
-    """Centred mean over about a fifteenth of the series, over what there is near its ends; short series stay as is."""
+    """Smooth a series by centred means over about a fifteenth of it, fewer near its ends; short series stay as is."""
     half = len(values) // 30
     windows = [values[max(i - half, 0) : i + half + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows] if half else list(values)
 
 
 def curves(runs: Mapping[str, Sequence[Record]], folder: Path) -> list[Path]:
-    """Draw every panel into a PNG of its own and all of them into curves.png; gives back the files, curves.png first.
+    """Draw every panel into its own PNG and all of them into curves.png; return the files, curves.png first.
 
     Args:
         runs: the metrics of each run by the name to show.
-        folder: made if missing.
+        folder: created if missing.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -119,10 +119,10 @@ def _file_name(panel: Panel) -> str:
 def _draw(axis: Any, panel: Panel, runs: Mapping[str, Sequence[Record]]) -> None:
     scale = 100 if panel.percent else 1
     for i, (name, records) in enumerate(runs.items()):
-        found = points(records, panel.metric)
-        if not found:
+        curve = points(records, panel.metric)
+        if not curve:
             continue
-        x, y = [p[0] for p in found], [scale * p[1] for p in found]
+        x, y = [p[0] for p in curve], [scale * p[1] for p in curve]
         colour, dash = COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)]
         smooth = moving_mean(y)
         if smooth != y:

@@ -1,8 +1,7 @@
-"""What a run writes down: metrics and sampled completions as JSONL, and untrusted text made printable.
+"""Write a run's metrics and sampled completions as JSONL; make untrusted text printable.
 
-Only the first host should write. TensorBoard and other trackers: ``oarjax.report.trackers``. Any metric name is
-written; the ones that the progress line, the warnings, the curves and the page know by heart are in
-``oarjax.report.console.LIVE`` and ``WARNINGS``.
+Only the first host should write. TensorBoard and other trackers: ``oarjax.report.trackers``. Any metric name can be
+written; those that the progress line and the warnings use are in ``oarjax.report.console.LIVE`` and ``WARNINGS``.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from oarjax.runs.durable import Lines, read_lines, storage_errors
+from oarjax.system.json import number
 
 Metrics = Mapping[str, SupportsFloat]
 
@@ -29,7 +29,7 @@ RESERVED = ("iteration", "time")
 
 
 def make_console(stream: io.TextIOWrapper | None = None) -> Console:
-    """A console, by default on standard output, that cannot crash on text which the stream's encoding does not have."""
+    """Create a console, by default on standard output, that escapes text which the stream's encoding lacks."""
     target = sys.stdout if stream is None else stream
     if isinstance(target, io.TextIOWrapper):
         target.reconfigure(errors="backslashreplace")
@@ -37,7 +37,7 @@ def make_console(stream: io.TextIOWrapper | None = None) -> Console:
 
 
 def visible(text: str) -> str:
-    """Text from a model or a dataset, safe to print: whatever a terminal would act on or hide is spelt out.
+    """Make text from a model or a dataset safe to print: escape whatever a terminal would act on or hide.
 
     Control characters (escape sequences, carriage returns), bidirectional and zero-width characters, surrogates and
     unassigned code points become <U+XXXX>. Newlines and tabs stay.
@@ -49,7 +49,7 @@ _UNSAFE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 
 def short(value: SupportsFloat) -> str:
-    """A number in about four characters; n/a where it is not finite."""
+    """Format a number in about four characters; n/a if it is not finite."""
     x = float(value)
     if not math.isfinite(x):
         return "n/a"
@@ -59,9 +59,9 @@ def short(value: SupportsFloat) -> str:
 
 
 def token_texts(tokens: Sequence[bytes]) -> list[str]:
-    """Text of each token of a sequence, joined exactly the sequence's own text.
+    """Decode each token of a sequence; the joined texts are exactly the sequence's text.
 
-    A character whose bytes are spread over several tokens belongs to the token with its last byte; bytes that are no
+    A character whose bytes are spread over several tokens belongs to the token with its last byte; bytes that are not
     UTF-8 become the replacement character.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -75,16 +75,15 @@ def token_texts(tokens: Sequence[bytes]) -> list[str]:
 
 
 class MetricsWriter:
-    """Metrics of every iteration, to metrics.jsonl in a folder.
+    """Writes every iteration's metrics to metrics.jsonl in a folder.
 
     A line is {"iteration": n, "time": unix seconds, name: value, ...} in strict JSON: values that are not finite are
-    null. Every line is flushed, so that a killed run keeps all it has written; a line cut in half by the kill is
-    dropped when the file is opened again. Without a ``folder`` nothing is written: a run has one writer, however many
-    processes it has.
+    null. Every line is flushed, so that a killed run keeps what it has written; a line that the kill cut short is
+    dropped when the file is opened again. Without a ``folder`` nothing is written: of several processes one writes.
 
     Args:
-        folder: made if missing.
-        position: bytes of metrics.jsonl to go on after, as ``sync`` gave them; None = all its whole lines.
+        folder: created if missing.
+        position: bytes of metrics.jsonl to keep, as ``sync`` returned them; None = all complete lines.
 
     Raises:
         StorageError: the file cannot be written, here or in any method.
@@ -99,17 +98,17 @@ class MetricsWriter:
         self.short = self._file.short if self._file else 0  # bytes of ``position`` that the file did not have
 
     def write(self, iteration: int, metrics: Metrics) -> None:
-        """Append one line. Two lines of one iteration (training, then evaluation) are read back as one."""
+        """Append one line. Two lines of one iteration (training, then evaluation) are merged when read."""
         clash = [name for name in RESERVED if name in metrics]
         if clash:
-            raise ValueError(f"metric name {clash[0]!r} is taken by the writer itself; choose another name")
+            raise ValueError(f"metric name {clash[0]!r} is reserved for the writer; choose another name")
         values = {name: float(value) for name, value in metrics.items()}
         if self._file is not None:
             record = {"iteration": iteration, "time": round(time.time(), 3)}
             self._file.write(record | values)
 
     def sync(self) -> int | None:
-        """Put the lines on disk; how many bytes they are, None where there is no file."""
+        """Sync the lines to disk; return the file's size in bytes, None without a file."""
         return None if self._file is None else self._file.sync()
 
     def close(self) -> None:
@@ -124,10 +123,10 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Records of a metrics.jsonl, one per iteration, in order; null stays None. Empty where there is no file.
+    """Read a metrics.jsonl as one record per iteration, in order; null stays None. Empty if there is no file.
 
-    Lines of the same iteration are merged. A run that was resumed from an earlier iteration replaces what it had
-    written beyond it. A half-written last line is left out.
+    Lines of the same iteration are merged. A run resumed from an earlier iteration replaces the later records. A
+    half-written last line is ignored.
 
     Raises:
         StorageError: a line before the last one is damaged.
@@ -148,7 +147,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class CompletionRow:
-    """One sampled completion as it is saved and shown. The four per-token tuples have one entry per generated token."""
+    """A sampled completion as saved and shown. The four per-token sequences have one entry per generated token."""
 
     prompt: str
     completion: str
@@ -157,7 +156,7 @@ class CompletionRow:
     verdict: str  # of the grader: graded, unparseable, timeout, ...
     note: str = ""  # why the verdict is not "graded"
     rewards: Mapping[str, float] = field(default_factory=dict)  # by reward function
-    advantage: float = math.nan  # of the whole completion, before it was reshaped
+    advantage: float = math.nan  # of the whole completion, before reshaping
     reference: str | None = None  # the right answer
     tokens: Sequence[str] = ()  # text of each token
     weights: Sequence[float] = ()  # 1 = as in plain GRPO
@@ -166,10 +165,9 @@ class CompletionRow:
 
 
 class CompletionsWriter:
-    """Sampled completions to a JSONL file, one line each: {"iteration": n, and the fields of CompletionRow}.
+    """Writes sampled completions to a JSONL file, one per line: {"iteration": n, and the fields of CompletionRow}.
 
-    ``position`` are the bytes to go on after, as ``sync`` gave them; None = all whole lines. Without a ``path`` nothing
-    is written: a run has one writer, however many processes it has.
+    ``position`` and a missing ``path`` act as ``position`` and a missing folder do in MetricsWriter.
 
     Raises:
         StorageError: the file cannot be written, here or in any method.
@@ -185,7 +183,7 @@ class CompletionsWriter:
                 self._file.write({"iteration": iteration} | asdict(row))
 
     def sync(self) -> int | None:
-        """Put the lines on disk; how many bytes they are, None where there is no file."""
+        """Sync the lines to disk; return the file's size in bytes, None without a file."""
         return None if self._file is None else self._file.sync()
 
     def close(self) -> None:
@@ -200,20 +198,20 @@ class CompletionsWriter:
 
 
 def read_completions(path: Path) -> list[tuple[int, CompletionRow]]:
-    """(iteration, row) of every line of a completions.jsonl."""
-    found = []
+    """Read the lines of a completions.jsonl as (iteration, row)."""
+    rows = []
     for record in read_lines(path):
         iteration = record.pop("iteration")
         for name in ("reward", "advantage"):
-            record[name] = math.nan if record[name] is None else record[name]
-        record["weights"] = [math.nan if w is None else w for w in record["weights"]]
-        record["rewards"] = {k: math.nan if v is None else v for k, v in record["rewards"].items()}
-        found.append((iteration, CompletionRow(**record)))
-    return found
+            record[name] = number(record[name])
+        record["weights"] = [number(w) for w in record["weights"]]
+        record["rewards"] = {k: number(v) for k, v in record["rewards"].items()}
+        rows.append((iteration, CompletionRow(**record)))
+    return rows
 
 
 def show_completions(console: Console, iteration: int, rows: Sequence[CompletionRow], *, limit: int = 600) -> None:
-    """Print completions. Untrusted text is printed as text: no markup, no control characters; long ones are cut."""
+    """Print completions. Untrusted text is printed as plain text, without markup or control characters, and cut."""
     for row in rows:
         head = Text(f"iteration {iteration}  {visible(row.verdict)}  reward {short(row.reward)}", style="bold")
         if row.answer is not None:

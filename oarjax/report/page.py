@@ -1,7 +1,7 @@
-"""report.html: what a run did, on one self-contained page without scripts.
+"""report.html: a run on one self-contained page without scripts.
 
-Everything that comes from a model or a dataset goes through the template's escaping (and ``visible`` before it). The
-page loads nothing from anywhere, and its content policy forbids it to.
+All text from a model or a dataset goes through ``visible`` and the template's escaping. The page loads nothing from
+elsewhere, and its content policy forbids it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Line(NamedTuple):
     style: int  # number of the run, for its colour
     path: str  # SVG path of the (smoothed) curve
     raw: str  # path of the values as logged, empty where the same
-    dots: list[tuple[str, str, str]]  # x, y, what to say on hover
+    dots: list[tuple[str, str, str]]  # x, y, hover text
 
 
 class Chart(NamedTuple):
@@ -57,17 +57,17 @@ def write_page(
     facts: Mapping[str, object],
     shown: int = 6,
 ) -> None:
-    """Write the page.
+    """Write report.html.
 
     Args:
         path: of the HTML file.
         title: heading of the page.
         summary: rows of the final table; empty = no table.
         runs: metrics by run name, in the order of the legend.
-        completions: (iteration, row) of which ``shown`` are picked, see ``pick_completions``.
+        completions: (iteration, row), of which ``pick_completions`` shows some.
         config: the whole config as nested dicts, shown folded.
         facts: short ``key: value`` pairs such as device, policy, seconds.
-        shown: completions on the page at most.
+        shown: number of completions on the page, at most.
     """
     header, cells = summary_cells(summary) if summary else ([], [])
     html = (
@@ -90,13 +90,13 @@ def write_page(
         )
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Lone surrogates of a broken tokenizer cannot be written as UTF-8; ``visible`` has spelt out all others.
+    # Lone surrogates of a broken tokenizer cannot be written as UTF-8; ``visible`` has escaped all others.
     path.write_text(html, encoding="utf-8", errors="replace")
 
 
 @cache
 def templates() -> Environment:
-    """The HTML files beside this one; everything that they are given is escaped."""
+    """Load the HTML templates beside this file; every value in them is escaped."""
     return Environment(
         loader=FileSystemLoader(Path(__file__).parent, encoding="utf-8"),
         autoescape=True,
@@ -109,7 +109,7 @@ def templates() -> Environment:
 def pick_completions(
     completions: Sequence[tuple[int, CompletionRow]], *, count: int
 ) -> list[tuple[int, CompletionRow]]:
-    """A few to look at: half from the earliest iterations, half from the latest, those with uneven weights first."""
+    """Pick half from the earliest iterations and half from the latest, preferring those with uneven weights."""
     uneven = [c for c in completions if len({w for w in c[1].weights if math.isfinite(w)}) > 1]
     pool = uneven if len(uneven) >= count else uneven + [c for c in completions if c not in uneven]
     early, late = pool[: count // 2], pool[count // 2 :]
@@ -117,7 +117,7 @@ def pick_completions(
 
 
 def token_colour(weight: float) -> str:
-    """CSS background of a token: blue towards 0, none at 1, orange towards 3 and above; none where not finite."""
+    """Return a token's CSS background: blue towards 0, none at 1 or where not finite, orange towards 3 and above."""
     if not math.isfinite(weight) or weight == 1:
         return ""
     strength = min((weight - 1) / 2, 1.0) if weight > 1 else min(1 - weight, 1.0)
@@ -125,12 +125,12 @@ def token_colour(weight: float) -> str:
 
 
 def colour_scale() -> list[tuple[float, str]]:
-    """Weights and their colours, to read the others by."""
+    """Return the legend's weights with their colours."""
     return [(weight, token_colour(weight)) for weight in (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0)]
 
 
 def token_pieces(row: CompletionRow) -> list[Piece]:
-    """The tokens of a completion with colour, kind and hover text; the whole text in one piece where it has none.
+    """Split a completion into tokens with colour, kind and hover text; one piece if its tokens are unknown.
 
     Raises:
         ValueError: the per-token fields differ in length.
@@ -156,7 +156,7 @@ def token_pieces(row: CompletionRow) -> list[Piece]:
 
 
 def card(iteration: int, row: CompletionRow) -> dict[str, Any]:
-    """What the template shows of a completion."""
+    """Collect what the template shows of a completion."""
     chips = []
     chips += [(visible(name), short(value)) for name, value in row.rewards.items() if len(row.rewards) > 1]
     if math.isfinite(row.advantage):
@@ -176,7 +176,7 @@ def card(iteration: int, row: CompletionRow) -> dict[str, Any]:
 
 
 def _tiles(summary: Sequence[SummaryRow]) -> list[tuple[str, str, str]]:
-    """(label, number, below it) of the first policy and of the first that was compared with it."""
+    """Return (label, number, caption) for the first policy and the first one compared with it."""
     if not summary:
         return []
     first = summary[0]
@@ -190,10 +190,10 @@ def _tiles(summary: Sequence[SummaryRow]) -> list[tuple[str, str, str]]:
 
 
 def chart(panel: Panel, runs: Mapping[str, Sequence[Record]]) -> Chart:
-    """One panel's curves in a chart's own units."""
+    """Convert a panel's curves to a chart's units."""
     scale = 100 if panel.percent else 1
-    found = [[(x, scale * y) for x, y in points(records, panel.metric)] for records in runs.values()]
-    ys = [y for line in found for _, y in line] + ([0.0] if panel.from_zero else [])
+    curves = [[(x, scale * y) for x, y in points(records, panel.metric)] for records in runs.values()]
+    ys = [y for line in curves for _, y in line] + ([0.0] if panel.from_zero else [])
     first, last = iteration_range(runs)
     x_ticks = nice_ticks(first, last, count=5, whole=True)
     y_ticks = nice_ticks(min(ys), max(ys), count=4)
@@ -209,7 +209,7 @@ def chart(panel: Panel, runs: Mapping[str, Sequence[Record]]) -> Chart:
         return "M" + " L".join(f"{px(x):.1f} {py(y):.1f}" for x, y in line)
 
     lines = []
-    for i, (name, line) in enumerate(zip(runs, found)):
+    for i, (name, line) in enumerate(zip(runs, curves)):
         if not line:
             continue
         smooth = list(zip([x for x, _ in line], moving_mean([y for _, y in line])))
@@ -227,7 +227,7 @@ def chart(panel: Panel, runs: Mapping[str, Sequence[Record]]) -> Chart:
 
 
 def nice_ticks(low: float, high: float, *, count: int, whole: bool = False) -> list[float]:
-    """About ``count`` round numbers that reach from at or below ``low`` to at or above ``high``."""
+    """Return about ``count`` round numbers, from at or below ``low`` to at or above ``high``."""
     span = high - low or abs(high) or 1.0
     power = 10.0 ** math.floor(math.log10(span / count))
     step = next(power * m for m in (1, 2, 2.5, 5, 10) if span / (power * m) <= count)
@@ -238,7 +238,7 @@ def nice_ticks(low: float, high: float, *, count: int, whole: bool = False) -> l
 
 
 def _plain(tree: Any) -> Any:
-    """Nested plain values that YAML can write."""
+    """Convert nested values to ones that YAML can write."""
     if isinstance(tree, Mapping):
         return {str(k): _plain(v) for k, v in tree.items()}
     if isinstance(tree, list | tuple):

@@ -1,4 +1,4 @@
-"""The table at the end of a run: pass@1 of each policy with an interval over problems, and the change it stands for."""
+"""Summary table of a run: pass@1 of each policy with an interval over problems, and its paired change."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def summarise(
     mean_length: float | None = None,
     seconds: float | None = None,
 ) -> SummaryRow:
-    """A row of the table from the share of right answers of each problem under each seed.
+    """Summarise the share of right answers of each problem under each seed as a row of the table.
 
     Args:
-        scores: 0..1; the mean over the samples of a problem. NaN = ungraded, left out and counted.
-        baseline: the same problems and seeds before training; None for the baseline's own row.
+        scores: 0..1, the mean over a problem's samples; NaN = ungraded, left out and counted.
+        baseline: the same problems and seeds before training; None for the baseline's row.
     """
     accuracy = clustered_share_interval(scores)
     change = None if baseline is None else paired_change(scores, baseline)
@@ -88,7 +88,7 @@ def paired_change(
 
 
 def summary_cells(rows: Sequence[SummaryRow]) -> tuple[list[str], list[list[str]]]:
-    """Header and text cells of the table, for the terminal and for the page. ± is half the interval's width."""
+    """Return the table's header and cells, for the terminal and the page. ± is half the interval's width."""
     header = ["policy", "pass@1", "change", "seeds", "length", "seconds"]
     ungraded = any(row.ungraded for row in rows)
     cells = [
@@ -137,7 +137,7 @@ def print_summary(console: Console, rows: Sequence[SummaryRow]) -> None:
 
 
 def write_summary(path: Path, rows: Sequence[SummaryRow]) -> None:
-    """The table as JSON: {"note": ..., "rows": [the fields of SummaryRow]}; null where a number is not finite."""
+    """Write the table as JSON: {"note": ..., "rows": [fields of SummaryRow]}; null for a number that is not finite."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(to_json({"note": NOTE, "rows": [asdict(row) for row in rows]}, indent=2) + "\n")
 

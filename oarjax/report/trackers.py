@@ -1,8 +1,8 @@
 """Experiment trackers beside a run's own files: TensorBoard, Weights & Biases and trackio, one interface.
 
 All of them are local unless the environment says otherwise: W&B writes an offline run below the run's folder unless
-``WANDB_MODE`` is set, trackio its local database unless ``TRACKIO_SPACE_ID`` or ``TRACKIO_SERVER_URL`` is. A tracker is
-never worth a run: one that fails is told once and left out from there on. Only the first host should open any.
+``WANDB_MODE`` is set, trackio its local database unless ``TRACKIO_SPACE_ID`` or ``TRACKIO_SERVER_URL`` is. A tracker
+never stops a run: one that fails is reported once and then left out. Only the first host should open any.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from oarjax.runs.durable import write_durably
 from oarjax.system.json import to_plain
 
 PACKAGES = {"tensorboard": ("tensorboardX", "log"), "wandb": ("wandb", "wandb"), "trackio": ("trackio", "trackio")}
-"""Name in ``report.to`` -> the package that it needs, and the extra that installs it."""
+"""Name in ``report.to`` -> its package, and the extra that installs it."""
 
 COLUMNS = ("iteration", "prompt", "completion", "reward", "answer", "reference", "verdict", "advantage")
-"""Of the completions table, before one column per reward function."""
+"""First columns of the completions table, followed by one per reward function."""
 
 
 class Tracker(Protocol):
-    """Where a run's curves and completions can be looked at."""
+    """Receives a run's curves and completions."""
 
-    where: str  # for the user: where it writes, and how to look at it
+    where: str  # for the user: where it writes, and how to view it
 
     def write(self, iteration: int, metrics: Mapping[str, float], rows: Sequence[CompletionRow]) -> None:
-        """Finite metrics of an iteration, and some of its completions."""
+        """Record an iteration's finite metrics and some of its completions."""
         ...
 
     def close(self) -> None: ...
@@ -45,21 +45,21 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """What a tracker calls a run. ``id`` stays the same when the run goes on."""
+    """A run's names for trackers. ``id`` stays the same when the run resumes."""
 
     folder: Path
     project: str
     name: str
     id: str
     config: dict[str, Any]
-    first: int = 0  # the iteration after which it goes on
+    first: int = 0  # the iteration after which it resumes
 
 
 def run_id(folder: Path) -> str:
-    """The id that trackers know a run folder by, made at the first call and kept in its tracking.json.
+    """Return the trackers' id of a run folder, created at the first call and kept in its tracking.json.
 
     Raises:
-        OSError, ValueError: it cannot be kept, or what is there is not one.
+        OSError, ValueError: tracking.json cannot be written, or holds no id.
     """
     file = folder / "tracking.json"
     if not file.exists():
@@ -71,9 +71,9 @@ class Trackers:
     """The trackers of a run, none of which can stop it. Use as a context manager.
 
     Args:
-        to: names in ``OPEN``; others are passed over.
-        run: makes the run's names, once, where there is a tracker to open.
-        say: prints a warning of a key, once per key.
+        to: names in ``OPEN``; others are ignored.
+        run: creates the run's names, called once if there is a tracker to open.
+        say: prints a warning under a key, once per key.
         show: prints where a tracker writes.
     """
 
@@ -91,7 +91,7 @@ class Trackers:
         for name in to:
             if name not in OPEN:
                 continue
-            with self._surviving(name):
+            with self._failures_of(name):
                 known = known or run()
                 self._open[name] = OPEN[name](known)
                 show(f"{name:<12}{visible(self._open[name].where)}")
@@ -99,7 +99,7 @@ class Trackers:
     def write(self, iteration: int, metrics: Metrics, rows: Sequence[CompletionRow]) -> None:
         values = {name: float(value) for name, value in metrics.items() if math.isfinite(float(value))}
         for name, tracker in list(self._open.items()):
-            with self._surviving(name):
+            with self._failures_of(name):
                 tracker.write(iteration, values, rows)
 
     def __enter__(self) -> Trackers:
@@ -107,18 +107,18 @@ class Trackers:
 
     def __exit__(self, *_: object) -> None:
         for name, tracker in list(self._open.items()):
-            with self._surviving(name):
+            with self._failures_of(name):
                 tracker.close()
 
     @contextlib.contextmanager
-    def _surviving(self, name: str) -> Iterator[None]:
+    def _failures_of(self, name: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # each tracker has its own, and none of them is the run's
+        except Exception as error:  # whatever it is, it does not concern the run
             self._open.pop(name, None)
             self._say(
                 f"tracker {name}",
-                f"report.to: {name} failed ({type(error).__name__}: {visible(str(error))}); the run goes on without it",
+                f"report.to: {name} failed ({type(error).__name__}: {visible(str(error))}); continuing without it",
             )
 
 
@@ -126,13 +126,13 @@ class Trackers:
 
 
 class TensorBoard:
-    """Event files in the folder ``tensorboard``. What a resumed run repeats is hidden by TensorBoard itself."""
+    """Event files in the folder ``tensorboard``. TensorBoard hides the iterations that a resumed run repeats."""
 
     def __init__(self, run: Run):
         from tensorboardX import SummaryWriter
 
         folder = run.folder / "tensorboard"
-        self.where = f"{folder}; look at it with: tensorboard --logdir {shlex.quote(str(folder))}"
+        self.where = f"{folder}; view it with: tensorboard --logdir {shlex.quote(str(folder))}"
         self._writer: Any = SummaryWriter(str(folder), purge_step=run.first + 1 if run.first else None)
 
     def write(self, iteration: int, metrics: Mapping[str, float], rows: Sequence[CompletionRow]) -> None:
@@ -147,14 +147,14 @@ class TensorBoard:
 
 
 class WandB:
-    """A W&B run whose x axis is the iteration, so that a resumed run may repeat some."""
+    """A W&B run whose x axis is the iteration, so that a resumed run may repeat iterations."""
 
     def __init__(self, run: Run):
         if not os.environ.get("WANDB_MODE"):
-            os.environ.pop("WANDB_MODE", None)  # W&B refuses one that is set and empty
+            os.environ.pop("WANDB_MODE", None)  # W&B rejects an empty one
         mode = os.environ.get("WANDB_MODE", "offline")
         if mode == "offline":
-            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its crash reports go over the network
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # no crash reports over the network
         import wandb
 
         self._wandb: Any = wandb
@@ -186,7 +186,7 @@ class WandB:
 
 
 class Trackio:
-    """A run of trackio's local database (``TRACKIO_DIR``), found again by its name."""
+    """A run in trackio's local database (``TRACKIO_DIR``), resumed by its name."""
 
     def __init__(self, run: Run):
         import trackio
@@ -196,7 +196,7 @@ class Trackio:
             self._run: Any = trackio.init(
                 project=run.project, name=f"{run.name}-{run.id}", config=run.config, resume="allow", embed=False
             )
-        self.where = f"run {run.name}-{run.id}; look at it with: trackio show --project {shlex.quote(run.project)}"
+        self.where = f"run {run.name}-{run.id}; view it with: trackio show --project {shlex.quote(run.project)}"
 
     def write(self, iteration: int, metrics: Mapping[str, float], rows: Sequence[CompletionRow]) -> None:
         record: dict[str, Any] = dict(metrics)
@@ -207,17 +207,17 @@ class Trackio:
 
     def close(self) -> None:
         with _quiet():
-            self._trackio.finish()  # of the run that is open, which it forgets: nothing is left for the exit
+            self._trackio.finish()  # closes the open run: nothing is left for the exit
 
 
 OPEN: dict[str, Callable[[Run], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
 
 
-# What they are given ----------------------------------------------------------------------------------------------
+# Their input ------------------------------------------------------------------------------------------------------
 
 
 def completions_table(iteration: int, rows: Sequence[CompletionRow]) -> tuple[list[str], list[list[Any]]]:
-    """Columns and cells of sampled completions: text made printable, numbers that are not finite as None."""
+    """Return columns and cells of sampled completions: printable text, None for numbers that are not finite."""
     rewards = sorted({name for row in rows for name in row.rewards})
     cells = [
         [
@@ -237,7 +237,7 @@ def completions_table(iteration: int, rows: Sequence[CompletionRow]) -> tuple[li
 
 
 def _as_markdown(row: CompletionRow) -> str:
-    """One completion as an indented block, in which nothing is markup."""
+    """Format a completion as an indented block, in which Markdown reads no markup."""
     head = f"reward {short(row.reward)}, {row.verdict}, answer {row.answer}, expected {row.reference}"
     block = visible("\n\n".join([head, row.prompt, row.completion]))
     return textwrap.indent(block, "    ", lambda line: True)
@@ -248,13 +248,13 @@ def _text(value: str | None) -> str | None:
 
 
 def _quiet() -> contextlib.AbstractContextManager[Any]:
-    """Without what a package prints about itself."""
+    """Suppress what a package prints about itself."""
     return contextlib.redirect_stdout(io.StringIO())
 
 
 @contextlib.contextmanager
 def _no_hub() -> Iterator[None]:
-    """trackio asks the hub for the user's name even for a local run; nobody asked for a network here."""
+    """Keep trackio off the network, where it looks up the user's name even for a local run."""
     from huggingface_hub import constants
 
     if os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL"):

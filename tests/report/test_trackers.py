@@ -163,7 +163,7 @@ def test_a_tracker_that_fails_is_told_once_and_the_others_go_on(tmp_path, monkey
     with trackers(("wandb", "tensorboard"), run_of(tmp_path), said) as opened:
         for iteration in (1, 2):
             opened.write(iteration, {"loss": 1.0}, [])
-    assert said == [f"report.to: wandb failed (OSError: {fails} is broken); the run goes on without it"]
+    assert said == [f"report.to: wandb failed (OSError: {fails} is broken); continuing without it"]
     events = board_events(tmp_path / "tensorboard")
     assert [event.step for event in events if event.summary.value] == [1, 2]
 
@@ -175,7 +175,7 @@ def test_names_that_cannot_be_kept_stop_no_run(tmp_path):
     said: list[str] = []
     with Trackers(("tensorboard",), nowhere, say=lambda key, text: said.append(text), show=print) as opened:
         opened.write(1, {"loss": 1.0}, [])
-    assert said == ["report.to: tensorboard failed (PermissionError: read-only); the run goes on without it"]
+    assert said == ["report.to: tensorboard failed (PermissionError: read-only); continuing without it"]
 
 
 @pytest.mark.parametrize(
