@@ -1,6 +1,6 @@
-"""How well a method's scores agree with the truth, and how its weights are spread. One number per row.
+"""Measures of a method's scores against causal evidence, and of its weights' spread. One number per row.
 
-NaN where a figure is undefined for a row (no causal token, constant scores): leave such rows out of a mean.
+NaN where a figure is undefined for a row (no causal token, constant scores): leave such rows out of means.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from oarjax.credit.oar_screened import top_share
 
 
 class Evidence(NamedTuple):
-    """What scores are measured by; a mask that is None is not known."""
+    """Evidence that scores are measured against; None for a mask that is unknown."""
 
     reasoning: Bool[Array, "B T"]  # the tokens that are ranked
     exact: Float[Array, "B T"]  # exact OAR-P
@@ -24,19 +24,19 @@ class Evidence(NamedTuple):
 
 
 def agreement(scores: Float[Array, "B T"], evidence: Evidence, *, share: float) -> dict[str, Float[Array, "B"]]:
-    """Spearman's correlation with exact OAR-P; how much of each set of tokens the top ``share`` of scores holds, where
-    ``recall_exact`` is of exact OAR-P's own top; and how well the scores separate each set from the rest."""
+    """Compute Spearman's correlation with exact OAR-P, and for each set of causal tokens (exact OAR-P's top among them)
+    the share of it in the top ``share`` of scores, and how well the scores separate it from the rest."""
     mask = evidence.reasoning
-    found = {"spearman": spearman(scores, evidence.exact, mask)}
+    values = {"spearman": spearman(scores, evidence.exact, mask)}
     exact = top_share(evidence.exact, mask, share=share)
     for name, causal in (("exact", exact), *_sets(evidence)):
-        found[f"recall_{name}"] = recall_at_k(scores, causal, mask, share=share)
-        found[f"auc_{name}"] = separation(scores, causal, mask)
-    return found
+        values[f"recall_{name}"] = recall_at_k(scores, causal, mask, share=share)
+        values[f"auc_{name}"] = separation(scores, causal, mask)
+    return values
 
 
 def best_agreement(evidence: Evidence, *, share: float) -> dict[str, Float[Array, "B"]]:
-    """The recall of a ranking that has every causal token first: below 1 where they are more than the top holds."""
+    """Compute the recall of a perfect ranking: below 1 where the causal tokens outnumber the top."""
     return {
         f"recall_{name}": recall_at_k(causal.astype(evidence.exact.dtype), causal, evidence.reasoning, share=share)
         for name, causal in _sets(evidence)
@@ -44,7 +44,7 @@ def best_agreement(evidence: Evidence, *, share: float) -> dict[str, Float[Array
 
 
 def _sets(evidence: Evidence) -> list[tuple[str, Bool[Array, "B T"]]]:
-    """The sets of causal tokens that are known."""
+    """List the known sets of causal tokens."""
     named = {"direct": evidence.direct, "total": evidence.total, "known": evidence.known}
     return [(name, causal) for name, causal in named.items() if causal is not None]
 
@@ -52,5 +52,5 @@ def _sets(evidence: Evidence) -> list[tuple[str, Bool[Array, "B T"]]]:
 def concentration(
     weights: Float[Array, "B T"], reasoning: Bool[Array, "B T"], *, share: float
 ) -> dict[str, Float[Array, "B"]]:
-    """ESS ratio, and the mass on the top ``share`` of the weights."""
+    """Compute the ESS ratio, and the mass on the top ``share`` of the weights."""
     return {"ess": ess_ratio(weights, reasoning), "top_mass": top_mass(weights, reasoning, share=share)}

@@ -1,4 +1,4 @@
-"""``oarjax credit``: which tokens each method credits, what that costs, and whether they decide the answer."""
+"""``oarjax credit``: compare methods by the tokens that they credit, their cost, and what decides the answer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def measure_credit(cfg: Config, console: Console, saved: Sequence[SavedRollout] 
     """Run the lab on new completions, or on saved ones, and write its files to the run folder.
 
     Raises:
-        ConfigError: the policy does not exist, or its answers cannot be measured by.
+        ConfigError: the policy does not exist, or the config extracts no answers to measure by.
     """
     check_policy(cfg)
     check_answers(cfg)
@@ -57,26 +57,26 @@ def measure_credit(cfg: Config, console: Console, saved: Sequence[SavedRollout] 
 
 
 def check_policy(cfg: Config) -> None:
-    """A run's export that is not there yet is told apart from a misspelt hub name.
+    """Check that a run's export exists, so that a missing one is not taken for a hub name.
 
     Raises:
-        ConfigError: with the command that makes it.
+        ConfigError: it does not; names the command that creates it.
     """
     path = Path(cfg.policy.path).expanduser()
     if cfg.policy.path in BUILTIN_POLICIES or path.is_dir() or path.name != "export":
         return
     name = path.parent.name
     raise ConfigError(
-        f"policy.path: {path} does not exist yet; it is the policy that a run leaves behind, train it first: "
+        f"policy.path: {path} does not exist yet; it is the export of a run, train it first: "
         f"oarjax train configs/{name}.yaml"
     )
 
 
 def check_answers(cfg: Config) -> None:
-    """The lab changes tokens and looks at the answer that the completion itself gives.
+    """Check that answers are extracted from the completions, which the lab measures by.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: they are not.
     """
     answer = cfg.credit.answer
     if answer.style == "none":

@@ -1,4 +1,4 @@
-"""The completions that the credit lab compares methods on: drawn from the policy, or saved ones."""
+"""Completions that the credit lab compares methods on: sampled from the policy, or saved ones."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from oarjax.types import AnswerSpan, Rollout
 
 @dataclass(frozen=True)
 class Drawn:
-    """Completions to compare on, numpy, with their problems."""
+    """Completions to compare methods on, as numpy, with their problems."""
 
     rollout: Rollout
     span: AnswerSpan
     problems: list[Problem]
-    referenced: np.ndarray  # bool [R]: the right answer is known
-    answered: int  # completions with an answer, of which these are the first
-    considered: int  # completions that were looked at for one
+    referenced: np.ndarray  # bool [R]: the reference answer is known
+    answered: int  # considered completions with an answer; these are the first of them
+    considered: int  # completions searched for an answer
 
 
 def draw_completions(session: Run, programs: Programs) -> Drawn:
-    """One completion per problem of data.eval (or data.train), in order, until enough have an answer.
+    """Sample one completion per problem of data.eval (or data.train), in order, until enough have an answer.
 
     Raises:
-        ConfigError: none has an answer after enough reasoning.
+        ConfigError: no completion has an answer after enough reasoning.
     """
     cfg = session.cfg
     source = session.train if session.held_out is None else session.held_out
@@ -63,10 +63,10 @@ def draw_completions(session: Run, programs: Programs) -> Drawn:
 
 
 def saved_completions(session: Run, saved: Sequence[SavedRollout]) -> Drawn:
-    """Saved rollouts that have an answer, the first ``lab.problems`` of them; those of one prompt are one problem.
+    """Select the first ``lab.problems`` saved rollouts that have an answer; those of one prompt are one problem.
 
     Raises:
-        ConfigError: none has one after enough reasoning, or one is longer than the policy's positions.
+        ConfigError: none has an answer after enough reasoning, or one is longer than the policy's positions.
     """
     cfg = session.cfg
     found = [_ids(session, s, number) for number, s in enumerate(saved, 1)]
@@ -104,10 +104,10 @@ def saved_completions(session: Run, saved: Sequence[SavedRollout]) -> Drawn:
 
 
 def _ids(session: Run, saved: SavedRollout, number: int) -> tuple[list[int], list[int], bool]:
-    """Ids of a saved prompt and completion, and whether special tokens had to be put back into the prompt.
+    """Encode a saved prompt and completion; also return whether the prompt's special tokens were restored.
 
     Raises:
-        ConfigError: the policy does not have one of the ids, or not as many positions.
+        ConfigError: an id outside the policy's vocabulary, or more tokens than its positions.
         TextError: a text that its tokenizer cannot encode.
     """
     place, made = f"--rollouts: {saved.place or f'rollout {number}'}", saved.completion
@@ -130,7 +130,7 @@ def _ids(session: Run, saved: SavedRollout, number: int) -> tuple[list[int], lis
 
 
 def _prompt_ids(session: Run, saved: SavedRollout) -> tuple[list[int], bool]:
-    """Ids of a saved prompt, and whether special tokens had to be put back."""
+    """Encode a saved prompt; also return whether its special tokens were restored."""
     data, tokenizer, prompt = session.cfg.data, session.tokenizer, saved.prompt
     if isinstance(prompt, str):
         if saved.rendered:
@@ -144,7 +144,7 @@ def _prompt_ids(session: Run, saved: SavedRollout) -> tuple[list[int], bool]:
 
 
 def usable_rows(span: AnswerSpan, *, shortest: int) -> np.ndarray:
-    """Rows with an answer after at least ``shortest`` tokens of reasoning."""
+    """Select the rows with an answer after at least ``shortest`` tokens of reasoning."""
     reasoning, answer = np.asarray(span.reasoning), np.asarray(span.answer)
     return np.flatnonzero(np.asarray(span.found) & answer.any(1) & (reasoning.sum(1) >= shortest))
 
@@ -152,7 +152,7 @@ def usable_rows(span: AnswerSpan, *, shortest: int) -> np.ndarray:
 def _nothing_to_compare(considered: int, shortest: int, style: str) -> str:
     return (
         f"lab: none of {considered} completions has an answer (credit.answer.style {style}) after at least {shortest} "
-        "tokens of reasoning; give a trained policy, its own answer style, a lower lab.shortest, or --rollouts"
+        "tokens of reasoning; set a trained policy, its answer style, a lower lab.shortest, or --rollouts"
     )
 
 
@@ -165,7 +165,7 @@ def _trimmed(
     answered: int,
     considered: int,
 ) -> Drawn:
-    """Without the positions that no completion reaches."""
+    """Trim the positions that no completion reaches."""
     full = rollout.completion.shape[1]
     longest = int(np.asarray(rollout.completion).sum(1).max())
     length = bucket(longest, min(session.cfg.rollout.completion_bucket, 8), full)
@@ -174,7 +174,7 @@ def _trimmed(
 
 
 def completion_ids(rollout: Rollout) -> list[list[int]]:
-    """Every completion without its padding."""
+    """Return every completion's ids without padding."""
     made = np.asarray(rollout.completion)
     return [row[mask].tolist() for row, mask in zip(np.asarray(rollout.tokens)[:, -made.shape[1] :], made)]
 

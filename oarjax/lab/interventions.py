@@ -1,14 +1,14 @@
-"""What really decides an answer, found by changing one token at a time: the oracles that credit is measured by.
+"""Causal oracles that credit is measured against: change one token and see if the answer or the reward changes.
 
-A token is changed to the policy's next choice, its likeliest token other than the one that stands there, so that the
-text stays one that the policy could have written.
+A token is changed to the policy's next choice, its likeliest token other than the current one, so that the text stays
+one that the policy could have written.
 
-direct  the rest of the reasoning stays as it is, and the answer is decoded anew: does it change?
-total   everything after the token is decoded anew: does the reward change? Compared with the same continuation of the
+direct  the rest of the reasoning is kept, and the answer is decoded again: does it change?
+total   everything after the token is decoded again: does the reward change? Compared with the same continuation of the
         unchanged token, also decoded greedily: for a greedy completion that is the completion itself.
 
-Both are greedy, so a change is the token's doing and no luck of the draw. The functions here run on the device; the
-loops over completions, the texts and the grades belong to the caller.
+Both decode greedily, so that a change is caused by the token and not by sampling. The functions here run on the
+device; the loops over completions, the texts and the grades belong to the caller.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ from oarjax.types import Params, PromptBatch
 
 
 class Choices(NamedTuple):
-    """What a greedy policy thinks of each completion token, given all before it."""
+    """Greedy choices at each completion token, given all before it."""
 
     first: Int[Array, "B T"]  # the likeliest token
-    other: Int[Array, "B T"]  # the likeliest but the one that stands there
+    other: Int[Array, "B T"]  # the likeliest other than the completion's own
 
 
 class Branches(NamedTuple):
-    """K texts to be continued: a row up to a position, one of its tokens changed."""
+    """K texts to continue: a row up to a position, with one of its tokens changed."""
 
     row: Int[Array, "K"]
     until: Int[Array, "K"]  # completion tokens that are kept
-    at: Int[Array, "K"]  # the changed one, < until; -1: none is
-    token: Int[Array, "K"]  # what it is changed to
+    at: Int[Array, "K"]  # position of the changed token, < until; -1: none
+    token: Int[Array, "K"]  # its replacement
 
 
 def choices(
     policy: Policy, params: Params, tokens: Int[Array, "B N"], valid: Bool[Array, "B N"], *, completion_length: int
 ) -> Choices:
-    """The policy's first choice, and its first other than the completion's own, at each of T completion tokens."""
+    """Compute the policy's likeliest token, and its likeliest other than the completion's, at T completion tokens."""
     hidden = stored_pass(policy, params, tokens, valid, completion_length=completion_length).hidden
     own = tokens[:, -completion_length:]
-    none = jnp.full_like(own, -1)  # no token is left out
+    none = jnp.full_like(own, -1)  # exclude no token
     return Choices(next_choices(policy, params, hidden, none), next_choices(policy, params, hidden, own))
 
 
 def branch_prompts(
     tokens: Int[Array, "B N"], valid: Bool[Array, "B N"], branches: Branches, *, completion_length: int, width: int
 ) -> PromptBatch:
-    """The texts of ``branches`` as prompts of ``width`` positions, moved to the right edge.
+    """Lay the texts of ``branches`` out as left-padded prompts of ``width`` positions.
 
-    ``width`` must hold the longest of them, prompt included; what does not fit is cut from the left. The completion
+    ``width`` must hold the longest of them, prompt included; longer ones are cut from the left. The completion
     tokens before ``until`` must all be valid.
 
     Raises:
@@ -90,11 +90,11 @@ def answer_choice_changes(
     chunk: int,
     buckets: int,
 ) -> Bool[Array, "B T"]:
-    """Reasoning tokens whose change to ``other`` moves a greedy choice at some ``answer`` token, the rest kept.
+    """Mark reasoning tokens whose change to ``other`` changes a greedy choice at some ``answer`` token, the rest kept.
 
-    Where ``answer`` is all of what the clean policy decodes greedily after the reasoning, False means that the changed
-    one decodes the same; True that it departs somewhere, which may still come to the same answer. One pass over the
-    suffixes, as exact OAR-P's, instead of a decoding per token. ``chunk`` and ``buckets`` as there.
+    If ``answer`` covers all that the clean policy decodes greedily after the reasoning, False means that the changed
+    text decodes the same; True that it departs somewhere, which may still give the same answer. One pass over the
+    suffixes, as in exact OAR-P (also for ``chunk`` and ``buckets``), instead of a decoding per token.
     """
     params = policy.head(jax.lax.stop_gradient(params))
     clean = stored_pass(policy, params, tokens, valid, completion_length=answer.shape[1])
@@ -110,11 +110,11 @@ def answer_choice_changes(
             choice = jnp.argmax(policy.unembed(params, states[rows, at]), axis=-1)
             return so_far | ((a < count) & (choice != wanted[rows, at]))
 
-        found = jax.lax.fori_loop(0, count.max(), look, jnp.zeros(mask.shape[0], bool))
-        return found.astype(states.dtype)
+        departed = jax.lax.fori_loop(0, count.max(), look, jnp.zeros(mask.shape[0], bool))
+        return departed.astype(states.dtype)
 
     usable = reasoning & answer.any(axis=1, keepdims=True)
     first = first_of_unit(usable, None)
     replacement = policy.embed(params, other)
-    found = over_counterfactuals(policy, params, clean, first, replacement, departs, chunk=chunk, buckets=buckets)
-    return found > 0.5
+    changed = over_counterfactuals(policy, params, clean, first, replacement, departs, chunk=chunk, buckets=buckets)
+    return changed > 0.5

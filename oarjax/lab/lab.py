@@ -1,4 +1,4 @@
-"""The credit lab: completions, every method's scores on them, both oracles, and what it all cost."""
+"""The credit lab: score completions by every method, run both oracles, and measure agreement and cost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WARM_UP = 2
 
 @dataclass(frozen=True)
 class Scored:
-    """One scoring program over all completions."""
+    """Scores of one program over all completions, with their cost."""
 
     scores: np.ndarray  # [R, T]
     again: np.ndarray  # [R, T], with other noise
@@ -52,13 +52,13 @@ class Scored:
 
 
 def own_rewards(session: Run, grader: Grader, drawn: Drawn) -> np.ndarray:
-    """The first reward of every completion, NaN where the right answer is not known."""
+    """Grade every completion by the first reward; NaN where the reference is unknown."""
     completions = [Continued(ids, True) for ids in completion_ids(drawn.rollout)]
     return graded(session, grader, drawn, list(range(len(completions))), completions)
 
 
 def graded(session: Run, grader: Grader, drawn: Drawn, rows: Sequence[int], found: Sequence[Continued]) -> np.ndarray:
-    """The config's first reward of completions of the given rows' problems; each different one is graded once."""
+    """Grade completions of the rows' problems by the config's first reward, each distinct one once."""
     different = list(dict.fromkeys((row, *c.tokens, c.ended) for row, c in zip(rows, found) if drawn.referenced[row]))
     values: dict[tuple[int, ...], float] = {}
     if different:
@@ -78,7 +78,7 @@ def graded(session: Run, grader: Grader, drawn: Drawn, rows: Sequence[int], foun
 def oracles(
     session: Run, programs: Programs, grader: Grader, drawn: Drawn, rewards: np.ndarray
 ) -> tuple[Direct, Total]:
-    """Both interventions on every reasoning token."""
+    """Apply both interventions to every reasoning token."""
     lab, rollout = session.cfg.lab, drawn.rollout
     decode = partial(programs.decode, length=rollout.completion.shape[1])
 
@@ -113,12 +113,12 @@ def oracles(
 
 
 def _batches(rows: int, batch: int) -> list[np.ndarray]:
-    """Row numbers in batches of one size; the last is filled up with its own rows again."""
+    """Split row numbers into batches of one size; the last is padded by repeating its rows."""
     return [np.resize(np.arange(start, min(start + batch, rows)), batch) for start in range(0, rows, batch)]
 
 
 def _in_batches(fn: Callable[..., Any], trees: tuple[Any, ...], batch: int) -> Any:
-    """``fn`` over all rows of the trees, ``batch`` at a time, joined."""
+    """Map ``fn`` over all rows of the trees, ``batch`` at a time, and join the results."""
     rows = len(jax.tree.leaves(trees)[0])
     parts = [jax.device_get(fn(*take(trees, chosen))) for chosen in _batches(rows, batch)]
     return jax.tree.map(lambda *xs: np.concatenate(xs)[:rows], *parts)
@@ -130,7 +130,7 @@ def _in_batches(fn: Callable[..., Any], trees: tuple[Any, ...], batch: int) -> A
 def score_everything(
     session: Run, programs: Programs, drawn: Drawn, credits: Sequence[CreditConfig]
 ) -> dict[CreditConfig, Scored]:
-    """Scores of every method that needs the policy, with time and FLOPs, batch by batch and the methods in turn."""
+    """Score by every method that needs the policy, with time and FLOPs, batch by batch and the methods in turn."""
     lab, rollout = session.cfg.lab, drawn.rollout
     works: dict[Any, tuple[Callable[..., Any], AnswerSpan]] = {}
     for credit in credits:
@@ -180,7 +180,7 @@ def score_everything(
 
 
 def draws_noise(credit: CreditConfig) -> bool:
-    """Whether another key gives other scores."""
+    """Return True if another key gives other scores."""
     if credit.method in ("random", "permuted", "custom"):  # a custom method may
         return True
     kind = attribution(credit)
@@ -191,7 +191,7 @@ def draws_noise(credit: CreditConfig) -> bool:
 
 
 class Judged(NamedTuple):
-    """A method's verdict on the tokens of all completions, [R, T]."""
+    """A method's ranking and weights of the tokens of all completions, [R, T]."""
 
     ranking: np.ndarray
     again: np.ndarray  # with other noise
@@ -199,7 +199,7 @@ class Judged(NamedTuple):
 
 
 def judge(session: Run, drawn: Drawn, credit: CreditConfig, scored: Scored | None, rewards: np.ndarray) -> Judged:
-    """Weights, and what tokens are ranked by: the raw scores, or the weights of a method that has none."""
+    """Compute a method's weights, and its ranking: the raw scores, or the weights of a method without scores."""
     own = as_method(session, credit)
     weigh = weigher(credit, keyword_table=own.keyword_table, custom_method=own.custom_method)
     rollout, wants = drawn.rollout, signals(credit, own.custom_method)
@@ -228,7 +228,7 @@ def judge(session: Run, drawn: Drawn, credit: CreditConfig, scored: Scored | Non
 
 
 def run_lab(session: Run, programs: Programs, grader: Grader, drawn: Drawn) -> LabResult:
-    """Everything that ``oarjax credit`` prints and writes."""
+    """Compute everything that ``oarjax credit`` prints and writes."""
     cfg, console = session.cfg, session.console
     lab = cfg.lab
     methods = {name: changed(cfg.credit, changes) for name, changes in lab.methods.items()}
@@ -250,7 +250,7 @@ def run_lab(session: Run, programs: Programs, grader: Grader, drawn: Drawn) -> L
         None if known is None else jnp.asarray(known),
     )
     over_batches = partial(bootstrap_interval, resamples=lab.bootstrap, seed=cfg.seed)
-    made = partial(over_batches, problems=np.array([p.index for p in drawn.problems]))
+    over_problems = partial(over_batches, problems=np.array([p.index for p in drawn.problems]))
     results = []
     for name, credit in methods.items():
         j = judged[name]
@@ -258,7 +258,7 @@ def run_lab(session: Run, programs: Programs, grader: Grader, drawn: Drawn) -> L
         values |= concentration(jnp.asarray(j.weights), evidence.reasoning, share=lab.share)
         if draws_noise(credit):
             values["repeat"] = spearman(jnp.asarray(j.ranking), jnp.asarray(j.again), evidence.reasoning)
-        figures = {k: made(np.asarray(v, np.float64)) for k, v in values.items()}
+        figures = {k: over_problems(np.asarray(v, np.float64)) for k, v in values.items()}
         cost, nothing = scored.get(credit), np.zeros(1)
         figures["forwards"] = over_batches(nothing if cost is None else cost.forwards)
         figures["seconds"] = over_batches(nothing if cost is None else cost.seconds)
@@ -267,18 +267,18 @@ def run_lab(session: Run, programs: Programs, grader: Grader, drawn: Drawn) -> L
     if known is not None:
         masks["computed"] = known, np.ones(len(known), bool)
     named = {
-        name: made(np.where(usable, (mask & reasoning).sum(1) / reasoning.sum(1), np.nan))
+        name: over_problems(np.where(usable, (mask & reasoning).sum(1) / reasoning.sum(1), np.nan))
         for name, (mask, usable) in masks.items()
     }
-    best = {k: made(np.asarray(v, np.float64)) for k, v in best_agreement(evidence, share=lab.share).items()}
-    told = {k: str(v) for k, v in session.facts().items()} | {
+    best = {k: over_problems(np.asarray(v, np.float64)) for k, v in best_agreement(evidence, share=lab.share).items()}
+    shown_facts = {k: str(v) for k, v in session.facts().items()} | {
         "completions": _taken(drawn),
         "reasoning tokens": f"{reasoning.sum(1).mean():.1f} on average, {reasoning.sum():,} in all",
         "decoded for the oracles": f"{direct.decoded:,} answers, {total.decoded:,} continuations",
     }
     return LabResult(
         title=cfg.policy.path,
-        facts=told,
+        facts=shown_facts,
         share=lab.share,
         interval=(
             f"±: half of a 95% interval, percentile bootstrap over {_resampled(drawn)} "
@@ -292,13 +292,13 @@ def run_lab(session: Run, programs: Programs, grader: Grader, drawn: Drawn) -> L
 
 
 def _taken(drawn: Drawn) -> str:
-    """How many completions there are, and out of how many."""
+    """Describe how many completions were taken, and out of how many."""
     taken, out_of = len(drawn.problems), f"with an answer, out of {drawn.considered}"
     return f"{taken} {out_of}" if taken == drawn.answered else f"the first {taken} of {drawn.answered} {out_of}"
 
 
 def _resampled(drawn: Drawn) -> str:
-    """What the intervals are over."""
+    """Describe the units that the intervals resample."""
     problems = len({p.index for p in drawn.problems})
     if problems == len(drawn.problems):
         return f"{problems} problems"
@@ -306,7 +306,7 @@ def _resampled(drawn: Drawn) -> str:
 
 
 def known_tokens(session: Run, texts: Sequence[Sequence[str]], reasoning: np.ndarray) -> np.ndarray | None:
-    """Tokens known to carry the computation, [R, T]; None where the task is not the built-in one."""
+    """Mark the tokens known to carry the computation, [R, T]; None unless the task is the built-in one."""
     data = session.cfg.data.eval or session.cfg.data.train
     if data.source != "builtin:arithmetic":
         return None
@@ -326,7 +326,7 @@ def shown_completions(
     total: np.ndarray,
     known: np.ndarray | None,
 ) -> list[LabCompletion]:
-    """The first ``lab.shown`` completions, for the page."""
+    """Collect the first ``lab.shown`` completions for the page."""
     shown, ids = [], completion_ids(drawn.rollout)
     for row, tokens in enumerate(texts[: session.cfg.lab.shown]):
         n = len(tokens)

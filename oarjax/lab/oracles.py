@@ -14,7 +14,7 @@ from oarjax.types import AnswerSpan, Rollout
 
 
 class Continued(NamedTuple):
-    """A branch with what was decoded after it."""
+    """A branch with its decoded continuation."""
 
     tokens: list[int]  # of the whole completion
     ended: bool  # by a stop token
@@ -25,13 +25,13 @@ Decode = Callable[..., Rollout]
 AnswerChanges = Callable[..., Any]
 """(rollout of b rows, reasoning, answer, other) -> ``answer_choice_changes`` of them, bool [b, T]."""
 AnswerOf = Callable[[Sequence[int]], str | None]
-"""The answer that a completion gives, None where it gives none."""
+"""Extracts a completion's answer, None if it has none."""
 RewardsOf = Callable[[Sequence[int], Sequence[Continued]], Float[np.ndarray, "K"]]
 """(rows, completions) -> rewards, NaN where unknown."""
 
 
 class Branch(NamedTuple):
-    """One row of ``Branches``, and how many tokens are decoded at most."""
+    """One row of ``Branches``, and the most tokens to decode."""
 
     row: int
     until: int
@@ -43,7 +43,7 @@ class Branch(NamedTuple):
 def continued(
     decode: Decode, rollout: Rollout, branches: Sequence[Branch], *, rows: int, stop_ids: Sequence[int] = ()
 ) -> list[Continued]:
-    """Decode every branch greedily, ``rows`` at a time, those of like length together.
+    """Decode every branch greedily, ``rows`` at a time, those of similar length together.
 
     A branch whose last token was changed to a stop token has ended.
     """
@@ -54,7 +54,7 @@ def continued(
     out: list[Continued] = [Continued([], False)] * len(branches)
     for start in range(0, len(order), rows):
         chosen = order[start : start + rows]
-        filled = np.resize(chosen, rows)  # the last batch has the others' shape
+        filled = np.resize(chosen, rows)  # the last batch keeps the others' shape
         fields = zip(*(branches[int(i)][:4] for i in filled))
         limit = max(branches[i].limit for i in chosen)
         found = decode(
@@ -98,7 +98,7 @@ def direct_flips(
     rows: int,
     pad_id: int,
 ) -> Direct:
-    """Reasoning tokens whose change to the policy's next choice, the rest kept, changes the greedily decoded answer.
+    """Mark reasoning tokens whose change to the policy's next choice, the rest kept, changes the decoded answer.
 
     Answers are compared as text. The clean answer is decoded once; a change after which every greedy choice stays the
     same leaves it as it is, and only the others are decoded.
@@ -134,7 +134,7 @@ def direct_flips(
 def _rewritten(
     rollout: Rollout, completions: dict[int, list[int]], begins: np.ndarray, pad_id: int
 ) -> tuple[Rollout, Bool[np.ndarray, "B T"]]:
-    """The rows with other completions, and which of their tokens come at or after ``begins``."""
+    """Replace the rows' completions, and mark the tokens at or after ``begins``."""
     total = rollout.completion.shape[1]
     length = max(total, *(len(c) for c in completions.values())) if completions else total
     split = rollout.tokens.shape[1] - total
@@ -172,7 +172,7 @@ def total_flips(
     rows: int,
     stop_ids: Sequence[int],
 ) -> Total:
-    """Reasoning tokens whose change to the policy's next choice, all after it decoded anew, changes the reward.
+    """Mark reasoning tokens whose change to the policy's next choice, all after it decoded again, changes the reward.
 
     Both sides of the comparison go on greedily: after the changed token, and after the unchanged one. The latter is
     the completion itself from its last token on that is not the policy's first choice; before that it is decoded too,
@@ -183,7 +183,7 @@ def total_flips(
     own = np.asarray(rollout.tokens)[:, -total:]
     departs = made & (own != np.asarray(choice.first))
     changed = [(int(r), int(t)) for r, t in np.argwhere(reasoning)]
-    # The first token after t that is no first choice: the greedy continuation of the unchanged text ends before it.
+    # First token after t that is not the first choice: the unchanged text's greedy continuation ends before it.
     upto = np.full((len(made), total + 1), total)
     for t in range(total - 1, -1, -1):
         upto[:, t] = np.where(departs[:, t], t, upto[:, t + 1])

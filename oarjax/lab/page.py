@@ -17,11 +17,11 @@ from oarjax.report.files import short, visible
 
 TEMPLATE = Path(__file__).with_name("page.html")
 LEVELS = 8
-"""Strengths of each of the two colours."""
+"""Shades of each of the two colours."""
 
 
 def write_lab_page(path: Path, result: LabResult) -> None:
-    """Write the page; it opens on the first method."""
+    """Write credit.html, which opens on the first method."""
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     names = [m.name for m in result.methods]
     html = template.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
@@ -40,7 +40,7 @@ def write_lab_page(path: Path, result: LabResult) -> None:
 
 
 def level_class(weight: float, *, method: int | None) -> str:
-    """The class of a weight after its method's number: p1..p8 above 1 (p8 from 3 on), s1..s8 below, none at 1."""
+    """Return a weight's CSS class after its method's number: p1..p8 above 1 (p8 from 3 on), s1..s8 below, none at 1."""
     if not math.isfinite(weight):
         return ""
     strength = min((weight - 1) / 2, 1.0) if weight > 1 else 1 - max(weight, 0.0)
@@ -50,7 +50,7 @@ def level_class(weight: float, *, method: int | None) -> str:
 
 
 def token_title(c: LabCompletion, at: int, names: list[str]) -> str:
-    """What hovering shows: what the oracles say of a token, then every method's weight and score."""
+    """Return a token's hover text: its oracles, then every method's weight and score."""
     marks = [("direct: changing it changes the answer", c.direct), ("total: changing it changes the reward", c.total)]
     marks += [("holds a step's result", c.known)]
     said = [text for text, mask in marks if mask and mask[at]]

@@ -1,4 +1,4 @@
-"""credit.png: what each method finds against what it costs, and how it ranks beside exact OAR-P (extra ``log``)."""
+"""credit.png: each method's recall against its cost, and its rank correlation with exact OAR-P (extra ``log``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def plot_lab(path: Path, result: LabResult) -> None:
 
 
 def draw_lab(result: LabResult) -> Any:
-    """A matplotlib figure: recall of both kinds of truth over forward-equivalents, and bars of Spearman's correlation.
+    """Draw a matplotlib figure: recall of both oracles over forward passes, and bars of Spearman's correlation.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -100,7 +100,7 @@ def _bars(axis: Any, result: LabResult, name: str, title: str) -> None:
 
 
 def _half(found: Interval) -> Any:
-    """Lengths below and above the mean, none where there is no interval."""
+    """Return the error bar below and above the mean, None without an interval."""
     if not math.isfinite(found.low):
         return None
     return [[max(found.mean - found.low, 0)], [max(found.high - found.mean, 0)]]

@@ -1,4 +1,4 @@
-"""What the credit lab runs on the device."""
+"""Device programs of the credit lab."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from oarjax.types import AnswerSpan, Params, PromptBatch, Rollout
 
 
 class Programs(NamedTuple):
-    """What runs on the device. Those that take params first are timed and counted."""
+    """Programs of the lab. Those that take params first are timed, and their FLOPs counted."""
 
     params: Params
     sample: Callable[..., Rollout]  # (prompts, key)
@@ -32,7 +32,7 @@ class Programs(NamedTuple):
 
 
 def make_programs(session: Run, params: Params) -> Programs:
-    """Bind the policy. Nothing is compiled yet."""
+    """Bind the programs to a policy; nothing is compiled yet."""
     cfg, policy = session.cfg, session.policy
     roll, masking, pad = cfg.rollout, cfg.credit.masking, session.pad_id
     sampling = jax.jit(session.rollout_layout.prepare, out_shardings=session.rollout_layout.params)(params)
@@ -78,8 +78,8 @@ def make_programs(session: Run, params: Params) -> Programs:
 
     def attribute(credit: CreditConfig) -> Callable[..., Any]:
         own = as_method(session, credit)
-        given = {"custom_probe": own.custom_probe, "custom_method": own.custom_method}
-        score = scorer(credit, policy, temperature=roll.temperature, pad_id=pad, **given)
+        custom = {"custom_probe": own.custom_probe, "custom_method": own.custom_method}
+        score = scorer(credit, policy, temperature=roll.temperature, pad_id=pad, **custom)
         return lambda params, r, span, keys: score(params, r, span, keys, credit.probe.mode).importance
 
     return Programs(

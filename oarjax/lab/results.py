@@ -1,4 +1,4 @@
-"""What ``oarjax credit`` found: figures with intervals, as tables for the terminal and as JSON."""
+"""Results of ``oarjax credit``: figures with intervals, as tables for the terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MethodResult:
 
 @dataclass(frozen=True)
 class LabCompletion:
-    """One completion with every method's verdict on its tokens. Untrusted text."""
+    """A completion with every method's scores and weights. Untrusted text."""
 
     prompt: str
     answer: str | None
@@ -39,7 +39,7 @@ class LabCompletion:
     is_answer: Sequence[bool]
     direct: Sequence[bool]
     total: Sequence[bool]
-    known: Sequence[bool]  # empty where nothing is known
+    known: Sequence[bool]  # empty if unknown
     scores: Mapping[str, Sequence[float]]  # by method
     weights: Mapping[str, Sequence[float]]
 
@@ -49,7 +49,7 @@ class LabResult:
     title: str
     facts: Mapping[str, str]
     share: float  # of the reasoning that counts as the top
-    interval: str  # how the intervals were made
+    interval: str  # describes the intervals
     oracles: Mapping[str, Interval]  # share of reasoning tokens that each oracle names
     best: Mapping[str, Interval]  # recall of a perfect ranking
     methods: Sequence[MethodResult]
@@ -90,7 +90,7 @@ BEST = "best possible"
 
 
 def cell(found: Interval | None, *, scale: float = 1.0) -> str:
-    """``0.57 ±.04``: the mean and half the interval; n/a where undefined, the mean alone where it has no interval."""
+    """Format as ``0.57 ±.04``, the mean and half the interval; n/a where undefined, the mean alone without interval."""
     if found is None or not math.isfinite(found.mean):
         return "n/a" if found is not None else ""
     mean, half = scale * found.mean, scale * found.half
@@ -102,14 +102,14 @@ def cell(found: Interval | None, *, scale: float = 1.0) -> str:
 
 
 def shown_columns(result: LabResult, columns: Sequence[Column]) -> list[Column]:
-    """Those that at least one method has a figure for."""
+    """Select the columns that at least one method has a figure for."""
     return [
         c for c in columns if any(math.isfinite(m.figures[c.name].mean) for m in result.methods if c.name in m.figures)
     ]
 
 
 def table_cells(result: LabResult, columns: Sequence[Column]) -> list[list[str]]:
-    """A line per method, and one of the best recalls possible where any of the columns has one."""
+    """Return a line per method, and one of the best possible recalls if a column has any."""
     lines = [[m.name, *(cell(m.figures.get(c.name), scale=c.scale) for c in columns)] for m in result.methods]
     if any(c.name in result.best for c in columns):
         lines.append([BEST, *(cell(result.best.get(c.name)) for c in columns)])
@@ -117,12 +117,12 @@ def table_cells(result: LabResult, columns: Sequence[Column]) -> list[list[str]]
 
 
 def legend(result: LabResult, columns: Sequence[Column]) -> str:
-    """What the columns mean."""
+    """Explain the columns."""
     return "; ".join(f"{c.heading}: {c.note}" for c in shown_columns(result, columns)) + "."
 
 
 def tables(result: LabResult) -> list[tuple[str, Sequence[Column]]]:
-    """Title and columns of every table."""
+    """List the title and columns of every table."""
     top = f"top {100 * result.share:g}%"
     return [
         (f"Which tokens: what the {top} of the reasoning holds", AGREEMENT),
@@ -132,7 +132,7 @@ def tables(result: LabResult) -> list[tuple[str, Sequence[Column]]]:
 
 
 def print_lab(console: Console, result: LabResult) -> None:
-    """The tables, each within 80 columns."""
+    """Print the tables, each within 80 columns."""
     for title, columns in tables(result):
         chosen = shown_columns(result, columns)
         table = Table(
@@ -158,7 +158,7 @@ def print_lab(console: Console, result: LabResult) -> None:
 
 
 def lab_json(result: LabResult) -> str:
-    """The whole result as strict JSON; null where a number is not finite."""
+    """Write the whole result as strict JSON; null for a number that is not finite."""
     return to_json(asdict(result), indent=1)
 
 
@@ -168,7 +168,7 @@ def write_lab(path: Path, result: LabResult) -> None:
 
 
 def read_lab(path: Path) -> LabResult:
-    """What ``write_lab`` wrote."""
+    """Read back the file that ``write_lab`` wrote."""
     tree = json.loads(path.read_text(encoding="utf-8"))
 
     def figures(saved: Mapping[str, Any]) -> dict[str, Interval]:
@@ -184,5 +184,5 @@ def read_lab(path: Path) -> LabResult:
             key: {name: [number(v) for v in values] for name, values in c[key].items()} for key in ("scores", "weights")
         }
         completions.append(LabCompletion(**(c | by_method | {"reward": number(c["reward"])})))
-    made = {"oracles": figures(tree["oracles"]), "best": figures(tree["best"])}
-    return LabResult(**(tree | made | {"methods": methods, "completions": completions}))
+    intervals = {"oracles": figures(tree["oracles"]), "best": figures(tree["best"])}
+    return LabResult(**(tree | intervals | {"methods": methods, "completions": completions}))

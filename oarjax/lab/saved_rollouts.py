@@ -1,13 +1,13 @@
-"""Saved completions to look at again: oarjax's own JSON lines, and what TRL and verl write while they train.
+"""Read saved completions: oarjax's JSON lines, and the files that TRL and verl write during training.
 
-    oarjax  prompt, completion (text, ids or chat messages) and reference; completions.jsonl of a run, or a file of
-            one's own. A text prompt goes through the config's template.
+    oarjax  prompt, completion (text, ids or chat messages) and reference; completions.jsonl of a run, or a custom
+            file. A text prompt goes through the config's template.
     trl     GRPOTrainer with log_completions: Parquet with step, prompt, completion, a column per reward function,
-            what these log, advantage. The prompt is the rendered text.
-    verl    trainer.rollout_data_dir: JSON lines with input, output, gts, score, step and what the reward adds. The
+            their logs, advantage. The prompt is the rendered text.
+    verl    trainer.rollout_data_dir: JSON lines with input, output, gts, score, step and the reward's extras. The
             input is the rendered text.
 
-Both libraries decode without special tokens by default; ``oarjax.data.tokenizer.rendered_ids`` puts them back.
+Both libraries decode without special tokens by default; ``oarjax.data.tokenizer.rendered_ids`` restores them.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ REFERENCES = ("reference", "solution", "answer", "ground_truth")
 
 @dataclass(frozen=True)
 class SavedRollout:
-    """Text, ids or messages of the prompt, text or ids of the completion; ids are taken as they are."""
+    """Text, ids or messages of the prompt, text or ids of the completion; ids are used unchanged."""
 
     prompt: str | list[int] | Messages
     completion: str | list[int]
     reference: str | None  # the right answer; None = unknown
-    rendered: bool = False  # a text prompt is what the policy read, template and all
+    rendered: bool = False  # a text prompt is already rendered by the chat template
     place: str = field(default="", compare=False)  # file and line, for errors
 
 
 def read_rollouts(path: Path, form: Format = "auto") -> list[SavedRollout]:
-    """Every rollout of a .jsonl or .parquet file, or of all such files of a folder in the order of their numbers.
+    """Read the rollouts of a .jsonl or .parquet file, or of all such files of a folder in the order of their numbers.
 
-    ``auto`` tells the format by the fields of the first one. TRL's and verl's completions without any text are left
-    out: they have no token to look at.
+    ``auto`` detects the format by the fields of the first rollout. TRL's and verl's empty completions are left out:
+    they have no tokens.
 
     Raises:
         DataError: no such file, a line that is not JSON or lacks a field, fields of no known format, or no rollout.
@@ -99,7 +99,7 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _recognised(record: dict[str, Any], place: str) -> Format:
-    """The format that a record's fields tell. Only TRL's has steps beside prompts, and ours are iterations."""
+    """Detect the format by a record's fields. Only TRL's has steps beside prompts; ours has iterations."""
     if {"input", "output"} <= set(record):
         return "verl"
     if {"step", "prompt", "completion"} <= set(record) and "iteration" not in record:
@@ -113,11 +113,11 @@ def _recognised(record: dict[str, Any], place: str) -> Format:
     )
 
 
-def _own(record: dict[str, Any], place: str) -> SavedRollout:
+def _oarjax(record: dict[str, Any], place: str) -> SavedRollout:
     reference = record.get("reference")
     return SavedRollout(
         _part(record, "prompt", place),
-        _spoken(_part(record, "completion", place), place),
+        _completion_text(_part(record, "completion", place), place),
         None if reference is None else str(reference),
         place=place,
     )
@@ -127,7 +127,7 @@ def _trl(record: dict[str, Any], place: str) -> SavedRollout:
     known = [record[name] for name in REFERENCES if isinstance(record.get(name), str | int | float)]
     prompt, completion = _column(record, "prompt", place, "trl"), _column(record, "completion", place, "trl")
     reference = reference_answer(str(known[0])) if known else None
-    return SavedRollout(prompt, _spoken(completion, place), reference, rendered=True, place=place)
+    return SavedRollout(prompt, _completion_text(completion, place), reference, rendered=True, place=place)
 
 
 def _verl(record: dict[str, Any], place: str) -> SavedRollout:
@@ -136,10 +136,10 @@ def _verl(record: dict[str, Any], place: str) -> SavedRollout:
     if isinstance(truth, list) and len(truth) == 1:
         (truth,) = truth
     reference = reference_answer(str(truth)) if isinstance(truth, str | int | float) else None
-    return SavedRollout(prompt, _spoken(completion, place), reference, rendered=True, place=place)
+    return SavedRollout(prompt, _completion_text(completion, place), reference, rendered=True, place=place)
 
 
-READ: dict[Format, Callable[[dict[str, Any], str], SavedRollout]] = {"oarjax": _own, "trl": _trl, "verl": _verl}
+READ: dict[Format, Callable[[dict[str, Any], str], SavedRollout]] = {"oarjax": _oarjax, "trl": _trl, "verl": _verl}
 
 
 def _part(record: dict[str, Any], name: str, place: str) -> Any:
@@ -168,7 +168,7 @@ def _column(record: dict[str, Any], name: str, place: str, form: str) -> Any:
 
 
 def _messages(turns: list[Any], where: str) -> Messages:
-    """Turns with their text; parts of a turn that are not text cannot be shown to a text policy."""
+    """Check turns and join their text parts; a text policy cannot read other parts."""
     found = []
     for turn in turns:
         content = turn.get("content") if isinstance(turn, dict) else None
@@ -180,14 +180,14 @@ def _messages(turns: list[Any], where: str) -> Messages:
     return found
 
 
-def _spoken(completion: Any, place: str) -> str | list[int]:
-    """The text of a completion that was saved as one assistant's turn."""
+def _completion_text(completion: Any, place: str) -> str | list[int]:
+    """Return a completion, or the text of one saved as an assistant's turn."""
     if not (isinstance(completion, list) and completion and isinstance(completion[0], dict)):
         return completion
     if len(completion) > 1 or completion[0]["role"] != "assistant":
         roles = ", ".join(turn["role"] for turn in completion)
         raise DataError(
-            f"{place}: a completion of the turns {roles}; credit is given within one turn of the assistant: save each "
-            "as a rollout of its own, with the turns before it in its prompt"
+            f"{place}: a completion of the turns {roles}; credit is assigned within one turn of the assistant: save "
+            "each as a separate rollout, with the turns before it in its prompt"
         )
     return completion[0]["content"]

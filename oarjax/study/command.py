@@ -27,14 +27,14 @@ WORKER = (sys.executable, "-m", "oarjax.study.worker")
 def run(
     config: Path, overrides: Sequence[str], *, quick: bool = False, jobs: int | None = None, page: Path | None = None
 ) -> None:
-    """Run what is not finished yet, and write study.json, study.md, curves.png and frontier.png.
+    """Run the unfinished runs, and write study.json, study.md, curves.png and frontier.png.
 
     Args:
-        jobs: runs at once; None = one per core on a CPU, else 1; 0 = none, only collect what there is.
+        jobs: runs at once; None = one per core on a CPU, else 1; 0 = none, only collect results.
         page: a Markdown page to paste the results into, with the figures beside it.
 
     Raises:
-        ConfigError: the study or one of its runs cannot be as it is.
+        ConfigError: the study or one of its runs is not valid.
         PageError: ``page`` has no marks to paste between.
         StudyError: runs failed; the others are in the results.
     """
@@ -66,17 +66,17 @@ def run(
 
 
 def tasks(plan: Plan) -> list[Job]:
-    """What is to be done still: the starts that are missing, and the runs that have not finished."""
+    """List the missing starts and the unfinished runs."""
     left = [planned for planned in plan.runs if not finished(planned)]
     seeds = dict.fromkeys(planned.seed for planned in left)
-    made = [seed for seed in seeds if (Path(plan.starts[seed].run_dir) / "before.json").is_file()]
+    started = [seed for seed in seeds if (Path(plan.starts[seed].run_dir) / "before.json").is_file()]
     jobs = [
         Job(
             f"seed {seed}, start",
             {"kind": "start", "folder": plan.starts[seed].run_dir, "config": plan.starts[seed].model_dump(mode="json")},
         )
         for seed in seeds
-        if seed not in made
+        if seed not in started
     ]
     return jobs + [
         Job(
@@ -96,7 +96,7 @@ def tasks(plan: Plan) -> list[Job]:
 def write_results(
     plan: Plan, *, command: str, failed: Sequence[str], page: Path | None, console: Console
 ) -> dict[str, Any]:
-    """Collect what has finished and write it down; the tree that study.json holds."""
+    """Collect the finished runs, write the files, and return the tree of study.json."""
     tree = {"command": command, "machine": machine(), "failed": list(failed)} | collect(plan)
     plan.root.mkdir(parents=True, exist_ok=True)
     (plan.root / "study.json").write_text(to_json(tree, indent=1) + "\n")
@@ -127,23 +127,23 @@ def _workers(plan: Plan, jobs: int | None) -> int:
 
 
 def _reporter(console: Console, plan: Plan, total: int) -> Callable[[Outcome, int], None]:
-    """Prints a line for each job that has ended."""
+    """Return a function that prints a line for each job that has ended."""
     began = time.monotonic()
     folders = {f"seed {planned.seed}, {planned.name}": planned.config.run_dir for planned in plan.runs}
 
     def report(outcome: Outcome, left: int) -> None:
         done = total - left
-        said = f"[{done}/{total}] {outcome.name}: "
+        line = f"[{done}/{total}] {outcome.name}: "
         if outcome.error is not None:
-            console.print(said + "FAILED", markup=False)
+            console.print(line + "FAILED", markup=False)
             console.print(outcome.error.rstrip(), markup=False, soft_wrap=True)
             return
         if outcome.name in folders:
             records = read_metrics(Path(folders[outcome.name]) / "metrics.jsonl")
-            found = [r["pass_at_1"] for r in records if r.get("pass_at_1") is not None]
-            said += f"pass@1 {100 * found[0]:.1f}% -> {100 * found[-1]:.1f}%, " if found else ""
+            shares = [r["pass_at_1"] for r in records if r.get("pass_at_1") is not None]
+            line += f"pass@1 {100 * shares[0]:.1f}% -> {100 * shares[-1]:.1f}%, " if shares else ""
         minutes = (time.monotonic() - began) / done * left / 60
-        console.print(f"{said}{outcome.seconds:.0f} s; about {minutes:.0f} min left", markup=False)
+        console.print(f"{line}{outcome.seconds:.0f} s; about {minutes:.0f} min left", markup=False)
 
     return report
 

@@ -1,6 +1,6 @@
-"""The config of a study: arms and seeds of one run config, and what it comes to: every run with its folder.
+"""The config of a study, arms and seeds of one run config, and its plan: every run with its folder.
 
-A study is a YAML file plus ``key.sub=value`` overrides, as a run is. Everything is checked before the first run.
+A study is a YAML file plus ``key.sub=value`` overrides, like a run. Everything is checked before the first run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Changes = dict[str, Any]
 FREE = ("advantage", "credit", "loss", "optim", "update")
 """Sections in which arms may differ. Start, problems, rollouts and evaluation are the same for all."""
 FIXED = ("update.refills", "credit.answer.style", "credit.answer.pattern")
-"""Fields of these sections that would give an arm other rollouts or other rewards."""
+"""Fields of these sections that would give an arm different rollouts or rewards."""
 
 
 def _different(seeds: tuple[int, ...]) -> tuple[int, ...]:
@@ -37,7 +37,7 @@ Seeds = Annotated[tuple[Count, ...], AfterValidator(_different)]
 
 
 class SweepConfig(Section):
-    """Every combination of one arm's fields."""
+    """Every combination of values for some of an arm's fields."""
 
     of: str = Field(description="the arm that the fields are changed in")
     over: dict[str, tuple[Any, ...]] = Field(description="dotted field -> its values; two fields make a heat map")
@@ -77,7 +77,7 @@ class StudyConfig(Section):
             problems.append("arms: expected at least one")
         slugs = [slug(name) for name in self.arms]
         problems += [
-            f"arms.{name}: expected a name that makes a folder of its own, got {folder!r}"
+            f"arms.{name}: expected a name with a unique folder name, got {folder!r}"
             for name, folder in zip(self.arms, slugs)
             if not folder or slugs.count(folder) > 1 or folder in TAKEN
         ]
@@ -87,7 +87,7 @@ class StudyConfig(Section):
 
 
 TAKEN = ("start", "policy", "sweep")
-"""Folders of a seed that are no arm's."""
+"""Folder names within a seed's folder that arms may not take."""
 
 
 def _swept(sweep: SweepConfig | None) -> list[tuple[str, str]]:
@@ -96,7 +96,7 @@ def _swept(sweep: SweepConfig | None) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Planned:
-    """One run of a study. ``config.run_dir`` is its folder, in the folder of its seed."""
+    """A run of a study. ``config.run_dir`` is its folder, within its seed's folder."""
 
     name: str  # as shown: the arm, or the cell's fields
     seed: int
@@ -106,7 +106,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination of the sweep's values, with its run for every seed."""
+    """A combination of the sweep's values, with its run for every seed."""
 
     values: tuple[Any, ...]  # in the order of sweep.over
     runs: tuple[Planned, ...]
@@ -122,17 +122,17 @@ class Plan:
 
     @property
     def runs(self) -> list[Planned]:
-        """Every run once, the arms of a seed together, the sweep last."""
+        """List every run once, the arms of a seed together, the sweep last."""
         ordered = [run for runs in zip(*self.arms.values()) for run in runs]
         ordered += [run for runs in zip(*(cell.runs for cell in self.cells)) for run in runs]
         return list({run.config.run_dir: run for run in ordered}.values())
 
 
 def load_study(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *, quick: bool = False) -> StudyConfig:
-    """Read a study's YAML file, apply overrides, and with ``quick`` what the file says about that; validate.
+    """Read a study's YAML file, apply overrides and with ``quick`` its section ``quick``, and validate.
 
     Raises:
-        ConfigError: as ``load_config``; ``quick`` and the file says nothing about it; the base's file is missing.
+        ConfigError: as ``load_config``; ``quick`` without that section; the base's file is missing.
     """
     tree = read_tree(path)
     _read_base(tree, Path(path).parent)
@@ -149,7 +149,7 @@ def load_study(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *,
 
 
 def _read_base(tree: dict[str, Any], folder: Path) -> None:
-    """Put the fields of the base's file in the place of its name."""
+    """Replace the name of the base's file by its fields."""
     if isinstance(tree.get("base"), str):
         tree["base"] = read_tree(folder / tree["base"])
 
@@ -162,10 +162,10 @@ def _validate(tree: dict[str, Any], *, source: str) -> StudyConfig:
 
 
 def make_plan(study: StudyConfig) -> Plan:
-    """Every run of a study.
+    """Plan every run of a study.
 
     Raises:
-        ConfigError: an arm or a cell is no valid run, or would not have the same start and rollouts as the others.
+        ConfigError: an arm or a cell is not a valid run, or would not have the same start and rollouts as the others.
     """
     base, root, sweep = study.base, Path(study.run_dir).expanduser(), study.sweep
     seeds = tuple(dict.fromkeys((*study.seeds, *(sweep.seeds if sweep else ()))))
@@ -175,9 +175,9 @@ def make_plan(study: StudyConfig) -> Plan:
         return parse_config(tree, source=where)
 
     def planned(name: str, changes: Changes, seed: int, folder: str, where: str) -> Planned:
-        made = config(changes, seed, home(seed) / folder, where)
-        _check_equal(starts[seed], made, where)
-        return Planned(name, seed, made, home(seed))
+        cfg = config(changes, seed, home(seed) / folder, where)
+        _check_equal(starts[seed], cfg, where)
+        return Planned(name, seed, cfg, home(seed))
 
     def home(seed: int) -> Path:
         return root / f"seed{seed}"
@@ -206,10 +206,10 @@ def make_plan(study: StudyConfig) -> Plan:
 
 
 def merged(tree: Mapping[str, Any], changes: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """A copy of a nested dict with fields changed; dots in names lead into sections, mappings are merged.
+    """Copy a nested dict with fields changed; dots in names lead into sections, mappings are merged.
 
     Raises:
-        ConfigError: a name leads into something that is no section.
+        ConfigError: a dotted name leads into a value.
     """
     out = copy.deepcopy(dict(tree))
     for key, value in changes.items():
@@ -235,17 +235,17 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def slug(name: str) -> str:
-    """A name as a folder's: letters, digits, dots, the rest as single dashes."""
+    """Turn a name into a folder's: letters, digits, dots, the rest as single dashes."""
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-.")
 
 
 def _content(cfg: Config) -> str:
-    """What a run is, wherever its folder is."""
+    """Return the config without the run's folder, to compare runs by."""
     return json.dumps(cfg.model_dump(mode="json", exclude={"run_dir"}), sort_keys=True)
 
 
 def _check_equal(base: Config, arm: Config, where: str) -> None:
-    """Arms differ in how the policy learns from rollouts, and in nothing else."""
+    """Check that an arm differs only in how the policy learns from rollouts."""
     changed = [
         f"{section}.{field}" if isinstance(before, Section) else section
         for section in type(base).model_fields
@@ -254,10 +254,10 @@ def _check_equal(base: Config, arm: Config, where: str) -> None:
         if field == "" or getattr(before, field) != getattr(now, field)
     ]
     wrong = [path for path in changed if path.split(".")[0] not in FREE or path in FIXED]
-    before, after = base.credit.answer, arm.credit.answer  # also what the rewards read
+    before, after = base.credit.answer, arm.credit.answer  # rewards read these too
     wrong += [f"credit.answer.{f}" for f in ("style", "pattern") if vars(before)[f] != vars(after)[f]]
     if wrong:
         raise ConfigError(
             f"{where}: changes {', '.join(wrong)}; arms may differ in {', '.join(FREE)} (not in {', '.join(FIXED)}), "
-            "so that all have the same start, problems and rollouts; put it into base"
+            "so that all have the same start, problems and rollouts; set it in base"
         )

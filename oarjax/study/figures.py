@@ -9,14 +9,14 @@ from typing import Any
 from oarjax.report.curves import COLOURS, DASHES
 
 DPI = 80
-"""Low: the figures are committed beside a page."""
+"""Low, since the figures are committed beside a page."""
 
 
 def draw_curves(tree: Mapping[str, Any], path: Path) -> None:
-    """Learning curves, differences to the arms compared with, entropy, ESS and time, into one PNG.
+    """Draw learning curves, differences to the arms compared with, entropy, ESS and time into one PNG.
 
     Args:
-        tree: as ``study_results.collect`` gives it, with at least one arm.
+        tree: as ``study.results.collect`` returns it, with at least one arm.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -25,8 +25,8 @@ def draw_curves(tree: Mapping[str, Any], path: Path) -> None:
     arms = tree["arms"]
     _learning(axes[0], arms)
     others = list(tree["differences"].items())
-    for axis, (other, found) in zip(axes[1:], others):
-        _dots(axis, {n: d["area"] for n, d in found.items()}, arms, f"area - {other}'s, points (95%)", 100.0)
+    for axis, (other, differences) in zip(axes[1:], others):
+        _dots(axis, {n: d["area"] for n, d in differences.items()}, arms, f"area - {other}'s, points (95%)", 100.0)
         axis.axvline(0, color="#888888", linewidth=1)
     panels = (
         ("final", "final pass@1, % (95%)", 100.0),
@@ -45,20 +45,20 @@ def draw_curves(tree: Mapping[str, Any], path: Path) -> None:
 
 
 def draw_frontier(sweep: Mapping[str, Any], path: Path) -> None:
-    """Final pass@1 over the sweep's two fields, mean over seeds, as a heat map with its numbers.
+    """Draw final pass@1 over the sweep's two fields, averaged over seeds, as a heat map with numbers.
 
     Raises:
-        ValueError: the sweep has not two fields.
+        ValueError: the sweep does not have two fields.
         ModuleNotFoundError: matplotlib is not installed.
     """
     if len(sweep["fields"]) != 2:
         raise ValueError(f"draw_frontier: expected two fields, got {', '.join(sweep['fields'])}")
     (down, downs), (across, acrosses) = sweep["fields"].items()
-    found = {tuple(cell["values"]): 100 * cell["final"][0] for cell in sweep["cells"]}
-    table = [[found.get((a, b), float("nan")) for b in acrosses] for a in downs]
+    shares = {tuple(cell["values"]): 100 * cell["final"][0] for cell in sweep["cells"]}
+    table = [[shares.get((a, b), float("nan")) for b in acrosses] for a in downs]
     figure, (axis,) = _figure(1, across=1)
     image = axis.imshow(table, cmap="cividis", aspect="auto")
-    middle = (min(found.values()) + max(found.values())) / 2
+    middle = (min(shares.values()) + max(shares.values())) / 2
     for i, row in enumerate(table):
         for j, value in enumerate(row):
             text = "" if value != value else f"{value:.1f}"
@@ -75,7 +75,7 @@ def draw_frontier(sweep: Mapping[str, Any], path: Path) -> None:
 def _learning(axis: Any, arms: Mapping[str, Any]) -> None:
     for i, (name, arm) in enumerate(arms.items()):
         curve = [(p["iteration"], p["pass_at_1"]) for p in arm["curve"] if p["pass_at_1"] is not None]
-        # Beside one another, or the intervals of seven arms hide each other.
+        # Shifted, or the intervals of seven arms would hide each other.
         x = [n + 0.25 * (i - (len(arms) - 1) / 2) for n, _ in curve]
         y = [100 * t[0] for _, t in curve]
         half = [100 * (t[2] - t[0]) if t[2] is not None else 0.0 for _, t in curve]
@@ -87,7 +87,7 @@ def _learning(axis: Any, arms: Mapping[str, Any]) -> None:
 
 
 def _dots(axis: Any, values: Mapping[str, Any], arms: Mapping[str, Any], title: str, scale: float) -> None:
-    """One arm a line, the first on top: mean and interval."""
+    """Draw one arm per line, the first on top: mean and interval."""
     shown = {name: triple for name, triple in values.items() if triple is not None}
     order = list(arms)
     for place, (name, (mean, low, high)) in enumerate(shown.items()):

@@ -1,8 +1,8 @@
-"""Jobs in a few worker processes that live on from job to job, each on cores of its own.
+"""Run jobs in a few persistent worker processes, each on its own cores.
 
-A worker is any command that reads one JSON object a line from its standard input and answers each with one line,
-``{"error": null}`` or ``{"error": "what went wrong"}``. A job that fails, and a worker that dies, cost that job alone
-and the jobs that need it.
+A worker is any command that reads one JSON object per line from its standard input and answers each with one line,
+``{"error": null}`` or ``{"error": "message"}``. A job that fails, or a worker that dies, affects only that job and the
+jobs that need it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from oarjax.errors import UserError
 
 
 class StudyError(UserError, RuntimeError):
-    """Jobs that failed; the others have ended and count."""
+    """Some jobs failed; the others have finished."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Outcome:
 
 @dataclass
 class _Board:
-    """What is still to be done, shared by the threads that mind one worker each."""
+    """Jobs waiting and running, shared by the threads that drive one worker each."""
 
     waiting: list[Job]
     running: set[str] = field(default_factory=set)
@@ -57,70 +57,70 @@ def run_jobs(
     log: Path,
     report: Callable[[Outcome, int], None] = lambda outcome, left: None,
 ) -> list[Outcome]:
-    """Run every job, the first ready one first, and say how each ended, in the order of ``jobs``.
+    """Run every job, the first ready one first, and return the outcomes in the order of ``jobs``.
 
     Args:
-        jobs: with different names; one whose ``needs`` is no job here counts as ready.
+        jobs: with different names; one whose ``needs`` is not among them counts as ready.
         command: starts a worker.
-        workers: processes at once; the cores of this machine are shared out among them.
-        log: folder for what workers print, worker0.log and so on.
-        report: called after each job, with the number of jobs that are left; never twice at a time.
+        workers: processes at once, which share this machine's cores.
+        log: folder for the workers' output, worker0.log and so on.
+        report: called after each job with the number of jobs left; never concurrently.
     """
     board = _Board(list(jobs))
     log.mkdir(parents=True, exist_ok=True)
     shares = share_out(cores(), workers)
-    minders = [
-        threading.Thread(target=_mind, args=(board, command, shares[n], log / f"worker{n}.log", report), daemon=True)
+    drivers = [
+        threading.Thread(target=_drive, args=(board, command, shares[n], log / f"worker{n}.log", report), daemon=True)
         for n in range(min(workers, len(jobs)))
     ]
-    for thread in minders:
+    for thread in drivers:
         thread.start()
     try:
-        while any(thread.is_alive() for thread in minders):
-            for thread in minders:
-                thread.join(0.2)  # short: Ctrl-C arrives between two
+        while any(thread.is_alive() for thread in drivers):
+            for thread in drivers:
+                thread.join(0.2)  # short: Ctrl-C is handled between two
     finally:
         with board.changed:
             board.stopped = True
             board.changed.notify_all()
-        for thread in minders:
+        for thread in drivers:
             thread.join()
     return [board.outcomes[job.name] for job in jobs]
 
 
 def cores() -> list[int]:
-    """The cores that this process may use."""
+    """List the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def share_out(cores: Sequence[int], workers: int) -> list[list[int]]:
-    """Cores for each worker: as even as can be, every core once; where there are fewer, several on one core."""
+    """Divide the cores among workers as evenly as possible; with fewer cores than workers, share them."""
     if workers > len(cores):
         return [[cores[n % len(cores)]] for n in range(workers)]
     return [list(cores[n::workers]) for n in range(workers)]
 
 
-def _mind(
+def _drive(
     board: _Board, command: Sequence[str], mine: list[int], log: Path, report: Callable[[Outcome, int], None]
 ) -> None:
-    """Keep one worker busy until nothing is left for it."""
+    """Keep one worker busy until no job is left for it."""
     worker: subprocess.Popen[str] | None = None
-    with log.open("a", encoding="utf-8") as said:
+    with log.open("a", encoding="utf-8") as output:
         try:
             while (job := _next(board, report)) is not None:
                 began = time.monotonic()
                 try:
-                    worker = worker or _start(command, mine, said)
+                    worker = worker or _start(command, mine, output)
                     error = _ask(worker, job, board)
                     worker = worker if worker.poll() is None else None
                 except OSError as problem:
-                    error = f"no worker: {problem}"
+                    error = f"the worker could not be started: {problem}"
                 with board.changed:
                     if not board.stopped:
                         _settle(board, Outcome(job.name, time.monotonic() - began, error), report)
-        except BaseException:  # of report: nobody is to wait for this thread
+        except BaseException:  # raised by report: nothing must wait for this thread
             with board.changed:
                 board.stopped = True
                 board.changed.notify_all()
@@ -132,7 +132,7 @@ def _mind(
 
 
 def _next(board: _Board, report: Callable[[Outcome, int], None]) -> Job | None:
-    """The first job whose need is met, as soon as there is one; None when there will be none."""
+    """Wait for the first job whose need is met and take it; None when there will be none."""
     with board.changed:
         while True:
             for job in list(board.waiting):
@@ -158,18 +158,18 @@ def _settle(board: _Board, outcome: Outcome, report: Callable[[Outcome, int], No
     board.changed.notify_all()
 
 
-def _start(command: Sequence[str], mine: list[int], said: Any) -> subprocess.Popen[str]:
-    # Not by prctl or a signal at the parent's death: a worker ends when its standard input does.
+def _start(command: Sequence[str], mine: list[int], output: Any) -> subprocess.Popen[str]:
+    # No prctl or signal at the parent's death is needed: a worker ends when its standard input does.
     worker = subprocess.Popen(
-        list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True, process_group=0
+        list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True, process_group=0
     )
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(worker.pid, mine)  # before it has imported anything that counts cores
+        os.sched_setaffinity(worker.pid, mine)  # before it imports anything that counts cores
     return worker
 
 
 def _ask(worker: subprocess.Popen[str], job: Job, board: _Board) -> str | None:
-    """Send a job and wait; the error, None where it succeeded. The worker is killed when the study stops."""
+    """Send a job and wait; return its error, None on success. The worker is killed when the study stops."""
     done = threading.Event()
 
     def watch() -> None:
@@ -188,9 +188,9 @@ def _ask(worker: subprocess.Popen[str], job: Job, board: _Board) -> str | None:
             return json.loads(answer)["error"]
     except (OSError, ValueError, KeyError) as error:
         worker.kill()
-        worker.wait()  # or it would look alive, and be given the next job
-        return f"the worker cannot be talked to: {error!r}"
+        worker.wait()  # or it would look alive and get the next job
+        return f"the worker does not answer: {error!r}"
     finally:
         done.set()
     worker.kill()
-    return f"the worker died, exit code {worker.wait()}; what it said is in its log"
+    return f"the worker died, exit code {worker.wait()}; its output is in its log"

@@ -1,4 +1,4 @@
-"""A study as Markdown: what was run on what, the table of arms, the differences, the sweep; and pasted into a page."""
+"""A study as Markdown: command and machine, the arms, the differences, the sweep; paste it into a page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from oarjax.errors import UserError
 
 Triple = Sequence[float | None] | None
-"""[mean, low, high] as ``study_results.collect`` gives them."""
+"""[mean, low, high] as ``study.results.collect`` returns them."""
 
 
 class PageError(UserError, ValueError):
@@ -21,7 +21,7 @@ class PageError(UserError, ValueError):
 
 
 def machine() -> str:
-    """Processor, cores and versions: what the seconds depend on."""
+    """Describe processor, cores and versions, which the seconds depend on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -32,7 +32,7 @@ def machine() -> str:
 
 
 def markdown(tree: Mapping[str, Any], *, command: str, figures: Sequence[str] = ()) -> str:
-    """The whole study, as ``study_results.collect`` found it."""
+    """Write a study, as ``study.results.collect`` returns it, in Markdown."""
     arms, seeds = tree["arms"], tree["seeds"]
     runs = tree["runs"]
     parts = [
@@ -85,7 +85,7 @@ def difference_table(found: Mapping[str, Any]) -> list[list[str]]:
 
 
 def sweep_table(sweep: Mapping[str, Any]) -> list[list[str]]:
-    """Values of the first field down, of the second across."""
+    """Return a table with the first field's values down and the second's across."""
     (down, downs), (across, acrosses) = sweep["fields"].items()
     cells = {tuple(cell["values"]): cell for cell in sweep["cells"]}
     short = [name.rpartition(".")[2] for name in (down, across)]
@@ -96,12 +96,12 @@ def sweep_table(sweep: Mapping[str, Any]) -> list[list[str]]:
 
 
 def share(triple: Triple) -> str:
-    """A share as per cent, with half of its interval where there is one."""
+    """Format a share in per cent, with half of its interval if there is one."""
     return _with_half(triple, scale=100.0, form="{:.1f}", unit="%")
 
 
 def points_of(triple: Triple) -> str:
-    """A difference of shares in points, signed."""
+    """Format a difference of shares in points, signed."""
     return _with_half(triple, scale=100.0, form="{:+.1f}", unit="")
 
 
@@ -124,10 +124,10 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def paste(page: Path, name: str, text: str, figures: Mapping[str, Path]) -> None:
-    """Put ``text`` between the page's marks of a study, see ``around``.
+    """Paste ``text`` between the page's marks of a study, see ``around``.
 
     Args:
-        figures: copied beside the page, by the file name to have there.
+        figures: copied beside the page, by their file names there.
     """
     before, after = around(page, name)
     page.write_text(f"{before}\n\n{text}\n{after}", encoding="utf-8")
@@ -136,7 +136,7 @@ def paste(page: Path, name: str, text: str, figures: Mapping[str, Path]) -> None
 
 
 def around(page: Path, name: str) -> tuple[str, str]:
-    """A page up to its line ``<!-- study NAME -->``, and from ``<!-- end of study NAME -->`` on, both included.
+    """Split a page: up to its line ``<!-- study NAME -->``, and from ``<!-- end of study NAME -->`` on, both included.
 
     Raises:
         PageError: no such page, or not exactly one such pair of lines.

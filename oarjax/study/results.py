@@ -1,4 +1,4 @@
-"""What the runs of a study come to: means over seeds with 95% intervals, and differences paired by seed."""
+"""Results of a study's runs: means over seeds with 95% intervals, and differences paired by seed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from oarjax.system.json import to_plain
 
 
 class Measured(NamedTuple):
-    """What one run of an arm came to. pass@1 as shares, 0..1."""
+    """Measures of one run. pass@1 as shares, 0..1."""
 
     curve: list[tuple[float, float]]  # (iteration, held-out pass@1)
     final: float  # pass@1 after the last iteration
@@ -26,7 +26,7 @@ class Measured(NamedTuple):
     entropy: float  # nats, mean over the last fifth of the iterations
     ess: float  # effective share of the reasoning tokens, mean over the iterations
     seconds: float  # per iteration without evaluation, median without the first, which compiles
-    completions: float  # drawn in all
+    completions: float  # number sampled in all
 
 
 MEASURES = ("final", "area", "entropy", "ess", "seconds", "completions")
@@ -41,10 +41,10 @@ def seed_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> I
 
 
 def area_under(curve: Sequence[tuple[float, float]]) -> float:
-    """Area under (x, y) by trapezoids, divided by the width: the mean height, in the units of y.
+    """Integrate (x, y) by trapezoids and divide by the width: the mean height, in the units of y.
 
     Raises:
-        ValueError: fewer than two points, or x does not rise.
+        ValueError: fewer than two points, or x does not increase.
     """
     if len(curve) < 2 or any(b[0] <= a[0] for a, b in pairwise(curve)):
         raise ValueError(f"area_under: expected at least two points with rising x, got {list(curve)}")
@@ -53,13 +53,13 @@ def area_under(curve: Sequence[tuple[float, float]]) -> float:
 
 
 def finished(run: Planned) -> bool:
-    """Whether a run has gone through all its iterations and the last evaluation."""
+    """Return True for a run with all its iterations and the last evaluation."""
     records = read_metrics(Path(run.config.run_dir) / "metrics.jsonl")
     return bool(records) and records[-1]["iteration"] == run.config.iterations and "pass_at_1" in records[-1]
 
 
 def measure(records: Sequence[Mapping[str, Any]], *, group_size: int) -> Measured:
-    """A finished run's metrics, see ``oarjax.report.files.read_metrics``, in a few numbers."""
+    """Reduce a finished run's metrics (``oarjax.report.files.read_metrics``) to a few numbers."""
     curve = points(records, "pass_at_1")
     entropies = [v for _, v in points(records, "entropy")]
     seconds = sorted(v for n, v in points(records, "seconds/training") if n > 1) or [math.nan]
@@ -76,7 +76,7 @@ def measure(records: Sequence[Mapping[str, Any]], *, group_size: int) -> Measure
 
 
 def measured_runs(runs: Sequence[Planned]) -> dict[int, Measured]:
-    """The finished ones among the runs of an arm or a cell, by seed."""
+    """Measure the finished runs of an arm or a cell, by seed."""
     out = {}
     for run in runs:
         if finished(run):
@@ -86,9 +86,9 @@ def measured_runs(runs: Sequence[Planned]) -> dict[int, Measured]:
 
 
 def collect(plan: Plan) -> dict[str, Any]:
-    """The study as one tree for JSON: every arm's measures, curve, differences, and the sweep's cells.
+    """Collect the study as one tree for JSON: every arm's measures, curve, differences, and the sweep's cells.
 
-    Intervals are [mean, low, high], over the seeds that have finished; null where one seed gives none.
+    Intervals are [mean, low, high] over the seeds that have finished; with a single seed low and high are null.
     """
     known = {name: measured_runs(runs) for name, runs in plan.arms.items()}
     arms = {name: _arm(runs) for name, runs in known.items() if runs}
@@ -128,9 +128,9 @@ def _of(runs: Mapping[int, Measured], what: str) -> dict[int, float]:
     return {seed: float(getattr(run, what)) for seed, run in runs.items()}
 
 
-def _plain(found: Interval) -> list[float | None] | None:
+def _plain(interval: Interval) -> list[float | None] | None:
     """Return [mean, low, high] as study.json has it; null where nothing is known."""
-    return to_plain([found.mean, found.low, found.high]) if found.count else None
+    return to_plain([interval.mean, interval.low, interval.high]) if interval.count else None
 
 
 def _mean(values: Sequence[float]) -> float:

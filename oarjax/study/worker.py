@@ -1,6 +1,6 @@
-"""A worker of ``oarjax study``: warm starts and runs, one after another, in one process.
+"""Worker of ``oarjax study``: warm starts and runs, one after another, in one process.
 
-``python -m oarjax.study.worker`` reads one task a line and answers each with a line, see ``study.jobs``.
+``python -m oarjax.study.worker`` reads one task per line and answers each with a line, see ``study.jobs``.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from oarjax.training.run import Run, open_run
 from oarjax.training.trainer import train
 
 BEFORE = "before.json"
-"""In a seed's folder, once its start is made: how good it is."""
+"""File in a seed's folder with the evaluation of its start, once that is done."""
 
 
 def main() -> None:
-    """Serve until the standard input ends, or the process that began it does."""
+    """Serve until the standard input or the parent process ends."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not mix with the replies
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def attempt(task: dict[str, Any], graders: Graders) -> str | None:
-    """Do a task; what went wrong, None if nothing did. Mistakes of the user come without a traceback."""
+    """Do a task; return its error, None on success. A user's error comes without a traceback."""
     folder = Path(task["folder"])
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "log.txt").open("a", encoding="utf-8") as log:
@@ -63,13 +63,13 @@ def attempt(task: dict[str, Any], graders: Graders) -> str | None:
         except Exception:
             return traceback.format_exc()
         finally:
-            jax.clear_caches()  # a run's programs are its own: the next reads its from the cache on disk
+            jax.clear_caches()  # programs are not shared: the next run reads its own from disk
             gc.collect()
     return None
 
 
 class Graders:
-    """Grading processes, kept from run to run as long as they are to grade alike."""
+    """Grading processes, shared by runs with the same grading settings."""
 
     def __init__(self, stack: ExitStack):
         self._stack = stack
@@ -84,7 +84,7 @@ class Graders:
 
 
 def make_start(cfg: Config, console: Console, graders: Graders) -> None:
-    """The policy that all runs of a seed begin with, in the folder ``start``, and how good it is."""
+    """Create and evaluate the policy that all runs of a seed start from, in the folder ``start``."""
     with locked(claim(Path(cfg.run_dir), cfg)):
         session = open_run(cfg, console)
         _, before = start_policy(session, graders.of(session))
@@ -92,7 +92,7 @@ def make_start(cfg: Config, console: Console, graders: Graders) -> None:
 
 
 def train_run(cfg: Config, home: Path, console: Console, graders: Graders) -> None:
-    """One run from the seed's start; its checkpoints go when it has ended."""
+    """Train one run from the seed's start, and remove its checkpoints at its end."""
     folder = claim(Path(cfg.run_dir), cfg)
     session = open_run(changed(cfg, run_dir=str(home), policy=_start_of(cfg, home), sft=None), console)
     session = session.with_config(cfg)
@@ -104,7 +104,7 @@ def train_run(cfg: Config, home: Path, console: Console, graders: Graders) -> No
 
 
 def _start_of(cfg: Config, home: Path) -> Any:
-    """The config's policy, read from where the seed's start is."""
+    """Return the policy section that reads the seed's start."""
     if cfg.sft is None and not cfg.policy.path.startswith("builtin:"):
         return cfg.policy
     return changed(
@@ -113,7 +113,7 @@ def _start_of(cfg: Config, home: Path) -> Any:
 
 
 def write_before(path: Path, before: Evaluation | None) -> None:
-    """The start's evaluation as JSON, whole or not at all. NaN (ungraded) is null."""
+    """Write the start's evaluation as JSON, whole or not at all. NaN (ungraded) is null."""
     half = path.with_suffix(".half")
     half.write_text(json.dumps(plain_evaluation(before)))
     half.replace(path)
@@ -124,7 +124,7 @@ def read_before(path: Path) -> Evaluation | None:
 
 
 def _end_with(parent: int) -> None:
-    """A study that was killed must not leave a run behind that writes to its folder."""
+    """End with the parent process: a killed study must not leave a run that writes to its folder."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)

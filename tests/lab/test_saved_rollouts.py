@@ -137,7 +137,7 @@ def test_a_run_s_own_parquet(tmp_path):
         (
             {"prompt": "x", "completion": [{"role": "tool", "content": "4"}, {"role": "assistant", "content": "5"}]},
             "auto",
-            r"a completion of the turns tool, assistant; .* save each as a rollout of its own",
+            r"a completion of the turns tool, assistant; .* save each as a separate rollout",
         ),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}], "completion": "y"}, "auto", r"got \{'role'"),
     ],

@@ -137,16 +137,16 @@ def test_a_need_is_waited_for(echo):
 
 def test_a_worker_that_dies_or_babbles_is_replaced(echo):
     outcomes, _ = echo(("dies", {"die": True}), ("babbles", {"talk": "hello"}), ("after", {}), workers=1)
-    assert outcomes["dies"] == "the worker died, exit code 3; what it said is in its log"
+    assert outcomes["dies"] == "the worker died, exit code 3; its output is in its log"
     assert outcomes["babbles"] is not None
-    assert outcomes["babbles"].startswith("the worker cannot be talked to: ")
+    assert outcomes["babbles"].startswith("the worker does not answer: ")
     assert outcomes["after"] is None
 
 
 def test_no_worker(tmp_path):
     (outcome,) = run_jobs([Job("a", {})], ["/nowhere/python"], workers=1, log=tmp_path)
     assert outcome.error is not None
-    assert outcome.error.startswith("no worker: ")
+    assert outcome.error.startswith("the worker could not be started: ")
 
 
 # Planning, resuming and collecting, with runs that were made up

@@ -108,9 +108,9 @@ def test_base_may_be_a_file_beside_the_study(write, tmp_path):
         ({"sweep": {"of": "GRPO", "over": None, "seeds": [0]}}, "sweep.over: .*dictionary"),
         ({"sweep.over": {"seed": []}}, "over: expected at least one value of seed, and each once"),
         ({"sweep.over": {"optim.lr": [1.0, 1.0]}}, "over: expected at least one value of optim.lr, and each once"),
-        ({"arms": {"grpo": {}}}, "arms.GRPO: expected a name that makes a folder of its own, got 'grpo'"),
-        ({"arms": {"start": {}}}, "arms.start: expected a name that makes a folder of its own, got 'start'"),
-        ({"arms": {"--": {}}}, "arms.--: expected a name that makes a folder of its own, got ''"),
+        ({"arms": {"grpo": {}}}, "arms.GRPO: expected a name with a unique folder name, got 'grpo'"),
+        ({"arms": {"start": {}}}, "arms.start: expected a name with a unique folder name, got 'start'"),
+        ({"arms": {"--": {}}}, "arms.--: expected a name with a unique folder name, got ''"),
     ],
 )
 def test_bad_studies(write, changes, says):
