@@ -99,7 +99,7 @@ def test_no_file_has_no_metrics(tmp_path):
 
 
 def test_reserved_names_are_refused(tmp_path):
-    with MetricsWriter(tmp_path) as writer, pytest.raises(ValueError, match="metric name 'time' is taken"):
+    with MetricsWriter(tmp_path) as writer, pytest.raises(ValueError, match="metric name 'time' is reserved"):
         writer.write(1, {"time": 2.0})
 
 
