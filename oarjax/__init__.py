@@ -7,7 +7,7 @@ The public names, each imported when it is first used; importing oarjax itself o
                   gradient_importance (OAR-G), fisher_importance (OAR-F), local_importance (OAR-L), top_share,
                   screened_scores
     weights       normalise, gate, preserve_mass, oar_weights, reshape
-    own method    CreditMethod, Signals
+    custom method CreditMethod, Signals, Context, Scored
     diagnostics   ess_ratio, top_mass, spearman, recall_at_k
     policies      Policy, QwenConfig, make_policy, read_config, load_params, export
     sampling      sample, token_logps
@@ -40,7 +40,8 @@ _HOME = {
     "oarjax.credit.oar_g": ("gradient_importance", "row_keys"),
     "oarjax.credit.gate": ("normalise", "gate", "preserve_mass", "oar_weights", "reshape"),
     "oarjax.credit.diagnose": ("ess_ratio", "top_mass", "spearman", "recall_at_k"),
-    "oarjax.credit.method": ("CreditMethod", "Signals"),
+    "oarjax.credit.method": ("CreditMethod",),
+    "oarjax.credit.signals": ("Context", "Scored", "Signals"),
     "oarjax.models.policy": ("Policy",),
     "oarjax.models.qwen": ("make_policy",),
     "oarjax.models.qwen_config": ("QwenConfig",),

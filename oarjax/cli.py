@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from oarjax.credit.registry import summary
+
 app = typer.Typer(
     name="oarjax",
     help="Train Qwen policies with GRPO and Outcome-grounded Advantage Reshaping (OAR), in JAX.",
@@ -51,7 +53,8 @@ TRAIN_HELP = (
     "Train a policy and show that it got better.\n\n"
     "Every iteration samples completions, grades them, gives every token its credit and updates the policy. The run "
     "folder holds the whole config, metrics.jsonl, completions.jsonl, the trained policy as an HF folder and "
-    "report.html. The same command goes on with a run that was stopped; any other is refused its folder."
+    "report.html. The same command goes on with a run that was stopped; any other is refused its folder.\n\n"
+    f"Values of credit.method: {summary()}; custom: the method that credit.function names."
 )
 
 

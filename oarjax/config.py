@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from oarjax.credit.method import Role
+from oarjax.credit.registry import CUSTOM, choices, lab_methods
 from oarjax.errors import UserError
 
 Positive = Annotated[int, Field(gt=0)]
@@ -269,9 +271,25 @@ class LocalConfig(Section):
     answers: Positive = Field(default=4, description="answer tokens that are read, at most")
 
 
+def _one_of(role: Role | None, *others: str) -> AfterValidator:
+    """Accept the names of built-in methods, as registered when the field is read, and ``others``."""
+
+    def known(name: str) -> str:
+        accepted = (*choices(role), *others)
+        if role is None and name == "own":
+            raise ValueError("own is called custom now; set custom")
+        if name not in accepted:
+            near = difflib.get_close_matches(name, accepted, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ValueError(f"expected one of {', '.join(accepted)}, got {name!r}{hint}")
+        return name
+
+    return AfterValidator(known)
+
+
 class ScreenConfig(Section):
     share: Share = Field(default=0.2, description="of a row's reasoning that is scored exactly")
-    by: Literal["oar_l", "oar_f", "oar_g", "random"] = Field(
+    by: Annotated[str, _one_of("screen.by", "random")] = Field(
         default="oar_l", description="whose scores choose that share; random: the control"
     )
 
@@ -303,36 +321,21 @@ class GrailConfig(Section):
     low: Rate = 0.5
     high: Rate = 5.0
 
-
-def _current_method(name: Any) -> Any:
-    if name == "own":
-        raise ValueError("own is called custom now; set custom")
-    return name
+    @model_validator(mode="after")
+    def _ordered(self) -> GrailConfig:
+        if self.low > self.high:
+            raise ValueError(f"low = {self.low} exceeds high = {self.high}; lower it, or raise high")
+        return self
 
 
 class CreditConfig(Section):
-    method: Annotated[
-        Literal[
-            "uniform",
-            "oar_g",
-            "oar_p",
-            "oar_f",
-            "oar_l",
-            "oar_screened",
-            "entropy_top",
-            "entropy",
-            "keywords",
-            "grail",
-            "random",
-            "permuted",
-            "custom",
-        ],
-        BeforeValidator(_current_method),
-    ] = Field(default="oar_g", description="uniform: plain GRPO; permuted: weights on the wrong tokens, the control")
+    method: Annotated[str, _one_of(None, CUSTOM)] = Field(
+        default="oar_g", description="a method of oarjax.credit.registry, or custom"
+    )
     function: str | None = Field(
         default=None, description="for method custom: file.py:name or module:name of an oarjax.CreditMethod"
     )
-    permuted_of: Literal["oar_g", "oar_p", "oar_f", "oar_l", "oar_screened"] = Field(
+    permuted_of: Annotated[str, _one_of("permuted_of")] = Field(
         default="oar_g", description="whose weights permuted shuffles"
     )
     polarity: Literal["both", "correct", "wrong"] = Field(
@@ -466,26 +469,6 @@ class PlanConfig(Section):
     topology: str | None = Field(default=None, description="TPU slice to plan for, such as v5e-16 or v5e:4x4")
 
 
-LAB_METHODS: dict[str, dict[str, Any]] = {
-    "OAR-P": {"method": "oar_p"},
-    "OAR-P, 2nd choice": {"method": "oar_p", "masking": {"counterfactual": "second_choice"}},
-    "OAR-P, mean": {"method": "oar_p", "masking": {"counterfactual": "mean_embedding"}},
-    "OAR-P, deleted": {"method": "oar_p", "masking": {"counterfactual": "deleted"}},
-    "OAR-P, screened": {"method": "oar_screened"},
-    "OAR-L": {"method": "oar_l"},
-    "OAR-F": {"method": "oar_f"},
-    "OAR-G, 1 draw": {"method": "oar_g", "estimator": "linearised", "draws": 1},
-    "OAR-G, 4 draws": {"method": "oar_g", "estimator": "linearised", "draws": 4},
-    "OAR-G, 16 draws": {"method": "oar_g", "estimator": "linearised", "draws": 16},
-    "OAR-G noisy, 1 draw": {"method": "oar_g", "estimator": "noisy", "draws": 1},
-    "OAR-G noisy, 4 draws": {"method": "oar_g", "estimator": "noisy", "draws": 4},
-    "GRAIL": {"method": "grail"},
-    "entropy": {"method": "entropy"},
-    "random": {"method": "random"},
-    "uniform (GRPO)": {"method": "uniform"},
-}
-
-
 class LabConfig(Section):
     """Settings of ``oarjax credit``: the methods to compare, and the completions to compare them on."""
 
@@ -498,7 +481,7 @@ class LabConfig(Section):
         default=None, description="of the completions; null = rollout.temperature, 0 = greedy"
     )
     methods: dict[str, dict[str, Any]] = Field(
-        default=LAB_METHODS, description="name to show -> fields of credit that it changes"
+        default_factory=lab_methods, description="name to show -> fields of credit that it changes"
     )
     share: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.1, description="of a row's reasoning that counts as a method's top"
@@ -597,7 +580,7 @@ def _contradictions(c: Config) -> Iterator[str]:
                     f"{where}.{name}: {decay} with {where}.moments = bfloat16, in which such averages do not move; "
                     f"lower {name} to .99 or less, or set {where}.moments=float32"
                 )
-    if c.credit.method == "custom" and c.credit.function is None:
+    if c.credit.method == CUSTOM and c.credit.function is None:
         yield "credit.function: needed when credit.method is custom; set file.py:name of an oarjax.CreditMethod"
     if c.credit.answer.style == "regex" and not c.credit.answer.pattern:
         yield "credit.answer.pattern: needed when credit.answer.style is regex"

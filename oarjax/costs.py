@@ -5,14 +5,20 @@ is one direction of one of the links between chips, as measured in "How to Scale
 below the data sheets. ``memory`` is what libtpu 0.0.42 lets a program have (the data sheets' 16, 95, 32 and 32 GiB
 less what it keeps for itself).
 
-Model FLOPs are 2 per multiply-add of the matrix products that a method asks for. Recomputation (remat), padding and
-rejected samples are not counted, so a utilisation made from these numbers is the share of the hardware that went into
-the model's own arithmetic.
+Model FLOPs are 2 per multiply-add of the matrix products that an algorithm needs: attention is causal, prefixes that a
+group or a row's counterfactuals share are counted once. Recomputation (remat), padding and rejected samples are not
+counted, so a utilisation made from these numbers is the share of the hardware that went into the model's own
+arithmetic. Where ``recomputed`` or ``buckets`` is given, a function counts what a program executes instead.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from oarjax.config import CreditConfig
+from oarjax.credit.method import CreditMethod, resolve
+from oarjax.credit.registry import CUSTOM, METHODS
 
 GIB = 2**30
 Number = int | float
@@ -37,40 +43,221 @@ CHIPS = {
 }
 
 
-def forward_flops(*, matmul_params: float, layers: int, heads_width: int, tokens: float, context: float) -> float:
-    """One forward pass over ``tokens`` tokens that attend to ``context`` positions on average.
+@dataclass(frozen=True)
+class Decoder:
+    """The sizes of a policy that cost depends on."""
 
-    2 * params in matrix products per token, and 4 * layers * (heads * head_dim) * context for attention.
+    layers: int
+    trunk_params: Number  # in matrix products of the layers
+    head_params: Number
+    heads_width: int  # heads * head_dim
+    kv_width: int  # key heads * head_dim
+
+
+@dataclass(frozen=True)
+class Row:
+    """The tokens of one row; means over many rows will do."""
+
+    prompt: Number
+    completion: Number
+    reasoning: Number = 0  # of the completion
+
+    @property
+    def tokens(self) -> Number:
+        return self.prompt + self.completion
+
+
+# Passes --------------------------------------------------------------------------------------------------------------
+
+
+def pass_flops(d: Decoder, *, tokens: Number, context: Number, read: Number) -> float:
+    """Count a forward over ``tokens`` that attend to ``context`` positions on average, with logits at ``read`` of them.
+
+    2 * parameters per token in the layers' products, 4 * layers * (heads * head_dim) * context in attention's, and
+    2 * head per position that is read.
     """
-    return tokens * (2.0 * matmul_params + 4.0 * layers * heads_width * context)
+    return float(
+        tokens * (2.0 * d.trunk_params + 4.0 * d.layers * d.heads_width * context) + 2.0 * d.head_params * read
+    )
 
 
-def iteration_flops(
-    *,
-    matmul_params: float,
-    layers: int,
-    heads_width: int,
-    prompt_tokens: float,
-    completion_tokens: float,
-    group_size: int,
-    used_share: float,
-    credit_forwards: float,
-    scoring_forwards: float,
-    epochs: int,
-    context: float,
-    update_forwards: float = 3.0,
-) -> float:
-    """Sampling (prompts once per group), scoring, credit, and ``update_forwards`` forwards' worth per epoch of update.
+def clean_flops(d: Decoder, row: Row) -> float:
+    """Count the pass over a row that every attribution starts from: the unit of ``CreditMethod.forwards``."""
+    return pass_flops(d, tokens=row.tokens, context=row.tokens / 2, read=1)
 
-    These are three: forward, gradients of the states, gradients of the weights. With adapters the last are next to
-    none.
+
+def scoring_flops(d: Decoder, row: Row) -> float:
+    """Count the log-probabilities of one row's completion."""
+    return pass_flops(d, tokens=row.tokens, context=row.tokens / 2, read=row.completion)
+
+
+def sampling_flops(d: Decoder, *, prompts: Number, rows: Number, prompt: Number, completion: Number) -> float:
+    """Count each prompt once, then every completion: its first token is the prompt's, its last is not fed back."""
+    prefill = prompts * pass_flops(d, tokens=prompt, context=prompt / 2, read=1)
+    return prefill + rows * pass_flops(d, tokens=completion - 1, context=prompt + completion / 2, read=completion - 1)
+
+
+def update_flops(d: Decoder, row: Row, *, recomputed: Number = 0) -> float:
+    """Count one forward and backward of a row, the backward worth two forwards and ``recomputed`` of the layers."""
+    trunk = pass_flops(d, tokens=row.tokens, context=row.tokens / 2, read=0)
+    return (3 + recomputed) * trunk + 3 * 2.0 * d.head_params * row.completion
+
+
+def adapted_update_flops(d: Decoder, row: Row, *, adapters: Number) -> float:
+    """Count the same where only ``adapters`` numbers are trained: backward passes the other weights without gradients.
+
+    Matrices and head forward and once backward, attention and adapters with their full backward pass.
     """
+    linear = pass_flops(d, tokens=row.tokens, context=0, read=row.completion)
+    attention = pass_flops(d, tokens=row.tokens, context=row.tokens / 2, read=row.completion) - linear
+    return 2 * linear + 3 * attention + 6.0 * adapters * row.tokens
 
-    def forward(tokens: float) -> float:
-        return forward_flops(
-            matmul_params=matmul_params, layers=layers, heads_width=heads_width, tokens=tokens, context=context
-        )
 
-    sampling = forward(prompt_tokens / group_size + completion_tokens)
-    trained = used_share * (prompt_tokens + completion_tokens)
-    return sampling + forward(trained) * (credit_forwards + scoring_forwards + update_forwards * epochs)
+# Credit methods -------------------------------------------------------------------------------------------------------
+
+
+def gradient_flops(d: Decoder, row: Row, *, draws: int, recomputed: Number = 0) -> float:
+    """Count OAR-G: a push and a pull through the linearised completion per draw."""
+    return clean_flops(d, row) + 2 * _redone_flops(d, row, recomputed) + draws * 2 * _linear_flops(d, row)
+
+
+def fisher_flops(d: Decoder, row: Row, *, outcomes: int, recomputed: Number = 0) -> float:
+    """Count OAR-F: a pull per outcome."""
+    return clean_flops(d, row) + _redone_flops(d, row, recomputed) + outcomes * _linear_flops(d, row)
+
+
+def saliency_flops(d: Decoder, row: Row, *, recomputed: Number = 0) -> float:
+    """Count GRAIL: one pull, and the head forward and back at every token of the answer."""
+    answer = max(row.completion - row.reasoning, 1)
+    head = 2.0 * d.head_params * 2 * answer
+    return clean_flops(d, row) + _redone_flops(d, row, recomputed) + _linear_flops(d, row) + head
+
+
+def _redone_flops(d: Decoder, row: Row, recomputed: Number) -> float:
+    """Count what one way through the linearised completion computes again, once for all draws or outcomes."""
+    context = row.prompt + row.completion / 2
+    return recomputed * pass_flops(d, tokens=row.completion, context=context, read=0)
+
+
+def _linear_flops(d: Decoder, row: Row) -> float:
+    """Count one way through the linearised completion: a forward's worth, and attention's products twice.
+
+    Twice, because the derivative of a product of two activations has two terms; weights are constant.
+    """
+    context = row.prompt + row.completion / 2
+    return pass_flops(d, tokens=row.completion, context=2 * context, read=1)
+
+
+def masked_flops(d: Decoder, row: Row, *, share: float, buckets: int | None = None) -> float:
+    """Count OAR-P of a ``share`` of the reasoning, spread evenly: per token a forward from it to the row's end.
+
+    The prompt and the tokens before are shared. ``buckets``: suffixes start at one of so many places, as executed.
+    """
+    total, length = clean_flops(d, row), row.completion
+    if buckets is None:
+        # Token t is input t + 1; means over t = 0 .. R - 1 of the inputs from there on, and of what they see.
+        R = row.reasoning
+        suffix = max(length - (R + 1) / 2, 0)
+        seen = suffix * row.prompt + max(length**2 - (R + 1) * (2 * R + 1) / 6, 0) / 2
+        return total + share * R * pass_flops(d, tokens=suffix, context=seen / suffix if suffix else 0, read=1)
+    for j in range(buckets):
+        low, high = length * j / buckets, length * (j + 1) / buckets
+        count = share * max(min(high, row.reasoning) - low, 0)
+        total += count * pass_flops(d, tokens=length - low, context=row.prompt + (low + length) / 2, read=1)
+    return total
+
+
+def local_flops(d: Decoder, row: Row, *, window: int, answers: int, padded: bool = False) -> float:
+    """Count OAR-L: 1 + window + answers positions per reasoning token.
+
+    The changed token and its window see what stands before them, the answer the whole row. ``padded``: every position
+    is shown all slots of the row, as executed.
+    """
+    near, places = 1 + window, 1 + window + answers
+    if padded:
+        attended = places * (row.tokens + places)
+    else:
+        attended = near * (row.prompt + row.reasoning / 2) + answers * row.tokens
+    each = pass_flops(d, tokens=places, context=attended / places, read=1)
+    return clean_flops(d, row) + row.reasoning * each
+
+
+# What the registry calls: (credit section, row, decoder) -> clean passes ----------------------------------------------
+
+Forwards = Callable[[CreditConfig, Row, Decoder], float]
+
+
+def oar_p_forwards(credit: CreditConfig, row: Row, d: Decoder) -> float:
+    """Count OAR-P; whole lines and sentences as if every token were changed."""
+    return masked_flops(d, row, share=1.0) / clean_flops(d, row)
+
+
+def oar_l_forwards(credit: CreditConfig, row: Row, d: Decoder) -> float:
+    """Count OAR-L."""
+    return local_flops(d, row, window=credit.local.window, answers=credit.local.answers) / clean_flops(d, row)
+
+
+def oar_f_forwards(credit: CreditConfig, row: Row, d: Decoder) -> float:
+    """Count OAR-F."""
+    return fisher_flops(d, row, outcomes=credit.fisher.outcomes + credit.fisher.sampled) / clean_flops(d, row)
+
+
+def oar_g_forwards(credit: CreditConfig, row: Row, d: Decoder) -> float:
+    """Count OAR-G."""
+    return gradient_flops(d, row, draws=credit.draws) / clean_flops(d, row)
+
+
+def oar_screened_forwards(credit: CreditConfig, row: Row, d: Decoder) -> float:
+    """Count screened OAR-P: the estimates, and the exact part after its own clean pass, which OAR-L's shares."""
+    exact = masked_flops(d, row, share=credit.screen.share) / clean_flops(d, row)
+    if credit.screen.by == "random":
+        return exact
+    screening = forwards(METHODS[credit.screen.by], credit, row, d)
+    return exact + screening - (credit.screen.by == "oar_l")
+
+
+def grail_forwards(credit: CreditConfig, row: Row, d: Decoder) -> float:
+    """Count GRAIL."""
+    return saliency_flops(d, row) / clean_flops(d, row)
+
+
+def forwards(method: CreditMethod, credit: CreditConfig, row: Row, d: Decoder) -> float:
+    """Count the scoring of one row by a method, in clean passes over that row."""
+    if isinstance(method.forwards, int | float):
+        return float(method.forwards)
+    return float(resolve(method.forwards)(credit, row, d))
+
+
+# An iteration ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one iteration computes."""
+
+    row: Row  # the mean row
+    prompts: Number  # prompts drawn, each prefilled once
+    rows: Number  # completions drawn
+    used: Number  # rows that are scored and trained on
+    epochs: int = 1
+    old_logps: bool = False  # more than one update per rollout
+    entropies: bool = False  # read by the credit method
+    reference: bool = False  # a KL term
+    adapters: Number | None = None  # numbers that are trained, where these are not all
+
+
+def iteration_flops(d: Decoder, work: Work, credit: CreditConfig, method: CreditMethod) -> dict[str, float]:
+    """Count the phases of one iteration: sample, score (credit included) and update.
+
+    ``method`` is the one whose importance is computed. Its clean pass serves log-probabilities and entropies too; a
+    custom method computes no states for them.
+    """
+    row, clean = work.row, clean_flops(d, work.row)
+    score = forwards(method, credit, row, d) * clean
+    if work.old_logps or work.entropies:
+        score += scoring_flops(d, row) - (clean if score and method.name != CUSTOM else 0)
+    if work.reference:
+        score += scoring_flops(d, row)
+    trained = update_flops(d, row) if work.adapters is None else adapted_update_flops(d, row, adapters=work.adapters)
+    sampled = sampling_flops(d, prompts=work.prompts, rows=work.rows, prompt=row.prompt, completion=row.completion)
+    return {"sample": sampled, "score": work.used * score, "update": work.used * work.epochs * trained}

@@ -299,7 +299,7 @@ def test_rows_that_cannot_be_used(train, tmp_path, content, says):
             "lora.rank: 0, and lora.alpha or lora.targets are set; set lora.rank=32, or",
         ),
         (["mesh={data:1}"], "mesh.data:1: no such field (in YAML a space must follow the colon)"),
-        (["credit.method=oar_h"], "credit.method: Input should be 'uniform', 'oar_g'"),
+        (["credit.method=oar_h"], "credit.method: expected one of oar_p, oar_screened"),
     ],
 )
 def test_configs_that_cannot_run(train, overrides, says):

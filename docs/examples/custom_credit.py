@@ -1,4 +1,4 @@
-"""Token credit of one's own: weights from places, from signals, from another attribution, or from the policy itself.
+"""Custom token credit: weights from places, from signals, from another attribution, or from the policy itself.
 
 oarjax train configs/demo.yaml credit.method=custom credit.function=docs/examples/custom_credit.py:surprising
 """
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
 import oarjax
-from oarjax import AnswerSpan, CreditMethod, Params, Policy, Rollout, Signals
+from oarjax import AnswerSpan, Context, CreditMethod, Params, Policy, Rollout, Signals
 
 
 def _later(
@@ -16,6 +16,7 @@ def _later(
     advantages: Float[Array, "B"],
     completion: Bool[Array, "B T"],
     key: Key[Array, ""],
+    context: Context,
 ) -> Float[Array, "B T"]:
     """From 0.5 at the first reasoning token to 1.5 at the last."""
     place = jnp.cumsum(span.reasoning, axis=1) / jnp.maximum(span.reasoning.sum(1, keepdims=True), 1)
@@ -28,6 +29,7 @@ def _proportional(
     advantages: Float[Array, "B"],
     completion: Bool[Array, "B T"],
     key: Key[Array, ""],
+    context: Context,
 ) -> Float[Array, "B T"]:
     """In proportion to the importance, instead of through OAR's gate; a tenth is shared evenly."""
     h = oarjax.normalise(signals.importance, span.reasoning)
@@ -35,7 +37,7 @@ def _proportional(
 
 
 def _surprisal(
-    policy: Policy, params: Params, rollout: Rollout, span: AnswerSpan, keys: Key[Array, "B"]
+    policy: Policy, params: Params, rollout: Rollout, span: AnswerSpan, keys: Key[Array, "B"], context: Context
 ) -> Float[Array, "B T"]:
     """-log p of every token, by one forward pass."""
     logps, _ = oarjax.token_logps(
@@ -44,12 +46,12 @@ def _surprisal(
         rollout.tokens,
         rollout.valid,
         completion_length=rollout.completion.shape[1],
-        temperature=1.0,
+        temperature=context.temperature,
         head_chunk=2048,
     )
     return -logps
 
 
 later = CreditMethod(_later)
-proportional = CreditMethod(_proportional, needs=("importance",), importance="oar_p")
-surprising = CreditMethod(_proportional, needs=("importance",), importance=_surprisal)
+proportional = CreditMethod(_proportional, needs=("importance",), score="oar_p")
+surprising = CreditMethod(_proportional, needs=("importance",), score=_surprisal, forwards=1.0)

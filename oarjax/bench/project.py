@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from oarjax.costs import update_flops
 from oarjax.plan.credit_costs import (
     PROJECTED,
     QWEN_7B,
@@ -15,7 +16,6 @@ from oarjax.plan.credit_costs import (
     decode_seconds,
     projection,
     rollout_share_for,
-    update_flops,
 )
 
 GOALS = {"OAR-G, 1 draw": 1.1, "OAR-P": 2.0}
@@ -31,12 +31,12 @@ def document() -> dict[str, Any]:
         "policy": "Qwen2.5-7B",
         "decoder": asdict(d),
         "assumed": asdict(run),
-        "update_flops": update_flops(d, run),
+        "update_flops": update_flops(d, run.row, recomputed=run.recomputed),
         "chips": [
             asdict(chip)
             | {
                 "decode_seconds": decode_seconds(d, chip, run),
-                "update_seconds": update_flops(d, run) / (chip.flops * run.mfu),
+                "update_seconds": update_flops(d, run.row, recomputed=run.recomputed) / (chip.flops * run.mfu),
                 "of_grpo": projection(d, chip, run),
             }
             for chip in PROJECTED

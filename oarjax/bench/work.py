@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from oarjax.config import Config, parse_config
-from oarjax.costs import forward_flops, iteration_flops
+from oarjax.config import Config, CreditConfig, parse_config
+from oarjax.costs import Row as Place
+from oarjax.costs import Work, clean_flops, forwards, iteration_flops, pass_flops
+from oarjax.credit.registry import METHODS
 from oarjax.data.hf import load_params, read_config
 from oarjax.models.qwen_config import QwenConfig
-from oarjax.models.weights import matmul_parameters
+from oarjax.models.weights import decoder_of
 from oarjax.system.devices import make_mesh
 from oarjax.training.iteration import HostCallbacks, iterate
 from oarjax.training.programs import Steps
@@ -84,40 +86,25 @@ def make_rows(model: QwenConfig, shapes: Shapes) -> list[Row]:
     """The rows of the table, in order."""
     s = shapes
 
-    def forward(tokens: int, length: int) -> float:
-        return forward_flops(
-            matmul_params=float(matmul_parameters(model)),
-            layers=model.num_hidden_layers,
-            heads_width=model.num_attention_heads * model.head_dim,
-            tokens=float(tokens),
-            context=length / 2,
-        )
-
-    full = s.prompt_tokens + s.new_tokens
-    credit = s.prompt_tokens + s.reasoning + s.cue + s.answer
-    whole, scored = s.prompts * full, s.credit_rows * credit
+    d, full = decoder_of(model), s.prompt_tokens + s.new_tokens
     many = f"{s.prompts} x ({s.prompt_tokens}+{s.new_tokens})"
     spans = f"{s.credit_rows} x ({s.prompt_tokens}+{s.reasoning}+{s.cue}+{s.answer})"
-    iteration = iteration_flops(
-        matmul_params=float(matmul_parameters(model)),
-        layers=model.num_hidden_layers,
-        heads_width=model.num_attention_heads * model.head_dim,
-        prompt_tokens=float(s.groups * s.group_size * s.prompt_tokens),
-        completion_tokens=float(s.groups * s.group_size * s.new_tokens),
-        group_size=s.group_size,
-        used_share=1.0,
-        credit_forwards=3.0,
-        scoring_forwards=0.0,
-        epochs=1,
-        context=full / 2,
-    )
+    forward = pass_flops(d, tokens=s.prompts * full, context=full / 2, read=s.prompts * full)
+    drawn = s.groups * s.group_size
+    work = Work(Place(s.prompt_tokens, s.new_tokens), prompts=s.groups, rows=drawn, used=drawn)
+    iteration = sum(iteration_flops(d, work, CreditConfig(), METHODS["oar_g"]).values())
+
+    def scores(method: str) -> float:
+        row = Place(s.prompt_tokens, s.reasoning + s.cue + s.answer, s.reasoning)
+        return s.credit_rows * clean_flops(d, row) * forwards(METHODS[method], CreditConfig(), row, d)
+
     return [
-        Row("W1", "rollout", many, "tokens/s", s.prompts * s.new_tokens, forward(whole, full)),
-        Row("W2", "update", many, "s", 1, 3 * forward(whole, full)),
-        Row("W2", "log-probs", many, "s", 1, forward(whole, full)),
-        Row("W3", "OAR-G linearised", spans, "s/sequence", s.credit_rows, 3 * forward(scored, credit)),
-        Row("W3", "OAR-G noisy", spans, "s/sequence", s.credit_rows, 3 * forward(scored, credit)),
-        Row("W3", "OAR-P", spans, "s/sequence", s.credit_rows, (1 + s.reasoning) * forward(scored, credit)),
+        Row("W1", "rollout", many, "tokens/s", s.prompts * s.new_tokens, forward),
+        Row("W2", "update", many, "s", 1, 3 * forward),
+        Row("W2", "log-probs", many, "s", 1, forward),
+        Row("W3", "OAR-G linearised", spans, "s/sequence", s.credit_rows, scores("oar_g")),
+        Row("W3", "OAR-G noisy", spans, "s/sequence", s.credit_rows, scores("oar_g")),
+        Row("W3", "OAR-P", spans, "s/sequence", s.credit_rows, scores("oar_p")),
         Row("W4", "iteration", f"{s.groups} x {s.group_size} ({s.prompt_tokens}+{s.new_tokens})", "s", 1, iteration),
     ]
 

@@ -26,7 +26,7 @@ def find_answers(
     style: Style,
     pattern: str | None = None,
 ) -> AnswerSpan:
-    """Reasoning and answer tokens of every completion (design, sections 4 and 7).
+    """Find the reasoning and answer tokens of every completion (design, sections 4 and 7).
 
     A token that overlaps the answer's characters is an answer token, also where it holds part of the marker or of a
     brace. Reasoning tokens are those that end before the marker begins. Marker tokens and what follows the answer are
@@ -74,7 +74,7 @@ def find_answers(
 def whole_completion(
     tokens: Int32[np.ndarray, "B T"], completion: Bool[np.ndarray, "B T"], token_bytes: Sequence[bytes]
 ) -> AnswerSpan:
-    """For tasks without an answer: everything with text reasons, nothing answers. Rows without text are not found."""
+    """Mark everything with text as reasoning, for tasks without an answer. Rows without text have ``found`` False."""
     text = np.array([bool(piece) for piece in token_bytes])
     reasoning = completion & (tokens < len(text)) & text[np.minimum(tokens, len(text) - 1)]
     return AnswerSpan(reasoning=reasoning, answer=np.zeros_like(completion), found=reasoning.any(1))  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ def find_units(
     *,
     unit: Unit,
 ) -> Int32[np.ndarray, "B T"]:
-    """The number, from 0, of the line or sentence that each generated token belongs to; 0 elsewhere.
+    """Number, from 0, the lines or sentences that the generated tokens belong to; 0 elsewhere.
 
     Lines end with line breaks; sentences too, and with ``;`` or with ``.``, ``!``, ``?`` before white space (so not
     within 3.14). A token belongs to the unit in which it begins.
@@ -109,7 +109,7 @@ def find_units(
 def with_reference(
     rollout: Rollout, span: AnswerSpan, endings: Sequence[tuple[Sequence[int], Sequence[int]]], *, room: int
 ) -> tuple[Rollout, AnswerSpan]:
-    """Rollouts to probe instead: reasoning as generated, then a cue and the reference answer.
+    """Build rollouts to probe instead: reasoning as generated, then a cue and the reference answer.
 
     The reasoning of a row without an answer is its completion but for the stop token. Reasoning tokens keep their
     places, so scores of the result, cut to the first T positions, are scores of the rollout.
@@ -155,7 +155,7 @@ def with_reference(
 
 
 def byte_extent(text: bytes, *, style: Style, pattern: str | None = None) -> Extent | None:
-    """``find_extent`` over bytes, in byte positions.
+    """Run ``find_extent`` over bytes, in byte positions.
 
     Bytes that are not UTF-8 become one lone surrogate each and turn back into themselves, so positions are exact.
     """

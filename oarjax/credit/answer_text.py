@@ -1,4 +1,4 @@
-"""Where a text gives its final answer: one finder for answer spans (OAR) and for grading.
+"""Find the final answer of a text: one finder for answer spans (OAR) and for grading.
 
 Text in, character positions out; imports nothing of the package, so that grading workers stay small.
 
@@ -23,7 +23,7 @@ import regex
 
 Style = Literal["boxed", "hash", "tag", "regex"]
 CUES = {"boxed": "\nThe final answer is \\boxed{", "hash": "\n#### ", "tag": "\n<answer>"}
-"""What is put before a reference answer to have the policy predict it, by style."""
+"""Text put before a reference answer to have the policy predict it, by style."""
 
 PATTERN_SECONDS = 1.0
 """Limit on one search with a user's pattern."""
@@ -61,7 +61,7 @@ def check_pattern(pattern: str | None) -> regex.Pattern:
 
 
 def find_extent(text: str, *, style: Style, pattern: str | None = None) -> Extent | None:
-    """The extent of the final answer, None where the text has none.
+    """Find the extent of the final answer; None where the text has none.
 
     Raises:
         ValueError: an unknown style, or a bad pattern (see ``check_pattern``).
@@ -83,13 +83,13 @@ def find_extent(text: str, *, style: Style, pattern: str | None = None) -> Exten
 
 
 def extract_answer(text: str, *, style: Style, pattern: str | None = None) -> str | None:
-    """The text of the final answer, None where there is none. Raises as ``find_extent`` does."""
+    """Return the text of the final answer, or None. Raises as ``find_extent`` does."""
     extent = find_extent(text, style=style, pattern=pattern)
     return None if extent is None else text[extent.start : extent.end]
 
 
 def _last_box(text: str) -> Extent | None:
-    """One pass over the braces after the first box; boxes that close are remembered by where they open."""
+    """Pass once over the braces after the first box; boxes that close are remembered by where they open."""
     openings = {match.end(): match.start() for match in _BOX.finditer(text)}
     if not openings:
         return None

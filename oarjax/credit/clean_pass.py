@@ -39,7 +39,7 @@ class LinearPass(NamedTuple):
 def stored_pass(
     policy: Policy, params: Params, tokens: Int[Array, "B N"], valid: Bool[Array, "B N"], *, completion_length: int
 ) -> StoredPass:
-    """One forward that keeps its keys and values.
+    """Run one forward that keeps its keys and values.
 
     Raises:
         ValueError: no prompt position before the completion.
@@ -57,7 +57,7 @@ def stored_pass(
 def linear_pass(
     policy: Policy, params: Params, tokens: Int[Array, "B N"], valid: Bool[Array, "B N"], *, completion_length: int
 ) -> LinearPass:
-    """One forward, linearised in the embeddings of the completion; the prompt runs once, outside the derivative.
+    """Run one forward, linearised in the embeddings of the completion; the prompt runs once, outside the derivative.
 
     Raises:
         ValueError: no prompt position before the completion.
@@ -81,7 +81,7 @@ def linear_pass(
 
 
 def prompt_slots(total: int, completion_length: int) -> int:
-    """S - 1: prompt positions before the one that predicts the first completion token."""
+    """Return S - 1: the prompt positions before the one that predicts the first completion token."""
     start = total - completion_length - 1
     if start < 0 or completion_length < 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What stands in a token's place when its importance is measured, and which tokens are changed together.
+"""The replacement of a token when its importance is measured, and which tokens are changed together.
 
 The paper puts the pad token in (``mask``). A pad in the middle of a text is something that no policy was trained on;
 the other kinds stay closer to what it knows.
@@ -29,7 +29,7 @@ def replacement_embeddings(
     counterfactual: Counterfactual,
     mask_id: int,
 ) -> Float[Array, "B T D"]:
-    """Embedding that takes the place of each completion token (of which ``hidden`` are the predicting states).
+    """Return the embedding that replaces each completion token (of which ``hidden`` are the predicting states).
 
     ``mask``: that of ``mask_id``. ``second_choice``: of the token that the policy likes best there, the one that
     stands there aside. ``mean_embedding``: the mean over the vocabulary. ``deleted`` has none: the token is hidden
@@ -56,7 +56,7 @@ def replacement_embeddings(
 def next_choices(
     policy: Policy, params: Params, hidden: Float[Array, "B T D"], completion: Int[Array, "B T"]
 ) -> Int[Array, "B T"]:
-    """The likeliest token at each position other than the one that stands there; of equals the lowest id."""
+    """Return the likeliest token at each position other than the one that stands there; of equals the lowest id."""
 
     params = policy.head(params)
 
@@ -70,7 +70,7 @@ def next_choices(
 
 
 def mean_embedding(policy: Policy, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "D"]:
-    """Mean of the embeddings of all ids of the head, rows that only pad the vocabulary included."""
+    """Average the embeddings of all ids of the head, rows that only pad the vocabulary included."""
     vocabulary = jax.eval_shape(lambda h: policy.unembed(params, h), hidden[:1, 0]).shape[-1]
     ids = jnp.arange(vocabulary, dtype=jnp.int32)
     total = jax.lax.fori_loop(
@@ -89,7 +89,7 @@ def _slice_sum(policy: Policy, params: Params, ids: Int[Array, "V"], start: Int[
 
 
 def first_of_unit(scored: Bool[Array, "B T"], units: Int[Array, "B T"] | None) -> Int[Array, "B T"]:
-    """Position of the first scored token of each scored token's unit; T elsewhere. Without units every token is one."""
+    """Find the first scored token of each scored token's unit; T elsewhere. Without units every token is one."""
     length = scored.shape[1]
     at = jnp.arange(length)
     if units is None:

@@ -1,4 +1,4 @@
-"""How concentrated token weights are, and how well two rankings of the same tokens agree. One number per row.
+"""Concentration of token weights, and agreement between two rankings of the same tokens. One number per row.
 
 The definitions are the usual ones; the paper names these measures without formulas that we could read. A measure
 that is undefined for a row (no token, no causal token, constant scores) is NaN: leave such rows out of a mean.
@@ -14,14 +14,14 @@ from oarjax.rl.masked import masked_count, masked_mean, masked_sum, widened
 
 
 def ess_ratio(weights: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B"]:
-    """Effective sample size over the number of tokens, (sum w)^2 / (n sum w^2), in [1/n, 1]; 1 = uniform."""
+    """Compute the effective sample size per token, (sum w)^2 / (n sum w^2), in [1/n, 1]; 1 = uniform."""
     total = masked_sum(weights, mask)
     power = masked_count(mask) * masked_sum(widened(weights) ** 2, mask)
     return jnp.where(power > 0, total**2 / jnp.where(power > 0, power, 1), jnp.nan)
 
 
 def top_mass(weights: Float[Array, "B T"], mask: Bool[Array, "B T"], *, share: float = 0.1) -> Float[Array, "B"]:
-    """Share of sum(w) that lies on the ceil(share * n) largest weights, in [share, 1] for weights >= 0."""
+    """Compute the share of sum(w) that lies on the ceil(share * n) largest weights, in [share, 1] for weights >= 0."""
     ordered = jnp.sort(jnp.where(mask, widened(weights), 0), axis=-1, descending=True)
     first = jnp.arange(mask.shape[-1]) < _top_count(mask, share)[:, None]
     total = masked_sum(weights, mask)
@@ -29,7 +29,7 @@ def top_mass(weights: Float[Array, "B T"], mask: Bool[Array, "B T"], *, share: f
 
 
 def spearman(a: Float[Array, "B T"], b: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B"]:
-    """Spearman's rank correlation over the valid tokens, ties given their average rank, in [-1, 1]."""
+    """Compute Spearman's rank correlation over the valid tokens, ties given their average rank, in [-1, 1]."""
     x, y = (_centred_ranks(v, mask) for v in (a, b))
     spread = jnp.sqrt(masked_sum(x * x, mask) * masked_sum(y * y, mask))
     finite = jnp.all(jnp.where(mask, jnp.isfinite(a) & jnp.isfinite(b), True), axis=-1)
@@ -44,7 +44,7 @@ def recall_at_k(
     *,
     share: float = 0.1,
 ) -> Float[Array, "B"]:
-    """Share of the causal tokens found among the ceil(share * n) highest scores, in [0, 1].
+    """Compute the share of the causal tokens among the ceil(share * n) highest scores, in [0, 1].
 
     Tokens tied at the cut share the places left there, so that constant scores get k / n, not the luck of the order.
     """
@@ -59,7 +59,7 @@ def recall_at_k(
 
 
 def separation(scores: Float[Array, "B T"], causal: Bool[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B"]:
-    """Chance that a causal token scores above one that is not, ties counted half (the area under the ROC curve), in
+    """Compute the chance that a causal token scores above another, ties counted half (area under the ROC curve), in
     [0, 1]; .5 = a score that knows nothing. Unlike recall at k it has no ceiling where causal tokens are many.
     """
     wanted = causal & mask
@@ -72,14 +72,14 @@ def separation(scores: Float[Array, "B T"], causal: Bool[Array, "B T"], mask: Bo
 
 
 def _top_count(mask: Bool[Array, "B T"], share: float) -> Int[Array, "B"]:
-    """ceil(share * n), where share * n may come out a rounding above a whole number."""
+    """Return ceil(share * n), where share * n may come out a rounding above a whole number."""
     if not 0 < share <= 1:
         raise ValueError(f"share must be in (0, 1], got {share}")
     return jnp.ceil(share * masked_count(mask) * (1 - 1e-6)).astype(jnp.int32)
 
 
 def _centred_ranks(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    """Average ranks of the valid tokens minus their mean; 0 elsewhere."""
+    """Compute average ranks of the valid tokens minus their mean; 0 elsewhere."""
     ranked = jnp.where(mask, widened(values), jnp.inf)
     ordered = jnp.sort(ranked, axis=-1)
     below = jax.vmap(lambda o, v: jnp.searchsorted(o, v, side="left"))(ordered, ranked)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Key
 
-from oarjax.credit.gate import preserve_mass
+from oarjax.credit.gate import gated, preserve_mass, reweighted_rows
+from oarjax.credit.signals import Context, Signals, required
 from oarjax.rl.masked import masked_quantile, widened
+from oarjax.types import AnswerSpan
 
 
 def entropy_top_weights(
@@ -19,7 +21,7 @@ def entropy_top_weights(
     scope: Literal["sequence", "batch"] = "batch",
     mass: Literal["kept", "free"] = "kept",
 ) -> Float[Array, "B T"]:
-    """1 for tokens whose entropy is at least the (1 - share)-quantile, 0 below it; 1 outside the mask.
+    """Give 1 to tokens whose entropy is at least the (1 - share)-quantile, 0 below it; 1 outside the mask.
 
     The quantile is over the valid tokens of the row (``sequence``) or of all rows (``batch``, as in the paper). Tokens
     tied with it are all taken: equal entropies select every token. ``kept`` divides by the selected share, so the
@@ -46,3 +48,31 @@ def entropy_top_weights(
     if mass == "kept":
         weights = preserve_mass(weights, among)
     return weights.reshape(entropies.shape)
+
+
+def weigh(
+    signals: Signals,
+    span: AnswerSpan,
+    advantages: Float[Array, "B"],
+    completion: Bool[Array, "B T"],
+    key: Key[Array, ""],
+    context: Context,
+) -> Float[Array, "B T"]:
+    """Weigh the reasoning tokens by their entropies through the configured gate."""
+    return gated(required(signals.entropies, "entropies", context), span, context)
+
+
+def weigh_top(
+    signals: Signals,
+    span: AnswerSpan,
+    advantages: Float[Array, "B"],
+    completion: Bool[Array, "B T"],
+    key: Key[Array, ""],
+    context: Context,
+) -> Float[Array, "B T"]:
+    """Train on the configured share of highest entropy alone; a batch's share is among the rows that teach."""
+    cfg, among = context.credit, completion
+    if cfg.entropy.scope == "batch":
+        taught = reweighted_rows(advantages, polarity=cfg.polarity) & (advantages != 0)
+        among = completion & taught[:, None]
+    return entropy_top_weights(required(signals.entropies, "entropies", context), among, **cfg.entropy.model_dump())

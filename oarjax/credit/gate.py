@@ -10,9 +10,11 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Key
 
+from oarjax.credit.signals import Context, Signals, required
 from oarjax.rl.masked import masked_count, masked_minmax, masked_quantile, masked_sum, widened
+from oarjax.types import AnswerSpan
 
 EPS = 1e-8
 """Added to both divisors of the gate, as published."""
@@ -26,7 +28,7 @@ def normalise(
     *,
     signs: Literal["clamped", "signed"] = "clamped",
 ) -> Float[Array, "B T"]:
-    """h = minmax(log1p(importance)) over the reasoning tokens of each row, in [0, 1]; 0 elsewhere.
+    """Compute h = minmax(log1p(importance)) over the reasoning tokens of each row, in [0, 1]; 0 elsewhere.
 
     ``clamped`` reads a negative score (a token whose removal makes the answer likelier; only joint probes give them)
     as 0. ``signed`` is the published form: scores in (-1, 0) become negative before min-max, and a score at or below
@@ -49,7 +51,7 @@ def gate(
     boost: float = 2.0,
     floor: float = 0.1,
 ) -> Float[Array, "B T"]:
-    """Bi-level gate: suppress what is below the threshold c, boost what is above it. 1 outside the reasoning.
+    """Suppress what is below the threshold c, boost what is above it: the bi-level gate. 1 outside the reasoning.
 
     h < c: max(h / (c + 1e-8), floor), in [floor, 1].   h >= c: 1 + boost (h - c) / (1 - c + 1e-8), in [1, 1 + boost].
 
@@ -100,7 +102,7 @@ def oar_weights(
     mass: Literal["kept", "free"] = "kept",
     signs: Literal["clamped", "signed"] = "clamped",
 ) -> Float[Array, "B T"]:
-    """Token weights of OAR, >= 0: ``normalise``, ``gate`` and, with ``mass="kept"``, ``preserve_mass``.
+    """Compute the token weights of OAR, >= 0: ``normalise``, ``gate`` and, with ``mass="kept"``, ``preserve_mass``.
 
     All ones for a row with no reasoning, with equal scores (nothing to tell apart), or with a NaN or infinite one
     (published: the whole row becomes NaN).
@@ -118,7 +120,7 @@ def oar_weights(
 def reshape(
     advantages: Float[Array, "B"], weights: Float[Array, "B T"], completion: Bool[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """Token advantages stop_gradient(w) * A, 0 outside the completion.
+    """Compute token advantages stop_gradient(w) * A, 0 outside the completion.
 
     With mass kept they sum to A * T_valid over each row, the same as GRPO's; weights of 1 are GRPO itself.
     """
@@ -129,7 +131,7 @@ Polarity = Literal["both", "correct", "wrong"]
 
 
 def reweighted_rows(advantages: Float[Array, "B"], *, polarity: Polarity) -> Bool[Array, "B"]:
-    """Rows that a polarity lets a method reweight: all, those of A > 0 (correct), or those of A < 0 (wrong).
+    """Mark the rows that a polarity lets a method reweight: all, those of A > 0 (correct), or those of A < 0 (wrong).
 
     Raises:
         ValueError: unknown polarity.
@@ -146,9 +148,26 @@ def reweighted_rows(advantages: Float[Array, "B"], *, polarity: Polarity) -> Boo
 def polarised(
     weights: Float[Array, "B T"], advantages: Float[Array, "B"], *, polarity: Polarity
 ) -> Float[Array, "B T"]:
-    """The weights of the rows that the polarity lets through, 1 in the others.
+    """Keep the weights of the rows that the polarity lets through; 1 in the others.
 
     The last step of every method, so that an exempt row is plain GRPO throughout. In GRAIL's released code the
     answer of an exempt row still gets the largest weight, because its overrides come after the polarity.
     """
     return jnp.where(reweighted_rows(advantages, polarity=polarity)[:, None], weights, 1)
+
+
+def weigh(
+    signals: Signals,
+    span: AnswerSpan,
+    advantages: Float[Array, "B"],
+    completion: Bool[Array, "B T"],
+    key: Key[Array, ""],
+    context: Context,
+) -> Float[Array, "B T"]:
+    """Weigh the reasoning tokens by their importance through the configured gate."""
+    return gated(required(signals.importance, "importance", context), span, context)
+
+
+def gated(scores: Float[Array, "B T"], span: AnswerSpan, context: Context) -> Float[Array, "B T"]:
+    """Weigh the reasoning tokens by any scores through the configured gate."""
+    return oar_weights(scores, span.reasoning, **context.credit.gate.model_dump())

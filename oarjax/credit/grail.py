@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from oarjax.credit.clean_pass import LinearPass, linear_pass
 from oarjax.credit.probe import answer_logp, from_inputs, reading_of
+from oarjax.credit.signals import Context, Scored, Signals, required
 from oarjax.models.policy import Policy
 from oarjax.rl.masked import masked_mean, masked_min, widened
-from oarjax.types import AnswerSpan, Params
+from oarjax.types import AnswerSpan, Params, Rollout
 
 EPS = 1e-8
 """Added to the saliency inside the logarithm and to the variance, as released."""
 
 
 def log_zscores(saliency: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    """z = (log(s + 1e-8) - mean) / sqrt(var + 1e-8) over the valid tokens of each row, 0 elsewhere."""
+    """Compute z = (log(s + 1e-8) - mean) / sqrt(var + 1e-8) over the valid tokens of each row, 0 elsewhere."""
     logs = jnp.log(jnp.where(mask, widened(saliency), 1) + EPS)
     logs = logs - masked_min(logs, mask)[:, None]  # equal scores give 0 exactly, not rounding over 1e-4
     centred = jnp.where(mask, logs - masked_mean(logs, mask)[:, None], 0)
@@ -40,7 +41,7 @@ def grail_weights(
     low: float = 0.5,
     high: float = 5.0,
 ) -> Float[Array, "B T"]:
-    """clip(mean + spread * z, low, high) on the reasoning; ``high`` on the answer, ``mean`` on the rest.
+    """Compute clip(mean + spread * z, low, high) on the reasoning; ``high`` on the answer, ``mean`` on the rest.
 
     The rest are the answer's marker and what follows it. Rows with no answer, or with a saliency that is NaN,
     infinite or negative, get ones, and so does everything outside the completion. Equal saliencies give ``mean``.
@@ -70,7 +71,7 @@ def answer_saliency(
     *,
     temperature: float,
 ) -> Float[Array, "B T"]:
-    """s_t = || (dL/de_t) * e_t ||_2 with L = -sum_k log pi(answer token k), of the reasoning of rows with an answer.
+    """Compute s_t = || (dL/de_t) * e_t ||_2, L = -sum_k log pi(answer token k), where rows with an answer reason.
 
     The product is elementwise, over the D entries of the token's own embedding. 0 elsewhere. One backward pass; no
     gradient flows to ``params``.
@@ -93,7 +94,7 @@ def saliency_scores(
     *,
     temperature: float,
 ) -> Float[Array, "B T"]:
-    """``answer_saliency`` after a clean pass."""
+    """Compute ``answer_saliency`` after a clean pass."""
     at, count = reading_of(tokens, valid, span), span.answer.sum(axis=1)
 
     def loss(hidden: Float[Array, "B T D"]) -> Float[Array, ""]:
@@ -103,3 +104,30 @@ def saliency_scores(
     wide = product.astype(jnp.promote_types(product.dtype, jnp.float32))
     scored = span.reasoning & (count > 0)[:, None]
     return jnp.where(scored, from_inputs(jnp.linalg.norm(wide, axis=-1)), 0)
+
+
+# The method ---------------------------------------------------------------------------------------------------------
+
+
+def score(
+    policy: Policy, params: Params, r: Rollout, span: AnswerSpan, keys: Key[Array, "B"], context: Context
+) -> Scored:
+    """Score a rollout by the saliency of its answer."""
+    params = policy.head(params)
+    clean = linear_pass(policy, params, r.tokens, r.valid, completion_length=span.answer.shape[1])
+    found = saliency_scores(policy, params, clean, r.tokens, r.valid, span, temperature=context.temperature)
+    return Scored(found, clean.hidden)
+
+
+def weigh(
+    signals: Signals,
+    span: AnswerSpan,
+    advantages: Float[Array, "B"],
+    completion: Bool[Array, "B T"],
+    key: Key[Array, ""],
+    context: Context,
+) -> Float[Array, "B T"]:
+    """Weigh tokens by their standardised log saliency."""
+    saliency = required(signals.importance, "importance", context)
+    settings = context.credit.grail.model_dump()
+    return grail_weights(saliency, span.reasoning, span.answer, completion, **settings)

@@ -6,32 +6,23 @@ The paper gives no formula that we could read; the form here is ours.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from oarjax.credit.gate import preserve_mass
+from oarjax.credit.signals import Context, KeywordTable, Signals, required
+from oarjax.types import AnswerSpan
 
 NONE = -1
 """Fills an n-gram up to the longest one."""
 
 
-class KeywordTable(NamedTuple):
-    """How the words of a list are spelled in token ids, and which ids continue a word. Numpy arrays."""
-
-    grams: np.ndarray  # i32[K, L], ids in order, then NONE
-    opens: np.ndarray  # bool[K]: the first byte is a letter or digit
-    closes: np.ndarray  # bool[K]: the last byte is
-    begins: np.ndarray  # bool[V]: the id's first byte is
-    ends: np.ndarray  # bool[V]: the id's last byte is
-
-
 def keyword_weights(
     found: Bool[Array, "B T"], reasoning: Bool[Array, "B T"], *, boost: float = 2.0
 ) -> Float[Array, "B T"]:
-    """1 + boost on the reasoning tokens that belong to a keyword, then scaled to a mean of 1 over the row's reasoning.
+    """Give 1 + boost to reasoning tokens of a keyword, then scale to a mean of 1 over the row's reasoning.
 
     1 outside the reasoning, and in rows where no token or every token is a keyword's.
 
@@ -46,7 +37,7 @@ def keyword_weights(
 def keyword_tokens(
     tokens: Int[Array, "B T"], completion: Bool[Array, "B T"], table: KeywordTable
 ) -> Bool[Array, "B T"]:
-    """Tokens that belong to an occurrence of a keyword, found as n-grams of ids.
+    """Mark tokens that belong to an occurrence of a keyword, found as n-grams of ids.
 
     An occurrence that begins with a letter must not follow a token that ends in one, and one that ends with a letter
     must not be followed by a token that begins with one: "so" is not found in "al" + "so". The last prompt token is
@@ -72,7 +63,7 @@ def keyword_tokens(
 def keyword_table(
     words: Sequence[str], encode: Callable[[str], list[int]], token_bytes: Sequence[bytes]
 ) -> KeywordTable:
-    """The spellings of each word that are looked for (host side, once per run).
+    """List the spellings of each word that are looked for (host side, once per run).
 
     Every single token that is the word in upper or lower case with nothing but spaces and punctuation around it (for a
     word without letters: spaces only), and the tokenizer's own encoding of the word as it is and capitalised, each with
@@ -107,12 +98,12 @@ def keyword_table(
 
 
 def _later(x: Shaped[Array, "B T"], by: int) -> Shaped[Array, "B T"]:
-    """The value ``by`` positions further on; zero past the end."""
+    """Return the value ``by`` positions further on; zero past the end."""
     return jnp.pad(x[:, by:], ((0, 0), (0, min(by, x.shape[1]))))
 
 
 def _whole_words(token_bytes: Sequence[bytes]) -> dict[str, list[int]]:
-    """Ids by the word that they spell on their own."""
+    """Map each word to the ids that spell it alone."""
     found: dict[str, list[int]] = {}
     for index, piece in enumerate(token_bytes):
         if bare := _bare(piece.decode("utf-8", errors="replace")):
@@ -121,7 +112,7 @@ def _whole_words(token_bytes: Sequence[bytes]) -> dict[str, list[int]]:
 
 
 def _bare(text: str) -> str:
-    """A word in lower case without what surrounds it; a text without letters or digits without its spaces."""
+    """Return a word in lower case without what surrounds it; a text without letters or digits without its spaces."""
     word = text.strip()
     if any(c.isalnum() for c in word):
         while not word[0].isalnum():
@@ -134,7 +125,7 @@ def _bare(text: str) -> str:
 def _encodings(
     word: str, encode: Callable[[str], list[int]], token_bytes: Sequence[bytes]
 ) -> Iterator[tuple[int, ...]]:
-    """The tokenizer's own ways to write a word; ids that do not read back as the text are none."""
+    """Yield the tokenizer's own ways to write a word; ids that do not read back as the text are none."""
     for text in dict.fromkeys((word, word.capitalize(), f" {word}", f" {word.capitalize()}")):
         try:
             ids = encode(text)
@@ -145,5 +136,20 @@ def _encodings(
 
 
 def _in_word(byte: bytes) -> bool:
-    """ASCII letters and digits, and any byte of a longer character."""
+    """Return whether a byte is an ASCII letter or digit, or any byte of a longer character."""
     return byte.isalnum() or byte >= b"\x80"
+
+
+def weigh(
+    signals: Signals,
+    span: AnswerSpan,
+    advantages: Float[Array, "B"],
+    completion: Bool[Array, "B T"],
+    key: Key[Array, ""],
+    context: Context,
+) -> Float[Array, "B T"]:
+    """Give more of the advantage to the words of the configured list."""
+    if context.keyword_table is None:
+        raise ValueError("keywords: needs the words as token ids, got None; give Context(keyword_table=...)")
+    found = keyword_tokens(required(signals.tokens, "tokens", context), completion, context.keyword_table)
+    return keyword_weights(found, span.reasoning, boost=context.credit.keywords.boost)

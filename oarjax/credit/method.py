@@ -1,60 +1,72 @@
-"""One record for every method of token credit, and the signals that a method may read.
+"""The record of a credit method, the same for built-in and custom ones. It imports no JAX.
 
-A method is a pure function from signals, answer spans, group advantages and masks to weights [B, T] >= 0. It multiplies
-the advantage of each token (``oarjax.credit.gate.reshape``) and never changes its sign.
+A method has up to two halves. ``score`` reads the policy, where the rollout is scored, and gives every token an
+importance. ``weigh`` reads signals, answer spans, group advantages and masks, and gives token weights; it may run
+again for every update. Functions are given as such, or by dotted path ("module:function"), which is imported when the
+method is first used. ``oarjax.credit.signals`` has what they receive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
-from jaxtyping import Array, Bool, Float, Int, Key
+Signal = Literal["importance", "entropies", "tokens", "keyword_table"]
+"""What a method may ask for beside spans, advantages and masks; a run computes what is asked for alone."""
 
-from oarjax.models.policy import Policy
-from oarjax.types import AnswerSpan, Params, Rollout
+Kind = Literal["weights"]
+"""weights: token weights >= 0 that multiply the row's advantage."""
 
-Signal = Literal["importance", "entropies", "tokens"]
+Role = Literal["permuted_of", "screen.by"]
+"""Fields of credit that name another method, for those that may stand there."""
 
-
-class Signals(NamedTuple):
-    """What the rollout policy said of its own completions; None where the method does not ask for it."""
-
-    importance: Float[Array, "B T"] | None = None  # attribution scores, 0 outside the reasoning
-    entropies: Float[Array, "B T"] | None = None  # of the distribution that each token was drawn from, nats
-    tokens: Int[Array, "B T"] | None = None  # completion ids
-
-
-TokenCredit = Callable[
-    [Signals, AnswerSpan, Float[Array, "B"], Bool[Array, "B T"], Key[Array, ""]], Float[Array, "B T"]
-]
-"""(signals, span, advantages, completion, key) -> token weights, finite and >= 0; outside the completion unused."""
+KINDS: tuple[str, ...] = get_args(Kind)
+SIGNALS: tuple[str, ...] = get_args(Signal)
 
 
-ScoreTokens = Callable[[Policy, Params, Rollout, AnswerSpan, Key[Array, "B"]], Float[Array, "B T"]]
-"""(policy, params, rollout, span, row keys) -> importance; what stands outside ``span.reasoning`` is not used."""
-
-
-class CreditMethod(NamedTuple):
+@dataclass(frozen=True)
+class CreditMethod:
     """Pure functions that give every token of a completion its share of the advantage.
 
-    ``CreditMethod(weigh)`` reads spans, advantages and masks alone. A method that reweights another attribution says
-    ``CreditMethod(weigh, needs=("importance",), importance="oar_p")``; one that scores tokens by the policy itself
-    gives a function there.
+    ``CreditMethod(weigh)`` reads spans, advantages and masks alone. A method that reweights another one's scores is
+    ``CreditMethod(weigh, needs=("importance",), score="oar_p")``; one that scores tokens itself gives a function.
     """
 
-    weigh: TokenCredit  # (signals, span, advantages, completion, key) -> weights [B, T], finite and >= 0
-    needs: tuple[Signal, ...] = ()  # the signals that ``weigh`` reads; others are None
-    importance: str | ScoreTokens = "oar_g"  # whose: oar_g, oar_p, oar_f, oar_l, oar_screened, grail, or a function
+    weigh: str | Callable[..., Any]
+    """(signals, span, advantages [B], completion [B, T], key, context) -> [B, T]; see ``signals.Weigh``."""
+    needs: tuple[str, ...] = ()
+    """The signals (``SIGNALS``) that ``weigh`` reads; others are None."""
+    score: str | Callable[..., Any] | None = None
+    """(policy, params, rollout, span, row keys, context) -> importance [B, T]; see ``signals.Score``. Or the name of
+    a built-in method, or of a field of credit that holds one, whose importance this method reads."""
+    name: str = "custom"
+    """The value of credit.method."""
+    label: str = "custom"
+    """What tables and curves call it."""
+    about: str = ""
+    """One line for help texts."""
+    kind: Kind = "weights"
+    answer: Literal["unread", "probed", "read"] = "unread"
+    """Whether scoring needs an answer in the completion: never, unless the probe reads something else, always."""
+    check: str | Callable[..., Any] | None = None
+    """(credit section, custom probe or None) -> None; raises ConfigError for settings that cannot go together."""
+    forwards: float | str | Callable[..., float] = 0.0
+    """What scoring costs, in forward passes over the row: a number, or (credit section, row, decoder) -> number, with
+    ``oarjax.costs.Row`` and ``Decoder``. What signals cost (log-probs, entropies) is not part of it."""
+    noisy: bool | str | Callable[..., bool] = False
+    """Whether another key gives other scores, or (credit section) -> bool."""
+    roles: tuple[Role, ...] = ()
+    sections: tuple[str, ...] = ()
+    """Sections and fields of credit that it reads."""
+    lab: Mapping[str, Mapping[str, Any]] | None = field(default=None, hash=False)
+    """Its rows in the lab: name to show -> fields of credit to change. None: one row, named after the label."""
 
 
-def given(signal: Array | None, name: Signal, *, method: str) -> Array:
-    """A signal that the method needs.
-
-    Raises:
-        ValueError: it is None. A run computes what its method declares, so only callers with signals of their own
-            can meet this.
-    """
-    if signal is None:
-        raise ValueError(f"credit method {method}: needs the signal {name}, got None; give Signals({name}=...)")
-    return signal
+def resolve(function: str | Callable[..., Any]) -> Callable[..., Any]:
+    """Import the function that a dotted path names; return functions as they are."""
+    if not isinstance(function, str):
+        return function
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -15,11 +15,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from oarjax.config import ConfigError, CreditConfig
 from oarjax.credit.clean_pass import LinearPass, linear_pass
 from oarjax.credit.counterfactual import Counterfactual, replacement_embeddings
+from oarjax.credit.oar_p import check_units
 from oarjax.credit.probe import Probe, from_inputs, reading_of, scored_tokens, to_inputs
+from oarjax.credit.signals import Context, Scored, probe_of
 from oarjax.models.policy import Policy
-from oarjax.types import AnswerSpan, Params
+from oarjax.types import AnswerSpan, Params, Rollout
 
 
 def fisher_importance(
@@ -36,7 +39,7 @@ def fisher_importance(
     sampled: int,
     counterfactual: Counterfactual = "mask",
 ) -> Float[Array, "B T"]:
-    """OAR-F scores in nats, >= 0 for a distribution; 0 outside the reasoning and in rows with no answer.
+    """Compute OAR-F scores in nats, >= 0 for a distribution; 0 outside the reasoning and in rows with no answer.
 
     A scalar probe has a first order, and one pass: s_t = -<grad_{e_t} phi, d_t>, the expansion of clean minus changed.
     No gradient flows to ``params``.
@@ -82,7 +85,7 @@ def fisher_scores(
     sampled: int,
     counterfactual: Counterfactual,
 ) -> Float[Array, "B T"]:
-    """``fisher_importance`` after a clean pass."""
+    """Compute ``fisher_importance`` after a clean pass."""
     if outcomes < 1 or sampled < 0:
         raise ValueError(f"OAR-F: expected outcomes >= 1 and sampled >= 0, got {outcomes} and {sampled}")
     reading, scored = reading_of(tokens, valid, span), scored_tokens(span, probe)
@@ -109,7 +112,7 @@ def fisher_scores(
 def fisher_factors(
     p: Float[Array, "B V"], keys: Key[Array, "B"], *, outcomes: int, sampled: int
 ) -> Float[Array, "M B V"]:
-    """Vectors f_m with sum_m f_m f_m^T = diag p - p p^T, the Fisher information of a softmax by its logits.
+    """Find vectors f_m with sum_m f_m f_m^T = diag p - p p^T, the Fisher information of a softmax by its logits.
 
     f_v = sqrt(p_v) (1_v - p) for the ``outcomes`` likeliest v, exactly; the rest in expectation, with weights
     sqrt(p_rest / sampled) for ``sampled`` outcomes drawn from it, or not at all. M = outcomes + sampled.
@@ -129,5 +132,50 @@ def fisher_factors(
 
 
 def _factor(weight: Float[Array, "B"], outcome: Int[Array, "B"], p: Float[Array, "B V"]) -> Float[Array, "B V"]:
-    """sqrt(weight) (1_outcome - p)."""
+    """Compute sqrt(weight) (1_outcome - p)."""
     return jnp.sqrt(weight)[:, None] * (jax.nn.one_hot(outcome, p.shape[-1], dtype=p.dtype) - p)
+
+
+# The method ---------------------------------------------------------------------------------------------------------
+
+
+def score(
+    policy: Policy, params: Params, r: Rollout, span: AnswerSpan, keys: Key[Array, "B"], context: Context
+) -> Scored:
+    """Score a rollout by the configured number of outcomes and probe."""
+    cfg, params = context.credit, policy.head(params)
+    clean = linear_pass(policy, params, r.tokens, r.valid, completion_length=span.answer.shape[1])
+    found = fisher_scores(
+        policy,
+        params,
+        clean,
+        r.tokens,
+        r.valid,
+        span,
+        keys,
+        probe=probe_of(context),
+        mask_id=context.mask_id,
+        outcomes=cfg.fisher.outcomes,
+        sampled=cfg.fisher.sampled,
+        counterfactual=cfg.masking.counterfactual,
+    )
+    return Scored(found, clean.hidden)
+
+
+def check(cfg: CreditConfig, custom_probe: Probe | None) -> None:
+    """Refuse settings that the expansion does not have.
+
+    Raises:
+        ConfigError: deleted tokens, or whole lines.
+    """
+    if cfg.masking.counterfactual == "deleted":
+        raise ConfigError(
+            "credit.masking.counterfactual: deleted leaves no embedding for OAR-F to expand around; set "
+            "another, or credit.method to oar_p or oar_l"
+        )
+    check_units(cfg, custom_probe)
+
+
+def noisy(cfg: CreditConfig) -> bool:
+    """Return whether outcomes are drawn."""
+    return cfg.fisher.sampled > 0

@@ -24,10 +24,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from oarjax.config import CreditConfig
 from oarjax.credit.clean_pass import LinearPass, linear_pass
 from oarjax.credit.probe import Probe, divergence, from_inputs, reading_of, scored_tokens, to_inputs
+from oarjax.credit.signals import Context, Scored, probe_of
 from oarjax.models.policy import Policy
-from oarjax.types import AnswerSpan, Params
+from oarjax.types import AnswerSpan, Params, Rollout
 
 Estimator = Literal["noisy", "linearised"]
 Gradient = Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]]
@@ -47,7 +49,7 @@ def gradient_importance(
     sigma: float,
     draws: int,
 ) -> Float[Array, "B T"]:
-    """OAR-G scores, >= 0, averaged over ``draws`` noise draws that run as one batch.
+    """Compute OAR-G scores, >= 0, averaged over ``draws`` noise draws that run as one batch.
 
     0 outside the reasoning and in rows with no answer. No gradient flows to ``params``.
 
@@ -84,7 +86,7 @@ def gradient_scores(
     sigma: float,
     draws: int,
 ) -> Float[Array, "B T"]:
-    """``gradient_importance`` after a clean pass."""
+    """Compute ``gradient_importance`` after a clean pass."""
     _, length, width = clean.embeddings.shape
 
     def one_draw(draw: Int[Array, ""]) -> Float[Array, "B T"]:
@@ -109,7 +111,7 @@ def noise_scores(
     probe: Probe,
     estimator: Estimator,
 ) -> Float[Array, "B T"]:
-    """Scores of an estimator for a given noise on the completion's tokens; that outside the reasoning is not used.
+    """Score by an estimator under this noise on the completion's tokens; noise outside the reasoning is unused.
 
     Raises:
         ValueError: unknown estimator.
@@ -128,7 +130,7 @@ def noise_scores(
 
 
 def noisy_gradient(clean: LinearPass, probe: Probe, read: Callable[[Float[Array, "B T D"]], Array]) -> Gradient:
-    """dJ/de at e + noise. J is summed over rows: no row sees another, so the gradient is each row's own."""
+    """Compute dJ/de at e + noise. J is summed over rows: no row sees another, so the gradient is each row's own."""
     before = read(clean.hidden)
 
     def gradient(noise: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -139,7 +141,7 @@ def noisy_gradient(clean: LinearPass, probe: Probe, read: Callable[[Float[Array,
 
 
 def linearised_gradient(clean: LinearPass, probe: Probe, read: Callable[[Float[Array, "B T D"]], Array]) -> Gradient:
-    """J^T u at e, u the first order in noise of softmax(z(e + noise)) - softmax(z(e)); d phi/de for a scalar."""
+    """Compute J^T u at e, u = softmax(z(e + noise)) - softmax(z(e)) to first order; for a scalar d phi/de."""
     if probe.kind == "scalar":
         constant = clean.pull(jax.grad(lambda h: jnp.sum(read(h)))(clean.hidden))
         return lambda noise: constant
@@ -155,17 +157,47 @@ def linearised_gradient(clean: LinearPass, probe: Probe, read: Callable[[Float[A
 
 
 def row_keys(key: Key[Array, ""], rows: Int[Array, "B"]) -> Key[Array, "B"]:
-    """One key per row from the number that the row has in the whole rollout batch."""
+    """Derive one key per row from the number that the row has in the whole rollout batch."""
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows)
 
 
 def embedding_noise(
     keys: Key[Array, "B"], *, length: int, width: int, sigma: float, dtype: DTypeLike
 ) -> Float[Array, "B T D"]:
-    """sigma times standard normal numbers. A longer row of the same key begins with the same numbers."""
+    """Draw sigma times standard normal numbers. A longer row of the same key begins with the same numbers."""
 
     # One key per token: whether the numbers of a longer array begin with a shorter one's is up to the generator.
     def row(key):
         return jax.vmap(lambda t: jax.random.normal(jax.random.fold_in(key, t), (width,), dtype))(jnp.arange(length))
 
     return sigma * jax.vmap(row)(keys)
+
+
+# The method ---------------------------------------------------------------------------------------------------------
+
+
+def score(
+    policy: Policy, params: Params, r: Rollout, span: AnswerSpan, keys: Key[Array, "B"], context: Context
+) -> Scored:
+    """Score a rollout by the configured estimator and probe."""
+    cfg, params = context.credit, policy.head(params)
+    clean = linear_pass(policy, params, r.tokens, r.valid, completion_length=span.answer.shape[1])
+    found = gradient_scores(
+        policy,
+        params,
+        clean,
+        r.tokens,
+        r.valid,
+        span,
+        keys,
+        probe=probe_of(context),
+        estimator=cfg.estimator,
+        sigma=cfg.sigma,
+        draws=cfg.draws,
+    )
+    return Scored(found, clean.hidden)
+
+
+def noisy(cfg: CreditConfig) -> bool:
+    """Return whether another key gives other scores: not where the limit of a scalar probe is taken."""
+    return cfg.estimator == "noisy" or cfg.probe.mode != "answer_joint"

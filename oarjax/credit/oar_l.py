@@ -1,4 +1,4 @@
-"""OAR-L: OAR-P with only the places recomputed that feel a change most (ours, not in the paper).
+"""OAR-L: OAR-P that recomputes only the places that feel a change most (ours, not in the paper).
 
 A changed token acts on the answer directly, through its own keys and values, and through the tokens after it. Here
 the changed token, the ``window`` tokens after it and the positions that predict the answer are recomputed; every
@@ -11,16 +11,20 @@ With a window over everything after the token it is OAR-P itself.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
+from oarjax.config import ConfigError, CreditConfig
 from oarjax.credit.clean_pass import StoredPass, stored_pass
 from oarjax.credit.counterfactual import Counterfactual, replacement_embeddings
-from oarjax.credit.oar_p import masked_positions
+from oarjax.credit.oar_p import check_units, masked_positions
 from oarjax.credit.probe import Probe, Reading, divergence, reading_of, scored_tokens
+from oarjax.credit.signals import Context, Scored, probe_of
 from oarjax.models.policy import Policy
-from oarjax.types import AnswerSpan, Params
+from oarjax.types import AnswerSpan, Params, Rollout
 
 SCOPE = "oar_l"
 """The name of its loop in compiled programs."""
@@ -40,7 +44,7 @@ def local_importance(
     chunk: int,
     counterfactual: Counterfactual = "mask",
 ) -> Float[Array, "B T"]:
-    """OAR-L scores of the reasoning tokens, as those of ``masked_token_importance``; 0 elsewhere.
+    """Compute OAR-L scores of the reasoning tokens, as those of ``masked_token_importance``; 0 elsewhere.
 
     No gradient flows to ``params``.
 
@@ -84,7 +88,7 @@ def local_scores(
     chunk: int,
     counterfactual: Counterfactual,
 ) -> Float[Array, "B T"]:
-    """``local_importance`` of the ``scored`` tokens, after a clean pass."""
+    """Compute ``local_importance`` of the ``scored`` tokens, after a clean pass."""
     if window < 0 or answers < 1 or chunk < 1:
         raise ValueError(
             f"OAR-L: expected window >= 0, answers >= 1 and chunk >= 1, got {window}, {answers} and {chunk}"
@@ -155,11 +159,52 @@ def chunk_size(length: int, *, places: int, chunk: int) -> int:
 
 
 def _first_answers(answer: Bool[Array, "B T"], count: int) -> tuple[Int[Array, "B A"], Bool[Array, "B A"]]:
-    """Positions of the first ``count`` answer tokens, in order, and which of them there are."""
+    """Find the first ``count`` answer tokens, in order, and which of them exist."""
     at = jnp.argsort(~answer, axis=1, stable=True)[:, :count]
     return at, jnp.arange(count) < answer.sum(axis=1, keepdims=True)
 
 
 def _take(x: Array, at: Int[Array, "B A"]) -> Array:
-    """x[b, at[b, a], ...]."""
+    """Take x[b, at[b, a], ...]."""
     return jax.vmap(lambda row, i: row[i])(x, at)
+
+
+# The method ---------------------------------------------------------------------------------------------------------
+
+
+def score(
+    policy: Policy, params: Params, r: Rollout, span: AnswerSpan, keys: Key[Array, "B"], context: Context
+) -> Scored:
+    """Score a rollout by the configured counterfactual, window and probe."""
+    params, probe = policy.head(params), probe_of(context)
+    clean = stored_pass(policy, params, r.tokens, r.valid, completion_length=span.answer.shape[1])
+    reading, scored = reading_of(r.tokens, r.valid, span), scored_tokens(span, probe)
+    return Scored(
+        local_scores(policy, params, clean, reading, scored, probe=probe, **settings_of(context)), clean.hidden
+    )
+
+
+def settings_of(context: Context) -> dict[str, Any]:
+    """Return the keywords of ``local_scores`` that the config sets."""
+    m, local = context.credit.masking, context.credit.local
+    return {
+        "mask_id": context.mask_id,
+        "chunk": m.chunk,
+        "counterfactual": m.counterfactual,
+        "window": local.window,
+        "answers": local.answers,
+    }
+
+
+def check(cfg: CreditConfig, custom_probe: Probe | None) -> None:
+    """Refuse whole lines, and probes that read more than the answer.
+
+    Raises:
+        ConfigError: either is configured.
+    """
+    check_units(cfg, custom_probe)
+    if custom_probe is not None and custom_probe.reads != "answer":
+        raise ConfigError(
+            "credit.probe.function: OAR-L recomputes only the answer's positions and this probe reads the "
+            "whole completion; set credit.method to oar_p, oar_g or oar_f, or credit.screen.by to oar_f"
+        )

@@ -13,16 +13,19 @@ counterfactuals that are about equally long.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
+from oarjax.config import ConfigError, CreditConfig
 from oarjax.credit.clean_pass import StoredPass, stored_pass
 from oarjax.credit.counterfactual import Counterfactual, first_of_unit, replacement_embeddings
 from oarjax.credit.probe import Probe, Reading, divergence, reading_of, scored_tokens, to_inputs
+from oarjax.credit.signals import Context, Scored, probe_of
 from oarjax.models.policy import Policy
-from oarjax.types import AnswerSpan, KVCache, Params
+from oarjax.types import AnswerSpan, KVCache, Params, Rollout
 
 Find = Callable[[Float[Array, "BK L D"], int, int], Float[Array, "BK"]]
 """(states of the last L inputs, L, K) -> what is found of each of the K counterfactuals of each row."""
@@ -41,7 +44,7 @@ def masked_token_importance(
     buckets: int,
     counterfactual: Counterfactual = "mask",
 ) -> Float[Array, "B T"]:
-    """Raw OAR-P scores of the reasoning tokens, in nats for a distribution; 0 elsewhere and in rows with no answer.
+    """Compute raw OAR-P scores of the reasoning, in nats for a distribution; 0 elsewhere and in rows with no answer.
 
     Each reasoning token in turn is changed (by default replaced by ``mask_id``, still attended to), positions
     unchanged. A distribution gives a KL, >= 0 up to rounding; a scalar clean minus changed, which may be negative.
@@ -87,7 +90,7 @@ def masked_scores(
     buckets: int,
     counterfactual: Counterfactual,
 ) -> Float[Array, "B T"]:
-    """``masked_token_importance`` of the ``scored`` tokens, after a clean pass."""
+    """Compute ``masked_token_importance`` of the ``scored`` tokens, after a clean pass."""
     if probe.reads == "answer":
         clean, reading, at = _ends_together(clean, reading, reading.answer | scored)
         scored = jnp.take_along_axis(scored, at, axis=1)
@@ -129,7 +132,7 @@ def over_counterfactuals(
     chunk: int,
     buckets: int,
 ) -> Float[Array, "B T"]:
-    """``find`` of the states after each change, at the position of the change; 0 where nothing is changed.
+    """Apply ``find`` to the states after each change, at the position of the change; 0 where nothing is changed.
 
     Tokens with the same ``first`` are changed together; ``first`` is the position of the first of them, or T for a
     token that nothing changes. They get the ``replacement`` embedding, or are hidden from attention where it is None.
@@ -163,13 +166,13 @@ def over_counterfactuals(
 
 
 def bucket_sizes(length: int, *, chunk: int, buckets: int) -> tuple[list[int], list[int]]:
-    """Where each bucket's suffixes start, and how many counterfactuals of a row run over one at once."""
+    """Return where each bucket's suffixes start, and how many counterfactuals of a row run over one at once."""
     lows = [length * j // min(buckets, length) for j in range(min(buckets, length))]
     return lows, [min(length, max(1, chunk * length // (length - low))) for low in lows]
 
 
 def _last_together(here: Bool[Array, "B T"], *, spare: int) -> Int[Array, "B slots"]:
-    """Positions of the True entries of each row in order, the last of every row in column T - 1; T elsewhere."""
+    """List the True entries of each row in order, the last of every row in column T - 1; T elsewhere."""
     length = here.shape[1]
     at = masked_positions(here, first=0, slots=length, none=length)
     late = length - jnp.sum(here, axis=1, keepdims=True)
@@ -189,7 +192,7 @@ def _recomputed_from(
     low: int,
     size: int,
 ) -> Callable[[Int[Array, ""], Float[Array, "B T"]], Float[Array, "B T"]]:
-    """One chunk: ``size`` = K counterfactuals of every row from column i of ``order``, over inputs ``low`` .. T - 1."""
+    """Run one chunk: ``size`` = K counterfactuals of every row from column i of ``order``, inputs ``low`` .. T - 1."""
     rows, length = first.shape
     suffix = length - low
     changed_by = to_inputs(first + 1)[:, None, low:] - 1  # -1 at the last prompt token
@@ -220,7 +223,7 @@ def _recomputed_from(
 def _ends_together(
     clean: StoredPass, reading: Reading, needed: Bool[Array, "B T"]
 ) -> tuple[StoredPass, Reading, Int[Array, "B T"]]:
-    """Rows turned right until their last needed position is the last of all, and where each position went.
+    """Turn rows right until their last needed position is the last of all; return where each position went, too.
 
     What comes after it wraps around to the left and is invalid. Attention goes by ``positions``, not by slots.
     """
@@ -255,7 +258,7 @@ def _ends_together(
 
 
 def _slots_before(stored: KVCache, count: int) -> KVCache | None:
-    """The first ``count`` slots, as a prefix that is read and never copied per row."""
+    """Return the first ``count`` slots, as a prefix that is read and never copied per row."""
     if count == 0:
         return None
     return KVCache(
@@ -267,7 +270,43 @@ def _slots_before(stored: KVCache, count: int) -> KVCache | None:
 
 
 def masked_positions(mask: Bool[Array, "B W"], *, first: int, slots: int, none: int) -> Int[Array, "B slots"]:
-    """Positions of the True entries of each row in order, counted from ``first``; then ``none``."""
+    """List the True entries of each row in order, counted from ``first``; then ``none``."""
     width = mask.shape[1]
     at = jnp.sort(jnp.where(mask, first + jnp.arange(width), none), axis=1)
     return jnp.pad(at, ((0, 0), (0, slots - width)), constant_values=none)
+
+
+# The method ---------------------------------------------------------------------------------------------------------
+
+
+def score(
+    policy: Policy, params: Params, r: Rollout, span: AnswerSpan, keys: Key[Array, "B"], context: Context
+) -> Scored:
+    """Score a rollout by the configured counterfactual and probe."""
+    params, probe = policy.head(params), probe_of(context)
+    clean = stored_pass(policy, params, r.tokens, r.valid, completion_length=span.answer.shape[1])
+    reading, scored = reading_of(r.tokens, r.valid, span), scored_tokens(span, probe)
+    found = masked_scores(policy, params, clean, reading, scored, units=span.units, probe=probe, **settings_of(context))
+    return Scored(found, clean.hidden)
+
+
+def settings_of(context: Context) -> dict[str, Any]:
+    """Return the keywords of ``masked_scores`` that the config sets."""
+    m = context.credit.masking
+    return {
+        "mask_id": context.mask_id,
+        "chunk": m.chunk,
+        "buckets": m.buckets,
+        "counterfactual": m.counterfactual,
+    }
+
+
+def check_units(cfg: CreditConfig, custom_probe: Probe | None) -> None:
+    """Refuse whole lines and sentences, for the methods that change single tokens.
+
+    Raises:
+        ConfigError: credit.masking.unit is not token.
+    """
+    unit = cfg.masking.unit
+    if unit != "token":
+        raise ConfigError(f"credit.masking.unit: {unit} is for oar_p; set token, or credit.method to oar_p")

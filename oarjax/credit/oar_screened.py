@@ -1,15 +1,27 @@
-"""Screened OAR-P: the exact score where it matters, OAR-F's everywhere else (ours, not in the paper)."""
+"""Screened OAR-P: exact scores where a cheaper method expects most, its estimates elsewhere (ours)."""
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Key
 
+from oarjax.config import CreditConfig
+from oarjax.credit import oar_l, oar_p
+from oarjax.credit.clean_pass import stored_pass
+from oarjax.credit.method import resolve
+from oarjax.credit.oar_l import local_scores
+from oarjax.credit.oar_p import check_units, masked_scores
+from oarjax.credit.probe import Probe, reading_of, scored_tokens
+from oarjax.credit.registry import METHODS
+from oarjax.credit.signals import Context, Scored, probe_of, required
+from oarjax.models.policy import Policy
 from oarjax.rl.masked import masked_count, masked_quantile, masked_sum, widened
+from oarjax.types import AnswerSpan, Params, Rollout
 
 
 def top_share(scores: Float[Array, "B T"], mask: Bool[Array, "B T"], *, share: float) -> Bool[Array, "B T"]:
-    """The ceil(share * n) highest of each row's n valid scores; of equals the earlier token.
+    """Mark the ceil(share * n) highest of each row's n valid scores; of equals the earlier token.
 
     Raises:
         ValueError: share outside [0, 1].
@@ -25,7 +37,7 @@ def top_share(scores: Float[Array, "B T"], mask: Bool[Array, "B T"], *, share: f
 def screened_scores(
     exact: Float[Array, "B T"], estimate: Float[Array, "B T"], chosen: Bool[Array, "B T"], scored: Bool[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """Exact scores of the chosen tokens; the others' estimates, brought to their scale and kept below them.
+    """Combine exact scores of the chosen tokens with the others' estimates, scaled to them and kept below them.
 
     A row's factor is sum(exact) / sum(estimate) over its chosen tokens, and less where the highest of the others
     would pass the median of the chosen. The others keep their order among themselves. Where the factor is undefined
@@ -40,3 +52,43 @@ def screened_scores(
     scale = jnp.minimum(scale, jnp.where(highest > 0, cap / jnp.where(highest > 0, highest, 1), jnp.inf))
     scale = jnp.where(jnp.isfinite(scale) & (scale > 0), scale, 1)
     return jnp.where(chosen, exact, jnp.where(others, estimate * scale[:, None], 0))
+
+
+# The method ---------------------------------------------------------------------------------------------------------
+
+
+def score(
+    policy: Policy, params: Params, r: Rollout, span: AnswerSpan, keys: Key[Array, "B"], context: Context
+) -> Scored:
+    """Score a rollout: estimates of every token, exact scores of those that the estimates put first."""
+    screen, head, probe = context.credit.screen, policy.head(params), probe_of(context)
+    clean = stored_pass(policy, head, r.tokens, r.valid, completion_length=span.answer.shape[1])
+    reading, scored = reading_of(r.tokens, r.valid, span), scored_tokens(span, probe)
+    if screen.by == "random":
+        estimate = jax.vmap(lambda key: jax.random.uniform(key, (scored.shape[1],)))(keys)
+    elif screen.by == "oar_l":  # starts from the same clean pass
+        estimate = local_scores(policy, head, clean, reading, scored, probe=probe, **oar_l.settings_of(context))
+    else:
+        found = resolve(METHODS[screen.by].score or "")(policy, params, r, span, keys, context)
+        estimate = required(found.importance, "importance", context)
+    chosen = top_share(jnp.abs(estimate), scored, share=screen.share)
+    # A row has only a share of its tokens to score: as many rows at once, so that much fewer of each.
+    settings = oar_p.settings_of(context)
+    settings["chunk"] = max(1, round(settings["chunk"] * screen.share))
+    exact = masked_scores(policy, head, clean, reading, chosen, units=None, probe=probe, **settings)
+    return Scored(screened_scores(exact, estimate, chosen, scored), clean.hidden)
+
+
+def check(cfg: CreditConfig, custom_probe: Probe | None) -> None:
+    """Refuse what the screening method refuses, and whole lines.
+
+    Raises:
+        ConfigError: from that method.
+    """
+    screening = None if cfg.screen.by == "random" else METHODS[cfg.screen.by].check
+    resolve(screening or check_units)(cfg, custom_probe)
+
+
+def noisy(cfg: CreditConfig) -> bool:
+    """Return whether another key gives other estimates."""
+    return cfg.screen.by == "oar_f" and cfg.fisher.sampled > 0

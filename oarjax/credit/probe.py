@@ -22,7 +22,7 @@ ProbeMode = Literal["last", "answer_mean", "answer_joint"]
 
 
 class Reading(NamedTuple):
-    """What a probe may look at beside the hidden states, all at the same positions."""
+    """Inputs of a probe beside the hidden states, all at the same positions."""
 
     tokens: Int[Array, "B T"]  # completion tokens that the states predict
     valid: Bool[Array, "B T"]  # positions that hold a token
@@ -33,7 +33,7 @@ Read = Callable[[Policy, Params, Float[Array, "B T D"], Reading], Array]
 
 
 def reading_of(tokens: Int[Array, "B N"], valid: Bool[Array, "B N"], span: AnswerSpan) -> Reading:
-    """The completion's part of a rollout."""
+    """Take the completion's part of a rollout."""
     length = span.answer.shape[1]
     return Reading(tokens[:, -length:], valid[:, -length:], span.answer)
 
@@ -51,7 +51,7 @@ class Probe(NamedTuple):
 
 
 def outcome_probe(mode: ProbeMode, *, temperature: float) -> Probe:
-    """The paper's probes: ``last`` (LT-Logits), ``answer_mean`` (AS-Mean), ``answer_joint`` (AS-Joint).
+    """Return one of the paper's probes: ``last`` (LT-Logits), ``answer_mean`` (AS-Mean), ``answer_joint`` (AS-Joint).
 
     Raises:
         ValueError: unknown mode, or temperature (the sampler's own) is not positive.
@@ -74,22 +74,22 @@ def outcome_probe(mode: ProbeMode, *, temperature: float) -> Probe:
 
 
 def probe_mode(iteration: int, *, mode: ProbeMode, warmup_mode: ProbeMode, warmup_iterations: int) -> ProbeMode:
-    """``warmup_mode`` for the first ``warmup_iterations`` iterations (counted from 0), then ``mode``."""
+    """Return ``warmup_mode`` for the first ``warmup_iterations`` iterations (counted from 0), then ``mode``."""
     return warmup_mode if iteration < warmup_iterations else mode
 
 
 def to_inputs(x: Shaped[Array, "B T *rest"]) -> Shaped[Array, "B T *rest"]:
-    """Values at completion tokens, moved to the inputs that carry those tokens; 0 at the last prompt token."""
+    """Move values at completion tokens to the inputs that carry those tokens; 0 at the last prompt token."""
     return jnp.concatenate([jnp.zeros_like(x[:, :1]), x[:, :-1]], axis=1)
 
 
 def from_inputs(x: Shaped[Array, "B T *rest"]) -> Shaped[Array, "B T *rest"]:
-    """Values at inputs, moved to the completion tokens they carry; 0 at the last one, which is no input."""
+    """Move values at inputs to the completion tokens they carry; 0 at the last one, which is no input."""
     return jnp.concatenate([x[:, 1:], jnp.zeros_like(x[:, :1])], axis=1)
 
 
 def scored_tokens(span: AnswerSpan, probe: Probe) -> Bool[Array, "B T"]:
-    """The tokens that get a score: the reasoning, of rows with an answer where the probe reads one."""
+    """Mark the tokens that get a score: the reasoning, of rows with an answer where the probe reads one."""
     usable = span.found
     if probe.reads == "answer":
         usable = usable & span.answer.any(axis=1)
@@ -97,7 +97,7 @@ def scored_tokens(span: AnswerSpan, probe: Probe) -> Bool[Array, "B T"]:
 
 
 def divergence(probe: Probe, clean: Float[Array, "B ..."], moved: Float[Array, "B ..."]) -> Float[Array, "B"]:
-    """How far the outcome moved: KL(clean || moved) in nats, or clean minus moved for a scalar (may be negative)."""
+    """Measure how far the outcome moved: KL(clean || moved) in nats; clean - moved, of any sign, for a scalar."""
     return kl_divergence(clean, moved) if probe.kind == "distribution" else clean - moved
 
 
@@ -110,7 +110,7 @@ def outcome_logits(
     mode: ProbeMode,
     temperature: float,
 ) -> Float[Array, "B V"]:
-    """Logits of the outcome distribution, one vocabulary row per sequence, in float32 (float64 for float64 states).
+    """Compute logits of the outcome distribution, one row per sequence, in float32 (float64 for float64 states).
 
     ``last``: where the first answer token is predicted (LT-Logits). ``answer_mean``: the mean of the logits over all
     answer tokens, to be followed by one softmax (AS-Mean). The head is linear, so this is the head of the mean hidden
@@ -133,7 +133,7 @@ def outcome_logits(
 
 
 def kl_divergence(p_logits: Float[Array, "*rows V"], q_logits: Float[Array, "*rows V"]) -> Float[Array, "*rows"]:
-    """KL(p || q) = sum p (log p - log q) in nats, >= 0 up to rounding."""
+    """Compute KL(p || q) = sum p (log p - log q) in nats, >= 0 up to rounding."""
     log_p, log_q = jax.nn.log_softmax(p_logits), jax.nn.log_softmax(q_logits)
     return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
 
@@ -147,7 +147,7 @@ def answer_logp(
     *,
     temperature: float,
 ) -> Float[Array, "B"]:
-    """phi: mean log-probability of the answer's tokens, in nats (AS-Joint); 0 for a row with no answer.
+    """Compute phi, the mean log-probability of the answer's tokens, in nats (AS-Joint); 0 for a row with no answer.
 
     One answer token of every row at a time: [B, V] in memory, never [B, T, V]. The loop runs to the longest answer
     of the batch. Differentiable in ``hidden`` alone, by reverse mode: the same loop makes the gradient.
@@ -174,7 +174,7 @@ def _over_answer(
     completion: Int[Array, "B T"],
     temperature: float,
 ) -> tuple[Float[Array, "B"], Float[Array, "B T D"]]:
-    """phi and d phi / d hidden, of every row's own phi; the gradient is 0 away from the answer."""
+    """Compute phi and d phi / d hidden, of every row's own phi; the gradient is 0 away from the answer."""
     rows = jnp.arange(answer.shape[0])
     count = answer.sum(axis=1)
     order = jnp.argsort(~answer, axis=1, stable=True)  # answer positions first

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from oarjax.config import ConfigError, CreditConfig, changed
+from oarjax.credit.bind import draws_noise, signals, weigher
 from oarjax.credit.controls import random_scores
 from oarjax.credit.diagnose import spearman
-from oarjax.credit.method import Signals
-from oarjax.credit.methods import attribution, signals, weigher
 from oarjax.credit.oar_g import row_keys
+from oarjax.credit.signals import Signals
 from oarjax.data.arithmetic import computed_tokens
 from oarjax.data.streams import right_pad
 from oarjax.grading.grader import Grader
@@ -177,17 +177,6 @@ def score_everything(
         )
         for credit, parts in out.items()
     }
-
-
-def draws_noise(credit: CreditConfig) -> bool:
-    """Return True if another key gives other scores."""
-    if credit.method in ("random", "permuted", "custom"):  # a custom method may
-        return True
-    kind = attribution(credit)
-    if kind == "oar_g":
-        return credit.estimator == "noisy" or credit.probe.mode != "answer_joint"
-    by_fisher = kind == "oar_f" or (kind == "oar_screened" and credit.screen.by == "oar_f")
-    return by_fisher and credit.fisher.sampled > 0
 
 
 class Judged(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from oarjax.config import CreditConfig
-from oarjax.credit.methods import scorer
+from oarjax.credit.bind import scorer
 from oarjax.lab.interventions import Branches, answer_choice_changes, branch_prompts, choices
 from oarjax.models.policy import positions_of
 from oarjax.rollout.logps import token_logps

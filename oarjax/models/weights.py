@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Key
 
+from oarjax.costs import Decoder
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.types import Params
 
@@ -145,6 +146,18 @@ def matmul_parameters(cfg: QwenConfig) -> int:
     """Count the parameters in matrix products of a forward pass: the matrices and the head, tied or not."""
     matrices = sum(math.prod(w.shape) for w in weight_table(cfg) if w.path[-1] == "kernel")
     return matrices + (cfg.vocab_size * cfg.hidden_size if cfg.tie_word_embeddings else 0)
+
+
+def decoder_of(cfg: QwenConfig) -> Decoder:
+    """Return the sizes that cost depends on."""
+    head = cfg.vocab_size * cfg.hidden_size
+    return Decoder(
+        layers=cfg.num_hidden_layers,
+        trunk_params=matmul_parameters(cfg) - head,
+        head_params=head,
+        heads_width=cfg.num_attention_heads * cfg.head_dim,
+        kv_width=cfg.num_key_value_heads * cfg.head_dim,
+    )
 
 
 def sampling_params(cfg: QwenConfig, params: Params, *, kv_heads: int, dtype: DTypeLike) -> Params:

@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from oarjax.config import Config, ConfigError, load_config
-from oarjax.credit.methods import NEEDS
+from oarjax.credit.registry import choices
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import parameter_count
 from oarjax.plan.architecture import architecture_fields
@@ -102,8 +102,8 @@ def methods_of(credit: str) -> tuple[str, ...]:
     """
     names = tuple(name.strip() for name in credit.split(",") if name.strip())
     for name in names:
-        if name not in NEEDS:
-            raise ConfigError(f"--credit: {name} is no method; accepted: {', '.join(NEEDS)}")
+        if name not in choices():
+            raise ConfigError(f"--credit: {name} is no method; accepted: {', '.join(choices())}")
     return names
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 
 from oarjax.config import Config, changed, parse_config
+from oarjax.credit.registry import METHODS
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.training.minibatches import bucket
 from oarjax.training.parts.checks import check_lengths
@@ -47,10 +48,12 @@ def shapes_of(cfg: Config) -> Shapes:
 def with_method(cfg: Config, method: str | None) -> Config:
     """The config with another method of credit where one is asked for.
 
-    Method keywords reads a tokenizer for its weights alone, which are no program of a plan: it scores as uniform does.
+    A method that reads keywords needs a tokenizer for its weights alone, which are no program of a plan: it scores as
+    uniform does.
     """
     name = method or cfg.credit.method
-    credit = changed(cfg.credit, {"method": "uniform" if name == "keywords" else name})
+    spelled = name in METHODS and "keyword_table" in METHODS[name].needs
+    credit = changed(cfg.credit, {"method": "uniform" if spelled else name})
     return parse_config(cfg.model_dump() | {"credit": credit.model_dump()})
 
 

@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from oarjax.costs import Chip, Number
-from oarjax.plan.credit_costs import Decoder, Run, pass_flops, update_flops
+from oarjax.costs import Chip, Decoder, Number, Row, pass_flops
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,6 @@ def roofline(chip: Chip, *, flops: Number, sent: Number, read: Number = 0) -> Ti
 def utilisation(chip: Chip, *, model_flops: Number, chips: int, seconds: Number) -> float:
     """Model FLOPs over what the chips could have done in that time: 0 to 1."""
     return model_flops / (chips * chip.flops * seconds) if seconds > 0 else 0.0
-
-
-def sampling_flops(d: Decoder, *, prompts: Number, rows: Number, prompt: Number, completion: Number) -> float:
-    """Each prompt once, then every row's completion: its first token is the prompt's, its last is not fed back."""
-    prefill = prompts * pass_flops(d, tokens=prompt, context=prompt / 2, read=1)
-    return prefill + rows * pass_flops(d, tokens=completion - 1, context=prompt + completion / 2, read=completion - 1)
 
 
 def decoding_bytes(
@@ -86,14 +79,8 @@ def kernel_flops(name: str, operands: Sequence[tuple[int, ...]], *, block: Calla
     return 2.0 * products * rows * heads * width * seen * high * wide
 
 
-def scoring_flops(d: Decoder, run: Run) -> float:
-    """Log-probabilities of one row's completion."""
-    whole = run.prompt + run.completion
-    return pass_flops(d, tokens=whole, context=whole / 2, read=run.completion)
-
-
 def executed_update_flops(
-    d: Decoder, run: Run, *, remat: str, last_product: Number, attended: Number, attention_passes: Number
+    d: Decoder, row: Row, *, remat: str, last_product: Number, attended: Number, attention_passes: Number
 ) -> float:
     """Products that forward and backward of one row execute, with what ``remat`` computes again.
 
@@ -106,25 +93,9 @@ def executed_update_flops(
         attention_passes: forwards' worth of attention in forward and backward together, recomputation included; 4
             for plain attention with remat full or dots. Kernels recompute on their own account.
     """
-    whole = run.prompt + run.completion
+    whole = row.tokens
     linear = pass_flops(d, tokens=whole, context=0, read=0)
     attention = pass_flops(d, tokens=whole, context=attended, read=0) - linear
-    head = 2.0 * d.head_params * run.completion
+    head = 2.0 * d.head_params * row.completion
     repeated = linear - 2.0 * last_product * whole if remat == "full" else 0.0
     return 3 * linear + repeated + attention_passes * attention + 4 * head
-
-
-def adapted_update_flops(d: Decoder, run: Run, *, adapters: Number) -> float:
-    """The same where only ``adapters`` numbers are trained: backward goes through the other weights, not to them.
-
-    Matrices and head forward and once backward, attention and adapters with their full backward pass.
-    """
-    whole = run.prompt + run.completion
-    linear = pass_flops(d, tokens=whole, context=0, read=run.completion)
-    attention = pass_flops(d, tokens=whole, context=whole / 2, read=run.completion) - linear
-    return 2 * linear + 3 * attention + 6.0 * adapters * whole
-
-
-def model_update_flops(d: Decoder, run: Run) -> float:
-    """Forward and backward of one row without anything done twice: attention causal, the head at the completion."""
-    return update_flops(d, Run(prompt=run.prompt, completion=run.completion, recomputed=0))

@@ -7,95 +7,62 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from oarjax.config import Config, CreditConfig
-from oarjax.costs import Chip
-from oarjax.credit.methods import attribution
+from oarjax.costs import Chip, Row, Work, iteration_flops
+from oarjax.credit.bind import attribution, signals
+from oarjax.credit.method import CreditMethod
 from oarjax.credit.oar_l import SCOPE, chunk_size
 from oarjax.credit.oar_p import bucket_sizes
+from oarjax.credit.registry import CUSTOM
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.splash import block_of
-from oarjax.models.weights import matmul_parameters
-from oarjax.plan.credit_costs import (
-    Decoder,
-    Run,
-    clean_flops,
-    fisher_flops,
-    gradient_flops,
-    local_flops,
-    masked_flops,
-)
+from oarjax.models.weights import decoder_of
 from oarjax.plan.hlo import Executed, executed
 from oarjax.plan.programs import Shapes, shapes_of
 from oarjax.plan.roofline import (
-    adapted_update_flops,
     decoding_bytes,
     executed_update_flops,
     kernel_flops,
-    model_update_flops,
     roofline,
-    sampling_flops,
-    scoring_flops,
     utilisation,
 )
 from oarjax.training.parts.adapters import trained_count
+from oarjax.training.parts.custom import find_method
+
+ANSWER = 16
+"""Tokens of cue and answer at the end of a planned completion; all before are reasoning."""
 
 
-def decoder_of(model: QwenConfig) -> Decoder:
-    """The sizes that cost depends on."""
-    head = model.vocab_size * model.hidden_size
-    return Decoder(
-        layers=model.num_hidden_layers,
-        trunk_params=matmul_parameters(model) - head,
-        head_params=head,
-        heads_width=model.num_attention_heads * model.head_dim,
-        kv_width=model.num_key_value_heads * model.head_dim,
+def work_of(model: QwenConfig, cfg: Config, custom: CreditMethod | None) -> Work:
+    """Return what an iteration computes with every prompt and completion at its longest and every row used."""
+    s, updates = shapes_of(cfg), cfg.update.epochs * cfg.update.minibatches
+    return Work(
+        row=Row(s.prompt, s.completion, max(s.completion - ANSWER, 0)),
+        prompts=s.prompts,
+        rows=s.rows,
+        used=s.rows,
+        epochs=cfg.update.epochs,
+        old_logps=updates > 1,
+        entropies="entropies" in signals(cfg.credit, custom),
+        reference=cfg.loss.kl_beta > 0,
+        adapters=trained_count(cfg.lora, model) if cfg.lora.rank else None,
     )
 
 
 def model_flops(phase: str, model: QwenConfig, cfg: Config) -> float:
-    """What a phase asks for, over all chips: nothing recomputed, attention causal, every completion at its longest."""
-    d, s = decoder_of(model), shapes_of(cfg)
-    run, rows = Run(prompt=s.prompt, completion=s.completion, recomputed=0), s.microbatches * s.microbatch
-    if phase == "sample":
-        return sampling_flops(d, prompts=s.prompts, rows=s.rows, prompt=s.prompt, completion=s.completion)
-    if phase == "update" and cfg.lora.rank:
-        return rows * adapted_update_flops(d, run, adapters=trained_count(cfg.lora, model))
-    if phase == "update":
-        return rows * model_update_flops(d, run)
-    if phase != "score":
+    """Count what one run of a phase's program asks for, over all chips."""
+    times = {"sample": 1, "score": cfg.update.minibatches, "update": cfg.update.epochs * cfg.update.minibatches}
+    if phase not in times:
         return 0.0
-    found = credit_flops(d, run, cfg.credit)
-    if cfg.update.epochs * cfg.update.minibatches > 1:
-        # Old log-probs: the attribution's clean pass serves, where there is one; its head is at one position only.
-        found += scoring_flops(d, run) - (clean_flops(d, run) if found else 0)
-    if cfg.loss.kl_beta > 0:
-        found += scoring_flops(d, run)
-    return rows * found
-
-
-def credit_flops(d: Decoder, run: Run, credit: CreditConfig) -> float:
-    """Of one row, by the method's formula; 0 for methods that need no pass of their own."""
-    m, kind = credit.masking, attribution(credit)
-    local = {"window": credit.local.window, "answers": credit.local.answers}
-    gradient = gradient_flops(d, run, draws=credit.draws)
-    fisher = fisher_flops(d, run, outcomes=credit.fisher.outcomes + credit.fisher.sampled)
-    if kind == "oar_screened":
-        by = {"oar_l": local_flops(d, run, **local), "oar_f": fisher, "oar_g": gradient}
-        exact = masked_flops(d, run, share=credit.screen.share, buckets=m.buckets)
-        return by.get(credit.screen.by, clean_flops(d, run)) + exact - clean_flops(d, run)
-    return {
-        "oar_g": gradient,
-        "grail": gradient_flops(d, run, draws=1),
-        "oar_f": fisher,
-        "oar_l": local_flops(d, run, **local),
-        "oar_p": masked_flops(d, run, share=1.0, buckets=m.buckets),
-    }.get(kind, 0.0)
+    custom = find_method(cfg)
+    found = iteration_flops(decoder_of(model), work_of(model, cfg, custom), cfg.credit, attribution(cfg.credit, custom))
+    return found[phase] / times[phase]
 
 
 def count(text: str, s: Shapes, credit: CreditConfig) -> Executed:
     """Work of a phase's program on one chip, all rows in use and every token of a completion credited."""
     masking = credit.masking
     share, chunk = 1.0, masking.chunk
-    if attribution(credit) == "oar_screened":
+    if credit.method != CUSTOM and attribution(credit).name == "oar_screened":
         share, chunk = credit.screen.share, max(1, round(chunk * credit.screen.share))
     lows, sizes = bucket_sizes(s.completion, chunk=chunk, buckets=masking.buckets)
     ends = [*lows[1:], s.completion]
@@ -189,10 +156,10 @@ def analytic_update_flops(cfg: Config, model: QwenConfig, s: Shapes, line: Mappi
     """
     if "executed" not in line or cfg.lora.rank:
         return None
-    d, run, rows = decoder_of(model), Run(prompt=s.prompt, completion=s.completion), s.microbatches * s.microbatch
+    rows = s.microbatches * s.microbatch
     products = executed_update_flops(
-        d,
-        run,
+        decoder_of(model),
+        Row(s.prompt, s.completion),
         remat=cfg.policy.remat,
         last_product=model.num_hidden_layers * model.hidden_size * model.intermediate_size,
         attended=s.prompt + s.completion,

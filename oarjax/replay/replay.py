@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from oarjax.credit.bind import weigher
 from oarjax.credit.gate import reshape
-from oarjax.credit.method import Signals
-from oarjax.credit.methods import weigher
+from oarjax.credit.signals import Signals
 from oarjax.models.lora import laid_over
 from oarjax.models.weights import at, weight_table
 from oarjax.report.files import short

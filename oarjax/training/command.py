@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from oarjax.config import Config, ConfigError, load_config
-from oarjax.credit.methods import ATTRIBUTIONS
+from oarjax.credit.registry import choices, label
 from oarjax.data.hf import export, remove_half_written
 from oarjax.grading.grader import Grader
 from oarjax.report.console import banner
@@ -25,7 +25,7 @@ from oarjax.system.processes import from_first, only_first
 from oarjax.training.files import check_checkpoint
 from oarjax.training.held_out import Evaluation, evaluate, evaluation_from, plain_evaluation
 from oarjax.training.parts.adapters import plain_params
-from oarjax.training.results import label, show_results
+from oarjax.training.results import show_results
 from oarjax.training.run import Run, open_run
 from oarjax.training.trainer import Trained, train
 from oarjax.training.warm_start import warm_start
@@ -96,7 +96,7 @@ def _compare(cfg: Config, seeds: list[int], console: Console, stop: Stop) -> Non
     """Every method from the same warm start, with the same prompts and the same noise, seed by seed."""
     root = Path(cfg.run_dir).expanduser()
     root = root.with_name(f"{root.name}-compare")
-    if cfg.credit.method in ATTRIBUTIONS:
+    if cfg.credit.method in choices("permuted_of"):
         cfg = changed(cfg, credit=changed(cfg.credit, permuted_of=cfg.credit.method))
     refuse_another_run(root, cfg)
     methods = list(dict.fromkeys([cfg.credit.method, "uniform", "permuted"]))
@@ -112,7 +112,7 @@ def _compare(cfg: Config, seeds: list[int], console: Console, stop: Stop) -> Non
             start, before = start_policy(run, grader, stop)
             befores.append(before)
             for method in methods:
-                console.rule(f"seed {seed}, {label(method, cfg.credit)}")
+                console.rule(f"seed {seed}, {label(method, cfg.credit.permuted_of)}")
                 same = changed(run.cfg, credit=changed(cfg.credit, method=method))
                 folder = run.folder / method
                 only_first(partial(claim, folder, same))

@@ -17,12 +17,13 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from oarjax.config import Config, LossConfig, OptimConfig, SFTConfig
+from oarjax.credit.bind import credit_metrics, scorer, signals, weigher
 from oarjax.credit.gate import reshape
 from oarjax.credit.keywords import KeywordTable
-from oarjax.credit.method import CreditMethod, Signals
-from oarjax.credit.methods import credit_metrics, scorer, signals, weigher
+from oarjax.credit.method import CreditMethod
 from oarjax.credit.oar_g import row_keys
 from oarjax.credit.probe import Probe, ProbeMode
+from oarjax.credit.signals import Signals
 from oarjax.models.lora import below, laid_over
 from oarjax.models.policy import Policy
 from oarjax.rl.grpo import aggregate, group_advantages, policy_loss, zero_variance_groups

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from oarjax.config import CreditConfig
+from oarjax.credit.registry import label
 from oarjax.report.curves import average, curves
 from oarjax.report.files import read_completions, read_metrics
 from oarjax.report.page import write_page
@@ -17,27 +18,6 @@ from oarjax.training.held_out import Evaluation
 from oarjax.training.memory import memory_facts
 from oarjax.training.run import Run
 from oarjax.training.trainer import Trained
-
-METHODS = {
-    "uniform": "GRPO",
-    "oar_g": "OAR-G",
-    "oar_p": "OAR-P",
-    "oar_f": "OAR-F",
-    "oar_l": "OAR-L",
-    "oar_screened": "OAR-P screened",
-    "entropy_top": "entropy, top share",
-    "entropy": "entropy, gated",
-    "keywords": "keywords",
-    "grail": "GRAIL",
-    "random": "random, gated",
-    "custom": "custom",
-}
-"""credit.method as the table and the curves name it."""
-
-
-def label(method: str, credit: CreditConfig) -> str:
-    """The name of a method; permuted is named after the method whose weights go to other tokens."""
-    return f"{METHODS[credit.permuted_of]} permuted" if method == "permuted" else METHODS[method]
 
 
 def show_results(
@@ -55,7 +35,7 @@ def show_results(
     if not cfg.report.html:
         return
     records = {
-        label(method, cfg.credit): average([read_metrics(t.folder / "metrics.jsonl") for t in trained])
+        label(method, cfg.credit.permuted_of): average([read_metrics(t.folder / "metrics.jsonl") for t in trained])
         for method, trained in runs.items()
     }
     shown = next(iter(runs.values()))[0]
@@ -90,7 +70,7 @@ def _table(
         lasts = [t.last for t in trained if t.last is not None]
         rows.append(
             summarise(
-                label(method, credit),
+                label(method, credit.permuted_of),
                 np.stack([e.scores for e in lasts], axis=1),
                 baseline=baseline,
                 mean_length=float(np.mean([e.length for e in lasts])),

@@ -24,6 +24,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from oarjax.config import Config, ConfigError
+from oarjax.credit.bind import signals
 from oarjax.credit.keywords import KeywordTable, keyword_table
 from oarjax.credit.method import CreditMethod
 from oarjax.credit.probe import Probe
@@ -288,9 +289,9 @@ class Run:
 
     @cached_property
     def keyword_table(self) -> KeywordTable | None:
-        """The words of method keywords as this tokenizer spells them; None for other methods."""
+        """How this tokenizer spells the configured keywords; None for methods that ask for none."""
         cfg = self.cfg.credit
-        if cfg.method != "keywords":
+        if "keyword_table" not in signals(cfg, self.custom_method):
             return None
         try:
             return keyword_table(cfg.keywords.words, partial(encode, self.tokenizer), self.table)

@@ -12,13 +12,15 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from oarjax.config import Config, CreditConfig
-from oarjax.costs import iteration_flops
-from oarjax.credit.methods import attribution
+from oarjax.config import Config
+from oarjax.costs import Row, Work, iteration_flops
+from oarjax.credit.bind import attribution, signals
+from oarjax.credit.method import CreditMethod
 from oarjax.grading.grader import GraderError
 from oarjax.grading.recorded import Grading
 from oarjax.models.lora import whole
-from oarjax.models.weights import matmul_parameters
+from oarjax.models.qwen_config import QwenConfig
+from oarjax.models.weights import decoder_of
 from oarjax.report.console import OnceWarnings, PhaseTimer, Progress
 from oarjax.report.files import CompletionRow, read_metrics, show_completions, token_texts
 from oarjax.runs.stop import Stop
@@ -28,6 +30,7 @@ from oarjax.training.health import Health
 from oarjax.training.held_out import Evaluation, evaluate
 from oarjax.training.iteration import HostCallbacks, Iteration, iterate
 from oarjax.training.memory import report_memory
+from oarjax.training.parts.adapters import trained_count
 from oarjax.training.run import Run
 from oarjax.types import Grades, Params
 
@@ -121,7 +124,7 @@ def train(
             metrics["skipped_in_a_row"] = float(health.skipped_in_a_row)
             metrics["lr"] = float(np.asarray(run.schedule(max(int(state.step) - 1, 0))))
             metrics["tokens_per_second"] = metrics["completion_tokens"] / training
-            metrics["mfu"] = _model_flops(run, metrics) / (training * peak)
+            metrics["mfu"] = model_flops(cfg, run.model, metrics, run.custom_method) / (training * peak)
             if last is not None and "evaluate" in phases:
                 metrics |= last.metrics
             rows = completion_rows(run, done, cfg.report.completions)
@@ -174,43 +177,21 @@ def completion_rows(run: Run, done: Iteration, count: int) -> list[CompletionRow
     return rows
 
 
-def _model_flops(run: Run, metrics: dict[str, float]) -> float:
-    """FLOPs of the iteration that these metrics are of."""
-    cfg, model = run.cfg, run.model
+def model_flops(cfg: Config, model: QwenConfig, metrics: dict[str, float], custom: CreditMethod | None) -> float:
+    """Count the FLOPs of the iteration that these metrics are of; see ``oarjax.costs``."""
     rows = metrics["groups_drawn"] * cfg.rollout.group_size
-    return iteration_flops(
-        matmul_params=float(matmul_parameters(model)),
-        layers=model.num_hidden_layers,
-        heads_width=model.num_attention_heads * model.head_dim,
-        prompt_tokens=metrics["prompt_tokens"],
-        completion_tokens=metrics["completion_tokens"],
-        group_size=cfg.rollout.group_size,
-        used_share=metrics["rows_used"] / rows,
-        credit_forwards=_credit_forwards(
-            cfg.credit, attribution(cfg.credit, run.custom_method), metrics["reasoning_length"]
-        ),
-        scoring_forwards=float(cfg.update.epochs * cfg.update.minibatches > 1) + float(cfg.loss.kl_beta > 0),
+    work = Work(
+        row=Row(metrics["prompt_tokens"] / rows, metrics["completion_tokens"] / rows, metrics["reasoning_length"]),
+        prompts=metrics["groups_drawn"],
+        rows=rows,
+        used=metrics["rows_used"],
         epochs=cfg.update.epochs,
-        context=(metrics["prompt_tokens"] + metrics["completion_tokens"]) / rows / 2,
-        update_forwards=2.0 if cfg.lora.rank else 3.0,
+        old_logps=cfg.update.epochs * cfg.update.minibatches > 1,
+        entropies="entropies" in signals(cfg.credit, custom),
+        reference=cfg.loss.kl_beta > 0,
+        adapters=trained_count(cfg.lora, model) if cfg.lora.rank else None,
     )
-
-
-def _credit_forwards(cfg: CreditConfig, kind: str, reasoning: float) -> float:
-    """Forward passes that a method asks for per sequence; sharing prefixes needs fewer."""
-    fisher = float(cfg.fisher.outcomes + cfg.fisher.sampled)
-    local = float(1 + cfg.local.window + cfg.local.answers)
-    screen = local if cfg.screen.by == "oar_l" else 1 + fisher
-    return {
-        "oar_g": 1 + 2.0 * cfg.draws,  # the clean pass, then per draw a tangent (or noisy) one and a transposed one
-        "oar_p": 1 + reasoning,
-        "oar_f": 1 + fisher,
-        "oar_l": 1 + local,
-        "oar_screened": 1 + screen + cfg.screen.share * reasoning,
-        "grail": 2.0,
-        "entropy": 1.0,
-        "entropy_top": 1.0,
-    }.get(kind, 0.0)
+    return sum(iteration_flops(decoder_of(model), work, cfg.credit, attribution(cfg.credit, custom)).values())
 
 
 def _due(cfg: Config, iteration: int) -> bool:

@@ -21,7 +21,7 @@ from oarjax.bench.credit import LONG, PLAIN, SCORES, SHARED, bench_long, score_f
 from oarjax.bench.work import Ours, Shapes, draw_tokens, half_constant, half_right, make_rows, spans
 from oarjax.cli import app
 from oarjax.config import ConfigError
-from oarjax.costs import forward_flops
+from oarjax.costs import Decoder, pass_flops
 from oarjax.data.hf import write_random_checkpoint
 from oarjax.models.qwen_config import QwenConfig
 
@@ -97,9 +97,10 @@ def test_work_is_what_the_rows_say():
     assert rows["OAR-P"].amount == 2
     assert rows["update"].flops == 3 * rows["log-probs"].flops
     # Attention 2 * (16 * 16 + 16 * 16) per layer (q and o, k and v of 2 heads), MLP 3 * 16 * 24, head 16 * 40.
-    multiplied = 2 * (4 * 16 * 16 + 3 * 16 * 24) + 16 * 40
-    expected = forward_flops(matmul_params=float(multiplied), layers=2, heads_width=16, tokens=44.0, context=5.5)
-    assert rows["log-probs"].flops == expected
+    d = Decoder(
+        layers=2, trunk_params=2 * (4 * 16 * 16 + 3 * 16 * 24), head_params=16 * 40, heads_width=16, kv_width=16
+    )
+    assert rows["log-probs"].flops == pass_flops(d, tokens=44, context=5.5, read=44)
     span = spans(3, 8, SHAPES)
     assert np.asarray(span.reasoning).sum(1).tolist() == [4, 4, 4]
     assert np.flatnonzero(np.asarray(span.answer)[0]).tolist() == [5, 6]

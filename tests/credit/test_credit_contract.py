@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from oarjax.config import CreditConfig
+from oarjax.credit import registry
+from oarjax.credit.bind import weigher
 from oarjax.credit.gate import reshape
 from oarjax.credit.keywords import keyword_table
-from oarjax.credit.method import Signals
-from oarjax.credit.methods import NEEDS, weigher
+from oarjax.credit.signals import Signals
 from oarjax.types import AnswerSpan
 
 ROWS, TOKENS, VOCAB = 4, 9, 6
@@ -116,7 +117,7 @@ def weights(name: str, case: Case) -> np.ndarray:
 
 
 def test_every_method_is_here():
-    assert {law.changes["method"] for law in METHODS.values()} == set(NEEDS)
+    assert {law.changes["method"] for law in METHODS.values()} == set(registry.METHODS)
 
 
 @every

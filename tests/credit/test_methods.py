@@ -1,7 +1,5 @@
 """From a credit config to functions: what each method asks for, shares and refuses, and every one in training."""
 
-from typing import get_args
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,36 +7,34 @@ import pytest
 import tiny
 
 from oarjax.config import ConfigError, CreditConfig
+from oarjax.credit.bind import attribution, scorer, signals, weigher
 from oarjax.credit.keywords import keyword_table
-from oarjax.credit.method import Signals
-from oarjax.credit.methods import ATTRIBUTIONS, NEEDS, Scored, attribution, scorer, signals, weigher
+from oarjax.credit.registry import METHODS, choices, label
+from oarjax.credit.signals import Scored, Signals
 from oarjax.rollout.logps import token_logps
 from oarjax.training.iteration import iterate
-from oarjax.training.results import METHODS, label
 from oarjax.types import AnswerSpan
 
-NAMES = [name for name in get_args(CreditConfig.model_fields["method"].annotation) if name != "custom"]
+NAMES = list(METHODS)
 """The built-in methods; tests/training/test_custom.py has custom ones."""
 PIECES = [b"", b"", b"#", *(b"%c" % (ord("a") + i) for i in range(tiny.VOCAB - 3))]
 TABLE = keyword_table(["d", "=f"], lambda text: [PIECES.index(bytes([c])) for c in text.encode()], PIECES)
 
 
 def test_every_method_says_what_it_needs_and_has_a_name():
-    assert set(NEEDS) == set(NAMES)
-    assert set(METHODS) - {"custom"} == set(NAMES) - {"permuted"}
-    assert label("permuted", CreditConfig(permuted_of="oar_f")) == "OAR-F permuted"
+    assert label("permuted", "oar_f") == "OAR-F permuted"
+    assert (label("oar_g", "oar_f"), label("custom", "oar_f")) == ("OAR-G", "custom")
     assert signals(CreditConfig(method="entropy_top")) == {"entropies"}
-    assert set(get_args(CreditConfig.model_fields["permuted_of"].annotation)) == set(ATTRIBUTIONS)
-    assert attribution(CreditConfig(method="permuted", permuted_of="oar_p")) == "oar_p"
-    assert attribution(CreditConfig(method="random")) == "random"
+    assert attribution(CreditConfig(method="permuted", permuted_of="oar_p")) is METHODS["oar_p"]
+    assert attribution(CreditConfig(method="random")) is METHODS["random"]
 
 
 def test_what_a_method_lacks_is_told_when_the_run_is_built():
     with pytest.raises(ConfigError, match=r"credit.method: keywords needs the words as token ids; give make_steps"):
         tiny.build(tiny.config(credit__method="keywords"))
-    with pytest.raises(ConfigError, match=r"credit.grail.low: 2.0 exceeds credit.grail.high = 1.0"):
-        tiny.build(tiny.config(credit__method="grail", credit__grail={"low": 2.0, "high": 1.0}))
-    for method in (*ATTRIBUTIONS, "grail"):
+    with pytest.raises(ConfigError, match=r"credit.grail: low = 2.0 exceeds high = 1.0; lower it, or raise high"):
+        tiny.config(credit__method="grail", credit__grail={"low": 2.0, "high": 1.0})
+    for method in (*choices("permuted_of"), "grail"):
         with pytest.raises(
             ConfigError, match=f"credit.method: {method} needs an answer and credit.answer.style is none"
         ):
@@ -49,9 +45,9 @@ def test_what_a_method_lacks_is_told_when_the_run_is_built():
 def test_a_signal_that_a_caller_forgot_is_named():
     span = AnswerSpan(jnp.ones((1, 3), bool), jnp.zeros((1, 3), bool), jnp.ones(1, bool))
     args = span, jnp.ones(1), jnp.ones((1, 3), bool), jax.random.key(0)
-    for method, needs in NEEDS.items():
+    for method, record in METHODS.items():
         weigh = weigher(CreditConfig(method=method), keyword_table=TABLE)
-        for signal in needs:
+        for signal in set(record.needs) - {"keyword_table"}:
             with pytest.raises(ValueError, match=f"needs the signal {signal}, got None"):
                 weigh(Signals(), *args)
 

@@ -2,23 +2,18 @@
 
 import pytest
 
-from oarjax.costs import CHIPS, Chip
-from oarjax.plan.credit_costs import Decoder, Run
+from oarjax.costs import CHIPS, Chip, Decoder, Row
 from oarjax.plan.roofline import (
-    adapted_update_flops,
     decoding_bytes,
     executed_update_flops,
     kernel_flops,
-    model_update_flops,
     roofline,
-    sampling_flops,
-    scoring_flops,
     utilisation,
 )
 
 CHIP = Chip("round", flops=1e3, bandwidth=1e2, link=1e1, memory=1e9)
 D = Decoder(layers=2, trunk_params=1000.0, head_params=100.0, heads_width=8, kv_width=4)
-R = Run(prompt=4, completion=8)
+R = Row(prompt=4, completion=8)
 
 
 def test_times_in_turn_and_together():
@@ -27,21 +22,6 @@ def test_times_in_turn_and_together():
     assert (times.in_turn, times.together) == (7, 4)
     assert roofline(CHIP, flops=1000, sent=60, read=500).in_turn == 5 + 3
     assert utilisation(CHIP, model_flops=16_000, chips=8, seconds=4) == 0.5
-
-
-def test_model_flops_by_hand():
-    # 12 tokens that see 6 on average, forward and backward; the head at 8 positions.
-    assert model_update_flops(D, R) == 3 * 12 * (2000 + 64 * 6) + 3 * 8 * 200
-    assert scoring_flops(D, R) == 12 * (2000 + 64 * 6) + 8 * 200
-    # 2 prompts of 4 that see 2 on average and give one distribution each; 6 rows of 7 fed tokens that see 8.
-    prefill, decode = 4 * (2000 + 64 * 2) + 200, 7 * (2000 + 64 * 8) + 7 * 200
-    assert sampling_flops(D, prompts=2, rows=6, prompt=4, completion=8) == 2 * prefill + 6 * decode
-
-
-def test_model_flops_below_adapters():
-    # Matrices and head forward and back to the activations; attention's two products have two derivatives each.
-    linear, attention = 12 * 2000 + 8 * 200, 12 * 64 * 6
-    assert adapted_update_flops(D, R, adapters=10) == 2 * linear + 3 * attention + 6 * 10 * 12
 
 
 def test_executed_flops_of_an_update_by_its_remat():

@@ -15,8 +15,8 @@ from conftest import CACHE, ROOT
 
 from oarjax.cli import main
 from oarjax.config import ConfigError, CreditConfig, parse_config
+from oarjax.credit.bind import attribution, check_method, scorer, signals, weigher
 from oarjax.credit.method import CreditMethod
-from oarjax.credit.methods import attribution, check_method, scorer, signals, weigher
 from oarjax.data.arithmetic import write_builtin_policy
 from oarjax.grading.rewards import Sample, Unparseable
 from oarjax.rl.grpo import aggregate
@@ -56,10 +56,10 @@ def steps_of(cfg, **own):
 def test_what_a_method_needs_and_whose_importance_it_reads():
     cfg = CreditConfig(method="custom", function="x.py:y")
     assert signals(cfg, credit.later) == frozenset()
-    assert attribution(cfg, credit.later) == "custom"
+    assert attribution(cfg, credit.later).name == "custom"
     assert signals(cfg, credit.proportional) == {"importance"}
-    assert attribution(cfg, credit.proportional) == "oar_p"
-    assert attribution(cfg, credit.surprising) == "custom"
+    assert attribution(cfg, credit.proportional).name == "oar_p"
+    assert attribution(cfg, credit.surprising).name == "custom"
     with pytest.raises(ConfigError, match=r"credit.method: custom needs a method; set credit.function, or"):
         weigher(cfg)
     with pytest.raises(ConfigError, match=r"credit.function: needed when credit.method is custom"):
@@ -93,7 +93,7 @@ def test_importance_of_ones_own_is_computed_by_the_rollout_policy_on_the_reasoni
     keys = jax.random.split(jax.random.key(0), len(rollout.ended))
     score = scorer(cfg, policy, temperature=1.0, pad_id=0, custom_method=credit.surprising)
     found = score(state.params, rollout, span, keys, "last").importance
-    expected = credit._surprisal(policy, state.params, rollout, span, keys)
+    expected = credit._surprisal(policy, state.params, rollout, span, keys, credit.Context(cfg))
     np.testing.assert_array_equal(np.asarray(found), np.where(span.reasoning, expected, 0))
     gradient = jax.grad(lambda p: score(p, rollout, span, keys, "last").importance.sum())(state.params)
     assert all((np.asarray(g) == 0).all() for g in jax.tree.leaves(gradient))
@@ -118,7 +118,12 @@ def test_polarity_holds_for_own_methods():
             CreditMethod(credit._later, needs=("logits",)),
             r"here: needs 'logits'; expected some of importance",
         ),
-        (CreditMethod(credit._later, importance="oar_x"), r"here: importance 'oar_x'; expected oar_g, .* function"),
+        (CreditMethod(credit._later, score="oar_x"), r"here: score 'oar_x'; expected oar_p, .* function"),
+        (CreditMethod(credit._later, score="permuted"), r"here: score 'permuted'; expected oar_p, .* function"),
+        (
+            CreditMethod(credit._later, needs=("importance",)),
+            r"here: needs importance and has no score; expected oar_p",
+        ),
     ],
 )
 def test_methods_that_ask_for_what_there_is_not(method, says):

@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 
-from oarjax.costs import forward_flops, iteration_flops
 from oarjax.training.metrics import rollout_metrics
 from oarjax.types import Grades, Rollout
 
@@ -38,26 +37,3 @@ def test_all_ungraded_is_not_a_reward_of_zero():
     m = rollout_metrics(rollout, grades, group_size=2)
     assert np.isnan(m["reward"])
     assert (m["ungraded"], m["zero_variance"]) == (1, 1)
-
-
-def test_flops_of_one_token():
-    # 2 * 10 parameters, and 4 * 3 layers * 8 wide * 5 positions of attention
-    assert forward_flops(matmul_params=10.0, layers=3, heads_width=8, tokens=1.0, context=5.0) == 20 + 480
-
-
-def test_flops_of_an_iteration():
-    """Without attention, one parameter: 2 per token and pass."""
-    flops = iteration_flops(
-        matmul_params=1.0,
-        layers=0,
-        heads_width=1,
-        prompt_tokens=40.0,  # over 4 rows of one group: 10 are prefilled
-        completion_tokens=20.0,
-        group_size=4,
-        used_share=0.5,  # 30 tokens are trained on
-        credit_forwards=3.0,
-        scoring_forwards=1.0,
-        epochs=2,
-        context=0.0,
-    )
-    assert flops == 2 * (10 + 20) + 2 * 30 * (3 + 1 + 3 * 2)

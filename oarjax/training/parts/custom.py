@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from oarjax.config import Config, ConfigError, CreditConfig
+from oarjax.credit.bind import TokenCredit, check_method, scorer, weigher
 from oarjax.credit.keywords import KeywordTable
-from oarjax.credit.method import CreditMethod, Signals, TokenCredit
-from oarjax.credit.methods import check_method, scorer, weigher
+from oarjax.credit.method import CreditMethod
 from oarjax.credit.probe import Probe, Reading
+from oarjax.credit.registry import CUSTOM
+from oarjax.credit.signals import Signals
 from oarjax.models.policy import Policy
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import abstract_params
@@ -53,7 +55,7 @@ def find_method(cfg: Config) -> CreditMethod | None:
         ConfigError: it cannot be imported, is not a CreditMethod, or needs an unknown signal.
     """
     place = cfg.credit.function
-    if cfg.credit.method != "custom" or place is None:
+    if cfg.credit.method != CUSTOM or place is None:
         return None
     try:
         method = import_object(place, field="credit.function", expected=CreditMethod)
@@ -141,7 +143,12 @@ def check_weights(weigh: TokenCredit, method: CreditMethod, *, place: str) -> No
     values, mask = _spec(jnp.float32), _spec(bool)
     signals: dict[str, Any] = {"importance": values, "entropies": values, "tokens": _spec(jnp.int32)}
     span = AnswerSpan(mask, mask, _spec(bool, ROWS))
-    args = Signals(**{name: signals[name] for name in method.needs}), span, _spec(jnp.float32, ROWS), mask
+    args = (
+        Signals(**{name: signals[name] for name in method.needs if name in signals}),
+        span,
+        _spec(jnp.float32, ROWS),
+        mask,
+    )
     key = jax.eval_shape(lambda: jax.random.key(0))
     weights = _traced(weigh, place, f"token weights [{ROWS}, {LENGTH}]", *args, key)
     shape, dtype = getattr(weights, "shape", None), getattr(weights, "dtype", jnp.int32)

@@ -1,0 +1,180 @@
+"""From a credit config to functions: how its method scores tokens with a policy, and how it weighs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Key
+
+from oarjax.config import ConfigError, CreditConfig
+from oarjax.credit.diagnose import ess_ratio, top_mass
+from oarjax.credit.gate import polarised
+from oarjax.credit.method import SIGNALS, CreditMethod, resolve
+from oarjax.credit.probe import Probe, ProbeMode, outcome_probe
+from oarjax.credit.registry import CUSTOM, METHODS
+from oarjax.credit.signals import Context, KeywordTable, Scored, Signals, required
+from oarjax.models.policy import Policy
+from oarjax.types import AnswerSpan, Mean, Params, Rollout
+
+Scorer = Callable[[Params, Rollout, AnswerSpan, Key[Array, "B"], ProbeMode], Scored]
+"""(params, rollout, span, row keys, probe mode) -> scores."""
+
+TokenCredit = Callable[
+    [Signals, AnswerSpan, Float[Array, "B"], Bool[Array, "B T"], Key[Array, ""]], Float[Array, "B T"]
+]
+"""(signals, span, advantages, completion, key) -> token weights, finite and >= 0; outside the completion unused."""
+
+
+def method_of(cfg: CreditConfig, custom: CreditMethod | None = None) -> CreditMethod:
+    """Return the record of the configured method.
+
+    Raises:
+        ConfigError: it is custom, and there is no record.
+    """
+    if cfg.method != CUSTOM:
+        return METHODS[cfg.method]
+    if custom is None:
+        raise ConfigError(
+            "credit.method: custom needs a method; set credit.function, or give make_steps, scorer or weigher a "
+            "custom_method (oarjax.CreditMethod)"
+        )
+    return custom
+
+
+def signals(cfg: CreditConfig, custom: CreditMethod | None = None) -> frozenset[str]:
+    """Return what the method's weights are made of, beside spans, advantages and masks."""
+    return frozenset(method_of(cfg, custom).needs)
+
+
+def attribution(cfg: CreditConfig, custom: CreditMethod | None = None) -> CreditMethod:
+    """Return the method whose importance is computed: itself, or the one whose scores it reads."""
+    method = method_of(cfg, custom)
+    if "importance" not in method.needs or not isinstance(method.score, str) or ":" in method.score:
+        return method
+    return METHODS[getattr(cfg, method.score) if method.score in CreditConfig.model_fields else method.score]
+
+
+def draws_noise(cfg: CreditConfig, custom: CreditMethod | None = None) -> bool:
+    """Return whether another key gives other scores or weights."""
+    method = method_of(cfg, custom)
+    if method.noisy is True or cfg.method == CUSTOM:  # a custom method may draw
+        return True
+    noisy = attribution(cfg, custom).noisy
+    return noisy if isinstance(noisy, bool) else resolve(noisy)(cfg)
+
+
+def check_method(method: CreditMethod, *, place: str) -> None:
+    """Refuse a custom method that asks for what does not exist.
+
+    Raises:
+        ConfigError: naming ``place``.
+    """
+    if unknown := set(method.needs) - set(SIGNALS):
+        raise ConfigError(
+            f"{place}: needs {', '.join(map(repr, sorted(unknown)))}; expected some of {', '.join(SIGNALS)}"
+        )
+    score, scored = method.score, [name for name, m in METHODS.items() if m.score is not None and ":" in str(m.score)]
+    if isinstance(score, str) and ":" not in score and score not in scored:
+        raise ConfigError(f"{place}: score {score!r}; expected {', '.join(scored)}, module:function or a function")
+    if "importance" in method.needs and score is None:
+        raise ConfigError(f"{place}: needs importance and has no score; expected {', '.join(scored)} or a function")
+
+
+def scorer(
+    cfg: CreditConfig,
+    policy: Policy,
+    *,
+    temperature: float,
+    pad_id: int,
+    custom_probe: Probe | None = None,
+    custom_method: CreditMethod | None = None,
+) -> Scorer:
+    """(params, rollout, span, row keys, probe mode) -> importance and clean states; (None, None) where none is needed.
+
+    ``custom_probe`` takes the place of the built-in modes, for every method but GRAIL, which has its own. No gradient
+    flows to ``params``, and scores outside the reasoning are 0.
+
+    Raises:
+        ConfigError: the method reads an answer and the config looks for none, or the method's settings cannot go
+            together.
+    """
+    method = attribution(cfg, custom_method)
+    if "importance" not in method.needs or method.score is None:
+        return lambda params, rollout, span, keys, mode: Scored(None)
+    _check_answer(cfg, method, custom_probe)
+    if method.check is not None:
+        resolve(method.check)(cfg, custom_probe)
+    score = resolve(method.score)
+    mask_id = pad_id if cfg.masking.mask_id is None else cfg.masking.mask_id
+
+    def scores(params: Params, r: Rollout, span: AnswerSpan, keys: Key[Array, "B"], mode: ProbeMode) -> Scored:
+        probe = custom_probe or outcome_probe(mode, temperature=temperature)
+        context = Context(cfg, temperature=temperature, mask_id=mask_id, probe=probe)
+        found = score(policy, jax.lax.stop_gradient(params), r, span, keys, context)
+        if not isinstance(found, Scored):
+            found = Scored(found)
+        importance = required(found.importance, "importance", context)
+        return found._replace(importance=jnp.where(span.reasoning, importance, 0))
+
+    return scores
+
+
+def _check_answer(cfg: CreditConfig, method: CreditMethod, custom_probe: Probe | None) -> None:
+    probed = method.answer == "probed"
+    read = method.answer == "read" or (probed and (custom_probe is None or custom_probe.reads == "answer"))
+    if read and cfg.answer.style == "none" and cfg.answer.source == "own":
+        probe = "a credit.probe.function that reads the completion, " if probed else ""
+        raise ConfigError(
+            f"credit.method: {method.name} needs an answer and credit.answer.style is none; set the style of your "
+            f"completions' answers, {probe}or a method such as entropy"
+        )
+
+
+def weigher(
+    cfg: CreditConfig, *, keyword_table: KeywordTable | None = None, custom_method: CreditMethod | None = None
+) -> TokenCredit:
+    """(signals, span, advantages, completion, key) -> token weights [B, T] by the configured method and polarity.
+
+    Rows without reasoning or answer get ones from the methods that reweight the reasoning. ``entropy_top`` over a
+    batch leaves rows of advantage 0 out of its share: they teach nothing, and a run that skips them weighs the same.
+
+    Raises:
+        ConfigError: the method needs what is not there.
+    """
+    method = method_of(cfg, custom_method)
+    if "keyword_table" in method.needs and keyword_table is None:
+        raise ConfigError(
+            f"credit.method: {method.name} needs the words as token ids; give make_steps or weigher a keyword_table "
+            "(oarjax.credit.keywords.keyword_table)"
+        )
+    weigh, context = resolve(method.weigh), Context(cfg, keyword_table=keyword_table)
+
+    def weights(
+        signals: Signals,
+        span: AnswerSpan,
+        advantages: Float[Array, "B"],
+        completion: Bool[Array, "B T"],
+        key: Key[Array, ""],
+    ) -> Float[Array, "B T"]:
+        raw = weigh(signals, span, advantages, completion, key, context)
+        return polarised(raw, advantages, polarity=cfg.polarity)
+
+    return weights
+
+
+def credit_metrics(w: Float[Array, "B T"], span: AnswerSpan, completion: Bool[Array, "B T"]) -> dict[str, Mean]:
+    """Measure the concentration of the weights over rows that reason, and the share of rows without an answer."""
+    rows = completion.any(-1)
+    counted = rows & span.reasoning.any(-1)
+
+    def row_mean(values: Float[Array, "B"], among: Bool[Array, "B"]) -> Mean:
+        known = among & jnp.isfinite(values)  # weights of 0 throughout have no concentration
+        return Mean(jnp.sum(jnp.where(known, values, 0)), jnp.sum(known).astype(jnp.float32))
+
+    return {
+        "ess": row_mean(ess_ratio(w, span.reasoning), counted),
+        "top10": row_mean(top_mass(w, span.reasoning, share=0.1), counted),
+        "no_answer": row_mean((~span.found).astype(jnp.float32), rows),
+    }

@@ -1,0 +1,196 @@
+"""Every built-in credit method, in the order of help texts and the lab. Importing this imports no JAX.
+
+A new method is a file with its functions and an entry here. Config choices, help texts, the lab, studies, ``mfu`` and
+``oarjax plan`` read these entries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from oarjax.credit.method import CreditMethod, Role
+
+_GATE = "oarjax.credit.gate:weigh"
+_EXACT = ("masking", "probe", "gate", "answer")
+
+METHODS: dict[str, CreditMethod] = {
+    method.name: method
+    for method in (
+        CreditMethod(
+            name="oar_p",
+            label="OAR-P",
+            about="how far the outcome moves when a token is changed",
+            needs=("importance",),
+            score="oarjax.credit.oar_p:score",
+            weigh=_GATE,
+            answer="probed",
+            forwards="oarjax.costs:oar_p_forwards",
+            roles=("permuted_of",),
+            sections=_EXACT,
+            lab={
+                "OAR-P": {},
+                "OAR-P, 2nd choice": {"masking": {"counterfactual": "second_choice"}},
+                "OAR-P, mean": {"masking": {"counterfactual": "mean_embedding"}},
+                "OAR-P, deleted": {"masking": {"counterfactual": "deleted"}},
+            },
+        ),
+        CreditMethod(
+            name="oar_screened",
+            label="OAR-P screened",
+            about="OAR-P of the tokens that a cheaper method puts first",
+            needs=("importance",),
+            score="oarjax.credit.oar_screened:score",
+            weigh=_GATE,
+            answer="probed",
+            check="oarjax.credit.oar_screened:check",
+            forwards="oarjax.costs:oar_screened_forwards",
+            noisy="oarjax.credit.oar_screened:noisy",
+            roles=("permuted_of",),
+            sections=(*_EXACT, "screen", "fisher", "local", "estimator", "sigma", "draws"),
+            lab={"OAR-P, screened": {}},
+        ),
+        CreditMethod(
+            name="oar_l",
+            label="OAR-L",
+            about="OAR-P that recomputes only the nearest tokens and the answer",
+            needs=("importance",),
+            score="oarjax.credit.oar_l:score",
+            weigh=_GATE,
+            answer="probed",
+            check="oarjax.credit.oar_l:check",
+            forwards="oarjax.costs:oar_l_forwards",
+            roles=("permuted_of", "screen.by"),
+            sections=(*_EXACT, "local"),
+        ),
+        CreditMethod(
+            name="oar_f",
+            label="OAR-F",
+            about="OAR-P to second order, by backward passes",
+            needs=("importance",),
+            score="oarjax.credit.oar_f:score",
+            weigh=_GATE,
+            answer="probed",
+            check="oarjax.credit.oar_f:check",
+            forwards="oarjax.costs:oar_f_forwards",
+            noisy="oarjax.credit.oar_f:noisy",
+            roles=("permuted_of", "screen.by"),
+            sections=(*_EXACT, "fisher"),
+        ),
+        CreditMethod(
+            name="oar_g",
+            label="OAR-G",
+            about="the outcome's gradient by the embeddings, under noise",
+            needs=("importance",),
+            score="oarjax.credit.oar_g:score",
+            weigh=_GATE,
+            answer="probed",
+            check="oarjax.credit.oar_p:check_units",
+            forwards="oarjax.costs:oar_g_forwards",
+            noisy="oarjax.credit.oar_g:noisy",
+            roles=("permuted_of", "screen.by"),
+            sections=("estimator", "sigma", "draws", "probe", "gate", "answer"),
+            lab={
+                "OAR-G, 1 draw": {"estimator": "linearised", "draws": 1},
+                "OAR-G, 4 draws": {"estimator": "linearised", "draws": 4},
+                "OAR-G, 16 draws": {"estimator": "linearised", "draws": 16},
+                "OAR-G noisy, 1 draw": {"estimator": "noisy", "draws": 1},
+                "OAR-G noisy, 4 draws": {"estimator": "noisy", "draws": 4},
+            },
+        ),
+        CreditMethod(
+            name="grail",
+            label="GRAIL",
+            about="the saliency of the answer's likelihood, standardised and clipped",
+            needs=("importance",),
+            score="oarjax.credit.grail:score",
+            weigh="oarjax.credit.grail:weigh",
+            answer="read",
+            forwards="oarjax.costs:grail_forwards",
+            sections=("grail", "answer"),
+        ),
+        CreditMethod(
+            name="entropy_top",
+            label="entropy, top share",
+            about="the share of highest entropy alone",
+            needs=("entropies",),
+            weigh="oarjax.credit.entropy:weigh_top",
+            sections=("entropy",),
+            lab={},
+        ),
+        CreditMethod(
+            name="entropy",
+            label="entropy, gated",
+            about="entropies through OAR's gate",
+            needs=("entropies",),
+            weigh="oarjax.credit.entropy:weigh",
+            sections=("gate",),
+            lab={"entropy": {}},
+        ),
+        CreditMethod(
+            name="keywords",
+            label="keywords",
+            about="more for the words of a list",
+            needs=("tokens", "keyword_table"),
+            weigh="oarjax.credit.keywords:weigh",
+            sections=("keywords",),
+            lab={},
+        ),
+        CreditMethod(
+            name="random",
+            label="random, gated",
+            about="random scores through OAR's gate, a control",
+            weigh="oarjax.credit.controls:weigh_random",
+            noisy=True,
+            sections=("gate",),
+            lab={"random": {}},
+        ),
+        CreditMethod(
+            name="permuted",
+            label="permuted",
+            about="another method's weights on the wrong tokens, the control",
+            needs=("importance",),
+            score="permuted_of",
+            weigh="oarjax.credit.controls:weigh_permuted",
+            noisy=True,
+            sections=("permuted_of", "gate"),
+            lab={},
+        ),
+        CreditMethod(
+            name="uniform",
+            label="GRPO",
+            about="plain GRPO",
+            weigh="oarjax.credit.controls:weigh_uniform",
+            lab={"uniform (GRPO)": {}},
+        ),
+    )
+}
+"""Name -> record."""
+
+CUSTOM = "custom"
+"""The value of credit.method for the method that credit.function names."""
+
+
+def choices(role: Role | None = None) -> tuple[str, ...]:
+    """List the built-in methods, or those that may stand in the field ``role``."""
+    return tuple(name for name, m in METHODS.items() if role is None or role in m.roles)
+
+
+def label(method: str, permuted_of: str) -> str:
+    """Return the name of a method in tables; the permuted control has that of the method whose weights it shuffles."""
+    if method == CUSTOM:
+        return CUSTOM
+    return f"{METHODS[permuted_of].label} permuted" if method == "permuted" else METHODS[method].label
+
+
+def lab_methods() -> dict[str, dict[str, Any]]:
+    """Build the rows of the lab: name to show -> fields of credit to change."""
+    rows = {}
+    for name, m in METHODS.items():
+        for shown, changes in ({m.label: {}} if m.lab is None else m.lab).items():
+            rows[shown] = {"method": name, **changes}
+    return rows
+
+
+def summary() -> str:
+    """Describe every method in one line, for help texts."""
+    return "; ".join(f"{name}: {m.about}" for name, m in METHODS.items())

@@ -1,0 +1,84 @@
+"""Inputs and results of the functions of a credit method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from oarjax.config import CreditConfig
+from oarjax.credit.method import Signal
+from oarjax.credit.probe import Probe
+from oarjax.models.policy import Policy
+from oarjax.types import AnswerSpan, Params, Rollout
+
+
+class Signals(NamedTuple):
+    """Measurements of completions under the policy that generated them; None where the method asks for none."""
+
+    importance: Float[Array, "B T"] | None = None  # scores, 0 outside the reasoning
+    entropies: Float[Array, "B T"] | None = None  # of the distribution that each token was drawn from, nats
+    tokens: Int[Array, "B T"] | None = None  # completion ids
+
+
+class KeywordTable(NamedTuple):
+    """Spellings of a word list in token ids, and which ids continue a word. Numpy arrays."""
+
+    grams: np.ndarray  # i32[K, L], ids in order, then -1
+    opens: np.ndarray  # bool[K]: the first byte is a letter or digit
+    closes: np.ndarray  # bool[K]: the last byte is
+    begins: np.ndarray  # bool[V]: the id's first byte is
+    ends: np.ndarray  # bool[V]: the id's last byte is
+
+
+class Context(NamedTuple):
+    """The run's settings, fixed while a program is compiled."""
+
+    credit: CreditConfig
+    temperature: float = 1.0  # the sampler's
+    mask_id: int = 0  # stands in for a changed token
+    probe: Probe | None = None  # the outcome; given to ``score`` alone
+    keyword_table: KeywordTable | None = None
+
+
+class Scored(NamedTuple):
+    """Scores of the tokens, and the clean states computed on the way: a run then needs no other pass for log-probs."""
+
+    importance: Float[Array, "B T"] | None
+    hidden: Float[Array, "B T D"] | None = None  # states that predict the completion's tokens
+
+
+Score = Callable[[Policy, Params, Rollout, AnswerSpan, Key[Array, "B"], Context], Scored | Float[Array, "B T"]]
+"""(policy, params, rollout, span, row keys, context) -> importance; outside ``span.reasoning`` unused."""
+
+Weigh = Callable[
+    [Signals, AnswerSpan, Float[Array, "B"], Bool[Array, "B T"], Key[Array, ""], Context], Float[Array, "B T"]
+]
+"""(signals, span, advantages, completion, key, context) -> token weights, finite and >= 0; outside the completion
+unused."""
+
+
+def required(signal: Array | None, name: Signal, context: Context) -> Array:
+    """Return a signal that the method needs.
+
+    Raises:
+        ValueError: it is None. A run computes what its method declares, so only callers that make signals themselves
+            can meet this.
+    """
+    if signal is None:
+        method = context.credit.method
+        raise ValueError(f"credit method {method}: needs the signal {name}, got None; give Signals({name}=...)")
+    return signal
+
+
+def probe_of(context: Context) -> Probe:
+    """Return the outcome probe.
+
+    Raises:
+        ValueError: the context has none.
+    """
+    if context.probe is None:
+        raise ValueError("score: needs an outcome probe, got None; give Context(probe=...)")
+    return context.probe

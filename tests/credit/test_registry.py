@@ -1,0 +1,181 @@
+"""One record per method and one list: what reads it, and that a new entry needs no other edit."""
+
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from oarjax.config import Config, ConfigError, CreditConfig, LabConfig, parse_config
+from oarjax.costs import Row, clean_flops
+from oarjax.credit.bind import draws_noise, scorer, signals, weigher
+from oarjax.credit.method import KINDS, SIGNALS, CreditMethod, resolve
+from oarjax.credit.registry import METHODS, choices, label
+from oarjax.credit.signals import Signals
+from oarjax.models.qwen import make_policy
+from oarjax.models.qwen_config import QwenConfig
+from oarjax.models.weights import decoder_of
+from oarjax.plan.command import methods_of
+from oarjax.plan.programs import with_method
+from oarjax.plan.sums import model_flops
+from oarjax.study.config import StudyConfig, make_plan
+from oarjax.training.trainer import model_flops as metrics_flops
+from oarjax.types import AnswerSpan, Rollout
+
+ENTRY = """CreditMethod(
+    name="mine",
+    label="Mine",
+    about="every other token",
+    needs=("importance",),
+    score="mine_method:score",
+    weigh="mine_method:weigh",
+    forwards=2.0,
+)"""
+
+FUNCTIONS = """
+import jax.numpy as jnp
+
+def score(policy, params, rollout, span, keys, context):
+    return jnp.ones(span.reasoning.shape)
+
+def weigh(signals, span, advantages, completion, key, context):
+    return signals.importance * (jnp.arange(completion.shape[1]) % 2 * 2)
+"""
+
+TREE = {
+    "run_dir": "unused",
+    "policy": {"path": "unused"},
+    "data": {"train": {"source": "unused"}, "max_prompt": 16},
+    "rollout": {"prompts": 4, "group_size": 4, "max_new": 32, "prompt_bucket": 16},
+    "update": {"microbatch": 4},
+}
+
+MODEL = QwenConfig.from_hf(
+    {
+        "model_type": "qwen2",
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+    }
+)
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A method in a file of its own and one entry."""
+    (tmp_path / "mine_method.py").write_text(FUNCTIONS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(METHODS, "mine", eval(ENTRY, {"CreditMethod": CreditMethod}))
+    yield METHODS["mine"]
+    sys.modules.pop("mine_method", None)
+
+
+def config(method: str, **changes) -> Config:
+    return parse_config({**TREE, "credit": {"method": method}, **changes})
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=lambda m: m.name)
+def test_entries_say_what_exists(method):
+    assert method.kind in KINDS
+    assert set(method.needs) <= set(SIGNALS)
+    assert set(method.sections) <= set(CreditConfig.model_fields)
+    assert method.about
+    for function in (method.weigh, method.check, method.forwards, method.noisy):
+        assert not isinstance(function, str) or callable(resolve(function))
+    if method.score is None:
+        assert "importance" not in method.needs
+        assert method.forwards == 0
+    elif method.score not in CreditConfig.model_fields:
+        assert callable(resolve(method.score))
+        assert method.forwards != 0
+    LabConfig(methods={name: {"method": method.name, **fields} for name, fields in (method.lab or {}).items()})
+
+
+def test_labels_are_different():
+    labels = [m.label for m in METHODS.values()]
+    assert len(set(labels)) == len(labels)
+    assert choices("permuted_of") == ("oar_p", "oar_screened", "oar_l", "oar_f", "oar_g")
+    assert choices("screen.by") == ("oar_l", "oar_f", "oar_g")
+
+
+def test_which_methods_draw_noise():
+    drawn = {name for name in METHODS if draws_noise(CreditConfig(method=name))}
+    assert drawn == {"oar_g", "random", "permuted"}
+    assert draws_noise(CreditConfig(method="oar_f", fisher={"sampled": 2}))
+    assert draws_noise(CreditConfig(method="oar_screened", screen={"by": "oar_f"}, fisher={"sampled": 2}))
+    assert not draws_noise(CreditConfig(method="oar_g", probe={"mode": "answer_joint"}))
+
+
+def test_a_new_entry_is_in_config_lab_study_and_label(mine):
+    assert config("mine").credit.method == "mine"
+    with pytest.raises(ConfigError, match=r"credit.method: expected one of oar_p, .*uniform, mine, custom, got 'min'"):
+        config("min")
+    assert LabConfig().methods["Mine"] == {"method": "mine"}
+    assert label("mine", "oar_g") == "Mine"
+    study = StudyConfig.model_validate(
+        {
+            "run_dir": "study",
+            "base": TREE,
+            "arms": {"GRPO": {"credit.method": "uniform"}, "ours": {"credit.method": "mine"}},
+            "seeds": [0],
+        }
+    )
+    assert make_plan(study).arms["ours"][0].config.credit.method == "mine"
+
+
+def test_a_new_entry_is_in_mfu_and_plan(mine):
+    assert methods_of("mine, oar_p") == ("mine", "oar_p")
+    cost = 16 * 2 * clean_flops(decoder_of(MODEL), Row(16, 32))
+    assert model_flops("score", MODEL, with_method(config("uniform"), "mine")) == pytest.approx(cost)
+    metrics = {
+        "groups_drawn": 4.0,
+        "prompt_tokens": 256.0,
+        "completion_tokens": 512.0,
+        "reasoning_length": 16.0,
+        "rows_used": 16.0,
+    }
+    plain, more = (metrics_flops(config(name), MODEL, metrics, None) for name in ("uniform", "mine"))
+    assert more - plain == pytest.approx(cost)
+
+
+def test_a_new_entry_scores_and_weighs(mine):
+    cfg = CreditConfig(method="mine")
+    assert signals(cfg) == {"importance"}
+    mask = jnp.ones((2, 4), bool)
+    span = AnswerSpan(mask.at[:, 3].set(False), mask, jnp.ones(2, bool))
+    rollout = Rollout(jnp.ones((2, 6), int), jnp.ones((2, 6), bool), mask, mask * 0.0, mask * 0.0, jnp.ones(2, bool))
+    score = scorer(cfg, make_policy(MODEL), temperature=1.0, pad_id=0)
+    scores = score({}, rollout, span, jax.random.split(jax.random.key(0)), "last").importance
+    np.testing.assert_array_equal(scores, [[1, 1, 1, 0]] * 2)
+    w = weigher(cfg)(Signals(importance=scores), span, jnp.ones(2), mask, jax.random.key(0))
+    np.testing.assert_array_equal(w, [[0, 2, 0, 0]] * 2)
+
+
+def test_help_names_a_new_entry_and_nothing_of_it_imports_jax():
+    program = f"""
+    import sys
+    from oarjax.credit.method import CreditMethod
+    from oarjax.credit.registry import METHODS
+    import oarjax.config, oarjax.costs
+    METHODS["mine"] = {" ".join(ENTRY.split())}
+    from oarjax.cli import app
+    from typer.testing import CliRunner
+    print(CliRunner().invoke(app, ["train", "--help"]).output)
+    assert not {{"jax", "jaxlib", "flax", "jaxtyping"}} & set(sys.modules), "imports jax"
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "mine: every other token" in " ".join(done.stdout.split())

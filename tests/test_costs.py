@@ -1,0 +1,193 @@
+"""FLOPs by hand on round numbers, against those that programs execute, and the same in metrics and plans."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from conftest import ROOT
+
+from oarjax.config import CreditConfig, load_config
+from oarjax.costs import (
+    Decoder,
+    Row,
+    Work,
+    adapted_update_flops,
+    clean_flops,
+    fisher_flops,
+    forwards,
+    gradient_flops,
+    iteration_flops,
+    local_flops,
+    masked_flops,
+    pass_flops,
+    sampling_flops,
+    scoring_flops,
+    update_flops,
+)
+from oarjax.credit.bind import attribution, scorer
+from oarjax.credit.registry import METHODS
+from oarjax.models.published import PUBLISHED
+from oarjax.models.qwen import make_policy
+from oarjax.models.qwen_config import QwenConfig
+from oarjax.models.weights import decoder_of, init_params
+from oarjax.plan.jaxpr_flops import executed_flops
+from oarjax.plan.programs import shapes_of
+from oarjax.plan.sums import ANSWER, model_flops
+from oarjax.training.trainer import model_flops as metrics_flops
+from oarjax.types import AnswerSpan, Rollout
+
+D = Decoder(layers=2, trunk_params=1000.0, head_params=100.0, heads_width=8, kv_width=4)
+R = Row(prompt=4, completion=8, reasoning=6)
+
+
+def test_a_pass_by_hand():
+    # 3 * (2 * 1000 + 4 * 2 * 8 * 5) + 2 * 100 * 2
+    assert pass_flops(D, tokens=3, context=5, read=2) == 3 * (2000 + 320) + 400
+    assert scoring_flops(D, R) == 12 * (2000 + 64 * 6) + 8 * 200
+    # 2 prompts of 4 that see 2 on average and give one distribution each; 6 rows of 7 fed tokens that see 8.
+    prefill, decode = 4 * (2000 + 64 * 2) + 200, 7 * (2000 + 64 * 8) + 7 * 200
+    assert sampling_flops(D, prompts=2, rows=6, prompt=4, completion=8) == 2 * prefill + 6 * decode
+
+
+def test_updates_by_hand():
+    # 12 tokens of 6 positions on average, three forwards' worth of the layers and of the head at 8 positions.
+    assert update_flops(D, R) == 3 * 12 * (2000 + 64 * 6) + 3 * 200 * 8
+    assert update_flops(D, R, recomputed=1) == 4 * 12 * (2000 + 64 * 6) + 3 * 200 * 8
+    # Matrices and head forward and back to the activations; attention's two products have two derivatives each.
+    linear, attention = 12 * 2000 + 8 * 200, 12 * 64 * 6
+    assert adapted_update_flops(D, R, adapters=10) == 2 * linear + 3 * attention + 6 * 10 * 12
+
+
+def test_masking_by_hand():
+    # Two buckets: 4 tokens with 8 positions of context 4 + 4, 2 with 4 of 4 + 6; a logit row each.
+    exact = 4 * (8 * (2000 + 64 * 8) + 200) + 2 * (4 * (2000 + 64 * 10) + 200)
+    assert masked_flops(D, R, share=1.0, buckets=2) == clean_flops(D, R) + exact
+    assert masked_flops(D, R, share=0.5, buckets=2) == clean_flops(D, R) + exact / 2
+    assert local_flops(D, R, window=1, answers=2, padded=True) == clean_flops(D, R) + 6 * (4 * (2000 + 64 * 16) + 200)
+    # Two tokens see 4 + 3 on average, two answers all 12.
+    assert local_flops(D, R, window=1, answers=2) == clean_flops(D, R) + 6 * (2 * 2448 + 2 * 2768 + 200)
+
+
+def test_exact_suffixes_are_the_limit_of_many_buckets():
+    row = Row(prompt=40, completion=1000, reasoning=800)
+    fine = masked_flops(D, row, share=1.0, buckets=4000)
+    assert masked_flops(D, row, share=1.0) == pytest.approx(fine, rel=2e-3)
+    d = Decoder(layers=0, trunk_params=1.0, head_params=0, heads_width=1, kv_width=1)
+    own = clean_flops(d, row)
+    again = (masked_flops(d, row, share=1.0, buckets=8) - own) / (masked_flops(d, row, share=1.0) - own)
+    assert again == pytest.approx(662.5 / 600, rel=0.01)  # suffixes of 600 on average start half a bucket too early
+
+
+def test_an_iteration_by_hand():
+    """One parameter in the layers, no attention, no head: 2 per token and pass."""
+    d = Decoder(layers=0, trunk_params=1.0, head_params=0, heads_width=1, kv_width=1)
+    work = Work(Row(10, 5), prompts=1, rows=4, used=2, epochs=2, old_logps=True, reference=True)
+    found = iteration_flops(d, work, CreditConfig(), METHODS["uniform"])
+    assert found == {"sample": 2 * (10 + 4 * 4), "score": 2 * 2 * (15 + 15), "update": 2 * 2 * 3 * 2 * 15}
+    entropies = Work(Row(10, 5), prompts=1, rows=4, used=2, entropies=True)
+    assert iteration_flops(d, entropies, CreditConfig(), METHODS["entropy"])["score"] == 2 * 2 * 15
+    gradient = iteration_flops(d, work, CreditConfig(), METHODS["oar_g"])["score"]
+    assert gradient == 2 * 2 * (15 + 2 * 5 + 15)  # the clean pass serves old log-probs, the reference has its own
+
+
+# Against programs -----------------------------------------------------------------------------------------------------
+
+SMALL = {
+    "model_type": "qwen2",
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+LONG = Row(prompt=5, completion=16, reasoning=12)
+
+
+def executed(remat="none", **credit) -> float:
+    """What scoring one row of LONG's lengths executes."""
+    model = QwenConfig.from_hf(SMALL)
+    policy = make_policy(model, remat=remat)
+    tokens, place = jax.random.randint(jax.random.key(1), (1, 21), 1, 32), jnp.arange(16)[None]
+    span = AnswerSpan(place < 12, place >= 12, jnp.ones(1, bool))
+    made = jnp.ones((1, 16), bool)
+    rollout = Rollout(tokens, jnp.ones((1, 21), bool), made, jnp.zeros((1, 16)), jnp.zeros((1, 16)), jnp.ones(1, bool))
+    score = scorer(CreditConfig(**credit), policy, temperature=1.0, pad_id=0)
+    params = init_params(model, jax.random.key(0), dtype=jnp.float32)
+    keys = jax.random.split(jax.random.key(0), 1)
+    return executed_flops(lambda p: score(p, rollout, span, keys, "answer_mean").importance, params)
+
+
+CASES = [
+    {"method": "oar_g"},
+    {"method": "oar_g", "draws": 4},
+    {"method": "oar_f", "fisher": {"outcomes": 3}},
+    {"method": "oar_l", "masking": {"chunk": 1}, "local": {"window": 1, "answers": 4}},
+    {"method": "permuted", "permuted_of": "oar_g"},
+    {"method": "grail"},
+]
+
+
+@pytest.mark.parametrize("credit", CASES, ids=lambda c: "-".join(map(str, c.values()))[:20])
+def test_what_programs_execute(credit):
+    """Within 5%: attention is dense here where the count is causal, 1.2% of these sizes, more in derivatives."""
+    cfg = CreditConfig(**credit)
+    d = decoder_of(QwenConfig.from_hf(SMALL))
+    expected = forwards(attribution(cfg), cfg, LONG, d) * clean_flops(d, LONG)
+    assert executed(**credit) == pytest.approx(expected, rel=0.05)
+
+
+def test_what_masking_executes():
+    """Within 5% of the count in buckets, whose limit of many buckets is the model's count; that is less."""
+    cfg = CreditConfig(method="oar_p", masking={"chunk": 1, "buckets": 4})
+    d = decoder_of(QwenConfig.from_hf(SMALL))
+    found = executed(method="oar_p", masking={"chunk": 1, "buckets": 4})
+    assert found == pytest.approx(masked_flops(d, LONG, share=1.0, buckets=4), rel=0.05)
+    model = forwards(METHODS["oar_p"], cfg, LONG, d)
+    # 12 tokens, 15 to 4 inputs from each on: 114 positions beside the clean pass over 21, and hardly any head.
+    assert model == pytest.approx((21 + 114) / 21, rel=0.01)
+    assert model * clean_flops(d, LONG) < found
+
+
+def test_screening_adds_up():
+    d = decoder_of(QwenConfig.from_hf(SMALL))
+    exact = masked_flops(d, LONG, share=0.2) / clean_flops(d, LONG)
+    for by, estimate in (("random", 1), ("oar_l", None), ("oar_f", None), ("oar_g", None)):
+        cfg = CreditConfig(method="oar_screened", screen={"by": by})
+        estimate = estimate or forwards(METHODS[by], cfg, LONG, d)
+        shared = 1 if by in ("random", "oar_l") else 0  # the clean pass
+        assert forwards(METHODS["oar_screened"], cfg, LONG, d) == pytest.approx(exact + estimate - shared)
+
+
+@pytest.mark.slow
+def test_what_programs_execute_again():
+    """Within a tenth with remat full, which computes the layers' forward again."""
+    d = decoder_of(QwenConfig.from_hf(SMALL))
+    for credit, flops in (
+        ({"method": "oar_f"}, fisher_flops(d, LONG, outcomes=4, recomputed=1)),
+        ({"method": "oar_g"}, gradient_flops(d, LONG, draws=1, recomputed=1)),
+    ):
+        assert executed("full", **credit) == pytest.approx(flops, rel=0.1), credit
+
+
+@pytest.mark.parametrize("name", ["demo", "qwen2.5-7b_v5p-32"])
+@pytest.mark.parametrize("changes", [[], ["credit.method=oar_p", "update.epochs=2", "loss.kl_beta=0.1"]])
+def test_metrics_and_plan_count_alike(name, changes):
+    """The step of a plan, and an iteration's metrics of the same lengths with every row used: within 1%."""
+    cfg = load_config(ROOT / "configs" / f"{name}.yaml", changes)
+    sizes = SMALL if cfg.policy.path.startswith("builtin") else PUBLISHED[cfg.policy.path]
+    model, s = QwenConfig.from_hf(sizes), shapes_of(cfg)
+    metrics = {
+        "groups_drawn": float(s.prompts),
+        "prompt_tokens": float(s.rows * s.prompt),
+        "completion_tokens": float(s.rows * s.completion),
+        "reasoning_length": float(max(s.completion - ANSWER, 0)),
+        "rows_used": float(s.rows),
+    }
+    minibatches, updates = cfg.update.minibatches, cfg.update.minibatches * cfg.update.epochs
+    planned = {"reshard": 1, "sample": 1, "score": minibatches, "update": updates}
+    step = sum(times * model_flops(phase, model, cfg) for phase, times in planned.items())
+    assert metrics_flops(cfg, model, metrics, None) == pytest.approx(step, rel=0.01)
