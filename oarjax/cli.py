@@ -86,11 +86,15 @@ def train(
     seeds: Annotated[
         str, typer.Option(metavar="0,1,...", help="Seeds of --compare.", show_default="the config's own")
     ] = "",
+    restart: Annotated[
+        bool,
+        typer.Option("--restart", help="Start anew; what is in run_dir is renamed to run_dir.old and kept."),
+    ] = False,
 ) -> None:
     """``oarjax train``; see ``TRAIN_HELP``."""
     from oarjax.training.command import run
 
-    run(config, overrides or [], compare=compare, seeds=seeds)
+    run(config, overrides or [], compare=compare, seeds=seeds, restart=restart)
 
 
 @app.command(epilog='Example: oarjax sample runs/demo/export "12+30-5=" --count 4')
@@ -125,6 +129,8 @@ def status(
 
     show_status(run, as_json=as_json)
 
+
+TRUST_HELP = "Run the Python code that the run's files name, though it is not known to be yours; see docs/trust.md."
 
 EVALUATE_HELP = (
     "Evaluate a policy on benchmarks by name: pass@1, pass@k, avg@k and maj@k with 95% intervals.\n\n"
@@ -165,12 +171,23 @@ def evaluate(
         Path | None, typer.Option(help="Folder for the results.", show_default="below the run's, or in runs/evaluate")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    trust_code: Annotated[bool, typer.Option("--trust-code", help=TRUST_HELP)] = False,
 ) -> None:
     """``oarjax evaluate``; see ``EVALUATE_HELP``."""
     from oarjax.evaluate.command import run
 
     given = overrides or []
-    run(target, data=data, k=k, temperature=temperature, prompt=prompt, overrides=given, out=out, as_json=as_json)
+    run(
+        target,
+        data=data,
+        k=k,
+        temperature=temperature,
+        prompt=prompt,
+        overrides=given,
+        out=out,
+        as_json=as_json,
+        trust_code=trust_code,
+    )
 
 
 @app.command(epilog="Example: oarjax compare runs/a/evaluate/demo-k8 runs/b/evaluate/demo-k8")
@@ -300,11 +317,12 @@ def replay(
     ],
     device: Annotated[Device, typer.Option(help="auto: the best that JAX finds.")] = Device.AUTO,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    trust_code: Annotated[bool, typer.Option("--trust-code", help=TRUST_HELP)] = False,
 ) -> None:
     """``oarjax replay``; see ``REPLAY_HELP``."""
     from oarjax.replay.command import run
 
-    run(file, device=device.value, as_json=as_json)
+    run(file, device=device.value, as_json=as_json, trust_code=trust_code)
 
 
 PLAN_HELP = (

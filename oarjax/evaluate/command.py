@@ -34,6 +34,7 @@ from oarjax.report.files import make_console, visible
 from oarjax.runs.durable import storage_errors, write_durably
 from oarjax.runs.folder import locked
 from oarjax.runs.stop import Stop, Stopped
+from oarjax.runs.trust import check_trust
 from oarjax.system.devices import choose_platform, make_mesh
 from oarjax.system.json import to_json
 from oarjax.system.processes import from_first, join_processes, only_first
@@ -111,14 +112,22 @@ def run(
     overrides: Sequence[str],
     out: Path | None,
     as_json: bool,
+    trust_code: bool = False,
 ) -> None:
-    """Evaluate, print the table or the JSON, and write results.json and samples.jsonl."""
+    """Evaluate, print the table or the JSON, and write results.json and samples.jsonl.
+
+    Raises:
+        UntrustedCode: the run names code that is not known to be the user's own, and ``trust_code`` was not given.
+    """
     console = Console(stderr=True, quiet=True) if as_json else make_console()
     found = find_target(target)
     asked = [_own(found, target)] if data is None else read_names(data)
     folder = out or _folder(target, found, asked, k, temperature)
     trees = [(a.name, *_tree(found, a.benchmark, prompt, k, temperature, overrides, folder)) for a in asked]
     configs = [_config(tree) for _, _, tree in trees]
+    if found.folder is not None and not any(o.startswith("grading.plugins=") for o in overrides):
+        for cfg in configs:
+            check_trust(cfg, found.folder, source=str(found.folder / "config.yaml"), trusted=trust_code)
     if not any(o.startswith("eval.batch=") for o in overrides):
         configs = [_with_batch(cfg, _batch(configs[0])) for cfg in configs]
     parts = [Part(name, asks, open_run(cfg, console, evaluates=True)) for (name, asks, _), cfg in zip(trees, configs)]

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from oarjax.config import BUILTIN_POLICIES, Config, ConfigError, load_config
 from oarjax.data.hf import HUB_NAME
 from oarjax.models.lora import whole
-from oarjax.runs.checkpoint import MANIFEST, damage, finished, read_manifest
-from oarjax.runs.folder import changed, start_folder
+from oarjax.runs.checkpoint import finished
+from oarjax.runs.folder import changed, run_id, start_folder
+from oarjax.runs.manifest import MANIFEST, damage, misplaced, read_manifest
 from oarjax.training.files import restored_state
 from oarjax.training.parts.adapters import plain_params
 from oarjax.training.run import Run
@@ -24,6 +25,7 @@ class Target(NamedTuple):
     run: Config | None = None  # of the run whose folder was named
     checkpoint: Path | None = None
     revision: str | None = None  # of a hub name
+    folder: Path | None = None  # of that run
 
 
 def find_target(text: str) -> Target:
@@ -37,17 +39,17 @@ def find_target(text: str) -> Target:
         cfg = load_config(path / "config.yaml")
         export = path / (cfg.export.folder or "export")
         if (export / "config.json").is_file():
-            return Target(str(export), cfg)
+            return Target(str(export), cfg, folder=path)
         newest = _newest(path)
-        return Target(policy_of(path, cfg), cfg, newest, revision_of(cfg, newest))
+        return Target(policy_of(path, cfg), cfg, newest, revision_of(cfg, newest), path)
     if path.name.isdecimal() and (path / MANIFEST).is_file():
         run = path.absolute().parent.parent
         if not (run / "config.yaml").is_file():
             raise ConfigError(f"{path}: a checkpoint is read with its run's config.yaml, and {run} has none")
-        if (wrong := damage(path)) is not None:
+        if (wrong := misplaced(path, run_id(run)) or damage(path)) is not None:
             raise ConfigError(f"{path}: this checkpoint cannot be trusted: {wrong}; take another")
         cfg = load_config(run / "config.yaml")
-        return Target(policy_of(run, cfg), cfg, path.absolute(), revision_of(cfg, path))
+        return Target(policy_of(run, cfg), cfg, path.absolute(), revision_of(cfg, path), run)
     _check_policy(path, text)
     return Target(text)
 
@@ -94,7 +96,7 @@ def revision_of(cfg: Config, checkpoint: Path) -> str | None:
 def _newest(run: Path) -> Path:
     for number in sorted(finished(run / "checkpoints"), reverse=True):
         at = (run / "checkpoints" / f"{number:06d}").absolute()
-        if damage(at) is None:
+        if misplaced(at, run_id(run)) is None and damage(at) is None:
             return at
     raise ConfigError(f"{run}: this run has neither an export nor a checkpoint that can be trusted yet; let it go on")
 

@@ -19,6 +19,7 @@ from oarjax.report.files import make_console, short
 from oarjax.runs.bad_batches import BadBatchError, Header, read_bad_batch, read_params
 from oarjax.runs.checkpoint import finished
 from oarjax.runs.folder import changed, start_folder
+from oarjax.runs.trust import check_trust
 from oarjax.system.devices import choose_platform, make_mesh, use_compilation_cache
 from oarjax.system.json import to_json
 from oarjax.training.files import restored_state
@@ -29,11 +30,11 @@ SHOWN = 20
 """Rows and groups of parameters in a table, at most."""
 
 
-def run(file: Path, *, device: str, as_json: bool) -> None:
+def run(file: Path, *, device: str, as_json: bool, trust_code: bool = False) -> None:
     """Replay a file and show where the first value that is not finite appears."""
     console = Console(quiet=True) if as_json else make_console()
     header, evidence = read_bad_batch(file)
-    run = open_replay(header, file, device=device, console=console)
+    run = open_replay(header, file, device=device, console=console, trust_code=trust_code)
     params, step = load_batch_params(header, file, run)
     frozen = load_frozen(header, run)
     reference = load_reference(run) if run.cfg.loss.kl_beta > 0 and frozen is None and header.kind != "sft" else None
@@ -46,9 +47,14 @@ def run(file: Path, *, device: str, as_json: bool) -> None:
         _show(console, finding)
 
 
-def open_replay(header: Header, file: Path, *, device: str, console: Console) -> Run:
-    """Open the run that kept the batch, in float32 on one device."""
+def open_replay(header: Header, file: Path, *, device: str, console: Console, trust_code: bool = False) -> Run:
+    """Open the run that kept the batch, in float32 on one device.
+
+    Raises:
+        UntrustedCode: the file names code that is not known to be the user's own, and ``trust_code`` was not given.
+    """
     cfg = parse_config(header.config, source=str(file))
+    check_trust(cfg, file.absolute().parent.parent, source=str(file), trusted=trust_code)
     cfg = changed(cfg, policy=changed(cfg.policy, compute_dtype="float32"), rollout=changed(cfg.rollout, tensor=None))
     choose_platform(device)
     use_compilation_cache(cfg.compilation_cache)

@@ -56,7 +56,8 @@ PROGRESS = (
     "checkpoints/*",
     "seed*/start",
     "seed*/sft.json",
-    "seed*/*/checkpoints.json",
+    "*/checkpoints.json",
+    "*/*/checkpoints.json",
 )
 """Files of a run that is on disk to be resumed: from the first of them on, its config and inputs are fixed."""
 
@@ -213,8 +214,8 @@ def claim(folder: Path, cfg: Config) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if exists(known) and not has_progress(folder) and known.read_bytes() != text.encode():
-            for name in UNSEALED:
-                (folder / name).unlink(missing_ok=True)
+            for path in (p for name in UNSEALED for at in ("", "seed*/", "seed*/*/") for p in folder.glob(at + name)):
+                path.unlink()
         if not exists(folder / ID):
             write_durably(folder / ID, json.dumps({"id": secrets.token_hex(16)}) + "\n")
         write_durably(known, text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,13 +18,15 @@ from oarjax.grading.grader import Grader
 from oarjax.report.console import banner
 from oarjax.report.files import make_console
 from oarjax.runs.checkpoint import remove_all
-from oarjax.runs.durable import storage_errors, write_durably
-from oarjax.runs.folder import changed, claim, locked, refuse_another_run
+from oarjax.runs.durable import check_guards, storage_errors, write_durably
+from oarjax.runs.folder import changed, claim, locked, put_aside, refuse_another_run
 from oarjax.runs.stop import Stop
-from oarjax.system.processes import from_first, only_first
+from oarjax.runs.trust import note_own
+from oarjax.system.processes import from_first, join_processes, only_first
 from oarjax.training.files import check_checkpoint
 from oarjax.training.held_out import Evaluation, evaluate, evaluation_from, plain_evaluation
 from oarjax.training.parts.adapters import plain_params
+from oarjax.training.parts.inputs import check_inputs, pin_threads, seal_start
 from oarjax.training.results import show_results
 from oarjax.training.run import Run, open_run
 from oarjax.training.trainer import Trained, train
@@ -32,19 +34,34 @@ from oarjax.training.warm_start import warm_start
 from oarjax.types import Params
 
 
-def run(config: Path, overrides: Sequence[str], *, compare: bool, seeds: str = "") -> None:
-    """Train as the config says; with ``compare``, also the controls, from the same start, once per seed."""
+def run(config: Path, overrides: Sequence[str], *, compare: bool, seeds: str = "", restart: bool = False) -> None:
+    """Train as the config says; with ``compare``, also the controls, from the same start, once per seed.
+
+    ``restart`` puts what is in the run's folder aside and starts anew.
+    """
     console = make_console()
     cfg = load_config(config, list(overrides))
     if seeds and not compare:
         raise ConfigError("--seeds goes with --compare; for one run set seed=N")
     if compare and cfg.data.eval is None:
         raise ConfigError("data.eval: --compare needs held-out problems")
+    folder = _compared(cfg) if compare else Path(cfg.run_dir).expanduser()
+    if restart:
+        join_processes(**cfg.distributed.model_dump())
+        only_first(lambda: _put_aside(folder, console))
+    else:
+        pin_threads(next(folder.glob("seed*"), folder) if compare else folder)
     with Stop() as stop:
         if compare:
             _compare(cfg, _seeds(seeds) or [cfg.seed], console, stop)
         else:
             train_once(cfg, console, stop)
+
+
+def _put_aside(folder: Path, console: Console) -> None:
+    aside = put_aside(folder)
+    if aside is not None:
+        console.print(f"the run that was in {folder} is now in {aside}", markup=False)
 
 
 def _seeds(text: str) -> list[int]:
@@ -58,22 +75,26 @@ def _seeds(text: str) -> list[int]:
 def train_once(cfg: Config, console: Console, stop: Stop, seen: Callable[[], object] | None = None) -> None:
     """One run from its start to its report; ``seen`` as in ``oarjax.training.trainer.train``."""
     folder = Path(cfg.run_dir).expanduser()
-    changes = refuse_another_run(folder, cfg).words()
-    run = open_run(cfg, console)
-    with _own(run, folder), storage_errors(folder):
+    changes = refuse_another_run(folder, cfg)
+    with ExitStack() as stack:
+        run = open_run(cfg, console, hold=partial(_hold, stack, folder, cfg))
+        stack.enter_context(storage_errors(folder))
         check_checkpoint(run, folder)
-        only_first(lambda: claim(folder, cfg))
+        if run.first:
+            changes += check_inputs(run)
+        only_first(lambda: _claim(folder, cfg, console))
         if cfg.export.folder is not None:
             target = folder / cfg.export.folder
             only_first(lambda: remove_half_written(target))
         banner(console, run.facts(), cfg.model_dump(mode="json", exclude_defaults=True))
-        if changes:
-            console.print(f"going on with another config: {changes}", markup=False)
+        if changes.words():
+            console.print(f"going on with another config or other inputs: {changes.words()}", markup=False)
         with run.grader() as grader:
             start, before = start_policy(run, grader, stop)
             trained = train(run, grader, start, before, folder, stop, seen, keep_start=False)
         if cfg.export.folder is not None:
             target = folder / cfg.export.folder
+            check_guards(target)
             export(
                 target,
                 run.model,
@@ -83,19 +104,36 @@ def train_once(cfg: Config, console: Console, stop: Stop, seen: Callable[[], obj
                 stop_ids=run.stop_ids,
             )
             console.print(f"policy  {target}", markup=False)
+        check_guards(folder)
         if run.first:
             show_results(run, folder, [before], {cfg.credit.method: [trained]})
 
 
-def _own(run: Run, folder: Path) -> AbstractContextManager[None]:
-    """Hold the run's folder against other runs; one process does it for all that share the run."""
-    return locked(folder) if run.first else nullcontext()
+def _hold(stack: ExitStack, folder: Path, cfg: Config) -> None:
+    """Hold the run's folder against other runs before anything is written; one process does it for all that share it.
+
+    What another command has done there since it was first looked at is looked at again.
+    """
+    stack.enter_context(locked(folder))
+    refuse_another_run(folder, cfg)
+
+
+def _claim(folder: Path, cfg: Config, console: Console) -> None:
+    """Create the run's folder, or resume it, and note its code as the user's own: their command names it."""
+    claim(folder, cfg)
+    if (problem := note_own(folder, cfg)) is not None:
+        console.print(problem, markup=False)
+
+
+def _compared(cfg: Config) -> Path:
+    """Return the folder of the runs of --compare."""
+    root = Path(cfg.run_dir).expanduser()
+    return root.with_name(f"{root.name}-compare")
 
 
 def _compare(cfg: Config, seeds: list[int], console: Console, stop: Stop) -> None:
     """Every method from the same warm start, with the same prompts and the same noise, seed by seed."""
-    root = Path(cfg.run_dir).expanduser()
-    root = root.with_name(f"{root.name}-compare")
+    root = _compared(cfg)
     if cfg.credit.method in choices("permuted_of"):
         cfg = changed(cfg, credit=changed(cfg.credit, permuted_of=cfg.credit.method))
     refuse_another_run(root, cfg)
@@ -103,30 +141,34 @@ def _compare(cfg: Config, seeds: list[int], console: Console, stop: Stop) -> Non
     befores: list[Evaluation | None] = []
     runs: dict[str, list[Trained]] = {name: [] for name in methods}
     run: Run | None = None
-    for seed in seeds:
-        run = open_run(changed(cfg, seed=seed, run_dir=str(root / f"seed{seed}")), console)
-        if seed == seeds[0]:
-            only_first(lambda: claim(root, cfg))
-            banner(console, run.facts(), cfg.model_dump(mode="json", exclude_defaults=True))
-        with _own(run, run.folder), storage_errors(run.folder), run.grader() as grader:
-            start, before = start_policy(run, grader, stop)
-            befores.append(before)
-            for method in methods:
-                console.rule(f"seed {seed}, {label(method, cfg.credit.permuted_of)}")
-                same = changed(run.cfg, credit=changed(cfg.credit, method=method))
-                folder = run.folder / method
-                only_first(partial(claim, folder, same))
-                ended = train(run.with_config(same), grader, start, before, folder, stop)
-                runs[method].append(replace(ended, params={}))  # its memory is the next one's
-            del start
-    if run is not None and run.first:
-        show_results(run, root, befores, runs)
+    with ExitStack() as stack:
+        for seed in seeds:
+            hold = partial(_hold, stack, root, cfg) if seed == seeds[0] else None
+            run = open_run(changed(cfg, seed=seed, run_dir=str(root / f"seed{seed}")), console, hold=hold)
+            if seed == seeds[0]:
+                only_first(lambda: claim(root, cfg))
+                banner(console, run.facts(), cfg.model_dump(mode="json", exclude_defaults=True))
+            with storage_errors(run.folder), run.grader() as grader:
+                if run.first and (changes := check_inputs(run).words()):
+                    console.print(f"going on with other inputs: {changes}", markup=False)
+                start, before = start_policy(run, grader, stop)
+                befores.append(before)
+                for method in methods:
+                    console.rule(f"seed {seed}, {label(method, cfg.credit.permuted_of)}")
+                    same = changed(run.cfg, credit=changed(cfg.credit, method=method))
+                    folder = run.folder / method
+                    only_first(partial(_claim, folder, same, console))
+                    ended = train(run.with_config(same), grader, start, before, folder, stop)
+                    runs[method].append(replace(ended, params={}))  # its memory is the next one's
+                del start
+        if run is not None and run.first:
+            show_results(run, root, befores, runs)
 
 
 def start_policy(run: Run, grader: Grader, stop: Stop | None = None) -> tuple[Params, Evaluation | None]:
-    """The policy to train from, after the warm start where there is one, and how good it is.
+    """Return the policy to train from, after the warm start where there is one, and how good it is.
 
-    Both are kept in the run's folder, and read from there when it is gone on with.
+    Both are kept in the run's folder, and read from there when it resumes.
     """
     cfg = run.cfg
     if cfg.sft is None:
@@ -136,10 +178,12 @@ def start_policy(run: Run, grader: Grader, stop: Stop | None = None) -> tuple[Pa
         only_first(lambda: remove_half_written(warm))
         if from_first(lambda: (warm / "config.json").is_file()):
             run.console.print(f"the warm start is read from {warm}", markup=False)
+            only_first(lambda: seal_start(run, warm))
             params = run.load(source=warm)
         else:
             params = warm_start(run, run.load(), stop or Stop())
             export(warm, run.model, params, source=run.source)
+            only_first(lambda: seal_start(run, warm))
         only_first(lambda: remove_all(run.folder / "sft"))
     if run.held_out is None:
         return params, None

@@ -411,7 +411,13 @@ class Run:
         }
 
 
-def open_run(cfg: Config, console: Console | None = None, *, evaluates: bool = False) -> Run:
+def open_run(
+    cfg: Config,
+    console: Console | None = None,
+    *,
+    evaluates: bool = False,
+    hold: Callable[[], object] | None = None,
+) -> Run:
     """Open a run: config against checkpoint and data first, devices next, weights not at all.
 
     Parts are built in the order in which a mistake is cheapest to find; nothing is compiled, so a bad field, file or
@@ -419,6 +425,7 @@ def open_run(cfg: Config, console: Console | None = None, *, evaluates: bool = F
 
     Args:
         evaluates: errors name what ``oarjax evaluate`` takes, data.eval and --out for data.train and run_dir.
+        hold: called on the first process before anything is written to the run's folder, to lock it.
 
     Raises:
         ConfigError: fields that do not fit the checkpoint, tokenizer or devices.
@@ -432,6 +439,8 @@ def open_run(cfg: Config, console: Console | None = None, *, evaluates: bool = F
     run.console.quiet = run.console.quiet or not run.first
     check_failures(cfg, processes=jax.process_count())
     use_compilation_cache(cfg.compilation_cache)
+    if hold is not None and run.first:
+        hold()
     mesh = run.mesh
     check_layouts(cfg, run.model, mesh)
     check_lengths(cfg, run.model)

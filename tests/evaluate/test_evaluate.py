@@ -39,8 +39,9 @@ from oarjax.evaluate.results import benchmark_result, compare, print_results, re
 from oarjax.evaluate.samples import SampleLines
 from oarjax.evaluate.target import find_target
 from oarjax.report.files import read_metrics
-from oarjax.runs.checkpoint import finished, write_manifest
+from oarjax.runs.checkpoint import finished
 from oarjax.runs.folder import locked
+from oarjax.runs.manifest import write_manifest
 from oarjax.training.held_out import Evaluation, evaluation_from, plain_evaluation
 
 CHEAP = ["data.eval.limit=10", "rollout.max_new=8", "eval.batch=4", "grading.workers=1", f"compilation_cache={CACHE}"]

@@ -22,7 +22,7 @@ import pytest
 from conftest import virtual_devices
 from safetensors.numpy import load_file
 
-from oarjax.runs.checkpoint import damage
+from oarjax.runs.manifest import damage
 
 pytestmark = pytest.mark.slow
 

@@ -15,8 +15,8 @@ import oarjax.training.command
 from oarjax.config import ConfigError, load_config, parse_config
 from oarjax.data.arithmetic import write_builtin_policy
 from oarjax.runs import folder as run_folder
-from oarjax.runs.checkpoint import read_manifest, write_manifest
 from oarjax.runs.durable import Lines, StorageError, read_lines, write_durably
+from oarjax.runs.manifest import read_manifest, write_manifest
 from oarjax.training import files as run_files
 from oarjax.training.files import RunFiles
 

@@ -12,12 +12,15 @@ from oarjax.data import arithmetic as builtin
 from oarjax.data.hf import read_tokenizer_folder
 from oarjax.data.problems import load_problems
 from oarjax.data.streams import Encoded, encode_pairs, encode_problems
-from oarjax.runs.durable import storage_errors
-from oarjax.system.processes import check_shared, only_first
+from oarjax.runs.durable import check_guards, storage_errors
+from oarjax.runs.folder import has_progress
+from oarjax.system.processes import check_shared, from_first, only_first
 
 
 def policy_path(cfg: Config, folder: Path, *, option: str) -> str:
     """Return where the policy is read from; built-in ones are first written below the run's folder.
+
+    Of a run that resumes they are there, and stay as they are.
 
     Raises:
         ConfigError: the folder cannot be written; names the ``option`` that sets it.
@@ -30,16 +33,24 @@ def policy_path(cfg: Config, folder: Path, *, option: str) -> str:
         ) from error
     check_shared(folder)
     target = folder / "policy"
-    if cfg.policy.path == "builtin:arithmetic":
+    written = {"builtin:arithmetic": _write_arithmetic, "builtin:random": _write_random}.get(cfg.policy.path)
+    if written is None or (cfg.policy.path == "builtin:random" and cfg.policy.tokenizer is None):
+        return cfg.policy.path
+    if not from_first(lambda: has_progress(folder) and (target / "config.json").is_file()):
         with storage_errors(target):
-            only_first(lambda: builtin.write_builtin_policy(target, seed=cfg.seed))
-        return str(target)
-    if cfg.policy.path == "builtin:random" and cfg.policy.tokenizer is not None:
-        tokenizer = read_tokenizer_folder(cfg.policy.tokenizer, revision=cfg.policy.revision)
-        with storage_errors(target):
-            only_first(lambda: builtin.write_random_policy(target, tokenizer=tokenizer, seed=cfg.seed))
-        return str(target)
-    return cfg.policy.path
+            only_first(lambda: written(cfg, target))
+    return str(target)
+
+
+def _write_arithmetic(cfg: Config, target: Path) -> None:
+    check_guards(target)
+    builtin.write_builtin_policy(target, seed=cfg.seed)
+
+
+def _write_random(cfg: Config, target: Path) -> None:
+    check_guards(target)
+    tokenizer = read_tokenizer_folder(str(cfg.policy.tokenizer), revision=cfg.policy.revision)
+    builtin.write_random_policy(target, tokenizer=tokenizer, seed=cfg.seed)
 
 
 def read_prompts(cfg: Config, data: DatasetConfig, tokenizer: PreTrainedTokenizerFast, *, where: str) -> Encoded:

@@ -1,0 +1,76 @@
+"""Collect what a run is made from, to be recorded in its inputs.json and compared when it resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from oarjax.data.hf import commit_of
+from oarjax.data.streams import Encoded
+from oarjax.runs.folder import Differences
+from oarjax.runs.inputs import (
+    Stat,
+    add_inputs,
+    check_files,
+    digests,
+    machine_inputs,
+    policy_files,
+    read_inputs,
+    record_inputs,
+    rows_digest,
+)
+from oarjax.runs.trust import code_digests
+from oarjax.system.devices import pin_cpu_threads
+from oarjax.training.run import Run
+
+
+def check_inputs(run: Run) -> Differences:
+    """Record the run's inputs in its folder, or compare them once it has progress; call with the lock held.
+
+    Raises:
+        ConfigError: with the inputs that make it another run.
+        DamagedError, StorageError: inputs.json, or a file of the policy, cannot be read.
+    """
+    known = read_inputs(run.folder)
+    now, files = _inputs(run, known.files if known else {})
+    return record_inputs(run.folder, now, files)
+
+
+def _inputs(run: Run, known: dict[str, Stat]) -> tuple[dict[str, str], dict[str, Stat]]:
+    now = machine_inputs(cpu=run.mesh.devices.flat[0].platform == "cpu")
+    rows = {"data.train": run.train, "data.eval": run.held_out, "sft.data": run.pairs}
+    now |= {f"rows/{name}": _digest(encoded) for name, encoded in rows.items() if encoded is not None}
+    now |= {f"code/{place}": digest for place, digest in code_digests(run.cfg).items()}
+    commit = commit_of(run.source)
+    if commit is not None:  # the hub's names are digests of what they name
+        return now | {"policy/commit": commit}, {}
+    policy, files = digests({f"policy/{path.name}": path for path in policy_files(run.source)}, known)
+    return now | policy, files
+
+
+def _digest(encoded: Encoded) -> str:
+    return rows_digest((p.index, p.prompt, p.answer) for p in encoded.problems)
+
+
+def seal_start(run: Run, warm: Path) -> None:
+    """Record the files of the warm start's policy, or compare them with what was recorded.
+
+    Raises:
+        DamagedError: with the first file that differs.
+    """
+    files = {f"start/{path.name}": path for path in policy_files(warm)}
+    known = read_inputs(run.folder)
+    if known is not None and any(name.startswith("start/") for name in known.inputs):
+        check_files(run.folder, files)
+    else:
+        add_inputs(run.folder, digests(files)[0])
+
+
+def pin_threads(folder: Path) -> None:
+    """Let XLA divide its work as it did when a run on a CPU began, whatever cores this process may use.
+
+    Call before anything touches a device.
+    """
+    known = read_inputs(folder)
+    threads = known.inputs.get("device/cpu_threads", "") if known else ""
+    if threads.isdecimal() and int(threads) > 0:
+        pin_cpu_threads(int(threads))

@@ -1,0 +1,246 @@
+"""Two-step accidents: a second command, another input, somebody else's files."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import micro
+import numpy as np
+import pytest
+import unsound
+import yaml
+
+import oarjax.evaluate.command
+import oarjax.replay.command
+from oarjax.cli import main
+from oarjax.config import load_config
+from oarjax.data.arithmetic import write_builtin_policy
+from oarjax.errors import UserError
+from oarjax.evaluate.export import run as export
+from oarjax.report.files import make_console
+from oarjax.runs.bad_batches import Header, write_bad_batch, write_params
+from oarjax.runs.folder import claim, locked
+from oarjax.runs.inputs import read_inputs
+from oarjax.runs.stop import Stop
+from oarjax.runs.trust import note_own
+from oarjax.training.command import train_once
+from oarjax.training.parts.inputs import check_inputs, pin_threads, seal_start
+from oarjax.training.run import open_run
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv("NPROC", raising=False)
+
+
+def everything(folder):
+    """Path -> content and time of all files but locks."""
+    return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file() and p.name != "lock"}
+
+
+def command(monkeypatch, *arguments):
+    """The exit code of a command line in this process."""
+    monkeypatch.setattr(sys, "argv", ["oarjax", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
+def rows(path, count=8):
+    lines = [{"question": f"{n}+1=", "answer": f"#### {n + 1}"} for n in range(count)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """Its config and folder: a run that has recorded its inputs and made its warm start."""
+    config = micro.micro_config(tmp_path)
+    tree = yaml.safe_load(config.read_text())
+    plugin = tmp_path / "mine.py"
+    plugin.write_text("from oarjax.grading.rewards import reward\n\n\n@reward\ndef short(sample):\n    return 1.0\n")
+    tree["data"]["train"] = {"source": str(rows(tmp_path / "rows.jsonl"))}
+    tree["grading"]["plugins"] = [str(plugin)]
+    config.write_text(yaml.safe_dump(tree))
+    cfg = load_config(config)
+    run = open_run(cfg)
+    with locked(run.folder):
+        assert check_inputs(run).words() == ""
+        claim(run.folder, cfg)
+        write_builtin_policy(run.folder / "start", seed=3, hidden=16, layers=1, heads=2, kv_heads=2, ffn=16)
+        seal_start(run, run.folder / "start")
+    return config, run.folder
+
+
+def test_a_refused_second_command_changes_no_byte(tmp_path, monkeypatch, capsys):
+    config = micro.micro_config(tmp_path)
+    run = tmp_path / "run"
+    with locked(run):
+        cfg = load_config(config, ["policy.path=builtin:arithmetic"])
+        open_run(cfg)
+        claim(run, cfg)
+        before = everything(run)
+        assert run / "policy" / "model.safetensors" in before
+        for change in ("seed=1", "seed=0"):
+            assert command(monkeypatch, "train", config, "policy.path=builtin:arithmetic", change) == 2
+            assert "is in use by process" in capsys.readouterr().err
+            assert everything(run) == before
+
+
+def test_the_builtin_policy_of_a_run_that_resumes_is_not_written_again(tmp_path):
+    cfg = load_config(micro.micro_config(tmp_path), ["policy.path=builtin:arithmetic"])
+    run = open_run(cfg)
+    claim(run.folder, cfg)
+    (run.folder / "start").mkdir()
+    before = everything(run.folder)
+    open_run(cfg)
+    assert everything(run.folder) == before
+
+
+def change_rows(folder):
+    rows(folder / "rows.jsonl", 9)
+
+
+def change_plugin(folder):
+    (folder / "mine.py").write_text((folder / "mine.py").read_text().replace("1.0", "0.5"))
+
+
+def change_policy(folder):
+    write_builtin_policy(folder / "policy", seed=9, hidden=16, layers=1, heads=2, kv_heads=2, ffn=16)
+
+
+def change_template(folder):
+    path = folder / "policy" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"extra": 1}))
+
+
+def flip_start(folder):
+    path = folder / "run" / "start" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (change_rows, r"rows/data\.train was "),
+        (change_plugin, r"code/grading\.plugins=.*mine\.py was "),
+        (change_policy, r"policy/model\.safetensors was "),
+        (change_template, r"policy/tokenizer_config\.json was "),
+        (flip_start, r"start/model\.safetensors: is not what the warm start wrote"),
+    ],
+)
+def test_an_input_that_changed_since_is_refused_and_nothing_touched(begun, tmp_path, change, says):
+    config, folder = begun
+    change(tmp_path)
+    before = everything(folder)
+    with pytest.raises(UserError, match=says) as error:
+        train_once(load_config(config), make_console(), Stop())
+    assert error.value.exit_code == 2
+    changed = {p for p, what in everything(folder).items() if before.get(p) != what}
+    assert changed <= ({folder / "config.yaml"} if change is flip_start else set())
+
+
+def test_threads_are_those_that_the_run_began_with(begun, monkeypatch):
+    _, folder = begun
+    began = read_inputs(folder).inputs["device/cpu_threads"]
+    monkeypatch.setenv("NPROC", "x")  # restored after the test
+    monkeypatch.delenv("NPROC")
+    pin_threads(folder.parent)
+    assert "NPROC" not in os.environ
+    pin_threads(folder)
+    assert os.environ["NPROC"] == began
+    monkeypatch.setenv("NPROC", str(int(began) + 1))
+    pin_threads(folder)
+    assert os.environ["NPROC"] == str(int(began) + 1)  # the user's word
+
+
+def test_restart_puts_the_old_run_aside(tmp_path, monkeypatch):
+    config = micro.micro_config(tmp_path)
+    cfg = load_config(config)
+    claim(tmp_path / "run", cfg)
+    (tmp_path / "run" / "start").mkdir()
+    seen = []
+    monkeypatch.setattr("oarjax.training.command.train_once", lambda cfg, *_: seen.append(Path(cfg.run_dir).exists()))
+    command(monkeypatch, "train", config, "seed=5", "--restart")
+    assert seen == [False]
+    assert (tmp_path / "run.old" / "start").is_dir()
+
+
+# Files of others --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """A run folder that somebody sent: everything that its config can name writes a file when it is imported."""
+    canary = tmp_path / "canary"
+    evil = tmp_path / "evil.py"
+    evil.write_text(f"open({str(canary)!r}, 'w').close()\nraise RuntimeError('imported')\n")
+    tree = yaml.safe_load(micro.micro_config(tmp_path).read_text())
+    tree["loss"] = {"function": f"{evil}:loss"}
+    tree["grading"]["plugins"] = [str(evil)]
+    tree["credit"] |= {"method": "custom", "function": f"{evil}:method", "probe": {"function": f"{evil}:probe"}}
+    (tmp_path / "evil.yaml").write_text(yaml.safe_dump(tree))
+    cfg = load_config(tmp_path / "evil.yaml")
+    run = claim(tmp_path / "run", cfg)
+    write_builtin_policy(run / "export", seed=0, hidden=16, layers=1, heads=2, kv_heads=2, ffn=16)
+    params = write_params(run / "bad_batches", {"w": np.zeros(1)}, kind="iteration", step=0)
+    header = Header(
+        kind="iteration",
+        number=1,
+        minibatch=1,
+        step=0,
+        wrong={"update": ["loss"]},
+        probe="last",
+        key=[0, 0],
+        key_impl="threefry2x32",
+        config=cfg.model_dump(mode="json"),
+        config_file="",
+        policy=str(run / "export"),
+        compute_dtype="float32",
+        platform="cpu",
+        versions={},
+        params=params,
+    )
+    batch = write_bad_batch(run / "bad_batches", header, unsound.evidence(), keep=1)
+    yield run, batch, cfg, canary
+    sys.modules.pop("oarjax_plugin_evil", None)
+
+
+@pytest.mark.parametrize("what", ["replay", "evaluate"])
+def test_code_of_others_is_not_imported(foreign, monkeypatch, capsys, what):
+    run, batch, _, canary = foreign
+    monkeypatch.setattr(sys, "stdin", open("/dev/null", encoding="utf-8"))  # noqa: SIM115
+    target = batch if what == "replay" else run
+    assert command(monkeypatch, what, target) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "names Python code that is not known to be yours" in said
+    assert "give --trust-code" in said
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("how", ["--trust-code", "noted"])
+@pytest.mark.parametrize("what", ["replay", "evaluate"])
+def test_code_that_is_trusted_or_own_is_run(foreign, what, how):
+    run, batch, cfg, canary = foreign
+    if how == "noted":
+        assert note_own(run, cfg) is None
+    trust = how == "--trust-code"
+    settings = {"data": None, "k": None, "temperature": None, "prompt": "auto", "out": None, "overrides": []}
+    commands = {
+        "replay": lambda: oarjax.replay.command.run(batch, device="cpu", as_json=True, trust_code=trust),
+        "evaluate": lambda: oarjax.evaluate.command.run(str(run), as_json=True, trust_code=trust, **settings),
+    }
+    with pytest.raises(UserError, match="imported"):  # what the file raises
+        commands[what]()
+    assert canary.exists()
+
+
+def test_an_export_imports_nothing(foreign, tmp_path):
+    run, _, _, canary = foreign
+    export(str(run), tmp_path / "out", "keep")
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert not canary.exists()
