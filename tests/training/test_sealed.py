@@ -60,7 +60,7 @@ def begun(tmp_path):
     config = micro.micro_config(tmp_path)
     tree = yaml.safe_load(config.read_text())
     plugin = tmp_path / "mine.py"
-    plugin.write_text("from oarjax.grading.rewards import reward\n\n\n@reward\ndef short(sample):\n    return 1.0\n")
+    plugin.write_text("SCORE = 1.0\n")
     tree["data"]["train"] = {"source": str(rows(tmp_path / "rows.jsonl"))}
     tree["grading"]["plugins"] = [str(plugin)]
     config.write_text(yaml.safe_dump(tree))
