@@ -9,13 +9,15 @@ from __future__ import annotations
 import codecs
 import io
 import math
+import os
 import sys
 import time
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import IO, Any, SupportsFloat, cast
 
 from rich.console import Console
 from rich.text import Text
@@ -29,11 +31,44 @@ RESERVED = ("iteration", "time")
 
 
 def make_console(stream: io.TextIOWrapper | None = None) -> Console:
-    """Create a console, by default on standard output, that escapes text which the stream's encoding lacks."""
+    """Return a console, by default on standard output, that neither odd text nor a lost terminal or pipe can crash.
+
+    Text which the stream's encoding does not have is spelt out.
+    """
     target = sys.stdout if stream is None else stream
     if isinstance(target, io.TextIOWrapper):
         target.reconfigure(errors="backslashreplace")
-    return Console(file=stream, highlight=False)
+    return Console(file=cast(IO[str], Lasting(target)), highlight=False)
+
+
+class Lasting:
+    """Write to a stream until it fails (``| head``, /dev/full, a closed terminal), and from then on nowhere."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with self._losing():
+            if self._stream is not None:  # closed before the process began
+                self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._losing():
+            if self._stream is not None:
+                self._stream.flush()
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            # What is still in its buffer goes nowhere too, instead of failing again when the process ends.
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def visible(text: str) -> str:
