@@ -1,13 +1,17 @@
-"""The interface of a model: four pure functions of its params, and an optional fifth that gathers the head once.
+"""The interface of a model: four pure functions of its params, and three optional ones.
 
-Anything that gives these four functions can be trained; ``oarjax.models.qwen.make_policy`` gives them for
-Qwen2, Qwen2.5 and Qwen3. Parameters are an opaque pytree.
+Anything that gives the four can be trained; ``oarjax.models.qwen.make_policy`` gives them for Qwen2, Qwen2.5 and
+Qwen3. Parameters are an opaque pytree, and so is a cache to whoever decodes with it: it is made by ``init_cache``,
+filled by ``trunk``, and between decode steps changed by ``take_rows`` and ``grow`` alone. Their defaults are those of
+a ``KVCache``; a policy with other caches, such as a recurrent state, gives its own.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple, Protocol
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -65,19 +69,74 @@ class InitCache(Protocol):
         ...
 
 
+class TakeRows(Protocol):
+    def __call__(self, cache: KVCache, rows: Int[Array, "*D r"]) -> KVCache:
+        """Some rows of a cache, in the order asked for: see ``take_rows``."""
+        ...
+
+
+class Grow(Protocol):
+    def __call__(self, cache: KVCache, slots: int, *, drop: int = 0) -> KVCache:
+        """A full cache with room for more tokens: see ``grow``."""
+        ...
+
+
+def take_rows(cache: KVCache, rows: Int[Array, "*D r"]) -> KVCache:
+    """Return the rows of a cache with these numbers, in this order; -1 gives a row that holds nothing.
+
+    With ``rows`` [D, r] the cache's rows are D equal blocks one after another: block d of the result takes from block
+    d, by the number within it. So rows that are divided over D devices stay where they are.
+    """
+    flat = rows.reshape(-1)
+    if rows.ndim > 1 and rows.shape[0] > 1:
+        blocks = rows.shape[0]
+
+        def taken(x: Array, axis: int) -> Array:
+            split = x.reshape(*x.shape[:axis], blocks, -1, *x.shape[axis + 1 :])
+            within = partial(jnp.take, axis=axis, mode="clip")
+            out = jax.vmap(within, in_axes=(axis, 0), out_axes=axis)(split, rows)
+            return out.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+    else:
+
+        def taken(x: Array, axis: int) -> Array:
+            return jnp.take(x, flat, axis=axis, mode="clip")
+
+    return KVCache(
+        k=taken(cache.k, 1),
+        v=taken(cache.v, 1),
+        valid=taken(cache.valid, 0) & (flat >= 0)[:, None],
+        length=cache.length,
+    )
+
+
+def grow(cache: KVCache, slots: int, *, drop: int = 0) -> KVCache:
+    """Return a full cache without its first ``drop`` slots, the oldest tokens, and with ``slots`` empty ones behind.
+
+    All slots have been written when this is called. Whoever drops slots knows that no row has a token of its own there.
+    """
+
+    def moved(x: Array, axis: int) -> Array:
+        kept = jax.lax.slice_in_dim(x, drop, x.shape[axis], axis=axis)
+        return jnp.pad(kept, [(0, slots if i == axis else 0) for i in range(x.ndim)])
+
+    return KVCache(k=moved(cache.k, 2), v=moved(cache.v, 2), valid=moved(cache.valid, 1), length=cache.length - drop)
+
+
 def as_it_is(params: Params) -> Params:
     """Return params unchanged: the ``head`` of a policy that has nothing to prepare."""
     return params
 
 
 class Policy(NamedTuple):
-    """A model as four pure functions of its params; a custom model provides its own instead of ``make_policy``."""
+    """A model as pure functions of its params; a custom model provides its own instead of ``make_policy``."""
 
     embed: Embed
     trunk: Trunk
     unembed: Unembed
     init_cache: InitCache
     head: Head = as_it_is
+    take_rows: TakeRows = take_rows
+    grow: Grow = grow
 
 
 def positions_of(valid: Bool[Array, "B N"]) -> Int[Array, "B N"]:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from oarjax.models import policy
 from oarjax.models.attention import AttentionKind, segment_mixer
 from oarjax.models.policy import Policy
 from oarjax.models.qwen_config import QwenConfig
@@ -271,7 +272,13 @@ def make_policy(
         k, v = (place(x, None, ROWS, None, "tensor", None) for x in (cache.k, cache.v))
         return replace(cache, k=k, v=v, valid=place(cache.valid, ROWS, None))
 
-    return Policy(embed, trunk, unembed, init_cache, head)
+    def take_rows(cache: KVCache, rows: Int[Array, "*D r"]) -> KVCache:
+        return place_cache(policy.take_rows(cache, rows))
+
+    def grow(cache: KVCache, slots: int, *, drop: int = 0) -> KVCache:
+        return place_cache(policy.grow(cache, slots, drop=drop))
+
+    return Policy(embed, trunk, unembed, init_cache, head, take_rows, grow)
 
 
 def _placed(mesh: Mesh, x: Array, *axes: str | tuple[str, ...] | None) -> Array:

@@ -1,4 +1,7 @@
-"""Rollouts: prefill each prompt once, then decode its whole group in one ``lax.while_loop``.
+"""Rollouts in one program: prefill each prompt once, then decode its whole group in one ``lax.while_loop``.
+
+``oarjax.rollout.segments`` draws the same completions in several programs and pays for far less padding where they
+differ in length. The draw of a token and the step that feeds it back are here, once for both.
 
 Noise. A row at step t draws with two uniforms from ``fold_in(row's key, t)``: nothing else enters, so splitting rows
 over devices or hosts changes no draw, and rows appended to a batch leave the others as they were. Row b of a rollout
@@ -41,15 +44,117 @@ def problem_keys(key: Key[Array, ""], problems: Int[Array, "P"], *, samples: int
     return jax.vmap(jax.random.fold_in)(rows, jnp.tile(jnp.arange(samples), problems.shape[0]))
 
 
+class Decoding(NamedTuple):
+    """How tokens are drawn and when a row is done; static under jit. ``sample_rows`` explains each."""
+
+    max_new: int
+    temperature: float
+    top_k: int
+    top_p: float
+    stop_ids: tuple[int, ...]
+    pad_id: int
+
+    def check(self) -> None:
+        """Raise a ValueError for a number outside its range."""
+        if self.max_new < 1:
+            raise ValueError(f"max_new: expected at least 1, got {self.max_new}")
+        if self.temperature < 0:
+            raise ValueError(f"temperature: expected 0 (greedy) or more, got {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k: expected 0 (off) or more, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: expected a share in (0, 1], 1 = off, got {self.top_p}")
+
+
+class Rows(NamedTuple):
+    """Rows in the middle of their completions."""
+
+    keys: Key[Array, "B"]  # of their noise
+    prompts: Int32[Array, "B"]  # tokens of the prompt
+    token: Int32[Array, "B"]  # the last one drawn; the pad id once a row is done
+    lengths: Int32[Array, "B"]  # tokens drawn so far
+    alive: Bool[Array, "B"]  # neither ended nor cut
+    ended: Bool[Array, "B"]  # a stop id was drawn
+
+
+class Drawn(NamedTuple):
+    """One token of every row, the pad id and log-probs of 0 for rows that were done before."""
+
+    token: Int32[Array, "B"]
+    logp: Float[Array, "B"]
+    filtered: Float[Array, "B"]
+
+
+def prefill(
+    policy: Policy, params: Params, prompts: PromptBatch, keys: Key[Array, "B"]
+) -> tuple[Rows, Float[Array, "B V"], KVCache]:
+    """Rows without a token yet, the logits of their first one, and the cache of the prompts."""
+    count, width = prompts.tokens.shape
+    rows = keys.shape[0]
+    if rows == 0 or rows % count:
+        raise ValueError(f"keys: expected as many for each of the {count} prompts, got {rows}")
+    group_size = rows // count
+    hidden, prefix = policy.trunk(
+        params,
+        policy.embed(params, prompts.tokens),
+        positions_of(prompts.valid),
+        prompts.valid,
+        cache=policy.init_cache(count, width),
+    )
+    if prefix is None:
+        raise ValueError("policy.trunk: expected the filled cache as second result of a call with cache=, got None")
+    zeros = jnp.zeros((rows,), jnp.int32)
+    start = Rows(
+        keys=keys,
+        prompts=jnp.repeat(jnp.sum(prompts.valid, axis=-1, dtype=jnp.int32), group_size),
+        token=zeros,
+        lengths=zeros,
+        alive=jnp.ones((rows,), bool),
+        ended=jnp.zeros((rows,), bool),
+    )
+    return start, jnp.repeat(policy.unembed(params, hidden[:, -1]), group_size, axis=0), prefix
+
+
+def draw_next(rows: Rows, logits: Float[Array, "B V"], how: Decoding) -> tuple[Rows, Drawn]:
+    """Draw a token for every row that is not done; token t of a row takes its noise from (key, t)."""
+
+    def noise(key: Key[Array, ""], token: Int[Array, ""]) -> Float[Array, "2"]:
+        return jax.random.uniform(jax.random.fold_in(key, token), (2,))
+
+    uniforms = jax.vmap(noise)(rows.keys, rows.lengths)
+    token, logp, filtered = draw_token(logits, uniforms, temperature=how.temperature, top_k=how.top_k, top_p=how.top_p)
+    token = jnp.where(rows.alive, token, how.pad_id)
+    stopped = rows.alive & jnp.any(token[:, None] == jnp.asarray(how.stop_ids, jnp.int32), axis=-1)
+    lengths = rows.lengths + rows.alive
+    after = rows._replace(
+        token=token, lengths=lengths, alive=rows.alive & ~stopped & (lengths < how.max_new), ended=rows.ended | stopped
+    )
+    return after, Drawn(token, jnp.where(rows.alive, logp, 0), jnp.where(rows.alive, filtered, 0))
+
+
+def decode_step(
+    policy: Policy, params: Params, rows: Rows, cache: KVCache, prefix: KVCache, how: Decoding
+) -> tuple[Rows, KVCache, Drawn]:
+    """Feed every row its last token and draw the next. Rows that are done are fed padding, which nothing attends to."""
+    hidden, after = policy.trunk(
+        params,
+        policy.embed(params, rows.token[:, None]),
+        (rows.prompts + rows.lengths - 1)[:, None],
+        rows.alive[:, None],
+        cache=cache,
+        prefix=prefix,
+    )
+    if after is None:
+        raise ValueError("policy.trunk: expected the filled cache as second result of a call with cache=, got None")
+    moved, drawn = draw_next(rows, policy.unembed(params, hidden[:, 0]), how)
+    return moved, after, drawn
+
+
 class _Loop(NamedTuple):
-    step: Int32[Array, ""]  # tokens drawn so far
-    token: Int32[Array, "B"]  # the last one
-    alive: Bool[Array, "B"]  # no stop id yet
-    lengths: Int32[Array, "B"]
+    step: Int32[Array, ""]  # tokens drawn so far by rows that are not done
+    rows: Rows
     cache: KVCache
-    tokens: Int32[Array, "T B"]
-    logps: Float[Array, "T B"]
-    filtered: Float[Array, "T B"]
+    made: Drawn  # [T, B] each
 
 
 def sample(
@@ -67,6 +172,10 @@ def sample(
     pad_id: int,
 ) -> Rollout:
     """Draw ``group_size`` completions for every prompt, row b with noise from ``fold_in(key, b)``: see ``sample_rows``.
+
+    One pure program, to be jitted, vmapped or taken apart; every row is computed until the last one is done. Where
+    completions differ in length, ``oarjax.rollout.segments.SegmentedSampler`` draws the same ones several times as
+    fast, as a loop on the host over jitted programs: it is what training, evaluation and the lab use.
 
     Raises:
         ValueError: a keyword outside its range.
@@ -121,75 +230,39 @@ def sample_rows(
     Raises:
         ValueError: a keyword outside its range.
     """
-    _check(max_new=max_new, temperature=temperature, top_k=top_k, top_p=top_p)
-    count, width = prompts.tokens.shape
-    rows = keys.shape[0]
-    if rows == 0 or rows % count:
-        raise ValueError(f"keys: expected as many for each of the {count} prompts, got {rows}")
-    group_size = rows // count
-    stops = jnp.asarray(stop_ids, jnp.int32)
-
-    def draw(logits, step):
-        uniforms = jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, step), (2,)))(keys)
-        return draw_token(logits, uniforms, temperature=temperature, top_k=top_k, top_p=top_p)
-
+    how = Decoding(max_new, temperature, top_k, top_p, stop_ids, pad_id)
+    how.check()
     params = policy.head(params)
-    hidden, prefix = policy.trunk(
-        params,
-        policy.embed(params, prompts.tokens),
-        positions_of(prompts.valid),
-        prompts.valid,
-        cache=policy.init_cache(count, width),
+    begun, logits, prefix = prefill(policy, params, prompts, keys)
+    rows, first = draw_next(begun, logits, how)
+    made = jax.tree.map(lambda x: jnp.full((max_new, *x.shape), pad_id if x is first.token else 0, x.dtype), first)
+    start = _Loop(
+        step=jnp.ones((), jnp.int32),
+        rows=rows,
+        cache=policy.init_cache(keys.shape[0], max(max_new - 1, 1)),  # the last token is never fed back
+        made=jax.tree.map(lambda every, x: every.at[0].set(x), made, first),
     )
-    first = jnp.repeat(policy.unembed(params, hidden[:, -1]), group_size, axis=0)
-    prompt_lengths = jnp.repeat(jnp.sum(prompts.valid, axis=-1, dtype=jnp.int32), group_size)
-
-    def record(loop: _Loop, logits) -> _Loop:
-        """Draw one token for every row and write it down for those alive."""
-        token, logp, filtered = draw(logits, loop.step)
-        token = jnp.where(loop.alive, token, pad_id)
-        return loop._replace(
-            step=loop.step + 1,
-            token=token,
-            alive=loop.alive & ~jnp.any(token[:, None] == stops, axis=-1),
-            lengths=loop.lengths + loop.alive,
-            tokens=loop.tokens.at[loop.step].set(token),
-            logps=loop.logps.at[loop.step].set(jnp.where(loop.alive, logp, 0)),
-            filtered=loop.filtered.at[loop.step].set(jnp.where(loop.alive, filtered, 0)),
-        )
 
     def advance(loop: _Loop) -> _Loop:
-        """Feed every row its last token. Ended rows are fed padding that nothing attends to."""
-        hidden, cache = policy.trunk(
-            params,
-            policy.embed(params, loop.token[:, None]),
-            (prompt_lengths + loop.step - 1)[:, None],
-            loop.alive[:, None],
-            cache=loop.cache,
-            prefix=prefix,
-        )
-        return record(loop._replace(cache=cache), policy.unembed(params, hidden[:, 0]))
+        rows, cache, drawn = decode_step(policy, params, loop.rows, loop.cache, prefix, how)
+        made = jax.tree.map(lambda every, x: every.at[loop.step].set(x), loop.made, drawn)
+        return _Loop(loop.step + 1, rows, cache, made)
 
-    empty = jnp.zeros((max_new, rows), jnp.promote_types(first.dtype, jnp.float32))
-    start = _Loop(
-        step=jnp.zeros((), jnp.int32),
-        token=jnp.full((rows,), pad_id, jnp.int32),
-        alive=jnp.ones((rows,), bool),
-        lengths=jnp.zeros((rows,), jnp.int32),
-        cache=policy.init_cache(rows, max(max_new - 1, 1)),  # the last token is never fed back
-        tokens=jnp.full((max_new, rows), pad_id, jnp.int32),
-        logps=empty,
-        filtered=empty,
-    )
-    end = jax.lax.while_loop(lambda loop: (loop.step < max_new) & jnp.any(loop.alive), advance, record(start, first))
-    completion = jnp.arange(max_new) < end.lengths[:, None]
+    end = jax.lax.while_loop(lambda loop: (loop.step < max_new) & jnp.any(loop.rows.alive), advance, start)
+    return assemble(prompts, end.rows, jax.tree.map(jnp.transpose, end.made))
+
+
+def assemble(prompts: PromptBatch, rows: Rows, made: Drawn) -> Rollout:
+    """The rollout of rows that are done, from what was drawn, [B, T] each."""
+    group_size = rows.lengths.shape[0] // prompts.tokens.shape[0]
+    completion = jnp.arange(made.token.shape[1]) < rows.lengths[:, None]
     return Rollout(
-        tokens=jnp.concatenate([jnp.repeat(prompts.tokens, group_size, axis=0), end.tokens.T], axis=1),
+        tokens=jnp.concatenate([jnp.repeat(prompts.tokens, group_size, axis=0), made.token], axis=1),
         valid=jnp.concatenate([jnp.repeat(prompts.valid, group_size, axis=0), completion], axis=1),
         completion=completion,
-        behaviour_logps=end.logps.T,
-        filtered_logps=end.filtered.T,
-        ended=~end.alive,
+        behaviour_logps=made.logp,
+        filtered_logps=made.filtered,
+        ended=rows.ended,
     )
 
 
@@ -285,14 +358,3 @@ def _pick(mass: Float[Array, "B n"], uniform: Float[Array, "B"]) -> Int32[Array,
 
 def _chosen(logits: Float[Array, "B V"], token: Int32[Array, "B"]) -> Float[Array, "B"]:
     return jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
-
-
-def _check(*, max_new: int, temperature: float, top_k: int, top_p: float) -> None:
-    if max_new < 1:
-        raise ValueError(f"max_new: expected at least 1, got {max_new}")
-    if temperature < 0:
-        raise ValueError(f"temperature: expected 0 (greedy) or more, got {temperature}")
-    if top_k < 0:
-        raise ValueError(f"top_k: expected 0 (off) or more, got {top_k}")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p: expected a share in (0, 1], 1 = off, got {top_p}")

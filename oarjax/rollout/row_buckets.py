@@ -1,0 +1,152 @@
+"""How many rows and slots the programs of a segmented rollout have, and which rows are decoded: the host's decisions.
+
+Plain numpy, a function of the shapes and of which rows are done, so every process decides the same.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+FEWEST = 8
+"""Rows below which nothing is dropped: a matrix product of fewer takes a CPU or a TPU as long."""
+
+
+class Bucket(NamedTuple):
+    """A number of rows that a decode program may have."""
+
+    rows: int  # of each block
+    share: int  # neighbouring rows that read one row of the prefix
+
+
+class Plan(NamedTuple):
+    """The sizes that programs may have, for rollouts of one shape."""
+
+    blocks: int  # of rows, each on its own devices
+    block: int  # rows of each, decoded at the moment or not
+    group: int  # rows per prompt
+    max_new: int
+    cache_bucket: int
+    buckets: tuple[Bucket, ...]  # most rows first
+
+    @property
+    def together(self) -> bool:
+        """Whether all rows are decoded from the start, in step with one another."""
+        return self.buckets[0].rows == self.block
+
+    def slots_after(self, slots: int, written: int) -> int:
+        """Slots of the cache that follows a full one of ``slots``, of which rows still need the last ``written``."""
+        if self.together:
+            return min(slots + self.cache_bucket, max(self.max_new - 1, 1))
+        return self.rounded(written) + self.cache_bucket
+
+    def rounded(self, slots: int) -> int:
+        """Slots, rounded up to whole buckets of the cache."""
+        return -(-slots // self.cache_bucket) * self.cache_bucket
+
+    def sizes(self) -> list[tuple[Bucket, int]]:
+        """(bucket, slots) of every decode program that there can be, the largest first."""
+        most = max(self.max_new - 1, 1)
+        end = self.rounded(most) + (0 if self.together else self.cache_bucket)
+        caches = range(end, 0, -self.cache_bucket)
+        return [(b, min(slots, most) if self.together else slots) for b in self.buckets for slots in caches]
+
+
+def make_plan(
+    *, prompts: int, width: int, group: int, max_new: int, cache_bucket: int, slots: int | None, blocks: int
+) -> Plan:
+    """Buckets of rows for ``prompts`` of ``width`` positions: all rows (or ``slots``), then powers of two.
+
+    Neighbouring rows of a prompt read its prefix together: half as many as are left of a group on average, so that few
+    slots stay empty where the last are fewer. A bucket whose copies of the prefix need more memory than the rows that
+    it drops is left out.
+    """
+    blocks = blocks if prompts % blocks == 0 else 1
+    block = prompts // blocks * group
+    first = block if slots is None else min(block, max(slots // blocks, 1))
+
+    def memory(bucket: Bucket) -> int:
+        return bucket.rows * max_new + bucket.rows // bucket.share * width
+
+    buckets, rows = [Bucket(first, group if first == block else 1)], 1
+    while rows * 2 < first:
+        rows *= 2
+    while rows < first and rows >= 1 and blocks * rows >= FEWEST:
+        most = group * rows // (2 * block) if first == block else 1
+        share = max(s for s in range(1, max(most, 1) + 1) if group % s == 0 and rows % s == 0)
+        if memory(Bucket(rows, share)) <= memory(buckets[0]):
+            buckets.append(Bucket(rows, share))
+        rows //= 2
+    return Plan(blocks, block, group, max_new, cache_bucket, tuple(buckets))
+
+
+# --- Which rows are decoded ------------------------------------------------------------------------------------------
+
+
+class Layout(NamedTuple):
+    """Which rows are decoded: numbers within their block, -1 where a slot is empty."""
+
+    bucket: Bucket
+    rows: Int[np.ndarray, "D r"]
+
+    def among(self, block: int) -> Bool[np.ndarray, "D n"]:
+        """Of all rows, those that have a slot."""
+        return (self.rows[:, :, None] == np.arange(block)).any(1)
+
+    def places(self, before: Layout) -> Int[np.ndarray, "D r"]:
+        """For every slot the one that its row had before, -1 where it had none."""
+        same = (self.rows[:, :, None] == before.rows[:, None, :]) & (self.rows >= 0)[:, :, None]
+        return np.where(same.any(2), same.argmax(2), -1).astype(np.int32)
+
+    def prompts(self, group: int) -> Int[np.ndarray, "D s"]:
+        """The prompt that every ``share`` neighbouring slots read, within the block; any where they are empty."""
+        first = self.rows.reshape(len(self.rows), -1, self.bucket.share)[:, :, 0]
+        return (np.maximum(first, 0) // group).astype(np.int32)
+
+
+def first_layout(plan: Plan) -> Layout:
+    """Every row at its own place, or slots that are all empty."""
+    rows = np.arange(plan.block) if plan.together else np.full(plan.buckets[0].rows, -1)
+    return Layout(plan.buckets[0], np.broadcast_to(rows, (plan.blocks, len(rows))).astype(np.int32))
+
+
+def next_layout(plan: Plan, now: Layout, alive: Bool[np.ndarray, "D n"], waiting: Bool[np.ndarray, "D n"]) -> Layout:
+    """The layout of the next segment: ``now`` itself, with waiting rows in free slots, or the fewest rows that do."""
+    if waiting.any():
+        rows = now.rows.copy()
+        for d, (slots, queue) in enumerate(zip(rows, waiting)):
+            free = np.flatnonzero((slots < 0) | ~alive[d, slots])
+            queue = np.flatnonzero(queue)[: len(free)]
+            slots[free[: len(queue)]] = queue
+        return now if (rows == now.rows).all() else Layout(now.bucket, rows)
+    for bucket in reversed(plan.buckets):
+        if bucket.rows < now.bucket.rows:
+            laid = [arrange(np.flatnonzero(block), bucket, group=plan.group) for block in alive]
+            if all(len(rows) == bucket.rows for rows in laid):
+                return Layout(bucket, np.stack(laid))
+    return now
+
+
+def arrange(rows: Int[np.ndarray, "n"], bucket: Bucket, *, group: int) -> Int[np.ndarray, "r"]:
+    """Lay rows into slots, those of a prompt side by side, -1 where one is empty; too many where they do not fit."""
+    slots: list[int] = []
+    for prompt in np.unique(rows // group):
+        mine = rows[rows // group == prompt].tolist()
+        slots += mine + [-1] * (-len(mine) % bucket.share)
+    return np.asarray(slots + [-1] * (bucket.rows - len(slots)), np.int32)
+
+
+def fewest_left(
+    plan: Plan, now: Layout, alive: Bool[np.ndarray, "D n"], waiting: Bool[np.ndarray, "D n"]
+) -> Int[np.ndarray, "D"]:
+    """Rows in use of each block at which it is worth looking whether the next bucket does; 0 where there is none."""
+    smaller = next((b for b in plan.buckets if b.rows < now.bucket.rows), None)
+    if smaller is None or waiting.any():
+        return np.zeros(plan.blocks, np.int32)
+    floors = []
+    for block in alive:
+        excess = len(arrange(np.flatnonzero(block), smaller, group=plan.group)) - smaller.rows
+        floors.append(block.sum() - -(-excess // smaller.share))  # a row that is done frees that many slots at most
+    return np.asarray(floors, np.int32)

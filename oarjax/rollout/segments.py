@@ -1,0 +1,326 @@
+"""Rollouts in segments: rows that are done leave the batch, and the cache grows with the completions.
+
+``SegmentedSampler`` is a loop on the host over a few jitted programs. It draws what ``sampler.sample_rows`` draws:
+noise belongs to row and token, so it does not matter which rows are decoded together.
+
+    prefill   prompts -> their cache, the first token of every row
+    decode    up to ``segment`` tokens of the rows in use; ends early where so few are left that the others are dropped
+    take      rows in use -> fewer rows, or the same with waiting ones in the place of those that are done
+    grow      a full cache -> one with ``cache_bucket`` more slots
+    finish    -> Rollout
+
+How many rows and slots a program has are a few numbers (powers of two, multiples of ``cache_bucket``), so that
+programs are few; ``row_buckets`` has them. Which program comes next depends on nothing but which rows are done, and
+every process reads that from the same array: all run the same programs in the same order, whatever their clocks say.
+
+On a mesh each block of rows stays on its own devices: block d keeps its own rows, and all blocks have as many slots,
+so that no cache travels and no device is idle while another has rows left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int32, Key
+
+from oarjax.models.policy import Policy
+from oarjax.rollout.row_buckets import Bucket, Plan, fewest_left, first_layout, make_plan, next_layout
+from oarjax.rollout.sampler import Decoding, Drawn, Rows, assemble, decode_step, draw_next, prefill, sample_rows
+from oarjax.types import KVCache, Params, PromptBatch, Rollout
+
+Keys = Callable[[PromptBatch, Key[Array, ""]], Key[Array, "B"]]
+"""(prompts, key of the batch) -> the key of every row's noise."""
+
+
+class Table(NamedTuple):
+    """All rows of a rollout, decoded at the moment or not, and what they have drawn."""
+
+    rows: Rows
+    made: Drawn  # [B, T] each
+
+
+class Flags(NamedTuple):
+    """All that the host reads after a program."""
+
+    alive: Bool[Array, "B"]
+    steps: Int32[Array, ""]  # decode steps of this program
+    tokens: Float[Array, ""]  # that they drew
+    attended: Float[Array, ""]  # slots of their own cache that these tokens attended to
+
+
+class Spent(NamedTuple):
+    """What decoding took, to be added up."""
+
+    steps: int = 0
+    tokens: float = 0.0
+    row_steps: int = 0  # rows in the batch, step by step
+    attended: float = 0.0
+    slots_read: int = 0  # slots of the rows' own caches, step by step
+
+    def metrics(self) -> dict[str, float]:
+        """Decode steps, the share of their rows that were not done, and the share of slots read for nothing."""
+        if self.steps == 0:
+            return {"decode_steps": 0.0}
+        return {
+            "decode_steps": float(self.steps),
+            "decode_occupancy": self.tokens / self.row_steps,
+            "decode_padding": 1 - self.attended / self.slots_read,
+        }
+
+
+class Program(NamedTuple):
+    """A jitted program of a rollout and what it is called with, as shapes."""
+
+    name: str
+    jitted: Any
+    args: tuple[Any, ...]
+
+    def lower(self) -> Any:
+        return self.jitted.lower(*self.args)
+
+
+class SegmentedSampler:
+    """Draw rollouts in segments. The same seed, settings and mesh give the same bits.
+
+    Args:
+        keys_of: the keys of the noise of all rows, from prompts and a key; traced.
+        group: rows per prompt.
+        segment: decode steps after which the host looks, at most.
+        cache_bucket: slots that the cache begins with and grows by; None: an eighth of max_new, at least 128.
+        slots: rows decoded at once, over all devices; None: all. Waiting rows take the place of those that are done.
+        rows: where rows live; their first axis is divided into as many blocks as it has devices.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        how: Decoding,
+        *,
+        keys_of: Keys,
+        group: int,
+        segment: int = 128,
+        cache_bucket: int | None = None,
+        slots: int | None = None,
+        rows: NamedSharding | None = None,
+    ):
+        how.check()
+        numbers = {"group_size": group, "segment": segment, "cache_bucket": cache_bucket, "slots": slots}
+        for name, number in numbers.items():
+            if number is not None and number < 1:
+                raise ValueError(f"{name}: expected at least 1, got {number}")
+        self._policy, self._how, self._keys_of, self._group = policy, how, keys_of, group
+        self._segment, self._slots = min(segment, how.max_new), slots
+        self._bucket = min(cache_bucket or max(128, -(-how.max_new // 8)), max(how.max_new - 1, 1))
+        self._blocks, self._spent, self._programs = row_blocks(rows), Spent(), set[tuple[Bucket, int]]()
+
+        def jitted(function: Any, out: Any, **options: Any) -> Any:
+            return jax.jit(function, **options, **({} if rows is None else {"out_shardings": out}))
+
+        everywhere = None if rows is None else NamedSharding(rows.mesh, PartitionSpec())
+        self._prefill = jitted(self._prefill_rows, (None, rows, everywhere))
+        self._decode = jitted(self._decode_rows, (rows, None, everywhere), donate_argnums=(1, 2))
+        self._finish = jitted(finish, rows)
+        self._whole = jitted(self._sample_rows, rows)
+        self._init_cache = jax.jit(policy.init_cache, static_argnums=(0, 1))
+        self._take_rows = jax.jit(policy.take_rows)
+        self._grow = jax.jit(policy.grow, static_argnums=1, static_argnames="drop")
+
+    def __call__(self, params: Params, prompts: PromptBatch, key: Key[Array, ""]) -> Rollout:
+        """Draw ``group`` completions of every prompt."""
+        plan, prompt_cache = self.plan(prompts), None
+        prompt_cache, table, flags = self._prefill(params, prompts, key)
+        alive = _per_block(plan, jax.device_get(flags.alive))
+        layout, prefix, cache = first_layout(plan), prompt_cache, None
+        waiting = np.zeros_like(alive) if plan.together else alive.copy()
+        began, now = np.zeros(alive.shape, int), 0  # decode steps, when a row got its slot and so far
+        slots = filled = 0
+        while alive.any():
+            after = next_layout(plan, layout, alive, waiting)
+            if after is not layout:
+                began[waiting & after.among(plan.block)] = now
+                waiting &= ~after.among(plan.block)
+                cache = None if cache is None else self._take_rows(cache, after.places(layout))
+                prefix = self._take_rows(prompt_cache, after.prompts(plan.group))
+                layout = after
+            if filled == slots:
+                written = int((now - began)[alive & ~waiting].max())
+                grown, kept = plan.slots_after(slots, written), slots if plan.together else plan.rounded(written)
+                if cache is None:
+                    cache = self._init_cache(plan.blocks * layout.bucket.rows, grown)
+                else:
+                    cache = self._grow(cache, grown - kept, drop=slots - kept)
+                slots, filled = grown, kept
+            limit = np.int32(min(self._segment, slots - filled))
+            floor = fewest_left(plan, layout, alive, waiting)
+            table, cache, flags = self._decode(params, table, cache, prefix, layout.rows, floor, limit)
+            flags = jax.device_get(flags)
+            alive, steps = _per_block(plan, flags.alive), int(flags.steps)
+            now, filled = now + steps, filled + steps
+            self._count(plan, layout.bucket, slots, flags)
+        return self._finish(prompts, table)
+
+    def plan(self, prompts: PromptBatch) -> Plan:
+        """The sizes of the programs for these prompts."""
+        count, width = prompts.tokens.shape
+        return make_plan(
+            prompts=count,
+            width=width,
+            group=self._group,
+            max_new=self._how.max_new,
+            cache_bucket=self._bucket,
+            slots=self._slots,
+            blocks=self._blocks,
+        )
+
+    def spent(self) -> dict[str, float]:
+        """Metrics of the rollouts since this was last asked, and how many decode programs there have been so far."""
+        found, self._spent = self._spent.metrics(), Spent()
+        return found | {"decode_programs": float(len(self._programs))}
+
+    def lower(self, params: Params, prompts: PromptBatch, key: Key[Array, ""]) -> Any:
+        """The same work at its largest as one program: every row decoded to the end in a full cache.
+
+        It is what arithmetic and traffic are counted in, and is never run. ``programs`` are those that are.
+        """
+        return self._whole.lower(params, prompts, key)
+
+    def programs(self, params: Params, prompts: PromptBatch, key: Key[Array, ""]) -> list[Program]:
+        """Prefill, then every decode program that there can be, the largest first, with arguments as shapes."""
+        plan = self.plan(prompts)
+        prompt_cache, table, _ = jax.eval_shape(self._prefill, params, prompts, key)
+        found = [Program("prefill", self._prefill, (params, prompts, key))]
+        for bucket, slots in plan.sizes():
+            cache = jax.eval_shape(lambda: self._policy.init_cache(plan.blocks * bucket.rows, slots))  # noqa: B023
+            layout = jax.ShapeDtypeStruct((plan.blocks, bucket.rows), jnp.int32)
+            shared = jax.ShapeDtypeStruct((plan.blocks, bucket.rows // bucket.share), jnp.int32)
+            prefix = jax.eval_shape(self._policy.take_rows, prompt_cache, shared)
+            floor, limit = jax.ShapeDtypeStruct((plan.blocks,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+            args = (params, table, cache, prefix, layout, floor, limit)
+            found.append(Program(f"decode {plan.blocks * bucket.rows} rows, {slots} slots", self._decode, args))
+        return found
+
+    def _count(self, plan: Plan, bucket: Bucket, slots: int, flags: Flags) -> None:
+        steps = int(flags.steps)
+        rows = plan.blocks * bucket.rows * steps
+        more = Spent(steps, float(flags.tokens), rows, float(flags.attended), rows * slots)
+        self._spent = Spent(*(a + b for a, b in zip(self._spent, more)))
+        self._programs.add((Bucket(plan.blocks * bucket.rows, bucket.share), slots))
+
+    def _sample_rows(self, params: Params, prompts: PromptBatch, key: Key[Array, ""]) -> Rollout:
+        return sample_rows(self._policy, params, prompts, self._keys_of(prompts, key), **self._how._asdict())
+
+    def _prefill_rows(self, params: Params, prompts: PromptBatch, key: Key[Array, ""]) -> tuple[KVCache, Table, Flags]:
+        """The cache of the prompts, and every row with its first token."""
+        begun, logits, cache = prefill(self._policy, self._policy.head(params), prompts, self._keys_of(prompts, key))
+        rows, first = draw_next(begun, logits, self._how)
+
+        def column(x: Array, fill: int) -> Array:
+            return jnp.full((*x.shape, self._how.max_new), fill, x.dtype).at[:, 0].set(x)
+
+        made = Drawn(column(first.token, self._how.pad_id), column(first.logp, 0), column(first.filtered, 0))
+        none = jnp.zeros((), jnp.float32)
+        return cache, Table(rows, made), Flags(rows.alive, jnp.zeros((), jnp.int32), none, none)
+
+    def _decode_rows(
+        self,
+        params: Params,
+        table: Table,
+        cache: KVCache,
+        prefix: KVCache,
+        layout: Int32[Array, "D r"],
+        floor: Int32[Array, "D"],
+        limit: Int32[Array, ""],
+    ) -> tuple[Table, KVCache, Flags]:
+        """Draw up to ``limit`` tokens, until no block has more than ``floor`` rows that are not done."""
+        params = self._policy.head(params)
+        blocks = layout.shape[0]
+        rows = seated(table.rows, layout)
+        empty = Drawn(rows.token, jnp.zeros_like(table.made.logp[0, 0]), jnp.zeros_like(table.made.filtered[0, 0]))
+        made = jax.tree.map(lambda x: jnp.zeros((self._segment, rows.token.shape[0]), x.dtype), empty)
+
+        def wanted(loop: tuple[Array, Rows, KVCache, Drawn]) -> Bool[Array, ""]:
+            step, rows, _, _ = loop
+            left = jnp.sum(rows.alive.reshape(blocks, -1), axis=1, dtype=jnp.int32)
+            return (step < limit) & jnp.any(left > floor)
+
+        def advance(loop: tuple[Array, Rows, KVCache, Drawn]) -> tuple[Array, Rows, KVCache, Drawn]:
+            step, rows, cache, made = loop
+            rows, cache, drawn = decode_step(self._policy, params, rows, cache, prefix, self._how)
+            return step + 1, rows, cache, jax.tree.map(lambda every, x: every.at[step].set(x), made, drawn)
+
+        step, rows, cache, made = jax.lax.while_loop(wanted, advance, (jnp.zeros((), jnp.int32), rows, cache, made))
+        after = written_back(table, layout, rows, made)
+        before, lengths = (x.astype(jnp.float32) for x in (table.rows.lengths, after.rows.lengths))
+        attended = jnp.sum(lengths * (lengths - 1) - before * (before - 1)) / 2
+        return after, cache, Flags(after.rows.alive, step, jnp.sum(lengths - before), attended)
+
+
+def row_blocks(rows: NamedSharding | None) -> int:
+    """Blocks that a sharding divides the first axis into."""
+    if rows is None or not rows.spec or rows.spec[0] is None:
+        return 1
+    axes = rows.spec[0] if isinstance(rows.spec[0], tuple) else (rows.spec[0],)
+    return math.prod(rows.mesh.shape[axis] for axis in axes)
+
+
+def _per_block(plan: Plan, flags: Bool[np.ndarray, "B"]) -> Bool[np.ndarray, "D n"]:
+    return np.asarray(flags).reshape(plan.blocks, plan.block)
+
+
+# --- On the device: all rows [B] as blocks [D, n], and those of a layout [D * r] -------------------------------------
+
+
+def seated(rows: Rows, layout: Int32[Array, "D r"]) -> Rows:
+    """The rows of a layout, [D * r] each; empty slots hold a row that is done."""
+    blocks = layout.shape[0]
+
+    def taken(x: Array) -> Array:
+        picked = jax.vmap(lambda block, at: block[jnp.maximum(at, 0)])(x.reshape(blocks, -1), layout)
+        return picked.reshape(-1)
+
+    found = jax.tree.map(taken, rows)
+    return found._replace(alive=found.alive & (layout >= 0).reshape(-1))
+
+
+def written_back(table: Table, layout: Int32[Array, "D r"], rows: Rows, made: Drawn) -> Table:
+    """The table after a segment: ``rows`` of the layout [D * r], and what they drew in its K steps, [K, D * r]."""
+    blocks, n = layout.shape[0], table.rows.token.shape[0] // layout.shape[0]
+    same = layout[:, :, None] == jnp.arange(n)  # [D, r, n]
+    there, slot = jnp.any(same, axis=1), jnp.argmax(same, axis=1)  # [D, n]
+
+    def back(old: Array, new: Array) -> Array:
+        moved = jnp.take_along_axis(new.reshape(blocks, -1), slot, axis=1)
+        return jnp.where(there, moved, old.reshape(blocks, n)).reshape(-1)
+
+    before = table.rows
+    after = Rows(
+        keys=before.keys,
+        prompts=before.prompts,
+        token=back(before.token, rows.token),
+        lengths=back(before.lengths, rows.lengths),
+        alive=back(before.alive, rows.alive),
+        ended=back(before.ended, rows.ended),
+    )
+    columns = jnp.arange(table.made.token.shape[1])
+    inside = (columns >= before.lengths[:, None]) & (columns < after.lengths[:, None])
+    step = jnp.clip(columns - before.lengths[:, None], 0, made.token.shape[0] - 1)
+
+    def laid(old: Float[Array, "B T"], new: Float[Array, "K R"]) -> Float[Array, "B T"]:
+        by_row = jnp.take_along_axis(new.T.reshape(blocks, -1, new.shape[0]), slot[:, :, None], axis=1)
+        return jnp.where(inside, jnp.take_along_axis(by_row.reshape(-1, new.shape[0]), step, axis=1), old)
+
+    return Table(after, jax.tree.map(laid, table.made, made))
+
+
+def finish(prompts: PromptBatch, table: Table) -> Rollout:
+    """The rollout of a table whose rows are all done."""
+    return assemble(prompts, table.rows, table.made)
