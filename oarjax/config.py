@@ -137,6 +137,20 @@ class RolloutConfig(Section):
     )
     prompt_bucket: Positive = Field(default=64, description="prompt lengths are padded up to a multiple of this")
     completion_bucket: Positive = Field(default=256, description="completions are scored at a multiple of this")
+    segment: Positive = Field(
+        default=128,
+        description="decode steps after which waiting rows may take the slots of rows that are done, at most",
+    )
+    cache_bucket: Positive | None = Field(
+        default=None,
+        description="slots that the KV cache starts with and grows by; null = an eighth of max_new, at least 128. Both "
+        "caches lie in memory while one is copied to the other; max_new = one of full size from the start",
+    )
+    slots: Positive | None = Field(
+        default=None,
+        description="completions decoded at once, over all devices; null = all of a batch. Fewer need less memory and "
+        "more steps",
+    )
 
 
 class RewardConfig(Section):

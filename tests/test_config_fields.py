@@ -132,6 +132,7 @@ def optimizer(where: str, sees: Any) -> dict[str, Field]:
 
 def fields() -> dict[str, Field]:
     sample, evaluation, score = (partial(program, name=name) for name in ("sample", "evaluate", "score"))
+    decode = partial(program, name="decode")
     credit, denominator, update = (partial(program, name=name) for name in ("credit", "denominator", "update"))
     masking = {"credit.method": "oar_p"}
     cispo, kl = {"loss.surrogate": "cispo"}, {"loss.kl_beta": 0.1}
@@ -186,6 +187,9 @@ def fields() -> dict[str, Field]:
         "rollout.tensor": Field(7, data, error="rollout.tensor: 7 does not divide the 1 devices"),
         "rollout.prompt_bucket": Field(12, command),
         "rollout.completion_bucket": Field(2, command),
+        "rollout.segment": Field(4, decode),
+        "rollout.cache_bucket": Field(4, decode),
+        "rollout.slots": Field(4, decode),
         "grading.rewards.name": Field("format", grading),
         "grading.rewards.weight": Field(2.0, grading),
         "grading.plugins": Field([str(PLUGIN)], grading, {"grading.rewards": [{"name": "field_pid"}]}),
@@ -345,11 +349,14 @@ def program(cfg: Config, *, name: str) -> str:
     )
     span = AnswerSpan(mask, mask, spec((M, b), jnp.bool_))
     count = spec((), jnp.int32)
-    if name in ("sample", "evaluate"):
+    if name in ("sample", "evaluate", "decode"):
         prompts = cfg.rollout.prompts
         batch = PromptBatch(
             spec((prompts, WIDTH), jnp.int32), spec((prompts, WIDTH), jnp.bool_), spec((prompts,), jnp.int32)
         )
+        if name == "decode":
+            found = steps.sample.programs(params, batch, key)
+            return "\n".join([*(p.name for p in found), found[1].lower().as_text()])
         return getattr(steps, name).lower(params, batch, key).as_text()
     rollout = Rollout(tokens, valid, mask, values, values, spec((M, b), jnp.bool_))
     if name == "score":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,8 @@ from oarjax.data.streams import pad_prompts
 from oarjax.data.tokenizer import load_tokenizer, pad_id, render_prompt, stop_ids, text_of, token_bytes
 from oarjax.models.qwen import make_policy
 from oarjax.report.files import make_console, visible
-from oarjax.rollout.sampler import sample
+from oarjax.rollout.sampler import Decoding, group_keys
+from oarjax.rollout.segments import SegmentedSampler
 from oarjax.system.devices import choose_platform, use_compilation_cache
 
 
@@ -51,20 +54,11 @@ def run(
             f"max_position_embeddings = {model.max_position_embeddings}"
         )
     batch = pad_prompts(ids, length=-(-longest // 64) * 64, pad_id=pad, problems=range(len(ids)))
-    draw = jax.jit(
-        lambda params, batch, key: sample(
-            make_policy(model, compute_dtype=compute),
-            params,
-            batch,
-            key,
-            group_size=count,
-            max_new=max_new,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            stop_ids=stops,
-            pad_id=pad,
-        )
+    draw = SegmentedSampler(
+        make_policy(model, compute_dtype=compute),
+        Decoding(max_new, temperature, top_k, top_p, stops, pad),
+        keys_of=partial(group_keys, group_size=count),
+        group=count,
     )
     rollout = jax.device_get(draw(load_params(folder, model, dtype=compute), batch, jax.random.key(seed)))
     table, console = token_bytes(tokenizer, model.vocab_size), make_console()

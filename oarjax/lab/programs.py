@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from oarjax.config import CreditConfig
 from oarjax.credit.bind import scorer
 from oarjax.lab.interventions import Branches, answer_choice_changes, branch_prompts, choices
 from oarjax.models.policy import positions_of
 from oarjax.rollout.logps import token_logps
-from oarjax.rollout.sampler import sample
 from oarjax.training.run import Run
-from oarjax.types import AnswerSpan, Params, PromptBatch, Rollout
+from oarjax.training.sampling import group_sampler
+from oarjax.types import AnswerSpan, Params, Rollout
 
 
 class Programs(NamedTuple):
@@ -36,25 +37,23 @@ def make_programs(session: Run, params: Params) -> Programs:
     cfg, policy = session.cfg, session.policy
     roll, masking, pad = cfg.rollout, cfg.credit.masking, session.pad_id
     sampling = jax.jit(session.rollout_layout.prepare, out_shardings=session.rollout_layout.params)(params)
-    draw = partial(sample, session.rollout_layout.policy, group_size=1, stop_ids=session.stop_ids, pad_id=pad)
     temperature = roll.temperature if cfg.lab.temperature is None else cfg.lab.temperature
-
-    @jax.jit
-    def sampled(params: Params, prompts: PromptBatch, key: jax.Array) -> Rollout:
-        return draw(
-            params, prompts, key, max_new=roll.max_new, temperature=temperature, top_k=roll.top_k, top_p=roll.top_p
-        )
+    rows = session.rollout_layout.rows
+    everywhere = NamedSharding(rows.mesh, PartitionSpec())  # of branches there may be fewer than devices
+    draw = partial(group_sampler, session.rollout_layout.policy, cfg, stop_ids=session.stop_ids, pad_id=pad, group=1)
+    greedy = cache(partial(draw, rows=everywhere, temperature=0.0, top_k=0, top_p=1.0))
 
     @jax.jit
     def choose(params: Params, r: Rollout) -> Any:
         return choices(policy, params, r.tokens, r.valid, completion_length=r.completion.shape[1])
 
-    @partial(jax.jit, static_argnames=("length", "width", "max_new"))
+    begun = jax.jit(branch_prompts, static_argnames=("completion_length", "width"))
+
     def decoded(
         params: Params, tokens: Any, valid: Any, branches: Branches, *, length: int, width: int, max_new: int
     ) -> Rollout:
-        prompts = branch_prompts(tokens, valid, branches, completion_length=length, width=width)
-        return draw(params, prompts, jax.random.key(0), max_new=max_new, temperature=0.0, top_k=0, top_p=1.0)
+        prompts = begun(tokens, valid, branches, completion_length=length, width=width)
+        return greedy(max_new=max_new)(params, prompts, jax.random.key(0))
 
     @jax.jit
     def changes(params: Params, r: Rollout, reasoning: Any, answer: Any, other: Any) -> Any:
@@ -84,7 +83,7 @@ def make_programs(session: Run, params: Params) -> Programs:
 
     return Programs(
         params=params,
-        sample=partial(sampled, sampling),
+        sample=partial(draw(rows=rows, temperature=temperature), sampling),
         choose=partial(choose, params),
         decode=partial(decoded, sampling),
         changes=partial(changes, params),

@@ -55,7 +55,15 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    *, prompts: int, width: int, group: int, max_new: int, cache_bucket: int, slots: int | None, blocks: int
+    *,
+    prompts: int,
+    width: int,
+    group: int,
+    max_new: int,
+    cache_bucket: int,
+    slots: int | None,
+    blocks: int,
+    fewest: int = FEWEST,
 ) -> Plan:
     """Buckets of rows for ``prompts`` of ``width`` positions: all rows (or ``slots``), then powers of two.
 
@@ -73,7 +81,7 @@ def make_plan(
     buckets, rows = [Bucket(first, group if first == block else 1)], 1
     while rows * 2 < first:
         rows *= 2
-    while rows < first and rows >= 1 and blocks * rows >= FEWEST:
+    while rows < first and rows >= 1 and blocks * rows >= fewest:
         most = group * rows // (2 * block) if first == block else 1
         share = max(s for s in range(1, max(most, 1) + 1) if group % s == 0 and rows % s == 0)
         if memory(Bucket(rows, share)) <= memory(buckets[0]):

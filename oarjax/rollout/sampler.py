@@ -38,6 +38,12 @@ def rollout_key(root: Key[Array, ""], *, step: int | Int[Array, ""], batch: int 
     return jax.random.fold_in(jax.random.fold_in(root, step), batch)
 
 
+def group_keys(prompts: PromptBatch, key: Key[Array, ""], *, group_size: int) -> Key[Array, "B"]:
+    """A key for each of the ``group_size`` rows of every prompt: ``fold_in(key, b)`` for row b."""
+    rows = jnp.arange(prompts.tokens.shape[0] * group_size)
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
+
+
 def problem_keys(key: Key[Array, ""], problems: Int[Array, "P"], *, samples: int) -> Key[Array, "B"]:
     """A key for each of the ``samples`` rows of every problem, by its number in the dataset and the sample's."""
     rows = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.repeat(problems, samples))
@@ -182,12 +188,11 @@ def sample(
     """
     if group_size < 1:
         raise ValueError(f"group_size: expected at least 1, got {group_size}")
-    rows = jnp.arange(prompts.tokens.shape[0] * group_size)
     return sample_rows(
         policy,
         params,
         prompts,
-        jax.vmap(lambda row: jax.random.fold_in(key, row))(rows),
+        group_keys(prompts, key, group_size=group_size),
         max_new=max_new,
         temperature=temperature,
         top_k=top_k,

@@ -27,10 +27,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int32, Key
+from jaxtyping import Array, Bool, Float, Int32, Key, Shaped
 
 from oarjax.models.policy import Policy
-from oarjax.rollout.row_buckets import Bucket, Plan, fewest_left, first_layout, make_plan, next_layout
+from oarjax.rollout.row_buckets import FEWEST, Bucket, Plan, fewest_left, first_layout, make_plan, next_layout
 from oarjax.rollout.sampler import Decoding, Drawn, Rows, assemble, decode_step, draw_next, prefill, sample_rows
 from oarjax.types import KVCache, Params, PromptBatch, Rollout
 
@@ -95,6 +95,7 @@ class SegmentedSampler:
         cache_bucket: slots that the cache begins with and grows by; None: an eighth of max_new, at least 128.
         slots: rows decoded at once, over all devices; None: all. Waiting rows take the place of those that are done.
         rows: where rows live; their first axis is divided into as many blocks as it has devices.
+        fewest: rows below which nothing is dropped.
 
     Raises:
         ValueError: a number out of range.
@@ -111,6 +112,7 @@ class SegmentedSampler:
         cache_bucket: int | None = None,
         slots: int | None = None,
         rows: NamedSharding | None = None,
+        fewest: int = FEWEST,
     ):
         how.check()
         numbers = {"group_size": group, "segment": segment, "cache_bucket": cache_bucket, "slots": slots}
@@ -118,7 +120,7 @@ class SegmentedSampler:
             if number is not None and number < 1:
                 raise ValueError(f"{name}: expected at least 1, got {number}")
         self._policy, self._how, self._keys_of, self._group = policy, how, keys_of, group
-        self._segment, self._slots = min(segment, how.max_new), slots
+        self._segment, self._slots, self._fewest = min(segment, how.max_new), slots, fewest
         self._bucket = min(cache_bucket or max(128, -(-how.max_new // 8)), max(how.max_new - 1, 1))
         self._blocks, self._spent, self._programs = row_blocks(rows), Spent(), set[tuple[Bucket, int]]()
 
@@ -179,6 +181,7 @@ class SegmentedSampler:
             cache_bucket=self._bucket,
             slots=self._slots,
             blocks=self._blocks,
+            fewest=self._fewest,
         )
 
     def spent(self) -> dict[str, float]:
@@ -314,7 +317,7 @@ def written_back(table: Table, layout: Int32[Array, "D r"], rows: Rows, made: Dr
     inside = (columns >= before.lengths[:, None]) & (columns < after.lengths[:, None])
     step = jnp.clip(columns - before.lengths[:, None], 0, made.token.shape[0] - 1)
 
-    def laid(old: Float[Array, "B T"], new: Float[Array, "K R"]) -> Float[Array, "B T"]:
+    def laid(old: Shaped[Array, "B T"], new: Shaped[Array, "K R"]) -> Shaped[Array, "B T"]:
         by_row = jnp.take_along_axis(new.T.reshape(blocks, -1, new.shape[0]), slot[:, :, None], axis=1)
         return jnp.where(inside, jnp.take_along_axis(by_row.reshape(-1, new.shape[0]), step, axis=1), old)
 

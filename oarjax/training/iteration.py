@@ -177,7 +177,7 @@ def iterate(
 
     weights = plan.collect(host.fetch([c.weights for c in credits]), np.ones(rollout.completion.shape, np.float32))
     measured = {name: float(mean.value) for name, mean in host.fetch(metrics).items() if mean.count > 0}
-    measured |= rollout_metrics(*everything(), group_size=group)
+    measured |= rollout_metrics(*everything(), group_size=group) | steps.decoding()
     measured |= {"rows_used": float(len(rows)), "reasoning_length": float(span.reasoning.sum(1).mean())}
     return state, Iteration(measured, rollout, span, grades, problems, advantages, weights)
 

@@ -30,9 +30,9 @@ from oarjax.rl.grpo import aggregate, group_advantages, policy_loss, zero_varian
 from oarjax.rl.masked import widened
 from oarjax.rl.optimizer import adamw, learning_rate
 from oarjax.rollout.logps import hidden_logps, token_logps
-from oarjax.rollout.sampler import problem_keys, sample, sample_rows
 from oarjax.training.metrics import NONFINITE, all_finite, nonfinite_rows
-from oarjax.types import AnswerSpan, Credit, Mean, Params, PromptBatch, Rollout, Scores, TrainBatch, TrainState
+from oarjax.training.sampling import evaluation_sampler, group_sampler
+from oarjax.types import AnswerSpan, Credit, Mean, Params, Rollout, Scores, TrainBatch, TrainState
 
 Metrics = dict[str, Mean]
 Loss = Callable[[Params, TrainBatch], tuple[Mean, Metrics]]
@@ -57,6 +57,7 @@ class Steps(NamedTuple):
     credit: Callable[..., tuple[Credit, Metrics]]  # (scores, rollout, span, advantages, completion, key)
     denominator: Callable[..., Float[Array, ""]]  # (completion of the whole rollout)
     update: Callable[..., tuple[TrainState, Metrics]]  # (state, batch, used, denominator)
+    decoding: Callable[[], dict[str, float]] = dict  # metrics of what ``sample`` did since this was last called
 
 
 class Shardings(NamedTuple):
@@ -118,7 +119,8 @@ def make_steps(
     roll = cfg.rollout
     if rollout is None:
         rollout = RolloutLayout(policy, lambda params: params, None, shardings.rows)
-    draw = partial(sample, rollout.policy, max_new=roll.max_new, stop_ids=stop_ids, pad_id=pad_id)
+    where = {"rows": rollout.rows, "stop_ids": stop_ids, "pad_id": pad_id}
+    groups, evaluation = group_sampler(rollout.policy, cfg, **where), evaluation_sampler(rollout.policy, cfg, **where)
     head = {"temperature": roll.temperature, "head_chunk": cfg.policy.head_chunk}
     logps_of = partial(token_logps, policy, **head)
     # With one update per rollout the ratio is 1: old = stop_gradient(new), no pass of its own.
@@ -127,31 +129,6 @@ def make_steps(
     own = {"custom_probe": custom_probe, "custom_method": custom_method}
     score_of = scorer(cfg.credit, policy, temperature=roll.temperature, pad_id=pad_id, **own)
     weights_of = weigher(cfg.credit, keyword_table=keyword_table, custom_method=custom_method)
-
-    def sample_groups(params: Params, prompts: PromptBatch, key: Key[Array, ""]) -> Rollout:
-        return draw(
-            params,
-            prompts,
-            key,
-            group_size=roll.group_size,
-            temperature=roll.temperature,
-            top_k=roll.top_k,
-            top_p=roll.top_p,
-        )
-
-    def sample_evaluation(params: Params, prompts: PromptBatch, key: Key[Array, ""]) -> Rollout:
-        return sample_rows(
-            rollout.policy,
-            params,
-            prompts,
-            problem_keys(key, prompts.problem, samples=cfg.eval.samples),
-            max_new=roll.max_new,
-            temperature=cfg.eval.temperature,
-            top_k=0,
-            top_p=1.0,
-            stop_ids=stop_ids,
-            pad_id=pad_id,
-        )
 
     def score(
         params: Params,
@@ -249,14 +226,15 @@ def make_steps(
 
     return Steps(
         rollout_params=jax.jit(rollout.prepare, out_shardings=rollout.params),
-        sample=jax.jit(sample_groups, out_shardings=rollout.rows),
-        evaluate=jax.jit(sample_evaluation, out_shardings=rollout.rows),
+        sample=groups,
+        evaluate=evaluation,
         equal_groups=jax.jit(partial(zero_variance_groups, group_size=roll.group_size)),
         advantages=jax.jit(partial(group_advantages, group_size=roll.group_size, **cfg.advantage.model_dump())),
         score=jax.jit(score, static_argnames="probe", out_shardings=shardings.microbatches),
         credit=jax.jit(credit, out_shardings=(shardings.microbatches, shardings.replicated)),
         denominator=jax.jit(denominator),
         update=jax.jit(update, donate_argnums=0, out_shardings=(shardings.state, shardings.replicated)),
+        decoding=groups.spent,
     )
 
 

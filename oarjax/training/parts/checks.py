@@ -52,6 +52,8 @@ def check_batches(cfg: Config, mesh: Mapping[str, int], rollout: Mapping[str, in
     remedy = ", or a larger rollout.tensor"
     check_rows(cfg.rollout.prompts, rollout, what="rollout.prompts", remedy=remedy)
     check_rows(cfg.eval.batch, rollout, what="eval.batch", remedy=remedy)
+    if cfg.rollout.slots is not None:
+        check_rows(cfg.rollout.slots, rollout, what="rollout.slots", remedy=remedy)
 
 
 def check_lengths(cfg: Config, model: QwenConfig) -> None:

@@ -1,0 +1,53 @@
+"""The samplers of a run, as its config has them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from jaxtyping import Array, Key
+
+from oarjax.config import Config
+from oarjax.models.policy import Policy
+from oarjax.rollout.sampler import Decoding, group_keys, problem_keys
+from oarjax.rollout.segments import SegmentedSampler
+from oarjax.types import PromptBatch
+
+
+def group_sampler(
+    policy: Policy,
+    cfg: Config,
+    *,
+    rows: Any,
+    stop_ids: tuple[int, ...],
+    pad_id: int,
+    group: int | None = None,
+    **changes: Any,
+) -> SegmentedSampler:
+    """(params, prompts, key) -> ``group`` completions per prompt, by default as many as ``rollout.group_size``.
+
+    ``changes`` are fields of ``Decoding`` that differ from the config's.
+    """
+    roll, size = cfg.rollout, group or cfg.rollout.group_size
+    how = Decoding(roll.max_new, roll.temperature, roll.top_k, roll.top_p, stop_ids, pad_id)
+    keys = partial(group_keys, group_size=size)
+    return _sampler(policy, cfg, how._replace(**changes), keys_of=keys, group=size, rows=rows)
+
+
+def evaluation_sampler(
+    policy: Policy, cfg: Config, *, rows: Any, stop_ids: tuple[int, ...], pad_id: int
+) -> SegmentedSampler:
+    """(params, prompts, key) -> ``eval.samples`` completions per prompt; each problem and sample has its own noise."""
+    how = Decoding(cfg.rollout.max_new, cfg.eval.temperature, 0, 1.0, stop_ids, pad_id)
+
+    def keys(prompts: PromptBatch, key: Key[Array, ""]) -> Key[Array, "B"]:
+        return problem_keys(key, prompts.problem, samples=cfg.eval.samples)
+
+    return _sampler(policy, cfg, how, keys_of=keys, group=cfg.eval.samples, rows=rows)
+
+
+def _sampler(policy: Policy, cfg: Config, how: Decoding, **options: Any) -> SegmentedSampler:
+    roll = cfg.rollout
+    return SegmentedSampler(
+        policy, how, segment=roll.segment, cache_bucket=roll.cache_bucket, slots=roll.slots, **options
+    )

@@ -1,0 +1,306 @@
+"""Segmented rollouts draw what the sampler of one program draws, whatever is decoded together."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import json_lines
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy_policy import left_padded, toy_params, toy_policy
+
+from oarjax.models.policy import grow, take_rows
+from oarjax.rollout.row_buckets import Bucket, arrange, fewest_left, first_layout, make_plan, next_layout
+from oarjax.rollout.sampler import Decoding, sample_rows
+from oarjax.rollout.segments import SegmentedSampler
+from oarjax.types import KVCache, PromptBatch
+
+HOW = Decoding(max_new=13, temperature=1.0, top_k=0, top_p=1.0, stop_ids=(3, 11), pad_id=0)
+PROMPTS, GROUP, WIDTH = 6, 4, 6
+
+
+def keys_of(prompts, key):
+    """Noise by the prompt's number, so that the order of prompts changes no draw."""
+    rows = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.repeat(prompts.problem, GROUP))
+    return jax.vmap(jax.random.fold_in)(rows, jnp.tile(jnp.arange(GROUP), prompts.problem.shape[0]))
+
+
+def prompt_batch(seed, order=range(PROMPTS), width=WIDTH):
+    draw = np.random.default_rng(seed)
+    prompts = [draw.integers(1, 22, draw.integers(1, WIDTH + 1)).tolist() for _ in range(PROMPTS)]
+    tokens, valid = left_padded([prompts[i] for i in order], width)
+    return PromptBatch(tokens, valid, jnp.asarray(order, jnp.int32))
+
+
+@pytest.fixture(scope="module")
+def toy():
+    """A policy in float64, the one-program sampler, and a segmented one per setting, compiled once each."""
+    with jax.enable_x64(True):
+        policy = toy_policy()
+        params = toy_params(jax.random.key(3), scale=0.7, dtype=jnp.float64)
+        static = jax.jit(lambda batch, key: sample_rows(policy, params, batch, keys_of(batch, key), **HOW._asdict()))
+        made = {}
+
+        def segmented(**options):
+            name = str(options)
+            if name not in made:
+                made[name] = SegmentedSampler(policy, HOW, keys_of=keys_of, group=GROUP, **options)
+            return lambda batch, key: made[name](params, batch, key)
+
+        yield static, segmented, made
+
+
+SETTINGS = [{}, {"segment": 3, "cache_bucket": 7}, {"segment": 4, "cache_bucket": 12, "slots": 9}]
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    options=st.sampled_from(SETTINGS),
+    seed=st.integers(0, 1000),
+    key=st.integers(0, 1000),
+    order=st.permutations(range(PROMPTS)),
+)
+def test_the_same_tokens_whatever_is_decoded_together(toy, options, seed, key, order):
+    """Row order, group, left padding, segments, slots: tokens and ends exactly, log-probs to 1e-12, in float64."""
+    static, segmented, _ = toy
+    with jax.enable_x64(True):
+        want = jax.device_get(static(prompt_batch(seed), jax.random.key(key)))
+        got = jax.device_get(segmented(**options)(prompt_batch(seed, order), jax.random.key(key)))
+    rows = np.concatenate([np.arange(GROUP) + GROUP * order.index(p) for p in range(PROMPTS)])
+    assert want.behaviour_logps.dtype == np.float64
+    for name in ("tokens", "valid", "completion", "ended"):
+        np.testing.assert_array_equal(getattr(got, name)[rows], getattr(want, name), err_msg=name)
+    np.testing.assert_allclose(got.behaviour_logps[rows], want.behaviour_logps, atol=1e-12)
+    np.testing.assert_allclose(got.filtered_logps[rows], want.filtered_logps, atol=1e-12)
+
+
+def test_the_same_bits_again_and_as_few_programs_as_the_plan_has(toy):
+    _, segmented, made = toy
+    with jax.enable_x64(True):
+        for options in SETTINGS[1:]:
+            first, again = (segmented(**options)(prompt_batch(5), jax.random.key(2)) for _ in range(2))
+            jax.tree.map(np.testing.assert_array_equal, first, again)
+            sampler = made[str(options)]
+            plan = sampler.plan(prompt_batch(5))
+            used = {(b._replace(rows=b.rows // plan.blocks), slots) for b, slots in sampler._programs}
+            assert used <= set(plan.sizes())
+            assert 1 < len(used) == sampler._decode._cache_size()
+            assert sampler.spent()["decode_programs"] == len(used)
+
+
+def test_what_decoding_took(toy):
+    """Counted again from the lengths: every row decodes from its second token on."""
+    _, segmented, made = toy
+    options = SETTINGS[1]
+    with jax.enable_x64(True):
+        run = segmented(**options)
+        made[str(options)].spent()
+        lengths = np.asarray(run(prompt_batch(7), jax.random.key(4)).completion.sum(1), float)
+    spent = made[str(options)]._spent
+    assert spent.steps == lengths.max() - 1
+    assert spent.tokens == (lengths - 1).sum()
+    assert spent.attended == (lengths * (lengths - 1) / 2).sum()
+    assert spent.tokens < spent.row_steps < len(lengths) * spent.steps
+    assert spent.attended < spent.slots_read < spent.row_steps * (HOW.max_new - 1)
+    found = made[str(options)].spent()
+    assert found["decode_occupancy"] == spent.tokens / spent.row_steps
+    assert found["decode_padding"] == 1 - spent.attended / spent.slots_read
+    assert made[str(options)].spent() == {"decode_steps": 0.0, "decode_programs": found["decode_programs"]}
+
+
+def test_float32_differs_by_rounding_alone():
+    """The same tokens of 72 rows, and log-probs to 1e-4."""
+    policy, params = toy_policy(), toy_params(jax.random.key(3), scale=0.7)
+    static = jax.jit(lambda batch, key: sample_rows(policy, params, batch, keys_of(batch, key), **HOW._asdict()))
+    run = SegmentedSampler(policy, HOW, keys_of=keys_of, group=GROUP, segment=4, fewest=12)
+    for seed in range(3):
+        batch, key = prompt_batch(seed), jax.random.key(seed)
+        want, got = jax.device_get(static(batch, key)), jax.device_get(run(params, batch, key))
+        np.testing.assert_array_equal(got.tokens, want.tokens)  # in none of these rows does a uniform meet a boundary
+        np.testing.assert_allclose(got.behaviour_logps, want.behaviour_logps, atol=1e-4)
+
+
+def test_one_new_token_needs_no_decoding(toy):
+    with jax.enable_x64(True):
+        policy, params = toy_policy(), toy_params(jax.random.key(3), dtype=jnp.float64)
+        run = SegmentedSampler(policy, HOW._replace(max_new=1), keys_of=keys_of, group=GROUP)
+        rollout = run(params, prompt_batch(0), jax.random.key(0))
+    assert rollout.completion.all()
+    assert run.spent() == {"decode_steps": 0.0, "decode_programs": 0.0}
+
+
+# The host's decisions -------------------------------------------------------------------------------------------------
+
+
+def plan_of(**changes):
+    given = {"prompts": 8, "width": 16, "group": 4, "max_new": 64, "cache_bucket": 16, "slots": None, "blocks": 1}
+    return make_plan(**given | changes)
+
+
+def test_rows_halve_and_share_their_prefix_where_a_group_is_likely_whole():
+    assert plan_of().buckets == (Bucket(32, 4), Bucket(16, 1), Bucket(8, 1))
+    assert plan_of(prompts=32, group=16).buckets[:4] == (Bucket(512, 16), Bucket(256, 4), Bucket(128, 2), Bucket(64, 1))
+    assert plan_of(prompts=3).buckets == (Bucket(12, 4), Bucket(8, 1))
+    assert plan_of(prompts=1).buckets == (Bucket(4, 4),)
+    # Prompts of 512 positions: 16 copies of one beside 16 rows are more than 32 rows of 64 and 8 prompts.
+    assert plan_of(width=512).buckets == (Bucket(32, 4), Bucket(8, 1))
+    # Four devices: no block has fewer rows than another, and all together no fewer than 8.
+    assert plan_of(blocks=4).buckets == (Bucket(8, 4), Bucket(4, 1), Bucket(2, 1))
+    assert plan_of(slots=12).buckets == (Bucket(12, 1), Bucket(8, 1))
+    assert plan_of(blocks=4, slots=12).buckets == (Bucket(3, 1), Bucket(2, 1))
+
+
+def test_slots_grow_by_buckets():
+    plan = plan_of()
+    assert [plan.slots_after(s, s) for s in (0, 16, 32, 48)] == [16, 32, 48, 63]
+    assert [s for b, s in plan.sizes() if b.rows == 8] == [63, 48, 32, 16]
+    few = plan_of(slots=8)
+    assert few.slots_after(48, 20) == 48  # 20 slots are needed, 32 are kept, 16 are new
+    assert max(s for _, s in few.sizes()) == 80
+
+
+def test_rows_are_dropped_as_soon_as_the_rest_fits():
+    plan = plan_of(prompts=4, group=8)
+    assert plan.buckets[1] == Bucket(16, 2)
+    alive = np.ones((1, 32), bool)
+    alive[0, ::2] = False
+    now = first_layout(plan)
+    assert fewest_left(plan, now, alive, ~alive & alive).tolist() == [16]
+    after = next_layout(plan, now, alive, ~alive & alive)
+    assert after.rows.tolist() == [list(range(1, 32, 2))]
+    assert after.places(now).tolist() == after.rows.tolist()
+    assert after.prompts(8).tolist() == [[0, 0, 1, 1, 2, 2, 3, 3]]
+    # Three rows of each of four prompts in pairs need 16 slots; five of each need 24, and one must go per pair.
+    odd = np.arange(32).reshape(1, 32) % 8 < 5
+    assert next_layout(plan, now, odd, ~odd & odd) is now
+    assert fewest_left(plan, now, odd, ~odd & odd).tolist() == [16]
+    three = np.arange(32).reshape(1, 32) % 8 < 3
+    assert next_layout(plan, now, three, ~three & three).rows[0, :8].tolist() == [0, 1, 2, -1, 8, 9, 10, -1]
+
+
+def test_waiting_rows_take_free_slots_and_no_others_move():
+    plan = plan_of(prompts=3, slots=4)
+    alive, waiting = np.ones((1, 12), bool), np.ones((1, 12), bool)
+    first = next_layout(plan, first_layout(plan), alive, waiting)
+    assert first.rows.tolist() == [[0, 1, 2, 3]]
+    waiting[0, :4] = alive[0, 1] = alive[0, 3] = False
+    second = next_layout(plan, first, alive, waiting)
+    assert second.rows.tolist() == [[0, 4, 2, 5]]
+    assert second.places(first).tolist() == [[0, -1, 2, -1]]
+    assert next_layout(plan, second, alive, np.where(np.arange(12) < 6, False, waiting)) is second
+
+
+def test_every_block_keeps_its_own_rows():
+    plan = plan_of(prompts=4, group=8, blocks=2)
+    alive = np.zeros((2, 16), bool)
+    alive[0, :7], alive[1, 9] = True, True
+    after = next_layout(plan, first_layout(plan), alive, np.zeros_like(alive))
+    assert after.bucket == Bucket(8, 2)
+    assert after.rows.tolist() == [[0, 1, 2, 3, 4, 5, 6, -1], [9] + [-1] * 7]
+    alive[0, 8:] = True  # one block that is too full holds the other
+    assert next_layout(plan, first_layout(plan), alive, np.zeros_like(alive)).rows.shape == (2, 16)
+
+
+def test_arrange_says_how_many_slots_it_needs():
+    assert len(arrange(np.array([0, 1, 4, 8]), Bucket(4, 2), group=4)) == 6
+    assert arrange(np.array([5]), Bucket(4, 2), group=4).tolist() == [5, -1, -1, -1]
+
+
+# Caches ---------------------------------------------------------------------------------------------------------------
+
+
+def filled_cache(rows=6, slots=3):
+    shape = (2, rows, slots, 1, 4)
+    k = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
+    return KVCache(k, -k, jnp.ones((rows, slots), bool).at[1, 0].set(False), jnp.asarray(slots, jnp.int32))
+
+
+def test_rows_of_a_cache():
+    cache = filled_cache()
+    some = take_rows(cache, jnp.array([4, 1, -1]))
+    np.testing.assert_array_equal(some.k[:, :2], cache.k[:, jnp.array([4, 1])])
+    np.testing.assert_array_equal(some.v[:, :2], cache.v[:, jnp.array([4, 1])])
+    np.testing.assert_array_equal(some.valid, [[True] * 3, [False, True, True], [False] * 3])
+    blocks = take_rows(cache, jnp.array([[2], [0]]))
+    np.testing.assert_array_equal(blocks.k, cache.k[:, jnp.array([2, 3])])
+
+
+def test_a_cache_that_grows():
+    cache = filled_cache()
+    more = grow(cache, 2)
+    np.testing.assert_array_equal(more.k[:, :, :3], cache.k)
+    np.testing.assert_array_equal(more.valid, np.pad(cache.valid, ((0, 0), (0, 2))))
+    assert int(more.length) == 3
+    moved = grow(cache, 1, drop=2)
+    np.testing.assert_array_equal(moved.v[:, :, 0], cache.v[:, :, 2])
+    assert moved.v.shape[2] == 2
+    assert int(moved.length) == 1
+
+
+@pytest.mark.parametrize("name", ["segment", "cache_bucket", "slots"])
+def test_refuses_numbers_below_one(name):
+    with pytest.raises(ValueError, match=f"{name}: expected at least 1, got 0"):
+        SegmentedSampler(toy_policy(), HOW, keys_of=keys_of, group=GROUP, **{name: 0})
+
+
+# Devices --------------------------------------------------------------------------------------------------------------
+
+EIGHT_DEVICES = """
+import json, sys
+from functools import partial
+import jax, jax.numpy as jnp
+jax.config.update("jax_enable_x64", True)
+from oarjax.models.qwen import make_policy
+from oarjax.models.weights import init_params, sampling_params
+from oarjax.rollout.sampler import Decoding, group_keys, sample_rows
+from oarjax.rollout.segments import SegmentedSampler
+from oarjax.system.devices import make_mesh
+from oarjax.training.layout import rollout_layout, sampling_model
+import tiny
+
+model, prompts = tiny.model(), tiny.prompts(8)
+params = jax.tree.map(lambda x: x.astype(jnp.float64), init_params(model, jax.random.key(3)))
+how, keys = Decoding(21, 1.0, 0, 1.0, (tiny.STOP, 3, 5), tiny.PAD), partial(group_keys, group_size=4)
+one = make_policy(model, compute_dtype=jnp.float64)
+static = jax.jit(lambda p, b, k: sample_rows(one, p, b, keys(b, k), **how._asdict()))
+want = jax.device_get(static(params, prompts, jax.random.key(1)))
+for axes, options in json.loads(sys.argv[1]):
+    mesh = make_mesh(slice=1, **axes)
+    where = rollout_layout(tiny.config(rollout__prompts=8), model, mesh)
+    wide = sampling_model(model, tensor=axes["tensor"])
+    policy = make_policy(wide, compute_dtype=jnp.float64, mesh=where.rows.mesh)
+    laid = sampling_params(model, params, kv_heads=wide.num_key_value_heads, dtype=jnp.float64)
+    laid, asked = jax.device_put(laid, where.params), jax.device_put(prompts, where.rows)
+    run = SegmentedSampler(policy, how, keys_of=keys, group=4, rows=where.rows, fewest=2, **options)
+    got, again = (run(laid, asked, jax.random.key(1)) for _ in range(2))
+    blocks = len({str(s.index) for s in got.tokens.addressable_shards})
+    got, again = jax.device_get((got, again))
+    print(json.dumps({
+        "blocks": blocks,
+        "tokens": bool((got.tokens == want.tokens).all() & (got.ended == want.ended).all()),
+        "again": bool((got.behaviour_logps == again.behaviour_logps).all()),
+        "logps": float(abs(got.behaviour_logps - want.behaviour_logps).max()),
+        **run.spent(),
+    }), flush=True)
+"""
+MESHES = [
+    ({"data": 8, "fsdp": 1, "tensor": 1}, {"segment": 6, "cache_bucket": 7}),
+    ({"data": 1, "fsdp": 4, "tensor": 2}, {"segment": 5, "cache_bucket": 20}),
+    ({"data": 2, "fsdp": 2, "tensor": 2}, {"segment": 4, "cache_bucket": 8, "slots": 8}),
+]
+
+
+@pytest.mark.slow
+def test_eight_devices_draw_what_one_does():
+    """Three meshes in float64: rows over 8 and over 4 devices, key heads over two, and fewer slots than rows."""
+    found = json_lines(EIGHT_DEVICES, json.dumps(MESHES), devices=8, quick=True, timeout=900)
+    assert [line["blocks"] for line in found] == [8, 4, 4]
+    for line in found:
+        print(line)
+        assert line["tokens"], line
+        assert line["again"], line
+        assert line["logps"] < 1e-12, line
+        assert line["decode_occupancy"] > 0.3, line
+        assert line["decode_programs"] > 2, line
