@@ -189,15 +189,15 @@ class SegmentedSampler:
         found, self._spent = self._spent.metrics(), Spent()
         return found | {"decode_programs": float(len(self._programs))}
 
-    def lower(self, params: Params, prompts: PromptBatch, key: Key[Array, ""]) -> Any:
-        """The same work at its largest as one program: every row decoded to the end in a full cache.
+    def lower(self, params: Params, prompts: PromptBatch, key: Any) -> Any:
+        """Lower the same work at its largest as one program: every row decoded to the end in a full cache.
 
         It is what arithmetic and traffic are counted in, and is never run. ``programs`` are those that are.
         """
         return self._whole.lower(params, prompts, key)
 
-    def programs(self, params: Params, prompts: PromptBatch, key: Key[Array, ""]) -> list[Program]:
-        """Prefill, then every decode program that there can be, the largest first, with arguments as shapes."""
+    def programs(self, params: Params, prompts: PromptBatch, key: Any) -> list[Program]:
+        """List prefill, then every decode program that there can be, the largest first, with arguments as shapes."""
         plan = self.plan(prompts)
         prompt_cache, table, _ = jax.eval_shape(self._prefill, params, prompts, key)
         found = [Program("prefill", self._prefill, (params, prompts, key))]
