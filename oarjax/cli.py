@@ -380,7 +380,9 @@ def bench(
     model: Annotated[str, typer.Option(help="nano, micro or both: random policies made on the spot.")] = "nano",
     only: Annotated[
         str,
-        typer.Option(help="Workloads, comma-separated: W1 to W4 (default), W5 long credit, W6 steps, W7 grading."),
+        typer.Option(
+            help="Workloads, comma-separated: W1 to W4 (default), W5 long credit, W6 steps, W7 grading, W8 ragged rollout."
+        ),
     ] = "",
     repeats: Annotated[int, typer.Option(help="Warm runs per row.", min=1)] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,

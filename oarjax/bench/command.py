@@ -22,6 +22,7 @@ from rich.table import Table
 from oarjax.bench import credit as bench_credit
 from oarjax.bench import grading as bench_grading
 from oarjax.bench import project as bench_project
+from oarjax.bench import ragged as bench_ragged
 from oarjax.bench import step as bench_step
 from oarjax.bench.measure import Compilations, Measured, counted_compilations, measure, spread
 from oarjax.bench.work import Ours, Row, Shapes, draw_tokens, make_rows
@@ -68,6 +69,7 @@ WORKLOADS = ("W1", "W2", "W3", "W4")
 CREDIT = ("W5", "W6")
 """Minutes each: run only where they are asked for, on policies of their own choice."""
 GRADING = "W7"
+RAGGED = "W8"
 
 
 def run(model: str, only: str, repeats: int, as_json: bool, against: str | None, project: bool = False) -> None:
@@ -79,9 +81,9 @@ def run(model: str, only: str, repeats: int, as_json: bool, against: str | None,
     if model not in (*MODELS, "both"):
         raise ConfigError(f"--model: expected {', '.join(MODELS)} or both, got {model}")
     wanted = [w.strip().upper() for w in only.split(",") if w.strip()] or list(WORKLOADS)
-    if unknown := [w for w in wanted if w not in (*WORKLOADS, *CREDIT, GRADING)]:
+    if unknown := [w for w in wanted if w not in (*WORKLOADS, *CREDIT, GRADING, RAGGED)]:
         raise ConfigError(
-            f"--only: expected some of {','.join((*WORKLOADS, *CREDIT, GRADING))}, got {','.join(unknown)}"
+            f"--only: expected some of {','.join((*WORKLOADS, *CREDIT, GRADING, RAGGED))}, got {','.join(unknown)}"
         )
     if against not in (None, "torch"):
         raise ConfigError(f"--against: expected torch, got {against}")
@@ -106,6 +108,24 @@ def run(model: str, only: str, repeats: int, as_json: bool, against: str | None,
         document["grading"] = graded
         if not as_json:
             console.print(bench_grading.table(graded))
+    if RAGGED in wanted:
+        with (
+            tempfile.TemporaryDirectory(prefix="oarjax-bench-") as scratch,
+            console.status(RAGGED),
+            counted_compilations() as compiled,
+        ):
+            folder = write_random_checkpoint(Path(scratch) / "ragged", LONG_MODEL, seed=0)
+            ragged = bench_ragged.bench_ragged(
+                folder,
+                LONG_MODEL["vocab_size"],
+                bench_ragged.RAGGED,
+                repeats=repeats,
+                compiled=compiled,
+                torch_threads=threads() if against else None,
+            )
+        document["ragged"] = [ragged]
+        if not as_json:
+            console.print(bench_ragged.table(ragged))
     document["load_average_after"] = _load()
     if as_json:
         print(json.dumps(document, indent=2))

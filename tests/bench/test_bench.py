@@ -111,7 +111,7 @@ def test_work_is_what_the_rows_say():
     ("options", "message"),
     [
         (["--model", "mega"], "--model: expected nano, micro or both, got mega"),
-        (["--only", "W2,W9"], "--only: expected some of W1,W2,W3,W4,W5,W6,W7, got W9"),
+        (["--only", "W2,W9"], "--only: expected some of W1,W2,W3,W4,W5,W6,W7,W8, got W9"),
         (["--against", "trl"], "--against: expected torch, got trl"),
     ],
 )
