@@ -381,7 +381,7 @@ def bench(
     only: Annotated[
         str,
         typer.Option(
-            help="Workloads, comma-separated: W1 to W4 (default), W5 long credit, W6 steps, W7 grading, W8 ragged rollout."
+            help="Workloads, by comma: W1 to W4 (default), W5 long credit, W6 steps, W7 grading, W8 ragged rollout."
         ),
     ] = "",
     repeats: Annotated[int, typer.Option(help="Warm runs per row.", min=1)] = 5,
