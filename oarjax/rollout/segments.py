@@ -57,11 +57,11 @@ class Flags(NamedTuple):
 class Spent(NamedTuple):
     """What decoding took, to be added up."""
 
-    steps: int = 0
+    steps: float = 0
     tokens: float = 0.0
-    row_steps: int = 0  # rows in the batch, step by step
+    row_steps: float = 0  # rows in the batch, step by step
     attended: float = 0.0
-    slots_read: int = 0  # slots of the rows' own caches, step by step
+    slots_read: float = 0  # slots of the rows' own caches, step by step
 
     def metrics(self) -> dict[str, float]:
         """Decode steps, the share of their rows that were not done, and the share of slots read for nothing."""
