@@ -21,10 +21,10 @@ from jaxtyping import Int
 from rich.table import Table
 
 from oarjax.bench.measure import Compilations, spread
-from oarjax.costs import forward_flops
+from oarjax.costs import sampling_flops
 from oarjax.data.hf import load_params, read_config
 from oarjax.models.qwen import make_policy
-from oarjax.models.weights import matmul_parameters
+from oarjax.models.weights import decoder_of
 from oarjax.rollout.sampler import Decoding, group_keys
 from oarjax.rollout.segments import SegmentedSampler
 from oarjax.system.devices import peak_flops
@@ -82,14 +82,9 @@ def bench_ragged(
             began = time.perf_counter()
             theirs(lengths)
             other.append(time.perf_counter() - began)
+    sizes = decoder_of(model)
     flops = [
-        forward_flops(
-            matmul_params=float(matmul_parameters(model)),
-            layers=model.num_hidden_layers,
-            heads_width=model.num_attention_heads * model.head_dim,
-            tokens=float(s.rows * s.prompt_tokens + made),
-            context=(s.prompt_tokens + made / s.rows) / 2,
-        )
+        sampling_flops(sizes, prompts=s.rows, rows=s.rows, prompt=s.prompt_tokens, completion=made / s.rows)
         for made in tokens
     ]
     peak, where = peak_flops(jnp.float32)
