@@ -1,11 +1,13 @@
 """FLOPs by hand on round numbers, against those that programs execute, and the same in metrics and plans."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 import pytest
 from conftest import ROOT
 
-from oarjax.config import CreditConfig, load_config
+from oarjax.config import CreditConfig, MaskingConfig, ScreenConfig, load_config
 from oarjax.costs import (
     Decoder,
     Row,
@@ -107,7 +109,7 @@ SMALL = {
 LONG = Row(prompt=5, completion=16, reasoning=12)
 
 
-def executed(remat="none", **credit) -> float:
+def executed(remat: Literal["none", "full"] = "none", **credit) -> float:
     """What scoring one row of LONG's lengths executes."""
     model = QwenConfig.from_hf(SMALL)
     policy = make_policy(model, remat=remat)
@@ -142,7 +144,7 @@ def test_what_programs_execute(credit):
 
 def test_what_masking_executes():
     """Within 5% of the count in buckets, whose limit of many buckets is the model's count; that is less."""
-    cfg = CreditConfig(method="oar_p", masking={"chunk": 1, "buckets": 4})
+    cfg = CreditConfig(method="oar_p", masking=MaskingConfig(chunk=1, buckets=4))
     d = decoder_of(QwenConfig.from_hf(SMALL))
     found = executed(method="oar_p", masking={"chunk": 1, "buckets": 4})
     assert found == pytest.approx(masked_flops(d, LONG, share=1.0, buckets=4), rel=0.05)
@@ -156,7 +158,7 @@ def test_screening_adds_up():
     d = decoder_of(QwenConfig.from_hf(SMALL))
     exact = masked_flops(d, LONG, share=0.2) / clean_flops(d, LONG)
     for by, estimate in (("random", 1), ("oar_l", None), ("oar_f", None), ("oar_g", None)):
-        cfg = CreditConfig(method="oar_screened", screen={"by": by})
+        cfg = CreditConfig(method="oar_screened", screen=ScreenConfig(by=by))
         estimate = estimate or forwards(METHODS[by], cfg, LONG, d)
         shared = 1 if by in ("random", "oar_l") else 0  # the clean pass
         assert forwards(METHODS["oar_screened"], cfg, LONG, d) == pytest.approx(exact + estimate - shared)

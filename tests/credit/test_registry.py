@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from oarjax.config import Config, ConfigError, CreditConfig, LabConfig, parse_config
+from oarjax.config import (
+    Config,
+    ConfigError,
+    CreditConfig,
+    FisherConfig,
+    LabConfig,
+    ProbeConfig,
+    ScreenConfig,
+    parse_config,
+)
 from oarjax.costs import Row, clean_flops
 from oarjax.credit.bind import draws_noise, scorer, signals, weigher
 from oarjax.credit.method import KINDS, SIGNALS, CreditMethod, resolve
@@ -112,9 +121,10 @@ def test_labels_are_different():
 def test_which_methods_draw_noise():
     drawn = {name for name in METHODS if draws_noise(CreditConfig(method=name))}
     assert drawn == {"oar_g", "random", "permuted"}
-    assert draws_noise(CreditConfig(method="oar_f", fisher={"sampled": 2}))
-    assert draws_noise(CreditConfig(method="oar_screened", screen={"by": "oar_f"}, fisher={"sampled": 2}))
-    assert not draws_noise(CreditConfig(method="oar_g", probe={"mode": "answer_joint"}))
+    sampled = FisherConfig(sampled=2)
+    assert draws_noise(CreditConfig(method="oar_f", fisher=sampled))
+    assert draws_noise(CreditConfig(method="oar_screened", screen=ScreenConfig(by="oar_f"), fisher=sampled))
+    assert not draws_noise(CreditConfig(method="oar_g", probe=ProbeConfig(mode="answer_joint")))
 
 
 def test_a_new_entry_is_in_config_lab_study_and_label(mine):
