@@ -31,13 +31,13 @@ from oarjax.training.run import Run
 
 
 def train(cfg: Config, *, watch: Callable[[list[dict[str, Any]]], object] | None = None) -> Path:
-    """What ``oarjax train`` does, and the run's folder. A run that was stopped goes on; one that has ended is kept.
+    """Train as ``oarjax train`` does; return the run's folder. A stopped run resumes; a finished one is kept.
 
     Args:
         watch: called with the metrics so far, one record per iteration, whenever there are new ones.
 
     Raises:
-        KeyboardInterrupt: the cell was interrupted; what has been done is saved, and the same call goes on.
+        KeyboardInterrupt: the cell was interrupted; finished work is saved, and the same call resumes it.
         ConfigError: see ``oarjax.training.command``; and what the parts of a run raise.
     """
     folder = Path(cfg.run_dir).expanduser()
@@ -50,13 +50,13 @@ def train(cfg: Config, *, watch: Callable[[list[dict[str, Any]]], object] | None
         with Stop() as stop:
             train_once(cfg, _WarningsOnly(), stop, seen)
     except Stopped:
-        raise KeyboardInterrupt(f"{folder} is saved; run this again to go on with it") from None
+        raise KeyboardInterrupt(f"{folder} is saved; run this again to resume it") from None
     seen()  # of a run that had ended before there was nothing new
     return folder
 
 
 def credit_lab(cfg: Config) -> LabResult:
-    """What ``oarjax credit`` does: methods of token credit on a policy's own completions. Its files are written too."""
+    """Run ``oarjax credit``: measure credit methods on a policy's own completions, and write its files."""
     return measure_credit(cfg, _WarningsOnly())
 
 
@@ -70,7 +70,7 @@ def open_run(cfg: Config) -> Run:
 
 
 class _WarningsOnly(Console):
-    """Prints warnings, on plain lines; what else a command says is seen better in the run's files."""
+    """A console that prints warnings alone, on plain lines; everything else is in the run's files."""
 
     def __init__(self) -> None:
         super().__init__(force_jupyter=False, force_terminal=False, highlight=False, width=110)
@@ -94,7 +94,7 @@ class Shown:
 
 
 def show_curves(runs: Mapping[str, Path | Sequence[Record]], *, metrics: Sequence[str] = ()) -> Shown:
-    """Curves by iteration, a chart per metric.
+    """Show curves by iteration, a chart per metric.
 
     Args:
         runs: by the name to show, a run's folder or records ``{"iteration": n, metric: value, ...}``.
@@ -117,7 +117,7 @@ def show_curves(runs: Mapping[str, Path | Sequence[Record]], *, metrics: Sequenc
 
 
 def show_completions(run: Path | Sequence[tuple[int, CompletionRow]], *, count: int = 2) -> Shown:
-    """Completions of a run's folder (or as ``read_completions`` gives them), each token coloured by its weight.
+    """Show completions of a run's folder (or as ``read_completions`` gives them), each token coloured by its weight.
 
     ``count`` of them, from the earliest and the latest iterations, those with uneven weights first.
     """
@@ -138,7 +138,7 @@ def show_tokens(
     answer: Sequence[bool] = (),
     title: str = "",
 ) -> Shown:
-    """One completion, once for each set of weights: by name, a weight per token, 1 = as in plain GRPO.
+    """Show one completion once for each set of weights: by name, a weight per token, 1 = as in plain GRPO.
 
     ``reasoning`` and ``answer`` say which tokens are which, by default all and none.
 
@@ -149,7 +149,7 @@ def show_tokens(
 
 
 def show_credit(result: LabResult, *, methods: Sequence[str] = (), count: int = 2) -> Shown:
-    """Completions of a credit lab, each coloured by every method in turn.
+    """Show completions of a credit lab, each coloured by every method in turn.
 
     Args:
         methods: names of the lab's methods, in the order to show; by default all.
@@ -171,18 +171,18 @@ def show_credit(result: LabResult, *, methods: Sequence[str] = (), count: int = 
 
 
 def show_lab(result: LabResult) -> Shown:
-    """The tables of a credit lab, with what their columns mean, and its figures."""
-    made = []
+    """Show the tables of a credit lab, with the meaning of their columns, and its figures."""
+    shown = []
     for title, columns in tables(result):
         chosen = shown_columns(result, columns)
         lines = [[visible(cell) for cell in line] for line in table_cells(result, chosen)]
         header = ["method", *(column.heading for column in chosen)]
-        made.append({"title": title, "header": header, "lines": lines, "note": legend(result, chosen)})
-    return _shown(tables=made, note=f"{result.interval}.")
+        shown.append({"title": title, "header": header, "lines": lines, "note": legend(result, chosen)})
+    return _shown(tables=shown, note=f"{result.interval}.")
 
 
 def show_lab_figure(result: LabResult) -> Shown:
-    """What each method finds against what it costs, and how it ranks tokens beside exact OAR-P (needs matplotlib)."""
+    """Plot each method's recall against its cost, and its ranking beside exact OAR-P (needs matplotlib)."""
     target = io.BytesIO()
     draw_lab(result).savefig(target, format="png", dpi=110)
     return _shown(picture=base64.b64encode(target.getvalue()).decode(), label="credit lab: recall against cost")

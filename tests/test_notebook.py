@@ -132,7 +132,7 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path, monkeypatch):
         raise Stopped
 
     monkeypatch.setattr(notebook, "train_once", stopped)
-    with pytest.raises(KeyboardInterrupt, match="run is saved; run this again to go on with it"):
+    with pytest.raises(KeyboardInterrupt, match="run is saved; run this again to resume it"):
         oarjax.train(config(tmp_path))
 
 

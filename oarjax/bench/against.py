@@ -94,7 +94,7 @@ class Torch:
         self.optimizer.zero_grad()
 
     def outcome(self, embeddings: torch.Tensor, at: slice) -> torch.Tensor:
-        """log P of the mean of the logits that predict the answer, [B, V]."""
+        """Return log P of the mean of the logits that predict the answer, [B, V]."""
         places = torch.arange(at.start, at.stop, device=self.device)
         logits = self.model(inputs_embeds=embeddings, use_cache=False, logits_to_keep=places).logits
         return F.log_softmax(logits.mean(1), -1)
@@ -142,7 +142,7 @@ class Torch:
         return w * w.shape[1] / w.sum(1, keepdim=True)
 
     def places(self) -> tuple[slice, slice]:
-        """Reasoning positions, and those that predict the answer."""
+        """Return the reasoning positions, and those that predict the answer."""
         s = self.shapes
         answer = s.prompt_tokens + s.reasoning + s.cue - 1
         return slice(s.prompt_tokens, s.prompt_tokens + s.reasoning), slice(answer, answer + s.answer)

@@ -1,6 +1,6 @@
 """``oarjax bench``: what rollout, update, credit and a whole iteration cost on this machine.
 
-The policies are random, made on the spot in the Hugging Face layout and read back through the usual loader.
+The policies are random, generated on the spot in the Hugging Face layout and read back through the usual loader.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def bench_model(
 
 
 def bench_of_credit(wanted: list[str], *, repeats: int, console: Console, show: bool) -> Iterator[dict[str, Any]]:
-    """W5 on nano, then W6 on its own policies."""
+    """Measure W5 on nano, then W6 on its own policies."""
     with tempfile.TemporaryDirectory(prefix="oarjax-bench-") as scratch, counted_compilations() as compiled:
         if "W5" in wanted:
             folder = write_random_checkpoint(Path(scratch) / "long", LONG_MODEL, seed=0)
@@ -225,17 +225,17 @@ def bench_row(row: Row, sides: Sides, *, repeats: int, compiled: Compilations) -
 
 
 def in_unit(row: Row, seconds: float) -> float:
-    """A run's seconds in the row's unit."""
+    """Convert a run's seconds to the row's unit."""
     return row.amount / seconds if row.unit == "tokens/s" else seconds / row.amount
 
 
 def pairwise(a: Measured, b: Measured) -> dict[str, Any]:
-    """Seconds of a over seconds of b, run by run."""
+    """Divide the seconds of a by those of b, run by run."""
     return spread([x / y for x, y in zip(a.seconds, b.seconds)])
 
 
 def add_multiples(rows: list[dict[str, Any]], *, sequences: int) -> None:
-    """Credit per sequence as a multiple of the same side's update per sequence."""
+    """Add credit per sequence as a multiple of the same side's update per sequence."""
     update = next((r for r in rows if r["name"] == "update"), None)
     for row in rows:
         for side in ("ours", "torch"):
@@ -245,7 +245,7 @@ def add_multiples(rows: list[dict[str, Any]], *, sequences: int) -> None:
 
 
 def threads() -> int:
-    """CPUs that this process may use: as many threads as XLA takes on a CPU."""
+    """Count the CPUs that this process may use: as many threads as XLA takes on a CPU."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -268,7 +268,7 @@ def torch_device(platform_name: str) -> str:
 
 
 def machine(against: str | None) -> dict[str, Any]:
-    """Where and with what this was measured."""
+    """Describe the machine and the versions."""
     names = ["oarjax", "jax", "flax", *(["torch", "transformers"] if against else [])]
     return {
         "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
@@ -284,7 +284,7 @@ def _load() -> float | None:
 
 
 def table(found: dict[str, Any], *, against: str | None) -> Table:
-    """Medians with minimum and maximum, within 80 columns; the JSON document has every number."""
+    """Tabulate medians with minimum and maximum, within 80 columns; the JSON document has every number."""
     out = Table(title=f"{found['model']}, {found['parameters']:,} parameters, float32", title_justify="left")
     more = ["oarjax", "torch", "torch/oarjax"] if against else ["oarjax", "programs", "peak MiB"]
     for heading, side in zip(["", "work", *more], ("left", "left", "right", "right", "right")):
@@ -301,7 +301,7 @@ def table(found: dict[str, Any], *, against: str | None) -> Table:
 
 
 def value_text(row: dict[str, Any], side: str) -> str:
-    """A cell: the median with its unit, the range, and for credit the multiple of an update."""
+    """Format a cell: the median with its unit, the range, and for credit the multiple of an update."""
     v, unit = row[side]["value"], row["unit"]
     digits = ",.0f" if unit == "tokens/s" else ".4f" if v["median"] < 0.1 else ".3f"
     multiple = row[side].get("updates_per_sequence")
@@ -310,7 +310,7 @@ def value_text(row: dict[str, Any], side: str) -> str:
 
 
 def footnote(document: dict[str, Any]) -> str:
-    """How to read the table."""
+    """Explain how to read the table."""
     versions = ", ".join(f"{name} {number}" for name, number in document["versions"].items())
     paired = ""
     if "torch" in document["versions"]:

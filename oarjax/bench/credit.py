@@ -66,7 +66,7 @@ def plain_importance(
 
 
 def plain(ours: Ours) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The plain form as a jitted function, and its arguments."""
+    """Return the plain form as a jitted function, and its arguments."""
     s, cfg = ours.shapes, ours.cfg
     policy = make_policy(ours.model, compute_dtype=jnp.float32, remat=cfg.policy.remat)
     probe = outcome_probe(cfg.credit.probe.mode, temperature=cfg.rollout.temperature)
@@ -90,7 +90,7 @@ def plain(ours: Ours) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def only_counted(found: list[float]) -> Callable[[Steps], Steps]:
-    """Programs whose ``score`` is not run: its executed FLOPs are written down."""
+    """Replace ``score`` by a count of its executed FLOPs."""
 
     def watched(steps: Steps) -> Steps:
         def score(*args: Any, probe: Any) -> None:
@@ -102,7 +102,7 @@ def only_counted(found: list[float]) -> Callable[[Steps], Steps]:
 
 
 def score_flops(ours: Ours, names: Iterable[str] = tuple(SCORES)) -> dict[str, float]:
-    """Executed FLOPs of the plain form and of these others. Nothing is run but the counting."""
+    """Count executed FLOPs of the plain form and of these others; runs nothing else."""
     scores, args = plain(ours)
     out = {PLAIN: executed_flops(scores, *args)}
     for name in names:
@@ -139,7 +139,7 @@ def bench_long(folder: Path, vocab: int, shapes: Shapes, *, repeats: int, compil
 
 
 def table(found: dict[str, Any]) -> Table:
-    """FLOPs, seconds and the two ratios to the plain form."""
+    """Tabulate FLOPs, seconds and the two ratios to the plain form."""
     out = Table(title=f"W5 scores over long reasoning, {found['what']}", title_justify="left")
     out.add_column("method", no_wrap=True)
     for heading in ("GFLOP", "of plain", "s", "plain / this", "programs", "peak MiB"):

@@ -28,7 +28,7 @@ FORMS: tuple[tuple[float, Callable[[int], str]], ...] = (
 
 
 def draw_solutions(count: int, *, seed: int) -> list[Sample]:
-    """Short solutions that end in a box, half of them right."""
+    """Draw short solutions that end in a box, half of them right."""
     draw = np.random.default_rng(seed)
     shares = [share for share, _ in FORMS]
     samples = []
@@ -60,7 +60,7 @@ def bench_grading(*, workers: int, repeats: int, compiled: Compilations, answers
 
 
 def table(found: dict[str, Any]) -> Table:
-    """One row, within 80 columns."""
+    """Tabulate one row, within 80 columns."""
     value = found["ours"]["value"]
     out = Table(title=f"{found['workload']}: {found['what']}", title_justify="left")
     for heading in ("answers/s", "min-max", "goal on 2 cores", "verdicts"):

@@ -1,4 +1,4 @@
-"""What a benchmark measures: seconds of warm runs, compilations, and the peak of resident memory."""
+"""Measurements of a benchmark: seconds of warm runs, compilations, and the peak of resident memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from jax import monitoring
 
 WARM_UP = 2
-"""Calls before the clock counts: the first compiles, the second meets the arrays that the first one made."""
+"""Calls before the clock counts: the first compiles, the second meets the arrays of the first."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Measured:
     peak_rss_mb: float = 0.0  # of the whole process, since the work's warm-up began where the system can say
 
     def summary(self) -> dict[str, Any]:
-        """Everything for the JSON document."""
+        """Return everything for the JSON document."""
         return {
             "seconds": spread(self.seconds),
             "cpu_seconds": spread(self.cpu_seconds),
@@ -64,7 +64,7 @@ class Measured:
 
 
 def spread(values: list[float]) -> dict[str, Any]:
-    """Median, minimum, maximum, and the values in the order in which they came."""
+    """Summarise values: median, minimum, maximum, and all of them in order."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "runs": values}
 
 
@@ -107,7 +107,7 @@ def forget_peak_memory() -> None:
 
 
 def peak_memory_mb() -> float:
-    """Peak resident memory of this process in MiB, since ``forget_peak_memory`` where that works."""
+    """Return the peak resident memory of this process in MiB, since ``forget_peak_memory`` where that works."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024

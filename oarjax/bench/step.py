@@ -35,7 +35,7 @@ class Setting:
 
 
 def step_settings(common: dict[str, Any]) -> dict[str, Setting]:
-    """The demo (completions as long as the trained policy's: 34 tokens of reasoning, 38 in all) and a wider policy."""
+    """Return the demo (completions as long as its trained policy's: 34 of 38 tokens reason) and a wider policy."""
     wide = {"hidden_size": 384, "num_hidden_layers": 4, "num_attention_heads": 6, "intermediate_size": 1536}
     return {
         "demo": Setting(
@@ -52,7 +52,7 @@ def step_settings(common: dict[str, Any]) -> dict[str, Setting]:
 
 
 def counted(totals: dict[str, float]) -> Callable[[Steps], Steps]:
-    """Programs that add what they execute to ``totals`` before they run."""
+    """Wrap programs so that each call adds its executed FLOPs to ``totals``."""
 
     def watched(steps: Steps) -> Steps:
         def watch(name: str) -> Callable[..., Any]:
@@ -70,14 +70,14 @@ def counted(totals: dict[str, float]) -> Callable[[Steps], Steps]:
 
 
 def step_flops(ours: Ours, credit: dict[str, Any], setting: Setting, *, skip: bool) -> dict[str, float]:
-    """Executed FLOPs of each program of one step."""
+    """Count the executed FLOPs of each program of one step."""
     totals: dict[str, float] = {}
     _step(ours, credit, setting, skip=skip, watch=counted(totals))()
     return totals
 
 
 def _step(ours: Ours, credit: dict[str, Any], setting: Setting, *, skip: bool, **more: Any) -> Callable[[], Any]:
-    """One iteration; with ``skip`` every second group's rewards are equal and left out."""
+    """Return one iteration's work; with ``skip`` every second group has equal rewards and is left out."""
     cfg = ours.changed(credit=credit, update={"microbatch": setting.microbatch, "skip_zero_variance": skip})
     return ours.iteration(cfg, rewards=half_constant if skip else half_right, **more)
 
@@ -91,7 +91,7 @@ def bench_steps(
     compiled: Compilations,
     status: Callable[[str], Any],
 ) -> dict[str, Any]:
-    """Every method against GRPO in turn (GRPO, method, GRPO, method ...), all rows used and half of them skipped."""
+    """Measure each method against GRPO in turn (GRPO, method, GRPO, method ...), with all rows and with half."""
     s = setting.shapes
     ours = Ours(folder, s, draw_tokens(setting.fields["vocab_size"], s, seed=0))
     rows = []
@@ -125,7 +125,7 @@ def bench_steps(
 
 
 def table(found: dict[str, Any]) -> Table:
-    """A whole step over GRPO's: seconds, executed FLOPs, and where the goal is."""
+    """Tabulate a whole step over GRPO's: seconds, executed FLOPs, and the goal."""
     out = Table(title=f"W6 step, {found['name']}: {found['what']}", title_justify="left")
     out.add_column("method", no_wrap=True)
     out.add_column("rows", no_wrap=True)

@@ -66,7 +66,7 @@ class Tokens:
 
 
 def draw_tokens(vocab: int, shapes: Shapes, *, seed: int) -> Tokens:
-    """Uniform ids."""
+    """Draw uniform ids."""
     draw = np.random.default_rng(seed)
     s = shapes
     length = s.prompt_tokens + s.reasoning + s.cue + s.answer
@@ -83,7 +83,7 @@ def draw_tokens(vocab: int, shapes: Shapes, *, seed: int) -> Tokens:
 
 
 def make_rows(model: QwenConfig, shapes: Shapes) -> list[Row]:
-    """The rows of the table, in order."""
+    """Return the rows of the table, in order."""
     s = shapes
 
     d, full = decoder_of(model), s.prompt_tokens + s.new_tokens
@@ -110,7 +110,7 @@ def make_rows(model: QwenConfig, shapes: Shapes) -> list[Row]:
 
 
 def settings(shapes: Shapes) -> dict[str, Any]:
-    """The config of all workloads where it differs from a run's defaults.
+    """Return the fields of the workloads' config that differ from a run's defaults.
 
     Few rows at a time stay in a CPU's cache, and so little is kept for the backward pass that nothing need be
     computed again.
@@ -131,12 +131,12 @@ def settings(shapes: Shapes) -> dict[str, Any]:
 
 
 def _microbatch(rows: int, most: int) -> int:
-    """The largest number of rows, at most ``most``, that divides ``rows``."""
+    """Return the largest number of rows, at most ``most``, that divides ``rows``."""
     return next(b for b in range(min(rows, most), 0, -1) if rows % b == 0)
 
 
 def spans(rows: int, length: int, shapes: Shapes) -> AnswerSpan:
-    """The same reasoning and answer in every row; random tokens hold no answer to find."""
+    """Return the same reasoning and answer for every row; random tokens hold no answer to find."""
     place = np.broadcast_to(np.arange(length), (rows, length))
     answer = shapes.reasoning + shapes.cue
     return AnswerSpan(
@@ -147,13 +147,13 @@ def spans(rows: int, length: int, shapes: Shapes) -> AnswerSpan:
 
 
 def half_right(rows: int, group_size: int) -> Grades:
-    """Half of every group is right, so that no group is left out."""
+    """Grade half of every group right, so that no group is left out."""
     rewards = (np.arange(rows) % group_size < (group_size + 1) // 2).astype(np.float32)
     return Grades(rewards, {"half": rewards}, ["graded"] * rows, [None] * rows, [""] * rows)
 
 
 def half_constant(rows: int, group_size: int) -> Grades:
-    """Every second group is all right, and teaches nothing; of the others half."""
+    """Grade every second group all right, so that it teaches nothing, and half of the others."""
     found = half_right(rows, group_size).rewards
     rewards = np.where(np.arange(rows) // group_size % 2 == 1, np.float32(1), found)
     return Grades(rewards, {"half": rewards}, ["graded"] * rows, [None] * rows, [""] * rows)
@@ -273,7 +273,7 @@ class Ours:
         return lambda: jax.block_until_ready(steps.score(self.params, None, *cards, used, keys.next(), probe=probe))
 
     def changed(self, **sections: dict[str, Any]) -> Config:
-        """The workloads' config with other fields."""
+        """Return the workloads' config with other fields."""
         tree = settings(self.shapes)
         return parse_config(tree | {name: tree.get(name, {}) | fields for name, fields in sections.items()})
 
@@ -282,7 +282,7 @@ class Ours:
 
 
 class _Keys:
-    """A fresh key for every run, made outside the programs."""
+    """Draws a fresh key for every run, outside the programs."""
 
     def __init__(self) -> None:
         self.drawn = 0

@@ -74,11 +74,11 @@ EXAMPLES = (
 """Worked problems for base policies: question, reasoning, answer."""
 
 FIRST_ANSWER = r"(?s)\A.*?[Tt]he answer is:?\s*\$?([^\n]*?)\$?\.?\s*(?:\n|\Z)"
-"""The first answer of a completion: a base policy goes on and makes up further questions."""
+"""The first answer of a completion: a base policy continues with further questions of its own."""
 
 
 def few_shot() -> str:
-    """The worked problems as a prompt's format."""
+    """Write the worked problems as a prompt's format."""
     shown = [f"Question: {q}\nAnswer: {steps} The answer is {answer}." for q, steps, answer in EXAMPLES]
     return "\n\n".join([*shown, "Question: {prompt}\nAnswer:"])
 

@@ -1,4 +1,4 @@
-"""``oarjax evaluate``: benchmarks by name, on a run, a checkpoint or any Qwen policy; goes on after a kill."""
+"""``oarjax evaluate``: benchmarks by name, on a run, a checkpoint or any Qwen policy; resumes after a kill."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from oarjax.training.run import Run, open_run
 from oarjax.types import Params
 
 OWN = "held-out"
-"""What the run's own held-out problems are called."""
+"""The name of a run's own held-out problems."""
 
 ACCEPTED = (
     "seed",
@@ -133,7 +133,7 @@ def run(
     parts = [Part(name, asks, open_run(cfg, console, evaluates=True)) for (name, asks, _), cfg in zip(trees, configs)]
     first = parts[0].run
     with ExitStack() as stack:
-        stack.enter_context(_told_to_stop(console, folder))
+        stack.enter_context(_stoppable(console, folder))
         if first.first:
             stack.enter_context(locked(folder, given="--out"))
         stack.enter_context(storage_errors(folder))
@@ -159,13 +159,13 @@ def run(
 
 
 @contextmanager
-def _told_to_stop(console: Console, folder: Path) -> Iterator[None]:
-    """SIGTERM and Ctrl-C end it with the exit code of a run that was told to stop: every whole batch is on disk."""
+def _stoppable(console: Console, folder: Path) -> Iterator[None]:
+    """Exit on SIGTERM and Ctrl-C as a stopped run does: every whole batch is on disk."""
     with Stop():
         try:
             yield
         except Stopped:
-            console.print(f"stopped; the same command goes on with what is in {folder}", markup=False)
+            console.print(f"stopped; the same command resumes with what is in {folder}", markup=False)
             raise
 
 
@@ -179,7 +179,7 @@ def run_compare(ours: Path, theirs: Path, *, as_json: bool) -> None:
 
 
 def evaluate_part(part: Part, params: Params, samples: SampleLines | None) -> list[dict[str, Any]]:
-    """All samples of a benchmark: those on disk, and the rest drawn and written batch by batch.
+    """Return all samples of a benchmark: those on disk, and the rest drawn and written batch by batch.
 
     ``samples`` is the first process's; the others draw along and know only what they drew.
     """
@@ -211,7 +211,7 @@ def evaluate_part(part: Part, params: Params, samples: SampleLines | None) -> li
 
 
 def sample_records(part: Part, batch: Graded) -> list[dict[str, Any]]:
-    """Everything that is to be known of a batch's samples, a line each."""
+    """Make the lines of samples.jsonl for a batch."""
     run, rollout, grades = part.run, batch.rollout, batch.grades
     scores = first_rewards(run, batch).reshape(-1)
     texts = run.texts(rollout)
@@ -240,7 +240,7 @@ def sample_records(part: Part, batch: Graded) -> list[dict[str, Any]]:
 
 
 def _own(target: Target, text: str) -> Asked:
-    """A run's own held-out problems, asked as the run asks them."""
+    """Ask a run's own held-out problems as the run asks them."""
     if target.run is None or target.run.data.eval is None:
         raise ConfigError(
             f"--data: {text} is no run with held-out problems of its own; give names of benchmarks or files"
@@ -265,7 +265,7 @@ def _tree(
     overrides: Sequence[str],
     folder: Path,
 ) -> tuple[str, dict[str, Any]]:
-    """The prompt's name and the fields of a config: the defaults, the prompt's, the benchmark's, then the user's."""
+    """Return the prompt's name and a config's fields: defaults, the prompt's, the benchmark's, then the user's."""
     _, source = read_config(target.policy, revision=target.revision)
     name = benchmark.prompt or (family_prompt(target.policy, load_tokenizer(source)) if prompt == "auto" else prompt)
     if name != "own" and name not in PROMPTS:
@@ -305,7 +305,7 @@ def _put(tree: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _batch(cfg: Config) -> int:
-    """Problems sampled at once: about ``ROWS`` completions on each of the devices that share them."""
+    """Choose how many problems are sampled at once: about ``ROWS`` completions per device that shares them."""
     join_processes(**cfg.distributed.model_dump())
     choose_platform(cfg.device)
     mesh = make_mesh(**cfg.mesh.model_dump())
@@ -314,7 +314,7 @@ def _batch(cfg: Config) -> int:
 
 
 def _config(tree: dict[str, Any]) -> Config:
-    """The config of an evaluation: its problems stand in the place of those to train on."""
+    """Build the config of an evaluation: its problems stand in the place of training problems."""
     data = dict(tree["data"])
     try:
         source = DatasetConfig.model_validate(data.pop("eval"))
@@ -327,14 +327,14 @@ def _config(tree: dict[str, Any]) -> Config:
 
 
 def _with_batch(cfg: Config, batch: int) -> Config:
-    """The batch of an evaluation; sizes of training that must divide go along."""
+    """Set the batch of an evaluation, and with it the training sizes that must divide."""
     tree = cfg.model_dump(mode="json")
     tree["eval"]["batch"] = tree["rollout"]["prompts"] = tree["update"]["microbatch"] = batch
     return parse_config(tree, source="oarjax evaluate")
 
 
 def _folder(target: str, found: Target, asked: Sequence[Asked], k: int | None, temperature: float | None) -> Path:
-    """Where results go by default: in the run's folder, or in runs/ under the policy's name."""
+    """Choose where results go by default: in the run's folder, or in runs/ under the policy's name."""
     settings = "" if k is None else f"-k{k}"
     settings += "" if temperature is None else f"-t{temperature:g}"
     what = "-".join(a.name for a in asked) + settings
@@ -350,7 +350,7 @@ def _folder(target: str, found: Target, asked: Sequence[Asked], k: int | None, t
 
 
 def _identity(target: Target, parts: Sequence[Part]) -> dict[str, Any]:
-    """Policy, problems and settings: all that the results depend on."""
+    """Collect all that the results depend on: policy, problems and settings."""
     first = parts[0].run
     return {
         "policy": {
@@ -388,10 +388,10 @@ def _data_digest(encoded: Encoded) -> str:
 
 
 def _claim(folder: Path, identity: dict[str, Any]) -> None:
-    """Take a folder for this evaluation, or go on with it there.
+    """Claim a folder for this evaluation, or resume it there.
 
     Raises:
-        ConfigError: it holds another one, with what differs.
+        ConfigError: it holds another one; names what differs.
     """
     known = folder / "evaluation.json"
     if known.exists():
@@ -400,7 +400,7 @@ def _claim(folder: Path, identity: dict[str, Any]) -> None:
         if differ:
             raise ConfigError(
                 f"--out: {folder} holds another evaluation ({'; '.join(differ)} differ); give another --out, or the "
-                "same command to go on with it"
+                "same command to resume it"
             )
     elif (folder / "samples.jsonl").exists():
         raise ConfigError(f"--out: {folder} holds samples of something else; give another --out")
@@ -408,7 +408,7 @@ def _claim(folder: Path, identity: dict[str, Any]) -> None:
 
 
 def _claimed(known: Path) -> dict[str, Any]:
-    """The evaluation that a folder belongs to.
+    """Read which evaluation a folder belongs to.
 
     Raises:
         ConfigError: the file that says so is damaged, or something else.

@@ -41,7 +41,7 @@ def run(source: str, target: Path, dtype: str, shard_gb: float = SHARD_BYTES / 1
 
 
 def _params(found: Target, cfg: QwenConfig, folder: Path) -> tuple[Params, DTypeLike]:
-    """The policy's params, and the dtype that --dtype keep writes.
+    """Load the policy's params, and choose the dtype that --dtype keep writes.
 
     That is the stored one; of a checkpoint ``export.dtype``, or float32 as trained, below adapters that of the policy's
     folder.

@@ -1,4 +1,4 @@
-"""What an evaluation found: figures of each benchmark, as JSON and as a table, and two evaluations compared."""
+"""Results of an evaluation: figures of each benchmark, as JSON and as a table, and two evaluations compared."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INTERVALS = "95% intervals over problems, Student's t (Wilson's where all proble
 
 
 def benchmark_result(records: Sequence[dict[str, Any]], *, samples: int) -> dict[str, Any]:
-    """The figures of one benchmark, out of its samples in any order."""
+    """Compute the figures of one benchmark from its samples in any order."""
     rows = sorted(records, key=lambda r: (r["problem"], r["sample"]))
     groups = [rows[at : at + samples] for at in range(0, len(rows), samples)]
     scores = np.asarray([[number(r["score"]) for r in group] for group in groups], float)
@@ -50,7 +50,7 @@ def benchmark_result(records: Sequence[dict[str, Any]], *, samples: int) -> dict
 
 
 def print_results(console: Console, result: dict[str, Any]) -> None:
-    """A column for each benchmark."""
+    """Print a table with a column for each benchmark."""
     found = result["benchmarks"]
     table = Table()
     table.add_column("")
@@ -68,7 +68,7 @@ def print_results(console: Console, result: dict[str, Any]) -> None:
 
 
 def per_cent(figure: dict[str, Any] | None) -> str:
-    """``45.6 (41.2 to 50.1)``; n/a where nothing is known."""
+    """Format as ``45.6 (41.2 to 50.1)``; n/a if nothing is known."""
     if figure is None or figure["value"] is None:
         return "n/a"
     if figure["low"] is None:
@@ -97,7 +97,7 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 class _Compared(BaseModel):
-    """What is read of a benchmark's results to compare them."""
+    """The fields of a benchmark's results that a comparison reads."""
 
     data: str
     settings: dict[str, Any]

@@ -65,6 +65,6 @@ def run(
     for row in range(len(rollout.ended)):
         if row % count == 0:
             console.print(Text(visible(prompts[row // count]), style="dim"))
-        made = rollout.tokens[row, -max_new:][np.asarray(rollout.completion[row])]
+        generated = rollout.tokens[row, -max_new:][np.asarray(rollout.completion[row])]
         cut = "" if rollout.ended[row] else f"  [cut at {max_new} tokens]"
-        console.print(Text(visible(text_of(made.tolist(), table))).append(Text(cut, style="yellow")))
+        console.print(Text(visible(text_of(generated.tolist(), table))).append(Text(cut, style="yellow")))

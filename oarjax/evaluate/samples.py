@@ -1,4 +1,4 @@
-"""samples.jsonl of an evaluation: every sample that was drawn, benchmark by benchmark, to go on after."""
+"""samples.jsonl of an evaluation: every sample drawn so far, benchmark by benchmark, to resume from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from oarjax.runs.durable import Lines
 
 FIELDS = {"benchmark", "problem", "sample", "answer", "score", "verdict", "tokens", "ended"}
-"""Of a record, those that the figures are made of."""
+"""The fields of a record that figures are computed from."""
 
 
 class SampleLines:
@@ -29,7 +29,7 @@ class SampleLines:
         self._lines: Lines | None = None
 
     def known(self, benchmark: str, problems: int, *, samples: int, batch: int) -> list[dict[str, Any]]:
-        """What there is of the benchmark's ``problems``, up to the last whole batch, in the order it was written."""
+        """Return the known samples of the ``problems``, up to the last whole batch, in the order written."""
         mine: list[dict[str, Any]] = []
         for record in self._records[self._at :]:
             if record.get("benchmark") != benchmark:
@@ -57,7 +57,7 @@ class SampleLines:
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """Whole lines up to the first that is no sample, and the byte after each."""
+    """Read whole lines up to the first that is no sample, and the byte after each."""
     records, ends, at = [], [], 0
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
         try:

@@ -1,4 +1,4 @@
-"""What ``oarjax evaluate`` and ``export`` read: a run's export or checkpoint, an HF folder, or a hub name."""
+"""Targets of ``oarjax evaluate`` and ``export``: a run's export or checkpoint, an HF folder, or a hub name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Target(NamedTuple):
 
 
 def find_target(text: str) -> Target:
-    """What a folder or name stands for. A run is read, never changed: it may be going on.
+    """Find the policy that a folder or name stands for. A run is read, never changed: it may be in progress.
 
     Raises:
         ConfigError: a run without a policy yet, a checkpoint that cannot be trusted, or a folder that is none of these.
@@ -58,7 +58,7 @@ EXPECTED = "a run folder (runs/demo), one of its checkpoints (runs/demo/checkpoi
 
 
 def _check_policy(path: Path, text: str) -> None:
-    """Refuse what is no HF folder, nor looks like a hub name."""
+    """Refuse a target that is no HF folder and does not look like a hub name."""
     if (path / "config.json").is_file():
         return
     if path.is_dir():
@@ -74,7 +74,7 @@ def _check_policy(path: Path, text: str) -> None:
 
 
 def policy_of(run: Path, cfg: Config) -> str:
-    """The HF folder that a run's checkpoints started from; built-in policies lie in the run's folder.
+    """Return the HF folder that a run's checkpoints started from; built-in policies lie in the run's folder.
 
     Checkpoints of adapters hold these alone, and go with the warm start's policy where there was one.
     """
@@ -88,7 +88,7 @@ def policy_of(run: Path, cfg: Config) -> str:
 
 
 def revision_of(cfg: Config, checkpoint: Path) -> str | None:
-    """The hub revision that a run started from: the commit that its checkpoint noted, or the config's."""
+    """Return the hub revision that a run started from: the commit in its checkpoint, or the config's."""
     noted = read_manifest(checkpoint)
     return (noted or {}).get("record", {}).get("commit") or cfg.policy.revision
 
@@ -98,7 +98,9 @@ def _newest(run: Path) -> Path:
         at = (run / "checkpoints" / f"{number:06d}").absolute()
         if misplaced(at, run_id(run)) is None and damage(at) is None:
             return at
-    raise ConfigError(f"{run}: this run has neither an export nor a checkpoint that can be trusted yet; let it go on")
+    raise ConfigError(
+        f"{run}: this run has neither an export nor a checkpoint that can be trusted yet; let it train on"
+    )
 
 
 def load_target(target: Target, run: Run) -> Params:
@@ -127,7 +129,7 @@ def checkpoint_params(run: Run, checkpoint: Path) -> Params:
 
 
 def weights_digest(target: Target, folder: Path) -> str:
-    """SHA-256 of the weights, to tell whether a half-done evaluation was of this very policy."""
+    """Hash the weights (SHA-256), so that an evaluation resumes with the same policy only."""
     digest = hashlib.sha256()
     if target.checkpoint is not None:
         try:

@@ -13,7 +13,7 @@ from oarjax.models.published import PUBLISHED
 
 
 def architecture_fields(path: str, *, revision: str | None = None) -> dict[str, Any]:
-    """config.json of an HF folder, of a published checkpoint that is known here, or from the hub.
+    """Read config.json of an HF folder, of a published checkpoint that is known here, or from the hub.
 
     Without a revision the built-in table goes before the hub, so that a plan is the same with a network and without.
 

@@ -52,7 +52,7 @@ def run(
     timeout: int,
     jobs: int,
 ) -> bool:
-    """Plan every config, print its table, write what was asked for; whether everything fits.
+    """Plan every config, print its table, write what was asked for; return True if everything fits.
 
     Raises:
         ConfigError: a bad config, no topology, or an unknown method.
@@ -95,7 +95,7 @@ def run(
 
 
 def methods_of(credit: str) -> tuple[str, ...]:
-    """Methods of credit by name, with commas between.
+    """Parse credit methods by name, separated by commas.
 
     Raises:
         ConfigError: an unknown one.
@@ -108,7 +108,7 @@ def methods_of(credit: str) -> tuple[str, ...]:
 
 
 def phases_of(phases: str) -> tuple[str, ...]:
-    """Phases by name, with commas between, in the order of a step.
+    """Parse phases by name, separated by commas, into the order of a step.
 
     Raises:
         ConfigError: an unknown one, or none.
@@ -120,7 +120,7 @@ def phases_of(phases: str) -> tuple[str, ...]:
 
 
 def work_of(cfg: Config, phases: Sequence[str], credit: Sequence[str]) -> list[tuple[str, str | None]]:
-    """(phase, method of credit other than the config's own) of every program to compile."""
+    """List the programs to compile: phase, and credit method if it is not the config's own."""
     others = [("score", method) for method in credit if method != cfg.credit.method]
     found: list[tuple[str, str | None]] = []
     for phase in phases:
@@ -129,7 +129,7 @@ def work_of(cfg: Config, phases: Sequence[str], credit: Sequence[str]) -> list[t
 
 
 def topology_of(cfg: Config, given: str | None) -> Slice:
-    """The slice that a config is planned for.
+    """Return the slice that a config is planned for.
 
     Raises:
         ConfigError: neither the option nor the config names one.
@@ -151,7 +151,7 @@ def plan(
     timeout: int,
     jobs: int,
 ) -> dict[str, Any]:
-    """Everything that is known of a config on a slice, as numbers and text."""
+    """Plan a config on a slice: numbers and text."""
     fields = architecture_fields(cfg.policy.path, revision=cfg.policy.revision)
     check_lengths(cfg, QwenConfig.from_hf(fields))
     common = {
@@ -169,7 +169,7 @@ def plan(
 
 
 def compile_apart(job: dict[str, Any], *, timeout: int) -> dict[str, Any]:
-    """What a worker process says of one executable.
+    """Compile one executable in a worker process; return its result.
 
     Raises:
         TopologyError: the worker crashed, took too long, or was refused something that the user can mend.
@@ -190,8 +190,8 @@ def compile_apart(job: dict[str, Any], *, timeout: int) -> dict[str, Any]:
         raise TopologyError(f"plan: {what} was not compiled within {timeout} s; raise --timeout") from None
     last = done.stdout.strip().splitlines()[-1:] or [""]
     if done.returncode or not last[0].startswith("{"):
-        said = "\n".join(done.stderr.strip().splitlines()[-8:])
-        raise TopologyError(f"plan: the compiler failed on {what} (exit code {done.returncode}):\n{said}")
+        message = "\n".join(done.stderr.strip().splitlines()[-8:])
+        raise TopologyError(f"plan: the compiler failed on {what} (exit code {done.returncode}):\n{message}")
     result = json.loads(last[0])
     if "error" in result:
         raise ConfigError(result["error"])
@@ -208,7 +208,7 @@ def document(
     *,
     cache: Path,
 ) -> dict[str, Any]:
-    """The plan as JSON has it: one entry per phase, the step, and what does not fit with the remedy."""
+    """Return the plan for JSON: one entry per phase, the step, and remedies for phases that do not fit."""
     model, s = QwenConfig.from_hf(fields), shapes_of(cfg)
     chips = where.chips * max(cfg.mesh.slice, 1)
     mesh, there = results[0]["mesh"], {k: v for r in results for k, v in r["resident"].items()}
@@ -263,7 +263,7 @@ def document(
 
 
 def notes(cfg: Config, phases: Sequence[dict[str, Any]]) -> list[str]:
-    """What a reader should know besides the numbers."""
+    """Note what a reader should know besides the numbers."""
     found = []
     if cfg.credit.answer.source == "reference":
         found.append("credit.answer.source reference makes scored rows longer by cue and answer: not in this plan.")

@@ -33,7 +33,7 @@ class Shapes(NamedTuple):
 
 
 def shapes_of(cfg: Config) -> Shapes:
-    """Prompts and completions at their longest, every row used."""
+    """Return the shapes with prompts and completions at their longest, every row used."""
     rows = cfg.rollout.prompts * cfg.rollout.group_size
     return Shapes(
         prompts=cfg.rollout.prompts,
@@ -46,7 +46,7 @@ def shapes_of(cfg: Config) -> Shapes:
 
 
 def with_method(cfg: Config, method: str | None) -> Config:
-    """The config with another method of credit where one is asked for.
+    """Return the config with another credit method, if one is named.
 
     A method that reads keywords needs a tokenizer for its weights alone, which are no program of a plan: it scores as
     uniform does.

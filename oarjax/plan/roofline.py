@@ -29,7 +29,7 @@ class Times:
 
 
 def roofline(chip: Chip, *, flops: Number, sent: Number, read: Number = 0) -> Times:
-    """Times of ``flops``, ``sent`` bytes between chips and ``read`` bytes of HBM, each per chip.
+    """Estimate the times of ``flops``, ``sent`` bytes between chips and ``read`` bytes of HBM, each per chip.
 
     A collective is taken to be a ring over one axis of the torus, both of whose directions carry half.
     """
@@ -37,7 +37,7 @@ def roofline(chip: Chip, *, flops: Number, sent: Number, read: Number = 0) -> Ti
 
 
 def utilisation(chip: Chip, *, model_flops: Number, chips: int, seconds: Number) -> float:
-    """Model FLOPs over what the chips could have done in that time: 0 to 1."""
+    """Divide model FLOPs by what the chips could have done in that time: 0 to 1."""
     return model_flops / (chips * chip.flops * seconds) if seconds > 0 else 0.0
 
 

@@ -1,4 +1,4 @@
-"""What a plan found, as a table: in the terminal and as Markdown."""
+"""A plan as a table: in the terminal and as Markdown."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective
 
 
 def columns_of(found: dict[str, Any]) -> list[str]:
-    """A column for each phase, and for the step where everything fits."""
+    """Return a column for each phase, and for the step if everything fits."""
     names = [p["name"] if p["method"] is None else f"{p['name']}, {p['method']}" for p in found["phases"]]
     return [*names, "whole step"] if found["step"] else names
 
 
 def rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
-    """What is stated, and its value in every column."""
+    """Return the stated quantities, each with its value in every column."""
     columns = [*found["phases"], *([found["step"]] if found["step"] else [])]
     chips = found["chips"]
 
@@ -66,7 +66,7 @@ def rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def terminal(found: dict[str, Any]) -> Table:
-    """For rich."""
+    """Build the table for the terminal."""
     table = Table("", *columns_of(found), title=title(found), title_justify="left")
     for row in rows_of(found):
         table.add_row(*row, style="bold red" if "NO" in row[1:] else None)
@@ -74,7 +74,7 @@ def terminal(found: dict[str, Any]) -> Table:
 
 
 def title(found: dict[str, Any]) -> str:
-    """Which run is planned for what."""
+    """Title a plan: run and slice."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in found["mesh"].items() if size > 1) or "one chip"
     return (
         f"{found['config']}: {found['policy']}, {found['parameters'] / 1e9:.2f}B parameters, on {found['topology']} "
@@ -83,7 +83,7 @@ def title(found: dict[str, Any]) -> str:
 
 
 def headline(found: dict[str, Any]) -> str:
-    """What the header of a config says of its plan."""
+    """Summarise a plan for the header of its config."""
     most, there = found["step"]["hbm"]["total"] / GIB, found["chip"]["memory"] / GIB
     update = next(p for p in found["phases"] if p["name"] == "update")
     return (
@@ -95,7 +95,7 @@ def headline(found: dict[str, Any]) -> str:
 
 
 def describe(found: dict[str, Any]) -> list[str]:
-    """Lines below a table: shapes, peaks, what lies where, and how the count compares with the formula."""
+    """Write the lines below a table: shapes, peaks, resident memory, and how the count compares with the formula."""
     s, chip = found["shapes"], found["chip"]
     lines = [
         f"{s['prompts']} prompts x {s['rows'] // s['prompts']} rollouts of {s['prompt']} + {s['completion']} tokens; "
@@ -115,7 +115,7 @@ def describe(found: dict[str, Any]) -> list[str]:
 
 
 def markdown(plans: Sequence[dict[str, Any]], *, numbers: Path | None = None) -> str:
-    """The page of all plans; ``numbers`` is the file that holds them as JSON."""
+    """Write the page of all plans; ``numbers`` is the file that holds them as JSON."""
     versions = plans[0]["versions"]
     beside = "" if numbers is None else f" --json {numbers}"
     command = f"oarjax plan --write docs/plans.md{beside} " + " ".join(p["config"] for p in plans)

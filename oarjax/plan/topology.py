@@ -42,7 +42,7 @@ ENVIRONMENT = {
 
 
 class TopologyError(UserError, RuntimeError):
-    """A slice that is not known, or a compiler that is not here."""
+    """An unknown slice, or a missing compiler."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Slice:
 
 
 def find_slice(name: str) -> Slice:
-    """The slice of libtpu's or the product's name; v5litepod is v5e.
+    """Find a slice by libtpu's or the product's name; v5litepod is v5e.
 
     Raises:
         TopologyError: it is not one that is sold, with those that are.
@@ -93,7 +93,7 @@ def find_slice(name: str) -> Slice:
 
 
 def slice_devices(wanted: Slice, *, slices: int = 1) -> list[Any]:
-    """The devices of ``slices`` such slices, for which programs can be compiled. Nothing runs on them.
+    """Return the devices of ``slices`` such slices, for which programs can be compiled. Nothing runs on them.
 
     Raises:
         TopologyError: libtpu is not installed.
@@ -116,7 +116,7 @@ def slice_devices(wanted: Slice, *, slices: int = 1) -> list[Any]:
 
 
 def compiler_version() -> str:
-    """libtpu's version where it is known, else that of the file.
+    """Return libtpu's version if it is known, else that of the file.
 
     Raises:
         TopologyError: no libtpu is here.

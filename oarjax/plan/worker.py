@@ -83,19 +83,19 @@ def plan(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(result: dict[str, Any]) -> int | None:
-    """Bytes of the arguments that the program reads; None where it does not fit."""
+    """Return the bytes of the arguments that the program reads; None if it does not fit."""
     return result["memory"]["arguments"] if "memory" in result else None
 
 
 def too_large(message: str, limit: float) -> dict[str, Any]:
-    """What the compiler says a program needs and a chip has, in bytes; needs None where it does not say."""
-    said = TOO_LARGE.search(message)
-    needs, has = (float(said[1]) * UNITS[said[2]], float(said[3]) * UNITS[said[4]]) if said else (None, limit)
+    """Parse the bytes that a program needs and a chip has; needs is None if the message does not say."""
+    match = TOO_LARGE.search(message)
+    needs, has = (float(match[1]) * UNITS[match[2]], float(match[3]) * UNITS[match[4]]) if match else (None, limit)
     return {"needs": needs, "has": has, "message": message.strip().splitlines()[0]}
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all: other workers read here."""
+    """Write all of a file or none of it: other workers read here."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}-{time.time_ns()}")
     fresh.write_bytes(content)

@@ -28,7 +28,7 @@ from oarjax.types import AnswerSpan, Evidence, Params, Scores, TrainBatch
 
 @dataclass(frozen=True)
 class RowFinding:
-    """One completion: the first quantity that is not finite, in the order in which they are computed."""
+    """The first quantity of one completion that is not finite, in the order in which they are computed."""
 
     row: int  # among the rows of its iteration
     recorded: str | None  # in what the run kept
@@ -107,12 +107,12 @@ def replay(
     seen = flat(evidence)
     known = (seen.scores, seen.weights, seen.advantages)
     again = (jax.device_get(scores), np.asarray(weights), np.asarray(advantages))
-    made, reasoning = np.asarray(completion), np.asarray(span.reasoning)
+    mask, reasoning = np.asarray(completion), np.asarray(span.reasoning)
     findings = [
         RowFinding(
             row=int(seen.numbers[i]),
-            recorded=_recorded(i, seen, *known, made, reasoning),
-            replayed=_replayed(i, checks[i], *again, made, reasoning),
+            recorded=_recorded(i, seen, *known, mask, reasoning),
+            replayed=_replayed(i, checks[i], *again, mask, reasoning),
             loss=float(checks[i].loss.value),
             grad_norm=float(checks[i].grad_norm),
         )
@@ -136,7 +136,7 @@ def _scores(
 def _weights(
     header: Header, scores: Scores, tokens: Any, span: AnswerSpan, advantages: Any, completion: Any, run: Run
 ) -> jax.Array:
-    """Token weights as the method gives them, those that are not finite included."""
+    """Compute token weights as the method returns them, those that are not finite included."""
     order = jax.random.fold_in(rollout_key(_key(header), step=header.number, batch=ORDER), header.minibatch)
     signals = Signals(scores.importance, scores.entropies, tokens[:, -completion.shape[1] :])
     weigh = weigher(run.cfg.credit, keyword_table=run.keyword_table, custom_method=run.custom_method)
@@ -151,7 +151,7 @@ def _key(header: Header) -> jax.Array:
 
 
 def _first(stages: Sequence[tuple[str, Any]]) -> str | None:
-    """The name of the first value that is not finite."""
+    """Name the first value that is not finite."""
     return next((name for name, value in stages if value is not None and not np.isfinite(value).all()), None)
 
 
@@ -160,33 +160,33 @@ def _inside(values: Any, i: int, mask: np.ndarray) -> Any:
 
 
 def _recorded(
-    i: int, seen: Evidence, scores: Scores | None, weights: Any, advantages: Any, made: Any, reasoning: Any
+    i: int, seen: Evidence, scores: Scores | None, weights: Any, advantages: Any, mask: Any, reasoning: Any
 ) -> str | None:
     stages = [
         ("the sampler's log-probs", _inside(seen.rollout.behaviour_logps, i, np.asarray(seen.rollout.completion)))
     ]
     if scores is not None:
-        stages += _score_stages(i, scores, made, reasoning)
-    stages += [("weights", _inside(weights, i, made)), ("advantage", None if advantages is None else advantages[i])]
+        stages += _score_stages(i, scores, mask, reasoning)
+    stages += [("weights", _inside(weights, i, mask)), ("advantage", None if advantages is None else advantages[i])]
     return _first(stages)
 
 
 def _replayed(
-    i: int, check: RowCheck, scores: Scores, weights: Any, advantages: Any, made: Any, reasoning: Any
+    i: int, check: RowCheck, scores: Scores, weights: Any, advantages: Any, mask: Any, reasoning: Any
 ) -> str | None:
     metrics = {name: np.asarray(mean.total) for name, mean in check.metrics.items()}
     stages = [("log-probs", metrics.get("ratio")), ("entropies", metrics.get("entropy"))]
-    stages += _score_stages(i, scores, made, reasoning)
-    stages += [("weights", _inside(weights, i, made)), ("advantage", advantages[i])]
+    stages += _score_stages(i, scores, mask, reasoning)
+    stages += [("weights", _inside(weights, i, mask)), ("advantage", advantages[i])]
     stages += [("sampler correction", metrics.get("sampler_weight")), ("KL", metrics.get("kl"))]
     return _first([*stages, ("loss", check.loss.total), ("gradient", check.grad_norm)])
 
 
-def _score_stages(i: int, scores: Scores, made: Any, reasoning: Any) -> list[tuple[str, Any]]:
+def _score_stages(i: int, scores: Scores, mask: Any, reasoning: Any) -> list[tuple[str, Any]]:
     return [
-        ("old log-probs", _inside(scores.old_logps, i, made)),
-        ("reference log-probs", _inside(scores.ref_logps, i, made)),
-        ("entropies", _inside(scores.entropies, i, made)),
+        ("old log-probs", _inside(scores.old_logps, i, mask)),
+        ("reference log-probs", _inside(scores.ref_logps, i, mask)),
+        ("entropies", _inside(scores.entropies, i, mask)),
         ("importance", _inside(scores.importance, i, reasoning)),
     ]
 
@@ -212,7 +212,7 @@ def _groups(run: Run, params: Params, gradient: Params, checks: list[RowCheck]) 
 
 
 def _trained(run: Run, params: Params) -> list[tuple[str, ...]]:
-    """Places of the trained arrays in the order of the weights' table, adapters where their matrix stands."""
+    """List the paths of the trained arrays in the weight table's order, adapters in the place of their matrix."""
     paths = [weight.path for weight in weight_table(run.model)]
     if run.cfg.lora.rank == 0:
         return paths
@@ -222,7 +222,7 @@ def _trained(run: Run, params: Params) -> list[tuple[str, ...]]:
 
 
 def _place(header: Header, run: Run, rows: list[RowFinding], groups: list[GroupFinding], grad_norm: float) -> str:
-    """Where it begins, in words, and what to try."""
+    """Describe where it begins, and what to try."""
     damaged = [g for g in groups if g.params]
     if damaged:
         group = damaged[0]
@@ -260,7 +260,7 @@ def _place(header: Header, run: Run, rows: list[RowFinding], groups: list[GroupF
 
 
 def _last_group(groups: list[GroupFinding]) -> str:
-    """The group that the backward pass reaches first: the head and last norm, then the highest layer."""
+    """Name the group that the backward pass reaches first: the head and last norm, then the highest layer."""
     wrong = [g for g in groups if g.rows]
     if not wrong:
         return "their norm, which is too large for float32"

@@ -1,7 +1,7 @@
 """The files of a run while it iterates: metrics, completions, verdicts and checkpoints, and how they fit together.
 
-A checkpoint holds how long the other files were when it was made. A run that goes on from it cuts them there, so that
-in the end they hold each line once, as if it had never stopped.
+A checkpoint records how long the other files were when it was written. A run that resumes from it cuts them there, so
+that in the end they hold each line once, as if it had never stopped.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class RunFiles:
             self._checkpoints.__exit__(*error)
 
     def resume(self, state: TrainState, stream: PromptStream) -> tuple[TrainState, int, Evaluation | None]:
-        """Go to where the newest checkpoint that can be trusted was made: the state, its iteration, its evaluation.
+        """Return state, iteration and evaluation of the newest checkpoint that can be trusted.
 
-        Without a checkpoint the state as it is and iteration 0.
+        Without a checkpoint return the state unchanged and iteration 0.
 
         Raises:
             StorageError: there were checkpoints, and none can be trusted.
@@ -83,7 +83,7 @@ class RunFiles:
             if record["version"] != version("oarjax"):
                 self._say(f"this checkpoint is of oarjax {record['version']}, and this is {version('oarjax')}")
             where = self._folder / "checkpoints"
-            self._run.console.print(f"going on after iteration {first}, from {where}", markup=False)
+            self._run.console.print(f"resuming after iteration {first}, from {where}", markup=False)
         for name in ("metrics", "completions"):  # before anything is cut off: a damaged line is for the user to mend
             for _ in read_lines(self._folder / f"{name}.jsonl"):
                 pass
@@ -107,13 +107,13 @@ class RunFiles:
         return state, first, last
 
     def _tracked(self, first: int) -> TrackedRun:
-        """What trackers call this run, the same whenever it goes on."""
+        """Describe the run to trackers, the same whenever it resumes."""
         report, folder = self._run.cfg.report, self._folder
         config = self._run.cfg.model_dump(mode="json")
         return TrackedRun(folder, report.project, report.name or folder.absolute().name, run_id(folder), config, first)
 
     def recording(self, grader: Grading) -> Grading:
-        """A grader whose verdicts are on disk before they are used; as it was, where there are no checkpoints."""
+        """Wrap a grader so that verdicts are on disk before they are used; without checkpoints return it unchanged."""
         if self._cfg.every == 0:
             return grader
         cfg = self._run.cfg
@@ -130,10 +130,10 @@ class RunFiles:
         return self._verdicts
 
     def begin(self, iteration: int) -> None:
-        """What is graded from now on belongs to this iteration.
+        """Begin an iteration: verdicts from now on belong to it.
 
         Raises:
-            StorageError: the checkpoint that was being written has failed.
+            StorageError: the checkpoint in the background could not be written.
         """
         if self._verdicts is not None:
             self._verdicts.begin(iteration)
@@ -158,7 +158,7 @@ class RunFiles:
     ) -> None:
         """Write a checkpoint if one is due: every so often, after the last iteration, of the best evaluation so far.
 
-        With ``now`` in any case, and it is complete on return.
+        With ``now`` write one in any case, complete on return.
         """
         every, score = self._cfg.every, float(metrics.get(self._cfg.best or "", math.nan))
         best = score > self._best  # NaN, for not evaluated, never is
@@ -185,7 +185,7 @@ class RunFiles:
                 self._verdicts.prune(min(self._checkpoints.finished(), default=0))
 
     def _check_base(self, commit: str | None) -> None:
-        """Adapters go with the weights that they were trained on."""
+        """Refuse adapters whose base weights have changed since the run began."""
         cfg, now = self._run.cfg, commit_of(self._run.source)
         if cfg.lora.rank and cfg.sft is None and commit != now and None not in (commit, now):
             raise ConfigError(
@@ -198,10 +198,10 @@ class RunFiles:
 
 
 def check_checkpoint(run: Run, folder: Path) -> None:
-    """Refuse a folder whose newest checkpoint this run could not go on from; compiles nothing.
+    """Refuse a folder whose newest checkpoint this run could not resume from; compiles nothing.
 
     Raises:
-        ConfigError: it is of another config or another model, with what differs.
+        ConfigError: it is of another config or another model; names what differs.
     """
     known = finished(folder / "checkpoints")
     if not known:

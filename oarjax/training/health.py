@@ -1,4 +1,4 @@
-"""The watch over a run's numbers: batches that are not finite are kept, and too many skipped updates stop the run."""
+"""Watch a run's numbers: keep batches that are not finite, and stop the run after too many skipped updates."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from oarjax.types import AnswerSpan, Evidence, Mean, Params, Rollout, TrainBatch
 
 
 class UnhealthyRun(UserError, RuntimeError):
-    """Too many updates in a row were skipped: where, for what, and the command that shows it again."""
+    """Raised after too many skipped updates in a row: says where and why, and the command that replays it."""
 
 
 class Health:
-    """Give it to an iteration as its ``watch``, and call ``after`` when the iteration's files are written.
+    """Watch iterations: pass it as their ``watch``, and call ``after`` once an iteration's files are written.
 
     Every host calls it alike; the first one writes.
     """
@@ -44,11 +44,11 @@ class Health:
         self._params: str | None = None
 
     def __call__(self, seen: Seen) -> None:
-        """Look for what is not finite in a phase of a minibatch."""
+        """Look for values that are not finite in a phase of a minibatch."""
         self.look("iteration", seen)
 
     def look(self, kind: str, seen: Seen) -> None:
-        """The same for the ``kind`` of training, iteration or sft."""
+        """Look as ``__call__`` does, for a ``kind`` of training: iteration or sft."""
         faults = {name: mean.total for name, mean in seen.metrics.items() if name.startswith(NONFINITE)}
         totals = self._run.fetch(faults)
         wrong = [name for name in QUANTITIES if totals.get(f"{NONFINITE}{name}", 0) > 0]
@@ -83,11 +83,11 @@ class Health:
     def imitated(
         self, number: int, batch: TrainBatch, used: Int[np.ndarray, ""], metrics: dict[str, Mean], state: TrainState
     ) -> UnhealthyRun | None:
-        """A step of the warm start: look at it, keep it where it was skipped, and count; see ``after``."""
-        made = np.asarray(batch.completion)
-        values, none = np.zeros(made.shape, np.float32), np.zeros(made.shape, bool)
-        numbers = np.arange(made[..., 0].size, dtype=np.int32).reshape(made.shape[:2])
-        rows: dict[str, Any] = {"tokens": batch.tokens, "valid": batch.valid, "completion": made, "ended": made.any(-1)}
+        """Look at a step of the warm start, keep its batch if it was skipped, and count; see ``after``."""
+        mask = np.asarray(batch.completion)
+        values, none = np.zeros(mask.shape, np.float32), np.zeros(mask.shape, bool)
+        numbers = np.arange(mask[..., 0].size, dtype=np.int32).reshape(mask.shape[:2])
+        rows: dict[str, Any] = {"tokens": batch.tokens, "valid": batch.valid, "completion": mask, "ended": mask.any(-1)}
         rows |= {"behaviour_logps": values, "filtered_logps": values}
         rollout = Rollout(**rows)
         evidence = Evidence(rollout, AnswerSpan(none, none, none.any(-1)), numbers, used)  # type: ignore[arg-type]
@@ -95,16 +95,16 @@ class Health:
         return self.after(number, "sft")
 
     def remember(self, records: Iterable[Mapping[str, Any]], *, until: int) -> None:
-        """Go on from what a run logged up to an iteration before it was stopped."""
+        """Resume the count from what the run logged up to an iteration."""
         before = [record for record in records if record["iteration"] <= until]
         self._warnings.remember(before)
         if before:
             self.skipped_in_a_row = int(before[-1].get("skipped_in_a_row") or 0)
 
     def after(self, number: int, kind: str = "iteration") -> UnhealthyRun | None:
-        """The iteration's updates are done; gives the error to stop the run with once its files are written.
+        """End an iteration; return the error to stop the run with once its files are written, or None.
 
-        That is when ``health.stop_after`` updates in a row were skipped. An iteration without an update counts as one
+        The run stops after ``health.stop_after`` skipped updates in a row. An iteration without an update counts as one
         where the sampler's log-probs are not finite: broken params give equal completions, whose groups of equal
         rewards are left out.
         """
@@ -123,7 +123,7 @@ class Health:
         )
 
     def _wanted(self, kind: str, number: int, skipped: bool) -> bool:
-        """One batch per iteration, that of the first skipped update where there is one; of the others only a few."""
+        """Keep one batch per iteration, that of its first skipped update if there is one; of the others only a few."""
         keep = self._cfg.bad_batches
         if keep == 0 or self._kept == (kind, number, True):
             return False

@@ -1,7 +1,7 @@
-"""Held-out accuracy of a policy: sampled, graded, and put in the problems' order.
+"""Held-out accuracy of a policy: completions sampled, graded, and put in the problems' order.
 
-The same for the evaluations of a run and for ``oarjax evaluate``: noise is a function of (seed, problem, sample), so
-neither the batches nor what was evaluated before change a result.
+A run's evaluations and ``oarjax evaluate`` share it. Noise is a function of (seed, problem, sample), so neither the
+batches nor earlier evaluations change a result.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def plain_evaluation(found: Evaluation | None) -> dict[str, Any] | None:
 
 
 def evaluation_from(tree: dict[str, Any] | None) -> Evaluation | None:
-    """What ``plain_evaluation`` made, back."""
+    """Rebuild an evaluation from ``plain_evaluation``'s JSON."""
     if tree is None:
         return None
     others = {name: number(value) for name, value in tree.get("others", {}).items()}
@@ -71,10 +71,10 @@ def evaluate(run: Run, grader: Grading, params: Params) -> Evaluation:
         raise ValueError("evaluate: the config has no data.eval")
     batches = list(graded_batches(run, grader, params, held_out))
     samples = run.cfg.eval.samples
-    given = np.concatenate([first_rewards(run, batch) for batch in batches])
+    rewards = np.concatenate([first_rewards(run, batch) for batch in batches])
     answers = [answer for batch in batches for answer in batch.grades.answers]
     back = np.argsort(eval_order(held_out))  # from the order of the batches to the problems'
-    scores = given[back]
+    scores = rewards[back]
     figures = per_problem(scores, [answers[at * samples : (at + 1) * samples] for at in back])
     names = {"pass_at_k": f"pass@{samples}", "maj_at_k": f"maj@{samples}"} if samples > 1 else {}
     return Evaluation(
@@ -86,12 +86,12 @@ def evaluate(run: Run, grader: Grading, params: Params) -> Evaluation:
 
 
 def graded_batches(run: Run, grader: Grading, params: Params, encoded: Encoded, *, skip: int = 0) -> Iterator[Graded]:
-    """The samples of every problem, batch by batch; one batch is sampled while those before it are graded.
+    """Yield the samples of every problem, batch by batch; a batch is sampled while those before it are graded.
 
-    ``params`` are the training ones: they are laid out for sampling once, here.
+    ``params`` are in the training layout; they are laid out for sampling once, here.
 
     Args:
-        skip: problems that are known already, the first in ``data.streams.eval_order``.
+        skip: problems whose samples are known already, the first in ``data.streams.eval_order``.
     """
     cfg = run.cfg
     key = jax.random.fold_in(jax.random.key(cfg.seed), 2**31 - 1)
@@ -108,7 +108,7 @@ def graded_batches(run: Run, grader: Grading, params: Params, encoded: Encoded, 
 
 
 def first_rewards(run: Run, batch: Graded) -> Float[np.ndarray, "P n"]:
-    """The first reward of every sample, which is what evaluations score; NaN where it could not be graded."""
+    """Return the first reward of every sample, which evaluations score by; NaN if it could not be graded."""
     name = run.cfg.grading.rewards[0].name
     return batch.grades.per_reward[name].reshape(len(batch.problems), -1).astype(float)
 
@@ -116,7 +116,7 @@ def first_rewards(run: Run, batch: Graded) -> Float[np.ndarray, "P n"]:
 def per_problem(
     scores: Float[np.ndarray, "P n"], answers: Sequence[Sequence[str | None]]
 ) -> dict[str, Float[np.ndarray, "P"]]:
-    """Every figure's value of every problem. A sample is right where its score is 1 or more."""
+    """Compute every figure for every problem. A sample is right if its score is 1 or more."""
     samples = scores.shape[1]
     correct = np.where(np.isnan(scores), np.nan, scores >= 1)
     if samples == 1:

@@ -1,4 +1,4 @@
-"""What each phase of a run needs of a device's memory, as the compiler says it, before the first iteration.
+"""The device memory that each phase of a run needs, by the compiler's estimate, before the first iteration.
 
 The programs are compiled for the largest shapes that the run can meet, and JAX keeps them: the first iteration finds
 them done, in this process and by the compilation cache in the next.
@@ -32,11 +32,11 @@ HELPS: dict[Phase, tuple[str, ...]] = {
     "credit": ("lower rollout.prompts",),
     "update": ("a lower update.microbatch", "a lower policy.head_chunk"),
 }
-"""What helps where a phase does not fit, the cheapest first."""
+"""Remedies if a phase does not fit, the cheapest first."""
 
 
 def remedy(phase: Phase, cfg: Config) -> str:
-    """What to change where a phase of this run does not fit."""
+    """Suggest what to change if a phase of this run does not fit."""
     found = list(HELPS[phase])
     if phase == "update" and cfg.policy.remat != "full":
         found.append("policy.remat=full")
@@ -64,22 +64,22 @@ def phase_memory(run: Run, program: Program) -> PhaseMemory:
     """Compile a program and add what lies beside its arguments.
 
     Raises:
-        DeviceError: the compiler itself says that it does not fit.
+        DeviceError: the compiler reports that it does not fit.
     """
     try:
         memory = program.lower().compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        said, helps = str(error).splitlines()[0], remedy(program.phase, run.cfg)
-        raise DeviceError(f"phase {program.phase} does not fit: {said}; {helps}") from error
+        message, remedies = str(error).splitlines()[0], remedy(program.phase, run.cfg)
+        raise DeviceError(f"phase {program.phase} does not fit: {message}; {remedies}") from error
     peak = peak_bytes(memory, platform=run.mesh.devices.flat[0].platform)
     others = beside(run, program, read=memory.argument_size_in_bytes)
     return PhaseMemory(program.phase, resident(run, program.phase), peak + others)
 
 
 def peak_bytes(memory: Any, *, platform: str) -> int:
-    """The compiler's peak of one program. For a CPU it leaves temporaries out, so there the sum, an upper bound."""
+    """Return the compiler's peak of one program; on a CPU, which leaves temporaries out, the sum as a bound."""
     if platform != "cpu":
         return memory.peak_memory_in_bytes
     whole = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -87,7 +87,7 @@ def peak_bytes(memory: Any, *, platform: str) -> int:
 
 
 def report_memory(run: Run, folder: Path, console: Console) -> list[PhaseMemory]:
-    """Compile every program, print the table, write memory.json, and warn of what will not fit.
+    """Compile every program, print the table, write memory.json, and warn of phases that will not fit.
 
     Raises:
         DeviceError: the compiler refuses a program for its size.
@@ -109,7 +109,7 @@ def report_memory(run: Run, folder: Path, console: Console) -> list[PhaseMemory]
 
 
 def memory_table(found: Iterable[PhaseMemory], limit: int | None) -> Table:
-    """A row for each phase: what stays resident, and the peak."""
+    """Tabulate the phases: what stays resident, and the peak."""
     of = "" if limit is None else f" of {gib(limit)}"
     table = Table(title=f"GiB per device{of}, by the compiler's word", title_justify="left")
     for name in ("phase", "resident", "peak"):
@@ -121,7 +121,7 @@ def memory_table(found: Iterable[PhaseMemory], limit: int | None) -> Table:
 
 
 def memory_facts(folder: Path) -> dict[str, str]:
-    """The highest peak of a run that wrote its table, for its page."""
+    """Return the highest peak of a run that wrote its table, for its page."""
     try:
         tree = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:

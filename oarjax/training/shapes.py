@@ -38,7 +38,7 @@ Part = Literal["params", "optimizer", "frozen", "reference", "rollout"]
 
 
 class Program(NamedTuple):
-    """A jitted program of a phase, and what it is called with, as shapes with their shardings."""
+    """A phase's jitted program and its arguments, as shapes with their shardings."""
 
     phase: Phase
     jitted: Any
@@ -47,12 +47,12 @@ class Program(NamedTuple):
     takes: frozenset[Part]  # of what is resident, the parts that are among the arguments
 
     def lower(self) -> Any:
-        """The program as JAX lowers it for these shapes; ``.compile()`` asks the compiler of the mesh's devices."""
+        """Lower the program for these shapes; ``.compile()`` asks the compiler of the mesh's devices."""
         return self.jitted.lower(*self.args, **self.static)
 
 
 def programs(run: Run) -> tuple[Program, ...]:
-    """Reshard, sample, evaluate (where there is data.eval), score, credit and update, in an iteration's order."""
+    """List reshard, sample, evaluate (with data.eval), score, credit and update, in an iteration's order."""
     evaluation = () if run.cfg.data.eval is None else (evaluate_program(run),)
     return (
         reshard_program(run),
@@ -65,19 +65,19 @@ def programs(run: Run) -> tuple[Program, ...]:
 
 
 def reshard_program(run: Run) -> Program:
-    """The policy as it samples, from its params as they are trained."""
+    """Describe the program that lays out trained params for sampling."""
     return Program("reshard", run.steps.rollout_params, (_params(run),), {}, frozenset({"params", "frozen"}))
 
 
 def sample_program(run: Run) -> Program:
-    """Rollouts of one batch of prompts."""
+    """Describe the program that samples rollouts of one batch of prompts."""
     prompts = _prompts(run, run.cfg.rollout.prompts, _width(run, "train"))
     args = (rollout_shapes(run), prompts, _key(run))
     return Program("sample", run.steps.sample, args, {}, frozenset({"rollout"}))
 
 
 def evaluate_program(run: Run) -> Program:
-    """``eval.samples`` completions of one batch of held-out prompts."""
+    """Describe the program that samples eval.samples completions of one batch of held-out prompts."""
     prompts = _prompts(run, run.cfg.eval.batch, _width(run, "held_out"))
     key = jax.eval_shape(lambda: jax.random.key(0))  # of no mesh: evaluations make their own
     args = (rollout_shapes(run), prompts, key)
@@ -85,7 +85,7 @@ def evaluate_program(run: Run) -> Program:
 
 
 def score_program(run: Run, *, probe: ProbeMode | None = None) -> Program:
-    """Old log-probs, reference log-probs and importance of one minibatch, as the config asks for them."""
+    """Describe the program of one minibatch's old and reference log-probs and importance."""
     cfg = run.cfg
     state = abstract_state(run)
     rollout, span, instead = _scored(run)
@@ -100,7 +100,7 @@ def score_program(run: Run, *, probe: ProbeMode | None = None) -> Program:
 
 
 def credit_program(run: Run) -> Program:
-    """Weights and advantages of every token of one minibatch."""
+    """Describe the program of the weights and advantages of one minibatch's tokens."""
     scores = _scores(run)
     rollout, span, _ = _scored(run)
     a = _microbatches(run, (), jnp.float32)
@@ -109,7 +109,7 @@ def credit_program(run: Run) -> Program:
 
 
 def update_program(run: Run) -> Program:
-    """One optimizer update from one minibatch."""
+    """Describe the program of one optimizer update from one minibatch."""
     scores = _scores(run)
     rollout, _, _ = _scored(run)
     batch = TrainBatch(
@@ -127,7 +127,7 @@ def update_program(run: Run) -> Program:
 
 
 def abstract_state(run: Run) -> TrainState:
-    """The state as shapes, each with its sharding."""
+    """Return the state as shapes with shardings."""
     cfg, model = run.cfg, run.model
     plain = abstract_params(model, dtype=stored_dtype_of(cfg, run.mesh))
     state = jax.eval_shape(
@@ -139,13 +139,13 @@ def abstract_state(run: Run) -> TrainState:
 
 
 def rollout_shapes(run: Run) -> Any:
-    """The params as they are sampled with, as shapes, each with its sharding."""
+    """Return the params in the rollout layout, as shapes with shardings."""
     shapes = run.steps.rollout_params.eval_shape(_params(run))  # pyright: ignore[reportFunctionMemberAccess]
     return _with(shapes, run.rollout_layout.params)
 
 
 def resident(run: Run, phase: Phase) -> dict[Part, int]:
-    """Bytes per device of what lies there while a phase runs, part by part; rows of a batch are left out."""
+    """Count the bytes per device that each part holds while a phase runs; rows of a batch are left out."""
     state = abstract_state(run)
     parts: dict[Part, Any] = {"params": state.params, "optimizer": state.opt_state}
     if state.frozen is not None:
@@ -158,7 +158,7 @@ def resident(run: Run, phase: Phase) -> dict[Part, int]:
 
 
 def beside(run: Run, program: Program, *, read: int | None) -> int:
-    """Bytes per device that lie there while a program runs and are none of its own.
+    """Count the bytes per device that outlive a program's phase and are none of its own.
 
     Args:
         read: the compiler's bytes of its arguments: JAX leaves those out that it does not read, and they lie there all
@@ -169,7 +169,7 @@ def beside(run: Run, program: Program, *, read: int | None) -> int:
 
 
 def bytes_per_device(tree: Any) -> int:
-    """Bytes that one device holds of a tree of arrays or shapes; whole where they have no sharding."""
+    """Count the bytes that one device holds of a tree of arrays or shapes; all of them without a sharding."""
     return sum(
         math.prod(x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(tree)
@@ -181,14 +181,14 @@ def bytes_per_device(tree: Any) -> int:
 
 
 def _with(tree: Any, shardings: Any) -> Any:
-    """The shapes with their shardings: a tree like ``tree``, or one sharding for all."""
+    """Add shardings to shapes: a tree like ``tree``, or one sharding for all."""
     if isinstance(shardings, jax.sharding.Sharding):
         shardings = jax.tree.map(lambda _: shardings, tree)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
 
 def _params(run: Run) -> Any:
-    """All that the policy reads, adapters included."""
+    """Return all params that the policy reads, adapters included."""
     return whole(abstract_state(run))
 
 
@@ -197,7 +197,7 @@ def _key(run: Run) -> Any:
 
 
 def _count() -> Any:
-    """A number of microbatches: from the host, laid out by JAX."""
+    """Describe a number of microbatches, which comes from the host without a sharding."""
     return jax.ShapeDtypeStruct((), jnp.int32)
 
 
@@ -224,7 +224,7 @@ def _prompts(run: Run, count: int, width: int) -> PromptBatch:
 
 
 def _microbatches(run: Run, shape: tuple[int, ...], dtype: Any) -> Any:
-    """[M, b, *shape] of one minibatch."""
+    """Describe [M, b, *shape] of one minibatch."""
     cfg = run.cfg
     b = cfg.update.microbatch
     M = cfg.rollout.prompts * cfg.rollout.group_size // cfg.update.minibatches // b
@@ -237,7 +237,7 @@ def _numbers(run: Run) -> Any:
 
 
 def _scored(run: Run) -> tuple[Rollout, AnswerSpan, tuple[Any, ...]]:
-    """Rollouts and spans of one minibatch, and what is probed instead of them, where that is something else."""
+    """Describe rollouts and spans of one minibatch, and those probed in their place with reference answers."""
     cfg = run.cfg.credit
     T, room = run.cfg.rollout.max_new, run.ending_room
 

@@ -26,16 +26,16 @@ from oarjax.types import Params, TrainBatch
 
 
 def warm_start(run: Run, params: Params, stop: Stop) -> Params:
-    """Minimise the mean negative log-probability of the completions' tokens; takes plain params over and gives such.
+    """Minimise the mean negative log-probability of the completions' tokens; plain params in, plain params out.
 
-    With ``lora.rank`` it trains adapters of its own, and merges them in the end: what follows starts from plain weights
-    in the same dtype, with fresh adapters.
+    With ``lora.rank`` it trains adapters of its own and merges them at the end: the iterations start from plain weights
+    in the same dtype, with fresh adapters. The memory of ``params`` is taken over.
 
-    It has checkpoints of its own in the folder ``sft``: one that was stopped goes on, and ends as if it had not been.
+    Its checkpoints are in the folder ``sft``; a warm start that was stopped resumes, and ends as if it had not been.
 
     Raises:
         ConfigError: the folder holds a warm start of another config.
-        Stopped: ``stop`` was told to; what has been done is saved.
+        Stopped: ``stop`` was signalled; all finished work is saved.
         StorageError: a checkpoint cannot be written, and checkpoint.on_failure is stop.
         UnhealthyRun: health.stop_after steps in a row were skipped.
     """
@@ -67,7 +67,7 @@ def warm_start(run: Run, params: Params, stop: Stop) -> Params:
             state, record = checkpoints.restore(newest, like=state)
             stream.restore(record["data"])
             first = newest
-            run.console.print(f"the warm start goes on after step {first}", markup=False)
+            run.console.print(f"the warm start resumes after step {first}", markup=False)
         progress = stack.enter_context(Progress(cfg.steps, label="sft", console=run.console))
         for number in range(first + 1, cfg.steps + 1):
             batch = next(stream)
@@ -88,12 +88,12 @@ def warm_start(run: Run, params: Params, stop: Stop) -> Params:
             if number % shown_every == 0 or number == cfg.steps:
                 shown = {name: float(mean.value) for name, mean in jax.device_get(metrics).items()}
                 progress.update(number, shown)
-            told = stop.asked()
-            if saving.warm_start and (told or number % saving.warm_start == 0) and number < cfg.steps:
+            stopping = stop.asked()
+            if saving.warm_start and (stopping or number % saving.warm_start == 0) and number < cfg.steps:
                 with failures.handled():
                     record = {"version": version("oarjax"), "config": run.cfg.model_dump(mode="json")}
                     checkpoints.save(number, state, {**record, "data": stream.state()})
-            if told:
+            if stopping:
                 with failures.handled():
                     checkpoints.settle()
                 stop.obey()

@@ -101,7 +101,7 @@ def test_stopped_it_goes_on_and_gives_the_same_json(oarjax_json, policy, tmp_pat
     monkeypatch.setattr(sys, "argv", ["oarjax", *map(str, arguments), "--out", str(tmp_path / "cut")])
     with pytest.raises(SystemExit, match=r"^75$"):
         main()
-    assert "stopped; the same command goes on with what is in" in capfd.readouterr().out
+    assert "stopped; the same command resumes with what is in" in capfd.readouterr().out
     monkeypatch.setattr(SampleLines, "write", write)
     cut = tmp_path / "cut" / "samples.jsonl"
     assert len(cut.read_text().splitlines()) == 2 * 4 * 2 + 3

@@ -142,7 +142,7 @@ def test_a_damaged_newest_checkpoint_is_put_aside(config, whole, tmp_path, harm,
     assert code == 0, text
     assert says in text
     assert f"It is now 000006.{aside}; looking at the one before" in text
-    assert "going on after iteration 4" in text
+    assert "resuming after iteration 4" in text
     assert_same(run, whole)
 
 
@@ -213,7 +213,7 @@ def test_a_full_disk(config, whole, disk, tmp_path, policy):
     run, log = disk / "run", tmp_path / "log"
     copy(whole, run)
     process = micro.start(config, run, f"checkpoint.on_failure={policy}", log=log)
-    micro.wait_for(process, log, "going on after iteration 4")
+    micro.wait_for(process, log, "resuming after iteration 4")
     filler = fill(disk)
     code, text = process.wait(timeout=600), log.read_text()
     assert code == 75, text
@@ -270,7 +270,7 @@ def test_a_mount_that_vanishes(config, whole, tmp_path):
     subprocess.run(["mount", "--bind", back, disk], check=True)
     process = micro.start(config, disk / "run", log=tmp_path / "vanish.log")
     try:
-        micro.wait_for(process, tmp_path / "vanish.log", "going on after iteration 4")
+        micro.wait_for(process, tmp_path / "vanish.log", "resuming after iteration 4")
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
     code = process.wait(timeout=600)
@@ -303,13 +303,13 @@ def test_told_to_stop_it_saves_and_says_75(config, whole, tmp_path, number, mome
     assert not OURS.search(micro.said(run))
     code, text = micro.finish(config, run)
     assert code == 0, text
-    assert "goes on after step" in text or "going on after iteration" in text
+    assert "resumes after step" in text or "resuming after iteration" in text
     assert_same(run, whole)
 
 
 def test_a_run_in_use_is_refused_and_a_killed_one_is_not(config, whole, stopped):
     process = micro.start(config, stopped)
-    micro.wait_for(process, stopped.with_suffix(".log"), "going on after iteration 4")
+    micro.wait_for(process, stopped.with_suffix(".log"), "resuming after iteration 4")
     process.send_signal(signal.SIGSTOP)  # so that it does not end meanwhile
     code, text = micro.finish(config, stopped)
     assert code == 2, text
@@ -326,7 +326,7 @@ def test_a_run_in_use_is_refused_and_a_killed_one_is_not(config, whole, stopped)
 def test_it_goes_on_on_another_mesh(config, whole, stopped):
     code, text = micro.finish(config, stopped, "mesh={data: 2, fsdp: 2, tensor: 2}", XLA_FLAGS=virtual_devices(8))
     assert code == 0, text
-    assert "going on after iteration 4" in text
+    assert "resuming after iteration 4" in text
     assert "mesh.fsdp was 1, is 2" in text
     assert "(allowed, but the run will not end bit for bit as it would have)" in text
     ours, theirs = (load_file(run / "export" / "model.safetensors") for run in (stopped, whole))

@@ -385,7 +385,7 @@ def test_a_killed_study_leaves_no_run_behind_and_goes_on(file, tmp_path):
     assert read_metrics(metrics)[-1]["iteration"] == reached < 60  # the worker ended too
 
     assert subprocess.run(arguments, stdout=subprocess.DEVNULL, check=False, timeout=500).returncode == 0
-    assert "going on after iteration" in (root / "seed0" / "grpo" / "log.txt").read_text()
+    assert "resuming after iteration" in (root / "seed0" / "grpo" / "log.txt").read_text()
     assert [r["iteration"] for r in read_metrics(metrics)] == list(range(61))
     assert json.loads((root / "study.json").read_text())["runs"] == {"planned": 2, "finished": 2}
 

@@ -169,12 +169,12 @@ def test_two_processes_train_as_one_and_go_on_over_another_mesh(config, tmp_path
         shutil.rmtree(copy / "checkpoints" / "000002")
     shutil.rmtree(again / "export")
     said, _ = trained(config, again, processes=2)
-    assert "going on after iteration 1" in said
+    assert "resuming after iteration 1" in said
     assert result(again) == result(two)
 
     # The same by two processes over another mesh.
     said, _ = trained(config, moved, "mesh={data: 4, fsdp: 1, tensor: 2}", processes=2)
-    assert "going on after iteration 1" in said
+    assert "resuming after iteration 1" in said
     same_runs(one, moved)
 
 

@@ -1,4 +1,4 @@
-"""What can be wrong with a config on this machine, with this checkpoint and these packages; nothing is compiled."""
+"""Check a config against this machine, its packages and the checkpoint; nothing is compiled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from oarjax.report.trackers import PACKAGES
 
 
 def check_grading(cfg: Config) -> None:
-    """Plugins, reward names and the answer's pattern, before anything that takes time."""
+    """Check plugins, reward names and the answer's pattern, before anything that takes time."""
     try:
         load_plugins(cfg.grading.plugins)
         find_rewards([r.name for r in cfg.grading.rewards])
@@ -22,7 +22,7 @@ def check_grading(cfg: Config) -> None:
         if cfg.credit.answer.style == "none" and reading:
             raise ConfigError(
                 f"credit.answer.style: none, and grading.rewards has {', '.join(reading)}, which read an answer; set "
-                "the style of your answers, or rewards of your own (grading.plugins)"
+                "the style of your answers, or custom rewards (grading.plugins)"
             )
         if cfg.credit.answer.style == "regex":
             check_pattern(cfg.credit.answer.pattern)
@@ -31,7 +31,7 @@ def check_grading(cfg: Config) -> None:
 
 
 def check_report(cfg: Config) -> None:
-    """Packages that the reports need and that only an extra installs: missed now, not after the last iteration."""
+    """Check for the packages that reports need and only an extra installs, now and not after the last iteration."""
     needs = {"matplotlib": ("report.html", "false", "log", cfg.report.html)}
     rest = ", ".join(name for name in cfg.report.to if name not in PACKAGES)
     for name, (package, extra) in PACKAGES.items():
@@ -45,7 +45,7 @@ def check_report(cfg: Config) -> None:
 
 
 def check_batches(cfg: Config, mesh: Mapping[str, int], rollout: Mapping[str, int]) -> None:
-    """Rows are divided over the row axes of the mesh they live on: microbatches, and prompts while sampling."""
+    """Check that microbatches and prompts divide over the row axes of their mesh."""
     check_rows(cfg.update.microbatch, mesh, what="update.microbatch")
     if cfg.sft is not None:
         check_rows(cfg.sft.microbatch, mesh, what="sft.microbatch")
@@ -69,6 +69,6 @@ def check_lengths(cfg: Config, model: QwenConfig) -> None:
 
 
 def check_failures(cfg: Config, *, processes: int) -> None:
-    """Of several processes none may go on without a file that the others write: they would wait for it."""
+    """Refuse on_failure: warn for several processes: they would wait for the one without its file."""
     if processes > 1 and cfg.checkpoint.on_failure == "warn":
         raise ConfigError(f"checkpoint.on_failure: warn is for one process, and here are {processes}; set stop")

@@ -1,4 +1,4 @@
-"""Grade a rollout with a run's graders while the devices go on."""
+"""Grade a rollout while the devices compute."""
 
 from __future__ import annotations
 
