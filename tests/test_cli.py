@@ -251,7 +251,7 @@ def test_a_missing_package_is_missed_at_the_start(
 
 
 def test_an_error_of_ours_keeps_its_traceback(oarjax, config, tmp_path, monkeypatch):
-    def broken(*_):
+    def broken(*_, **__):
         raise ZeroDivisionError("ours")
 
     monkeypatch.setattr("oarjax.training.command.open_run", broken)
@@ -260,7 +260,7 @@ def test_an_error_of_ours_keeps_its_traceback(oarjax, config, tmp_path, monkeypa
 
 
 def test_interrupted(oarjax, config, tmp_path, monkeypatch):
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("oarjax.training.command.open_run", interrupted)

@@ -278,7 +278,7 @@ def locked(folder: Path, *, given: str = "run_dir=...") -> Iterator[None]:
     that a process whose folder was moved away writes nothing into a new run at the old path.
 
     Raises:
-        ConfigError: another process holds it; with its number and host.
+        ConfigError: another process holds it, with its number and host; or the folder cannot be created.
         StorageError: the folder cannot be written to.
     """
     path = folder / LOCK
@@ -286,6 +286,9 @@ def locked(folder: Path, *, given: str = "run_dir=...") -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = path.open("a+", encoding="utf-8")
     except OSError as error:
+        if error.errno in IMPOSSIBLE and not exists(folder):
+            name = given.removesuffix("=...")
+            raise ConfigError(f"{name}: cannot write to {folder}: {error}; give another {given}") from error
         raise cannot_write(path, error) from error
     with file:
         try:
@@ -324,6 +327,8 @@ def locked(folder: Path, *, given: str = "run_dir=...") -> Iterator[None]:
 
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
+IMPOSSIBLE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EROFS, errno.ENAMETOOLONG}
+"""Why a folder cannot be made that the user had better name otherwise."""
 
 
 def _holder(path: Path) -> str:
