@@ -82,7 +82,7 @@ def bench_ragged(
             began = time.perf_counter()
             theirs(lengths)
             other.append(time.perf_counter() - began)
-    sizes = decoder_of(model)
+    warm, sizes = compiled.count - before, decoder_of(model)
     flops = [
         sampling_flops(sizes, prompts=s.rows, rows=s.rows, prompt=s.prompt_tokens, completion=made / s.rows)
         for made in tokens
@@ -94,7 +94,7 @@ def bench_ragged(
         "what": f"{s.rows} x ({s.prompt_tokens}+{s.max_new}), {sum(tokens) / repeats / s.rows:.0f} on average",
         "useful_tokens": spread([float(made) for made in tokens]),
         "compilations": programs,
-        "compilations_warm": compiled.count - before,
+        "compilations_warm": warm,
         "peak_flops": {"per_second": peak, "from": where},
         "ours": {
             "tokens_per_second": spread([made / t for made, t in zip(tokens, seconds)]),
