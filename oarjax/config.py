@@ -136,7 +136,9 @@ class RolloutConfig(Section):
         default=None, description="devices that share one copy of the policy while sampling; null = mesh.tensor"
     )
     prompt_bucket: Positive = Field(default=64, description="prompt lengths are padded up to a multiple of this")
-    completion_bucket: Positive = Field(default=256, description="completions are scored at a multiple of this")
+    completion_bucket: Positive = Field(
+        default=256, description="microbatches are padded to this times 1, 2, 3, 4, 6, 8, 12 ... tokens"
+    )
     segment: Positive = Field(
         default=128,
         description="decode steps after which waiting rows may take the slots of rows that are done, at most",

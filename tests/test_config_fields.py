@@ -364,7 +364,7 @@ def program(cfg: Config, *, name: str) -> str:
         return steps.score.lower(params, params, rollout, span, numbers, count, key, probe="last").as_text()
     if name == "credit":
         return steps.credit.lower(
-            Scores(values, values, values, values), rollout, span, spec((M, b)), mask, key
+            Scores(values, values, values, values), rollout, span, spec((M, b)), mask, key, spec((M, b), jnp.int32)
         ).as_text()
     if name == "advantages":
         return steps.advantages.lower(spec((rows,))).as_text()
@@ -379,7 +379,9 @@ def program(cfg: Config, *, name: str) -> str:
     old = values if cfg.update.epochs * cfg.update.minibatches > 1 else None
     ref = values if cfg.loss.kl_beta > 0 else None
     batch = TrainBatch(tokens, valid, mask, values, old, ref, values)
-    return steps.update.lower(state, batch, count, spec(())).as_text()
+    sums = jax.eval_shape(steps.zeros, state, batch)
+    texts = steps.accumulate.lower(sums, state, batch, count, count), steps.apply.lower(state, sums, spec(()))
+    return "".join(text.as_text() for text in texts)
 
 
 def sft_program(cfg: Config) -> str:
@@ -587,17 +589,17 @@ def fake_steps(log: list[Any], policy: Any, tx: Any, layout: Any, cfg: Config, *
             np.arange(rows) % 3 != 0,
         )
 
-    def score(params, ref, rollout, span, numbers, used, key, *, probe):
-        log.append(("score", shapes(rollout), int(used), probe))
+    def score(params, ref, rollout, span, numbers, stop, key, probed, start, *, probe, bucket):
+        log.append(("score", shapes(rollout), int(start), int(stop), bucket, probe))
         return Scores(None, None, None, None)
 
-    def credit(scores, rollout, span, advantages, completion, key):
+    def credit(scores, rollout, span, advantages, completion, key, numbers):
         log.append(("credit", np.asarray(advantages).tolist(), np.asarray(completion).sum().item()))
         return Credit(completion * 0.0, completion * 1.0, completion * 1.0), {}
 
-    def update(state, batch, used, denominator):
-        log.append(("update", shapes(batch), int(used)))
-        return state.replace(step=state.step + 1), {}
+    def accumulate(sums, state, batch, start, stop, *, bucket):
+        log.append(("update", shapes(batch), int(start), int(stop), bucket))
+        return sums
 
     return Steps(
         rollout_params=lambda params: params,
@@ -607,8 +609,10 @@ def fake_steps(log: list[Any], policy: Any, tx: Any, layout: Any, cfg: Config, *
         advantages=partial(group_advantages, group_size=cfg.rollout.group_size),
         score=score,
         credit=credit,
-        denominator=lambda completion: float(completion.sum()),
-        update=update,
+        denominator=lambda completion: jnp.asarray(completion.sum(), jnp.float32),
+        zeros=lambda state, batch: None,
+        accumulate=accumulate,
+        apply=lambda state, sums, denominator: (state.replace(step=state.step + 1), {}),
     )
 
 

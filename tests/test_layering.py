@@ -20,7 +20,13 @@ does: config reads the list of credit methods, whose equations read the config."
 
 PURE = (
     *("types", "stats", "costs", "rl", "models", "rollout", "credit"),
-    *("training.iteration", "training.programs", "training.minibatches", "training.metrics"),
+    *(
+        "training.iteration",
+        "training.programs",
+        "training.parts.gradients",
+        "training.minibatches",
+        "training.metrics",
+    ),
 )
 """Equations and the data path: arrays in, arrays out."""
 

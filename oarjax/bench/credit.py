@@ -93,8 +93,8 @@ def only_counted(found: list[float]) -> Callable[[Steps], Steps]:
     """Replace ``score`` by a count of its executed FLOPs."""
 
     def watched(steps: Steps) -> Steps:
-        def score(*args: Any, probe: Any) -> None:
-            found.append(executed_flops(lambda *a: steps.score(*a, probe=probe), *args))
+        def score(*args: Any, **static: Any) -> None:
+            found.append(executed_flops(lambda *a: steps.score(*a, **static), *args))
 
         return steps._replace(score=score)
 

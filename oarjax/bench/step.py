@@ -22,7 +22,7 @@ METHODS: dict[str, dict[str, Any]] = {GRPO: {"method": "uniform"}} | {
 }
 GOALS = {"OAR-G, 1 draw": 1.3, "OAR-G, 4 draws": 1.9, "screened OAR-P": 2.0, "OAR-P": 6.0}
 """Whole step over plain GRPO's, no rows skipped."""
-PROGRAMS = ("sample", "score", "credit", "update")
+PROGRAMS = ("sample", "score", "credit", "accumulate", "apply")
 
 
 @dataclass(frozen=True)

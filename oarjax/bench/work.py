@@ -21,6 +21,7 @@ from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import decoder_of
 from oarjax.system.devices import make_mesh
 from oarjax.training.iteration import HostCallbacks, iterate
+from oarjax.training.minibatches import Piece
 from oarjax.training.programs import Steps
 from oarjax.training.run import Run
 from oarjax.types import AnswerSpan, Grades, Params, PromptBatch, Rollout, TrainBatch
@@ -214,11 +215,12 @@ class Ours:
                 behaviour_logps=None,
             ),
         )
-        used, denominator = jnp.int32(rows // b), steps.denominator(jnp.asarray(completion))
+        pieces = (Piece(None, np.int32(0), np.int32(rows // b)),)
+        denominator = steps.denominator(jnp.asarray(completion))
 
         def work() -> None:
             nonlocal state
-            state, _ = steps.update(state, batch, used, denominator)
+            state, _ = steps.update(state, batch, pieces, denominator)
             jax.block_until_ready(state)
 
         return work

@@ -21,6 +21,7 @@ class Signals(NamedTuple):
     importance: Float[Array, "B T"] | None = None  # scores, 0 outside the reasoning
     entropies: Float[Array, "B T"] | None = None  # of the distribution that each token was drawn from, nats
     tokens: Int[Array, "B T"] | None = None  # completion ids
+    rows: Int[Array, "B"] | None = None  # numbers of the rows in the iteration, to key draws by; None: in order
 
 
 class KeywordTable(NamedTuple):

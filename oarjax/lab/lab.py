@@ -204,7 +204,7 @@ def judge(session: Run, drawn: Drawn, credit: CreditConfig, scored: Scored | Non
         )
         weights = np.asarray(weigh(given, jax.tree.map(jnp.asarray, drawn.span), advantages, jnp.asarray(made), key))
         if credit.method == "random":
-            return np.asarray(random_scores(key, rows=made.shape[0], tokens=made.shape[1])), weights
+            return np.asarray(random_scores(key, jnp.arange(made.shape[0]), tokens=made.shape[1])), weights
         return (weights if scores is None or credit.method in ("permuted", "custom") else scores), weights
 
     keys = [jax.random.fold_in(jax.random.key(session.cfg.seed), draw) for draw in range(2)]

@@ -21,7 +21,7 @@ from oarjax.report.files import short
 from oarjax.rollout.sampler import rollout_key
 from oarjax.runs.bad_batches import Header
 from oarjax.training.iteration import NOISE, ORDER
-from oarjax.training.programs import RowCheck, imitation, make_row_check, policy_gradient
+from oarjax.training.parts.gradients import RowCheck, imitation, make_row_check, policy_gradient
 from oarjax.training.run import Run
 from oarjax.types import AnswerSpan, Evidence, Params, Scores, TrainBatch
 
@@ -85,7 +85,7 @@ def replay(
     else:
         loss = policy_gradient(run.policy, run.cfg, run.custom_loss)
         scores = flat(_scores(header, e, params, run, frozen, reference))
-        weights = _weights(header, scores, rollout.tokens, span, advantages, completion, run)
+        weights = _weights(header, scores, rollout.tokens, flat(e.numbers), span, advantages, completion, run)
     safe = jnp.where(jnp.isfinite(weights).all(-1, keepdims=True), weights, 1)
     batch = TrainBatch(
         tokens=rollout.tokens,
@@ -134,11 +134,18 @@ def _scores(
 
 
 def _weights(
-    header: Header, scores: Scores, tokens: Any, span: AnswerSpan, advantages: Any, completion: Any, run: Run
+    header: Header,
+    scores: Scores,
+    tokens: Any,
+    numbers: Any,
+    span: AnswerSpan,
+    advantages: Any,
+    completion: Any,
+    run: Run,
 ) -> jax.Array:
     """Compute token weights as the method returns them, those that are not finite included."""
-    order = jax.random.fold_in(rollout_key(_key(header), step=header.number, batch=ORDER), header.minibatch)
-    signals = Signals(scores.importance, scores.entropies, tokens[:, -completion.shape[1] :])
+    order = rollout_key(_key(header), step=header.number, batch=ORDER)
+    signals = Signals(scores.importance, scores.entropies, tokens[:, -completion.shape[1] :], numbers)
     weigh = weigher(run.cfg.credit, keyword_table=run.keyword_table, custom_method=run.custom_method)
     return weigh(signals, span, advantages, completion, order)
 

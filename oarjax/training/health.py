@@ -17,6 +17,7 @@ from oarjax.report.console import OnceWarnings
 from oarjax.runs.bad_batches import FOLDER, Header, write_bad_batch, write_params
 from oarjax.training.iteration import Seen
 from oarjax.training.metrics import NONFINITE, QUANTITIES
+from oarjax.training.minibatches import trim_evidence
 from oarjax.training.run import Run
 from oarjax.types import AnswerSpan, Evidence, Mean, Params, Rollout, TrainBatch, TrainState
 
@@ -158,7 +159,7 @@ class Health:
             versions={"oarjax": oarjax.__version__, "jax": jax.__version__},
             params=self._params if fits else None,
         )
-        return write_bad_batch(folder, header, evidence, keep=self._cfg.bad_batches)
+        return write_bad_batch(folder, header, trim_evidence(evidence), keep=self._cfg.bad_batches)
 
 
 def _listed(wrong: dict[str, list[str]]) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial, reduce
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -17,9 +18,31 @@ from oarjax.models.lora import whole
 from oarjax.rl.grpo import without_truncated
 from oarjax.rollout.sampler import rollout_key
 from oarjax.training.metrics import NONFINITE, rollout_metrics, unsound_rows
-from oarjax.training.minibatches import MinibatchPlan, bucket, informative_first, join, join_grades, take, trim
+from oarjax.training.minibatches import (
+    MinibatchPlan,
+    Piece,
+    bucket,
+    informative_first,
+    join,
+    join_grades,
+    padding_share,
+    sizes_of,
+    take,
+    widen,
+)
 from oarjax.training.programs import Steps
-from oarjax.types import AnswerSpan, Evidence, Grades, Mean, Params, PromptBatch, Rollout, TrainBatch, TrainState
+from oarjax.types import (
+    AnswerSpan,
+    Evidence,
+    Grades,
+    Mean,
+    Params,
+    PromptBatch,
+    Rollout,
+    Scores,
+    TrainBatch,
+    TrainState,
+)
 
 NOISE, ORDER = 2**31 - 1, 2**31 - 2
 """Batch numbers that no rollout has: the keys of OAR-G's noise and of the order of permuted weights."""
@@ -92,19 +115,15 @@ def iterate(
         with host.phase("grade"):
             constant = np.asarray(steps.equal_groups(jnp.asarray(grading().rewards)))
         rows = np.flatnonzero(~np.repeat(constant, group))
-    longest = int(rollout.completion[rows].sum(1).max(initial=1))
-    length = bucket(longest, cfg.rollout.completion_bucket, cfg.rollout.max_new)
-    plan = MinibatchPlan(rows, cfg.update.minibatches, cfg.update.microbatch, capacity)
-    arrays = (*trim(rollout, span, rows, length=length), np.arange(capacity, dtype=np.int32))
-    if probed:
-        room = probed[0].completion.shape[1] - rollout.completion.shape[1]
-        arrays = (*arrays, trim(*probed, rows, length=length + room))
-    minibatches = [host.place(rows, "microbatches") for rows in plan.split(arrays)]
+    width = bucket(cfg.data.max_prompt, cfg.rollout.prompt_bucket, 1 << 30)
+    sizes = sizes_of(rollout, prompt_bucket=cfg.rollout.prompt_bucket, completion_bucket=cfg.rollout.completion_bucket)
+    plan = MinibatchPlan(rows, cfg.update.minibatches, cfg.update.microbatch, capacity, sizes)
+    numbers = np.arange(capacity, dtype=np.int32)
+    arrays = (widen(rollout, width), span, numbers, *([(widen(probed[0], width), probed[1])] if probed else []))
+    minibatches = [host.place(minibatch, "microbatches") for minibatch in plan.split(arrays)]
     if host.watch and (unsound := unsound_rows(rollout)).any():
-        everyone = MinibatchPlan(np.arange(capacity), 1, cfg.update.microbatch, capacity)
-        ((r, s, numbers, *instead),) = everyone.split(
-            (rollout, span, np.arange(capacity, dtype=np.int32), *([probed] if probed else []))
-        )
+        everyone = MinibatchPlan(numbers, 1, cfg.update.microbatch, capacity)
+        ((r, s, n, *instead),) = everyone.split((rollout, span, numbers, *([probed] if probed else [])))
         count = {f"{NONFINITE}behaviour_logps": Mean(jnp.float32(unsound.sum()), jnp.float32(capacity))}
         host.watch(
             Seen(
@@ -114,15 +133,15 @@ def iterate(
                 count,
                 state,
                 probe,
-                Evidence(r, s, numbers, jnp.asarray(everyone.used[0]), *instead),
+                Evidence(r, s, n, jnp.asarray(everyone.used[0]), *instead),
             )
         )
 
     with host.phase("score"):
         reference = None if ref_params is None else host.load_reference(ref_params)
         scores = [
-            steps.score(whole(state), reference, r, s, numbers, used, noise_key, *instead, probe=probe)
-            for (r, s, numbers, *instead), used in zip(minibatches, plan.used)
+            score(steps, whole(state), reference, *minibatch, pieces=pieces, key=noise_key, probe=probe)
+            for minibatch, pieces in zip(minibatches, plan.pieces)
         ]
         jax.block_until_ready(scores)
         del reference  # the update needs the memory
@@ -140,10 +159,10 @@ def iterate(
     denominator = steps.denominator(jnp.asarray(trained))
     batches, credits, shown, metrics = [], [], [], {}
     with host.phase("credit"):
-        for k, arrays in enumerate(plan.split((advantages, trained[:, :length]))):
+        for k, arrays in enumerate(plan.split((advantages, trained))):
             a, completion = host.place(arrays, "microbatches")
-            (r, s, numbers, *instead), found = minibatches[k], scores[k]
-            given, measured = steps.credit(found, r, s, a, completion, jax.random.fold_in(order_key, k))
+            (r, s, n, *instead), found = minibatches[k], scores[k]
+            given, measured = steps.credit(found, r, s, a, completion, order_key, n)
             metrics = add_metrics(metrics, measured)
             credits.append(given)
             batches.append(
@@ -159,17 +178,19 @@ def iterate(
             )
             used = jnp.asarray(plan.used[k])
             made_of = Evidence(
-                r, s, numbers, used, instead[0] if instead else None, found, a, completion, given.weights, denominator
+                r, s, n, used, instead[0] if instead else None, found, a, completion, given.weights, denominator
             )
             shown.append(Seen("credit", iteration, k, measured, state, probe, made_of))
             if host.watch:
                 host.watch(shown[k])
 
+    updates = [0] * cfg.update.minibatches
     with host.phase("update"):
         for epoch in range(cfg.update.epochs):
             for k in np.random.default_rng((cfg.seed, iteration, epoch)).permutation(cfg.update.minibatches):
                 if taught[k]:  # an update without a trained token would still move the weights
-                    state, measured = steps.update(state, batches[k], plan.used[k], denominator)
+                    state, measured = steps.update(state, batches[k], plan.pieces[k], denominator)
+                    updates[k] += 1
                     metrics = add_metrics(metrics, measured)
                     if host.watch:
                         host.watch(shown[k]._replace(phase="update", metrics=measured, state=state))
@@ -179,6 +200,9 @@ def iterate(
     measured = {name: float(mean.value) for name, mean in host.fetch(metrics).items() if mean.count > 0}
     measured |= rollout_metrics(*everything(), group_size=group) | steps.decoding()
     measured |= {"rows_used": float(len(rows)), "reasoning_length": float(span.reasoning.sum(1).mean())}
+    scored = [int(bool(jax.tree.leaves(each))) for each in scores]
+    for phase, times in (("score", scored), ("update", updates)):
+        measured |= {f"padding_share/{phase}": padding_share(plan, rollout, times)} if any(times) else {}
     return state, Iteration(measured, rollout, span, grades, problems, advantages, weights)
 
 
@@ -213,6 +237,29 @@ def draw(
     rollouts, parts = join([r for _, r, _ in drawn]), [g() for *_, g in drawn]
     grades, all_grades = join_grades(parts, rows), join_grades(parts, np.arange(len(rollouts.ended)))
     return problems, take(rollouts, rows), lambda: grades, lambda: (rollouts, all_grades)
+
+
+def score(
+    steps: Steps,
+    params: Params,
+    reference: Params | None,
+    rollout: Rollout,
+    span: AnswerSpan,
+    numbers: Any,
+    probed: tuple[Rollout, AnswerSpan] | None = None,
+    *,
+    pieces: Sequence[Piece],
+    key: Any,
+    probe: ProbeMode,
+) -> Scores:
+    """Score a minibatch [M, b, ...] piece by piece, each padded to its own bucket."""
+    found = [
+        steps.score(
+            params, reference, rollout, span, numbers, p.stop, key, probed, p.start, probe=probe, bucket=p.bucket
+        )
+        for p in pieces
+    ]
+    return reduce(partial(jax.tree.map, jnp.add), found)  # each is zero where the others are not
 
 
 def add_metrics(a: dict[str, Mean], b: dict[str, Mean]) -> dict[str, Mean]:

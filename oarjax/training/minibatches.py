@@ -1,12 +1,14 @@
 """From the rollouts of an iteration to the minibatches that are scored and trained on. Numpy, on the host.
 
-The device programs have one shape per completion bucket: rows are divided into k minibatches of M microbatches of b
-rows, the used ones first, and a traced count says how many microbatches are worth running. So leaving rows
-out (groups of equal rewards) saves work and never compiles anything anew.
+Rows are divided into k minibatches of M microbatches of b rows, the used ones first. Within a minibatch they are
+sorted by length, never across, and every microbatch has its own bucket: the prompt and completion positions that its
+longest rows need. Device programs take the whole minibatch and cut microbatches to a bucket, so there is one
+compilation per bucket; leaving rows out (groups of equal rewards) saves work and never compiles anything anew.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,12 +17,74 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
-from oarjax.types import AnswerSpan, Grades, Rollout
+from oarjax.types import AnswerSpan, Evidence, Grades, Rollout
 
 
 def bucket(length: int, step: int, limit: int) -> int:
-    """The smallest multiple of ``step`` that holds ``length``, at most ``limit``."""
+    """Return the smallest multiple of ``step`` that holds ``length``, at most ``limit``."""
     return min(limit, -(-max(length, 1) // step) * step)
+
+
+def buckets(step: int, limit: int) -> list[int]:
+    """Return ``step`` times 1, 2, 3, 4, 6, 8, 12, 16, 24 ... below ``limit``, and the limit."""
+    double = [step * 2**i for i in range(limit.bit_length())]
+    found = sorted({*double, *(3 * size // 2 for size in double[1:])})
+    return [*(size for size in found if size < limit), limit]
+
+
+class Bucket(NamedTuple):
+    """Positions that a microbatch is padded to."""
+
+    prompt: int
+    completion: int
+
+
+class Piece(NamedTuple):
+    """Consecutive microbatches of one bucket: ``start`` .. ``stop`` - 1 of a minibatch."""
+
+    bucket: Bucket | None  # None: as wide as the arrays are
+    start: np.integer[Any] | int
+    stop: np.integer[Any] | int
+
+    @property
+    def microbatches(self) -> int:
+        return int(self.stop) - int(self.start)
+
+
+def cut(tree: Any, bucket: Bucket | None, *, length: int, room: int = 0) -> Any:
+    """Cut the [b, S + T] and [b, T] arrays of a microbatch to a bucket, T = length + room positions of completion.
+
+    Prompts lose columns on the left, completions on the right and never the ``room`` that is added to every bucket.
+    """
+    if bucket is None:
+        return tree
+
+    def columns(x: Any) -> Any:
+        if x.ndim < 2:
+            return x
+        prompt = x.shape[1] - length - room
+        return x[:, max(prompt - bucket.prompt, 0) : prompt + bucket.completion + room]
+
+    return jax.tree.map(columns, tree)
+
+
+def sizes_of(rollout: Rollout, *, prompt_bucket: int, completion_bucket: int) -> Int[np.ndarray, "B 2"]:
+    """Return the bucket of every row: positions of its prompt and of its completion."""
+    length = rollout.completion.shape[1]
+    width = rollout.tokens.shape[1] - length
+    tokens = np.stack([rollout.valid[:, :width].sum(1), rollout.completion.sum(1)], 1)
+    limits = [buckets(prompt_bucket, width), buckets(completion_bucket, length)]
+    return np.stack([np.asarray(b)[np.searchsorted(b, n)] for b, n in zip(limits, tokens.T)], 1)
+
+
+def widen(rollout: Rollout, width: int) -> Rollout:
+    """Pad prompts on the left to ``width`` positions, so that arrays have one shape whatever the batch of prompts."""
+    missing = max(width - (rollout.tokens.shape[1] - rollout.completion.shape[1]), 0)
+
+    def pad(x: Any) -> Any:
+        return np.pad(np.asarray(x), ((0, 0), (missing, 0)))
+
+    return replace(rollout, tokens=pad(rollout.tokens), valid=pad(rollout.valid))
 
 
 def trim(rollout: Rollout, span: AnswerSpan, rows: Int[np.ndarray, "R"], *, length: int) -> tuple[Rollout, AnswerSpan]:
@@ -48,7 +112,7 @@ def trim(rollout: Rollout, span: AnswerSpan, rows: Int[np.ndarray, "R"], *, leng
 
 
 def join(rollouts: list[Rollout]) -> Rollout:
-    """Rollouts of several prompt batches as one; shorter prompts get more left padding."""
+    """Join rollouts of several prompt batches; shorter prompts get more left padding."""
     width = max(r.tokens.shape[1] for r in rollouts)
 
     def joined(name: str) -> np.ndarray:
@@ -61,7 +125,7 @@ def join(rollouts: list[Rollout]) -> Rollout:
 
 
 def join_grades(parts: list[Grades], rows: np.ndarray) -> Grades:
-    """Grades of several draws as one, and of these the chosen rows."""
+    """Join the grades of several draws, and take the chosen rows."""
     verdicts = [v for g in parts for v in g.verdicts]
     answers = [a for g in parts for a in g.answers]
     notes = [n for g in parts for n in g.notes]
@@ -75,7 +139,7 @@ def join_grades(parts: list[Grades], rows: np.ndarray) -> Grades:
 
 
 def take(tree: Any, rows: Int[np.ndarray, "R"]) -> Any:
-    """The chosen rows of every array in a tree."""
+    """Take the chosen rows of every array in a tree."""
     return jax.tree.map(lambda x: np.asarray(x)[rows], tree)
 
 
@@ -86,6 +150,7 @@ class MinibatchPlan(NamedTuple):
     minibatches: int
     microbatch: int
     capacity: int  # rows that all minibatches hold together; fixes the shapes
+    sizes: Int[np.ndarray, "B 2"] | None = None  # every row's bucket, to sort by; None: in order and uncut
 
     def split(self, tree: Any) -> list[Any]:
         """Return one tree of [M, b, ...] arrays per minibatch from [B, ...] arrays; missing rows are zeros (False).
@@ -120,16 +185,65 @@ class MinibatchPlan(NamedTuple):
 
     @property
     def chosen(self) -> list[Int[np.ndarray, "r"]]:
-        """Rows of each minibatch, in its order."""
-        return [self.rows[k :: self.minibatches] for k in range(self.minibatches)]
+        """Rows of each minibatch, in the order of its microbatches: by completion, then by prompt."""
+        dealt = [self.rows[k :: self.minibatches] for k in range(self.minibatches)]
+        if self.sizes is None:
+            return dealt
+        return [rows[np.lexsort(self.sizes[rows].T)] for rows in dealt]
 
     @property
     def used(self) -> list[np.ndarray]:
         """Number of microbatches of each minibatch that hold a row."""
         return [np.asarray(-(-len(rows) // self.microbatch), np.int32) for rows in self.chosen]
 
+    @property
+    def pieces(self) -> list[tuple[Piece, ...]]:
+        """The microbatches of each minibatch that hold a row, those of one bucket together."""
+        return [self._pieces(rows) for rows in self.chosen]
+
+    def _pieces(self, rows: Int[np.ndarray, "r"]) -> tuple[Piece, ...]:
+        firsts = range(0, len(rows), self.microbatch)
+        if self.sizes is None or not len(rows):  # without rows one empty piece, for zeros of the right shape
+            least = None if self.sizes is None else Bucket(*self.sizes.min(0).tolist())
+            return (Piece(least, np.int32(0), np.int32(len(firsts))),)
+        needed = [Bucket(*self.sizes[rows[i : i + self.microbatch]].max(0).tolist()) for i in firsts]
+        starts = [i for i, each in enumerate(needed) if i == 0 or each != needed[i - 1]]
+        stops = [*starts[1:], len(needed)]
+        return tuple(Piece(needed[i], np.int32(i), np.int32(j)) for i, j in zip(starts, stops))
+
+
+def padding_share(plan: MinibatchPlan, rollout: Rollout, times: Sequence[int]) -> float:
+    """Return the share of padding among the positions that are computed, minibatch k so many times."""
+    length = rollout.completion.shape[1]
+    width = rollout.tokens.shape[1] - length
+    computed = real = 0
+    for rows, pieces, n in zip(plan.chosen, plan.pieces, times, strict=True):
+        for piece in pieces:
+            computed += n * piece.microbatches * plan.microbatch * sum(piece.bucket or (width, length))
+        real += n * int(rollout.valid[rows].sum())
+    return 1 - real / computed if computed else 0.0
+
+
+def trim_evidence(evidence: Evidence) -> Evidence:
+    """Cut the columns of a fetched minibatch that no row of it fills."""
+    e, (M, b) = evidence, evidence.numbers.shape
+    length = e.rollout.completion.shape[-1]
+    prompt = e.rollout.tokens.shape[-1] - length
+    filled = np.flatnonzero(np.asarray(e.rollout.valid)[..., :prompt].any((0, 1)))
+    made = np.flatnonzero(np.asarray(e.rollout.completion).any((0, 1)))
+    least = Bucket(prompt - int(filled.min(initial=prompt - 1)), 1 + int(made.max(initial=0)))
+
+    def narrow(tree: Any, room: int = 0) -> Any:
+        flat = jax.tree.map(lambda x: np.asarray(x).reshape(M * b, *np.shape(x)[2:]), tree)
+        short = cut(flat, least, length=length, room=room)
+        return jax.tree.map(lambda x: x.reshape(M, b, *x.shape[1:]), short)
+
+    rollout, span, scores, completion, weights = narrow((e.rollout, e.span, e.scores, e.completion, e.weights))
+    probed = e.probed and narrow(e.probed, e.probed[0].completion.shape[-1] - length)
+    return replace(e, rollout=rollout, span=span, scores=scores, completion=completion, weights=weights, probed=probed)
+
 
 def informative_first(constant: Bool[np.ndarray, "Q"], *, prompts: int, group_size: int) -> Int[np.ndarray, "B"]:
-    """Rows of the ``prompts`` groups to keep out of Q drawn: those with unequal rewards first, in drawing order."""
+    """Return the rows of ``prompts`` groups out of Q drawn: those with unequal rewards first, in drawing order."""
     groups = np.argsort(constant, kind="stable")[:prompts]
     return (np.sort(groups)[:, None] * group_size + np.arange(group_size)).reshape(-1)

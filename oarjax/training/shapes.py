@@ -26,14 +26,15 @@ from oarjax.data.streams import bucketed
 from oarjax.models.lora import whole
 from oarjax.models.sharding import batch_spec
 from oarjax.models.weights import abstract_params
-from oarjax.training.minibatches import bucket
+from oarjax.training.minibatches import Bucket, bucket
 from oarjax.training.parts.adapters import trained_shapes
+from oarjax.training.parts.gradients import Sums
 from oarjax.training.parts.layout import stored_dtype_of
 from oarjax.training.run import Run
 from oarjax.types import AnswerSpan, PromptBatch, Rollout, TrainBatch, TrainState
 
-Phase = Literal["reshard", "sample", "evaluate", "score", "credit", "update"]
-Part = Literal["params", "optimizer", "frozen", "reference", "rollout"]
+Phase = Literal["reshard", "sample", "evaluate", "score", "credit", "update", "apply"]
+Part = Literal["params", "optimizer", "frozen", "gradients", "reference", "rollout"]
 """Arrays that outlive a phase."""
 
 
@@ -52,7 +53,7 @@ class Program(NamedTuple):
 
 
 def programs(run: Run) -> tuple[Program, ...]:
-    """List reshard, sample, evaluate (with data.eval), score, credit and update, in an iteration's order."""
+    """Return the programs of an iteration in its order; evaluate only where there is data.eval."""
     evaluation = () if run.cfg.data.eval is None else (evaluate_program(run),)
     return (
         reshard_program(run),
@@ -61,6 +62,7 @@ def programs(run: Run) -> tuple[Program, ...]:
         score_program(run),
         credit_program(run),
         update_program(run),
+        apply_program(run),
     )
 
 
@@ -94,8 +96,9 @@ def score_program(run: Run, *, probe: ProbeMode | None = None) -> Program:
     if cfg.loss.kl_beta > 0 and state.frozen is None:
         reference = state.params
         takes |= {"reference"}
-    args = (whole(state), reference, rollout, span, _numbers(run), _count(), _key(run), *instead)
-    static = {"probe": probe or cfg.credit.probe.mode}
+    probed = instead[0] if instead else None
+    args = (whole(state), reference, rollout, span, _numbers(run), _count(), _key(run), probed, _count())
+    static = {"probe": probe or cfg.credit.probe.mode, "bucket": _bucket(run)}
     return Program("score", run.steps.score, args, static, frozenset(takes))
 
 
@@ -104,26 +107,24 @@ def credit_program(run: Run) -> Program:
     scores = _scores(run)
     rollout, span, _ = _scored(run)
     a = _microbatches(run, (), jnp.float32)
-    args = (scores, rollout, span, a, rollout.completion, _key(run))
+    args = (scores, rollout, span, a, rollout.completion, _key(run), _numbers(run))
     return Program("credit", run.steps.credit, args, {}, frozenset())
 
 
 def update_program(run: Run) -> Program:
-    """Describe the program of one optimizer update from one minibatch."""
-    scores = _scores(run)
-    rollout, _, _ = _scored(run)
-    batch = TrainBatch(
-        tokens=rollout.tokens,
-        valid=rollout.valid,
-        completion=rollout.completion,
-        advantages=rollout.behaviour_logps,  # of the same shape
-        old_logps=scores.old_logps,
-        ref_logps=scores.ref_logps,
-        behaviour_logps=rollout.behaviour_logps,
-    )
-    denominator = jax.ShapeDtypeStruct((), jnp.float32)
-    args = (abstract_state(run), batch, _count(), denominator)
-    return Program("update", run.steps.update, args, {}, frozenset({"params", "optimizer", "frozen"}))
+    """Return the program that adds the gradients of the longest microbatches of a minibatch."""
+    state, batch = abstract_state(run), _train_batch(run)
+    args = (_sums(run, state, batch), state, batch, _count(), _count())
+    takes: frozenset[Part] = frozenset({"gradients", "params", "optimizer", "frozen"})
+    return Program("update", run.steps.accumulate, args, {"bucket": _bucket(run)}, takes)
+
+
+def apply_program(run: Run) -> Program:
+    """Return the program of one optimizer update from summed gradients."""
+    state = abstract_state(run)
+    args = (state, _sums(run, state, _train_batch(run)), jax.ShapeDtypeStruct((), jnp.float32))
+    takes: frozenset[Part] = frozenset({"gradients", "params", "optimizer", "frozen"})
+    return Program("apply", run.steps.apply, args, {}, takes)
 
 
 def abstract_state(run: Run) -> TrainState:
@@ -154,6 +155,8 @@ def resident(run: Run, phase: Phase) -> dict[Part, int]:
         parts["reference"] = state.params
     if phase in ("sample", "evaluate"):
         parts["rollout"] = rollout_shapes(run)
+    if phase in ("update", "apply"):
+        parts["gradients"] = _sums(run, state, _train_batch(run)).grads
     return {name: bytes_per_device(tree) for name, tree in parts.items()}
 
 
@@ -240,10 +243,11 @@ def _scored(run: Run) -> tuple[Rollout, AnswerSpan, tuple[Any, ...]]:
     """Describe rollouts and spans of one minibatch, and those probed in their place with reference answers."""
     cfg = run.cfg.credit
     T, room = run.cfg.rollout.max_new, run.ending_room
+    widest = bucket(run.cfg.data.max_prompt, run.cfg.rollout.prompt_bucket, 1 << 30)
 
     def rows(length: int) -> tuple[Any, Any]:
         of = partial(_microbatches, run)
-        N = _width(run, "train") + length
+        N = max(_width(run, "train"), widest) + length
         kind: Any = Rollout
         rollout = kind(
             tokens=of((N,), jnp.int32),
@@ -258,6 +262,32 @@ def _scored(run: Run) -> tuple[Rollout, AnswerSpan, tuple[Any, ...]]:
         return rollout, kind(reasoning=mask, answer=mask, found=of((), jnp.bool_), units=units)
 
     return *rows(T), (rows(T + room),) if room else ()
+
+
+def _bucket(run: Run) -> Bucket:
+    """Return the largest bucket."""
+    return Bucket(_width(run, "train"), run.cfg.rollout.max_new)
+
+
+def _train_batch(run: Run) -> TrainBatch:
+    scores = _scores(run)
+    rollout, _, _ = _scored(run)
+    return TrainBatch(
+        tokens=rollout.tokens,
+        valid=rollout.valid,
+        completion=rollout.completion,
+        advantages=rollout.behaviour_logps,  # of the same shape
+        old_logps=scores.old_logps,
+        ref_logps=scores.ref_logps,
+        behaviour_logps=rollout.behaviour_logps,
+    )
+
+
+def _sums(run: Run, state: TrainState, batch: TrainBatch) -> Sums:
+    """Return the summed gradients and metrics of microbatches, with their shardings."""
+    sums, layout = jax.eval_shape(run.steps.zeros, state, batch), run.layout
+    rest = _with((sums.loss, sums.metrics), layout.replicated)
+    return Sums(_with(sums.grads, layout.state.params), *rest)
 
 
 def _scores(run: Run) -> Any:

@@ -31,7 +31,7 @@ def test_uniform():
 
 
 def test_permuted_keeps_the_histogram_and_the_other_tokens():
-    shuffled = permuted_weights(WEIGHTS, REASONING, jax.random.key(3))
+    shuffled = permuted_weights(WEIGHTS, REASONING, jax.random.key(3), jnp.arange(5))
     for old, new, mask in zip(WEIGHTS, shuffled, REASONING):
         np.testing.assert_array_equal(np.sort(old[mask]), np.sort(new[mask]))
         np.testing.assert_array_equal(old[~mask], new[~mask])
@@ -42,37 +42,40 @@ def test_permuted_keeps_the_histogram_and_the_other_tokens():
 def test_permuted_depends_on_the_key_and_the_row():
     same = jnp.tile(jnp.arange(16.0), (5, 1))
     everywhere = jnp.ones((5, 16), bool)
-    one, two = (permuted_weights(same, everywhere, jax.random.key(k)) for k in (0, 1))
+    one, two = (permuted_weights(same, everywhere, jax.random.key(k), jnp.arange(5)) for k in (0, 1))
     assert (one != two).any()
     assert len({tuple(row) for row in np.asarray(one)}) == 5
-    np.testing.assert_array_equal(one, permuted_weights(same, everywhere, jax.random.key(0)))
+    np.testing.assert_array_equal(one, permuted_weights(same, everywhere, jax.random.key(0), jnp.arange(5)))
 
 
 def test_padding_changes_nothing():
     key = jax.random.key(7)
-    wide = permuted_weights(jnp.pad(WEIGHTS, ((0, 2), (0, 9))), jnp.pad(REASONING, ((0, 2), (0, 9))), key)
-    np.testing.assert_array_equal(wide[:5, :16], permuted_weights(WEIGHTS, REASONING, key))
+    wide, mask = jnp.pad(WEIGHTS, ((0, 2), (0, 9))), jnp.pad(REASONING, ((0, 2), (0, 9)))
+    plain = permuted_weights(WEIGHTS, REASONING, key, jnp.arange(5))
+    np.testing.assert_array_equal(permuted_weights(wide, mask, key, jnp.arange(7))[:5, :16], plain)
+    order = jnp.array([3, 0, 4])  # nor does it matter which rows stand beside it
+    np.testing.assert_array_equal(permuted_weights(WEIGHTS[order], REASONING[order], key, order), plain[order])
 
 
 def test_every_order_is_equally_likely():
     # 6 orders of 3 tokens over 1200 rows: 200 each, std sqrt(1200 * 1/6 * 5/6) = 13; 65 is 5 of these
     rows = 1200
     weights = jnp.tile(jnp.array([0.0, 1.0, 2.0]), (rows, 1))
-    shuffled = permuted_weights(weights, jnp.ones((rows, 3), bool), jax.random.key(11))
+    shuffled = permuted_weights(weights, jnp.ones((rows, 3), bool), jax.random.key(11), jnp.arange(rows))
     _, counts = np.unique(np.asarray(shuffled), axis=0, return_counts=True)
     assert len(counts) == 6
     assert np.abs(counts - 200).max() < 65
 
 
 def test_random_scores_are_uniform_and_every_position_has_its_own():
-    scores = np.asarray(random_scores(jax.random.key(5), rows=40, tokens=50))
+    scores = np.asarray(random_scores(jax.random.key(5), jnp.arange(40), tokens=50))
     assert len(np.unique(scores)) > 1990  # of 2000
     assert scores.min() >= 0
     assert scores.max() <= 1
     # mean of 2000 uniform numbers: std 1 / sqrt(12 * 2000) = .0065
     assert abs(scores.mean() - 0.5) < 0.03
-    np.testing.assert_array_equal(random_scores(jax.random.key(5), rows=3, tokens=7), scores[:3, :7])
-    assert (random_scores(jax.random.key(6), rows=40, tokens=50) != scores).mean() > 0.99
+    np.testing.assert_array_equal(random_scores(jax.random.key(5), jnp.arange(3), tokens=7), scores[:3, :7])
+    assert (random_scores(jax.random.key(6), jnp.arange(40), tokens=50) != scores).mean() > 0.99
 
 
 # Entropy, top share

@@ -11,7 +11,7 @@ PROGRAM = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np, optax
 from jax.sharding import NamedSharding, PartitionSpec
-from oarjax.training.minibatches import MinibatchPlan
+from oarjax.training.minibatches import MinibatchPlan, Piece
 from oarjax.training.parts.layout import check_layouts, policy_of, rollout_layout, training_layout
 from oarjax.training.parts.state import new_state
 from oarjax.system.devices import make_mesh
@@ -57,14 +57,15 @@ def outcome(shape, rollout_tensor):
         pieces = scores.importance.sharding.devices_indices_map(scores.importance.shape).values()
         assert len({str(piece) for piece in pieces}) == np.prod(shape[:3])
         found[f"importance/{method}"] = scores.importance
-        found[f"weights/{method}"] = steps.credit(scores, r, s, a, mask, jax.random.key(6))[0].weights
+        found[f"weights/{method}"] = steps.credit(scores, r, s, a, mask, jax.random.key(6), numbers)[0].weights
     # Every program is given the same: the credit's own rounding is not to show in the gradients.
     per_token = np.random.default_rng(8).normal(size=rollout.completion.shape).astype(np.float32)
     (per_token,) = place(plan.split((per_token * rollout.completion,))[0])
     batch = TrainBatch(tokens=r.tokens, valid=r.valid, completion=mask, advantages=per_token, old_logps=None,
                        ref_logps=None, behaviour_logps=r.behaviour_logps)
     state = new_state(params, one, layout, seed=0, lora=cfg.lora)
-    moved, metrics = steps.update(state, batch, used, steps.denominator(jnp.asarray(rollout.completion)))
+    denominator = steps.denominator(jnp.asarray(rollout.completion))
+    moved, metrics = steps.update(state, batch, (Piece(None, np.int32(0), used),), denominator)
     found["gradients"] = jax.tree.map(lambda x, y: np.asarray(x) - np.asarray(y), params, moved.params)
     tokens = [x for each in drawn for x in (each.tokens, each.completion)]
     return tokens, found | {"loss": metrics["loss"].value, "logps": rollout.behaviour_logps}

@@ -107,7 +107,7 @@ def test_every_key_of_an_iteration():
     def key(*numbers):
         return jax.random.key_data(functools.reduce(jax.random.fold_in, numbers, root)).tolist()
 
-    draws = [("sample", 0), ("sample", 1), ("sample", 2), ("score", NOISE), ("credit", ORDER, 0)]
+    draws = [("sample", 0), ("sample", 1), ("sample", 2), ("score", NOISE), ("credit", ORDER)]
     wanted = [(name, key(n, *purpose)) for n in (1, 2) for name, *purpose in draws]
     assert used == wanted
     assert len({tuple(k) for _, k in used}) == len(used)

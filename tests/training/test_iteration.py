@@ -195,7 +195,7 @@ def test_one_compilation_serves_any_number_of_rows(method):
         )
         state, done = iterate(state, state.params, n, steps=steps, host=world, cfg=cfg)
         assert done.metrics["rows_used"] == 16 - constant
-    assert steps.update._cache_size() == 1
+    assert steps.accumulate._cache_size() == steps.apply._cache_size() == 1
     assert steps.score._cache_size() == 1
     assert done.metrics["decode_programs"] <= 2  # of 16 rows and of 8
 

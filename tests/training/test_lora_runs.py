@@ -135,6 +135,7 @@ from oarjax.system.devices import make_mesh
 from oarjax.models.lora import whole
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import init_params
+from oarjax.training.minibatches import Piece
 from oarjax.training.programs import make_steps
 from oarjax.types import TrainBatch
 import tiny
@@ -162,7 +163,7 @@ def outcome(fsdp, tensor):
     state = state.replace(params=jax.tree.map(lambda x: jax.device_put(noisy(x), x.sharding), state.params))
     before = jax.device_get(state.params)
     merged = jax.device_get(steps.rollout_params(whole(state)))
-    state, metrics = steps.update(state, batch, used, count)
+    state, metrics = steps.update(state, batch, (Piece(None, np.int32(0), used),), count)
     pair = state.params["layers"]["attention"]["q"]
     where = [list(pair[name].sharding.spec) for name in ("lora_a", "lora_b")]
     gradients = jax.tree.map(lambda x, y: np.asarray(x) - np.asarray(y), before, state.params)

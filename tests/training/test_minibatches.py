@@ -1,7 +1,27 @@
+from dataclasses import replace
+
+import jax
 import numpy as np
 import pytest
+import unsound
 
-from oarjax.training.minibatches import MinibatchPlan, bucket, informative_first, join, join_grades, take, trim
+from oarjax.training.minibatches import (
+    Bucket,
+    MinibatchPlan,
+    Piece,
+    bucket,
+    buckets,
+    cut,
+    informative_first,
+    join,
+    join_grades,
+    padding_share,
+    sizes_of,
+    take,
+    trim,
+    trim_evidence,
+    widen,
+)
 from oarjax.types import AnswerSpan, Grades, Rollout
 
 
@@ -27,6 +47,58 @@ def span_of(r: Rollout) -> AnswerSpan:
 
 def test_bucket_rounds_up_to_the_step_and_stops_at_the_limit():
     assert [bucket(n, 16, 40) for n in (0, 1, 16, 17, 33, 40)] == [16, 16, 16, 32, 40, 40]
+
+
+def test_buckets_are_few_and_end_with_the_limit():
+    assert buckets(64, 512) == [64, 128, 192, 256, 384, 512]
+    assert buckets(256, 8192) == [256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
+    assert buckets(48, 48) == [48]
+    assert buckets(64, 10) == [10]
+    assert buckets(16, 40) == [16, 32, 40]
+
+
+def test_rows_are_sorted_into_microbatches_by_length_and_never_across_minibatches():
+    # prompts of 2 of 3 tokens; completions of 1 .. 8 tokens have buckets 2, 2, 4, 4, 6, 6, 8, 8
+    r = rollout(3, [8, 1, 7, 2, 3, 6, 4, 5], room=8)
+    sizes = sizes_of(r, prompt_bucket=2, completion_bucket=2)
+    np.testing.assert_array_equal(sizes, [[2, n] for n in (8, 2, 8, 2, 4, 6, 4, 6)])
+    plan = MinibatchPlan(np.arange(8), 2, 2, 8, sizes)
+    assert [rows.tolist() for rows in plan.chosen] == [[4, 6, 0, 2], [1, 3, 5, 7]]
+    assert plan.pieces == [
+        (Piece(Bucket(2, 4), 0, 1), Piece(Bucket(2, 8), 1, 2)),
+        (Piece(Bucket(2, 2), 0, 1), Piece(Bucket(2, 6), 1, 2)),
+    ]
+    # 2 x 2 rows of 2 + 4, 2 + 8; 2 x 2 rows of 2 + 2, 2 + 6. Real: 2 tokens of each prompt and 36 of completions
+    assert padding_share(plan, r, [1, 1]) == pytest.approx(1 - (16 + 36) / (2 * (6 + 10 + 4 + 8)))
+    assert padding_share(plan, r, [3, 0]) == pytest.approx(1 - (8 + 22) / (2 * (6 + 10)))
+    together = MinibatchPlan(np.arange(8), 1, 4, 8, np.full((8, 2), 5))
+    assert together.pieces == [(Piece(Bucket(5, 5), 0, 2),)]
+    assert MinibatchPlan(np.arange(0), 1, 4, 8, sizes).pieces == [(Piece(Bucket(2, 2), 0, 0),)]
+    assert MinibatchPlan(np.arange(5), 1, 4, 8).pieces == [(Piece(None, 0, 2),)]
+
+
+def test_a_cut_microbatch_keeps_the_end_of_the_prompt_and_the_start_of_the_completion():
+    r = widen(rollout(3, [2, 1], room=6), 5)
+    assert r.tokens.shape == (2, 11)
+    short = cut(r, Bucket(2, 4), length=6)
+    np.testing.assert_array_equal(short.tokens[0], [1, 2, 3, 4, 5, 6])
+    assert short.valid[0].tolist() == [True] * 4 + [False] * 2
+    assert short.completion.shape == (2, 4)
+    assert short.ended.shape == (2,)
+    # what is measured on other completions keeps its two positions more
+    longer = cut(rollout(3, [2, 1], room=8), Bucket(2, 4), length=6, room=2)
+    assert longer.tokens.shape == (2, 8)
+    assert longer.completion.shape == (2, 6)
+    assert cut(r, None, length=6) is r
+
+
+def test_a_kept_batch_loses_the_columns_that_no_row_fills():
+    full = unsound.evidence()
+    flat = jax.tree.map(lambda x: x.reshape(4, *x.shape[2:]), full.rollout)
+    wide = widen(flat, 9)
+    rollout = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), wide)
+    kept = trim_evidence(replace(full, rollout=rollout))
+    jax.tree.map(np.testing.assert_array_equal, kept, full)
 
 
 def test_trim_keeps_every_generated_token():

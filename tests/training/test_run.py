@@ -20,7 +20,7 @@ from oarjax.runs.stop import Stop
 from oarjax.training.command import train_once
 
 PACKAGE = Path(oarjax.__file__).parent
-PROGRAMS = ("prepare", "score", "credit", "denominator", "update", "step")
+PROGRAMS = ("prepare", "score", "credit", "denominator", "accumulate", "apply", "step")
 DECODING = ("_decode_rows", "take_rows", "grow", "init_cache")
 """Compiled when a rollout first needs them with so many rows and slots."""
 

@@ -11,7 +11,7 @@ from tiny_programs import built
 from oarjax.models.lora import whole
 from oarjax.models.weights import init_params, parameter_count
 from oarjax.training.iteration import iterate
-from oarjax.training.shapes import bytes_per_device, programs, resident, update_program
+from oarjax.training.shapes import apply_program, bytes_per_device, programs, resident
 
 
 @pytest.mark.slow
@@ -32,13 +32,15 @@ def test_an_iteration_compiles_nothing_that_was_compiled_before(changes, caplog)
         b.steps.evaluate(b.steps.rollout_params(whole(state)), b.place(tiny.prompts(), "prompts"), jax.random.key(1))
     assert done.metrics["rows_used"] > 0
     compiled = [r.getMessage() for r in caplog.records if "XLA compilation of" in r.getMessage()]
-    names = [name for name in ("prepare", "score", "credit", "update") for m in compiled if f"jit({name})" in m]
+    names = [
+        name for name in ("prepare", "score", "credit", "accumulate", "apply") for m in compiled if f"jit({name})" in m
+    ]
     assert not names, compiled
 
 
 def test_an_update_reuses_the_memory_of_its_state():
     b = built()
-    program = update_program(b)
+    program = apply_program(b)
     state = bytes_per_device(program.args[0])
     assert state == 3 * 4 * parameter_count(tiny.model()) + 3 * 4  # params, two moments, three counters
     memory = program.lower().compile().memory_analysis()
@@ -47,7 +49,7 @@ def test_an_update_reuses_the_memory_of_its_state():
 
 def test_an_update_of_adapters_reuses_the_memory_of_the_frozen_weights():
     b = built(lora__rank=2, loss__kl_beta=0.1)
-    program = update_program(b)
+    program = apply_program(b)
     state = bytes_per_device(program.args[0])
     assert state > 4 * parameter_count(tiny.model())
     assert program.lower().compile().memory_analysis().alias_size_in_bytes >= 0.99 * state

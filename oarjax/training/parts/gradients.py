@@ -1,0 +1,216 @@
+"""Losses of a microbatch, gradients summed over microbatches, and the one optimizer update that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from oarjax.config import Config, LossConfig
+from oarjax.models.lora import laid_over
+from oarjax.models.policy import Policy
+from oarjax.rl.grpo import aggregate, policy_loss
+from oarjax.rl.masked import widened
+from oarjax.rollout.logps import token_logps
+from oarjax.training.metrics import NONFINITE, all_finite
+from oarjax.training.minibatches import Bucket, cut
+from oarjax.types import Mean, Params, TrainBatch, TrainState
+
+Metrics = dict[str, Mean]
+Loss = Callable[[Params, TrainBatch], tuple[Mean, Metrics]]
+"""Loss of one microbatch as a sum and a count, and its metrics."""
+
+TokenLoss = Callable[[Float[Array, "B T"], Float[Array, "B T"], TrainBatch], tuple[Mean, Metrics]]
+"""(log-probs, entropies, batch) -> the same: what ``loss.function`` names instead of ``policy_loss``.
+
+Its sums are added over microbatches and divided by what ``loss.aggregation`` counts in the whole rollout.
+"""
+
+
+class Sums(NamedTuple):
+    """What microbatches add up to before an update."""
+
+    grads: Params  # of the summed losses, float32 or wider
+    loss: Mean
+    metrics: Metrics
+
+
+def no_sums(loss: Loss, state: TrainState, batch: TrainBatch) -> Sums:
+    """Return the sums over no microbatch of a batch [M, b, ...]: zeros."""
+    shapes = jax.eval_shape(lambda rows: microbatch_sums(loss, state, rows), jax.tree.map(lambda x: x[0], batch))
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+def microbatch_sums(loss: Loss, state: TrainState, rows: TrainBatch) -> Sums:
+    """Return loss, gradient and metrics of one microbatch [b, ...]; frozen params have no gradient."""
+
+    def total(params: Params) -> tuple[Float[Array, ""], tuple[Mean, Metrics]]:
+        mean, metrics = loss(laid_over(state.frozen, params), rows)
+        return mean.total, (mean, metrics)
+
+    (_, (mean, metrics)), grads = jax.value_and_grad(total, has_aux=True)(state.params)
+    return Sums(jax.tree.map(widened, grads), mean, metrics)
+
+
+def add_microbatches(
+    loss: Loss,
+    sums: Sums,
+    state: TrainState,
+    batch: TrainBatch,
+    start: int | Int[Array, ""],
+    stop: Int[Array, ""],
+    *,
+    bucket: Bucket | None = None,
+) -> Sums:
+    """Add microbatches start .. stop - 1 of [M, b, ...] to the sums, each cut to ``bucket``; None: as wide as they are.
+
+    The microbatches are looped over with traced bounds (``fori_loop``) and not scanned: rows are left out and sorted by
+    length, so every iteration has other counts, and a scan of each would be compiled. The gradient is taken inside the
+    loop, which needs no gradient of its own.
+    """
+
+    def add(i: Int[Array, ""], sums: Sums) -> Sums:
+        rows = cut(jax.tree.map(lambda x: x[i], batch), bucket, length=batch.completion.shape[-1])
+        return jax.tree.map(jnp.add, sums, microbatch_sums(loss, state, rows))
+
+    return jax.lax.fori_loop(start, stop, add, sums)
+
+
+def apply_sums(
+    tx: optax.GradientTransformation, state: TrainState, sums: Sums, denominator: Float[Array, ""] | None
+) -> tuple[TrainState, Metrics]:
+    """Make one optimizer update from the summed gradients; the loss is sum(total) / denominator, or / sum(count).
+
+    An update whose loss or gradient is not finite, or that would leave such params, is skipped: params, optimizer and
+    step stay, and the metric ``skipped`` is 1; so is ``nonfinite/loss``, ``/gradient`` or, where these two are finite,
+    ``/params``. What the state holds frozen comes back as it was.
+    """
+    mean = sums.loss
+    count = jnp.maximum(mean.count if denominator is None else denominator, 1e-20)
+    grads = jax.tree.map(lambda g, p: (g / count).astype(p.dtype), sums.grads, state.params)
+    norm = optax.tree.norm(grads)
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    moved = replace(state, step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+    sound = jnp.isfinite(norm) & jnp.isfinite(mean.total)
+    finite = sound & all_finite(moved.params)
+    kept = replace(
+        state,
+        **{
+            name: jax.tree.map(partial(jnp.where, finite), getattr(moved, name), getattr(state, name))
+            for name in ("step", "params", "opt_state")
+        },
+    )
+    once = jnp.ones((), jnp.float32)
+    wrong = {"loss": ~jnp.isfinite(mean.total), "gradient": ~jnp.isfinite(norm), "params": sound & ~finite}
+    return kept, sums.metrics | {
+        **{f"{NONFINITE}{name}": Mean(flag.astype(jnp.float32), once) for name, flag in wrong.items()},
+        "loss": Mean(mean.total, count),
+        "grad_norm": Mean(norm, once),
+        "skipped": Mean(1 - finite.astype(jnp.float32), once),
+    }
+
+
+def descend(
+    tx: optax.GradientTransformation,
+    loss: Loss,
+    state: TrainState,
+    batch: TrainBatch,
+    used: Int[Array, ""],
+    denominator: Float[Array, ""] | None,
+) -> tuple[TrainState, Metrics]:
+    """Make one optimizer update from the first ``used`` microbatches of [M, b, ...], all of one width."""
+    sums = add_microbatches(loss, no_sums(loss, state, batch), state, batch, 0, used)
+    return apply_sums(tx, state, sums, denominator)
+
+
+def policy_gradient(policy: Policy, cfg: Config, custom_loss: TokenLoss | None = None) -> Loss:
+    """The loss of training, of one microbatch."""
+    of_tokens = custom_loss or bound_loss(cfg.loss, max_length=cfg.rollout.max_new)
+
+    def loss(params: Params, batch: TrainBatch) -> tuple[Mean, Metrics]:
+        logps, entropies = token_logps(
+            policy,
+            params,
+            batch.tokens,
+            batch.valid,
+            completion_length=batch.completion.shape[-1],
+            temperature=cfg.rollout.temperature,
+            head_chunk=cfg.policy.head_chunk,
+        )
+        return of_tokens(logps, entropies, batch)
+
+    return loss
+
+
+def imitation(policy: Policy, *, head_chunk: int) -> Loss:
+    """The loss of the warm start, of one microbatch."""
+
+    def loss(params: Params, batch: TrainBatch) -> tuple[Mean, Metrics]:
+        logps, entropies = token_logps(
+            policy,
+            params,
+            batch.tokens,
+            batch.valid,
+            completion_length=batch.completion.shape[-1],
+            temperature=1.0,
+            head_chunk=head_chunk,
+        )
+        token_mean = partial(aggregate, mask=batch.completion, mode="dapo", max_length=1)
+        return token_mean(-logps), {"entropy": token_mean(jax.lax.stop_gradient(entropies))}
+
+    return loss
+
+
+def bound_loss(cfg: LossConfig, *, max_length: int) -> Callable[..., tuple[Mean, Metrics]]:
+    """``policy_loss`` with a run's settings."""
+    return partial(
+        policy_loss,
+        surrogate=cfg.surrogate,
+        level=cfg.level,
+        aggregation=cfg.aggregation,
+        clip_low=cfg.clip_low,
+        clip_high=cfg.clip_high,
+        dual_clip=cfg.dual_clip,
+        ratio_cap=cfg.ratio_cap,
+        kl_beta=cfg.kl_beta,
+        kl_estimator=cfg.kl_estimator,
+        entropy_bonus=cfg.entropy_bonus,
+        sampler_cap=cfg.sampler_correction_cap,
+        max_length=max_length,
+    )
+
+
+class RowCheck(NamedTuple):
+    """What one row does to an update."""
+
+    loss: Mean
+    metrics: Metrics
+    grad_norm: Float[Array, ""]
+    nonfinite: Params  # per array of the params: numbers of its gradient that are not finite, along its first axis
+
+
+def make_row_check(loss: Loss) -> Callable[..., tuple[Params, RowCheck]]:
+    """(params, frozen, gradients so far, batch of one row, denominator) -> (gradients with this row's, RowCheck).
+
+    Jitted; ``frozen`` is what the params are laid over, None where there is nothing.
+    """
+
+    def check(
+        params: Params, frozen: Params | None, so_far: Params, row: TrainBatch, denominator: Float[Array, ""]
+    ) -> tuple[Params, RowCheck]:
+        def total(params: Params) -> tuple[Float[Array, ""], tuple[Mean, Metrics]]:
+            mean, metrics = loss(laid_over(frozen, params), row)
+            return mean.total, (mean, metrics)
+
+        (_, (mean, metrics)), grads = jax.value_and_grad(total, has_aux=True)(params)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / denominator, grads)
+        wrong = jax.tree.map(lambda g: jnp.sum(~jnp.isfinite(g), axis=tuple(range(1, g.ndim))), grads)
+        return jax.tree.map(jnp.add, so_far, grads), RowCheck(mean, metrics, optax.tree.norm(grads), wrong)
+
+    return jax.jit(check, donate_argnums=2)
