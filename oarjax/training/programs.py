@@ -1,4 +1,4 @@
-"""Every ``jax.jit`` of the package, built once per run from a policy, an optimizer and a config.
+"""The device programs of training, built once per run from a policy, an optimizer and a config.
 
 Rows travel as [M, b, ...]: M microbatches of b rows, as wide as the longest row of a run may be. A program takes those
 of one bucket of lengths, cuts them to it, and loops over them with traced bounds. So there is one compilation per
