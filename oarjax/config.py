@@ -479,10 +479,27 @@ class ExportConfig(Section):
     dtype: Literal["float32", "bfloat16"] | None = Field(default=None, description="null = as trained")
 
 
+class LengthsConfig(Section):
+    """Lengths of completions to expect: a lognormal, cut at rollout.max_new, or those that a run had."""
+
+    mean: Annotated[float, Field(gt=0)] | None = Field(default=None, description="tokens, before the cut")
+    sigma: Annotated[float, Field(gt=0)] = Field(default=0.6, description="standard deviation of the log length")
+    completions: str | None = Field(default=None, description="completions.jsonl of a run, instead of mean and sigma")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> LengthsConfig:
+        if (self.mean is None) == (self.completions is None):
+            raise ValueError("expected either mean (with sigma) or completions")
+        return self
+
+
 class PlanConfig(Section):
     """Settings of ``oarjax plan``; a run does not read them."""
 
     topology: str | None = Field(default=None, description="TPU slice to plan for, such as v5e-16 or v5e:4x4")
+    lengths: LengthsConfig | None = Field(
+        default=None, description="also state the step that completions of such lengths would take"
+    )
 
 
 class LabConfig(Section):

@@ -42,6 +42,7 @@ from oarjax.grading.grader import Grader
 from oarjax.grading.rewards import Sample
 from oarjax.models.weights import abstract_params
 from oarjax.plan.command import topology_of
+from oarjax.plan.expected import survival_of
 from oarjax.report.console import OnceWarnings
 from oarjax.rl.grpo import group_advantages, zero_variance_groups
 from oarjax.runs.checkpoint import Checkpoints
@@ -55,6 +56,7 @@ from oarjax.training.run import Run, open_run
 from oarjax.types import AnswerSpan, Credit, Grades, Mean, PromptBatch, Rollout, Scores, TrainBatch, TrainState
 
 PLUGIN = ROOT / "tests" / "golden" / "config" / "field_rewards.py"
+COMPLETIONS = str(ROOT / "tests" / "golden" / "config" / "completions.jsonl")
 PROBE = ROOT / "tests" / "golden" / "config" / "field_probe.py"
 EXAMPLES = ROOT / "docs" / "examples"
 WIDTH = 8  # prompt positions of the programs that are lowered
@@ -291,6 +293,9 @@ def fields() -> dict[str, Field]:
         "health.stop_after": Field(2, unhealthy),
         "health.bad_batches": Field(1, unhealthy),
         "health.params_mb": Field(0, unhealthy),
+        "plan.lengths.mean": Field(90.0, expected_lengths, {"plan.lengths.mean": 40.0}),
+        "plan.lengths.sigma": Field(0.3, expected_lengths, {"plan.lengths.mean": 40.0}),
+        "plan.lengths.completions": Field(COMPLETIONS, expected_lengths),
         "plan.topology": Field("v5e-16", planned_for, {"plan.topology": "v5e-8"}),
         "report.to": Field(["jsonl", "tensorboard"], command),
         "report.project": Field("other", tracked, {"report.to": ["jsonl", "wandb"]}),
@@ -318,6 +323,11 @@ def parts(annotation: Any) -> list[Any]:
 
 
 # --- Views: what a config does, as something that can be compared ----------------------------------------------------
+
+
+def expected_lengths(cfg: Config) -> list[float] | None:
+    survival = survival_of(cfg)
+    return None if survival is None else survival.tolist()
 
 
 def planned_for(cfg: Config) -> str:

@@ -24,6 +24,7 @@ from oarjax.credit.registry import choices
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import parameter_count
 from oarjax.plan.architecture import architecture_fields
+from oarjax.plan.expected import expected_step, survival_of
 from oarjax.plan.programs import PROGRAMS, shapes_of, with_method
 from oarjax.plan.sums import (
     analytic_update_flops,
@@ -237,7 +238,7 @@ def document(
     times = {"reshard": 1, "sample": 1, "score": cfg.update.minibatches, "update": updates}
     own = [p for p in phases if p["method"] is None]  # what a step runs; other methods are beside it
     steps = {p["name"] for p in own}
-    return {
+    found = {
         "config": name,
         "policy": cfg.policy.path,
         "parameters": parameter_count(model),
@@ -260,6 +261,10 @@ def document(
         "remedies": [f"{p['name']}: {remedy(p['name'], cfg)}" for p in phases if not p["fits"]],
         "notes": notes(cfg, phases),
     }
+    survival = survival_of(cfg)
+    if survival is not None and found["step"] is not None:
+        found["lengths"] = expected_step(cfg, model, found, survival, tensor=tensor)
+    return found
 
 
 def notes(cfg: Config, phases: Sequence[dict[str, Any]]) -> list[str]:

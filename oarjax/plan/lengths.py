@@ -27,7 +27,7 @@ class Decoding(NamedTuple):
 
 
 def lognormal_survival(*, mean: Number, sigma: Number, limit: int) -> Float[np.ndarray, "limit"]:
-    """S[t] = P(length > t) for t = 0..limit-1: lognormal lengths, rounded up, at least 1 and cut at ``limit``.
+    """Return S[t] = P(length > t) for t = 0..limit-1: lognormal lengths, rounded up, at least 1 and cut at ``limit``.
 
     ``mean`` is the mean of the lognormal before it is cut, so its median is mean * exp(-sigma^2 / 2).
 
@@ -42,7 +42,7 @@ def lognormal_survival(*, mean: Number, sigma: Number, limit: int) -> Float[np.n
 
 
 def empirical_survival(lengths: Sequence[int], *, limit: int) -> Float[np.ndarray, "limit"]:
-    """S[t] = share of the measured lengths above t, for t = 0..limit-1; longer ones count as cut at ``limit``.
+    """Return S[t] = share of the measured lengths above t, for t = 0..limit-1; longer ones count as cut at ``limit``.
 
     Raises:
         ValueError: no lengths, or one below 1.
@@ -54,7 +54,7 @@ def empirical_survival(lengths: Sequence[int], *, limit: int) -> Float[np.ndarra
 
 
 def mean_length(survival: Float[np.ndarray, "T"]) -> float:
-    """E[min(length, T)], the sum of the survival function."""
+    """Return E[min(length, T)], the sum of the survival function."""
     return float(survival.sum())
 
 
@@ -66,7 +66,7 @@ def expected_decoding(
     row_bucket: Callable[[int], int],
     slots_at: Callable[[int], int],
 ) -> Decoding:
-    """Expected work of decoding in segments, where rows that ended leave at a segment's border.
+    """Compute the expected work of decoding in segments, where rows that ended leave at a segment's border.
 
     Args:
         segment: decode steps between borders; T for the static loop, which computes every row until the last ends.
@@ -95,7 +95,7 @@ def expected_decoding(
 
 
 def sorted_lengths(survival: Float[np.ndarray, "T"], *, rows: int, microbatch: int) -> list[int]:
-    """The longest completion that each microbatch of length-sorted rows is expected to hold, longest first.
+    """Return the longest completion that each microbatch of length-sorted rows is expected to hold, longest first.
 
     Rank k of ``rows`` sorted draws is taken to be the quantile (rows - k + 1/2) / rows.
     """
@@ -108,6 +108,6 @@ def sorted_lengths(survival: Float[np.ndarray, "T"], *, rows: int, microbatch: i
 def padding_share(
     survival: Float[np.ndarray, "T"], padded: Sequence[int], *, rows: int, microbatch: int, prompt: int = 0
 ) -> float:
-    """Share of the positions of padded microbatches, prompts of ``prompt`` included, that hold no token."""
+    """Return the share of the positions of padded microbatches, prompts of ``prompt`` included, that hold no token."""
     total = float(sum(microbatch * (prompt + length) for length in padded))
     return 1.0 - rows * (prompt + mean_length(survival)) / total if total else 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,21 @@ def describe(found: dict[str, Any]) -> list[str]:
             f"Executed FLOPs of the update over the analytic count for remat {found['remat']}: "
             f"{update['executed'] * chips / found['expected']:.4f}."
         )
+    if found.get("lengths") is not None:
+        lines.append(describe_expected(found["lengths"], found))
     return lines + found["notes"]
+
+
+def describe_expected(step: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """Describe the step under the expected lengths beside the planned one, in one line."""
+    total, worst = sum(step["seconds"].values()), found["step"]["seconds_in_turn"]
+    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in step["seconds"].items())
+    return (
+        f"Expected with completions of {step['mean']:,.0f} tokens on average: {step['decode_steps']:,.0f} decode steps "
+        f"with {step['rows_in_use']:,.0f} rows on average ({step['occupancy']:.0%} of them draw a token), "
+        f"{step['padding_share']:.0%} padding in score and update ({step['padding_share_unsorted']:.0%} at most), "
+        f"{total:.1f} s a step instead of {worst:.1f} s with nothing overlapped ({phases})."
+    )
 
 
 def markdown(plans: Sequence[dict[str, Any]], *, numbers: Path | None = None) -> str:

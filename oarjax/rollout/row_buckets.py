@@ -14,6 +14,11 @@ FEWEST = 8
 """Rows below which nothing is dropped: a matrix product of fewer takes a CPU or a TPU as long."""
 
 
+def cache_step(max_new: int, wanted: int | None) -> int:
+    """Return the slots by which a cache grows: ``wanted``, or an eighth of max_new and at least 128."""
+    return min(wanted or max(128, -(-max_new // 8)), max(max_new - 1, 1))
+
+
 class Bucket(NamedTuple):
     """A number of rows that a decode program may have."""
 

@@ -30,7 +30,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32, Key, Shaped
 
 from oarjax.models.policy import Policy
-from oarjax.rollout.row_buckets import FEWEST, Bucket, Plan, fewest_left, first_layout, make_plan, next_layout
+from oarjax.rollout.row_buckets import (
+    FEWEST,
+    Bucket,
+    Plan,
+    cache_step,
+    fewest_left,
+    first_layout,
+    make_plan,
+    next_layout,
+)
 from oarjax.rollout.sampler import Decoding, Drawn, Rows, assemble, decode_step, draw_next, prefill, sample_rows
 from oarjax.types import KVCache, Params, PromptBatch, Rollout
 
@@ -121,7 +130,7 @@ class SegmentedSampler:
                 raise ValueError(f"{name}: expected at least 1, got {number}")
         self._policy, self._how, self._keys_of, self._group = policy, how, keys_of, group
         self._segment, self._slots, self._fewest = min(segment, how.max_new), slots, fewest
-        self._bucket = min(cache_bucket or max(128, -(-how.max_new // 8)), max(how.max_new - 1, 1))
+        self._bucket = cache_step(how.max_new, cache_bucket)
         self._blocks, self._spent, self._programs = row_blocks(rows), Spent(), set[tuple[Bucket, int]]()
 
         def jitted(function: Any, out: Any, **options: Any) -> Any:
