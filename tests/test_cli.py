@@ -145,11 +145,11 @@ PROBES = pathlib.Path(__file__).parent / "golden" / "config" / "bad_probes.py"
         (["update.minibatches=3"], "update.minibatches: 3 does not divide rollout.prompts = 4"),
         (
             ["device=tpu"],
-            'device: expected tpu, and JAX finds cpu (cpu).  Install the extra (pip install "oarjax[tpu]")',
+            'device: expected tpu, and JAX finds cpu (cpu). Install the extra (pip install "oarjax[tpu]")',
         ),
         (
             ["device=gpu"],
-            'device: expected gpu, and JAX finds cpu (cpu).  Install the extra (pip install "oarjax[cuda]")',
+            'device: expected gpu, and JAX finds cpu (cpu). Install the extra (pip install "oarjax[cuda]")',
         ),
         (["mesh.data=2", "mesh.tensor=3"], "does not multiply to the"),
         (["policy.path=nowhere"], "policy nowhere: no such folder; set an HF folder or a hub name"),
@@ -182,7 +182,7 @@ PROBES = pathlib.Path(__file__).parent / "golden" / "config" / "bad_probes.py"
         ([f"credit.probe.function={PROBES}:raising"], "bad_probes.py:raising fails on hidden states (2, 8, 16): Type"),
         (
             ["credit.gate=paper", "credit.gate.tau=0.3"],
-            "gate is a value ('paper') and has no field tau; give gate its fields",
+            "gate is a value ('paper') and has no field tau; set the fields of gate",
         ),
         (["credit.gate=strict"], "credit.gate: expected fields, or one of the presets paper, readme, got 'strict'"),
         (["run_dir=/proc/none"], "run_dir: "),
