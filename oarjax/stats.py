@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, Int
-from scipy.special import stdtrit  # scipy.stats has it too, and takes a second to import
+from scipy.special import bdtrc, ndtr, stdtrit  # scipy.stats has it too, and takes a second to import
 
 LEVEL = 0.95
 """Coverage of every interval: the share of repeated experiments whose interval contains the true mean."""
@@ -216,3 +216,16 @@ def bootstrap_interval(
     means = sums[drawn].sum(1) / counts[drawn].sum(1)
     low, high = np.percentile(means, [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
     return Interval(mean, float(low), float(high), n)
+
+
+# Distributions ----------------------------------------------------------------------------------------------------
+
+
+def normal_cdf(z: Float[np.ndarray, "*n"]) -> Float[np.ndarray, "*n"]:
+    """Return P(Z <= z) of a standard normal."""
+    return ndtr(z)
+
+
+def binomial_exceedance(above: Int[np.ndarray, "n"], *, draws: int, chance: float) -> Float[np.ndarray, "n"]:
+    """Return P(X > above) of X ~ Binomial(draws, chance)."""
+    return bdtrc(above.astype(np.float64), draws, chance)

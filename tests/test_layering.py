@@ -23,7 +23,7 @@ PURE = (
     *(
         "training.iteration",
         "training.programs",
-        "training.parts.gradients",
+        "training.parts.loss",
         "training.minibatches",
         "training.metrics",
     ),

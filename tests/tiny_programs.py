@@ -3,7 +3,7 @@
 import jax
 import tiny
 
-from oarjax.system.devices import make_mesh
+from oarjax.system.mesh import make_mesh
 from oarjax.training.run import Run
 
 

@@ -19,7 +19,7 @@ from oarjax.credit.registry import METHODS
 from oarjax.data.hf import load_params, read_config
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import decoder_of
-from oarjax.system.devices import make_mesh
+from oarjax.system.mesh import make_mesh
 from oarjax.training.iteration import HostCallbacks, iterate
 from oarjax.training.minibatches import Piece
 from oarjax.training.programs import Steps

@@ -35,8 +35,9 @@ from oarjax.runs.durable import storage_errors, write_durably
 from oarjax.runs.folder import locked
 from oarjax.runs.stop import Stop, Stopped
 from oarjax.runs.trust import check_trust
-from oarjax.system.devices import choose_platform, make_mesh
+from oarjax.system.devices import choose_platform
 from oarjax.system.json import to_json
+from oarjax.system.mesh import make_mesh
 from oarjax.system.processes import from_first, join_processes, only_first
 from oarjax.training.held_out import Graded, first_rewards, graded_batches
 from oarjax.training.run import Run, open_run

@@ -15,7 +15,8 @@ from oarjax.evaluate.target import Target, checkpoint_params, find_target
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import parameter_count
 from oarjax.report.files import make_console
-from oarjax.system.devices import choose_platform, make_mesh
+from oarjax.system.devices import choose_platform
+from oarjax.system.mesh import make_mesh
 from oarjax.training.run import Run
 from oarjax.types import Params
 

@@ -14,9 +14,9 @@ from oarjax.models.lora import whole
 from oarjax.runs.checkpoint import finished
 from oarjax.runs.folder import changed, run_id, start_folder
 from oarjax.runs.manifest import MANIFEST, damage, misplaced, read_manifest
-from oarjax.training.files import restored_state
 from oarjax.training.parts.adapters import plain_params
 from oarjax.training.run import Run
+from oarjax.training.run_files import restored_state
 from oarjax.types import Params
 
 

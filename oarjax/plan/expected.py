@@ -28,7 +28,7 @@ from oarjax.plan.lengths import (
 )
 from oarjax.plan.programs import shapes_of
 from oarjax.plan.sums import model_flops, read_bytes
-from oarjax.rollout.row_buckets import cache_step, make_plan
+from oarjax.rollout.row_schedule import cache_step, make_plan
 from oarjax.runs.durable import read_lines
 from oarjax.training.minibatches import bucket
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
-from scipy.special import bdtrc, ndtr
 
 from oarjax.costs import Number
+from oarjax.stats import binomial_exceedance, normal_cdf
 
 
 class Decoding(NamedTuple):
@@ -38,7 +38,7 @@ def lognormal_survival(*, mean: Number, sigma: Number, limit: int) -> Float[np.n
         raise ValueError(f"lengths: expected mean and sigma above 0, got mean={mean}, sigma={sigma}")
     with np.errstate(divide="ignore"):
         z = (np.log(np.arange(limit, dtype=np.float64)) - np.log(mean) + sigma**2 / 2) / sigma
-    return ndtr(-z)
+    return normal_cdf(-z)
 
 
 def empirical_survival(lengths: Sequence[int], *, limit: int) -> Float[np.ndarray, "limit"]:
@@ -82,7 +82,7 @@ def expected_decoding(
         end = min(start + segment, limit)
         # Inside the segment the loop runs on while any row decodes.
         running = 1.0 - (1.0 - survival[start:end]) ** rows
-        computed = float(jumps @ bdtrc(alive, rows, survival[start]))
+        computed = float(jumps @ binomial_exceedance(alive, draws=rows, chance=float(survival[start])))
         # A border with rows left is followed by at least one step; given that, steps run until the last row ends.
         here = float(running.sum())
         likely = float(running[0])

@@ -22,7 +22,7 @@ from oarjax.errors import UserError
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.plan.programs import planned, program_of, with_method
 from oarjax.plan.topology import compiler_version, find_slice, slice_devices
-from oarjax.system.devices import make_mesh
+from oarjax.system.mesh import make_mesh
 from oarjax.training.shapes import beside, resident
 
 TOO_LARGE = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)")

@@ -20,10 +20,11 @@ from oarjax.runs.bad_batches import BadBatchError, Header, read_bad_batch, read_
 from oarjax.runs.checkpoint import finished
 from oarjax.runs.folder import changed, start_folder
 from oarjax.runs.trust import check_trust
-from oarjax.system.devices import choose_platform, make_mesh, use_compilation_cache
+from oarjax.system.devices import choose_platform, use_compilation_cache
 from oarjax.system.json import to_json
-from oarjax.training.files import restored_state
+from oarjax.system.mesh import make_mesh
 from oarjax.training.run import Run
+from oarjax.training.run_files import restored_state
 from oarjax.types import Params
 
 SHOWN = 20

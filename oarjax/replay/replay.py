@@ -21,7 +21,7 @@ from oarjax.report.files import short
 from oarjax.rollout.sampler import rollout_key
 from oarjax.runs.bad_batches import Header
 from oarjax.training.iteration import NOISE, ORDER
-from oarjax.training.parts.gradients import RowCheck, imitation, make_row_check, policy_gradient
+from oarjax.training.parts.loss import RowCheck, imitation, make_row_check, policy_gradient
 from oarjax.training.run import Run
 from oarjax.types import AnswerSpan, Evidence, Params, Scores, TrainBatch
 

@@ -10,7 +10,7 @@ noise belongs to row and token, so it does not matter which rows are decoded tog
     finish    -> Rollout
 
 How many rows and slots a program has are a few numbers (powers of two, multiples of ``cache_bucket``), so that
-programs are few; ``row_buckets`` has them. Which program comes next depends on nothing but which rows are done, and
+programs are few; ``row_schedule`` has them. Which program comes next depends on nothing but which rows are done, and
 every process reads that from the same array: all run the same programs in the same order, whatever their clocks say.
 
 On a mesh each block of rows stays on its own devices: block d keeps its own rows, and all blocks have as many slots,
@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32, Key, Shaped
 
 from oarjax.models.policy import Policy
-from oarjax.rollout.row_buckets import (
+from oarjax.rollout.row_schedule import (
     FEWEST,
     Bucket,
     Plan,

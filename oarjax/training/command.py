@@ -23,12 +23,12 @@ from oarjax.runs.folder import changed, claim, locked, put_aside, refuse_another
 from oarjax.runs.stop import Stop
 from oarjax.runs.trust import note_own
 from oarjax.system.processes import from_first, join_processes, only_first
-from oarjax.training.files import check_checkpoint
 from oarjax.training.held_out import Evaluation, evaluate, evaluation_from, plain_evaluation
 from oarjax.training.parts.adapters import plain_params
 from oarjax.training.parts.inputs import check_inputs, pin_threads, seal_start
 from oarjax.training.results import show_results
 from oarjax.training.run import Run, open_run
+from oarjax.training.run_files import check_checkpoint
 from oarjax.training.trainer import Trained, train
 from oarjax.training.warm_start import warm_start
 from oarjax.types import Params

@@ -31,7 +31,7 @@ from oarjax.rl.optimizer import adamw, learning_rate
 from oarjax.rollout.logps import hidden_logps, token_logps
 from oarjax.training.metrics import nonfinite_rows
 from oarjax.training.minibatches import Bucket, Piece, cut
-from oarjax.training.parts.gradients import (
+from oarjax.training.parts.loss import (
     Metrics,
     Sums,
     TokenLoss,

@@ -39,7 +39,8 @@ from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.sharding import batch_spec
 from oarjax.models.weights import parameter_count
 from oarjax.report.files import token_texts
-from oarjax.system.devices import choose_platform, make_mesh, use_compilation_cache
+from oarjax.system.devices import choose_platform, use_compilation_cache
+from oarjax.system.mesh import make_mesh
 from oarjax.system.processes import is_first, join_processes, share, to_devices, to_host
 from oarjax.training.minibatches import bucket, take
 from oarjax.training.parts import grades

@@ -28,8 +28,8 @@ from oarjax.models.sharding import batch_spec
 from oarjax.models.weights import abstract_params
 from oarjax.training.minibatches import Bucket, bucket
 from oarjax.training.parts.adapters import trained_shapes
-from oarjax.training.parts.gradients import Sums
 from oarjax.training.parts.layout import stored_dtype_of
+from oarjax.training.parts.loss import Sums
 from oarjax.training.run import Run
 from oarjax.types import AnswerSpan, PromptBatch, Rollout, TrainBatch, TrainState
 

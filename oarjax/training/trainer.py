@@ -25,13 +25,13 @@ from oarjax.report.console import OnceWarnings, PhaseTimer, Progress
 from oarjax.report.files import CompletionRow, read_metrics, show_completions, token_texts
 from oarjax.runs.stop import Stop
 from oarjax.system.devices import peak_flops, to_host_memory
-from oarjax.training.files import RunFiles
 from oarjax.training.health import Health
 from oarjax.training.held_out import Evaluation, evaluate
 from oarjax.training.iteration import HostCallbacks, Iteration, iterate
 from oarjax.training.memory import report_memory
 from oarjax.training.parts.adapters import trained_count
 from oarjax.training.run import Run
+from oarjax.training.run_files import RunFiles
 from oarjax.types import Grades, Params
 
 

@@ -92,7 +92,7 @@ def test_key_heads_that_nothing_divides():
 PROGRAM = """
 import sys, numpy as np, jax, jax.numpy as jnp
 from jax.sharding import NamedSharding
-from oarjax.system.devices import make_mesh
+from oarjax.system.mesh import make_mesh
 from oarjax.data.hf import load_params, read_config
 from oarjax.models.qwen import make_policy
 from oarjax.models.weights import divisible_pieces, logical_axes

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from toy_policy import left_padded, toy_params, toy_policy
 
 from oarjax.models.policy import grow, take_rows
-from oarjax.rollout.row_buckets import Bucket, arrange, fewest_left, first_layout, make_plan, next_layout
+from oarjax.rollout.row_schedule import Bucket, arrange, fewest_left, first_layout, make_plan, next_layout
 from oarjax.rollout.sampler import Decoding, sample_rows
 from oarjax.rollout.segments import SegmentedSampler
 from oarjax.types import KVCache, PromptBatch
@@ -256,7 +256,7 @@ from oarjax.models.qwen import make_policy
 from oarjax.models.weights import init_params, sampling_params
 from oarjax.rollout.sampler import Decoding, group_keys, sample_rows
 from oarjax.rollout.segments import SegmentedSampler
-from oarjax.system.devices import make_mesh
+from oarjax.system.mesh import make_mesh
 from oarjax.training.layout import rollout_layout, sampling_model
 import tiny
 

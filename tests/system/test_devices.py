@@ -7,14 +7,8 @@ import jax.numpy as jnp
 import pytest
 from fake_chips import Chip
 
-from oarjax.system.devices import (
-    DeviceError,
-    choose_platform,
-    make_mesh,
-    peak_flops,
-    rollout_mesh,
-    use_compilation_cache,
-)
+from oarjax.system.devices import DeviceError, choose_platform, peak_flops, use_compilation_cache
+from oarjax.system.mesh import make_mesh, rollout_mesh
 
 
 def fake_device(monkeypatch, platform: str, kind: str, count: int = 1) -> None:

@@ -157,7 +157,7 @@ def test_methods_that_give_the_wrong_shape_or_fail():
 @pytest.mark.slow
 def test_an_own_loss_is_what_is_minimised():
     """The published loss as an own one updates as the built-in one does, and another does not."""
-    from oarjax.training.parts.gradients import bound_loss
+    from oarjax.training.parts.loss import bound_loss
 
     cfg = tiny.config()
     same = bound_loss(cfg.loss, max_length=cfg.rollout.max_new)

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from oarjax.training.minibatches import MinibatchPlan, Piece
 from oarjax.training.parts.layout import check_layouts, policy_of, rollout_layout, training_layout
 from oarjax.training.parts.state import new_state
-from oarjax.system.devices import make_mesh
+from oarjax.system.mesh import make_mesh
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import init_params
 from oarjax.training.programs import make_steps

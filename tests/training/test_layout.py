@@ -17,7 +17,8 @@ from oarjax.models.policy import positions_of
 from oarjax.models.qwen import make_policy
 from oarjax.models.sharding import ShardingError
 from oarjax.models.weights import init_params, sampling_params
-from oarjax.system.devices import DeviceError, make_mesh
+from oarjax.system.devices import DeviceError
+from oarjax.system.mesh import make_mesh
 from oarjax.training.parts.layout import check_layouts
 
 MODEL = replace(tiny.model(), num_attention_heads=4, num_key_value_heads=2, head_dim=4, hidden_size=16, qk_norm=True)
@@ -89,7 +90,7 @@ import jax
 from oarjax.training.run import Run
 from oarjax.training.shapes import programs
 from oarjax.plan.hlo import COLLECTIVES, parse
-from oarjax.system.devices import make_mesh
+from oarjax.system.mesh import make_mesh
 from oarjax.models.qwen_config import QwenConfig
 import tiny
 

@@ -131,7 +131,7 @@ import json
 import jax, jax.numpy as jnp, numpy as np, optax
 from oarjax.training.parts.layout import policy_of, rollout_layout, training_layout
 from oarjax.training.parts.state import new_state
-from oarjax.system.devices import make_mesh
+from oarjax.system.mesh import make_mesh
 from oarjax.models.lora import whole
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import init_params

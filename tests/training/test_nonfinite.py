@@ -13,7 +13,7 @@ import unsound
 from oarjax.credit.probe import Probe
 from oarjax.training.iteration import iterate
 from oarjax.training.metrics import QUANTITIES, all_finite, nonfinite_rows, rollout_metrics
-from oarjax.training.parts.gradients import descend
+from oarjax.training.parts.loss import descend
 from oarjax.training.programs import make_optimizer, make_steps
 from oarjax.types import Mean, TrainBatch, TrainState
 

@@ -17,8 +17,8 @@ from oarjax.data.arithmetic import write_builtin_policy
 from oarjax.runs import folder as run_folder
 from oarjax.runs.durable import Lines, StorageError, read_lines, write_durably
 from oarjax.runs.manifest import read_manifest, write_manifest
-from oarjax.training import files as run_files
-from oarjax.training.files import RunFiles
+from oarjax.training import run_files
+from oarjax.training.run_files import RunFiles
 
 
 @pytest.fixture

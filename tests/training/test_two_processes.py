@@ -183,7 +183,7 @@ import json, sys
 import jax
 from jax.sharding import NamedSharding
 from pathlib import Path
-from oarjax.system.devices import make_mesh
+from oarjax.system.mesh import make_mesh
 from oarjax.data.hf import export, load_params, read_config
 from oarjax.system.processes import join_processes, wait_for_all
 from oarjax.models.weights import logical_axes

@@ -27,7 +27,7 @@ from oarjax.models.sharding import (
     training_rules,
 )
 from oarjax.models.weights import divisible_pieces, logical_axes, sampling_params
-from oarjax.system.devices import rollout_mesh
+from oarjax.system.mesh import rollout_mesh
 from oarjax.training.parts.adapters import trained_axes, trained_shapes
 from oarjax.training.parts.checks import check_batches
 from oarjax.training.programs import RolloutLayout, Shardings
