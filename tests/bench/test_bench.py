@@ -170,7 +170,7 @@ def test_rollout_in_tokens_per_second_and_no_program_when_warm():
     (row,) = run_tiny(["W1"])["rows"]
     assert (row["name"], row["unit"], row["speedup"]) == ("rollout", "tokens/s", None)
     ours = row["ours"]
-    assert ours["compilations"] == 1
+    assert ours["compilations"] == 4  # the empty cache, prefill, decode and finish
     assert ours["compilations_warm"] == 0
     assert ours["value"]["runs"] == pytest.approx([32 / s for s in ours["seconds"]["runs"]])  # 4 rows of 8 tokens
 
