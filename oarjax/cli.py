@@ -53,7 +53,7 @@ TRAIN_HELP = (
     "Train a policy and show that it got better.\n\n"
     "Every iteration samples completions, grades them, gives every token its credit and updates the policy. The run "
     "folder holds the whole config, metrics.jsonl, completions.jsonl, the trained policy as an HF folder and "
-    "report.html. The same command goes on with a run that was stopped; any other is refused its folder.\n\n"
+    "report.html. The same command resumes a run that was stopped; any other is refused its folder.\n\n"
     f"Values of credit.method: {summary()}; custom: the method that credit.function names."
 )
 
@@ -136,7 +136,7 @@ EVALUATE_HELP = (
     "Evaluate a policy on benchmarks by name: pass@1, pass@k, avg@k and maj@k with 95% intervals.\n\n"
     "Benchmarks: gsm8k, math500, aime24, aime25, amc23 (from the hub, or name=file for a local copy), demo, any file "
     "(.jsonl, .parquet) or hub dataset; of a run, without --data, its own held-out problems. The folder gets "
-    "results.json, and samples.jsonl with every sample; the same command goes on with an evaluation that was stopped."
+    "results.json, and samples.jsonl with every sample; the same command resumes an evaluation that was stopped."
 )
 
 

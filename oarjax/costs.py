@@ -233,7 +233,7 @@ def forwards(method: CreditMethod, credit: CreditConfig, row: Row, d: Decoder) -
 
 @dataclass(frozen=True)
 class Work:
-    """What one iteration computes."""
+    """The work of one iteration."""
 
     row: Row  # the mean row
     prompts: Number  # prompts drawn, each prefilled once

@@ -250,7 +250,7 @@ def threads() -> int:
 
 
 def torch_device(platform_name: str) -> str:
-    """Where torch must run to be compared.
+    """Return the device that torch must run on to be compared.
 
     Raises:
         ConfigError: JAX is on a device that this torch cannot use.

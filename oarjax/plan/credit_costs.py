@@ -1,4 +1,4 @@
-"""What credit would cost in a step of a large policy: FLOPs and a roofline. Plain numbers, no measurement.
+"""Compute the cost of credit in a step of a large policy: FLOPs and a roofline. Plain numbers, no measurement.
 
 Everything is for one completion, in chip-seconds: a pod of n chips divides both sides of a ratio by n. Decoding is
 the slower of reading weights and caches and of multiplying; all else is taken to be bound by the products.

@@ -1,4 +1,4 @@
-"""What a compiled program executes, counted over its optimized HLO text: matrix products, collectives, kernels.
+"""Count the work of a compiled program over its optimized HLO text: matrix products, collectives, kernels.
 
 XLA's own cost analysis counts the body of a loop once, whatever its length. Here every instruction is multiplied with
 the trips of the loops around it. A TPU's text states no trip counts: they follow from the loop's condition, the step
@@ -53,7 +53,7 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """Where in the traced function it came from, such as jit(update)/while/body."""
+        """The place in the traced function, such as jit(update)/while/body."""
         return found[1] if (found := re.search(r'op_name="([^"]*)"', self.rest)) else ""
 
     def called(self, attribute: str) -> str | None:
@@ -291,7 +291,7 @@ def _meeting_points(*, size: int, window: int, out: int, stride: int, low: int, 
 
 
 def loop_trips(program: Program, home: str, loop: Instruction) -> float | None:
-    """How often the body runs: (bound - start) / step, rounded up; None where one of them is not in the text.
+    """Return how often the body runs: (bound - start) / step, rounded up; None where the text lacks one of them.
 
     The condition compares an entry of the carry, perhaps with a constant added, with a constant; it may be joined by
     ``and`` with others, which can only end the loop earlier. Unrolled bodies have a larger step.

@@ -1,4 +1,4 @@
-"""How long a program takes at the least, and what share of the chips' peak that is. Arithmetic, no measurement."""
+"""Bound a program's time from below, and its share of the chips' peak. Arithmetic, no measurement."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def read_bytes(model: QwenConfig, s: Shapes, *, chips: int, tensor: int) -> floa
 
 
 def analytic_update_flops(cfg: Config, model: QwenConfig, s: Shapes, line: Mapping[str, Any]) -> float | None:
-    """What the update should execute over all chips with its remat policy; None where no formula is for it.
+    """Count the FLOPs that the update should execute over all chips with its remat policy; None without a formula.
 
     The part of kernels is what their formula says; the rest does not depend on the program.
     """

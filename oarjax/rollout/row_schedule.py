@@ -1,4 +1,4 @@
-"""How many rows and slots the programs of a segmented rollout have, and which rows are decoded: the host's decisions.
+"""Decide which rows are decoded, and the rows and slots of the programs of a segmented rollout, on the host.
 
 Plain numpy, a function of the shapes and of which rows are done, so every process decides the same.
 """
@@ -38,7 +38,7 @@ class Plan(NamedTuple):
 
     @property
     def together(self) -> bool:
-        """Whether all rows are decoded from the start, in step with one another."""
+        """True if all rows are decoded from the start, in step with one another."""
         return self.buckets[0].rows == self.block
 
     def slots_after(self, slots: int, written: int) -> int:
@@ -105,7 +105,7 @@ class Layout(NamedTuple):
     rows: Int[np.ndarray, "D r"]
 
     def among(self, block: int) -> Bool[np.ndarray, "D n"]:
-        """Of all rows, those that have a slot."""
+        """Mark, among all rows, those that have a slot."""
         return (self.rows[:, :, None] == np.arange(block)).any(1)
 
     def places(self, before: Layout) -> Int[np.ndarray, "D r"]:

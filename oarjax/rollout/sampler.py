@@ -51,7 +51,7 @@ def problem_keys(key: Key[Array, ""], problems: Int[Array, "P"], *, samples: int
 
 
 class Decoding(NamedTuple):
-    """How tokens are drawn and when a row is done; static under jit. ``sample_rows`` explains each."""
+    """Settings of drawing and of when a row is done; static under jit. ``sample_rows`` explains each."""
 
     max_new: int
     temperature: float
@@ -230,7 +230,7 @@ def sample_rows(
             included; 1 = off. The order (temperature, top-k, top-p) is that of ``transformers``. With both
             off the program holds nothing of them.
         stop_ids: every one of them stops a row; may be empty.
-        pad_id: fills tokens after the end; may be a stop id itself, nothing is told from it.
+        pad_id: fills tokens after the end; may be a stop id itself, since nothing is derived from it.
 
     Raises:
         ValueError: a keyword outside its range.

@@ -55,7 +55,7 @@ class Table(NamedTuple):
 
 
 class Flags(NamedTuple):
-    """All that the host reads after a program."""
+    """The only values that the host reads after a program."""
 
     alive: Bool[Array, "B"]
     steps: Int32[Array, ""]  # decode steps of this program
@@ -64,7 +64,7 @@ class Flags(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """What decoding took, to be added up."""
+    """Counts of decoding that add up."""
 
     steps: float = 0
     tokens: float = 0.0

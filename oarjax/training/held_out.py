@@ -144,5 +144,5 @@ def _leading(problems: Int[np.ndarray, "P"], rollout: Rollout, wait: Any, *, sam
 
 
 def _mean(values: Float[np.ndarray, "P"]) -> float:
-    """Of what is known; NaN where nothing is."""
+    """Average the known values; NaN where there are none."""
     return float(np.nanmean(values)) if np.isfinite(values).any() else float("nan")

@@ -49,7 +49,7 @@ NOISE, ORDER = 2**31 - 1, 2**31 - 2
 
 
 class Seen(NamedTuple):
-    """What a watch is shown after each phase of a minibatch: its metrics, and all that they were made from."""
+    """One phase of a minibatch as the health watch sees it: its metrics, and everything they were computed from."""
 
     phase: Literal["sample", "credit", "update"]
     iteration: int
@@ -76,7 +76,7 @@ class HostCallbacks(NamedTuple):
 
 
 class Iteration(NamedTuple):
-    """What an iteration leaves for the reports, row by row as drawn."""
+    """Results of an iteration for the reports, row by row as drawn."""
 
     metrics: dict[str, float]
     rollout: Rollout

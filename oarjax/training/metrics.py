@@ -1,4 +1,4 @@
-"""What an iteration's rollouts say about the run, and what in its numbers is not finite."""
+"""Metrics of an iteration's rollouts, and checks for numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def nonfinite_rows(
 
 
 def all_finite(tree: Params) -> Bool[Array, ""]:
-    """Whether no number of a tree is NaN or infinite."""
+    """Return True if no number of a tree is NaN or infinite."""
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
 
 

@@ -144,7 +144,7 @@ def take(tree: Any, rows: Int[np.ndarray, "R"]) -> Any:
 
 
 class MinibatchPlan(NamedTuple):
-    """How the rows of an iteration are divided into optimizer updates: row i of ``rows`` goes to minibatch i % k."""
+    """Division of an iteration's rows into optimizer updates: row i of ``rows`` goes to minibatch i % k."""
 
     rows: Int[np.ndarray, "R"]  # indices of the rows to train on
     minibatches: int

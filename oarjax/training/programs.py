@@ -74,7 +74,7 @@ class Steps(NamedTuple):
 
 
 class Shardings(NamedTuple):
-    """Where arrays live in the training layout."""
+    """Shardings of the training layout."""
 
     state: Any  # a tree like TrainState
     params: Any

@@ -1,4 +1,4 @@
-"""What a run shows at its end: the table, the curves and the page."""
+"""Show the results at the end of a run: the table, the curves and the page."""
 
 from __future__ import annotations
 

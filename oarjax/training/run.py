@@ -203,7 +203,7 @@ class Run:
 
     @cached_property
     def layout(self) -> Shardings:
-        """Where arrays live in training."""
+        """Shardings of the training layout."""
         return training_layout(self.cfg.lora, self.model, self.mesh, self.optimizer)
 
     @cached_property
@@ -284,7 +284,7 @@ class Run:
 
     @cached_property
     def keyword_table(self) -> KeywordTable | None:
-        """How this tokenizer spells the configured keywords; None for methods that ask for none."""
+        """The tokenizer's spellings of the configured keywords; None for methods without keywords."""
         cfg = self.cfg.credit
         if "keyword_table" not in signals(cfg, self.custom_method):
             return None

@@ -37,7 +37,7 @@ from oarjax.types import Grades, Params
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run ended as."""
+    """The end of a run."""
 
     folder: Path
     params: Params  # all that the policy reads, adapters included
@@ -61,7 +61,7 @@ def train(
     ``start`` stays as it is, and is copied, where ``keep_start`` says so or the KL term needs it; else the state takes
     its memory over.
 
-    A folder with a checkpoint is gone on with, and ends as if it had never stopped. ``seen`` is called whenever there
+    A folder with a checkpoint is resumed, and ends as if it had never stopped. ``seen`` is called whenever there
     are new lines in the files.
 
     Raises:
@@ -195,7 +195,7 @@ def model_flops(cfg: Config, model: QwenConfig, metrics: dict[str, float], custo
 
 
 def _due(cfg: Config, iteration: int) -> bool:
-    """Whether to evaluate after this iteration: every so often, and always after the last."""
+    """Return True if an evaluation follows this iteration: every so often, and always after the last."""
     if cfg.data.eval is None:
         return False
     return iteration == cfg.iterations or (cfg.eval.every > 0 and iteration % cfg.eval.every == 0)

@@ -34,7 +34,7 @@ Its sums are added over microbatches and divided by what ``loss.aggregation`` co
 
 
 class Sums(NamedTuple):
-    """What microbatches add up to before an update."""
+    """Sums over microbatches before an update."""
 
     grads: Params  # of the summed losses, float32 or wider
     loss: Mean
@@ -187,7 +187,7 @@ def bound_loss(cfg: LossConfig, *, max_length: int) -> Callable[..., tuple[Mean,
 
 
 class RowCheck(NamedTuple):
-    """What one row does to an update."""
+    """The contribution of one row to an update."""
 
     loss: Mean
     metrics: Metrics
