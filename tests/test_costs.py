@@ -166,13 +166,14 @@ def test_screening_adds_up():
 
 @pytest.mark.slow
 def test_what_programs_execute_again():
-    """Within a tenth with remat full, which computes the layers' forward again."""
+    """Within 5% with remat full: the layers' forward again, but for each layer's last product, which nothing reads."""
     d = decoder_of(QwenConfig.from_hf(SMALL))
+    last = 2.0 * SMALL["num_hidden_layers"] * SMALL["hidden_size"] * SMALL["intermediate_size"] * LONG.completion
     for credit, flops in (
-        ({"method": "oar_f"}, fisher_flops(d, LONG, outcomes=4, recomputed=1)),
-        ({"method": "oar_g"}, gradient_flops(d, LONG, draws=1, recomputed=1)),
+        ({"method": "oar_f"}, fisher_flops(d, LONG, outcomes=4, recomputed=1) - last),
+        ({"method": "oar_g"}, gradient_flops(d, LONG, draws=1, recomputed=1) - 2 * last),  # a push and a pull
     ):
-        assert executed("full", **credit) == pytest.approx(flops, rel=0.1), credit
+        assert executed("full", **credit) == pytest.approx(flops, rel=0.05), credit
 
 
 @pytest.mark.parametrize("name", ["demo", "qwen2.5-7b_v5p-32"])

@@ -57,9 +57,10 @@ def counted(totals: dict[str, float]) -> Callable[[Steps], Steps]:
     def watched(steps: Steps) -> Steps:
         def watch(name: str) -> Callable[..., Any]:
             program = steps._asdict()[name]
+            traced = getattr(program, "whole", program)  # a rollout is a loop on the host over several programs
 
             def run(*args: Any, **static: Any) -> Any:
-                totals[name] = totals.get(name, 0.0) + executed_flops(lambda *a: program(*a, **static), *args)
+                totals[name] = totals.get(name, 0.0) + executed_flops(lambda *a: traced(*a, **static), *args)
                 return program(*args, **static)
 
             return run

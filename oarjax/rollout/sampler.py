@@ -188,6 +188,7 @@ def sample(
     """
     if group_size < 1:
         raise ValueError(f"group_size: expected at least 1, got {group_size}")
+    prompts = jax.tree.map(jnp.asarray, prompts)  # a run's prompts are numpy
     return sample_rows(
         policy,
         params,

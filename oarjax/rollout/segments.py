@@ -205,6 +205,10 @@ class SegmentedSampler:
         """
         return self._whole.lower(params, prompts, key)
 
+    def whole(self, params: Params, prompts: PromptBatch, key: Key[Array, ""]) -> Rollout:
+        """Draw the same rollout in one program, whose work can be traced: every row until max_new."""
+        return self._whole(params, prompts, key)
+
     def programs(self, params: Params, prompts: PromptBatch, key: Any) -> list[Program]:
         """List prefill, then every decode program that there can be, the largest first, with arguments as shapes."""
         plan = self.plan(prompts)

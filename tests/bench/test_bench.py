@@ -225,7 +225,8 @@ def test_steps_of_every_method_are_beside_grpo_with_and_without_skipping(tmp_pat
         assert len(row["of_grpo"]["runs"]) == 2
     every, skipped = rows[0]["executed_flops"], rows[2]["executed_flops"]
     assert every["sample"] == skipped["sample"]
-    assert every["update"] == 2 * skipped["update"]
+    assert every["accumulate"] == 2 * skipped["accumulate"]
+    assert every["apply"] == skipped["apply"]
     assert every["score"] == 2 * skipped["score"]
     assert rows[0]["grpo"]["executed_flops"]["score"] == 0
     assert json.loads(json.dumps(found)) == found
