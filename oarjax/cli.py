@@ -253,12 +253,20 @@ def credit(
     form: Annotated[
         RolloutFormat, typer.Option("--format", help="Of the saved completions; auto: told by their fields.")
     ] = RolloutFormat.AUTO,
+    gradients: Annotated[
+        bool,
+        typer.Option(
+            "--gradients",
+            help="Compare the methods' minibatch gradients with the expected gradient of GRPO too: direction, noise "
+            "and where it comes from.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
     """``oarjax credit``; see ``CREDIT_HELP``."""
     from oarjax.lab.command import run
 
-    run(config, overrides or [], as_json, rollouts, form.value)
+    run(config, overrides or [], as_json, rollouts, form.value, gradients=gradients)
 
 
 STUDY_HELP = (

@@ -48,8 +48,8 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
-BUILTIN_POLICIES = ("builtin:arithmetic", "builtin:random")
-"""A tiny policy for the arithmetic task, and a random one for any tokenizer; see ``data.arithmetic``."""
+BUILTIN_POLICIES = ("builtin:arithmetic", "builtin:forks", "builtin:random")
+"""Of the built-in tasks, and one of Qwen's vocabulary for any tokenizer; see ``data.arithmetic``."""
 
 
 class PolicyConfig(Section):
@@ -99,17 +99,28 @@ class ArithmeticConfig(Section):
     seed: Count = 0
 
 
+class ForksConfig(Section):
+    """Problems of builtin:forks."""
+
+    kind: Literal["copy", "echo", "chain"] = Field(default="copy", description="see oarjax.data.forks")
+    forks: Annotated[int, Field(ge=1, le=4)] = Field(default=2, description="choices in a completion")
+    filler: Count = Field(default=8, description="letters without meaning per fork")
+    right: Share = Field(default=0.45, description="of the sft split: share of choices that are right")
+    seed: Count = 0
+
+
 class DatasetConfig(Section):
-    source: str = Field(description="builtin:arithmetic, a .jsonl or .parquet file, or a hub dataset name")
+    source: str = Field(description="builtin:arithmetic, builtin:forks, a .jsonl or .parquet file, a hub dataset name")
     name: str | None = Field(default=None, description="hub dataset configuration, e.g. main")
     split: str = "train"
     revision: str | None = None
     prompt_field: str = "question"
     answer_field: str = "answer"
     limit: Count = Field(
-        default=0, description="use only the first n rows; 0 = all (of builtin:arithmetic, its usual number)"
+        default=0, description="use only the first n rows; 0 = all (of a built-in task, its usual number)"
     )
     arithmetic: ArithmeticConfig = Field(default=ArithmeticConfig(), description="for source builtin:arithmetic")
+    forks: ForksConfig = Field(default=ForksConfig(), description="for source builtin:forks")
 
 
 class DataConfig(Section):
@@ -502,6 +513,16 @@ class PlanConfig(Section):
     )
 
 
+class GradientsConfig(Section):
+    """``oarjax credit --gradients``."""
+
+    minibatches: Annotated[int, Field(ge=3)] = Field(default=16, description="drawn and compared with each other")
+    prompts: Positive | None = Field(default=None, description="of a minibatch; null = rollout.prompts")
+    sketch: Positive = Field(
+        default=1 << 20, description="numbers kept of a gradient; of larger ones a count sketch of that many"
+    )
+
+
 class LabConfig(Section):
     """Settings of ``oarjax credit``: the methods to compare, and the completions to compare them on."""
 
@@ -524,6 +545,7 @@ class LabConfig(Section):
     answer_tokens: Positive = Field(default=16, description="tokens decoded to read the answer")
     bootstrap: Positive = Field(default=2000, description="resamples behind each 95% interval")
     shown: Count = Field(default=12, description="completions on the page")
+    gradients: GradientsConfig = GradientsConfig()
 
 
 class Config(Section):

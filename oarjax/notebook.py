@@ -173,11 +173,11 @@ def show_credit(result: LabResult, *, methods: Sequence[str] = (), count: int = 
 def show_lab(result: LabResult) -> Shown:
     """Show the tables of a credit lab, with the meaning of their columns, and its figures."""
     shown = []
-    for title, columns in tables(result):
-        chosen = shown_columns(result, columns)
-        lines = [[visible(cell) for cell in line] for line in table_cells(result, chosen)]
+    for title, columns, part in tables(result):
+        chosen = shown_columns(part, columns)
+        lines = [[visible(cell) for cell in line] for line in table_cells(part, chosen)]
         header = ["method", *(column.heading for column in chosen)]
-        shown.append({"title": title, "header": header, "lines": lines, "note": legend(result, chosen)})
+        shown.append({"title": title, "header": header, "lines": lines, "note": legend(part, chosen)})
     return _shown(tables=shown, note=f"{result.interval}.")
 
 

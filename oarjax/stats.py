@@ -1,4 +1,4 @@
-"""Accuracy figures from graded samples, and every interval of the package: Student, normal, Wilson and bootstrap.
+"""Accuracy figures from graded samples, and every interval: Student, normal, Wilson, bootstrap and jackknife.
 
 Problems are the independent draws: a figure is a mean over problems, and its interval is over problems too. A sample
 that could not be graded is NaN and is left out: it is neither right nor wrong. All intervals are two-sided, 95%.
@@ -229,3 +229,21 @@ def normal_cdf(z: Float[np.ndarray, "*n"]) -> Float[np.ndarray, "*n"]:
 def binomial_exceedance(above: Int[np.ndarray, "n"], *, draws: int, chance: float) -> Float[np.ndarray, "n"]:
     """Return P(X > above) of X ~ Binomial(draws, chance)."""
     return bdtrc(above.astype(np.float64), draws, chance)
+
+
+def jackknife_interval(value: float, left_out: Float[np.ndarray, "n"]) -> Interval:
+    """Return a statistic of n independent draws with the interval of its delete-one jackknife (Tukey, 1958).
+
+    value ± t(0.975, n - 1) sqrt((n - 1) / n sum (v_i - mean v)^2), for statistics that are smooth in the draws, such as
+    a ratio of means. NaN where the statistic is undefined, of all draws or with one left out.
+
+    Args:
+        value: the statistic of all draws.
+        left_out: the same with draw i left out, v_i.
+    """
+    n = len(left_out)
+    if n < 2 or not np.isfinite(value) or not np.isfinite(left_out).all():
+        return Interval(value, math.nan, math.nan, n)
+    error = math.sqrt((n - 1) / n * float(np.sum((left_out - left_out.mean()) ** 2)))
+    half = float(stdtrit(n - 1, (1 + LEVEL) / 2)) * error
+    return Interval(value, value - half, value + half, n)

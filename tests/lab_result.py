@@ -27,6 +27,7 @@ def completion(**changes):
         "direct": [False, True, False, False],
         "total": [True, True, False, False],
         "known": [False, True, False, False],
+        "wrong": [],
         "scores": {"OAR-P": [0.125, 2.5, 0.0, 0.0], "OAR-G, 16 draws": [0.0, 0.25, 0.0, 0.0]} | EVEN,
         "weights": {"OAR-P": [0.1, 1.9, 1.0, 1.0], "OAR-G, 16 draws": [3.0, 1.0, 1.0, 1.0]} | ONES,
     }

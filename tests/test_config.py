@@ -197,7 +197,10 @@ def test_field_of_an_optional_section_is_found():
         ({"export__folder": "/tmp"}, "export.folder: expected a folder below run_dir"),
         ({"export__folder": "."}, "export.folder: expected a folder below run_dir"),
         ({"mesh": {"data": -1, "tensor": -1}}, "mesh: at most one axis can be -1"),
-        ({"policy__path": "builtin:big"}, "policy.path: builtin:big is unknown; accepted: builtin:arithmetic, builtin"),
+        (
+            {"policy__path": "builtin:big"},
+            "policy.path: builtin:big is unknown; accepted: builtin:arithmetic, builtin:for",
+        ),
         ({"policy__path": "builtin:random"}, "policy.tokenizer: builtin:random needs one"),
         ({"policy__tokenizer": "t"}, "policy.tokenizer: p has its own tokenizer; set null"),
         (

@@ -40,7 +40,8 @@ from oarjax.data.arithmetic import write_builtin_policy
 from oarjax.errors import UserError
 from oarjax.grading.grader import Grader
 from oarjax.grading.rewards import Sample
-from oarjax.models.weights import abstract_params
+from oarjax.lab import minibatch_gradients
+from oarjax.models.weights import abstract_params, init_params
 from oarjax.plan.command import topology_of
 from oarjax.plan.expected import survival_of
 from oarjax.report.console import OnceWarnings
@@ -103,6 +104,8 @@ class Field(NamedTuple):
 def dataset(where: str) -> dict[str, Field]:
     """Fields of a dataset section, seen in what it encodes to."""
     sees, file, hub = partial(data, where=where), {f"{where}.source": "rows.jsonl"}, {f"{where}.source": "org/set"}
+    forks = {f"{name}.source": "builtin:forks" for name in ("data.train", "data.eval", "sft.data")}
+    forks |= {"policy.path": "builtin:forks"}
     return {
         f"{where}.source": Field("rows.jsonl", sees),
         f"{where}.name": Field("other", sees, hub),
@@ -115,6 +118,11 @@ def dataset(where: str) -> dict[str, Field]:
         f"{where}.arithmetic.highest": Field(30, sees),
         f"{where}.arithmetic.written": Field(0.0, sees, {f"{where}.split": "sft"}),
         f"{where}.arithmetic.seed": Field(1, sees),
+        f"{where}.forks.kind": Field("chain", sees, forks),
+        f"{where}.forks.forks": Field(3, sees, forks),
+        f"{where}.forks.filler": Field(3, sees, forks | {f"{where}.split": "sft"}),
+        f"{where}.forks.right": Field(1.0, sees, forks | {f"{where}.split": "sft"}),
+        f"{where}.forks.seed": Field(1, sees, forks),
     }
 
 
@@ -258,6 +266,9 @@ def fields() -> dict[str, Field]:
         "lab.answer_tokens": Field(3, tokens_credited, small_lab),
         "lab.bootstrap": Field(50, tokens_credited, small_lab),
         "lab.shown": Field(1, tokens_credited, small_lab),
+        "lab.gradients.minibatches": Field(4, gradients),
+        "lab.gradients.prompts": Field(6, gradients),
+        "lab.gradients.sketch": Field(99, gradients),
         "loss.function": Field(f"{EXAMPLES / 'custom_loss.py'}:half_as_hard_on_failures", update),
         "loss.surrogate": Field("cispo", update),
         "loss.level": Field("sequence", update, {"update.epochs": 2}),
@@ -415,6 +426,35 @@ def data(cfg: Config, *, where: str = "data.train") -> Any:
     run = build(cfg)
     encoded = {"data.train": run.train, "data.eval": run.held_out, "sft.data": run.pairs}[where]
     return encoded.prompts, encoded.completions, [p.answer for p in encoded.problems], encoded.dropped
+
+
+def gradients(cfg: Config) -> Any:
+    """The minibatches that the lab draws for its gradients, and how many numbers of a gradient it keeps."""
+    log: list[Any] = []
+
+    class EnoughSeen(Exception):
+        pass
+
+    def draw(state: Any, number: int, *, steps: Any, host: Any, cfg: Config) -> Any:
+        log.append((number, cfg.rollout.prompts))
+        rows = cfg.rollout.prompts * cfg.rollout.group_size
+        made, zeros = np.ones((rows, 10), bool), np.zeros((rows, 10), np.float32)
+        rollout = Rollout(np.zeros((rows, 18), np.int32), np.ones((rows, 18), bool), made, zeros, zeros, made[:, 0])
+        rewards = (np.arange(rows) % 2).astype(np.float32)
+        return np.zeros(cfg.rollout.prompts, np.int32), rollout, lambda: types.SimpleNamespace(rewards=rewards), None
+
+    def gradient_program(loss: Any, *, by_piece: bool, size: int) -> Any:
+        log.append(size)
+        raise EnoughSeen
+
+    run = build(cfg)
+    params = init_params(run.model, jax.random.key(0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(minibatch_gradients, "draw", draw)
+        patch.setattr(minibatch_gradients, "gradient_program", gradient_program)
+        with pytest.raises(EnoughSeen):
+            minibatch_gradients.measure_gradients(run, params, None)  # type: ignore[arg-type]
+    return log
 
 
 def completed(run: Run) -> Rollout:

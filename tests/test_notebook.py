@@ -25,7 +25,7 @@ def lab(**changes) -> LabResult:
         LabCompletion(
             prompt="1+1=", answer="2", reference="2", reward=1.0, tokens=["1+1", "=2;", "#### ", "2"],
             is_reasoning=[True, True, False, False], is_answer=[False, False, False, True], direct=[False] * 4,
-            total=[False] * 4, known=[], scores={"OAR-P": [0.0, 1.0, 0.0, 0.0], "GRPO": [1.0] * 4},
+            total=[False] * 4, known=[], wrong=[], scores={"OAR-P": [0.0, 1.0, 0.0, 0.0], "GRPO": [1.0] * 4},
             weights={"OAR-P": [0.1, 1.9, 1.0, 1.0], "GRPO": [1.0] * 4},
         )
     ]  # fmt: skip

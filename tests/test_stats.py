@@ -18,6 +18,7 @@ from oarjax.stats import (
     answer_numbers,
     bootstrap_interval,
     clustered_share_interval,
+    jackknife_interval,
     majority_correct,
     mean_interval,
     mean_score,
@@ -244,3 +245,13 @@ def test_real_labelled_outputs(shared):
     assert known.sum() >= 11  # one reference is a time of the day
     for k in powers_up_to(ours.shape[1]):
         np.testing.assert_allclose(pass_at_k(ours, k=k)[known], pass_at_k(theirs, k=k)[known])
+
+
+def test_jackknife_of_a_mean_is_students_interval():
+    values = np.array([1.0, 4.0, 2.0, 8.0, 5.0])
+    left_out = np.array([np.delete(values, i).mean() for i in range(5)])
+    found, wanted = jackknife_interval(values.mean(), left_out), mean_interval(values)
+    assert (found.mean, found.count) == (4, 5)
+    assert (found.low, found.high) == pytest.approx((wanted.low, wanted.high))
+    assert np.isnan(jackknife_interval(4.0, np.array([1.0, np.nan, 2.0])).low)
+    assert np.isnan(jackknife_interval(np.nan, left_out).low)

@@ -12,6 +12,7 @@ warmed up on it therefore has one thing to learn from its rewards: to write the 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import random
 import re
@@ -94,25 +95,40 @@ def computed_tokens(tokens: Sequence[str]) -> list[bool]:
     These carry the computation: the answer's digits are copied from the last result, and each step starts from the
     result before it. What stands before the ``=`` is copied from the question.
     """
-    text, at = "".join(tokens), 0
-    digits = [False] * len(text)
-    for match in re.finditer(r"=([0-9]+);", text):
-        digits[match.start(1) : match.end(1)] = [True] * len(match[1])
-    computed = []
-    for token in tokens:
-        computed.append(any(digits[at : at + len(token)]))
-        at += len(token)
-    return computed
+    return tokens_with(tokens, [match.span(1) for match in re.finditer(r"=([0-9]+);", "".join(tokens))])
 
 
-def write_tokenizer(folder: Path | str) -> None:
+def first_wrong_step(question: str, tokens: Sequence[str]) -> list[bool]:
+    """Mark where a written-out solution first goes wrong: a step's result, or its left side where that is miscopied.
+
+    A left side is right where it is the total so far and the next change of the question. Nothing is marked in a
+    solution whose steps are all right, as far as they go, nor in an answer without steps.
+    """
+    start, *changes = re.findall(r"[+-]?[0-9]+", question)
+    total = start
+    for number, step in enumerate(re.finditer(r"([0-9]+)([+-][0-9]+)=([0-9]+);", "".join(tokens).partition(MARKER)[0])):
+        wanted = (total, changes[number] if number < len(changes) else None, str(int(step[1]) + int(step[2])))
+        for part in (1, 2, 3):
+            if step[part] != wanted[part - 1]:
+                return tokens_with(tokens, [step.span(part)])
+        total = step[3]
+    return [False] * len(tokens)
+
+
+def tokens_with(tokens: Sequence[str], spans: Sequence[tuple[int, int]]) -> list[bool]:
+    """Mark the tokens that hold a character of one of the spans (start, end) of their joined text."""
+    ends = list(itertools.accumulate(map(len, tokens)))
+    return [any(start < end and end - len(t) < stop for start, stop in spans) for t, end in zip(tokens, ends)]
+
+
+def write_tokenizer(folder: Path | str, *, letters: str = LETTERS) -> None:
     """Write a character-level tokenizer in the HF layout, with ``####`` as one token and Qwen's three special tokens.
 
     It has no unknown token: a character outside the vocabulary is an error, not a silent loss.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate((*SPECIAL, MARKER, *LETTERS))}))
+    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate((*SPECIAL, MARKER, *letters))}))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{MARKER}|[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])

@@ -11,6 +11,7 @@ from typing import Any
 
 from oarjax.config import DatasetConfig
 from oarjax.data.arithmetic import MARKER, SIZES, arithmetic_rows
+from oarjax.data.forks import forks_rows
 from oarjax.errors import UserError
 
 Row = tuple[str, dict[str, Any]]
@@ -102,8 +103,16 @@ def _reject_blank(values: list[str], name: str, source: str, setting: str) -> No
 
 
 def _builtin_rows(config: DatasetConfig, where: str) -> Iterator[Row]:
+    if config.source == "builtin:forks":
+        try:
+            found = forks_rows(config.split, rows=config.limit, **config.forks.model_dump())
+        except ValueError as error:
+            raise DataError(f"{where}: {error}") from None
+        return ((f"{config.source} row {number}", row) for number, row in enumerate(found))
     if config.source != "builtin:arithmetic":
-        raise DataError(f"{where}.source: no built-in task {config.source!r}; accepted: builtin:arithmetic")
+        raise DataError(
+            f"{where}.source: no built-in task {config.source!r}; accepted: builtin:arithmetic, builtin:forks"
+        )
     if config.split not in SIZES:
         raise DataError(
             f"{where}.split: builtin:arithmetic has no split {config.split!r}; accepted: {', '.join(SIZES)}"

@@ -21,6 +21,7 @@ class Evidence(NamedTuple):
     direct: Bool[Array, "B T"] | None  # tokens whose change changes the answer, see oarjax.lab.interventions
     total: Bool[Array, "B T"] | None  # tokens whose change changes the reward
     known: Bool[Array, "B T"] | None  # tokens known to carry the computation
+    wrong: Bool[Array, "B T"] | None = None  # the first wrong step of a failed completion
 
 
 def agreement(scores: Float[Array, "B T"], evidence: Evidence, *, share: float) -> dict[str, Float[Array, "B"]]:
@@ -45,7 +46,7 @@ def best_agreement(evidence: Evidence, *, share: float) -> dict[str, Float[Array
 
 def _sets(evidence: Evidence) -> list[tuple[str, Bool[Array, "B T"]]]:
     """List the known sets of causal tokens."""
-    named = {"direct": evidence.direct, "total": evidence.total, "known": evidence.known}
+    named = {"direct": evidence.direct, "total": evidence.total, "known": evidence.known, "wrong": evidence.wrong}
     return [(name, causal) for name, causal in named.items() if causal is not None]
 
 

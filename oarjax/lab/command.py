@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -10,6 +11,7 @@ from rich.console import Console
 from oarjax.config import BUILTIN_POLICIES, Config, ConfigError, changed, load_config
 from oarjax.lab.completions import draw_completions, saved_completions
 from oarjax.lab.lab import run_lab
+from oarjax.lab.minibatch_gradients import measure_gradients
 from oarjax.lab.page import write_lab_page
 from oarjax.lab.plot import plot_lab
 from oarjax.lab.programs import as_method, make_programs
@@ -19,11 +21,19 @@ from oarjax.report.files import make_console, visible
 from oarjax.training.run import open_run
 
 
-def run(config: Path, overrides: list[str], as_json: bool, rollouts: Path | None, form: Format = "auto") -> None:
+def run(
+    config: Path,
+    overrides: list[str],
+    as_json: bool,
+    rollouts: Path | None,
+    form: Format = "auto",
+    *,
+    gradients: bool = False,
+) -> None:
     cfg = load_config(config, overrides)
     saved = None if rollouts is None else read_rollouts(rollouts, form)
     console = Console(stderr=True, quiet=True) if as_json else make_console()
-    result = measure_credit(cfg, console, saved)
+    result = measure_credit(cfg, console, saved, gradients=gradients)
     if as_json:
         print(lab_json(result))
     else:
@@ -31,8 +41,12 @@ def run(config: Path, overrides: list[str], as_json: bool, rollouts: Path | None
         console.print(f"written to {Path(cfg.run_dir).expanduser()}", markup=False)
 
 
-def measure_credit(cfg: Config, console: Console, saved: Sequence[SavedRollout] | None = None) -> LabResult:
+def measure_credit(
+    cfg: Config, console: Console, saved: Sequence[SavedRollout] | None = None, *, gradients: bool = False
+) -> LabResult:
     """Run the lab on new completions, or on saved ones, and write its files to the run folder.
+
+    ``gradients``: compare the methods' minibatch gradients too, on rollouts of data.train drawn for it.
 
     Raises:
         ConfigError: the policy does not exist, or the config extracts no answers to measure by.
@@ -44,11 +58,14 @@ def measure_credit(cfg: Config, console: Console, saved: Sequence[SavedRollout] 
         console.print(f"{name:<12}{visible(str(value))}", markup=False)
     for name, changes in cfg.lab.methods.items():
         as_method(session, changed(cfg.credit, changes)).check_credit(f"lab.methods.{name}: ")
-    programs = make_programs(session, session.load())
+    params = session.load()
+    programs = make_programs(session, params)
     with console.status("completions"):
         drawn = draw_completions(session, programs) if saved is None else saved_completions(session, saved)
     with session.grader() as grader:
         result = run_lab(session, programs, grader, drawn)
+        if gradients:
+            result = replace(result, gradients=measure_gradients(session, params, grader))
     write_lab(session.folder / "credit.json", result)
     if cfg.report.html:
         plot_lab(session.folder / "credit.png", result)
@@ -63,7 +80,7 @@ def check_policy(cfg: Config) -> None:
         ConfigError: it does not; names the command that creates it.
     """
     path = Path(cfg.policy.path).expanduser()
-    if cfg.policy.path in BUILTIN_POLICIES or path.is_dir() or path.name != "export":
+    if cfg.policy.path in BUILTIN_POLICIES or path.is_dir() or path.name not in ("export", "start"):
         return
     name = path.parent.name
     raise ConfigError(

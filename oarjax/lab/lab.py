@@ -18,8 +18,9 @@ from oarjax.credit.controls import random_scores
 from oarjax.credit.diagnose import spearman
 from oarjax.credit.oar_g import row_keys
 from oarjax.credit.signals import Signals
-from oarjax.data.arithmetic import computed_tokens
+from oarjax.data.problems import Problem
 from oarjax.data.streams import right_pad
+from oarjax.data.truth import token_truth
 from oarjax.grading.grader import Grader
 from oarjax.lab.agreement import Evidence, agreement, best_agreement, concentration
 from oarjax.lab.completions import Drawn, answer_given, completion_ids
@@ -230,13 +231,14 @@ def run_lab(session: Run, programs: Programs, grader: Grader, drawn: Drawn) -> L
     judged = {name: judge(session, drawn, c, scored.get(c), rewards) for name, c in methods.items()}
     reasoning = np.asarray(drawn.span.reasoning)
     texts = [token_texts([session.table[i] for i in ids]) for ids in completion_ids(drawn.rollout)]
-    known = known_tokens(session, texts, reasoning)
+    known, wrong = known_tokens(session, drawn.problems, texts, reasoning, rewards) or (None, None)
     evidence = Evidence(
         jnp.asarray(reasoning),
         jnp.asarray(scored[exact].scores),
         jnp.asarray(direct.flips),
         jnp.asarray(total.flips) if drawn.referenced.any() else None,
         None if known is None else jnp.asarray(known),
+        None if wrong is None else jnp.asarray(wrong),
     )
     over_batches = partial(bootstrap_interval, resamples=lab.bootstrap, seed=cfg.seed)
     over_problems = partial(over_batches, problems=np.array([p.index for p in drawn.problems]))
@@ -265,6 +267,8 @@ def run_lab(session: Run, programs: Programs, grader: Grader, drawn: Drawn) -> L
         "reasoning tokens": f"{reasoning.sum(1).mean():.1f} on average, {reasoning.sum():,} in all",
         "decoded for the oracles": f"{direct.decoded:,} answers, {total.decoded:,} continuations",
     }
+    if wrong is not None:
+        told["first wrong step"] = f"known in {wrong.any(1).sum()} of {(rewards <= 0).sum()} failed completions"
     return LabResult(
         title=cfg.policy.path,
         facts=shown_facts,
@@ -276,7 +280,7 @@ def run_lab(session: Run, programs: Programs, grader: Grader, drawn: Drawn) -> L
         oracles=named,
         best=best,
         methods=results,
-        completions=shown_completions(session, drawn, rewards, texts, judged, direct.flips, total.flips, known),
+        completions=shown_completions(session, drawn, rewards, texts, judged, direct.flips, total.flips, known, wrong),
     )
 
 
@@ -294,15 +298,25 @@ def _resampled(drawn: Drawn) -> str:
     return f"{problems} prompts, each with its rollouts"
 
 
-def known_tokens(session: Run, texts: Sequence[Sequence[str]], reasoning: np.ndarray) -> np.ndarray | None:
-    """Mark the tokens known to carry the computation, [R, T]; None unless the task is the built-in one."""
-    data = session.cfg.data.eval or session.cfg.data.train
-    if data.source != "builtin:arithmetic":
-        return None
-    out = np.zeros(reasoning.shape, bool)
-    for row, tokens in enumerate(texts):
-        out[row, : len(tokens)] = computed_tokens(tokens)
-    return out & reasoning
+def known_tokens(
+    session: Run,
+    problems: Sequence[Problem],
+    texts: Sequence[Sequence[str]],
+    reasoning: np.ndarray,
+    rewards: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Mark the tokens known to carry the computation, and the first wrong step of failed completions, [R, T] each.
+
+    None where the task is not a built-in one.
+    """
+    known, wrong = np.zeros(reasoning.shape, bool), np.zeros(reasoning.shape, bool)
+    for row, (problem, tokens) in enumerate(zip(problems, texts)):
+        truth = token_truth(session.cfg.data.eval or session.cfg.data.train, problem.prompt, tokens)
+        if truth is None:
+            return None
+        known[row, : len(tokens)] = truth.computed
+        wrong[row, : len(tokens)] = truth.wrong
+    return known & reasoning, wrong & reasoning & (rewards <= 0)[:, None]
 
 
 def shown_completions(
@@ -314,6 +328,7 @@ def shown_completions(
     direct: np.ndarray,
     total: np.ndarray,
     known: np.ndarray | None,
+    wrong: np.ndarray | None,
 ) -> list[LabCompletion]:
     """Collect the first ``lab.shown`` completions for the page."""
     shown, ids = [], completion_ids(drawn.rollout)
@@ -335,6 +350,7 @@ def shown_completions(
                 direct=direct[row, :n].tolist(),
                 total=total[row, :n].tolist(),
                 known=[] if known is None else known[row, :n].tolist(),
+                wrong=[] if wrong is None else wrong[row, :n].tolist(),
                 scores={name: short(j.ranking) for name, j in judged.items()},
                 weights={name: short(j.weights) for name, j in judged.items()},
             )

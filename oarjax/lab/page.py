@@ -12,7 +12,16 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from oarjax.lab.results import BEST, LabCompletion, LabResult, legend, shown_columns, table_cells, tables
+from oarjax.lab.results import (
+    BEST,
+    LabCompletion,
+    LabResult,
+    gradient_notes,
+    legend,
+    shown_columns,
+    table_cells,
+    tables,
+)
 from oarjax.report.files import short, visible
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -27,9 +36,10 @@ def write_lab_page(path: Path, result: LabResult) -> None:
     html = template.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         title=visible(result.title),
         facts={visible(k): visible(v) for k, v in result.facts.items()},
-        tables=[_table(result, title, columns) for title, columns in tables(result)],
+        tables=[_table(shown, title, columns) for title, columns, shown in tables(result)],
         oracles={visible(k): f"{100 * v.mean:.1f}%" for k, v in result.oracles.items() if math.isfinite(v.mean)},
         interval=result.interval,
+        notes=[] if result.gradients is None else [visible(note) for note in gradient_notes(result.gradients)],
         methods=[visible(name) for name in names],
         levels=[(level, f"{0.62 * level / LEVELS:.2f}") for level in range(1, LEVELS + 1)],
         scale=[(f"{w:g}", level_class(w, method=None)) for w in (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0)],
@@ -52,7 +62,7 @@ def level_class(weight: float, *, method: int | None) -> str:
 def token_title(c: LabCompletion, at: int, names: list[str]) -> str:
     """Return a token's hover text: its oracles, then every method's weight and score."""
     marks = [("direct: changing it changes the answer", c.direct), ("total: changing it changes the reward", c.total)]
-    marks += [("holds a step's result", c.known)]
+    marks += [("holds a step's result", c.known), ("the first wrong step", c.wrong)]
     said = [text for text, mask in marks if mask and mask[at]]
     if not c.is_reasoning[at]:
         said.append("answer" if c.is_answer[at] else "outside the reasoning")

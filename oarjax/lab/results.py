@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,9 +39,20 @@ class LabCompletion:
     is_answer: Sequence[bool]
     direct: Sequence[bool]
     total: Sequence[bool]
-    known: Sequence[bool]  # empty if unknown
+    known: Sequence[bool]  # empty where nothing is known
+    wrong: Sequence[bool]  # the first wrong step of a failed one; empty where nothing is known
     scores: Mapping[str, Sequence[float]]  # by method
     weights: Mapping[str, Sequence[float]]
+
+
+@dataclass(frozen=True)
+class GradientResult:
+    """How every method's minibatch gradient relates to the expected gradient of plain GRPO."""
+
+    facts: Mapping[str, str]
+    interval: str  # how the intervals were made
+    figures: Mapping[str, Interval]  # reward, share of the score noise outside the reasoning, rho where it is known
+    methods: Sequence[MethodResult]
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,7 @@ class LabResult:
     best: Mapping[str, Interval]  # recall of a perfect ranking
     methods: Sequence[MethodResult]
     completions: Sequence[LabCompletion]
+    gradients: GradientResult | None = None
 
 
 # Tables -----------------------------------------------------------------------------------------------------------
@@ -71,13 +83,13 @@ AGREEMENT = (
     Column("recall_exact", "OAR-P top", "share of exact OAR-P's own top tokens that the method's top holds"),
     Column("recall_direct", "direct", "same for tokens whose change, the rest kept, changes the decoded answer"),
     Column("recall_total", "total", "same for tokens whose change, all after it decoded anew, changes the reward"),
-    Column("recall_known", "computed", "same for the digits of the steps' results"),
+    Column("recall_known", "computed", "same for the tokens known to carry the computation"),
 )
 SEPARATION = (
     Column("auc_exact", "OAR-P top", "chance that a token of exact OAR-P's top scores above another"),
     Column("auc_direct", "direct", "same for the direct oracle's tokens"),
     Column("auc_total", "total", "same for the total oracle's"),
-    Column("auc_known", "computed", "same for the digits of the steps' results"),
+    Column("auc_known", "computed", "same for the tokens known to carry the computation"),
 )
 COSTS = (
     Column("ess", "ESS", "effective share of reasoning tokens under the weights"),
@@ -85,6 +97,23 @@ COSTS = (
     Column("repeat", "two draws", "Spearman between two draws of the noise"),
     Column("forwards", "forwards", "executed FLOPs over those of one forward pass of the completions"),
     Column("seconds", "ms", "warm milliseconds per completion", 1e3),
+)
+WRONG = (
+    Column("recall_wrong", "recall", "share of the first wrong step's tokens that the method's top holds"),
+    Column("auc_wrong", "AUC", "chance that one of them scores above another token of the reasoning"),
+)
+POINTING = (
+    Column("cosine", "cosine", "of a minibatch's gradient with the expected gradient of GRPO"),
+    Column("ratio", "ratio", "cosine over GRPO's"),
+    Column("bias", "bias", "cosine of the method's expected gradient with GRPO's"),
+    Column("noise", "noise", "1 / cosine^2 - 1 over GRPO's: how many times the rollouts it needs"),
+    Column("law", "law", "the noise that the method's weights should leave by rho + (1 - rho)(a / b)^2"),
+)
+NOISE = (
+    Column("inverse_ess", "1/ESS", "of the weights: what random ones multiply the noise by"),
+    Column("norm", "norm", "root mean square of the gradient's length over GRPO's"),
+    Column("pivotal", "pivotal", "share of the gradient's noise from tokens that decide the outcome"),
+    Column("other", "other", "share from the other tokens"),
 )
 BEST = "best possible"
 
@@ -121,28 +150,45 @@ def legend(result: LabResult, columns: Sequence[Column]) -> str:
     return "; ".join(f"{c.heading}: {c.note}" for c in shown_columns(result, columns)) + "."
 
 
-def tables(result: LabResult) -> list[tuple[str, Sequence[Column]]]:
-    """List the title and columns of every table."""
+def tables(result: LabResult) -> list[tuple[str, Sequence[Column], LabResult]]:
+    """Return title, columns and lines of every table that has a figure to show; the lines as a result of their own."""
     top = f"top {100 * result.share:g}%"
-    return [
-        (f"Which tokens: what the {top} of the reasoning holds", AGREEMENT),
-        ("Which tokens: chance of scoring above the rest", SEPARATION),
-        ("Weights and cost", COSTS),
+    parts = [
+        (f"Which tokens: what the {top} of the reasoning holds", AGREEMENT, result),
+        ("Which tokens: chance of scoring above the rest", SEPARATION, result),
+        (f"Failed completions: is the first wrong step in the {top}", WRONG, result),
+        ("Weights and cost", COSTS, result),
     ]
+    if result.gradients is not None:
+        lines = replace(result, methods=result.gradients.methods, best={})
+        parts += [
+            ("Gradients: how well one minibatch points", POINTING, lines),
+            ("Gradients: where the noise comes from", NOISE, lines),
+        ]
+    return [part for part in parts if shown_columns(part[2], part[1])]
+
+
+def gradient_notes(found: GradientResult) -> list[str]:
+    """Return what was measured, in sentences."""
+    shares = {"rho": "pivotal tokens' share of GRPO's noise (rho)", "outside": "score noise outside the reasoning"}
+    notes = [f"mean reward {cell(found.figures['reward'])}"]
+    notes += [f"{text} {cell(found.figures[n], scale=100.0)}%" for n, text in shares.items() if n in found.figures]
+    facts = "; ".join(f"{name}: {text}" for name, text in found.facts.items())
+    return [f"Gradients: {facts}; {'; '.join(notes)}.", f"{found.interval}."]
 
 
 def print_lab(console: Console, result: LabResult) -> None:
     """Print the tables, each within 80 columns."""
-    for title, columns in tables(result):
-        chosen = shown_columns(result, columns)
+    for title, columns, shown in tables(result):
+        chosen = shown_columns(shown, columns)
         table = Table(
-            title=title, title_justify="left", caption=legend(result, columns), caption_justify="left",
+            title=title, title_justify="left", caption=legend(shown, columns), caption_justify="left",
             box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0),
         )  # fmt: skip
         table.add_column("method")
         for column in chosen:
             table.add_column(column.heading, justify="right", no_wrap=True)
-        for line in table_cells(result, chosen):
+        for line in table_cells(shown, chosen):
             style = "dim" if line[0] == BEST else ""
             table.add_row(*(Text(visible(text), style=style) for text in line))
         console.print(table)
@@ -152,6 +198,8 @@ def print_lab(console: Console, result: LabResult) -> None:
     if "completions" in result.facts:
         console.print(f"Completions: {result.facts['completions']}.", markup=False)
     console.print(f"{result.interval}.", style="dim", markup=False)
+    for note in [] if result.gradients is None else gradient_notes(result.gradients):
+        console.print(note, style="dim", markup=False)
 
 
 # JSON -------------------------------------------------------------------------------------------------------------
@@ -177,12 +225,19 @@ def read_lab(path: Path) -> LabResult:
 
         return {name: read(f) for name, f in saved.items()}
 
-    methods = [MethodResult(m["name"], m["credit"], figures(m["figures"])) for m in tree["methods"]]
+    def methods(saved: Sequence[Mapping[str, Any]]) -> list[MethodResult]:
+        return [MethodResult(m["name"], m["credit"], figures(m["figures"])) for m in saved]
+
+    gradients = tree.get("gradients")
+    if gradients is not None:
+        parts = {"figures": figures(gradients["figures"]), "methods": methods(gradients["methods"])}
+        gradients = GradientResult(**(gradients | parts))
     completions = []
     for c in tree["completions"]:
         by_method = {
             key: {name: [number(v) for v in values] for name, values in c[key].items()} for key in ("scores", "weights")
         }
         completions.append(LabCompletion(**(c | by_method | {"reward": number(c["reward"])})))
-    intervals = {"oracles": figures(tree["oracles"]), "best": figures(tree["best"])}
-    return LabResult(**(tree | intervals | {"methods": methods, "completions": completions}))
+    made = {"oracles": figures(tree["oracles"]), "best": figures(tree["best"])}
+    made |= {"methods": methods(tree["methods"]), "completions": completions, "gradients": gradients}
+    return LabResult(**(tree | made))

@@ -175,7 +175,7 @@ def test_builtin_source():
     assert min(len(p.prompt) for p in longer) > max(len(p.prompt) for p in problems)
     with pytest.raises(DataError, match=r"data.train.split: .* no split 'test'; accepted: train, eval, sft"):
         load("builtin:arithmetic", split="test")
-    with pytest.raises(DataError, match=r"no built-in task 'builtin:chess'; accepted: builtin:arithmetic"):
+    with pytest.raises(DataError, match=r"no built-in task 'builtin:chess'; accepted: builtin:arithmetic, builtin:f"):
         load("builtin:chess")
 
 

@@ -19,6 +19,7 @@ from oarjax.cli import main
 from oarjax.config import CreditConfig, changed, parse_config
 from oarjax.data.arithmetic import SPECIAL, write_builtin_policy
 from oarjax.data.hf import write_random_checkpoint
+from oarjax.data.problems import Problem
 from oarjax.lab.completions import draw_completions, saved_completions, usable_rows
 from oarjax.lab.lab import draws_noise, graded, known_tokens, run_lab
 from oarjax.lab.oracles import Continued
@@ -117,12 +118,16 @@ def test_completions_are_taken_in_order_until_enough_have_an_answer(tmp_path, po
 
 def test_known_tokens_are_the_digits_of_results(tmp_path, policy):
     session = session_of(tmp_path, policy)
-    texts = [[*"3+9=12;12-4=8;", "####", " ", "8"], ["####", " ", "8"]]
-    reasoning = np.zeros((2, 17), bool)
-    reasoning[0, :14] = True
-    found = known_tokens(session, texts, reasoning)
-    assert np.flatnonzero(found[0]).tolist() == [4, 5, 12]
-    assert not found[1].any()
+    texts = [[*"3+9=12;12-4=8;", "####", " ", "8"], ["####", " ", "8"], [*"3+9=12;12-4=7;", "####", " ", "7"]] * 2
+    problems = [Problem("3+9-4=", "8", n) for n in range(6)]
+    reasoning = np.zeros((6, 17), bool)
+    reasoning[::2, :14] = True
+    found = known_tokens(session, problems, texts, reasoning, np.array([1.0, 0, 0, 1, 1, 1], np.float32))
+    assert found is not None
+    known, wrong = found
+    assert np.flatnonzero(known[0]).tolist() == [4, 5, 12]
+    assert not known[1].any()
+    assert np.argwhere(wrong).tolist() == [[2, 12]]  # of the failed one alone
 
 
 def test_the_same_completion_is_graded_once(tmp_path, policy, monkeypatch):

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from oarjax.config import Config, ConfigError, DatasetConfig
 from oarjax.data import arithmetic as builtin
+from oarjax.data.forks import write_forks_policy
 from oarjax.data.hf import read_tokenizer_folder
 from oarjax.data.problems import load_problems
 from oarjax.data.streams import Encoded, encode_pairs, encode_problems
@@ -33,7 +34,12 @@ def policy_path(cfg: Config, folder: Path, *, option: str) -> str:
         ) from error
     check_shared(folder)
     target = folder / "policy"
-    written = {"builtin:arithmetic": _write_arithmetic, "builtin:random": _write_random}.get(cfg.policy.path)
+    writers = {
+        "builtin:arithmetic": _write_arithmetic,
+        "builtin:forks": _write_forks,
+        "builtin:random": _write_random,
+    }
+    written = writers.get(cfg.policy.path)
     if written is None or (cfg.policy.path == "builtin:random" and cfg.policy.tokenizer is None):
         return cfg.policy.path
     if not from_first(lambda: has_progress(folder) and (target / "config.json").is_file()):
@@ -45,6 +51,11 @@ def policy_path(cfg: Config, folder: Path, *, option: str) -> str:
 def _write_arithmetic(cfg: Config, target: Path) -> None:
     check_guards(target)
     builtin.write_builtin_policy(target, seed=cfg.seed)
+
+
+def _write_forks(cfg: Config, target: Path) -> None:
+    check_guards(target)
+    write_forks_policy(target, seed=cfg.seed)
 
 
 def _write_random(cfg: Config, target: Path) -> None:

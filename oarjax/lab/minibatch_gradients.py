@@ -1,0 +1,396 @@
+"""``oarjax credit --gradients``: minibatches drawn as in training, and their gradient under every method.
+
+Every minibatch has the programs of a run: rollouts are sampled, graded, scored and weighed as in training, and the
+gradient is that of the loss. Only its surrogate counts: the KL term and the entropy bonus have no credit and are off.
+All methods see the same rollouts. Of each gradient only its inner products with others are kept, so that memory holds
+two sets of gradients, plain GRPO's and one method's, in up to ``lab.gradients.sketch`` numbers each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from math import gcd
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from oarjax.config import Config, ConfigError, CreditConfig, changed
+from oarjax.credit.diagnose import ess_ratio
+from oarjax.credit.gate import oar_weights, polarised, reshape
+from oarjax.data.truth import token_truth
+from oarjax.grading.grader import Grader
+from oarjax.lab.gradients import (
+    Grams,
+    WeightMoments,
+    alignment,
+    flattened,
+    noise_law,
+    noise_shares,
+    perfect_weights,
+    score_noise,
+    weight_moments,
+)
+from oarjax.lab.results import GradientResult, MethodResult
+from oarjax.models.lora import laid_over, whole
+from oarjax.rollout.sampler import rollout_key
+from oarjax.stats import Interval, jackknife_interval, mean_interval
+from oarjax.training.iteration import NOISE, ORDER, HostCallbacks, draw
+from oarjax.training.minibatches import MinibatchPlan, bucket, trim
+from oarjax.training.programs import Loss, Steps, policy_gradient
+from oarjax.training.run import Run
+from oarjax.types import Params, Rollout, TrainBatch, TrainState
+
+PLAIN = "uniform (GRPO)"
+TRUTH, GATED = "truth", "truth through the gate"
+
+
+class Minibatch(NamedTuple):
+    """Graded groups of rollouts, on the host, and how their rows are dealt to microbatches."""
+
+    rollout: Rollout
+    advantages: np.ndarray  # [B]
+    trained: np.ndarray  # bool [B, T]
+    rewards: np.ndarray  # [B], NaN where not graded
+    plan: MinibatchPlan
+    pivotal: np.ndarray | None  # bool [B, T]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One minibatch on the device, in microbatches [M, b, ...]."""
+
+    batch: TrainBatch  # with the rows' advantages along their tokens
+    span: Any
+    rollout: Any
+    rows: jax.Array  # [M, b], their numbers
+    row_advantages: jax.Array  # [M, b]
+    pivotal: jax.Array | None
+    used: np.ndarray
+    denominator: jax.Array
+
+
+def gradient_config(cfg: Config, credit: CreditConfig) -> Config:
+    """Return a run's config with one update per rollout of the lab's size, a method, and no term without credit."""
+    prompts = cfg.lab.gradients.prompts or cfg.rollout.prompts
+    microbatch = gcd(prompts * cfg.rollout.group_size, cfg.update.microbatch)
+    once = {"epochs": 1, "minibatches": 1, "microbatch": microbatch, "refills": 0}
+    bare = {"kl_beta": 0.0, "entropy_bonus": 0.0, "dual_clip": None, "reference": "device"}
+    return cfg.model_copy(
+        update={
+            "credit": credit,
+            "rollout": cfg.rollout.model_copy(update={"prompts": prompts}),
+            "update": cfg.update.model_copy(update=once),
+            "loss": cfg.loss.model_copy(update=bare),
+        }
+    )
+
+
+def measure_gradients(run: Run, params: Params, grader: Grader) -> GradientResult:
+    """Compare the minibatch gradient of every method of the lab with the expected gradient of plain GRPO.
+
+    Raises:
+        ConfigError: no minibatch has a group of unequal rewards, so there is no gradient.
+    """
+    cfg = run.cfg
+    plain = with_credit(run, changed(cfg.credit, {"method": "uniform"}))
+    state, steps = plain.new_state(params), plain.steps
+    with run.console.status("gradients: sampling"):
+        minibatches = draw_minibatches(plain, steps, state, grader)
+    if not any(m.advantages.any() for m in minibatches):
+        raise ConfigError(
+            "lab.gradients: every group's rewards are equal, so that there is no gradient; give another policy, easier "
+            "problems, or more lab.gradients.minibatches"
+        )
+    loss = policy_gradient(plain.policy, plain.cfg, plain.custom_loss)
+    by_piece = plain.cfg.loss.aggregation == "bnpo"
+    gradient = gradient_program(loss, by_piece=by_piece, size=cfg.lab.gradients.sketch)
+    known = minibatches[0].pivotal is not None
+    placed = [place(plain, m, steps) for m in minibatches]
+    moments = partial(moments_of, gradient, state)
+    baseline = moments([(p, p.batch.advantages, jnp.ones_like(p.batch.advantages)) for p in placed], None)
+    methods = {name: changed(cfg.credit, changes) for name, changes in cfg.lab.methods.items()}
+    results, count = [], len(placed)
+    rho = _with_intervals(lambda kept: noise_shares(baseline.grams.of(kept)), count)["rho"] if known else None
+
+    def add(name: str, credit: Mapping[str, Any], found: Moments) -> None:
+        results.append(MethodResult(name, credit, _with_intervals(partial(figures_of, found, baseline), count)))
+
+    for number, (name, credit) in enumerate(methods.items(), start=1):
+        with run.console.status(f"gradients: {name} ({number} of {len(methods)})"):
+            if credit.method == "uniform":
+                add(name, cfg.lab.methods[name], baseline)
+                continue
+            own = with_credit(run, credit)
+            weighed = weigh_minibatches(own, state, minibatches, placed)
+            add(name, cfg.lab.methods[name], moments(weighed, baseline))
+    if all(credit.method != "uniform" for credit in methods.values()):
+        add(PLAIN, {"method": "uniform"}, baseline)
+    if known:
+        for name in (TRUTH, GATED):
+            add(name, {}, moments(list(weigh_by_truth(cfg.credit, placed, gated=name == GATED)), baseline))
+    rewards = [float(np.nanmean(m.rewards)) for m in minibatches if np.isfinite(m.rewards).any()]
+    outside = np.array([float(x) for x in (outside_share(p) for p in placed)])
+    overall = {"reward": mean_interval(np.array(rewards)), "outside": mean_interval(outside)}
+    return GradientResult(
+        facts=_facts(plain, minibatches, state, known),
+        interval=f"±: half of a 95% interval, delete-one jackknife over {count} minibatches",
+        figures=overall | ({} if rho is None else {"rho": rho}),
+        methods=results,
+    )
+
+
+def with_credit(run: Run, credit: CreditConfig) -> Run:
+    """Return the run whose every rollout makes one update by a method."""
+    return run.with_config(gradient_config(run.cfg, credit))
+
+
+# Minibatches -------------------------------------------------------------------------------------------------------
+
+
+def draw_minibatches(run: Run, steps: Steps, state: TrainState, grader: Grader) -> list[Minibatch]:
+    """Sample and grade minibatches of the training problems; the state stays as it is."""
+    cfg, stream = run.cfg, run.prompts()
+    capacity = cfg.rollout.prompts * cfg.rollout.group_size
+    host = HostCallbacks(
+        next_prompts=lambda: next(stream)[0],
+        submit=partial(run.submit, grader, run.train.by_index),
+        find_answers=run.find_answers,
+        fetch=run.fetch,
+        place=run.place,
+        phase=lambda name: nullcontext(),
+    )
+    drawn = [draw(state, n, steps=steps, host=host, cfg=cfg) for n in range(1, cfg.lab.gradients.minibatches + 1)]
+    longest = max(int(rollout.completion.sum(1).max()) for _, rollout, *_ in drawn)
+    length = bucket(longest, cfg.rollout.completion_bucket, cfg.rollout.max_new)
+    out = []
+    for problems, rollout, grading, _ in drawn:
+        rewards = np.asarray(grading().rewards)
+        advantages = np.asarray(steps.advantages(jnp.asarray(rewards)))
+        rows = np.flatnonzero(advantages) if cfg.update.skip_zero_variance else np.arange(capacity)
+        short, _ = trim(rollout, run.find_answers(rollout), np.arange(capacity), length=length)
+        trained = np.asarray(short.completion) & np.isfinite(rewards)[:, None]
+        if cfg.loss.mask_truncated:
+            trained = trained & np.asarray(short.ended)[:, None]
+        plan = MinibatchPlan(rows, 1, cfg.update.microbatch, capacity)
+        pivotal = pivotal_tokens(run, short, np.repeat(problems, cfg.rollout.group_size))
+        out.append(Minibatch(short, advantages, trained, rewards, plan, pivotal))
+    return out
+
+
+def pivotal_tokens(run: Run, rollout: Rollout, problems: np.ndarray) -> np.ndarray | None:
+    """Mark the tokens that decide the outcome, [B, T]; None where the task does not say."""
+    out = np.zeros(rollout.completion.shape, bool)
+    for row, texts in enumerate(run.tokens(rollout)):
+        question = run.train.by_index[int(problems[row])].prompt
+        truth = token_truth(run.cfg.data.train, question, texts)
+        if truth is None:
+            return None
+        out[row, : len(texts)] = truth.pivotal
+    return out
+
+
+def place(run: Run, m: Minibatch, steps: Steps) -> Placed:
+    """Deal a minibatch's rows to microbatches and send them to the devices."""
+    span = run.find_answers(m.rollout)
+    numbers = np.arange(len(m.advantages), dtype=np.int32)
+    per_token = np.where(m.trained, m.advantages[:, None], 0).astype(np.float32)
+    pivotal = m.trained & (False if m.pivotal is None else m.pivotal)
+    (dealt,) = m.plan.split((m.rollout, span, numbers, m.advantages, m.trained, per_token, pivotal))
+    rollout, span, rows, advantages, trained, per_token, pivotal = run.place(dealt, "microbatches")
+    batch = TrainBatch(
+        tokens=rollout.tokens,
+        valid=rollout.valid,
+        completion=trained,
+        advantages=per_token,
+        old_logps=None,
+        ref_logps=None,
+        behaviour_logps=rollout.behaviour_logps,
+    )
+    return Placed(
+        batch,
+        span,
+        rollout,
+        rows,
+        advantages,
+        None if m.pivotal is None else pivotal,
+        m.plan.used[0],
+        steps.denominator(jnp.asarray(m.trained)),
+    )
+
+
+# Gradients and their moments ---------------------------------------------------------------------------------------
+
+Weighed = tuple[Placed, jax.Array, jax.Array]
+"""A minibatch, its token advantages and its weights, [M, b, T]."""
+
+
+def gradient_program(loss: Loss, *, by_piece: bool, size: int) -> Callable[..., jax.Array]:
+    """Return the jitted (state, batch, used, denominator) -> the flattened gradient of the loss, [K].
+
+    ``by_piece``: the loss is a mean over microbatches (aggregation bnpo), which counts for itself.
+    """
+
+    def gradient(state: TrainState, batch: TrainBatch, used: Any, denominator: Any) -> jax.Array:
+        def total(params: Params, rows: TrainBatch) -> tuple[Any, Any]:
+            mean, _ = loss(laid_over(state.frozen, params), rows)
+            return mean.total, mean.count
+
+        def one(i: Any) -> tuple[Any, Any]:
+            grads, count = jax.grad(total, has_aux=True)(state.params, jax.tree.map(lambda x: x[i], batch))
+            return flattened(grads, size=size), count
+
+        empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, 0))
+        summed, count = jax.lax.fori_loop(0, used, lambda i, so_far: jax.tree.map(jnp.add, so_far, one(i)), empty)
+        return summed / jnp.maximum(count if by_piece else denominator, 1e-20)
+
+    return jax.jit(gradient)
+
+
+def weigh_minibatches(
+    run: Run, state: TrainState, minibatches: Sequence[Minibatch], placed: Sequence[Placed]
+) -> Iterator[Weighed]:
+    """Yield every minibatch with a method's token advantages, made as in training."""
+    cfg = run.cfg
+    for number, (m, p) in enumerate(zip(minibatches, placed), start=1):
+        noise_key, order_key = (rollout_key(state.key, step=number, batch=b) for b in (NOISE, ORDER))
+        span = p.span
+        if cfg.credit.masking.unit != "token":
+            span = run.place(m.plan.split(run.find_answers(m.rollout))[0], "microbatches")
+        scores = run.steps.score(
+            whole(state), None, p.rollout, span, p.rows, p.used, noise_key, probe=cfg.credit.probe.mode
+        )
+        given, _ = run.steps.credit(
+            scores, p.rollout, span, p.row_advantages, p.batch.completion, jax.random.fold_in(order_key, 0)
+        )
+        yield p, given.advantages, given.weights
+
+
+def weigh_by_truth(credit: CreditConfig, placed: Sequence[Placed], *, gated: bool) -> Iterator[Weighed]:
+    """Yield every minibatch with the weights of one who knows which tokens are pivotal."""
+    for p in placed:
+        if p.pivotal is None:
+            raise ValueError("weigh_by_truth: expected minibatches whose pivotal tokens are known")
+        flat = partial(jax.tree.map, lambda x: x.reshape(-1, *x.shape[2:]))
+        pivotal, reasoning, advantages, mask = map(
+            flat, (p.pivotal, p.span.reasoning, p.row_advantages, p.batch.completion)
+        )
+        if gated:
+            weights = oar_weights((pivotal & reasoning).astype(jnp.float32), reasoning, **credit.gate.model_dump())
+        else:
+            weights = perfect_weights(pivotal, reasoning)
+        weights = polarised(weights, advantages, polarity=credit.polarity)
+        shape = p.batch.advantages.shape
+        yield p, reshape(advantages, weights, mask).reshape(shape), weights.reshape(shape)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What is kept of a method's minibatch gradients."""
+
+    vectors: Float[np.ndarray, "M K"] | None  # plain GRPO's own: the reference of the others
+    grams: Grams
+    weights: WeightMoments | None  # arrays [M], where the pivotal tokens are known
+    inverse_ess: Float[np.ndarray, "M"]
+
+
+def moments_of(
+    gradient: Callable[..., jax.Array], state: TrainState, weighed: Any, baseline: Moments | None
+) -> Moments:
+    """Compute the gradients of a method's minibatches and keep their inner products."""
+    vectors, pivotal, sums, inverse_ess = [], [], [], []
+    for p, advantages, weights in weighed:
+
+        def of(tokens: jax.Array, p: Placed = p) -> np.ndarray:
+            batch = replace(p.batch, advantages=tokens)
+            return np.asarray(jax.device_get(gradient(state, batch, p.used, p.denominator)))
+
+        vectors.append(of(advantages))
+        inverse_ess.append(float(jax.device_get(inverse_ess_of(p, weights))))
+        if p.pivotal is not None:
+            pivotal.append(of(jnp.where(p.pivotal, advantages, 0)))
+            sums.append(jax.device_get(law_moments(p, weights)))
+    g = np.stack(vectors)
+    u = g if baseline is None or baseline.vectors is None else baseline.vectors
+    parts = (None, None)
+    if pivotal:
+        part = np.stack(pivotal)
+        parts = _gram(part, part), _gram(g - part, g - part)
+    grams = Grams(_gram(g, g), _gram(g, u), _gram(u, u), *parts)
+    law = WeightMoments(*(np.array(x) for x in zip(*sums))) if sums else None
+    return Moments(g if baseline is None else None, grams, law, np.array(inverse_ess))
+
+
+def _gram(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return (a @ b.T).astype(np.float64)
+
+
+def _noise_of(p: Placed) -> jax.Array:
+    """Return ``score_noise`` of every token that is trained on, [rows, T]."""
+    flat = p.rollout.behaviour_logps
+    return score_noise(
+        flat.reshape(-1, flat.shape[-1]), p.row_advantages.reshape(-1), p.batch.completion.reshape(-1, flat.shape[-1])
+    )
+
+
+def law_moments(p: Placed, weights: jax.Array) -> WeightMoments:
+    """Return the sums of a minibatch that the law needs."""
+    length = weights.shape[-1]
+    return weight_moments(weights.reshape(-1, length), _noise_of(p), jnp.asarray(p.pivotal).reshape(-1, length))
+
+
+def outside_share(p: Placed) -> jax.Array:
+    """Return the share of a minibatch's score noise that lies outside the reasoning: in its answers, mostly."""
+    noise = _noise_of(p)
+    inside = jnp.sum(jnp.where(p.span.reasoning.reshape(noise.shape), noise, 0))
+    total = jnp.sum(noise)
+    return jnp.where(total > 0, 1 - inside / jnp.where(total > 0, total, 1), jnp.nan)
+
+
+def inverse_ess_of(p: Placed, weights: jax.Array) -> jax.Array:
+    """Return the mean of 1 / ESS over the rows that are trained on."""
+    length = weights.shape[-1]
+    reasoning = p.span.reasoning.reshape(-1, length) & p.batch.completion.reshape(-1, length)
+    ratio = ess_ratio(weights.reshape(-1, length), reasoning)
+    rows = jnp.isfinite(ratio) & (p.row_advantages.reshape(-1) != 0)
+    return jnp.sum(jnp.where(rows, 1 / jnp.where(rows, ratio, 1), 0)) / jnp.maximum(jnp.sum(rows), 1)
+
+
+# Figures -----------------------------------------------------------------------------------------------------------
+
+
+def figures_of(found: Moments, baseline: Moments, kept: np.ndarray) -> dict[str, float]:
+    """Return a method's figures from some of the minibatches."""
+    out = alignment(found.grams.of(kept)) | {"inverse_ess": float(np.mean(found.inverse_ess[kept]))}
+    if found.weights is not None:
+        shares = noise_shares(found.grams.of(kept))
+        rho = noise_shares(baseline.grams.of(kept))["rho"]
+        moments = WeightMoments(*(x[kept] for x in found.weights))
+        out |= {"pivotal": shares["pivotal"], "other": shares["other"], "law": noise_law(rho, moments)}
+    return out
+
+
+def _with_intervals(statistic: Callable[[np.ndarray], Mapping[str, float]], count: int) -> dict[str, Interval]:
+    everything = np.arange(count)
+    values = statistic(everything)
+    left_out = [statistic(np.delete(everything, i)) for i in range(count)]
+    return {name: jackknife_interval(v, np.array([x[name] for x in left_out])) for name, v in values.items()}
+
+
+def _facts(run: Run, minibatches: Sequence[Minibatch], state: TrainState, known: bool) -> dict[str, str]:
+    cfg, size = run.cfg, run.cfg.lab.gradients.sketch
+    numbers = sum(x.size for x in jax.tree.leaves(state.params))
+    exact = numbers <= size
+    rows = [len(m.plan.rows) for m in minibatches]
+    return {
+        "minibatches": f"{len(minibatches)} of {cfg.rollout.prompts} prompts x {cfg.rollout.group_size} rollouts, "
+        f"{np.mean(rows):.1f} rows with a gradient",
+        "gradients": f"{numbers:,} numbers, inner products "
+        + ("exact" if exact else f"estimated from count sketches of {size:,}: ±{size**-0.5:.1e} of the norms' product"),
+        "pivotal tokens": "known" if known else "not known of this task",
+    }
