@@ -268,7 +268,7 @@ def run_lab(session: Run, programs: Programs, grader: Grader, drawn: Drawn) -> L
         "decoded for the oracles": f"{direct.decoded:,} answers, {total.decoded:,} continuations",
     }
     if wrong is not None:
-        told["first wrong step"] = f"known in {wrong.any(1).sum()} of {(rewards <= 0).sum()} failed completions"
+        shown_facts["first wrong step"] = f"known in {wrong.any(1).sum()} of {(rewards <= 0).sum()} failed completions"
     return LabResult(
         title=cfg.policy.path,
         facts=shown_facts,
