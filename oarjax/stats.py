@@ -218,19 +218,6 @@ def bootstrap_interval(
     return Interval(mean, float(low), float(high), n)
 
 
-# Distributions ----------------------------------------------------------------------------------------------------
-
-
-def normal_cdf(z: Float[np.ndarray, "*n"]) -> Float[np.ndarray, "*n"]:
-    """Return P(Z <= z) of a standard normal."""
-    return ndtr(z)
-
-
-def binomial_exceedance(above: Int[np.ndarray, "n"], *, draws: int, chance: float) -> Float[np.ndarray, "n"]:
-    """Return P(X > above) of X ~ Binomial(draws, chance)."""
-    return bdtrc(above.astype(np.float64), draws, chance)
-
-
 def jackknife_interval(value: float, left_out: Float[np.ndarray, "n"]) -> Interval:
     """Return a statistic of n independent draws with the interval of its delete-one jackknife (Tukey, 1958).
 
@@ -247,3 +234,16 @@ def jackknife_interval(value: float, left_out: Float[np.ndarray, "n"]) -> Interv
     error = math.sqrt((n - 1) / n * float(np.sum((left_out - left_out.mean()) ** 2)))
     half = float(stdtrit(n - 1, (1 + LEVEL) / 2)) * error
     return Interval(value, value - half, value + half, n)
+
+
+# Distributions ----------------------------------------------------------------------------------------------------
+
+
+def normal_cdf(z: Float[np.ndarray, "*n"]) -> Float[np.ndarray, "*n"]:
+    """Return P(Z <= z) of a standard normal."""
+    return ndtr(z)
+
+
+def binomial_exceedance(above: Int[np.ndarray, "n"], *, draws: int, chance: float) -> Float[np.ndarray, "n"]:
+    """Return P(X > above) of X ~ Binomial(draws, chance)."""
+    return bdtrc(above.astype(np.float64), draws, chance)

@@ -435,6 +435,10 @@ def gradients(cfg: Config) -> Any:
     class EnoughSeen(Exception):
         pass
 
+    class Idle:
+        def submit(self, samples: Any) -> Any:
+            raise AssertionError("nothing is drawn that could be graded")
+
     def draw(state: Any, number: int, *, steps: Any, host: Any, cfg: Config) -> Any:
         log.append((number, cfg.rollout.prompts))
         rows = cfg.rollout.prompts * cfg.rollout.group_size
@@ -443,7 +447,7 @@ def gradients(cfg: Config) -> Any:
         rewards = (np.arange(rows) % 2).astype(np.float32)
         return np.zeros(cfg.rollout.prompts, np.int32), rollout, lambda: types.SimpleNamespace(rewards=rewards), None
 
-    def gradient_program(loss: Any, *, by_piece: bool, size: int) -> Any:
+    def gradient_program(steps: Any, *, by_piece: bool, size: int) -> Any:
         log.append(size)
         raise EnoughSeen
 
@@ -453,7 +457,7 @@ def gradients(cfg: Config) -> Any:
         patch.setattr(minibatch_gradients, "draw", draw)
         patch.setattr(minibatch_gradients, "gradient_program", gradient_program)
         with pytest.raises(EnoughSeen):
-            minibatch_gradients.measure_gradients(run, params, None)  # type: ignore[arg-type]
+            minibatch_gradients.measure_gradients(run, params, Idle())
     return log
 
 

@@ -3,12 +3,13 @@
 Every minibatch has the programs of a run: rollouts are sampled, graded, scored and weighed as in training, and the
 gradient is that of the loss. Only its surrogate counts: the KL term and the entropy bonus have no credit and are off.
 All methods see the same rollouts. Of each gradient only its inner products with others are kept, so that memory holds
-two sets of gradients, plain GRPO's and one method's, in up to ``lab.gradients.sketch`` numbers each.
+two sets of gradients, plain GRPO's and one method's, in up to ``lab.gradients.sketch`` numbers each, and the sums of
+one update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +25,7 @@ from oarjax.config import Config, ConfigError, CreditConfig, changed
 from oarjax.credit.diagnose import ess_ratio
 from oarjax.credit.gate import oar_weights, polarised, reshape
 from oarjax.data.truth import token_truth
-from oarjax.grading.grader import Grader
+from oarjax.grading.recorded import Grading
 from oarjax.lab.gradients import (
     Grams,
     WeightMoments,
@@ -37,14 +38,15 @@ from oarjax.lab.gradients import (
     weight_moments,
 )
 from oarjax.lab.results import GradientResult, MethodResult
-from oarjax.models.lora import laid_over, whole
+from oarjax.models.lora import whole
 from oarjax.rollout.sampler import rollout_key
 from oarjax.stats import Interval, jackknife_interval, mean_interval
-from oarjax.training.iteration import NOISE, ORDER, HostCallbacks, draw
-from oarjax.training.minibatches import MinibatchPlan, bucket, trim
-from oarjax.training.programs import Loss, Steps, policy_gradient
+from oarjax.training.iteration import NOISE, ORDER, HostCallbacks, draw, score
+from oarjax.training.minibatches import MinibatchPlan, Piece, bucket, sizes_of, widen
+from oarjax.training.parts.gradients import Sums
+from oarjax.training.programs import Steps
 from oarjax.training.run import Run
-from oarjax.types import Params, Rollout, TrainBatch, TrainState
+from oarjax.types import AnswerSpan, Params, Rollout, TrainBatch, TrainState
 
 PLAIN = "uniform (GRPO)"
 TRUTH, GATED = "truth", "truth through the gate"
@@ -53,7 +55,8 @@ TRUTH, GATED = "truth", "truth through the gate"
 class Minibatch(NamedTuple):
     """Graded groups of rollouts, on the host, and how their rows are dealt to microbatches."""
 
-    rollout: Rollout
+    problems: np.ndarray  # [P]
+    rollout: Rollout  # prompts as wide as any may be
     advantages: np.ndarray  # [B]
     trained: np.ndarray  # bool [B, T]
     rewards: np.ndarray  # [B], NaN where not graded
@@ -71,7 +74,7 @@ class Placed:
     rows: jax.Array  # [M, b], their numbers
     row_advantages: jax.Array  # [M, b]
     pivotal: jax.Array | None
-    used: np.ndarray
+    pieces: tuple[Piece, ...]
     denominator: jax.Array
 
 
@@ -91,7 +94,7 @@ def gradient_config(cfg: Config, credit: CreditConfig) -> Config:
     )
 
 
-def measure_gradients(run: Run, params: Params, grader: Grader) -> GradientResult:
+def measure_gradients(run: Run, params: Params, grader: Grading) -> GradientResult:
     """Compare the minibatch gradient of every method of the lab with the expected gradient of plain GRPO.
 
     Raises:
@@ -107,9 +110,8 @@ def measure_gradients(run: Run, params: Params, grader: Grader) -> GradientResul
             "lab.gradients: every group's rewards are equal, so that there is no gradient; give another policy, easier "
             "problems, or more lab.gradients.minibatches"
         )
-    loss = policy_gradient(plain.policy, plain.cfg, plain.custom_loss)
     by_piece = plain.cfg.loss.aggregation == "bnpo"
-    gradient = gradient_program(loss, by_piece=by_piece, size=cfg.lab.gradients.sketch)
+    gradient = gradient_program(steps, by_piece=by_piece, size=cfg.lab.gradients.sketch)
     known = minibatches[0].pivotal is not None
     placed = [place(plain, m, steps) for m in minibatches]
     moments = partial(moments_of, gradient, state)
@@ -153,7 +155,7 @@ def with_credit(run: Run, credit: CreditConfig) -> Run:
 # Minibatches -------------------------------------------------------------------------------------------------------
 
 
-def draw_minibatches(run: Run, steps: Steps, state: TrainState, grader: Grader) -> list[Minibatch]:
+def draw_minibatches(run: Run, steps: Steps, state: TrainState, grader: Grading) -> list[Minibatch]:
     """Sample and grade minibatches of the training problems; the state stays as it is."""
     cfg, stream = run.cfg, run.prompts()
     capacity = cfg.rollout.prompts * cfg.rollout.group_size
@@ -165,21 +167,24 @@ def draw_minibatches(run: Run, steps: Steps, state: TrainState, grader: Grader) 
         place=run.place,
         phase=lambda name: nullcontext(),
     )
+    width = bucket(cfg.data.max_prompt, cfg.rollout.prompt_bucket, 1 << 30)
+    by_length = {"prompt_bucket": cfg.rollout.prompt_bucket, "completion_bucket": cfg.rollout.completion_bucket}
     drawn = [draw(state, n, steps=steps, host=host, cfg=cfg) for n in range(1, cfg.lab.gradients.minibatches + 1)]
-    longest = max(int(rollout.completion.sum(1).max()) for _, rollout, *_ in drawn)
-    length = bucket(longest, cfg.rollout.completion_bucket, cfg.rollout.max_new)
     out = []
     for problems, rollout, grading, _ in drawn:
         rewards = np.asarray(grading().rewards)
-        advantages = np.asarray(steps.advantages(jnp.asarray(rewards)))
-        rows = np.flatnonzero(advantages) if cfg.update.skip_zero_variance else np.arange(capacity)
-        short, _ = trim(rollout, run.find_answers(rollout), np.arange(capacity), length=length)
-        trained = np.asarray(short.completion) & np.isfinite(rewards)[:, None]
+        graded = np.isfinite(rewards)
+        advantages = np.asarray(steps.advantages(jnp.asarray(np.where(graded, rewards, np.nan))))
+        rows = np.arange(capacity)
+        if cfg.update.skip_zero_variance:
+            constant = np.asarray(steps.equal_groups(jnp.asarray(rewards)))
+            rows = np.flatnonzero(~np.repeat(constant, cfg.rollout.group_size))
+        trained = np.asarray(rollout.completion) & graded[:, None]
         if cfg.loss.mask_truncated:
-            trained = trained & np.asarray(short.ended)[:, None]
-        plan = MinibatchPlan(rows, 1, cfg.update.microbatch, capacity)
-        pivotal = pivotal_tokens(run, short, np.repeat(problems, cfg.rollout.group_size))
-        out.append(Minibatch(short, advantages, trained, rewards, plan, pivotal))
+            trained = trained & np.asarray(rollout.ended)[:, None]
+        plan = MinibatchPlan(rows, 1, cfg.update.microbatch, capacity, sizes_of(rollout, **by_length))
+        pivotal = pivotal_tokens(run, rollout, np.repeat(problems, cfg.rollout.group_size))
+        out.append(Minibatch(problems, widen(rollout, width), advantages, trained, rewards, plan, pivotal))
     return out
 
 
@@ -195,9 +200,19 @@ def pivotal_tokens(run: Run, rollout: Rollout, problems: np.ndarray) -> np.ndarr
     return out
 
 
+def read_spans(run: Run, m: Minibatch) -> tuple[AnswerSpan, tuple[Rollout, AnswerSpan] | None]:
+    """Return a minibatch's spans as a method reads them, and what is probed where that is not the rollout itself."""
+    span = run.find_answers(m.rollout)
+    if run.cfg.credit.answer.source != "reference":
+        return span, None
+    probed = run.probed(m.rollout, span, m.problems)
+    reasoning = probed[1].reasoning[:, : m.trained.shape[1]]
+    return replace(span, reasoning=reasoning, found=probed[1].found), probed
+
+
 def place(run: Run, m: Minibatch, steps: Steps) -> Placed:
     """Deal a minibatch's rows to microbatches and send them to the devices."""
-    span = run.find_answers(m.rollout)
+    span, _ = read_spans(run, m)
     numbers = np.arange(len(m.advantages), dtype=np.int32)
     per_token = np.where(m.trained, m.advantages[:, None], 0).astype(np.float32)
     pivotal = m.trained & (False if m.pivotal is None else m.pivotal)
@@ -219,7 +234,7 @@ def place(run: Run, m: Minibatch, steps: Steps) -> Placed:
         rows,
         advantages,
         None if m.pivotal is None else pivotal,
-        m.plan.used[0],
+        m.plan.pieces[0],
         steps.denominator(jnp.asarray(m.trained)),
     )
 
@@ -230,26 +245,21 @@ Weighed = tuple[Placed, jax.Array, jax.Array]
 """A minibatch, its token advantages and its weights, [M, b, T]."""
 
 
-def gradient_program(loss: Loss, *, by_piece: bool, size: int) -> Callable[..., jax.Array]:
-    """Return the jitted (state, batch, used, denominator) -> the flattened gradient of the loss, [K].
+def gradient_program(steps: Steps, *, by_piece: bool, size: int) -> Callable[..., jax.Array]:
+    """Return (state, batch, pieces, denominator) -> the flattened gradient that an update would apply, [K].
 
     ``by_piece``: the loss is a mean over microbatches (aggregation bnpo), which counts for itself.
     """
 
-    def gradient(state: TrainState, batch: TrainBatch, used: Any, denominator: Any) -> jax.Array:
-        def total(params: Params, rows: TrainBatch) -> tuple[Any, Any]:
-            mean, _ = loss(laid_over(state.frozen, params), rows)
-            return mean.total, mean.count
+    @jax.jit
+    def mean(sums: Sums, denominator: jax.Array) -> jax.Array:
+        count = sums.loss.count if by_piece else denominator
+        return flattened(sums.grads, size=size) / jnp.maximum(count, 1e-20)
 
-        def one(i: Any) -> tuple[Any, Any]:
-            grads, count = jax.grad(total, has_aux=True)(state.params, jax.tree.map(lambda x: x[i], batch))
-            return flattened(grads, size=size), count
+    def gradient(state: TrainState, batch: TrainBatch, pieces: Sequence[Piece], denominator: jax.Array) -> jax.Array:
+        return mean(steps.sums(state, batch, pieces), denominator)
 
-        empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, 0))
-        summed, count = jax.lax.fori_loop(0, used, lambda i, so_far: jax.tree.map(jnp.add, so_far, one(i)), empty)
-        return summed / jnp.maximum(count if by_piece else denominator, 1e-20)
-
-    return jax.jit(gradient)
+    return gradient
 
 
 def weigh_minibatches(
@@ -259,15 +269,21 @@ def weigh_minibatches(
     cfg = run.cfg
     for number, (m, p) in enumerate(zip(minibatches, placed), start=1):
         noise_key, order_key = (rollout_key(state.key, step=number, batch=b) for b in (NOISE, ORDER))
-        span = p.span
-        if cfg.credit.masking.unit != "token":
-            span = run.place(m.plan.split(run.find_answers(m.rollout))[0], "microbatches")
-        scores = run.steps.score(
-            whole(state), None, p.rollout, span, p.rows, p.used, noise_key, probe=cfg.credit.probe.mode
+        (dealt,) = m.plan.split(read_spans(run, m))
+        span, probed = run.place(dealt, "microbatches")
+        scores = score(
+            run.steps,
+            whole(state),
+            None,
+            p.rollout,
+            span,
+            p.rows,
+            probed,
+            pieces=p.pieces,
+            key=noise_key,
+            probe=cfg.credit.probe.mode,
         )
-        given, _ = run.steps.credit(
-            scores, p.rollout, span, p.row_advantages, p.batch.completion, jax.random.fold_in(order_key, 0)
-        )
+        given, _ = run.steps.credit(scores, p.rollout, span, p.row_advantages, p.batch.completion, order_key, p.rows)
         yield p, given.advantages, given.weights
 
 
@@ -300,7 +316,7 @@ class Moments:
 
 
 def moments_of(
-    gradient: Callable[..., jax.Array], state: TrainState, weighed: Any, baseline: Moments | None
+    gradient: Callable[..., jax.Array], state: TrainState, weighed: Iterable[Weighed], baseline: Moments | None
 ) -> Moments:
     """Compute the gradients of a method's minibatches and keep their inner products."""
     vectors, pivotal, sums, inverse_ess = [], [], [], []
@@ -308,7 +324,7 @@ def moments_of(
 
         def of(tokens: jax.Array, p: Placed = p) -> np.ndarray:
             batch = replace(p.batch, advantages=tokens)
-            return np.asarray(jax.device_get(gradient(state, batch, p.used, p.denominator)))
+            return np.asarray(jax.device_get(gradient(state, batch, p.pieces, p.denominator)))
 
         vectors.append(of(advantages))
         inverse_ess.append(float(jax.device_get(inverse_ess_of(p, weights))))
@@ -386,7 +402,7 @@ def _facts(run: Run, minibatches: Sequence[Minibatch], state: TrainState, known:
     cfg, size = run.cfg, run.cfg.lab.gradients.sketch
     numbers = sum(x.size for x in jax.tree.leaves(state.params))
     exact = numbers <= size
-    rows = [len(m.plan.rows) for m in minibatches]
+    rows = [np.count_nonzero(m.advantages) for m in minibatches]
     return {
         "minibatches": f"{len(minibatches)} of {cfg.rollout.prompts} prompts x {cfg.rollout.group_size} rollouts, "
         f"{np.mean(rows):.1f} rows with a gradient",

@@ -67,10 +67,14 @@ class Steps(NamedTuple):
         self, state: TrainState, batch: TrainBatch, pieces: Sequence[Piece], denominator: Float[Array, ""]
     ) -> tuple[TrainState, Metrics]:
         """Make one optimizer update from a minibatch [M, b, ...], each piece of it padded to its own bucket."""
+        return self.apply(state, self.sums(state, batch, pieces), denominator)
+
+    def sums(self, state: TrainState, batch: TrainBatch, pieces: Sequence[Piece]) -> Sums:
+        """Add up the losses and gradients of a minibatch [M, b, ...], each piece of it padded to its own bucket."""
         sums = self.zeros(state, batch)
         for piece in pieces:
             sums = self.accumulate(sums, state, batch, piece.start, piece.stop, bucket=piece.bucket)
-        return self.apply(state, sums, denominator)
+        return sums
 
 
 class Shardings(NamedTuple):

@@ -3,7 +3,8 @@
 import io
 import json
 import math
-from types import SimpleNamespace
+from collections.abc import Sequence
+from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +13,19 @@ import optax
 import pytest
 import tiny
 from conftest import CACHE
+from oarjax.training.parts.gradients import descend, policy_gradient
 from rich.console import Console
 
 from oarjax.config import ConfigError, parse_config
 from oarjax.data.forks import write_forks_policy
+from oarjax.grading.rewards import Sample
 from oarjax.lab.command import measure_credit
 from oarjax.lab.minibatch_gradients import gradient_config, gradient_program, measure_gradients
 from oarjax.lab.results import gradient_notes, read_lab, tables
 from oarjax.models.weights import init_params
-from oarjax.training.programs import descend, policy_gradient
+from oarjax.training.minibatches import Bucket, Piece
 from oarjax.training.run import open_run
-from oarjax.types import TrainBatch, TrainState
+from oarjax.types import Grades, TrainBatch, TrainState
 
 
 def config(tmp_path, **changes):
@@ -52,12 +55,11 @@ def test_one_update_of_the_labs_size_without_terms_that_have_no_credit(tmp_path)
 
 @pytest.mark.parametrize("aggregation", ["dapo", "bnpo"])
 def test_gradients_are_those_of_an_update(aggregation):
-    """Plain descent by 1 moves the params by the gradient; the last microbatch has no rows."""
+    """Plain descent by 1 on uncut rows moves the params by the gradient of pieces; the last microbatch has no rows."""
     cfg = tiny.config(loss__aggregation=aggregation)
     policy, steps, state = tiny.build(cfg)
     rng = np.random.default_rng(0)
-    mask = np.arange(10) < rng.integers(3, 11, (3, 4, 1))
-    mask[2] = False
+    mask = np.arange(10) < np.array([4, 10, 0])[:, None, None] - rng.integers(0, 3, (3, 4, 1))
     batch = TrainBatch(
         tokens=jnp.asarray(rng.integers(3, tiny.VOCAB, (3, 4, 16)), jnp.int32),
         valid=jnp.ones((3, 4, 16), bool),
@@ -69,8 +71,9 @@ def test_gradients_are_those_of_an_update(aggregation):
     )
     used = jnp.asarray(2, jnp.int32)
     denominator = steps.denominator(jnp.asarray(mask.reshape(12, 10)))
-    loss, by_piece = policy_gradient(policy, cfg), aggregation == "bnpo"
-    found = gradient_program(loss, by_piece=by_piece, size=10**6)(state, batch, used, denominator)
+    pieces = Piece(Bucket(6, 4), np.int32(0), np.int32(1)), Piece(Bucket(6, 10), np.int32(1), np.int32(2))
+    gradient = gradient_program(steps, by_piece=aggregation == "bnpo", size=10**6)
+    found, loss = gradient(state, batch, pieces, denominator), policy_gradient(policy, cfg)
     sgd = optax.sgd(1.0)
     start = TrainState(state.step, state.params, sgd.init(state.params), state.key)
     given = None if aggregation == "bnpo" else denominator
@@ -82,13 +85,12 @@ def test_gradients_are_those_of_an_update(aggregation):
 
 def rewarded(*, by):
     """A grader whose rewards follow the completions' tokens, without workers."""
-    from oarjax.types import Grades
 
     class Grader:
-        def submit(self, samples):
-            rewards = np.array([by(s.completion) for s in samples], np.float32)
-            grades = Grades(rewards, {"exact": rewards}, ["graded"] * len(rewards), [], [])
-            return SimpleNamespace(result=lambda: grades)
+        def submit(self, samples: Sequence[Sample]) -> Future[Grades]:
+            done: Future[Grades] = Future()
+            done.set_result(tiny.grades(np.array([by(s.completion) for s in samples])))
+            return done
 
     return Grader()
 
@@ -98,10 +100,12 @@ def test_figures_of_a_tiny_policy(tmp_path):
     """Plain GRPO beside itself is 1, its token shares add up, and methods agree with what they are made of."""
     write_forks_policy(tmp_path / "policy", seed=0)
     methods = {"OAR-G": {"method": "oar_g"}, "entropy": {"method": "entropy"}, "random": {"method": "random"}}
-    cfg = config(tmp_path, lab={"methods": methods, "gradients": {"minibatches": 3, "prompts": 6}})
+    cfg = config(tmp_path, lab={"methods": methods, "gradients": {"minibatches": 3, "prompts": 24}})
     session = open_run(cfg, Console(file=io.StringIO()))
     params = init_params(session.model, jax.random.key(0))
-    found = measure_gradients(session, params, rewarded(by=lambda text: "A" in text or "e" in text))
+    found = measure_gradients(
+        session, params, rewarded(by=lambda text: sum(map(str.islower, text)) / max(len(text), 1))
+    )
     by_name = {m.name: m.figures for m in found.methods}
     assert list(by_name) == [*methods, "uniform (GRPO)", "truth", "truth through the gate"]
     plain = by_name["uniform (GRPO)"]
@@ -114,7 +118,7 @@ def test_figures_of_a_tiny_policy(tmp_path):
         plain["pivotal"].mean / (plain["pivotal"].mean + plain["other"].mean)
     )
     assert 0 < found.figures["reward"].mean < 1
-    assert "3 of 6 prompts x 4 rollouts" in found.facts["minibatches"]
+    assert "3 of 24 prompts x 4 rollouts" in found.facts["minibatches"]
     assert "inner products exact" in found.facts["gradients"]
     with pytest.raises(ConfigError, match=r"lab.gradients: every group's rewards are equal"):
         measure_gradients(session, params, rewarded(by=lambda text: 0.0))
