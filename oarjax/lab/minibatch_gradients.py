@@ -43,7 +43,7 @@ from oarjax.rollout.sampler import rollout_key
 from oarjax.stats import Interval, jackknife_interval, mean_interval
 from oarjax.training.iteration import NOISE, ORDER, HostCallbacks, draw, score
 from oarjax.training.minibatches import MinibatchPlan, Piece, bucket, sizes_of, widen
-from oarjax.training.parts.gradients import Sums
+from oarjax.training.parts.loss import Sums
 from oarjax.training.programs import Steps
 from oarjax.training.run import Run
 from oarjax.types import AnswerSpan, Params, Rollout, TrainBatch, TrainState

@@ -13,7 +13,7 @@ import optax
 import pytest
 import tiny
 from conftest import CACHE
-from oarjax.training.parts.gradients import descend, policy_gradient
+from oarjax.training.parts.loss import descend, policy_gradient
 from rich.console import Console
 
 from oarjax.config import ConfigError, parse_config
