@@ -194,9 +194,14 @@ class SegmentedSampler:
         )
 
     def spent(self) -> dict[str, float]:
-        """Metrics of the rollouts since this was last asked, and how many decode programs there have been so far."""
+        """Return the metrics of the rollouts since the last call."""
         found, self._spent = self._spent.metrics(), Spent()
-        return found | {"decode_programs": float(len(self._programs))}
+        return found
+
+    @property
+    def decode_programs(self) -> int:
+        """Number of decode programs so far in this process, at most row buckets times cache buckets."""
+        return len(self._programs)
 
     def lower(self, params: Params, prompts: PromptBatch, key: Any) -> Any:
         """Lower the same work at its largest as one program: every row decoded to the end in a full cache.

@@ -143,6 +143,8 @@ def train(
         if last is None and run.held_out is not None:  # it had finished before
             last = evaluate(run, grader, whole(state))
     show_completions(console, cfg.iterations, rows)
+    if programs := getattr(run.steps.sample, "decode_programs", 0):
+        console.print(f"rollouts ran {programs} decode programs, one per number of rows and cache slots")
     spent = sum(record.get("seconds/total", 0.0) for record in read_metrics(folder / "metrics.jsonl"))
     return Trained(folder, whole(state), last, spent or time.perf_counter() - began)
 

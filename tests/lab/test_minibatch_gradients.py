@@ -13,7 +13,6 @@ import optax
 import pytest
 import tiny
 from conftest import CACHE
-from oarjax.training.parts.loss import descend, policy_gradient
 from rich.console import Console
 
 from oarjax.config import ConfigError, parse_config
@@ -24,6 +23,7 @@ from oarjax.lab.minibatch_gradients import gradient_config, gradient_program, me
 from oarjax.lab.results import gradient_notes, read_lab, tables
 from oarjax.models.weights import init_params
 from oarjax.training.minibatches import Bucket, Piece
+from oarjax.training.parts.loss import descend, policy_gradient
 from oarjax.training.run import open_run
 from oarjax.types import Grades, TrainBatch, TrainState
 

@@ -197,7 +197,7 @@ def test_one_compilation_serves_any_number_of_rows(method):
         assert done.metrics["rows_used"] == 16 - constant
     assert steps.accumulate._cache_size() == steps.apply._cache_size() == 1
     assert steps.score._cache_size() == 1
-    assert done.metrics["decode_programs"] <= 2  # of 16 rows and of 8
+    assert steps.sample.decode_programs <= 2  # of 16 rows and of 8
 
 
 def test_every_purpose_has_its_own_noise():

@@ -174,4 +174,5 @@ def test_what_sampling_keeps_is_sharded_and_a_token_gathers_no_weights(programs)
 
 @pytest.mark.slow
 def test_programs_lower_where_sampling_has_another_mesh(programs):
-    assert programs["lowered"]["phases"] == ["reshard", "sample", "evaluate", "score", "credit", "update"]
+    phases = ["reshard", "sample", "evaluate", "score", "credit", "update", "apply"]
+    assert programs["lowered"]["phases"] == phases
