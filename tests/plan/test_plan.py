@@ -246,7 +246,7 @@ def test_a_small_run_is_compiled_for_a_tpu(tmp_path, libtpu):
     sample, score, masked, update = found["phases"]
     assert update["executed"] * 4 == pytest.approx(found["expected"], rel=0.03)
     assert update["kernels"] > 0  # attention by Pallas
-    assert update["aliased"] >= 0.99 * (found["resident"]["params"] + found["resident"]["optimizer"])
+    assert update["aliased"] >= 0.99 * found["resident"]["params"]  # the sums of gradients, which it adds to
     assert 0.9 < sample["share"] <= 1.05
     assert 0.5 < score["share"] <= 1.05
     assert masked["method"] == "oar_p"
