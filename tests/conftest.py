@@ -121,6 +121,18 @@ def unchecked():
 
 
 @pytest.fixture(autouse=True, scope="module")
+def forget_rewards():
+    """Rewards that a file's plugins registered are let go: the file may be set up again, in another folder."""
+    module = sys.modules.get("oarjax.grading.rewards")
+    before = dict(module._registry) if module else None
+    yield
+    module = sys.modules.get("oarjax.grading.rewards")
+    if module and before is not None:
+        module._registry.clear()
+        module._registry.update(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
 def forget_programs():
     """Programs of a file that is done are let go: over the whole suite they would take several GiB."""
     yield
