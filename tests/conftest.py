@@ -123,13 +123,11 @@ def unchecked():
 @pytest.fixture(autouse=True, scope="module")
 def forget_rewards():
     """Rewards that a file's plugins registered are let go: the file may be set up again, in another folder."""
-    module = sys.modules.get("oarjax.grading.rewards")
-    before = dict(module._registry) if module else None
     yield
-    module = sys.modules.get("oarjax.grading.rewards")
-    if module and before is not None:
-        module._registry.clear()
-        module._registry.update(before)
+    if module := sys.modules.get("oarjax.grading.rewards"):
+        for name, function in list(module._registry.items()):
+            if not function.__code__.co_filename.startswith(str(ROOT / "oarjax")):
+                del module._registry[name]
 
 
 @pytest.fixture(autouse=True, scope="module")
