@@ -52,6 +52,7 @@ from oarjax.runs.stop import Stop
 from oarjax.training.health import Health
 from oarjax.training.parts.adapters import trained_shapes
 from oarjax.training.parts.layout import training_layout
+from oarjax.training.parts.loss import Sums
 from oarjax.training.programs import Steps, make_sft_optimizer, make_sft_step
 from oarjax.training.run import Run, open_run
 from oarjax.types import AnswerSpan, Credit, Grades, Mean, PromptBatch, Rollout, Scores, TrainBatch, TrainState
@@ -664,7 +665,7 @@ def fake_steps(log: list[Any], policy: Any, tx: Any, layout: Any, cfg: Config, *
         score=score,
         credit=credit,
         denominator=lambda completion: jnp.asarray(completion.sum(), jnp.float32),
-        zeros=lambda state, batch: None,
+        zeros=lambda state, batch: Sums(state.params, Mean(jnp.zeros(()), jnp.zeros(())), {}),
         accumulate=accumulate,
         apply=lambda state, sums, denominator: (state.replace(step=state.step + 1), {}),
     )
