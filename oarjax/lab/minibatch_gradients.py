@@ -307,7 +307,7 @@ def weigh_by_truth(credit: CreditConfig, placed: Sequence[Placed], *, gated: boo
 
 @dataclass(frozen=True)
 class Moments:
-    """What is kept of a method's minibatch gradients."""
+    """Sums over a method's minibatch gradients."""
 
     vectors: Float[np.ndarray, "M K"] | None  # plain GRPO's own: the reference of the others
     grams: Grams

@@ -47,7 +47,7 @@ class LabCompletion:
 
 @dataclass(frozen=True)
 class GradientResult:
-    """How every method's minibatch gradient relates to the expected gradient of plain GRPO."""
+    """Relations of every method's minibatch gradient to the expected gradient of plain GRPO."""
 
     facts: Mapping[str, str]
     interval: str  # how the intervals were made
