@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from oarjax.credit.clean_pass import linear_pass
-from oarjax.credit.oar_g import noise_scores
+from oarjax.credit.oar.oar_g import noise_scores
 from oarjax.credit.probe import outcome_probe
 from oarjax.types import AnswerSpan
 

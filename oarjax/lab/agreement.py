@@ -10,7 +10,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Bool, Float
 
 from oarjax.credit.diagnose import ess_ratio, recall_at_k, separation, spearman, top_mass
-from oarjax.credit.oar_screened import top_share
+from oarjax.credit.oar.oar_screened import top_share
 
 
 class Evidence(NamedTuple):

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from oarjax.credit.clean_pass import stored_pass
 from oarjax.credit.counterfactual import first_of_unit, next_choices
-from oarjax.credit.oar_p import over_counterfactuals
+from oarjax.credit.oar.oar_p import over_counterfactuals
 from oarjax.models.policy import Policy
 from oarjax.types import Params, PromptBatch
 

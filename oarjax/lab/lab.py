@@ -16,7 +16,7 @@ from oarjax.config import ConfigError, CreditConfig, changed
 from oarjax.credit.bind import draws_noise, signals, weigher
 from oarjax.credit.controls import random_scores
 from oarjax.credit.diagnose import spearman
-from oarjax.credit.oar_g import row_keys
+from oarjax.credit.oar.oar_g import row_keys
 from oarjax.credit.signals import Signals
 from oarjax.data.problems import Problem
 from oarjax.data.streams import right_pad

@@ -37,8 +37,8 @@ from oarjax.plan.sums import (
 from oarjax.plan.table import WORD, describe, markdown, terminal
 from oarjax.plan.topology import ENVIRONMENT, Slice, TopologyError, compiler_version, find_slice
 from oarjax.runs.durable import storage_errors
-from oarjax.training.memory import remedy
 from oarjax.training.parts.checks import check_lengths
+from oarjax.training.parts.memory import remedy
 
 
 def run(

@@ -12,8 +12,8 @@ from oarjax.models.qwen_config import QwenConfig
 from oarjax.training.minibatches import bucket
 from oarjax.training.parts.checks import check_lengths
 from oarjax.training.parts.layout import check_layouts
+from oarjax.training.parts.shapes import Program, reshard_program, sample_program, score_program, update_program
 from oarjax.training.run import Run
-from oarjax.training.shapes import Program, reshard_program, sample_program, score_program, update_program
 
 STOPS, PAD = (151645, 151643), 151643
 """Qwen's. They are constants of a program, which costs the same whatever they are."""

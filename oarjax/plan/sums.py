@@ -10,8 +10,8 @@ from oarjax.config import Config, CreditConfig
 from oarjax.costs import Chip, Row, Work, iteration_flops
 from oarjax.credit.bind import attribution, signals
 from oarjax.credit.method import CreditMethod
-from oarjax.credit.oar_l import SCOPE, chunk_size
-from oarjax.credit.oar_p import bucket_sizes
+from oarjax.credit.oar.oar_l import SCOPE, chunk_size
+from oarjax.credit.oar.oar_p import bucket_sizes
 from oarjax.credit.registry import CUSTOM
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.splash import block_of

@@ -23,7 +23,7 @@ from oarjax.models.qwen_config import QwenConfig
 from oarjax.plan.programs import planned, program_of, with_method
 from oarjax.plan.topology import compiler_version, find_slice, slice_devices
 from oarjax.system.mesh import make_mesh
-from oarjax.training.shapes import beside, resident
+from oarjax.training.parts.shapes import beside, resident
 
 TOO_LARGE = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)")
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

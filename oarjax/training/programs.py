@@ -21,7 +21,7 @@ from oarjax.credit.bind import credit_metrics, scorer, signals, weigher
 from oarjax.credit.gate import reshape
 from oarjax.credit.keywords import KeywordTable
 from oarjax.credit.method import CreditMethod
-from oarjax.credit.oar_g import row_keys
+from oarjax.credit.oar.oar_g import row_keys
 from oarjax.credit.probe import Probe, ProbeMode
 from oarjax.credit.signals import Signals
 from oarjax.models.lora import below

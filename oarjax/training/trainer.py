@@ -28,8 +28,8 @@ from oarjax.system.devices import peak_flops, to_host_memory
 from oarjax.training.health import Health
 from oarjax.training.held_out import Evaluation, evaluate
 from oarjax.training.iteration import HostCallbacks, Iteration, iterate
-from oarjax.training.memory import report_memory
 from oarjax.training.parts.adapters import trained_count
+from oarjax.training.parts.memory import report_memory
 from oarjax.training.run import Run
 from oarjax.training.run_files import RunFiles
 from oarjax.types import Grades, Params

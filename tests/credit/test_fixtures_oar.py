@@ -13,7 +13,7 @@ from oar_rows import noise_importance
 
 from oarjax.credit.diagnose import spearman
 from oarjax.credit.gate import oar_weights
-from oarjax.credit.oar_p import masked_token_importance
+from oarjax.credit.oar.oar_p import masked_token_importance
 from oarjax.credit.probe import outcome_probe
 from oarjax.data.hf import load_params, read_config
 from oarjax.models.qwen import make_policy

@@ -164,7 +164,7 @@ from oarjax.rollout.logps import token_logps
 from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import init_params, logical_axes
-from oarjax.credit.oar_g import gradient_importance, row_keys
+from oarjax.credit.oar.oar_g import gradient_importance, row_keys
 from oarjax.credit.probe import outcome_probe
 from oarjax.models.policy import positions_of
 from oarjax.models.sharding import RULES, param_specs

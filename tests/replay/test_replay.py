@@ -180,7 +180,7 @@ def test_params_that_are_damaged_on_the_way(oarjax, base, tmp_path, monkeypatch)
     code, out, err = train(oarjax, base, tmp_path / "run", "health.stop_after=2", "health.bad_batches=2")
     assert code == 2
     assert "iteration 4, optimizer step 2, phase sample: behaviour_logps" in err
-    assert "go back to an earlier checkpoint" in out
+    assert "return to an earlier checkpoint" in out
     records = sound(tmp_path / "run", 4)
     assert [r["nonfinite/behaviour_logps"] for r in records] == [0, 0, 1, 1]
     found = replayed(oarjax, err)

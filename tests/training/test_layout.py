@@ -88,7 +88,7 @@ PROGRAM = """
 import json, math, sys
 import jax
 from oarjax.training.run import Run
-from oarjax.training.shapes import programs
+from oarjax.training.parts.shapes import programs
 from oarjax.plan.hlo import COLLECTIVES, parse
 from oarjax.system.mesh import make_mesh
 from oarjax.models.qwen_config import QwenConfig

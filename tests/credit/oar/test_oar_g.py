@@ -10,7 +10,7 @@ import pytest
 from oar_rows import LENGTH, PROMPT, ROWS, batch, noise_importance, single
 from toy_policy import toy_params, toy_policy
 
-from oarjax.credit.oar_g import embedding_noise, gradient_importance, row_keys
+from oarjax.credit.oar.oar_g import embedding_noise, gradient_importance, row_keys
 from oarjax.credit.probe import kl_divergence, outcome_probe
 from oarjax.models.policy import Policy, positions_of
 from oarjax.types import AnswerSpan

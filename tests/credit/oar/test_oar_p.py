@@ -10,7 +10,7 @@ from oar_rows import LENGTH, PROMPT, ROWS, batch, single
 from toy_policy import toy_params, toy_policy
 
 from oarjax.credit.counterfactual import replacement_embeddings
-from oarjax.credit.oar_p import masked_token_importance
+from oarjax.credit.oar.oar_p import masked_token_importance
 from oarjax.credit.probe import Probe, kl_divergence, outcome_probe
 from oarjax.models.policy import Policy, positions_of
 from oarjax.types import AnswerSpan, KVCache

@@ -9,8 +9,8 @@ import pytest
 from oar_rows import LENGTH, PROMPT, ROWS, batch
 from toy_policy import toy_params, toy_policy
 
-from oarjax.credit.oar_l import local_importance
-from oarjax.credit.oar_p import masked_token_importance
+from oarjax.credit.oar.oar_l import local_importance
+from oarjax.credit.oar.oar_p import masked_token_importance
 from oarjax.credit.probe import Probe, kl_divergence, outcome_probe
 from oarjax.models.policy import positions_of
 

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
 from oarjax.config import CreditConfig
-from oarjax.credit import oar_l, oar_p
 from oarjax.credit.clean_pass import stored_pass
 from oarjax.credit.method import resolve
-from oarjax.credit.oar_l import local_scores
-from oarjax.credit.oar_p import check_units, masked_scores
+from oarjax.credit.oar import oar_l, oar_p
+from oarjax.credit.oar.oar_l import local_scores
+from oarjax.credit.oar.oar_p import check_units, masked_scores
 from oarjax.credit.probe import Probe, reading_of, scored_tokens
 from oarjax.credit.registry import METHODS
 from oarjax.credit.signals import Context, Scored, probe_of, required

@@ -10,9 +10,9 @@ from oar_rows import LENGTH, ROWS, batch
 from toy_policy import toy_params, toy_policy
 
 from oarjax.credit.clean_pass import linear_pass
-from oarjax.credit.oar_f import fisher_factors, fisher_importance
-from oarjax.credit.oar_g import row_keys
-from oarjax.credit.oar_p import masked_token_importance
+from oarjax.credit.oar.oar_f import fisher_factors, fisher_importance
+from oarjax.credit.oar.oar_g import row_keys
+from oarjax.credit.oar.oar_p import masked_token_importance
 from oarjax.credit.probe import outcome_probe
 from oarjax.models.policy import Policy
 

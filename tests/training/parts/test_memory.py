@@ -13,10 +13,10 @@ from tiny_programs import built
 from oarjax.config import ConfigError
 from oarjax.models.weights import parameter_count
 from oarjax.system.devices import DeviceError, to_host_memory
-from oarjax.training import memory
 from oarjax.training.iteration import iterate
-from oarjax.training.memory import memory_facts, report_memory
-from oarjax.training.shapes import sample_program
+from oarjax.training.parts import memory
+from oarjax.training.parts.memory import memory_facts, report_memory
+from oarjax.training.parts.shapes import sample_program
 
 
 def printed():

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from oarjax.config import ConfigError, CreditConfig
 from oarjax.credit.clean_pass import LinearPass, linear_pass
 from oarjax.credit.counterfactual import Counterfactual, replacement_embeddings
-from oarjax.credit.oar_p import check_units
+from oarjax.credit.oar.oar_p import check_units
 from oarjax.credit.probe import Probe, from_inputs, reading_of, scored_tokens, to_inputs
 from oarjax.credit.signals import Context, Scored, probe_of
 from oarjax.models.policy import Policy
@@ -45,7 +45,7 @@ def fisher_importance(
     No gradient flows to ``params``.
 
     Args:
-        keys: one per row (``oarjax.credit.oar_g.row_keys``), used where ``sampled`` > 0.
+        keys: one per row (``oarjax.credit.oar.oar_g.row_keys``), used where ``sampled`` > 0.
         outcomes: backward passes for the likeliest outcomes, at most V.
         sampled: further passes for outcomes drawn from the rest, in proportion to their probability.
 

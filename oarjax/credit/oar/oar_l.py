@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from oarjax.config import ConfigError, CreditConfig
 from oarjax.credit.clean_pass import StoredPass, stored_pass
 from oarjax.credit.counterfactual import Counterfactual, replacement_embeddings
-from oarjax.credit.oar_p import check_units, masked_positions
+from oarjax.credit.oar.oar_p import check_units, masked_positions
 from oarjax.credit.probe import Probe, Reading, divergence, reading_of, scored_tokens
 from oarjax.credit.signals import Context, Scored, probe_of
 from oarjax.models.policy import Policy

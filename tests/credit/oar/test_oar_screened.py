@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from oarjax.credit.oar_screened import screened_scores, top_share
+from oarjax.credit.oar.oar_screened import screened_scores, top_share
 
 MASK = jnp.array([[True] * 5 + [False], [True] * 2 + [False] * 4, [False] * 6])
 

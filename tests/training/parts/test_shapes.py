@@ -11,7 +11,7 @@ from tiny_programs import built
 from oarjax.models.lora import whole
 from oarjax.models.weights import init_params, parameter_count
 from oarjax.training.iteration import iterate
-from oarjax.training.shapes import apply_program, bytes_per_device, programs, resident
+from oarjax.training.parts.shapes import apply_program, bytes_per_device, programs, resident
 
 
 @pytest.mark.slow
