@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from conftest import CACHE
 
-from oarjax.training.iteration import Seen
+from oarjax.training.iteration import PhaseRecord
 from oarjax.types import AnswerSpan, Evidence, Mean, Rollout, Scores, TrainState
 
 ROWS, PROMPT, LENGTH = 4, 3, 5
@@ -64,9 +64,9 @@ def evidence(*, scored: bool = True) -> Evidence:
     return Evidence(r, s, numbers, np.int32(2), **given, denominator=np.float32(14) if scored else None)
 
 
-def seen(iteration: int, *, phase="update", step=7, params=None, **wrong: float) -> Seen:
+def phase_record(iteration: int, *, phase="update", step=7, params=None, **wrong: float) -> PhaseRecord:
     """What a watch is shown; ``wrong`` are shares of what is not finite."""
     metrics = {f"nonfinite/{name}": Mean(jnp.float32(share), jnp.float32(1)) for name, share in wrong.items()}
     state = TrainState(jnp.int32(step), params or {"a": {"w": jnp.ones(3)}}, (), jax.random.key(3))
     metrics["loss"] = Mean(jnp.float32(jnp.nan), jnp.float32(1))
-    return Seen(phase, iteration, 1, metrics, state, "last", evidence())
+    return PhaseRecord(phase, iteration, 1, metrics, state, "last", evidence())

@@ -37,7 +37,7 @@ from oarjax.types import Params
 def run(config: Path, overrides: Sequence[str], *, compare: bool, seeds: str = "", restart: bool = False) -> None:
     """Train as the config says; with ``compare``, also the controls, from the same start, once per seed.
 
-    ``restart`` puts what is in the run's folder aside and starts anew.
+    ``restart`` moves the contents of the run's folder aside and starts anew.
     """
     console = make_console()
     cfg = load_config(config, list(overrides))
@@ -65,15 +65,15 @@ def _put_aside(folder: Path, console: Console) -> None:
 
 
 def _seeds(text: str) -> list[int]:
-    """``0,1,2`` as numbers."""
+    """Parse ``0,1,2`` as numbers."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
         raise ConfigError(f"--seeds: expected different whole numbers such as 0,1,2, got {text!r}")
     return [int(part) for part in parts]
 
 
-def train_once(cfg: Config, console: Console, stop: Stop, seen: Callable[[], object] | None = None) -> None:
-    """One run from its start to its report; ``seen`` as in ``oarjax.training.trainer.train``."""
+def train_once(cfg: Config, console: Console, stop: Stop, on_lines: Callable[[], object] | None = None) -> None:
+    """Train one run from its start to its report; ``on_lines`` as in ``oarjax.training.trainer.train``."""
     folder = Path(cfg.run_dir).expanduser()
     changes = refuse_another_run(folder, cfg)
     with ExitStack() as stack:
@@ -88,10 +88,10 @@ def train_once(cfg: Config, console: Console, stop: Stop, seen: Callable[[], obj
             only_first(lambda: remove_half_written(target))
         banner(console, run.facts(), cfg.model_dump(mode="json", exclude_defaults=True))
         if changes.words():
-            console.print(f"going on with another config or other inputs: {changes.words()}", markup=False)
+            console.print(f"resuming with a changed config or changed inputs: {changes.words()}", markup=False)
         with run.grader() as grader:
             start, before = start_policy(run, grader, stop)
-            trained = train(run, grader, start, before, folder, stop, seen, keep_start=False)
+            trained = train(run, grader, start, before, folder, stop, on_lines, keep_start=False)
         if cfg.export.folder is not None:
             target = folder / cfg.export.folder
             check_guards(target)
@@ -110,16 +110,16 @@ def train_once(cfg: Config, console: Console, stop: Stop, seen: Callable[[], obj
 
 
 def _hold(stack: ExitStack, folder: Path, cfg: Config) -> None:
-    """Hold the run's folder against other runs before anything is written; one process does it for all that share it.
+    """Lock the run's folder before anything is written; one process does it for all that share it.
 
-    What another command has done there since it was first looked at is looked at again.
+    Another command may have written there since the first check, so the folder is checked again under the lock.
     """
     stack.enter_context(locked(folder))
     refuse_another_run(folder, cfg)
 
 
 def _claim(folder: Path, cfg: Config, console: Console) -> None:
-    """Create the run's folder, or resume it, and note its code as the user's own: their command names it."""
+    """Create the run's folder, or resume it, and record its code as trusted: the user's command names it."""
     claim(folder, cfg)
     if (problem := note_own(folder, cfg)) is not None:
         console.print(problem, markup=False)
@@ -132,7 +132,7 @@ def _compared(cfg: Config) -> Path:
 
 
 def _compare(cfg: Config, seeds: list[int], console: Console, stop: Stop) -> None:
-    """Every method from the same warm start, with the same prompts and the same noise, seed by seed."""
+    """Train every method from the same warm start, with the same prompts and the same noise, seed by seed."""
     root = _compared(cfg)
     if cfg.credit.method in choices("permuted_of"):
         cfg = changed(cfg, credit=changed(cfg.credit, permuted_of=cfg.credit.method))
@@ -150,7 +150,7 @@ def _compare(cfg: Config, seeds: list[int], console: Console, stop: Stop) -> Non
                 banner(console, run.facts(), cfg.model_dump(mode="json", exclude_defaults=True))
             with storage_errors(run.folder), run.grader() as grader:
                 if run.first and (changes := check_inputs(run).words()):
-                    console.print(f"going on with other inputs: {changes}", markup=False)
+                    console.print(f"resuming with changed inputs: {changes}", markup=False)
                 start, before = start_policy(run, grader, stop)
                 befores.append(before)
                 for method in methods:
@@ -159,16 +159,16 @@ def _compare(cfg: Config, seeds: list[int], console: Console, stop: Stop) -> Non
                     folder = run.folder / method
                     only_first(partial(_claim, folder, same, console))
                     ended = train(run.with_config(same), grader, start, before, folder, stop)
-                    runs[method].append(replace(ended, params={}))  # its memory is the next one's
+                    runs[method].append(replace(ended, params={}))  # frees memory for the next run
                 del start
         if run is not None and run.first:
             show_results(run, root, befores, runs)
 
 
 def start_policy(run: Run, grader: Grader, stop: Stop | None = None) -> tuple[Params, Evaluation | None]:
-    """Return the policy to train from, after the warm start where there is one, and how good it is.
+    """Return the policy to train from, after the warm start where there is one, and its evaluation.
 
-    Both are kept in the run's folder, and read from there when it resumes.
+    Both are stored in the run's folder, and read from there when it resumes.
     """
     cfg = run.cfg
     if cfg.sft is None:

@@ -15,7 +15,7 @@ import oarjax
 from oarjax.errors import UserError
 from oarjax.report.console import OnceWarnings
 from oarjax.runs.bad_batches import FOLDER, Header, write_bad_batch, write_params
-from oarjax.training.iteration import Seen
+from oarjax.training.iteration import PhaseRecord
 from oarjax.training.metrics import NONFINITE, QUANTITIES
 from oarjax.training.minibatches import trim_evidence
 from oarjax.training.run import Run
@@ -44,40 +44,40 @@ class Health:
         self._met: tuple[str, int] | None = None  # kind and step of the newest params
         self._params: str | None = None
 
-    def __call__(self, seen: Seen) -> None:
+    def __call__(self, record: PhaseRecord) -> None:
         """Look for values that are not finite in a phase of a minibatch."""
-        self.look("iteration", seen)
+        self.look("iteration", record)
 
-    def look(self, kind: str, seen: Seen) -> None:
+    def look(self, kind: str, record: PhaseRecord) -> None:
         """Look as ``__call__`` does, for a ``kind`` of training: iteration or sft."""
-        faults = {name: mean.total for name, mean in seen.metrics.items() if name.startswith(NONFINITE)}
+        faults = {name: mean.total for name, mean in record.metrics.items() if name.startswith(NONFINITE)}
         totals = self._run.fetch(faults)
         wrong = [name for name in QUANTITIES if totals.get(f"{NONFINITE}{name}", 0) > 0]
-        skipped = seen.phase == "update" and bool(wrong)
-        if seen.phase == "update":
+        skipped = record.phase == "update" and bool(wrong)
+        if record.phase == "update":
             self._updates += 1
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if not wrong:
             return
-        known = self._wrong.setdefault(seen.phase, [])
+        known = self._wrong.setdefault(record.phase, [])
         known += [name for name in wrong if name not in known]
-        self._step = int(self._run.fetch(seen.state.step))
-        if not self._wanted(kind, seen.iteration, skipped):
+        self._step = int(self._run.fetch(record.state.step))
+        if not self._wanted(kind, record.iteration, skipped):
             return
-        self._kept = (kind, seen.iteration, skipped)
+        self._kept = (kind, record.iteration, skipped)
         self._settled += not skipped
         try:
-            self._path = self._keep(kind, seen)
+            self._path = self._keep(kind, record)
         except OSError as error:
             self._warnings.say(
                 "batch not kept",
-                f"{kind} {seen.iteration}: {_listed(self._wrong)} not finite, and the batch could not be kept "
+                f"{kind} {record.iteration}: {_listed(self._wrong)} not finite, and the batch could not be kept "
                 f"({error}); free some space, or set health.bad_batches=0",
             )
         else:
             self._warnings.say(
                 "batch kept",
-                f"{kind} {seen.iteration}: {_listed(self._wrong)} not finite; see where it begins with: "
+                f"{kind} {record.iteration}: {_listed(self._wrong)} not finite; see where it begins with: "
                 f"oarjax replay {shlex.quote(str(self._path))}",
             )
 
@@ -92,7 +92,7 @@ class Health:
         rows |= {"behaviour_logps": values, "filtered_logps": values}
         rollout = Rollout(**rows)
         evidence = Evidence(rollout, AnswerSpan(none, none, none.any(-1)), numbers, used)  # type: ignore[arg-type]
-        self.look("sft", Seen("update", number, 0, metrics, state, "last", evidence))
+        self.look("sft", PhaseRecord("update", number, 0, metrics, state, "last", evidence))
         return self.after(number, "sft")
 
     def remember(self, records: Iterable[Mapping[str, Any]], *, until: int) -> None:
@@ -130,13 +130,13 @@ class Health:
             return False
         return skipped or (self._settled < keep and self._kept != (kind, number, False))
 
-    def _keep(self, kind: str, seen: Seen) -> Path:
-        run, folder, key = self._run, self._folder / FOLDER, seen.state.key
+    def _keep(self, kind: str, record: PhaseRecord) -> Path:
+        run, folder, key = self._run, self._folder / FOLDER, record.state.key
         met = (kind, self._step)
-        fits = _megabytes(seen.state.params) <= self._cfg.params_mb
-        whole = run.fetch(seen.state.params) if fits and met != self._met else None
+        fits = _megabytes(record.state.params) <= self._cfg.params_mb
+        whole = run.fetch(record.state.params) if fits and met != self._met else None
         self._met = met  # on every host, so that all fetch alike
-        evidence, numbers = run.fetch((seen.evidence, jax.random.key_data(key)))
+        evidence, numbers = run.fetch((record.evidence, jax.random.key_data(key)))
         if not run.first:
             return folder
         if whole is not None:
@@ -144,11 +144,11 @@ class Health:
             self._params = write_params(folder, whole, kind=kind, step=self._step)
         header = Header(
             kind=kind,
-            number=seen.iteration,
-            minibatch=seen.minibatch,
+            number=record.iteration,
+            minibatch=record.minibatch,
             step=self._step,
             wrong=dict(self._wrong),
-            probe=seen.probe,
+            probe=record.probe,
             key=numbers.tolist(),
             key_impl=str(jax.random.key_impl(key)),
             config=run.cfg.model_dump(mode="json"),

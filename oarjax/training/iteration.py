@@ -48,8 +48,8 @@ NOISE, ORDER = 2**31 - 1, 2**31 - 2
 """Batch numbers that no rollout has: the keys of OAR-G's noise and of the order of permuted weights."""
 
 
-class Seen(NamedTuple):
-    """One phase of a minibatch as the health watch sees it: its metrics, and everything they were computed from."""
+class PhaseRecord(NamedTuple):
+    """Hold one phase of a minibatch for the health watch: its metrics, and everything they were computed from."""
 
     phase: Literal["sample", "credit", "update"]
     iteration: int
@@ -71,7 +71,7 @@ class HostCallbacks(NamedTuple):
     phase: Callable[[str], AbstractContextManager[Any]]  # times a phase
     probed: Callable[[Rollout, AnswerSpan, np.ndarray], tuple[Rollout, AnswerSpan]] | None = None
     # (rollout, span, problems) -> what importance is measured on, where that is not the rollout itself
-    watch: Callable[[Seen], None] | None = None  # looks for what is not finite
+    watch: Callable[[PhaseRecord], None] | None = None  # looks for what is not finite
     load_reference: Callable[[Params], Params] = lambda params: params  # to the device, where it lives elsewhere
 
 
@@ -106,8 +106,8 @@ def iterate(
         span = host.find_answers(rollout)
         probed = host.probed(rollout, span, problems) if host.probed else None
         if probed:
-            made = rollout.completion.shape[1]
-            span = replace(span, reasoning=probed[1].reasoning[:, :made], found=probed[1].found)
+            length = rollout.completion.shape[1]
+            span = replace(span, reasoning=probed[1].reasoning[:, :length], found=probed[1].found)
 
     # Which rows are worth scoring. Without skipping that needs no reward, so workers grade while the device scores.
     rows = np.arange(capacity)
@@ -126,7 +126,7 @@ def iterate(
         ((r, s, n, *instead),) = everyone.split((rollout, span, numbers, *([probed] if probed else [])))
         count = {f"{NONFINITE}behaviour_logps": Mean(jnp.float32(unsound.sum()), jnp.float32(capacity))}
         host.watch(
-            Seen(
+            PhaseRecord(
                 "sample",
                 iteration,
                 0,
@@ -154,46 +154,46 @@ def iterate(
     trained = rollout.completion & graded[:, None]
     if cfg.loss.mask_truncated:
         trained = np.asarray(without_truncated(jnp.asarray(trained), jnp.asarray(rollout.ended)))
-    taught = [bool(trained[chosen].any()) for chosen in plan.chosen]
+    trains = [bool(trained[chosen].any()) for chosen in plan.chosen]
     # The mean is over all graded rows, trained on or not: leaving rows out changes the work, not the loss.
     denominator = steps.denominator(jnp.asarray(trained))
-    batches, credits, shown, metrics = [], [], [], {}
+    batches, credits, records, metrics = [], [], [], {}
     with host.phase("credit"):
         for k, arrays in enumerate(plan.split((advantages, trained))):
             a, completion = host.place(arrays, "microbatches")
-            (r, s, n, *instead), found = minibatches[k], scores[k]
-            given, measured = steps.credit(found, r, s, a, completion, order_key, n)
+            (r, s, n, *instead), row_scores = minibatches[k], scores[k]
+            credit, measured = steps.credit(row_scores, r, s, a, completion, order_key, n)
             metrics = add_metrics(metrics, measured)
-            credits.append(given)
+            credits.append(credit)
             batches.append(
                 TrainBatch(
                     tokens=r.tokens,
                     valid=r.valid,
                     completion=completion,
-                    advantages=given.advantages,
-                    old_logps=found.old_logps,
-                    ref_logps=found.ref_logps,
+                    advantages=credit.advantages,
+                    old_logps=row_scores.old_logps,
+                    ref_logps=row_scores.ref_logps,
                     behaviour_logps=r.behaviour_logps,
                 )
             )
             used = jnp.asarray(plan.used[k])
-            made_of = Evidence(
-                r, s, n, used, instead[0] if instead else None, found, a, completion, given.weights, denominator
+            evidence = Evidence(
+                r, s, n, used, instead[0] if instead else None, row_scores, a, completion, credit.weights, denominator
             )
-            shown.append(Seen("credit", iteration, k, measured, state, probe, made_of))
+            records.append(PhaseRecord("credit", iteration, k, measured, state, probe, evidence))
             if host.watch:
-                host.watch(shown[k])
+                host.watch(records[k])
 
     updates = [0] * cfg.update.minibatches
     with host.phase("update"):
         for epoch in range(cfg.update.epochs):
             for k in np.random.default_rng((cfg.seed, iteration, epoch)).permutation(cfg.update.minibatches):
-                if taught[k]:  # an update without a trained token would still move the weights
+                if trains[k]:  # an update without a trained token would still move the weights
                     state, measured = steps.update(state, batches[k], plan.pieces[k], denominator)
                     updates[k] += 1
                     metrics = add_metrics(metrics, measured)
                     if host.watch:
-                        host.watch(shown[k]._replace(phase="update", metrics=measured, state=state))
+                        host.watch(records[k]._replace(phase="update", metrics=measured, state=state))
         jax.block_until_ready(state)
 
     weights = plan.collect(host.fetch([c.weights for c in credits]), np.ones(rollout.completion.shape, np.float32))
@@ -218,7 +218,7 @@ def draw(
     constant = np.ones(0, bool)
     drawn: list[tuple[np.ndarray, Rollout, Callable[[], Grades]]] = []
     with host.phase("sample"):
-        params = steps.rollout_params(whole(state))  # given up again on return: scores and updates need the memory
+        params = steps.rollout_params(whole(state))  # freed on return: scores and updates need the memory
     for attempt in range(1 + cfg.update.refills):
         with host.phase("sample"):
             prompts = host.next_prompts()
@@ -253,13 +253,13 @@ def score(
     probe: ProbeMode,
 ) -> Scores:
     """Score a minibatch [M, b, ...] piece by piece, each padded to its own bucket."""
-    found = [
+    parts = [
         steps.score(
             params, reference, rollout, span, numbers, p.stop, key, probed, p.start, probe=probe, bucket=p.bucket
         )
         for p in pieces
     ]
-    return reduce(partial(jax.tree.map, jnp.add), found)  # each is zero where the others are not
+    return reduce(partial(jax.tree.map, jnp.add), parts)  # each is zero where the others are not
 
 
 def add_metrics(a: dict[str, Mean], b: dict[str, Mean]) -> dict[str, Mean]:

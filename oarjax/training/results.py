@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +30,9 @@ def show_results(
     if rows:
         print_summary(console, rows)
         write_summary(folder / "summary.json", rows)
-    for trained in (one for each in runs.values() for one in each):
-        for found in best_checkpoint(trained.folder, cfg.checkpoint.best).values():
-            console.print(f"best    {trained.folder}/{found}; oarjax export makes a policy of it", markup=False)
+    for trained in chain.from_iterable(runs.values()):
+        for name in best_checkpoint(trained.folder, cfg.checkpoint.best).values():
+            console.print(f"best    {trained.folder}/{name}; oarjax export turns it into a policy", markup=False)
     if not cfg.report.html:
         return
     records = {
@@ -53,9 +54,9 @@ def show_results(
 
 
 def best_checkpoint(run: Path, metric: str | None) -> dict[str, str]:
-    """The checkpoint of a run that its evaluations liked best, with the score; empty where none was looked for."""
-    found = None if metric is None else best(run / "checkpoints", metric)
-    return {} if found is None else {"best checkpoint": f"checkpoints/{found[0]:06d} ({metric} {found[1]:.3f})"}
+    """Return the checkpoint of a run with the best evaluation and its score, or nothing where ``metric`` is None."""
+    winner = None if metric is None else best(run / "checkpoints", metric)
+    return {} if winner is None else {"best checkpoint": f"checkpoints/{winner[0]:06d} ({metric} {winner[1]:.3f})"}
 
 
 def _table(

@@ -37,7 +37,7 @@ from oarjax.types import Grades, Params
 
 @dataclass(frozen=True)
 class Trained:
-    """The end of a run."""
+    """Hold the end of a run."""
 
     folder: Path
     params: Params  # all that the policy reads, adapters included
@@ -52,20 +52,20 @@ def train(
     before: Evaluation | None,
     folder: Path,
     stop: Stop | None = None,
-    seen: Callable[[], object] | None = None,
+    on_lines: Callable[[], object] | None = None,
     *,
     keep_start: bool = True,
 ) -> Trained:
     """Iterate from ``start``; metrics, completions and checkpoints go to ``folder``.
 
-    ``start`` stays as it is, and is copied, where ``keep_start`` says so or the KL term needs it; else the state takes
-    its memory over.
+    With ``keep_start``, or where the KL term needs it, ``start`` is copied and stays as it is; else the state takes
+    over its memory.
 
-    A folder with a checkpoint is resumed, and ends as if it had never stopped. ``seen`` is called whenever there
-    are new lines in the files.
+    A folder with a checkpoint is resumed, and ends as if it had never stopped. ``on_lines`` is called whenever there
+    are new lines in its files.
 
     Raises:
-        Stopped: ``stop`` was told to; what has been done is saved.
+        Stopped: ``stop`` was signalled; all finished work is saved.
         StorageError: a file cannot be written, and checkpoint.on_failure is stop.
     """
     cfg, console = run.cfg, run.console
@@ -101,8 +101,8 @@ def train(
         if before is not None and first == 0:
             last = before
             files.write(0, before.metrics, [])
-            if seen is not None:
-                seen()
+            if on_lines is not None:
+                on_lines()
         timer.lap()
         rows: list[CompletionRow] = []
         tracing: _Trace | None = None
@@ -129,18 +129,18 @@ def train(
                 metrics |= last.metrics
             rows = completion_rows(run, done, cfg.report.completions)
             files.write(iteration, metrics, rows)
-            if seen is not None:
-                seen()
+            if on_lines is not None:
+                on_lines()
             progress.update(iteration, metrics, phases)
             warnings.check(iteration, metrics)
             _explain_crashes(done.grades, warnings)
-            told = stop.asked()
-            files.save(iteration, state, stream, last, metrics, now=told)
-            if told:
+            stopping = stop.asked()
+            files.save(iteration, state, stream, last, metrics, now=stopping)
+            if stopping:
                 stop.obey()
             if stopped:
                 raise stopped
-        if last is None and run.held_out is not None:  # it had finished before
+        if last is None and run.held_out is not None:  # nothing was left to do
             last = evaluate(run, grader, whole(state))
     show_completions(console, cfg.iterations, rows)
     if programs := getattr(run.steps.sample, "decode_programs", 0):
@@ -150,14 +150,14 @@ def train(
 
 
 def completion_rows(run: Run, done: Iteration, count: int) -> list[CompletionRow]:
-    """The first completion of each of the first groups, with what was made of it."""
+    """Collect the first completion of each of the first ``count`` groups, with its grades, advantage and weights."""
     rollout, group = done.rollout, run.cfg.rollout.group_size
     first = slice(0, count * group, group)
     texts = run.texts(rollout)
     rows = []
     for b in range(len(texts))[first]:
         problem = run.train.by_index[int(done.problems[b // group])]
-        made = np.flatnonzero(rollout.completion[b])
+        positions = np.flatnonzero(rollout.completion[b])
         ids = rollout.tokens[b, -rollout.completion.shape[1] :]
         rows.append(
             CompletionRow(
@@ -170,10 +170,10 @@ def completion_rows(run: Run, done: Iteration, count: int) -> list[CompletionRow
                 rewards={name: float(values[b]) for name, values in done.grades.per_reward.items()},
                 advantage=float(done.advantages[b]),
                 reference=problem.reference,
-                tokens=token_texts([run.table[ids[t]] for t in made]),
-                weights=[float(w) for w in done.weights[b, made]],
-                is_reasoning=[bool(x) for x in done.span.reasoning[b, made]],
-                is_answer=[bool(x) for x in done.span.answer[b, made]],
+                tokens=token_texts([run.table[ids[t]] for t in positions]),
+                weights=[float(w) for w in done.weights[b, positions]],
+                is_reasoning=[bool(x) for x in done.span.reasoning[b, positions]],
+                is_answer=[bool(x) for x in done.span.answer[b, positions]],
             )
         )
     return rows
@@ -204,25 +204,25 @@ def _due(cfg: Config, iteration: int) -> bool:
 
 
 def _explain_crashes(grades: Grades, warnings: OnceWarnings) -> None:
-    """Say once what a reward raised. If every completion crashed, nothing can be learned: stop.
+    """Warn once about what a reward raised. If every completion crashed, nothing can be learned: stop.
 
     Raises:
-        GraderError: with what the graders said.
+        GraderError: every completion crashed; quotes the first exception.
     """
-    said = [note for verdict, note in zip(grades.verdicts, grades.notes) if verdict == "crash"]
-    if not said:
+    crashes = [note for verdict, note in zip(grades.verdicts, grades.notes) if verdict == "crash"]
+    if not crashes:
         return
-    if len(said) == len(grades.verdicts):
+    if len(crashes) == len(grades.verdicts):
         raise GraderError(
-            f"grading crashed on every completion, first with: {said[0]}; mend the reward and start again"
+            f"grading crashed on every completion, first with: {crashes[0]}; fix the reward and start again"
         )
     warnings.say(
-        "crash", f"grading crashed on {len(said)} of {len(grades.verdicts)} completions, first with: {said[0]}"
+        "crash", f"grading crashed on {len(crashes)} of {len(grades.verdicts)} completions, first with: {crashes[0]}"
     )
 
 
 class _Trace:
-    """A profiler trace for TensorBoard, XProf or Perfetto, ended by ``close`` or with the run."""
+    """Record a profiler trace for TensorBoard, XProf or Perfetto until ``close`` or the end of the run."""
 
     def __init__(self, folder: Path):
         jax.profiler.start_trace(str(folder))

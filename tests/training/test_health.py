@@ -109,8 +109,8 @@ def names(folder):
 def test_a_sound_run_keeps_nothing_and_goes_on(policy, tmp_path):
     health = watch(policy, tmp_path, stop_after=1)
     for n in range(1, 5):
-        health(unsound.seen(n, phase="credit", importance=0.0))
-        health(unsound.seen(n, loss=0.0, gradient=0.0, params=0.0))
+        health(unsound.phase_record(n, phase="credit", importance=0.0))
+        health(unsound.phase_record(n, loss=0.0, gradient=0.0, params=0.0))
         assert health.after(n) is None
     assert names(tmp_path) == []
     assert told(health._warnings) == ""
@@ -118,8 +118,8 @@ def test_a_sound_run_keeps_nothing_and_goes_on(policy, tmp_path):
 
 def test_a_skipped_update_is_kept_with_all_that_replays_it(policy, tmp_path):
     health = watch(policy, tmp_path)
-    health(unsound.seen(12, phase="credit", importance=0.25))
-    health(unsound.seen(12, loss=1.0, gradient=1.0))
+    health(unsound.phase_record(12, phase="credit", importance=0.25))
+    health(unsound.phase_record(12, loss=1.0, gradient=1.0))
     assert health.after(12) is None
     assert health.skipped_in_a_row == 1
     assert names(tmp_path) == ["iteration-000012.safetensors", "params-iteration-000007.safetensors"]
@@ -140,7 +140,7 @@ def test_a_row_of_skipped_updates_stops_the_run(policy, tmp_path):
     health = watch(policy, tmp_path, stop_after=3, bad_batches=2)
     shares = [1, 1, 0, 1, 1, 1]  # a sound update in between begins the count anew
     for n, share in enumerate(shares, 1):
-        health(unsound.seen(n, loss=share))
+        health(unsound.phase_record(n, loss=share))
         stopped = health.after(n)
         assert (stopped is not None) == (n == 6)
     assert isinstance(stopped, UnhealthyRun)
@@ -155,8 +155,8 @@ def test_a_row_of_skipped_updates_stops_the_run(policy, tmp_path):
 
 def test_updates_of_one_iteration_count_each_and_one_batch_of_it_is_kept(policy, tmp_path):
     health = watch(policy, tmp_path, stop_after=2)
-    health(unsound.seen(1, gradient=1.0))
-    health(unsound.seen(1, loss=1.0))
+    health(unsound.phase_record(1, gradient=1.0))
+    health(unsound.phase_record(1, loss=1.0))
     assert "loss" in str(health.after(1))
     (batch, _) = names(tmp_path)
     assert read_bad_batch(tmp_path / "bad_batches" / batch)[0].wrong == {"update": ["gradient"]}
@@ -164,18 +164,18 @@ def test_updates_of_one_iteration_count_each_and_one_batch_of_it_is_kept(policy,
 
 def test_damaged_params_stop_a_run_that_makes_no_updates(policy, tmp_path):
     health = watch(policy, tmp_path, stop_after=2)
-    health(unsound.seen(1, phase="sample", behaviour_logps=1.0))
+    health(unsound.phase_record(1, phase="sample", behaviour_logps=1.0))
     assert health.after(1) is None
     assert health.after(2) is None  # equal rewards and nothing wrong: not a word
-    health(unsound.seen(3, phase="sample", behaviour_logps=1.0))
+    health(unsound.phase_record(3, phase="sample", behaviour_logps=1.0))
     assert "phase sample: behaviour_logps not finite: nothing could be learned in 2 updates" in str(health.after(3))
 
 
 def test_rows_that_fell_back_do_not_fill_the_disk_and_never_stop(policy, tmp_path):
     health = watch(policy, tmp_path, stop_after=1, bad_batches=2)
     for n in range(1, 7):
-        health(unsound.seen(n, phase="credit", importance=0.25, step=n))
-        health(unsound.seen(n, loss=0.0, step=n))
+        health(unsound.phase_record(n, phase="credit", importance=0.25, step=n))
+        health(unsound.phase_record(n, loss=0.0, step=n))
         assert health.after(n) is None
     assert [n for n in names(tmp_path) if n.startswith("iter")] == [f"iteration-{i:06d}.safetensors" for i in (1, 2)]
 
@@ -183,14 +183,14 @@ def test_rows_that_fell_back_do_not_fill_the_disk_and_never_stop(policy, tmp_pat
 def test_settings_that_turn_things_off(policy, tmp_path):
     health = watch(policy, tmp_path, stop_after=0, bad_batches=0)
     for n in range(1, 20):
-        health(unsound.seen(n, loss=1.0))
+        health(unsound.phase_record(n, loss=1.0))
         assert health.after(n) is None
     assert names(tmp_path) == []
     health = watch(policy, tmp_path, stop_after=1, bad_batches=0)
-    health(unsound.seen(1, loss=1.0))
+    health(unsound.phase_record(1, loss=1.0))
     assert "set health.bad_batches to keep such batches for oarjax replay, and lower optim.lr" in str(health.after(1))
     health = watch(policy, tmp_path, params_mb=0)
-    health(unsound.seen(1, loss=1.0))
+    health(unsound.phase_record(1, loss=1.0))
     assert names(tmp_path) == ["iteration-000001.safetensors"]
     assert read_bad_batch(tmp_path / "bad_batches" / names(tmp_path)[0])[0].params is None
 
@@ -201,10 +201,10 @@ def test_a_full_disk_is_a_warning(policy, tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "write_bad_batch", full)
     health = watch(policy, tmp_path, stop_after=2)
-    health(unsound.seen(1, loss=1.0))
+    health(unsound.phase_record(1, loss=1.0))
     assert health.after(1) is None
     assert "could not be kept (No space left on device); free some space, or set health.bad_b" in told(health._warnings)
-    health(unsound.seen(2, loss=1.0))
+    health(unsound.phase_record(2, loss=1.0))
     assert "oarjax replay /" not in str(health.after(2))
 
 
@@ -212,7 +212,7 @@ def test_the_count_goes_on_where_a_run_was_stopped(policy, tmp_path):
     health = watch(policy, tmp_path, stop_after=3)
     records = [{"iteration": n, "skipped_in_a_row": float(n)} for n in (1, 2, 3)]
     health.remember(records, until=2)  # the third will be run again
-    health(unsound.seen(3, loss=1.0))
+    health(unsound.phase_record(3, loss=1.0))
     assert health.after(3) is not None
     health = watch(policy, tmp_path, stop_after=3)
     health.remember([], until=0)
@@ -225,7 +225,7 @@ def test_params_are_written_anew_when_they_have_changed(policy, tmp_path, monkey
     monkeypatch.setattr(module, "write_params", lambda *a, **k: written.append(k["step"]) or write(*a, **k))
     health = watch(policy, tmp_path, stop_after=0)
     for n, step in enumerate([4, 4, 5, 5, 5], 1):
-        health(unsound.seen(n, loss=1.0, step=step))
+        health(unsound.phase_record(n, loss=1.0, step=step))
         health.after(n)
     assert written == [4, 5]
     headers = [read_bad_batch(path)[0] for path in sorted((tmp_path / "bad_batches").glob("iteration-*"))]
