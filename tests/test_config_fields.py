@@ -502,7 +502,7 @@ def unhealthy(cfg: Config) -> Any:
     run, folder = build(cfg), Path(cfg.run_dir)
     health = Health(run, folder, OnceWarnings(Console(file=io.StringIO())))
     for iteration in range(1, 10):
-        health(unsound.seen(iteration, loss=1.0, params={"w": jnp.ones(2**18)}))
+        health(unsound.phase_record(iteration, loss=1.0, params={"w": jnp.ones(2**18)}))
         if health.after(iteration):
             break
     return iteration, sorted(path.name for path in folder.glob("bad_batches/*"))
