@@ -291,6 +291,7 @@ def make_sft_step(
 
 def map_between(fn: Callable[[Any], Any], xs: Any, start: int | Int[Array, ""], stop: Int[Array, ""]) -> Any:
     """Apply fn to the entries start .. stop - 1 of axis 0 of every array of ``xs``; zeros elsewhere."""
+    fn = jax.jit(fn, inline=True)  # traced once, for its shapes and for the loop
     count = jax.tree.leaves(xs)[0].shape[0]
     shapes = jax.eval_shape(fn, jax.tree.map(lambda x: x[0], xs))
     empty = jax.tree.map(lambda s: jnp.zeros((count, *s.shape), s.dtype), shapes)
