@@ -188,7 +188,10 @@ def pickled(policy):
         (lambda p: edit(p, num_hidden_layers=3), "tensor(s) missing: model.layers.2."),
         (lambda p: edit(p, num_hidden_layers=1), "tensor(s) not part of this architecture: model.layers.1."),
         (lambda p: edit(p, tie_word_embeddings=False), "1 tensor(s) missing: lm_head.weight"),
-        (lambda p: edit(p, model_type="llama"), "model_type = 'llama': not supported, only qwen2 and qwen3"),
+        (
+            lambda p: edit(p, model_type="llama"),
+            "model_type = 'llama': this architecture is not supported",
+        ),
         # config.json itself
         (lambda p: (p / "config.json").unlink(), "no config.json; expected a Hugging Face checkpoint folder"),
         (lambda p: (p / "config.json").write_text("{"), "config.json is not valid JSON"),

@@ -174,22 +174,20 @@ def _read(weight: Weight, files: dict[str, Path], index: tuple[slice, ...], *, d
 
     The file is mapped again every few rows: the pages read through a mapping count as memory until it is closed.
     """
-    if weight.layers is None:
-        names, inner = list(weight.names), index
-    else:
-        names, inner = list(weight.names[index[0]]), index[1:]
+    outer, inner = index[: len(weight.stack)], index[len(weight.stack) :]
+    names = np.array(weight.names).reshape(weight.stack)[outer]
     transposed = weight.layout == "transposed"
     rows, *columns = inner[::-1] if transposed else inner
     size = weight.shape[len(weight.shape) - len(inner) :]
-    block = np.empty((len(names), *(len(range(n)[s]) for n, s in zip(size, inner))), dtype)
+    block = np.empty((*names.shape, *(len(range(n)[s]) for n, s in zip(size, inner))), dtype)
     first, end, _ = rows.indices(weight.file_shape[0])
     step = max(1, MAPPED // (4 * math.prod(weight.file_shape[1:])))
-    for i, name in enumerate(names):
-        out = block[i].T if transposed else block[i]
+    for at, name in np.ndenumerate(names):
+        out = block[at].T if transposed else block[at]
         for start in range(first, end, step):
             piece = slice(start, min(start + step, end))
             out[start - first : piece.stop - first] = open_tensors(files[name]).get_slice(name)[(piece, *columns)]
-    return block[0] if weight.layers is None else block
+    return block
 
 
 def export(
@@ -221,8 +219,8 @@ def export(
         _write(folder, cfg, params, fields, out, files_of=source, shard_bytes=shard_bytes, stop_ids=stop_ids)
     else:
         for weight in weight_table(cfg):
-            for layer in range(len(weight.names)):
-                _tensor(params, weight, layer, out)
+            for at in np.ndindex(weight.stack):
+                _tensor(params, weight, at, out)
     wait_for_all("export")
     return folder
 
@@ -291,22 +289,22 @@ def _write_stops(file: Path, stop_ids: Sequence[int]) -> None:
 def _write_shards(folder: Path, cfg: QwenConfig, params: Params, dtype: np.dtype, shard_bytes: int) -> None:
     """Write tensors in the table's order, starting a new file before one would exceed ``shard_bytes``."""
     sizes = [
-        (weight, layer, name, math.prod(weight.file_shape) * dtype.itemsize)
+        (weight, at, name, math.prod(weight.file_shape) * dtype.itemsize)
         for weight in weight_table(cfg)
-        for layer, name in enumerate(weight.names)
+        for at, name in zip(np.ndindex(weight.stack), weight.names)
     ]
-    shards: list[list[tuple[Weight, int, str]]] = [[]]
+    shards: list[list[tuple[Weight, tuple[int, ...], str]]] = [[]]
     filled = 0
-    for weight, layer, name, size in sizes:
+    for weight, at, name, size in sizes:
         if shards[-1] and filled + size > shard_bytes:
             shards.append([])
             filled = 0
-        shards[-1].append((weight, layer, name))
+        shards[-1].append((weight, at, name))
         filled += size
     where = {}
     for number, shard in enumerate(shards, start=1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {name: _tensor(params, weight, layer, dtype) for weight, layer, name in shard}
+        tensors = {name: _tensor(params, weight, at, dtype) for weight, at, name in shard}
         try:
             save_file(tensors, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:  # the writer's error on a full disk
@@ -318,8 +316,7 @@ def _write_shards(folder: Path, cfg: QwenConfig, params: Params, dtype: np.dtype
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _tensor(params: Params, weight: Weight, layer: int, dtype: np.dtype) -> np.ndarray:
-    """Return one tensor as the checkpoint stores it."""
-    array = lookup(params, weight)
-    tensor = np.asarray(to_host((array if weight.layers is None else array[layer]).astype(dtype)))
+def _tensor(params: Params, weight: Weight, at: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return one tensor, by its place in the stack, as the checkpoint stores it."""
+    tensor = np.asarray(to_host(lookup(params, weight)[at].astype(dtype)))
     return np.ascontiguousarray(tensor.T if weight.layout == "transposed" else tensor)

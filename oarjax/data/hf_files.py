@@ -19,6 +19,7 @@ SUMS = "SHA256SUMS"
 """Optional checksums, as ``sha256sum *.safetensors > SHA256SUMS`` writes them."""
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SIZES += ("num_key_value_heads", "head_dim", "max_position_embeddings")
+SIZES += ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size")
 DTYPES = ("F64", "F32", "F16", "BF16")
 
 

@@ -1,4 +1,4 @@
-"""Read a config.json into the numbers of a Qwen2, Qwen2.5 or Qwen3 decoder, or refuse it by name."""
+"""Read a config.json into the numbers of a Qwen decoder, or refuse it by name."""
 
 from __future__ import annotations
 
@@ -9,12 +9,24 @@ from typing import Any
 from oarjax.errors import UserError
 from oarjax.models.rope import Yarn, yarn_attention_factor
 
-SUPPORTED = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-REMEDY = "use a dense Qwen2, Qwen2.5 or Qwen3 checkpoint with full attention"
+SUPPORTED = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+FAMILIES = {"qwen2": "Qwen2, Qwen2.5", "qwen3": "Qwen3", "qwen3_moe": "Qwen3 MoE"}
+REMEDY = f"supported are the text models {', '.join(f'{FAMILIES[kind]} ({kind})' for kind in SUPPORTED)}"
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class UnsupportedModel(UserError, ValueError):
     """A config.json that this package does not compute faithfully; names the field, its value and the remedy."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The mixture of experts in the place of every MLP."""
+
+    count: int  # num_experts
+    per_token: int  # num_experts_per_tok
+    normalised: bool  # norm_topk_prob: the weights of a token's experts add up to 1
 
 
 @dataclass(frozen=True)
@@ -23,7 +35,7 @@ class QwenConfig:
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # of one expert, where there are experts (moe_intermediate_size)
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
@@ -37,31 +49,34 @@ class QwenConfig:
     max_position_embeddings: int  # the longest sequence it was made for
     yarn: Yarn | None = None
     initializer_range: float = 0.02
+    experts: Experts | None = None
 
     @staticmethod
     def from_hf(fields: Mapping[str, Any]) -> QwenConfig:
         """Read a config.json.
 
         Raises:
-            UnsupportedModel: another architecture, experts, an active sliding window, quantised weights, another
-                activation or RoPE, a missing field, or head counts that do not divide.
+            UnsupportedModel: another architecture, dense layers among experts, an active sliding window, quantised
+                weights, another activation or RoPE, a missing field, or head counts that do not divide.
         """
         _refuse_unsupported(fields)
         kind = fields["model_type"]
         heads = _required(fields, "num_attention_heads")
         kv_heads = _required(fields, "num_key_value_heads")
         hidden = _required(fields, "hidden_size")
-        head_dim = _required(fields, "head_dim") if kind == "qwen3" else fields.get("head_dim") or hidden // heads
+        three = kind != "qwen2"
+        head_dim = _required(fields, "head_dim") if three else fields.get("head_dim") or hidden // heads
         if heads % kv_heads:
             _refuse("num_key_value_heads", kv_heads, f"it does not divide num_attention_heads = {heads}", "correct it")
         if head_dim % 2:
             _refuse("head_dim", head_dim, "rotary embedding turns pairs", "use an even head_dim")
         theta, yarn = _read_rope(fields)
-        bias = kind == "qwen3" and bool(fields.get("attention_bias", False))
+        bias = three and bool(fields.get("attention_bias", False))
+        experts = _read_experts(fields) if kind == "qwen3_moe" else None
         return QwenConfig(
             vocab_size=_required(fields, "vocab_size"),
             hidden_size=hidden,
-            intermediate_size=_required(fields, "intermediate_size"),
+            intermediate_size=_required(fields, "moe_intermediate_size" if experts else "intermediate_size"),
             num_hidden_layers=_required(fields, "num_hidden_layers"),
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
@@ -71,10 +86,11 @@ class QwenConfig:
             tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
             qkv_bias=kind == "qwen2" or bias,
             o_bias=bias,
-            qk_norm=kind == "qwen3",
+            qk_norm=three,
             max_position_embeddings=_required(fields, "max_position_embeddings"),
             yarn=yarn,
             initializer_range=float(fields.get("initializer_range", 0.02)),
+            experts=experts,
         )
 
 
@@ -90,11 +106,10 @@ def _required(fields: Mapping[str, Any], name: str) -> Any:
 
 def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
     kind = _required(fields, "model_type")
-    experts = next((n for n in ("num_experts", "num_local_experts", "n_routed_experts") if fields.get(n)), None)
-    if experts or "moe" in kind:
-        _refuse(experts or "model_type", fields[experts or "model_type"], "mixture of experts is not supported")
     if kind not in SUPPORTED:
-        _refuse("model_type", kind, f"not supported, only {' and '.join(SUPPORTED)}")
+        _refuse("model_type", kind, "this architecture is not supported")
+    if kind != "qwen3_moe" and (names := [n for n in EXPERTS if fields.get(n)]):
+        _refuse(names[0], fields[names[0]], f"experts in a {kind} are not supported")
     architectures = fields.get("architectures")
     if architectures and SUPPORTED[kind] not in architectures:
         _refuse("architectures", architectures, f"expected {SUPPORTED[kind]}")
@@ -117,6 +132,18 @@ def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
                 f"the window of {fields.get('sliding_window', 4096)} would act on layers {first}..{layers - 1}",
                 "set use_sliding_window to false and train below the window",
             )
+
+
+def _read_experts(fields: Mapping[str, Any]) -> Experts:
+    """Read the experts, which every layer has: Qwen3's released mixtures mix in no dense layer."""
+    for name, allowed in (("mlp_only_layers", ([], None)), ("decoder_sparse_step", (1, None))):
+        if fields.get(name) not in allowed:
+            _refuse(name, fields[name], "dense layers among those with experts are not supported")
+    count = fields.get("num_experts") or fields.get("num_local_experts") or _required(fields, "num_experts")
+    chosen = _required(fields, "num_experts_per_tok")
+    if not 0 < chosen <= count:
+        _refuse("num_experts_per_tok", chosen, f"expected 1 to num_experts = {count}", "correct it")
+    return Experts(count, chosen, bool(fields.get("norm_topk_prob", False)))
 
 
 def _read_rope(fields: Mapping[str, Any]) -> tuple[float, Yarn | None]:

@@ -20,6 +20,8 @@ RULES: Mapping[str, str | None] = {
     "embed": "fsdp",
     "head": None,  # the numbers inside one head stay together
     "rank": None,  # of adapters
+    "expert": None,  # all experts on every device, each divided by ffn and embed
+    "router": None,
 }
 """Training layout: matrices divided over ``fsdp`` along the embedding and over ``tensor`` along the other axis."""
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Key
 
@@ -24,31 +25,36 @@ from oarjax.types import Params
 
 @dataclass(frozen=True)
 class Weight:
-    """One entry: a tensor, or the same tensor of all layers stacked along a first axis ``layers``."""
+    """One entry: a tensor, or the same tensor of all layers, and all experts of a layer, stacked along first axes."""
 
-    name: str  # in the checkpoint; {layer} stands for the layer's number
+    name: str  # in the checkpoint; {layer} and {expert} stand for their numbers
     path: tuple[str, ...]  # in the tree
-    shape: tuple[int, ...]  # in the tree, layers included
+    shape: tuple[int, ...]  # in the tree, layers and experts included
     axes: tuple[str, ...]  # logical name of every axis, for sharding
     pieces: tuple[int, ...]  # what may be divided between devices: whole heads, not their numbers
     layout: Literal["same", "transposed"]  # checkpoint matrices are [out, in], ours [in, out]
     init: Literal["normal", "ones", "zeros"]
 
     @property
-    def layers(self) -> int | None:
-        """Number of checkpoint tensors stacked here; None for a single one."""
-        return self.shape[0] if self.axes[0] == "layers" else None
+    def stack(self) -> tuple[int, ...]:
+        """Sizes of the axes along which checkpoint tensors are stacked here: layers and experts, or neither."""
+        return self.shape[: sum(axis in STACKED for axis in self.axes)]
 
     @property
     def names(self) -> tuple[str, ...]:
         """The checkpoint's names, in the order of stacking."""
-        return (self.name,) if self.layers is None else tuple(self.name.format(layer=i) for i in range(self.layers))
+        axes = [STACKED[axis] for axis in self.axes[: len(self.stack)]]
+        return tuple(self.name.format(**dict(zip(axes, at))) for at in np.ndindex(self.stack))
 
     @property
     def file_shape(self) -> tuple[int, ...]:
         """The shape of one tensor in the checkpoint."""
-        one = self.shape if self.layers is None else self.shape[1:]
+        one = self.shape[len(self.stack) :]
         return one[::-1] if self.layout == "transposed" else one
+
+
+STACKED = {"layers": "layer", "expert": "expert"}
+"""Axes of stacking, and what stands for their numbers in a name."""
 
 
 def weight_table(cfg: QwenConfig) -> tuple[Weight, ...]:
@@ -89,9 +95,13 @@ def weight_table(cfg: QwenConfig) -> tuple[Weight, ...]:
         stacked("self_attn.q_norm.weight", "attention.q_norm.scale", "same", "ones", h)
         stacked("self_attn.k_norm.weight", "attention.k_norm.scale", "same", "ones", h)
     stacked("post_attention_layernorm.weight", "mlp_norm.scale", "same", "ones", d)
-    linear("mlp.gate_proj", "mlp.gate", d, f, bias=False)
-    linear("mlp.up_proj", "mlp.up", d, f, bias=False)
-    linear("mlp.down_proj", "mlp.down", f, d, bias=False)
+    expert, stack = "", ()
+    if cfg.experts is not None:
+        count = cfg.experts.count
+        linear("mlp.gate", "mlp.router", d, ("router", count, count), bias=False)
+        expert, stack = "experts.{expert}.", (("expert", count, count),)
+    for name, into, out in (("gate", d, f), ("up", d, f), ("down", f, d)):
+        stacked(f"mlp.{expert}{name}_proj.weight", f"mlp.{name}.kernel", "transposed", "normal", *stack, into, out)
     table.append(Weight("model.norm.weight", ("norm", "scale"), (embed,), ("embed",), (embed,), "same", "ones"))
     if not cfg.tie_word_embeddings:
         shape = (embed, cfg.vocab_size)
@@ -149,11 +159,15 @@ def matmul_parameters(cfg: QwenConfig) -> int:
 
 
 def decoder_of(cfg: QwenConfig) -> Decoder:
-    """Return the sizes that cost depends on."""
+    """Return the sizes that cost depends on; of a layer's experts as many as a token visits."""
     head = cfg.vocab_size * cfg.hidden_size
+    trunk = matmul_parameters(cfg) - head
+    if cfg.experts is not None:
+        idle = cfg.experts.count - cfg.experts.per_token
+        trunk -= idle * 3 * cfg.hidden_size * cfg.intermediate_size * cfg.num_hidden_layers
     return Decoder(
         layers=cfg.num_hidden_layers,
-        trunk_params=matmul_parameters(cfg) - head,
+        trunk_params=trunk,
         head_params=head,
         heads_width=cfg.num_attention_heads * cfg.head_dim,
         kv_width=cfg.num_key_value_heads * cfg.head_dim,

@@ -90,6 +90,12 @@ def _fixed_flops(eqn: Any) -> float | None:
     if eqn.primitive is primitives.dot_general_p:
         left, right = eqn.invars
         return _dot_flops(left.aval.shape, right.aval.shape, eqn.params["dimension_numbers"])
+    if name == "grouped_dot":
+        rows, matrices = (v.aval.shape for v in eqn.invars[:2])
+        return 2.0 * math.prod(rows) * matrices[2]
+    if name == "grouped_outer":
+        left, right = (v.aval.shape for v in eqn.invars[:2])
+        return 2.0 * math.prod(left) * right[1]
     if name in ("pallas_call", "conv_general_dilated", "ragged_dot_general", "tpu_custom_call"):
         raise ValueError(f"executed_flops: {name} cannot be counted; count on a CPU, where the plain form runs")
     inner = [_fixed_total(j) for j in _jaxprs(eqn.params)]

@@ -15,7 +15,7 @@ from oarjax.credit.oar.oar_p import bucket_sizes
 from oarjax.credit.registry import CUSTOM
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.splash import block_of
-from oarjax.models.weights import decoder_of
+from oarjax.models.weights import decoder_of, matmul_parameters
 from oarjax.plan.hlo import Executed, executed
 from oarjax.plan.programs import Shapes, shapes_of
 from oarjax.plan.roofline import (
@@ -140,7 +140,7 @@ def read_bytes(model: QwenConfig, s: Shapes, *, chips: int, tensor: int) -> floa
     d, groups = decoder_of(model), chips // tensor
     heads = max(model.num_key_value_heads / tensor, 1)
     return decoding_bytes(
-        weights=2 * (d.trunk_params + d.head_params) / tensor,
+        weights=2 * matmul_parameters(model) / tensor,  # experts as well: among many rows, each is some token's
         rows=s.rows / groups,
         prompts=s.prompts / groups,
         prompt=s.prompt,
@@ -161,7 +161,8 @@ def analytic_update_flops(cfg: Config, model: QwenConfig, s: Shapes, line: Mappi
         decoder_of(model),
         Row(s.prompt, s.completion),
         remat=cfg.policy.remat,
-        last_product=model.num_hidden_layers * model.hidden_size * model.intermediate_size,
+        # The router's gradient reads what the experts' last product gives, so that it is computed again.
+        last_product=0 if model.experts else model.num_hidden_layers * model.hidden_size * model.intermediate_size,
         attended=s.prompt + s.completion,
         attention_passes=0 if line["kernels"] else {"none": 3, "dots": 4, "full": 4}[cfg.policy.remat],
     )

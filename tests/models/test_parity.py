@@ -26,6 +26,14 @@ SMALL = {
 QWEN2 = {**SMALL, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 QWEN3 = {**SMALL, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+MOE = {
+    **SMALL,
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "head_dim": 8,
+    "rope_theta": 1e6,
+    "moe_intermediate_size": 20,
+}
 KINDS = {
     "qwen2_tied": {**QWEN2, "tie_word_embeddings": True, "rope_theta": 1e6},
     "qwen2_untied": {
@@ -45,6 +53,21 @@ KINDS = {
         "num_key_value_heads": 4,
         "rope_parameters": {"rope_theta": 1e4, "beta_fast": 8.0, "truncate": False, "mscale": 0.7, **YARN}
         | {"mscale_all_dim": 0.4},
+    },
+    "moe_untied": {
+        **MOE,
+        "tie_word_embeddings": False,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+    },
+    "moe_tied": {
+        **MOE,
+        "tie_word_embeddings": True,
+        "num_hidden_layers": 3,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": False,
     },
 }
 
@@ -73,15 +96,12 @@ def torch_logits(model, ids: np.ndarray) -> np.ndarray:
 
 def make_golden(folder: Path) -> None:
     """Write the golden files."""
-    from safetensors.torch import save_file
-
     for seed, (kind, fields) in enumerate(KINDS.items()):
         model = torch_model(fields, seed)
         ids = np.random.default_rng(seed).integers(0, SMALL["vocab_size"], (2, 40), dtype=np.int32)
-        (folder / kind).mkdir(parents=True, exist_ok=True)
+        model.save_pretrained(folder / kind)  # under the names of a checkpoint
+        (folder / kind / "generation_config.json").unlink(missing_ok=True)
         (folder / kind / "config.json").write_text(json.dumps(fields, indent=1) + "\n")
-        names = {n: p.detach().clone() for n, p in model.named_parameters()}
-        save_file(names, folder / kind / "model.safetensors", metadata={"format": "pt"})
         np.savez_compressed(folder / kind / "golden.npz", ids=ids, logits=torch_logits(model, ids))
 
 
@@ -99,7 +119,45 @@ def test_logits_equal_transformers(kind, torch, tmp_path, highest_precision):
     np.testing.assert_allclose(our_logits(tmp_path, ids), torch_logits(model, ids), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("qwen2_tied", "float32"), ("qwen3_untied", "bfloat16")])
+@pytest.mark.parametrize("kind", ["moe_tied"])
+def test_gradients_equal_transformers(kind, torch, tmp_path, highest_precision):
+    """Of the mean log-probability of the next token, by every tensor of the checkpoint."""
+    import jax
+    import jax.numpy as jnp
+
+    from oarjax.data.hf import load_params, read_config
+    from oarjax.models.policy import positions_of
+    from oarjax.models.qwen import make_policy
+
+    model = torch_model(KINDS[kind], seed=101)
+    model.save_pretrained(tmp_path / "model")
+    ids = np.random.default_rng(8).integers(0, 64, (2, 20), dtype=np.int32)
+    targets = torch.tensor(ids[:, 1:, None], dtype=torch.long)
+    torch.log_softmax(model(torch.tensor(ids[:, :-1], dtype=torch.long)).logits, -1).gather(
+        -1, targets
+    ).mean().backward()
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.copy_(tensor.grad)
+    model.save_pretrained(tmp_path / "gradients")  # under the names of a checkpoint
+    cfg, folder = read_config(tmp_path / "model")
+    policy = make_policy(cfg, remat="none")
+
+    def loss(params):
+        valid = jnp.ones((2, 19), bool)
+        hidden, _ = policy.trunk(params, policy.embed(params, ids[:, :-1]), positions_of(valid), valid)
+        logps = jax.nn.log_softmax(policy.unembed(params, hidden))
+        return jnp.take_along_axis(logps, ids[:, 1:, None], -1).mean()
+
+    found = jax.jit(jax.grad(loss))(load_params(folder, cfg))
+    want = load_params(tmp_path / "gradients", cfg)
+    assert all(float(jnp.abs(g).max()) > 1e-5 for g in jax.tree.leaves(want))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-4), found, want)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("qwen2_tied", "float32"), ("qwen3_untied", "bfloat16"), ("moe_untied", "float32")]
+)
 def test_transformers_loads_our_export(kind, dtype, torch, tmp_path, data):
     """Sharded export, read back by transformers: the same tensors bit for bit, and the same logits."""
     import jax.numpy as jnp

@@ -11,10 +11,10 @@ import pytest
 from oarjax.data.hf import load_params, read_config
 from oarjax.models.policy import Policy, positions_of
 from oarjax.models.qwen import make_policy
-from oarjax.models.qwen_config import QwenConfig, UnsupportedModel
+from oarjax.models.qwen_config import Experts, QwenConfig, UnsupportedModel
 from oarjax.models.weights import init_params
 
-KINDS = ["qwen2_tied", "qwen2_untied", "qwen2_yarn", "qwen3_tied", "qwen3_untied"]
+KINDS = ["qwen2_tied", "qwen2_untied", "qwen2_yarn", "qwen3_tied", "qwen3_untied", "moe_untied"]
 TINY = QwenConfig(
     vocab_size=31,
     hidden_size=16,
@@ -245,15 +245,25 @@ QWEN3 = {
     "max_position_embeddings": 64,
 }
 QWEN2 = {**QWEN3, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
-MOE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+MOE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 8}
+MOE |= {"num_experts": 4, "num_experts_per_tok": 2}
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (MOE, "model_type = 'qwen3_moe': mixture of experts"),
-        ({**MOE, "num_experts": 128}, "num_experts = 128: mixture of experts"),
-        ({"model_type": "llama"}, "model_type = 'llama': not supported, only qwen2 and qwen3"),
+        ({"num_experts": 128}, "num_experts = 128: experts in a qwen3 are not supported"),
+        (MOE | {"num_experts": None}, "field num_experts is missing"),
+        (MOE | {"num_experts_per_tok": 5}, "num_experts_per_tok = 5: expected 1 to num_experts = 4"),
+        (MOE | {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\]: dense layers among those with experts"),
+        (MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step = 2: dense layers"),
+        *(
+            (
+                {"model_type": kind},
+                f"model_type = '{kind}': this architecture is not supported; supported are .*qwen3_moe",
+            )
+            for kind in ("llama", "gemma3_text", "qwen3_next", "qwen3_5_moe", "qwen4_exp", "qwen3_vl", "qwen2_moe")
+        ),
         ({"architectures": ["Qwen3ForSequenceClassification"]}, "expected Qwen3ForCausalLM"),
         ({"quantization_config": {"bits": 4}}, "quantization_config = .*quantised weights"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu': only silu"),
@@ -295,6 +305,14 @@ def test_biases_norms_and_head_dim():
     assert (three.qkv_bias, three.o_bias, three.qk_norm, three.head_dim) == (False, False, True, 4)
     biased = QwenConfig.from_hf({**QWEN3, "attention_bias": True})
     assert (biased.qkv_bias, biased.o_bias) == (True, True)
+
+
+def test_experts_under_either_name():
+    """transformers 5 writes num_local_experts; one expert's width is the config's own field."""
+    cfg = QwenConfig.from_hf({**QWEN3, **MOE})
+    assert (cfg.experts, cfg.intermediate_size) == (Experts(count=4, per_token=2, normalised=False), 8)
+    renamed = {k: v for k, v in {**QWEN3, **MOE, "num_local_experts": 4}.items() if k != "num_experts"}
+    assert QwenConfig.from_hf(renamed) == cfg
 
 
 def test_rope_theta_in_either_place():

@@ -51,8 +51,8 @@ def test_rollout_layout_keeps_embeddings_whole(cfg):
 
 
 def test_an_axis_without_a_rule():
-    with pytest.raises(KeyError, match="expert"):
-        param_specs({"w": ("expert", "embed")})
+    with pytest.raises(KeyError, match="colour"):
+        param_specs({"w": ("colour", "embed")})
 
 
 def test_meshes_that_do_not_divide(cfg):
@@ -91,6 +91,7 @@ def test_key_heads_that_nothing_divides():
 
 PROGRAM = """
 import sys, numpy as np, jax, jax.numpy as jnp
+from functools import partial
 from jax.sharding import NamedSharding
 from oarjax.system.mesh import make_mesh
 from oarjax.data.hf import load_params, read_config
@@ -99,38 +100,48 @@ from oarjax.models.weights import divisible_pieces, logical_axes
 from oarjax.models.policy import positions_of
 from oarjax.models.sharding import batch_spec, check_divisible, param_specs
 
-cfg, folder = read_config(sys.argv[1])
 mesh = make_mesh(slice=1, data=2, fsdp=2, tensor=2)
-check_divisible(logical_axes(cfg), divisible_pieces(cfg), dict(mesh.shape))
-shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(logical_axes(cfg)))
-params = load_params(folder, cfg, shardings=shardings)
-kernel = params["layers"]["attention"]["q"]["kernel"]
-assert kernel.addressable_shards[0].data.size * 4 == kernel.size  # fsdp x tensor
-policy = make_policy(cfg, remat="none", mesh=mesh)
-golden = np.load(folder / "golden.npz")
-ids = jax.device_put(np.tile(golden["ids"], (2, 1)), NamedSharding(mesh, batch_spec()))
+for path in sys.argv[1:]:
+    cfg, folder = read_config(path)
+    check_divisible(logical_axes(cfg), divisible_pieces(cfg), dict(mesh.shape))
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(logical_axes(cfg)))
+    params = load_params(folder, cfg, shardings=shardings)
+    kernel = params["layers"]["mlp"]["gate"]["kernel"]
+    assert kernel.addressable_shards[0].data.size * 4 == kernel.size  # fsdp x tensor
+    golden = np.load(folder / "golden.npz")
+    ids = jax.device_put(np.tile(golden["ids"], (2, 1)), NamedSharding(mesh, batch_spec()))
 
-@jax.jit
-def logits(params, ids):
-    valid = jnp.ones(ids.shape, bool)
-    return policy.unembed(params, policy.trunk(params, policy.embed(params, ids), positions_of(valid), valid)[0])
+    def logits(params, ids, policy):
+        valid = jnp.ones(ids.shape, bool)
+        return policy.unembed(params, policy.trunk(params, policy.embed(params, ids), positions_of(valid), valid)[0])
 
-np.testing.assert_allclose(logits(params, ids), np.tile(golden["logits"], (2, 1, 1)), atol=1e-4, rtol=0)
-print("equal on", len(jax.devices()), "devices")
+    divided = jax.jit(partial(logits, policy=make_policy(cfg, remat="none", mesh=mesh)))
+    np.testing.assert_allclose(divided(params, ids), np.tile(golden["logits"], (2, 1, 1)), atol=1e-4, rtol=0)
+    if cfg.experts is not None:
+        def loss(params, ids, policy):
+            return jax.nn.log_softmax(logits(params, ids, policy))[..., 5].mean()
+
+        def gradient(policy, *args):
+            return jax.device_get(jax.jit(jax.grad(partial(loss, policy=policy)))(*args))
+
+        here = gradient(make_policy(cfg, remat="none"), load_params(folder, cfg), np.tile(golden["ids"], (2, 1)))
+        there = gradient(make_policy(cfg, remat="none", mesh=mesh), params, ids)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-3), here, there)
+    print(path, "equal on", len(jax.devices()), "devices")
 """
 
 
 def test_eight_devices_give_the_golden_logits(data):
-    """In a process of its own, since the number of devices is fixed when jax starts."""
+    """And the gradients of one device, of experts. In a process of its own: the number of devices is fixed at start."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": virtual_devices(8),
         "JAX_DEFAULT_MATMUL_PRECISION": "highest",
     }
-    command = [sys.executable, "-c", PROGRAM, str(data / "policy" / "qwen3_tied")]
+    command = [sys.executable, "-c", PROGRAM, *(str(data / "policy" / kind) for kind in ("qwen3_tied", "moe_untied"))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "equal on 8 devices" in done.stdout
+    assert done.stdout.count("equal on 8 devices") == 2
 
 
 def test_fsdp_divides_the_longer_axis_of_a_matrix_without_an_embedding():

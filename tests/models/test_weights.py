@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from safetensors import safe_open
 
-from oarjax.models.qwen import Qwen
+from oarjax.models.layers import Qwen
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import (
     abstract_params,
@@ -20,7 +20,7 @@ from oarjax.models.weights import (
     weight_table,
 )
 
-KINDS = ["qwen2_tied", "qwen2_untied", "qwen2_yarn", "qwen3_tied", "qwen3_untied"]
+KINDS = ["qwen2_tied", "qwen2_untied", "qwen2_yarn", "qwen3_tied", "qwen3_untied", "moe_untied"]
 
 
 def config(folder):

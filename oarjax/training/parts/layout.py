@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from oarjax.config import Config, LoraConfig
 from oarjax.models.attention import attention_for
 from oarjax.models.lora import merged
+from oarjax.models.moe import experts_for
 from oarjax.models.policy import Policy
 from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import QwenConfig
@@ -59,6 +60,7 @@ def policy_of(cfg: Config, model: QwenConfig, mesh: Mesh) -> Policy:
         attention=attention_for(cfg.policy.attention, mesh),
         mesh=mesh,
         adapter_scale=cfg.lora.scale,
+        experts=experts_for(mesh),
     )
 
 

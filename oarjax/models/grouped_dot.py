@@ -1,0 +1,153 @@
+"""Matrix products of rows that are sorted into groups, each group with a matrix of its own.
+
+``jax.lax.ragged_dot`` computes them, and cannot be vmapped. Here the same two products are primitives of their own,
+closed under differentiation in both modes and under ``jax.vmap``: what is mapped over becomes more rows, or more groups
+where every copy has matrices of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+_rows = Primitive("grouped_dot")
+_matrices = Primitive("grouped_outer")
+
+
+def grouped_dot(
+    rows: Float[Array, "R D"], matrices: Float[Array, "E D F"], sizes: Int[Array, "E"], *, dtype: DTypeLike
+) -> Float[Array, "R F"]:
+    """Multiply the first ``sizes[0]`` rows by the first matrix, the next ``sizes[1]`` by the second, and so on.
+
+    The sizes add up to the number of rows. Products are accumulated and returned in ``dtype``.
+    """
+    return _rows.bind(rows, matrices, sizes, dtype=jnp.dtype(dtype))
+
+
+def grouped_outer(
+    left: Float[Array, "R D"], right: Float[Array, "R F"], sizes: Int[Array, "E"], *, dtype: DTypeLike
+) -> Float[Array, "E D F"]:
+    """Sum the outer products of each group's rows: the gradient of ``grouped_dot`` by its matrices."""
+    return _matrices.bind(left, right, sizes, dtype=jnp.dtype(dtype))
+
+
+def _dot(rows: Array, matrices: Array, sizes: Array, *, dtype: np.dtype) -> Array:
+    rows, matrices = _same_dtype(rows, matrices)
+    return jax.lax.ragged_dot(rows, matrices, sizes, preferred_element_type=dtype)
+
+
+def _outer(left: Array, right: Array, sizes: Array, *, dtype: np.dtype) -> Array:
+    left, right = _same_dtype(left, right)
+    dimensions = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+    return jax.lax.ragged_dot_general(left, right, sizes, dimensions, preferred_element_type=dtype)
+
+
+def _same_dtype(a: Array, b: Array) -> tuple[Array, Array]:
+    """Cast to the narrower of two dtypes: a cotangent in the stream's dtype meets operands in the compute dtype."""
+    dtype = min(a.dtype, b.dtype, key=lambda d: d.itemsize)
+    return a.astype(dtype), b.astype(dtype)
+
+
+def _turned(matrices: Array) -> Array:
+    return jnp.swapaxes(matrices, -1, -2)
+
+
+# Derivatives ----------------------------------------------------------------------------------------------------------
+
+
+def _jvp(primitive: Primitive) -> Any:
+    def rule(primals: Any, tangents: Any, *, dtype: np.dtype) -> Any:
+        a, b, sizes = primals
+        da, db, _ = tangents
+        parts = []
+        if type(da) is not ad.Zero:
+            parts.append(primitive.bind(da, b, sizes, dtype=dtype))
+        if type(db) is not ad.Zero:
+            parts.append(primitive.bind(a, db, sizes, dtype=dtype))
+        return primitive.bind(a, b, sizes, dtype=dtype), sum(parts[1:], parts[0])
+
+    return rule
+
+
+def _transpose_dot(ct: Any, rows: Any, matrices: Any, sizes: Any, *, dtype: np.dtype) -> list[Any]:
+    if type(ct) is ad.Zero:
+        return [None, None, None]
+    if ad.is_undefined_primal(rows):
+        return [_rows.bind(ct, _turned(matrices), sizes, dtype=rows.aval.dtype), None, None]
+    return [None, _matrices.bind(rows, ct, sizes, dtype=matrices.aval.dtype), None]
+
+
+def _transpose_outer(ct: Any, left: Any, right: Any, sizes: Any, *, dtype: np.dtype) -> list[Any]:
+    if type(ct) is ad.Zero:
+        return [None, None, None]
+    if ad.is_undefined_primal(left):
+        return [_rows.bind(right, _turned(ct), sizes, dtype=left.aval.dtype), None, None]
+    return [None, _rows.bind(left, ct, sizes, dtype=right.aval.dtype), None]
+
+
+# Batching -------------------------------------------------------------------------------------------------------------
+
+
+def _copies(args: Any, dims: Any) -> int:
+    return next(a.shape[d] for a, d in zip(args, dims) if d is not None)
+
+
+def _first(a: Array, dim: int | None, copies: int) -> Array:
+    """Move the mapped axis to the front, repeating what is not mapped."""
+    return jnp.broadcast_to(a, (copies, *a.shape)) if dim is None else jnp.moveaxis(a, dim, 0)
+
+
+def _merged(a: Array) -> Array:
+    return a.reshape(-1, *a.shape[2:])
+
+
+def _batch_dot(args: Any, dims: Any, *, dtype: np.dtype) -> tuple[Array, int]:
+    copies, (rows, matrices, sizes) = _copies(args, dims), args
+    if dims[1] is None and dims[2] is None:  # the copies of a row belong to its group: they stand beside one another
+        beside = jnp.moveaxis(rows, dims[0], 1)
+        out = _rows.bind(_merged(beside), matrices, sizes * copies, dtype=dtype)
+        return out.reshape(*beside.shape[:2], -1), 1
+    rows, sizes = _first(rows, dims[0], copies), _first(sizes, dims[2], copies)
+    if dims[1] is not None:  # matrices of their own: groups of their own
+        every = _merged(_first(matrices, dims[1], copies))
+        out = _rows.bind(_merged(rows), every, sizes.reshape(-1), dtype=dtype)
+        return out.reshape(*rows.shape[:2], -1), 0
+    owner = jax.vmap(lambda s: jnp.repeat(jnp.arange(s.shape[0]), s, total_repeat_length=rows.shape[1]))(sizes)
+    order = jnp.argsort(owner.reshape(-1), stable=True)
+    out = _rows.bind(_merged(rows)[order], matrices, sizes.sum(0), dtype=dtype)
+    return out[jnp.argsort(order)].reshape(*rows.shape[:2], -1), 0
+
+
+def _batch_outer(args: Any, dims: Any, *, dtype: np.dtype) -> tuple[Array, int]:
+    copies = _copies(args, dims)
+    left, right, sizes = (_first(a, d, copies) for a, d in zip(args, dims))
+    out = _matrices.bind(_merged(left), _merged(right), sizes.reshape(-1), dtype=dtype)
+    return out.reshape(*sizes.shape, *out.shape[1:]), 0
+
+
+def _dot_shape(rows: Any, matrices: Any, sizes: Any, *, dtype: np.dtype) -> ShapedArray:
+    return ShapedArray((rows.shape[0], matrices.shape[2]), dtype)
+
+
+def _outer_shape(left: Any, right: Any, sizes: Any, *, dtype: np.dtype) -> ShapedArray:
+    return ShapedArray((sizes.shape[0], left.shape[1], right.shape[1]), dtype)
+
+
+for _primitive, _call, _shape, _transpose, _batch in (
+    (_rows, _dot, _dot_shape, _transpose_dot, _batch_dot),
+    (_matrices, _outer, _outer_shape, _transpose_outer, _batch_outer),
+):
+    _primitive.def_impl(_call)
+    _primitive.def_abstract_eval(_shape)
+    ad.primitive_jvps[_primitive] = _jvp(_primitive)
+    ad.primitive_transposes[_primitive] = _transpose
+    batching.primitive_batchers[_primitive] = _batch
+    mlir.register_lowering(_primitive, mlir.lower_fun(_call, multiple_results=False))

@@ -1,0 +1,155 @@
+"""The modules of a decoder: what a layer computes. ``oarjax.models.qwen`` scans them behind a Policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from oarjax.models.moe import ExpertsKind, MoE
+from oarjax.models.qwen_config import QwenConfig
+from oarjax.models.rope import rotate
+
+Mix = Callable[[Array, Array, Array], Array]
+"""Attention of rotated q [B N heads h], not yet in the compute dtype, to the tokens' own k and v and what is stored."""
+
+
+class Adapted(nnx.Linear):
+    """A linear layer with a low-rank pair beside its kernel: x W + b + scale * (x A) B. See ``oarjax.models.lora``.
+
+    The pair that is made here only names its places in the tree: the arrays merged in have a rank of their own.
+    """
+
+    def __init__(self, into: int, out: int, *, scale: float, rngs: nnx.Rngs, **options: Any):
+        super().__init__(into, out, rngs=rngs, **options)
+        self.scale = scale
+        self.lora_a = nnx.Param(jnp.zeros((into, 1)))
+        self.lora_b = nnx.Param(jnp.zeros((1, out)))
+
+    def __call__(self, inputs: Float[Array, "rows D"], out_sharding: Any = None) -> Float[Array, "rows F"]:
+        def product(x: Array, matrix: Any) -> Array:
+            return jnp.dot(
+                x.astype(self.dtype), matrix[...].astype(self.dtype), preferred_element_type=self.preferred_element_type
+            )
+
+        plain = super().__call__(inputs, out_sharding)
+        return plain + self.scale * product(product(inputs, self.lora_a), self.lora_b)
+
+
+class Attention(nnx.Module):
+    """Grouped-query self-attention with rotary positions; q and k are normalised per head in Qwen3."""
+
+    def __init__(self, cfg: QwenConfig, *, linear: Any, norm: Any, rngs: nnx.Rngs):
+        self.head_dim = cfg.head_dim
+        heads, kv = cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
+        self.q = linear("q", cfg.hidden_size, heads, use_bias=cfg.qkv_bias, rngs=rngs)
+        self.k = linear("k", cfg.hidden_size, kv, use_bias=cfg.qkv_bias, rngs=rngs)
+        self.v = linear("v", cfg.hidden_size, kv, use_bias=cfg.qkv_bias, rngs=rngs)
+        self.o = linear("o", heads, cfg.hidden_size, use_bias=cfg.o_bias, rngs=rngs)
+        self.q_norm = norm(cfg.head_dim, rngs=rngs) if cfg.qk_norm else None
+        self.k_norm = norm(cfg.head_dim, rngs=rngs) if cfg.qk_norm else None
+
+    def __call__(
+        self,
+        x: Float[Array, "B N D"],
+        cos: Float[Array, "B N half"],
+        sin: Float[Array, "B N half"],
+        mix: Mix,
+        *,
+        compute_dtype: DTypeLike,
+    ) -> tuple[Float[Array, "B N D"], tuple[Float[Array, "B N kv h"], Float[Array, "B N kv h"]]]:
+        flat = x.reshape(-1, x.shape[-1])
+        q, k, v = (p(flat).reshape(*x.shape[:2], -1, self.head_dim) for p in (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        k, v = rotate(k, cos, sin).astype(compute_dtype), v.astype(compute_dtype)
+        out = mix(rotate(q, cos, sin), k, v)
+        return self.o(out.reshape(flat.shape[0], -1)).reshape(x.shape), (k, v)
+
+
+class MLP(nnx.Module):
+    """down(silu(gate(x)) * up(x)).
+
+    Rows and positions are merged before the matmuls, here and in attention: the weight gradients of
+    three-dimensional operands take twice as long on a CPU.
+    """
+
+    def __init__(self, cfg: QwenConfig, *, linear: Any, rngs: nnx.Rngs):
+        self.gate = linear("gate", cfg.hidden_size, cfg.intermediate_size, use_bias=False, rngs=rngs)
+        self.up = linear("up", cfg.hidden_size, cfg.intermediate_size, use_bias=False, rngs=rngs)
+        self.down = linear("down", cfg.intermediate_size, cfg.hidden_size, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
+        flat = x.reshape(-1, x.shape[-1])
+        return self.down(jax.nn.silu(self.gate(flat)) * self.up(flat)).reshape(x.shape)
+
+
+class Layer(nnx.Module):
+    """One pre-norm decoder layer; the residual stream keeps its dtype."""
+
+    def __init__(self, cfg: QwenConfig, *, linear: Any, norm: Any, mlp: Any, rngs: nnx.Rngs):
+        self.attention_norm = norm(cfg.hidden_size, rngs=rngs)
+        self.attention = Attention(cfg, linear=linear, norm=norm, rngs=rngs)
+        self.mlp_norm = norm(cfg.hidden_size, rngs=rngs)
+        self.mlp = mlp(rngs=rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "B N D"],
+        cos: Float[Array, "B N half"],
+        sin: Float[Array, "B N half"],
+        mix: Mix,
+        *,
+        compute_dtype: DTypeLike,
+    ) -> tuple[Float[Array, "B N D"], tuple[Float[Array, "B N kv h"], Float[Array, "B N kv h"]]]:
+        mixed, kv = self.attention(self.attention_norm(x), cos, sin, mix, compute_dtype=compute_dtype)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), kv
+
+
+class Qwen(nnx.Module):
+    """The whole decoder, its layers stacked along a first axis; the matrices in ``adapted`` have adapters."""
+
+    def __init__(
+        self,
+        cfg: QwenConfig,
+        *,
+        compute_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        adapted: frozenset[str] = frozenset(),
+        adapter_scale: float = 1.0,
+        experts: ExpertsKind = "grouped",
+        mesh: Mesh | None = None,
+    ):
+        stream = jnp.promote_types(compute_dtype, jnp.float32)
+
+        def linear(name: str, into: int, out: int, **options: Any) -> nnx.Linear:
+            kind = partial(Adapted, scale=adapter_scale) if name in adapted else nnx.Linear
+            return kind(into, out, dtype=compute_dtype, preferred_element_type=stream, **options)
+
+        mlp = partial(MLP, cfg, linear=linear)
+        if cfg.experts is not None:
+            more = {"dtype": compute_dtype, "adapted": adapted, "scale": adapter_scale, "kind": experts, "mesh": mesh}
+            mlp = partial(MoE, cfg, cfg.experts, linear=linear, **more)
+        norm = partial(nnx.RMSNorm, epsilon=cfg.rms_norm_eps, dtype=stream)
+        self.embed = nnx.Embed(cfg.vocab_size, cfg.hidden_size, rngs=rngs)
+        self.norm = norm(cfg.hidden_size, rngs=rngs)
+        self.head = (
+            None
+            if cfg.tie_word_embeddings
+            else linear("head", cfg.hidden_size, cfg.vocab_size, use_bias=False, rngs=rngs)
+        )
+
+        @nnx.split_rngs(splits=cfg.num_hidden_layers)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def stack(rngs: nnx.Rngs) -> Layer:
+            return Layer(cfg, linear=linear, norm=norm, mlp=mlp, rngs=rngs)
+
+        self.layers = stack(rngs)

@@ -1,0 +1,106 @@
+"""Grouped products and their derivatives, the router, and both ways of computing experts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from oarjax.data.hf import load_params, read_config
+from oarjax.models.grouped_dot import grouped_dot, grouped_outer
+from oarjax.models.moe import expert_load, route
+from oarjax.models.policy import positions_of
+from oarjax.models.qwen import make_policy
+
+SIZES = (3, 0, 5, 2)
+COUNT, INTO, OUT = len(SIZES), 3, 2
+
+
+def by_hand(rows, matrices, sizes):
+    owner = np.repeat(np.arange(COUNT), sizes)
+    return np.einsum("rd,rdf->rf", rows, np.asarray(matrices)[owner])
+
+
+@pytest.fixture
+def operands():
+    draw = np.random.default_rng(0)
+    return draw.normal(size=(4, 10, INTO)), draw.normal(size=(4, COUNT, INTO, OUT)), draw.normal(size=(4, 10, OUT))
+
+
+def test_grouped_products_and_their_gradients(operands, x64):
+    rows, matrices, ct = (x[0] for x in operands)
+    sizes = jnp.asarray(SIZES)
+    out, pull = jax.vjp(lambda r, m: grouped_dot(r, m, sizes, dtype=r.dtype), jnp.asarray(rows), jnp.asarray(matrices))
+    np.testing.assert_allclose(out, by_hand(rows, matrices, SIZES), atol=1e-12)
+    d_rows, d_matrices = pull(jnp.asarray(ct))
+    np.testing.assert_allclose(d_rows, by_hand(ct, np.swapaxes(matrices, 1, 2), SIZES), atol=1e-12)
+    want = [rows[a:b].T @ ct[a:b] for a, b in ((0, 3), (3, 3), (3, 8), (8, 10))]
+    np.testing.assert_allclose(d_matrices, want, atol=1e-12)
+    second = jax.jvp(pull, (jnp.asarray(ct),), (jnp.asarray(ct),))[1]  # linear: its own derivative
+    np.testing.assert_allclose(second[1], want, atol=1e-12)
+
+
+@pytest.mark.parametrize("mapped", [(0, None, None), (0, None, 0), (0, 0, None), (0, 0, 0)])
+def test_grouped_products_under_vmap(mapped, operands, x64):
+    """Shared groups, groups of their own, matrices of their own; each also transposed."""
+    rows, matrices, ct = operands
+    sizes = np.array([SIZES, (10, 0, 0, 0), (0, 4, 4, 2), (1, 2, 3, 4)])
+    args = [x if axis == 0 else x[0] for x, axis in zip((rows, matrices, sizes), mapped)]
+
+    def gradients(rows, matrices, sizes, ct):
+        out, pull = jax.vjp(lambda r, m: grouped_dot(r, m, sizes, dtype=r.dtype), rows, matrices)
+        return out, *pull(ct)
+
+    found = jax.vmap(gradients, (*mapped, 0))(*map(jnp.asarray, args), jnp.asarray(ct))
+    for i in range(4):
+        one = [x[i] if axis == 0 else x for x, axis in zip(args, mapped)]
+        want = gradients(*map(jnp.asarray, one), jnp.asarray(ct[i]))
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-12), [f[i] for f in found], list(want))
+
+
+def test_outer_products_keep_their_dtype():
+    half = jnp.ones((4, 2), jnp.bfloat16)
+    out = grouped_outer(half, half, jnp.array([1, 3]), dtype=jnp.float32)
+    assert out.dtype == jnp.float32
+    np.testing.assert_array_equal(out[:, 0, 0], [1, 3])
+
+
+def test_router():
+    """exp of the logits 1 : 2 : 4 : 1, of which the two likeliest are 4 / 8 and 2 / 8; the first wins a tie."""
+    logits = jnp.log(jnp.array([[1.0, 2.0, 4.0, 1.0], [1.0, 1.0, 1.0, 1.0]]))
+    weights, chosen = route(logits, per_token=2, normalised=False)
+    np.testing.assert_array_equal(chosen, [[2, 1], [0, 1]])
+    np.testing.assert_allclose(weights, [[0.5, 0.25], [0.25, 0.25]], rtol=1e-6)
+    np.testing.assert_allclose(route(logits, per_token=2, normalised=True)[0], [[2 / 3, 1 / 3], [0.5, 0.5]], rtol=1e-6)
+    np.testing.assert_allclose(expert_load(chosen, jnp.array([1.0, 0.0]), count=4), [0, 0.5, 0.5, 0])
+
+
+def test_both_ways_give_the_same_logits_gradients_and_linearisation(data, highest_precision):
+    """Dense and grouped, with params in float32; OAR-G's push and pull, under vmap, are those of a dense model."""
+    cfg, folder = read_config(data / "policy" / "moe_untied")
+    params, ids = load_params(folder, cfg), jnp.asarray(np.load(folder / "golden.npz")["ids"][:, :9])
+    valid = jnp.arange(9) >= jnp.array([[0], [3]])
+    draws = jax.random.normal(jax.random.key(1), (2, *ids.shape, cfg.hidden_size))
+
+    def found(kind):
+        policy = make_policy(cfg, remat="none", experts=kind)
+
+        @jax.jit
+        def everything(params, draws):
+            def loss(params):
+                hidden, _ = policy.trunk(params, policy.embed(params, ids), positions_of(valid), valid)
+                return (jax.nn.log_softmax(policy.unembed(params, hidden))[..., 3] * valid).sum()
+
+            def states(embeddings):
+                return policy.trunk(params, embeddings, positions_of(valid), valid)[0] * valid[..., None]
+
+            clean = policy.embed(params, ids)
+            hidden, push = jax.linearize(states, clean)
+            pull = jax.linear_transpose(push, clean)
+            noisy = jax.vmap(lambda noise: states(clean + noise))(draws)  # other experts in every draw
+            return jax.grad(loss)(params), hidden, jax.vmap(push)(draws), jax.vmap(pull)(draws), noisy
+
+        return everything(params, draws)
+
+    dense, grouped = found("dense"), found("grouped")
+    assert float(jnp.abs(dense[0]["layers"]["mlp"]["router"]["kernel"]).max()) > 1e-3
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4, rtol=2e-4), dense, grouped)
