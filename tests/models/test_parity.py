@@ -149,6 +149,7 @@ def test_gradients_equal_transformers(kind, torch, tmp_path, highest_precision):
         logps = jax.nn.log_softmax(policy.unembed(params, hidden))
         return jnp.take_along_axis(logps, ids[:, 1:, None], -1).mean()
 
+    ids = jnp.asarray(ids)
     found = jax.jit(jax.grad(loss))(load_params(folder, cfg))
     want = load_params(tmp_path / "gradients", cfg)
     assert all(float(jnp.abs(g).max()) > 1e-5 for g in jax.tree.leaves(want))
