@@ -626,7 +626,7 @@ def shapes(tree: Any) -> list[Any]:
 def fake_steps(log: list[Any], policy: Any, tx: Any, layout: Any, cfg: Config, **_: Any) -> Steps:
     """Device programs that write down what they are given. Completions grow with the row; a few are cut."""
 
-    def roll(name: str, group: int, params: Any, prompts: PromptBatch, key: Any) -> Rollout:
+    def roll(name: str, group: int, params: Any, prompts: PromptBatch, key: Any, **_: Any) -> Rollout:
         kind = str(params["embed"]["embedding"].dtype)
         log.append((name, kind, np.asarray(prompts.tokens).tolist(), jax.random.key_data(key).tolist()))
         rows, T = len(prompts.problem) * group, cfg.rollout.max_new

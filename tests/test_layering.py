@@ -23,6 +23,7 @@ PURE = (
     *(
         "training.iteration",
         "training.programs",
+        "training.parts.host",
         "training.parts.loss",
         "training.minibatches",
         "training.metrics",

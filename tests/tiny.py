@@ -16,7 +16,7 @@ from oarjax.models.policy import Policy
 from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import init_params
-from oarjax.training.iteration import HostCallbacks
+from oarjax.training.parts.host import GradedAtOnce, HostCallbacks
 from oarjax.training.programs import Shardings, Steps, make_optimizer, make_steps
 from oarjax.types import AnswerSpan, Grades, Params, PromptBatch, TrainState
 
@@ -130,7 +130,7 @@ def host(reward=even_tokens, batches=None) -> HostCallbacks:
     source = iter(batches) if batches is not None else (prompts(seed=i) for i in range(10**6))
     return HostCallbacks(
         next_prompts=lambda: next(source),
-        submit=lambda batch, rollout: lambda: grades(reward(rollout)),
+        submit=lambda batch: GradedAtOnce(lambda rollout: lambda: grades(reward(rollout))),
         find_answers=find_answers,
         fetch=jax.device_get,
         place=lambda tree, layout: jax.tree.map(jnp.asarray, tree),

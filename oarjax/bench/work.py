@@ -20,8 +20,9 @@ from oarjax.data.hf import load_params, read_config
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import decoder_of
 from oarjax.system.mesh import make_mesh
-from oarjax.training.iteration import HostCallbacks, iterate
+from oarjax.training.iteration import iterate
 from oarjax.training.minibatches import Piece
+from oarjax.training.parts.host import GradedAtOnce, HostCallbacks
 from oarjax.training.programs import Steps
 from oarjax.training.run import Run
 from oarjax.types import AnswerSpan, Grades, Params, PromptBatch, Rollout, TrainBatch
@@ -244,7 +245,7 @@ class Ours:
         prompts = PromptBatch(ids, np.ones(ids.shape, bool), np.arange(len(ids), dtype=np.int32))  # type: ignore[arg-type]
         host = HostCallbacks(
             next_prompts=lambda: prompts,
-            submit=lambda batch, rollout: lambda: rewards(len(rollout.ended), s.group_size),
+            submit=lambda batch: GradedAtOnce(lambda rollout: lambda: rewards(len(rollout.ended), s.group_size)),
             find_answers=lambda rollout: spans(len(rollout.ended), s.new_tokens, s),
             fetch=run.fetch,
             place=run.place,

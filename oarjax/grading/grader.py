@@ -15,6 +15,7 @@ The last three have reward NaN, which the group advantages ignore.
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -107,6 +108,7 @@ class Grader:
         self._workers: list[_Worker] = []
         self._failures = 0
         self._closing = threading.Event()
+        self._waiting: deque[tuple[Sequence[Sample], Future[Grades]]] = deque()
         self._driver = ThreadPoolExecutor(1, thread_name_prefix="grader")
         weakref.finalize(self, _end_all, self._workers)  # also at interpreter exit
 
@@ -121,6 +123,8 @@ class Grader:
         """End the workers; grading in progress raises GraderError."""
         self._closing.set()
         self._driver.shutdown(wait=True, cancel_futures=True)
+        while self._waiting:
+            self._waiting.popleft()[1].cancel()
         _end_all(self._workers)
 
     def grade(self, samples: Sequence[Sample]) -> Grades:
@@ -132,23 +136,34 @@ class Grader:
         return self.submit(samples).result()
 
     def submit(self, samples: Sequence[Sample]) -> Future[Grades]:
-        """Grade in the background, batches in the order of submission."""
+        """Grade in the background; futures are done in the order of submission.
+
+        Samples join those in progress, so that no worker is idle while another takes long over an earlier submission.
+        """
         if self._closing.is_set():
             raise GraderError("the grader is closed; grade inside its `with` block")
-        return self._driver.submit(self._grade, tuple(samples))
+        future: Future[Grades] = Future()
+        self._waiting.append((tuple(samples), future))
+        self._driver.submit(self._grade)
+        return future
 
     # The methods below run only in the driver thread.
 
-    def _grade(self, samples: tuple[Sample, ...]) -> Grades:
+    def _grade(self) -> None:
+        batch = _Batch(self._rewards, workers=self._size)
         try:
-            return self._run(samples)
-        except BaseException:
+            self._run(batch)
+        except BaseException as error:
             _end_all(self._workers)  # their unfinished samples must not reach the next batch
-            raise
+            batch.fail(error)
 
-    def _run(self, samples: tuple[Sample, ...]) -> Grades:
-        batch = _Batch(samples, values=len(self._rewards), chunk=max(1, min(CHUNK, len(samples) // (4 * self._size))))
-        while batch.open:
+    def _run(self, batch: _Batch) -> None:
+        while True:
+            while self._waiting:
+                batch.add(*self._waiting.popleft())
+            batch.deliver()
+            if not batch.open:
+                return
             if self._closing.is_set():
                 raise GraderError("the grader was closed while grading")
             self._start_missing()
@@ -159,7 +174,6 @@ class Grader:
             for worker in list(self._workers):
                 if self._receive(worker, batch):
                     self._enforce_limits(worker, batch)
-        return batch.grades(self._rewards)
 
     def _start_missing(self) -> None:
         while len(self._workers) < self._size:
@@ -232,18 +246,45 @@ class Grader:
 
 
 class _Batch:
-    """The samples of one call: those in the queue, and the verdicts so far."""
+    """Samples that are graded together, of one submission or several: those in the queue, and the verdicts so far."""
 
-    def __init__(self, samples: tuple[Sample, ...], *, values: int, chunk: int):
-        self.samples = samples
-        self.queue = deque(range(len(samples)))
-        self.open = len(samples)
-        self._chunk = chunk
+    def __init__(self, rewards: tuple[tuple[str, float], ...], *, workers: int):
+        self.samples: list[Sample] = []
+        self.queue: deque[int] = deque()
+        self.open = 0
+        self._rewards, self._workers, self._chunk = rewards, workers, 1
+        self._submitted: deque[tuple[slice, Future[Grades]]] = deque()
         self._tried: set[int] = set()
-        self._values = np.full((len(samples), values), np.nan, np.float32)
-        self._verdicts: list[Verdict] = ["ungraded"] * len(samples)
-        self._answers: list[str | None] = [None] * len(samples)
-        self._notes = [""] * len(samples)
+        self._values: list[Sequence[float]] = []
+        self._verdicts: list[Verdict | None] = []  # None: no verdict yet
+        self._answers: list[str | None] = []
+        self._notes: list[str] = []
+
+    def add(self, samples: Sequence[Sample], future: Future[Grades]) -> None:
+        """Add the samples of a submission to the queue."""
+        if not future.set_running_or_notify_cancel():
+            return
+        first, n = len(self.samples), len(samples)
+        self._submitted.append((slice(first, first + n), future))
+        self.samples.extend(samples)
+        self.queue.extend(range(first, first + n))
+        self.open += n
+        self._chunk = max(1, min(CHUNK, len(self.queue) // (4 * self._workers)))
+        self._values += [[math.nan] * len(self._rewards)] * n
+        self._verdicts += [None] * n
+        self._answers += [None] * n
+        self._notes += [""] * n
+
+    def deliver(self) -> None:
+        """Resolve the submissions whose samples all have a verdict, up to the first that has not."""
+        while self._submitted and None not in self._verdicts[self._submitted[0][0]]:
+            rows, future = self._submitted.popleft()
+            future.set_result(self._grades(rows))
+
+    def fail(self, error: BaseException) -> None:
+        """Raise the error in all submissions that are left."""
+        while self._submitted:
+            self._submitted.popleft()[1].set_exception(error)
 
     def take(self) -> list[int]:
         return [self.queue.popleft() for _ in range(min(self._chunk, len(self.queue)))]
@@ -267,15 +308,16 @@ class _Batch:
         self._verdicts[index], self._notes[index] = verdict, note
         self.open -= 1
 
-    def grades(self, rewards: tuple[tuple[str, float], ...]) -> Grades:
-        weights = np.array([weight for _, weight in rewards], np.float32)
+    def _grades(self, rows: slice) -> Grades:
+        weights = np.array([weight for _, weight in self._rewards], np.float32)
         used = weights != 0  # a reward of weight 0 is only logged
+        values = np.asarray(self._values[rows], np.float32).reshape(-1, len(weights))
         return Grades(
-            rewards=self._values[:, used] @ weights[used],
-            per_reward={name: self._values[:, column] for column, (name, _) in enumerate(rewards)},
-            verdicts=self._verdicts,
-            answers=self._answers,
-            notes=self._notes,
+            rewards=values[:, used] @ weights[used],
+            per_reward={name: values[:, column] for column, (name, _) in enumerate(self._rewards)},
+            verdicts=[verdict for verdict in self._verdicts[rows] if verdict is not None],
+            answers=self._answers[rows],
+            notes=self._notes[rows],
         )
 
 

@@ -86,10 +86,8 @@ class RecordedGrader:
         def keep(graded: Future[Grades]) -> None:
             try:
                 grades = graded.result()
-                # If all crashed the run stops; once the cause is fixed, a resumed run must grade them again.
-                if set(grades.verdicts) != {"crash"}:
-                    with self._failures.handled():
-                        _append(path, {"digest": digest, **_plain(grades)})
+                with self._failures.handled():
+                    _append(path, {"digest": digest, **_plain(grades)})
             except BaseException as error:  # of the grader or the disk: raised by the future
                 result.set_exception(error)
             else:
@@ -107,7 +105,9 @@ class RecordedGrader:
 
     def _read(self, path: Path) -> dict[str, Grades]:
         try:
-            return {line["digest"]: _grades(line) for line in read_lines(path)}
+            known = {line["digest"]: _grades(line) for line in read_lines(path)}
+            # If all crashed the run stopped; now that the cause may be fixed, they are graded again.
+            return {} if {v for grades in known.values() for v in grades.verdicts} == {"crash"} else known
         except (DamagedError, ValueError, KeyError, TypeError, AttributeError) as error:
             self._say(f"{path} cannot be read ({error}); grading iteration {self._iteration} again")
             path.unlink(missing_ok=True)

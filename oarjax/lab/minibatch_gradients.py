@@ -41,8 +41,9 @@ from oarjax.lab.results import GradientResult, MethodResult
 from oarjax.models.lora import whole
 from oarjax.rollout.sampler import rollout_key
 from oarjax.stats import Interval, jackknife_interval, mean_interval
-from oarjax.training.iteration import NOISE, ORDER, HostCallbacks, draw, score
+from oarjax.training.iteration import NOISE, ORDER, draw, score
 from oarjax.training.minibatches import MinibatchPlan, Piece, bucket, sizes_of, widen
+from oarjax.training.parts.host import HostCallbacks
 from oarjax.training.parts.loss import Sums
 from oarjax.training.programs import Steps
 from oarjax.training.run import Run
@@ -161,7 +162,7 @@ def draw_minibatches(run: Run, steps: Steps, state: TrainState, grader: Grading)
     capacity = cfg.rollout.prompts * cfg.rollout.group_size
     host = HostCallbacks(
         next_prompts=lambda: next(stream)[0],
-        submit=partial(run.submit, grader, run.train.by_index),
+        submit=partial(run.grading, grader, run.train.by_index, group=cfg.rollout.group_size),
         find_answers=run.find_answers,
         fetch=run.fetch,
         place=run.place,

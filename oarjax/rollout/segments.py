@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int32, Key, Shaped
+from jaxtyping import Array, Bool, Float, Int, Int32, Key, Shaped
 
 from oarjax.models.policy import Policy
 from oarjax.rollout.row_schedule import (
@@ -61,6 +61,15 @@ class Flags(NamedTuple):
     steps: Int32[Array, ""]  # decode steps of this program
     tokens: Float[Array, ""]  # that they drew
     attended: Float[Array, ""]  # slots of their own cache that these tokens attended to
+
+
+class EndedRows(NamedTuple):
+    """Completions that ended while others are still decoded. The arrays are of all B rows, on the device."""
+
+    rows: Int[np.ndarray, "r"]  # those that ended since the last report
+    tokens: Int32[Array, "B T"]
+    lengths: Int32[Array, "B"]
+    ended: Bool[Array, "B"]
 
 
 class Spent(NamedTuple):
@@ -140,13 +149,25 @@ class SegmentedSampler:
         self._prefill = jitted(self._prefill_rows, (None, rows, everywhere))
         self._decode = jitted(self._decode_rows, (rows, None, everywhere), donate_argnums=(1, 2))
         self._finish = jitted(finish, rows)
+        self._copied = jitted(copied, rows)
         self._whole = jitted(self._sample_rows, rows)
         self._init_cache = jax.jit(policy.init_cache, static_argnums=(0, 1))
         self._take_rows = jax.jit(policy.take_rows)
         self._grow = jax.jit(policy.grow, static_argnums=1, static_argnames="drop")
 
-    def __call__(self, params: Params, prompts: PromptBatch, key: Key[Array, ""]) -> Rollout:
-        """Draw ``group`` completions of every prompt."""
+    def __call__(
+        self,
+        params: Params,
+        prompts: PromptBatch,
+        key: Key[Array, ""],
+        *,
+        report: Callable[[EndedRows], object] | None = None,
+    ) -> Rollout:
+        """Draw ``group`` completions of every prompt.
+
+        ``report`` is called with the rows that ended, while the device decodes the others. Which rows it gets in which
+        call depends on the draw alone; those that end last are in the rollout only.
+        """
         plan, prompt_cache = self.plan(prompts), None
         prompt_cache, table, flags = self._prefill(params, prompts, key)
         alive = _per_block(plan, jax.device_get(flags.alive))
@@ -154,7 +175,12 @@ class SegmentedSampler:
         waiting = np.zeros_like(alive) if plan.together else alive.copy()
         began, now = np.zeros(alive.shape, int), 0  # decode steps, when a row got its slot and so far
         slots = filled = 0
+        before = np.ones_like(alive)
         while alive.any():
+            # A copy: decoding takes the table's memory.
+            just_ended = np.flatnonzero(before & ~alive) if report else np.zeros(0, int)
+            news = EndedRows(just_ended, *self._copied(table)) if len(just_ended) else None
+            before = alive
             after = next_layout(plan, layout, alive, waiting)
             if after is not layout:
                 began[waiting & after.among(plan.block)] = now
@@ -173,6 +199,8 @@ class SegmentedSampler:
             limit = np.int32(min(self._segment, slots - filled))
             floor = fewest_left(plan, layout, alive, waiting)
             table, cache, flags = self._decode(params, table, cache, prefix, layout.rows, floor, limit)
+            if report and news:
+                report(news)  # nobody waits for the device yet
             flags = jax.device_get(flags)
             alive, steps = _per_block(plan, flags.alive), int(flags.steps)
             now, filled = now + steps, filled + steps
@@ -340,6 +368,11 @@ def written_back(table: Table, layout: Int32[Array, "D r"], rows: Rows, made: Dr
         return jnp.where(inside, jnp.take_along_axis(by_row.reshape(-1, new.shape[0]), step, axis=1), old)
 
     return Table(after, jax.tree.map(laid, table.made, made))
+
+
+def copied(table: Table) -> tuple[Int32[Array, "B T"], Int32[Array, "B"], Bool[Array, "B"]]:
+    """Tokens, lengths and ends of all rows in memory of their own."""
+    return jax.tree.map(jnp.copy, (table.made.token, table.rows.lengths, table.rows.ended))
 
 
 def finish(prompts: PromptBatch, table: Table) -> Rollout:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial, reduce
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +29,7 @@ from oarjax.training.minibatches import (
     take,
     widen,
 )
+from oarjax.training.parts.host import HostCallbacks, PhaseRecord
 from oarjax.training.programs import Steps
 from oarjax.types import (
     AnswerSpan,
@@ -37,7 +37,6 @@ from oarjax.types import (
     Grades,
     Mean,
     Params,
-    PromptBatch,
     Rollout,
     Scores,
     TrainBatch,
@@ -47,32 +46,8 @@ from oarjax.types import (
 NOISE, ORDER = 2**31 - 1, 2**31 - 2
 """Batch numbers that no rollout has: the keys of OAR-G's noise and of the order of permuted weights."""
 
-
-class PhaseRecord(NamedTuple):
-    """Hold one phase of a minibatch for the health watch: its metrics, and everything they were computed from."""
-
-    phase: Literal["sample", "credit", "update"]
-    iteration: int
-    minibatch: int
-    metrics: dict[str, Mean]  # of this phase alone
-    state: TrainState  # as it was used; after an update, which leaves the params where it is skipped, the new one
-    probe: ProbeMode
-    evidence: Evidence
-
-
-class HostCallbacks(NamedTuple):
-    """Supply what an iteration needs from the host."""
-
-    next_prompts: Callable[[], PromptBatch]
-    submit: Callable[[PromptBatch, Rollout], Callable[[], Grades]]  # starts grading; calling the result waits
-    find_answers: Callable[[Rollout], AnswerSpan]
-    fetch: Callable[[Any], Any]  # device -> numpy
-    place: Callable[[Any, str], Any]  # numpy -> device, laid out as "prompts" or "microbatches"
-    phase: Callable[[str], AbstractContextManager[Any]]  # times a phase
-    probed: Callable[[Rollout, AnswerSpan, np.ndarray], tuple[Rollout, AnswerSpan]] | None = None
-    # (rollout, span, problems) -> what importance is measured on, where that is not the rollout itself
-    watch: Callable[[PhaseRecord], None] | None = None  # looks for what is not finite
-    load_reference: Callable[[Params], Params] = lambda params: params  # to the device, where it lives elsewhere
+WAITING = "grade_wait"
+"""The phase in which the device has nothing to do until the grades are there."""
 
 
 class Iteration(NamedTuple):
@@ -112,8 +87,9 @@ def iterate(
     # Which rows are worth scoring. Without skipping that needs no reward, so workers grade while the device scores.
     rows = np.arange(capacity)
     if cfg.update.skip_zero_variance:
-        with host.phase("grade"):
-            constant = np.asarray(steps.equal_groups(jnp.asarray(grading().rewards)))
+        with host.phase(WAITING):
+            rewards = grading().rewards
+        constant = np.asarray(steps.equal_groups(jnp.asarray(rewards)))
         rows = np.flatnonzero(~np.repeat(constant, group))
     width = bucket(cfg.data.max_prompt, cfg.rollout.prompt_bucket, 1 << 30)
     sizes = sizes_of(rollout, prompt_bucket=cfg.rollout.prompt_bucket, completion_bucket=cfg.rollout.completion_bucket)
@@ -146,7 +122,7 @@ def iterate(
         jax.block_until_ready(scores)
         del reference  # the update needs the memory
 
-    with host.phase("grade"):
+    with host.phase(WAITING):
         grades = grading()
     graded = np.isfinite(grades.rewards)
     advantages = np.asarray(steps.advantages(jnp.asarray(np.where(graded, grades.rewards, np.nan))))
@@ -209,7 +185,7 @@ def iterate(
 def draw(
     state: TrainState, iteration: int, *, steps: Steps, host: HostCallbacks, cfg: Config
 ) -> tuple[np.ndarray, Rollout, Callable[[], Grades], Callable[[], tuple[Rollout, Grades]]]:
-    """Sample groups and start grading them; refill groups of equal rewards from fresh prompts if asked to.
+    """Sample groups and grade them as they end; refill groups of equal rewards from fresh prompts if asked to.
 
     Returns the problems [P], the rollout [P * G], the grades to wait for, and all that was drawn, for the log: groups
     picked for their unequal rewards would give a reward that no policy has.
@@ -222,12 +198,14 @@ def draw(
     for attempt in range(1 + cfg.update.refills):
         with host.phase("sample"):
             prompts = host.next_prompts()
+            submission = host.submit(prompts)
+            early = {"report": submission.report} if submission.report else {}
             key = rollout_key(state.key, step=iteration, batch=attempt)
-            rollout = host.fetch(steps.sample(params, host.place(prompts, "prompts"), key))
-        drawn.append((np.asarray(prompts.problem), rollout, host.submit(prompts, rollout)))
+            rollout = host.fetch(steps.sample(params, host.place(prompts, "prompts"), key, **early))
+        drawn.append((np.asarray(prompts.problem), rollout, submission.rest(rollout)))
         if cfg.update.refills == 0:
             return *drawn[0], lambda: (drawn[0][1], drawn[0][2]())
-        with host.phase("grade"):
+        with host.phase(WAITING):
             rewards = np.concatenate([grades().rewards for *_, grades in drawn])
         constant = np.asarray(steps.equal_groups(jnp.asarray(rewards)))
         if (~constant).sum() >= wanted:

@@ -41,12 +41,12 @@ from oarjax.models.weights import parameter_count
 from oarjax.report.files import token_texts
 from oarjax.system.devices import choose_platform, use_compilation_cache
 from oarjax.system.mesh import make_mesh
-from oarjax.system.processes import is_first, join_processes, share, to_devices, to_host
-from oarjax.training.minibatches import bucket, take
-from oarjax.training.parts import grades
+from oarjax.system.processes import is_first, join_processes, to_devices, to_host
+from oarjax.training.minibatches import bucket
 from oarjax.training.parts.adapters import trained_count, trained_shapes
 from oarjax.training.parts.checks import check_failures, check_grading, check_lengths, check_report
 from oarjax.training.parts.custom import check_credit, check_loss, find_loss, find_method, find_probe
+from oarjax.training.parts.grades import RolloutGrading
 from oarjax.training.parts.layout import (
     check_layouts,
     compute_dtype_of,
@@ -376,17 +376,19 @@ class Run:
             pattern=answer.pattern,
         )
 
+    def grading(
+        self, grader: Grading, problems: Mapping[int, Problem], batch: PromptBatch, *, group: int
+    ) -> RolloutGrading:
+        """Open the grading of ``group`` completions of every prompt; each process grades its share of them."""
+        asked = [problems[int(p)] for p in np.repeat(batch.problem, group)]
+        return RolloutGrading(self.cfg, grader, asked, self.table)
+
     def submit(
         self, grader: Grading, problems: Mapping[int, Problem], batch: PromptBatch, rollout: Rollout
     ) -> Callable[[], Grades]:
-        """Start grading a rollout; calling the result waits for the grades, overlong penalty included.
-
-        Every process grades its share of the rows, and all of them get all the grades.
-        """
-        rows = share(len(rollout.ended))
-        asked = np.repeat(batch.problem, len(rollout.ended) // len(batch.problem))[rows]
-        texts = self.texts(take(rollout, rows))
-        return grades.submit(self.cfg, grader, [problems[int(p)] for p in asked], rollout, rows, texts)
+        """Start grading a whole rollout; calling the result waits for all grades, overlong penalty included."""
+        group = len(rollout.ended) // len(batch.problem)
+        return self.grading(grader, problems, batch, group=group).rest(rollout)
 
     def facts(self) -> dict[str, object]:
         """Describe the run for the banner and the report."""

@@ -27,8 +27,9 @@ from oarjax.runs.stop import Stop
 from oarjax.system.devices import peak_flops, to_host_memory
 from oarjax.training.health import Health
 from oarjax.training.held_out import Evaluation, evaluate
-from oarjax.training.iteration import HostCallbacks, Iteration, iterate
+from oarjax.training.iteration import Iteration, iterate
 from oarjax.training.parts.adapters import trained_count
+from oarjax.training.parts.host import HostCallbacks
 from oarjax.training.parts.memory import report_memory
 from oarjax.training.run import Run
 from oarjax.training.run_files import RunFiles
@@ -84,7 +85,7 @@ def train(
         grader = files.recording(grader)
         host = HostCallbacks(
             next_prompts=lambda: next(stream)[0],
-            submit=partial(run.submit, grader, run.train.by_index),
+            submit=partial(run.grading, grader, run.train.by_index, group=cfg.rollout.group_size),
             find_answers=run.find_answers,
             fetch=run.fetch,
             place=run.place,

@@ -121,6 +121,17 @@ def test_batches_in_the_background_come_in_order(grader):
     assert [future.result().per_reward["math"][0] for future in futures] == [0, 0, 1, 0]
 
 
+def test_a_submission_is_not_held_up_by_the_last_answer_of_the_one_before(grader, tmp_path):
+    mark = tmp_path / "mark"
+    first = grader.submit(samples(f"await {mark}"))
+    second = grader.submit(samples("a", f"signal {mark}"))
+    second.add_done_callback(lambda _: order.append("second"))
+    first.add_done_callback(lambda _: order.append("first"))
+    order: list[str] = []
+    assert [f.result(timeout=60).verdicts for f in (first, second)] == [["graded"], ["graded"] * 2]
+    assert order == ["first", "second"]
+
+
 def test_workers_import_nothing_heavy(plugin):
     with Grader((("heavy_imports", 1.0), ("math", 1.0)), plugins=[plugin], workers=1) as pool:
         assert pool.grade(samples(r"\boxed{3}")).per_reward["heavy_imports"][0] == 0

@@ -81,6 +81,21 @@ def finished_with(values):
     return done
 
 
+@pytest.mark.parametrize(("texts", "graded_again", "verdict"), [("a", 3, "graded"), ("ab", 0, "crash")])
+def test_crashes_are_kept_unless_every_one_was(grading, texts, graded_again, verdict):
+    """A run whose rewards all crash stops, and grades again once they are mended."""
+    recorded, behind, _ = grading()
+    grade, nan = behind.submit, np.full(3, np.nan, np.float32)
+    crashed: Future[Grades] = Future()
+    crashed.set_result(Grades(nan, {"a": nan}, ["crash"] * 3, [None] * 3, ["KeyError"] * 3))
+    behind.submit = lambda samples: crashed if samples[0].completion[0] == "a" else grade(samples)
+    for text in texts:
+        recorded.submit(samples(text)).result()
+    again, behind, _ = grading()
+    assert again.submit(samples("a")).result().verdicts == [verdict] * 3
+    assert behind.graded == graded_again
+
+
 def test_other_completions_or_rewards_are_graded_again_with_a_word(grading):
     recorded, _, _ = grading()
     recorded.begin(1)

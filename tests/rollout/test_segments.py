@@ -47,7 +47,7 @@ def toy():
             name = str(options)
             if name not in made:
                 made[name] = SegmentedSampler(policy, HOW, keys_of=keys_of, group=GROUP, **options)
-            return lambda batch, key: made[name](params, batch, key)
+            return lambda batch, key, **more: made[name](params, batch, key, **more)
 
         yield static, segmented, made
 
@@ -108,6 +108,31 @@ def test_what_decoding_took(toy):
     assert found["decode_occupancy"] == spent.tokens / spent.row_steps
     assert found["decode_padding"] == 1 - spent.attended / spent.slots_read
     assert made[str(options)].spent() == {"decode_steps": 0.0}
+
+
+def test_rows_are_reported_once_as_they_ended(toy):
+    _, segmented, _ = toy
+    reports = []
+
+    def report(news):
+        reports.append(news._make(map(np.asarray, news)))
+
+    with jax.enable_x64(True):
+        for options in SETTINGS[1:]:
+            reports.clear()
+            run = segmented(**options)
+            rollout = jax.device_get(run(prompt_batch(7), jax.random.key(4), report=report))
+            lengths, last = rollout.completion.sum(1), rollout.tokens[:, -HOW.max_new :]
+            rows = np.concatenate([news.rows for news in reports]).tolist()
+            assert len(reports) > 1
+            assert len(rows) == len(set(rows)) < len(lengths)
+            if "slots" not in options:  # a long row that began early may end before a short one
+                assert lengths[rows].max() < lengths.max()
+            for news in reports:
+                for row in news.rows:
+                    assert news.lengths[row] == lengths[row]
+                    assert news.ended[row] == rollout.ended[row]
+                    np.testing.assert_array_equal(news.tokens[row, : lengths[row]], last[row, : lengths[row]])
 
 
 def test_float32_differs_by_rounding_alone():

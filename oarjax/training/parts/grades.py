@@ -1,8 +1,9 @@
-"""Grade a rollout while the devices compute."""
+"""Grade a rollout while the devices compute, rows that end early while the others are still decoded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import cache
 
@@ -12,59 +13,90 @@ from jaxtyping import Int
 
 from oarjax.config import Config
 from oarjax.data.problems import Problem
+from oarjax.data.tokenizer import text_of
 from oarjax.grading.recorded import Grading
 from oarjax.grading.rewards import Sample
 from oarjax.rl.grpo import overlong_penalty
-from oarjax.system.processes import gather_grades
+from oarjax.rollout.segments import EndedRows
+from oarjax.system.processes import gather_grades, share, values_here
+from oarjax.training.minibatches import join_grades
 from oarjax.types import Grades, Rollout
 
 
-def submit(
-    cfg: Config,
-    grader: Grading,
-    problems: Sequence[Problem],
-    rollout: Rollout,
-    rows: Int[np.ndarray, "r"],
-    texts: Sequence[str],
-) -> Callable[[], Grades]:
-    """Start grading this process's share of a rollout; calling the result waits for the grades of all of it.
+class RolloutGrading:
+    """The grading of one rollout, by this process as far as its share of the rows goes.
+
+    Which rows are submitted together depends on the draw alone, never on a clock, so a run that resumes submits the
+    same and finds their verdicts recorded.
 
     Args:
-        rows: this process's share of the completions.
-        problems: of these rows.
-        texts: of these rows.
-
-    Returns:
-        A function that gives the grades, with the overlong penalty taken off the rewards.
+        problems: of all rows of the rollout.
+        table: the bytes of every token id.
     """
-    lengths = rollout.completion.sum(1)
-    pending = grader.submit(
-        [
-            Sample(
-                prompt=problem.prompt,
-                completion=text,
-                answer=problem.reference,
-                ended=bool(ended),
-                tokens=int(length),
-            )
-            for problem, text, ended, length in zip(problems, texts, rollout.ended[rows], lengths[rows])
-        ]
-    )
 
-    @cache  # asked for more than once, and all processes must gather as often
-    def wait() -> Grades:
-        grades, window = gather_grades(pending.result()), cfg.grading.overlong_window
+    def __init__(self, cfg: Config, grader: Grading, problems: Sequence[Problem], table: Sequence[bytes]):
+        self._cfg, self._grader, self._problems, self._table = cfg, grader, problems, table
+        self._share = share(len(problems))
+        self._submitted: list[tuple[Int[np.ndarray, "r"], Future[Grades]]] = []
+
+    def report(self, news: EndedRows) -> None:
+        """Start grading rows that ended: those of this process's share that its own devices hold."""
+        rows, (tokens, lengths, ended) = values_here(
+            (news.tokens, news.lengths, news.ended), np.intersect1d(news.rows, self._share)
+        )
+        if len(rows):
+            ids = [row[:length].tolist() for row, length in zip(tokens, lengths)]
+            self._submit(rows, ids, ended.tolist())
+
+    def rest(self, rollout: Rollout) -> Callable[[], Grades]:
+        """Start grading the other rows; calling the result waits for the grades of all rows of all processes.
+
+        The overlong penalty is taken off the rewards.
+        """
+        known = [rows for rows, _ in self._submitted]
+        left = np.setdiff1d(self._share, np.concatenate(known)) if known else self._share
+        if len(left) or not known:
+            completion = np.asarray(rollout.completion)
+            ids = np.asarray(rollout.tokens)[:, -completion.shape[1] :]
+            self._submit(left, [ids[b][completion[b]].tolist() for b in left], np.asarray(rollout.ended)[left].tolist())
+        lengths = np.asarray(rollout.completion).sum(1)
+
+        @cache  # asked for more than once, and all processes must gather as often
+        def wait() -> Grades:
+            return self._penalised(gather_grades(self._mine()), lengths)
+
+        return wait
+
+    def _submit(self, rows: Int[np.ndarray, "r"], ids: Sequence[Sequence[int]], ended: Sequence[bool]) -> None:
+        samples = [
+            Sample(
+                prompt=self._problems[b].prompt,
+                completion=text_of(tokens, self._table),
+                answer=self._problems[b].reference,
+                ended=bool(has_ended),
+                tokens=len(tokens),
+            )
+            for b, tokens, has_ended in zip(rows, ids, ended, strict=True)
+        ]
+        self._submitted.append((rows, self._grader.submit(samples)))
+
+    def _mine(self) -> Grades:
+        """Wait for the grades of this process's share, in the order of its rows."""
+        parts = [future.result() for _, future in self._submitted]
+        order = np.argsort(np.concatenate([rows for rows, _ in self._submitted]))
+        return join_grades(parts, order)
+
+    def _penalised(self, grades: Grades, lengths: Int[np.ndarray, "B"]) -> Grades:
+        window = self._cfg.grading.overlong_window
         if window == 0:
             return grades
         cut = np.asarray(
             overlong_penalty(
                 jnp.asarray(lengths),
-                max_length=cfg.rollout.max_new,
+                max_length=self._cfg.rollout.max_new,
                 window=window,
-                penalty=cfg.grading.overlong_penalty,
+                penalty=self._cfg.grading.overlong_penalty,
             ),
             np.float32,
         )
         return replace(grades, rewards=grades.rewards - cut, per_reward={**grades.per_reward, "overlong": -cut})
-
-    return wait

@@ -22,6 +22,11 @@ def hostile(sample: Sample) -> float:
         if not mark.exists():
             mark.touch()
             os._exit(7)
+    elif word == "signal":
+        Path(rest).touch()
+    elif word == "await":
+        while not Path(rest).exists():
+            time.sleep(0.01)
     elif word == "hog":
         hog = []
         while True:
