@@ -1,4 +1,4 @@
-"""Device programs of the credit lab that write down what they are asked, and how the lab shows each of its fields."""
+"""Fake device programs of the credit lab that log their calls, and the lab's results by config field."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.console import Console
 
 import oarjax.training.run
 from oarjax.config import Config
-from oarjax.lab.completions import draw_completions
+from oarjax.lab.completions import sample_completions
 from oarjax.lab.interventions import Choices
 from oarjax.lab.lab import run_lab
 from oarjax.lab.programs import Programs, make_programs
@@ -23,26 +23,27 @@ from oarjax.training.run import Run, open_run
 from oarjax.types import PromptBatch, Rollout
 
 
-def fake_programs(log: list[Any], session: Run) -> Programs:
+def fake_programs(log: list[Any], run: Run) -> Programs:
     """Completions ``r=2;;#### 3<stop>`` of lengths that differ with the row r. Every changed answer is 5."""
-    tokenizer, length = session.tokenizer, session.cfg.rollout.max_new
+    tokenizer, length = run.tokenizer, run.cfg.rollout.max_new
 
     def rolled(prompts: Any, texts: list[str], width: int) -> Rollout:
-        rows, made = np.zeros((len(texts), width), np.int32), np.zeros((len(texts), width), bool)
+        rows, is_token = np.zeros((len(texts), width), np.int32), np.zeros((len(texts), width), bool)
         for row, text in enumerate(texts):
-            ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], session.stop_ids[-1]][:width]
-            rows[row, : len(ids)], made[row, : len(ids)] = ids, True
+            ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], run.stop_ids[-1]][:width]
+            rows[row, : len(ids)], is_token[row, : len(ids)] = ids, True
         zeros = np.zeros(rows.shape, np.float32)
         tokens = np.concatenate([np.asarray(prompts.tokens), rows], 1)
-        return Rollout(tokens, np.concatenate([prompts.valid, made], 1), made, zeros, zeros, np.ones(len(rows), bool))
+        valid = np.concatenate([prompts.valid, is_token], 1)
+        return Rollout(tokens, valid, is_token, zeros, zeros, np.ones(len(rows), bool))
 
     def sample(prompts, key):
         log.append(("sample", np.asarray(prompts.tokens).tolist(), jax.random.key_data(key).tolist()))
         return rolled(prompts, [f"{r % 10}=2{';' * (r % 3)}#### 3" for r in range(len(prompts.problem))], length)
 
     def choose(rollout):
-        own = np.asarray(rollout.tokens)[:, -rollout.completion.shape[1] :]
-        return Choices(own, np.where(own == 4, 5, 4))
+        tokens = np.asarray(rollout.tokens)[:, -rollout.completion.shape[1] :]
+        return Choices(tokens, np.where(tokens == 4, 5, 4))
 
     def decode(tokens, valid, branches, *, length, width, max_new):
         rows = len(branches.row)
@@ -55,8 +56,8 @@ def fake_programs(log: list[Any], session: Run) -> Programs:
         return np.asarray(reasoning) & (np.asarray(other) == 4)
 
     def by_token(params, rollout, span, keys):
-        made = rollout.tokens[:, -span.reasoning.shape[1] :].astype(jnp.float32)
-        return jnp.where(span.reasoning, made + (made @ jnp.ones((made.shape[1], 1))), 0)
+        tokens = rollout.tokens[:, -span.reasoning.shape[1] :].astype(jnp.float32)
+        return jnp.where(span.reasoning, tokens + (tokens @ jnp.ones((tokens.shape[1], 1))), 0)
 
     def attribute(credit):
         log.append(("attribute", credit.method))
@@ -66,25 +67,25 @@ def fake_programs(log: list[Any], session: Run) -> Programs:
 
 
 def lab(cfg: Config, *, grader: Any) -> Any:
-    """What a whole lab asks of fake programs and a fake grader, and what comes out, without what a clock says."""
+    """Return the calls and the result of a whole lab with fake programs and a fake grader, without the timings."""
     log: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(oarjax.training.run, "Grader", grader)
-        session = open_run(cfg, Console(file=io.StringIO()))
-        programs = fake_programs(log, session)
-        drawn = draw_completions(session, programs)
-        with session.grader() as graded:
-            found = asdict(run_lab(session, programs, graded, drawn))
-    for method in found["methods"]:
+        run = open_run(cfg, Console(file=io.StringIO()))
+        programs = fake_programs(log, run)
+        completions = sample_completions(run, programs)
+        with run.grader() as grader_processes:
+            result = asdict(run_lab(run, programs, grader_processes, completions))
+    for method in result["methods"]:
         method["figures"].pop("seconds")
-    return log, repr(found)
+    return log, repr(result)
 
 
 def lab_sampler(cfg: Config) -> str:
-    """The text of the program that draws the lab's completions."""
-    session = open_run(cfg, Console(file=io.StringIO()))
-    params = init_params(session.model, jax.random.key(0))
-    programs = make_programs(session, params)
+    """Return the text of the program that samples the lab's completions."""
+    run = open_run(cfg, Console(file=io.StringIO()))
+    params = init_params(run.model, jax.random.key(0))
+    programs = make_programs(run, params)
     spec = jax.ShapeDtypeStruct
     prompts = PromptBatch(spec((2, 8), jnp.int32), spec((2, 8), jnp.bool_), spec((2,), jnp.int32))  # type: ignore[arg-type]
     return programs.sample.func.lower(params, prompts, jax.eval_shape(lambda: jax.random.key(0))).as_text()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A small result of the credit lab, for the tests of what is made of it."""
+"""A small result of the credit lab, for tests of its tables and pages."""
 
 import math
 

@@ -1,6 +1,6 @@
-"""Measures of a method's scores against causal evidence, and of its weights' spread. One number per row.
+"""Measure a method's scores against causal evidence, and the spread of its weights: one number per row.
 
-NaN where a figure is undefined for a row (no causal token, constant scores): leave such rows out of means.
+A figure is NaN where it is undefined for a row (no causal token, constant scores): leave such rows out of means.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from oarjax.credit.oar.oar_screened import top_share
 
 
 class Evidence(NamedTuple):
-    """Evidence that scores are measured against; None for a mask that is unknown."""
+    """Evidence that scores are measured against. An unknown mask is None."""
 
-    reasoning: Bool[Array, "B T"]  # the tokens that are ranked
+    reasoning: Bool[Array, "B T"]  # tokens to rank
     exact: Float[Array, "B T"]  # exact OAR-P
     direct: Bool[Array, "B T"] | None  # tokens whose change changes the answer, see oarjax.lab.interventions
     total: Bool[Array, "B T"] | None  # tokens whose change changes the reward
     known: Bool[Array, "B T"] | None  # tokens known to carry the computation
-    wrong: Bool[Array, "B T"] | None = None  # the first wrong step of a failed completion
+    wrong_step: Bool[Array, "B T"] | None = None  # the first wrong step of a failed completion
 
 
 def agreement(scores: Float[Array, "B T"], evidence: Evidence, *, share: float) -> dict[str, Float[Array, "B"]]:
-    """Compute Spearman's correlation with exact OAR-P, and for each set of causal tokens (exact OAR-P's top among them)
-    the share of it in the top ``share`` of scores, and how well the scores separate it from the rest."""
+    """Compare scores with exact OAR-P (Spearman), and with each set of causal tokens, exact OAR-P's top among them:
+    its recall in the top ``share`` of the scores, and the AUC of the scores."""
     mask = evidence.reasoning
     values = {"spearman": spearman(scores, evidence.exact, mask)}
     exact = top_share(evidence.exact, mask, share=share)
@@ -46,12 +46,12 @@ def best_agreement(evidence: Evidence, *, share: float) -> dict[str, Float[Array
 
 def _sets(evidence: Evidence) -> list[tuple[str, Bool[Array, "B T"]]]:
     """List the known sets of causal tokens."""
-    named = {"direct": evidence.direct, "total": evidence.total, "known": evidence.known, "wrong": evidence.wrong}
-    return [(name, causal) for name, causal in named.items() if causal is not None]
+    masks = {"direct": evidence.direct, "total": evidence.total, "known": evidence.known, "wrong": evidence.wrong_step}
+    return [(name, causal) for name, causal in masks.items() if causal is not None]
 
 
 def concentration(
     weights: Float[Array, "B T"], reasoning: Bool[Array, "B T"], *, share: float
 ) -> dict[str, Float[Array, "B"]]:
-    """Compute the ESS ratio, and the mass on the top ``share`` of the weights."""
+    """Compute the ESS ratio of the weights, and the mass on their top ``share``."""
     return {"ess": ess_ratio(weights, reasoning), "top_mass": top_mass(weights, reasoning, share=share)}

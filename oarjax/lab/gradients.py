@@ -1,9 +1,9 @@
-"""How well a minibatch's gradient points, from inner products alone: arrays in, arrays out.
+"""Measure how well a minibatch's gradient points, from inner products alone: arrays in, arrays out.
 
-For minibatch i, u_i is the gradient under plain GRPO and g_i the one under a method's token advantages, on the same
-rollouts. Minibatches are independent draws, so the mean of <g_i, u_j> over i != j estimates <E g, E u> without bias,
-and the mean of <u_i, u_j> estimates |E u|^2: the reference is the gradient of an infinite batch, not of a large one,
-and no minibatch is compared with itself. All that is needed of the gradients is their M x M inner products.
+For minibatch i, u_i is the gradient under plain GRPO and g_i the gradient under a method's token advantages, on the
+same rollouts. Minibatches are independent draws, so the mean of <g_i, u_j> over i != j estimates <E g, E u> without
+bias, and the mean of <u_i, u_j> estimates |E u|^2: the reference is the gradient of an infinite batch, and no minibatch
+is compared with itself. The gradients enter only through their M x M inner products.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Gram = Float[np.ndarray, "M M"]
 class Grams(NamedTuple):
     """Inner products of a method's minibatch gradients g and plain GRPO's u of the same minibatches."""
 
-    own: Gram  # <g_i, g_j>
+    method: Gram  # <g_i, g_j>
     cross: Gram  # <g_i, u_j>
     plain: Gram  # <u_i, u_j>
     pivotal: Gram | None = None  # of the part of g that comes from pivotal tokens
@@ -31,8 +31,7 @@ class Grams(NamedTuple):
 
     def of(self, kept: Int[np.ndarray, "m"]) -> Grams:
         """Return the inner products of some of the minibatches."""
-        own, cross, plain, *parts = (None if gram is None else gram[np.ix_(kept, kept)] for gram in self)
-        return Grams(own, cross, plain, *parts)  # type: ignore[arg-type]
+        return Grams(*(None if gram is None else gram[np.ix_(kept, kept)] for gram in self))  # type: ignore[arg-type]
 
 
 def within(gram: Gram) -> float:
@@ -53,54 +52,54 @@ def between(gram: Gram) -> float:
 
 
 def alignment(grams: Grams) -> dict[str, float]:
-    """Return how a method's minibatch gradients relate to the expected gradient of plain GRPO, mu = E u.
+    """Compare a method's minibatch gradients with the expected gradient of plain GRPO, mu = E u.
 
     cosine   <E g, mu> / (sqrt(E |g|^2) |mu|)      of one minibatch's gradient with the reference, in the mean square
     ratio    cosine over plain GRPO's
-    bias     <E g, mu> / (|E g| |mu|)              of the method's own expected gradient with the reference
-    noise    (1 / cosine^2 - 1) over plain GRPO's  how many times as many rollouts it takes to point as well
-    norm     sqrt(E |g|^2 / E |u|^2)               how much longer its gradient is than GRPO's
+    bias     <E g, mu> / (|E g| |mu|)              cosine of the method's expected gradient with the reference
+    noise    (1 / cosine^2 - 1) over plain GRPO's  factor of rollouts that it needs to point as well as GRPO
+    norm     sqrt(E |g|^2 / E |u|^2)               length of its gradient over GRPO's
 
     NaN where the estimate of |mu|^2 (for bias, of |E g|^2) is not positive: the minibatches show no signal; for noise
     also where the cosine is not positive. Estimates of small samples may lie outside [-1, 1].
     """
     mu2, shared = between(grams.plain), between(grams.cross)
-    power, plain_power, own2 = within(grams.own), within(grams.plain), between(grams.own)
+    power, plain_power, mean2 = within(grams.method), within(grams.plain), between(grams.method)
     cosine = _over(shared, _root(power * mu2))
     plain = _over(mu2, _root(plain_power * mu2))
     known = cosine > 0 and plain > 0
     return {
         "cosine": cosine,
         "ratio": _over(cosine, plain),
-        "bias": _over(shared, _root(own2 * mu2) if own2 > 0 and mu2 > 0 else 0.0),
+        "bias": _over(shared, _root(mean2 * mu2) if mean2 > 0 and mu2 > 0 else 0.0),
         "noise": _over(1 / cosine**2 - 1, 1 / plain**2 - 1) if known else np.nan,
         "norm": _over(sqrt(power), sqrt(plain_power)),
     }
 
 
 def noise_shares(grams: Grams) -> dict[str, float]:
-    """Return the parts of a gradient's noise E|g|^2 - |E g|^2 that its pivotal and its other tokens have.
+    """Return the shares of a gradient's noise E|g|^2 - |E g|^2 that come from its pivotal and its other tokens.
 
-    The two are not independent, so they add up to 1 less twice the parts' covariance over the noise. ``rho`` is the
-    pivotal part over both.
+    The two are not independent: they add up to 1 minus twice their covariance over the noise. ``rho`` is the pivotal
+    share over the sum of both.
 
     Raises:
-        ValueError: the parts are not there.
+        ValueError: the inner products of the parts are missing.
     """
     if grams.pivotal is None or grams.other is None:
         raise ValueError("noise_shares: expected the Grams of pivotal and other tokens")
-    whole = within(grams.own) - between(grams.own)
+    total = within(grams.method) - between(grams.method)
     pivotal = within(grams.pivotal) - between(grams.pivotal)
     other = within(grams.other) - between(grams.other)
     return {
-        "pivotal": _over(pivotal, whole),
-        "other": _over(other, whole),
+        "pivotal": _over(pivotal, total),
+        "other": _over(other, total),
         "rho": _over(pivotal, pivotal + other),
     }
 
 
 class WeightMoments(NamedTuple):
-    """Sums over a minibatch's tokens, each weighted by its ``score_noise``: of 1, w and w^2; arrays [M] of several."""
+    """Sums of 1, w and w^2 over a minibatch's tokens, weighted by ``score_noise``; arrays [M] for M minibatches."""
 
     pivotal: Any
     pivotal_weight: Any
@@ -112,18 +111,18 @@ class WeightMoments(NamedTuple):
 def weight_moments(
     weights: Float[Array, "B T"], noise: Float[Array, "B T"], pivotal: Bool[Array, "B T"]
 ) -> WeightMoments:
-    """Return the sums that ``noise_law`` needs; ``noise`` is 0 for tokens that do not count."""
+    """Compute the sums that ``noise_law`` needs; ``noise`` is 0 for tokens that do not count."""
     p, o = jnp.where(pivotal, noise, 0), jnp.where(pivotal, 0, noise)
     return WeightMoments(jnp.sum(p), jnp.sum(p * weights), jnp.sum(p * weights**2), jnp.sum(o), jnp.sum(o * weights**2))
 
 
 def noise_law(rho: float, moments: WeightMoments) -> float:
-    """Return the noise relative to GRPO that weights w should leave: (rho E_p[w^2] + (1 - rho) E_o[w^2]) / E_p[w]^2.
+    """Predict the noise of weights w relative to GRPO: (rho E_p[w^2] + (1 - rho) E_o[w^2]) / E_p[w]^2.
 
     rho is the pivotal tokens' share of plain GRPO's noise; E_p and E_o are means over pivotal and other tokens,
-    weighted by ``score_noise``. With one weight a for the others and one weight b for the pivotal this is
-    rho + (1 - rho)(a / b)^2. It holds where the other tokens carry no signal and their noise is orthogonal to the
-    signal, and where weights do not depend on what they multiply. NaN without a pivotal token.
+    weighted by ``score_noise``. If all pivotal tokens have weight b and all others weight a, this is
+    rho + (1 - rho)(a / b)^2. Assumes that the other tokens carry no signal, that their noise is orthogonal to the
+    signal, and that weights are independent of what they multiply. NaN without a pivotal token.
     """
     p, p1, p2, o, o2 = (float(np.sum(x)) for x in moments)
     if p == 0:
@@ -133,16 +132,16 @@ def noise_law(rho: float, moments: WeightMoments) -> float:
 
 
 def score_noise(logps: Float[Array, "B T"], advantages: Float[Array, "B"], mask: Bool[Array, "B T"]) -> Array:
-    """Return (1 - pi(y)) A^2, [B, T]: an estimate of the noise that a token's score brings, 0 outside the mask.
+    """Return (1 - pi(y)) A^2, [B, T]: an estimate of the noise of a token's score, 0 outside the mask.
 
-    The squared norm of the score with respect to the logits is on average 1 - sum pi^2 = E[1 - pi(y)]. A token that is
-    written with certainty has no score and no noise, whatever its weight.
+    The squared norm of the score with respect to the logits is on average 1 - sum pi^2 = E[1 - pi(y)]. A token that the
+    policy writes with certainty has no score and no noise, whatever its weight.
     """
     return jnp.where(mask, (1 - jnp.exp(jnp.minimum(logps, 0))) * advantages[:, None] ** 2, 0)
 
 
 def perfect_weights(pivotal: Bool[Array, "B T"], reasoning: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    """Return weights of all the mass on the pivotal tokens of the reasoning, 1 elsewhere and in rows with none."""
+    """Return weights with all mass of the reasoning on its pivotal tokens; 1 outside it and in rows without any."""
     chosen = pivotal & reasoning
     count = jnp.sum(chosen, axis=-1, keepdims=True)
     scale = jnp.sum(reasoning, axis=-1, keepdims=True) / jnp.maximum(count, 1)
@@ -150,10 +149,10 @@ def perfect_weights(pivotal: Bool[Array, "B T"], reasoning: Bool[Array, "B T"]) 
 
 
 def flattened(tree: Any, *, size: int) -> Float[Array, "K"]:
-    """Return a gradient as one float32 vector: itself up to ``size`` numbers, else a count sketch of that length.
+    """Flatten a gradient to a float32 vector; above ``size`` numbers, to a count sketch of that length.
 
-    The sketch adds every number with a random sign to a random place; the same ones in every call. Inner products of
-    sketches are those of the gradients on average, with a standard deviation of about |x| |y| / sqrt(size).
+    The sketch adds every number with a random sign to a random place, the same in every call. Its inner products
+    estimate those of the gradients without bias, with a standard deviation of about |x| |y| / sqrt(size).
     """
     leaves = [leaf.astype(jnp.float32).reshape(-1) for leaf in jax.tree.leaves(tree)]
     if sum(leaf.size for leaf in leaves) <= size:

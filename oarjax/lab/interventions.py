@@ -1,14 +1,14 @@
 """Causal oracles that credit is measured against: change one token and see if the answer or the reward changes.
 
-A token is changed to the policy's next choice, its likeliest token other than the current one, so that the text stays
-one that the policy could have written.
+A token is changed to the policy's next choice, its likeliest token other than the current one: the policy could have
+written the changed text too.
 
 direct  the rest of the reasoning is kept, and the answer is decoded again: does it change?
 total   everything after the token is decoded again: does the reward change? Compared with the same continuation of the
         unchanged token, also decoded greedily: for a greedy completion that is the completion itself.
 
-Both decode greedily, so that a change is caused by the token and not by sampling. The functions here run on the
-device; the loops over completions, the texts and the grades belong to the caller.
+Both decode greedily, so that the token causes a change and not sampling. The functions here run on the device; the
+loops over completions, the texts and the grades are in oarjax/lab/oracles.py.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from oarjax.types import Params, PromptBatch
 
 
 class Choices(NamedTuple):
-    """Greedy choices at each completion token, given all before it."""
+    """Greedy choices at each completion token, from the tokens before it."""
 
     first: Int[Array, "B T"]  # the likeliest token
-    other: Int[Array, "B T"]  # the likeliest other than the completion's own
+    other: Int[Array, "B T"]  # the likeliest other than the completion's token
 
 
 class Branches(NamedTuple):
@@ -47,9 +47,9 @@ def choices(
 ) -> Choices:
     """Compute the policy's likeliest token, and its likeliest other than the completion's, at T completion tokens."""
     hidden = stored_pass(policy, params, tokens, valid, completion_length=completion_length).hidden
-    own = tokens[:, -completion_length:]
-    none = jnp.full_like(own, -1)  # exclude no token
-    return Choices(next_choices(policy, params, hidden, none), next_choices(policy, params, hidden, own))
+    completion = tokens[:, -completion_length:]
+    none = jnp.full_like(completion, -1)  # exclude no token
+    return Choices(next_choices(policy, params, hidden, none), next_choices(policy, params, hidden, completion))
 
 
 def branch_prompts(
@@ -57,8 +57,8 @@ def branch_prompts(
 ) -> PromptBatch:
     """Lay the texts of ``branches`` out as left-padded prompts of ``width`` positions.
 
-    ``width`` must hold the longest of them, prompt included; longer ones are cut from the left. The completion
-    tokens before ``until`` must all be valid.
+    ``width`` must hold the longest text, prompt included; longer texts are cut from the left. The completion tokens
+    before ``until`` must all be valid.
 
     Raises:
         ValueError: width outside 1..N.
@@ -92,23 +92,23 @@ def answer_choice_changes(
 ) -> Bool[Array, "B T"]:
     """Mark reasoning tokens whose change to ``other`` changes a greedy choice at some ``answer`` token, the rest kept.
 
-    If ``answer`` covers all that the clean policy decodes greedily after the reasoning, False means that the changed
-    text decodes the same; True that it departs somewhere, which may still give the same answer. One pass over the
-    suffixes, as in exact OAR-P (also for ``chunk`` and ``buckets``), instead of a decoding per token.
+    ``answer`` must cover all that the clean policy decodes greedily after the reasoning. Then False means that the
+    changed text decodes to the same tokens; True means that it departs somewhere, perhaps with the same answer. One
+    pass over the suffixes replaces a decoding per token; ``chunk`` and ``buckets`` are those of exact OAR-P.
     """
     params = policy.head(jax.lax.stop_gradient(params))
     clean = stored_pass(policy, params, tokens, valid, completion_length=answer.shape[1])
-    own = tokens[:, -answer.shape[1] :]
+    completion = tokens[:, -answer.shape[1] :]
 
     def departs(states: Float[Array, "BK L D"], length: int, copies: int) -> Float[Array, "BK"]:
-        mask, wanted = (jnp.repeat(x[:, -length:], copies, axis=0) for x in (answer, own))
+        mask, clean_tokens = (jnp.repeat(x[:, -length:], copies, axis=0) for x in (answer, completion))
         rows, count = jnp.arange(mask.shape[0]), mask.sum(axis=1)
         order = jnp.argsort(~mask, axis=1, stable=True)  # answer positions first
 
         def look(a: Int[Array, ""], so_far: Bool[Array, "BK"]) -> Bool[Array, "BK"]:
             at = order[:, a]
             choice = jnp.argmax(policy.unembed(params, states[rows, at]), axis=-1)
-            return so_far | ((a < count) & (choice != wanted[rows, at]))
+            return so_far | ((a < count) & (choice != clean_tokens[rows, at]))
 
         departed = jax.lax.fori_loop(0, count.max(), look, jnp.zeros(mask.shape[0], bool))
         return departed.astype(states.dtype)

@@ -23,10 +23,10 @@ from oarjax.data.streams import right_pad
 from oarjax.data.truth import token_truth
 from oarjax.grading.grader import Grader
 from oarjax.lab.agreement import Evidence, agreement, best_agreement, concentration
-from oarjax.lab.completions import Drawn, answer_given, completion_ids
+from oarjax.lab.completions import Completions, completion_ids, read_answer
 from oarjax.lab.interventions import Branches
-from oarjax.lab.oracles import Continued, Direct, Total, direct_flips, total_flips
-from oarjax.lab.programs import Programs, as_method
+from oarjax.lab.oracles import Continuation, Direct, Total, direct_flips, total_flips
+from oarjax.lab.programs import Programs, with_method
 from oarjax.lab.results import LabCompletion, LabResult, MethodResult
 from oarjax.plan.jaxpr_flops import flop_counter
 from oarjax.report.files import token_texts
@@ -36,7 +36,7 @@ from oarjax.training.run import Run
 from oarjax.types import AnswerSpan, PromptBatch, Rollout
 
 WARM_UP = 2
-"""Calls before the clock counts."""
+"""Untimed calls before the timed ones."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Scored:
     """Scores of one program over all completions, with their cost."""
 
     scores: np.ndarray  # [R, T]
-    again: np.ndarray  # [R, T], with other noise
+    repeated: np.ndarray  # [R, T], the scores with other noise
     seconds: np.ndarray  # [batches], per completion
     forwards: np.ndarray  # [batches]
 
@@ -52,69 +52,72 @@ class Scored:
 # Oracles -----------------------------------------------------------------------------------------------------------
 
 
-def own_rewards(session: Run, grader: Grader, drawn: Drawn) -> np.ndarray:
+def completion_rewards(run: Run, grader: Grader, completions: Completions) -> np.ndarray:
     """Grade every completion by the first reward; NaN where the reference is unknown."""
-    completions = [Continued(ids, True) for ids in completion_ids(drawn.rollout)]
-    return graded(session, grader, drawn, list(range(len(completions))), completions)
+    whole = [Continuation(ids, True) for ids in completion_ids(completions.rollout)]
+    return grade_continuations(run, grader, completions, range(len(whole)), whole)
 
 
-def graded(session: Run, grader: Grader, drawn: Drawn, rows: Sequence[int], found: Sequence[Continued]) -> np.ndarray:
-    """Grade completions of the rows' problems by the config's first reward, each distinct one once."""
-    different = list(dict.fromkeys((row, *c.tokens, c.ended) for row, c in zip(rows, found) if drawn.referenced[row]))
+def grade_continuations(
+    run: Run, grader: Grader, completions: Completions, rows: Sequence[int], continuations: Sequence[Continuation]
+) -> np.ndarray:
+    """Grade continuations for the rows' problems by the config's first reward, duplicates only once."""
+    keys = [(row, *c.tokens, c.ended) for row, c in zip(rows, continuations)]
+    distinct = list(dict.fromkeys(key for key in keys if completions.referenced[key[0]]))
     values: dict[tuple[int, ...], float] = {}
-    if different:
-        ids = [list(key[1:-1]) for key in different]
-        tokens, made = right_pad(ids, length=max(map(len, ids)), pad_id=session.pad_id)
-        owners = [key[0] for key in different]
-        zeros = np.zeros(made.shape, np.float32)
-        ended = np.array([bool(key[-1]) for key in different])
-        rollout = Rollout(tokens, made, made, zeros, zeros, ended)  # type: ignore[arg-type]
-        numbered = dict(enumerate(drawn.problems))
-        batch = PromptBatch(tokens[:, :0], made[:, :0], np.asarray(owners, np.int32))  # type: ignore[arg-type]
-        grades = session.submit(grader, numbered, batch, rollout)()
-        values = dict(zip(different, grades.per_reward[session.cfg.grading.rewards[0].name].tolist()))
-    return np.array([values.get((row, *c.tokens, c.ended), np.nan) for row, c in zip(rows, found)], np.float32)
+    if distinct:
+        ids = [list(key[1:-1]) for key in distinct]
+        tokens, is_token = right_pad(ids, length=max(map(len, ids)), pad_id=run.pad_id)
+        problem_rows = np.array([key[0] for key in distinct], np.int32)
+        zeros = np.zeros(is_token.shape, np.float32)
+        ended = np.array([bool(key[-1]) for key in distinct])
+        rollout = Rollout(tokens, is_token, is_token, zeros, zeros, ended)  # type: ignore[arg-type]
+        numbered = dict(enumerate(completions.problems))
+        batch = PromptBatch(tokens[:, :0], is_token[:, :0], problem_rows)  # type: ignore[arg-type]
+        grades = run.submit(grader, numbered, batch, rollout)()
+        values = dict(zip(distinct, grades.per_reward[run.cfg.grading.rewards[0].name].tolist()))
+    return np.array([values.get(key, np.nan) for key in keys], np.float32)
 
 
 def oracles(
-    session: Run, programs: Programs, grader: Grader, drawn: Drawn, rewards: np.ndarray
+    run: Run, programs: Programs, grader: Grader, completions: Completions, rewards: np.ndarray
 ) -> tuple[Direct, Total]:
     """Apply both interventions to every reasoning token."""
-    lab, rollout = session.cfg.lab, drawn.rollout
+    lab, rollout = run.cfg.lab, completions.rollout
     decode = partial(programs.decode, length=rollout.completion.shape[1])
 
-    def fetched(tokens: Any, valid: Any, branches: Branches, *, width: int, max_new: int) -> Rollout:
-        return session.fetch(decode(tokens, valid, branches, width=width, max_new=max_new))
+    def decode_on_host(tokens: Any, valid: Any, branches: Branches, *, width: int, max_new: int) -> Rollout:
+        return run.fetch(decode(tokens, valid, branches, width=width, max_new=max_new))
 
     choice = _in_batches(programs.choose, (rollout,), lab.batch)
     direct = direct_flips(
-        fetched,
+        decode_on_host,
         programs.changes,
         rollout,
-        drawn.span,
+        completions.span,
         choice,
-        answer_of=partial(answer_given, session),
+        answer_of=partial(read_answer, run),
         answer_tokens=lab.answer_tokens,
         batch=lab.batch,
         rows=lab.branches,
-        pad_id=session.pad_id,
+        pad_id=run.pad_id,
     )
     total = total_flips(
-        fetched,
+        decode_on_host,
         rollout,
-        drawn.span,
+        completions.span,
         choice,
         rewards,
-        rewards_of=partial(graded, session, grader, drawn),
-        limit=max(session.cfg.rollout.max_new, rollout.completion.shape[1]),
+        rewards_of=partial(grade_continuations, run, grader, completions),
+        limit=max(run.cfg.rollout.max_new, rollout.completion.shape[1]),
         rows=lab.branches,
-        stop_ids=session.stop_ids,
+        stop_ids=run.stop_ids,
     )
     return direct, total
 
 
 def _batches(rows: int, batch: int) -> list[np.ndarray]:
-    """Split row numbers into batches of one size; the last is padded by repeating its rows."""
+    """Split row numbers into batches of equal size; the last is padded by repeating its rows."""
     return [np.resize(np.arange(start, min(start + batch, rows)), batch) for start in range(0, rows, batch)]
 
 
@@ -128,36 +131,40 @@ def _in_batches(fn: Callable[..., Any], trees: tuple[Any, ...], batch: int) -> A
 # Scores ------------------------------------------------------------------------------------------------------------
 
 
-def score_everything(
-    session: Run, programs: Programs, drawn: Drawn, credits: Sequence[CreditConfig]
+def score_methods(
+    run: Run, programs: Programs, completions: Completions, credits: Sequence[CreditConfig]
 ) -> dict[CreditConfig, Scored]:
-    """Score by every method that needs the policy, with time and FLOPs, batch by batch and the methods in turn."""
-    lab, rollout = session.cfg.lab, drawn.rollout
-    works: dict[Any, tuple[Callable[..., Any], AnswerSpan]] = {}
+    """Score by every method that needs the policy, and measure time and FLOPs: batch by batch, methods in turn.
+
+    Raises:
+        ConfigError: a custom method needs importance and entropies; the lab compares one signal per method.
+    """
+    lab, rollout = run.cfg.lab, completions.rollout
+    scorers: dict[Any, tuple[Callable[..., Any], AnswerSpan]] = {}
     for credit in credits:
-        wants = signals(credit, as_method(session, credit).custom_method)
-        if {"importance", "entropies"} <= wants:
+        needed = signals(credit, with_method(run, credit).custom_method)
+        if {"importance", "entropies"} <= needed:
             raise ConfigError(
-                f"lab.methods: {credit.function} needs importance and entropies, and the lab compares one signal a "
-                "method; leave it out, or let it compute the other"
+                f"lab.methods: expected methods with one signal, got {credit.function}, which needs importance and "
+                "entropies; leave it out, or compute one of the two in the method itself"
             )
-        if "importance" in wants:
-            works[credit] = programs.attribute(credit), as_method(session, credit).find_answers(rollout)
-        elif "entropies" in wants:
-            works[credit] = programs.entropies, drawn.span
-    jitted = {credit: jax.jit(fn) for credit, (fn, _) in works.items()}
-    out: dict[Any, list[tuple[Any, Any, float, float]]] = {credit: [] for credit in works}
+        if "importance" in needed:
+            scorers[credit] = programs.attribute(credit), with_method(run, credit).find_answers(rollout)
+        elif "entropies" in needed:
+            scorers[credit] = programs.entropies, completions.span
+    jitted = {credit: jax.jit(fn) for credit, (fn, _) in scorers.items()}
+    out: dict[Any, list[tuple[Any, Any, float, float]]] = {credit: [] for credit in scorers}
     counters: dict[Any, Callable[..., float]] = {}
-    keys = [jax.random.fold_in(jax.random.key(session.cfg.seed), draw) for draw in range(2)]
-    for number, chosen in enumerate(_batches(len(drawn.problems), lab.batch)):
-        part = session.place(take(rollout, chosen), "rows")
+    keys = [jax.random.fold_in(jax.random.key(run.cfg.seed), draw) for draw in range(2)]
+    for number, chosen in enumerate(_batches(len(completions.problems), lab.batch)):
+        part = run.place(take(rollout, chosen), "rows")
         first, second = (row_keys(key, jnp.asarray(chosen)) for key in keys)
-        forward = programs.params, part, take(drawn.span, chosen), first
+        forward = programs.params, part, take(completions.span, chosen), first
         if number == 0:
             counters[None] = flop_counter(programs.forward, *forward)
         unit = counters[None](*forward)
-        for credit, (fn, span) in works.items():
-            args = programs.params, part, session.place(take(span, chosen), "rows")
+        for credit, (fn, span) in scorers.items():
+            args = programs.params, part, run.place(take(span, chosen), "rows")
             if number == 0:
                 counters[credit] = flop_counter(fn, *args, first)
                 for _ in range(WARM_UP):
@@ -165,10 +172,10 @@ def score_everything(
             start = time.perf_counter()
             scores = jax.block_until_ready(jitted[credit](*args, first))
             seconds = (time.perf_counter() - start) / lab.batch
-            again = jitted[credit](*args, second) if draws_noise(credit) else scores
+            repeated = jitted[credit](*args, second) if draws_noise(credit) else scores
             forwards = counters[credit](*args, first) / unit
-            out[credit].append((np.asarray(scores), np.asarray(again), seconds, forwards))
-    rows = len(drawn.problems)
+            out[credit].append((np.asarray(scores), np.asarray(repeated), seconds, forwards))
+    rows = len(completions.problems)
     return {
         credit: Scored(
             np.concatenate([p[0] for p in parts])[:rows],
@@ -180,126 +187,132 @@ def score_everything(
     }
 
 
-class Judged(NamedTuple):
-    """A method's ranking and weights of the tokens of all completions, [R, T]."""
+class TokenCredit(NamedTuple):
+    """A method's credit of the tokens of all completions, [R, T]."""
 
-    ranking: np.ndarray
-    again: np.ndarray  # with other noise
+    ranking: np.ndarray  # scores to rank tokens by
+    repeated: np.ndarray  # the ranking with other noise
     weights: np.ndarray
 
 
-def judge(session: Run, drawn: Drawn, credit: CreditConfig, scored: Scored | None, rewards: np.ndarray) -> Judged:
-    """Compute a method's weights, and its ranking: the raw scores, or the weights of a method without scores."""
-    own = as_method(session, credit)
-    weigh = weigher(credit, keyword_table=own.keyword_table, custom_method=own.custom_method)
-    rollout, wants = drawn.rollout, signals(credit, own.custom_method)
-    made = np.asarray(rollout.completion)
+def credit_tokens(
+    run: Run, completions: Completions, credit: CreditConfig, scored: Scored | None, rewards: np.ndarray
+) -> TokenCredit:
+    """Compute a method's weights and its ranking: its raw scores, or its weights if it has no scores."""
+    method = with_method(run, credit)
+    weigh = weigher(credit, keyword_table=method.keyword_table, custom_method=method.custom_method)
+    rollout, needed = completions.rollout, signals(credit, method.custom_method)
+    span, is_token = jax.tree.map(jnp.asarray, (completions.span, rollout.completion))
     advantages = jnp.where(jnp.asarray(rewards) > 0, 1.0, -1.0)
 
-    def once(scores: np.ndarray | None, key: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+    def rank_and_weigh(scores: np.ndarray | None, key: jax.Array) -> tuple[np.ndarray, np.ndarray]:
         values = None if scores is None else jnp.asarray(scores)
-        given = Signals(
-            importance=values if "importance" in wants else None,
-            entropies=values if "entropies" in wants else None,
-            tokens=jnp.asarray(rollout.tokens)[:, -made.shape[1] :] if "tokens" in wants else None,
+        inputs = Signals(
+            importance=values if "importance" in needed else None,
+            entropies=values if "entropies" in needed else None,
+            tokens=jnp.asarray(rollout.tokens)[:, -is_token.shape[1] :] if "tokens" in needed else None,
         )
-        weights = np.asarray(weigh(given, jax.tree.map(jnp.asarray, drawn.span), advantages, jnp.asarray(made), key))
+        weights = np.asarray(weigh(inputs, span, advantages, is_token, key))
         if credit.method == "random":
-            return np.asarray(random_scores(key, jnp.arange(made.shape[0]), tokens=made.shape[1])), weights
+            return np.asarray(random_scores(key, jnp.arange(is_token.shape[0]), tokens=is_token.shape[1])), weights
         return (weights if scores is None or credit.method in ("permuted", "custom") else scores), weights
 
-    keys = [jax.random.fold_in(jax.random.key(session.cfg.seed), draw) for draw in range(2)]
-    ranking, weights = once(None if scored is None else scored.scores, keys[0])
-    again, _ = once(None if scored is None else scored.again, keys[1])
-    return Judged(ranking, again, weights)
+    keys = [jax.random.fold_in(jax.random.key(run.cfg.seed), draw) for draw in range(2)]
+    ranking, weights = rank_and_weigh(None if scored is None else scored.scores, keys[0])
+    repeated, _ = rank_and_weigh(None if scored is None else scored.repeated, keys[1])
+    return TokenCredit(ranking, repeated, weights)
 
 
-# The whole ---------------------------------------------------------------------------------------------------------
+# All of the lab ----------------------------------------------------------------------------------------------------
 
 
-def run_lab(session: Run, programs: Programs, grader: Grader, drawn: Drawn) -> LabResult:
+def run_lab(run: Run, programs: Programs, grader: Grader, completions: Completions) -> LabResult:
     """Compute everything that ``oarjax credit`` prints and writes."""
-    cfg, console = session.cfg, session.console
+    cfg, console = run.cfg, run.console
     lab = cfg.lab
     methods = {name: changed(cfg.credit, changes) for name, changes in lab.methods.items()}
     exact = changed(cfg.credit, {"method": "oar_p"})
-    with console.status("oracles: changing tokens and decoding on"):
-        rewards = own_rewards(session, grader, drawn)
-        direct, total = oracles(session, programs, grader, drawn, rewards)
+    with console.status("oracles: changing tokens and decoding again"):
+        rewards = completion_rewards(run, grader, completions)
+        direct, total = oracles(run, programs, grader, completions, rewards)
     with console.status("scores of every method"):
-        scored = score_everything(session, programs, drawn, list(dict.fromkeys([exact, *methods.values()])))
-    judged = {name: judge(session, drawn, c, scored.get(c), rewards) for name, c in methods.items()}
-    reasoning = np.asarray(drawn.span.reasoning)
-    texts = [token_texts([session.table[i] for i in ids]) for ids in completion_ids(drawn.rollout)]
-    known, wrong = known_tokens(session, drawn.problems, texts, reasoning, rewards) or (None, None)
+        scored = score_methods(run, programs, completions, list(dict.fromkeys([exact, *methods.values()])))
+    credited = {name: credit_tokens(run, completions, c, scored.get(c), rewards) for name, c in methods.items()}
+    reasoning = np.asarray(completions.span.reasoning)
+    texts = [token_texts([run.table[i] for i in ids]) for ids in completion_ids(completions.rollout)]
+    known, wrong_step = known_tokens(run, completions.problems, texts, reasoning, rewards) or (None, None)
     evidence = Evidence(
         jnp.asarray(reasoning),
         jnp.asarray(scored[exact].scores),
         jnp.asarray(direct.flips),
-        jnp.asarray(total.flips) if drawn.referenced.any() else None,
+        jnp.asarray(total.flips) if completions.referenced.any() else None,
         None if known is None else jnp.asarray(known),
-        None if wrong is None else jnp.asarray(wrong),
+        None if wrong_step is None else jnp.asarray(wrong_step),
     )
     over_batches = partial(bootstrap_interval, resamples=lab.bootstrap, seed=cfg.seed)
-    over_problems = partial(over_batches, problems=np.array([p.index for p in drawn.problems]))
+    over_problems = partial(over_batches, problems=np.array([p.index for p in completions.problems]))
     results = []
     for name, credit in methods.items():
-        j = judged[name]
-        values: dict[str, Any] = dict(agreement(jnp.asarray(j.ranking), evidence, share=lab.share))
-        values |= concentration(jnp.asarray(j.weights), evidence.reasoning, share=lab.share)
+        ranking, repeated, weights = map(jnp.asarray, credited[name])
+        values: dict[str, Any] = dict(agreement(ranking, evidence, share=lab.share))
+        values |= concentration(weights, evidence.reasoning, share=lab.share)
         if draws_noise(credit):
-            values["repeat"] = spearman(jnp.asarray(j.ranking), jnp.asarray(j.again), evidence.reasoning)
+            values["repeat"] = spearman(ranking, repeated, evidence.reasoning)
         figures = {k: over_problems(np.asarray(v, np.float64)) for k, v in values.items()}
-        cost, nothing = scored.get(credit), np.zeros(1)
-        figures["forwards"] = over_batches(nothing if cost is None else cost.forwards)
-        figures["seconds"] = over_batches(nothing if cost is None else cost.seconds)
+        cost, no_cost = scored.get(credit), np.zeros(1)
+        figures["forwards"] = over_batches(no_cost if cost is None else cost.forwards)
+        figures["seconds"] = over_batches(no_cost if cost is None else cost.seconds)
         results.append(MethodResult(name, lab.methods[name], figures))
     masks = {"direct": (direct.flips, direct.usable), "total": (total.flips, total.usable)}
     if known is not None:
         masks["computed"] = known, np.ones(len(known), bool)
-    named = {
+    shares = {
         name: over_problems(np.where(usable, (mask & reasoning).sum(1) / reasoning.sum(1), np.nan))
         for name, (mask, usable) in masks.items()
     }
     best = {k: over_problems(np.asarray(v, np.float64)) for k, v in best_agreement(evidence, share=lab.share).items()}
-    shown_facts = {k: str(v) for k, v in session.facts().items()} | {
-        "completions": _taken(drawn),
+    facts = {k: str(v) for k, v in run.facts().items()} | {
+        "completions": _count_text(completions),
         "reasoning tokens": f"{reasoning.sum(1).mean():.1f} on average, {reasoning.sum():,} in all",
         "decoded for the oracles": f"{direct.decoded:,} answers, {total.decoded:,} continuations",
     }
-    if wrong is not None:
-        shown_facts["first wrong step"] = f"known in {wrong.any(1).sum()} of {(rewards <= 0).sum()} failed completions"
+    if wrong_step is not None:
+        failed = (rewards <= 0).sum()
+        facts["first wrong step"] = f"known in {wrong_step.any(1).sum()} of {failed} failed completions"
     return LabResult(
         title=cfg.policy.path,
-        facts=shown_facts,
+        facts=facts,
         share=lab.share,
         interval=(
-            f"±: half of a 95% interval, percentile bootstrap over {_resampled(drawn)} "
+            f"±: half of a 95% interval, percentile bootstrap over {_units_text(completions)} "
             f"({lab.bootstrap:,} resamples); of forwards and time over batches of {lab.batch}"
         ),
-        oracles=named,
+        oracles=shares,
         best=best,
         methods=results,
-        completions=shown_completions(session, drawn, rewards, texts, judged, direct.flips, total.flips, known, wrong),
+        completions=collect_completions(
+            run, completions, rewards, texts, credited, direct.flips, total.flips, known, wrong_step
+        ),
     )
 
 
-def _taken(drawn: Drawn) -> str:
-    """Describe how many completions were taken, and out of how many."""
-    taken, out_of = len(drawn.problems), f"with an answer, out of {drawn.considered}"
-    return f"{taken} {out_of}" if taken == drawn.answered else f"the first {taken} of {drawn.answered} {out_of}"
+def _count_text(completions: Completions) -> str:
+    """Describe how many completions are compared, and out of how many."""
+    count, out_of = len(completions.problems), f"with an answer, out of {completions.considered}"
+    answered = completions.answered
+    return f"{count} {out_of}" if count == answered else f"the first {count} of {answered} {out_of}"
 
 
-def _resampled(drawn: Drawn) -> str:
+def _units_text(completions: Completions) -> str:
     """Describe the units that the intervals resample."""
-    problems = len({p.index for p in drawn.problems})
-    if problems == len(drawn.problems):
+    problems = len({p.index for p in completions.problems})
+    if problems == len(completions.problems):
         return f"{problems} problems"
     return f"{problems} prompts, each with its rollouts"
 
 
 def known_tokens(
-    session: Run,
+    run: Run,
     problems: Sequence[Problem],
     texts: Sequence[Sequence[str]],
     reasoning: np.ndarray,
@@ -307,32 +320,32 @@ def known_tokens(
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Mark the tokens known to carry the computation, and the first wrong step of failed completions, [R, T] each.
 
-    None where the task is not a built-in one.
+    None for a task that is not built in.
     """
-    known, wrong = np.zeros(reasoning.shape, bool), np.zeros(reasoning.shape, bool)
+    known, wrong_step = np.zeros(reasoning.shape, bool), np.zeros(reasoning.shape, bool)
     for row, (problem, tokens) in enumerate(zip(problems, texts)):
-        truth = token_truth(session.cfg.data.eval or session.cfg.data.train, problem.prompt, tokens)
+        truth = token_truth(run.cfg.data.eval or run.cfg.data.train, problem.prompt, tokens)
         if truth is None:
             return None
         known[row, : len(tokens)] = truth.computed
-        wrong[row, : len(tokens)] = truth.wrong
-    return known & reasoning, wrong & reasoning & (rewards <= 0)[:, None]
+        wrong_step[row, : len(tokens)] = truth.wrong
+    return known & reasoning, wrong_step & reasoning & (rewards <= 0)[:, None]
 
 
-def shown_completions(
-    session: Run,
-    drawn: Drawn,
+def collect_completions(
+    run: Run,
+    completions: Completions,
     rewards: np.ndarray,
     texts: Sequence[Sequence[str]],
-    judged: Mapping[str, Judged],
+    credited: Mapping[str, TokenCredit],
     direct: np.ndarray,
     total: np.ndarray,
     known: np.ndarray | None,
-    wrong: np.ndarray | None,
+    wrong_step: np.ndarray | None,
 ) -> list[LabCompletion]:
     """Collect the first ``lab.shown`` completions for the page."""
-    shown, ids = [], completion_ids(drawn.rollout)
-    for row, tokens in enumerate(texts[: session.cfg.lab.shown]):
+    shown, ids = [], completion_ids(completions.rollout)
+    for row, tokens in enumerate(texts[: run.cfg.lab.shown]):
         n = len(tokens)
 
         def short(x: np.ndarray, row: int = row, n: int = n) -> list[float]:
@@ -340,19 +353,19 @@ def shown_completions(
 
         shown.append(
             LabCompletion(
-                prompt=drawn.problems[row].prompt,
-                answer=answer_given(session, ids[row]),
-                reference=drawn.problems[row].reference if drawn.referenced[row] else None,
+                prompt=completions.problems[row].prompt,
+                answer=read_answer(run, ids[row]),
+                reference=completions.problems[row].reference if completions.referenced[row] else None,
                 reward=float(rewards[row]),
                 tokens=list(tokens),
-                is_reasoning=np.asarray(drawn.span.reasoning)[row, :n].tolist(),
-                is_answer=np.asarray(drawn.span.answer)[row, :n].tolist(),
+                is_reasoning=np.asarray(completions.span.reasoning)[row, :n].tolist(),
+                is_answer=np.asarray(completions.span.answer)[row, :n].tolist(),
                 direct=direct[row, :n].tolist(),
                 total=total[row, :n].tolist(),
                 known=[] if known is None else known[row, :n].tolist(),
-                wrong=[] if wrong is None else wrong[row, :n].tolist(),
-                scores={name: short(j.ranking) for name, j in judged.items()},
-                weights={name: short(j.weights) for name, j in judged.items()},
+                wrong=[] if wrong_step is None else wrong_step[row, :n].tolist(),
+                scores={name: short(c.ranking) for name, c in credited.items()},
+                weights={name: short(c.weights) for name, c in credited.items()},
             )
         )
     return shown

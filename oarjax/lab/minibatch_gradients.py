@@ -1,10 +1,9 @@
-"""``oarjax credit --gradients``: minibatches drawn as in training, and their gradient under every method.
+"""``oarjax credit --gradients``: draw minibatches as in training, and compare their gradients under every method.
 
-Every minibatch has the programs of a run: rollouts are sampled, graded, scored and weighed as in training, and the
-gradient is that of the loss. Only its surrogate counts: the KL term and the entropy bonus have no credit and are off.
-All methods see the same rollouts. Of each gradient only its inner products with others are kept, so that memory holds
-two sets of gradients, plain GRPO's and one method's, in up to ``lab.gradients.sketch`` numbers each, and the sums of
-one update.
+Rollouts are sampled, graded, scored and weighed by the programs of a run, and the gradient is that of the loss. Only
+its surrogate counts: the KL term and the entropy bonus have no credit and are off. All methods see the same rollouts.
+Only inner products of gradients are kept. Memory holds two sets of gradients (plain GRPO's and one method's, each
+gradient at most ``lab.gradients.sketch`` numbers) and the sums of one update.
 """
 
 from __future__ import annotations
@@ -54,10 +53,10 @@ TRUTH, GATED = "truth", "truth through the gate"
 
 
 class Minibatch(NamedTuple):
-    """Graded groups of rollouts, on the host, and how their rows are dealt to microbatches."""
+    """Graded groups of rollouts on the host, and the plan that splits their rows into microbatches."""
 
     problems: np.ndarray  # [P]
-    rollout: Rollout  # prompts as wide as any may be
+    rollout: Rollout  # prompts padded to the widest allowed
     advantages: np.ndarray  # [B]
     trained: np.ndarray  # bool [B, T]
     rewards: np.ndarray  # [B], NaN where not graded
@@ -67,12 +66,12 @@ class Minibatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Placed:
-    """One minibatch on the device, in microbatches [M, b, ...]."""
+    """A minibatch on the device, in microbatches [M, b, ...]."""
 
-    batch: TrainBatch  # with the rows' advantages along their tokens
+    batch: TrainBatch  # with the rows' advantages repeated along their tokens
     span: Any
     rollout: Any
-    rows: jax.Array  # [M, b], their numbers
+    rows: jax.Array  # [M, b], row numbers
     row_advantages: jax.Array  # [M, b]
     pivotal: jax.Array | None
     pieces: tuple[Piece, ...]
@@ -80,7 +79,7 @@ class Placed:
 
 
 def gradient_config(cfg: Config, credit: CreditConfig) -> Config:
-    """Return a run's config with one update per rollout of the lab's size, a method, and no term without credit."""
+    """Return a run's config with a credit method, one update per rollout, and no loss terms without credit."""
     prompts = cfg.lab.gradients.prompts or cfg.rollout.prompts
     microbatch = gcd(prompts * cfg.rollout.group_size, cfg.update.microbatch)
     once = {"epochs": 1, "minibatches": 1, "microbatch": microbatch, "refills": 0}
@@ -96,7 +95,7 @@ def gradient_config(cfg: Config, credit: CreditConfig) -> Config:
 
 
 def measure_gradients(run: Run, params: Params, grader: Grading) -> GradientResult:
-    """Compare the minibatch gradient of every method of the lab with the expected gradient of plain GRPO.
+    """Compare the minibatch gradients of every method of the lab with the expected gradient of plain GRPO.
 
     Raises:
         ConfigError: no minibatch has a group of unequal rewards, so there is no gradient.
@@ -108,35 +107,34 @@ def measure_gradients(run: Run, params: Params, grader: Grading) -> GradientResu
         minibatches = draw_minibatches(plain, steps, state, grader)
     if not any(m.advantages.any() for m in minibatches):
         raise ConfigError(
-            "lab.gradients: every group's rewards are equal, so that there is no gradient; give another policy, easier "
-            "problems, or more lab.gradients.minibatches"
+            "lab.gradients: the rewards within every group are equal, so there is no gradient; set another policy, "
+            "easier problems, or more lab.gradients.minibatches"
         )
     by_piece = plain.cfg.loss.aggregation == "bnpo"
     gradient = gradient_program(steps, by_piece=by_piece, size=cfg.lab.gradients.sketch)
     known = minibatches[0].pivotal is not None
     placed = [place(plain, m, steps) for m in minibatches]
-    moments = partial(moments_of, gradient, state)
-    baseline = moments([(p, p.batch.advantages, jnp.ones_like(p.batch.advantages)) for p in placed], None)
+    compute = partial(moments_of, gradient, state)
+    baseline = compute([(p, p.batch.advantages, jnp.ones_like(p.batch.advantages)) for p in placed], None)
     methods = {name: changed(cfg.credit, changes) for name, changes in cfg.lab.methods.items()}
     results, count = [], len(placed)
     rho = _with_intervals(lambda kept: noise_shares(baseline.grams.of(kept)), count)["rho"] if known else None
 
-    def add(name: str, credit: Mapping[str, Any], found: Moments) -> None:
-        results.append(MethodResult(name, credit, _with_intervals(partial(figures_of, found, baseline), count)))
+    def add(name: str, credit: Mapping[str, Any], moments: Moments) -> None:
+        results.append(MethodResult(name, credit, _with_intervals(partial(figures_of, moments, baseline), count)))
 
     for number, (name, credit) in enumerate(methods.items(), start=1):
         with run.console.status(f"gradients: {name} ({number} of {len(methods)})"):
             if credit.method == "uniform":
                 add(name, cfg.lab.methods[name], baseline)
                 continue
-            own = with_credit(run, credit)
-            weighed = weigh_minibatches(own, state, minibatches, placed)
-            add(name, cfg.lab.methods[name], moments(weighed, baseline))
+            weighed = weigh_minibatches(with_credit(run, credit), state, minibatches, placed)
+            add(name, cfg.lab.methods[name], compute(weighed, baseline))
     if all(credit.method != "uniform" for credit in methods.values()):
         add(PLAIN, {"method": "uniform"}, baseline)
     if known:
         for name in (TRUTH, GATED):
-            add(name, {}, moments(list(weigh_by_truth(cfg.credit, placed, gated=name == GATED)), baseline))
+            add(name, {}, compute(list(weigh_by_truth(cfg.credit, placed, gated=name == GATED)), baseline))
     rewards = [float(np.nanmean(m.rewards)) for m in minibatches if np.isfinite(m.rewards).any()]
     outside = np.array([float(x) for x in (outside_share(p) for p in placed)])
     overall = {"reward": mean_interval(np.array(rewards)), "outside": mean_interval(outside)}
@@ -149,7 +147,7 @@ def measure_gradients(run: Run, params: Params, grader: Grading) -> GradientResu
 
 
 def with_credit(run: Run, credit: CreditConfig) -> Run:
-    """Return the run whose every rollout makes one update by a method."""
+    """Return the run with a credit method and one update per rollout."""
     return run.with_config(gradient_config(run.cfg, credit))
 
 
@@ -157,7 +155,7 @@ def with_credit(run: Run, credit: CreditConfig) -> Run:
 
 
 def draw_minibatches(run: Run, steps: Steps, state: TrainState, grader: Grading) -> list[Minibatch]:
-    """Sample and grade minibatches of the training problems; the state stays as it is."""
+    """Sample and grade minibatches of the training problems; the state is not updated."""
     cfg, stream = run.cfg, run.prompts()
     capacity = cfg.rollout.prompts * cfg.rollout.group_size
     host = HostCallbacks(
@@ -190,7 +188,7 @@ def draw_minibatches(run: Run, steps: Steps, state: TrainState, grader: Grading)
 
 
 def pivotal_tokens(run: Run, rollout: Rollout, problems: np.ndarray) -> np.ndarray | None:
-    """Mark the tokens that decide the outcome, [B, T]; None where the task does not say."""
+    """Mark the tokens that decide the outcome, [B, T]; None where the task does not define them."""
     out = np.zeros(rollout.completion.shape, bool)
     for row, texts in enumerate(run.tokens(rollout)):
         question = run.train.by_index[int(problems[row])].prompt
@@ -202,7 +200,7 @@ def pivotal_tokens(run: Run, rollout: Rollout, problems: np.ndarray) -> np.ndarr
 
 
 def read_spans(run: Run, m: Minibatch) -> tuple[AnswerSpan, tuple[Rollout, AnswerSpan] | None]:
-    """Return a minibatch's spans as a method reads them, and what is probed where that is not the rollout itself."""
+    """Return the spans that a method reads, and the probed rollout with its spans; None if it is the rollout itself."""
     span = run.find_answers(m.rollout)
     if run.cfg.credit.answer.source != "reference":
         return span, None
@@ -212,13 +210,13 @@ def read_spans(run: Run, m: Minibatch) -> tuple[AnswerSpan, tuple[Rollout, Answe
 
 
 def place(run: Run, m: Minibatch, steps: Steps) -> Placed:
-    """Deal a minibatch's rows to microbatches and send them to the devices."""
+    """Split a minibatch's rows into microbatches and send them to the devices."""
     span, _ = read_spans(run, m)
     numbers = np.arange(len(m.advantages), dtype=np.int32)
     per_token = np.where(m.trained, m.advantages[:, None], 0).astype(np.float32)
     pivotal = m.trained & (False if m.pivotal is None else m.pivotal)
-    (dealt,) = m.plan.split((m.rollout, span, numbers, m.advantages, m.trained, per_token, pivotal))
-    rollout, span, rows, advantages, trained, per_token, pivotal = run.place(dealt, "microbatches")
+    (arrays,) = m.plan.split((m.rollout, span, numbers, m.advantages, m.trained, per_token, pivotal))
+    rollout, span, rows, advantages, trained, per_token, pivotal = run.place(arrays, "microbatches")
     batch = TrainBatch(
         tokens=rollout.tokens,
         valid=rollout.valid,
@@ -249,7 +247,7 @@ Weighed = tuple[Placed, jax.Array, jax.Array]
 def gradient_program(steps: Steps, *, by_piece: bool, size: int) -> Callable[..., jax.Array]:
     """Return (state, batch, pieces, denominator) -> the flattened gradient that an update would apply, [K].
 
-    ``by_piece``: the loss is a mean over microbatches (aggregation bnpo), which counts for itself.
+    ``by_piece``: the loss is a mean over microbatches (aggregation bnpo), divided by their count instead.
     """
 
     @jax.jit
@@ -266,12 +264,12 @@ def gradient_program(steps: Steps, *, by_piece: bool, size: int) -> Callable[...
 def weigh_minibatches(
     run: Run, state: TrainState, minibatches: Sequence[Minibatch], placed: Sequence[Placed]
 ) -> Iterator[Weighed]:
-    """Yield every minibatch with a method's token advantages, made as in training."""
+    """Yield every minibatch with a method's token advantages, computed as in training."""
     cfg = run.cfg
     for number, (m, p) in enumerate(zip(minibatches, placed), start=1):
         noise_key, order_key = (rollout_key(state.key, step=number, batch=b) for b in (NOISE, ORDER))
-        (dealt,) = m.plan.split(read_spans(run, m))
-        span, probed = run.place(dealt, "microbatches")
+        (spans,) = m.plan.split(read_spans(run, m))
+        span, probed = run.place(spans, "microbatches")
         scores = score(
             run.steps,
             whole(state),
@@ -284,12 +282,12 @@ def weigh_minibatches(
             key=noise_key,
             probe=cfg.credit.probe.mode,
         )
-        given, _ = run.steps.credit(scores, p.rollout, span, p.row_advantages, p.batch.completion, order_key, p.rows)
-        yield p, given.advantages, given.weights
+        credit, _ = run.steps.credit(scores, p.rollout, span, p.row_advantages, p.batch.completion, order_key, p.rows)
+        yield p, credit.advantages, credit.weights
 
 
 def weigh_by_truth(credit: CreditConfig, placed: Sequence[Placed], *, gated: bool) -> Iterator[Weighed]:
-    """Yield every minibatch with the weights of one who knows which tokens are pivotal."""
+    """Yield every minibatch with weights that know the pivotal tokens."""
     for p in placed:
         if p.pivotal is None:
             raise ValueError("weigh_by_truth: expected minibatches whose pivotal tokens are known")
@@ -310,9 +308,9 @@ def weigh_by_truth(credit: CreditConfig, placed: Sequence[Placed], *, gated: boo
 class Moments:
     """Sums over a method's minibatch gradients."""
 
-    vectors: Float[np.ndarray, "M K"] | None  # plain GRPO's own: the reference of the others
+    vectors: Float[np.ndarray, "M K"] | None  # plain GRPO's gradients, the reference of the others
     grams: Grams
-    weights: WeightMoments | None  # arrays [M], where the pivotal tokens are known
+    weights: WeightMoments | None  # arrays [M]; None if the pivotal tokens are unknown
     inverse_ess: Float[np.ndarray, "M"]
 
 
@@ -323,14 +321,14 @@ def moments_of(
     vectors, pivotal, sums, inverse_ess = [], [], [], []
     for p, advantages, weights in weighed:
 
-        def of(tokens: jax.Array, p: Placed = p) -> np.ndarray:
-            batch = replace(p.batch, advantages=tokens)
+        def fetch_gradient(advantages: jax.Array, p: Placed = p) -> np.ndarray:
+            batch = replace(p.batch, advantages=advantages)
             return np.asarray(jax.device_get(gradient(state, batch, p.pieces, p.denominator)))
 
-        vectors.append(of(advantages))
+        vectors.append(fetch_gradient(advantages))
         inverse_ess.append(float(jax.device_get(inverse_ess_of(p, weights))))
         if p.pivotal is not None:
-            pivotal.append(of(jnp.where(p.pivotal, advantages, 0)))
+            pivotal.append(fetch_gradient(jnp.where(p.pivotal, advantages, 0)))
             sums.append(jax.device_get(law_moments(p, weights)))
     g = np.stack(vectors)
     u = g if baseline is None or baseline.vectors is None else baseline.vectors
@@ -348,7 +346,7 @@ def _gram(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _noise_of(p: Placed) -> jax.Array:
-    """Return ``score_noise`` of every token that is trained on, [rows, T]."""
+    """Compute ``score_noise`` of every trained token, [rows, T]."""
     flat = p.rollout.behaviour_logps
     return score_noise(
         flat.reshape(-1, flat.shape[-1]), p.row_advantages.reshape(-1), p.batch.completion.reshape(-1, flat.shape[-1])
@@ -356,13 +354,13 @@ def _noise_of(p: Placed) -> jax.Array:
 
 
 def law_moments(p: Placed, weights: jax.Array) -> WeightMoments:
-    """Return the sums of a minibatch that the law needs."""
+    """Compute a minibatch's sums for ``noise_law``."""
     length = weights.shape[-1]
     return weight_moments(weights.reshape(-1, length), _noise_of(p), jnp.asarray(p.pivotal).reshape(-1, length))
 
 
 def outside_share(p: Placed) -> jax.Array:
-    """Return the share of a minibatch's score noise that lies outside the reasoning: in its answers, mostly."""
+    """Return the share of a minibatch's score noise outside the reasoning, mostly in its answers."""
     noise = _noise_of(p)
     inside = jnp.sum(jnp.where(p.span.reasoning.reshape(noise.shape), noise, 0))
     total = jnp.sum(noise)
@@ -370,7 +368,7 @@ def outside_share(p: Placed) -> jax.Array:
 
 
 def inverse_ess_of(p: Placed, weights: jax.Array) -> jax.Array:
-    """Return the mean of 1 / ESS over the rows that are trained on."""
+    """Return the mean of 1 / ESS over the trained rows."""
     length = weights.shape[-1]
     reasoning = p.span.reasoning.reshape(-1, length) & p.batch.completion.reshape(-1, length)
     ratio = ess_ratio(weights.reshape(-1, length), reasoning)
@@ -381,14 +379,14 @@ def inverse_ess_of(p: Placed, weights: jax.Array) -> jax.Array:
 # Figures -----------------------------------------------------------------------------------------------------------
 
 
-def figures_of(found: Moments, baseline: Moments, kept: np.ndarray) -> dict[str, float]:
-    """Return a method's figures from some of the minibatches."""
-    out = alignment(found.grams.of(kept)) | {"inverse_ess": float(np.mean(found.inverse_ess[kept]))}
-    if found.weights is not None:
-        shares = noise_shares(found.grams.of(kept))
+def figures_of(moments: Moments, baseline: Moments, kept: np.ndarray) -> dict[str, float]:
+    """Compute a method's figures from some of the minibatches."""
+    out = alignment(moments.grams.of(kept)) | {"inverse_ess": float(np.mean(moments.inverse_ess[kept]))}
+    if moments.weights is not None:
+        shares = noise_shares(moments.grams.of(kept))
         rho = noise_shares(baseline.grams.of(kept))["rho"]
-        moments = WeightMoments(*(x[kept] for x in found.weights))
-        out |= {"pivotal": shares["pivotal"], "other": shares["other"], "law": noise_law(rho, moments)}
+        weights = WeightMoments(*(x[kept] for x in moments.weights))
+        out |= {"pivotal": shares["pivotal"], "other": shares["other"], "law": noise_law(rho, weights)}
     return out
 
 
@@ -409,5 +407,5 @@ def _facts(run: Run, minibatches: Sequence[Minibatch], state: TrainState, known:
         f"{np.mean(rows):.1f} rows with a gradient",
         "gradients": f"{numbers:,} numbers, inner products "
         + ("exact" if exact else f"estimated from count sketches of {size:,}: ±{size**-0.5:.1e} of the norms' product"),
-        "pivotal tokens": "known" if known else "not known of this task",
+        "pivotal tokens": "known" if known else "unknown for this task",
     }

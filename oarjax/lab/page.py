@@ -1,7 +1,7 @@
 """credit.html: every method's weights on the same completions, on one self-contained page without scripts.
 
-The method is switched by radio buttons and style rules alone. Everything that comes from a model or a dataset goes
-through the template's escaping, and ``visible`` before it; the page loads nothing, as its content policy says.
+Radio buttons and style rules alone switch the method. Text from a model or a dataset passes ``visible`` and the
+template's escaping. The page loads nothing; its content policy enforces that.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def token_title(c: LabCompletion, at: int, names: list[str]) -> str:
     """Return a token's hover text: its oracles, then every method's weight and score."""
     marks = [("direct: changing it changes the answer", c.direct), ("total: changing it changes the reward", c.total)]
     marks += [("holds a step's result", c.known), ("the first wrong step", c.wrong)]
-    said = [text for text, mask in marks if mask and mask[at]]
+    notes = [text for text, mask in marks if mask and mask[at]]
     if not c.is_reasoning[at]:
-        said.append("answer" if c.is_answer[at] else "outside the reasoning")
-    lines = ["; ".join(said)] if said else []
+        notes.append("answer" if c.is_answer[at] else "outside the reasoning")
+    lines = ["; ".join(notes)] if notes else []
     lines += [f"{name}: weight {short(c.weights[name][at])}, score {short(c.scores[name][at])}" for name in names]
     return visible("\n".join(lines))
 
@@ -77,9 +77,11 @@ def _card(c: LabCompletion, names: list[str]) -> dict[str, Any]:
     lengths |= {
         f"{kind} of {n}": len(v[n]) for kind, v in (("weights", c.weights), ("scores", c.scores)) for n in names
     }
-    wrong = {name: n for name, n in lengths.items() if n != len(c.tokens)}
-    if wrong:
-        raise ValueError(f"completion: expected {len(c.tokens)} entries, one per token, in each field, got {wrong}")
+    mismatches = {name: n for name, n in lengths.items() if n != len(c.tokens)}
+    if mismatches:
+        raise ValueError(
+            f"completion: expected {len(c.tokens)} entries, one per token, in each field, got {mismatches}"
+        )
     pieces = []
     for at, text in enumerate(c.tokens):
         classes = [level_class(c.weights[name][at], method=i) for i, name in enumerate(names)]

@@ -34,7 +34,7 @@ def draw_lab(result: LabResult) -> Any:
             'credit.png needs matplotlib, which is not installed; pip install "oarjax[log]", or set report.html=false'
         ) from None
     figure = Canvas(figsize=(14, 5.2), dpi=150, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)  # the figure's own canvas: no global backend is touched
+    FigureCanvasAgg(figure)  # its own canvas, not the global backend
     top = f"top {100 * result.share:g}%"
     panels = figure.subplots(1, 3)
     _against_cost(panels[0], result, "recall_exact", f"{top} of exact OAR-P found in the method's {top}")
@@ -51,16 +51,16 @@ def _against_cost(axis: Any, result: LabResult, name: str, title: str) -> None:
 
     free = []
     for i, method in enumerate(result.methods):
-        cost, found = method.figures.get("forwards"), method.figures.get(name)
-        if cost is None or found is None or not math.isfinite(found.mean):
+        cost, interval = method.figures.get("forwards"), method.figures.get(name)
+        if cost is None or interval is None or not math.isfinite(interval.mean):
             continue
         if not cost.mean > 0:
             free.append(method)
             continue
         axis.errorbar(
             [cost.mean],
-            [found.mean],
-            yerr=_half(found),
+            [interval.mean],
+            yerr=_half(interval),
             fmt=MARKERS[i // len(COLOURS) % len(MARKERS)],
             color=COLOURS[i % len(COLOURS)],
             markersize=6,
@@ -91,19 +91,19 @@ def _bars(axis: Any, result: LabResult, name: str, title: str) -> None:
         (i, m) for i, m in enumerate(result.methods) if name in m.figures and math.isfinite(m.figures[name].mean)
     ]
     for place, (i, method) in enumerate(rows):
-        found = method.figures[name]
-        axis.barh(place, found.mean, xerr=_half(found), color=COLOURS[i % len(COLOURS)], height=0.7, capsize=2)
+        interval = method.figures[name]
+        axis.barh(place, interval.mean, xerr=_half(interval), color=COLOURS[i % len(COLOURS)], height=0.7, capsize=2)
     axis.set_yticks(range(len(rows)), [visible(m.name) for _, m in rows])
     axis.invert_yaxis()
     axis.axvline(0, color="#555555", linewidth=0.8)
     _dress(axis, title)
 
 
-def _half(found: Interval) -> Any:
+def _half(interval: Interval) -> Any:
     """Return the error bar below and above the mean, None without an interval."""
-    if not math.isfinite(found.low):
+    if not math.isfinite(interval.low):
         return None
-    return [[max(found.mean - found.low, 0)], [max(found.high - found.mean, 0)]]
+    return [[max(interval.mean - interval.low, 0)], [max(interval.high - interval.mean, 0)]]
 
 
 def _dress(axis: Any, title: str) -> None:

@@ -20,39 +20,39 @@ from oarjax.types import AnswerSpan, Params, Rollout
 
 
 class Programs(NamedTuple):
-    """Programs of the lab. Those that take params first are timed, and their FLOPs counted."""
+    """Programs of the lab. The programs that take params first are timed, and their FLOPs are counted."""
 
     params: Params
     sample: Callable[..., Rollout]  # (prompts, key)
     choose: Callable[..., Any]  # (rollout) -> Choices
     decode: Callable[..., Rollout]  # see oarjax.lab.oracles.Decode
-    changes: Callable[..., Any]  # see AnswerChanges there
+    changes: Callable[..., Any]  # see oarjax.lab.oracles.AnswerChanges
     forward: Callable[..., Any]  # (params, rollout, span, row keys) -> states: the unit of cost
     entropies: Callable[..., Any]  # (params, rollout, span, row keys) -> [b, T]
     attribute: Callable[[CreditConfig], Callable[..., Any]]  # -> (params, rollout, span, row keys) -> [b, T]
 
 
-def make_programs(session: Run, params: Params) -> Programs:
+def make_programs(run: Run, params: Params) -> Programs:
     """Bind the programs to a policy; nothing is compiled yet."""
-    cfg, policy = session.cfg, session.policy
-    roll, masking, pad = cfg.rollout, cfg.credit.masking, session.pad_id
-    sampling = jax.jit(session.rollout_layout.prepare, out_shardings=session.rollout_layout.params)(params)
+    cfg, policy = run.cfg, run.policy
+    roll, masking, pad = cfg.rollout, cfg.credit.masking, run.pad_id
+    sampling = jax.jit(run.rollout_layout.prepare, out_shardings=run.rollout_layout.params)(params)
     temperature = roll.temperature if cfg.lab.temperature is None else cfg.lab.temperature
-    rows = session.rollout_layout.rows
-    everywhere = NamedSharding(rows.mesh, PartitionSpec())  # of branches there may be fewer than devices
-    draw = partial(group_sampler, session.rollout_layout.policy, cfg, stop_ids=session.stop_ids, pad_id=pad, group=1)
+    rows = run.rollout_layout.rows
+    everywhere = NamedSharding(rows.mesh, PartitionSpec())  # there may be fewer branches than devices
+    draw = partial(group_sampler, run.rollout_layout.policy, cfg, stop_ids=run.stop_ids, pad_id=pad, group=1)
     greedy = cache(partial(draw, rows=everywhere, temperature=0.0, top_k=0, top_p=1.0))
 
     @jax.jit
     def choose(params: Params, r: Rollout) -> Any:
         return choices(policy, params, r.tokens, r.valid, completion_length=r.completion.shape[1])
 
-    begun = jax.jit(branch_prompts, static_argnames=("completion_length", "width"))
+    lay_out = jax.jit(branch_prompts, static_argnames=("completion_length", "width"))
 
-    def decoded(
+    def decode(
         params: Params, tokens: Any, valid: Any, branches: Branches, *, length: int, width: int, max_new: int
     ) -> Rollout:
-        prompts = begun(tokens, valid, branches, completion_length=length, width=width)
+        prompts = lay_out(tokens, valid, branches, completion_length=length, width=width)
         return greedy(max_new=max_new)(params, prompts, jax.random.key(0))
 
     @jax.jit
@@ -76,8 +76,8 @@ def make_programs(session: Run, params: Params) -> Programs:
         )[1]
 
     def attribute(credit: CreditConfig) -> Callable[..., Any]:
-        own = as_method(session, credit)
-        custom = {"custom_probe": own.custom_probe, "custom_method": own.custom_method}
+        method = with_method(run, credit)
+        custom = {"custom_probe": method.custom_probe, "custom_method": method.custom_method}
         score = scorer(credit, policy, temperature=roll.temperature, pad_id=pad, **custom)
         return lambda params, r, span, keys: score(params, r, span, keys, credit.probe.mode).importance
 
@@ -85,7 +85,7 @@ def make_programs(session: Run, params: Params) -> Programs:
         params=params,
         sample=partial(draw(rows=rows, temperature=temperature), sampling),
         choose=partial(choose, params),
-        decode=partial(decoded, sampling),
+        decode=partial(decode, sampling),
         changes=partial(changes, params),
         forward=forward,
         entropies=entropies,
@@ -93,6 +93,6 @@ def make_programs(session: Run, params: Params) -> Programs:
     )
 
 
-def as_method(session: Run, credit: CreditConfig) -> Run:
-    """The session of a run with this method: its own units of the reasoning, keywords and probe."""
-    return session.with_config(session.cfg.model_copy(update={"credit": credit}))
+def with_method(run: Run, credit: CreditConfig) -> Run:
+    """Return the run with this credit method, and the method's reasoning units, keywords and probe."""
+    return run.with_config(run.cfg.model_copy(update={"credit": credit}))

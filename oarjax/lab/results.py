@@ -22,7 +22,7 @@ from oarjax.system.json import number, to_json
 @dataclass(frozen=True)
 class MethodResult:
     name: str
-    credit: Mapping[str, Any]  # fields of credit that make the method
+    credit: Mapping[str, Any]  # fields of the config's credit section that define the method
     figures: Mapping[str, Interval]
 
 
@@ -39,8 +39,8 @@ class LabCompletion:
     is_answer: Sequence[bool]
     direct: Sequence[bool]
     total: Sequence[bool]
-    known: Sequence[bool]  # empty where nothing is known
-    wrong: Sequence[bool]  # the first wrong step of a failed one; empty where nothing is known
+    known: Sequence[bool]  # tokens known to carry the computation; empty if unknown
+    wrong: Sequence[bool]  # the first wrong step of a failed completion; empty if unknown
     scores: Mapping[str, Sequence[float]]  # by method
     weights: Mapping[str, Sequence[float]]
 
@@ -50,8 +50,8 @@ class GradientResult:
     """Relations of every method's minibatch gradient to the expected gradient of plain GRPO."""
 
     facts: Mapping[str, str]
-    interval: str  # how the intervals were made
-    figures: Mapping[str, Interval]  # reward, share of the score noise outside the reasoning, rho where it is known
+    interval: str  # describes the intervals
+    figures: Mapping[str, Interval]  # reward, share of the score noise outside the reasoning, rho if known
     methods: Sequence[MethodResult]
 
 
@@ -80,9 +80,9 @@ class Column(NamedTuple):
 
 AGREEMENT = (
     Column("spearman", "Spearman", "rank correlation with exact OAR-P"),
-    Column("recall_exact", "OAR-P top", "share of exact OAR-P's own top tokens that the method's top holds"),
+    Column("recall_exact", "OAR-P top", "share of exact OAR-P's top tokens that the method's top holds"),
     Column("recall_direct", "direct", "same for tokens whose change, the rest kept, changes the decoded answer"),
-    Column("recall_total", "total", "same for tokens whose change, all after it decoded anew, changes the reward"),
+    Column("recall_total", "total", "same for tokens whose change, all after it decoded again, changes the reward"),
     Column("recall_known", "computed", "same for the tokens known to carry the computation"),
 )
 SEPARATION = (
@@ -118,11 +118,11 @@ NOISE = (
 BEST = "best possible"
 
 
-def cell(found: Interval | None, *, scale: float = 1.0) -> str:
+def cell(figure: Interval | None, *, scale: float = 1.0) -> str:
     """Format as ``0.57 ±.04``, the mean and half the interval; n/a where undefined, the mean alone without interval."""
-    if found is None or not math.isfinite(found.mean):
-        return "n/a" if found is not None else ""
-    mean, half = scale * found.mean, scale * found.half
+    if figure is None or not math.isfinite(figure.mean):
+        return "n/a" if figure is not None else ""
+    mean, half = scale * figure.mean, scale * figure.half
     digits = 2 if abs(mean) < 10 else 1 if abs(mean) < 100 else 0
     text = f"{mean:,.{digits}f}"
     if not math.isfinite(half):
@@ -138,7 +138,7 @@ def shown_columns(result: LabResult, columns: Sequence[Column]) -> list[Column]:
 
 
 def table_cells(result: LabResult, columns: Sequence[Column]) -> list[list[str]]:
-    """Return a line per method, and one of the best possible recalls if a column has any."""
+    """Return a line per method, and a line of the best possible recalls if a column has any."""
     lines = [[m.name, *(cell(m.figures.get(c.name), scale=c.scale) for c in columns)] for m in result.methods]
     if any(c.name in result.best for c in columns):
         lines.append([BEST, *(cell(result.best.get(c.name)) for c in columns)])
@@ -151,7 +151,7 @@ def legend(result: LabResult, columns: Sequence[Column]) -> str:
 
 
 def tables(result: LabResult) -> list[tuple[str, Sequence[Column], LabResult]]:
-    """Return title, columns and lines of every table that has a figure to show; the lines as a result of their own."""
+    """Return the title, columns and lines of every table that has a figure to show; the lines are a LabResult."""
     top = f"top {100 * result.share:g}%"
     parts = [
         (f"Which tokens: what the {top} of the reasoning holds", AGREEMENT, result),
@@ -168,13 +168,14 @@ def tables(result: LabResult) -> list[tuple[str, Sequence[Column], LabResult]]:
     return [part for part in parts if shown_columns(part[2], part[1])]
 
 
-def gradient_notes(found: GradientResult) -> list[str]:
-    """Return what was measured, in sentences."""
+def gradient_notes(gradients: GradientResult) -> list[str]:
+    """Describe the measurement in sentences."""
     shares = {"rho": "pivotal tokens' share of GRPO's noise (rho)", "outside": "score noise outside the reasoning"}
-    notes = [f"mean reward {cell(found.figures['reward'])}"]
-    notes += [f"{text} {cell(found.figures[n], scale=100.0)}%" for n, text in shares.items() if n in found.figures]
-    facts = "; ".join(f"{name}: {text}" for name, text in found.facts.items())
-    return [f"Gradients: {facts}; {'; '.join(notes)}.", f"{found.interval}."]
+    figures = gradients.figures
+    notes = [f"mean reward {cell(figures['reward'])}"]
+    notes += [f"{text} {cell(figures[n], scale=100.0)}%" for n, text in shares.items() if n in figures]
+    facts = "; ".join(f"{name}: {text}" for name, text in gradients.facts.items())
+    return [f"Gradients: {facts}; {'; '.join(notes)}.", f"{gradients.interval}."]
 
 
 def print_lab(console: Console, result: LabResult) -> None:
@@ -193,8 +194,8 @@ def print_lab(console: Console, result: LabResult) -> None:
             table.add_row(*(Text(visible(text), style=style) for text in line))
         console.print(table)
         console.print()
-    named = ", ".join(f"{name} {cell(found, scale=100.0)}%" for name, found in result.oracles.items())
-    console.print(f"Share of reasoning tokens that each oracle names: {named}.", markup=False)
+    shares = ", ".join(f"{name} {cell(figure, scale=100.0)}%" for name, figure in result.oracles.items())
+    console.print(f"Share of reasoning tokens that each oracle names: {shares}.", markup=False)
     if "completions" in result.facts:
         console.print(f"Completions: {result.facts['completions']}.", markup=False)
     console.print(f"{result.interval}.", style="dim", markup=False)
@@ -206,7 +207,7 @@ def print_lab(console: Console, result: LabResult) -> None:
 
 
 def lab_json(result: LabResult) -> str:
-    """Write the whole result as strict JSON; null for a number that is not finite."""
+    """Return the whole result as strict JSON; a number that is not finite is null."""
     return to_json(asdict(result), indent=1)
 
 
@@ -238,6 +239,6 @@ def read_lab(path: Path) -> LabResult:
             key: {name: [number(v) for v in values] for name, values in c[key].items()} for key in ("scores", "weights")
         }
         completions.append(LabCompletion(**(c | by_method | {"reward": number(c["reward"])})))
-    made = {"oracles": figures(tree["oracles"]), "best": figures(tree["best"])}
-    made |= {"methods": methods(tree["methods"]), "completions": completions, "gradients": gradients}
-    return LabResult(**(tree | made))
+    parsed = {"oracles": figures(tree["oracles"]), "best": figures(tree["best"])}
+    parsed |= {"methods": methods(tree["methods"]), "completions": completions, "gradients": gradients}
+    return LabResult(**(tree | parsed))

@@ -45,25 +45,25 @@ class SavedRollout:
 
 
 def read_rollouts(path: Path, form: Format = "auto") -> list[SavedRollout]:
-    """Read the rollouts of a .jsonl or .parquet file, or of all such files of a folder in the order of their numbers.
+    """Read the rollouts of a .jsonl or .parquet file, or of all such files in a folder, ordered by their numbers.
 
-    ``auto`` detects the format by the fields of the first rollout. TRL's and verl's empty completions are left out:
+    ``auto`` detects the format by the fields of the first rollout. Empty completions of TRL and verl are left out:
     they have no tokens.
 
     Raises:
-        DataError: no such file, a line that is not JSON or lacks a field, fields of no known format, or no rollout.
+        DataError: there is no such file or rollout, a line is not JSON or lacks a field, or the format is unknown.
     """
-    found: list[SavedRollout] = []
+    rollouts: list[SavedRollout] = []
     for file in _files(path):
         for place, record in _records(file):
             if form == "auto":
                 form = _recognised(record, place)
             rollout = READ[form](record, place)
             if rollout.completion or form == "oarjax":
-                found.append(rollout)
-    if not found:
+                rollouts.append(rollout)
+    if not rollouts:
         raise DataError(f"--rollouts: {path} holds no rollouts; {FIELDS}")
-    return found
+    return rollouts
 
 
 def _files(path: Path) -> list[Path]:
@@ -99,7 +99,7 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _recognised(record: dict[str, Any], place: str) -> Format:
-    """Detect the format by a record's fields. Only TRL's has steps beside prompts; ours has iterations."""
+    """Detect the format by a record's fields. TRL's records have steps beside prompts; oarjax's have iterations."""
     if {"input", "output"} <= set(record):
         return "verl"
     if {"step", "prompt", "completion"} <= set(record) and "iteration" not in record:
@@ -107,9 +107,8 @@ def _recognised(record: dict[str, Any], place: str) -> Format:
     if {"prompt", "prompt_ids", "completion", "completion_ids"} & set(record):
         return "oarjax"
     raise DataError(
-        f"{place}: fields {', '.join(map(repr, record))} are of no known format; known are oarjax (prompt, "
-        "completion), trl (step, prompt, completion, advantage) and verl (input, output, gts, score); name it with "
-        "--format, or rename the fields"
+        f"{place}: expected the fields of oarjax (prompt, completion), trl (step, prompt, completion, advantage) or "
+        f"verl (input, output, gts, score), got {', '.join(map(repr, record))}; set --format, or rename the fields"
     )
 
 
@@ -163,31 +162,31 @@ def _column(record: dict[str, Any], name: str, place: str, form: str) -> Any:
         return _messages(value, f"{place}: {name}")
     known = ", ".join(map(repr, record))
     raise DataError(
-        f"{place}: {name}: format {form} has text or chat messages there, got {value!r:.80}; fields {known}"
+        f"{place}: {name}: expected text or chat messages (format {form}), got {value!r:.80}; the fields are {known}"
     )
 
 
 def _messages(turns: list[Any], where: str) -> Messages:
     """Check turns and join their text parts; a text policy cannot read other parts."""
-    found = []
+    messages = []
     for turn in turns:
         content = turn.get("content") if isinstance(turn, dict) else None
         if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
             content = "".join(str(p.get("text") or "") for p in content)
         if not isinstance(content, str) or not isinstance(turn.get("role"), str):
             raise DataError(f"{where}: expected chat messages with role and text content, got {turn!r:.80}")
-        found.append({"role": turn["role"], "content": content})
-    return found
+        messages.append({"role": turn["role"], "content": content})
+    return messages
 
 
 def _completion_text(completion: Any, place: str) -> str | list[int]:
-    """Return a completion, or the text of one saved as an assistant's turn."""
+    """Return a completion as it is, or the text of a completion that was saved as an assistant's turn."""
     if not (isinstance(completion, list) and completion and isinstance(completion[0], dict)):
         return completion
     if len(completion) > 1 or completion[0]["role"] != "assistant":
         roles = ", ".join(turn["role"] for turn in completion)
         raise DataError(
-            f"{place}: a completion of the turns {roles}; credit is assigned within one turn of the assistant: save "
-            "each as a separate rollout, with the turns before it in its prompt"
+            f"{place}: completion: expected one turn of the assistant, got the turns {roles}; save each turn of the "
+            "assistant as a separate rollout, with the turns before it in its prompt"
         )
     return completion[0]["content"]

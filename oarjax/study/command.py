@@ -1,4 +1,7 @@
-"""``oarjax study``: arms and seeds of one run config in worker processes, then tables and figures. Imports no jax."""
+"""``oarjax study``: train arms and seeds of one run config in worker processes, then write tables and figures.
+
+Imports no jax.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +30,23 @@ WORKER = (sys.executable, "-m", "oarjax.study.worker")
 def run(
     config: Path, overrides: Sequence[str], *, quick: bool = False, jobs: int | None = None, page: Path | None = None
 ) -> None:
-    """Run the unfinished runs, and write study.json, study.md, curves.png and frontier.png.
+    """Train the unfinished runs, and write study.json, study.md, curves.png and frontier.png.
 
     Args:
-        jobs: runs at once; None = one per core on a CPU, else 1; 0 = none, only collect results.
+        jobs: runs at once; None = one per core on a CPU, else 1; 0 = only collect results.
         page: a Markdown page to paste the results into, with the figures beside it.
 
     Raises:
-        ConfigError: the study or one of its runs is not valid.
+        ConfigError: the study or one of its runs is invalid, or matplotlib is not installed.
         PageError: ``page`` has no marks to paste between.
-        StudyError: runs failed; the others are in the results.
+        StudyError: runs failed; the results hold the others.
     """
     console = make_console()
     plan = make_plan(load_study(config, list(overrides), quick=quick))
     if find_spec("matplotlib") is None:
-        raise ConfigError('oarjax study: its figures need matplotlib; pip install "oarjax[log]"')
+        raise ConfigError(
+            'oarjax study: the figures need matplotlib, which is not installed; pip install "oarjax[log]"'
+        )
     for each in [*plan.starts.values(), *(planned.config for planned in plan.runs)]:
         refuse_another_run(Path(each.run_dir).expanduser(), each)
     if page is not None:
@@ -60,13 +65,13 @@ def run(
     write_results(plan, command=command, failed=[outcome.name for outcome in failed], page=page, console=console)
     if failed:
         raise StudyError(
-            f"{len(failed)} of {len(todo)} failed, the same command tries them again:\n"
+            f"{len(failed)} of {len(todo)} failed; the same command retries them:\n"
             + "\n".join(f"  {outcome.name}: {_last_line(outcome.error or '')}" for outcome in failed)
         )
 
 
 def tasks(plan: Plan) -> list[Job]:
-    """List the missing starts and the unfinished runs."""
+    """List a job for every missing start and every unfinished run."""
     left = [planned for planned in plan.runs if not finished(planned)]
     seeds = dict.fromkeys(planned.seed for planned in left)
     started = [seed for seed in seeds if (Path(plan.starts[seed].run_dir) / "before.json").is_file()]
@@ -127,7 +132,7 @@ def _workers(plan: Plan, jobs: int | None) -> int:
 
 
 def _reporter(console: Console, plan: Plan, total: int) -> Callable[[Outcome, int], None]:
-    """Return a function that prints a line for each job that has ended."""
+    """Return a function that prints a line for each job at its end."""
     began = time.monotonic()
     folders = {f"seed {planned.seed}, {planned.name}": planned.config.run_dir for planned in plan.runs}
 

@@ -1,4 +1,4 @@
-"""The config of a study, arms and seeds of one run config, and its plan: every run with its folder.
+"""Read a study's config (arms and seeds of one run config) and plan its runs with their folders.
 
 A study is a YAML file plus ``key.sub=value`` overrides, like a run. Everything is checked before the first run.
 """
@@ -19,17 +19,17 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator, mo
 from oarjax.config import Config, ConfigError, Count, Section, apply_override, explained, parse_config, read_tree
 
 Changes = dict[str, Any]
-"""Fields to change: nested, or with dots in their names (``credit.gate.tau: 0.2``), or both."""
+"""Fields to change: nested, with dotted names (``credit.gate.tau: 0.2``), or both."""
 
 FREE = ("advantage", "credit", "loss", "optim", "update")
-"""Sections in which arms may differ. Start, problems, rollouts and evaluation are the same for all."""
+"""Sections in which arms may differ. All arms share the start, problems, rollouts and evaluation."""
 FIXED = ("update.refills", "credit.answer.style", "credit.answer.pattern")
-"""Fields of these sections that would give an arm different rollouts or rewards."""
+"""Fields of these sections in which arms may not differ: they change the rollouts or the rewards."""
 
 
 def _different(seeds: tuple[int, ...]) -> tuple[int, ...]:
     if not seeds or len(set(seeds)) < len(seeds):
-        raise ValueError(f"expected at least one seed and each once, got {list(seeds)}")
+        raise ValueError(f"expected at least one seed, each once, got {list(seeds)}")
     return seeds
 
 
@@ -53,13 +53,13 @@ class SweepConfig(Section):
         bad = [name for name, values in self.over.items() if len({json.dumps(v) for v in values}) < max(len(values), 1)]
         if not self.over or bad:
             named = f"of {', '.join(bad)}" if bad else "for at least one field"
-            raise ValueError(f"over: expected at least one value {named}, and each once")
+            raise ValueError(f"over: expected at least one value {named}, each once")
         return self
 
 
 class StudyConfig(Section):
     run_dir: str = Field(description="folder of the study; with --quick, -quick is appended")
-    base: dict[str, Any] = Field(description="the run that arms change: its fields, or a file beside this one")
+    base: dict[str, Any] = Field(description="the run config that arms change: its fields, or a file beside this one")
     arms: dict[str, Changes] = Field(description="name to show -> fields changed, in: " + ", ".join(FREE))
     seeds: Seeds
     against: tuple[str, ...] = Field(default=(), description="arms that the others are compared with, seed by seed")
@@ -98,10 +98,10 @@ def _swept(sweep: SweepConfig | None) -> list[tuple[str, str]]:
 class Planned:
     """A run of a study. ``config.run_dir`` is its folder, within its seed's folder."""
 
-    name: str  # as shown: the arm, or the cell's fields
+    name: str  # of the arm, or the cell's fields
     seed: int
     config: Config
-    home: Path  # the seed's folder: its warm start
+    home: Path  # the seed's folder, with its warm start
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,10 @@ class Plan:
 
 
 def load_study(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *, quick: bool = False) -> StudyConfig:
-    """Read a study's YAML file, apply overrides and with ``quick`` its section ``quick``, and validate.
+    """Read a study's YAML file, apply the overrides and, with ``quick``, its section ``quick``, and validate it.
 
     Raises:
-        ConfigError: as ``load_config``; ``quick`` without that section; the base's file is missing.
+        ConfigError: as for ``load_config``; also if the section ``quick`` or the base's file is missing.
     """
     tree = read_tree(path)
     _read_base(tree, Path(path).parent)
@@ -141,7 +141,7 @@ def load_study(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *,
     _read_base(tree, Path(path).parent)
     study = _validate(tree, source=str(path))
     if quick and study.quick is None:
-        raise ConfigError(f"{path}: --quick needs a section quick: the fields that it changes")
+        raise ConfigError(f"{path}: --quick needs a section quick; add it, with the fields that it changes")
     if quick and study.quick is not None:
         changes = {"run_dir": f"{study.run_dir}-quick"} | study.quick
         study = _validate(merged(tree, changes, where="quick"), source=f"{path} with --quick")
@@ -149,7 +149,7 @@ def load_study(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *,
 
 
 def _read_base(tree: dict[str, Any], folder: Path) -> None:
-    """Replace the name of the base's file by its fields."""
+    """Replace the name of the base's file with its fields."""
     if isinstance(tree.get("base"), str):
         tree["base"] = read_tree(folder / tree["base"])
 
@@ -165,7 +165,7 @@ def make_plan(study: StudyConfig) -> Plan:
     """Plan every run of a study.
 
     Raises:
-        ConfigError: an arm or a cell is not a valid run, or would not have the same start and rollouts as the others.
+        ConfigError: an arm or a cell is not a valid run, or does not share the start and the rollouts of the others.
     """
     base, root, sweep = study.base, Path(study.run_dir).expanduser(), study.sweep
     seeds = tuple(dict.fromkeys((*study.seeds, *(sweep.seeds if sweep else ()))))
@@ -191,7 +191,7 @@ def make_plan(study: StudyConfig) -> Plan:
     for name, runs in arms.items():
         twin = names.setdefault(_content(runs[0].config), name)
         if twin != name:
-            raise ConfigError(f"arms.{name}: the same run as arms.{twin}; change a field of it, or leave it out")
+            raise ConfigError(f"arms.{name}: is the same run as arms.{twin}; change one of its fields, or leave it out")
     if sweep is None:
         return Plan(study, root, starts, arms, ())
     known = {_content(run.config): run for runs in arms.values() for run in runs}
@@ -206,7 +206,7 @@ def make_plan(study: StudyConfig) -> Plan:
 
 
 def merged(tree: Mapping[str, Any], changes: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """Copy a nested dict with fields changed; dots in names lead into sections, mappings are merged.
+    """Copy a nested dict with changed fields. Dots in names lead into sections; mappings are merged.
 
     Raises:
         ConfigError: a dotted name leads into a value.
@@ -227,7 +227,7 @@ def merged(tree: Mapping[str, Any], changes: Mapping[str, Any], *, where: str) -
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one with dotted names; of two values for one name the later one counts."""
+    """Flatten nested mappings to one mapping with dotted names; of two values for the same name the last counts."""
     out: dict[str, Any] = {}
     for name, value in tree.items():
         out |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
@@ -235,12 +235,12 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def slug(name: str) -> str:
-    """Turn a name into a folder's: letters, digits, dots, the rest as single dashes."""
+    """Turn a name into a folder name: letters, digits and dots, all else as single dashes."""
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-.")
 
 
 def _content(cfg: Config) -> str:
-    """Return the config without the run's folder, to compare runs by."""
+    """Return the config without the run's folder, to compare runs."""
     return json.dumps(cfg.model_dump(mode="json", exclude={"run_dir"}), sort_keys=True)
 
 
@@ -253,11 +253,11 @@ def _check_equal(base: Config, arm: Config, where: str) -> None:
         for field in (type(before).model_fields if isinstance(before, Section) else [""])
         if field == "" or getattr(before, field) != getattr(now, field)
     ]
-    wrong = [path for path in changed if path.split(".")[0] not in FREE or path in FIXED]
+    forbidden = [path for path in changed if path.split(".")[0] not in FREE or path in FIXED]
     before, after = base.credit.answer, arm.credit.answer  # rewards read these too
-    wrong += [f"credit.answer.{f}" for f in ("style", "pattern") if vars(before)[f] != vars(after)[f]]
-    if wrong:
+    forbidden += [f"credit.answer.{f}" for f in ("style", "pattern") if vars(before)[f] != vars(after)[f]]
+    if forbidden:
         raise ConfigError(
-            f"{where}: changes {', '.join(wrong)}; arms may differ in {', '.join(FREE)} (not in {', '.join(FIXED)}), "
-            "so that all have the same start, problems and rollouts; set it in base"
+            f"{where}: expected changes in {', '.join(FREE)} (except {', '.join(FIXED)}), got {', '.join(forbidden)}; "
+            "all arms must have the same start, problems and rollouts: set it in base"
         )

@@ -1,4 +1,4 @@
-"""A study's figures (extra ``log``): learning curves and comparisons, and the sweep as a heat map."""
+"""Draw a study's figures (extra ``log``): learning curves, comparisons, and the sweep as a heat map."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from oarjax.report.curves import COLOURS, DASHES
 
 DPI = 80
-"""Low, since the figures are committed beside a page."""
+"""Low: the figures are committed beside a page."""
 
 
 def draw_curves(tree: Mapping[str, Any], path: Path) -> None:
-    """Draw learning curves, differences to the arms compared with, entropy, ESS and time into one PNG.
+    """Draw learning curves, differences to the reference arms, entropy, ESS and time into one PNG.
 
     Args:
         tree: as ``study.results.collect`` returns it, with at least one arm.
@@ -75,7 +75,7 @@ def draw_frontier(sweep: Mapping[str, Any], path: Path) -> None:
 def _learning(axis: Any, arms: Mapping[str, Any]) -> None:
     for i, (name, arm) in enumerate(arms.items()):
         curve = [(p["iteration"], p["pass_at_1"]) for p in arm["curve"] if p["pass_at_1"] is not None]
-        # Shifted, or the intervals of seven arms would hide each other.
+        # Shifted so that the intervals of the arms do not overlap.
         x = [n + 0.25 * (i - (len(arms) - 1) / 2) for n, _ in curve]
         y = [100 * t[0] for _, t in curve]
         half = [100 * (t[2] - t[0]) if t[2] is not None else 0.0 for _, t in curve]
@@ -121,5 +121,5 @@ def _figure(panels: int, *, across: int) -> tuple[Any, list[Any]]:
     down = -(-panels // across)
     size = (4.6 * across, 3.1 * down + 0.4)
     figure = Figure(figsize=size, dpi=DPI, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)  # the figure's own canvas: no global backend is touched
+    FigureCanvasAgg(figure)  # its own canvas, not the global backend
     return figure, figure.subplots(down, across, squeeze=False).ravel().tolist()

@@ -21,26 +21,26 @@ from oarjax.errors import UserError
 
 
 class StudyError(UserError, RuntimeError):
-    """Some jobs failed; the others have finished."""
+    """Raised when some jobs failed; the others have finished."""
 
 
 @dataclass(frozen=True)
 class Job:
     name: str
     task: Mapping[str, Any]  # sent to the worker as JSON
-    needs: str | None = None  # a job of this name that has to succeed first
+    needs: str | None = None  # name of a job that must succeed first
 
 
 @dataclass(frozen=True)
 class Outcome:
     name: str
     seconds: float
-    error: str | None  # None: it succeeded
+    error: str | None  # None on success
 
 
 @dataclass
 class _Board:
-    """Jobs waiting and running, shared by the threads that drive one worker each."""
+    """Waiting and running jobs, shared by the threads, each of which drives one worker."""
 
     waiting: list[Job]
     running: set[str] = field(default_factory=set)
@@ -57,12 +57,12 @@ def run_jobs(
     log: Path,
     report: Callable[[Outcome, int], None] = lambda outcome, left: None,
 ) -> list[Outcome]:
-    """Run every job, the first ready one first, and return the outcomes in the order of ``jobs``.
+    """Run every job, the first ready job first, and return the outcomes in the order of ``jobs``.
 
     Args:
-        jobs: with different names; one whose ``needs`` is not among them counts as ready.
+        jobs: with distinct names; a job whose ``needs`` is not among them is ready.
         command: starts a worker.
-        workers: processes at once, which share this machine's cores.
+        workers: processes at once; they share this machine's cores.
         log: folder for the workers' output, worker0.log and so on.
         report: called after each job with the number of jobs left; never concurrently.
     """
@@ -78,7 +78,7 @@ def run_jobs(
     try:
         while any(thread.is_alive() for thread in drivers):
             for thread in drivers:
-                thread.join(0.2)  # short: Ctrl-C is handled between two
+                thread.join(0.2)  # short, so that Ctrl-C is handled in time
     finally:
         with board.changed:
             board.stopped = True
@@ -120,7 +120,7 @@ def _drive(
                 with board.changed:
                     if not board.stopped:
                         _settle(board, Outcome(job.name, time.monotonic() - began, error), report)
-        except BaseException:  # raised by report: nothing must wait for this thread
+        except BaseException:  # raised by report; nothing may wait for this thread
             with board.changed:
                 board.stopped = True
                 board.changed.notify_all()
@@ -132,7 +132,7 @@ def _drive(
 
 
 def _next(board: _Board, report: Callable[[Outcome, int], None]) -> Job | None:
-    """Wait for the first job whose need is met and take it; None when there will be none."""
+    """Wait for the first ready job and take it; None when no job is left."""
     with board.changed:
         while True:
             for job in list(board.waiting):
@@ -159,12 +159,12 @@ def _settle(board: _Board, outcome: Outcome, report: Callable[[Outcome, int], No
 
 
 def _start(command: Sequence[str], mine: list[int], output: Any) -> subprocess.Popen[str]:
-    # No prctl or signal at the parent's death is needed: a worker ends when its standard input does.
+    # A worker ends with its standard input, so it needs no signal when the parent dies.
     worker = subprocess.Popen(
         list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True, process_group=0
     )
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(worker.pid, mine)  # before it imports anything that counts cores
+        os.sched_setaffinity(worker.pid, mine)  # before it imports a package that counts cores
     return worker
 
 
@@ -188,9 +188,9 @@ def _ask(worker: subprocess.Popen[str], job: Job, board: _Board) -> str | None:
             return json.loads(answer)["error"]
     except (OSError, ValueError, KeyError) as error:
         worker.kill()
-        worker.wait()  # or it would look alive and get the next job
+        worker.wait()  # otherwise it looks alive and gets the next job
         return f"the worker does not answer: {error!r}"
     finally:
         done.set()
     worker.kill()
-    return f"the worker died, exit code {worker.wait()}; its output is in its log"
+    return f"the worker died with exit code {worker.wait()}; see its log"

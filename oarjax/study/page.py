@@ -1,4 +1,4 @@
-"""A study as Markdown: command and machine, the arms, the differences, the sweep; paste it into a page."""
+"""Write a study as Markdown (command and machine, arms, differences, sweep), and paste it into a page."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Triple = Sequence[float | None] | None
 
 
 class PageError(UserError, ValueError):
-    """A page that a study cannot be pasted into."""
+    """Raised when a study cannot be pasted into a page."""
 
 
 def machine() -> str:
-    """Describe processor, cores and versions, which the seconds depend on."""
+    """Describe the processor, cores and versions that the timings depend on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -32,7 +32,7 @@ def machine() -> str:
 
 
 def markdown(tree: Mapping[str, Any], *, command: str, figures: Sequence[str] = ()) -> str:
-    """Write a study, as ``study.results.collect`` returns it, in Markdown."""
+    """Return a study, as ``study.results.collect`` returns it, in Markdown."""
     arms, seeds = tree["arms"], tree["seeds"]
     runs = tree["runs"]
     parts = [
@@ -45,18 +45,18 @@ def markdown(tree: Mapping[str, Any], *, command: str, figures: Sequence[str] = 
     if arms:
         parts.append(_table(arms_table(arms)))
         parts.append(
-            "Means over seeds, ± half of a 95% interval (Student's t). Area: of held-out pass@1 over the iterations, "
-            "as its mean. Entropy: nats per token over the last fifth of the iterations. ESS: effective share of the "
-            "reasoning tokens. Seconds: of an iteration without evaluation.\n"
+            "Means over seeds, ± half of a 95% interval (Student's t). Area: under held-out pass@1 over the "
+            "iterations, as a mean. Entropy: nats per token over the last fifth of the iterations. ESS: effective "
+            "share of the reasoning tokens. Seconds: of an iteration without evaluation.\n"
         )
-    for other, found in tree["differences"].items():
-        if found:
+    for other, by_arm in tree["differences"].items():
+        if by_arm:
             parts.append(f"Differences to {other}, paired by seed, in points of pass@1:\n")
-            parts.append(_table(difference_table(found)))
+            parts.append(_table(difference_table(by_arm)))
     if tree["differences"]:
         parts.append(
-            "Not corrected for their number: among twenty intervals one misses its true value by chance. Time: mean "
-            "difference in seconds per iteration.\n"
+            "Not corrected for multiple comparisons: of twenty intervals, one misses its true value by chance. Time: "
+            "mean difference in seconds per iteration.\n"
         )
     sweep = tree.get("sweep")
     if sweep is not None and sweep["cells"] and len(sweep["fields"]) == 2:
@@ -69,7 +69,7 @@ def markdown(tree: Mapping[str, Any], *, command: str, figures: Sequence[str] = 
 
 
 def arms_table(arms: Mapping[str, Any]) -> list[list[str]]:
-    """Header and rows: every arm's measures."""
+    """Return a header and a row of measures per arm."""
     rows = [["arm", "seeds", "final pass@1", "area", "entropy", "ESS", "s/iteration", "completions"]]
     for name, arm in arms.items():
         cells = [share(arm["final"]), share(arm["area"]), *(number(arm[w]) for w in ("entropy", "ess", "seconds"))]
@@ -77,10 +77,10 @@ def arms_table(arms: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
-def difference_table(found: Mapping[str, Any]) -> list[list[str]]:
+def difference_table(by_arm: Mapping[str, Any]) -> list[list[str]]:
     rows = [["arm", "final", "area", "time"]]
     return rows + [
-        [name, points_of(d["final"]), points_of(d["area"]), number(d["seconds"])] for name, d in found.items()
+        [name, points_of(d["final"]), points_of(d["area"]), number(d["seconds"])] for name, d in by_arm.items()
     ]
 
 
@@ -96,7 +96,7 @@ def sweep_table(sweep: Mapping[str, Any]) -> list[list[str]]:
 
 
 def share(triple: Triple) -> str:
-    """Format a share in per cent, with half of its interval if there is one."""
+    """Format a share in per cent, with half of its interval if it has one."""
     return _with_half(triple, scale=100.0, form="{:.1f}", unit="%")
 
 
@@ -136,18 +136,20 @@ def paste(page: Path, name: str, text: str, figures: Mapping[str, Path]) -> None
 
 
 def around(page: Path, name: str) -> tuple[str, str]:
-    """Split a page: up to its line ``<!-- study NAME -->``, and from ``<!-- end of study NAME -->`` on, both included.
+    """Split a page after its line ``<!-- study NAME -->`` and before its line ``<!-- end of study NAME -->``.
 
     Raises:
-        PageError: no such page, or not exactly one such pair of lines.
+        PageError: the page does not exist, or does not have exactly one such pair of lines.
     """
     first, last = f"<!-- study {name} -->", f"<!-- end of study {name} -->"
     try:
         whole = page.read_text(encoding="utf-8")
     except OSError as error:
-        raise PageError(f"--page {page}: cannot be read: {error}") from None
+        raise PageError(f"--page: {page} cannot be read: {error}") from None
     if whole.count(first) != 1 or whole.count(last) != 1 or whole.index(first) > whole.index(last):
-        raise PageError(f"--page {page}: expected the lines {first} and {last} once each; the results go between them")
+        raise PageError(
+            f"--page: {page}: expected the lines {first} and {last} once each; add them where the results should go"
+        )
     return whole[: whole.index(first) + len(first)], whole[whole.index(last) :]
 
 

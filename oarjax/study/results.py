@@ -35,7 +35,7 @@ COMPARED = ("final", "area", "seconds")
 
 
 def seed_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Interval:
-    """Average the differences ours - theirs over the seeds that both have; NaN where there are none."""
+    """Average the differences ours - theirs over the seeds that both have; NaN without any."""
     both = [seed for seed in ours if seed in theirs]
     return paired_difference(np.array([ours[s] for s in both]), np.array([theirs[s] for s in both]))
 
@@ -86,15 +86,18 @@ def measured_runs(runs: Sequence[Planned]) -> dict[int, Measured]:
 
 
 def collect(plan: Plan) -> dict[str, Any]:
-    """Collect the study as one tree for JSON: every arm's measures, curve, differences, and the sweep's cells.
+    """Collect the study as a tree for JSON: every arm's measures and curve, the differences, and the sweep's cells.
 
-    Intervals are [mean, low, high] over the seeds that have finished; with a single seed low and high are null.
+    Intervals are [mean, low, high] over the finished seeds; with a single seed, low and high are null.
     """
-    known = {name: measured_runs(runs) for name, runs in plan.arms.items()}
-    arms = {name: _arm(runs) for name, runs in known.items() if runs}
+    measured = {name: measured_runs(runs) for name, runs in plan.arms.items()}
+    arms = {name: _arm(runs) for name, runs in measured.items() if runs}
     differences = {
         other: {
-            name: {what: _plain(seed_difference(_of(known[name], what), _of(known[other], what))) for what in COMPARED}
+            name: {
+                measure: _plain(seed_difference(_of(measured[name], measure), _of(measured[other], measure)))
+                for measure in COMPARED
+            }
             for name in arms
             if name != other
         }
@@ -118,18 +121,18 @@ def _arm(runs: Mapping[int, Measured]) -> dict[str, Any]:
     iterations = sorted({x for run in runs.values() for x, _ in run.curve})
     heights = {x: [y for run in runs.values() for n, y in run.curve if n == x] for x in iterations}
     return {
-        **{what: _plain(mean_interval(np.array(list(_of(runs, what).values())))) for what in MEASURES},
+        **{measure: _plain(mean_interval(np.array(list(_of(runs, measure).values())))) for measure in MEASURES},
         "curve": [{"iteration": x, "pass_at_1": _plain(mean_interval(np.array(heights[x])))} for x in iterations],
-        "by_seed": {str(seed): {what: getattr(run, what) for what in MEASURES} for seed, run in runs.items()},
+        "by_seed": {str(seed): {measure: getattr(run, measure) for measure in MEASURES} for seed, run in runs.items()},
     }
 
 
-def _of(runs: Mapping[int, Measured], what: str) -> dict[int, float]:
-    return {seed: float(getattr(run, what)) for seed, run in runs.items()}
+def _of(runs: Mapping[int, Measured], measure: str) -> dict[int, float]:
+    return {seed: float(getattr(run, measure)) for seed, run in runs.items()}
 
 
 def _plain(interval: Interval) -> list[float | None] | None:
-    """Return [mean, low, high] as study.json has it; null where nothing is known."""
+    """Return [mean, low, high] for study.json; None if the interval counts no values."""
     return to_plain([interval.mean, interval.low, interval.high]) if interval.count else None
 
 

@@ -1,6 +1,6 @@
-"""Worker of ``oarjax study``: warm starts and runs, one after another, in one process.
+"""Worker of ``oarjax study``: compute warm starts and runs, one after another, in one process.
 
-``python -m oarjax.study.worker`` reads one task per line and answers each with a line, see ``study.jobs``.
+``python -m oarjax.study.worker`` reads a task per line and answers each with a line, see ``study.jobs``.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from oarjax.training.run import Run, open_run
 from oarjax.training.trainer import train
 
 BEFORE = "before.json"
-"""File in a seed's folder with the evaluation of its start, once that is done."""
+"""File in a seed's folder with the finished evaluation of its start."""
 
 
 def main() -> None:
     """Serve until the standard input or the parent process ends."""
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not mix with the replies
+    os.dup2(2, 1)  # the output of libraries must not mix with the replies
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     with ExitStack() as stack:
         graders = Graders(stack)
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def attempt(task: dict[str, Any], graders: Graders) -> str | None:
-    """Do a task; return its error, None on success. A user's error comes without a traceback."""
+    """Run a task; return its error, None on success. A user's error comes without a traceback."""
     folder = Path(task["folder"])
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "log.txt").open("a", encoding="utf-8") as log:
@@ -63,7 +63,7 @@ def attempt(task: dict[str, Any], graders: Graders) -> str | None:
         except Exception:
             return traceback.format_exc()
         finally:
-            jax.clear_caches()  # programs are not shared: the next run reads its own from disk
+            jax.clear_caches()  # runs share no programs; the next run reads its programs from disk
             gc.collect()
     return None
 
@@ -73,32 +73,33 @@ class Graders:
 
     def __init__(self, stack: ExitStack):
         self._stack = stack
-        self._known: dict[str, Grader] = {}
+        self._graders: dict[str, Grader] = {}
 
-    def of(self, session: Run) -> Grader:
-        cfg = session.cfg
-        like = cfg.grading.model_dump_json() + cfg.credit.answer.model_dump_json()
-        if like not in self._known:
-            self._known[like] = self._stack.enter_context(session.grader())
-        return self._known[like]
+    def of(self, run: Run) -> Grader:
+        """Return the grader of a run's settings, started on first use."""
+        cfg = run.cfg
+        settings = cfg.grading.model_dump_json() + cfg.credit.answer.model_dump_json()
+        if settings not in self._graders:
+            self._graders[settings] = self._stack.enter_context(run.grader())
+        return self._graders[settings]
 
 
 def make_start(cfg: Config, console: Console, graders: Graders) -> None:
-    """Create and evaluate the policy that all runs of a seed start from, in the folder ``start``."""
+    """Create and evaluate the policy that all runs of a seed start from, in the seed's folder."""
     with locked(claim(Path(cfg.run_dir), cfg)):
-        session = open_run(cfg, console)
-        _, before = start_policy(session, graders.of(session))
-        write_before(session.folder / BEFORE, before)
+        run = open_run(cfg, console)
+        _, before = start_policy(run, graders.of(run))
+        write_before(run.folder / BEFORE, before)
 
 
 def train_run(cfg: Config, home: Path, console: Console, graders: Graders) -> None:
-    """Train one run from the seed's start, and remove its checkpoints at its end."""
+    """Train a run from the seed's start, and remove its checkpoints at the end."""
     folder = claim(Path(cfg.run_dir), cfg)
-    session = open_run(changed(cfg, run_dir=str(home), policy=_start_of(cfg, home), sft=None), console)
-    session = session.with_config(cfg)
-    start = session.load()
+    run = open_run(changed(cfg, run_dir=str(home), policy=_start_of(cfg, home), sft=None), console)
+    run = run.with_config(cfg)
+    start = run.load()
     with locked(folder):
-        train(session, graders.of(session), start, read_before(home / BEFORE), folder, keep_start=False)
+        train(run, graders.of(run), start, read_before(home / BEFORE), folder, keep_start=False)
         remove_all(folder / "checkpoints")
         shutil.rmtree(folder / "verdicts", ignore_errors=True)
 
@@ -113,7 +114,7 @@ def _start_of(cfg: Config, home: Path) -> Any:
 
 
 def write_before(path: Path, before: Evaluation | None) -> None:
-    """Write the start's evaluation as JSON, whole or not at all. NaN (ungraded) is null."""
+    """Write the start's evaluation as JSON, atomically. NaN (ungraded) is null."""
     half = path.with_suffix(".half")
     half.write_text(json.dumps(plain_evaluation(before)))
     half.replace(path)
@@ -124,7 +125,7 @@ def read_before(path: Path) -> Evaluation | None:
 
 
 def _end_with(parent: int) -> None:
-    """End with the parent process: a killed study must not leave a run that writes to its folder."""
+    """End this process with its parent: a killed study must not leave a run that writes to its folder."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)

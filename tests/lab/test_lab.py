@@ -20,9 +20,9 @@ from oarjax.config import CreditConfig, changed, parse_config
 from oarjax.data.arithmetic import SPECIAL, write_builtin_policy
 from oarjax.data.hf import write_random_checkpoint
 from oarjax.data.problems import Problem
-from oarjax.lab.completions import draw_completions, saved_completions, usable_rows
-from oarjax.lab.lab import draws_noise, graded, known_tokens, run_lab
-from oarjax.lab.oracles import Continued
+from oarjax.lab.completions import sample_completions, saved_completions, usable_rows
+from oarjax.lab.lab import draws_noise, grade_continuations, known_tokens, run_lab
+from oarjax.lab.oracles import Continuation
 from oarjax.lab.results import read_lab
 from oarjax.lab.saved_rollouts import SavedRollout, read_rollouts
 from oarjax.training.run import open_run
@@ -86,7 +86,7 @@ def config_file(folder, policy, **changes):
     return folder / "credit.yaml"
 
 
-def session_of(tmp_path, policy, **changes):
+def run_of(tmp_path, policy, **changes):
     tree = BASE | {"run_dir": str(tmp_path / "run"), "policy": {"path": str(policy)}} | changes
     return open_run(parse_config(tree), Console(file=io.StringIO()))
 
@@ -103,26 +103,26 @@ def test_rows_need_an_answer_after_enough_reasoning():
 
 
 def test_completions_are_taken_in_order_until_enough_have_an_answer(tmp_path, policy):
-    session = session_of(tmp_path, policy)
-    drawn = draw_completions(session, fake_programs([], session))
+    run = run_of(tmp_path, policy)
+    completions = sample_completions(run, fake_programs([], run))
     # Rows r write r, =, 2, r % 3 semicolons before the marker: all reason for at least 3 tokens.
-    assert [p.index for p in drawn.problems] == [0, 1, 2, 3, 4, 5]
-    assert drawn.considered == 6
-    assert drawn.span.reasoning.sum(1).tolist() == [3, 4, 5, 3, 3, 4]
-    assert drawn.rollout.completion.shape[1] == 12
-    few = session_of(tmp_path, policy, lab=BASE["lab"] | {"shortest": 4})
-    drawn = draw_completions(few, fake_programs([], few))
-    assert [p.index for p in drawn.problems] == [1, 2, 5, 6, 9, 10]
-    assert drawn.considered == 11
+    assert [p.index for p in completions.problems] == [0, 1, 2, 3, 4, 5]
+    assert completions.considered == 6
+    assert completions.span.reasoning.sum(1).tolist() == [3, 4, 5, 3, 3, 4]
+    assert completions.rollout.completion.shape[1] == 12
+    few = run_of(tmp_path, policy, lab=BASE["lab"] | {"shortest": 4})
+    completions = sample_completions(few, fake_programs([], few))
+    assert [p.index for p in completions.problems] == [1, 2, 5, 6, 9, 10]
+    assert completions.considered == 11
 
 
 def test_known_tokens_are_the_digits_of_results(tmp_path, policy):
-    session = session_of(tmp_path, policy)
+    run = run_of(tmp_path, policy)
     texts = [[*"3+9=12;12-4=8;", "####", " ", "8"], ["####", " ", "8"], [*"3+9=12;12-4=7;", "####", " ", "7"]] * 2
     problems = [Problem("3+9-4=", "8", n) for n in range(6)]
     reasoning = np.zeros((6, 17), bool)
     reasoning[::2, :14] = True
-    found = known_tokens(session, problems, texts, reasoning, np.array([1.0, 0, 0, 1, 1, 1], np.float32))
+    found = known_tokens(run, problems, texts, reasoning, np.array([1.0, 0, 0, 1, 1, 1], np.float32))
     assert found is not None
     known, wrong = found
     assert np.flatnonzero(known[0]).tolist() == [4, 5, 12]
@@ -141,14 +141,14 @@ def test_the_same_completion_is_graded_once(tmp_path, policy, monkeypatch):
             return super().submit(samples)
 
     monkeypatch.setattr(oarjax.training.run, "Grader", Counting)
-    session = session_of(tmp_path, policy)
-    drawn = draw_completions(session, fake_programs([], session))
-    drawn.referenced[1] = False
-    with session.grader() as grader:
-        found = graded(
-            session, grader, drawn, [0, 0, 1, 2, 0],
-            [Continued([5, 6], True), Continued([5, 6], True), Continued([5], True), Continued([5], True),
-             Continued([5, 6, 7, 8], True)],
+    run = run_of(tmp_path, policy)
+    completions = sample_completions(run, fake_programs([], run))
+    completions.referenced[1] = False
+    with run.grader() as grader:
+        found = grade_continuations(
+            run, grader, completions, [0, 0, 1, 2, 0],
+            [Continuation([5, 6], True), Continuation([5, 6], True), Continuation([5], True), Continuation([5], True),
+             Continuation([5, 6, 7, 8], True)],
         )  # fmt: skip
     assert len(seen) == 3
     assert [s.tokens for s in seen] == [2, 1, 4]
@@ -176,33 +176,33 @@ def test_methods_that_draw_noise(credit, draws):
 
 
 def test_saved_text_and_ids_come_to_the_same(tmp_path, policy):
-    session = session_of(tmp_path, policy)
-    ids = {text: session.tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("3+4=", "3+4=7;#### 7")}
+    run = run_of(tmp_path, policy)
+    ids = {text: run.tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("3+4=", "3+4=7;#### 7")}
     saved = [
         SavedRollout("3+4=", "3+4=7;#### 7", "7"),
         SavedRollout("3+4=", "no answer?"[-1:], "7"),
         SavedRollout(ids["3+4="], ids["3+4=7;#### 7"], None),
     ]
-    drawn = saved_completions(session, saved)
-    assert drawn.referenced.tolist() == [True, False]
-    np.testing.assert_array_equal(drawn.rollout.tokens[0], drawn.rollout.tokens[1])
-    assert drawn.span.reasoning.sum(1).tolist() == [6, 6]
-    assert [p.prompt for p in drawn.problems] == ["3+4=", "3+4="]
-    assert drawn.considered == 3
+    completions = saved_completions(run, saved)
+    assert completions.referenced.tolist() == [True, False]
+    np.testing.assert_array_equal(completions.rollout.tokens[0], completions.rollout.tokens[1])
+    assert completions.span.reasoning.sum(1).tolist() == [6, 6]
+    assert [p.prompt for p in completions.problems] == ["3+4=", "3+4="]
+    assert completions.considered == 3
 
 
 def test_rollouts_of_one_prompt_are_one_problem(tmp_path, policy, monkeypatch):
     from test_config_fields import FakeGrader
 
     monkeypatch.setattr(oarjax.training.run, "Grader", FakeGrader)
-    session = session_of(tmp_path, policy)
+    run = run_of(tmp_path, policy)
     completions = ["3+4=7;#### 7", "7", "3+4=7;;#### 7"]
     saved = [SavedRollout(f"3+{n}=", text, "7") for n in (4, 5, 6, 4, 7) for text in completions]
-    drawn = saved_completions(session, saved)
-    assert [p.index for p in drawn.problems] == [0, 0, 1, 1, 2, 2]
-    assert (drawn.answered, drawn.considered) == (10, 15)
-    with session.grader() as grader:
-        found = run_lab(session, fake_programs([], session), grader, drawn)
+    completions = saved_completions(run, saved)
+    assert [p.index for p in completions.problems] == [0, 0, 1, 1, 2, 2]
+    assert (completions.answered, completions.considered) == (10, 15)
+    with run.grader() as grader:
+        found = run_lab(run, fake_programs([], run), grader, completions)
     assert found.facts["completions"] == "the first 6 of 10 with an answer, out of 15"
     assert "percentile bootstrap over 3 prompts, each with its rollouts (200 resamples)" in found.interval
     assert found.oracles["direct"].count == 3
@@ -210,22 +210,22 @@ def test_rollouts_of_one_prompt_are_one_problem(tmp_path, policy, monkeypatch):
 
 def test_rollouts_of_trl_and_verl_come_to_the_same(tmp_path, policy):
     """Their prompts are what the policy read: the config's template is not laid around them again."""
-    session = session_of(tmp_path, policy)
-    session = session.with_config(session.cfg.model_copy(update={"data": changed_data(session, "({prompt})")}))
+    run = run_of(tmp_path, policy)
+    run = run.with_config(run.cfg.model_copy(update={"data": changed_data(run, "({prompt})")}))
     trl = {"step": 1, "prompt": "3+4=", "completion": "3+4=7;#### 7", "math": 1.0, "advantage": 0.5, "answer": "7"}
     verl = {"input": "3+4=", "output": "3+4=7;#### 7", "gts": "7", "score": 1.0, "step": 1}
     found = []
     for name, line in (("trl", trl), ("verl", verl)):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(line))
-        found.append(saved_completions(session, read_rollouts(tmp_path / f"{name}.jsonl")))
-    for drawn in found:
-        ids = session.tokenizer("3+4=3+4=7;#### 7", add_special_tokens=False)["input_ids"]
-        assert drawn.rollout.tokens[0][drawn.rollout.valid[0]].tolist() == ids
-        assert drawn.problems[0].reference == "7"
+        found.append(saved_completions(run, read_rollouts(tmp_path / f"{name}.jsonl")))
+    for completions in found:
+        ids = run.tokenizer("3+4=3+4=7;#### 7", add_special_tokens=False)["input_ids"]
+        assert completions.rollout.tokens[0][completions.rollout.valid[0]].tolist() == ids
+        assert completions.problems[0].reference == "7"
 
 
-def changed_data(session, prompt_format):
-    return session.cfg.data.model_copy(update={"prompt_format": prompt_format})
+def changed_data(run, prompt_format):
+    return run.cfg.data.model_copy(update={"prompt_format": prompt_format})
 
 
 # Mistakes
@@ -234,16 +234,16 @@ def changed_data(session, prompt_format):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (["policy.path=runs/demo/export"], "train it first: oarjax train configs/demo.yaml"),
-        (["credit.answer.style=none"], "the lab measures by answers"),
-        (["credit.answer.source=reference"], "the lab reads the completions' own; set own"),
+        (["policy.path=runs/demo/export"], "so train it first: oarjax train configs/demo.yaml"),
+        (["credit.answer.style=none"], "credit.answer.style: the lab needs answers, got none"),
+        (["credit.answer.source=reference"], "the lab reads the answers of the completions, got reference; set own"),
         (["lab.methods={}"], "lab.methods: expected at least one method"),
         (["lab.methods={x: {methd: oar_p}}"], "lab.methods.x: methd: no such field (did you mean method?)"),
         (["lab.methods={x: {answer: {style: boxed}}}"], "lab.methods.x: all methods read the same answers"),
         (["lab.share=0"], "lab.share: "),
     ],
 )
-def test_mistakes_are_told_at_once(oarjax_command, tmp_path, policy, changes, says):
+def test_mistakes_fail_early(oarjax_command, tmp_path, policy, changes, says):
     code, _, err = oarjax_command("credit", config_file(tmp_path, policy), *changes)
     assert code == 2
     assert says in " ".join(err.split())
@@ -258,8 +258,11 @@ def test_a_missing_file_of_rollouts(oarjax_command, tmp_path, policy):
 def test_rollouts_that_do_not_fit_the_policy(oarjax_command, tmp_path, policy):
     path = config_file(tmp_path, policy)
     for record, says in (
-        ({"completion_ids": [4, 99]}, "id 99 is not the policy's, whose ids are 0 to 31; set policy.path to"),
-        ({"completion": "1" * 600}, "604 tokens, more than the policy's max_position_embeddings = 512; leave this"),
+        ({"completion_ids": [4, 99]}, "expected the policy's token ids, 0 to 31, got 99; set policy.path to"),
+        (
+            {"completion": "1" * 600},
+            "expected at most 512 tokens, the policy's max_position_embeddings, got 604",
+        ),
         ({"completion": "two"}, "the tokenizer cannot encode 'two': "),
     ):
         lines = [{"prompt": "1+1=", "completion": "2"}, {"prompt": "1+1="} | record]
@@ -280,7 +283,7 @@ def test_help(oarjax_command):
 
 
 @pytest.mark.slow
-def test_a_policy_without_answers_is_told_so(oarjax_command, tmp_path, policy):
+def test_a_policy_without_answers(oarjax_command, tmp_path, policy):
     code, _, err = oarjax_command("credit", config_file(tmp_path, policy), "credit.answer.style=boxed")
     assert code == 2
     assert "lab: none of 12 completions has an answer (credit.answer.style boxed)" in " ".join(err.split())

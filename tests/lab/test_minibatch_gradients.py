@@ -101,11 +101,9 @@ def test_figures_of_a_tiny_policy(tmp_path):
     write_forks_policy(tmp_path / "policy", seed=0)
     methods = {"OAR-G": {"method": "oar_g"}, "entropy": {"method": "entropy"}, "random": {"method": "random"}}
     cfg = config(tmp_path, lab={"methods": methods, "gradients": {"minibatches": 3, "prompts": 24}})
-    session = open_run(cfg, Console(file=io.StringIO()))
-    params = init_params(session.model, jax.random.key(0))
-    found = measure_gradients(
-        session, params, rewarded(by=lambda text: sum(map(str.islower, text)) / max(len(text), 1))
-    )
+    run = open_run(cfg, Console(file=io.StringIO()))
+    params = init_params(run.model, jax.random.key(0))
+    found = measure_gradients(run, params, rewarded(by=lambda text: sum(map(str.islower, text)) / max(len(text), 1)))
     by_name = {m.name: m.figures for m in found.methods}
     assert list(by_name) == [*methods, "uniform (GRPO)", "truth", "truth through the gate"]
     plain = by_name["uniform (GRPO)"]
@@ -120,8 +118,8 @@ def test_figures_of_a_tiny_policy(tmp_path):
     assert 0 < found.figures["reward"].mean < 1
     assert "3 of 24 prompts x 4 rollouts" in found.facts["minibatches"]
     assert "inner products exact" in found.facts["gradients"]
-    with pytest.raises(ConfigError, match=r"lab.gradients: every group's rewards are equal"):
-        measure_gradients(session, params, rewarded(by=lambda text: 0.0))
+    with pytest.raises(ConfigError, match=r"lab.gradients: the rewards within every group are equal"):
+        measure_gradients(run, params, rewarded(by=lambda text: 0.0))
 
 
 @pytest.mark.slow

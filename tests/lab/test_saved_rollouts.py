@@ -130,14 +130,22 @@ def test_a_run_s_own_parquet(tmp_path):
 @pytest.mark.parametrize(
     ("line", "form", "says"),
     [
-        ({"question": "x", "text": "y"}, "auto", r"fields 'question', 'text' are of no known format; .*--format"),
-        ({"prompt": "x", "completion": "y"}, "verl", r"input: format verl has text or chat messages there, got None"),
-        ({"input": "x", "output": 3}, "auto", r"output: format verl has text or chat messages there, got 3"),
+        (
+            {"question": "x", "text": "y"},
+            "auto",
+            r"expected the fields of .*, got 'question', 'text'; set --",
+        ),
+        (
+            {"prompt": "x", "completion": "y"},
+            "verl",
+            r"input: expected text or chat messages .*, got None",
+        ),
+        ({"input": "x", "output": 3}, "auto", r"output: expected text or chat messages \(format verl\), got 3"),
         ({"step": 1, "prompt": "x", "completion": [1]}, "auto", r"expected chat messages with role and text content"),
         (
             {"prompt": "x", "completion": [{"role": "tool", "content": "4"}, {"role": "assistant", "content": "5"}]},
             "auto",
-            r"a completion of the turns tool, assistant; .* save each as a separate rollout",
+            r"expected one turn of the assistant, got the turns tool, assistant; .* as a separate rollout",
         ),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}], "completion": "y"}, "auto", r"got \{'role'"),
     ],

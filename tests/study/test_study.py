@@ -137,7 +137,7 @@ def test_a_need_is_waited_for(echo):
 
 def test_a_worker_that_dies_or_babbles_is_replaced(echo):
     outcomes, _ = echo(("dies", {"die": True}), ("babbles", {"talk": "hello"}), ("after", {}), workers=1)
-    assert outcomes["dies"] == "the worker died, exit code 3; its output is in its log"
+    assert outcomes["dies"] == "the worker died with exit code 3; see its log"
     assert outcomes["babbles"] is not None
     assert outcomes["babbles"].startswith("the worker does not answer: ")
     assert outcomes["after"] is None
