@@ -79,9 +79,7 @@ def _card(c: LabCompletion, names: list[str]) -> dict[str, Any]:
     }
     mismatches = {name: n for name, n in lengths.items() if n != len(c.tokens)}
     if mismatches:
-        raise ValueError(
-            f"completion: expected {len(c.tokens)} entries, one per token, in each field, got {mismatches}"
-        )
+        raise ValueError(f"completion: expected one entry per token in each field, {len(c.tokens)}, got {mismatches}")
     pieces = []
     for at, text in enumerate(c.tokens):
         classes = [level_class(c.weights[name][at], method=i) for i, name in enumerate(names)]

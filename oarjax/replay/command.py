@@ -1,4 +1,4 @@
-"""``oarjax replay``: a batch that a run kept once more, in float32 and row by row, to see where it is not finite."""
+"""``oarjax replay``: recompute a kept batch in float32, row by row, to find where it is not finite."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from oarjax.training.run_files import restored_state
 from oarjax.types import Params
 
 SHOWN = 20
-"""Rows and groups of parameters in a table, at most."""
+"""Maximum number of rows in a table."""
 
 
 def run(file: Path, *, device: str, as_json: bool, trust_code: bool = False) -> None:
@@ -52,7 +52,7 @@ def open_replay(header: Header, file: Path, *, device: str, console: Console, tr
     """Open the run that kept the batch, in float32 on one device.
 
     Raises:
-        UntrustedCode: the file names code that is not known to be the user's own, and ``trust_code`` was not given.
+        UntrustedCode: the file names code that is not known to be the user's, and ``trust_code`` is not set.
     """
     cfg = parse_config(header.config, source=str(file))
     check_trust(cfg, file.absolute().parent.parent, source=str(file), trusted=trust_code)
@@ -61,8 +61,8 @@ def open_replay(header: Header, file: Path, *, device: str, console: Console, tr
     use_compilation_cache(cfg.compilation_cache)
     folder = file.absolute().parent.parent
     places = [Path(header.policy), folder / "policy", folder.parent / "policy"]  # folders may have been moved
-    found = next((place for place in places if (place / "config.json").is_file()), None)
-    model, source = read_config(found or cfg.policy.path, revision=cfg.policy.revision)
+    policy = next((place for place in places if (place / "config.json").is_file()), None)
+    model, source = read_config(policy or cfg.policy.path, revision=cfg.policy.revision)
     return Run(
         cfg,
         console,
@@ -77,21 +77,21 @@ def open_replay(header: Header, file: Path, *, device: str, console: Console, tr
 
 
 def load_batch_params(header: Header, file: Path, run: Run) -> tuple[Params, int]:
-    """Load the params that met the batch, and their optimizer step: the file beside it, or the nearest checkpoint's.
+    """Load the params of the batch and their optimizer step, from the file beside it or the nearest checkpoint.
 
     Raises:
-        BadBatchError: there is neither.
+        BadBatchError: there is neither a file nor a checkpoint.
     """
     if header.params is not None:
         return jax.tree.map(jnp.asarray, read_params(file.parent / header.params)), header.step
     folder = run.folder / "checkpoints"
-    # Its params came from the iteration before; a skipped update leaves the same ones behind.
+    # The batch met the params of the iteration before it; a skipped update leaves them as they are.
     near = sorted(finished(folder), key=lambda n: abs(n - header.number + 1)) if header.kind == "iteration" else []
     if near:
         state = restored_state(run, folder / f"{near[0]:06d}")
         return state.params, int(state.step)
     raise BadBatchError(
-        f"{file}: its params were larger than health.params_mb={run.cfg.health.params_mb} and were not kept, and "
+        f"{file}: the params were larger than health.params_mb={run.cfg.health.params_mb} and were not kept, and "
         f"{folder} has no checkpoint; raise health.params_mb, or set checkpoint.every, before the next run"
     )
 
@@ -110,31 +110,31 @@ def load_reference(run: Run) -> Params:
 
 
 def _start(run: Run) -> Path:
-    """Return the folder that the iterations started from: the warm start's if there was one."""
+    """Return the folder of the policy that the iterations started from: after the warm start if there was one."""
     return (start_folder(run.folder, "start") if run.cfg.sft else None) or run.source
 
 
 def _show_header(console: Console, header: Header, step: int) -> None:
-    wrong = "; ".join(f"phase {phase}: {', '.join(names)}" for phase, names in header.wrong.items())
-    older = "" if step == header.step else f", and the nearest checkpoint's {step} are used"
+    nonfinite = "; ".join(f"phase {phase}: {', '.join(names)}" for phase, names in header.wrong.items())
+    older = "" if step == header.step else f" (replayed with those of the nearest checkpoint, step {step})"
     console.print(
         Text(
             f"{header.kind} {header.number}, minibatch {header.minibatch}, params of step {header.step}{older}; "
-            f"not finite in the run: {wrong}. Now in float32 on {jax.default_backend()}."
+            f"not finite in the run: {nonfinite}. Now in float32 on {jax.default_backend()}."
         ),
         soft_wrap=True,
     )
 
 
 def _show(console: Console, finding: Finding) -> None:
-    wrong = [row for row in finding.rows if row.recorded or row.replayed] or finding.rows[:5]
+    shown = [row for row in finding.rows if row.recorded or row.replayed] or finding.rows[:5]
     table = Table("row", "first in the run", "first in float32", "loss", "gradient norm")
-    for row in wrong[:SHOWN]:
+    for row in shown[:SHOWN]:
         texts = (row.recorded or "-", row.replayed or "-", short(row.loss), short(row.grad_norm))
         table.add_row(str(row.row), *texts)
     console.print(table)
-    if len(wrong) > SHOWN:
-        console.print(f"and {len(wrong) - SHOWN} more rows")
+    if len(shown) > SHOWN:
+        console.print(f"and {len(shown) - SHOWN} more rows")
     table = Table("parameters", "not finite", "rows with such a gradient", "layers", "gradient norm")
     bad = [g for g in finding.groups if g.params or g.rows]
     for group in (bad or finding.groups)[:SHOWN]:

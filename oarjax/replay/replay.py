@@ -1,4 +1,4 @@
-"""A kept batch once more, in float32 and row by row: where does the first value that is not finite appear?"""
+"""Recompute a kept batch in float32, row by row, and find the first value that is not finite."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from oarjax.types import AnswerSpan, Evidence, Params, Scores, TrainBatch
 
 @dataclass(frozen=True)
 class RowFinding:
-    """The first quantity of one completion that is not finite, in the order in which they are computed."""
+    """The first quantity of a completion that is not finite, in the order of computation."""
 
     row: int  # among the rows of its iteration
-    recorded: str | None  # in what the run kept
+    recorded: str | None  # in the values that the run kept
     replayed: str | None  # in float32
     loss: float
     grad_norm: float
@@ -39,19 +39,19 @@ class RowFinding:
 
 @dataclass(frozen=True)
 class GroupFinding:
-    """One group of parameters, all layers of it."""
+    """A group of parameters, in all its layers."""
 
     name: str
-    params: int  # numbers that are not finite
-    params_at: list[int]  # the layers that they are in; empty where there are none, or no layers
+    params: int  # parameters that are not finite
+    params_at: list[int]  # their layers; empty if there are none, or the group has no layers
     rows: int  # completions with a gradient that is not finite
-    gradient_at: list[int]  # layers of these
+    gradient_at: list[int]  # layers of these gradients
     grad_norm: float  # of the whole minibatch
 
 
 @dataclass(frozen=True)
 class Finding:
-    place: str  # where it begins, in words
+    place: str  # describes where it begins
     rows: list[RowFinding]
     groups: list[GroupFinding]
 
@@ -65,11 +65,11 @@ def replay(
     frozen: Params | None = None,
     reference: Params | None = None,
 ) -> Finding:
-    """Compute scores, credit, loss and gradient of every row again.
+    """Recompute scores, credit, loss and gradient of every row.
 
     Args:
         frozen: weights below the adapters, with lora.rank.
-        reference: policy of the KL term, where there is one of its own.
+        reference: policy of the KL term, if it is not ``frozen``.
     """
     b = evidence.numbers.shape[1]
     rows = int(evidence.used) * b
@@ -102,17 +102,17 @@ def replay(
     checks: dict[int, RowCheck] = {}
     for i in filled:
         row = jax.tree.map(lambda x, i=i: x[i : i + 1], batch)
-        gradient, found = check(params, frozen, gradient, row, denominator)
-        checks[i] = jax.device_get(found)
-    seen = flat(evidence)
-    known = (seen.scores, seen.weights, seen.advantages)
-    again = (jax.device_get(scores), np.asarray(weights), np.asarray(advantages))
+        gradient, row_check = check(params, frozen, gradient, row, denominator)
+        checks[i] = jax.device_get(row_check)
+    kept = flat(evidence)
+    recorded = (kept.scores, kept.weights, kept.advantages)
+    replayed = (jax.device_get(scores), np.asarray(weights), np.asarray(advantages))
     mask, reasoning = np.asarray(completion), np.asarray(span.reasoning)
     findings = [
         RowFinding(
-            row=int(seen.numbers[i]),
-            recorded=_recorded(i, seen, *known, mask, reasoning),
-            replayed=_replayed(i, checks[i], *again, mask, reasoning),
+            row=int(kept.numbers[i]),
+            recorded=_recorded(i, kept, *recorded, mask, reasoning),
+            replayed=_replayed(i, checks[i], *replayed, mask, reasoning),
             loss=float(checks[i].loss.value),
             grad_norm=float(checks[i].grad_norm),
         )
@@ -126,7 +126,7 @@ def replay(
 def _scores(
     header: Header, e: Evidence, params: Params, run: Run, frozen: Params | None, reference: Params | None
 ) -> Scores:
-    """Run the run's own program for scores."""
+    """Compute scores with the run's program."""
     probed = () if e.probed is None else (e.probed,)
     noise = rollout_key(_key(header), step=header.number, batch=NOISE)
     whole = laid_over(frozen, params)
@@ -143,7 +143,7 @@ def _weights(
     completion: Any,
     run: Run,
 ) -> jax.Array:
-    """Compute token weights as the method returns them, those that are not finite included."""
+    """Compute token weights as the method returns them, including those that are not finite."""
     order = rollout_key(_key(header), step=header.number, batch=ORDER)
     signals = Signals(scores.importance, scores.entropies, tokens[:, -completion.shape[1] :], numbers)
     weigh = weigher(run.cfg.credit, keyword_table=run.keyword_table, custom_method=run.custom_method)
@@ -167,10 +167,10 @@ def _inside(values: Any, i: int, mask: np.ndarray) -> Any:
 
 
 def _recorded(
-    i: int, seen: Evidence, scores: Scores | None, weights: Any, advantages: Any, mask: Any, reasoning: Any
+    i: int, kept: Evidence, scores: Scores | None, weights: Any, advantages: Any, mask: Any, reasoning: Any
 ) -> str | None:
     stages = [
-        ("the sampler's log-probs", _inside(seen.rollout.behaviour_logps, i, np.asarray(seen.rollout.completion)))
+        ("the sampler's log-probs", _inside(kept.rollout.behaviour_logps, i, np.asarray(kept.rollout.completion)))
     ]
     if scores is not None:
         stages += _score_stages(i, scores, mask, reasoning)
@@ -199,37 +199,37 @@ def _score_stages(i: int, scores: Scores, mask: Any, reasoning: Any) -> list[tup
 
 
 def _groups(run: Run, params: Params, gradient: Params, checks: list[RowCheck]) -> list[GroupFinding]:
-    found = []
+    groups = []
     for path in _trained(run, params):
-        here = np.asarray(at(params, path))
-        wrong = (~np.isfinite(here)).reshape(len(here), -1).sum(1)
+        values = np.asarray(at(params, path))
+        nonfinite = (~np.isfinite(values)).reshape(len(values), -1).sum(1)
         by_row = np.stack([np.asarray(at(c.nonfinite, path)) for c in checks]) if checks else np.zeros((0, 1))
         stacked = path[0] == "layers"
-        found.append(
+        groups.append(
             GroupFinding(
                 name=".".join(path),
-                params=int(wrong.sum()),
-                params_at=np.flatnonzero(wrong).tolist() if stacked else [],
+                params=int(nonfinite.sum()),
+                params_at=np.flatnonzero(nonfinite).tolist() if stacked else [],
                 rows=int(by_row.any(1).sum()),
                 gradient_at=np.flatnonzero(by_row.any(0)).tolist() if stacked else [],
                 grad_norm=float(np.linalg.norm(np.asarray(at(gradient, path), np.float64))),
             )
         )
-    return found
+    return groups
 
 
 def _trained(run: Run, params: Params) -> list[tuple[str, ...]]:
-    """List the paths of the trained arrays in the weight table's order, adapters in the place of their matrix."""
+    """List the paths of the trained arrays in the weight table's order, adapters in place of their matrix."""
     paths = [weight.path for weight in weight_table(run.model)]
     if run.cfg.lora.rank == 0:
         return paths
     pairs = [(*path[:-1], name) for path in paths if path[-1] == "kernel" for name in ("lora_a", "lora_b")]
-    there = {tuple(key.key for key in path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]}
-    return [path for path in pairs if path in there]
+    present = {tuple(key.key for key in path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]}
+    return [path for path in pairs if path in present]
 
 
 def _place(header: Header, run: Run, rows: list[RowFinding], groups: list[GroupFinding], grad_norm: float) -> str:
-    """Describe where it begins, and what to try."""
+    """Describe where it begins, with a remedy."""
     damaged = [g for g in groups if g.params]
     if damaged:
         group = damaged[0]
@@ -259,22 +259,22 @@ def _place(header: Header, run: Run, rows: list[RowFinding], groups: list[GroupF
     if any("params" in names for names in header.wrong.values()):
         lr = run.cfg.sft.optim.lr if header.kind == "sft" and run.cfg.sft else run.cfg.optim.lr
         finite = f"the gradient is finite (norm {short(grad_norm)})"
-        return f"the optimizer's step: {finite}, and with a rate of {lr:g} the step is not: lower the rate"
+        return f"the optimizer's step: {finite}, but with a learning rate of {lr:g} the step is not: lower the rate"
     return (
-        f"nowhere: in float32 on {jax.default_backend()} everything is finite, the gradient's norm is "
-        f"{short(grad_norm)} ({dtype}); if these differ, set policy.compute_dtype=float32"
+        f"nowhere: in float32 on {jax.default_backend()} everything is finite and the gradient's norm is "
+        f"{short(grad_norm)} ({dtype}); if the dtypes differ, set policy.compute_dtype=float32"
     )
 
 
 def _last_group(groups: list[GroupFinding]) -> str:
     """Name the group that the backward pass reaches first: the head and last norm, then the highest layer."""
-    wrong = [g for g in groups if g.rows]
-    if not wrong:
+    nonfinite = [g for g in groups if g.rows]
+    if not nonfinite:
         return "their norm, which is too large for float32"
-    whole = [g for g in wrong if not g.gradient_at and g.name != "embed.embedding"]
-    if whole:
-        return whole[-1].name
-    last = max(wrong, key=lambda g: max(g.gradient_at, default=-1))
+    unlayered = [g for g in nonfinite if not g.gradient_at and g.name != "embed.embedding"]
+    if unlayered:
+        return unlayered[-1].name
+    last = max(nonfinite, key=lambda g: max(g.gradient_at, default=-1))
     return f"{last.name}, layer {max(last.gradient_at)}" if last.gradient_at else last.name
 
 

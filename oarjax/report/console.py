@@ -36,10 +36,10 @@ LIVE = {
 
 
 class PhaseTimer:
-    """Seconds per named phase of an iteration.
+    """Measure the seconds of each named phase of an iteration.
 
     Wrap each phase in ``with timer.phase("sample"): ...`` and call ``timer.lap()`` once per iteration. Phases may nest:
-    the inner phase's time is not counted in the outer one, so that the phases add up to the wall time.
+    the outer phase does not count the inner phase's time, so the phases add up to the wall time.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
@@ -124,8 +124,8 @@ def _one_line(text: str, style: str) -> Text:
 # Warnings and banner ----------------------------------------------------------------------------------------------
 
 
-Judge = Callable[[float, float, float], bool]
-"""(current value, first value, limit) -> whether to warn."""
+Condition = Callable[[float, float, float], bool]
+"""(current value, first value, limit) -> True to warn."""
 
 
 def above(now: float, first: float, limit: float) -> bool:
@@ -146,18 +146,18 @@ def below(now: float, first: float, limit: float) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition on a metric, and the warning to print: what it means and what to change."""
+    """A condition on a metric, and the warning to print: its meaning and the remedy."""
 
     metric: str
-    judge: Judge
+    applies: Condition
     limit: float
     text: str  # with {now}, {first} and {limit}
-    key: str = ""  # rules with the same key warn once in all; "" = the metric
+    key: str = ""  # rules with the same key share one warning; "" = the metric
 
 
 COLLAPSE = (
-    "entropy fell to {now:.3g} nats (it began at {first:.3g}): the policy hardly explores any more; lower optim.lr, "
-    "raise loss.clip_high, or add loss.entropy_bonus"
+    "entropy fell to {now:.3g} nats (it began at {first:.3g}): the policy hardly explores; lower optim.lr, raise "
+    "loss.clip_high, or add loss.entropy_bonus"
 )
 SKIPPED = "of this iteration's updates was not finite, so they were skipped:"
 LOWER = "lower optim.lr, or set policy.compute_dtype=float32"
@@ -243,17 +243,17 @@ WARNINGS = (
         )
         for which, whose in {
             "behaviour_logps": "sampler's log-probabilities",
-            "old_logps": "trainer's own log-probabilities",
+            "old_logps": "trainer's log-probabilities",
             "ref_logps": "reference policy's log-probabilities",
             "entropies": "entropies",
         }.items()
     ),
 )
-"""Every warning and its limit. Metrics that begin with nonfinite/ are those of ``oarjax.training.metrics``."""
+"""Every warning and its limit. See ``oarjax.training.metrics`` for the metrics that begin with nonfinite/."""
 
 
 class OnceWarnings:
-    """Prints each warning only the first time it applies."""
+    """Print each warning only the first time it applies."""
 
     def __init__(self, console: Console, rules: Sequence[Rule] = WARNINGS):
         self._console, self._rules = console, rules
@@ -261,7 +261,7 @@ class OnceWarnings:
         self._printed: set[str] = set()
 
     def remember(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Replay a resumed run's records: keep its first values, and do not repeat its warnings."""
+        """Read a resumed run's records: keep its first values, and do not repeat its warnings."""
         for record in records:
             for rule, _ in self._applying({name: value for name, value in record.items() if value is not None}):
                 self._printed.add(rule.key or rule.metric)
@@ -284,7 +284,7 @@ class OnceWarnings:
             if math.isfinite(now):
                 self._first.setdefault(rule.metric, now)
             first = self._first.get(rule.metric, now)
-            if rule.judge(now, first, rule.limit):
+            if rule.applies(now, first, rule.limit):
                 applying.append((rule, rule.text.format(now=now, first=first, limit=rule.limit)))
         return applying
 
@@ -293,8 +293,8 @@ class OnceWarnings:
         if top_k > 0 or top_p < 1.0:
             self.say(
                 "sampling",
-                f"rollout.top_k={top_k}, rollout.top_p={top_p:g}: completions are drawn from a truncated distribution "
-                "while the loss uses the whole one, which biases the gradient; set top_k=0 and top_p=1 for training",
+                f"rollout.top_k={top_k}, rollout.top_p={top_p:g}: completions are drawn from a truncated distribution, "
+                "but the loss uses the full one, which biases the gradient; set top_k=0 and top_p=1 for training",
             )
 
     def say(self, key: str, text: str) -> bool:

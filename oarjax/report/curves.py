@@ -1,4 +1,4 @@
-"""Curves of a run, or of several beside one another, as PNG files (extra ``log``)."""
+"""Draw the curves of one or several runs as PNG files (extra ``log``)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PANELS = (
     Panel("length", "mean length, tokens"),
     Panel("entropy", "entropy, nats"),
     Panel("ess", "effective share of reasoning tokens", percent=True),
-    Panel("seconds/training", "seconds per iteration, evaluation left out", from_zero=True),
+    Panel("seconds/training", "seconds per iteration without evaluation", from_zero=True),
 )
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
@@ -64,17 +64,17 @@ def average(runs: Sequence[Sequence[Record]]) -> list[dict[str, float]]:
 
 
 def moving_mean(values: Sequence[float]) -> list[float]:
-    """Smooth a series by centred means over about a fifteenth of it, fewer near its ends; short series stay as is."""
+    """Smooth a series by centred means over about a fifteenth of it, less near its ends; short series stay as is."""
     half = len(values) // 30
     windows = [values[max(i - half, 0) : i + half + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows] if half else list(values)
 
 
 def curves(runs: Mapping[str, Sequence[Record]], folder: Path) -> list[Path]:
-    """Draw every panel into its own PNG and all of them into curves.png; return the files, curves.png first.
+    """Draw each panel into a PNG file and all of them into curves.png; return the files, curves.png first.
 
     Args:
-        runs: the metrics of each run by the name to show.
+        runs: metrics by run name.
         folder: created if missing.
 
     Raises:
@@ -94,7 +94,7 @@ def curves(runs: Mapping[str, Sequence[Record]], folder: Path) -> list[Path]:
         across = min(len(shown), 3) or 1
         down = -(-len(shown) // across) or 1
         figure = Figure(figsize=(4.2 * across, 2.9 * down + 0.5), dpi=150, layout="constrained", facecolor="white")
-        FigureCanvasAgg(figure)  # the figure's own canvas: no global backend is touched
+        FigureCanvasAgg(figure)  # its own canvas, not the global backend
         axes = figure.subplots(down, across, squeeze=False).ravel()
         first, last = iteration_range(runs)
         for axis, panel in zip(axes, shown):

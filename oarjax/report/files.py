@@ -1,7 +1,7 @@
 """Write a run's metrics and sampled completions as JSONL; make untrusted text printable.
 
-Only the first host should write. TensorBoard and other trackers: ``oarjax.report.trackers``. Any metric name can be
-written; those that the progress line and the warnings use are in ``oarjax.report.console.LIVE`` and ``WARNINGS``.
+Only the first host should write. For TensorBoard and other trackers see ``oarjax.report.trackers``. Metric names are
+free; ``oarjax.report.console.LIVE`` and ``WARNINGS`` list those that the progress line and the warnings use.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ RESERVED = ("iteration", "time")
 
 
 def make_console(stream: io.TextIOWrapper | None = None) -> Console:
-    """Return a console, by default on standard output, that neither odd text nor a lost terminal or pipe can crash.
+    """Return a console, by default on standard output, that survives unencodable text and a closed terminal or pipe.
 
-    Text which the stream's encoding does not have is spelt out.
+    Characters that the stream cannot encode are printed as escapes.
     """
     target = sys.stdout if stream is None else stream
     if isinstance(target, io.TextIOWrapper):
@@ -42,7 +42,7 @@ def make_console(stream: io.TextIOWrapper | None = None) -> Console:
 
 
 class Lasting:
-    """Write to a stream until it fails (``| head``, /dev/full, a closed terminal), and from then on nowhere."""
+    """Write to a stream until it fails (``| head``, /dev/full, a closed terminal), then discard the output."""
 
     def __init__(self, stream: Any):
         self._stream = stream
@@ -63,7 +63,7 @@ class Lasting:
         try:
             yield
         except OSError:
-            # What is still in its buffer goes nowhere too, instead of failing again when the process ends.
+            # Also discard its buffer, which would fail again when the process ends.
             with suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
@@ -110,11 +110,11 @@ def token_texts(tokens: Sequence[bytes]) -> list[str]:
 
 
 class MetricsWriter:
-    """Writes every iteration's metrics to metrics.jsonl in a folder.
+    """Write every iteration's metrics to metrics.jsonl in a folder.
 
     A line is {"iteration": n, "time": unix seconds, name: value, ...} in strict JSON: values that are not finite are
-    null. Every line is flushed, so that a killed run keeps what it has written; a line that the kill cut short is
-    dropped when the file is opened again. Without a ``folder`` nothing is written: of several processes one writes.
+    null. Every line is flushed, so that a killed run keeps its lines; an incomplete last line is dropped when the file
+    is opened again. Without a ``folder`` nothing is written: only one of several processes writes.
 
     Args:
         folder: created if missing.
@@ -130,7 +130,7 @@ class MetricsWriter:
             with storage_errors(folder):
                 folder.mkdir(parents=True, exist_ok=True)
             self._file = Lines(folder / "metrics.jsonl", position=position)
-        self.short = self._file.short if self._file else 0  # bytes of ``position`` that the file did not have
+        self.short = self._file.short if self._file else 0  # bytes of ``position`` that the file lacks
 
     def write(self, iteration: int, metrics: Metrics) -> None:
         """Append one line. Two lines of one iteration (training, then evaluation) are merged when read."""
@@ -158,7 +158,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read a metrics.jsonl as one record per iteration, in order; null stays None. Empty if there is no file.
+    """Read a metrics.jsonl as one record per iteration, in order; null becomes None. Empty if there is no file.
 
     Lines of the same iteration are merged. A run resumed from an earlier iteration replaces the later records. A
     half-written last line is ignored.
@@ -182,12 +182,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class CompletionRow:
-    """A sampled completion as saved and shown. The four per-token sequences have one entry per generated token."""
+    """A sampled completion, to save and to show. The four per-token sequences have one entry per generated token."""
 
     prompt: str
     completion: str
     reward: float  # the weighted sum; NaN = ungraded
-    answer: str | None  # as extracted from the completion; None = none found
+    answer: str | None  # extracted from the completion; None = no answer
     verdict: str  # of the grader: graded, unparseable, timeout, ...
     note: str = ""  # why the verdict is not "graded"
     rewards: Mapping[str, float] = field(default_factory=dict)  # by reward function
@@ -200,9 +200,9 @@ class CompletionRow:
 
 
 class CompletionsWriter:
-    """Writes sampled completions to a JSONL file, one per line: {"iteration": n, and the fields of CompletionRow}.
+    """Write sampled completions to a JSONL file, one per line: {"iteration": n, and the fields of CompletionRow}.
 
-    ``position`` and a missing ``path`` act as ``position`` and a missing folder do in MetricsWriter.
+    ``position`` and ``path`` None act as ``position`` and ``folder`` None in MetricsWriter.
 
     Raises:
         StorageError: the file cannot be written, here or in any method.
@@ -246,7 +246,7 @@ def read_completions(path: Path) -> list[tuple[int, CompletionRow]]:
 
 
 def show_completions(console: Console, iteration: int, rows: Sequence[CompletionRow], *, limit: int = 600) -> None:
-    """Print completions. Untrusted text is printed as plain text, without markup or control characters, and cut."""
+    """Print completions. Untrusted text is cut and printed as plain text, without markup or control characters."""
     for row in rows:
         head = Text(f"iteration {iteration}  {visible(row.verdict)}  reward {short(row.reward)}", style="bold")
         if row.answer is not None:

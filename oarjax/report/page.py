@@ -1,7 +1,7 @@
-"""report.html: a run on one self-contained page without scripts.
+"""Write report.html: a run on one self-contained page without scripts.
 
-All text from a model or a dataset goes through ``visible`` and the template's escaping. The page loads nothing from
-elsewhere, and its content policy forbids it.
+All text from a model or a dataset goes through ``visible`` and the template's escaping. The page loads nothing; its
+content policy enforces that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SIZE = (WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM)
 class Line(NamedTuple):
     style: int  # number of the run, for its colour
     path: str  # SVG path of the (smoothed) curve
-    raw: str  # path of the values as logged, empty where the same
+    raw: str  # path of the logged values, empty if the curve is not smoothed
     dots: list[tuple[str, str, str]]  # x, y, hover text
 
 
@@ -64,10 +64,10 @@ def write_page(
         title: heading of the page.
         summary: rows of the final table; empty = no table.
         runs: metrics by run name, in the order of the legend.
-        completions: (iteration, row), of which ``pick_completions`` shows some.
+        completions: (iteration, row); ``pick_completions`` selects the ones to show.
         config: the whole config as nested dicts, shown folded.
         facts: short ``key: value`` pairs such as device, policy, seconds.
-        shown: number of completions on the page, at most.
+        shown: maximum number of completions on the page.
     """
     header, cells = summary_cells(summary) if summary else ([], [])
     html = (
@@ -156,7 +156,7 @@ def token_pieces(row: CompletionRow) -> list[Piece]:
 
 
 def card(iteration: int, row: CompletionRow) -> dict[str, Any]:
-    """Collect what the template shows of a completion."""
+    """Collect the template's fields of a completion."""
     chips = []
     chips += [(visible(name), short(value)) for name, value in row.rewards.items() if len(row.rewards) > 1]
     if math.isfinite(row.advantage):
@@ -176,7 +176,7 @@ def card(iteration: int, row: CompletionRow) -> dict[str, Any]:
 
 
 def _tiles(summary: Sequence[SummaryRow]) -> list[tuple[str, str, str]]:
-    """Return (label, number, caption) for the first policy and the first one compared with it."""
+    """Return (label, number, caption) for the first policy and the first policy compared with it."""
     if not summary:
         return []
     first = summary[0]
@@ -238,7 +238,7 @@ def nice_ticks(low: float, high: float, *, count: int, whole: bool = False) -> l
 
 
 def _plain(tree: Any) -> Any:
-    """Convert nested values to ones that YAML can write."""
+    """Convert nested values to types that YAML can write."""
     if isinstance(tree, Mapping):
         return {str(k): _plain(v) for k, v in tree.items()}
     if isinstance(tree, list | tuple):

@@ -1,4 +1,4 @@
-"""``oarjax status``: how far a run has got, read from its folder alone, wherever it is running. Imports no jax."""
+"""``oarjax status``: show a run's progress, read from its folder alone. Imports no jax."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ RECENT = 10
 
 @dataclass(frozen=True)
 class Status:
-    """One run at the time of asking; None where the folder does not say."""
+    """Progress of a run; None where it is not known yet."""
 
     run: str
-    state: str  # in words: before the first iteration, warm start, training, finished, ...
+    state: str  # before the first iteration, warm start, training, finished, ...
     iteration: int
     iterations: int
     reward: float | None  # mean of the recent iterations
@@ -40,7 +40,7 @@ class Status:
 
 
 def run_status(folder: Path, *, now: float | None = None) -> Status:
-    """Read how far a run has got.
+    """Read a run's progress from its folder.
 
     Raises:
         ConfigError: the folder holds no run.
@@ -48,7 +48,7 @@ def run_status(folder: Path, *, now: float | None = None) -> Status:
     """
     config = folder / "config.yaml"
     if not config.is_file():
-        raise ConfigError(f"status: {folder} holds no run (no config.yaml); give the run_dir of oarjax train")
+        raise ConfigError(f"status: {folder} holds no run (no config.yaml); pass the run_dir of oarjax train")
     cfg: Mapping[str, Any] = yaml.safe_load(config.read_text(encoding="utf-8"))
     records = read_metrics(folder / "metrics.jsonl")
     trained = [r for r in records if r["iteration"] > 0]
@@ -109,7 +109,7 @@ def _lines(s: Status) -> dict[str, str]:
 
 
 def duration(seconds: SupportsFloat) -> str:
-    """Seconds as days, hours, minutes and seconds, the two largest that are not 0."""
+    """Format seconds in days, hours, minutes and seconds: the two largest units that are not 0."""
     whole = max(round(float(seconds)), 0)
     parts = [(whole // 86400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "min"), (whole % 60, "s")]
     return " ".join(f"{n} {unit}" for n, unit in [p for p in parts if p[0]][:2]) or "0 s"

@@ -1,4 +1,4 @@
-"""Summary table of a run: pass@1 of each policy with an interval over problems, and its paired change."""
+"""Summarise a run in a table: pass@1 of each policy with an interval over problems, and its paired change."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SummaryRow:
     pass_at_1: float
     low: float
     high: float
-    change: float | None  # None for the row that the others are compared with, or where nothing can be compared
+    change: float | None  # None for the baseline's row, or if no problem was graded in both
     change_low: float | None
     change_high: float | None
     by_seed: tuple[float, ...]  # pass@1 of each seed
@@ -79,7 +79,7 @@ def summarise(
 def paired_change(
     scores: Float[np.ndarray, "problems seeds"], baseline: Float[np.ndarray, "problems seeds_before"]
 ) -> Interval:
-    """Average the change of each problem's own mean, in points, with its normal 95% interval.
+    """Average the change of each problem's mean, in points, with its normal 95% interval.
 
     Raises:
         ValueError: the two have different numbers of problems.

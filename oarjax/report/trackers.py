@@ -1,8 +1,8 @@
-"""Experiment trackers beside a run's own files: TensorBoard, Weights & Biases and trackio, one interface.
+"""Log a run to experiment trackers too: TensorBoard, Weights & Biases and trackio behind one interface.
 
-All of them are local unless the environment says otherwise: W&B writes an offline run below the run's folder unless
-``WANDB_MODE`` is set, trackio its local database unless ``TRACKIO_SPACE_ID`` or ``TRACKIO_SERVER_URL`` is. A tracker
-never stops a run: one that fails is reported once and then left out. Only the first host should open any.
+All of them are local by default: W&B writes an offline run below the run's folder unless ``WANDB_MODE`` is set, and
+trackio writes its local database unless ``TRACKIO_SPACE_ID`` or ``TRACKIO_SERVER_URL`` is set. A tracker never stops
+a run: a failing tracker is reported once and then left out. Only the first host should open trackers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COLUMNS = ("iteration", "prompt", "completion", "reward", "answer", "reference",
 class Tracker(Protocol):
     """Receives a run's curves and completions."""
 
-    where: str  # for the user: where it writes, and how to view it
+    where: str  # shown to the user: where it writes, and how to view it
 
     def write(self, iteration: int, metrics: Mapping[str, float], rows: Sequence[CompletionRow]) -> None:
         """Record an iteration's finite metrics and some of its completions."""
@@ -44,7 +44,7 @@ class Tracker(Protocol):
 
 
 @dataclass(frozen=True)
-class Run:
+class TrackedRun:
     """A run's names for trackers. ``id`` stays the same when the run resumes."""
 
     folder: Path
@@ -56,7 +56,7 @@ class Run:
 
 
 def run_id(folder: Path) -> str:
-    """Return the trackers' id of a run folder, created at the first call and kept in its tracking.json.
+    """Return the trackers' id of a run folder, created on the first call and kept in its tracking.json.
 
     Raises:
         OSError, ValueError: tracking.json cannot be written, or holds no id.
@@ -68,11 +68,11 @@ def run_id(folder: Path) -> str:
 
 
 class Trackers:
-    """The trackers of a run, none of which can stop it. Use as a context manager.
+    """Log to several trackers, none of which can stop the run. Use as a context manager.
 
     Args:
         to: names in ``OPEN``; others are ignored.
-        run: creates the run's names, called once if there is a tracker to open.
+        run: creates the run's names; called once if there is a tracker to open.
         say: prints a warning under a key, once per key.
         show: prints where a tracker writes.
     """
@@ -80,20 +80,20 @@ class Trackers:
     def __init__(
         self,
         to: Sequence[str],
-        run: Callable[[], Run],
+        run: Callable[[], TrackedRun],
         *,
         say: Callable[[str, str], object],
         show: Callable[[str], object],
     ):
         self._say = say
         self._open: dict[str, Tracker] = {}
-        known: Run | None = None
+        names: TrackedRun | None = None
         for name in to:
             if name not in OPEN:
                 continue
             with self._failures_of(name):
-                known = known or run()
-                self._open[name] = OPEN[name](known)
+                names = names or run()
+                self._open[name] = OPEN[name](names)
                 show(f"{name:<12}{visible(self._open[name].where)}")
 
     def write(self, iteration: int, metrics: Metrics, rows: Sequence[CompletionRow]) -> None:
@@ -114,7 +114,7 @@ class Trackers:
     def _failures_of(self, name: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # whatever it is, it does not concern the run
+        except Exception as error:  # no error of a tracker may stop the run
             self._open.pop(name, None)
             self._say(
                 f"tracker {name}",
@@ -126,9 +126,9 @@ class Trackers:
 
 
 class TensorBoard:
-    """Event files in the folder ``tensorboard``. TensorBoard hides the iterations that a resumed run repeats."""
+    """Write event files to the folder ``tensorboard``. TensorBoard hides the iterations that a resumed run repeats."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: TrackedRun):
         from tensorboardX import SummaryWriter
 
         folder = run.folder / "tensorboard"
@@ -147,11 +147,11 @@ class TensorBoard:
 
 
 class WandB:
-    """A W&B run whose x axis is the iteration, so that a resumed run may repeat iterations."""
+    """Log to a W&B run whose x axis is the iteration, so that a resumed run may repeat iterations."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: TrackedRun):
         if not os.environ.get("WANDB_MODE"):
-            os.environ.pop("WANDB_MODE", None)  # W&B rejects an empty one
+            os.environ.pop("WANDB_MODE", None)  # W&B rejects an empty value
         mode = os.environ.get("WANDB_MODE", "offline")
         if mode == "offline":
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # no crash reports over the network
@@ -186,9 +186,9 @@ class WandB:
 
 
 class Trackio:
-    """A run in trackio's local database (``TRACKIO_DIR``), resumed by its name."""
+    """Log to a run in trackio's local database (``TRACKIO_DIR``), resumed by its name."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: TrackedRun):
         import trackio
 
         self._trackio: Any = trackio
@@ -207,10 +207,10 @@ class Trackio:
 
     def close(self) -> None:
         with _quiet():
-            self._trackio.finish()  # closes the open run: nothing is left for the exit
+            self._trackio.finish()  # leaves nothing to do at exit
 
 
-OPEN: dict[str, Callable[[Run], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
+OPEN: dict[str, Callable[[TrackedRun], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
 
 
 # Their input ------------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def completions_table(iteration: int, rows: Sequence[CompletionRow]) -> tuple[li
 
 
 def _as_markdown(row: CompletionRow) -> str:
-    """Format a completion as an indented block, in which Markdown reads no markup."""
+    """Format a completion as an indented block, in which Markdown ignores markup."""
     head = f"reward {short(row.reward)}, {row.verdict}, answer {row.answer}, expected {row.reference}"
     block = visible("\n\n".join([head, row.prompt, row.completion]))
     return textwrap.indent(block, "    ", lambda line: True)
@@ -248,7 +248,7 @@ def _text(value: str | None) -> str | None:
 
 
 def _quiet() -> contextlib.AbstractContextManager[Any]:
-    """Suppress what a package prints about itself."""
+    """Suppress a package's output."""
     return contextlib.redirect_stdout(io.StringIO())
 
 

@@ -21,8 +21,7 @@ from oarjax.data.streams import PromptStream
 from oarjax.grading.recorded import Grading, RecordedGrader, setup_of
 from oarjax.report.console import OnceWarnings
 from oarjax.report.files import CompletionRow, CompletionsWriter, Metrics, MetricsWriter
-from oarjax.report.trackers import Run as TrackedRun
-from oarjax.report.trackers import Trackers, run_id
+from oarjax.report.trackers import TrackedRun, Trackers, run_id
 from oarjax.runs.checkpoint import Checkpoints, arrays, check_arrays, finished
 from oarjax.runs.durable import Failures, read_lines, storage_errors
 from oarjax.runs.folder import refuse_another_config

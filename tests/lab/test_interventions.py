@@ -9,7 +9,7 @@ import pytest
 from toy_policy import toy_params, toy_policy
 
 from oarjax.lab.interventions import Branches, answer_choice_changes, branch_prompts, choices
-from oarjax.lab.oracles import Branch, Continued, continued, direct_flips, total_flips
+from oarjax.lab.oracles import Branch, Continuation, decode_branches, direct_flips, total_flips
 from oarjax.models.policy import Policy, positions_of
 from oarjax.rollout.sampler import sample
 from oarjax.types import AnswerSpan, KVCache, Rollout
@@ -184,8 +184,10 @@ def test_a_row_without_a_clean_answer_is_not_usable():
 def test_a_change_to_the_stop_token_ends_the_text():
     decode, _, _ = chain_programs()
     rollout = rollout_of([[1]], [COMPLETIONS[0]], width=3, length=7)
-    found = continued(decode, rollout, [Branch(0, 2, 1, STOP, 4), Branch(0, 2, 1, 5, 1)], rows=2, stop_ids=(STOP,))
-    assert found == [Continued([2, STOP], True), Continued([2, 5, 3], False)]
+    found = decode_branches(
+        decode, rollout, [Branch(0, 2, 1, STOP, 4), Branch(0, 2, 1, 5, 1)], rows=2, stop_ids=(STOP,)
+    )
+    assert found == [Continuation([2, STOP], True), Continuation([2, 5, 3], False)]
 
 
 def test_branches_are_moved_to_the_right_edge():

@@ -99,7 +99,7 @@ def test_colours_diverge_from_one(weight, expected):
 
 
 def test_every_field_has_one_entry_per_token(tmp_path):
-    with pytest.raises(ValueError, match=r"expected 4 entries, one per token, in each field, got \{'direct': 1"):
+    with pytest.raises(ValueError, match=r"expected one entry per token in each field, 4, got \{'direct': 1"):
         page(tmp_path, completions=[completion(direct=[True])])
 
 

@@ -121,7 +121,7 @@ def test_a_rate_that_explodes(oarjax, base, tmp_path):
     assert len(list((tmp_path / "run" / "bad_batches").glob("params-*"))) == 1
     found = replayed(oarjax, err)
     assert found["place"].startswith("the optimizer's step: the gradient is finite")
-    assert "with a rate of 1e+39 the step is not: lower the rate" in found["place"]
+    assert "with a learning rate of 1e+39 the step is not: lower the rate" in found["place"]
     assert all(row["replayed"] is None for row in found["rows"])
 
 
@@ -283,7 +283,7 @@ def test_a_warm_start_that_explodes(oarjax, base, tmp_path):
     assert "oarjax replay" in out
     assert not (tmp_path / "run" / "start").exists()  # a start that learned nothing is no start
     found = replayed(oarjax, err)
-    assert "with a rate of 1e+39 the step is not: lower the rate" in found["place"]
+    assert "with a learning rate of 1e+39 the step is not: lower the rate" in found["place"]
     assert len(found["rows"]) == 4
 
 

@@ -247,7 +247,7 @@ def test_warnings_say_once_what_to_change(metrics, remedy):
     assert printed(c).count("warning:") == 1
 
 
-def test_entropy_collapse_is_judged_by_the_first_value():
+def test_entropy_collapse_is_measured_from_the_first_value():
     warnings = OnceWarnings(console())
     assert warnings.check(1, {"entropy": 0.5}) == []
     assert warnings.check(2, {"entropy": 0.06}) == []

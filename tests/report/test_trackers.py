@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from oarjax.report.files import CompletionRow
-from oarjax.report.trackers import Run, TensorBoard, Trackers, completions_table, run_id
+from oarjax.report.trackers import TensorBoard, TrackedRun, Trackers, completions_table, run_id
 
 ROW = CompletionRow(
     prompt="1+1?\x1b[2J",
@@ -27,9 +27,9 @@ ROW = CompletionRow(
 )
 
 
-def run_of(folder: Path, **changes) -> Run:
+def run_of(folder: Path, **changes) -> TrackedRun:
     fields = {"folder": folder, "project": "tests", "name": "demo", "id": "0a1b2c3d", "config": {"optim": {"lr": 0.5}}}
-    return Run(**(fields | changes))
+    return TrackedRun(**(fields | changes))
 
 
 def trackers(to, run, said=None, shown=None) -> Trackers:
@@ -272,7 +272,7 @@ def test_wandb_writes_an_offline_run_under_one_id(tmp_path, monkeypatch, no_netw
 
 TRACKIO = """
 import json, sys
-from oarjax.report.trackers import Run, Trackers
+from oarjax.report.trackers import TrackedRun, Trackers
 from oarjax.report.files import CompletionRow
 import socket
 tried = []
@@ -288,7 +288,7 @@ row = CompletionRow(prompt="1+1?", completion="2", reward=1.0, answer="2", verdi
 said, shown = [], []
 from pathlib import Path
 for first in (0, 1):
-    run = Run(Path(sys.argv[1]), "tests", "demo", "0a1b2c3d", {"optim": {"lr": 0.5}}, first)
+    run = TrackedRun(Path(sys.argv[1]), "tests", "demo", "0a1b2c3d", {"optim": {"lr": 0.5}}, first)
     with Trackers(("trackio",), lambda: run, say=lambda key, text: said.append(text), show=shown.append) as opened:
         for iteration in range(first + 1, 3):
             opened.write(iteration, {"loss": 1.0 / iteration}, [row])

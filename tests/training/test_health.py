@@ -37,7 +37,7 @@ CASES = [
     ({"nonfinite/weights": 0.25}, "25% of completions have token weights .* set another credit.method"),
     ({"nonfinite/advantages": 0.25}, "25% of completions have an advantage .* grading.rewards weight"),
     ({"nonfinite/behaviour_logps": 1.0}, "the sampler's log-probabilities of 100% .* earlier checkpoint"),
-    ({"nonfinite/old_logps": 0.5}, "the trainer's own log-probabilities of 50% .* policy.compute_dtype=float32"),
+    ({"nonfinite/old_logps": 0.5}, "the trainer's log-probabilities of 50% .* policy.compute_dtype=float32"),
     ({"nonfinite/ref_logps": 0.5}, "the reference policy's log-probabilities of 50% "),
     ({"nonfinite/entropies": 0.5}, "the entropies of 50% of completions are not finite"),
 ]
@@ -71,7 +71,7 @@ def test_limits_are_where_the_table_says():
     assert once().check(1, fine) == []
 
 
-def test_entropy_collapse_is_judged_by_the_first_finite_value():
+def test_entropy_collapse_is_measured_from_the_first_finite_value():
     warnings = once()
     assert warnings.check(1, {"entropy": math.nan}) == []
     assert warnings.check(2, {"entropy": 0.5}) == []
