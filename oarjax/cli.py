@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from enum import StrEnum
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -15,12 +16,30 @@ from oarjax.credit.registry import summary
 app = typer.Typer(
     name="oarjax",
     help="Train Qwen policies with GRPO and Outcome-grounded Advantage Reshaping (OAR), in JAX.",
-    epilog="Start with: oarjax train configs/demo.yaml",
+    epilog="Start with: oarjax train demo",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+
+
+def print_version(wanted: bool) -> None:
+    """Print the versions of oarjax, Python and JAX and end, if ``wanted``; imports none of them."""
+    if wanted:
+        installed = {name: version(name) for name in ("oarjax", "jax", "flax", "transformers")}
+        python = f"python {sys.version.split()[0]}"
+        typer.echo(", ".join([*(f"{name} {number}" for name, number in installed.items()), python]))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print versions and exit.")
+    ] = False,
+) -> None:
+    """Take the options that stand before a subcommand."""
 
 
 class Template(StrEnum):
@@ -64,7 +83,12 @@ TRAIN_HELP = (
 )
 def train(
     config: Annotated[
-        Path, typer.Argument(metavar="CONFIG.yaml", help="The run's config; configs/ has some.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="CONFIG.yaml",
+            help="The run's config: a file, or the name of a shipped one such as demo.",
+            show_default=False,
+        ),
     ],
     overrides: Annotated[
         list[str] | None,
@@ -95,6 +119,19 @@ def train(
     from oarjax.training.command import run
 
     run(config, overrides or [], compare=compare, seeds=seeds, restart=restart)
+
+
+@app.command(epilog="Example: oarjax init demo")
+def init(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A shipped config, such as demo.")] = "demo",
+    to: Annotated[
+        Path | None, typer.Argument(metavar="FILE.yaml", help="File to write.", show_default="NAME.yaml")
+    ] = None,
+) -> None:
+    """Copy a shipped config here, to change it. Never overwrites a file."""
+    from oarjax.config import copy_shipped
+
+    typer.echo(f"wrote {copy_shipped(name, to)}; change it, then: oarjax train {to or name + '.yaml'}")
 
 
 @app.command(epilog='Example: oarjax sample runs/demo/export "12+30-5=" --count 4')

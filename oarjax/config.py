@@ -711,12 +711,11 @@ def read_tree(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> 
     Raises:
         ConfigError: the file is missing or not YAML, or an override has no ``=`` or no such parent.
     """
+    path = find_config(path)
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
         _reject_duplicates(yaml.compose(text, Loader=yaml.SafeLoader), f"config {path}")
         tree = yaml.safe_load(text)
-    except FileNotFoundError:
-        raise ConfigError(f"config {path}: no such file; shipped ones are in configs/") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config {path}: cannot be read: {error}") from None
     except yaml.YAMLError as error:
@@ -726,6 +725,48 @@ def read_tree(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> 
     for override in overrides:
         apply_override(tree, override)
     return tree
+
+
+SHIPPED = Path(__file__).parent / "configs"
+"""The configs that come with the package; in a checkout, its folder ``configs``."""
+
+
+def find_config(path: str | Path) -> Path:
+    """Return the path if it exists, else the shipped config of that name (``demo`` or ``configs/demo.yaml``).
+
+    Raises:
+        ConfigError: neither exists; suggests the shipped config with the nearest name.
+    """
+    path = Path(path)
+    if path.exists():
+        return path
+    name = path.name.removesuffix(".yaml")
+    if path.parent in (Path(), Path("configs")) and (shipped := SHIPPED / f"{name}.yaml").is_file():
+        return shipped
+    names = sorted(file.stem for file in SHIPPED.glob("*.yaml"))
+    nearest = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {nearest[0]}? " if nearest else ""
+    raise ConfigError(f"config {path}: no such file; {hint}shipped ones: {', '.join(names)}")
+
+
+def copy_shipped(name: str, target: Path | None = None) -> Path:
+    """Copy a shipped config to ``target`` (NAME.yaml here) and return where it is.
+
+    Raises:
+        ConfigError: no such config; the target exists or cannot be written.
+    """
+    source = SHIPPED / f"{name.removesuffix('.yaml')}.yaml"
+    if not source.is_file():
+        source = find_config(Path("configs") / name)  # names the shipped ones
+    target = target or Path(source.name)
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(source.read_text(encoding="utf-8"))
+    except FileExistsError:
+        raise ConfigError(f"init: {target} exists; give another file, or remove it") from None
+    except OSError as error:
+        raise ConfigError(f"init: {target} cannot be written: {error.strerror}; give another file") from error
+    return target
 
 
 def _reject_duplicates(node: Any, source: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import sys
 
 import numpy as np
@@ -111,6 +112,16 @@ def oarjax(monkeypatch, capfd):
         (("export",), ["SOURCE", "TARGET", "keep|float32|bfloat16", "must not exist yet"]),
     ],
 )
+def test_versions_are_those_installed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["oarjax", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert re.fullmatch(
+        r"oarjax \S+, jax \S+, flax \S+, transformers \S+, python 3\.\d+\.\d+", capsys.readouterr().out.strip()
+    )
+
+
 def test_help(oarjax, command, says):
     code, out, _ = oarjax(*command, "--help")
     assert code == 0

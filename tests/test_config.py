@@ -1,12 +1,14 @@
 """Reading a config: files, overrides, and every kind of mistake, each with its path and what is accepted."""
 
 import re
+from pathlib import Path
 
 import pytest
 import yaml
+from conftest import ROOT
 from pydantic import ValidationError
 
-from oarjax.config import ConfigError, load_config, parse_config
+from oarjax.config import ConfigError, copy_shipped, find_config, load_config, parse_config
 
 SMALLEST = {"run_dir": "r", "policy": {"path": "p"}, "data": {"train": {"source": "t.jsonl"}}}
 
@@ -124,7 +126,7 @@ def test_bad_overrides(file, override, says):
 
 
 def test_bad_files(tmp_path):
-    with pytest.raises(ConfigError, match=r"config .*none\.yaml: no such file; shipped ones are in configs/"):
+    with pytest.raises(ConfigError, match=r"config .*none\.yaml: no such file; shipped ones: .*demo,"):
         load_config(tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path)
@@ -231,3 +233,26 @@ def test_the_shipped_configs_are_valid():
 
     for path in sorted((ROOT / "configs").glob("[!s]*.yaml")):  # study_*.yaml are no runs, see test_readme.py
         load_config(path)
+
+
+def test_shipped_configs_are_known_by_name_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo", "demo.yaml", "configs/demo.yaml"):
+        assert load_config(name) == load_config(ROOT / "configs" / "demo.yaml")
+    with pytest.raises(ConfigError, match=r"config dmeo: no such file; did you mean demo\? shipped ones: "):
+        load_config("dmeo")
+    (tmp_path / "demo.yaml").write_text((ROOT / "configs" / "demo.yaml").read_text() + "seed: 7\n")
+    assert load_config("demo.yaml").seed == 7  # an existing file takes precedence
+    assert find_config("demo") == find_config("configs/demo.yaml")
+
+
+def test_a_shipped_config_is_copied_and_never_over_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert copy_shipped("demo_tiny") == Path("demo_tiny.yaml")
+    assert load_config("demo_tiny.yaml") == load_config(ROOT / "configs" / "demo_tiny.yaml")
+    with pytest.raises(ConfigError, match=r"init: demo_tiny\.yaml exists; give another file, or remove it"):
+        copy_shipped("demo_tiny.yaml")
+    with pytest.raises(ConfigError, match=r"init: no/demo\.yaml cannot be written"):
+        copy_shipped("demo", Path("no/demo.yaml"))
+    with pytest.raises(ConfigError, match=r"did you mean demo\?"):
+        copy_shipped("demoo")

@@ -16,7 +16,17 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
-from oarjax.config import Config, ConfigError, Count, Section, apply_override, explained, parse_config, read_tree
+from oarjax.config import (
+    Config,
+    ConfigError,
+    Count,
+    Section,
+    apply_override,
+    explained,
+    find_config,
+    parse_config,
+    read_tree,
+)
 
 Changes = dict[str, Any]
 """Fields to change: nested, with dotted names (``credit.gate.tau: 0.2``), or both."""
@@ -134,11 +144,12 @@ def load_study(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *,
     Raises:
         ConfigError: as for ``load_config``; also if the section ``quick`` or the base's file is missing.
     """
+    path = find_config(path)
     tree = read_tree(path)
-    _read_base(tree, Path(path).parent)
+    _read_base(tree, path.parent)
     for override in overrides:
         apply_override(tree, override)
-    _read_base(tree, Path(path).parent)
+    _read_base(tree, path.parent)
     study = _validate(tree, source=str(path))
     if quick and study.quick is None:
         raise ConfigError(f"{path}: --quick needs a section quick; add it, with the fields that it changes")
