@@ -134,6 +134,19 @@ def init(
     typer.echo(f"wrote {copy_shipped(name, to)}; change it, then: oarjax train {to or name + '.yaml'}")
 
 
+@app.command(epilog="Example: oarjax config rollout")
+def config(
+    section: Annotated[
+        str, typer.Argument(metavar="SECTION", help="Such as rollout or credit.gate.", show_default="all")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """List the fields of a config: default, accepted values and meaning."""
+    from oarjax.report.fields import show_fields
+
+    show_fields(section, as_json=as_json)
+
+
 @app.command(epilog='Example: oarjax sample runs/demo/export "12+30-5=" --count 4')
 def sample(
     policy: Annotated[str, typer.Argument(metavar="POLICY", help="HF folder or hub name, e.g. runs/demo/export.")],

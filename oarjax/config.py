@@ -13,7 +13,19 @@ from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import CoreSchema
+from pydantic_core.core_schema import no_info_after_validator_function
 
 from oarjax.credit.method import Role
 from oarjax.credit.registry import CUSTOM, choices, lab_methods
@@ -298,12 +310,19 @@ class LocalConfig(Section):
     answers: Positive = Field(default=4, description="answer tokens that are read, at most")
 
 
-def _one_of(role: Role | None, *others: str) -> AfterValidator:
+class _OneOf:
     """Accept the names of built-in methods, as registered when the field is read, and ``others``."""
 
-    def known(name: str) -> str:
-        accepted = (*choices(role), *others)
-        if role is None and name == "own":
+    def __init__(self, role: Role | None, *others: str) -> None:
+        self._role: Role | None = role
+        self._others = others
+
+    def _accepted(self) -> list[str]:
+        return [*choices(self._role), *self._others]
+
+    def _check(self, name: str) -> str:
+        accepted = self._accepted()
+        if self._role is None and name == "own":
             raise ValueError("own is called custom now; set custom")
         if name not in accepted:
             near = difflib.get_close_matches(name, accepted, n=1)
@@ -311,12 +330,16 @@ def _one_of(role: Role | None, *others: str) -> AfterValidator:
             raise ValueError(f"expected one of {', '.join(accepted)}, got {name!r}{hint}")
         return name
 
-    return AfterValidator(known)
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, _: CoreSchema, __: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": self._accepted()}
 
 
 class ScreenConfig(Section):
     share: Share = Field(default=0.2, description="of a row's reasoning that is scored exactly")
-    by: Annotated[str, _one_of("screen.by", "random")] = Field(
+    by: Annotated[str, _OneOf("screen.by", "random")] = Field(
         default="oar_l", description="whose scores choose that share; random: the control"
     )
 
@@ -356,13 +379,13 @@ class GrailConfig(Section):
 
 
 class CreditConfig(Section):
-    method: Annotated[str, _one_of(None, CUSTOM)] = Field(
+    method: Annotated[str, _OneOf(None, CUSTOM)] = Field(
         default="oar_g", description="a method of oarjax.credit.registry, or custom"
     )
     function: str | None = Field(
         default=None, description="for method custom: file.py:name or module:name of an oarjax.CreditMethod"
     )
-    permuted_of: Annotated[str, _one_of("permuted_of")] = Field(
+    permuted_of: Annotated[str, _OneOf("permuted_of")] = Field(
         default="oar_g", description="whose weights permuted shuffles"
     )
     polarity: Literal["both", "correct", "wrong"] = Field(

@@ -1,0 +1,32 @@
+"""``oarjax config``: the table of fields."""
+
+import pytest
+
+from oarjax.config import Config, ConfigError
+from oarjax.report.fields import field_rows, markdown
+
+
+def test_every_field_has_a_row_with_its_default_and_accepted_values():
+    rows = {row.path: row for row in field_rows()}
+    assert rows["run_dir"].default == "required"
+    assert rows["rollout.top_p"][1:3] == ("1.0", "number > 0 and <= 1")
+    assert rows["rollout.slots"][1:3] == ("null", "integer > 0 or null")
+    assert rows["loss.aggregation"][1:3] == ("dapo", "grpo | bnpo | dapo | dr_grpo")
+    assert rows["data.prompt_format"].default == "{prompt}"
+    assert rows["sft"][1:3] == ("null", "null or a section")
+    assert "oar_g" in rows["credit.method"].accepted
+    sections = {path.split(".")[0] for path in rows}
+    assert sections == set(Config.model_fields)
+    assert all(row.accepted != "any value" for row in rows.values()), "a type that the table cannot describe"
+
+
+def test_a_section_a_field_and_a_wrong_name():
+    assert {row.path.split(".")[0] for row in field_rows("rollout")} == {"rollout"}
+    assert [row.path for row in field_rows("credit.gate.tau")] == ["credit.gate.tau"]
+    with pytest.raises(ConfigError, match=r"no section or field 'rolout'; did you mean rollout\?"):
+        field_rows("rolout")
+
+
+def test_the_markdown_table_escapes_what_would_split_a_cell():
+    page = markdown(field_rows("loss.aggregation"))
+    assert page.splitlines()[2].startswith(r"| `loss.aggregation` | `dapo` | grpo \| bnpo \| dapo")
