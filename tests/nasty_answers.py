@@ -42,14 +42,12 @@ def boxed(kind: str, rows: list[tuple[str, str, Expected]]) -> Iterator[Nasty]:
 
 
 def towers() -> Iterator[Nasty]:
-    tower = "9"
     rows: list[tuple[str, str, Expected]] = []
-    for _ in range(12):
-        tower = f"9^{{{tower}}}"
-        rows.append((tower, "7", "not right"))
-    for power in (2, 3, 5, 8, 13, 50, 1000):
+    for height in (1, 2, 12):
+        rows.append(("9^{" * height + "9" + "}" * height, "7", "not right"))
+    for power in (2, 3, 5, 1000):
         rows.append((f"10^{{10^{{{power}}}}}", "7", "not right"))
-    rows += [(f"{n}^{{{n}^{{{n}}}}}", "7", "not right") for n in (7, 99, 12345, 10**30)]
+    rows += [(f"{n}^{{{n}^{{{n}}}}}", "7", "not right") for n in (7, 12345)]
     rows += [
         ("(10^{10})^{(10^{10})}", "7", "not right"),
         ("9^{-9^{9^9}}", "0", "not right"),
@@ -77,9 +75,7 @@ def factorials() -> Iterator[Nasty]:
             (r"\binom{5}{2}", "10", "right"),
             (r"\binom{5}{2}", "11", "wrong"),
             ("(9!)!", "7", "not right"),
-            ("((3!)!)!", "7", "not right"),
             ("(((3!)!)!)!", "7", "not right"),
-            ("1000000000!", "7", "not right"),
             ("(10^{10^{10}})!", "7", "not right"),
             ("99999!", "7", "not right"),
             ("7" + "!" * 50, "7", "not right"),
@@ -120,7 +116,7 @@ def braces() -> Iterator[Nasty]:
     ]
     for number, (completion, expected) in enumerate(whole):
         yield Nasty(f"braces {number}", completion, "7", expected)  # type: ignore[arg-type]
-    for depth in (10, 50, 100, 500, 2000, 20_000):
+    for depth in (10, 50, 500, 20_000):
         for left, right in (("{", "}"), ("(", ")"), (r"\left(", r"\right)"), (r"\sqrt{", "}"), (r"\frac{1}{", "}")):
             expected: Expected = "not right" if left.startswith("\\s") else None  # 1/(1/7) is 7
             yield Nasty(f"{depth} x {left}", rf"\boxed{{{left * depth}7{right * depth}}}", "7", expected)
@@ -313,8 +309,8 @@ def percent_and_units() -> Iterator[Nasty]:
     yield from boxed(
         "unit",
         [
-            (r"50\%", "50", "right"),
-            ("50%", "50", "right"),
+            (r"50\%", "50", "wrong"),
+            ("50%", "0.5", "right"),
             (r"50\%", r"50\%", "right"),
             (r"50\%", "51", "wrong"),
             (r"0.5", r"50\%", "right"),
@@ -420,7 +416,6 @@ def exponents() -> Iterator[Nasty]:
         "exponent",
         [
             ("1e999999999", "7", "not right"),
-            ("1E999999999", "7", "not right"),
             ("1E999999999999999999", "7", "not right"),
             ("1.5E-999999999", "7", "not right"),
             ("9E9E9", "7", "not right"),

@@ -7,16 +7,22 @@ as a wrong answer, so every sample gets a verdict:
     unparseable  a reward could not parse the model's answer; that reward is 0, counted apart
     ungraded     unknown (the reference is not an expression, or a reward returned NaN)
     timeout      the answer took longer than the deadline; its worker was killed
-    crash        a reward raised, or its worker died or used too much memory, twice
+    crash        a reward raised, or its worker died, used too much memory or replied out of turn, twice
 
 The last three have reward NaN, which the group advantages ignore.
+
+The deadline is of a clock that stands still while this process sleeps (SIGSTOP, a suspended machine), and that counts
+processor time where the worker waits for a processor: a busy machine makes no answer late. A worker that waits for
+anything else, as a reward that asks a server does, is on the clock. Samples are numbered, and a reply with any
+number but the awaited one ends its worker, so that no late or forged reply becomes another sample's. A worker is
+killed with all that it has started, and their memory counts as its own.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -26,20 +32,24 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from multiprocessing.connection import Connection, wait
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from oarjax.credit.answer_text import Style, check_pattern
 from oarjax.errors import UserError
+from oarjax.grading.link import Garbled, Link
+from oarjax.grading.process_tree import end_tree, memory_mb, usage
 from oarjax.grading.rewards import Sample, find_rewards, load_plugins
 from oarjax.types import Grades, Verdict
 
 POLL = 0.05  # seconds between checks of deadlines and memory
+LONGEST_TICK = 1.0  # seconds; what is more between two checks this process slept
 START_LIMIT = 120.0  # seconds that a worker may take for its imports
 CHUNK = 16  # samples sent to a worker at a time
+VERDICTS = get_args(Verdict)
 
 
 class GraderError(UserError, RuntimeError):
@@ -49,15 +59,21 @@ class GraderError(UserError, RuntimeError):
 @dataclass(eq=False)
 class _Worker:
     process: subprocess.Popen
-    link: Connection
+    link: Link
     state: Literal["starting", "idle", "busy"] = "starting"
-    since: float = field(default_factory=time.monotonic)  # start of the state, or of the current answer
     chunk: deque[int] = field(default_factory=deque)  # samples not answered yet, the current one first
+    number: int = 0  # of the current sample, counted over all batches
+    spent: float = 0.0  # seconds on the clock since the start of the state, or of the current answer
+    cpu: float | None = None  # CPU seconds when the clock was last looked at; None: not since its start
     retire_mb: float = float("inf")  # resident memory above which an idle worker is replaced
 
+    def restart_clock(self) -> None:
+        self.spent, self.cpu = 0.0, None
+
     def end(self) -> int:
-        """Kill and reap the process, close its link; return the exit code."""
-        self.process.kill()
+        """Kill the process with all that it started, reap it and close its link; return the exit code."""
+        if self.process.returncode is None:
+            end_tree(self.process.pid)
         self.link.close()
         return self.process.wait()
 
@@ -69,8 +85,8 @@ class Grader:
         rewards: (name, weight) pairs.
         plugins: Python files or modules that register rewards, imported here to check the names, and in every worker.
         workers: number of processes.
-        deadline: wall-clock seconds per answer; a worker's start-up does not count.
-        memory_mb: resident memory of a worker.
+        deadline: seconds per answer, see above; a worker's start-up does not count.
+        memory_mb: resident memory of a worker and of what it has started.
         style, pattern: how an answer is marked in a completion, see ``oarjax.credit.answer_text``.
 
     Raises:
@@ -107,6 +123,8 @@ class Grader:
         self._size = workers
         self._workers: list[_Worker] = []
         self._failures = 0
+        self._number = 0  # of samples sent so far
+        self._ticked = 0.0
         self._closing = threading.Event()
         self._waiting: deque[tuple[Sequence[Sample], Future[Grades]]] = deque()
         self._driver = ThreadPoolExecutor(1, thread_name_prefix="grader")
@@ -158,6 +176,7 @@ class Grader:
             batch.fail(error)
 
     def _run(self, batch: _Batch) -> None:
+        self._ticked = time.monotonic()
         while True:
             while self._waiting:
                 batch.add(*self._waiting.popleft())
@@ -170,49 +189,75 @@ class Grader:
             for worker in list(self._workers):
                 if worker.state == "idle" and batch.queue:
                     self._send_chunk(worker, batch)
-            wait([worker.link for worker in self._workers], timeout=POLL)
+            self._wait()
+            now = time.monotonic()
+            elapsed, tick = now - self._ticked, now - self._ticked >= POLL
+            if tick:
+                self._ticked = now
             for worker in list(self._workers):
-                if self._receive(worker, batch):
-                    self._enforce_limits(worker, batch)
+                if self._receive(worker, batch) and tick:
+                    self._enforce_limits(worker, batch, min(elapsed, LONGEST_TICK))
 
     def _start_missing(self) -> None:
         while len(self._workers) < self._size:
             self._workers.append(_start(self._setup))
 
+    def _wait(self) -> None:
+        """Return once a worker has sent something or can be sent more, or it is time to look at the clock."""
+        poll = select.poll()
+        for worker in self._workers:
+            poll.register(worker.link, select.POLLIN | (select.POLLOUT if worker.link.waiting else 0))
+        poll.poll(POLL * 1000)
+
     def _send_chunk(self, worker: _Worker, batch: _Batch) -> None:
         worker.chunk.extend(batch.take())
-        worker.state, worker.since = "busy", time.monotonic()
+        worker.state, worker.number = "busy", self._number
+        worker.restart_clock()
+        self._number += len(worker.chunk)
         try:
-            worker.link.send_bytes(json.dumps([asdict(batch.samples[i]) for i in worker.chunk]).encode())
+            worker.link.send({"first": worker.number, "samples": [asdict(batch.samples[i]) for i in worker.chunk]})
         except OSError:  # it died while idle; none of these samples is to blame
             self._dismiss(worker, batch)
 
     def _receive(self, worker: _Worker, batch: _Batch) -> bool:
-        """Process the worker's messages; return False if the worker is gone."""
+        """Process the worker's messages, send it the rest of its own; return False if the worker is gone."""
         try:
-            while worker.link.poll():
-                self._process(worker, batch, json.loads(worker.link.recv_bytes()))
-        except (EOFError, OSError):
+            for message in worker.link.receive():
+                self._process(worker, batch, message)
+            worker.link.flush()
+        except Garbled as error:
+            self._replace_lost(worker, batch, f"the worker sent {error}; does a reward fork, or write to its sockets?")
+            return False
+        except OSError:
             self._replace_lost(worker, batch)
             return False
-        if worker.state == "idle" and _resident_mb(worker.process.pid) > worker.retire_mb:
+        if worker.link.ended:
+            self._replace_lost(worker, batch)
+            return False
+        if worker.state == "idle" and memory_mb(worker.process.pid) > worker.retire_mb:
             self._dismiss(worker, batch)  # memory left by earlier answers must not count against the next
             return False
         return True
 
-    def _process(self, worker: _Worker, batch: _Batch, message: dict[str, Any]) -> None:
-        if "failed" in message:
-            raise GraderError(f"a grading worker could not start:\n{message['failed']}")
-        if "ready" in message:
+    def _process(self, worker: _Worker, batch: _Batch, message: Any) -> None:
+        if worker.state == "starting":
+            if isinstance(message, dict) and "failed" in message:
+                raise GraderError(f"a grading worker could not start:\n{message['failed']}")
+            if message != {"ready": True}:
+                raise Garbled("another message before it was ready")
             self._failures = 0
-            worker.retire_mb = (_resident_mb(worker.process.pid) + self._setup["memory_mb"]) / 2
+            worker.retire_mb = (memory_mb(worker.process.pid) + self._setup["memory_mb"]) / 2
         else:
-            batch.settle(worker.chunk.popleft(), **message)
-        worker.since = time.monotonic()
+            reply = _checked(message, values=len(self._rewards))
+            if not worker.chunk or reply.pop("number") != worker.number:
+                raise Garbled("a reply out of turn")
+            worker.number += 1
+            batch.settle(worker.chunk.popleft(), **reply)
+        worker.restart_clock()
         if not worker.chunk:
             worker.state = "idle"
 
-    def _replace_lost(self, worker: _Worker, batch: _Batch) -> None:
+    def _replace_lost(self, worker: _Worker, batch: _Batch, note: str | None = None) -> None:
         """Remove a worker that ended by itself; its current sample is retried once, then it is a crash."""
         state, current = worker.state, worker.chunk.popleft() if worker.chunk else None
         code = self._dismiss(worker, batch)
@@ -223,18 +268,29 @@ class Grader:
                     f"grading workers end before they are ready (exit code {code}); see their messages above"
                 )
         if current is not None:
-            batch.retry(current, f"the worker ended with exit code {code}")
+            batch.retry(current, note or f"the worker ended with exit code {code}")
 
-    def _enforce_limits(self, worker: _Worker, batch: _Batch) -> None:
-        """Kill a worker whose answer takes too much time or memory."""
-        age = time.monotonic() - worker.since
-        if worker.state == "starting" and age > START_LIMIT:
+    def _enforce_limits(self, worker: _Worker, batch: _Batch, elapsed: float) -> None:
+        """Put time on the worker's clock, and end it where its answer takes too much time or memory."""
+        use = usage(worker.process.pid)
+        if use is not None and use.state == "Z":  # something that it started holds its end of the link
             self._replace_lost(worker, batch)
-        elif worker.state == "busy":
-            if age > self._setup["deadline"]:
-                batch.give_up(worker.chunk.popleft(), "timeout", f"no verdict within {self._setup['deadline']:g} s")
+            return
+        begun, cpu = worker.cpu is not None, 0.0 if use is None else use.cpu
+        if worker.cpu is not None:
+            worker.spent += min(elapsed, cpu - worker.cpu) if use is not None and use.state == "R" else elapsed
+        worker.cpu = cpu
+        if worker.state == "starting" and worker.spent > START_LIMIT:
+            self._replace_lost(worker, batch)
+        elif worker.state == "busy" and begun:
+            if worker.spent > self._setup["deadline"]:
+                current = worker.chunk.popleft()
                 self._dismiss(worker, batch)
-            elif age > POLL / 2 and _resident_mb(worker.process.pid) > self._setup["memory_mb"]:
+                if use is not None and use.state in "Tt":  # stopped from outside
+                    batch.retry(current, "its worker was stopped by a signal")
+                else:
+                    batch.give_up(current, "timeout", f"no verdict within {self._setup['deadline']:g} s")
+            elif memory_mb(worker.process.pid) > self._setup["memory_mb"]:
                 current = worker.chunk.popleft()
                 self._dismiss(worker, batch)
                 batch.retry(current, f"used more than {self._setup['memory_mb']} MB of memory")
@@ -329,7 +385,7 @@ def _start(setup: dict[str, Any]) -> _Worker:
         pass_fds=(fd,),
         stdin=subprocess.DEVNULL,
         stdout=2,  # a reward that prints must not mix with the command's own output
-        process_group=0,
+        start_new_session=True,  # a group of its own, to be killed as one
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
@@ -337,21 +393,26 @@ def _start(setup: dict[str, Any]) -> _Worker:
         },
     )
     theirs.close()
-    link = Connection(ours.detach())
-    link.send_bytes(json.dumps(setup).encode())
-    return _Worker(process, link)
+    worker = _Worker(process, Link(ours))
+    with suppress(OSError):  # it has ended already, which is noticed where its messages are read
+        worker.link.send(setup)
+    return worker
+
+
+def _checked(message: Any, *, values: int) -> dict[str, Any]:
+    """Return a worker's reply, if it is one.
+
+    Raises:
+        Garbled: it is not.
+    """
+    match message:
+        case {"number": int(), "values": [*scores], "verdict": str(verdict), "extracted": extracted, "note": str()}:
+            numbers = all(isinstance(score, float) for score in scores) and len(scores) == values
+            if numbers and verdict in VERDICTS and (extracted is None or isinstance(extracted, str)):
+                return message
+    raise Garbled("a reply that is none")
 
 
 def _end_all(workers: list[_Worker]) -> None:
     while workers:
         workers.pop().end()
-
-
-def _resident_mb(pid: int) -> float:
-    """Return a process's resident memory; 0 if the system does not report it (the worker's own limit applies)."""
-    try:
-        with open(f"/proc/{pid}/statm") as file:
-            pages = int(file.read().split()[1])
-    except (OSError, IndexError, ValueError):
-        return 0.0
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20

@@ -27,6 +27,7 @@ from typing import Any, Literal, NamedTuple
 
 from oarjax.credit.answer_text import extract_answer
 from oarjax.grading.no_eval import forbid_evaluation
+from oarjax.grading.strict import says_more, without_percent
 from oarjax.system.plugins import import_plugin
 
 
@@ -117,6 +118,12 @@ def find_rewards(names: Sequence[str]) -> tuple[Reward, ...]:
     return tuple(_registry[name] for name in names)
 
 
+def name_of(function: Reward) -> str:
+    """Return the name that a reward is registered under."""
+    inner = getattr(function, "func", function)  # of a partial application
+    return next((name for name, known in _registry.items() if known is inner), repr(function))
+
+
 @reward("format")
 def has_answer(sample: Sample) -> float:
     """Return 1 if the completion has an answer in the configured style, right or wrong."""
@@ -137,9 +144,10 @@ def same_value(sample: Sample) -> float:
 
     math-verify compares, with its own timeouts off (they count a slow answer as wrong; the grader has a deadline) and
     errors on. It parses LaTeX with a grammar, and text that would run as code is rejected (``grading/no_eval.py``).
-    Departures: plain numbers are compared directly, with the same verdict where math-verify gives one; expressions
-    longer than ``MAX_LENGTH`` or nested deeper than ``MAX_DEPTH`` count as unparseable, the latter because sympy's
-    recursion errors inside the comparison would be reported as "wrong".
+    Departures: plain numbers are compared directly, with the same verdict where math-verify gives one; an answer that
+    says more than one value is wrong (``grading/strict.py``), and 7% is 7/100 unless the reference is in per cent;
+    expressions longer than ``MAX_LENGTH`` or nested deeper than ``MAX_DEPTH`` count as unparseable, the latter because
+    sympy's recursion errors inside the comparison would be reported as "wrong".
 
     Raises:
         Unparseable: the answer or the reference is not an expression.
@@ -155,7 +163,9 @@ def same_value(sample: Sample) -> float:
     target = _parsed_reference(gold)
     if not target:
         raise Unparseable("reference", gold)
-    parsed = _parsed(answer)
+    if len(answer) <= MAX_LENGTH and says_more(gold, answer):
+        return 0.0
+    parsed = _parsed(without_percent(gold, answer), whole=True)
     if not parsed:
         raise Unparseable("answer", answer)
     from math_verify import verify
@@ -233,8 +243,11 @@ def _parsed_reference(text: str) -> tuple[Any, ...]:
     return _parsed(text)
 
 
-def _parsed(text: str) -> tuple[Any, ...]:
-    """Parse an answer with math-verify; empty if it is not an expression (as a bare string or 1/0)."""
+def _parsed(text: str, *, whole: bool = False) -> tuple[Any, ...]:
+    """Parse an answer with math-verify; empty if it is not an expression (as a bare string or 1/0).
+
+    With ``whole`` it must be one from its beginning to its end; without, a part that is one will do.
+    """
     if len(text) > MAX_LENGTH:
         return ()
     from math_verify import LatexExtractionConfig, parse
@@ -246,6 +259,7 @@ def _parsed(text: str) -> tuple[Any, ...]:
             f"\\boxed{{{text}}}",
             extraction_config=[LatexExtractionConfig()],
             fallback_mode="no_fallback",
+            extraction_mode="first_match" if whole else "any_match",
             parsing_timeout=None,  # type: ignore[arg-type]  # None switches it off
             raise_on_error=True,
         )

@@ -20,7 +20,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from oarjax.credit.answer_text import extract_answer
-from oarjax.grading.rewards import Reward, Sample, Unparseable, find_rewards, load_plugins, same_value
+from oarjax.grading.process_tree import bind
+from oarjax.grading.rewards import Reward, Sample, Unparseable, find_rewards, load_plugins, name_of, same_value
 
 MAX_FRAMES = 1000
 """Depth of Python calls while an answer is graded; beyond it a RecursionError instead of a stack overflow."""
@@ -30,7 +31,8 @@ def main(fd: int) -> None:
     """Serve until the parent closes the socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off; the parent has one
-    link = Connection(fd)
+    link, own = Connection(fd), os.getpid()
+    bound = bind()
     try:
         setup = json.loads(link.recv_bytes())
         load_plugins(setup["plugins"])
@@ -47,11 +49,15 @@ def main(fd: int) -> None:
             chunk = json.loads(link.recv_bytes())
         except (EOFError, OSError):
             return
-        for fields in chunk:
-            # If the parent is gone, the kernel ends an endless answer.
-            signal.setitimer(signal.ITIMER_REAL, 3 * setup["deadline"] + 5)
-            _send(link, grade_sample(Sample(**fields), rewards, style=setup["style"], pattern=setup["pattern"]))
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, fields in enumerate(chunk["samples"], chunk["first"]):
+            if not bound:  # if the parent is gone, the kernel ends an endless answer
+                signal.setitimer(signal.ITIMER_REAL, 3 * setup["deadline"] + 5)
+            reply = grade_sample(Sample(**fields), rewards, style=setup["style"], pattern=setup["pattern"])
+            if not bound:
+                signal.setitimer(signal.ITIMER_REAL, 0)  # the parent may sleep before it reads
+            if os.getpid() != own:  # a reward forked, and this is its child
+                os._exit(0)
+            _send(link, {"number": number, **reply})
 
 
 def grade_sample(sample: Sample, rewards: Sequence[Reward], *, style: Any, pattern: str | None) -> dict[str, Any]:
@@ -78,11 +84,22 @@ def _value(function: Reward, sample: Sample) -> tuple[float, str, str]:
         value = float(function(sample))
     except Unparseable as error:
         return (0.0, "unparseable", str(error)) if error.which == "answer" else (math.nan, "ungraded", str(error))
-    except Exception as error:  # the reward may be custom; includes MemoryError and RecursionError
-        return math.nan, "crash", f"{type(error).__name__}: {str(error)[:500]}"
+    except (Exception, SystemExit) as error:  # the reward may be custom; includes MemoryError and RecursionError
+        return math.nan, "crash", f"{_named(function, error)} raised {type(error).__name__}: {str(error)[:500]}"
     if math.isinf(value):
-        return math.nan, "crash", f"the reward returned {value}"
+        return math.nan, "crash", f"{_named(function)} returned {value}"
     return (math.nan, "ungraded", "the reward returned NaN") if math.isnan(value) else (value, "graded", "")
+
+
+def _named(function: Reward, error: BaseException | None = None) -> str:
+    """Return a reward's name and file, with the last line of it that ran before an error."""
+    inner = getattr(function, "func", function)  # of a partial application
+    name, code = name_of(function), getattr(inner, "__code__", None)
+    if code is None or inner.__module__.startswith("oarjax."):
+        return f"reward {name!r}"
+    frames = traceback.extract_tb(None if error is None else error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == code.co_filename]
+    return f"reward {name!r} ({code.co_filename}, line {lines[-1] if lines else code.co_firstlineno})"
 
 
 def _warm(rewards: Sequence[Reward], setup: dict[str, Any]) -> None:

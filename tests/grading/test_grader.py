@@ -1,19 +1,25 @@
 """The grader: verdicts for answers that hang, crash or eat memory; workers replaced, none left behind."""
 
+import contextlib
 import json
 import math
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import wait
+from multiprocessing.connection import Connection
 
 import numpy as np
 import psutil
 import pytest
 
 from oarjax.grading.grader import Grader, GraderError
+from oarjax.grading.link import Garbled, Link
 from oarjax.grading.rewards import Sample
 
 DEADLINE = 3.0  # generous for good answers on a busy machine; they take a millisecond
@@ -55,7 +61,7 @@ def test_no_samples(grader):
     assert grader.grade([]).rewards.shape == (0,)
 
 
-def test_hostile_answers_cost_only_themselves(grader, tmp_path):
+def test_hostile_answers_cost_only_themselves(grader, plugin, tmp_path):
     before = set(workers_of(grader))
     canary = tmp_path / "canary"
     bad = {
@@ -63,6 +69,11 @@ def test_hostile_answers_cost_only_themselves(grader, tmp_path):
         r"x \boxed{9^{9^{9^{9}}}}": "timeout",
         "exit": "crash",
         "hog": "crash",
+        "child_hog": "crash",
+        "forge": "crash",
+        r"fork \boxed{3}": "graded",
+        r"quit \boxed{3}": "crash",
+        rf"daemon {tmp_path / 'daemon'}": "timeout",
         r"huge \boxed{3}": "crash",
         r"recurse \boxed{3}": "crash",
         r"raise \boxed{3}": "crash",
@@ -80,9 +91,15 @@ def test_hostile_answers_cost_only_themselves(grader, tmp_path):
     notes = dict(zip(texts, grades.notes))
     assert notes["sleep"] == "no verdict within 3 s"
     assert notes["exit"] == "the worker ended with exit code 7"
-    assert notes["hog"] == "used more than 200 MB of memory"
-    assert notes[r"huge \boxed{3}"].startswith("MemoryError")
+    assert notes["hog"] == notes["child_hog"] == "used more than 200 MB of memory"
+    assert notes["forge"].startswith("the worker sent a reply out of turn")
+    assert notes[r"quit \boxed{3}"].endswith(" raised SystemExit: 3")
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int((tmp_path / "daemon").read_text())).wait(timeout=60)  # raises TimeoutExpired if it lives on
+    assert notes[r"huge \boxed{3}"].startswith(f"reward 'hostile' ({plugin}, line ")
+    assert notes[r"huge \boxed{3}"].endswith(" raised MemoryError: ")
     np.testing.assert_array_equal(grades.rewards[1::2], np.full(len(bad), 3))  # the others' results survive
+    assert grades.per_reward["hostile"][texts.index(r"fork \boxed{3}")] == 1
     assert grades.verdicts[1::2] == ["graded"] * len(bad)
     assert not canary.exists()
     # The killed were replaced, and the next batch is graded as if nothing had been.
@@ -91,6 +108,34 @@ def test_hostile_answers_cost_only_themselves(grader, tmp_path):
     assert len(workers_of(grader)) == 2
     assert not before & set(workers_of(grader))
     assert not any(psutil.pid_exists(pid) for pid in before)  # reaped as well
+
+
+def test_a_link_waits_for_nobody_and_takes_only_messages():
+    ours, theirs = socket.socketpair()
+    link, other = Link(ours), Connection(theirs.detach())
+    link.send(["x" * 5_000_000])  # far more than fits between them
+    assert link.waiting
+    received = threading.Thread(target=lambda: seen.append(json.loads(other.recv_bytes())))
+    seen: list = []
+    received.start()
+    while link.waiting:
+        link.flush()
+    received.join()
+    assert seen == [["x" * 5_000_000]]
+    other.send_bytes(b'{"a": 1}')
+    os.write(other.fileno(), struct.pack("!i", 8) + b'{"b"')  # half a message
+    assert link.receive() == [{"a": 1}]
+    assert link.receive() == []
+    os.write(other.fileno(), b": 2}" + struct.pack("!i", 1) + b"{")
+    with pytest.raises(Garbled, match="no JSON"):
+        link.receive()
+    other.close()
+    link.close()
+    for header in (-1, 2**30):
+        ours, theirs = socket.socketpair()
+        theirs.sendall(struct.pack("!i", header))
+        with pytest.raises(Garbled, match="a message of"):
+            Link(ours).receive()
 
 
 def test_a_crash_is_tried_once_more(grader, tmp_path):
@@ -218,6 +263,39 @@ def test_workers_end_with_their_parent(plugin, word, deadline):
             parent.send_signal(signal.SIGKILL)
         parent.wait(timeout=60)
         worker.wait(timeout=60)  # raises TimeoutExpired if it lives on
+
+
+@pytest.mark.slow
+def test_the_clock_stands_still_while_the_parent_sleeps(plugin):
+    """As when a machine is suspended: the worker sleeps too, and its answer is not late."""
+    with subprocess.Popen([sys.executable, "-c", SLEEPER, plugin], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        time.sleep(0.5)
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            os.kill(parent.pid, number)
+            os.kill(worker, number)
+            time.sleep(3 if number == signal.SIGSTOP else 0)
+        assert json.loads(parent.stdout.readline()) == ["graded", "graded"]
+
+
+SLEEPER = (
+    PARENT.partition("future =")[0].replace("plugin, word, deadline =", "(plugin,) =").replace("float(deadline)", "2.0")
+    + """
+print(pool._workers[0].process.pid, flush=True)
+print(json.dumps(pool.grade([Sample(prompt="", completion=c, answer="") for c in ("nap", "a")]).verdicts), flush=True)
+sys.exit(0)
+"""
+)
+
+
+@pytest.mark.slow
+def test_a_worker_that_was_stopped_costs_no_verdict(grader):
+    """SIGSTOP from outside: nothing waits for it, a batch larger than any socket's buffer included."""
+    for pid in workers_of(grader):
+        os.kill(pid, signal.SIGSTOP)
+    grades = grader.grade(samples(*[rf"{'x' * 400_000} \boxed{{3}}"] * 4))
+    assert grades.verdicts == ["graded"] * 4
 
 
 @pytest.mark.slow

@@ -8,12 +8,13 @@ import signal
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nasty_answers import corpus
+from nasty_answers import Nasty, corpus
 
 from oarjax.credit.answer_span import find_answers
 from oarjax.credit.answer_text import extract_answer, find_extent
@@ -47,62 +48,69 @@ def check(entries, grades: Grades) -> list[str]:
     return wrong
 
 
+REWARDS = (("math", 1.0), ("watched", 0.0))
+WATCH = [str(Path(__file__).parent.parent / "golden" / "grading" / "watched.py")]
+"""Workers are watched from inside: an event that an answer should not cause is a crash with its name."""
+
+
 @pytest.fixture(scope="module")
 def pool():
     """For answers that are quick on any machine: a deadline is no part of what is tested."""
-    with Grader((("math", 1.0),), workers=2, deadline=120.0, memory_mb=1024) as grader:
+    with Grader(REWARDS, plugins=WATCH, workers=2, deadline=120.0, memory_mb=1024) as grader:
         yield grader
 
 
 @pytest.fixture(scope="module")
 def strict():
-    with Grader((("math", 1.0),), workers=2, deadline=3.0, memory_mb=1024) as grader:
+    with Grader(REWARDS, plugins=WATCH, workers=2, deadline=3.0, memory_mb=1024) as grader:
         yield grader
 
 
+def split(canary: str) -> tuple[list[Nasty], list[Nasty], list[Nasty]]:
+    """The corpus: answers with a known verdict, code of which no part may run, and all the others."""
+    parts: tuple[list[Nasty], list[Nasty], list[Nasty]] = ([], [], [])
+    for entry in corpus(canary):
+        code = canary in entry.completion + entry.reference
+        parts[1 if code else 0 if entry.expected in ("right", "wrong") else 2].append(entry)
+    return parts
+
+
 def test_the_corpus_is_large():
-    expected = Counter(entry.expected for entry in corpus("x"))
-    assert sum(expected.values()) >= 300
-    assert expected["right"] >= 100
-    assert expected["wrong"] >= 50
+    known, code, others = split("canary")
+    assert Counter(entry.expected == "right" for entry in known)[True] >= 100
+    assert len(known) >= 200
+    assert len(code) > 100
+    assert len(others) > 250
 
 
-def test_answers_with_a_right_verdict_get_it(pool, tmp_path):
-    entries = [entry for entry in corpus(str(tmp_path / "canary")) if entry.expected in ("right", "wrong")]
+def test_answers_with_a_right_verdict_get_it(pool):
+    entries = split("canary")[0]
     grades = pool.grade([sample(entry.completion, entry.reference) for entry in entries])
     assert check(entries, grades) == []
 
 
 def test_injected_code_is_not_run(strict, tmp_path):
     canary = tmp_path / "canary"
-    entries = [entry for entry in corpus(str(canary)) if str(canary) in entry.completion + entry.reference]
-    assert len(entries) > 100
+    entries = split(str(canary))[1]
     grades = strict.grade([sample(entry.completion, entry.reference) for entry in entries])
     assert check(entries, grades) == []
+    assert [note for note in grades.notes if "RuntimeError" in note] == []
     assert not canary.exists()
 
 
 @pytest.mark.slow
-def test_the_whole_corpus(data, tmp_path):
-    """Graded by workers that are watched from inside: an event they should not cause is a crash with its name.
-
-    On a busy machine a good answer may miss the deadline here; that all of them get their verdict is tested above.
-    """
-    canary = tmp_path / "canary"
-    entries = corpus(str(canary))
+def test_the_others_get_a_verdict_and_no_reward(tmp_path):
+    """Those that may end at the deadline or at the memory limit: a new worker each."""
+    entries = split(str(tmp_path / "canary"))[2]
     random.Random(0).shuffle(entries)
-    rewards, plugin = (("math", 1.0), ("watched", 0.0)), str(data / "grading" / "watched.py")
     start = time.monotonic()
-    with Grader(rewards, plugins=[plugin], workers=2, deadline=2.0, memory_mb=1024) as grader:
+    with Grader(REWARDS, plugins=WATCH, workers=2, deadline=0.5, memory_mb=1024) as grader:
         grades = grader.grade([sample(entry.completion, entry.reference) for entry in entries])
         again = grader.grade([sample(r"\boxed{7}"), sample(r"\boxed{8}")])
     print(grades.counts(), f"{time.monotonic() - start:.0f} s")
-    unlucky = [e.name for e, v in zip(entries, grades.verdicts) if v == "timeout" and e.expected in ("right", "wrong")]
-    assert [line for line in check(entries, grades) if line.split(": expected")[0] not in unlucky] == []
-    assert len(unlucky) < 10
+    assert check(entries, grades) == []
     assert [note for note in grades.notes if "RuntimeError" in note] == []
     np.testing.assert_array_equal(again.rewards, [1, 0])
-    assert not canary.exists()
 
 
 # What would become code

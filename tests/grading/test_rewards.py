@@ -54,7 +54,6 @@ KNOWN_MISSES = [  # (reference, answer, our value): what math-verify reads other
     (r"\text{4:30 p.m.}", r"4:30 \text{ p.m.}", 0.0),  # a word beside a ratio
     ("1000", "1e3", 0.0),  # e is Euler's number
     ("[1,2)", r"1 \le x < 2", 0.0),
-    ("5", r"5\%", 1.0),  # per cent signs are ignored beside whole numbers
 ]
 
 

@@ -1,6 +1,8 @@
 """A user's rewards that misbehave on command; loaded by path in tests of the grader."""
 
+import json
 import os
+import struct
 import sys
 import time
 from pathlib import Path
@@ -10,11 +12,35 @@ from oarjax.grading.rewards import Sample, reward
 hoard = []
 
 
+def forge(text: str) -> None:
+    """Send the parent what looks like a reply, through whatever sockets there are."""
+    for fd in range(3, 64):
+        try:
+            os.write(fd, struct.pack("!i", len(text)) + text.encode())
+        except OSError:
+            continue
+
+
+def daemon(path: str) -> None:
+    """Leave a process behind that has no parent, group or session in common with this one."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            Path(path).write_text(str(os.getpid()))
+            time.sleep(600)
+        os._exit(0)
+    os.wait()
+    while not Path(path).exists() or not Path(path).read_text():
+        time.sleep(0.01)
+
+
 @reward("hostile")
 def hostile(sample: Sample) -> float:
     word, _, rest = sample.completion.partition(" ")
     if word == "sleep":
         time.sleep(600)
+    elif word == "nap":
+        time.sleep(1.0)
     elif word == "exit":
         os._exit(7)
     elif word == "exit_once":
@@ -31,6 +57,20 @@ def hostile(sample: Sample) -> float:
         hog = []
         while True:
             hog.append(bytearray(b"x") * 10_000_000)
+    elif word == "quit":
+        sys.exit(3)
+    elif word == "fork":
+        os.fork()  # and both return
+    elif word == "forge":
+        forge(json.dumps({"number": 0, "values": [9.0, 9.0, 9.0], "verdict": "graded", "extracted": None, "note": ""}))
+    elif word == "daemon":
+        daemon(rest)
+        time.sleep(600)
+    elif word == "child_hog":
+        if os.fork() == 0:
+            hog = bytearray(b"x") * 400_000_000
+            time.sleep(600)
+        time.sleep(600)
     elif word == "huge":
         bytearray(10**14)
     elif word == "hoard":

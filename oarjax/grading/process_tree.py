@@ -1,0 +1,88 @@
+"""See and end a process with all that it started. Needs Linux's /proc; elsewhere there is only its process group."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from contextlib import suppress
+from glob import glob
+from typing import NamedTuple
+
+SUBREAPER, DEATH_SIGNAL = 36, 1  # PR_SET_CHILD_SUBREAPER and PR_SET_PDEATHSIG of prctl(2)
+
+
+class Usage(NamedTuple):
+    """The state letter of a process ("R" runs or wants to, "T" is stopped, "Z" has ended) and its CPU seconds."""
+
+    state: str
+    cpu: float
+
+
+def bind() -> bool:
+    """Keep all that this process will start in its tree, and end it with its parent; False outside Linux.
+
+    A process whose own parent ends becomes this one's child. The parent is the thread that started this process.
+    """
+    if sys.platform != "linux":
+        return False
+    prctl = ctypes.CDLL(None).prctl
+    return prctl(SUBREAPER, 1, 0, 0, 0) == 0 and prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0) == 0
+
+
+def tree(pid: int) -> list[int]:
+    """Return a process and all its descendants, parents first."""
+    members = [pid]
+    for parent in members:  # it grows meanwhile
+        for path in glob(f"/proc/{parent}/task/*/children"):
+            members += map(int, _read(path).split())
+    return members
+
+
+def end_tree(pid: int) -> None:
+    """Kill a process that is not reaped yet, its group and its descendants; one that forks on and on as well."""
+    seen: set[int] = set()
+    while new := set(tree(pid)) - seen:
+        for member in new:  # stopped, it starts no other
+            _send(os.kill, member, signal.SIGSTOP)
+        seen |= new
+    _send(os.killpg, pid, signal.SIGKILL)
+    for member in seen:
+        _send(os.kill, member, signal.SIGKILL)
+
+
+def _send(kill, pid: int, number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        kill(pid, number)
+
+
+def usage(pid: int) -> Usage | None:
+    """Return a process's state and CPU time, all threads; None where the system does not tell."""
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()  # its name may hold anything
+    if len(fields) < 13:
+        return None
+    return Usage(fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
+
+
+def memory_mb(pid: int) -> float:
+    """Return the memory of a process and its descendants, without what these share with others; 0 where unknown."""
+    own, *descendants = tree(pid)
+    fields = _read(f"/proc/{own}/statm").split()
+    resident = int(fields[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20 if len(fields) > 1 else 0.0
+    return resident + sum(map(_proportional_mb, descendants))
+
+
+def _proportional_mb(pid: int) -> float:
+    for line in _read(f"/proc/{pid}/smaps_rollup").splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) / 1024
+    return 0.0
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:  # it has ended, or there is no /proc
+        return ""

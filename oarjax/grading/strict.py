@@ -1,0 +1,105 @@
+"""Refuse answers that say more than one value, which math-verify would cut down to the right part.
+
+math-verify reads free text: it drops words, units, per cent signs and subscripts, takes the last side of an equation,
+and searches garbage for something that parses. Against a policy that is rewarded for what it takes for equal, that is
+too much: for the reference 7 it accepts ``8=7``, ``7\\text{ (or 8)}`` and ``7_{8}``. Here an answer may have such parts
+only where the reference has them too. Text in, text out; nothing is parsed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|texttt|mbox|mathrm|mathbf|mathit|operatorname)\s*\{([^{}]*)\}")
+_WORD = re.compile(
+    r"(?<!\\)\b(?:or|and|not|but|if|unless|plus|minus|times|over|divided|answer|per\s?cents?|percentage|pct|half|dozens?"
+    r"|hundreds?|thousands?|[mb]illions?|trillions?)\b",
+    re.IGNORECASE,
+)
+_DOTS = re.compile(r"\\[lcv]?dots\w?\b|\.\.\.|…")
+_EQUALS = re.compile(r"(?<![\\<>!:])=")
+_SUBSCRIPT = re.compile(r"(?<=[\d})\]])\s*_\s*(\{[^{}]*\}|\\?\w+)")
+_ENVIRONMENT = re.compile(r"(?<!\\)\$|\\[(\[\])]|\\(?:boxed|fbox)\b")
+_SCRIPT = re.compile(r"[_^]\s*\{[^{}]*\}")
+_LAYOUT = re.compile(r"\\(?:left|right|quad|qquad|displaystyle|[,;:! ])|~")
+_NAME = re.compile(
+    r"(?:\\(?!(?:frac|dfrac|tfrac|sqrt|cdot|times|div|pi|pm|mp|infty|sum|prod|int|binom|over)\b)[A-Za-z]+|[A-Za-z{}'|\s])+"
+)
+
+
+def says_more(reference: str, answer: str) -> bool:
+    """Return True if an answer has, beyond one value, something that the reference has not."""
+    inner, flat, known = _unwrapped(answer), _without_scripts(_unwrapped(answer)), _without_scripts(reference)
+    if _ENVIRONMENT.search(inner):
+        return True
+    return bool(
+        (_DOTS.search(inner) and not _DOTS.search(reference))
+        or _words(inner) - _words(reference)
+        or (_subscripts(inner) and _subscripts(inner) != _subscripts(reference))
+        or (not _equals(known) and not all(map(_is_value, _pieces(flat))))
+        or any(_equals(piece) > max(1, _equals(known)) for piece in _pieces(flat))
+    )
+
+
+def without_percent(reference: str, answer: str) -> str:
+    """Return an answer in per cent as a fraction of one, unless the reference is in per cent too."""
+    match = re.fullmatch(r"\s*(.*?)\s*\\?%\s*", answer, re.DOTALL)
+    return rf"\frac{{{match[1]}}}{{100}}" if match is not None and "%" not in reference else answer
+
+
+def _without_scripts(text: str) -> str:
+    """Return a text without what stands in braces below or above the line, as the range of a sum."""
+    while (shorter := _SCRIPT.sub("", text)) != text:
+        text = shorter
+    return text
+
+
+def _unwrapped(text: str) -> str:
+    """Return a text without the dollar signs around all of it, or the one in front of a price."""
+    if re.fullmatch(r"\s*\$\s*[\d.,]+\s*", text):
+        return text.replace("$", "")
+    match = re.fullmatch(r"\s*(\$\$?)((?:[^$]|\\\$)*)\1\s*", text)
+    return text if match is None else match[2]
+
+
+def _words(text: str) -> Counter[str]:
+    """Count the words that change a value, and the numbers that stand in text beside something else."""
+    words = Counter(word.lower() for word in _WORD.findall(text))
+    if _TEXT.sub("", text).strip():
+        words.update(number for part in _TEXT.findall(text) for number in re.findall(r"\d+", part))
+    return words
+
+
+def _subscripts(text: str) -> set[str]:
+    """Return the subscripts of numbers and brackets, such as the base of ``101_2``."""
+    return {match.strip("{} ") for match in _SUBSCRIPT.findall(text)}
+
+
+def _equals(text: str) -> int:
+    return len(_EQUALS.findall(text))
+
+
+def _pieces(text: str) -> list[str]:
+    """Split a list at its commas and semicolons, those in brackets aside."""
+    pieces, depth, start = [], 0, 0
+    for at, sign in enumerate(text):
+        depth += (sign in "([{") - (sign in ")]}")
+        if sign in ",;" and depth <= 0:
+            pieces.append(text[start:at])
+            start = at + 1
+    return [*pieces, text[start:]]
+
+
+def _is_value(piece: str) -> bool:
+    """Return True for a value, and for a value with its name, as in ``f(x) = 7``."""
+    sides = _EQUALS.split(piece)
+    return len(sides) == 1 or (len(sides) == 2 and _is_name(sides[0]))
+
+
+def _is_name(side: str) -> bool:
+    """Return True for a variable, a function of something, a length such as ``AB``: nothing with a value of its own."""
+    side = _TEXT.sub(lambda match: re.sub(r"[\s.'-]", "", match[1]), _LAYOUT.sub(" ", side))
+    side = re.sub(r"_\s*(?:\{[^{}]*\}|\\?\w)|\^\s*\{?-1\}?", "", side)
+    side = re.sub(r"(?<=[A-Za-z}\s])\([^()]*\)", "", side)
+    return _NAME.fullmatch(side) is not None and re.search("[A-Za-z]", side) is not None
