@@ -91,6 +91,16 @@ def oarjax(monkeypatch, capfd):
 # Help
 
 
+def test_versions_are_those_installed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["oarjax", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert re.fullmatch(
+        r"oarjax \S+, jax \S+, flax \S+, transformers \S+, python 3\.\d+\.\d+", capsys.readouterr().out.strip()
+    )
+
+
 @pytest.mark.parametrize(
     ("command", "says"),
     [
@@ -112,16 +122,6 @@ def oarjax(monkeypatch, capfd):
         (("export",), ["SOURCE", "TARGET", "keep|float32|bfloat16", "must not exist yet"]),
     ],
 )
-def test_versions_are_those_installed(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["oarjax", "--version"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 0
-    assert re.fullmatch(
-        r"oarjax \S+, jax \S+, flax \S+, transformers \S+, python 3\.\d+\.\d+", capsys.readouterr().out.strip()
-    )
-
-
 def test_help(oarjax, command, says):
     code, out, _ = oarjax(*command, "--help")
     assert code == 0
