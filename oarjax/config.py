@@ -449,6 +449,11 @@ class UpdateConfig(Section):
         description="drop groups of equal rewards before credit and update, their KL and entropy terms too",
     )
     refills: Count = Field(default=0, description="extra rollouts of fresh prompts to replace dropped groups")
+    fused: Literal["auto", "never"] = Field(
+        default="auto",
+        description="score and update in one pass: for oar_g with one update per rollout, without KL or reference "
+        "answers, where grades are waited for before scoring anyway (skip_zero_variance or refills)",
+    )
 
 
 class SFTConfig(Section):

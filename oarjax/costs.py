@@ -244,6 +244,7 @@ class Work:
     entropies: bool = False  # read by the credit method
     reference: bool = False  # a KL term
     adapters: Number | None = None  # numbers that are trained, where these are not all
+    fused: bool = False  # the update starts from the credit method's clean pass
 
 
 def iteration_flops(d: Decoder, work: Work, credit: CreditConfig, method: CreditMethod) -> dict[str, float]:
@@ -258,6 +259,8 @@ def iteration_flops(d: Decoder, work: Work, credit: CreditConfig, method: Credit
         score += scoring_flops(d, row) - (clean if score and method.name != CUSTOM else 0)
     if work.reference:
         score += scoring_flops(d, row)
+    if work.fused:
+        score -= clean
     trained = update_flops(d, row) if work.adapters is None else adapted_update_flops(d, row, adapters=work.adapters)
     sampled = sampling_flops(d, prompts=work.prompts, rows=work.rows, prompt=row.prompt, completion=row.completion)
     return {"sample": sampled, "score": work.used * score, "update": work.used * work.epochs * trained}

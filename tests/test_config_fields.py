@@ -289,6 +289,7 @@ def fields() -> dict[str, Field]:
         "update.microbatch": Field(4, command),
         "update.skip_zero_variance": Field(False, command),
         "update.refills": Field(1, command),
+        "update.fused": Field("never", lambda cfg: build(cfg).steps.fused_add is None),
         **optimizer("optim", update),
         "lora.rank": Field(2, update),
         "lora.alpha": Field(4.0, update, {"lora.rank": 2}),

@@ -88,6 +88,8 @@ def test_an_iteration_by_hand():
     entropies = Work(Row(10, 5), prompts=1, rows=4, used=2, entropies=True)
     assert iteration_flops(d, entropies, CreditConfig(), METHODS["entropy"])["score"] == 2 * 2 * 15
     gradient = iteration_flops(d, work, CreditConfig(), METHODS["oar_g"])["score"]
+    shared = Work(Row(10, 5), prompts=1, rows=4, used=2, fused=True)
+    assert iteration_flops(d, shared, CreditConfig(), METHODS["oar_g"])["score"] == 2 * 2 * 2 * 5
     assert gradient == 2 * 2 * (15 + 2 * 5 + 15)  # the clean pass serves old log-probs, the reference has its own
 
 
@@ -177,9 +179,11 @@ def test_what_programs_execute_again():
 
 
 @pytest.mark.parametrize("name", ["demo", "qwen2.5-7b_v5p-32"])
-@pytest.mark.parametrize("changes", [[], ["credit.method=oar_p", "update.epochs=2", "loss.kl_beta=0.1"]])
+@pytest.mark.parametrize(
+    "changes", [["update.fused=never"], ["credit.method=oar_p", "update.epochs=2", "loss.kl_beta=0.1"]]
+)
 def test_metrics_and_plan_count_alike(name, changes):
-    """The step of a plan, and an iteration's metrics of the same lengths with every row used: within 1%."""
+    """The step of a plan, whose score and update are two passes, and metrics of the same lengths: within 1%."""
     cfg = load_config(ROOT / "configs" / f"{name}.yaml", changes)
     sizes = SMALL if cfg.policy.path.startswith("builtin") else PUBLISHED[cfg.policy.path]
     model, s = QwenConfig.from_hf(sizes), shapes_of(cfg)

@@ -23,6 +23,7 @@ PURE = (
     *(
         "training.iteration",
         "training.programs",
+        "training.parts.fused",
         "training.parts.host",
         "training.parts.loss",
         "training.minibatches",

@@ -22,7 +22,7 @@ METHODS: dict[str, dict[str, Any]] = {GRPO: {"method": "uniform"}} | {
 }
 GOALS = {"OAR-G, 1 draw": 1.3, "OAR-G, 4 draws": 1.9, "screened OAR-P": 2.0, "OAR-P": 6.0}
 """Whole step over plain GRPO's, no rows skipped."""
-PROGRAMS = ("sample", "score", "credit", "accumulate", "apply")
+PROGRAMS = ("sample", "score", "credit", "accumulate", "fused_add", "apply")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def counted(totals: dict[str, float]) -> Callable[[Steps], Steps]:
 
             return run
 
-        return steps._replace(**{name: watch(name) for name in PROGRAMS})
+        return steps._replace(**{name: watch(name) for name in PROGRAMS if steps._asdict()[name] is not None})
 
     return watched
 
@@ -79,7 +79,7 @@ def step_flops(ours: Ours, credit: dict[str, Any], setting: Setting, *, skip: bo
 
 def _step(ours: Ours, credit: dict[str, Any], setting: Setting, *, skip: bool, **more: Any) -> Callable[[], Any]:
     """Return one iteration's work; with ``skip`` every second group has equal rewards and is left out."""
-    cfg = ours.changed(credit=credit, update={"microbatch": setting.microbatch, "skip_zero_variance": skip})
+    cfg = ours.changed(credit=credit, update={"microbatch": setting.microbatch, "skip_zero_variance": True})
     return ours.iteration(cfg, rewards=half_constant if skip else half_right, **more)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
 from oarjax.config import ConfigError, CreditConfig
+from oarjax.credit.clean_pass import LinearPass
 from oarjax.credit.diagnose import ess_ratio, top_mass
 from oarjax.credit.gate import polarised
 from oarjax.credit.method import SIGNALS, CreditMethod, resolve
@@ -20,6 +21,9 @@ from oarjax.types import AnswerSpan, Mean, Params, Rollout
 
 Scorer = Callable[[Params, Rollout, AnswerSpan, Key[Array, "B"], ProbeMode], Scored]
 """(params, rollout, span, row keys, probe mode) -> scores."""
+
+SharedScorer = Callable[[Params, LinearPass, Rollout, AnswerSpan, Key[Array, "B"], ProbeMode], Float[Array, "B T"]]
+"""(params, clean pass, rollout, span, row keys, probe mode) -> importance."""
 
 TokenCredit = Callable[
     [Signals, AnswerSpan, Float[Array, "B"], Bool[Array, "B T"], Key[Array, ""]], Float[Array, "B T"]
@@ -117,6 +121,33 @@ def scorer(
             found = Scored(found)
         importance = required(found.importance, "importance", context)
         return found._replace(importance=jnp.where(span.reasoning, importance, 0))
+
+    return scores
+
+
+def shared_scorer(
+    cfg: CreditConfig,
+    policy: Policy,
+    *,
+    temperature: float,
+    pad_id: int,
+    custom_probe: Probe | None = None,
+    custom_method: CreditMethod | None = None,
+) -> SharedScorer | None:
+    """Return the ``scorer`` that starts from a clean pass which an update shares; None where the method has none."""
+    method = method_of(cfg, custom_method)
+    if method.shared is None:
+        return None
+    score = resolve(method.shared)
+    mask_id = pad_id if cfg.masking.mask_id is None else cfg.masking.mask_id
+
+    def scores(
+        params: Params, clean: LinearPass, r: Rollout, span: AnswerSpan, keys: Key[Array, "B"], mode: ProbeMode
+    ) -> Float[Array, "B T"]:
+        probe = custom_probe or outcome_probe(mode, temperature=temperature)
+        context = Context(cfg, temperature=temperature, mask_id=mask_id, probe=probe)
+        importance = score(policy, jax.lax.stop_gradient(params), clean, r, span, keys, context)
+        return jnp.where(span.reasoning, importance, 0)
 
     return scores
 

@@ -1,9 +1,10 @@
-"""The clean pass over a rollout, from which every attribution starts, in the two forms they need.
+"""The clean pass over a rollout, from which every attribution starts, in the forms they need.
 
 Under causal attention the prompt does not feel a change of the completion. ``StoredPass`` keeps the keys and values
 of every token, so that a forward with token t changed starts at t (OAR-P). ``LinearPass`` keeps the derivative of the
 completion's states by its embeddings, in both directions (OAR-G, OAR-F). Both have the states that predict the
-completion's tokens, so a step that wants old log-probabilities too needs no forward of its own.
+completion's tokens, so a step that wants old log-probabilities too needs no forward of its own. ``SharedPass`` is a
+``LinearPass`` whose derivative also reaches the params: an update at the same params starts from it too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.core import eval_jaxpr
+from jax.interpreters import partial_eval
 from jaxtyping import Array, Bool, Float, Int
 
 from oarjax.models.policy import Policy, positions_of
@@ -78,6 +82,62 @@ def linear_pass(
     hidden, push = jax.linearize(states, clean)
     transposed = jax.linear_transpose(push, clean)
     return LinearPass(clean, hidden, push, lambda ct: transposed(ct)[0], states)
+
+
+class SharedPass(NamedTuple):
+    linear: LinearPass
+    pull_params: Callable[[Float[Array, "B T D"]], Params]  # d hidden -> d params, through prompt and completion
+
+
+def shared_pass(
+    policy: Policy,
+    params_of: Callable[[Params], Params],
+    trained: Params,
+    tokens: Int[Array, "B N"],
+    valid: Bool[Array, "B N"],
+    *,
+    completion_length: int,
+) -> SharedPass:
+    """Run one forward and linearise it once, in the completion's embeddings and in the params that are trained.
+
+    ``params_of`` gives all params from the trained ones.
+
+    Raises:
+        ValueError: no prompt position before the completion.
+    """
+    start = prompt_slots(tokens.shape[1], completion_length)
+    positions, own = positions_of(valid), slice(start, start + completion_length)
+
+    def after(params: Params, prefix: KVCache | None, e: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return policy.trunk(params, e, positions[:, own], valid[:, own], prefix=prefix)[0]
+
+    def states(trained: Params, e: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], KVCache | None]:
+        params, prefix = params_of(trained), None
+        if start > 0:
+            before, cache = policy.embed(params, tokens[:, :start]), policy.init_cache(tokens.shape[0], start)
+            _, prefix = policy.trunk(params, before, positions[:, :start], valid[:, :start], cache=cache)
+        return after(params, prefix, e), prefix
+
+    clean, pull_embedded = jax.vjp(lambda trained: policy.embed(params_of(trained), tokens[:, own]), trained)
+    hidden, pull_all, prefix = jax.vjp(states, trained, clean, has_aux=True)
+    pull = _pruned(lambda ct: pull_all(ct)[1], hidden)
+    pushed = jax.linear_transpose(pull, hidden)
+
+    def pull_params(ct: Float[Array, "B T D"]) -> Params:
+        by_params, by_embeddings = pull_all(ct)
+        return jax.tree.map(jnp.add, by_params, pull_embedded(by_embeddings)[0])
+
+    frozen = jax.lax.stop_gradient(params_of(trained))
+    return SharedPass(
+        LinearPass(clean, hidden, lambda d: pushed(d)[0], pull, lambda e: after(frozen, prefix, e)), pull_params
+    )
+
+
+def _pruned(function: Callable[[Array], Array], like: Array) -> Callable[[Array], Array]:
+    """Drop from a function, loops included, what its result does not need."""
+    closed = jax.make_jaxpr(function)(like)
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True], instantiate=True)
+    return lambda x: eval_jaxpr(jaxpr, closed.consts, x)[0]
 
 
 def prompt_slots(total: int, completion_length: int) -> int:

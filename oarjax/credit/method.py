@@ -41,6 +41,9 @@ class CreditMethod:
     score: str | Callable[..., Any] | None = None
     """(policy, params, rollout, span, row keys, context) -> importance [B, T]; see ``signals.Score``. Or the name of
     a built-in method, or of a field of credit that holds one, whose importance this method reads."""
+    shared: str | Callable[..., Any] | None = None
+    """(policy, params, ``clean_pass.LinearPass``, rollout, span, row keys, context) -> the importance that ``score``
+    gives, from a pass that the update shares. Only for methods whose weights of a row depend on that row alone."""
     name: str = "custom"
     """The value of credit.method."""
     label: str = "custom"

@@ -82,6 +82,7 @@ METHODS: dict[str, CreditMethod] = {
             about="the outcome's gradient by the embeddings, under noise",
             needs=("importance",),
             score="oarjax.credit.oar.oar_g:score",
+            shared="oarjax.credit.oar.oar_g:score_shared",
             weigh=_GATE,
             answer="probed",
             check="oarjax.credit.oar.oar_p:check_units",

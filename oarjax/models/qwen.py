@@ -114,7 +114,7 @@ def make_policy(
             x, kv = nnx.merge(layer_def, weights)(x, cos, sin, partial(mixer, stored), compute_dtype=compute)
             return place(x, ROWS, None, None), kv if cache is not None else None
 
-        step = _rematerialised(body, remat) if cache is None else body
+        step = _rematerialised(body, remat) if filled is None else body  # decoding has no derivative
         x = place(embeddings.astype(stream), ROWS, None, None)
         x, kv = jax.lax.scan(step, x, (params["layers"], *((c.k, c.v) for c in stores)))
         hidden = place(nnx.merge(norm_def, params["norm"])(x), ROWS, None, None)

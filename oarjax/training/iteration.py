@@ -29,7 +29,9 @@ from oarjax.training.minibatches import (
     take,
     widen,
 )
+from oarjax.training.parts.fused import FusedRows
 from oarjax.training.parts.host import HostCallbacks, PhaseRecord
+from oarjax.training.parts.loss import Sums
 from oarjax.training.programs import Steps
 from oarjax.types import (
     AnswerSpan,
@@ -113,14 +115,16 @@ def iterate(
             )
         )
 
-    with host.phase("score"):
-        reference = None if ref_params is None else host.load_reference(ref_params)
-        scores = [
-            score(steps, whole(state), reference, *minibatch, pieces=pieces, key=noise_key, probe=probe)
-            for minibatch, pieces in zip(minibatches, plan.pieces)
-        ]
-        jax.block_until_ready(scores)
-        del reference  # the update needs the memory
+    scores: list[Scores] = []
+    if steps.fused_add is None:
+        with host.phase("score"):
+            reference = None if ref_params is None else host.load_reference(ref_params)
+            scores = [
+                score(steps, whole(state), reference, *minibatch, pieces=pieces, key=noise_key, probe=probe)
+                for minibatch, pieces in zip(minibatches, plan.pieces)
+            ]
+            jax.block_until_ready(scores)
+            del reference  # the update needs the memory
 
     with host.phase(WAITING):
         grades = grading()
@@ -133,16 +137,18 @@ def iterate(
     trains = [bool(trained[chosen].any()) for chosen in plan.chosen]
     # The mean is over all graded rows, trained on or not: leaving rows out changes the work, not the loss.
     denominator = steps.denominator(jnp.asarray(trained))
-    batches, credits, records, metrics = [], [], [], {}
-    with host.phase("credit"):
+    gradients: list[Callable[[TrainState], Sums]] = []
+    row_weights, records, metrics = [], [], {}
+    with host.phase("credit" if scores else "update"):
         for k, arrays in enumerate(plan.split((advantages, trained))):
             a, completion = host.place(arrays, "microbatches")
-            (r, s, n, *instead), row_scores = minibatches[k], scores[k]
-            credit, measured = steps.credit(row_scores, r, s, a, completion, order_key, n)
-            metrics = add_metrics(metrics, measured)
-            credits.append(credit)
-            batches.append(
-                TrainBatch(
+            (r, s, n, *instead), pieces = minibatches[k], plan.pieces[k]
+            once = steps.fused(state, FusedRows(r, s, n, a, completion), pieces, (noise_key, order_key), probe=probe)
+            if once is None:
+                row_scores = scores[k]
+                credit, measured = steps.credit(row_scores, r, s, a, completion, order_key, n)
+                weights = credit.weights
+                batch = TrainBatch(
                     tokens=r.tokens,
                     valid=r.valid,
                     completion=completion,
@@ -151,10 +157,15 @@ def iterate(
                     ref_logps=row_scores.ref_logps,
                     behaviour_logps=r.behaviour_logps,
                 )
-            )
+                gradients.append(partial(steps.sums, batch=batch, pieces=pieces))
+            else:
+                row_scores, weights, measured = Scores(None, None, once.importance, None), once.weights, once.metrics
+                gradients.append(lambda _, sums=once.sums: sums)
+            metrics = add_metrics(metrics, measured)
+            row_weights.append(weights)
             used = jnp.asarray(plan.used[k])
             evidence = Evidence(
-                r, s, n, used, instead[0] if instead else None, row_scores, a, completion, credit.weights, denominator
+                r, s, n, used, instead[0] if instead else None, row_scores, a, completion, weights, denominator
             )
             records.append(PhaseRecord("credit", iteration, k, measured, state, probe, evidence))
             if host.watch:
@@ -165,14 +176,14 @@ def iterate(
         for epoch in range(cfg.update.epochs):
             for k in np.random.default_rng((cfg.seed, iteration, epoch)).permutation(cfg.update.minibatches):
                 if trains[k]:  # an update without a trained token would still move the weights
-                    state, measured = steps.update(state, batches[k], plan.pieces[k], denominator)
+                    state, measured = steps.apply(state, gradients[k](state), denominator)
                     updates[k] += 1
                     metrics = add_metrics(metrics, measured)
                     if host.watch:
                         host.watch(records[k]._replace(phase="update", metrics=measured, state=state))
         jax.block_until_ready(state)
 
-    weights = plan.collect(host.fetch([c.weights for c in credits]), np.ones(rollout.completion.shape, np.float32))
+    weights = plan.collect(host.fetch(row_weights), np.ones(rollout.completion.shape, np.float32))
     measured = {name: float(mean.value) for name, mean in host.fetch(metrics).items() if mean.count > 0}
     measured |= rollout_metrics(*everything(), group_size=group) | steps.decoding()
     measured |= {"rows_used": float(len(rows)), "reasoning_length": float(span.reasoning.sum(1).mean())}

@@ -17,7 +17,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from oarjax.config import Config, OptimConfig, SFTConfig
-from oarjax.credit.bind import credit_metrics, scorer, signals, weigher
+from oarjax.credit.bind import credit_metrics, scorer, shared_scorer, signals, weigher
 from oarjax.credit.gate import reshape
 from oarjax.credit.keywords import KeywordTable
 from oarjax.credit.method import CreditMethod
@@ -31,12 +31,14 @@ from oarjax.rl.optimizer import adamw, learning_rate
 from oarjax.rollout.logps import hidden_logps, token_logps
 from oarjax.training.metrics import nonfinite_rows
 from oarjax.training.minibatches import Bucket, Piece, cut
+from oarjax.training.parts.fused import FusedRows, FusedSums, fuses, make_fused
 from oarjax.training.parts.loss import (
     Metrics,
     Sums,
     TokenLoss,
     add_microbatches,
     apply_sums,
+    bound_loss,
     descend,
     imitation,
     no_sums,
@@ -61,6 +63,9 @@ class Steps(NamedTuple):
     zeros: Callable[..., Sums]  # (state, batch): the sums to begin an update with
     accumulate: Callable[..., Sums]  # (sums, state, batch, start, stop, bucket=): takes the sums' memory
     apply: Callable[..., tuple[TrainState, Metrics]]  # (state, sums, denominator): takes the state's memory
+    fused_zeros: Callable[..., FusedSums] | None = None  # (state, rows): None where score and update are two passes
+    fused_add: Callable[..., FusedSums] | None = None
+    # (sums, state, rows, noise key, order key, start, stop, probe=, bucket=): takes the sums' memory
     decoding: Callable[[], dict[str, float]] = dict  # metrics of what ``sample`` did since this was last called
 
     def update(
@@ -68,6 +73,23 @@ class Steps(NamedTuple):
     ) -> tuple[TrainState, Metrics]:
         """Make one optimizer update from a minibatch [M, b, ...], each piece of it padded to its own bucket."""
         return self.apply(state, self.sums(state, batch, pieces), denominator)
+
+    def fused(
+        self,
+        state: TrainState,
+        rows: FusedRows,
+        pieces: Sequence[Piece],
+        keys: tuple[Key[Array, ""], Key[Array, ""]],
+        *,
+        probe: ProbeMode,
+    ) -> FusedSums | None:
+        """Score a minibatch [M, b, ...] and add up its gradients in one pass; None where these are two."""
+        if self.fused_zeros is None or self.fused_add is None:
+            return None
+        sums = self.fused_zeros(state, rows)
+        for piece in pieces:
+            sums = self.fused_add(sums, state, rows, *keys, piece.start, piece.stop, probe=probe, bucket=piece.bucket)
+        return sums
 
     def sums(self, state: TrainState, batch: TrainBatch, pieces: Sequence[Piece]) -> Sums:
         """Add up the losses and gradients of a minibatch [M, b, ...], each piece of it padded to its own bucket."""
@@ -261,7 +283,16 @@ def make_steps(
 
     trained = shardings.state.params if isinstance(shardings.state, TrainState) else shardings.state
     summed = Sums(trained, shardings.replicated, shardings.replicated)
+    fused: dict[str, Any] = {}
+    shared = shared_scorer(cfg.credit, policy, temperature=roll.temperature, pad_id=pad_id, **own)
+    if shared is not None and fuses(cfg, custom_method):
+        of_tokens = custom_loss or bound_loss(cfg.loss, max_length=roll.max_new)
+        empty, add = make_fused(policy, cfg, importance=shared, credit=credit, loss=of_tokens)
+        where = FusedSums(summed, shardings.microbatches, shardings.microbatches, shardings.replicated)
+        fused["fused_zeros"] = jax.jit(empty, out_shardings=where)
+        fused["fused_add"] = jax.jit(add, static_argnames=("probe", "bucket"), donate_argnums=0, out_shardings=where)
     return Steps(
+        **fused,
         rollout_params=jax.jit(rollout.prepare, out_shardings=rollout.params),
         sample=groups,
         evaluate=evaluation,

@@ -29,6 +29,7 @@ from oarjax.training.health import Health
 from oarjax.training.held_out import Evaluation, evaluate
 from oarjax.training.iteration import Iteration, iterate
 from oarjax.training.parts.adapters import trained_count
+from oarjax.training.parts.fused import fuses
 from oarjax.training.parts.host import HostCallbacks
 from oarjax.training.parts.memory import report_memory
 from oarjax.training.run import Run
@@ -193,6 +194,7 @@ def model_flops(cfg: Config, model: QwenConfig, metrics: dict[str, float], custo
         entropies="entropies" in signals(cfg.credit, custom),
         reference=cfg.loss.kl_beta > 0,
         adapters=trained_count(cfg.lora, model) if cfg.lora.rank else None,
+        fused=fuses(cfg, custom),
     )
     return sum(iteration_flops(decoder_of(model), work, cfg.credit, attribution(cfg.credit, custom)).values())
 

@@ -12,6 +12,7 @@ import json, sys
 import jax, jax.numpy as jnp, numpy as np, optax
 from jax.sharding import NamedSharding, PartitionSpec
 from oarjax.training.minibatches import MinibatchPlan, Piece
+from oarjax.training.parts.fused import FusedRows
 from oarjax.training.parts.layout import check_layouts, policy_of, rollout_layout, training_layout
 from oarjax.training.parts.state import new_state
 from oarjax.system.mesh import make_mesh
@@ -64,8 +65,12 @@ def outcome(shape, rollout_tensor):
     batch = TrainBatch(tokens=r.tokens, valid=r.valid, completion=mask, advantages=per_token, old_logps=None,
                        ref_logps=None, behaviour_logps=r.behaviour_logps)
     state = new_state(params, one, layout, seed=0, lora=cfg.lora)
+    pieces = (Piece(None, np.int32(0), used),)
+    keys = jax.random.key(5), jax.random.key(6)
+    fused = steps.fused(state, FusedRows(r, s, numbers, a, mask), pieces, keys, probe="answer_mean")
+    found |= {"importance/fused": fused.importance, "gradients/fused": fused.sums.grads}
     denominator = steps.denominator(jnp.asarray(rollout.completion))
-    moved, metrics = steps.update(state, batch, (Piece(None, np.int32(0), used),), denominator)
+    moved, metrics = steps.update(state, batch, pieces, denominator)
     found["gradients"] = jax.tree.map(lambda x, y: np.asarray(x) - np.asarray(y), params, moved.params)
     tokens = [x for each in drawn for x in (each.tokens, each.completion)]
     return tokens, found | {"loss": metrics["loss"].value, "logps": rollout.behaviour_logps}
@@ -99,7 +104,7 @@ def test_programs_on_eight_devices_and_on_one():
     for line in found:
         print(line)
         assert line["same_tokens"], line
-        for name in ("loss", "logps", "gradients", "importance/oar_p", "importance/oar_g"):
+        for name in ("loss", "logps", "gradients", "importance/oar_p", "importance/oar_g", "importance/fused"):
             assert line[name] < 1e-5, line
-        for method in ("oar_p", "oar_g"):  # the gate stretches a row's scores, and their rounding with them
-            assert line[f"weights/{method}"] < 1e-4, line
+        for name in ("weights/oar_p", "weights/oar_g", "gradients/fused"):
+            assert line[name] < 1e-4, line  # the gate stretches a row's scores, and their rounding with them

@@ -180,11 +180,25 @@ def score(
     policy: Policy, params: Params, r: Rollout, span: AnswerSpan, keys: Key[Array, "B"], context: Context
 ) -> Scored:
     """Score a rollout by the configured estimator and probe."""
-    cfg, params = context.credit, policy.head(params)
+    params = policy.head(params)
     clean = linear_pass(policy, params, r.tokens, r.valid, completion_length=span.answer.shape[1])
-    found = gradient_scores(
+    return Scored(score_shared(policy, params, clean, r, span, keys, context), clean.hidden)
+
+
+def score_shared(
+    policy: Policy,
+    params: Params,
+    clean: LinearPass,
+    r: Rollout,
+    span: AnswerSpan,
+    keys: Key[Array, "B"],
+    context: Context,
+) -> Float[Array, "B T"]:
+    """Score a rollout after a clean pass over it."""
+    cfg = context.credit
+    return gradient_scores(
         policy,
-        params,
+        policy.head(params),
         clean,
         r.tokens,
         r.valid,
@@ -195,7 +209,6 @@ def score(
         sigma=cfg.sigma,
         draws=cfg.draws,
     )
-    return Scored(found, clean.hidden)
 
 
 def noisy(cfg: CreditConfig) -> bool:

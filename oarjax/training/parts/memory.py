@@ -31,6 +31,7 @@ HELPS: dict[Phase, tuple[str, ...]] = {
     "score": ("a lower update.microbatch", "a lower policy.head_chunk", "a lower credit.masking.chunk"),
     "credit": ("lower rollout.prompts",),
     "update": ("a lower update.microbatch", "a lower policy.head_chunk"),
+    "fused": ("a lower update.microbatch", "a lower policy.head_chunk", "update.fused=never"),
     "apply": (),
 }
 """Remedies if a phase does not fit, the cheapest first."""
@@ -39,13 +40,13 @@ HELPS: dict[Phase, tuple[str, ...]] = {
 def remedy(phase: Phase, cfg: Config) -> str:
     """Suggest what to change if a phase of this run does not fit."""
     found = list(HELPS[phase])
-    if phase == "update" and cfg.policy.remat != "full":
+    if phase in ("update", "fused") and cfg.policy.remat != "full":
         found.append("policy.remat=full")
-    if phase in ("update", "apply") and cfg.optim.moments == "float32":
+    if phase in ("update", "fused", "apply") and cfg.optim.moments == "float32":
         found.append("optim.moments=bfloat16")
     if phase not in ("score", "credit") and cfg.loss.kl_beta > 0 and not cfg.lora.rank and cfg.loss.reference != "host":
         found.append("loss.reference=host")
-    if phase in ("update", "apply") and not cfg.lora.rank:
+    if phase in ("update", "fused", "apply") and not cfg.lora.rank:
         found.append("lora.rank=32")
     return f"try {', '.join(found)}, or more devices" if found else "use more devices"
 

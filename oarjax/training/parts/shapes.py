@@ -28,12 +28,13 @@ from oarjax.models.sharding import batch_spec
 from oarjax.models.weights import abstract_params
 from oarjax.training.minibatches import Bucket, bucket
 from oarjax.training.parts.adapters import trained_shapes
+from oarjax.training.parts.fused import FusedRows, FusedSums
 from oarjax.training.parts.layout import stored_dtype_of
 from oarjax.training.parts.loss import Sums
 from oarjax.training.run import Run
 from oarjax.types import AnswerSpan, PromptBatch, Rollout, TrainBatch, TrainState
 
-Phase = Literal["reshard", "sample", "evaluate", "score", "credit", "update", "apply"]
+Phase = Literal["reshard", "sample", "evaluate", "score", "credit", "update", "fused", "apply"]
 Part = Literal["params", "optimizer", "frozen", "gradients", "reference", "rollout"]
 """Arrays that outlive a phase."""
 
@@ -59,11 +60,28 @@ def programs(run: Run) -> tuple[Program, ...]:
         reshard_program(run),
         sample_program(run),
         *evaluation,
-        score_program(run),
-        credit_program(run),
-        update_program(run),
+        *learning_programs(run),
         apply_program(run),
     )
+
+
+def learning_programs(run: Run) -> tuple[Program, ...]:
+    """Return the programs of score, credit and gradients: three, or the one that does it all in one pass."""
+    if run.steps.fused_add is None:
+        return score_program(run), credit_program(run), update_program(run)
+    state = abstract_state(run)
+    rollout, span, _ = _scored(run)
+    rows = FusedRows(rollout, span, _numbers(run), _microbatches(run, (), jnp.float32), rollout.completion)
+    found, layout = jax.eval_shape(run.steps.fused_zeros, state, rows), run.layout  # pyright: ignore[reportArgumentType]
+    sums = FusedSums(
+        Sums(_with(found.sums.grads, layout.state.params), *_with(tuple(found.sums[1:]), layout.replicated)),
+        *_with((found.importance, found.weights), rollout.completion.sharding),
+        metrics=_with(found.metrics, layout.replicated),
+    )
+    args = (sums, state, rows, _key(run), _key(run), _count(), _count())
+    static = {"probe": run.cfg.credit.probe.mode, "bucket": _bucket(run)}
+    takes: frozenset[Part] = frozenset({"gradients", "params", "optimizer", "frozen"})
+    return (Program("fused", run.steps.fused_add, args, static, takes),)
 
 
 def reshard_program(run: Run) -> Program:
@@ -155,7 +173,7 @@ def resident(run: Run, phase: Phase) -> dict[Part, int]:
         parts["reference"] = state.params
     if phase in ("sample", "evaluate"):
         parts["rollout"] = rollout_shapes(run)
-    if phase in ("update", "apply"):
+    if phase in ("update", "fused", "apply"):
         parts["gradients"] = _sums(run, state, _train_batch(run)).grads
     return {name: bytes_per_device(tree) for name, tree in parts.items()}
 
