@@ -13,6 +13,7 @@ The public names, each imported when it is first used; importing oarjax itself o
     sampling      sample, token_logps
     types         PromptBatch, Rollout, AnswerSpan, Credit, TrainBatch, Mean, TrainState, KVCache, Grades, Params
     training      Config, load_config, make_optimizer, make_steps, Shardings, iterate, HostCallbacks
+    rewards       Sample, reward
     commands      train, credit_lab; Run, open_run for a custom loop
     notebooks     show_curves, show_completions, show_tokens, show_credit, show_lab, show_lab_figure
 """
@@ -60,6 +61,7 @@ _HOME = {
         "Grades",
         "Params",
     ),
+    "oarjax.grading.rewards": ("Sample", "reward"),
     "oarjax.config": ("Config", "load_config"),
     "oarjax.training.programs": ("Shardings", "make_optimizer", "make_steps"),
     "oarjax.training.iteration": ("HostCallbacks", "iterate"),

@@ -147,26 +147,44 @@ def config(
     show_fields(section, as_json=as_json)
 
 
+AS_HELP = "Sampling as model cards recommend it: qwen3-thinking, qwen3-instruct or qwen2.5."
+Family = Annotated[str | None, typer.Option("--as", metavar="FAMILY", help=AS_HELP, show_default=False)]
+
+
 @app.command(epilog='Example: oarjax sample runs/demo/export "12+30-5=" --count 4')
 def sample(
     policy: Annotated[str, typer.Argument(metavar="POLICY", help="HF folder or hub name, e.g. runs/demo/export.")],
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="One prompt or several.")],
-    template: Annotated[
-        Template, typer.Option(help="auto: the tokenizer's chat template where it has one, else the plain text.")
-    ] = Template.AUTO,
+    template: Annotated[Template, typer.Option(help="auto: the tokenizer's chat template or plain.")] = Template.AUTO,
     count: Annotated[int, typer.Option(help="Completions per prompt.", min=1)] = 1,
     max_new: Annotated[int, typer.Option(help="Tokens of a completion at most.", min=1)] = 256,
-    temperature: Annotated[float, typer.Option(help="0 = greedy.", min=0.0)] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Draw among the k likeliest tokens; 0 = all.", min=0)] = 0,
+    family: Family = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 = greedy.", min=0.0, show_default="1, or the family's")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Draw among the k likeliest tokens; 0 = all.", min=0, show_default="0")
+    ] = None,
     top_p: Annotated[
-        float, typer.Option(help="Draw among the likeliest tokens of this mass; 1 = all.", min=0.0, max=1.0)
-    ] = 1.0,
+        float | None, typer.Option(help="And among those of this mass; 1 = all.", min=0.0, max=1.0, show_default="1")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="And this share of the likeliest's.", min=0.0, max=1.0, show_default="0")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Of tokens that occurred before; 1 = off.", min=0.01, show_default="1")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End at this text and print what is before it.", show_default=False)
+    ] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same completions.")] = 0,
 ) -> None:
     """Print completions of a policy."""
     from oarjax.evaluate.sample import run
 
-    run(policy, prompts, template.value, count, max_new, temperature, top_k, top_p, seed)
+    asked = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
+    asked["temperature"] = temperature
+    run(policy, prompts, template.value, count, max_new, family, asked, stop or [], seed)
 
 
 @app.command(epilog="Example: oarjax status runs/demo")
@@ -213,6 +231,7 @@ def evaluate(
     temperature: Annotated[
         float | None, typer.Option(help="0 = greedy.", min=0.0, show_default="0 for one sample, 1 for more")
     ] = None,
+    family: Family = None,
     prompt: Annotated[
         str,
         typer.Option(help="chat, qwen-math, qwen3, qwen3-no-thinking, few-shot or plain; auto: by the tokenizer."),
@@ -232,6 +251,7 @@ def evaluate(
         data=data,
         k=k,
         temperature=temperature,
+        family=family,
         prompt=prompt,
         overrides=given,
         out=out,
@@ -260,14 +280,15 @@ def export(
     shard_gb: Annotated[
         float, typer.Option(help="GB of a weights file at most; more than that are several, with an index.", min=1e-6)
     ] = 5.0,
+    adapters: Annotated[bool, typer.Option("--adapters", help="Of a LoRA run, its adapters alone, for PEFT.")] = False,
 ) -> None:
     """Write a policy as an HF folder (safetensors, config, tokenizer) that transformers and vLLM load.
 
     Of a run folder it is the export, or before there is one the newest checkpoint, adapters merged.
     """
-    from oarjax.evaluate.export import run
+    from oarjax.evaluate.export import run, run_adapters
 
-    run(source, target, dtype.value, shard_gb)
+    run_adapters(source, target) if adapters else run(source, target, dtype.value, shard_gb)
 
 
 CREDIT_HELP = (

@@ -128,6 +128,9 @@ class DatasetConfig(Section):
     revision: str | None = None
     prompt_field: str = "question"
     answer_field: str = "answer"
+    columns: tuple[Word, ...] | Literal["all"] = Field(
+        default="all", description="fields of a row that rewards see as Sample.columns; all: those that JSON can hold"
+    )
     limit: Count = Field(
         default=0, description="use only the first n rows; 0 = all (of a built-in task, its usual number)"
     )
@@ -155,6 +158,13 @@ class RolloutConfig(Section):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     top_k: Count = Field(default=0, description="0 = off")
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Share = Field(default=0.0, description="least probability, as a share of the likeliest token's; 0 = off")
+    repetition_penalty: Annotated[float, Field(gt=0)] = Field(
+        default=1.0, description="logits of tokens of prompt and completion are divided by it, negative ones multiplied"
+    )
+    stop: tuple[Word, ...] = Field(
+        default=(), description="strings that end a completion, of evaluations too; its text is cut before them"
+    )
     tensor: Positive | None = Field(
         default=None, description="devices that share one copy of the policy while sampling; null = mesh.tensor"
     )
@@ -181,6 +191,7 @@ class RolloutConfig(Section):
 class RewardConfig(Section):
     name: str = Field(description="a built-in reward or one that grading.plugins register")
     weight: float = 1.0
+    settings: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the reward")
 
 
 class GradingConfig(Section):
@@ -189,6 +200,10 @@ class GradingConfig(Section):
     workers: Positive = 2
     deadline: Annotated[float, Field(gt=0)] = Field(default=5.0, description="seconds per answer")
     memory_mb: Positive = Field(default=2048, description="resident memory of a worker; above it, it is killed")
+    call_deadline: Annotated[float, Field(gt=0)] = Field(
+        default=60.0, description="seconds per call of a batch or group reward, and per sample of an async one"
+    )
+    concurrency: Positive = Field(default=16, description="samples of an async reward in flight")
     overlong_window: Count = Field(
         default=0, description="last tokens before max_new over which the penalty grows; 0 = off"
     )
@@ -196,18 +211,70 @@ class GradingConfig(Section):
 
 
 class AdvantageConfig(Section):
+    method: Literal["grpo", "rloo", "gdpo"] = Field(
+        default="grpo",
+        description="rloo: against the mean of the group's other rewards; gdpo: each reward normalised on its own",
+    )
+    function: str | None = Field(
+        default=None,
+        description="custom advantages, file.py:name or module:name, see oarjax.rl.advantages.AdvantageFunction; the "
+        "other fields of this section then do not apply",
+    )
     scale: Literal["group", "batch", "none"] = "group"
     ddof: Literal[0, 1] = 1
     eps: Rate = 1e-4
+
+
+OFF_POLICY_PRESETS = {
+    "tis": {"weighting": "token_truncate", "low": 0.0, "high": 2.0},
+    "icepop": {"weighting": "token_mask", "low": 0.5, "high": 5.0},
+}
+"""Truncated importance sampling with the cap of its report, and IcePop with the bounds of its paper."""
+
+
+class OffPolicyConfig(Section):
+    """Corrections for tokens that another policy drew; in YAML also the name of a preset, ``off_policy: icepop``."""
+
+    weighting: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
+        default="none", description="of tokens or rows, by old / behaviour; see oarjax.rl.off_policy.importance_weights"
+    )
+    low: Rate = Field(default=0.0, description="lowest importance weight")
+    high: Annotated[float, Field(gt=0)] = Field(default=2.0, description="highest importance weight")
+    support: Literal["whole", "sampled"] = Field(
+        default="whole",
+        description="sampled: log-probs of the loss and of behaviour are renormalised over what rollout.top_k, top_p "
+        "and min_p keep, each policy's by its own logits; the drawn token is always kept",
+    )
+    max_drift: Rate | None = Field(
+        default=None,
+        description="nats per token of log(behaviour / policy) above which a row of negative advantage is left out",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        if value not in OFF_POLICY_PRESETS:
+            raise ValueError(f"expected fields, or one of the presets {', '.join(OFF_POLICY_PRESETS)}, got {value!r}")
+        return OFF_POLICY_PRESETS[value]
+
+    @model_validator(mode="after")
+    def _ordered(self) -> OffPolicyConfig:
+        if self.low > self.high:
+            raise ValueError(f"low = {self.low} exceeds high = {self.high}; lower it, or raise high")
+        return self
 
 
 class LossConfig(Section):
     function: str | None = Field(
         default=None,
         description="custom loss, file.py:name or module:name, see oarjax.training.programs.TokenLoss; of the fields "
-        "below, only aggregation, kl_beta (for the reference's log-probs) and mask_truncated still apply",
+        "below, only aggregation, kl_beta and kl_in (for the reference's log-probs) and mask_truncated still apply",
     )
-    surrogate: Literal["clip", "cispo"] = "clip"
+    surrogate: Literal["clip", "cispo", "sapo", "gmpo"] = Field(
+        default="clip", description="gmpo: clip_low and clip_high bound the log-ratio; its paper has .4 for both"
+    )
     level: Literal["token", "sequence"] = "token"
     aggregation: Literal["grpo", "bnpo", "dapo", "dr_grpo"] = "dapo"
     clip_low: Share = 0.2
@@ -216,16 +283,29 @@ class LossConfig(Section):
     ratio_cap: Annotated[float, Field(gt=0)] = Field(
         default=5.0, description="CISPO's absolute upper bound on the ratio"
     )
+    sapo_positive: Annotated[float, Field(gt=0)] = Field(default=1.0, description="SAPO's temperature where A > 0")
+    sapo_negative: Annotated[float, Field(gt=0)] = Field(default=1.05, description="and where A is 0 or below")
     kl_beta: Rate = 0.0
+    kl_in: Literal["loss", "reward"] = Field(
+        default="loss", description="reward: kl_beta times log(policy / reference) is taken off every reward instead"
+    )
     reference: Literal["device", "host"] = Field(
         default="device", description="where the KL term's reference policy is kept between scoring passes"
     )
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     entropy_bonus: float = 0.0
-    sampler_correction_cap: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="truncated importance weight min(old / behaviour, cap)"
-    )
+    off_policy: OffPolicyConfig = OffPolicyConfig()
     mask_truncated: bool = Field(default=False, description="leave completions cut at max_new out of the loss")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and "sampler_correction_cap" in value:
+            raise ValueError(
+                "sampler_correction_cap is off_policy.high now; set off_policy: {weighting: token_truncate, high: "
+                f"{value['sampler_correction_cap']}}}"
+            )
+        return value
 
 
 class ProbeConfig(Section):
@@ -434,6 +514,10 @@ class LoraConfig(Section):
         "down",
     )
 
+    start: str | None = Field(
+        default=None, description="PEFT folder of adapters to start from; rank, alpha and targets must be its own"
+    )
+
     @property
     def scale(self) -> float:
         """Return alpha / rank, the factor of the adapters' product."""
@@ -465,10 +549,22 @@ class SFTConfig(Section):
     max_length: Positive = 512
 
 
+SAMPLING_PRESETS: dict[str, dict[str, float | int]] = {
+    "qwen3-thinking": {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0},
+    "qwen3-instruct": {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.0},
+    "qwen2.5": {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05},
+}
+"""Sampling that the model cards of a family recommend; ``qwen3-instruct`` is also Qwen3 without thinking."""
+
+
 class EvalConfig(Section):
     every: Count = Field(default=10, description="iterations; 0 = only before the first and after the last")
     samples: Positive = 1
     temperature: Rate = Field(default=1.0, description="0 = greedy")
+    top_k: Count = Field(default=0, description="0 = off")
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Share = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
     batch: Positive = 128
 
 
@@ -506,6 +602,9 @@ class ReportConfig(Section):
     project: Word = Field(default="oarjax", description="of wandb and trackio")
     name: Word | None = Field(default=None, description="of the run there; null = its folder's")
     completions: Count = Field(default=4, description="completions saved and shown per iteration")
+    groups: Count = Field(
+        default=0, description="iterations between Parquet files of all completions, groups/NNNNNN.parquet; 0 = none"
+    )
     html: bool = Field(default=True, description="write report.html and the curves")
     memory: Annotated[Literal["auto", "on", "off"], BeforeValidator(_word_of_switch)] = Field(
         default="auto",
@@ -615,6 +714,7 @@ class Config(Section):
 
 
 RUN_FOLDERS = ("start", "sft", "checkpoints", "verdicts", "bad_batches", "policy", "profile", "tensorboard", "wandb")
+RUN_FOLDERS += ("groups",)
 """Folders that a run writes below its own."""
 
 
@@ -650,12 +750,13 @@ def _contradictions(c: Config) -> Iterator[str]:
         )
     if c.sft is not None and c.sft.batch % c.sft.microbatch:
         yield f"sft.microbatch: {c.sft.microbatch} does not divide sft.batch = {c.sft.batch}"
+    yield from _bad_objective(c)
     if c.loss.reference == "host" and c.loss.kl_beta == 0:
         yield "loss.reference: host, and with loss.kl_beta = 0 there is no reference; set device, or raise loss.kl_beta"
     if c.loss.reference == "host" and c.lora.rank:
         yield "loss.reference: host, and with lora.rank the reference lies below the adapters already; set device"
     if c.lora.rank == 0 and c.lora != LoraConfig():
-        yield "lora.rank: 0, and lora.alpha or lora.targets are set; set lora.rank=32, or leave these out"
+        yield "lora.rank: 0, and lora.alpha, targets or start are set; set lora.rank=32, or leave these out"
     for where, o in (("optim", c.optim), *((("sft.optim", c.sft.optim),) if c.sft else ())):
         for name, decay in (("b1", o.b1), ("b2", o.b2)):
             if o.moments == "bfloat16" and decay > 0.99:
@@ -685,6 +786,36 @@ def _contradictions(c: Config) -> Iterator[str]:
     if c.checkpoint.best in ("pass_at_k", "maj_at_k") and c.eval.samples == 1:
         yield f"checkpoint.best: {c.checkpoint.best} needs several samples, and eval.samples is 1; raise eval.samples"
     yield from _bad_lab_methods(c)
+
+
+def _bad_objective(c: Config) -> Iterator[str]:
+    """Report advantages and terms of the loss that contradict each other."""
+    a, off, skips = c.advantage, c.loss.off_policy, c.update.skip_zero_variance
+    if a.function is not None and a != AdvantageConfig(function=a.function):
+        yield "advantage.function: replaces the other fields of advantage; leave these out, or set null"
+    if a.method == "rloo" and a.scale == "group":
+        yield "advantage.scale: group, and rloo divides by no group's std; set none (its paper) or batch"
+    if a.method == "gdpo" and a.scale != "group":
+        yield f"advantage.scale: {a.scale}, and gdpo normalises each reward by its group; leave it at group"
+    if a.method == "gdpo" and skips:
+        yield "advantage.method: gdpo can teach in groups of equal sums; set update.skip_zero_variance=false"
+    if c.loss.kl_in == "reward" and c.loss.kl_beta == 0:
+        yield "loss.kl_in: reward, and loss.kl_beta is 0; raise it, or set loss.kl_in=loss"
+    if c.loss.kl_in == "reward" and skips:
+        yield "loss.kl_in: reward, which differs in groups of equal rewards; set update.skip_zero_variance=false"
+    if c.loss.kl_in == "reward" and a.method == "gdpo":
+        yield "loss.kl_in: reward, and gdpo normalises each reward on its own; set loss.kl_in=loss"
+    if c.loss.surrogate == "gmpo" and c.loss.level == "sequence":
+        yield "loss.level: sequence, and gmpo takes its own mean over a row; set token"
+    roll = c.rollout
+    if off.support == "sampled" and (roll.top_k, roll.top_p, roll.min_p) == (0, 1.0, 0.0):
+        yield "loss.off_policy.support: sampled, and rollout.top_k, top_p and min_p keep every token; set whole"
+    if off.support == "sampled" and c.loss.kl_beta > 0:
+        yield "loss.off_policy.support: sampled, and the KL term compares whole distributions; set loss.kl_beta=0"
+    if off.support == "sampled" and roll.repetition_penalty != 1:
+        yield "loss.off_policy.support: sampled does not follow rollout.repetition_penalty; set the penalty to 1"
+    if off.weighting == "none" and (off.low, off.high) != (OffPolicyConfig().low, OffPolicyConfig().high):
+        yield "loss.off_policy.weighting: none, and low or high is set; set token_truncate, for one, or leave these out"
 
 
 def _bad_lab_methods(c: Config) -> Iterator[str]:

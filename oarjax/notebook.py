@@ -17,7 +17,8 @@ from typing import Any
 
 from rich.console import Console
 
-from oarjax.config import Config
+from oarjax.config import Config, parse_config
+from oarjax.grading.mixed import local_rewards
 from oarjax.lab.command import measure_credit
 from oarjax.lab.plot import draw_lab
 from oarjax.lab.results import LabResult, legend, shown_columns, table_cells, tables
@@ -30,16 +31,31 @@ from oarjax.training.command import train_once
 from oarjax.training.run import Run
 
 
-def train(cfg: Config, *, watch: Callable[[list[dict[str, Any]]], object] | None = None) -> Path:
+def train(
+    cfg: Config,
+    *,
+    rewards: Sequence[Any] | None = None,
+    watch: Callable[[list[dict[str, Any]]], object] | None = None,
+) -> Path:
     """Train as ``oarjax train`` does; return the run's folder. A stopped run resumes; a finished one is kept.
 
     Args:
+        rewards: instead of those of ``grading.rewards``: functions that take an ``oarjax.Sample`` and return a float,
+            names of registered rewards, or pairs of either with a weight, as ``[(brief, 0.2), "math"]``. Functions run
+            in this process, in a thread: nothing can stop one that hangs, and a later command knows them only by name.
         watch: called with the metrics so far, one record per iteration, whenever there are new ones.
 
     Raises:
         KeyboardInterrupt: the cell was interrupted; finished work is saved, and the same call resumes it.
         ConfigError: see ``oarjax.training.command``; and what the parts of a run raise.
+        ValueError: something else among ``rewards``, or two of one name.
     """
+    if rewards is not None:
+        with local_rewards(rewards) as pairs:
+            asked = [{"name": name, "weight": weight} for name, weight in pairs]
+            tree = cfg.model_dump(mode="json")
+            tree["grading"]["rewards"] = asked
+            return train(parse_config(tree, source="oarjax.train"), watch=watch)
     folder = Path(cfg.run_dir).expanduser()
 
     def seen() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-import oarjax.training.run
+import oarjax.grading.mixed
 from oarjax.config import Config
 from oarjax.lab.completions import sample_completions
 from oarjax.lab.interventions import Choices
@@ -70,7 +70,7 @@ def lab(cfg: Config, *, grader: Any) -> Any:
     """Return the calls and the result of a whole lab with fake programs and a fake grader, without the timings."""
     log: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(oarjax.training.run, "Grader", grader)
+        patch.setattr(oarjax.grading.mixed, "Grader", grader)
         run = open_run(cfg, Console(file=io.StringIO()))
         programs = fake_programs(log, run)
         completions = sample_completions(run, programs)

@@ -50,7 +50,7 @@ def test_three_fields_are_enough_and_the_rest_are_the_design_defaults(file):
 
 
 def test_a_whole_config_written_down_reads_back_the_same(file, tmp_path):
-    cfg = load_config(file, ["profile=[1, 2]", "grading.plugins=[mine.py]", "loss.sampler_correction_cap=2"])
+    cfg = load_config(file, ["profile=[1, 2]", "grading.plugins=[mine.py]", "loss.off_policy=icepop"])
     again = tmp_path / "again.yaml"
     again.write_text(yaml.safe_dump(cfg.model_dump(mode="json")))
     assert load_config(again) == cfg
@@ -159,7 +159,7 @@ def test_all_wrong_fields_come_in_one_message_with_paths_and_accepted_values():
         "  mesh.data: expected a positive number of devices, or -1 for all that are left, got 0",
         "  data.train.source: required and missing",
         "  rollout.group_size: Input should be greater than or equal to 2, got 1",
-        "  grading.rewards.0.wieght: no such field (did you mean weight?); accepted: name, weight",
+        "  grading.rewards.0.wieght: no such field (did you mean weight?); accepted: name, settings, weight",
         "  credit.gate.taw: no such field (did you mean tau?); accepted: boost, floor, levels, mass, rule, tau",
         "  loss.level: Input should be 'token' or 'sequence', got 'word'",
         "  optim.lr: Input should be greater than or equal to 0, got -1",

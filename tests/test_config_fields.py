@@ -30,6 +30,7 @@ from conftest import CACHE, ROOT
 from fake_lab import lab, lab_sampler
 from rich.console import Console
 
+import oarjax.grading.mixed
 import oarjax.runs.checkpoint
 import oarjax.training.command
 import oarjax.training.run
@@ -114,6 +115,7 @@ def dataset(where: str) -> dict[str, Field]:
         f"{where}.revision": Field("abc", sees, hub),
         f"{where}.prompt_field": Field("second", sees, file),
         f"{where}.answer_field": Field("second", sees, file),
+        f"{where}.columns": Field(["second"], sees, file),
         f"{where}.limit": Field(2, sees),
         f"{where}.arithmetic.terms": Field(3, sees),
         f"{where}.arithmetic.highest": Field(30, sees),
@@ -148,6 +150,8 @@ def fields() -> dict[str, Field]:
     masking = {"credit.method": "oar_p"}
     cispo, kl = {"loss.surrogate": "cispo"}, {"loss.kl_beta": 0.1}
     plugin = {"grading.plugins": [str(PLUGIN)]}
+    settable = plugin | {"grading.rewards": [{"name": "field_set"}]}
+    waiting = plugin | {"grading.rewards": [{"name": "field_waiting"}]}
     tokens_credited = partial(lab, grader=FakeGrader)
     pod = {"distributed": {"coordinator": "10.0.0.2:8476", "processes": 2, "process": 0}}
     small_lab = {"lab": {"shortest": 3, "methods": {"OAR-P": {"method": "oar_p"}, "random": {"method": "random"}}}}
@@ -195,6 +199,9 @@ def fields() -> dict[str, Field]:
         "rollout.temperature": Field(0.7, sample),
         "rollout.top_k": Field(3, sample),
         "rollout.top_p": Field(0.5, sample),
+        "rollout.min_p": Field(0.2, sample),
+        "rollout.repetition_penalty": Field(1.2, sample),
+        "rollout.stop": Field(["7"], sample),
         "rollout.tensor": Field(7, data, error="rollout.tensor: 7 does not divide the 1 devices"),
         "rollout.prompt_bucket": Field(12, command),
         "rollout.completion_bucket": Field(2, command),
@@ -203,12 +210,19 @@ def fields() -> dict[str, Field]:
         "rollout.slots": Field(4, decode),
         "grading.rewards.name": Field("format", grading),
         "grading.rewards.weight": Field(2.0, grading),
+        "grading.rewards.settings": Field({"value": 2.0}, grading, settable),
+        "grading.call_deadline": Field(0.1, grading, waiting),
+        "grading.concurrency": Field(2, grading, waiting),
         "grading.plugins": Field([str(PLUGIN)], grading, {"grading.rewards": [{"name": "field_pid"}]}),
         "grading.workers": Field(2, grading, {"grading.rewards": [{"name": "field_pid"}], **plugin}),
         "grading.deadline": Field(0.2, grading, {"grading.rewards": [{"name": "field_slow"}], **plugin}),
         "grading.memory_mb": Field(300, grading, {"grading.rewards": [{"name": "field_large"}], **plugin}),
         "grading.overlong_window": Field(4, command),
         "grading.overlong_penalty": Field(0.5, command, {"grading.overlong_window": 4}),
+        "advantage.method": Field("rloo", partial(program, name="advantages"), {"advantage.scale": "none"}),
+        "advantage.function": Field(
+            f"{EXAMPLES / 'custom_advantages.py'}:best_of_group", partial(program, name="advantages")
+        ),
         "advantage.scale": Field("none", partial(program, name="advantages")),
         "advantage.ddof": Field(0, partial(program, name="advantages")),
         "advantage.eps": Field(0.5, partial(program, name="advantages")),
@@ -281,8 +295,15 @@ def fields() -> dict[str, Field]:
         "loss.kl_beta": Field(0.1, score),
         "loss.reference": Field("host", references, kl),
         "loss.kl_estimator": Field("k2", update, kl),
+        "loss.kl_in": Field("reward", command, kl | {"update.skip_zero_variance": False}),
+        "loss.sapo_positive": Field(2.0, update, {"loss.surrogate": "sapo"}),
+        "loss.sapo_negative": Field(2.0, update, {"loss.surrogate": "sapo"}),
         "loss.entropy_bonus": Field(0.1, update),
-        "loss.sampler_correction_cap": Field(2.0, update),
+        "loss.off_policy.weighting": Field("sequence_mask", update),
+        "loss.off_policy.low": Field(0.5, update, {"loss.off_policy": {"weighting": "token_truncate"}}),
+        "loss.off_policy.high": Field(3.0, update, {"loss.off_policy": {"weighting": "token_truncate"}}),
+        "loss.off_policy.support": Field("sampled", update, {"rollout.top_k": 3}),
+        "loss.off_policy.max_drift": Field(0.1, update),
         "loss.mask_truncated": Field(True, command),
         "update.epochs": Field(2, command),
         "update.minibatches": Field(2, command),
@@ -294,9 +315,16 @@ def fields() -> dict[str, Field]:
         "lora.rank": Field(2, update),
         "lora.alpha": Field(4.0, update, {"lora.rank": 2}),
         "lora.targets": Field(["q", "v"], update, {"lora.rank": 2}),
+        "lora.start": Field(
+            "nowhere", data, {"lora.rank": 2}, error="lora.start: .*adapter_config.json: cannot be read"
+        ),
         "eval.every": Field(1, command),
         "eval.samples": Field(2, command),
         "eval.temperature": Field(0.0, evaluation),
+        "eval.top_k": Field(3, evaluation),
+        "eval.top_p": Field(0.5, evaluation),
+        "eval.min_p": Field(0.2, evaluation),
+        "eval.repetition_penalty": Field(1.2, evaluation),
         "eval.batch": Field(4, command),
         "checkpoint.every": Field(1, command),
         "checkpoint.keep": Field(1, command, {"checkpoint.every": 1}),
@@ -315,6 +343,7 @@ def fields() -> dict[str, Field]:
         "report.name": Field("other", tracked, {"report.to": ["jsonl", "wandb"]}),
         "report.memory": Field("on", memory_tables),
         "report.completions": Field(2, command),
+        "report.groups": Field(1, command),
         "report.html": Field(True, command),
         "export.folder": Field("trained", command),
         "export.dtype": Field("bfloat16", command),
@@ -390,7 +419,7 @@ def program(cfg: Config, *, name: str) -> str:
             Scores(values, values, values, values), rollout, span, spec((M, b)), mask, key, spec((M, b), jnp.int32)
         ).as_text()
     if name == "advantages":
-        return steps.advantages.lower(spec((rows,))).as_text()
+        return steps.advantages.lower(spec((rows,)), {"exact": spec((rows,))}).as_text()
     if name == "denominator":
         return steps.denominator.lower(spec((rows, T), jnp.bool_)).as_text()
     trained, frozen = trained_shapes(cfg.lora, run.model), params if cfg.lora.rank else None
@@ -427,7 +456,7 @@ def data(cfg: Config, *, where: str = "data.train") -> Any:
     """The ids and answers that a dataset section comes to."""
     run = build(cfg)
     encoded = {"data.train": run.train, "data.eval": run.held_out, "sft.data": run.pairs}[where]
-    return encoded.prompts, encoded.completions, [p.answer for p in encoded.problems], encoded.dropped
+    return encoded.prompts, encoded.completions, [(p.answer, p.columns) for p in encoded.problems], encoded.dropped
 
 
 def gradients(cfg: Config) -> Any:
@@ -447,7 +476,12 @@ def gradients(cfg: Config) -> Any:
         made, zeros = np.ones((rows, 10), bool), np.zeros((rows, 10), np.float32)
         rollout = Rollout(np.zeros((rows, 18), np.int32), np.ones((rows, 18), bool), made, zeros, zeros, made[:, 0])
         rewards = (np.arange(rows) % 2).astype(np.float32)
-        return np.zeros(cfg.rollout.prompts, np.int32), rollout, lambda: types.SimpleNamespace(rewards=rewards), None
+        return (
+            np.zeros(cfg.rollout.prompts, np.int32),
+            rollout,
+            lambda: types.SimpleNamespace(rewards=rewards, per_reward={}),
+            None,
+        )
 
     def gradient_program(steps: Any, *, by_piece: bool, size: int) -> Any:
         log.append(size)
@@ -529,7 +563,7 @@ def command(cfg: Config) -> Any:
     """A whole run with fake device programs and a fake grader: what they were asked, and what was written."""
     log: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(oarjax.training.run, "Grader", FakeGrader)
+        patch.setattr(oarjax.grading.mixed, "Grader", FakeGrader)
         patch.setattr(oarjax.training.run, "make_steps", partial(fake_steps, log))
         patch.setattr(oarjax.training.warm_start, "make_sft_step", partial(fake_sft_step, log))
         patch.setattr(oarjax.training.trainer, "peak_flops", lambda dtype: (1e9, "fake"))
@@ -647,7 +681,8 @@ def fake_steps(log: list[Any], policy: Any, tx: Any, layout: Any, cfg: Config, *
 
     def score(params, ref, rollout, span, numbers, stop, key, probed, start, *, probe, bucket):
         log.append(("score", shapes(rollout), int(start), int(stop), bucket, probe))
-        return Scores(None, None, None, None)
+        ref_logps = np.zeros(rollout.completion.shape, np.float32) if cfg.loss.kl_in == "reward" else None
+        return Scores(None, ref_logps, None, None)
 
     def credit(scores, rollout, span, advantages, completion, key, numbers):
         log.append(("credit", np.asarray(advantages).tolist(), np.asarray(completion).sum().item()))
@@ -662,7 +697,8 @@ def fake_steps(log: list[Any], policy: Any, tx: Any, layout: Any, cfg: Config, *
         sample=partial(roll, "sample", cfg.rollout.group_size),
         evaluate=partial(roll, "evaluate", cfg.eval.samples),
         equal_groups=partial(zero_variance_groups, group_size=cfg.rollout.group_size),
-        advantages=partial(group_advantages, group_size=cfg.rollout.group_size),
+        advantages=lambda rewards, values: group_advantages(rewards, group_size=cfg.rollout.group_size),
+        after_kl=lambda rewards, rollout, ref: log.append(("after KL", np.asarray(ref).shape)) or rewards,
         score=score,
         credit=credit,
         denominator=lambda completion: jnp.asarray(completion.sum(), jnp.float32),

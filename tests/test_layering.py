@@ -23,6 +23,7 @@ PURE = (
     *(
         "training.iteration",
         "training.programs",
+        "training.parts.advantages",
         "training.parts.fused",
         "training.parts.host",
         "training.parts.loss",

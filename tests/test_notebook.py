@@ -4,6 +4,7 @@ import io
 import math
 
 import pytest
+from conftest import CACHE
 from hostile_page import EVIL, Reader, completion, runs
 
 import oarjax
@@ -11,7 +12,7 @@ from oarjax import notebook
 from oarjax.config import parse_config
 from oarjax.lab.results import LabCompletion, LabResult, MethodResult
 from oarjax.notebook import show_completions, show_credit, show_curves, show_lab, show_lab_figure, show_tokens
-from oarjax.report.files import CompletionsWriter, MetricsWriter
+from oarjax.report.files import CompletionsWriter, MetricsWriter, read_metrics
 from oarjax.runs.stop import Stopped
 from oarjax.stats import Interval
 
@@ -148,6 +149,28 @@ def test_the_metrics_so_far_are_watched(tmp_path, monkeypatch):
     folder = oarjax.train(config(tmp_path), watch=lambda records: watched.append([r["reward"] for r in records]))
     assert folder == tmp_path / "run"
     assert watched == [[0.5], [0.5, 1.0], [0.5, 1.0]]
+
+
+@pytest.mark.slow
+def test_functions_of_the_notebook_are_rewards(tmp_path):
+    """A function as it stands, with a weight, beside a reward by name; columns of the dataset row reach it."""
+    seen = []
+
+    def brief(sample: oarjax.Sample) -> float:
+        seen.append(sample.columns["question"] == sample.prompt)
+        return float(sample.tokens < 3)
+
+    tree = config(tmp_path).model_dump(mode="json")
+    tree["data"] |= {"template": "plain", "max_prompt": 32}
+    tree["data"]["train"] |= {"limit": 4}
+    tree["rollout"] |= {"prompts": 2, "group_size": 2, "max_new": 4, "prompt_bucket": 16, "completion_bucket": 4}
+    tree["credit"] |= {"method": "uniform", "answer": {"style": "hash"}}
+    tree |= {"iterations": 1, "compilation_cache": str(CACHE), "export": {"folder": None}, "report": {"html": False}}
+    tree["update"]["microbatch"], tree["grading"]["workers"] = 4, 1
+    folder = oarjax.train(parse_config(tree), rewards=[(brief, 0.5), "exact"])
+    (record,) = read_metrics(folder / "metrics.jsonl")
+    assert seen == [True] * 4
+    assert record["reward"] == pytest.approx(0.5 * record["reward/brief"] + record["reward/exact"])
 
 
 def test_warnings_alone_are_printed():

@@ -4,7 +4,8 @@ oarjax train configs/demo.yaml grading.plugins=[docs/examples/custom_reward.py] 
     grading.rewards="[{name: exact}, {name: brief, weight: 0.2}]"
 """
 
-from oarjax.grading.rewards import Sample, Unparseable, has_answer, reward
+from oarjax import Sample, reward
+from oarjax.grading.rewards import Unparseable, has_answer
 
 
 @reward("brief")

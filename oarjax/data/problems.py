@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -28,6 +28,7 @@ class Problem:
     answer: str  # the answer field unchanged; for SFT the whole completion
     index: int  # row number in the dataset
     place: str = field(default="", compare=False)  # file and line, for errors
+    columns: dict[str, Any] = field(default_factory=dict, compare=False)  # of its row, for rewards
 
     @property
     def reference(self) -> str:
@@ -57,6 +58,7 @@ def load_problems(config: DatasetConfig, *, where: str = "data.train") -> list[P
             answer=_field(row, config.answer_field, place, f"{where}.answer_field"),
             index=index,
             place=place,
+            columns=_columns(row, config.columns, place, f"{where}.columns"),
         )
         for index, (place, row) in enumerate(limited)
     ]
@@ -94,6 +96,37 @@ def _field(row: dict[str, Any], name: str, place: str, setting: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(f"{place}: field {name!r} is {value!r}; expected text or a number; set {setting} to another")
     return str(value)
+
+
+def _columns(row: dict[str, Any], wanted: Sequence[str] | str, place: str, setting: str) -> dict[str, Any]:
+    """Return the columns of a row that rewards see, as JSON has them; of "all", those that it can hold.
+
+    Raises:
+        DataError: a column by name is not there, or JSON cannot hold it.
+    """
+    if wanted == "all":
+        return {name: plain for name, value in row.items() if (plain := _plain(value)) is not None or value is None}
+    columns = {}
+    for name in wanted:
+        if name not in row:
+            raise DataError(
+                f"{place}: no field {name!r}, only {', '.join(map(repr, row))}; set {setting} to some of them"
+            )
+        columns[name] = _plain(row[name])
+        if columns[name] is None and row[name] is not None:
+            kind = type(row[name]).__name__
+            raise DataError(f"{place}: field {name!r} is a {kind}, which JSON cannot hold; leave it out of {setting}")
+    return columns
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON gives it back, None where JSON cannot hold it."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError):
+        return None
 
 
 def _reject_blank(values: list[str], name: str, source: str, setting: str) -> None:

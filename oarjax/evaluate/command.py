@@ -10,14 +10,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
 from rich.console import Console
 
-from oarjax.config import Config, ConfigError, DatasetConfig, apply_override, explained, flatten, parse_config
-from oarjax.data.hf import read_config
+from oarjax.config import (
+    Config,
+    ConfigError,
+    flatten,
+)
 from oarjax.data.streams import Encoded
-from oarjax.data.tokenizer import load_tokenizer
-from oarjax.evaluate.benchmarks import PROMPTS, Asked, Benchmark, family_prompt, find_fields, read_names
+from oarjax.evaluate.benchmarks import Asked, read_names
+from oarjax.evaluate.fields import batch_of, config_of, config_tree, own_problems, sampling_preset, with_batch
 from oarjax.evaluate.results import (
     INTERVALS,
     benchmark_result,
@@ -35,39 +37,11 @@ from oarjax.runs.durable import storage_errors, write_durably
 from oarjax.runs.folder import locked
 from oarjax.runs.stop import Stop, Stopped
 from oarjax.runs.trust import check_trust
-from oarjax.system.devices import choose_platform
 from oarjax.system.json import to_json
-from oarjax.system.mesh import make_mesh
-from oarjax.system.processes import from_first, join_processes, only_first
+from oarjax.system.processes import from_first, only_first
 from oarjax.training.held_out import Graded, first_rewards, graded_batches
 from oarjax.training.run import Run, open_run
 from oarjax.types import Params
-
-OWN = "held-out"
-"""The name of a run's own held-out problems."""
-
-ACCEPTED = (
-    "seed",
-    "device",
-    "compilation_cache",
-    "policy.compute_dtype",
-    "policy.revision",
-    "mesh.",
-    "distributed.",
-    "data.eval.",
-    "data.template",
-    "data.system_prompt",
-    "data.thinking",
-    "data.prompt_format",
-    "data.max_prompt",
-    "rollout.max_new",
-    "rollout.prompt_bucket",
-    "grading.",
-    "credit.answer.style",
-    "credit.answer.pattern",
-    "eval.batch",
-)
-"""Fields of a config that an evaluation reads."""
 
 SETTINGS = (
     "seed",
@@ -83,12 +57,15 @@ SETTINGS = (
     "grading.memory_mb",
     "credit.answer.style",
     "credit.answer.pattern",
+    "rollout.stop",
     "eval.samples",
     "eval.temperature",
+    "eval.top_k",
+    "eval.top_p",
+    "eval.min_p",
+    "eval.repetition_penalty",
 )
 """Fields that its results depend on, besides policy and problems."""
-
-ROWS = 64  # completions sampled at once per device, where eval.batch is not given
 
 
 class Part(NamedTuple):
@@ -113,6 +90,7 @@ def run(
     overrides: Sequence[str],
     out: Path | None,
     as_json: bool,
+    family: str | None = None,
     trust_code: bool = False,
 ) -> None:
     """Evaluate, print the table or the JSON, and write results.json and samples.jsonl.
@@ -122,15 +100,18 @@ def run(
     """
     console = Console(stderr=True, quiet=True) if as_json else make_console()
     found = find_target(target)
-    asked = [_own(found, target)] if data is None else read_names(data)
-    folder = out or _folder(target, found, asked, k, temperature)
-    trees = [(a.name, *_tree(found, a.benchmark, prompt, k, temperature, overrides, folder)) for a in asked]
-    configs = [_config(tree) for _, _, tree in trees]
+    asked = [own_problems(found, target)] if data is None else read_names(data)
+    preset = sampling_preset(family)
+    folder = out or _folder(target, found, asked, k, temperature, family)
+    trees = [
+        (a.name, *config_tree(found, a.benchmark, prompt, k, temperature, preset, overrides, folder)) for a in asked
+    ]
+    configs = [config_of(tree) for _, _, tree in trees]
     if found.folder is not None and not any(o.startswith("grading.plugins=") for o in overrides):
         for cfg in configs:
             check_trust(cfg, found.folder, source=str(found.folder / "config.yaml"), trusted=trust_code)
     if not any(o.startswith("eval.batch=") for o in overrides):
-        configs = [_with_batch(cfg, _batch(configs[0])) for cfg in configs]
+        configs = [with_batch(cfg, batch_of(configs[0])) for cfg in configs]
     parts = [Part(name, asks, open_run(cfg, console, evaluates=True)) for (name, asks, _), cfg in zip(trees, configs)]
     first = parts[0].run
     with ExitStack() as stack:
@@ -237,107 +218,16 @@ def sample_records(part: Part, batch: Graded) -> list[dict[str, Any]]:
     ]
 
 
-# Its config -------------------------------------------------------------------------------------------------------
+# Its folder -----------------------------------------------------------------------------------------------------
 
 
-def _own(target: Target, text: str) -> Asked:
-    """Ask a run's own held-out problems as the run asks them."""
-    if target.run is None or target.run.data.eval is None:
-        raise ConfigError(
-            f"--data: {text} is no run with held-out problems of its own; give names of benchmarks or files"
-        )
-    cfg = target.run
-    taken = [name for name in ACCEPTED if name.startswith(("data.", "rollout.", "grading.", "credit."))]
-    tree = {
-        name: value for name, value in flatten(cfg.model_dump(mode="json")).items() if name.startswith(tuple(taken))
-    }
-    tree |= {"seed": cfg.seed, "eval.samples": cfg.eval.samples, "eval.temperature": cfg.eval.temperature}
-    source = cfg.data.eval.model_dump(mode="json") if cfg.data.eval else {}
-    settings = {name: value for name, value in tree.items() if not name.startswith("data.eval.")}
-    return Asked(OWN, Benchmark(source, max_new=cfg.rollout.max_new, settings=settings, prompt="own"))
-
-
-def _tree(
-    target: Target,
-    benchmark: Benchmark,
-    prompt: str,
-    k: int | None,
-    temperature: float | None,
-    overrides: Sequence[str],
-    folder: Path,
-) -> tuple[str, dict[str, Any]]:
-    """Return the prompt's name and a config's fields: defaults, the prompt's, the benchmark's, then the user's."""
-    _, source = read_config(target.policy, revision=target.revision)
-    name = benchmark.prompt or (family_prompt(target.policy, load_tokenizer(source)) if prompt == "auto" else prompt)
-    if name != "own" and name not in PROMPTS:
-        raise ConfigError(f"--prompt: expected auto, {', '.join(PROMPTS)}, got {name}")
-    tree: dict[str, Any] = {
-        "run_dir": str(folder),
-        "policy": {"path": target.policy, "revision": target.revision},
-        "data": {"max_prompt": 1024, "eval": dict(benchmark.data)},
-        "rollout": {"max_new": benchmark.max_new},
-        "credit": {"method": "uniform"},
-        "eval": {"samples": 1},
-        "report": {"html": False},
-    }
-    for path, value in (PROMPTS.get(name, {}) | benchmark.settings).items():
-        _put(tree, path, value)
-    for override in overrides:
-        if not override.partition("=")[0].startswith(ACCEPTED):
-            raise ConfigError(f"{override}: an evaluation reads {', '.join(ACCEPTED)}; leave this one out")
-        apply_override(tree, override)
-    if k is not None:
-        tree["eval"]["samples"] = k
-    samples = tree["eval"]["samples"]
-    if temperature is not None:
-        tree["eval"]["temperature"] = temperature
-    elif "temperature" not in tree["eval"] or k is not None:
-        tree["eval"]["temperature"] = 0.0 if samples == 1 else 1.0
-    if samples > 1 and tree["eval"]["temperature"] == 0:
-        raise ConfigError(f"--temperature: at 0 all {samples} samples of a problem are the same; raise it, or drop --k")
-    return name, tree
-
-
-def _put(tree: dict[str, Any], path: str, value: Any) -> None:
-    *parents, leaf = path.split(".")
-    for name in parents:
-        tree = tree.setdefault(name, {})
-    tree[leaf] = value
-
-
-def _batch(cfg: Config) -> int:
-    """Choose how many problems are sampled at once: about ``ROWS`` completions per device that shares them."""
-    join_processes(**cfg.distributed.model_dump())
-    choose_platform(cfg.device)
-    mesh = make_mesh(**cfg.mesh.model_dump())
-    shares = mesh.size // (cfg.rollout.tensor or mesh.shape["tensor"])
-    return max(shares, 1) * max(ROWS // cfg.eval.samples, 1)
-
-
-def _config(tree: dict[str, Any]) -> Config:
-    """Build the config of an evaluation: its problems stand in the place of training problems."""
-    data = dict(tree["data"])
-    try:
-        source = DatasetConfig.model_validate(data.pop("eval"))
-    except ValidationError as error:
-        raise explained(error, DatasetConfig, source="data.eval") from None
-    named = source.source.startswith("builtin:") or source.model_fields_set & {"prompt_field", "answer_field"}
-    data["train"] = (source if named else find_fields(source)).model_dump(mode="json")
-    cfg = parse_config(tree | {"data": data}, source="oarjax evaluate")
-    return _with_batch(cfg, cfg.eval.batch)
-
-
-def _with_batch(cfg: Config, batch: int) -> Config:
-    """Set the batch of an evaluation, and with it the training sizes that must divide."""
-    tree = cfg.model_dump(mode="json")
-    tree["eval"]["batch"] = tree["rollout"]["prompts"] = tree["update"]["microbatch"] = batch
-    return parse_config(tree, source="oarjax evaluate")
-
-
-def _folder(target: str, found: Target, asked: Sequence[Asked], k: int | None, temperature: float | None) -> Path:
+def _folder(
+    target: str, found: Target, asked: Sequence[Asked], k: int | None, temperature: float | None, family: str | None
+) -> Path:
     """Choose where results go by default: in the run's folder, or in runs/ under the policy's name."""
     settings = "" if k is None else f"-k{k}"
     settings += "" if temperature is None else f"-t{temperature:g}"
+    settings += "" if family is None else f"-{family}"
     what = "-".join(a.name for a in asked) + settings
     path = Path(target).expanduser()
     if (path / "config.yaml").is_file():

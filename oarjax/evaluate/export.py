@@ -10,14 +10,17 @@ from jax.typing import DTypeLike
 
 from oarjax.config import ConfigError
 from oarjax.data.hf import SHARD_BYTES, export, load_params, read_config, stored_dtype
+from oarjax.data.hf_files import CheckpointError
+from oarjax.data.peft import write_adapters
 from oarjax.data.tokenizer import load_tokenizer, stop_ids
-from oarjax.evaluate.target import Target, checkpoint_params, find_target
+from oarjax.evaluate.target import Target, checkpoint_params, find_checkpoint, find_target
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import parameter_count
 from oarjax.report.files import make_console
 from oarjax.system.devices import choose_platform
 from oarjax.system.mesh import make_mesh
 from oarjax.training.run import Run
+from oarjax.training.run_files import restored_state
 from oarjax.types import Params
 
 
@@ -39,6 +42,25 @@ def run(source: str, target: Path, dtype: str, shard_gb: float = SHARD_BYTES / 1
         raise ConfigError(f"TARGET: cannot write to {target}: {error}; give another folder") from error
     what = f" of {found.checkpoint}" if found.checkpoint is not None else ""
     make_console().print(f"wrote {parameter_count(cfg):,} parameters{what} to {target}", markup=False)
+
+
+def run_adapters(source: str, target: Path) -> None:
+    """Write the adapters of a run's newest checkpoint, or of one checkpoint, as a PEFT folder."""
+    if target.exists():
+        raise ConfigError(f"TARGET: {target} exists; give a folder that does not")
+    choose_platform("cpu")
+    found = find_checkpoint(source)
+    if found.run is None or found.checkpoint is None or found.run.lora.rank == 0:
+        raise ConfigError(f"SOURCE: {source} is no checkpoint of a run with lora.rank; --adapters has nothing to write")
+    model, folder = read_config(found.policy, revision=found.revision)
+    mesh = make_mesh(slice=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+    run = Run(found.run, mesh=mesh, model=model, source=folder)
+    state = restored_state(run, found.checkpoint)
+    try:
+        write_adapters(target, model, state.params, alpha=found.run.lora.alpha, base=found.policy)
+    except CheckpointError as error:
+        raise ConfigError(f"SOURCE: {error}") from error
+    make_console().print(f"wrote the adapters of {found.checkpoint} to {target}", markup=False)
 
 
 def _params(found: Target, cfg: QwenConfig, folder: Path) -> tuple[Params, DTypeLike]:

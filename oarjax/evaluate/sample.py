@@ -13,10 +13,12 @@ from oarjax.config import ConfigError
 from oarjax.data.hf import load_params, read_config
 from oarjax.data.streams import pad_prompts
 from oarjax.data.tokenizer import load_tokenizer, pad_id, render_prompt, stop_ids, text_of, token_bytes
+from oarjax.evaluate.fields import drawing
 from oarjax.models.qwen import make_policy
 from oarjax.report.files import make_console, visible
 from oarjax.rollout.sampler import Decoding, group_keys
 from oarjax.rollout.segments import SegmentedSampler
+from oarjax.rollout.stop_strings import cut_text, stop_table
 from oarjax.system.devices import choose_platform, use_compilation_cache
 
 
@@ -26,15 +28,17 @@ def run(
     template: str,
     count: int,
     max_new: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
+    family: str | None,
+    asked: dict[str, float | None],
+    stop: list[str],
     seed: int,
 ) -> None:
+    """Sample and print; ``asked`` holds settings of drawing that the family's, or else the plain ones, give way to."""
+    how = drawing(family, **asked)
     if template not in ("auto", "chat", "plain"):
         raise ConfigError(f"--template: expected auto, chat or plain, got {template}")
-    if not 0 < top_p <= 1:
-        raise ConfigError(f"--top-p: expected a share in (0, 1], got {top_p}")
+    if not 0 < how["top_p"] <= 1:
+        raise ConfigError(f"--top-p: expected a share in (0, 1], got {how['top_p']}")
     compute = jnp.float32 if choose_platform("auto") == "cpu" else jnp.bfloat16
     use_compilation_cache("~/.cache/oarjax/xla")
     model, folder = read_config(policy)
@@ -54,17 +58,18 @@ def run(
             f"max_position_embeddings = {model.max_position_embeddings}"
         )
     batch = pad_prompts(ids, length=-(-longest // 64) * 64, pad_id=pad, problems=range(len(ids)))
+    table, console = token_bytes(tokenizer, model.vocab_size), make_console()
     draw = SegmentedSampler(
         make_policy(model, compute_dtype=compute),
-        Decoding(max_new, temperature, top_k, top_p, stops, pad),
+        Decoding(max_new, stop_ids=stops, pad_id=pad, stop_table=stop_table(stop, table), **how),
         keys_of=partial(group_keys, group_size=count),
         group=count,
     )
     rollout = jax.device_get(draw(load_params(folder, model, dtype=compute), batch, jax.random.key(seed)))
-    table, console = token_bytes(tokenizer, model.vocab_size), make_console()
     for row in range(len(rollout.ended)):
         if row % count == 0:
             console.print(Text(visible(prompts[row // count]), style="dim"))
         generated = rollout.tokens[row, -max_new:][np.asarray(rollout.completion[row])]
         cut = "" if rollout.ended[row] else f"  [cut at {max_new} tokens]"
-        console.print(Text(visible(text_of(generated.tolist(), table))).append(Text(cut, style="yellow")))
+        text = cut_text(text_of(generated.tolist(), table), stop)
+        console.print(Text(visible(text)).append(Text(cut, style="yellow")))

@@ -54,6 +54,19 @@ def find_target(text: str) -> Target:
     return Target(text)
 
 
+def find_checkpoint(text: str) -> Target:
+    """Find the newest checkpoint of a run, also where the run has an export, or the one that is named.
+
+    Raises:
+        ConfigError: see ``find_target``; ``checkpoint`` is None where there is none.
+    """
+    path = Path(text).expanduser()
+    if not (path / "config.yaml").is_file():
+        return find_target(text)
+    cfg, newest = load_config(path / "config.yaml"), _newest(path)
+    return Target(policy_of(path, cfg), cfg, newest, revision_of(cfg, newest), path)
+
+
 EXPECTED = "a run folder (runs/demo), one of its checkpoints (runs/demo/checkpoints/000020), a Hugging Face folder"
 
 

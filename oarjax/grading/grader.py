@@ -30,7 +30,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -83,6 +83,7 @@ class Grader:
 
     Args:
         rewards: (name, weight) pairs.
+        settings: of rewards by name, their keyword arguments.
         plugins: Python files or modules that register rewards, imported here to check the names, and in every worker.
         workers: number of processes.
         deadline: seconds per answer, see above; a worker's start-up does not count.
@@ -97,6 +98,7 @@ class Grader:
         self,
         rewards: Sequence[tuple[str, float]],
         *,
+        settings: Mapping[str, dict[str, Any]] | None = None,
         plugins: Sequence[str] = (),
         workers: int = 2,
         deadline: float = 5.0,
@@ -106,7 +108,7 @@ class Grader:
     ):
         load_plugins(plugins)
         names = [name for name, _ in rewards]
-        find_rewards(names)
+        find_rewards(names, settings)
         if not names or len(set(names)) < len(names):
             raise ValueError(f"grading.rewards: expected at least one reward and each once, got {names}")
         if style == "regex":
@@ -115,6 +117,7 @@ class Grader:
         self._setup = {
             "plugins": [os.path.abspath(os.path.expanduser(p)) if p.endswith(".py") else p for p in plugins],
             "rewards": names,
+            "settings": dict(settings or {}),
             "deadline": deadline,
             "memory_mb": memory_mb,
             "style": style,

@@ -3,25 +3,35 @@
 A reward takes a ``Sample`` and returns a float. Custom rewards are registered in a Python file or module that
 ``grading.plugins`` names::
 
-    from oarjax.grading.rewards import Sample, reward
+    from oarjax import Sample, reward
 
     @reward("short")
-    def short(sample: Sample) -> float:
-        return float(sample.tokens < 200)
+    def short(sample: Sample, *, limit: int = 200) -> float:
+        return float(sample.tokens < limit)
 
-Rewards run in the grading workers (``grading/grader.py``), never in the training process: a hang, a crash or a memory
-leak costs one answer. In a worker with the reward ``math``, sympy's ``sympify`` and ``parse_expr`` parse only numbers
-and names: they would otherwise run a completion's text as code (``grading/no_eval.py``). This module does not import
-jax, and imports sympy only for the first answer.
+Keyword arguments are its settings: ``grading.rewards: [{name: short, settings: {limit: 100}}]``. ``per`` says how many
+samples a call sees, and any of the three may be ``async def``:
+
+    sample   one, the default                          (sample) -> float
+    batch    all of a rollout, in order                (samples) -> one float per sample
+    group    the completions of one prompt, in order   (samples) -> one float per sample
+
+None, or NaN, leaves a sample ungraded. Rewards run in worker processes (``grading/grader.py``; batch, group and async
+ones in one of their own, ``grading/joint.py``), never in the training process: a hang, a crash or a memory leak costs
+the samples of that call. In a worker with the reward ``math``, sympy's ``sympify`` and ``parse_expr`` parse only
+numbers and names: they would otherwise run a completion's text as code (``grading/no_eval.py``). This module does not
+import jax, and imports sympy only for the first answer.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
+import importlib
+import inspect
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, Literal, NamedTuple
 
@@ -35,8 +45,17 @@ from oarjax.system.plugins import import_plugin
 class Sample:
     """A completion to grade.
 
-    The grader fills in ``extracted``, the completion's final answer (``oarjax.credit.answer_text``), None without
-    one. ``ended`` is False for a completion cut at the maximum length.
+    Attributes:
+        prompt: text of the dataset row, before template and ``data.prompt_format``.
+        completion: text without stop and other special tokens; untrusted.
+        answer: the row's reference.
+        ended: False for a completion cut at the maximum length.
+        tokens: of the completion.
+        extracted: the completion's final answer (``oarjax.credit.answer_text``), filled in by the grader; None: it has
+            none.
+        columns: of the dataset row, by name: those of ``data.*.columns``, by default all that JSON can hold.
+        group: number of the prompt within the rollout; completions of one prompt share it.
+        limit: ``rollout.max_new``, the most tokens that a completion may have; 0 where it is not known.
     """
 
     prompt: str
@@ -45,9 +64,15 @@ class Sample:
     ended: bool = True
     tokens: int = 0
     extracted: str | None = None
+    columns: dict[str, Any] = field(default_factory=dict)
+    group: int = 0
+    limit: int = 0
 
 
-Reward = Callable[[Sample], float]
+Reward = Callable[..., Any]
+"""A function as ``reward`` registers it, its settings bound."""
+
+Per = Literal["sample", "batch", "group"]
 
 
 class Unparseable(ValueError):
@@ -59,14 +84,22 @@ class Unparseable(ValueError):
 
 
 _registry: dict[str, Reward] = {}
+_per: dict[str, Per] = {}  # those that are not per sample
+
+_borrowed: set[str] = set()  # those registered for a while
+
+BUILT_IN = ("oarjax.grading.shaping", "oarjax.grading.code")
+"""Modules of built-in rewards beside this one, imported when rewards are looked up."""
 
 
-def reward(name: str) -> Callable[[Reward], Reward]:
-    """Register a reward under a name.
+def reward(name: str, *, per: Per = "sample") -> Callable[[Reward], Reward]:
+    """Register a reward under a name; a call of it sees one sample, a whole batch, or a group.
 
     Raises:
-        ValueError: another function has the name. Importing the same file twice is fine.
+        ValueError: another function has the name (importing the same file twice is fine), or an unknown ``per``.
     """
+    if per not in ("sample", "batch", "group"):
+        raise ValueError(f"reward {name!r}: per must be sample, batch or group, got {per!r}")
 
     def register(function: Reward) -> Reward:
         other = _registry.get(name)
@@ -75,6 +108,9 @@ def reward(name: str) -> Callable[[Reward], Reward]:
                 f"reward {name!r} is registered twice: in {_place(other)} and {_place(function)}; rename one"
             )
         _registry[name] = function
+        _per.pop(name, None)
+        if per != "sample":
+            _per[name] = per
         return function
 
     return register
@@ -101,12 +137,14 @@ def load_plugins(plugins: Sequence[str]) -> None:
             ) from error
 
 
-def find_rewards(names: Sequence[str]) -> tuple[Reward, ...]:
-    """Look up the rewards of these names.
+def find_rewards(names: Sequence[str], settings: Mapping[str, dict[str, Any]] | None = None) -> tuple[Reward, ...]:
+    """Look up the rewards of these names, with their settings bound.
 
     Raises:
-        ValueError: a name is unknown; the message lists the known ones.
+        ValueError: a name is unknown (the message lists the known ones), or a reward has no such setting.
     """
+    for module in BUILT_IN:
+        importlib.import_module(module)
     unknown = [name for name in names if name not in _registry]
     if unknown:
         near = difflib.get_close_matches(unknown[0], _registry, n=1)
@@ -115,7 +153,57 @@ def find_rewards(names: Sequence[str]) -> tuple[Reward, ...]:
             f"grading.rewards: no reward is called {', '.join(map(repr, unknown))}; known are "
             f"{', '.join(sorted(_registry))}{hint}. Register your own with @reward, its file in grading.plugins"
         )
-    return tuple(_registry[name] for name in names)
+    return tuple(_with_settings(name, (settings or {}).get(name, {})) for name in names)
+
+
+def calls_of(name: str) -> Per:
+    """Return what a call of a registered reward sees."""
+    return _per.get(name, "sample")
+
+
+def is_joint(name: str) -> bool:
+    """Return True for a reward that is graded beside the others: per batch, per group, or async."""
+    return calls_of(name) != "sample" or _is_async(_registry[name])
+
+
+def register_local(function: Reward) -> str:
+    """Register a callable of this process for a while, unless it is registered already; return its name.
+
+    Raises:
+        ValueError: it has no name of its own, or another reward has its name.
+    """
+    for name, known in _registry.items():
+        if known is function:
+            return name
+    name = getattr(function, "__name__", type(function).__name__)
+    if name == "<lambda>":
+        raise ValueError("rewards: a lambda has no name for the config and the log; define a function")
+    reward(name)(function)
+    _borrowed.add(name)
+    return name
+
+
+def let_go(name: str) -> None:
+    """Forget a reward that ``register_local`` registered."""
+    if name in _borrowed:
+        _borrowed.remove(name)
+        del _registry[name]
+
+
+def _is_async(function: Any) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _with_settings(name: str, settings: dict[str, Any]) -> Reward:
+    function = _registry[name]
+    if not settings:
+        return function
+    known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    wrong = sorted(settings.keys() - set(known))
+    if wrong:
+        takes = f"its settings are {', '.join(known)}" if known else "it has none (keyword-only arguments)"
+        raise ValueError(f"grading.rewards: {name} has no setting {', '.join(wrong)}; {takes}")
+    return functools.partial(function, **settings)
 
 
 def name_of(function: Reward) -> str:

@@ -21,7 +21,16 @@ from typing import Any
 
 from oarjax.credit.answer_text import extract_answer
 from oarjax.grading.process_tree import bind
-from oarjax.grading.rewards import Reward, Sample, Unparseable, find_rewards, load_plugins, name_of, same_value
+from oarjax.grading.rewards import (
+    BUILT_IN,
+    Reward,
+    Sample,
+    Unparseable,
+    find_rewards,
+    load_plugins,
+    name_of,
+    same_value,
+)
 
 MAX_FRAMES = 1000
 """Depth of Python calls while an answer is graded; beyond it a RecursionError instead of a stack overflow."""
@@ -36,7 +45,7 @@ def main(fd: int) -> None:
     try:
         setup = json.loads(link.recv_bytes())
         load_plugins(setup["plugins"])
-        rewards = find_rewards(setup["rewards"])
+        rewards = find_rewards(setup["rewards"], setup["settings"])
         _warm(rewards, setup)
     except BaseException:
         _send(link, {"failed": traceback.format_exc()})
@@ -81,7 +90,8 @@ def grade_sample(sample: Sample, rewards: Sequence[Reward], *, style: Any, patte
 
 def _value(function: Reward, sample: Sample) -> tuple[float, str, str]:
     try:
-        value = float(function(sample))
+        value = function(sample)
+        value = math.nan if value is None else float(value)
     except Unparseable as error:
         return (0.0, "unparseable", str(error)) if error.which == "answer" else (math.nan, "ungraded", str(error))
     except (Exception, SystemExit) as error:  # the reward may be custom; includes MemoryError and RecursionError
@@ -105,7 +115,7 @@ def _named(function: Reward, error: BaseException | None = None) -> str:
 def _warm(rewards: Sequence[Reward], setup: dict[str, Any]) -> None:
     """Import what the built-in comparison needs and build its tables before the first deadline."""
     extract_answer("", style=setup["style"], pattern=setup["pattern"])
-    if any(function.__module__ == same_value.__module__ for function in rewards):
+    if {getattr(function, "__module__", None) for function in rewards} & {same_value.__module__, *BUILT_IN}:
         same_value(Sample(prompt="", completion="", answer=r"\frac{1}{2}+x", extracted=r"x+\sqrt{3}"))
 
 

@@ -21,7 +21,7 @@ from oarjax.credit.signals import Signals
 from oarjax.data.problems import Problem
 from oarjax.data.streams import right_pad
 from oarjax.data.truth import token_truth
-from oarjax.grading.grader import Grader
+from oarjax.grading.recorded import Grading
 from oarjax.lab.agreement import Evidence, agreement, best_agreement, concentration
 from oarjax.lab.completions import Completions, completion_ids, read_answer
 from oarjax.lab.interventions import Branches
@@ -52,14 +52,14 @@ class Scored:
 # Oracles -----------------------------------------------------------------------------------------------------------
 
 
-def completion_rewards(run: Run, grader: Grader, completions: Completions) -> np.ndarray:
+def completion_rewards(run: Run, grader: Grading, completions: Completions) -> np.ndarray:
     """Grade every completion by the first reward; NaN where the reference is unknown."""
     whole = [Continuation(ids, True) for ids in completion_ids(completions.rollout)]
     return grade_continuations(run, grader, completions, range(len(whole)), whole)
 
 
 def grade_continuations(
-    run: Run, grader: Grader, completions: Completions, rows: Sequence[int], continuations: Sequence[Continuation]
+    run: Run, grader: Grading, completions: Completions, rows: Sequence[int], continuations: Sequence[Continuation]
 ) -> np.ndarray:
     """Grade continuations for the rows' problems by the config's first reward, duplicates only once."""
     keys = [(row, *c.tokens, c.ended) for row, c in zip(rows, continuations)]
@@ -80,7 +80,7 @@ def grade_continuations(
 
 
 def oracles(
-    run: Run, programs: Programs, grader: Grader, completions: Completions, rewards: np.ndarray
+    run: Run, programs: Programs, grader: Grading, completions: Completions, rewards: np.ndarray
 ) -> tuple[Direct, Total]:
     """Apply both interventions to every reasoning token."""
     lab, rollout = run.cfg.lab, completions.rollout
@@ -226,7 +226,7 @@ def credit_tokens(
 # All of the lab ----------------------------------------------------------------------------------------------------
 
 
-def run_lab(run: Run, programs: Programs, grader: Grader, completions: Completions) -> LabResult:
+def run_lab(run: Run, programs: Programs, grader: Grading, completions: Completions) -> LabResult:
     """Compute everything that ``oarjax credit`` prints and writes."""
     cfg, console = run.cfg, run.console
     lab = cfg.lab

@@ -43,7 +43,7 @@ from oarjax.stats import Interval, jackknife_interval, mean_interval
 from oarjax.training.iteration import NOISE, ORDER, draw, score
 from oarjax.training.minibatches import MinibatchPlan, Piece, bucket, sizes_of, widen
 from oarjax.training.parts.host import HostCallbacks
-from oarjax.training.parts.loss import Sums
+from oarjax.training.parts.loss import Sums, sampler_logps
 from oarjax.training.programs import Steps
 from oarjax.training.run import Run
 from oarjax.types import AnswerSpan, Params, Rollout, TrainBatch, TrainState
@@ -83,7 +83,7 @@ def gradient_config(cfg: Config, credit: CreditConfig) -> Config:
     prompts = cfg.lab.gradients.prompts or cfg.rollout.prompts
     microbatch = gcd(prompts * cfg.rollout.group_size, cfg.update.microbatch)
     once = {"epochs": 1, "minibatches": 1, "microbatch": microbatch, "refills": 0}
-    bare = {"kl_beta": 0.0, "entropy_bonus": 0.0, "dual_clip": None, "reference": "device"}
+    bare = {"kl_beta": 0.0, "kl_in": "loss", "entropy_bonus": 0.0, "dual_clip": None, "reference": "device"}
     return cfg.model_copy(
         update={
             "credit": credit,
@@ -171,9 +171,10 @@ def draw_minibatches(run: Run, steps: Steps, state: TrainState, grader: Grading)
     drawn = [draw(state, n, steps=steps, host=host, cfg=cfg) for n in range(1, cfg.lab.gradients.minibatches + 1)]
     out = []
     for problems, rollout, grading, _ in drawn:
-        rewards = np.asarray(grading().rewards)
+        grades = grading()
+        rewards = np.asarray(grades.rewards)
         graded = np.isfinite(rewards)
-        advantages = np.asarray(steps.advantages(jnp.asarray(np.where(graded, rewards, np.nan))))
+        advantages = np.asarray(steps.advantages(jnp.asarray(np.where(graded, rewards, np.nan)), grades.per_reward))
         rows = np.arange(capacity)
         if cfg.update.skip_zero_variance:
             constant = np.asarray(steps.equal_groups(jnp.asarray(rewards)))
@@ -224,7 +225,7 @@ def place(run: Run, m: Minibatch, steps: Steps) -> Placed:
         advantages=per_token,
         old_logps=None,
         ref_logps=None,
-        behaviour_logps=rollout.behaviour_logps,
+        behaviour_logps=sampler_logps(run.cfg.loss, rollout),
     )
     return Placed(
         batch,

@@ -21,7 +21,7 @@ from oarjax.report.files import short
 from oarjax.rollout.sampler import rollout_key
 from oarjax.runs.bad_batches import Header
 from oarjax.training.iteration import NOISE, ORDER
-from oarjax.training.parts.loss import RowCheck, imitation, make_row_check, policy_gradient
+from oarjax.training.parts.loss import RowCheck, imitation, make_row_check, policy_gradient, sampler_logps
 from oarjax.training.run import Run
 from oarjax.types import AnswerSpan, Evidence, Params, Scores, TrainBatch
 
@@ -94,7 +94,7 @@ def replay(
         advantages=reshape(advantages, safe, completion),
         old_logps=scores.old_logps,
         ref_logps=scores.ref_logps,
-        behaviour_logps=None if header.kind == "sft" else rollout.behaviour_logps,
+        behaviour_logps=None if header.kind == "sft" else sampler_logps(run.cfg.loss, rollout),
     )
     check = make_row_check(loss)
     denominator = jnp.float32(1 if e.denominator is None else jnp.maximum(e.denominator, 1e-20))

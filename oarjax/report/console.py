@@ -202,7 +202,7 @@ WARNINGS = (
         above,
         0.05,
         "the sampler's and the trainer's log-probabilities differ by {now:.3g} on average: set "
-        "loss.sampler_correction_cap, or policy.compute_dtype=float32",
+        "loss.off_policy=tis, or policy.compute_dtype=float32",
     ),
     Rule("nonfinite/loss", above, 0.0, f"the loss of {{now:.0%}} {SKIPPED} {LOWER}", "loss"),
     Rule("nonfinite/gradient", above, 0.0, f"the gradient of {{now:.0%}} {SKIPPED} {LOWER}", "gradient"),
@@ -288,13 +288,20 @@ class OnceWarnings:
                 applying.append((rule, rule.text.format(now=now, first=first, limit=rule.limit)))
         return applying
 
-    def check_sampling(self, *, top_k: int, top_p: float) -> None:
+    def check_sampling(self, *, top_k: int, top_p: float, min_p: float = 0.0, repetition_penalty: float = 1.0) -> None:
         """Warn if rollouts are drawn from another distribution than the trained one."""
-        if top_k > 0 or top_p < 1.0:
+        if repetition_penalty != 1.0:
+            self.say(
+                "penalty",
+                f"rollout.repetition_penalty={repetition_penalty:g}: completions are drawn from another distribution "
+                "than the loss computes, which biases the gradient; set it to 1 for training",
+            )
+        if top_k > 0 or top_p < 1.0 or min_p > 0.0:
             self.say(
                 "sampling",
-                f"rollout.top_k={top_k}, rollout.top_p={top_p:g}: completions are drawn from a truncated distribution, "
-                "but the loss uses the full one, which biases the gradient; set top_k=0 and top_p=1 for training",
+                f"rollout.top_k={top_k}, rollout.top_p={top_p:g}, rollout.min_p={min_p:g}: completions are drawn from "
+                "a truncated distribution, but the loss uses the full one, which biases the gradient; set top_k=0, "
+                "top_p=1 and min_p=0 for training, or loss.off_policy.support=sampled",
             )
 
     def say(self, key: str, text: str) -> bool:

@@ -2,6 +2,7 @@
 
 GRPO: arXiv 2402.03300; Dr. GRPO: 2503.20783; DAPO: 2503.14476; GSPO: 2507.18071; CISPO: 2506.13585; dual clip:
 1912.09729; KL estimators: Schulman, "Approximating KL divergence" (2020). Log-probs and entropies are in nats.
+Other advantages are in ``rl/advantages.py``, surrogates in ``rl/surrogates.py``, corrections in ``rl/off_policy.py``.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float, Int
 
 from oarjax.rl.masked import masked_count, masked_max, masked_mean, masked_min, masked_sum, widened
+from oarjax.rl.off_policy import LOG_RATIO_BOUND, Importance, importance_weights, near_policy
+from oarjax.rl.surrogates import gmpo_surrogate, sapo_surrogate
 from oarjax.types import Mean, TrainBatch
-
-LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clipped to +-20 before exp; beyond it a token has no gradient instead of an infinite one."""
 
 Aggregation = Literal["grpo", "bnpo", "dapo", "dr_grpo"]
 
@@ -27,7 +27,7 @@ Aggregation = Literal["grpo", "bnpo", "dapo", "dr_grpo"]
 
 def zero_variance_groups(rewards: Float[Array, "B"], *, group_size: int) -> Bool[Array, "P"]:
     """Mark groups without a learning signal: all graded rewards equal, or fewer than two graded. NaN = not graded."""
-    grouped = _grouped(rewards, group_size)
+    grouped = grouped_rewards(rewards, group_size)
     graded = ~jnp.isnan(grouped)
     return masked_max(grouped, graded) <= masked_min(grouped, graded)
 
@@ -49,13 +49,13 @@ def group_advantages(
     Raises:
         ValueError: the number of rewards is not a multiple of group_size, or an unknown scale.
     """
-    grouped = widened(_grouped(rewards, group_size))
+    grouped = widened(grouped_rewards(rewards, group_size))
     graded = ~jnp.isnan(grouped)
     centred = grouped - masked_mean(grouped, graded)[:, None]
     if scale == "group":
-        divisor = _std(grouped, graded, ddof)[:, None] + eps
+        divisor = group_std(grouped, graded, ddof)[:, None] + eps
     elif scale == "batch":
-        divisor = _std(grouped.reshape(-1), graded.reshape(-1), ddof) + eps
+        divisor = group_std(grouped.reshape(-1), graded.reshape(-1), ddof) + eps
     elif scale == "none":
         divisor = jnp.ones((), grouped.dtype)
     else:
@@ -105,14 +105,6 @@ def policy_ratio(
     elif level != "token":
         raise ValueError(f"policy_ratio: level must be token or sequence, got {level!r}")
     return jnp.exp(jnp.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
-
-
-def truncated_importance(
-    old_logps: Float[Array, "B T"], behaviour_logps: Float[Array, "B T"], *, cap: float
-) -> Float[Array, "B T"]:
-    """Compute min(exp(old - behaviour), cap), detached: it corrects for a sampler that differs from the trainer."""
-    gap = jnp.clip(widened(old_logps) - widened(behaviour_logps), -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return stop_gradient(jnp.minimum(jnp.exp(gap), cap))
 
 
 # --- Surrogate objectives (to be MAXIMISED) and penalties -----------------------------------------------------------
@@ -215,32 +207,37 @@ def policy_loss(
     entropies: Float[Array, "B T"],
     batch: TrainBatch,
     *,
-    surrogate: Literal["clip", "cispo"] = "clip",
+    surrogate: Literal["clip", "cispo", "sapo", "gmpo"] = "clip",
     level: Literal["token", "sequence"] = "token",
     aggregation: Aggregation = "dapo",
     clip_low: float = 0.2,
     clip_high: float = 0.28,
     dual_clip: float | None = None,
     ratio_cap: float = 5.0,
+    sapo_positive: float = 1.0,
+    sapo_negative: float = 1.05,
     kl_beta: float = 0.0,
     kl_estimator: Literal["k1", "k2", "k3"] = "k3",
     entropy_bonus: float = 0.0,
-    sampler_cap: float | None = None,
+    importance: Importance | None = None,
+    max_drift: float | None = None,
     max_length: int,
     rows: Literal["filled", "all"] = "filled",
 ) -> tuple[Mean, dict[str, Mean]]:
     """Compute the loss of a (micro)batch, to be minimised, as a sum and a count, with its metrics.
 
-    Per token: -[truncated importance] * surrogate + kl_beta * KL - entropy_bonus * entropy, then ``aggregate``.
+    Per token: -[importance weight] * surrogate + kl_beta * KL - entropy_bonus * entropy, then ``aggregate``.
     ``logps`` and ``entropies`` are the current policy's. Without ``batch.old_logps`` the step is on-policy: old is the
     detached ``logps`` and the ratio exactly 1. Take gradients of ``.total`` and divide by the summed ``.count``.
 
     Metrics are token means over the completions, detached: ``ratio``, ``entropy``, ``clip_low`` (A < 0 and the ratio
-    below the range) and ``clip_high`` (A > 0 and above it; for CISPO above the cap), ``kl`` with a reference,
-    ``sampler_gap`` = |old - behaviour| and, with a cap, ``sampler_weight`` where the sampler's log-probs are given.
+    below the range) and ``clip_high`` (A > 0 and above it; for CISPO above the cap, for GMPO of the log-ratio), ``kl``
+    with a reference, ``sampler_gap`` = |old - behaviour| where the sampler's log-probs are given, ``sampler_weight``
+    and ``sampler_masked`` (the share of weights 0) with ``importance``, ``drifted`` with ``max_drift``: the share of
+    tokens that ``near_policy`` leaves out, by the sampler's log-probs, or old ones without.
 
     Raises:
-        ValueError: an unknown mode, or kl_beta or sampler_cap without the log-probs that they need.
+        ValueError: an unknown mode, or kl_beta or importance without the log-probs that they need.
     """
     mask = batch.completion
 
@@ -258,19 +255,30 @@ def policy_loss(
     elif surrogate == "cispo":
         objective = cispo_surrogate(logps, ratio, advantages, ratio_cap=ratio_cap)
         low, high = jnp.zeros_like(mask), ratio > ratio_cap
+    elif surrogate == "sapo":
+        objective = sapo_surrogate(ratio, advantages, positive=sapo_positive, negative=sapo_negative)
+        low = high = jnp.zeros_like(mask)
+    elif surrogate == "gmpo":
+        objective = gmpo_surrogate(logps, old, advantages, mask, clip_low=clip_low, clip_high=clip_high)
+        low, high = (advantages < 0) & (logps - old < -clip_low), (advantages > 0) & (logps - old > clip_high)
     else:
-        raise ValueError(f"policy_loss: surrogate must be clip or cispo, got {surrogate!r}")
+        raise ValueError(f"policy_loss: surrogate must be clip, cispo, sapo or gmpo, got {surrogate!r}")
     logged = {"ratio": ratio, "entropy": entropies, "clip_low": low, "clip_high": high}
 
     if behaviour is not None:
         logged["sampler_gap"] = jnp.abs(old - behaviour)
-    if sampler_cap is not None:
+    if importance is not None:
         if behaviour is None:
             raise ValueError(
-                "policy_loss: sampler_cap needs batch.behaviour_logps; pass the sampler's log-probs, or None"
+                "policy_loss: importance needs batch.behaviour_logps; pass the sampler's log-probs, or None"
             )
-        logged["sampler_weight"] = truncated_importance(old, behaviour, cap=sampler_cap)
-        objective = logged["sampler_weight"] * objective
+        weights = importance_weights(old, behaviour, mask, **importance._asdict())
+        logged |= {"sampler_weight": weights, "sampler_masked": weights == 0}
+        objective = weights * objective
+    if max_drift is not None:
+        near = near_policy(logps, old if behaviour is None else behaviour, advantages, mask, max_drift=max_drift)
+        logged["drifted"] = ~near
+        objective = jnp.where(near, objective, 0)
     loss = -objective
 
     if ref is not None:
@@ -290,7 +298,8 @@ def _token_mean(values: Float[Array, "B T"] | Bool[Array, "B T"], mask: Bool[Arr
     return aggregate(stop_gradient(wide), mask, mode="dapo", max_length=1)
 
 
-def _grouped(rewards: Float[Array, "B"], group_size: int) -> Float[Array, "P G"]:
+def grouped_rewards(rewards: Float[Array, "B"], group_size: int) -> Float[Array, "P G"]:
+    """Return the rewards with a row per group."""
     if group_size < 1 or rewards.shape[0] % group_size:
         raise ValueError(
             f"rewards: {rewards.shape[0]} rows are not whole groups of {group_size}; pad the last group with NaN"
@@ -298,7 +307,8 @@ def _grouped(rewards: Float[Array, "B"], group_size: int) -> Float[Array, "P G"]
     return rewards.reshape(-1, group_size)
 
 
-def _std(values: Float[Array, "*rows G"], mask: Bool[Array, "*rows G"], ddof: int) -> Float[Array, "*rows"]:
+def group_std(values: Float[Array, "*rows G"], mask: Bool[Array, "*rows G"], ddof: int) -> Float[Array, "*rows"]:
+    """Compute the standard deviation of each row's valid entries; 0 for ddof or fewer of them."""
     deviations = values - masked_mean(values, mask)[..., None]
     freedom = masked_count(mask) - ddof
     variance = masked_sum(deviations**2, mask) / jnp.maximum(freedom, 1)

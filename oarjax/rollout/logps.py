@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from oarjax.models.policy import Policy, positions_of
+from oarjax.rollout.filters import Filters, filter_logits
 from oarjax.types import Params
 
 
@@ -26,6 +27,7 @@ def token_logps(
     completion_length: int,
     temperature: float,
     head_chunk: int,
+    filters: Filters | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Teacher-forced log pi(y_t | x, y_<t) in nats and the entropy of pi(. | x, y_<t), of the last T tokens.
 
@@ -36,6 +38,7 @@ def token_logps(
         completion_length: T, the number of positions at the right end to score; T < N.
         temperature: divides the logits; the sampler's own, so that both speak of one distribution.
         head_chunk: token positions per chunk of the head; peak memory is about head_chunk * V floats.
+        filters: renormalise over what these keep, and the token itself: the sampler's truncated distribution.
 
     Raises:
         ValueError: completion_length outside 1 .. N - 1, temperature or head_chunk not positive.
@@ -54,6 +57,7 @@ def token_logps(
         tokens[:, total - completion_length :],
         temperature=temperature,
         head_chunk=head_chunk,
+        filters=filters,
     )
 
 
@@ -65,6 +69,7 @@ def hidden_logps(
     *,
     temperature: float,
     head_chunk: int,
+    filters: Filters | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Log-probability of each target and entropy, of the final hidden states that predict them.
 
@@ -86,7 +91,7 @@ def hidden_logps(
         # Rows and positions merged: with three axes the head's weight gradient takes twice as long on a CPU.
         states, ids = chunk
         logits = policy.unembed(params, states.reshape(-1, states.shape[-1]))
-        logps, entropies = logits_logps(logits, ids.reshape(-1), temperature=temperature)
+        logps, entropies = logits_logps(logits, ids.reshape(-1), temperature=temperature, filters=filters)
         return logps.reshape(ids.shape), entropies.reshape(ids.shape)
 
     params = policy.head(params)
@@ -117,13 +122,21 @@ def _even_chunks(count: int, most: int) -> tuple[int, int]:
 
 
 def logits_logps(
-    logits: Float[Array, "*rows V"], targets: Int[Array, "*rows"], *, temperature: float
+    logits: Float[Array, "*rows V"],
+    targets: Int[Array, "*rows"],
+    *,
+    temperature: float,
+    filters: Filters | None = None,
 ) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
     """Log-softmax of logits / temperature at the targets, and its entropy -sum p log p, both in nats.
 
-    Float32 at least, float64 for float64 logits. A logit of -inf is a token that cannot occur.
+    Float32 at least, float64 for float64 logits. A logit of -inf is a token that cannot occur. With ``filters`` the
+    softmax is over what they keep and the target; which tokens that are has no gradient.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32)) / temperature
+    if filters is not None:
+        kept = filter_logits(logits, **filters._asdict())
+        logits = jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, kept)
     logps = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     probs = jnp.exp(logps)
     chosen = jnp.take_along_axis(logps, targets[..., None], axis=-1)[..., 0]

@@ -16,13 +16,14 @@ trick it spares B * V random numbers and two logarithms each, which cost more th
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32, Key
 
 from oarjax.models.policy import Policy, positions_of
+from oarjax.rollout.filters import Filters, filter_logits, penalise_repeated, seen_tokens
 from oarjax.types import KVCache, Params, PromptBatch, Rollout
 
 BLOCK = 128
@@ -59,6 +60,14 @@ class Decoding(NamedTuple):
     top_p: float
     stop_ids: tuple[int, ...]
     pad_id: int
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_table: Any = None  # i32[states, V] of ``oarjax.rollout.stop_strings``; None: no stop strings
+
+    @property
+    def filters(self) -> Filters:
+        """Return top-k, top-p and min-p."""
+        return Filters(self.top_k, self.top_p, self.min_p)
 
     def check(self) -> None:
         """Raise a ValueError for a number outside its range."""
@@ -66,10 +75,9 @@ class Decoding(NamedTuple):
             raise ValueError(f"max_new: expected at least 1, got {self.max_new}")
         if self.temperature < 0:
             raise ValueError(f"temperature: expected 0 (greedy) or more, got {self.temperature}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k: expected 0 (off) or more, got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p: expected a share in (0, 1], 1 = off, got {self.top_p}")
+        if self.repetition_penalty <= 0:
+            raise ValueError(f"repetition_penalty: expected a positive number, 1 = off, got {self.repetition_penalty}")
+        self.filters.check()
 
 
 class Rows(NamedTuple):
@@ -80,7 +88,9 @@ class Rows(NamedTuple):
     token: Int32[Array, "B"]  # the last one drawn; the pad id once a row is done
     lengths: Int32[Array, "B"]  # tokens drawn so far
     alive: Bool[Array, "B"]  # neither ended nor cut
-    ended: Bool[Array, "B"]  # a stop id was drawn
+    ended: Bool[Array, "B"]  # a stop id was drawn, or a stop string completed
+    seen: Bool[Array, "B V"] | None = None  # tokens of prompt and completion so far; None without a penalty
+    matched: Int32[Array, "B"] | None = None  # state of ``stop_table`` after the bytes so far; None without it
 
 
 class Drawn(NamedTuple):
@@ -92,7 +102,7 @@ class Drawn(NamedTuple):
 
 
 def prefill(
-    policy: Policy, params: Params, prompts: PromptBatch, keys: Key[Array, "B"]
+    policy: Policy, params: Params, prompts: PromptBatch, keys: Key[Array, "B"], how: Decoding
 ) -> tuple[Rows, Float[Array, "B V"], KVCache]:
     """Rows without a token yet, the logits of their first one, and the cache of the prompts."""
     count, width = prompts.tokens.shape
@@ -118,7 +128,13 @@ def prefill(
         alive=jnp.ones((rows,), bool),
         ended=jnp.zeros((rows,), bool),
     )
-    return start, jnp.repeat(policy.unembed(params, hidden[:, -1]), group_size, axis=0), prefix
+    logits = jnp.repeat(policy.unembed(params, hidden[:, -1]), group_size, axis=0)
+    if how.repetition_penalty != 1:
+        seen = seen_tokens(prompts.tokens, prompts.valid, vocab=logits.shape[-1])
+        start = start._replace(seen=jnp.repeat(seen, group_size, axis=0))
+    if how.stop_table is not None:
+        start = start._replace(matched=zeros)
+    return start, logits, prefix
 
 
 def draw_next(rows: Rows, logits: Float[Array, "B V"], how: Decoding) -> tuple[Rows, Drawn]:
@@ -128,9 +144,17 @@ def draw_next(rows: Rows, logits: Float[Array, "B V"], how: Decoding) -> tuple[R
         return jax.random.uniform(jax.random.fold_in(key, token), (2,))
 
     uniforms = jax.vmap(noise)(rows.keys, rows.lengths)
-    token, logp, filtered = draw_token(logits, uniforms, temperature=how.temperature, top_k=how.top_k, top_p=how.top_p)
+    penalised = None if rows.seen is None else penalise_repeated(logits, rows.seen, penalty=how.repetition_penalty)
+    settings = {"temperature": how.temperature, **how.filters._asdict()}
+    token, logp, filtered = draw_token(logits, uniforms, penalised=penalised, **settings)
     token = jnp.where(rows.alive, token, how.pad_id)
     stopped = rows.alive & jnp.any(token[:, None] == jnp.asarray(how.stop_ids, jnp.int32), axis=-1)
+    if rows.seen is not None:
+        rows = rows._replace(seen=rows.seen.at[jnp.arange(token.shape[0]), token].set(True))
+    if rows.matched is not None:
+        matched = jnp.asarray(how.stop_table)[rows.matched, token]
+        stopped = stopped | (rows.alive & (matched == len(how.stop_table) - 1))
+        rows = rows._replace(matched=jnp.where(rows.alive, matched, rows.matched))
     lengths = rows.lengths + rows.alive
     after = rows._replace(
         token=token, lengths=lengths, alive=rows.alive & ~stopped & (lengths < how.max_new), ended=rows.ended | stopped
@@ -176,6 +200,9 @@ def sample(
     top_p: float,
     stop_ids: tuple[int, ...],
     pad_id: int,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    stop_table: Any = None,
 ) -> Rollout:
     """Draw ``group_size`` completions for every prompt, row b with noise from ``fold_in(key, b)``: see ``sample_rows``.
 
@@ -200,6 +227,9 @@ def sample(
         top_p=top_p,
         stop_ids=stop_ids,
         pad_id=pad_id,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        stop_table=stop_table,
     )
 
 
@@ -215,6 +245,9 @@ def sample_rows(
     top_p: float,
     stop_ids: tuple[int, ...],
     pad_id: int,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    stop_table: Any = None,
 ) -> Rollout:
     """Draw a completion of at most ``max_new`` tokens for every key: the first B / P of them for the first prompt.
 
@@ -224,22 +257,27 @@ def sample_rows(
 
     Args:
         prompts: P prompts, left-padded; their KV is computed once and read, not copied, by their group.
-        temperature: divides the logits; 0 = greedy (argmax, the first among equals), which ignores ``top_k``
-            and ``top_p`` and reports both log-probs at temperature 1.
+        temperature: divides the logits; 0 = greedy (argmax, the first among equals), which ignores the filters and
+            reports log-probs at temperature 1.
         top_k: keep the k likeliest tokens, ties with the k-th included; 0 = off.
         top_p: then keep the smallest set of likeliest tokens whose mass, of what is left, reaches p, ties
-            included; 1 = off. The order (temperature, top-k, top-p) is that of ``transformers``. With both
-            off the program holds nothing of them.
+            included; 1 = off. The order (penalty, temperature, top-k, top-p, min-p) is that of ``transformers``. What
+            is off leaves nothing in the program.
+        min_p: then keep tokens with at least this share of the likeliest one's probability; 0 = off.
+        repetition_penalty: see ``oarjax.rollout.filters``; 1 = off. ``behaviour_logps`` are without it, as they are
+            without the filters; ``filtered_logps`` are of what was drawn from.
+        stop_table: of ``oarjax.rollout.stop_strings.stop_table``: a row also ends with the token whose bytes complete a
+            stop string. That token and those before it stay in the completion with their log-probs; its text is cut.
         stop_ids: every one of them stops a row; may be empty.
         pad_id: fills tokens after the end; may be a stop id itself, since nothing is derived from it.
 
     Raises:
         ValueError: a keyword outside its range.
     """
-    how = Decoding(max_new, temperature, top_k, top_p, stop_ids, pad_id)
+    how = Decoding(max_new, temperature, top_k, top_p, stop_ids, pad_id, min_p, repetition_penalty, stop_table)
     how.check()
     params = policy.head(params)
-    begun, logits, prefix = prefill(policy, params, prompts, keys)
+    begun, logits, prefix = prefill(policy, params, prompts, keys, how)
     rows, first = draw_next(begun, logits, how)
     made = jax.tree.map(lambda x: jnp.full((max_new, *x.shape), pad_id if x is first.token else 0, x.dtype), first)
     start = _Loop(
@@ -279,66 +317,26 @@ def draw_token(
     temperature: float,
     top_k: int,
     top_p: float,
+    min_p: float = 0.0,
+    penalised: Float[Array, "B V"] | None = None,
 ) -> tuple[Int32[Array, "B"], Float[Array, "B"], Float[Array, "B"]]:
-    """One token per row, its log-prob under the whole distribution and under what top-k and top-p left of it.
+    """One token per row, its log-prob under the whole distribution and under what penalty and filters left of it.
 
-    ``uniforms`` in [0, 1) pick the block and the token in it. With the filters off the two log-probs are one.
+    ``uniforms`` in [0, 1) pick the block and the token in it. ``penalised`` are the logits after the repetition
+    penalty, from which is drawn. With all of it off the two log-probs are one.
     """
+    source = logits if penalised is None else penalised
     if temperature == 0:
-        token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        logp = _chosen(logits, token) - jax.nn.logsumexp(logits, axis=-1)
-        return token, logp, logp
+        token = jnp.argmax(source, axis=-1).astype(jnp.int32)
+        greedy = _chosen(logits, token) - jax.nn.logsumexp(logits, axis=-1)
+        return token, greedy, greedy if source is logits else _chosen(source, token) - jax.nn.logsumexp(source, axis=-1)
     logits = logits / temperature
-    kept = filter_logits(logits, top_k=top_k, top_p=top_p)
+    drawn_from = logits if penalised is None else penalised / temperature
+    kept = filter_logits(drawn_from, top_k=top_k, top_p=top_p, min_p=min_p)
     token = invert_cdf(kept, uniforms)
-    chosen = _chosen(logits, token)
-    logp = chosen - jax.nn.logsumexp(logits, axis=-1)
-    filtered = logp if kept is logits else chosen - jax.nn.logsumexp(kept, axis=-1)
+    logp = _chosen(logits, token) - jax.nn.logsumexp(logits, axis=-1)
+    filtered = logp if kept is logits else _chosen(kept, token) - jax.nn.logsumexp(kept, axis=-1)
     return token, logp, filtered
-
-
-def filter_logits(logits: Float[Array, "B V"], *, top_k: int, top_p: float) -> Float[Array, "B V"]:
-    """Logits with -inf where top-k, then top-p, drops a token; the same array when both are off.
-
-    Both keep by a threshold, so tokens of equal logit stay or go together (``transformers`` breaks such ties
-    by index in top-p). The likeliest token always stays.
-    """
-    if 0 < top_k < logits.shape[-1]:
-        bound = lowest_kept(logits, jnp.ones_like(logits), limit=float(top_k))
-        logits = jnp.where(logits >= bound, logits, -jnp.inf)
-    if top_p < 1:
-        bound = lowest_kept(logits, jax.nn.softmax(logits, axis=-1), limit=top_p)
-        logits = jnp.where(logits >= bound, logits, -jnp.inf)
-    return logits
-
-
-def lowest_kept(logits: Float[Array, "B V"], weights: Float[Array, "B V"], *, limit: float) -> Float[Array, "B 1"]:
-    """The lowest value with less than ``limit`` (> 0) of weight strictly above it: a logit, or -inf for all.
-
-    Found exactly, by bisection over the bit patterns of floats, which order like the floats once those of
-    negative numbers are reversed. One pass over the vocabulary per bit is many times cheaper than sorting it.
-    """
-    bits = jnp.finfo(logits.dtype).bits
-    integer = jnp.dtype(f"int{bits}")
-
-    def reverse_negatives(x):
-        return jnp.where(x < 0, x ^ jnp.iinfo(integer).max, x)
-
-    ranks = reverse_negatives(jax.lax.bitcast_convert_type(logits, integer))
-
-    def halve(_, ends):
-        low, high = ends
-        middle = (low & high) + ((low ^ high) >> 1)  # the mean, without overflow
-        above = jnp.sum(jnp.where(ranks > middle, weights, 0), axis=-1, keepdims=True)
-        return jnp.where(above < limit, low, middle + 1), jnp.where(above < limit, middle, high)
-
-    # From -inf, where everything is above, to the row's maximum, where nothing is.
-    high = jnp.max(ranks, axis=-1, keepdims=True)
-    low = jnp.minimum(
-        reverse_negatives(jax.lax.bitcast_convert_type(jnp.full_like(high, -jnp.inf, logits.dtype), integer)), high
-    )
-    bound = jax.lax.fori_loop(0, bits, halve, (low, high))[1]
-    return jax.lax.bitcast_convert_type(reverse_negatives(bound), logits.dtype)
 
 
 def invert_cdf(logits: Float[Array, "B V"], uniforms: Float[Array, "B 2"]) -> Int32[Array, "B"]:

@@ -269,7 +269,8 @@ class SegmentedSampler:
 
     def _prefill_rows(self, params: Params, prompts: PromptBatch, key: Key[Array, ""]) -> tuple[KVCache, Table, Flags]:
         """The cache of the prompts, and every row with its first token."""
-        begun, logits, cache = prefill(self._policy, self._policy.head(params), prompts, self._keys_of(prompts, key))
+        keys = self._keys_of(prompts, key)
+        begun, logits, cache = prefill(self._policy, self._policy.head(params), prompts, keys, self._how)
         rows, first = draw_next(begun, logits, self._how)
 
         def column(x: Array, fill: int) -> Array:
@@ -333,11 +334,15 @@ def seated(rows: Rows, layout: Int32[Array, "D r"]) -> Rows:
     blocks = layout.shape[0]
 
     def taken(x: Array) -> Array:
-        picked = jax.vmap(lambda block, at: block[jnp.maximum(at, 0)])(x.reshape(blocks, -1), layout)
-        return picked.reshape(-1)
+        picked = jax.vmap(lambda block, at: block[jnp.maximum(at, 0)])(_in_blocks(x, blocks), layout)
+        return picked.reshape(-1, *x.shape[1:])
 
     found = jax.tree.map(taken, rows)
     return found._replace(alive=found.alive & (layout >= 0).reshape(-1))
+
+
+def _in_blocks(rows: Array, blocks: int) -> Array:
+    return rows.reshape(blocks, rows.shape[0] // blocks, *rows.shape[1:])
 
 
 def written_back(table: Table, layout: Int32[Array, "D r"], rows: Rows, made: Drawn) -> Table:
@@ -347,8 +352,9 @@ def written_back(table: Table, layout: Int32[Array, "D r"], rows: Rows, made: Dr
     there, slot = jnp.any(same, axis=1), jnp.argmax(same, axis=1)  # [D, n]
 
     def back(old: Array, new: Array) -> Array:
-        moved = jnp.take_along_axis(new.reshape(blocks, -1), slot, axis=1)
-        return jnp.where(there, moved, old.reshape(blocks, n)).reshape(-1)
+        wide = (slice(None), slice(None), *[None] * (new.ndim - 1))
+        moved = jnp.take_along_axis(_in_blocks(new, blocks), slot[wide], axis=1)
+        return jnp.where(there[wide], moved, _in_blocks(old, blocks)).reshape(old.shape)
 
     before = table.rows
     after = Rows(
@@ -358,6 +364,8 @@ def written_back(table: Table, layout: Int32[Array, "D r"], rows: Rows, made: Dr
         lengths=back(before.lengths, rows.lengths),
         alive=back(before.alive, rows.alive),
         ended=back(before.ended, rows.ended),
+        seen=jax.tree.map(back, before.seen, rows.seen),  # None stays None
+        matched=jax.tree.map(back, before.matched, rows.matched),
     )
     columns = jnp.arange(table.made.token.shape[1])
     inside = (columns >= before.lengths[:, None]) & (columns < after.lengths[:, None])

@@ -32,6 +32,7 @@ def code_places(cfg: Config) -> list[str]:
     named = {
         "credit.function": cfg.credit.function,
         "credit.probe.function": cfg.credit.probe.function,
+        "advantage.function": cfg.advantage.function,
         "loss.function": cfg.loss.function,
     }
     return places + [f"{field}={place}" for field, place in named.items() if place is not None]

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from oarjax.config import Config, parse_config
 from oarjax.errors import UserError
-from oarjax.grading.grader import Grader
+from oarjax.grading.mixed import RunGrader
 from oarjax.runs.checkpoint import remove_all
 from oarjax.runs.folder import changed, claim, locked
 from oarjax.training.command import start_policy
@@ -73,9 +73,9 @@ class Graders:
 
     def __init__(self, stack: ExitStack):
         self._stack = stack
-        self._graders: dict[str, Grader] = {}
+        self._graders: dict[str, RunGrader] = {}
 
-    def of(self, run: Run) -> Grader:
+    def of(self, run: Run) -> RunGrader:
         """Return the grader of a run's settings, started on first use."""
         cfg = run.cfg
         settings = cfg.grading.model_dump_json() + cfg.credit.answer.model_dump_json()

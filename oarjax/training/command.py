@@ -14,7 +14,7 @@ from rich.console import Console
 from oarjax.config import Config, ConfigError, load_config
 from oarjax.credit.registry import choices, label
 from oarjax.data.hf import export, remove_half_written
-from oarjax.grading.grader import Grader
+from oarjax.grading.recorded import Grading
 from oarjax.report.console import banner
 from oarjax.report.files import make_console
 from oarjax.runs.checkpoint import remove_all
@@ -165,7 +165,7 @@ def _compare(cfg: Config, seeds: list[int], console: Console, stop: Stop) -> Non
             show_results(run, root, befores, runs)
 
 
-def start_policy(run: Run, grader: Grader, stop: Stop | None = None) -> tuple[Params, Evaluation | None]:
+def start_policy(run: Run, grader: Grading, stop: Stop | None = None) -> tuple[Params, Evaluation | None]:
     """Return the policy to train from, after the warm start where there is one, and its evaluation.
 
     Both are stored in the run's folder, and read from there when it resumes.

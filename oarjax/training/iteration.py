@@ -31,7 +31,7 @@ from oarjax.training.minibatches import (
 )
 from oarjax.training.parts.fused import FusedRows
 from oarjax.training.parts.host import HostCallbacks, PhaseRecord
-from oarjax.training.parts.loss import Sums
+from oarjax.training.parts.loss import Sums, sampler_logps
 from oarjax.training.programs import Steps
 from oarjax.types import (
     AnswerSpan,
@@ -129,7 +129,13 @@ def iterate(
     with host.phase(WAITING):
         grades = grading()
     graded = np.isfinite(grades.rewards)
-    advantages = np.asarray(steps.advantages(jnp.asarray(np.where(graded, grades.rewards, np.nan))))
+    rewards = jnp.asarray(np.where(graded, grades.rewards, np.nan))
+    if cfg.loss.kl_in == "reward":
+        reference = plan.collect(
+            host.fetch([each.ref_logps for each in scores]), np.zeros(rollout.completion.shape, np.float32)
+        )
+        rewards = steps.after_kl(rewards, rollout, reference)
+    advantages = np.asarray(steps.advantages(rewards, grades.per_reward))
     # Ungraded rows teach nothing, and neither do truncated ones where the config says so.
     trained = rollout.completion & graded[:, None]
     if cfg.loss.mask_truncated:
@@ -155,7 +161,7 @@ def iterate(
                     advantages=credit.advantages,
                     old_logps=row_scores.old_logps,
                     ref_logps=row_scores.ref_logps,
-                    behaviour_logps=r.behaviour_logps,
+                    behaviour_logps=sampler_logps(cfg.loss, r),
                 )
                 gradients.append(partial(steps.sums, batch=batch, pieces=pieces))
             else:

@@ -26,11 +26,13 @@ from oarjax.credit.probe import Probe, ProbeMode
 from oarjax.credit.signals import Signals
 from oarjax.models.lora import below
 from oarjax.models.policy import Policy
-from oarjax.rl.grpo import aggregate, group_advantages, zero_variance_groups
+from oarjax.rl.advantages import AdvantageFunction
+from oarjax.rl.grpo import aggregate, zero_variance_groups
 from oarjax.rl.optimizer import adamw, learning_rate
 from oarjax.rollout.logps import hidden_logps, token_logps
 from oarjax.training.metrics import nonfinite_rows
 from oarjax.training.minibatches import Bucket, Piece, cut
+from oarjax.training.parts.advantages import bound_advantages, bound_kl_penalty
 from oarjax.training.parts.fused import FusedRows, FusedSums, fuses, make_fused
 from oarjax.training.parts.loss import (
     Metrics,
@@ -41,6 +43,7 @@ from oarjax.training.parts.loss import (
     bound_loss,
     descend,
     imitation,
+    loss_filters,
     no_sums,
     policy_gradient,
 )
@@ -55,7 +58,8 @@ class Steps(NamedTuple):
     sample: Callable[..., Rollout]  # (params, prompts, key)
     evaluate: Callable[..., Rollout]  # the same as cfg.eval says, every problem and sample with noise of its own
     equal_groups: Callable[..., Bool[Array, "P"]]  # (rewards): groups that teach nothing
-    advantages: Callable[..., Float[Array, "B"]]  # (rewards, NaN where not graded)
+    advantages: Callable[..., Float[Array, "B"]]  # (rewards, NaN where not graded; values of each reward by name)
+    after_kl: Callable[..., Float[Array, "B"]]  # (rewards, rollout, ref log-probs): the rewards less the KL term
     score: Callable[..., Scores]
     # (params, ref_params, rollout, span, row numbers, stop, key[, probed, start], probe=mode, bucket=)
     credit: Callable[..., tuple[Credit, Metrics]]  # (scores, rollout, span, advantages, completion, key, numbers)
@@ -142,11 +146,13 @@ def make_steps(
     *,
     stop_ids: tuple[int, ...],
     pad_id: int,
+    token_bytes: Sequence[bytes] = (),
     rollout: RolloutLayout | None = None,
     keyword_table: KeywordTable | None = None,
     custom_probe: Probe | None = None,
     custom_method: CreditMethod | None = None,
     custom_loss: TokenLoss | None = None,
+    custom_advantages: AdvantageFunction | None = None,
 ) -> Steps:
     """Bind policy, optimizer and config into jitted programs. Compiles nothing yet.
 
@@ -158,9 +164,9 @@ def make_steps(
     roll = cfg.rollout
     if rollout is None:
         rollout = RolloutLayout(policy, lambda params: params, None, shardings.rows)
-    where = {"rows": rollout.rows, "stop_ids": stop_ids, "pad_id": pad_id}
+    where = {"rows": rollout.rows, "stop_ids": stop_ids, "pad_id": pad_id, "token_bytes": token_bytes}
     groups, evaluation = group_sampler(rollout.policy, cfg, **where), evaluation_sampler(rollout.policy, cfg, **where)
-    head = {"temperature": roll.temperature, "head_chunk": cfg.policy.head_chunk}
+    head = {"temperature": roll.temperature, "head_chunk": cfg.policy.head_chunk, "filters": loss_filters(cfg)}
     logps_of = partial(token_logps, policy, **head)
     # With one update per rollout the ratio is 1: old = stop_gradient(new), no pass of its own.
     wants_old = cfg.update.epochs * cfg.update.minibatches > 1
@@ -297,7 +303,8 @@ def make_steps(
         sample=groups,
         evaluate=evaluation,
         equal_groups=jax.jit(partial(zero_variance_groups, group_size=roll.group_size)),
-        advantages=jax.jit(partial(group_advantages, group_size=roll.group_size, **cfg.advantage.model_dump())),
+        advantages=jax.jit(bound_advantages(cfg, custom_advantages)),
+        after_kl=jax.jit(bound_kl_penalty(cfg)),
         score=jax.jit(score, static_argnames=("probe", "bucket"), out_shardings=shardings.microbatches),
         credit=jax.jit(credit, out_shardings=(shardings.microbatches, shardings.replicated)),
         denominator=jax.jit(denominator),

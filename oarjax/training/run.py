@@ -32,21 +32,22 @@ from oarjax.data.hf import load_params, read_config
 from oarjax.data.problems import Problem
 from oarjax.data.streams import Encoded, PromptStream
 from oarjax.data.tokenizer import encode, load_tokenizer, pad_id, stop_ids, text_of, token_bytes
-from oarjax.grading.grader import Grader
+from oarjax.grading.mixed import RunGrader
 from oarjax.grading.recorded import Grading
 from oarjax.models.policy import Policy
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.sharding import batch_spec
 from oarjax.models.weights import parameter_count
 from oarjax.report.files import token_texts
+from oarjax.rollout.stop_strings import cut_text
 from oarjax.system.devices import choose_platform, use_compilation_cache
 from oarjax.system.mesh import make_mesh
 from oarjax.system.processes import is_first, join_processes, to_devices, to_host
 from oarjax.training.minibatches import bucket
-from oarjax.training.parts.adapters import trained_count, trained_shapes
+from oarjax.training.parts.adapters import start_adapters, trained_count, trained_shapes
 from oarjax.training.parts.checks import check_failures, check_grading, check_lengths, check_report
-from oarjax.training.parts.custom import check_credit, check_loss, find_loss, find_method, find_probe
-from oarjax.training.parts.grades import RolloutGrading
+from oarjax.training.parts.custom import check_credit, check_custom, find_advantages, find_loss, find_method, find_probe
+from oarjax.training.parts.grades import RolloutGrading, grader_of
 from oarjax.training.parts.layout import (
     check_layouts,
     compute_dtype_of,
@@ -221,11 +222,13 @@ class Run:
             self.cfg,
             stop_ids=self.stop_ids,
             pad_id=self.pad_id,
+            token_bytes=self.table if self.cfg.rollout.stop else (),
             rollout=self.rollout_layout,
             keyword_table=self.keyword_table,
             custom_probe=self.custom_probe,
             custom_method=self.custom_method,
             custom_loss=self.custom_loss,
+            custom_advantages=find_advantages(self.cfg),
         )
 
     def load(self, *, source: Path | None = None) -> Params:
@@ -236,7 +239,10 @@ class Run:
 
     def new_state(self, params: Params, *, copy: bool = True) -> TrainState:
         """Make the state at step 0; see ``oarjax.training.parts.state.new_state``."""
-        return new_state(params, self.optimizer, self.layout, seed=self.cfg.seed, lora=self.cfg.lora, copy=copy)
+        lora, adapters = self.cfg.lora, start_adapters(self.cfg.lora, self.model)
+        return new_state(
+            params, self.optimizer, self.layout, seed=self.cfg.seed, lora=lora, adapters=adapters, copy=copy
+        )
 
     def place(self, tree: Any, layout: str) -> Any:
         """Move numpy arrays to the devices.
@@ -351,8 +357,9 @@ class Run:
         )
 
     def texts(self, rollout: Rollout) -> list[str]:
-        """Decode every completion without stop and other special tokens. The texts are untrusted."""
-        return [text_of(ids, self.table) for ids in self._completion_ids(rollout)]
+        """Decode every completion without special tokens, cut before a stop string. The texts are untrusted."""
+        stop = self.cfg.rollout.stop
+        return [cut_text(text_of(ids, self.table), stop) for ids in self._completion_ids(rollout)]
 
     def tokens(self, rollout: Rollout) -> list[list[str]]:
         """Decode every completion token by token."""
@@ -363,25 +370,16 @@ class Run:
         ids = np.asarray(rollout.tokens)[:, -completion.shape[1] :]
         return [row[mask].tolist() for row, mask in zip(ids, completion)]
 
-    def grader(self) -> Grader:
+    def grader(self) -> RunGrader:
         """Start the workers that grade completions."""
-        cfg, answer = self.cfg.grading, self.cfg.credit.answer
-        return Grader(
-            tuple((r.name, r.weight) for r in cfg.rewards),
-            plugins=cfg.plugins,
-            workers=cfg.workers,
-            deadline=cfg.deadline,
-            memory_mb=cfg.memory_mb,
-            style="boxed" if answer.style == "none" else answer.style,
-            pattern=answer.pattern,
-        )
+        return grader_of(self.cfg)
 
     def grading(
         self, grader: Grading, problems: Mapping[int, Problem], batch: PromptBatch, *, group: int
     ) -> RolloutGrading:
         """Open the grading of ``group`` completions of every prompt; each process grades its share of them."""
         asked = [problems[int(p)] for p in np.repeat(batch.problem, group)]
-        return RolloutGrading(self.cfg, grader, asked, self.table)
+        return RolloutGrading(self.cfg, grader, asked, self.table, group=group)
 
     def submit(
         self, grader: Grading, problems: Mapping[int, Problem], batch: PromptBatch, rollout: Rollout
@@ -442,9 +440,9 @@ def open_run(
     check_layouts(cfg, run.model, mesh)
     check_lengths(cfg, run.model)
     trained_shapes(cfg.lora, run.model)  # fails on adapters that the policy cannot have
+    start_adapters(cfg.lora, run.model)
     for part in ("table", "pairs", "train", "held_out"):
         getattr(run, part)
     run.check_credit()
-    if run.custom_loss is not None:
-        check_loss(run.custom_loss, cfg)
+    check_custom(cfg)
     return run

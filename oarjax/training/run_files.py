@@ -18,14 +18,17 @@ import jax.numpy as jnp
 from oarjax.config import ConfigError
 from oarjax.data.hf import commit_of
 from oarjax.data.streams import PromptStream
+from oarjax.grading.mixed import local_digests
 from oarjax.grading.recorded import Grading, RecordedGrader, setup_of
 from oarjax.report.console import OnceWarnings
 from oarjax.report.files import CompletionRow, CompletionsWriter, Metrics, MetricsWriter
+from oarjax.report.groups import group_table, write_groups
 from oarjax.report.trackers import TrackedRun, Trackers, run_id
 from oarjax.runs.checkpoint import Checkpoints, arrays, check_arrays, finished
 from oarjax.runs.durable import Failures, read_lines, storage_errors
 from oarjax.runs.folder import refuse_another_config
 from oarjax.training.held_out import Evaluation, evaluation_from, plain_evaluation
+from oarjax.training.iteration import Iteration
 from oarjax.training.parts.adapters import trained_shapes
 from oarjax.training.run import Run
 from oarjax.types import TrainState
@@ -118,6 +121,7 @@ class RunFiles:
         cfg = self._run.cfg
         settings = {"grading": cfg.grading.model_dump(mode="json", exclude={"workers"})}
         settings["answer"] = cfg.credit.answer.model_dump(mode="json")
+        settings["local"] = local_digests([r.name for r in cfg.grading.rewards])
         self._verdicts = RecordedGrader(
             grader,
             self._folder / "verdicts",
@@ -144,6 +148,23 @@ class RunFiles:
             self._metrics.write(iteration, metrics)
             self._completions.write(iteration, rows)
         self._trackers.write(iteration, metrics, rows)
+
+    def write_groups(self, iteration: int, done: Iteration) -> None:
+        """Write all completions of an iteration as Parquet."""
+        run = self._run
+        problems = [run.train.by_index[int(number)] for number in done.problems]
+        table = group_table(
+            iteration,
+            done.rollout,
+            done.grades,
+            done.advantages,
+            prompts=[problem.prompt for problem in problems],
+            references=[problem.reference for problem in problems],
+            texts=run.texts(done.rollout),
+        )
+        if run.first:
+            with self._failures.handled():
+                write_groups(self._folder, iteration, table)
 
     def save(
         self,

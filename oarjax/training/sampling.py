@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from oarjax.config import Config
 from oarjax.models.policy import Policy
 from oarjax.rollout.sampler import Decoding, group_keys, problem_keys
 from oarjax.rollout.segments import SegmentedSampler
+from oarjax.rollout.stop_strings import stop_table
 from oarjax.types import PromptBatch
 
 
@@ -21,24 +23,52 @@ def group_sampler(
     rows: Any,
     stop_ids: tuple[int, ...],
     pad_id: int,
+    token_bytes: Sequence[bytes] = (),
     group: int | None = None,
     **changes: Any,
 ) -> SegmentedSampler:
     """(params, prompts, key) -> ``group`` completions per prompt, by default as many as ``rollout.group_size``.
 
-    ``changes`` are fields of ``Decoding`` that differ from the config's.
+    ``token_bytes`` are the bytes of every token id, for ``rollout.stop``; ``changes`` are fields of ``Decoding`` that
+    differ from the config's.
     """
     roll, size = cfg.rollout, group or cfg.rollout.group_size
-    how = Decoding(roll.max_new, roll.temperature, roll.top_k, roll.top_p, stop_ids, pad_id)
+    how = Decoding(
+        roll.max_new,
+        roll.temperature,
+        roll.top_k,
+        roll.top_p,
+        stop_ids,
+        pad_id,
+        roll.min_p,
+        roll.repetition_penalty,
+        stop_table(roll.stop, token_bytes),
+    )
     keys = partial(group_keys, group_size=size)
     return _sampler(policy, cfg, how._replace(**changes), keys_of=keys, group=size, rows=rows)
 
 
 def evaluation_sampler(
-    policy: Policy, cfg: Config, *, rows: Any, stop_ids: tuple[int, ...], pad_id: int
+    policy: Policy,
+    cfg: Config,
+    *,
+    rows: Any,
+    stop_ids: tuple[int, ...],
+    pad_id: int,
+    token_bytes: Sequence[bytes] = (),
 ) -> SegmentedSampler:
     """(params, prompts, key) -> ``eval.samples`` completions per prompt; each problem and sample has its own noise."""
-    how = Decoding(cfg.rollout.max_new, cfg.eval.temperature, 0, 1.0, stop_ids, pad_id)
+    how = Decoding(
+        cfg.rollout.max_new,
+        cfg.eval.temperature,
+        cfg.eval.top_k,
+        cfg.eval.top_p,
+        stop_ids,
+        pad_id,
+        cfg.eval.min_p,
+        cfg.eval.repetition_penalty,
+        stop_table(cfg.rollout.stop, token_bytes),
+    )
 
     def keys(prompts: PromptBatch, key: Key[Array, ""]) -> Key[Array, "B"]:
         return problem_keys(key, prompts.problem, samples=cfg.eval.samples)

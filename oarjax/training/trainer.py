@@ -77,7 +77,11 @@ def train(
     state = run.new_state(start, copy=keep_start or reference is start)
     stream = run.prompts()
     timer, warnings, stop = PhaseTimer(), OnceWarnings(console), stop or Stop()
-    warnings.check_sampling(top_k=cfg.rollout.top_k, top_p=cfg.rollout.top_p)
+    if cfg.loss.off_policy.support == "whole":
+        roll = cfg.rollout
+        warnings.check_sampling(
+            top_k=roll.top_k, top_p=roll.top_p, min_p=roll.min_p, repetition_penalty=roll.repetition_penalty
+        )
     peak, _ = peak_flops(run.compute_dtype)
     began = time.perf_counter()
     with stop.held(), ExitStack() as stack:
@@ -131,6 +135,8 @@ def train(
                 metrics |= last.metrics
             rows = completion_rows(run, done, cfg.report.completions)
             files.write(iteration, metrics, rows)
+            if cfg.report.groups and iteration % cfg.report.groups == 0:
+                files.write_groups(iteration, done)
             if on_lines is not None:
                 on_lines()
             progress.update(iteration, metrics, phases)

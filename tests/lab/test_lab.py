@@ -14,7 +14,7 @@ from fake_lab import fake_programs
 from rich.console import Console
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-import oarjax.training.run
+import oarjax.grading.mixed
 from oarjax.cli import main
 from oarjax.config import CreditConfig, changed, parse_config
 from oarjax.data.arithmetic import SPECIAL, write_builtin_policy
@@ -140,7 +140,7 @@ def test_the_same_completion_is_graded_once(tmp_path, policy, monkeypatch):
             seen.extend(samples)
             return super().submit(samples)
 
-    monkeypatch.setattr(oarjax.training.run, "Grader", Counting)
+    monkeypatch.setattr(oarjax.grading.mixed, "Grader", Counting)
     run = run_of(tmp_path, policy)
     completions = sample_completions(run, fake_programs([], run))
     completions.referenced[1] = False
@@ -194,7 +194,7 @@ def test_saved_text_and_ids_come_to_the_same(tmp_path, policy):
 def test_rollouts_of_one_prompt_are_one_problem(tmp_path, policy, monkeypatch):
     from test_config_fields import FakeGrader
 
-    monkeypatch.setattr(oarjax.training.run, "Grader", FakeGrader)
+    monkeypatch.setattr(oarjax.grading.mixed, "Grader", FakeGrader)
     run = run_of(tmp_path, policy)
     completions = ["3+4=7;#### 7", "7", "3+4=7;;#### 7"]
     saved = [SavedRollout(f"3+{n}=", text, "7") for n in (4, 5, 6, 4, 7) for text in completions]

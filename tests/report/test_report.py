@@ -264,7 +264,7 @@ def test_top_k_and_top_p_warn_while_training():
     OnceWarnings(c).check_sampling(top_k=0, top_p=1.0)
     assert printed(c) == ""
     OnceWarnings(c).check_sampling(top_k=0, top_p=0.9)
-    assert "set top_k=0 and top_p=1 for training" in printed(c)
+    assert "set top_k=0, top_p=1 and min_p=0 for training" in printed(c)
 
 
 def test_banner_lists_facts_and_changed_fields_as_text():

@@ -20,10 +20,10 @@ from oarjax.rl.grpo import (
     overlong_penalty,
     policy_loss,
     policy_ratio,
-    truncated_importance,
     without_truncated,
     zero_variance_groups,
 )
+from oarjax.rl.off_policy import Importance
 from oarjax.types import Mean, TrainBatch
 
 NAN = jnp.nan
@@ -175,13 +175,6 @@ def test_cispo_hand_worked():
     np.testing.assert_allclose(slope, 3 * weights, rtol=1e-6)
 
 
-def test_truncated_importance_hand_worked():
-    old, behaviour = jnp.log(jnp.array([[0.5, 0.5, 0.5]])), jnp.log(jnp.array([[0.25, 0.5, 0.1]]))
-    weight = partial(truncated_importance, cap=3.0)
-    np.testing.assert_allclose(weight(old, behaviour), [[2, 1, 3]], rtol=1e-6)
-    assert (jax.grad(lambda x: weight(x, behaviour).sum())(old) == 0).all()
-
-
 def test_kl_estimators_in_expectation(x64):
     """Over a whole categorical: k1 and k3 average to KL(p || q); gradients are those the docstring names."""
     rng = np.random.default_rng(0)
@@ -262,7 +255,8 @@ FULL = {
     "level": "token",
     "kl_beta": 0.04,
     "entropy_bonus": 0.01,
-    "sampler_cap": 1.1,
+    "importance": Importance("token_truncate", high=1.1),
+    "max_drift": 0.05,
     "dual_clip": 1.5,
     "max_length": 7,
 }
@@ -305,7 +299,7 @@ def rows_of(tree, rows):
     return jax.tree.map(lambda x: x[rows], tree)
 
 
-@pytest.mark.parametrize("surrogate", ["clip", "cispo"])
+@pytest.mark.parametrize("surrogate", ["clip", "cispo", "sapo", "gmpo"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("aggregation", ["dapo", "grpo", "dr_grpo"])
 def test_microbatched_is_whole(surrogate, level, aggregation, x64):
@@ -399,8 +393,9 @@ def test_sampler_weight_entropy_bonus_and_kl_hand_worked():
         ref_logps=half + np.log(2),
         behaviour_logps=half - np.log(1.5),
     )
+    capped = Importance("token_truncate", high=1.2)
     mean, metrics = policy_loss(
-        half, jnp.array([[0.5]]), batch, kl_beta=0.1, entropy_bonus=0.01, sampler_cap=1.2, max_length=1
+        half, jnp.array([[0.5]]), batch, kl_beta=0.1, entropy_bonus=0.01, importance=capped, max_length=1
     )
     np.testing.assert_allclose(mean.value, -2.4 + 0.0306853 - 0.005, rtol=1e-6)
     np.testing.assert_allclose(metrics["sampler_gap"].value, np.log(1.5), rtol=1e-6)
@@ -408,7 +403,7 @@ def test_sampler_weight_entropy_bonus_and_kl_hand_worked():
     np.testing.assert_allclose(metrics["kl"].value, 0.306853, rtol=1e-5)
     # the gap is a distance: the same with the sampler above the trainer, and the weight is then 1 / 1.5
     _, metrics = policy_loss(
-        half, jnp.array([[0.5]]), batch.replace(behaviour_logps=half + np.log(1.5)), sampler_cap=1.2, max_length=1
+        half, jnp.array([[0.5]]), batch.replace(behaviour_logps=half + np.log(1.5)), importance=capped, max_length=1
     )
     np.testing.assert_allclose(metrics["sampler_gap"].value, np.log(1.5), rtol=1e-6)
     np.testing.assert_allclose(metrics["sampler_weight"].value, 1 / 1.5, rtol=1e-6)
@@ -441,14 +436,15 @@ def test_missing_log_probs_are_named():
     logps, entropies, batch = make_batch()
     with pytest.raises(ValueError, match=r"kl_beta = 0\.1 needs batch\.ref_logps"):
         policy_loss(logps, entropies, batch.replace(ref_logps=None), kl_beta=0.1, max_length=7)
-    with pytest.raises(ValueError, match=r"sampler_cap needs batch\.behaviour_logps"):
-        policy_loss(logps, entropies, batch.replace(behaviour_logps=None), sampler_cap=2.0, max_length=7)
+    bare = batch.replace(behaviour_logps=None)
+    with pytest.raises(ValueError, match=r"importance needs batch\.behaviour_logps"):
+        policy_loss(logps, entropies, bare, importance=Importance("token_truncate"), max_length=7)
 
 
 def test_unknown_modes_are_named(unchecked):
     args = make_batch()
     for field, accepted in {
-        "surrogate": "clip or cispo",
+        "surrogate": "clip, cispo, sapo or gmpo",
         "level": "token or sequence",
         "aggregation": "grpo, bnpo, dapo or dr_grpo",
         "kl_estimator": "k1, k2 or k3",

@@ -11,8 +11,9 @@ from toy_policy import left_padded, toy_params, toy_policy
 from oarjax.data.hf import load_params, read_config
 from oarjax.models.policy import positions_of
 from oarjax.models.qwen import make_policy
+from oarjax.rollout.filters import filter_logits
 from oarjax.rollout.logps import token_logps
-from oarjax.rollout.sampler import draw_token, filter_logits, problem_keys, rollout_key, sample, sample_rows
+from oarjax.rollout.sampler import draw_token, problem_keys, rollout_key, sample, sample_rows
 from oarjax.types import PromptBatch
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import tiny
 
+from oarjax.config import flatten
 from oarjax.runs.folder import claim
 from oarjax.runs.trust import UntrustedCode, check_trust, code_digests, note_own, state_folder
 from oarjax.system.plugins import plugin_file
@@ -54,6 +55,17 @@ def test_own_is_what_was_noted_and_is_unchanged(tmp_path):
     check_trust(cfg, run, source="x", trusted=True)
     file.unlink()
     refused(cfg, run)
+
+
+def test_every_field_that_names_code_is_asked_about(tmp_path):
+    place = f"{code(tmp_path)}:loss"
+    named = [name for name in flatten(tiny.config().model_dump()) if name.rpartition(".")[2] == "function"]
+    settings = {name.replace(".", "__"): place for name in named}
+    cfg = tiny.config(**settings, credit__method="custom", grading__plugins=[str(tmp_path / "rewards.py")])
+    asked = refused(cfg, claim(tmp_path / "run", cfg))
+    assert len(named) == 4
+    assert all(f"{name}={place}" in asked for name in named)
+    assert "grading.plugins=" in asked
 
 
 @pytest.mark.parametrize("known", ["../../escape", "", 5, "f" * 33])

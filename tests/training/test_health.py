@@ -25,7 +25,7 @@ CASES = [
     ({"entropy": 5e-4}, r"entropy fell to 0.0005 nats .it began at 0.0005.* lower optim.lr, raise loss.clip_high"),
     ({"ungraded": 0.5}, "50% of completions could not be graded.* raise grading.deadline or grading.memory_mb"),
     ({"no_answer": 0.9}, "90% of completions have no answer in the style of credit.answer.style"),
-    ({"sampler_gap": 0.2}, "log-probabilities differ by 0.2 on average: set loss.sampler_correction_cap"),
+    ({"sampler_gap": 0.2}, "log-probabilities differ by 0.2 on average: set loss.off_policy=tis"),
     ({"sampler_gap": math.nan}, "log-probabilities differ by nan on average"),
     ({"nonfinite/loss": 0.5}, "the loss of 50% of this iteration's updates was not finite.* skipped: lower optim.lr"),
     ({"nonfinite/gradient": 1.0}, "the gradient of 100% of this iteration's updates .* policy.compute_dtype=float32"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from oarjax.config import ConfigError, LoraConfig
+from oarjax.data.hf_files import CheckpointError
+from oarjax.data.peft import read_adapters
 from oarjax.models.lora import adapter_axes, adapter_shapes, merged
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import abstract_params, logical_axes
@@ -30,6 +33,28 @@ def trained_shapes(lora: LoraConfig, model: QwenConfig) -> Params:
         return adapter_shapes(whole, rank=lora.rank, targets=lora.targets)
     except ValueError as error:
         raise ConfigError(f"lora.{error}") from error
+
+
+def start_adapters(lora: LoraConfig, model: QwenConfig) -> Params | None:
+    """Read the adapters of lora.start; None: training starts from fresh ones.
+
+    Raises:
+        ConfigError: they cannot be read, or are not of the config's rank, alpha and targets.
+    """
+    if lora.start is None:
+        return None
+    try:
+        found = read_adapters(Path(lora.start).expanduser(), model)
+    except CheckpointError as error:
+        raise ConfigError(f"lora.start: {error}") from error
+    ours = (lora.rank, lora.alpha, sorted(lora.targets))
+    theirs = (found.rank, found.alpha, sorted(found.targets))
+    if ours != theirs:
+        raise ConfigError(
+            f"lora.start: {lora.start} has rank {found.rank}, alpha {found.alpha:g} and targets "
+            f"{', '.join(found.targets)}; set lora.rank, lora.alpha and lora.targets to these"
+        )
+    return found.params
 
 
 def trained_axes(lora: LoraConfig, model: QwenConfig) -> Params:

@@ -7,23 +7,38 @@ from importlib.util import find_spec
 
 from oarjax.config import Config, ConfigError
 from oarjax.credit.answer_text import check_pattern
-from oarjax.grading.rewards import find_rewards, load_plugins
+from oarjax.grading.rewards import calls_of, find_rewards, load_plugins
+from oarjax.grading.sandbox import IsolationError, prove_isolation
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.sharding import check_rows
 from oarjax.report.trackers import PACKAGES
+
+READ_ANSWERS = ("math", "exact", "format", "length", "cosine_length")
+"""Built-in rewards that read an answer."""
 
 
 def check_grading(cfg: Config) -> None:
     """Check plugins, reward names and the answer's pattern, before anything that takes time."""
     try:
         load_plugins(cfg.grading.plugins)
-        find_rewards([r.name for r in cfg.grading.rewards])
-        reading = [r.name for r in cfg.grading.rewards if r.name in ("math", "exact", "format")]
+        find_rewards([r.name for r in cfg.grading.rewards], {r.name: r.settings for r in cfg.grading.rewards})
+        reading = [r.name for r in cfg.grading.rewards if r.name in READ_ANSWERS]
+        grouped = [r.name for r in cfg.grading.rewards if calls_of(r.name) != "sample"]
+        if grouped and cfg.distributed.coordinator is not None:
+            raise ConfigError(
+                f"grading.rewards: {', '.join(grouped)} sees whole groups or batches, and several processes grade a "
+                "share of the rows each; use rewards per sample there"
+            )
         if cfg.credit.answer.style == "none" and reading:
             raise ConfigError(
                 f"credit.answer.style: none, and grading.rewards has {', '.join(reading)}, which read an answer; set "
                 "the style of your answers, or custom rewards (grading.plugins)"
             )
+        if any(r.name == "code" for r in cfg.grading.rewards):
+            try:
+                prove_isolation()
+            except IsolationError as error:
+                raise ConfigError(f"grading.rewards: code: {error}") from error
         if cfg.credit.answer.style == "regex":
             check_pattern(cfg.credit.answer.pattern)
     except ValueError as error:
@@ -33,6 +48,7 @@ def check_grading(cfg: Config) -> None:
 def check_report(cfg: Config) -> None:
     """Check for the packages that reports need and only an extra installs, now and not after the last iteration."""
     needs = {"matplotlib": ("report.html", "false", "log", cfg.report.html)}
+    needs["pyarrow"] = ("report.groups", "0", "hub", cfg.report.groups > 0)
     rest = ", ".join(name for name in cfg.report.to if name not in PACKAGES)
     for name, (package, extra) in PACKAGES.items():
         needs[package] = ("report.to", f"[{rest}]", extra, name in cfg.report.to)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from oarjax.credit.signals import Signals
 from oarjax.models.policy import Policy
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import abstract_params
+from oarjax.rl.advantages import AdvantageFunction
 from oarjax.system.plugins import import_object
 from oarjax.training.programs import TokenLoss
 from oarjax.types import AnswerSpan, Mean, TrainBatch
@@ -71,16 +72,28 @@ def find_loss(cfg: Config) -> TokenLoss | None:
     Raises:
         ConfigError: it cannot be imported, or is not a function.
     """
-    place = cfg.loss.function
+    return _find_function(cfg.loss.function, "loss.function")
+
+
+def find_advantages(cfg: Config) -> AdvantageFunction | None:
+    """Import the function that advantage.function names.
+
+    Raises:
+        ConfigError: it cannot be imported, or is not a function.
+    """
+    return _find_function(cfg.advantage.function, "advantage.function")
+
+
+def _find_function(place: str | None, field: str) -> Any:
     if place is None:
         return None
     try:
-        loss: Any = import_object(place, field="loss.function", expected=object)
+        function: Any = import_object(place, field=field, expected=object)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if callable(loss):
-        return cast(TokenLoss, loss)
-    raise ConfigError(f"loss.function: {place} is a {type(loss).__name__}; expected a function")
+    if callable(function):
+        return function
+    raise ConfigError(f"{field}: {place} is a {type(function).__name__}; expected a function")
 
 
 def check_credit(
@@ -182,13 +195,50 @@ def check_loss(loss: TokenLoss, cfg: Config) -> None:
         raise ConfigError(f"{place} returns {_shapes(result)}; expected {expected}")
 
 
-def _traced(function: Callable[..., Any], place: str, expected: str, *args: Any) -> Any:
+def check_custom(cfg: Config) -> None:
+    """Check the functions that loss.function and advantage.function name.
+
+    Raises:
+        ConfigError: one cannot be imported, raised an error, or returned something else.
+    """
+    if loss := find_loss(cfg):
+        check_loss(loss, cfg)
+    if advantages := find_advantages(cfg):
+        check_advantages(advantages, cfg)
+
+
+def check_advantages(advantages: AdvantageFunction, cfg: Config) -> None:
+    """Trace custom advantages and check that there is one per completion.
+
+    Raises:
+        ConfigError: they raised an error, or have another shape.
+    """
+    place, group = f"advantage.function: {cfg.advantage.function}", cfg.rollout.group_size
+    rewards, size = _spec(jnp.float32, 2 * group), f"[{2 * group}]"
+    values = {r.name: rewards for r in cfg.grading.rewards}
+    result = _traced(
+        lambda r, v: advantages(r, v, group), place, f"advantages {size}", rewards, values, on=f"rewards {size}"
+    )
+    shape, dtype = getattr(result, "shape", None), getattr(result, "dtype", jnp.int32)
+    if shape != (2 * group,) or not jnp.issubdtype(dtype, jnp.floating):
+        raise ConfigError(
+            f"{place} returns {_shapes(result)} for rewards {size}; expected one advantage per completion, "
+            f"floats {size}"
+        )
+
+
+def _traced(
+    function: Callable[..., Any],
+    place: str,
+    expected: str,
+    *args: Any,
+    on: str = f"completions [{ROWS}, {LENGTH}]",
+) -> Any:
     try:
         return jax.eval_shape(function, *args)
     except Exception as error:
         raise ConfigError(
-            f"{place} fails on completions [{ROWS}, {LENGTH}]: {type(error).__name__}: {error}; it must return "
-            f"{expected}"
+            f"{place} fails on {on}: {type(error).__name__}: {error}; it must return {expected}"
         ) from error
 
 

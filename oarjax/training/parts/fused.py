@@ -26,7 +26,7 @@ from oarjax.models.policy import Policy
 from oarjax.rl.masked import widened
 from oarjax.rollout.logps import hidden_logps
 from oarjax.training.minibatches import Bucket, cut
-from oarjax.training.parts.loss import Metrics, Sums, TokenLoss
+from oarjax.training.parts.loss import Metrics, Sums, TokenLoss, loss_filters, sampler_logps
 from oarjax.types import AnswerSpan, Credit, Mean, Params, Rollout, Scores, TrainBatch, TrainState
 
 
@@ -76,7 +76,11 @@ def make_fused(
     loss: TokenLoss,
 ) -> tuple[Callable[..., FusedSums], Callable[..., FusedSums]]:
     """Return (the sums over no microbatch, the sums with those of one bucket added): see ``Steps.fused``."""
-    head = {"temperature": cfg.rollout.temperature, "head_chunk": cfg.policy.head_chunk}
+    head = {
+        "temperature": cfg.rollout.temperature,
+        "head_chunk": cfg.policy.head_chunk,
+        "filters": loss_filters(cfg),
+    }
 
     def one(
         state: TrainState, rows: FusedRows, noise_key: Key[Array, ""], order_key: Key[Array, ""], probe: ProbeMode
@@ -98,7 +102,7 @@ def make_fused(
                 advantages=given.advantages[0],
                 old_logps=None,
                 ref_logps=None,
-                behaviour_logps=r.behaviour_logps,
+                behaviour_logps=sampler_logps(cfg.loss, r),
             )
             mean, metrics = loss(logps, entropies, batch)
             return mean.total, (mean, metrics)

@@ -14,13 +14,32 @@ from jaxtyping import Int
 from oarjax.config import Config
 from oarjax.data.problems import Problem
 from oarjax.data.tokenizer import text_of
+from oarjax.grading.mixed import RunGrader, make_grader
 from oarjax.grading.recorded import Grading
-from oarjax.grading.rewards import Sample
+from oarjax.grading.rewards import Sample, calls_of
 from oarjax.rl.grpo import overlong_penalty
 from oarjax.rollout.segments import EndedRows
+from oarjax.rollout.stop_strings import cut_text
 from oarjax.system.processes import gather_grades, share, values_here
 from oarjax.training.minibatches import join_grades
 from oarjax.types import Grades, Rollout
+
+
+def grader_of(cfg: Config) -> RunGrader:
+    """Make the grader that a config asks for."""
+    grading, answer = cfg.grading, cfg.credit.answer
+    return make_grader(
+        tuple((r.name, r.weight) for r in grading.rewards),
+        settings={r.name: r.settings for r in grading.rewards if r.settings},
+        plugins=grading.plugins,
+        workers=grading.workers,
+        deadline=grading.deadline,
+        call_deadline=grading.call_deadline,
+        concurrency=grading.concurrency,
+        memory_mb=grading.memory_mb,
+        style="boxed" if answer.style == "none" else answer.style,
+        pattern=answer.pattern,
+    )
 
 
 class RolloutGrading:
@@ -32,15 +51,24 @@ class RolloutGrading:
     Args:
         problems: of all rows of the rollout.
         table: the bytes of every token id.
+        group: rows per prompt.
     """
 
-    def __init__(self, cfg: Config, grader: Grading, problems: Sequence[Problem], table: Sequence[bytes]):
-        self._cfg, self._grader, self._problems, self._table = cfg, grader, problems, table
+    def __init__(
+        self, cfg: Config, grader: Grading, problems: Sequence[Problem], table: Sequence[bytes], *, group: int
+    ):
+        self._cfg, self._grader, self._problems, self._table, self._group = cfg, grader, problems, table, group
+        self._together = any(calls_of(r.name) != "sample" for r in cfg.grading.rewards)
         self._share = share(len(problems))
         self._submitted: list[tuple[Int[np.ndarray, "r"], Future[Grades]]] = []
 
     def report(self, news: EndedRows) -> None:
-        """Start grading rows that ended: those of this process's share that its own devices hold."""
+        """Start grading rows that ended: those of this process's share that its own devices hold.
+
+        Rewards that see a group or a batch wait for all of it.
+        """
+        if self._together:
+            return
         rows, (tokens, lengths, ended) = values_here(
             (news.tokens, news.lengths, news.ended), np.intersect1d(news.rows, self._share)
         )
@@ -71,10 +99,13 @@ class RolloutGrading:
         samples = [
             Sample(
                 prompt=self._problems[b].prompt,
-                completion=text_of(tokens, self._table),
+                completion=cut_text(text_of(tokens, self._table), self._cfg.rollout.stop),
                 answer=self._problems[b].reference,
                 ended=bool(has_ended),
                 tokens=len(tokens),
+                columns=self._problems[b].columns,
+                group=int(b) // self._group,
+                limit=self._cfg.rollout.max_new,
             )
             for b, tokens, has_ended in zip(rows, ids, ended, strict=True)
         ]

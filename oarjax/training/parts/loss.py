@@ -17,10 +17,12 @@ from oarjax.models.lora import laid_over
 from oarjax.models.policy import Policy
 from oarjax.rl.grpo import aggregate, policy_loss
 from oarjax.rl.masked import widened
+from oarjax.rl.off_policy import Importance
+from oarjax.rollout.filters import Filters
 from oarjax.rollout.logps import token_logps
 from oarjax.training.metrics import NONFINITE, all_finite
 from oarjax.training.minibatches import Bucket, cut
-from oarjax.types import Mean, Params, TrainBatch, TrainState
+from oarjax.types import Mean, Params, Rollout, TrainBatch, TrainState
 
 Metrics = dict[str, Mean]
 Loss = Callable[[Params, TrainBatch], tuple[Mean, Metrics]]
@@ -142,6 +144,7 @@ def policy_gradient(policy: Policy, cfg: Config, custom_loss: TokenLoss | None =
             completion_length=batch.completion.shape[-1],
             temperature=cfg.rollout.temperature,
             head_chunk=cfg.policy.head_chunk,
+            filters=loss_filters(cfg),
         )
         return of_tokens(logps, entropies, batch)
 
@@ -167,8 +170,21 @@ def imitation(policy: Policy, *, head_chunk: int) -> Loss:
     return loss
 
 
+def loss_filters(cfg: Config) -> Filters | None:
+    """Return the filters of the distributions that the loss compares; None: they are whole."""
+    if cfg.loss.off_policy.support == "whole":
+        return None
+    return Filters(cfg.rollout.top_k, cfg.rollout.top_p, cfg.rollout.min_p)
+
+
+def sampler_logps(cfg: LossConfig, rollout: Rollout) -> Float[Array, "*rows T"]:
+    """Return the sampler's log-probs of the distribution that the loss compares with."""
+    return rollout.behaviour_logps if cfg.off_policy.support == "whole" else rollout.filtered_logps
+
+
 def bound_loss(cfg: LossConfig, *, max_length: int) -> Callable[..., tuple[Mean, Metrics]]:
     """``policy_loss`` with a run's settings."""
+    off = cfg.off_policy
     return partial(
         policy_loss,
         surrogate=cfg.surrogate,
@@ -178,10 +194,13 @@ def bound_loss(cfg: LossConfig, *, max_length: int) -> Callable[..., tuple[Mean,
         clip_high=cfg.clip_high,
         dual_clip=cfg.dual_clip,
         ratio_cap=cfg.ratio_cap,
-        kl_beta=cfg.kl_beta,
+        sapo_positive=cfg.sapo_positive,
+        sapo_negative=cfg.sapo_negative,
+        kl_beta=cfg.kl_beta if cfg.kl_in == "loss" else 0.0,
         kl_estimator=cfg.kl_estimator,
         entropy_bonus=cfg.entropy_bonus,
-        sampler_cap=cfg.sampler_correction_cap,
+        importance=None if off.weighting == "none" else Importance(off.weighting, off.low, off.high),
+        max_drift=off.max_drift,
         max_length=max_length,
     )
 

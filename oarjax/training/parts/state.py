@@ -22,21 +22,25 @@ def new_state(
     *,
     seed: int,
     lora: LoraConfig,
+    adapters: Params | None = None,
     copy: bool = True,
 ) -> TrainState:
     """Make a state at step 0 that owns its arrays, since updates reuse their memory.
 
-    With ``lora.rank`` the params are frozen below fresh adapters.
+    With ``lora.rank`` the params are frozen below fresh adapters, or those given.
 
     Args:
+        adapters: to start from, of the config's rank and targets.
         copy: keep ``params`` valid, because they are needed again; otherwise the state takes their memory over.
     """
 
-    def fresh(params: Params) -> TrainState:
+    def fresh(params: Params, adapters: Params | None) -> TrainState:
         owned = jax.tree.map(jnp.copy, params)
         key = jax.random.key(seed)
         if lora.rank == 0:
             trained, frozen = owned, None
+        elif adapters is not None:
+            trained, frozen = adapters, owned
         else:
             start = jax.random.fold_in(key, ADAPTERS)
             trained, frozen = init_adapters(start, params, rank=lora.rank, targets=lora.targets), owned
@@ -44,4 +48,4 @@ def new_state(
             step=jnp.zeros((), jnp.int32), params=trained, opt_state=optimizer.init(trained), key=key, frozen=frozen
         )
 
-    return jax.jit(fresh, out_shardings=layout.state, donate_argnums=() if copy else 0)(params)
+    return jax.jit(fresh, out_shardings=layout.state, donate_argnums=() if copy else 0)(params, adapters)

@@ -1,0 +1,190 @@
+"""An HTTP judge as an async reward: a service scores a completion, with retries, and a range for its scores.
+
+    from oarjax import reward
+    from oarjax.grading.judge import HttpJudge
+
+    reward("judge")(HttpJudge("http://localhost:8000/score", low=0.0, high=1.0))
+
+``grading.concurrency`` samples are asked about at once, each for ``grading.call_deadline`` seconds in all. What the
+service says is not believed: an answer that is no JSON, too long, or no number within the range counts as a failed
+attempt. A sample without a valid score is ungraded or a timeout, never a 0. Redirects are not followed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import math
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from oarjax.grading.rewards import Sample
+
+MOST_BYTES = 1 << 20
+"""Longest reply that is read."""
+
+THREADS = 128  # requests at once, whatever grading.concurrency says
+
+
+class JudgeError(RuntimeError):
+    """A judge gave no valid score, with what the last attempt met."""
+
+
+class Reply(NamedTuple):
+    """A reply of the service."""
+
+    status: int
+    body: bytes
+    retry_after: float | None  # seconds that it asks to wait
+
+
+def ask_plainly(sample: Sample) -> dict[str, Any]:
+    """Return the request's JSON: prompt, completion, answer and columns."""
+    return {
+        "prompt": sample.prompt,
+        "completion": sample.completion,
+        "answer": sample.answer,
+        "columns": sample.columns,
+    }
+
+
+def read_score(reply: Any) -> Any:
+    """Return the field "score" of a reply's JSON."""
+    return reply["score"]
+
+
+class HttpJudge:
+    """Ask a service for the score of a sample: POST JSON, read a number.
+
+    Args:
+        url: http:// or https://.
+        low, high: range of valid scores.
+        retries: further attempts after a failed one: no connection, no reply in ``timeout`` seconds, status 408, 425,
+            429 or 5xx, or an invalid score. Other statuses end the matter.
+        timeout: seconds per attempt.
+        backoff: seconds before the first retry, doubled for each further one; a longer Retry-After is obeyed.
+        key_env: environment variable whose value is sent as a bearer token; never in the config or a log.
+        request, score: functions from the sample to the request's JSON, and from the reply's JSON to the score.
+
+    Raises:
+        ValueError: an argument out of range, or ``key_env`` names nothing.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        low: float = 0.0,
+        high: float = 1.0,
+        retries: int = 3,
+        timeout: float = 15.0,
+        backoff: float = 0.5,
+        key_env: str | None = None,
+        request: Callable[[Sample], Any] = ask_plainly,
+        score: Callable[[Any], Any] = read_score,
+    ):
+        self._place = urlsplit(url)
+        if self._place.scheme not in ("http", "https") or not self._place.hostname:
+            raise ValueError(f"HttpJudge: expected an http:// or https:// address, got {url!r}")
+        if not low < high or retries < 0 or timeout <= 0 or backoff < 0:
+            raise ValueError(
+                f"HttpJudge: expected low < high, retries >= 0, timeout > 0 and backoff >= 0, got {low}, {high}, "
+                f"{retries}, {timeout} and {backoff}"
+            )
+        self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if key_env is not None:
+            if not os.environ.get(key_env):
+                raise ValueError(f"HttpJudge: the environment variable {key_env} is not set; export the service's key")
+            self._headers["Authorization"] = f"Bearer {os.environ[key_env]}"
+        self._low, self._high, self._retries = low, high, retries
+        self._timeout, self._backoff = timeout, backoff
+        self._request, self._score = request, score
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="judge")
+
+    async def __call__(self, sample: Sample) -> float:
+        """Return the score of a sample.
+
+        Raises:
+            JudgeError: no attempt gave a valid one.
+            TimeoutError: the last attempt had no reply in time.
+        """
+        body = json.dumps(self._request(sample)).encode()
+        for attempt in range(self._retries + 1):
+            pause = self._backoff * 2**attempt
+            try:
+                reply = await self._post(body)
+                if reply.status == 200:
+                    return self._checked(reply.body)
+                failure: Exception = JudgeError(f"the judge answered with status {reply.status}")
+                pause = max(pause, reply.retry_after or 0.0)
+                if reply.status not in (408, 425, 429) and reply.status < 500:
+                    raise failure
+            except TimeoutError:
+                failure = TimeoutError(f"the judge did not answer within {self._timeout:g} s")
+            except (OSError, http.client.HTTPException) as error:
+                failure = JudgeError(f"the judge cannot be reached: {type(error).__name__}: {error}")
+            except InvalidScore as error:
+                failure = JudgeError(str(error))
+            if attempt == self._retries:
+                raise failure
+            await asyncio.sleep(pause)
+        raise AssertionError("unreachable")
+
+    async def _post(self, body: bytes) -> Reply:
+        """Send a request; when it takes too long or is cancelled, its socket is shut and its thread ends."""
+        kind = http.client.HTTPSConnection if self._place.scheme == "https" else http.client.HTTPConnection
+        link = kind(str(self._place.hostname), self._place.port, timeout=self._timeout)
+        target = (self._place.path or "/") + (f"?{self._place.query}" if self._place.query else "")
+
+        def send() -> Reply:
+            link.request("POST", target, body, self._headers)
+            reply = link.getresponse()
+            content = reply.read(MOST_BYTES + 1)
+            return Reply(reply.status, content, _seconds(reply.headers.get("Retry-After")))
+
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await asyncio.get_running_loop().run_in_executor(self._threads, send)
+        finally:
+            _shut(link)
+
+    def _checked(self, body: bytes) -> float:
+        if len(body) > MOST_BYTES:
+            raise InvalidScore(f"the judge's reply is longer than {MOST_BYTES} bytes")
+        try:
+            score = self._score(json.loads(body))
+        except Exception as error:  # the reader may be custom; RecursionError for deep nesting
+            what = f"{type(error).__name__}: {str(error)[:200]}"
+            raise InvalidScore(f"the judge's reply cannot be read: {what}") from None
+        if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
+            raise InvalidScore(f"the judge's score is {str(score)[:50]!r}; expected a number")
+        if not self._low <= score <= self._high:
+            raise InvalidScore(f"the judge's score is {score}; expected {self._low} to {self._high}")
+        return float(score)
+
+
+class InvalidScore(ValueError):
+    """A reply that holds no valid score."""
+
+
+def _seconds(header: str | None) -> float | None:
+    """Read a Retry-After in seconds; a date, or nonsense, is not obeyed."""
+    try:
+        seconds = float(header or "")
+    except ValueError:
+        return None
+    return seconds if 0 <= seconds < 1e6 else None
+
+
+def _shut(link: http.client.HTTPConnection) -> None:
+    """Close a connection that a thread may be reading from: shutting the socket wakes it."""
+    if link.sock is not None:
+        try:
+            link.sock.shutdown(2)
+        except OSError:  # it was closed by the other side
+            return
+    link.close()

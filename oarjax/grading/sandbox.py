@@ -1,0 +1,265 @@
+"""Run untrusted programs: a process of their own that the kernel locks up, with limits that it cannot lift.
+
+Inside (``grading/sandbox_child.py``) there is the standard library, a scratch folder, and nothing else: no network, no
+other process, no file outside, none of this process's environment. ``prove_isolation`` attacks a sandbox on this
+machine and finds out; where one attack gets through, or the kernel lacks a lock, nothing is run.
+
+Linux on x86-64 with Landlock (5.19 or later) and seccomp. Other machines have no sandbox.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from oarjax.errors import UserError
+
+CHILD = Path(__file__).with_name("sandbox_child.py")
+LOCK_FAILED = 97
+POLL = 0.02
+MOST_FILES = 256
+MOST_OUTPUT = 1 << 20
+
+
+class IsolationError(UserError, RuntimeError):
+    """This machine cannot lock a program up; says what is missing or what got through."""
+
+
+class Ran(NamedTuple):
+    """The end of a program."""
+
+    code: int  # exit code; negative: the signal that ended it
+    output: str
+    errors: str
+    stopped: str  # why it was killed; "" if it ended by itself
+
+    @property
+    def passed(self) -> bool:
+        return self.code == 0 and not self.stopped
+
+
+def run_program(
+    program: str,
+    *,
+    stdin: str = "",
+    seconds: float = 4.0,
+    memory_mb: int = 512,
+    disk_mb: int = 16,
+) -> Ran:
+    """Run a Python program in a sandbox of its own and wait for its end.
+
+    Args:
+        seconds: wall-clock time, start-up included; processor time is limited to the same.
+        memory_mb: address space.
+        disk_mb: of the scratch folder, and of each output.
+
+    Raises:
+        IsolationError: a lock could not be closed; the program was not run.
+    """
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        raise IsolationError(f"programs are run on Linux and x86-64 alone, and this is {platform.system()}")
+    with tempfile.TemporaryDirectory(prefix="oarjax-sandbox-") as folder:
+        scratch = Path(folder, "scratch")
+        scratch.mkdir()
+        job = {
+            "scratch": str(scratch),
+            "read": _readable(),
+            "memory_mb": memory_mb,
+            "seconds": seconds,
+            "file_mb": disk_mb,
+            "program": program,
+        }
+        paths = [Path(folder, name) for name in ("in", "out", "err")]
+        paths[0].write_text(json.dumps(job) + "\n" + stdin, encoding="utf-8")
+        with paths[0].open("rb", 0) as given, paths[1].open("wb") as out, paths[2].open("wb") as err:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(CHILD)],
+                stdin=given,
+                stdout=out,
+                stderr=err,
+                cwd=scratch,
+                env={"LANG": "C.UTF-8", "HOME": str(scratch), "TMPDIR": str(scratch)},
+                process_group=0,
+            )
+            try:
+                stopped = _watch(process, scratch, seconds, disk_mb)
+            finally:
+                process.kill()
+                code = process.wait()
+        output, errors = (_head(path) for path in paths[1:])
+    if code == LOCK_FAILED and errors.startswith("sandbox: "):
+        raise IsolationError(f"this machine cannot lock a program up: {errors.strip()}")
+    return Ran(code, output, errors, stopped)
+
+
+def _watch(process: subprocess.Popen[bytes], scratch: Path, seconds: float, disk_mb: int) -> str:
+    """Wait for the end; return why the process has to be killed, or ""."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            process.wait(POLL)
+            return ""
+        except subprocess.TimeoutExpired:
+            pass
+        if time.monotonic() > end:
+            return f"it took more than {seconds:g} s"
+        if (problem := _too_much(scratch, disk_mb)) is not None:
+            return problem
+
+
+def _too_much(scratch: Path, disk_mb: int) -> str | None:
+    """Say what is wrong with the size of the scratch folder."""
+    count = total = 0
+    for root, folders, files in os.walk(scratch):
+        count += len(folders) + len(files)
+        if count > MOST_FILES:
+            return f"it made more than {MOST_FILES} files"
+        for name in files:
+            try:
+                total += os.lstat(os.path.join(root, name)).st_size
+            except OSError:  # removed meanwhile
+                continue
+    return f"it wrote more than {disk_mb} MB" if total > disk_mb * 2**20 else None
+
+
+def _head(path: Path) -> str:
+    with path.open("rb") as file:
+        return file.read(MOST_OUTPUT).decode(errors="replace")
+
+
+def _readable() -> list[str]:
+    """List what an interpreter needs to start and to import its standard library."""
+    own = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.join(sys.base_prefix, "lib")}
+    system = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
+    return [*sorted(own), *system, "/dev/null", "/dev/urandom"]
+
+
+@functools.cache
+def prove_isolation() -> None:
+    """Attack a sandbox on this machine, once per process.
+
+    Raises:
+        IsolationError: an attack got through, or there is no sandbox here.
+    """
+    with tempfile.TemporaryDirectory(prefix="oarjax-proof-") as folder, socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        canary = Path(folder, "canary")
+        canary.write_text("secret")
+        os.environ["OARJAX_PROOF"] = "secret"
+        try:
+            facts = {"port": listener.getsockname()[1], "canary": str(canary), "parent": os.getpid()}
+            ran = run_program(f"FACTS = {facts!r}\n{ATTACKS}", seconds=20.0)
+        finally:
+            del os.environ["OARJAX_PROOF"]
+        through = _through(ran)
+        if [path.name for path in Path(folder).iterdir()] != ["canary"] or canary.read_text() != "secret":
+            through.append("a file outside was changed")
+        listener.setblocking(False)
+        try:
+            listener.accept()
+            through.append("a connection arrived")
+        except BlockingIOError:
+            pass
+    if through:
+        raise IsolationError(f"a sandbox on this machine does not hold: {', '.join(through)}")
+
+
+def _through(ran: Ran) -> list[str]:
+    """Return the attacks that got through; an answer that is none counts as one."""
+    try:
+        found: Any = json.loads(ran.output)
+        tried, through = found["tried"], found["through"]
+    except (ValueError, KeyError, TypeError):
+        return [f"the proof did not end (exit code {ran.code}, {ran.stopped or ran.errors[-300:]})"]
+    return list(through) if tried >= 20 else [f"only {tried} attacks were tried"]
+
+
+ATTACKS = """
+import ctypes, json, os, resource, signal, socket, subprocess, sys, threading
+
+libc = ctypes.CDLL(None, use_errno=True)
+outside, parent = os.path.dirname(FACTS["canary"]), FACTS["parent"]
+
+
+def raw(number, *arguments):
+    return libc.syscall(ctypes.c_long(number), *[ctypes.c_long(a) for a in arguments]) >= 0
+
+
+def own_files():  # what must work, or the proof proves nothing
+    with open("mine", "w") as file:
+        file.write("x")
+    thread = threading.Thread(target=os.remove, args=("mine",))
+    thread.start()
+    thread.join()
+    return os.path.exists("mine")
+
+
+def child(code):
+    pid = os.fork()
+    if pid == 0:
+        os._exit(code)
+    return True
+
+
+ATTEMPTS = {
+    "the scratch folder does not work": own_files,
+    "TCP": lambda: socket.create_connection(("127.0.0.1", FACTS["port"]), 2),
+    "UDP": lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM),
+    "a Unix socket": lambda: socket.socket(socket.AF_UNIX),
+    "a netlink socket": lambda: socket.socket(16, socket.SOCK_RAW),
+    "a pair of sockets": socket.socketpair,
+    "reading a file outside": lambda: open(FACTS["canary"]).read(),
+    "writing a file outside": lambda: open(FACTS["canary"], "w").write("x"),
+    "truncating a file outside": lambda: os.truncate(FACTS["canary"], 0) is None,
+    "removing a file outside": lambda: os.unlink(FACTS["canary"]) is None,
+    "a new file outside": lambda: open(os.path.join(outside, "new"), "w"),
+    "a new folder outside": lambda: os.mkdir(os.path.join(outside, "folder")) is None,
+    "moving a file out": lambda: open("f", "w").close() or os.rename("f", os.path.join(outside, "f")) is None,
+    "a link to a file outside": lambda: os.link(FACTS["canary"], "link") is None,
+    "the mode of a file outside": lambda: os.chmod(FACTS["canary"], 0) is None,
+    "the times of a file outside": lambda: os.utime(FACTS["canary"]) is None,
+    "listing a folder outside": lambda: os.listdir(outside),
+    "the passwords file": lambda: open("/etc/passwd").read(),
+    "the job, with stdin": lambda: "program" in sys.stdin.read(),
+    "an environment variable": lambda: "OARJAX_PROOF" in os.environ,
+    "the parent's environment": lambda: open(f"/proc/{parent}/environ", "rb").read(),
+    "the parent's memory": lambda: open(f"/proc/{parent}/mem", "r+b"),
+    "its own environment in /proc": lambda: b"secret" in open("/proc/self/environ", "rb").read(),
+    "fork": lambda: child(0),
+    "a command": lambda: subprocess.run(["/bin/true"]) is not None,
+    "exec": lambda: os.execv(sys.executable, [sys.executable, "-c", ""]),
+    "a signal to the parent": lambda: os.kill(parent, 0) is None,
+    "a thread's signal to the parent": lambda: raw(234, parent, parent, 0),
+    "the parent's limits": lambda: resource.prlimit(parent, resource.RLIMIT_NOFILE),
+    "its own limits": lambda: resource.setrlimit(resource.RLIMIT_CPU, (resource.RLIM_INFINITY,) * 2) is None,
+    "ptrace": lambda: raw(101, 16, parent, 0, 0),
+    "a raw socket call": lambda: raw(41, 2, 1, 0),
+    "io_uring": lambda: raw(425, 1, ctypes.addressof(ctypes.create_string_buffer(256))),
+    "clone3": lambda: raw(435, 0, 0),
+    "memory files": lambda: raw(319, ctypes.addressof(ctypes.create_string_buffer(b"x")), 0),
+    "System V memory": lambda: raw(29, 0, 4096, 0o1600),
+    "keys": lambda: raw(250, 0, 0, 1),
+    "namespaces": lambda: raw(272, 0x10000000),
+    "bpf": lambda: raw(321, 0, 0, 0),
+    "more memory": lambda: bytearray(1 << 32),
+}
+through = []
+for name, attempt in ATTEMPTS.items():
+    try:
+        if attempt():
+            through.append(name)
+    except (OSError, MemoryError, ValueError):
+        pass
+print(json.dumps({"tried": len(ATTEMPTS), "through": through}))
+"""

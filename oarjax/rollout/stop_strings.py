@@ -1,0 +1,82 @@
+"""Stop strings as a table for the sampler: which token completes one, wherever in its bytes that happens.
+
+A string may begin in one token and end in another, in the middle of either. So a row carries a state: the longest
+beginning of a stop string that its bytes end in (Aho and Corasick, 1975). The table leads from state and token to the
+next state; its last state is "a string was completed" and is never left.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int32
+
+MOST_STATES = 512
+"""States at most, about as many as all stop strings have bytes; a table of Qwen's vocabulary then has 300 MB."""
+
+
+def stop_table(strings: Sequence[str], token_bytes: Sequence[bytes]) -> Int32[np.ndarray, "states V"] | None:
+    """Build the table of next states, [states, V]; None without strings. Rows begin in state 0.
+
+    Args:
+        strings: stop strings; a completion ends with the first token whose bytes complete one of them.
+        token_bytes: the bytes of every token id; special tokens have none and leave the state as it is.
+
+    Raises:
+        ValueError: an empty string, or too many bytes in all.
+    """
+    if not strings:
+        return None
+    if not all(strings):
+        raise ValueError("stop: an empty string would end every completion; leave it out")
+    step = _automaton([string.encode() for string in strings])
+    final = len(step) - 1
+    if len(step) > MOST_STATES:
+        raise ValueError(f"stop: the strings have {final} different beginnings; at most {MOST_STATES - 1} are possible")
+    state = np.repeat(np.arange(len(step), dtype=np.int32)[:, None], len(token_bytes), axis=1)
+    lengths = np.asarray([len(piece) for piece in token_bytes])
+    for at in range(int(lengths.max(initial=0))):
+        longer = np.flatnonzero(lengths > at)
+        byte = np.asarray([token_bytes[token][at] for token in longer.tolist()])
+        state[:, longer] = step[state[:, longer], byte]
+    return state
+
+
+def cut_text(text: str, strings: Sequence[str]) -> str:
+    """Return the text before the first stop string that occurs in it."""
+    ends = [at for string in strings if (at := text.find(string)) >= 0]
+    return text[: min(ends)] if ends else text
+
+
+def _automaton(strings: Sequence[bytes]) -> Int32[np.ndarray, "states 256"]:
+    """Build the transitions of bytes; the last state is final and absorbs."""
+    children: list[dict[int, int]] = [{}]
+    ends: set[int] = set()
+    for string in strings:
+        state = 0
+        for byte in string:
+            if byte not in children[state]:
+                children[state][byte] = len(children)
+                children.append({})
+            state = children[state][byte]
+        ends.add(state)
+    count = len(children)
+    step, fallback = np.zeros((count, 256), np.int32), np.zeros(count, np.int32)
+    queue = deque([0])
+    while queue:  # breadth first: what a state falls back to is complete before it
+        state = queue.popleft()
+        if int(fallback[state]) in ends:
+            ends.add(state)
+        step[state] = step[fallback[state]] if state else 0
+        for byte, child in children[state].items():
+            fallback[child] = step[fallback[state]][byte] if state else 0
+            queue.append(child)
+        for byte, child in children[state].items():
+            step[state, byte] = child
+    # All that ends a string becomes one state, the last.
+    kept = [state for state in range(count) if state not in ends]
+    renamed = np.full(count, len(kept), np.int32)
+    renamed[kept] = np.arange(len(kept))
+    return np.concatenate([renamed[step[kept]], np.full((1, 256), len(kept), np.int32)])

@@ -1,0 +1,57 @@
+"""The advantages of a run, as its config asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from oarjax.config import Config
+from oarjax.rl.advantages import (
+    AdvantageFunction,
+    leave_one_out_advantages,
+    per_reward_advantages,
+    reward_after_kl,
+)
+from oarjax.rl.grpo import group_advantages
+from oarjax.types import Rollout
+
+Values = dict[str, Float[Array, "B"]]
+"""Unweighted values of each reward, and what the overlong penalty adds."""
+
+
+def bound_advantages(
+    cfg: Config, custom: AdvantageFunction | None = None
+) -> Callable[[Float[Array, "B"], Values], Float[Array, "B"]]:
+    """(rewards, NaN where ungraded; values of each reward) -> advantages, with a run's settings."""
+    a, group = cfg.advantage, cfg.rollout.group_size
+    weights = {r.name: r.weight for r in cfg.grading.rewards} | {"overlong": 1.0}
+
+    def grpo(rewards: Float[Array, "B"], values: Values) -> Float[Array, "B"]:
+        return group_advantages(rewards, group_size=group, scale=a.scale, ddof=a.ddof, eps=a.eps)
+
+    def rloo(rewards: Float[Array, "B"], values: Values) -> Float[Array, "B"]:
+        scale = "none" if a.scale == "none" else "batch"
+        return leave_one_out_advantages(rewards, group_size=group, scale=scale, ddof=a.ddof, eps=a.eps)
+
+    def gdpo(rewards: Float[Array, "B"], values: Values) -> Float[Array, "B"]:
+        names = [name for name in weights if name in values]
+        each = jnp.stack([jnp.where(jnp.isnan(rewards), jnp.nan, values[name]) for name in names])
+        scales = jnp.asarray([weights[name] for name in names], jnp.float32)
+        return per_reward_advantages(each, scales, group_size=group, ddof=a.ddof, eps=a.eps)
+
+    if custom is None:
+        return {"grpo": grpo, "rloo": rloo, "gdpo": gdpo}[a.method]
+    return lambda rewards, values: jnp.where(jnp.isnan(rewards), 0, custom(rewards, values, group))
+
+
+def bound_kl_penalty(cfg: Config) -> Callable[..., Float[Array, "B"]]:
+    """(rewards, rollout, reference log-probs) -> rewards less the KL term of ``loss.kl_in`` reward."""
+    after = partial(reward_after_kl, beta=cfg.loss.kl_beta)
+
+    def penalise(rewards: Float[Array, "B"], rollout: Rollout, ref_logps: Float[Array, "B T"]) -> Float[Array, "B"]:
+        return after(rewards, rollout.behaviour_logps, ref_logps, rollout.completion)
+
+    return penalise

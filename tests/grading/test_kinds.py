@@ -1,0 +1,206 @@
+"""Rewards per batch and group, async ones, callables of this process: values, verdicts, what a bad one costs."""
+
+import asyncio
+import os
+import textwrap
+
+import numpy as np
+import pytest
+
+from oarjax.grading.grader import GraderError
+from oarjax.grading.mixed import local_digests, local_rewards, make_grader
+from oarjax.grading.recorded import RecordedGrader
+from oarjax.grading.rewards import Sample, reward
+from oarjax.runs.durable import Failures
+
+PLUGIN = '''
+import asyncio, os, time
+from oarjax import Sample, reward
+
+
+@reward("kinds_rank", per="batch")
+def rank(samples, *, top=1.0):
+    """Between 0 and top, by length."""
+    order = sorted(range(len(samples)), key=lambda n: samples[n].tokens)
+    return [top * order.index(n) / max(len(samples) - 1, 1) for n in range(len(samples))]
+
+
+@reward("kinds_best", per="group")
+def best(samples):
+    """A pairwise judge: the share of its group that an answer beats. Hangs, dies and lies where it is told to."""
+    said = " ".join(s.completion for s in samples)
+    if "HANG" in said:
+        time.sleep(60)
+    if "DIE" in said:
+        os._exit(3)
+    if "RAISE" in said:
+        raise KeyError("no such criterion")
+    if "SHORT" in said:
+        return [1.0]
+    numbers = [float(s.extracted or 0) for s in samples]
+    return [None if s.columns.get("hard") else sum(a > b for b in numbers) for s, a in zip(samples, numbers)]
+
+
+@reward("kinds_async")
+async def slowly(sample):
+    if "BLOCK" in sample.completion:
+        time.sleep(60)
+    await asyncio.sleep(60 if "HANG" in sample.completion else 0.05)
+    if "RAISE" in sample.completion:
+        raise OSError("no route")
+    return float(sample.tokens)
+'''
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory):
+    file = tmp_path_factory.mktemp("kinds") / "kinds.py"
+    file.write_text(PLUGIN)
+    return str(file)
+
+
+def sample(text, group=0, tokens=1, **columns):
+    return Sample(prompt="p", completion=text, answer="7", tokens=tokens, group=group, columns=columns)
+
+
+def graded(plugin, rewards, samples, **settings):
+    limits = {"workers": 1, "call_deadline": 1.0} | settings
+    with make_grader(rewards, plugins=[plugin], style="hash", **limits) as grader:
+        return grader.grade(samples)
+
+
+def test_batch_group_and_async_rewards_beside_the_pool(plugin):
+    samples = [
+        sample("#### 7", 0, 3), sample("#### 5", 0, 1), sample("#### 7", 0, 2),
+        sample("#### 1", 1, 4), sample("#### 2", 1, 5, hard=True),
+    ]  # fmt: skip
+    names = [("exact", 1.0), ("kinds_rank", 0.5), ("kinds_best", 0.1), ("kinds_async", 0.0)]
+    grades = graded(plugin, names, samples, settings={"kinds_rank": {"top": 4.0}})
+    want = {
+        "exact": [1, 0, 1, 0, 0],
+        "kinds_rank": [2, 0, 1, 3, 4],
+        "kinds_best": [1, 0, 1, 0, np.nan],  # None: not graded
+        "kinds_async": [3, 1, 2, 4, 5],
+    }
+    assert list(grades.per_reward) == list(want)
+    for name, values in want.items():
+        np.testing.assert_array_equal(grades.per_reward[name], np.float32(values), err_msg=name)
+    np.testing.assert_allclose(grades.rewards, [2.1, 0, 1.6, 1.5, np.nan], rtol=1e-6)
+    assert grades.verdicts == ["graded"] * 4 + ["ungraded"]
+    assert grades.answers == ["7", "5", "7", "1", "2"]
+    assert "kinds_best: the reward returned no number" in grades.notes[4]
+
+
+@pytest.mark.slow
+def test_a_bad_call_costs_its_own_samples(plugin):
+    bad = ["HANG", "DIE", "RAISE", "SHORT"]
+    samples = [sample(f"#### {n} {word}", group) for group, word in enumerate([*bad, ""]) for n in range(2)]
+    grades = graded(plugin, [("kinds_best", 1.0)], samples)
+    assert grades.verdicts == [v for v in ("timeout", "crash", "crash", "crash", "graded") for _ in range(2)]
+    np.testing.assert_array_equal(grades.rewards, np.float32([np.nan] * 8 + [0, 1]))
+    for row, note in ((0, "within 1 s"), (2, "its worker ended"), (4, "no such criterion"), (6, "1 values for 2")):
+        assert note in grades.notes[row]
+    texts = ["one", "HANG", "RAISE", "two"]
+    grades = graded(
+        plugin, [("kinds_async", 1.0)], [sample(text, n) for n, text in enumerate(texts)], call_deadline=0.5
+    )
+    assert grades.verdicts == ["graded", "timeout", "crash", "graded"]
+    grades = graded(plugin, [("kinds_async", 1.0)], [sample("BLOCK"), sample("one")], call_deadline=0.3)
+    assert grades.verdicts == ["timeout", "timeout"]  # it blocked the loop for both
+
+
+def test_a_closed_grader_says_so(plugin):
+    grader = make_grader([("kinds_best", 1.0)], plugins=[plugin], workers=1)
+    with grader:
+        pass
+    with pytest.raises(GraderError, match="the grader is closed"):
+        grader.submit([sample("x")])
+
+
+def test_unknown_settings_and_kinds_are_refused(unchecked):
+    with pytest.raises(ValueError, match="repetition has no setting n; its settings are words, penalty"):
+        make_grader([("repetition", 1.0)], settings={"repetition": {"n": 2}})
+    with pytest.raises(ValueError, match="exact has no setting n; it has none"):
+        make_grader([("exact", 1.0)], settings={"exact": {"n": 2}})
+    with pytest.raises(ValueError, match="per must be sample, batch or group, got 'row'"):
+        reward("kinds_wrong", per="row")
+
+
+# --- Callables of this process ---------------------------------------------------------------------------------------
+
+
+def in_this_process(sample: Sample) -> float:
+    return float(os.getpid() == PID and sample.extracted == "7")
+
+
+async def waits(sample: Sample) -> float:
+    await asyncio.sleep(0)
+    return 2.0
+
+
+def breaks(sample: Sample) -> float:
+    raise ZeroDivisionError("nothing to share")
+
+
+PID = os.getpid()
+
+
+def test_callables_are_called_here_and_forgotten_afterwards():
+    with local_rewards([in_this_process, (waits, 0.5), ("exact", 0.25)]) as pairs:
+        assert pairs == [("in_this_process", 1.0), ("waits", 0.5), ("exact", 0.25)]
+        assert sorted(local_digests(["in_this_process", "waits", "exact"])) == ["in_this_process", "waits"]
+        with make_grader(pairs, style="hash", workers=1) as grader:
+            grades = grader.grade([sample("#### 7"), sample("#### 8")])
+    np.testing.assert_array_equal(grades.rewards, [2.25, 1.0])
+    with pytest.raises(ValueError, match="no reward is called 'in_this_process'"):
+        make_grader(pairs)
+    with local_rewards([breaks]) as pairs, make_grader(pairs, workers=1) as grader:
+        grades = grader.grade([sample("x")])
+    assert (grades.verdicts, np.isnan(grades.rewards).all()) == (["crash"], True)
+    assert "breaks: ZeroDivisionError: nothing to share" in grades.notes[0]
+
+
+def test_what_is_no_reward_is_refused():
+    for wrong, message in (
+        ([lambda s: 1.0], "a lambda has no name"),
+        ([3], r"expected a function, a reward's name, or \(either, weight\), got 3"),
+    ):
+        with pytest.raises(ValueError, match=message), local_rewards(wrong):
+            pass
+
+
+# --- Recorded verdicts ------------------------------------------------------------------------------------------------
+
+
+def test_recorded_verdicts_of_a_judge_are_not_asked_for_again(tmp_path):
+    """Killed between two batches: on resume the first comes from disk, only the second is asked about."""
+    log = tmp_path / "asked.txt"
+    file = tmp_path / "judge.py"
+    file.write_text(
+        textwrap.dedent(f"""
+        from oarjax import reward
+
+        @reward("kinds_judge_{tmp_path.name}")
+        async def judge(sample):
+            with open({str(log)!r}, "a") as file:
+                file.write(sample.completion + "\\n")
+            return len(sample.completion) / 10
+        """)
+    )
+    name = f"kinds_judge_{tmp_path.name}"
+    batches = [[sample("a", 0), sample("bb", 0)], [sample("ccc", 1), sample("dddd", 1)]]
+
+    def run(count):
+        with make_grader([(name, 1.0)], plugins=[str(file)], workers=1) as grader:
+            failures = Failures("stop", lambda text: None)
+            recorded = RecordedGrader(
+                grader, tmp_path / "verdicts", setup="s", failures=failures, say=lambda text: None
+            )
+            recorded.begin(1)
+            return [recorded.submit(batch).result().rewards.tolist() for batch in batches[:count]]
+
+    first = run(1)
+    again = run(2)
+    assert again[:1] == first
+    assert sorted(log.read_text().split()) == ["a", "bb", "ccc", "dddd"]
+    assert run(2) == again

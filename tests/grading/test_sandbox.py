@@ -1,0 +1,173 @@
+"""The sandbox of the reward ``code``: attacks from inside, limits, and what the reward makes of a completion.
+
+Nothing here is skipped: a machine whose kernel cannot lock a program up fails.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import config
+
+from oarjax.config import ConfigError
+from oarjax.grading import sandbox
+from oarjax.grading.code import code_passes, last_block
+from oarjax.grading.rewards import Sample, Unparseable
+from oarjax.grading.sandbox import IsolationError, prove_isolation, run_program
+from oarjax.training.parts.checks import check_grading
+
+
+def test_the_attacks_of_the_proof_fail_one_by_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("OARJAX_PROOF", "secret")
+    canary = tmp_path / "canary"
+    canary.write_text("secret")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        facts = {"port": listener.getsockname()[1], "canary": str(canary), "parent": os.getpid()}
+        ran = run_program(f"FACTS = {facts!r}\n{sandbox.ATTACKS}", seconds=30.0)
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+    assert json.loads(ran.output) == {"tried": 40, "through": []}, ran
+    assert (canary.read_text(), list(tmp_path.iterdir())) == ("secret", [canary])
+    assert canary.stat().st_mode & 0o777 != 0
+    prove_isolation()
+
+
+def test_the_attacks_get_through_where_nothing_is_locked(tmp_path):
+    """The proof can fail: outside a sandbox its attacks succeed."""
+    canary = tmp_path / "canary"
+    canary.write_text("secret")
+    harmless = {
+        "TCP",
+        "reading a file outside",
+        "listing a folder outside",
+        "fork",
+        "a command",
+        "an environment variable",
+    }
+    some = f"ATTEMPTS = {{name: attempt for name, attempt in ATTEMPTS.items() if name in {harmless!r}}}"
+    program = sandbox.ATTACKS.replace("through = []", f"{some}\nthrough = []")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        facts = {"port": listener.getsockname()[1], "canary": str(canary), "parent": os.getpid()}
+        out = subprocess.run(
+            [sys.executable, "-c", f"FACTS = {facts!r}\n{program}"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+            env=os.environ | {"OARJAX_PROOF": "secret"},
+        )
+    assert set(json.loads(out.stdout)["through"]) == harmless
+
+
+THREADS = "import threading, time\nfor n in range(10**6): threading.Thread(target=time.sleep, args=(9,)).start()"
+MANY_FILES = "import time\nfor n in range(300): open(str(n), 'w').close()\ntime.sleep(5)"
+LARGE_FILES = "import time\nfor n in range(5): open(str(n), 'wb').write(b'x' * 600_000)\ntime.sleep(5)"
+
+
+@pytest.mark.parametrize(
+    ("program", "limits", "stopped", "said"),
+    [
+        ("while True: pass", {"seconds": 0.7}, "more than 0.7 s", ""),
+        ("x = [0] * 10**9", {"memory_mb": 256}, "", "MemoryError"),
+        ("open('f', 'wb').write(b'x' * 10**8)", {"disk_mb": 1}, "", ""),
+        (MANY_FILES, {}, "more than 256 files", ""),
+        (LARGE_FILES, {"disk_mb": 1}, "more than 1 MB", ""),
+        (THREADS, {"seconds": 3.0}, "more than 3 s", "can't start new thread"),
+        ("print('x' * 10**8)", {"disk_mb": 1}, "", ""),
+    ],
+)
+def test_limits(program, limits, stopped, said):
+    ran = run_program(program, **limits)
+    assert not ran.passed
+    assert stopped in ran.stopped
+    assert bool(ran.stopped) == bool(stopped)
+    assert said in ran.errors
+    assert len(ran.output) <= sandbox.MOST_OUTPUT
+
+
+def test_nothing_is_left_behind():
+    before = set(Path("/tmp").glob("oarjax-sandbox-*"))
+    ran = run_program("open('f', 'w').write('x'); print(open('f').read(), input())", stdin="7\n8\n")
+    assert (ran.passed, ran.output) == (True, "x 7\n")
+    assert set(Path("/tmp").glob("oarjax-sandbox-*")) <= before
+
+
+def test_a_machine_without_the_locks_runs_nothing(monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    with pytest.raises(IsolationError, match="on Linux and x86-64 alone"):
+        run_program("print(1)")
+    monkeypatch.undo()
+    ran = "import os; os._exit(97)"
+    assert run_program(ran).code == 97  # a program cannot claim that the lock failed
+    monkeypatch.setattr(
+        sandbox, "run_program", lambda *_, **__: sandbox.Ran(0, '{"tried": 40, "through": ["TCP"]}', "", "")
+    )
+    with pytest.raises(IsolationError, match="does not hold: TCP"):
+        prove_isolation.__wrapped__()
+    monkeypatch.setattr(sandbox, "run_program", lambda *_, **__: sandbox.Ran(1, "", "Traceback", ""))
+    with pytest.raises(IsolationError, match=r"the proof did not end \(exit code 1, Traceback\)"):
+        prove_isolation.__wrapped__()
+
+
+def test_a_run_is_refused_where_isolation_is_not_proved(monkeypatch):
+    cfg = config(grading__rewards=[{"name": "code"}])
+    check_grading(cfg)
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    prove_isolation.cache_clear()
+    with pytest.raises(ConfigError, match=r"grading\.rewards: code: programs are run on Linux and x86-64 alone"):
+        check_grading(cfg)
+
+
+# --- The reward -----------------------------------------------------------------------------------------------------
+
+DOUBLES = [{"input": "2", "output": "4"}, {"input": "5\n", "output": "10 \n\n"}]
+ADD = "Here:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
+
+
+def value(completion, tests):
+    return code_passes(Sample(prompt="", completion=completion, answer="", columns={"tests": tests}))
+
+
+@pytest.mark.parametrize(
+    ("completion", "tests", "expected"),
+    [
+        (ADD, "assert add(1, 2) == 3", 1.0),
+        (ADD, ["assert add(1, 2) == 3", "assert add(1, 2) == 4"], 0.0),
+        (ADD.replace("a + b", "a - b"), "assert add(1, 2) == 3", 0.0),
+        ("```python\nimport sys\nsys.exit(0)\n```", "assert False", 0.0),  # an early exit is no pass
+        ("```python\nimport os\nprint('tests passed')\nos._exit(0)\n```", "assert False", 0.0),
+        ("```python\nimport builtins\nbuiltins.compile = lambda *a: ''\n```", "assert False", 0.0),
+        (
+            "```\nprint(int(input()) * 2)\n```",
+            [{"input": "2", "output": "4"}, {"input": "5\n", "output": "10 \n\n"}],
+            1.0,
+        ),
+        ("```py\nprint(4)\n```", [{"input": "2", "output": "4"}, {"input": "5", "output": "10"}], 0.0),
+        ("```python\nprint(1)\n```\nNo:\n```python\nprint(2)\n```", [{"input": "", "output": "2"}], 1.0),  # the last
+    ],
+)
+def test_programs_are_judged_by_their_tests(completion, tests, expected):
+    assert value(completion, tests) == expected
+
+
+@pytest.mark.parametrize("tests", [None, "", [], [3], [{"input": "1"}], {"assert": 1}])
+def test_rows_without_tests_are_ungraded(tests):
+    with pytest.raises(Unparseable, match="the reference"):
+        value(ADD, tests)
+
+
+def test_a_completion_without_a_block_is_unparseable():
+    with pytest.raises(Unparseable, match="the answer"):
+        value("def add(a, b): return a + b", "assert True")
+    assert last_block("```json\n{}\n```") is None
+    assert last_block("```python\n" * 2_000) is None

@@ -1,0 +1,116 @@
+"""Adapters leave and enter as PEFT folders: torch gets equal logits with them, by hand and, where it is, by peft."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TESTS
+from safetensors.numpy import load_file, save_file
+
+from oarjax.config import ConfigError, LoraConfig
+from oarjax.data.hf import load_params, read_config
+from oarjax.data.hf_files import CheckpointError
+from oarjax.data.peft import CONFIG, WEIGHTS, read_adapters, write_adapters
+from oarjax.models.lora import init_adapters, laid_over
+from oarjax.models.policy import positions_of
+from oarjax.models.qwen import make_policy
+from oarjax.training.parts.adapters import start_adapters
+
+ALPHA, RANK = 6.0, 3
+IDS = np.random.default_rng(0).integers(0, 64, (2, 9))
+
+
+@pytest.fixture(scope="module", params=[("qwen2_tied", ("q", "k", "v", "o")), ("qwen3_untied", ("q", "gate", "down"))])
+def trained(request, tmp_path_factory):
+    """A golden policy with adapters that are not 0, and its PEFT folder."""
+    kind, targets = request.param
+    base = TESTS / "golden" / "policy" / kind
+    cfg, folder = read_config(base)
+    params = load_params(folder, cfg, dtype=jnp.float32)
+    fresh = init_adapters(jax.random.key(0), params, rank=RANK, targets=targets)
+    draw = np.random.default_rng(1)
+    adapters = jax.tree.map(lambda x: x + 0.2 * draw.normal(size=x.shape).astype(np.float32), fresh)
+    out = write_adapters(tmp_path_factory.mktemp("peft") / "out", cfg, adapters, alpha=ALPHA, base=str(base))
+    return cfg, params, adapters, targets, base, out
+
+
+def logits_here(cfg, params, adapters):
+    policy = make_policy(cfg, remat="none", adapter_scale=ALPHA / RANK)
+    whole, valid = laid_over(params, adapters), jnp.ones(IDS.shape, bool)
+    hidden, _ = policy.trunk(whole, policy.embed(whole, jnp.asarray(IDS)), positions_of(valid), valid)
+    return np.asarray(policy.unembed(whole, hidden))
+
+
+def test_torch_gets_equal_logits_from_the_folder(trained):
+    """As PEFT applies it: y = x W^T + alpha / r * (x A^T) B^T, matrices found by the names in the folder alone."""
+    torch = pytest.importorskip("torch", reason="torch is not installed (extra parity)")
+    from transformers import AutoModelForCausalLM
+
+    cfg, params, adapters, _, base, out = trained
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager").eval()
+    ids = torch.tensor(IDS, dtype=torch.long)
+    fields, tensors = json.loads((out / CONFIG).read_text()), load_file(out / WEIGHTS)
+    with torch.no_grad():
+        plain = model(ids).logits.numpy()
+        changed = 0
+        for name, a in tensors.items():
+            if ".lora_A." in name:
+                module = model.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
+                assert name.split(".")[-3] in fields["target_modules"]
+                product = torch.tensor(tensors[name.replace("lora_A", "lora_B")]) @ torch.tensor(a)
+                module.weight += fields["lora_alpha"] / fields["r"] * product
+                changed += 1
+        theirs = model(ids).logits.numpy()
+    assert changed == len(tensors) / 2
+    ours = logits_here(cfg, params, adapters)
+    assert np.abs(theirs - plain).max() > 0.1
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+def test_what_leaves_comes_back(trained):
+    cfg, _, adapters, targets, _, out = trained
+    found = read_adapters(out, cfg)
+    assert (found.rank, found.alpha, sorted(found.targets)) == (RANK, ALPHA, sorted(targets))
+    jax.tree.map(np.testing.assert_array_equal, found.params, adapters)
+    lora = LoraConfig(rank=RANK, alpha=ALPHA, targets=targets, start=str(out))
+    jax.tree.map(np.testing.assert_array_equal, start_adapters(lora, cfg), adapters)
+    with pytest.raises(ConfigError, match=r"has rank 3, alpha 6 and targets .*; set lora.rank, lora.alpha"):
+        start_adapters(lora.model_copy(update={"rank": 4}), cfg)
+    assert start_adapters(LoraConfig(rank=4), cfg) is None
+
+
+def test_what_is_no_plain_lora_is_refused(trained, tmp_path):
+    cfg, _, _, _, _, out = trained
+    fields, tensors = json.loads((out / CONFIG).read_text()), load_file(out / WEIGHTS)
+    first = next(iter(tensors))
+
+    def written(name, fields=fields, tensors=tensors):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / CONFIG).write_text(json.dumps(fields))
+        save_file(tensors, folder / WEIGHTS)
+        return folder
+
+    for name, changes, message in (
+        ("kind", {"peft_type": "IA3"}, "peft_type is IA3; only LORA"),
+        ("dora", {"use_dora": True}, "use_dora is True; only False"),
+        ("bias", {"bias": "all"}, "bias is 'all'; only 'none'"),
+        ("ranks", {"rank_pattern": {"q_proj": 8}}, "rank_pattern is"),
+        ("rank", {"r": 0}, "r = 0 and lora_alpha = 6.0; expected positive"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            read_adapters(written(name, fields | changes), cfg)
+    with pytest.raises(CheckpointError, match=r"no tensor .*; every layer needs its own"):
+        read_adapters(written("missing", tensors={n: t for n, t in tensors.items() if n != first}), cfg)
+    with pytest.raises(CheckpointError, match="1 tensors fit no matrix of this policy, first other"):
+        read_adapters(written("other", tensors=tensors | {"other": tensors[first]}), cfg)
+    with pytest.raises(CheckpointError, match=r"expected \[3, "):
+        read_adapters(written("shape", tensors=tensors | {first: tensors[first][:, :-1].copy()}), cfg)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_adapters(tmp_path, cfg)
+    with pytest.raises(CheckpointError, match="has no adapters"):
+        write_adapters(tmp_path / "none", cfg, {}, alpha=1.0, base="x")
+    rs = read_adapters(written("rs", fields | {"use_rslora": True}), cfg)
+    np.testing.assert_allclose(rs.alpha / rs.rank, ALPHA / RANK**0.5)

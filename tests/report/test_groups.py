@@ -1,0 +1,50 @@
+"""Completions of whole groups as Parquet."""
+
+import errno
+
+import numpy as np
+import pyarrow.parquet as parquet
+import pytest
+
+from oarjax.report.groups import group_table, write_groups
+from oarjax.runs.durable import StorageError
+from oarjax.types import Grades, Rollout
+
+
+def table():
+    completion = np.arange(3) < np.array([1, 3, 2, 2])[:, None]
+    zeros = np.zeros((4, 3), np.float32)
+    rollout = Rollout(np.zeros((4, 5), np.int32), np.ones((4, 5), bool), completion, zeros, zeros, completion[:, 2])
+    rewards = np.float32([1, 0, np.nan, 0.5])
+    grades = Grades(rewards, {"math": rewards, "brief": rewards * 2}, ["graded"] * 4, ["7", None, "8", ""], [""] * 4)
+    texts = ["a", "b\u2028\n", "<c>", "\ud7ff"]
+    return group_table(
+        3, rollout, grades, np.float32([1, -1, 0, 0]), prompts=["p", "q"], references=["7", "8"], texts=texts
+    )
+
+
+def test_every_completion_of_every_group_is_there(tmp_path):
+    path = write_groups(tmp_path, 3, table())
+    assert path == tmp_path / "groups" / "000003.parquet"
+    read = parquet.read_table(path).to_pydict()
+    assert list(read) == [
+        "iteration", "group", "prompt", "completion", "answer", "reference", "reward", "reward/math", "reward/brief",
+        "advantage", "verdict", "note", "tokens", "ended",
+    ]  # fmt: skip
+    assert read["group"] == [0, 0, 1, 1]
+    assert read["prompt"] == ["p", "p", "q", "q"]
+    assert read["completion"] == table()["completion"]
+    assert read["reward"] == [1, 0, None, 0.5]
+    assert read["reward/brief"] == [2, 0, None, 1]
+    assert read["answer"] == ["7", None, "8", ""]
+    assert (read["tokens"], read["ended"]) == ([1, 3, 2, 2], [False, True, False, False])
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_a_full_disk_is_a_storage_error(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(StorageError, match=r"000003\.parquet"):
+        write_groups(tmp_path, 3, table())
