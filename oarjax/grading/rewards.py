@@ -143,8 +143,7 @@ def find_rewards(names: Sequence[str], settings: Mapping[str, dict[str, Any]] | 
     Raises:
         ValueError: a name is unknown (the message lists the known ones), or a reward has no such setting.
     """
-    for module in BUILT_IN:
-        importlib.import_module(module)
+    _import_built_in()
     unknown = [name for name in names if name not in _registry]
     if unknown:
         near = difflib.get_close_matches(unknown[0], _registry, n=1)
@@ -158,7 +157,13 @@ def find_rewards(names: Sequence[str], settings: Mapping[str, dict[str, Any]] | 
 
 def calls_of(name: str) -> Per:
     """Return what a call of a registered reward sees."""
+    _import_built_in()
     return _per.get(name, "sample")
+
+
+def _import_built_in() -> None:
+    for module in BUILT_IN:
+        importlib.import_module(module)
 
 
 def is_joint(name: str) -> bool:
