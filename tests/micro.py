@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import yaml
 from conftest import CACHE
+from starts import Started
 
 from oarjax.data.arithmetic import write_builtin_policy
 from oarjax.report.files import read_metrics
@@ -66,12 +67,24 @@ def micro_config(folder: Path) -> Path:
 
 
 def command(config: Path, run: Path, *changes: str) -> list[str]:
-    return [sys.executable, "-m", "oarjax.cli", "train", str(config), f"run_dir={run}", *changes]
+    return [sys.executable, "-m", "oarjax.cli", *arguments(config, run, *changes)]
 
 
-def start(config: Path, run: Path, *changes: str, log: Path | None = None, **environment: str) -> subprocess.Popen:
-    """The command in a process of its own; what it prints goes to a file beside the run's folder."""
-    with (log or run.with_suffix(".log")).open("ab") as file:
+def arguments(config: Path, run: Path, *changes: str) -> list[str]:
+    return ["train", str(config), f"run_dir={run}", *changes]
+
+
+def start(
+    config: Path, run: Path, *changes: str, log: Path | None = None, **environment: str
+) -> Started | subprocess.Popen:
+    """The command in a process of its own; what it prints goes to a file beside the run's folder.
+
+    With an environment of its own it is a process from the beginning, otherwise a fork of one that has its imports.
+    """
+    log = log or run.with_suffix(".log")
+    if not environment:
+        return Started(arguments(config, run, *changes), log=log, environment={"COLUMNS": "400"})
+    with log.open("ab") as file:
         return subprocess.Popen(
             command(config, run, *changes),
             stdout=file,
@@ -90,7 +103,7 @@ def said(run: Path) -> str:
     return run.with_suffix(".log").read_text(errors="replace")
 
 
-def kill_after(process: subprocess.Popen, seconds: float) -> bool:
+def kill_after(process: Started | subprocess.Popen, seconds: float) -> bool:
     """Kill it with signal 9 once it has used so many seconds of processor; False where it had ended by then.
 
     Its own seconds, so that a busy machine changes nothing about how far it has come.
@@ -123,7 +136,7 @@ def whole_run(config: Path, run: Path) -> float:
     return seconds
 
 
-def wait_for(process: subprocess.Popen, path: Path, text: str = "", *, seconds: float = 300) -> None:
+def wait_for(process: Started | subprocess.Popen, path: Path, text: str = "", *, seconds: float = 300) -> None:
     """Return once a file is there and holds a text, while the process is running."""
     end = time.monotonic() + seconds
     while not (path.exists() and text in path.read_text(errors="replace")):
