@@ -19,6 +19,7 @@ from oarjax.models.weights import parameter_count
 from oarjax.report.files import make_console
 from oarjax.system.devices import choose_platform
 from oarjax.system.mesh import make_mesh
+from oarjax.training.parts.export_target import check_new_folder
 from oarjax.training.run import Run
 from oarjax.training.run_files import restored_state
 from oarjax.types import Params
@@ -29,6 +30,7 @@ def run(source: str, target: Path, dtype: str, shard_gb: float = SHARD_BYTES / 1
         raise ConfigError(f"--dtype: expected keep, float32 or bfloat16, got {dtype}")
     if target.exists():
         raise ConfigError(f"TARGET: {target} exists; give a folder that does not")
+    check_new_folder(target, field="TARGET", remedy="give another folder")
     choose_platform("cpu")
     found = find_target(source)
     cfg, folder = read_config(found.policy, revision=found.revision)

@@ -18,13 +18,15 @@ from oarjax.grading.recorded import Grading
 from oarjax.report.console import banner
 from oarjax.report.files import make_console
 from oarjax.runs.checkpoint import remove_all
-from oarjax.runs.durable import check_guards, storage_errors, write_durably
+from oarjax.runs.durable import DamagedError, check_guards, storage_errors, write_durably
 from oarjax.runs.folder import changed, claim, locked, put_aside, refuse_another_run
 from oarjax.runs.stop import Stop
 from oarjax.runs.trust import note_own
 from oarjax.system.processes import from_first, join_processes, only_first
 from oarjax.training.held_out import Evaluation, evaluate, evaluation_from, plain_evaluation
 from oarjax.training.parts.adapters import plain_params
+from oarjax.training.parts.dry_run import try_rewards
+from oarjax.training.parts.export_target import check_export
 from oarjax.training.parts.inputs import check_inputs, pin_threads, seal_start
 from oarjax.training.results import show_results
 from oarjax.training.run import Run, open_run
@@ -82,14 +84,16 @@ def train_once(cfg: Config, console: Console, stop: Stop, on_lines: Callable[[],
         check_checkpoint(run, folder)
         if run.first:
             changes += check_inputs(run)
-        only_first(lambda: _claim(folder, cfg, console))
         if cfg.export.folder is not None:
             target = folder / cfg.export.folder
             only_first(lambda: remove_half_written(target))
+            only_first(lambda: check_export(run, target))
+        only_first(lambda: _claim(folder, cfg, console))
         banner(console, run.facts(), cfg.model_dump(mode="json", exclude_defaults=True))
         if changes.words():
             console.print(f"resuming with a changed config or changed inputs: {changes.words()}", markup=False)
         with run.grader() as grader:
+            try_rewards(run, grader)
             start, before = start_policy(run, grader, stop)
             trained = train(run, grader, start, before, folder, stop, on_lines, keep_start=False)
         if cfg.export.folder is not None:
@@ -149,6 +153,7 @@ def _compare(cfg: Config, seeds: list[int], console: Console, stop: Stop) -> Non
                 only_first(lambda: claim(root, cfg))
                 banner(console, run.facts(), cfg.model_dump(mode="json", exclude_defaults=True))
             with storage_errors(run.folder), run.grader() as grader:
+                try_rewards(run, grader)
                 if run.first and (changes := check_inputs(run).words()):
                     console.print(f"resuming with changed inputs: {changes}", markup=False)
                 start, before = start_policy(run, grader, stop)
@@ -189,7 +194,13 @@ def start_policy(run: Run, grader: Grading, stop: Stop | None = None) -> tuple[P
         return params, None
     known = run.folder / "start.json"
     if from_first(known.is_file):
-        return params, evaluation_from(json.loads(known.read_text(encoding="utf-8")))
+        try:
+            return params, evaluation_from(json.loads(known.read_text(encoding="utf-8")))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise DamagedError(
+                f"{known} is not the evaluation that was written ({type(error).__name__}: {error}); put a good copy "
+                "there, or remove it to evaluate the start again"
+            ) from None
     before = evaluate(run, grader, params)
     only_first(lambda: write_durably(known, json.dumps(plain_evaluation(before))))
     return params, before
