@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
+import oarjax
 from oarjax.credit.registry import summary
+from oarjax.errors import UserError
 
 app = typer.Typer(
     name="oarjax",
@@ -480,20 +483,24 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         app()
-    except Exception as error:
-        from rich.console import Console
-        from rich.text import Text
-
-        from oarjax.errors import UserError
-        from oarjax.system.processes import leave_others
-
-        if not isinstance(error, UserError):
-            leave_others(1, error)
+    except SystemExit as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        own = tuple(os.path.dirname(str(module.__file__)) for module in (oarjax, typer))
+        if place.filename.startswith(own) or "click" in Path(place.filename).parts:
             raise
-        message = Text("error: ", style="bold red").append(Text(str(error), style="default"))
-        Console(stderr=True).print(message, soft_wrap=True)
-        leave_others(error.exit_code)
-        sys.exit(error.exit_code)
+        _fail(UserError(f"{place.filename}, line {place.lineno}, calls sys.exit: code of a run returns or raises"))
+    except Exception as error:
+        _fail(error)
+
+
+def _fail(error: Exception) -> NoReturn:
+    """Print an error and end this process, the others of its run as well."""
+    from oarjax.report.files import print_error
+    from oarjax.system.processes import leave_others
+
+    code = print_error(error)
+    leave_others(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

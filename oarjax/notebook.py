@@ -15,15 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from oarjax.config import Config, parse_config
 from oarjax.grading.mixed import local_rewards
 from oarjax.lab.command import measure_credit
 from oarjax.lab.plot import draw_lab
 from oarjax.lab.results import LabResult, legend, shown_columns, table_cells, tables
 from oarjax.report.curves import PANELS, Record, points
-from oarjax.report.files import CompletionRow, read_completions, read_metrics, short, visible
+from oarjax.report.files import CompletionRow, ShownConsole, read_completions, read_metrics, short, visible
 from oarjax.report.page import SIZE, card, chart, colour_scale, pick_completions, templates, token_pieces
 from oarjax.runs.stop import Stop, Stopped
 from oarjax.training import run as training
@@ -85,11 +83,11 @@ def open_run(cfg: Config) -> Run:
     return training.open_run(cfg, _WarningsOnly())
 
 
-class _WarningsOnly(Console):
+class _WarningsOnly(ShownConsole):
     """A console that prints warnings alone, on plain lines; everything else is in the run's files."""
 
     def __init__(self) -> None:
-        super().__init__(force_jupyter=False, force_terminal=False, highlight=False, width=110)
+        super().__init__(force_jupyter=False, force_terminal=False, highlight=False, markup=False, width=110)
 
     def print(self, *objects: Any, **options: Any) -> None:
         if objects and str(objects[0]).startswith("warning: "):

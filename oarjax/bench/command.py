@@ -75,7 +75,9 @@ RAGGED = "W8"
 def run(model: str, only: str, repeats: int, as_json: bool, against: str | None, project: bool = False) -> None:
     if project:
         projected = bench_project.document()
-        print(json.dumps(projected, indent=2)) if as_json else make_console().print(bench_project.table(projected))
+        print(json.dumps(projected, indent=2)) if as_json else make_console(markup=True).print(
+            bench_project.table(projected)
+        )
         return
     names = list(MODELS) if model == "both" else [model]
     if model not in (*MODELS, "both"):
@@ -92,7 +94,7 @@ def run(model: str, only: str, repeats: int, as_json: bool, against: str | None,
     choose_platform("auto")
     # Programs are compiled here and now, so that their number and the memory of compiling are a fresh run's.
     jax.config.update("jax_enable_compilation_cache", False)
-    console = make_console() if not as_json else Console(stderr=True, quiet=True)
+    console = make_console(markup=True) if not as_json else Console(stderr=True, quiet=True)
     document = machine(against) | {"repeats": repeats, "models": []}
     for name in names if set(wanted) & set(WORKLOADS) else []:
         found = bench_model(

@@ -17,8 +17,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from oarjax.config import Config, ConfigError, load_config
 from oarjax.credit.registry import choices
 from oarjax.models.qwen_config import QwenConfig
@@ -36,6 +34,7 @@ from oarjax.plan.sums import (
 )
 from oarjax.plan.table import WORD, describe, markdown, terminal
 from oarjax.plan.topology import ENVIRONMENT, Slice, TopologyError, compiler_version, find_slice
+from oarjax.report.files import make_console
 from oarjax.runs.durable import storage_errors
 from oarjax.training.parts.checks import check_lengths
 from oarjax.training.parts.memory import remedy
@@ -59,7 +58,7 @@ def run(
         ConfigError: a bad config, no topology, or an unknown method.
         TopologyError: an unknown topology, no libtpu, or a compiler that failed.
     """
-    console = Console()
+    console = make_console()
     configs = [a for a in arguments if "=" not in a]
     overrides = [a for a in arguments if "=" in a]
     if not configs:

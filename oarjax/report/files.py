@@ -12,6 +12,7 @@ import math
 import os
 import sys
 import time
+import traceback
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,10 +20,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, SupportsFloat, cast
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
 
-from oarjax.runs.durable import Lines, read_lines, storage_errors
+from oarjax.errors import UserError
+from oarjax.runs.durable import DamagedError, Lines, read_lines, storage_errors
 from oarjax.system.json import number
 
 Metrics = Mapping[str, SupportsFloat]
@@ -30,15 +33,33 @@ Metrics = Mapping[str, SupportsFloat]
 RESERVED = ("iteration", "time")
 
 
-def make_console(stream: io.TextIOWrapper | None = None) -> Console:
+def make_console(stream: io.TextIOWrapper | None = None, *, markup: bool = False) -> Console:
     """Return a console, by default on standard output, that survives unencodable text and a closed terminal or pipe.
 
-    Characters that the stream cannot encode are printed as escapes.
+    Characters that the stream cannot encode are printed as escapes. Without ``markup``, "[bold]" in a name is text.
     """
     target = sys.stdout if stream is None else stream
     if isinstance(target, io.TextIOWrapper):
         target.reconfigure(errors="backslashreplace")
-    return Console(file=cast(IO[str], Lasting(target)), highlight=False)
+    return ShownConsole(file=cast(IO[str], Lasting(target)), highlight=False, markup=markup, emoji=False)
+
+
+class ShownConsole(Console):
+    """A console that shows what a terminal would act on, in all that is printed with it, instead of sending it."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+
+def print_error(error: BaseException) -> int:
+    """Print an error for the user on standard error, any other with its traceback; return the exit code."""
+    console = make_console(cast(io.TextIOWrapper, sys.stderr))
+    if isinstance(error, UserError):
+        console.print(Text("error: ", style="bold red").append(Text(str(error), style="default")), soft_wrap=True)
+        return error.exit_code
+    console.print(Text("".join(traceback.format_exception(error)).rstrip("\n")), soft_wrap=True)
+    return 1
 
 
 class Lasting:
@@ -77,6 +98,8 @@ def visible(text: str) -> str:
     Control characters (escape sequences, carriage returns), bidirectional and zero-width characters, surrogates and
     unassigned code points become <U+XXXX>. Newlines and tabs stay.
     """
+    if text.isascii() and text.isprintable():
+        return text
     return "".join(c if c in "\n\t" or unicodedata.category(c) not in _UNSAFE else f"<U+{ord(c):04X}>" for c in text)
 
 
@@ -164,10 +187,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     half-written last line is ignored.
 
     Raises:
-        StorageError: a line before the last one is damaged.
+        DamagedError: a line before the last one is damaged, or is not of a run.
+        StorageError: the file cannot be read.
     """
     records: list[dict[str, Any]] = []
-    for record in read_lines(path):
+    for line, record in enumerate(read_lines(path), 1):
+        values = {name: value for name, value in record.items() if name != "iteration"}
+        odd = next((n for n, v in values.items() if v is not None and not isinstance(v, int | float)), None)
+        if not isinstance(record.get("iteration"), int) or odd is not None:
+            raise DamagedError(
+                f"{path}, record {line}: expected an iteration and numbers, got {odd or 'iteration'} = "
+                f"{record.get(odd or 'iteration')!r:.100}; put a good copy of the file there, or remove the line"
+            )
         while records and records[-1]["iteration"] > record["iteration"]:
             records.pop()
         if records and records[-1]["iteration"] == record["iteration"]:
@@ -233,16 +264,35 @@ class CompletionsWriter:
 
 
 def read_completions(path: Path) -> list[tuple[int, CompletionRow]]:
-    """Read the lines of a completions.jsonl as (iteration, row)."""
+    """Read the lines of a completions.jsonl as (iteration, row).
+
+    Raises:
+        DamagedError: a line before the last one is damaged, or is not of a run.
+        StorageError: the file cannot be read.
+    """
     rows = []
-    for record in read_lines(path):
-        iteration = record.pop("iteration")
-        for name in ("reward", "advantage"):
-            record[name] = number(record[name])
-        record["weights"] = [number(w) for w in record["weights"]]
-        record["rewards"] = {k: number(v) for k, v in record["rewards"].items()}
-        rows.append((iteration, CompletionRow(**record)))
+    for line, record in enumerate(read_lines(path), 1):
+        try:
+            rows.append((int(record.pop("iteration")), _completion_row(record)))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DamagedError(
+                f"{path}, record {line}: not a completion of a run ({type(error).__name__}: {error}); put a good copy "
+                "of the file there, or remove the line"
+            ) from None
     return rows
+
+
+def _completion_row(record: dict[str, Any]) -> CompletionRow:
+    numbers: dict[str, Any] = {name: number(record[name]) for name in ("reward", "advantage")}
+    weights = [number(w) for w in record["weights"]]
+    rewards = {str(k): number(v) for k, v in record["rewards"].items()}
+    row = CompletionRow(**(record | numbers | {"weights": weights, "rewards": rewards}))
+    texts = (row.prompt, row.completion, row.verdict, row.note, row.answer or "", row.reference or "", *row.tokens)
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("a text is none")
+    if not len(row.tokens) == len(row.weights) == len(row.is_reasoning) == len(row.is_answer):
+        raise ValueError("its tokens, weights and marks differ in number")
+    return row
 
 
 def show_completions(console: Console, iteration: int, rows: Sequence[CompletionRow], *, limit: int = 600) -> None:

@@ -8,6 +8,7 @@ and all code that its config names is, place by place, what it was then.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
@@ -41,7 +42,8 @@ def code_places(cfg: Config) -> list[str]:
 def code_digests(cfg: Config) -> dict[str, str]:
     """Return place -> SHA-256 of the file that it names, "absent" where there is none; nothing is imported.
 
-    Of a module in a package, and of a package, all Python files of the package's folder count.
+    Of a module in a package, and of a package, all Python files of the package's folder count. Of a plain file, the
+    modules and packages beside it that it imports count too, and what these import there.
 
     Raises:
         StorageError: a file is there and cannot be read.
@@ -56,7 +58,7 @@ def _digest(place: str) -> str:
         return "absent"
     digest = hashlib.sha256()
     package = file.parent if file.name == "__init__.py" or "." in plugin.removesuffix(".py") else None
-    files = [file]
+    files = [file, *sorted(_beside(file) - {file})]
     if package is not None and not plugin.endswith(".py"):
         files = sorted(package.rglob("*.py"))
     for path in files:
@@ -65,6 +67,26 @@ def _digest(place: str) -> str:
         except OSError as error:
             raise cannot_read(path, error) from error
     return digest.hexdigest()
+
+
+def _beside(file: Path) -> set[Path]:
+    """Return the Python files in a file's own folder that it imports, directly or through each other, and itself."""
+    found, todo = {file}, [file]
+    while todo:
+        try:
+            tree = ast.parse(todo.pop().read_bytes())
+        except (OSError, SyntaxError, ValueError, RecursionError):  # its content counts all the same
+            continue
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names.append(node.module)
+            for name in names:
+                top = file.parent / name.split(".")[0]
+                modules = {top.with_suffix(".py")} if top.with_suffix(".py").is_file() else set(top.rglob("*.py"))
+                todo += modules - found
+                found |= modules
+    return found
 
 
 def state_folder() -> Path:

@@ -23,10 +23,13 @@ from rich.console import Console
 from oarjax.config import Config, parse_config
 from oarjax.errors import UserError
 from oarjax.grading.mixed import RunGrader
+from oarjax.report.files import ShownConsole
 from oarjax.runs.checkpoint import remove_all
-from oarjax.runs.folder import changed, claim, locked
+from oarjax.runs.folder import changed, claim, locked, refuse_another_run
+from oarjax.runs.trust import note_own
 from oarjax.training.command import start_policy
 from oarjax.training.held_out import Evaluation, evaluation_from, plain_evaluation
+from oarjax.training.parts.inputs import check_inputs
 from oarjax.training.run import Run, open_run
 from oarjax.training.trainer import train
 
@@ -51,7 +54,7 @@ def attempt(task: dict[str, Any], graders: Graders) -> str | None:
     folder = Path(task["folder"])
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "log.txt").open("a", encoding="utf-8") as log:
-        console = Console(file=log, width=160, highlight=False)
+        console = ShownConsole(file=log, width=160, highlight=False, markup=False)
         try:
             cfg = parse_config(task["config"])
             if task["kind"] == "start":
@@ -86,22 +89,34 @@ class Graders:
 
 def make_start(cfg: Config, console: Console, graders: Graders) -> None:
     """Create and evaluate the policy that all runs of a seed start from, in the seed's folder."""
-    with locked(claim(Path(cfg.run_dir), cfg)):
+    with locked(Path(cfg.run_dir)):
         run = open_run(cfg, console)
+        _claim(run, Path(cfg.run_dir), console)
         _, before = start_policy(run, graders.of(run))
         write_before(run.folder / BEFORE, before)
 
 
 def train_run(cfg: Config, home: Path, console: Console, graders: Graders) -> None:
     """Train a run from the seed's start, and remove its checkpoints at the end."""
-    folder = claim(Path(cfg.run_dir), cfg)
+    folder = Path(cfg.run_dir)
     run = open_run(changed(cfg, run_dir=str(home), policy=_start_of(cfg, home), sft=None), console)
     run = run.with_config(cfg)
     start = run.load()
     with locked(folder):
+        _claim(run, folder, console)
         train(run, graders.of(run), start, read_before(home / BEFORE), folder, keep_start=False)
         remove_all(folder / "checkpoints")
         shutil.rmtree(folder / "verdicts", ignore_errors=True)
+
+
+def _claim(run: Run, folder: Path, console: Console) -> None:
+    """Create a run's folder, or resume it with the same config and inputs; call with its lock held."""
+    refuse_another_run(folder, run.cfg)
+    if changes := check_inputs(run, folder).words():
+        console.print(f"going on with other inputs: {changes}")
+    claim(folder, run.cfg)
+    if (problem := note_own(folder, run.cfg)) is not None:
+        console.print(problem)
 
 
 def _start_of(cfg: Config, home: Path) -> Any:

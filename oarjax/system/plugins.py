@@ -11,7 +11,18 @@ from typing import Any
 
 
 def import_plugin(plugin: str) -> ModuleType:
-    """Import a Python file (``path/to/mine.py``) or a module on the path (``package.mine``)."""
+    """Import a Python file (``path/to/mine.py``) or a module on the path (``package.mine``).
+
+    Raises:
+        ImportError: it is none, or calls sys.exit; or whatever it raises itself.
+    """
+    try:
+        return _import_plugin(plugin)
+    except SystemExit as error:
+        raise ImportError(f"it calls sys.exit({error.code!r})") from error
+
+
+def _import_plugin(plugin: str) -> ModuleType:
     if not plugin.endswith(".py"):
         return importlib.import_module(plugin)
     path = Path(plugin).expanduser().resolve()

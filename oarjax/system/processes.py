@@ -11,7 +11,6 @@ import os
 import secrets
 import sys
 import threading
-import traceback
 import urllib.request
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -157,15 +156,13 @@ def check_shared(folder: Path) -> None:
         )
 
 
-def leave_others(code: int, error: BaseException | None = None) -> None:
-    """End this process at once if it is one of several, with a traceback of ``error``; do nothing if it is alone.
+def leave_others(code: int) -> None:
+    """End this process at once if it is one of several; do nothing if it is alone.
 
     The others wait for this one's next program, and an orderly exit would wait for them in turn. JAX ends them, as it
     does when a host is lost.
     """
     if jax.distributed.is_initialized():
-        if error is not None:
-            traceback.print_exception(error)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -121,3 +121,24 @@ def test_files_are_found_without_an_import(tmp_path, monkeypatch):
     code(tmp_path, "trust_package/__init__.py", "print('other')")  # it runs before the module
     assert code_digests(cfg) != before
     assert Path(str(module)).exists()
+
+
+def test_what_a_file_imports_from_its_own_folder_counts(tmp_path):
+    mine = code(tmp_path, "mine.py", "import json\nfrom near import x\nimport parts.one\n")
+    cfg = tiny.config(loss__function=f"{mine}:loss")
+    alone = code_digests(cfg)
+    seen = [alone]
+    for name, text in (
+        ("near.py", "from far import y"),
+        ("far.py", "y = 1"),
+        ("parts/one.py", ""),
+        ("parts/two.py", ""),
+        ("far.py", "y = 2"),
+    ):
+        code(tmp_path, name, text)
+        assert code_digests(cfg) not in seen
+        seen.append(code_digests(cfg))
+    code(tmp_path, "other.py", "nobody imports it")
+    assert code_digests(cfg) == seen[-1]
+    code(tmp_path, "far.py", "y = (")  # no Python any more
+    assert code_digests(cfg) not in seen

@@ -23,16 +23,20 @@ from oarjax.system.devices import pin_cpu_threads
 from oarjax.training.run import Run
 
 
-def check_inputs(run: Run) -> Differences:
+def check_inputs(run: Run, folder: Path | None = None) -> Differences:
     """Record the run's inputs in its folder, or compare them once it has progress; call with the lock held.
+
+    Args:
+        folder: of the run, where it is another than that of the start, as in a study.
 
     Raises:
         ConfigError: with the inputs that make it another run.
         DamagedError, StorageError: inputs.json, or a file of the policy, cannot be read.
     """
-    known = read_inputs(run.folder)
+    folder = folder or run.folder
+    known = read_inputs(folder)
     now, files = _inputs(run, known.files if known else {})
-    return record_inputs(run.folder, now, files)
+    return record_inputs(folder, now, files)
 
 
 def _inputs(run: Run, known: dict[str, Stat]) -> tuple[dict[str, str], dict[str, Stat]]:
