@@ -7,12 +7,12 @@ take arrays and keyword scalars.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -30,6 +30,7 @@ from pydantic_core.core_schema import no_info_after_validator_function
 from oarjax.credit.method import Role
 from oarjax.credit.registry import CUSTOM, choices, lab_methods
 from oarjax.errors import UserError
+from oarjax.yaml_tree import LONGEST, YamlError, read_yaml
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -720,6 +721,9 @@ RUN_FOLDERS += ("groups",)
 
 def _contradictions(c: Config) -> Iterator[str]:
     """Report fields that are valid alone and contradict each other."""
+    for name, value in flatten(c.model_dump(mode="json")).items():
+        if isinstance(value, str) and value.startswith("~") and os.path.expanduser(value) == value:
+            yield f"{name}: {value} names the home folder of a user whom this machine does not know; write the path out"
     path, tokenizer = c.policy.path, c.policy.tokenizer
     if path.startswith("builtin:") and path not in BUILTIN_POLICIES:
         yield f"policy.path: {path} is unknown; accepted: {', '.join(BUILTIN_POLICIES)}, an HF folder, a hub name"
@@ -872,13 +876,12 @@ def read_tree(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> 
     """
     path = find_config(path)
     try:
-        text = path.read_text(encoding="utf-8")
-        _reject_duplicates(yaml.compose(text, Loader=yaml.SafeLoader), f"config {path}")
-        tree = yaml.safe_load(text)
+        with path.open(encoding="utf-8") as file:
+            tree = read_yaml(file.read(LONGEST + 1))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config {path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"config {path}: not valid YAML: {error}") from None
+    except YamlError as error:
+        raise ConfigError(f"config {path}: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"config {path}: expected a mapping of fields, got {type(tree).__name__}")
     for override in overrides:
@@ -928,24 +931,6 @@ def copy_shipped(name: str, target: Path | None = None) -> Path:
     return target
 
 
-def _reject_duplicates(node: Any, source: str) -> None:
-    """Reject a field that stands twice in a section, which YAML would silently resolve to the last one."""
-    if isinstance(node, yaml.MappingNode):
-        lines: dict[str, int] = {}
-        for key, value in node.value:
-            line = key.start_mark.line + 1
-            if str(key.value) in lines:
-                raise ConfigError(
-                    f"{source}: {key.value} stands in line {lines[str(key.value)]} and again in line {line}; "
-                    "keep one of them"
-                )
-            lines[str(key.value)] = line
-            _reject_duplicates(value, source)
-    elif isinstance(node, yaml.SequenceNode):
-        for value in node.value:
-            _reject_duplicates(value, source)
-
-
 def parse_config(tree: dict[str, Any], *, source: str = "config") -> Config:
     """Validate a nested dict."""
     try:
@@ -966,9 +951,9 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     if not sep:
         raise ConfigError(f"override {override!r}: expected key.sub=value")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML; quote it") from None
+        value = read_yaml(text)
+    except YamlError:
+        raise ConfigError(f"override {override!r:.200}: the value is not valid YAML; quote it") from None
     *parents, leaf = key.split(".")
     for name in parents:
         if tree.get(name) is None:

@@ -20,7 +20,7 @@ from oarjax.data.hf import export, load_params, read_config
 ROWS = [{"question": f"{n}+1=", "answer": f"#### {n + 1}"} for n in range(8)]
 
 
-class Begun(Exception):
+class Begun(BaseException):
     """The run got past everything that is checked."""
 
 
@@ -151,6 +151,11 @@ def whole_numbers(policy):
     tensors(first_shard(policy), lambda t: t.update({k: v.astype(np.int8) for k, v in t.items()}))
 
 
+def leading(policy, to):
+    """A file that an export would copy is a link."""
+    (policy / "tokenizer_note.txt").symlink_to(to)
+
+
 def pickled(policy):
     for file in (*policy.glob("*.safetensors"), policy / "model.safetensors.index.json"):
         file.unlink()
@@ -200,6 +205,14 @@ def pickled(policy):
         (lambda p: (p / "config.json").write_text("[]"), "config.json: expected an object, got list; fetch it again"),
         (lambda p: edit(p, vocab_size="many"), "vocab_size = 'many', expected a positive integer"),
         (lambda p: edit(p, num_key_value_heads=0), "num_key_value_heads = 0, expected a positive integer"),
+        (
+            lambda p: edit(p, num_hidden_layers=10**9),
+            "num_hidden_layers = 1000000000, expected a positive integer up to",
+        ),
+        (lambda p: edit(p, rms_norm_eps="small"), "rms_norm_eps = 'small', expected a positive number"),
+        (lambda p: (p / "SHA256SUMS").write_text("\n"), "SHA256SUMS names no file, so that it checks nothing"),
+        (lambda p: leading(p, "/etc/hostname"), "is a link to /etc/hostname, outside its folder"),
+        (lambda p: leading(p, "nowhere.json"), "tokenizer_note.txt is no file"),
     ],
 )
 def test_folders_that_are_no_whole_checkpoint(train, policy, harm, says):
@@ -230,6 +243,12 @@ def test_tokenizers_that_do_not_fit(train, policy, file, content, says):
     assert says in train()
 
 
+def test_a_line_without_end(train, tmp_path, monkeypatch):
+    monkeypatch.setattr("oarjax.data.problems.LONGEST", 50)
+    (tmp_path / "long.jsonl").write_text(json.dumps({"question": "1+1=" * 20, "answer": "2"}))
+    assert "long.jsonl line 1: longer than 50 bytes" in train(f"data.train.source={tmp_path / 'long.jsonl'}")
+
+
 def test_a_tokenizer_larger_than_the_vocabulary(train, policy):
     edit(policy, vocab_size=20)
     for shard in policy.glob("*.safetensors"):
@@ -246,10 +265,15 @@ def test_a_tokenizer_larger_than_the_vocabulary(train, policy):
             "the chat template fails on the prompt '0+1=' (TemplateError: no system",
         ),
         ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+        (
+            "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
+            "(TooLong: it ran longer than 1 s)",
+        ),
         ("", "the prompt '0+1=' encodes to no tokens at all"),
     ],
 )
-def test_chat_templates_that_fail(train, policy, template, says):
+def test_chat_templates_that_fail(train, policy, template, says, monkeypatch):
+    monkeypatch.setattr("oarjax.data.tokenizer.TEMPLATE_SECONDS", 1.0)
     path = policy / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
     assert says in train("data.template=chat")
@@ -268,6 +292,7 @@ def test_chat_templates_that_fail(train, policy, template, says):
         ),
         (b'{"question": ["1+1="], "answer": "2"}\n', "line 1: field 'question' is ['1+1=']; expected text or a number"),
         (b"", "rows.jsonl holds no rows"),
+        (b'{"question": NaN, "answer": "2"}\n', "line 1: field 'question' is nan; expected text or a number"),
         (
             b'{"question": "1+1=", "answer": " "}\n' * 3,
             "field 'answer' is blank in all 3 rows; set data.train.answer_field",
@@ -296,6 +321,10 @@ def test_rows_that_cannot_be_used(train, tmp_path, content, says):
         (["grading.rewards=[{name: maths}]"], "(did you mean math?)"),  # of all that other tests have registered
         (["grading.rewards=[{name: zzz}]"], "grading.rewards: no reward is called 'zzz'; known are exact,"),
         (["grading.deadlien=3"], "grading.deadlien: no such field (did you mean deadline?)"),
+        (
+            ["policy.path=~nouser/policy"],
+            "policy.path: ~nouser/policy names the home folder of a user whom this machine",
+        ),
         (["rolout.prompts=4"], "rolout: no such field (did you mean rollout?)"),
         (
             ["lora.targets=[q]"],

@@ -30,6 +30,7 @@ from oarjax.data.hf_files import (
     SINGLE,
     SUMS,
     CheckpointError,
+    check_files,
     check_headers,
     check_weights,
     open_tensors,
@@ -78,6 +79,7 @@ def read_config(path: str | Path, *, revision: str | None = None) -> tuple[QwenC
             patterns = ["*.safetensors", "config.json", INDEX, SUMS, *COPIED]
             folder = Path(snapshot_download(name, revision=commit.name, allow_patterns=patterns))
     check_weights(folder, cfg)
+    check_files(folder, tokenizer_files(folder))
     return cfg, folder
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,19 @@ from oarjax.models.weights import weight_table
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SUMS = "SHA256SUMS"
 """Optional checksums, as ``sha256sum *.safetensors > SHA256SUMS`` writes them."""
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-SIZES += ("num_key_value_heads", "head_dim", "max_position_embeddings")
-SIZES += ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size")
+SIZES = {
+    **dict.fromkeys(("vocab_size", "intermediate_size", "max_position_embeddings"), 2**28),
+    **dict.fromkeys(("hidden_size", "head_dim"), 2**20),
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2**13),
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), 2**13),
+    "moe_intermediate_size": 2**28,
+}
+"""Sizes, and the largest that is taken for one: a name is made for every layer before any file is looked at."""
+
+REALS = ("rms_norm_eps", "rope_theta", "initializer_range", "partial_rotary_factor")
+ROPE_REALS = ("rope_theta", "factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+ROPE_REALS += ("original_max_position_embeddings", "partial_rotary_factor")
+SWITCHES = ("tie_word_embeddings", "attention_bias", "use_sliding_window")
 DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -49,13 +60,61 @@ def read_architecture(folder: Path) -> QwenConfig:
         UnsupportedModel: see QwenConfig.from_hf.
     """
     fields = read_fields(folder)
-    for name in SIZES:
-        size = fields.get(name)
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise CheckpointError(
-                f"{folder}/config.json: {name} = {size!r}, expected a positive integer; fetch it again"
-            )
+    for name, wanted in _misfits(fields):
+        raise CheckpointError(
+            f"{folder}/config.json: {name} = {_part(fields, name)!r:.100}, expected {wanted}; fetch it again"
+        )
     return QwenConfig.from_hf(fields)
+
+
+def _misfits(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield fields of config.json that are of another kind than any checkpoint's, with what was expected."""
+    for name, largest in SIZES.items():
+        if fields.get(name) is not None and not (_is_whole(fields[name]) and 1 <= fields[name] <= largest):
+            yield name, f"a positive integer up to {largest:,}"
+    for name, wanted in (("initializer_range", "a positive number"), ("max_window_layers", "an integer")):
+        if name in fields and fields[name] is None:
+            yield name, wanted
+    for name in ("sliding_window", "max_window_layers"):
+        if fields.get(name) is not None and not _is_whole(fields[name]):
+            yield name, "an integer"
+    for section, names in (("", REALS), ("rope_scaling", ROPE_REALS), ("rope_parameters", ROPE_REALS)):
+        part = (fields.get(section) or {}) if section else fields
+        if not isinstance(part, dict):
+            yield section, "an object"
+            continue
+        for name in names:
+            value = part.get(name)
+            if value is not None and not (
+                _is_real(value) and (value > 0 or (value == 0 and name.startswith("mscale")))
+            ):
+                yield f"{section}.{name}".strip("."), "a positive number"
+    for name in SWITCHES:
+        if fields.get(name) is not None and not isinstance(fields[name], bool):
+            yield name, "true or false"
+    for name in ("model_type", "hidden_act"):
+        if fields.get(name) is not None and not isinstance(fields[name], str):
+            yield name, "text"
+    for name in ("architectures", "layer_types"):
+        value = fields.get(name)
+        if value is not None and not (isinstance(value, list) and all(isinstance(part, str) for part in value)):
+            yield name, "a list of names"
+    heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
+    if not fields.get("head_dim") and heads and hidden and (hidden < heads or hidden % heads):
+        yield "hidden_size", f"a multiple of num_attention_heads = {heads}"
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e30 < value < 1e30
+
+
+def _part(fields: dict[str, Any], name: str) -> Any:
+    section, _, inner = name.rpartition(".")
+    return fields[section][inner] if section else fields[name]
 
 
 def check_weights(folder: Path, cfg: QwenConfig) -> None:
@@ -69,6 +128,21 @@ def check_weights(folder: Path, cfg: QwenConfig) -> None:
     """
     _check_sums(folder)
     check_headers(folder, cfg)
+
+
+def check_files(folder: Path, files: Iterable[Path]) -> None:
+    """Check that files which an export copies are files of this folder; links within a hub's cache are.
+
+    Raises:
+        CheckpointError: one is a link that leads elsewhere or nowhere, or is no file at all.
+    """
+    cache = folder.resolve().parent.parent if folder.resolve().parent.name == "snapshots" else folder.resolve()
+    for file in files:
+        place = file.resolve()
+        if not place.is_relative_to(cache):
+            raise CheckpointError(f"{file} is a link to {place}, outside its folder; copy the file that is meant here")
+        if not place.is_file():
+            raise CheckpointError(f"{file} is no file; fetch the folder again")
 
 
 def check_headers(folder: Path, cfg: QwenConfig) -> dict[str, Path]:
@@ -167,7 +241,10 @@ def _check_sums(folder: Path) -> None:
     sums = folder / SUMS
     if not sums.is_file():
         return
-    for number, line in enumerate(sums.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    lines = sums.read_text(encoding="utf-8", errors="replace").splitlines()
+    if not any(line.strip() for line in lines):
+        raise CheckpointError(f"{sums} names no file, so that it checks nothing; write it again or delete it")
+    for number, line in enumerate(lines, 1):
         match = re.fullmatch(r"([0-9a-f]{64}) [ *](?:\./)?([^/]+)", line)
         if match is None:
             raise CheckpointError(

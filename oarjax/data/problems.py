@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,10 @@ class Problem:
 def reference_answer(answer: str) -> str:
     """Return what follows the answer field's last ``####`` (GSM8K puts its rationale before), else the whole field."""
     return answer.rpartition(MARKER)[2].strip()
+
+
+LONGEST = 2**26
+"""Bytes of a line."""
 
 
 def load_problems(config: DatasetConfig, *, where: str = "data.train") -> list[Problem]:
@@ -94,7 +100,11 @@ def _field(row: dict[str, Any], name: str, place: str, setting: str) -> str:
         raise DataError(f"{place}: no field {name!r}, only {known}; set {setting} to one of them")
     value = row[name]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise DataError(f"{place}: field {name!r} is {value!r}; expected text or a number; set {setting} to another")
+        raise DataError(
+            f"{place}: field {name!r} is {value!r:.100}; expected text or a number; set {setting} to another"
+        )
+    if isinstance(value, float) and not math.isfinite(value):
+        raise DataError(f"{place}: field {name!r} is {value}; expected text or a number; mend the row or leave it out")
     return str(value)
 
 
@@ -164,10 +174,12 @@ def _builtin_rows(config: DatasetConfig, where: str) -> Iterator[Row]:
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(iter(partial(lines.readline, LONGEST + 1), b""), start=1):
             if not line.strip():
                 continue
             place = f"{path} line {number}"
+            if len(line) > LONGEST:
+                raise DataError(f"{place}: longer than {LONGEST:,} bytes; is it a file of JSON lines?")
             try:
                 row = json.loads(line.decode())
             except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply

@@ -16,10 +16,13 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerFast
 
 from oarjax.errors import UserError
+from oarjax.system.time_limit import time_limit
 
 END_OF_TURN = "<|im_end|>"
 END_OF_TEXT = "<|endoftext|>"
 PROBE_TOKENS = 64
+TEMPLATE_SECONDS = 10.0
+"""Limit on rendering one chat."""
 
 
 class TokenizerError(UserError, ValueError):
@@ -204,7 +207,8 @@ def render_prompt(
         turns = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
         turns.append({"role": "user", "content": text})
         try:
-            rendered = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, **switch)
+            with time_limit(TEMPLATE_SECONDS):
+                rendered = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, **switch)
         except Exception as error:  # Jinja has many, and a template may raise its own
             raise TextError(
                 f"the chat template fails on the prompt {_short(prompt)} ({type(error).__name__}: {error}); "
@@ -229,9 +233,14 @@ def chat_ids(tokenizer: PreTrainedTokenizerFast, turns: Sequence[dict[str, str]]
         raise TokenizerError("the tokenizer has no chat template, and these are chat messages; save plain text instead")
     continued = bool(turns) and turns[-1]["role"] == "assistant"
     try:
-        rendered = tokenizer.apply_chat_template(
-            list(turns), add_generation_prompt=not continued, continue_final_message=continued, tokenize=False, **switch
-        )
+        with time_limit(TEMPLATE_SECONDS):
+            rendered = tokenizer.apply_chat_template(
+                list(turns),
+                add_generation_prompt=not continued,
+                continue_final_message=continued,
+                tokenize=False,
+                **switch,
+            )
     except Exception as error:  # Jinja has many, and a template may raise its own
         raise TextError(f"the chat template fails on {turns!r:.80} ({type(error).__name__}: {error})") from error
     ids = encode(tokenizer, str(rendered))

@@ -10,11 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-import yaml
 from rich.table import Table
 
 from oarjax.config import ConfigError
 from oarjax.report.files import make_console, read_metrics, short, visible
+from oarjax.runs.durable import DamagedError, cannot_read
+from oarjax.yaml_tree import read_yaml
 
 RECENT = 10
 """Iterations over which speed and reward are averaged."""
@@ -49,7 +50,13 @@ def run_status(folder: Path, *, now: float | None = None) -> Status:
     config = folder / "config.yaml"
     if not config.is_file():
         raise ConfigError(f"status: {folder} holds no run (no config.yaml); pass the run_dir of oarjax train")
-    cfg: Mapping[str, Any] = yaml.safe_load(config.read_text(encoding="utf-8"))
+    try:
+        cfg: Mapping[str, Any] = read_yaml(config.read_text(encoding="utf-8"))
+        iterations = int(cfg["iterations"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise DamagedError(f"{config} is not the config that a run wrote ({error}); put a good copy there") from None
+    except OSError as error:
+        raise cannot_read(config, error) from error
     records = read_metrics(folder / "metrics.jsonl")
     trained = [r for r in records if r["iteration"] > 0]
     recent = trained[-RECENT:]
@@ -58,12 +65,12 @@ def run_status(folder: Path, *, now: float | None = None) -> Status:
     evaluated = [r for r in records if r.get("pass_at_1") is not None]
     iteration = int(trained[-1]["iteration"]) if trained else 0
     pace = statistics.median(seconds) if seconds else None
-    left = max(int(cfg["iterations"]) - iteration, 0)
+    left = max(iterations - iteration, 0)
     return Status(
         run=str(folder),
-        state=_state(folder, iteration, int(cfg["iterations"])),
+        state=_state(folder, iteration, iterations),
         iteration=iteration,
-        iterations=int(cfg["iterations"]),
+        iterations=iterations,
         reward=statistics.fmean(rewards) if rewards else None,
         pass_at_1=evaluated[-1]["pass_at_1"] if evaluated else None,
         evaluated_at=int(evaluated[-1]["iteration"]) if evaluated else None,

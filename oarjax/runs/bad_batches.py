@@ -94,23 +94,82 @@ def read_bad_batch(path: Path) -> tuple[Header, Evidence]:
         raise BadBatchError(
             f"{path} is a safetensors file and no batch that a run kept; give RUN_FOLDER/{FOLDER}/iteration-..."
         )
-    header = json.loads(metadata[METADATA])
-    if header.get("format") != FORMAT:
-        wrote = header.get("versions", {}).get("oarjax", "unknown")
-        raise BadBatchError(
-            f"{path} has format {header.get('format')}, expected {FORMAT}; replay it with the version that wrote it "
-            f"(oarjax {wrote})"
-        )
-    return Header(**header), _evidence(_nested(arrays))
+    try:
+        header = json.loads(metadata[METADATA])
+        if isinstance(header, dict) and header.get("format") != FORMAT:
+            wrote = dict(header.get("versions", {})).get("oarjax", "unknown")
+            raise BadBatchError(
+                f"{path} has format {header.get('format')!r:.40}, expected {FORMAT}; replay it with the version that "
+                f"wrote it (oarjax {wrote})"
+            )
+        found = Header(**header)
+        _check_header(found)
+        _check_arrays(arrays)
+    except BadBatchError:
+        raise
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise BadBatchError(f"{path} is not as a run writes it ({error}); it cannot be replayed") from None
+    return found, _evidence(_nested(arrays))
 
 
 def read_params(path: Path) -> Params:
     """Read params as nested dicts of numpy arrays.
 
     Raises:
-        BadBatchError: no such file, or no safetensors.
+        BadBatchError: no such file, no safetensors, or a name that is also the beginning of another.
     """
-    return _nested(_read(path)[0])
+    try:
+        return _nested(_read(path)[0])
+    except (TypeError, AttributeError, IndexError):
+        raise BadBatchError(f"{path}: its names form no tree; it cannot be replayed") from None
+
+
+def _check_header(header: Header) -> None:
+    """Raise TypeError for a field that is of another kind than a run writes."""
+    texts = (header.kind, header.probe, header.key_impl, header.config_file, header.policy, header.compute_dtype)
+    kinds = {str: (*texts, header.platform), int: (header.number, header.minibatch, header.step, *header.key)}
+    kinds |= {dict: (header.wrong, header.config, header.versions), list: tuple(header.wrong.values())}
+    kinds |= {str | None: (header.params,)}
+    for kind, values in kinds.items():
+        odd = next((value for value in values if not isinstance(value, kind)), None)
+        if odd is not None:
+            raise TypeError(f"its header holds {odd!r:.60} where a {getattr(kind, '__name__', kind)} is expected")
+    if header.kind not in ("iteration", "sft") or header.compute_dtype not in ("float32", "bfloat16"):
+        raise TypeError(f"its header is of a {header.kind!r:.40} in {header.compute_dtype!r:.40}")
+    if header.params is not None and Path(header.params).name != header.params:
+        raise TypeError(f"its header names {header.params!r:.60}, which is not beside it")
+
+
+_ROLLOUT = {"tokens": "iMbN", "valid": "bMbN", "completion": "bMbT", "behaviour_logps": "fMbT"}
+_ROLLOUT |= {"filtered_logps": "fMbT", "ended": "bMb"}
+_SPAN = {"reasoning": "bMbT", "answer": "bMbT", "found": "bMb", "units": "iMbT"}
+_SCORES = dict.fromkeys(("old_logps", "ref_logps", "importance", "entropies"), "fMbT")
+_SHAPES = {
+    **{f"rollout.{name}": shape for name, shape in _ROLLOUT.items()},
+    **{f"span.{name}": shape for name, shape in _SPAN.items()},
+    **{f"scores.{name}": shape for name, shape in _SCORES.items()},
+    **{f"probed.0.{name}": shape.replace("N", "n").replace("T", "t") for name, shape in _ROLLOUT.items()},
+    **{f"probed.1.{name}": shape.replace("T", "t") for name, shape in _SPAN.items()},
+    **{"numbers": "iMb", "used": "i", "advantages": "fMb", "completion": "bMbT", "weights": "fMbT", "denominator": "f"},
+}
+"""Arrays of a file: the kind of their numbers, and a letter for each axis."""
+
+
+def _check_arrays(arrays: Mapping[str, np.ndarray]) -> None:
+    """Raise ValueError for arrays that are missing, unknown, or do not fit together."""
+    needed = {"numbers", "used"} | {name for name in _SHAPES if name.startswith(("rollout.", "span."))} - {"span.units"}
+    if any(name.startswith("probed.") for name in arrays):
+        needed |= {name for name in _SHAPES if name.startswith("probed.")} - {"probed.1.units"}
+    if odd := sorted((needed - set(arrays)) | (set(arrays) - set(_SHAPES))):
+        raise ValueError(f"it has other arrays: {', '.join(odd[:3])}")
+    sizes: dict[str, int] = {}
+    for name, array in arrays.items():
+        kind, *axes = _SHAPES[name]
+        fits = (kind in "if" and array.dtype.kind in {"i": "iu", "f": "fV"}[kind]) or array.dtype.kind == kind
+        if not fits or len(axes) != array.ndim or any(sizes.setdefault(a, n) != n for a, n in zip(axes, array.shape)):
+            raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, which does not fit the others")
+    if not 0 <= int(arrays["used"]) <= sizes["M"] or sizes["T"] > sizes["N"] or min(sizes.values()) < 1:
+        raise ValueError(f"its sizes do not fit each other: {sizes}")
 
 
 def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:

@@ -17,6 +17,7 @@ import yaml
 
 from oarjax.config import Config, ConfigError, flatten, parse_config
 from oarjax.runs.durable import FolderTaken, cannot_read, cannot_write, exists, guarded, write_durably
+from oarjax.yaml_tree import read_yaml
 
 HARMLESS = (
     "run_dir",
@@ -161,7 +162,7 @@ def _counts_by_lines(run: Path) -> bool:
     """Tell whether metrics.jsonl is all that there will ever be: the run saves nothing else, or it has ended."""
     try:
         lines = (run / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
-        cfg = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+        cfg = read_yaml((run / "config.yaml").read_text(encoding="utf-8"))
         if not lines:
             return False
         if not isinstance(cfg, Mapping) or cfg["checkpoint"]["every"] == 0:
@@ -171,7 +172,7 @@ def _counts_by_lines(run: Path) -> bool:
         return False
     except OSError as error:
         raise cannot_read(run, error) from error
-    except (ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):  # not ours to throw away
+    except (ValueError, KeyError, TypeError, RecursionError):  # not ours to throw away
         return True
 
 
@@ -186,10 +187,10 @@ def refuse_another_run(folder: Path, cfg: Config) -> Differences:
     if not exists(known) or not has_progress(folder):
         return NO_DIFFERENCES
     try:
-        before = yaml.safe_load(known.read_text(encoding="utf-8"))
+        before = read_yaml(known.read_text(encoding="utf-8"))
     except OSError as error:
         raise cannot_read(known, error) from error
-    except (ValueError, yaml.YAMLError) as error:
+    except ValueError as error:  # not UTF-8, or not YAML
         before = str(error).splitlines()[0]
     if not isinstance(before, Mapping):
         raise ConfigError(

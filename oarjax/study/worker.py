@@ -113,7 +113,7 @@ def _claim(run: Run, folder: Path, console: Console) -> None:
     """Create a run's folder, or resume it with the same config and inputs; call with its lock held."""
     refuse_another_run(folder, run.cfg)
     if changes := check_inputs(run, folder).words():
-        console.print(f"going on with other inputs: {changes}")
+        console.print(f"resuming with other inputs: {changes}")
     claim(folder, run.cfg)
     if (problem := note_own(folder, run.cfg)) is not None:
         console.print(problem)

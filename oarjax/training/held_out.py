@@ -59,6 +59,8 @@ def evaluation_from(tree: dict[str, Any] | None) -> Evaluation | None:
     """Rebuild an evaluation from ``plain_evaluation``'s JSON."""
     if tree is None:
         return None
+    if not isinstance(tree, dict):
+        raise TypeError(f"expected an object, got {type(tree).__name__}")
     others = {name: number(value) for name, value in tree.get("others", {}).items()}
     length, truncated = number(tree["length"]), number(tree["truncated"])
     return Evaluation(scores=numbers(tree["scores"]), length=length, truncated=truncated, others=others)

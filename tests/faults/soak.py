@@ -1,0 +1,158 @@
+"""A long run under random faults ends as one that nothing happened to, and does not grow. By hand, not in CI:
+
+    PYTHONPATH=tests python tests/faults/soak.py --iterations 1000 --seed 0
+
+Faults come at random moments: SIGSTOP and SIGCONT of the run or of a grading worker, SIGKILL of a worker or of the
+run, SIGHUP, SIGTERM, a reader of its output that goes away, and an fsync that fails with EIO. Whatever ends, the same
+command starts again. Prints what was injected, how attempts ended, and the largest memory, descriptors and children in
+the first and in the last third; exit code 1 where the end differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import micro
+import psutil
+import yaml
+
+PLUGIN = '''
+"""Let the next fsync of the trainer fail where a file asks for it."""
+import errno
+import os
+from pathlib import Path
+
+MARK = Path(__file__).with_name("eio")
+real = os.fsync
+
+
+def fsync(handle):
+    if MARK.exists():
+        MARK.unlink(missing_ok=True)
+        raise OSError(errno.EIO, "injected")
+    return real(handle)
+
+
+os.fsync = fsync
+'''
+FAULTS = ("stop the run", "stop a worker", "kill a worker", "kill the run", "SIGHUP", "SIGTERM", "lose output", "EIO")
+ALLOWED = {0, 75, -signal.SIGKILL}
+
+
+class Soak:
+    """One run, started until it is done, with a fault every so often."""
+
+    def __init__(self, config: Path, run: Path, *, seed: int, every: float):
+        self.config, self.run, self.every = config, run, every
+        self.draw = random.Random(seed)
+        self.faults: Counter[str] = Counter()
+        self.ends: Counter[int] = Counter()
+        self.sizes: list[tuple[float, int, int]] = []  # MB, descriptors, children
+
+    def go(self) -> None:
+        while True:
+            code = self.attempt()
+            self.ends[code] += 1
+            if code not in ALLOWED:
+                raise SystemExit(f"an attempt ended with {code}:\n{micro.said(self.run)[-3000:]}")
+            if code == 0:
+                return
+
+    def attempt(self) -> int:
+        """Start the command, disturb it until it ends, and return its exit code."""
+        theirs, ours = os.pipe()[::-1]
+        process = subprocess.Popen(micro.command(self.config, self.run), stdout=theirs, stderr=subprocess.STDOUT)
+        os.close(theirs)
+        self.lost = threading.Event()
+        reader = threading.Thread(target=self.copy, args=(ours,))
+        reader.start()
+        watched, next_fault = psutil.Process(process.pid), time.monotonic() + self.draw.expovariate(1 / self.every)
+        while process.poll() is None:
+            time.sleep(0.1)
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                children = watched.children(recursive=True)
+                self.sizes.append((watched.memory_info().rss / 2**20, watched.num_fds(), len(children)))
+                if time.monotonic() > next_fault:
+                    self.inject(process, [child.pid for child in children])
+                    next_fault = time.monotonic() + self.draw.expovariate(1 / self.every)
+        reader.join()
+        return process.returncode
+
+    def copy(self, pipe: int) -> None:
+        """Write what the command prints to its log, until it ends or its output is lost."""
+        with self.run.with_suffix(".log").open("ab", buffering=0) as log:
+            while not self.lost.is_set():
+                if select.select([pipe], [], [], 0.2)[0]:
+                    if not (part := os.read(pipe, 2**16)):
+                        break
+                    log.write(part)
+        os.close(pipe)
+
+    def inject(self, process: subprocess.Popen, children: list[int]) -> None:
+        fault = self.draw.choice(FAULTS)
+        if fault in ("stop a worker", "kill a worker") and not children:
+            return
+        if fault == "lose output":
+            self.lost.set()
+        elif fault == "EIO":
+            (self.config.parent / "eio").touch()
+        elif fault in ("stop the run", "stop a worker"):
+            pid = process.pid if fault == "stop the run" else self.draw.choice(children)
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(self.draw.uniform(0.1, 3.0))
+            os.kill(pid, signal.SIGCONT)
+        elif fault == "kill a worker":
+            os.kill(self.draw.choice(children), signal.SIGKILL)
+        else:
+            names = {"kill the run": signal.SIGKILL, "SIGHUP": signal.SIGHUP, "SIGTERM": signal.SIGTERM}
+            process.send_signal(names[fault])
+        self.faults[fault] += 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iterations", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--every", type=float, default=8.0, help="mean seconds between faults")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        config = micro.micro_config(Path(folder))
+        (config.parent / "flaky.py").write_text(PLUGIN)
+        tree = yaml.safe_load(config.read_text())
+        tree |= {"iterations": asked.iterations, "eval": {"every": 25, "batch": 8}}
+        tree["checkpoint"]["every"] = 5
+        tree["grading"] |= {"plugins": [str(config.parent / "flaky.py")], "workers": 2}
+        config.write_text(yaml.safe_dump(tree))
+        whole, began = config.parent / "whole", time.monotonic()
+        code, text = micro.finish(config, whole)
+        if code:
+            raise SystemExit(text[-3000:])
+        print(f"undisturbed: {time.monotonic() - began:.0f} s", flush=True)
+        soak, began = Soak(config, config.parent / "soak", seed=asked.seed, every=asked.every), time.monotonic()
+        soak.go()
+        differing = micro.differing(micro.result(whole), micro.result(soak.run))
+        print(f"disturbed: {time.monotonic() - began:.0f} s, {asked.iterations} iterations, seed {asked.seed}")
+        print("faults:", ", ".join(f"{count} x {name}" for name, count in sorted(soak.faults.items())))
+        print("attempts ended with:", ", ".join(f"{count} x {code}" for code, count in sorted(soak.ends.items())))
+        third = max(len(soak.sizes) // 3, 1)
+        for name, sizes in (("first", soak.sizes[:third]), ("last", soak.sizes[-third:])):
+            memory, handles, children = (max(column) for column in zip(*sizes))
+            print(f"{name} third: at most {memory:.0f} MB, {handles} descriptors, {children} children")
+        print("the end: " + (f"DIFFERS in {', '.join(differing)}" if differing else "the same, bit for bit"))
+        return 1 if differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
