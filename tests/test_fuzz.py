@@ -47,7 +47,9 @@ def mutated(tree: Any, draw: random.Random) -> Any:
     """A copy with one to three places replaced, removed, added or swapped."""
     tree = copy.deepcopy(tree)
     for _ in range(draw.randint(1, 3)):
-        container, key = draw.choice(places(tree) or [({}, 0)])
+        if not places(tree):
+            return tree
+        container, key = draw.choice(places(tree))
         act = draw.randrange(6)
         if act == 0 and isinstance(container, dict):
             del container[key]

@@ -274,7 +274,7 @@ def read_completions(path: Path) -> list[tuple[int, CompletionRow]]:
     for line, record in enumerate(read_lines(path), 1):
         try:
             rows.append((int(record.pop("iteration")), _completion_row(record)))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise DamagedError(
                 f"{path}, record {line}: not a completion of a run ({type(error).__name__}: {error}); put a good copy "
                 "of the file there, or remove the line"

@@ -181,7 +181,7 @@ def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     try:
         with safe_open(path, framework="numpy") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except SafetensorError as error:
+    except (SafetensorError, TypeError, ValueError, KeyError, AttributeError) as error:  # or a dtype without a name
         raise BadBatchError(f"{path} is not a whole safetensors file ({error}); it cannot be replayed") from error
 
 

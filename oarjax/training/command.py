@@ -196,7 +196,7 @@ def start_policy(run: Run, grader: Grading, stop: Stop | None = None) -> tuple[P
     if from_first(known.is_file):
         try:
             return params, evaluation_from(json.loads(known.read_text(encoding="utf-8")))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedError(
                 f"{known} is not the evaluation that was written ({type(error).__name__}: {error}); put a good copy "
                 "there, or remove it to evaluate the start again"
