@@ -34,8 +34,8 @@ def read_yaml(text: str) -> Any:
     """
     if len(text) > LONGEST:
         raise YamlError(f"longer than {LONGEST:,} characters")
-    loader = _Loader(text)
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return None
@@ -49,8 +49,6 @@ def read_yaml(text: str) -> Any:
         raise YamlError("nested too deeply") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:  # of a tag as !!bool
         raise YamlError(f"not valid YAML: a value does not fit its tag ({error})") from None
-    finally:
-        loader.dispose()
 
 
 def _measure(node: yaml.Node, sizes: dict[int, int]) -> int:

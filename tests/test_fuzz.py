@@ -151,7 +151,7 @@ def test_yaml_that_is_read():
     assert read_yaml("") is None
 
 
-def test_architectures(tmp_path):
+def test_architectures(tmp_path, unchecked):
     folder = write_builtin_policy(tmp_path / "policy", seed=0, hidden=16, layers=1, heads=2, kv_heads=1, ffn=16)
     fields = json.loads((folder / "config.json").read_text())
     fields["rope_scaling"] = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
@@ -170,7 +170,7 @@ KEPT: dict[str, Any] = {
 }
 
 
-def test_metadata_of_kept_batches(tmp_path):
+def test_metadata_of_kept_batches(tmp_path, unchecked):
     config = json.loads(json.dumps(parse_config(read_tree(DEMO)).model_dump(mode="json")))
     good = write_bad_batch(tmp_path, Header(**KEPT, config=config), unsound.evidence(), keep=1).read_bytes()
     (size,) = struct.unpack("<Q", good[:8])
@@ -192,7 +192,7 @@ def test_metadata_of_kept_batches(tmp_path):
     fuzz(400, attempt)
 
 
-def test_lines_of_json(tmp_path):
+def test_lines_of_json(tmp_path, unchecked):
     row = CompletionRow(
         "1+1=", "2", 1.0, "2", "graded", tokens=["2"], weights=[1.0], is_reasoning=[True], is_answer=[False]
     )

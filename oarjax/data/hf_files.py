@@ -29,7 +29,7 @@ SIZES = {
 
 REALS = ("rms_norm_eps", "rope_theta", "initializer_range", "partial_rotary_factor")
 ROPE_REALS = ("rope_theta", "factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-ROPE_REALS += ("original_max_position_embeddings", "partial_rotary_factor")
+ROPE_REALS += ("partial_rotary_factor",)
 SWITCHES = ("tie_word_embeddings", "attention_bias", "use_sliding_window")
 DTYPES = ("F64", "F32", "F16", "BF16")
 
@@ -89,6 +89,11 @@ def _misfits(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
                 _is_real(value) and (value > 0 or (value == 0 and name.startswith("mscale")))
             ):
                 yield f"{section}.{name}".strip("."), "a positive number"
+        original = part.get("original_max_position_embeddings")
+        if original is not None and (not _is_whole(original) or original < 1):
+            yield f"{section}.original_max_position_embeddings".strip("."), "a positive integer"
+        if not isinstance(part.get("truncate", True), bool):
+            yield f"{section}.truncate".strip("."), "true or false"
     for name in SWITCHES:
         if fields.get(name) is not None and not isinstance(fields[name], bool):
             yield name, "true or false"
