@@ -221,7 +221,7 @@ def claim(folder: Path, cfg: Config) -> Path:
             write_durably(folder / ID, json.dumps({"id": secrets.token_hex(16)}) + "\n")
         write_durably(known, text)
     except OSError as error:
-        if has_progress(folder):  # a run that resumes once its storage is back
+        if error.errno not in IMPOSSIBLE or has_progress(folder):  # it starts or resumes once its storage is back
             raise cannot_write(known, error) from error
         raise ConfigError(f"run_dir: cannot write to {folder}: {error}; give another run_dir=...") from error
     return folder

@@ -51,7 +51,7 @@ def check_new_folder(target: Path, *, field: str, remedy: str) -> None:
     except OSError as error:
         if error.errno in DISK - {errno.EACCES, errno.EPERM, errno.EROFS}:
             raise cannot_write(target, error) from error
-        raise ConfigError(f"{field}: cannot write to {_above(target)}: {error}; {remedy}") from error
+        raise ConfigError(f"{field}: cannot write to {target}: {error}; {remedy}") from error
 
 
 def _above(target: Path) -> Path:
