@@ -942,7 +942,8 @@ def parse_config(tree: dict[str, Any], *, source: str = "config") -> Config:
 def explained(error: ValidationError, root: type[Section], *, source: str) -> ConfigError:
     """Turn validation errors of a ``root`` into one error with every wrong field, its path and its accepted values."""
     lines = [line for e in error.errors() for line in _explain(e, root).splitlines()]
-    return ConfigError(f"{source}: {len(lines)} bad field(s)\n" + "\n".join(lines))
+    rest = [f"  and {len(lines) - 20} more"] if len(lines) > 20 else []
+    return ConfigError(f"{source}: {len(lines)} bad field(s)\n" + "\n".join(lines[:20] + rest))
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
@@ -984,7 +985,7 @@ def _explain(error: Any, root: type[Section]) -> str:
     if error["type"] == "value_error":
         where = f"{path}: " if error["loc"] else ""  # contradictions name their fields themselves
         return "\n".join(f"  {where}{line}" for line in str(error["ctx"]["error"]).splitlines())
-    return f"  {path}: {error['msg']}, got {error['input']!r}"
+    return f"  {path}: {error['msg']}, got {error['input']!r:.200}"
 
 
 def _section(section: Any, name: str) -> Any:
