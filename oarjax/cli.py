@@ -27,13 +27,14 @@ app = typer.Typer(
 )
 
 
-def print_version(wanted: bool) -> None:
-    """Print the versions of oarjax, Python and JAX and end, if ``wanted``; imports none of them."""
+def print_version(wanted: bool) -> bool:
+    """Print the versions of oarjax, Python and JAX and end, if ``wanted``; imports none of them. Returns ``wanted``."""
     if wanted:
         installed = {name: version(name) for name in ("oarjax", "jax", "flax", "transformers")}
         python = f"python {sys.version.split()[0]}"
         typer.echo(", ".join([*(f"{name} {number}" for name, number in installed.items()), python]))
         raise typer.Exit
+    return wanted
 
 
 @app.callback()
