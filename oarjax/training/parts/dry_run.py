@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from oarjax.grading.grader import Grader, GraderError
+from oarjax.grading.grader import GraderError
+from oarjax.grading.mixed import RunGrader
 from oarjax.grading.rewards import Sample
 from oarjax.report.console import OnceWarnings
 from oarjax.training.run import Run
@@ -18,7 +19,7 @@ READERS = ("exact", "math")
 """Rewards of which the reference answer must get 1."""
 
 
-def try_rewards(run: Run, grader: Grader) -> None:
+def try_rewards(run: Run, grader: RunGrader) -> None:
     """Grade the first problem's reference answer, and nonsense; warn where the first does not get what it should.
 
     Raises:
@@ -30,7 +31,14 @@ def try_rewards(run: Run, grader: Grader) -> None:
     grades = grader.grade(
         [
             # A tokenizer need not know these texts: characters stand for tokens.
-            Sample(prompt=problem.prompt, completion=text, answer=problem.reference, tokens=len(text))
+            Sample(
+                prompt=problem.prompt,
+                completion=text,
+                answer=problem.reference,
+                tokens=len(text),
+                columns=problem.columns,
+                limit=run.cfg.rollout.max_new,
+            )
             for text in texts
         ]
     )
