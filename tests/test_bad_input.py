@@ -180,7 +180,7 @@ def pickled(policy):
         (missing_sums, "model-00009.safetensors is missing, and SHA256SUMS names it; fetch the folder again"),
         (
             whole_numbers,
-            "is stored as I8, expected one of F64, F32, F16, BF16; use a checkpoint that is not quantised",
+            "expected a dtype of F64, F32, F16, BF16, got I8; use a checkpoint that is not quantised",
         ),
         (pickled, "pytorch_model.bin is a pickle, which is never opened: convert it to safetensors"),
         (lambda p: (p / "model.safetensors.index.json").write_text("[]"), "is not an index of shards (no weight_map)"),
@@ -188,7 +188,7 @@ def pickled(policy):
         # a checkpoint of another model
         (
             lambda p: edit(p, hidden_size=8, head_dim=8),
-            "config.json expects (32, 8); the two files are not of one checkpoint",
+            "(32, 8) of config.json, got ",
         ),
         (lambda p: edit(p, num_hidden_layers=3), "tensor(s) missing: model.layers.2."),
         (lambda p: edit(p, num_hidden_layers=1), "tensor(s) not part of this architecture: model.layers.1."),
@@ -229,9 +229,9 @@ def test_folders_that_are_no_whole_checkpoint(train, policy, harm, says):
         (
             "generation_config.json",
             b'{"eos_token_id": 31}',
-            "eos_token_id 31 is not an id of its tokenizer (up to 26)",
+            "eos_token_id: expected ids of the tokenizer beside it (up to 26), got 31",
         ),
-        ("generation_config.json", b'{"eos_token_id": ["2"]}', "eos_token_id '2' is not an id of its tokenizer"),
+        ("generation_config.json", b'{"eos_token_id": ["2"]}', "(up to 26), got '2'"),
         ("generation_config.json", b"[]", "is not a JSON object"),
     ],
 )
@@ -253,7 +253,7 @@ def test_a_tokenizer_larger_than_the_vocabulary(train, policy):
     edit(policy, vocab_size=20)
     for shard in policy.glob("*.safetensors"):
         tensors(shard, lambda t: t.update({k: v[:20] for k, v in t.items() if k == "model.embed_tokens.weight"}))
-    assert "the tokenizer has ids up to 26 and the model's vocabulary only 20: they do not belong together" in train()
+    assert "the tokenizer has ids up to 26, but the model's vocabulary only 20: they do not belong together" in train()
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,10 @@ def test_chat_templates_that_fail(train, policy, template, says, monkeypatch):
             b'{"question": "1+1=", "answer": "2"}\n{"question": "1+1="}\n',
             "rows.jsonl line 2: no field 'answer', only 'question'",
         ),
-        (b'{"question": ["1+1="], "answer": "2"}\n', "line 1: field 'question' is ['1+1=']; expected text or a number"),
+        (
+            b'{"question": ["1+1="], "answer": "2"}\n',
+            "line 1: field 'question': expected text or a number, got ['1+1=']",
+        ),
         (b"", "rows.jsonl holds no rows"),
         (b'{"question": NaN, "answer": "2"}\n', "line 1: field 'question' is nan; expected text or a number"),
         (

@@ -156,11 +156,11 @@ PROBES = pathlib.Path(__file__).parent / "golden" / "config" / "bad_probes.py"
         (["update.minibatches=3"], "update.minibatches: 3 does not divide rollout.prompts = 4"),
         (
             ["device=tpu"],
-            'device: expected tpu, and JAX finds cpu (cpu). Install the extra (pip install "oarjax[tpu]")',
+            'device: expected tpu, but JAX finds cpu (cpu). Install the extra (pip install "oarjax[tpu]")',
         ),
         (
             ["device=gpu"],
-            'device: expected gpu, and JAX finds cpu (cpu). Install the extra (pip install "oarjax[cuda]")',
+            'device: expected gpu, but JAX finds cpu (cpu). Install the extra (pip install "oarjax[cuda]")',
         ),
         (["mesh.data=2", "mesh.tensor=3"], "does not multiply to the"),
         (["policy.path=nowhere"], "policy nowhere: no such folder; set an HF folder or a hub name"),
@@ -238,7 +238,7 @@ def test_tokenizer_larger_than_the_vocabulary(oarjax, config, policy, tmp_path):
     save_file(weights, folder / "model.safetensors")
     code, _, err = oarjax("train", config, f"run_dir={tmp_path / 'run'}", f"policy.path={folder}")
     assert code == 2
-    assert "the tokenizer has ids up to 26 and the model's vocabulary only 20: they do not belong together" in err
+    assert "the tokenizer has ids up to 26, but the model's vocabulary only 20: they do not belong together" in err
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def fields() -> dict[str, Field]:
         "run_dir": Field("elsewhere", command),
         "seed": Field(5, command),
         "iterations": Field(3, command),
-        "device": Field("tpu", command, error="device: expected tpu, and JAX finds cpu"),
+        "device": Field("tpu", command, error="device: expected tpu, but JAX finds cpu"),
         "compilation_cache": Field("cache", settings),
         "profile": Field([1, 2], command),
         "policy.path": Field("policies/other", update),

@@ -1,12 +1,12 @@
 """builtin:arithmetic and builtin:random: a task and policies for runs without a checkpoint or a dataset.
 
-builtin:random is a tiny random Qwen2 for any tokenizer, with as many embedding rows as the real ones: for trying out
-real data on a small machine. builtin:arithmetic is chained sums, a character-level tokenizer and a tiny Qwen2 policy.
+builtin:random is a tiny random Qwen2 for any tokenizer, with as many embedding rows as the real Qwen, to try out real
+data on a small machine. builtin:arithmetic is chained sums, a character-level tokenizer and a tiny Qwen2 policy.
 
 A problem is a chain such as ``37+25-18=``. Its written-out solution goes one step at a time,
 ``37+25=62;62-18=44;#### 44``, and answers as GSM8K does. The supervised split mixes two habits: part of its
-completions write the steps out, the rest give the answer at once, which a small policy mostly gets wrong. A policy
-warmed up on it therefore has one thing to learn from its rewards: to write the steps out.
+completions write the steps out; the rest answer at once, and a small policy mostly gets that wrong. A policy that is
+warmed up on it has only to learn from its rewards to write the steps out.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ def arithmetic_rows(
 ) -> Iterator[dict[str, str]]:
     """Generate ``rows`` distinct problems of a split, as ``question`` and ``answer`` fields.
 
-    ``terms`` numbers are chained by + and -; every running total lies in 0..``highest`` and is drawn uniformly, so
-    that the question gives no hint to the last one. In the sft split the answer is the completion to imitate, written
-    out with probability ``written`` and the bare answer otherwise; in train and eval it is the written-out
-    solution, whose last part is the reference. A hash of the question decides which split may have it, so that
-    splits never share a question, whatever their seeds.
+    ``terms`` numbers are chained by + and -; every running total lies in 0..``highest`` and is drawn uniformly, so the
+    question gives no hint to the last total. In the sft split the answer is the completion to imitate: written out
+    with probability ``written``, else the bare answer. In train and eval it is the written-out solution, whose last
+    part is the reference. A hash of the question decides its split, so splits never share a question, whatever their
+    seeds.
 
     Raises:
-        ValueError: an unknown split, or one with fewer problems than ``rows``.
+        ValueError: the split is unknown, or has fewer problems than ``rows``.
     """
     if split not in SIZES:
-        raise ValueError(f"builtin:arithmetic has no split {split!r}; accepted: {', '.join(SIZES)}")
+        raise ValueError(f"builtin:arithmetic has no split {split!r}; set one of {', '.join(SIZES)}")
     draw = random.Random(f"{split}/{seed}/{terms}/{highest}")
     seen: set[str] = set()
     for _ in range(rows):
@@ -74,7 +74,7 @@ def arithmetic_problem(draw: random.Random, *, terms: int, highest: int) -> tupl
     total = draw.randint(0, highest)
     question, steps = str(total), ""
     for _ in range(terms - 1):
-        after = draw.randrange(highest)  # of the totals other than this one
+        after = draw.randrange(highest)  # among the totals other than this one
         after += after >= total
         change = f"{'+' if after >= total else '-'}{abs(after - total)}"
         question += change
@@ -84,7 +84,7 @@ def arithmetic_problem(draw: random.Random, *, terms: int, highest: int) -> tupl
 
 
 def split_of(question: str) -> str:
-    """Return the only split that may have a question: an eighth is eval's, train and sft share the rest equally."""
+    """Return a question's split: an eighth of all questions is eval's, train and sft share the rest equally."""
     bucket = hashlib.blake2b(question.encode(), digest_size=8).digest()[0] % 16
     return "eval" if bucket < 2 else "train" if bucket < 9 else "sft"
 
@@ -93,23 +93,23 @@ def computed_tokens(tokens: Sequence[str]) -> list[bool]:
     """Mark the tokens that hold digits of a step's result: the 62 and the 44 of 37+25=62;62-18=44;
 
     These carry the computation: the answer's digits are copied from the last result, and each step starts from the
-    result before it. What stands before the ``=`` is copied from the question.
+    result before it. The text before the ``=`` is copied from the question.
     """
     return tokens_with(tokens, [match.span(1) for match in re.finditer(r"=([0-9]+);", "".join(tokens))])
 
 
 def first_wrong_step(question: str, tokens: Sequence[str]) -> list[bool]:
-    """Mark where a written-out solution first goes wrong: a step's result, or its left side where that is miscopied.
+    """Mark the first mistake of a written-out solution: a step's result, or its left side if that is miscopied.
 
-    A left side is right where it is the total so far and the next change of the question. Nothing is marked in a
-    solution whose steps are all right, as far as they go, nor in an answer without steps.
+    A left side is right if it is the running total and the next change of the question. A solution whose steps are all
+    right, even if it is incomplete, and an answer without steps have no marks.
     """
     start, *changes = re.findall(r"[+-]?[0-9]+", question)
     total = start
     for number, step in enumerate(re.finditer(r"([0-9]+)([+-][0-9]+)=([0-9]+);", "".join(tokens).partition(MARKER)[0])):
-        wanted = (total, changes[number] if number < len(changes) else None, str(int(step[1]) + int(step[2])))
+        expected = (total, changes[number] if number < len(changes) else None, str(int(step[1]) + int(step[2])))
         for part in (1, 2, 3):
-            if step[part] != wanted[part - 1]:
+            if step[part] != expected[part - 1]:
                 return tokens_with(tokens, [step.span(part)])
         total = step[3]
     return [False] * len(tokens)
@@ -124,7 +124,7 @@ def tokens_with(tokens: Sequence[str], spans: Sequence[tuple[int, int]]) -> list
 def write_tokenizer(folder: Path | str, *, letters: str = LETTERS) -> None:
     """Write a character-level tokenizer in the HF layout, with ``####`` as one token and Qwen's three special tokens.
 
-    It has no unknown token: a character outside the vocabulary is an error, not a silent loss.
+    It has no unknown token, so a character outside the vocabulary raises an error instead of being lost.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -150,9 +150,10 @@ def write_tokenizer(folder: Path | str, *, letters: str = LETTERS) -> None:
 def builtin_config(
     *, hidden: int = 96, layers: int = 3, heads: int = 4, kv_heads: int = 2, ffn: int = 256, vocab: int = 32
 ) -> dict[str, Any]:
-    """Return config.json of a tiny tied Qwen2, its embedding padded beyond the tokenizer as Qwen's is."""
-    if vocab < len(SPECIAL) + 1 + len(LETTERS):
-        raise ValueError(f"vocab {vocab}: expected at least {len(SPECIAL) + 1 + len(LETTERS)}, the tokenizer's size")
+    """Return config.json of a tiny tied Qwen2, its embedding padded beyond the tokenizer as in Qwen."""
+    size = len(SPECIAL) + 1 + len(LETTERS)
+    if vocab < size:
+        raise ValueError(f"vocab: expected at least {size}, the tokenizer's size, got {vocab}")
     return {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
@@ -187,7 +188,7 @@ def write_builtin_policy(
     ffn: int = 256,
     vocab: int = 32,
 ) -> Path:
-    """Write a tiny random Qwen2 with its tokenizer as an HF folder, to be read like any other checkpoint."""
+    """Write a tiny random Qwen2 with its tokenizer as an HF folder, which is read like any other checkpoint."""
     fields = builtin_config(hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab)
     with tempfile.TemporaryDirectory() as scratch:
         write_tokenizer(scratch)
@@ -195,7 +196,7 @@ def write_builtin_policy(
 
 
 def write_random_policy(folder: Path | str, *, tokenizer: Path, seed: int) -> Path:
-    """Write a tiny random Qwen2 for the tokenizer of a folder, as an HF folder.
+    """Write a tiny random Qwen2 as an HF folder, for the tokenizer of another folder.
 
     Its embedding has Qwen's ``VOCABULARY`` rows, or as many as a larger tokenizer needs, in multiples of 128.
 

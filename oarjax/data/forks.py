@@ -1,4 +1,4 @@
-"""builtin:forks: a few choices that decide the reward, among filler that is sampled and decides nothing.
+"""builtin:forks: a task whose completions hold a few choices that decide the reward, among filler that does not.
 
 A prompt is k digits, ``37=``. Its completion has one segment per fork, each a choice and ``filler`` letters drawn
 uniformly from 16, then the answer:
@@ -7,10 +7,10 @@ uniformly from 16, then the answer:
     echo    f..f X1 f..f X1 f..f X2 f..f X2 #### X1X2  every choice is written twice, half of the filler before each
     chain   3+7=0; f..f 0+5=5; f..f #### 5             a choice is a running sum modulo 10; the prompt has k + 1 digits
 
-A table says which letter is right for each digit of each fork. The supervised split chooses right with probability
-``right`` and copies its choices into the answer whether they are right or not, so that a policy warmed up on it has
-one thing to learn from its rewards: to choose. Filler that is sampled costs gradient noise and carries no signal, and
-which tokens are which is known, so this is a task where credit per token can help and its help can be measured.
+A table defines the right letter for each digit of each fork. The supervised split chooses right with probability
+``right`` and copies its choices into the answer, right or not, so a policy that is warmed up on it has only to learn
+from its rewards to choose. Sampled filler adds gradient noise and carries no signal, and it is known which tokens are
+filler. Credit per token can therefore help in this task, and its help can be measured.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from oarjax.data.hf import write_random_checkpoint
 Kind = Literal["copy", "echo", "chain"]
 SPLITS = ("train", "eval", "sft")
 PAIRS = 20_000
-"""Pairs of the sft split where no limit says otherwise."""
+"""Pairs of the sft split unless a limit is set."""
 OPTIONS = 3
 """Letters of a fork's alphabet; in ``chain`` a choice is one of ten digits."""
 FILLER = "abcdefghijklmnop"
@@ -43,16 +43,16 @@ def forks_rows(
 ) -> list[dict[str, str]]:
     """Return problems of a split as ``question`` and ``answer`` fields.
 
-    In train and eval every question comes once and its answer is the right one; ``rows`` takes the first ones, and
-    where it is more than there are they come again (100 questions of 2 forks are few); 0 takes all once. In sft
-    questions are drawn at random, with filler and choices, ``PAIRS`` times where ``rows`` is 0, and the answer field
-    is the completion to imitate. A hash of the question decides its split, as in builtin:arithmetic.
+    In train and eval every question comes once, with its right answer; ``rows`` selects the first questions, and
+    repeats them if there are fewer (2 forks have 100 questions); 0 selects all. In sft questions are drawn at random,
+    with filler and choices, ``rows`` times (0: ``PAIRS``), and the answer field is the completion to imitate. A hash
+    of the question decides its split, as in builtin:arithmetic.
 
     Raises:
-        ValueError: an unknown split, or one without a question.
+        ValueError: the split is unknown, or has no question.
     """
     if split not in SPLITS:
-        raise ValueError(f"builtin:forks has no split {split!r}; accepted: {', '.join(SPLITS)}")
+        raise ValueError(f"builtin:forks has no split {split!r}; set one of {', '.join(SPLITS)}")
     digits = itertools.product("0123456789", repeat=forks + (kind == "chain"))
     questions = [q for q in ("".join(d) + "=" for d in digits) if split_of(q) == split]
     draw = random.Random(f"forks/{split}/{seed}")
@@ -88,65 +88,66 @@ def right_answer(question: str, *, kind: Kind, table: Sequence[Sequence[str]]) -
 
 
 def written_out(question: str, draw: random.Random, *, kind: Kind, filler: int, right: float, seed: int) -> str:
-    """Draw a completion: each choice right with probability ``right``, else uniformly one of the wrong ones."""
+    """Draw a completion. Each choice is right with probability ``right``, else one of the others, uniformly."""
     table, digits = right_letters(seed), [int(d) for d in question.removesuffix("=")]
 
-    def filled(length: int) -> str:
+    def draw_filler(length: int) -> str:
         return "".join(draw.choices(FILLER, k=length))
 
-    def chosen(wanted: str, options: str) -> str:
-        return wanted if draw.random() < right else draw.choice(options.replace(wanted, ""))
+    def choose(right_option: str, options: str) -> str:
+        return right_option if draw.random() < right else draw.choice(options.replace(right_option, ""))
 
     text, answer = "", ""
     if kind == "chain":
         total = digits[0]
         for digit in digits[1:]:
-            after = chosen(str((total + digit) % 10), "0123456789")
-            text += f"{total}+{digit}={after};{filled(filler)}"
+            after = choose(str((total + digit) % 10), "0123456789")
+            text += f"{total}+{digit}={after};{draw_filler(filler)}"
             total, answer = int(after), after
     else:
         for fork, digit in enumerate(digits):
-            letter = chosen(table[fork][digit], CHOICES[OPTIONS * fork : OPTIONS * (fork + 1)])
+            letter = choose(table[fork][digit], CHOICES[OPTIONS * fork : OPTIONS * (fork + 1)])
             before = [filler] if kind == "copy" else [filler // 2, filler - filler // 2]
-            text += "".join(filled(length) + letter for length in before)
+            text += "".join(draw_filler(length) + letter for length in before)
             answer += letter
     return f"{text}{MARKER} {answer}"
 
 
 def fork_tokens(question: str, tokens: Sequence[str], *, kind: Kind, seed: int) -> tuple[list[bool], list[bool]]:
-    """Mark the tokens of a completion that choose, and those where it first goes wrong.
+    """Mark the tokens of a completion that choose, and the tokens of its first mistake.
 
-    A fork is the first letter of its alphabet before the answer (in ``echo`` the second writing is a copy and no
-    choice), in ``chain`` the result of a step; it is wrong where it is not the right one for the question, in
-    ``chain`` where the step's result is not its sum, or a term is not the one that the chain stands at. The first
-    such place is marked, none where every choice that was made is right.
+    A choice is the first letter of a fork's alphabet before the answer (in ``echo`` the second letter is a copy), or in
+    ``chain`` the result of a step. A mistake is a choice that is not right for the question; in ``chain`` it is a
+    result that is not the sum of its step, or a term that is not the running total or the next digit. Without a mistake
+    nothing is marked.
     """
     text = "".join(tokens).partition(MARKER)[0]
     forks: list[tuple[int, int]] = []
-    wrong: list[tuple[int, int]] = []
+    mistakes: list[tuple[int, int]] = []
     digits = question.removesuffix("=")
     if kind == "chain":
         total = digits[:1]
         for n, step in enumerate(re.finditer(r"([0-9])\+([0-9])=([0-9])", text), start=1):
             after = str((int(step[1]) + int(step[2])) % 10)
-            wanted = (total, digits[n : n + 1], after)
-            wrong += [step.span(part) for part in (1, 2, 3) if step[part] != wanted[part - 1]]
+            expected = (total, digits[n : n + 1], after)
+            mistakes += [step.span(part) for part in (1, 2, 3) if step[part] != expected[part - 1]]
             forks.append(step.span(3))
             total = step[3]
     else:
         table = right_letters(seed)
         for fork, digit in enumerate(digits):
-            found = re.search(f"[{CHOICES[OPTIONS * fork : OPTIONS * (fork + 1)]}]", text)
-            if found:
-                forks.append(found.span())
-                wrong += [found.span()] * (found[0] != table[fork][int(digit)])
-    return tokens_with(tokens, forks), tokens_with(tokens, sorted(wrong)[:1])
+            choice = re.search(f"[{CHOICES[OPTIONS * fork : OPTIONS * (fork + 1)]}]", text)
+            if choice:
+                forks.append(choice.span())
+                mistakes += [choice.span()] * (choice[0] != table[fork][int(digit)])
+    return tokens_with(tokens, forks), tokens_with(tokens, sorted(mistakes)[:1])
 
 
 def write_forks_policy(folder: Path | str, *, seed: int) -> Path:
     """Write a random Qwen2 of 20,000 parameters with a character-level tokenizer as an HF folder.
 
-    It is drawn wider than Qwen (std .7 / sqrt(width)): so narrow a policy does not learn to copy its choices from .02.
+    Its weights have a standard deviation of .7 / sqrt(width): from Qwen's .02, so narrow a policy does not learn to
+    copy its choices.
     """
     width = 32
     fields = builtin_config(hidden=width, layers=2, heads=4, kv_heads=2, ffn=64, vocab=64)

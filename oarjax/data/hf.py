@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: load params from a folder or hub name, export params to a folder. Never pickle."""
+"""Load params from a Hugging Face folder or hub name, and export params to a folder. Never opens a pickle."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ MAPPED = 64 * 2**20  # bytes of a file mapped at a time, approximately
 
 
 def read_config(path: str | Path, *, revision: str | None = None) -> tuple[QwenConfig, Path]:
-    """Return the architecture and the local folder of a checkpoint, downloading a hub name.
+    """Return the architecture and the local folder of a checkpoint; a hub name is downloaded.
 
     config.json is read first, so that an unsupported model is rejected before any weight is fetched or read; then the
-    headers of the weights. All files of a download are of one commit, also if the revision is a branch that moves.
+    headers of the weights. All files of a download are from one commit, even if the revision is a moving branch.
 
     Raises:
-        CheckpointError: no such folder or hub name, no config.json, or weights that do not match it.
+        CheckpointError: there is no such folder, hub name or config.json, or the weights do not match it.
         UnsupportedModel: see QwenConfig.from_hf.
     """
     folder = Path(path).expanduser()
@@ -89,10 +89,10 @@ def commit_of(folder: Path) -> str | None:
 
 
 def read_tokenizer_folder(path: str | Path, *, revision: str | None = None) -> Path:
-    """Return the local folder of a tokenizer; of a hub name only the tokenizer's files are downloaded.
+    """Return the local folder of a tokenizer; for a hub name only the tokenizer's files are downloaded.
 
     Raises:
-        CheckpointError: no such folder or hub name.
+        CheckpointError: there is no such folder or hub name.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -111,7 +111,7 @@ def _hub_name(path: str | Path, kind: str, *, example: str) -> str:
 
 @contextmanager
 def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
-    """Turn the hub's many errors into one with the remedy."""
+    """Turn the hub's many errors into a CheckpointError with the remedy."""
     try:
         yield
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
@@ -129,12 +129,12 @@ def tokenizer_files(folder: Path) -> list[Path]:
 def load_params(folder: Path, cfg: QwenConfig, *, dtype: DTypeLike = jnp.float32, shardings: Any = None) -> Params:
     """Load the params of a folder, cast to ``dtype`` and laid out by ``shardings`` (same tree).
 
-    With shardings this process reads only the slices that its devices hold, one device's share of one stacked tensor at
-    a time: the host never holds more than that besides the arrays already placed.
+    With shardings this process reads only the slices of its devices: one device's share of one stacked tensor at a
+    time, so the host never holds more than that besides the placed arrays.
 
     Raises:
-        CheckpointError: a missing shard, a missing or extra tensor, or a wrong shape. The head of a tied model and
-            stored RoPE frequencies are ignored, as transformers does.
+        CheckpointError: a shard or tensor is missing, a tensor is not expected, or a shape differs. The head of a tied
+            model and stored RoPE frequencies are ignored, as transformers does.
     """
     files = check_headers(folder, cfg)
 
@@ -148,7 +148,7 @@ def load_params(folder: Path, cfg: QwenConfig, *, dtype: DTypeLike = jnp.float32
 
 
 def _placed(shape: tuple[int, ...], sharding: Sharding, read: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
-    """Build a global array; this process reads its devices' blocks, each once and each placed before the next."""
+    """Build a global array; this process reads each block of its devices once and places it before the next."""
     holders: dict[tuple[tuple[int, int, int], ...], list[Any]] = {}
     where = sharding.addressable_devices_indices_map(shape)
     for device, index in where.items():
@@ -204,11 +204,11 @@ def export(
 ) -> Path:
     """Write params as an HF folder: safetensors shards, config.json and tokenizer files of ``source``.
 
-    The folder appears whole or not at all: it is written beside its place, synced and renamed. An earlier export there
-    is replaced. ``dtype`` None keeps the dtype of the params. ``stop_ids`` become the end tokens of
-    generation_config.json, so that any generator stops where the policy was trained to. Returns the folder.
+    The write is atomic: the folder is written under another name, synced and renamed; it replaces an earlier export.
+    ``dtype`` None keeps the dtype of the params. ``stop_ids`` become the end tokens of generation_config.json, so that
+    any generator stops where the policy was trained to stop. Returns the folder.
 
-    Every process takes part, tensor by tensor, and the first one writes, holding one output shard at a time.
+    Every process takes part, tensor by tensor; the first process writes and holds one output shard at a time.
 
     Raises:
         FileExistsError: the folder is not empty and not a checkpoint.
@@ -256,7 +256,7 @@ def _write(
 ) -> Path:
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").is_file():
-        raise FileExistsError(f"{folder} is not empty and not a checkpoint; name a new folder")
+        raise FileExistsError(f"{folder} is not empty and not a checkpoint; choose a new folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         fresh = Path(scratch) / "new"
@@ -276,7 +276,7 @@ def _write(
 
 
 def remove_half_written(folder: Path) -> None:
-    """Remove what killed exports of this folder left beside it. Call only while nothing else exports to it."""
+    """Remove the temporary folders of killed exports of this folder. Call only while nothing else exports to it."""
     for path in folder.parent.glob(f".{folder.name}-*"):
         if re.fullmatch(r"[a-z0-9_]{8}", path.name[len(folder.name) + 2 :]) and path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -319,6 +319,6 @@ def _write_shards(folder: Path, cfg: QwenConfig, params: Params, dtype: np.dtype
 
 
 def _tensor(params: Params, weight: Weight, at: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return one tensor, by its place in the stack, as the checkpoint stores it."""
+    """Return a tensor, by its place in the stack, as the checkpoint stores it."""
     tensor = np.asarray(to_host(lookup(params, weight)[at].astype(dtype)))
     return np.ascontiguousarray(tensor.T if weight.layout == "transposed" else tensor)

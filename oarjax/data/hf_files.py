@@ -35,7 +35,7 @@ DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 class CheckpointError(UserError, ValueError):
-    """A checkpoint that cannot be read; names what was expected, what was found and the remedy."""
+    """Raised for a checkpoint that cannot be read; names what was expected, what came and the remedy."""
 
 
 def read_fields(folder: Path) -> dict[str, Any]:
@@ -128,8 +128,8 @@ def check_weights(folder: Path, cfg: QwenConfig) -> None:
     The head of a tied model and stored RoPE frequencies are ignored, as transformers does.
 
     Raises:
-        CheckpointError: a missing, truncated or changed shard, a missing or extra tensor, one that is not in the
-            shard that the index names, a wrong shape, or a dtype that is not floating-point.
+        CheckpointError: a shard is missing, truncated or changed; a tensor is missing, not expected or not in the
+            shard that the index names; a shape differs, or a dtype is not floating-point.
     """
     _check_sums(folder)
     check_headers(folder, cfg)
@@ -165,13 +165,13 @@ def check_headers(folder: Path, cfg: QwenConfig) -> dict[str, Path]:
             shape, dtype = tuple(piece.get_shape()), piece.get_dtype()
             if shape != weight.file_shape:
                 raise CheckpointError(
-                    f"{file}: {name} has shape {shape}, config.json expects {weight.file_shape}; "
-                    "the two files are not of one checkpoint"
+                    f"{file}: {name}: expected the shape {weight.file_shape} of config.json, got {shape}; the two "
+                    "files are not from the same checkpoint"
                 )
             if dtype not in DTYPES:
                 raise CheckpointError(
-                    f"{file}: {name} is stored as {dtype}, expected one of {', '.join(DTYPES)}; use a checkpoint "
-                    "that is not quantised"
+                    f"{file}: {name}: expected a dtype of {', '.join(DTYPES)}, got {dtype}; use a checkpoint that is "
+                    "not quantised"
                 )
     return files
 
@@ -242,7 +242,7 @@ def _check_names(folder: Path, cfg: QwenConfig, files: dict[str, Path]) -> None:
 
 
 def _check_sums(folder: Path) -> None:
-    """Compare files with their SHA256SUMS if there is one: hashing reads every byte."""
+    """Compare files with SHA256SUMS if the folder has it; this reads every byte."""
     sums = folder / SUMS
     if not sums.is_file():
         return

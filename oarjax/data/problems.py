@@ -1,4 +1,4 @@
-"""Problems and their answers, from the built-in task, JSON lines, Parquet or a hub dataset."""
+"""Load problems and their answers from a built-in task, JSON lines, Parquet or a Hugging Face dataset."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Row = tuple[str, dict[str, Any]]
 
 
 class DataError(UserError, ValueError):
-    """A dataset that cannot be read or holds nothing usable; the message ends with the remedy."""
+    """Raised for a dataset that cannot be read or holds no usable row; the message ends with the remedy."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Problem:
 
     @property
     def reference(self) -> str:
-        """Return the answer that a completion's is compared with."""
+        """Return the answer to compare a completion's answer with."""
         return reference_answer(self.answer)
 
 
 def reference_answer(answer: str) -> str:
-    """Return what follows the answer field's last ``####`` (GSM8K puts its rationale before), else the whole field."""
+    """Return the text after the answer field's last ``####`` (GSM8K puts its rationale before it), else the whole."""
     return answer.rpartition(MARKER)[2].strip()
 
 
@@ -54,7 +54,7 @@ def load_problems(config: DatasetConfig, *, where: str = "data.train") -> list[P
         where: the config section that errors name.
 
     Raises:
-        DataError: a missing or empty source, a bad line, a missing or blank field, or a missing package.
+        DataError: the source, a field or a package is missing, a line is damaged, or a field is blank in every row.
     """
     rows = read_rows(config, where=where)
     limited = islice(rows, config.limit) if config.limit else rows
@@ -69,7 +69,7 @@ def load_problems(config: DatasetConfig, *, where: str = "data.train") -> list[P
         for index, (place, row) in enumerate(limited)
     ]
     if not problems:
-        raise DataError(f"{where}.source: {config.source} holds no rows")
+        raise DataError(f"{where}.source: {config.source} holds no rows; set another source")
     _reject_blank([p.prompt for p in problems], config.prompt_field, config.source, f"{where}.prompt_field")
     _reject_blank([p.answer for p in problems], config.answer_field, config.source, f"{where}.answer_field")
     return problems
@@ -79,7 +79,7 @@ def read_rows(config: DatasetConfig, *, where: str) -> Iterator[Row]:
     """Iterate over the rows of a dataset with all their fields.
 
     Raises:
-        DataError: a missing source, a bad line, or a missing package.
+        DataError: the source or a package is missing, or a line is damaged.
     """
     if config.source.startswith("builtin:"):
         return _builtin_rows(config, where)
@@ -140,25 +140,25 @@ def _plain(value: Any) -> Any:
 
 
 def _reject_blank(values: list[str], name: str, source: str, setting: str) -> None:
-    """Reject a field that is blank in every row: it is the wrong one. The grader counts single blank rows."""
+    """Reject a field that is blank in every row. The grader counts single blank rows."""
     if not any(value.strip() for value in values):
-        raise DataError(f"{source}: field {name!r} is blank in all {len(values)} rows; set {setting} to another")
+        raise DataError(f"{source}: field {name!r} is blank in all {len(values)} rows; set {setting} to another field")
 
 
 def _builtin_rows(config: DatasetConfig, where: str) -> Iterator[Row]:
     if config.source == "builtin:forks":
         try:
-            found = forks_rows(config.split, rows=config.limit, **config.forks.model_dump())
+            rows = forks_rows(config.split, rows=config.limit, **config.forks.model_dump())
         except ValueError as error:
             raise DataError(f"{where}: {error}") from None
-        return ((f"{config.source} row {number}", row) for number, row in enumerate(found))
+        return ((f"{config.source} row {number}", row) for number, row in enumerate(rows))
     if config.source != "builtin:arithmetic":
         raise DataError(
-            f"{where}.source: no built-in task {config.source!r}; accepted: builtin:arithmetic, builtin:forks"
+            f"{where}.source: expected builtin:arithmetic or builtin:forks, got {config.source!r}; set one of these"
         )
     if config.split not in SIZES:
         raise DataError(
-            f"{where}.split: builtin:arithmetic has no split {config.split!r}; accepted: {', '.join(SIZES)}"
+            f"{where}.split: builtin:arithmetic has no split {config.split!r}; set one of {', '.join(SIZES)}"
         )
     task = config.arithmetic
     rows = arithmetic_rows(
@@ -185,12 +185,12 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
             except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
                 raise DataError(f"{place}: not JSON ({error}); expected one object per line") from None
             if not isinstance(row, dict):
-                raise DataError(f"{place}: a {type(row).__name__}; expected one object per line")
+                raise DataError(f"{place}: expected one object per line, got a {type(row).__name__}")
             yield place, row
 
 
 def parquet_rows(path: Path, setting: str) -> Iterator[Row]:
-    """Iterate over the rows of a Parquet file; errors name the ``setting`` that gave it.
+    """Iterate over the rows of a Parquet file; errors name the ``setting`` that its path comes from.
 
     Raises:
         DataError: pyarrow is missing, or cannot read the file.
@@ -221,7 +221,7 @@ def _hub_rows(config: DatasetConfig, where: str) -> Iterator[Row]:
         ) from None
     try:
         dataset = datasets.load_dataset(config.source, config.name, split=config.split, revision=config.revision)
-    except Exception as error:  # offline, unknown, gated, wrong configuration or split: a type each
+    except Exception as error:  # offline, unknown, gated, bad configuration or split: each has its own type
         raise DataError(
             f"{where}.source: cannot load {config.source!r} (name {config.name!r}, split {config.split!r}, revision "
             f"{config.revision!r}) from the hub: {type(error).__name__}: {error}. Check these fields and the network, "

@@ -1,9 +1,9 @@
-"""Streams of problems as batches of padded arrays.
+"""Stream problems as batches of padded arrays.
 
-Grain decides the order: a fresh shuffle every epoch, a function of the seed alone. Every process builds the same whole
-batches, without the prompts that are too long, and sends its own devices their rows (``system.processes.to_devices``):
-neither order nor shape depends on the number of processes, none runs out before the others, and any number of them can
-resume a saved position. Nothing is dropped at an epoch's end: a batch that straddles it is filled from the next epoch.
+Grain decides the order: a fresh shuffle every epoch, a function of the seed alone. Prompts that are too long are left
+out. Every process builds the same whole batches and sends its devices their rows (``system.processes.to_devices``), so
+neither order nor shape depends on the number of processes, no process runs out of rows before the others, and any
+number of them can resume a saved position. A batch at the end of an epoch is filled from the next epoch.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from oarjax.types import PromptBatch
 
 @dataclass(frozen=True)
 class Encoded:
-    """Problems within the length limit, and their ids; ``completions`` only for SFT pairs."""
+    """Problems within the length limit, with their ids; only SFT pairs have ``completions``."""
 
     problems: tuple[Problem, ...]
     prompts: tuple[list[int], ...]
     completions: tuple[list[int], ...]
-    dropped: int  # problems left out because they are too long
+    dropped: int  # number of problems left out because they are too long
 
     def __len__(self) -> int:
         return len(self.problems)
 
     @cached_property
     def by_index(self) -> dict[int, Problem]:
-        """Map row numbers in the dataset, which a PromptBatch carries, to problems."""
+        """Map row numbers of the dataset, which a PromptBatch carries, to problems."""
         return {problem.index: problem for problem in self.problems}
 
 
@@ -60,7 +60,7 @@ def encode_problems(
     max_prompt: int,
     thinking: bool | None = None,
 ) -> Encoded:
-    """Encode prompts. Those of more than ``max_prompt`` tokens are left out and counted, never cut.
+    """Encode prompts. Prompts of more than ``max_prompt`` tokens are left out and counted, never cut.
 
     Raises:
         DataError: no prompt is left.
@@ -116,7 +116,7 @@ def pad_prompts(prompts: Sequence[Sequence[int]], *, length: int, pad_id: int, p
 def left_pad(
     rows: Sequence[Sequence[int]], *, length: int, pad_id: int
 ) -> tuple[Int32[np.ndarray, "B S"], Bool[np.ndarray, "B S"]]:
-    """Write rows of ids at the right edge of [B, length]; return it with the mask of real ids."""
+    """Write rows of ids at the right edge of an array [B, length]; return it with the mask of real ids."""
     tokens = np.full((len(rows), length), pad_id, np.int32)
     for row, ids in zip(tokens, rows, strict=True):
         row[length - len(ids) :] = ids
@@ -127,7 +127,7 @@ def left_pad(
 def right_pad(
     rows: Sequence[Sequence[int]], *, length: int, pad_id: int
 ) -> tuple[Int32[np.ndarray, "B T"], Bool[np.ndarray, "B T"]]:
-    """Write rows of ids at the left edge of [B, length]; return it with the mask of real ids."""
+    """Write rows of ids at the left edge of an array [B, length]; return it with the mask of real ids."""
     tokens = np.full((len(rows), length), pad_id, np.int32)
     for row, ids in zip(tokens, rows, strict=True):
         row[: len(ids)] = ids
@@ -136,12 +136,12 @@ def right_pad(
 
 
 def bucketed(rows: Iterable[Sequence[int]], bucket: int) -> int:
-    """Round the longest row's length up to a multiple of ``bucket``: few lengths, few compilations."""
+    """Round the longest row's length up to a multiple of ``bucket``, so that few shapes are compiled."""
     return -(-max(len(ids) for ids in rows) // bucket) * bucket
 
 
 class Stream:
-    """Endless batches of row numbers out of ``rows``, with a position that can be saved.
+    """Yield endless batches of row numbers below ``rows``, from a position that can be saved.
 
     The order depends on ``seed``, ``rows`` and ``shuffle`` alone.
     """
@@ -162,7 +162,7 @@ class Stream:
         return {**self._identity, "position": self._batches.get_state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a saved position.
+        """Resume from a saved position.
 
         Raises:
             DataError: it was saved with other data or settings.
@@ -170,14 +170,14 @@ class Stream:
         saved = {name: state.get(name) for name in self._identity}
         if saved != self._identity:
             raise DataError(
-                f"the saved data position belongs to {saved} and this run has {self._identity}; "
-                "resume with the data, batch and seed that it was saved with"
+                f"data: the saved position belongs to {saved}, but this run has {self._identity}; resume with the "
+                "data, batch and seed that it was saved with"
             )
         self._batches.set_state(state["position"])
 
 
 class PromptStream:
-    """Endless batches of ``prompts`` prompts. ``state`` and ``restore`` resume exactly."""
+    """Yield endless batches of ``prompts`` prompts. ``state`` and ``restore`` resume exactly."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class PromptStream:
 
 
 class SFTStream:
-    """Endless shuffled batches of prompt and completion pairs; resumes as PromptStream does."""
+    """Yield endless shuffled batches of prompt and completion pairs; resume as PromptStream does."""
 
     def __init__(
         self,
@@ -248,7 +248,7 @@ class SFTStream:
 
 
 def eval_order(encoded: Encoded) -> list[int]:
-    """Sort rows by prompt length, longest first: little padding, and a lack of memory shows at once."""
+    """Sort rows by prompt length, longest first: this saves padding, and a lack of memory shows in the first batch."""
     return sorted(range(len(encoded)), key=lambda row: -len(encoded.prompts[row]))
 
 
@@ -257,7 +257,7 @@ def eval_batches(
 ) -> Iterator[tuple[PromptBatch, list[Problem], int]]:
     """Iterate over the problems of ``order``, by default all: (prompts, problems, number of real rows).
 
-    The last batch is padded with its own first problem to keep the shape; only the leading rows are real.
+    The last batch is padded with its first problem to keep the shape; only the leading rows are real.
     """
     order = range(len(encoded)) if order is None else order
     for start in range(0, len(order), batch):

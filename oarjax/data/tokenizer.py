@@ -1,7 +1,7 @@
-"""Tokenizers: loading, the stop set, the bytes of every id, and rendering a prompt to ids.
+"""Load tokenizers, find their stop ids and the bytes of every id, and render prompts to ids.
 
-Completions are decoded through ``token_bytes`` and never encoded again: sampled ids need not be those that the
-tokenizer gives for the same text.
+Completions are decoded through ``token_bytes`` and never encoded again: the tokenizer may encode the same text to
+other ids than the sampled ones.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ TEMPLATE_SECONDS = 10.0
 
 
 class TokenizerError(UserError, ValueError):
-    """A tokenizer that is missing, does not fit the model, or cannot encode a text."""
+    """Raised when a tokenizer is missing, does not fit the model, or cannot encode a text."""
 
 
 class TextError(TokenizerError):
-    """A text that cannot be encoded; ``errors_at`` adds its place."""
+    """Raised when a text cannot be encoded; ``errors_at`` adds its place."""
 
 
 @contextlib.contextmanager
 def errors_at(place: str) -> Iterator[None]:
-    """Put a text's place, such as a line of a file, before its errors; "" for none."""
+    """Put a text's place, such as a line of a file, before the messages of its errors; "" adds nothing."""
     try:
         yield
     except TextError as error:
@@ -67,7 +67,7 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
             from transformers import AutoTokenizer  # imports torch where it is installed, which takes seconds
 
             tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except Exception as error:  # the tokenizers library has no error class of its own
+    except Exception as error:  # the tokenizers library has no error class
         raise TokenizerError(f"tokenizer folder {folder} cannot be read ({error}); fetch it again") from error
     _check_round_trip(tokenizer, folder)
     return tokenizer
@@ -76,12 +76,12 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
 def stop_ids(folder: Path | str, tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
     """Return the ids that end a completion, sorted.
 
-    The union of ``eos_token_id`` in the folder's generation_config.json (an int or a list), the tokenizer's end
-    token, and ``<|im_end|>`` and ``<|endoftext|>`` where the vocabulary has them, so that a Qwen folder that
-    lacks the first still gets Qwen's two: (151643, 151645).
+    They are the union of ``eos_token_id`` in the folder's generation_config.json (an int or a list), the tokenizer's
+    end token, and ``<|im_end|>`` and ``<|endoftext|>`` if the vocabulary has them. A Qwen folder without
+    generation_config.json thus still gets Qwen's two: (151643, 151645).
 
     Raises:
-        TokenizerError: there is none at all, or the tokenizer lacks one of them.
+        TokenizerError: there is no stop id, or the tokenizer lacks an id of generation_config.json.
     """
     vocab = tokenizer.get_vocab()
     stops: set[int] = set()
@@ -109,14 +109,14 @@ def _known_ids(declared: Any, known: set[int], path: Path) -> set[int]:
     unknown = [i for i in ids if isinstance(i, bool) or not isinstance(i, int) or i not in known]
     if unknown:
         raise TokenizerError(
-            f"{path}: eos_token_id {unknown[0]!r} is not an id of its tokenizer (up to {max(known)}): they do "
-            "not belong together; fetch the folder again"
+            f"{path}: eos_token_id: expected ids of the tokenizer beside it (up to {max(known)}), got {unknown[0]!r}; "
+            "fetch the folder again"
         )
     return set(ids)
 
 
 def pad_id(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Return the id written into padding. Masks come from lengths, so it may also be a stop id."""
+    """Return the id of padding. Masks come from lengths, so it may also be a stop id."""
     vocab = tokenizer.get_vocab()
     for token in (tokenizer.pad_token, END_OF_TEXT, tokenizer.eos_token):
         if token is not None and token in vocab:
@@ -138,8 +138,8 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> list[byt
     highest = max(vocab.values())
     if highest >= vocab_size:
         raise TokenizerError(
-            f"the tokenizer has ids up to {highest} and the model's vocabulary only {vocab_size}: "
-            "they do not belong together; use the tokenizer of the model's own folder"
+            f"the tokenizer has ids up to {highest}, but the model's vocabulary only {vocab_size}: they do not belong "
+            "together; use the tokenizer in the model's folder"
         )
     added = dict(tokenizer.added_tokens_decoder)
     special = {index for index, token in added.items() if token.special} | set(tokenizer.all_special_ids)
@@ -171,7 +171,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     except Exception as error:  # tokenizers raises bare Exceptions
         cause = f"{error}; is a character missing from its vocabulary?"
         if any("\ud800" <= letter <= "\udfff" for letter in text):
-            cause = "it holds half of a surrogate pair, which is not a character; correct the text, or leave it out"
+            cause = "it contains half of a surrogate pair, which is not a character; correct the text, or leave it out"
         raise TextError(f"the tokenizer cannot encode {_short(text)}: {cause}") from None
 
 
@@ -192,8 +192,8 @@ def render_prompt(
     system prompt and a blank line if there is one.
 
     Raises:
-        TokenizerError: a missing or failing chat template, one without enable_thinking, a format without
-            ``{prompt}``, or an empty result.
+        TokenizerError: the chat template is missing, fails or lacks enable_thinking, the format has no ``{prompt}``,
+            or the result is empty.
     """
     if "{prompt}" not in prompt_format:
         raise TokenizerError(f"data.prompt_format {prompt_format!r}: expected {{prompt}} where the prompt goes")
@@ -219,7 +219,7 @@ def render_prompt(
         ids = encode(tokenizer, text if system_prompt is None else f"{system_prompt}\n\n{text}")
     if not ids:
         remedy = "correct the chat template or data.prompt_format" if prompt.strip() else "fill it in, or leave it out"
-        raise TextError(f"the prompt {_short(prompt)} encodes to no tokens at all; {remedy}")
+        raise TextError(f"the prompt {_short(prompt)} encodes to no tokens; {remedy}")
     return ids
 
 
@@ -227,10 +227,10 @@ def chat_ids(tokenizer: PreTrainedTokenizerFast, turns: Sequence[dict[str, str]]
     """Render turns by the chat template, up to the assistant's next turn; an assistant's last turn is continued.
 
     Raises:
-        TokenizerError: a missing or failing chat template, or turns that render to no tokens.
+        TokenizerError: the chat template is missing or fails, or the turns render to no tokens.
     """
     if tokenizer.chat_template is None:
-        raise TokenizerError("the tokenizer has no chat template, and these are chat messages; save plain text instead")
+        raise TokenizerError("chat messages need a chat template, and the tokenizer has none; save plain text instead")
     continued = bool(turns) and turns[-1]["role"] == "assistant"
     try:
         with time_limit(TEMPLATE_SECONDS):
@@ -245,7 +245,7 @@ def chat_ids(tokenizer: PreTrainedTokenizerFast, turns: Sequence[dict[str, str]]
         raise TextError(f"the chat template fails on {turns!r:.80} ({type(error).__name__}: {error})") from error
     ids = encode(tokenizer, str(rendered))
     if not ids:
-        raise TextError(f"the chat {turns!r:.80} encodes to no tokens at all")
+        raise TextError(f"the chat {turns!r:.80} encodes to no tokens; leave it out")
     return ids
 
 
@@ -255,8 +255,8 @@ TURN = re.compile(r"(?:\A|(?<=\n))(system|user|assistant)\n")
 def rendered_ids(tokenizer: PreTrainedTokenizerFast, text: str, table: Sequence[bytes]) -> tuple[list[int], bool]:
     """Encode a prompt saved as rendered text; return its ids, and whether special tokens were restored.
 
-    A text decoded without special tokens has lost the marks around its turns. If it splits into turns of a chat for
-    which the chat template gives ids with exactly this text, those ids are returned; otherwise the text's own.
+    A text decoded without special tokens has lost the marks around its turns. If it splits into turns that the chat
+    template renders to exactly this text, the ids of the rendered chat are returned; otherwise those of the text.
     """
     pieces = TURN.split(text)
     roles = pieces[1::2]
@@ -295,7 +295,7 @@ def _check_round_trip(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
             raise TokenizerError(
                 f"tokenizer of {folder}: {_short(text)} encodes to {ids[:8]}, which decodes to "
                 f"{_short(text_of(ids, table))}; expected the same text. Its tokenizer.json and tokenizer_config.json "
-                "do not fit each other, or it normalises the text"
+                "do not match, or it normalises text; use another tokenizer"
             )
 
 
@@ -312,7 +312,7 @@ def _is_byte_level(tokenizer: PreTrainedTokenizerFast) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Map GPT-2's letters to the 256 bytes: printable Latin-1 is itself, the rest counts up from U+0100."""
+    """Map GPT-2's letters to the 256 bytes: printable Latin-1 maps to itself, the rest counts up from U+0100."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     letters = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in set(printable))

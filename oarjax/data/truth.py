@@ -1,4 +1,4 @@
-"""What is known of a completion's tokens in the built-in tasks, by construction and not by a model."""
+"""Mark the tokens of completions of the built-in tasks that are known, by construction, to matter."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from oarjax.data.forks import fork_tokens
 
 
 class Truth(NamedTuple):
-    """Marks on the tokens of one completion."""
+    """Marks on the tokens of a completion."""
 
     computed: list[bool]  # carry the computation: results of steps, choices at forks
-    pivotal: list[bool]  # decide what comes out: these, and where a habit is chosen its first token
-    wrong: list[bool]  # the first wrong step; none where no step is wrong
+    pivotal: list[bool]  # decide the outcome: these, and in arithmetic the first token
+    wrong_step: list[bool]  # the first wrong step; all False if no step is wrong
 
 
 def token_truth(task: DatasetConfig, question: str, tokens: Sequence[str]) -> Truth | None:
-    """Mark a completion's tokens, whose texts join to its own; None for a dataset of which nothing is known.
+    """Mark the tokens of a completion, as the texts that join to it; None for a dataset other than the built-in tasks.
 
-    builtin:arithmetic: the digits of results; pivotal is the first token too, which chooses between writing the steps
-    out and guessing. builtin:forks: the choices.
+    builtin:arithmetic: the digits of results; the first token is pivotal too, since it chooses between writing the
+    steps out and guessing. builtin:forks: the choices.
     """
     if task.source == "builtin:arithmetic":
         computed = computed_tokens(tokens)
         first = [n == 0 for n in range(len(tokens))]
         return Truth(computed, [a or b for a, b in zip(computed, first)], first_wrong_step(question, tokens))
     if task.source == "builtin:forks":
-        forks, wrong = fork_tokens(question, tokens, kind=task.forks.kind, seed=task.forks.seed)
-        return Truth(forks, forks, wrong)
+        forks, wrong_step = fork_tokens(question, tokens, kind=task.forks.kind, seed=task.forks.seed)
+        return Truth(forks, forks, wrong_step)
     return None

@@ -328,7 +328,7 @@ def known_tokens(
         if truth is None:
             return None
         known[row, : len(tokens)] = truth.computed
-        wrong_step[row, : len(tokens)] = truth.wrong
+        wrong_step[row, : len(tokens)] = truth.wrong_step
     return known & reasoning, wrong_step & reasoning & (rewards <= 0)[:, None]
 
 

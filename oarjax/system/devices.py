@@ -1,4 +1,4 @@
-"""Devices, meshes, host memory, the compilation cache and peak FLOPs."""
+"""Choose devices; set up threads, the compilation cache and host memory; look up peak FLOPs."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ PEAK_FLOPS = {  # dense bf16, per jax device, from the vendors' data sheets
 
 
 class DeviceError(UserError, RuntimeError):
-    """Devices, a mesh or other processes are not as the config needs them."""
+    """Raised when devices, the mesh or other processes do not fit the config."""
 
 
 def choose_platform(wanted: str) -> str:
-    """Select JAX's platform ("auto": JAX's own choice) and return its name; call before anything touches a device.
+    """Select JAX's platform ("auto": JAX chooses) and return its name; call before anything touches a device.
 
     Raises:
         DeviceError: this machine has no such device, or JAX cannot reach it.
@@ -45,38 +45,38 @@ def choose_platform(wanted: str) -> str:
     if wanted == "cpu":
         jax.config.update("jax_platforms", "cpu")
     try:
-        found = jax.devices()[0].platform
+        platform = jax.devices()[0].platform
     except RuntimeError as error:
         raise DeviceError(f"device: JAX finds no usable device: {error}") from error
-    if wanted not in ("auto", found):
+    if wanted not in ("auto", platform):
         install = 'Install the extra (pip install "oarjax[{}]"), free the device'
         remedy = {"tpu": install.format("tpu"), "gpu": install.format("cuda")}.get(wanted, "Set JAX_PLATFORMS=cpu")
         raise DeviceError(
-            f"device: expected {wanted}, and JAX finds {found} ({jax.devices()[0].device_kind}). "
-            f"{remedy}, or set device: {found}"
+            f"device: expected {wanted}, but JAX finds {platform} ({jax.devices()[0].device_kind}). "
+            f"{remedy}, or set device: {platform}"
         )
-    return found
+    return platform
 
 
 THREADS = "NPROC"
-"""The environment variable by which XLA's CPU client takes its number of threads, where it is set."""
+"""Environment variable that sets the number of threads of XLA's CPU client."""
 
 
 def cpu_threads() -> int:
-    """Return how many threads XLA's CPU client divides its work over: the cores that the process may use, or NPROC.
+    """Return the number of threads of XLA's CPU client: NPROC, else the cores that the process may use.
 
-    Sums are divided as the work is, so that results depend on it by rounding.
+    Sums are split over the threads, so the rounding of results depends on their number.
     """
-    told = os.environ.get(THREADS, "")
-    if told.isdecimal() and int(told) > 0:
-        return int(told)
+    setting = os.environ.get(THREADS, "")
+    if setting.isdecimal() and int(setting) > 0:
+        return int(setting)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def pin_cpu_threads(count: int) -> None:
-    """Let XLA's CPU client have so many threads on any machine, unless NPROC says otherwise already.
+    """Set the number of threads of XLA's CPU client, on any machine, unless NPROC is already set.
 
-    Call before anything touches a device; later it changes nothing.
+    Call before anything touches a device; later it has no effect.
     """
     os.environ.setdefault(THREADS, str(count))
 
@@ -85,7 +85,7 @@ def use_compilation_cache(folder: str | None) -> Path | None:
     """Cache compiled programs on disk, so that the next run starts in seconds; None turns the cache off.
 
     Raises:
-        DeviceError: the folder cannot be made.
+        DeviceError: the folder cannot be created.
     """
     if folder is None:
         jax.config.update("jax_enable_compilation_cache", False)
@@ -94,7 +94,7 @@ def use_compilation_cache(folder: str | None) -> Path | None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DeviceError(f"compilation_cache: cannot write to {path}: {error}; give another folder or null") from error
+        raise DeviceError(f"compilation_cache: cannot write to {path}: {error}; set another folder or null") from error
     jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
@@ -105,7 +105,8 @@ def use_compilation_cache(folder: str | None) -> Path | None:
 def peak_flops(dtype: Any) -> tuple[float, str]:
     """Return the peak FLOP/s of all devices together, and the number's source.
 
-    Known accelerators: the data sheet. Others (CPUs): the fastest of a few square matrix products in ``dtype``.
+    For known accelerators it comes from the data sheet; for others (CPUs) from the fastest of a few square matrix
+    products in ``dtype``.
     """
     kind = jax.devices()[0].device_kind
     if kind in PEAK_FLOPS:
@@ -127,5 +128,5 @@ def to_host_memory(tree: Any) -> Any:
 
 
 def memory_limit(device: Any) -> int | None:
-    """Return the bytes that programs may use on a device, None where it does not report them (CPUs)."""
+    """Return the bytes that programs may use on a device; None if it does not report them (CPUs)."""
     return (device.memory_stats() or {}).get("bytes_limit")

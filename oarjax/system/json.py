@@ -1,4 +1,4 @@
-"""Python and numpy values as strict JSON, which has no NaN and no infinities: they are written as null."""
+"""Write Python and numpy values as strict JSON: it has no NaN and no infinities, so they become null."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 
 def to_plain(value: Any) -> Any:
-    """Return a copy that strict JSON can hold: None for a number that is not finite, lists for tuples and arrays."""
+    """Convert a value to types of strict JSON: None for a number that is not finite, lists for tuples and arrays."""
     if isinstance(value, Mapping):
         return {name: to_plain(v) for name, v in value.items()}
     if isinstance(value, list | tuple):
@@ -23,10 +23,10 @@ def to_plain(value: Any) -> Any:
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """Write a value as strict JSON in ASCII: lone surrogates and line separators of model text stay escaped.
+    """Return a value as strict JSON in ASCII: lone surrogates and line separators of model text stay escaped.
 
     Raises:
-        TypeError: it holds something else than numbers, text, lists and dicts.
+        TypeError: it holds anything but numbers, text, lists and dicts.
     """
     return json.dumps(to_plain(value), indent=indent, allow_nan=False)
 

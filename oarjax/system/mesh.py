@@ -1,4 +1,4 @@
-"""Build the device mesh, for training and for sampling: the only place."""
+"""Build the device meshes for training and for sampling."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from oarjax.system.devices import DeviceError
 
 
 def make_mesh(*, slice: int, data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None = None) -> Mesh:
-    """Build a mesh over all devices, or over ``devices``; one axis may be -1 and takes the devices that are left.
+    """Build a mesh over all devices, or over ``devices``; one axis may be -1 and takes the remaining devices.
 
-    On TPUs in several slices, the axis ``slice`` has one place per slice; elsewhere it is an ordinary outermost axis.
-    Neighbours on the last axes are neighbours in the hardware.
+    On TPUs in several slices, the axis ``slice`` has one position per slice; elsewhere it is an ordinary outermost
+    axis. Neighbours on the last axes are neighbours in the hardware.
 
     Raises:
         DeviceError: the axes do not multiply to the number of devices, or ``slice`` is not the number of slices.
@@ -34,8 +34,8 @@ def make_mesh(*, slice: int, data: int, fsdp: int, tensor: int, devices: Sequenc
         raise DeviceError(f"mesh: expected positive sizes and at most one -1, got {axes}")
     if count % fixed:
         raise DeviceError(
-            f"mesh: {axes} does not multiply to the {count} devices here: {fixed} does not divide {count}; give sizes "
-            "that do, and -1 for what is left"
+            f"mesh: {axes} does not multiply to the {count} devices here: {fixed} does not divide {count}; set sizes "
+            "that do, and -1 for the remaining devices"
         )
     if open_axes:
         axes[open_axes[0]] = count // fixed
@@ -45,7 +45,8 @@ def make_mesh(*, slice: int, data: int, fsdp: int, tensor: int, devices: Sequenc
     slices = len({getattr(d, "slice_index", 0) for d in devices}) if devices[0].platform == "tpu" else 1
     if slices > 1 and axes["slice"] != slices:
         raise DeviceError(
-            f"mesh.slice: {axes['slice']}, and the {count} devices are in {slices} slices; set mesh.slice={slices}"
+            f"mesh.slice: expected {slices}, since the {count} devices are in {slices} slices, got {axes['slice']}; "
+            f"set mesh.slice={slices}"
         )
     sizes = tuple(axes.values())
     if slices > 1:
@@ -75,7 +76,8 @@ def rollout_mesh(mesh: Mesh, *, tensor: int) -> Mesh:
     """
     if mesh.size % tensor:
         raise DeviceError(
-            f"rollout.tensor: {tensor} does not divide the {mesh.size} devices; set a divisor, or null for mesh.tensor"
+            f"rollout.tensor: {tensor} does not divide the {mesh.size} devices; set a divisor, or null to use "
+            "mesh.tensor"
         )
     devices = mesh.devices.reshape(-1, tensor)
     return Mesh(devices, ROLLOUT_AXES, axis_types=(AxisType.Auto,) * len(ROLLOUT_AXES))

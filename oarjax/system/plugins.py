@@ -1,4 +1,4 @@
-"""Import a user's Python, by file or by module name."""
+"""Import a user's Python code, by file or by module name."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def _import_plugin(plugin: str) -> ModuleType:
 
 
 def plugin_file(plugin: str) -> Path | None:
-    """Return the file that ``import_plugin`` would run first, without importing anything; None where there is none.
+    """Return the file of a plugin without importing anything; None if there is no such file.
 
-    Of a module in a package it is the module's own file; the package's ``__init__`` runs before it.
+    For a module in a package it is the module's file; the package's ``__init__`` runs before it.
     """
     if plugin.endswith(".py"):
         path = Path(plugin).expanduser().resolve()
         return path if path.is_file() else None
     top, *rest = plugin.split(".")
     try:
-        spec = importlib.util.find_spec(top)  # of a top-level name it imports nothing
+        spec = importlib.util.find_spec(top)  # imports nothing for a top-level name
     except (ImportError, ValueError):
         return None
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
@@ -63,8 +63,8 @@ def import_object(place: str, *, field: str, expected: type) -> Any:
     """Import the object that ``file.py:name`` or ``module:name`` names.
 
     Raises:
-        ValueError: ``place`` is not of that form, or its module cannot be imported, or has no such name, or the object
-            is not an ``expected``.
+        ValueError: ``place`` has another form, its module cannot be imported or has no such name, or the object is not
+            an instance of ``expected``.
     """
     plugin, colon, name = place.rpartition(":")
     if not colon or not plugin or not name:
@@ -77,8 +77,8 @@ def import_object(place: str, *, field: str, expected: type) -> Any:
             "module on the path"
         ) from error
     if not hasattr(module, name):
-        raise ValueError(f"{field}: {plugin} has nothing named {name}")
+        raise ValueError(f"{field}: {plugin} defines no {name}; check the name")
     value = vars(module)[name]
     if not isinstance(value, expected):
-        raise ValueError(f"{field}: {place} is a {type(value).__name__}; expected a {expected.__name__}")
+        raise ValueError(f"{field}: expected a {expected.__name__}, got {place} of type {type(value).__name__}")
     return value

@@ -1,7 +1,7 @@
-"""Several processes in one run: start together, let the first write, agree on decisions, share arrays.
+"""Run several processes as one: start together, let the first write, agree on decisions, share arrays.
 
-Every process runs the same programs in the same order. Whatever decides what runs next (verdicts, whether a file
-exists, a request to stop) is therefore agreed on here first. With a single process all of this costs nothing.
+Every process runs the same programs in the same order. Every fact that decides what runs next (verdicts, the existence
+of a file, a request to stop) is therefore agreed on here first. With a single process all of this costs nothing.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from jaxtyping import Int
 from oarjax.system.devices import DeviceError
 from oarjax.types import Grades
 
-GRACE = 60  # seconds that JAX waits beyond our own error message
+GRACE = 60  # seconds that JAX waits longer than we do
 METADATA = "http://{}/computeMetadata/v1/instance/attributes/{}"
 
 
 def join_processes(*, coordinator: str | None, processes: int | None, process: int | None, timeout: int) -> None:
     """Join the processes that share the run's mesh; call before anything touches a device.
 
-    With a ``coordinator`` (host:port of process 0) these settings are used; without one, hosts of a TPU pod find each
-    other, and elsewhere nothing happens. Returns once all processes have joined.
+    With a ``coordinator`` (host:port of process 0) these settings are used. Without it the hosts of a TPU pod find
+    each other, and elsewhere nothing happens. Returns once all processes have joined.
 
     If they have not all joined within ``timeout`` seconds, this process ends with an error message and exit code 2.
 
     Raises:
-        DeviceError: JAX cannot start, for instance because the port is in use.
+        DeviceError: JAX cannot start, for example because the port is in use.
     """
     if jax.distributed.is_initialized():
         return
@@ -74,7 +74,7 @@ def _give_up(error: DeviceError) -> None:
 
 
 def pod_hosts(devices: Path = Path("/dev")) -> int:
-    """Count the hosts of this machine's TPU pod; 1 where it is not part of a pod."""
+    """Count the hosts of this machine's TPU pod; 1 if it is not part of a pod."""
     if find_spec("libtpu") is None or not any((devices / d).exists() for d in ("accel0", "vfio/0")):
         return 1
     hosts = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES")
@@ -87,7 +87,7 @@ def pod_hosts(devices: Path = Path("/dev")) -> int:
 
 
 def _metadata(name: str) -> str:
-    """Read an attribute from Google Cloud's metadata server; empty where there is no such server."""
+    """Read an attribute from Google Cloud's metadata server; empty if there is no such server."""
     if "TPU_SKIP_MDS_QUERY" in os.environ:
         return ""
     server = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
@@ -100,7 +100,7 @@ def _metadata(name: str) -> str:
 
 
 def is_first() -> bool:
-    """Return True on the one process that writes and prints."""
+    """Return True on the process that writes and prints."""
     return jax.process_index() == 0
 
 
@@ -117,7 +117,7 @@ def gather(mine: Any) -> list[Any]:
         return [mine]
     text = np.frombuffer(json.dumps(mine).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(len(text)))
-    room = 1 << int(sizes.max() - 1).bit_length()  # few lengths, few compilations
+    room = 1 << int(sizes.max() - 1).bit_length()  # a power of two, so that few shapes are compiled
     padded = np.zeros(room, np.uint8)
     padded[: len(text)] = text
     return [json.loads(row[:size].tobytes()) for row, size in zip(multihost_utils.process_allgather(padded), sizes)]
@@ -130,7 +130,7 @@ def wait_for_all(name: str) -> None:
 
 
 def only_first(act: Callable[[], object]) -> None:
-    """Act on the first process alone; return on every process once it is done."""
+    """Call ``act`` on the first process alone; return on every process once it has returned."""
     if is_first():
         act()
     wait_for_all("only_first")
@@ -140,7 +140,7 @@ def check_shared(folder: Path) -> None:
     """Check that every process sees the same folder.
 
     Raises:
-        DeviceError: some do not; raised on every process, with their numbers.
+        DeviceError: some processes do not; raised on every process, with their numbers.
     """
     if jax.process_count() == 1:
         return
@@ -151,16 +151,16 @@ def check_shared(folder: Path) -> None:
     only_first(lambda: probe.unlink(missing_ok=True))
     if blind:
         raise DeviceError(
-            f"run_dir: process {', '.join(map(str, blind))} of {jax.process_count()} does not see what process 0 wrote "
-            f"to {folder}; put run_dir on storage that all hosts share, such as a mounted bucket"
+            f"run_dir: process {', '.join(map(str, blind))} of {jax.process_count()} does not see the files that "
+            f"process 0 wrote to {folder}; put run_dir on storage that all hosts share, such as a mounted bucket"
         )
 
 
 def leave_others(code: int) -> None:
     """End this process at once if it is one of several; do nothing if it is alone.
 
-    The others wait for this one's next program, and an orderly exit would wait for them in turn. JAX ends them, as it
-    does when a host is lost.
+    The others wait for this process's next program, and an orderly exit would wait for them in turn. JAX ends them, as
+    it does when a host is lost.
     """
     if jax.distributed.is_initialized():
         sys.stdout.flush()
@@ -210,7 +210,7 @@ def values_here(tree: Any, rows: Int[np.ndarray, "r"]) -> tuple[Int[np.ndarray, 
 
 
 def to_host(tree: Any) -> Any:
-    """Fetch arrays as numpy, whole on every process."""
+    """Fetch whole arrays as numpy on every process."""
     return jax.tree.map(_whole, tree) if jax.process_count() > 1 else jax.device_get(tree)
 
 
@@ -221,7 +221,7 @@ def _whole(x: Any) -> Any:
 
 
 def to_devices(tree: Any, sharding: Sharding) -> Any:
-    """Lay numpy arrays, equal on every process, out over all devices; each process sends its own devices' parts."""
+    """Lay out numpy arrays, equal on every process, over all devices; each process sends its devices their parts."""
     if jax.process_count() == 1:
         return jax.device_put(tree, sharding)
     return jax.tree.map(lambda x: jax.make_array_from_callback(np.shape(x), sharding, np.asarray(x).__getitem__), tree)

@@ -143,5 +143,5 @@ def test_policy_is_read_back_as_any_checkpoint(tmp_path):
 
 
 def test_vocabulary_must_hold_the_tokenizer():
-    with pytest.raises(ValueError, match=r"vocab 20: expected at least 27, the tokenizer's size"):
+    with pytest.raises(ValueError, match=r"vocab: expected at least 27, the tokenizer's size, got 20"):
         builtin_config(vocab=20)

@@ -105,7 +105,7 @@ def test_sources_and_mistakes():
     assert len(load(forks={"kind": "chain"})[0].prompt) == 4
     again = load(limit=50)
     assert (again[14].prompt, again[14].index) == (again[0].prompt, 14)
-    with pytest.raises(DataError, match=r"builtin:forks has no split 'test'; accepted: train, eval, sft"):
+    with pytest.raises(DataError, match=r"builtin:forks has no split 'test'; set one of train, eval, sft"):
         load(split="test")
 
 

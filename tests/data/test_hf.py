@@ -139,7 +139,7 @@ def test_export_leaves_foreign_folders_alone(copy, tmp_path):
     cfg, _ = read_config(copy)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
-    with pytest.raises(FileExistsError, match="not a checkpoint; name a new folder"):
+    with pytest.raises(FileExistsError, match="not a checkpoint; choose a new folder"):
         export(tmp_path / "mine", cfg, load_params(copy, cfg), source=copy)
     assert (tmp_path / "mine" / "thesis.tex").is_file()
 
@@ -170,7 +170,7 @@ def rewrite(folder, change):
         (lambda t: t.update(extra=np.zeros(2)), r"1 tensor\(s\) not part of this architecture: extra"),
         (
             lambda t: t.update({"model.norm.weight": np.zeros(31, np.float32)}),
-            r"model.norm.weight has shape \(31,\), config.json expects \(32,\)",
+            r"model.norm.weight: expected the shape \(32,\) of config.json, got \(31,\)",
         ),
     ],
 )

@@ -164,7 +164,7 @@ def test_missing_chat_template_names_the_remedy(characters):
 
 def test_empty_prompt_is_an_error(characters):
     tokenizer = load_tokenizer(characters)
-    with pytest.raises(TokenizerError, match="the prompt '' encodes to no tokens at all; fill it in"):
+    with pytest.raises(TokenizerError, match="the prompt '' encodes to no tokens; fill it in"):
         render_prompt(tokenizer, "", template="plain", system_prompt=None, prompt_format="{prompt}")
 
 
@@ -181,7 +181,7 @@ def test_characters_round_trip_and_keep_their_ids(characters):
 def test_unknown_character_is_an_error_not_a_loss(characters):
     with pytest.raises(TokenizerError, match=r"cannot encode '3 apples'.*a character missing from its vocabulary"):
         encode(load_tokenizer(characters), "3 apples")
-    with pytest.raises(TokenizerError, match=r"cannot encode '1\+1=.ud800': it holds half of a surrogate pair"):
+    with pytest.raises(TokenizerError, match=r"cannot encode '1\+1=.ud800': it contains half of a surrogate pair"):
         encode(load_tokenizer(characters), "1+1=\ud800")
 
 

@@ -22,13 +22,13 @@ def test_auto_takes_what_there_is():
 
 
 def test_an_absent_device_is_an_error_not_a_slow_run(monkeypatch):
-    with pytest.raises(DeviceError, match=r"expected tpu, and JAX finds cpu .*oarjax\[tpu\].*or set device: cpu"):
+    with pytest.raises(DeviceError, match=r"expected tpu, but JAX finds cpu .*oarjax\[tpu\].*or set device: cpu"):
         choose_platform("tpu")
-    with pytest.raises(DeviceError, match=r"expected gpu, and JAX finds cpu .*oarjax\[cuda\].*or set device: cpu"):
+    with pytest.raises(DeviceError, match=r"expected gpu, but JAX finds cpu .*oarjax\[cuda\].*or set device: cpu"):
         choose_platform("gpu")
     fake_device(monkeypatch, "gpu", "NVIDIA H200")
     with pytest.raises(
-        DeviceError, match=r"expected cpu, and JAX finds gpu \(NVIDIA H200\). Set JAX_PLATFORMS=cpu, or set"
+        DeviceError, match=r"expected cpu, but JAX finds gpu \(NVIDIA H200\). Set JAX_PLATFORMS=cpu, or set"
     ):
         choose_platform("cpu")
 
@@ -50,7 +50,7 @@ def test_mesh_over_one_device_has_all_axes():
     [
         (
             {"data": 3, "fsdp": 1, "tensor": 1},
-            "'data': 3.* does not multiply to the 8 devices here: 3 does not divide 8; give sizes",
+            "'data': 3.* does not multiply to the 8 devices here: 3 does not divide 8; set sizes",
         ),
         (
             {"data": -1, "fsdp": 3, "tensor": 1},
@@ -75,7 +75,9 @@ def test_the_slice_axis_is_the_slice():
     for place, part in enumerate(mesh.devices):
         assert {chip.slice_index for chip in part.flat} == {place}
     assert {chip.id for chip in mesh.devices.flat} == set(range(8))
-    with pytest.raises(DeviceError, match=r"mesh.slice: 1, and the 8 devices are in 2 slices; set mesh.slice=2"):
+    with pytest.raises(
+        DeviceError, match=r"mesh.slice: expected 2, since the 8 devices are in 2 slices, got 1; set mesh.slice=2"
+    ):
         make_mesh(slice=1, data=2, fsdp=2, tensor=2, devices=chips)
 
 
@@ -102,7 +104,7 @@ def test_compilation_cache(tmp_path):
     use_compilation_cache(str(tmp_path / "a"))
     assert jax.config.jax_enable_compilation_cache is True
     (tmp_path / "file").touch()
-    with pytest.raises(DeviceError, match=r"compilation_cache: cannot write to .*; give another folder or null"):
+    with pytest.raises(DeviceError, match=r"compilation_cache: cannot write to .*; set another folder or null"):
         use_compilation_cache(str(tmp_path / "file" / "below"))
 
 

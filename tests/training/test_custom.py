@@ -199,10 +199,16 @@ def test_losses_that_give_something_else_are_told():
     [
         (
             "loss.function=docs/examples/custom_loss.py:nothing",
-            "loss.function: docs/examples/custom_loss.py has nothing named",
+            "loss.function: docs/examples/custom_loss.py defines no",
         ),
-        ("loss.function=docs/examples/custom_policy.py:VOCAB", "custom_policy.py:VOCAB is a int; expected a function"),
-        ("credit.function=docs/examples/custom_probe.py:first_and_last", "is a Probe; expected a CreditMethod"),
+        (
+            "loss.function=docs/examples/custom_policy.py:VOCAB",
+            "expected a function, got docs/examples/custom_policy.py:VOCAB of type int",
+        ),
+        (
+            "credit.function=docs/examples/custom_probe.py:first_and_last",
+            "expected a CreditMethod, got docs/",
+        ),
     ],
 )
 def test_what_is_named_must_be_there(tmp_path, monkeypatch, capsys, change, says):
