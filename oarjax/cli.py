@@ -1,4 +1,4 @@
-"""The ``oarjax`` command. Each subcommand lives in its own file and is imported when it is called."""
+"""Define the ``oarjax`` command. Each subcommand has its own file, which is imported when it is called."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ class RolloutFormat(StrEnum):
 
 
 TRAIN_HELP = (
-    "Train a policy and show that it got better.\n\n"
-    "Every iteration samples completions, grades them, gives every token its credit and updates the policy. The run "
+    "Train a policy and report how much it improved.\n\n"
+    "Every iteration samples completions, grades them, assigns credit to every token and updates the policy. The run "
     "folder holds the whole config, metrics.jsonl, completions.jsonl, the trained policy as an HF folder and "
-    "report.html. The same command resumes a run that was stopped; any other is refused its folder.\n\n"
+    "report.html. The same command resumes a stopped run; a different config needs another folder.\n\n"
     f"Values of credit.method: {summary()}; custom: the method that credit.function names."
 )
 
@@ -98,8 +98,8 @@ def train(
         list[str] | None,
         typer.Argument(
             metavar="KEY.SUB=VALUE...",
-            help="Config fields to change, as many as you like; values are YAML. A wrong name or value is answered "
-            "with what is accepted.",
+            help="Config fields to change; values are YAML. The error for an unknown name or value lists what is "
+            "accepted.",
             show_default=False,
         ),
     ] = None,
@@ -107,16 +107,16 @@ def train(
         bool,
         typer.Option(
             "--compare",
-            help="Train by the config's method, by plain GRPO and with its weights permuted within each sequence, "
-            "all from the same start with the same noise. Goes to run_dir with -compare appended.",
+            help="Train with the config's method, with plain GRPO and with the method's weights permuted within each "
+            "sequence, all from the same start with the same noise, in run_dir with -compare appended.",
         ),
     ] = False,
     seeds: Annotated[
-        str, typer.Option(metavar="0,1,...", help="Seeds of --compare.", show_default="the config's own")
+        str, typer.Option(metavar="0,1,...", help="Seeds of --compare.", show_default="the config's seed")
     ] = "",
     restart: Annotated[
         bool,
-        typer.Option("--restart", help="Start anew; what is in run_dir is renamed to run_dir.old and kept."),
+        typer.Option("--restart", help="Start from scratch; the old run_dir is kept as run_dir.old."),
     ] = False,
 ) -> None:
     """``oarjax train``; see ``TRAIN_HELP``."""
@@ -158,10 +158,10 @@ Family = Annotated[str | None, typer.Option("--as", metavar="FAMILY", help=AS_HE
 @app.command(epilog='Example: oarjax sample runs/demo/export "12+30-5=" --count 4')
 def sample(
     policy: Annotated[str, typer.Argument(metavar="POLICY", help="HF folder or hub name, e.g. runs/demo/export.")],
-    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="One prompt or several.")],
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="One or more prompts.")],
     template: Annotated[Template, typer.Option(help="auto: the tokenizer's chat template or plain.")] = Template.AUTO,
     count: Annotated[int, typer.Option(help="Completions per prompt.", min=1)] = 1,
-    max_new: Annotated[int, typer.Option(help="Tokens of a completion at most.", min=1)] = 256,
+    max_new: Annotated[int, typer.Option(help="Maximum tokens of a completion.", min=1)] = 256,
     family: Family = None,
     temperature: Annotated[
         float | None, typer.Option(help="0 = greedy.", min=0.0, show_default="1, or the family's")
@@ -193,22 +193,22 @@ def sample(
 
 @app.command(epilog="Example: oarjax status runs/demo")
 def status(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, of this machine or a mounted bucket.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, on this machine or a mounted bucket.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
-    """Print how far a run has got: iteration, reward, speed, time left and last checkpoint."""
+    """Print a run's progress: iteration, reward, speed, time left and last checkpoint."""
     from oarjax.report.status import show_status
 
     show_status(run, as_json=as_json)
 
 
-TRUST_HELP = "Run the Python code that the run's files name, though it is not known to be yours; see docs/trust.md."
+TRUST_HELP = "Run the Python code that the run's files name, even if it is not known to be yours; see docs/trust.md."
 
 EVALUATE_HELP = (
     "Evaluate a policy on benchmarks by name: pass@1, pass@k, avg@k and maj@k with 95% intervals.\n\n"
     "Benchmarks: gsm8k, math500, aime24, aime25, amc23 (from the hub, or name=file for a local copy), demo, any file "
-    "(.jsonl, .parquet) or hub dataset; of a run, without --data, its own held-out problems. The folder gets "
-    "results.json, and samples.jsonl with every sample; the same command resumes an evaluation that was stopped."
+    "(.jsonl, .parquet) or hub dataset; without --data, a run's held-out problems. Writes results.json, and "
+    "samples.jsonl with every sample; the same command resumes a stopped evaluation."
 )
 
 
@@ -230,7 +230,7 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
-    data: Annotated[str | None, typer.Option(metavar="NAMES", help="With commas between.", show_default=False)] = None,
+    data: Annotated[str | None, typer.Option(metavar="NAMES", help="Comma-separated.", show_default=False)] = None,
     k: Annotated[int | None, typer.Option(help="Samples per problem.", min=1, show_default="1")] = None,
     temperature: Annotated[
         float | None, typer.Option(help="0 = greedy.", min=0.0, show_default="0 for one sample, 1 for more")
@@ -249,7 +249,6 @@ def evaluate(
     """``oarjax evaluate``; see ``EVALUATE_HELP``."""
     from oarjax.evaluate.command import run
 
-    given = overrides or []
     run(
         target,
         data=data,
@@ -257,7 +256,7 @@ def evaluate(
         temperature=temperature,
         family=family,
         prompt=prompt,
-        overrides=given,
+        overrides=overrides or [],
         out=out,
         as_json=as_json,
         trust_code=trust_code,
@@ -267,7 +266,7 @@ def evaluate(
 @app.command(epilog="Example: oarjax compare runs/a/evaluate/demo-k8 runs/b/evaluate/demo-k8")
 def compare(
     ours: Annotated[Path, typer.Argument(metavar="A", help="results.json of oarjax evaluate, or its folder.")],
-    theirs: Annotated[Path, typer.Argument(metavar="B", help="The one to compare with, on the same problems.")],
+    theirs: Annotated[Path, typer.Argument(metavar="B", help="The evaluation to compare with, on the same problems.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
     """Compare two evaluations problem by problem: differences with 95% intervals."""
@@ -280,15 +279,15 @@ def compare(
 def export(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="HF folder, hub name, run or checkpoint.")],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="Folder to write; must not exist yet.")],
-    dtype: Annotated[Dtype, typer.Option(help="Of the numbers written; keep = as they are stored.")] = Dtype.KEEP,
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of the weights; keep = as they are stored.")] = Dtype.KEEP,
     shard_gb: Annotated[
-        float, typer.Option(help="GB of a weights file at most; more than that are several, with an index.", min=1e-6)
+        float, typer.Option(help="Maximum GB of a weights file; larger weights are split, with an index.", min=1e-6)
     ] = 5.0,
     adapters: Annotated[bool, typer.Option("--adapters", help="Of a LoRA run, its adapters alone, for PEFT.")] = False,
 ) -> None:
     """Write a policy as an HF folder (safetensors, config, tokenizer) that transformers and vLLM load.
 
-    Of a run folder it is the export, or before there is one the newest checkpoint, adapters merged.
+    For a run folder this is its export or, before that exists, its newest checkpoint with adapters merged.
     """
     from oarjax.evaluate.export import run, run_adapters
 
@@ -296,10 +295,10 @@ def export(
 
 
 CREDIT_HELP = (
-    "Compare the methods of token credit on a policy's own completions.\n\n"
-    "Which tokens each method credits against exact OAR-P and against the tokens that decide the answer, found by "
-    "changing them one at a time; how its weights are spread; what it costs. The run folder gets credit.json, "
-    "credit.png and credit.html, where every completion's tokens are coloured by the method of your choice."
+    "Compare methods of token credit on a policy's completions.\n\n"
+    "Compares the tokens that each method credits with exact OAR-P and with the tokens that decide the answer, which "
+    "are found by changing one token at a time; also measures the spread of its weights and its cost. Writes "
+    "credit.json, credit.png and credit.html, which colours every completion's tokens by the method of your choice."
 )
 
 
@@ -320,20 +319,20 @@ def credit(
         Path | None,
         typer.Option(
             help="Saved completions instead of new ones, a file or a folder of files: JSON lines with prompt and "
-            "completion, as text, chat messages or prompt_ids and completion_ids, and reference; or what TRL "
-            "(log_completions) or verl (rollout_data_dir) saved.",
+            "completion, as text, chat messages or prompt_ids and completion_ids, and reference; or files of TRL "
+            "(log_completions) or verl (rollout_data_dir).",
             show_default=False,
         ),
     ] = None,
     form: Annotated[
-        RolloutFormat, typer.Option("--format", help="Of the saved completions; auto: told by their fields.")
+        RolloutFormat, typer.Option("--format", help="Format of the saved completions; auto: detected by their fields.")
     ] = RolloutFormat.AUTO,
     gradients: Annotated[
         bool,
         typer.Option(
             "--gradients",
-            help="Compare the methods' minibatch gradients with the expected gradient of GRPO too: direction, noise "
-            "and where it comes from.",
+            help="Also compare the methods' minibatch gradients with the expected gradient of GRPO: direction, noise "
+            "and the noise's sources.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
@@ -346,9 +345,9 @@ def credit(
 
 STUDY_HELP = (
     "Does a method learn better? Train several arms of one run config, each with several seeds.\n\n"
-    "All arms of a seed have the same start, problems, noise and number of rollouts. Every arm and seed is a run "
-    "folder: finished ones are not run again, half-done ones go on from their checkpoint. The study's folder gets "
-    "study.json, study.md, curves.png with 95% intervals over seeds, and frontier.png where the config has a sweep."
+    "All arms of a seed have the same start, problems, noise and number of rollouts. Every arm and seed has a run "
+    "folder: finished runs are kept, unfinished runs resume from their checkpoint. Writes study.json, study.md, "
+    "curves.png with 95% intervals over seeds, and frontier.png if the config has a sweep."
 )
 
 
@@ -364,14 +363,14 @@ def study(
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="With the changes of the config's section quick, in run_dir-quick.")
+        bool, typer.Option("--quick", help="Apply the config's section quick, and write to run_dir-quick.")
     ] = False,
     jobs: Annotated[
         int | None,
         typer.Option(
-            help="Runs at once, each on cores of its own; 0 = none, only collect what has finished.",
+            help="Runs at once, each on separate cores; 0 = only collect the finished runs.",
             min=0,
-            show_default="one per core where the config's device is cpu, else 1",
+            show_default="one per core if the config's device is cpu, else 1",
         ),
     ] = None,
     page: Annotated[
@@ -388,8 +387,8 @@ def study(
 REPLAY_HELP = (
     "Find where a batch stops being finite.\n\n"
     "A run keeps batches whose loss, gradient, importance or log-probabilities were not finite in its folder "
-    "bad_batches. This computes one of them again, in float32: scores, credit, loss and gradient, row by row, and says "
-    "in which quantity of which row and in which parameters the first such value appears."
+    "bad_batches. This command recomputes such a batch in float32 (scores, credit, loss and gradient, row by row) and "
+    "prints the quantity, row and parameters in which the first value that is not finite appears."
 )
 
 
@@ -409,11 +408,11 @@ def replay(
 
 
 PLAN_HELP = (
-    "Does a run fit a TPU slice, and how long would a step take at the least? No TPU is needed.\n\n"
-    "Compiles the run's programs for the slice with the TPU's own compiler (pip install \"oarjax\\[aot]\"), each in a "
-    "process of its own: reshard (to the layout for sampling), sample, score and update. Prints what the compiler says "
-    "of memory, what the programs execute "
-    "and send, and times from peak rates. Exit code 1 where something does not fit, with the remedy."
+    "Does a run fit a TPU slice, and how fast can a step be at best? No TPU is needed.\n\n"
+    'Compiles the run\'s programs for the slice with the TPU compiler (pip install "oarjax\\[aot]"), each in a '
+    "separate process: reshard (to the layout for sampling), sample, score and update. Prints the memory that the "
+    "compiler reports, the FLOPs and bytes that the programs execute and send, and times from peak rates. Exits with "
+    "code 1 and the remedy if something does not fit."
 )
 
 
@@ -430,13 +429,13 @@ def plan(
         typer.Option(metavar="NAME", help="Such as v5e-16 or v5e:4x4.", show_default="the config's plan.topology"),
     ] = None,
     credit: Annotated[
-        str, typer.Option(metavar="METHODS", help="Further methods of credit to compile, with commas between.")
+        str, typer.Option(metavar="METHODS", help="Further credit methods to compile, comma-separated.")
     ] = "",
     phases: Annotated[str, typer.Option(metavar="NAMES", help="Programs to compile.")] = "reshard,sample,score,update",
-    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Everything as JSON.")] = None,
-    write: Annotated[Path | None, typer.Option(metavar="FILE.md", help="The tables as a Markdown page.")] = None,
+    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON.")] = None,
+    write: Annotated[Path | None, typer.Option(metavar="FILE.md", help="Write the tables as a Markdown page.")] = None,
     cache: Annotated[
-        str, typer.Option(metavar="FOLDER", help="What is known of programs compiled before.")
+        str, typer.Option(metavar="FOLDER", help="Folder for the results of compiled programs.")
     ] = "~/.cache/oarjax/plan",
     timeout: Annotated[int, typer.Option(help="Seconds for one program.", min=1)] = 3600,
     jobs: Annotated[int, typer.Option(help="Programs compiled at once, 1 to 2 GiB of memory each.", min=1)] = 2,
@@ -460,17 +459,18 @@ def plan(
 
 @app.command()
 def bench(
-    model: Annotated[str, typer.Option(help="nano, micro or both: random policies made on the spot.")] = "nano",
+    model: Annotated[str, typer.Option(help="nano, micro or both: small random policies.")] = "nano",
     only: Annotated[
         str,
         typer.Option(
-            help="Workloads, by comma: W1 to W4 (default), W5 long credit, W6 steps, W7 grading, W8 ragged rollout."
+            help="Workloads, comma-separated: W1 to W4 (default), W5 long credit, W6 steps, W7 grading, W8 ragged "
+            "rollout."
         ),
     ] = "",
     repeats: Annotated[int, typer.Option(help="Warm runs per row.", min=1)] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
-    against: Annotated[str | None, typer.Option(help="torch: run plain PyTorch in turn with this package.")] = None,
-    project: Annotated[bool, typer.Option("--project", help="Compute what credit would cost a 7B policy.")] = False,
+    against: Annotated[str | None, typer.Option(help="torch: alternate with plain PyTorch.")] = None,
+    project: Annotated[bool, typer.Option("--project", help="Compute the cost of credit for a 7B policy.")] = False,
 ) -> None:
     """Time rollout, update, credit, a whole iteration or grading on this machine."""
     from oarjax.bench.command import run
@@ -479,8 +479,8 @@ def bench(
 
 
 def main() -> None:
-    """Run the command; an error that the user can mend is a message and exit code 2 (of storage 75), no traceback."""
-    # transformers reads tokenizers here and needs no torch; its notice looks like a broken install.
+    """Run the command; a user's error prints a message without traceback and exits with 2 (75 for storage)."""
+    # transformers only reads tokenizers here and needs no torch; its notice looks like a broken install.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         app()

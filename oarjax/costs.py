@@ -1,14 +1,14 @@
-"""Peaks of chips, and the FLOPs that a forward, an iteration and a credit method need: the only place.
+"""Count FLOPs of forwards, iterations and credit methods, and list the peaks of chips.
 
-Peaks and bandwidths of HBM are the vendor's data sheets (cloud.google.com/tpu/docs, page of each generation). ``link``
-is one direction of one of the links between chips, as measured in "How to Scale Your Model" (jax-ml.github.io): 10%
-below the data sheets. ``memory`` is what libtpu 0.0.42 lets a program have (the data sheets' 16, 95, 32 and 32 GiB
-less what it keeps for itself).
+Peaks and HBM bandwidths come from the vendor's data sheets (cloud.google.com/tpu/docs, page of each generation).
+``link`` is one direction of one link between chips, as measured in "How to Scale Your Model" (jax-ml.github.io): 10%
+below the data sheets. ``memory`` is the HBM that libtpu 0.0.42 allows a program (the data sheets' 16, 95, 32 and
+32 GiB less its own share).
 
-Model FLOPs are 2 per multiply-add of the matrix products that an algorithm needs: attention is causal, prefixes that a
-group or a row's counterfactuals share are counted once. Recomputation (remat), padding and rejected samples are not
-counted, so a utilisation made from these numbers is the share of the hardware that went into the model's own
-arithmetic. Where ``recomputed`` or ``buckets`` is given, a function counts what a program executes instead.
+Model FLOPs are 2 per multiply-add of the matrix products that an algorithm needs: attention is causal, and a prefix
+that a group or a row's counterfactuals share is counted once. Recomputation (remat), padding and rejected samples do
+not count, so a utilisation computed from these numbers is the share of the hardware that worked for the model. With
+``recomputed`` or ``buckets``, a function counts the FLOPs that a program executes instead.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CHIPS = {
 
 @dataclass(frozen=True)
 class Decoder:
-    """The sizes of a policy that cost depends on."""
+    """Sizes of a policy that its cost depends on."""
 
     layers: int
     trunk_params: Number  # in matrix products of the layers
@@ -56,7 +56,7 @@ class Decoder:
 
 @dataclass(frozen=True)
 class Row:
-    """The tokens of one row; means over many rows will do."""
+    """Token counts of a row, or means over many rows."""
 
     prompt: Number
     completion: Number
@@ -82,31 +82,31 @@ def pass_flops(d: Decoder, *, tokens: Number, context: Number, read: Number) -> 
 
 
 def clean_flops(d: Decoder, row: Row) -> float:
-    """Count the pass over a row that every attribution starts from: the unit of ``CreditMethod.forwards``."""
+    """Count the pass over a row that every attribution begins with, the unit of ``CreditMethod.forwards``."""
     return pass_flops(d, tokens=row.tokens, context=row.tokens / 2, read=1)
 
 
 def scoring_flops(d: Decoder, row: Row) -> float:
-    """Count the log-probabilities of one row's completion."""
+    """Count the log-probabilities of a row's completion."""
     return pass_flops(d, tokens=row.tokens, context=row.tokens / 2, read=row.completion)
 
 
 def sampling_flops(d: Decoder, *, prompts: Number, rows: Number, prompt: Number, completion: Number) -> float:
-    """Count each prompt once, then every completion: its first token is the prompt's, its last is not fed back."""
+    """Count each prompt once, then every completion: prefill yields its first token, its last is not fed back."""
     prefill = prompts * pass_flops(d, tokens=prompt, context=prompt / 2, read=1)
     return prefill + rows * pass_flops(d, tokens=completion - 1, context=prompt + completion / 2, read=completion - 1)
 
 
 def update_flops(d: Decoder, row: Row, *, recomputed: Number = 0) -> float:
-    """Count one forward and backward of a row, the backward worth two forwards and ``recomputed`` of the layers."""
+    """Count a forward and backward of a row; a backward counts as two forwards plus ``recomputed`` of the layers."""
     trunk = pass_flops(d, tokens=row.tokens, context=row.tokens / 2, read=0)
     return (3 + recomputed) * trunk + 3 * 2.0 * d.head_params * row.completion
 
 
 def adapted_update_flops(d: Decoder, row: Row, *, adapters: Number) -> float:
-    """Count the same where only ``adapters`` numbers are trained: backward passes the other weights without gradients.
+    """Count an update that trains only ``adapters`` parameters: the other weights get no gradients.
 
-    Matrices and head forward and once backward, attention and adapters with their full backward pass.
+    Matrices and head count a forward and half a backward, attention and adapters a forward and a full backward.
     """
     linear = pass_flops(d, tokens=row.tokens, context=0, read=row.completion)
     attention = pass_flops(d, tokens=row.tokens, context=row.tokens / 2, read=row.completion) - linear
@@ -134,24 +134,25 @@ def saliency_flops(d: Decoder, row: Row, *, recomputed: Number = 0) -> float:
 
 
 def _redone_flops(d: Decoder, row: Row, recomputed: Number) -> float:
-    """Count what one way through the linearised completion computes again, once for all draws or outcomes."""
+    """Count the recomputation of one direction through the linearised completion, once for all draws or outcomes."""
     context = row.prompt + row.completion / 2
     return recomputed * pass_flops(d, tokens=row.completion, context=context, read=0)
 
 
 def _linear_flops(d: Decoder, row: Row) -> float:
-    """Count one way through the linearised completion: a forward's worth, and attention's products twice.
+    """Count one direction through the linearised completion: a forward, with attention's products twice.
 
-    Twice, because the derivative of a product of two activations has two terms; weights are constant.
+    The derivative of a product of two activations has two terms; weights are constant.
     """
     context = row.prompt + row.completion / 2
     return pass_flops(d, tokens=row.completion, context=2 * context, read=1)
 
 
 def masked_flops(d: Decoder, row: Row, *, share: float, buckets: int | None = None) -> float:
-    """Count OAR-P of a ``share`` of the reasoning, spread evenly: per token a forward from it to the row's end.
+    """Count OAR-P of a ``share`` of the reasoning, spread evenly: a forward from each token to the row's end.
 
-    The prompt and the tokens before are shared. ``buckets``: suffixes start at one of so many places, as executed.
+    The prompt and the tokens before it are shared. With ``buckets``, suffixes start at one of that many positions, as
+    in the executed program.
     """
     total, length = clean_flops(d, row), row.completion
     if buckets is None:
@@ -170,8 +171,8 @@ def masked_flops(d: Decoder, row: Row, *, share: float, buckets: int | None = No
 def local_flops(d: Decoder, row: Row, *, window: int, answers: int, padded: bool = False) -> float:
     """Count OAR-L: 1 + window + answers positions per reasoning token.
 
-    The changed token and its window see what stands before them, the answer the whole row. ``padded``: every position
-    is shown all slots of the row, as executed.
+    The changed token and its window attend to the tokens before them, the answer to the whole row. With ``padded``,
+    every position attends to all slots of the row, as in the executed program.
     """
     near, places = 1 + window, 1 + window + answers
     if padded:
@@ -182,13 +183,13 @@ def local_flops(d: Decoder, row: Row, *, window: int, answers: int, padded: bool
     return clean_flops(d, row) + row.reasoning * each
 
 
-# What the registry calls: (credit section, row, decoder) -> clean passes ----------------------------------------------
+# For the registry: (credit section, row, decoder) -> clean passes -----------------------------------------------------
 
 Forwards = Callable[[CreditConfig, Row, Decoder], float]
 
 
 def oar_p_forwards(credit: CreditConfig, row: Row, d: Decoder) -> float:
-    """Count OAR-P; whole lines and sentences as if every token were changed."""
+    """Count OAR-P; units of whole lines or sentences count as if every token were changed."""
     return masked_flops(d, row, share=1.0) / clean_flops(d, row)
 
 
@@ -208,7 +209,7 @@ def oar_g_forwards(credit: CreditConfig, row: Row, d: Decoder) -> float:
 
 
 def oar_screened_forwards(credit: CreditConfig, row: Row, d: Decoder) -> float:
-    """Count screened OAR-P: the estimates, and the exact part after its own clean pass, which OAR-L's shares."""
+    """Count screened OAR-P: the estimates and the exact part, each with a clean pass; with OAR-L they share it."""
     exact = masked_flops(d, row, share=credit.screen.share) / clean_flops(d, row)
     if credit.screen.by == "random":
         return exact
@@ -243,15 +244,15 @@ class Work:
     old_logps: bool = False  # more than one update per rollout
     entropies: bool = False  # read by the credit method
     reference: bool = False  # a KL term
-    adapters: Number | None = None  # numbers that are trained, where these are not all
+    adapters: Number | None = None  # trained parameters; None = all
     fused: bool = False  # the update starts from the credit method's clean pass
 
 
 def iteration_flops(d: Decoder, work: Work, credit: CreditConfig, method: CreditMethod) -> dict[str, float]:
     """Count the phases of one iteration: sample, score (credit included) and update.
 
-    ``method`` is the one whose importance is computed. Its clean pass serves log-probabilities and entropies too; a
-    custom method computes no states for them.
+    ``method`` computes the importance. Its clean pass also serves log-probabilities and entropies; a custom method
+    computes no states for them.
     """
     row, clean = work.row, clean_flops(d, work.row)
     score = forwards(method, credit, row, d) * clean

@@ -7,4 +7,4 @@ class UserError(Exception):
     """One sentence with the field or file, what was expected, what came, and the remedy."""
 
     exit_code = 2
-    """What a command that fails with it exits with: 2 = mend something first, 75 = the same command may work later."""
+    """Exit code of a command that fails with it: 2 = fix something first, 75 = the same command may work later."""

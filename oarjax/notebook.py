@@ -1,9 +1,9 @@
-"""The commands as functions for notebooks and scripts, and what a notebook shows.
+"""Run the commands from notebooks and scripts, and show their results.
 
-The functions make the same runs and files as the commands, and print only warnings. Every ``show_...`` returns a
-``Shown``, which Jupyter, Colab and VS Code display as the last value of a cell. It loads nothing, runs no script,
-brings its own light background, and its styles end at its own edge. Text from models and datasets is escaped, as on
-the report's page.
+The functions create the same runs and files as the commands, and print only warnings. Every ``show_...`` returns a
+``Shown``, which Jupyter, Colab and VS Code display as the last value of a cell. It loads nothing, runs no script, has
+a light background, and its styles do not leak into the page. Text from models and datasets is escaped, as in
+report.html.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def train(
 
     Raises:
         KeyboardInterrupt: the cell was interrupted; finished work is saved, and the same call resumes it.
-        ConfigError: see ``oarjax.training.command``; and what the parts of a run raise.
-        ValueError: something else among ``rewards``, or two of one name.
+        ConfigError: see ``oarjax.training.command``; also the errors of a run's parts.
+        ValueError: ``rewards`` holds anything else, or a name twice.
     """
     if rewards is not None:
         with local_rewards(rewards) as pairs:
@@ -56,26 +56,26 @@ def train(
             return train(parse_config(tree, source="oarjax.train"), watch=watch)
     folder = Path(cfg.run_dir).expanduser()
 
-    def seen() -> None:
+    def report() -> None:
         if watch is not None:
             watch(read_metrics(folder / "metrics.jsonl"))
 
     try:
         with Stop() as stop:
-            train_once(cfg, _WarningsOnly(), stop, seen)
+            train_once(cfg, _WarningsOnly(), stop, report)
     except Stopped:
         raise KeyboardInterrupt(f"{folder} is saved; run this again to resume it") from None
-    seen()  # of a run that had ended before there was nothing new
+    report()  # a run that was already finished reports nothing itself
     return folder
 
 
 def credit_lab(cfg: Config) -> LabResult:
-    """Run ``oarjax credit``: measure credit methods on a policy's own completions, and write its files."""
+    """Run ``oarjax credit``: compare credit methods on a policy's completions, and write the lab's files."""
     return measure_credit(cfg, _WarningsOnly())
 
 
 def open_run(cfg: Config) -> Run:
-    """Open a run for a custom training loop: its policy, data, tokenizer and programs, each built when first asked for.
+    """Open a run for a custom training loop: its policy, data, tokenizer and programs, each built on first use.
 
     Raises:
         ConfigError: see ``oarjax.training.run.open_run``.
@@ -96,7 +96,7 @@ class _WarningsOnly(ShownConsole):
 
 @dataclass(frozen=True, repr=False)
 class Shown:
-    """A piece of HTML to look at."""
+    """A piece of HTML that notebooks display."""
 
     html: str
 
@@ -104,24 +104,24 @@ class Shown:
         return self.html
 
     def __repr__(self) -> str:
-        return "Shown: the last value of a notebook's cell is displayed"
+        return "Shown: displayed as the last value of a notebook's cell"
 
 
 def show_curves(runs: Mapping[str, Path | Sequence[Record]], *, metrics: Sequence[str] = ()) -> Shown:
     """Show curves by iteration, a chart per metric.
 
     Args:
-        runs: by the name to show, a run's folder or records ``{"iteration": n, metric: value, ...}``.
-        metrics: which to show, in this order; by default those of the report that the runs have.
+        runs: folders or records ``{"iteration": n, metric: value, ...}``, by run name.
+        metrics: to show, in this order; by default the report's metrics that the runs have.
 
     Raises:
-        ValueError: a metric without a chart.
+        ValueError: a metric has no chart.
     """
     records = {name: read_metrics(r / "metrics.jsonl") if isinstance(r, Path) else r for name, r in runs.items()}
     panels = {panel.metric: panel for panel in PANELS}
     unknown = [name for name in metrics if name not in panels]
     if unknown:
-        raise ValueError(f"show_curves: no chart for {', '.join(unknown)}; there are {', '.join(panels)}")
+        raise ValueError(f"show_curves: expected metrics among {', '.join(panels)}, got {', '.join(unknown)}")
     drawn = [panels[name] for name in metrics or panels if any(points(rows, name) for rows in records.values())]
     return _shown(
         charts=[chart(panel, records) for panel in drawn],
@@ -131,9 +131,9 @@ def show_curves(runs: Mapping[str, Path | Sequence[Record]], *, metrics: Sequenc
 
 
 def show_completions(run: Path | Sequence[tuple[int, CompletionRow]], *, count: int = 2) -> Shown:
-    """Show completions of a run's folder (or as ``read_completions`` gives them), each token coloured by its weight.
+    """Show completions of a run's folder (or rows of ``read_completions``), each token coloured by its weight.
 
-    ``count`` of them, from the earliest and the latest iterations, those with uneven weights first.
+    Selects ``count`` of them from the earliest and the latest iterations, those with uneven weights first.
     """
     rows = read_completions(run / "completions.jsonl") if isinstance(run, Path) else run
     picked = pick_completions(rows, count=count)
@@ -152,9 +152,9 @@ def show_tokens(
     answer: Sequence[bool] = (),
     title: str = "",
 ) -> Shown:
-    """Show one completion once for each set of weights: by name, a weight per token, 1 = as in plain GRPO.
+    """Show a completion once for each set of weights: by name, a weight per token, 1 = as in plain GRPO.
 
-    ``reasoning`` and ``answer`` say which tokens are which, by default all and none.
+    ``reasoning`` and ``answer`` mark these tokens, by default all and none.
 
     Raises:
         ValueError: the lengths differ.
@@ -167,15 +167,15 @@ def show_credit(result: LabResult, *, methods: Sequence[str] = (), count: int = 
 
     Args:
         methods: names of the lab's methods, in the order to show; by default all.
-        count: completions at most.
+        count: maximum number of completions.
 
     Raises:
-        ValueError: a method that the lab has not measured.
+        ValueError: the lab has not measured a method.
     """
     known = [m.name for m in result.methods]
     unknown = [name for name in methods if name not in known]
     if unknown:
-        raise ValueError(f"show_credit: the lab has no {', '.join(unknown)}; its methods are {', '.join(known)}")
+        raise ValueError(f"show_credit: expected methods among {', '.join(known)}, got {', '.join(unknown)}")
     views = []
     for c in result.completions[:count]:
         title = f"{c.prompt}   reward {short(c.reward)}"
@@ -220,6 +220,6 @@ def _view(
 
 
 def _shown(**parts: Any) -> Shown:
-    nothing: dict[str, Any] = {"charts": [], "legend": [], "cards": [], "views": [], "tables": [], "scale": []}
-    nothing |= {"note": "", "empty": "", "picture": "", "label": ""}
-    return Shown(templates().get_template("shown.html").render(nothing | {"size": SIZE} | parts))
+    empty: dict[str, Any] = {"charts": [], "legend": [], "cards": [], "views": [], "tables": [], "scale": []}
+    empty |= {"note": "", "empty": "", "picture": "", "label": ""}
+    return Shown(templates().get_template("shown.html").render(empty | {"size": SIZE} | parts))

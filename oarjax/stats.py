@@ -1,7 +1,7 @@
-"""Accuracy figures from graded samples, and every interval: Student, normal, Wilson, bootstrap and jackknife.
+"""Compute accuracy figures from graded samples, and intervals: Student, normal, Wilson, bootstrap and jackknife.
 
-Problems are the independent draws: a figure is a mean over problems, and its interval is over problems too. A sample
-that could not be graded is NaN and is left out: it is neither right nor wrong. All intervals are two-sided, 95%.
+Problems are the independent draws: figures are means over problems, and so are their intervals. A sample that could
+not be graded is NaN and is left out: it is neither right nor wrong. All intervals are two-sided, 95%.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from scipy.special import bdtrc, ndtr, stdtrit  # scipy.stats has it too, and ta
 LEVEL = 0.95
 """Coverage of every interval: the share of repeated experiments whose interval contains the true mean."""
 Z95 = 1.959963984540054
-"""Normal quantile of a two-sided interval of that coverage."""
+"""Normal quantile of a two-sided interval with that coverage."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean with its 95% interval. NaN where nothing is known, and for the ends of a single draw's interval."""
+    """A mean with its 95% interval. NaN without draws; the ends are NaN for a single draw."""
 
     mean: float
     low: float
@@ -40,7 +40,7 @@ class Interval:
 
 
 def mean_score(scores: Float[np.ndarray, "P n"]) -> Float[np.ndarray, "P"]:
-    """Average each problem's graded samples; NaN where there are none. The mean over problems is avg@n."""
+    """Average each problem's graded samples; NaN without any. The mean over problems is avg@n."""
     known = np.isfinite(scores)
     count = known.sum(1)
     return np.where(count > 0, np.where(known, scores, 0).sum(1) / np.maximum(count, 1), np.nan)
@@ -49,8 +49,8 @@ def mean_score(scores: Float[np.ndarray, "P n"]) -> Float[np.ndarray, "P"]:
 def pass_at_k(correct: Float[np.ndarray, "P n"], *, k: int) -> Float[np.ndarray, "P"]:
     """Estimate the chance that at least one of k samples is right, unbiased (Chen et al., 2021, eq. 1).
 
-    With c of n graded samples right: 1 - C(n - c, k) / C(n, k), as the product of 1 - k / i over i in n - c + 1 .. n,
-    which overflows for no n. NaN for a problem with fewer than k graded samples.
+    If c of n graded samples are right, it is 1 - C(n - c, k) / C(n, k), computed as 1 minus the product of 1 - k / i
+    over i in n - c + 1 .. n, which never overflows. NaN for a problem with fewer than k graded samples.
 
     Args:
         correct: 1 right, 0 wrong, NaN not graded.
@@ -69,7 +69,7 @@ def pass_at_k(correct: Float[np.ndarray, "P n"], *, k: int) -> Float[np.ndarray,
 
 
 def powers_up_to(k: int) -> list[int]:
-    """Return 1, 2, 4, ... and k itself: the k's that pass@k is shown for."""
+    """Return 1, 2, 4, ... and k itself, the values of k to show pass@k for."""
     return sorted({1 << i for i in range(k.bit_length())} | {k})
 
 
@@ -83,10 +83,10 @@ def answer_numbers(answers: Sequence[Sequence[str | None]]) -> Int[np.ndarray, "
 
 
 def majority_correct(answers: Int[np.ndarray, "P n"], correct: Float[np.ndarray, "P n"]) -> Float[np.ndarray, "P"]:
-    """Grade the answer that most samples give (maj@n); among equally frequent answers the first sampled.
+    """Grade the answer that most samples give (maj@n); ties go to the answer sampled first.
 
-    Samples without an answer (-1) have no vote; where none has one, the problem is wrong. NaN where no sample with
-    the winning answer was graded, or no sample of the problem was.
+    Samples without an answer (-1) have no vote; a problem without votes is wrong. NaN if no sample with the winning
+    answer was graded, or no sample of the problem.
     """
     verdicts = np.full(len(answers), np.nan)
     for p, (votes, right) in enumerate(zip(answers, correct, strict=True)):
@@ -105,11 +105,11 @@ def majority_correct(answers: Int[np.ndarray, "P n"], correct: Float[np.ndarray,
 
 
 def mean_interval(values: Float[np.ndarray, "P"], *, quantile: Literal["student", "normal"] = "student") -> Interval:
-    """Average independent values, NaN left out: mean ± q * deviation / sqrt(P), with ddof 1.
+    """Average independent values without NaN: mean ± q * deviation / sqrt(P), with ddof 1.
 
     Args:
-        quantile: q is t(0.975, P - 1), exact for normal values; or the normal z, which Student's t approaches (narrower
-            by .3% at 300 values, by 19% at 6).
+        quantile: q is Student's t(0.975, P - 1), exact for normal values, or the normal z that it approaches (z is
+            smaller by .3% at 300 values, by 19% at 6).
     """
     known = values[np.isfinite(values)]
     n = len(known)
@@ -129,7 +129,7 @@ def paired_difference(
     *,
     quantile: Literal["student", "normal"] = "student",
 ) -> Interval:
-    """Average ours - theirs over the problems (or seeds) known in both: difficulty common to both cancels.
+    """Average ours - theirs over the problems (or seeds) known in both; difficulty common to both cancels.
 
     Raises:
         ValueError: the two have different numbers of problems.
@@ -143,10 +143,10 @@ def wilson_interval(share: float, count: float | int, *, z: float = Z95) -> tupl
     """Return Wilson's score interval of a share from ``count`` independent trials, both ends within 0..1.
 
     (share + z² / 2n ± z sqrt(share (1 - share) / n + z² / 4n²)) / (1 + z² / n), n = count. Unlike
-    share ± z sqrt(share (1 - share) / n) it has a width where the share is 0 or 1.
+    share ± z sqrt(share (1 - share) / n) it has a width if the share is 0 or 1.
 
     Raises:
-        ValueError: count is not positive, or the share not within 0..1.
+        ValueError: count is not positive, or the share is not within 0..1.
     """
     if not count > 0 or not 0 <= share <= 1:
         raise ValueError(f"wilson_interval: expected 0 <= share <= 1 and count > 0, got share={share}, count={count}")
@@ -158,7 +158,7 @@ def wilson_interval(share: float, count: float | int, *, z: float = Z95) -> tupl
 def share_interval(values: Float[np.ndarray, "P"]) -> Interval:
     """Average shares (0..1) over problems, with Student's interval clipped to 0..1.
 
-    Where every problem is 0, or every one 1, Student's interval has no width; Wilson's of P trials replaces it.
+    If all problems are 0, or all are 1, Student's interval has no width; Wilson's interval of P trials replaces it.
     """
     student = mean_interval(values)
     if student.count and student.mean in (0.0, 1.0):
@@ -170,8 +170,8 @@ def share_interval(values: Float[np.ndarray, "P"]) -> Interval:
 def clustered_share_interval(scores: Float[np.ndarray, "P n"]) -> Interval:
     """Average shares (0..1) over all n scores (seeds, samples) of P problems; a problem's scores are not independent.
 
-    Wilson's interval of the number of coin tosses whose mean would vary as the problems' means do: with 0/1 scores
-    and n = 1 exactly P, never more than the number of known scores. NaN scores are left out.
+    Return Wilson's interval for the number of coin tosses whose mean would vary as the problems' means do: exactly P
+    with 0/1 scores and n = 1, never more than the number of known scores. NaN scores are left out.
 
     Raises:
         ValueError: a score is not within 0..1.
@@ -183,8 +183,8 @@ def clustered_share_interval(scores: Float[np.ndarray, "P n"]) -> Interval:
     share, problems = float(np.nanmean(scores)), len(by_problem)
     if share in (0.0, 1.0):
         return Interval(share, *wilson_interval(share, problems), problems)
-    spread, most = float(np.var(by_problem)), float(known.sum())
-    count = most if spread == 0 else min(problems * share * (1 - share) / spread, most)
+    variance, limit = float(np.var(by_problem)), float(known.sum())
+    count = limit if variance == 0 else min(problems * share * (1 - share) / variance, limit)
     return Interval(share, *wilson_interval(share, count), problems)
 
 
@@ -193,20 +193,20 @@ def bootstrap_interval(
 ) -> Interval:
     """Average the finite values, with the percentile bootstrap interval over problems (Efron and Tibshirani, 1993).
 
-    The 2.5% and 97.5% quantiles of the means of ``resamples`` draws of as many problems with replacement. Needs no
-    normal values; somewhat too narrow in small samples: 92% of 3,000
-    intervals over 20 normal values contained the mean.
+    Its ends are the 2.5% and 97.5% quantiles of the means of ``resamples`` draws of as many problems with replacement.
+    The values need not be normal. The interval is too narrow in small samples: 92% of 3,000 intervals over 20 normal
+    values contained the mean.
 
     Args:
-        problems: whose each value is: the values of a problem are drawn together, since they are not independent.
-            None: every value is a problem of its own.
+        problems: number of the problem of each value; the values of a problem are drawn together, since they are not
+            independent. None: each value has its own problem.
     """
     finite = np.isfinite(values)
     known = np.asarray(values, np.float64)[finite]
     if len(known) == 0:
         return Interval(math.nan, math.nan, math.nan, 0)
-    owners = np.arange(len(known)) if problems is None else np.unique(problems[finite], return_inverse=True)[1]
-    sums, counts = np.bincount(owners, known), np.bincount(owners)
+    groups = np.arange(len(known)) if problems is None else np.unique(problems[finite], return_inverse=True)[1]
+    sums, counts = np.bincount(groups, known), np.bincount(groups)
     mean, n = float(known.mean()), len(counts)
     if n == 1:
         return Interval(mean, math.nan, math.nan, 1)
@@ -222,11 +222,11 @@ def jackknife_interval(value: float, left_out: Float[np.ndarray, "n"]) -> Interv
     """Return a statistic of n independent draws with the interval of its delete-one jackknife (Tukey, 1958).
 
     value ± t(0.975, n - 1) sqrt((n - 1) / n sum (v_i - mean v)^2), for statistics that are smooth in the draws, such as
-    a ratio of means. NaN where the statistic is undefined, of all draws or with one left out.
+    a ratio of means. The ends are NaN if the statistic is undefined for all draws or without one of them.
 
     Args:
         value: the statistic of all draws.
-        left_out: the same with draw i left out, v_i.
+        left_out: v_i, the statistic without draw i.
     """
     n = len(left_out)
     if n < 2 or not np.isfinite(value) or not np.isfinite(left_out).all():

