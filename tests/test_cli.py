@@ -197,7 +197,7 @@ PROBES = pathlib.Path(__file__).parent / "golden" / "config" / "bad_probes.py"
         ),
         (["credit.gate=strict"], "credit.gate: expected fields, or one of the presets paper, readme, got 'strict'"),
         (["run_dir=/proc/none"], "run_dir: "),
-        (["--seeds", "1"], "--seeds goes with --compare; for one run set seed=N"),
+        (["--seeds", "1"], "--seeds needs --compare; for a single run set seed=N"),
         (["--compare", "data.eval=null"], "data.eval: --compare needs held-out problems"),
         (["--compare", "--seeds", "1,x"], "--seeds: expected different whole numbers such as 0,1,2, got '1,x'"),
         (["--compare", "--seeds", "1,1"], "--seeds: expected different whole numbers such as 0,1,2, got '1,1'"),

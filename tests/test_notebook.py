@@ -58,7 +58,7 @@ def test_curves_of_folders_and_of_records(tmp_path):
 def test_chosen_curves_come_in_their_order():
     chosen = show_curves({"a": [{"iteration": 1, "reward": 0.5, "length": 9.0}]}, metrics=("length", "reward"))
     assert chosen.html.index("mean length") < chosen.html.index("mean reward")
-    with pytest.raises(ValueError, match="expected metrics among reward, pass_at_1, length.*, got rewards"):
+    with pytest.raises(ValueError, match=r"expected metrics among reward, pass_at_1, length.*, got rewards"):
         show_curves(runs(), metrics=("rewards",))
 
 
@@ -90,7 +90,7 @@ def test_credit_by_method_and_its_tables():
     read = Reader(show_credit(lab()).html)
     assert read.text.index("OAR-P") < read.text.index("GRPO")
     assert "OAR-P" not in Reader(show_credit(lab(), methods=("GRPO",)).html).text
-    with pytest.raises(ValueError, match="expected methods among OAR-P, GRPO.*, got OAR-Q"):
+    with pytest.raises(ValueError, match=r"expected methods among OAR-P, GRPO.*, got OAR-Q"):
         show_credit(lab(), methods=("OAR-Q",))
     table = Reader(show_lab(lab()).html)
     assert "0.50 ±.10" in table.text

@@ -1,4 +1,4 @@
-"""``oarjax train``: warm start, iterations, evaluation, export, report; with ``--compare`` the controls as well."""
+"""``oarjax train``: warm start, iterations, evaluation, export, report; with ``--compare`` also the controls."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from oarjax.types import Params
 
 
 def run(config: Path, overrides: Sequence[str], *, compare: bool, seeds: str = "", restart: bool = False) -> None:
-    """Train as the config says; with ``compare``, also the controls, from the same start, once per seed.
+    """Train a config; with ``compare``, also its controls, from the same start, once per seed.
 
-    ``restart`` moves the contents of the run's folder aside and starts anew.
+    ``restart`` moves the contents of the run's folder aside first.
     """
     console = make_console()
     cfg = load_config(config, list(overrides))
     if seeds and not compare:
-        raise ConfigError("--seeds goes with --compare; for one run set seed=N")
+        raise ConfigError("--seeds needs --compare; for a single run set seed=N")
     if compare and cfg.data.eval is None:
-        raise ConfigError("data.eval: --compare needs held-out problems")
+        raise ConfigError("data.eval: --compare needs held-out problems; set data.eval")
     folder = _compared(cfg) if compare else Path(cfg.run_dir).expanduser()
     if restart:
         join_processes(**cfg.distributed.model_dump())
@@ -63,7 +63,7 @@ def run(config: Path, overrides: Sequence[str], *, compare: bool, seeds: str = "
 def _put_aside(folder: Path, console: Console) -> None:
     aside = put_aside(folder)
     if aside is not None:
-        console.print(f"the run that was in {folder} is now in {aside}", markup=False)
+        console.print(f"the previous run of {folder} is now in {aside}", markup=False)
 
 
 def _seeds(text: str) -> list[int]:
@@ -75,7 +75,7 @@ def _seeds(text: str) -> list[int]:
 
 
 def train_once(cfg: Config, console: Console, stop: Stop, on_lines: Callable[[], object] | None = None) -> None:
-    """Train one run from its start to its report; ``on_lines`` as in ``oarjax.training.trainer.train``."""
+    """Train a run from its start to its report; for ``on_lines`` see ``oarjax.training.trainer.train``."""
     folder = Path(cfg.run_dir).expanduser()
     changes = refuse_another_run(folder, cfg)
     with ExitStack() as stack:
@@ -114,16 +114,16 @@ def train_once(cfg: Config, console: Console, stop: Stop, on_lines: Callable[[],
 
 
 def _hold(stack: ExitStack, folder: Path, cfg: Config) -> None:
-    """Lock the run's folder before anything is written; one process does it for all that share it.
+    """Lock the run's folder before anything is written; one process locks it for all processes that share it.
 
-    Another command may have written there since the first check, so the folder is checked again under the lock.
+    Another command may have written to it since the first check, so it is checked again under the lock.
     """
     stack.enter_context(locked(folder))
     refuse_another_run(folder, cfg)
 
 
 def _claim(folder: Path, cfg: Config, console: Console) -> None:
-    """Create the run's folder, or resume it, and record its code as trusted: the user's command names it."""
+    """Create the run's folder, or resume it, and record its code as trusted, since the user's command names it."""
     claim(folder, cfg)
     if (problem := note_own(folder, cfg)) is not None:
         console.print(problem, markup=False)
@@ -136,7 +136,7 @@ def _compared(cfg: Config) -> Path:
 
 
 def _compare(cfg: Config, seeds: list[int], console: Console, stop: Stop) -> None:
-    """Train every method from the same warm start, with the same prompts and the same noise, seed by seed."""
+    """Train every method from the same warm start, with the same prompts and noise, seed by seed."""
     root = _compared(cfg)
     if cfg.credit.method in choices("permuted_of"):
         cfg = changed(cfg, credit=changed(cfg.credit, permuted_of=cfg.credit.method))
@@ -171,9 +171,9 @@ def _compare(cfg: Config, seeds: list[int], console: Console, stop: Stop) -> Non
 
 
 def start_policy(run: Run, grader: Grading, stop: Stop | None = None) -> tuple[Params, Evaluation | None]:
-    """Return the policy to train from, after the warm start where there is one, and its evaluation.
+    """Return the policy to train from, after the warm start if there is one, and its evaluation.
 
-    Both are stored in the run's folder, and read from there when it resumes.
+    Both are saved in the run's folder, and read from it when the run resumes.
     """
     cfg = run.cfg
     if cfg.sft is None:
@@ -182,7 +182,7 @@ def start_policy(run: Run, grader: Grading, stop: Stop | None = None) -> tuple[P
         warm = run.folder / "start"
         only_first(lambda: remove_half_written(warm))
         if from_first(lambda: (warm / "config.json").is_file()):
-            run.console.print(f"the warm start is read from {warm}", markup=False)
+            run.console.print(f"reading the finished warm start from {warm}", markup=False)
             only_first(lambda: seal_start(run, warm))
             params = run.load(source=warm)
         else:
@@ -202,5 +202,5 @@ def start_policy(run: Run, grader: Grading, stop: Stop | None = None) -> tuple[P
                 "there, or remove it to evaluate the start again"
             ) from None
     before = evaluate(run, grader, params)
-    only_first(lambda: write_durably(known, json.dumps(plain_evaluation(before))))
+    only_first(lambda: write_durably(saved, json.dumps(plain_evaluation(before))))
     return params, before

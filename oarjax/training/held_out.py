@@ -1,6 +1,6 @@
-"""Held-out accuracy of a policy: completions sampled, graded, and put in the problems' order.
+"""Measure a policy's held-out accuracy: sample and grade completions of every problem.
 
-A run's evaluations and ``oarjax evaluate`` share it. Noise is a function of (seed, problem, sample), so neither the
+A run's evaluations and ``oarjax evaluate`` use it. Noise is a function of (seed, problem, sample), so neither the
 batches nor earlier evaluations change a result.
 """
 
@@ -24,7 +24,7 @@ from oarjax.types import Grades, Params, Rollout
 
 
 class Graded(NamedTuple):
-    """The samples of some problems, ``eval.samples`` rows each."""
+    """Graded samples of some problems, ``eval.samples`` rows each."""
 
     problems: Int[np.ndarray, "P"]  # row numbers in the dataset
     rollout: Rollout
@@ -33,10 +33,10 @@ class Graded(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluation:
-    scores: np.ndarray  # [problems], mean over samples of the first reward; NaN where none could be graded
-    length: float  # mean completion, tokens
+    scores: np.ndarray  # [problems], mean over samples of the first reward; NaN if none could be graded
+    length: float  # mean tokens of a completion
     truncated: float  # share cut at rollout.max_new
-    others: dict[str, float] = field(default_factory=dict)  # pass_at_k and maj_at_k, of eval.samples over 1
+    others: dict[str, float] = field(default_factory=dict)  # pass_at_k and maj_at_k if eval.samples > 1
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -48,11 +48,11 @@ class Evaluation:
         }
 
 
-def plain_evaluation(found: Evaluation | None) -> dict[str, Any] | None:
-    """An evaluation as JSON. NaN (ungraded) is null."""
-    if found is None:
+def plain_evaluation(evaluation: Evaluation | None) -> dict[str, Any] | None:
+    """Convert an evaluation to JSON values. NaN (ungraded) becomes null."""
+    if evaluation is None:
         return None
-    return to_plain(asdict(found))
+    return to_plain(asdict(evaluation))
 
 
 def evaluation_from(tree: dict[str, Any] | None) -> Evaluation | None:
@@ -75,9 +75,9 @@ def evaluate(run: Run, grader: Grading, params: Params) -> Evaluation:
     samples = run.cfg.eval.samples
     rewards = np.concatenate([first_rewards(run, batch) for batch in batches])
     answers = [answer for batch in batches for answer in batch.grades.answers]
-    back = np.argsort(eval_order(held_out))  # from the order of the batches to the problems'
-    scores = rewards[back]
-    figures = per_problem(scores, [answers[at * samples : (at + 1) * samples] for at in back])
+    order = np.argsort(eval_order(held_out))  # from the order of the batches to that of the problems
+    scores = rewards[order]
+    figures = per_problem(scores, [answers[at * samples : (at + 1) * samples] for at in order])
     names = {"pass_at_k": f"pass@{samples}", "maj_at_k": f"maj@{samples}"} if samples > 1 else {}
     return Evaluation(
         scores=mean_score(scores),
@@ -88,12 +88,12 @@ def evaluate(run: Run, grader: Grading, params: Params) -> Evaluation:
 
 
 def graded_batches(run: Run, grader: Grading, params: Params, encoded: Encoded, *, skip: int = 0) -> Iterator[Graded]:
-    """Yield the samples of every problem, batch by batch; a batch is sampled while those before it are graded.
+    """Yield the samples of every problem, batch by batch; a batch is sampled while the batch before it is graded.
 
     ``params`` are in the training layout; they are laid out for sampling once, here.
 
     Args:
-        skip: problems whose samples are known already, the first in ``data.streams.eval_order``.
+        skip: number of problems to skip, the first in ``data.streams.eval_order``.
     """
     cfg = run.cfg
     key = jax.random.fold_in(jax.random.key(cfg.seed), 2**31 - 1)
@@ -110,7 +110,7 @@ def graded_batches(run: Run, grader: Grading, params: Params, encoded: Encoded, 
 
 
 def first_rewards(run: Run, batch: Graded) -> Float[np.ndarray, "P n"]:
-    """Return the first reward of every sample, which evaluations score by; NaN if it could not be graded."""
+    """Return the first reward of every sample, the score of evaluations; NaN if it could not be graded."""
     name = run.cfg.grading.rewards[0].name
     return batch.grades.per_reward[name].reshape(len(batch.problems), -1).astype(float)
 
@@ -123,14 +123,14 @@ def per_problem(
     correct = np.where(np.isnan(scores), np.nan, scores >= 1)
     if samples == 1:
         return {"pass@1": pass_at_k(correct, k=1)}
-    found = {f"pass@{k}": pass_at_k(correct, k=k) for k in powers_up_to(samples)}
-    found[f"avg@{samples}"] = mean_score(scores)
-    found[f"maj@{samples}"] = majority_correct(answer_numbers(answers), correct)
-    return found
+    figures = {f"pass@{k}": pass_at_k(correct, k=k) for k in powers_up_to(samples)}
+    figures[f"avg@{samples}"] = mean_score(scores)
+    figures[f"maj@{samples}"] = majority_correct(answer_numbers(answers), correct)
+    return figures
 
 
 def _leading(problems: Int[np.ndarray, "P"], rollout: Rollout, wait: Any, *, samples: int) -> Graded:
-    """Wait for the grades, and drop the rows that only fill the batch."""
+    """Wait for the grades, and drop the rows that pad the batch."""
     rows, grades = len(problems) * samples, wait()
     return Graded(
         problems,
@@ -146,5 +146,5 @@ def _leading(problems: Int[np.ndarray, "P"], rollout: Rollout, wait: Any, *, sam
 
 
 def _mean(values: Float[np.ndarray, "P"]) -> float:
-    """Average the known values; NaN where there are none."""
+    """Average the known values; NaN without any."""
     return float(np.nanmean(values)) if np.isfinite(values).any() else float("nan")

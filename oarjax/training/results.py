@@ -32,7 +32,7 @@ def show_results(
         write_summary(folder / "summary.json", rows)
     for trained in chain.from_iterable(runs.values()):
         for name in best_checkpoint(trained.folder, cfg.checkpoint.best).values():
-            console.print(f"best    {trained.folder}/{name}; oarjax export turns it into a policy", markup=False)
+            console.print(f"best    {trained.folder}/{name}; write it as a policy with oarjax export", markup=False)
     if not cfg.report.html:
         return
     records = {
@@ -54,7 +54,7 @@ def show_results(
 
 
 def best_checkpoint(run: Path, metric: str | None) -> dict[str, str]:
-    """Return the checkpoint of a run with the best evaluation and its score, or nothing where ``metric`` is None."""
+    """Return a run's checkpoint with the best evaluation and its score; an empty dict if ``metric`` is None."""
     winner = None if metric is None else best(run / "checkpoints", metric)
     return {} if winner is None else {"best checkpoint": f"checkpoints/{winner[0]:06d} ({metric} {winner[1]:.3f})"}
 

@@ -1,10 +1,10 @@
-"""One run: every part that a config names, built once, when it is first asked for.
+"""Open a run: every part that a config names, built once, on first use.
 
     run = open_run(cfg, console)     # reads config, checkpoint, tokenizer and data; compiles nothing
     run.steps.sample(...)            # the device programs: traced and compiled once per run and shape
     run.load()                       # the weights, in the training layout
 
-A plan for devices that are elsewhere, or a benchmark on random tokens, supplies its parts:
+A plan for remote devices, or a benchmark on random tokens, supplies its parts:
 
     run = Run(cfg, model=model, mesh=mesh, stop_ids=(0,), pad_id=0)
 """
@@ -82,19 +82,19 @@ SHARED += ("train", "held_out", "pairs")
 
 
 class Run:
-    """The parts of a run, each built once, when it is first asked for; ``parts`` are taken as they are."""
+    """The parts of a run, each built once, on first use; supplied ``parts`` are used as they are."""
 
     def __init__(
         self, cfg: Config, console: Console | None = None, *, evaluates: bool = False, **parts: Unpack[Parts]
     ) -> None:
         self.cfg = cfg
         self.console = console or Console(quiet=True)
-        self._evaluates = evaluates  # errors name data.eval and --out, which `oarjax evaluate` takes
+        self._evaluates = evaluates  # errors name data.eval and --out, as `oarjax evaluate` does
         self._supplied = frozenset(parts)
-        vars(self).update(parts)  # in the place of the cached properties of the same names
+        vars(self).update(parts)  # replaces the cached properties of the same names
 
     def with_config(self, cfg: Config) -> Run:
-        """Return a run of a config that differs only in how the policy is trained; it shares tokenizer and data."""
+        """Return a run whose config differs only in how the policy is trained; it shares tokenizer and data."""
         if cfg == self.cfg:
             return self
         run = Run(cfg, self.console, evaluates=self._evaluates, folder=self.folder)
@@ -129,14 +129,12 @@ class Run:
     def source(self) -> Path:
         """The Hugging Face folder that the policy is read from."""
         if not self.has_data:
-            raise ValueError(
-                "Run: made from a model and a mesh alone, without tokenizer, data or weights; use open_run"
-            )
+            raise ValueError("Run: this run has a model and a mesh, but no tokenizer, data or weights; use open_run")
         return self._checkpoint[1]
 
     @property
     def has_data(self) -> bool:
-        """False for a run made from a model and a mesh alone."""
+        """False for a run of a model and a mesh alone."""
         return "model" not in self._supplied or "source" in self._supplied
 
     @cached_property
@@ -161,7 +159,7 @@ class Run:
 
     @cached_property
     def train(self) -> Encoded:
-        """The problems to train on; of an evaluation, those to evaluate on."""
+        """The problems to train on, or to evaluate on."""
         where = "data.eval" if self._evaluates else "data.train"
         return read_prompts(self.cfg, self.cfg.data.train, self.tokenizer, where=where)
 
@@ -176,7 +174,7 @@ class Run:
         """Prompts and completions to imitate in the warm start."""
         return read_pairs(self.cfg, self.tokenizer, self.stop_ids)
 
-    # What runs on the devices ----------------------------------------------------------------------------------------
+    # Device programs -------------------------------------------------------------------------------------------------
 
     @cached_property
     def compute_dtype(self) -> Any:
@@ -209,12 +207,12 @@ class Run:
 
     @cached_property
     def rollout_layout(self) -> RolloutLayout:
-        """The policy as it samples, and where arrays live then."""
+        """The policy for sampling, with the layout of its arrays."""
         return rollout_layout(self.cfg, self.model, self.mesh)
 
     @cached_property
     def steps(self) -> Steps:
-        """The device programs. Nothing else binds them, so each is traced and compiled once per shape."""
+        """The device programs. They are bound only here, so each is traced and compiled once per shape."""
         return make_steps(
             self.policy,
             self.optimizer,
@@ -238,7 +236,7 @@ class Run:
         return load_params(source or self.source, self.model, dtype=dtype, shardings=shardings)
 
     def new_state(self, params: Params, *, copy: bool = True) -> TrainState:
-        """Make the state at step 0; see ``oarjax.training.parts.state.new_state``."""
+        """Create the state at step 0; see ``oarjax.training.parts.state.new_state``."""
         lora, adapters = self.cfg.lora, start_adapters(self.cfg.lora, self.model)
         return new_state(
             params, self.optimizer, self.layout, seed=self.cfg.seed, lora=lora, adapters=adapters, copy=copy
@@ -262,7 +260,7 @@ class Run:
 
     @property
     def first(self) -> bool:
-        """True in the process that writes the run's files; the others compute the same and write nothing."""
+        """True in the process that writes the run's files; the others compute the same but write nothing."""
         return is_first()
 
     @property
@@ -280,7 +278,7 @@ class Run:
 
     @cached_property
     def custom_method(self) -> CreditMethod | None:
-        """The method of credit.function, where credit.method is custom."""
+        """The method of credit.function if credit.method is custom, else None."""
         return find_method(self.cfg)
 
     @cached_property
@@ -297,7 +295,7 @@ class Run:
         try:
             return keyword_table(cfg.keywords.words, partial(encode, self.tokenizer), self.table)
         except ValueError as error:
-            raise ConfigError(f"credit.keywords.words: {error}; give words that its tokens can spell") from error
+            raise ConfigError(f"credit.keywords.words: {error}; set words that its tokens can spell") from error
 
     @cached_property
     def endings(self) -> dict[int, Ending]:
@@ -306,7 +304,7 @@ class Run:
 
     @cached_property
     def ending_room(self) -> int:
-        """Positions that cue and reference answer add to a completion: the longest, rounded up; 0 without data."""
+        """Maximum number of positions that cue and reference answer add to a completion, rounded up; 0 without data."""
         if self.cfg.credit.answer.source != "reference" or not self.has_data:
             return 0
         return bucket(max(len(cue) + len(target) for cue, target in self.endings.values()), 8, 1 << 30)
@@ -316,13 +314,13 @@ class Run:
         return find_spans(self.cfg.credit, rollout, self.table)
 
     def probed(self, rollout: Rollout, span: AnswerSpan, problems: np.ndarray) -> tuple[Rollout, AnswerSpan]:
-        """Put cue and reference answer in the place of the completions' own answers."""
+        """Replace the answers of completions with the cue and the reference answer."""
         group = len(rollout.ended) // len(problems)
         endings = [self.endings[int(p)] for p in np.repeat(problems, group)]
         return with_endings(self.cfg.credit, rollout, span, endings, room=self.ending_room, token_bytes=self.table)
 
     def check_credit(self, where: str = "") -> None:
-        """Build the credit method, so that a config that cannot run fails now and not after the warm start.
+        """Build the credit method, so that a bad config fails now and not after the warm start.
 
         Raises:
             ConfigError: the method cannot run; the message begins with ``where``.
@@ -346,7 +344,7 @@ class Run:
     # Prompts, completions and grades ---------------------------------------------------------------------------------
 
     def prompts(self) -> PromptStream:
-        """Begin to deal out the training problems, rollout.prompts at a time, without end."""
+        """Return an endless stream of training problems, rollout.prompts at a time."""
         return PromptStream(
             self.train,
             prompts=self.cfg.rollout.prompts,
@@ -413,18 +411,18 @@ def open_run(
     evaluates: bool = False,
     hold: Callable[[], object] | None = None,
 ) -> Run:
-    """Open a run: config against checkpoint and data first, devices next, weights not at all.
+    """Open a run: check the config against devices, checkpoint and data; load no weights.
 
-    Parts are built in the order in which a mistake is cheapest to find; nothing is compiled, so a bad field, file or
-    device is an error within seconds.
+    Parts are built in the order in which a mistake is cheapest to find. Nothing is compiled, so a bad field, file or
+    device raises an error within seconds.
 
     Args:
-        evaluates: errors name what ``oarjax evaluate`` takes, data.eval and --out for data.train and run_dir.
+        evaluates: errors name the fields of ``oarjax evaluate``: data.eval and --out instead of data.train and run_dir.
         hold: called on the first process before anything is written to the run's folder, to lock it.
 
     Raises:
-        ConfigError: fields that do not fit the checkpoint, tokenizer or devices.
-        DeviceError, UnsupportedModel, CheckpointError, TokenizerError, DataError: from the parts themselves.
+        ConfigError: fields do not fit the checkpoint, tokenizer or devices.
+        DeviceError, UnsupportedModel, CheckpointError, TokenizerError, DataError: raised by the parts.
     """
     check_grading(cfg)
     check_report(cfg)

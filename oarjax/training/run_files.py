@@ -1,7 +1,7 @@
-"""The files of a run while it iterates: metrics, completions, verdicts and checkpoints, and how they fit together.
+"""Write a run's files while it iterates, consistently: metrics, completions, verdicts and checkpoints.
 
-A checkpoint records how long the other files were when it was written. A run that resumes from it cuts them there, so
-that in the end they hold each line once, as if it had never stopped.
+A checkpoint records the lengths of the other files. A run that resumes from it truncates them to these lengths, so that
+they end with each line once, as if the run had never stopped.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from oarjax.types import TrainState
 
 
 class RunFiles:
-    """Use as a context manager, and call ``resume`` first.
+    """Write the files of a run. Use as a context manager, and call ``resume`` first.
 
     Args:
-        warnings: says what went wrong with a file, and what was done about it.
+        warnings: prints a problem with a file, and what was done about it.
 
     Raises:
-        StorageError: from any method, where a file cannot be written and checkpoint.on_failure is stop.
+        StorageError: from any method, if a file cannot be written and checkpoint.on_failure is stop.
     """
 
     def __init__(self, run: Run, folder: Path, warnings: OnceWarnings):
@@ -79,14 +79,14 @@ class RunFiles:
             self._best = max(self._checkpoints.scores().values(), default=-math.inf)
             if self._cfg.best is not None and (others := self._checkpoints.other_metrics()):
                 self._say(
-                    f"checkpoint.best was {', '.join(others)} and is {self._cfg.best}: the scores are not compared, "
-                    "the best checkpoint is looked for anew"
+                    f"checkpoint.best changed from {', '.join(others)} to {self._cfg.best}: earlier scores do not "
+                    "count for the best checkpoint"
                 )
             if record["version"] != version("oarjax"):
-                self._say(f"this checkpoint is of oarjax {record['version']}, and this is {version('oarjax')}")
+                self._say(f"the checkpoint was written by oarjax {record['version']}, this is {version('oarjax')}")
             where = self._folder / "checkpoints"
             self._run.console.print(f"resuming after iteration {first}, from {where}", markup=False)
-        for name in ("metrics", "completions"):  # before anything is cut off: a damaged line is for the user to mend
+        for name in ("metrics", "completions"):  # fails on a damaged line before anything is truncated
             for _ in read_lines(self._folder / f"{name}.jsonl"):
                 pass
         report, writes = self._run.cfg.report, self._run.first
@@ -97,7 +97,7 @@ class RunFiles:
         self._completions = self._stack.enter_context(CompletionsWriter(texts, position=positions["completions"]))
         for name, short in (("metrics", self._metrics.short), ("completions", self._completions.short)):
             if short:
-                self._say(f"{name}.jsonl: its last {short} bytes up to iteration {first} are missing; lines were lost")
+                self._say(f"{name}.jsonl: the last {short} bytes up to iteration {first} are missing; lines were lost")
         self._trackers = self._stack.enter_context(
             Trackers(
                 report.to if writes else (),
@@ -109,13 +109,13 @@ class RunFiles:
         return state, first, last
 
     def _tracked(self, first: int) -> TrackedRun:
-        """Describe the run to trackers, the same whenever it resumes."""
+        """Return the run's names for trackers; they stay the same when it resumes."""
         report, folder = self._run.cfg.report, self._folder
         config = self._run.cfg.model_dump(mode="json")
         return TrackedRun(folder, report.project, report.name or folder.absolute().name, run_id(folder), config, first)
 
     def recording(self, grader: Grading) -> Grading:
-        """Wrap a grader so that verdicts are on disk before they are used; without checkpoints return it unchanged."""
+        """Wrap a grader to write verdicts to disk before they are used; without checkpoints return it unchanged."""
         if self._cfg.every == 0:
             return grader
         cfg = self._run.cfg
@@ -133,7 +133,7 @@ class RunFiles:
         return self._verdicts
 
     def begin(self, iteration: int) -> None:
-        """Begin an iteration: verdicts from now on belong to it.
+        """Begin an iteration; the verdicts from now on belong to it.
 
         Raises:
             StorageError: the checkpoint in the background could not be written.
@@ -176,12 +176,12 @@ class RunFiles:
         *,
         now: bool,
     ) -> None:
-        """Write a checkpoint if one is due: every so often, after the last iteration, of the best evaluation so far.
+        """Write a checkpoint if it is due: at intervals, after the last iteration, and at the best evaluation so far.
 
-        With ``now`` write one in any case, complete on return.
+        With ``now`` write it in any case, and wait until it is complete.
         """
         every, score = self._cfg.every, float(metrics.get(self._cfg.best or "", math.nan))
-        best = score > self._best  # NaN, for not evaluated, never is
+        best = score > self._best  # False for NaN: not evaluated
         due = every > 0 and (best or iteration % every == 0 or iteration == self._run.cfg.iterations)
         if not (now or due):
             return
@@ -209,8 +209,8 @@ class RunFiles:
         cfg, now = self._run.cfg, commit_of(self._run.source)
         if cfg.lora.rank and cfg.sft is None and commit != now and None not in (commit, now):
             raise ConfigError(
-                f"policy.path: {cfg.policy.path} was at commit {commit} when this run began and is at {now}, and its "
-                f"adapters go with the first; set policy.revision={commit}"
+                f"policy.path: expected {cfg.policy.path} at commit {commit}, on which this run's adapters were "
+                f"trained, got {now}; set policy.revision={commit}"
             )
 
     def _say(self, text: str) -> None:
@@ -218,10 +218,10 @@ class RunFiles:
 
 
 def check_checkpoint(run: Run, folder: Path) -> None:
-    """Refuse a folder whose newest checkpoint this run could not resume from; compiles nothing.
+    """Check that this run can resume from the newest checkpoint in a folder; compiles nothing.
 
     Raises:
-        ConfigError: it is of another config or another model; names what differs.
+        ConfigError: the checkpoint belongs to another config or model; names the differences.
     """
     known = finished(folder / "checkpoints")
     if not known:
@@ -236,13 +236,13 @@ def check_checkpoint(run: Run, folder: Path) -> None:
 
 
 def restored_state(run: Run, checkpoint: Path) -> TrainState:
-    """Read the state in a checkpoint into a run's training layout; the run does not resume here.
+    """Read a checkpoint's state into a run's training layout, without resuming the run.
 
     Args:
-        run: has the optimizer and adapters of the run that wrote the checkpoint, and its source.
+        run: with the source, optimizer and adapters of the run that wrote the checkpoint.
 
     Raises:
-        ConfigError: the checkpoint is of another model.
+        ConfigError: the checkpoint belongs to another model.
     """
     state = run.new_state(run.load(), copy=False)
     with Checkpoints(checkpoint.parent, keep=1) as checkpoints:

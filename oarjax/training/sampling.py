@@ -1,4 +1,4 @@
-"""The samplers of a run, as its config has them."""
+"""Build the samplers of a run from its config."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def group_sampler(
     group: int | None = None,
     **changes: Any,
 ) -> SegmentedSampler:
-    """(params, prompts, key) -> ``group`` completions per prompt, by default as many as ``rollout.group_size``.
+    """Return (params, prompts, key) -> ``group`` completions per prompt, by default ``rollout.group_size``.
 
     ``token_bytes`` are the bytes of every token id, for ``rollout.stop``; ``changes`` are fields of ``Decoding`` that
     differ from the config's.
     """
     roll, size = cfg.rollout, group or cfg.rollout.group_size
-    how = Decoding(
+    decoding = Decoding(
         roll.max_new,
         roll.temperature,
         roll.top_k,
@@ -45,7 +45,7 @@ def group_sampler(
         stop_table(roll.stop, token_bytes),
     )
     keys = partial(group_keys, group_size=size)
-    return _sampler(policy, cfg, how._replace(**changes), keys_of=keys, group=size, rows=rows)
+    return _sampler(policy, cfg, decoding._replace(**changes), keys_of=keys, group=size, rows=rows)
 
 
 def evaluation_sampler(
@@ -57,8 +57,8 @@ def evaluation_sampler(
     pad_id: int,
     token_bytes: Sequence[bytes] = (),
 ) -> SegmentedSampler:
-    """(params, prompts, key) -> ``eval.samples`` completions per prompt; each problem and sample has its own noise."""
-    how = Decoding(
+    """Return (params, prompts, key) -> ``eval.samples`` completions per prompt, with noise by problem and sample."""
+    decoding = Decoding(
         cfg.rollout.max_new,
         cfg.eval.temperature,
         cfg.eval.top_k,
@@ -73,11 +73,11 @@ def evaluation_sampler(
     def keys(prompts: PromptBatch, key: Key[Array, ""]) -> Key[Array, "B"]:
         return problem_keys(key, prompts.problem, samples=cfg.eval.samples)
 
-    return _sampler(policy, cfg, how, keys_of=keys, group=cfg.eval.samples, rows=rows)
+    return _sampler(policy, cfg, decoding, keys_of=keys, group=cfg.eval.samples, rows=rows)
 
 
-def _sampler(policy: Policy, cfg: Config, how: Decoding, **options: Any) -> SegmentedSampler:
+def _sampler(policy: Policy, cfg: Config, decoding: Decoding, **options: Any) -> SegmentedSampler:
     roll = cfg.rollout
     return SegmentedSampler(
-        policy, how, segment=roll.segment, cache_bucket=roll.cache_bucket, slots=roll.slots, **options
+        policy, decoding, segment=roll.segment, cache_bucket=roll.cache_bucket, slots=roll.slots, **options
     )

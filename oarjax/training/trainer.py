@@ -1,4 +1,4 @@
-"""The iterations of one run, with its files, live progress and evaluation around them."""
+"""Train a run: iterate, write its files, show progress and evaluate."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from oarjax.types import Grades, Params
 
 @dataclass(frozen=True)
 class Trained:
-    """Hold the end of a run."""
+    """The result of training a run."""
 
     folder: Path
-    params: Params  # all that the policy reads, adapters included
+    params: Params  # all that the policy reads, including adapters
     last: Evaluation | None
     seconds: float
 
@@ -60,11 +60,10 @@ def train(
 ) -> Trained:
     """Iterate from ``start``; metrics, completions and checkpoints go to ``folder``.
 
-    With ``keep_start``, or where the KL term needs it, ``start`` is copied and stays as it is; else the state takes
-    over its memory.
+    With ``keep_start``, or if the KL term needs it, ``start`` is copied; otherwise the state reuses its memory.
 
-    A folder with a checkpoint is resumed, and ends as if it had never stopped. ``on_lines`` is called whenever there
-    are new lines in its files.
+    A run with a checkpoint resumes, and ends as if it had never stopped. ``on_lines`` is called whenever its files have
+    new lines.
 
     Raises:
         Stopped: ``stop`` was signalled; all finished work is saved.
@@ -72,7 +71,7 @@ def train(
     """
     cfg, console = run.cfg, run.console
     reference = None
-    if cfg.loss.kl_beta > 0 and cfg.lora.rank == 0:  # below adapters it is there already
+    if cfg.loss.kl_beta > 0 and cfg.lora.rank == 0:  # with adapters, the frozen weights are the reference
         reference = to_host_memory(start) if cfg.loss.reference == "host" else start
     state = run.new_state(start, copy=keep_start or reference is start)
     stream = run.prompts()
@@ -148,11 +147,11 @@ def train(
                 stop.obey()
             if stopped:
                 raise stopped
-        if last is None and run.held_out is not None:  # nothing was left to do
+        if last is None and run.held_out is not None:  # the run was already finished
             last = evaluate(run, grader, whole(state))
     show_completions(console, cfg.iterations, rows)
     if programs := getattr(run.steps.sample, "decode_programs", 0):
-        console.print(f"rollouts ran {programs} decode programs, one per number of rows and cache slots")
+        console.print(f"rollouts ran {programs} decode programs, one per number of rows and of cache slots")
     spent = sum(record.get("seconds/total", 0.0) for record in read_metrics(folder / "metrics.jsonl"))
     return Trained(folder, whole(state), last, spent or time.perf_counter() - began)
 
@@ -188,7 +187,7 @@ def completion_rows(run: Run, done: Iteration, count: int) -> list[CompletionRow
 
 
 def model_flops(cfg: Config, model: QwenConfig, metrics: dict[str, float], custom: CreditMethod | None) -> float:
-    """Count the FLOPs of the iteration that these metrics are of; see ``oarjax.costs``."""
+    """Count the FLOPs of an iteration from its metrics; see ``oarjax.costs``."""
     rows = metrics["groups_drawn"] * cfg.rollout.group_size
     work = Work(
         row=Row(metrics["prompt_tokens"] / rows, metrics["completion_tokens"] / rows, metrics["reasoning_length"]),
@@ -206,14 +205,14 @@ def model_flops(cfg: Config, model: QwenConfig, metrics: dict[str, float], custo
 
 
 def _due(cfg: Config, iteration: int) -> bool:
-    """Return True if an evaluation follows this iteration: every so often, and always after the last."""
+    """Return True if an evaluation follows this iteration: at intervals, and always after the last."""
     if cfg.data.eval is None:
         return False
     return iteration == cfg.iterations or (cfg.eval.every > 0 and iteration % cfg.eval.every == 0)
 
 
 def _explain_crashes(grades: Grades, warnings: OnceWarnings) -> None:
-    """Warn once about what a reward raised. If every completion crashed, nothing can be learned: stop.
+    """Warn once about the exceptions of a reward. If every completion crashed, stop: nothing can be learned.
 
     Raises:
         GraderError: every completion crashed; quotes the first exception.
@@ -223,7 +222,7 @@ def _explain_crashes(grades: Grades, warnings: OnceWarnings) -> None:
         return
     if len(crashes) == len(grades.verdicts):
         raise GraderError(
-            f"grading crashed on every completion, first with: {crashes[0]}; fix the reward and start again"
+            f"grading crashed on every completion, first with: {crashes[0]}; fix the reward and run it again"
         )
     warnings.say(
         "crash", f"grading crashed on {len(crashes)} of {len(grades.verdicts)} completions, first with: {crashes[0]}"

@@ -1,4 +1,4 @@
-"""The supervised warm start: imitate prompt and answer pairs before any reinforcement."""
+"""Run the supervised warm start: imitate prompt and answer pairs before reinforcement."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from oarjax.types import Params, TrainBatch
 def warm_start(run: Run, params: Params, stop: Stop) -> Params:
     """Minimise the mean negative log-probability of the completions' tokens; plain params in, plain params out.
 
-    With ``lora.rank`` it trains adapters of its own and merges them at the end: the iterations start from plain weights
-    in the same dtype, with fresh adapters. The memory of ``params`` is taken over.
+    With ``lora.rank`` it trains separate adapters and merges them at the end: the iterations start from plain weights
+    in the same dtype, with fresh adapters. The memory of ``params`` is reused.
 
-    Its checkpoints are in the folder ``sft``; a warm start that was stopped resumes, and ends as if it had not been.
+    Its checkpoints are in the folder ``sft``; a stopped warm start resumes, and ends as if it had not been stopped.
 
     Raises:
         ConfigError: the folder holds a warm start of another config.
@@ -97,6 +97,6 @@ def warm_start(run: Run, params: Params, stop: Stop) -> Params:
                 with failures.handled():
                     checkpoints.settle()
                 stop.obey()
-        with failures.handled():  # the last one is not needed any more
+        with failures.handled():  # wait for the last checkpoint, though it is no longer needed
             checkpoints.settle()
     return plain_params(run.cfg.lora, whole(state), layout.params)

@@ -130,7 +130,7 @@ def test_adapters_go_on_only_over_the_commit_that_they_began_with():
         RunFiles._check_base(SimpleNamespace(_run=run), commit)
 
     here = "hub/models--Qwen--Qwen2.5-7B/snapshots/bbb"
-    with pytest.raises(ConfigError, match=r"was at commit aaa when this run began and is at bbb.*policy.revision=aaa"):
+    with pytest.raises(ConfigError, match=r"at commit aaa, .*, got bbb; set policy.revision=aaa"):
         check("aaa", here, lora__rank=2)
     check("bbb", here, lora__rank=2)
     check("aaa", here)  # every weight is in the checkpoint
