@@ -41,7 +41,7 @@ Word = Annotated[str, Field(min_length=1)]
 
 def _axis_size(size: int) -> int:
     if size < 1 and size != -1:
-        raise ValueError(f"expected a positive number of devices, or -1 for all that are left, got {size}")
+        raise ValueError(f"expected a positive number of devices, or -1 for all remaining ones, got {size}")
     return size
 
 
@@ -49,12 +49,12 @@ AxisSize = Annotated[int, AfterValidator(_axis_size)]
 
 
 def _word_of_switch(value: Any) -> Any:
-    """Turn true and false, which YAML reads a bare ``on`` and ``off`` as, back into words."""
+    """Turn true and false back into the words on and off, which YAML reads as booleans."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 class ConfigError(UserError, ValueError):
-    """A config that cannot run; the message lists every bad field with its path and the remedy."""
+    """Raised for a config that cannot run; the message lists every bad field with its path and the remedy."""
 
 
 class Section(BaseModel):
@@ -62,11 +62,11 @@ class Section(BaseModel):
 
 
 BUILTIN_POLICIES = ("builtin:arithmetic", "builtin:forks", "builtin:random")
-"""Of the built-in tasks, and one of Qwen's vocabulary for any tokenizer; see ``data.arithmetic``."""
+"""Policies of the built-in tasks, and a policy for any tokenizer; see ``oarjax.data.arithmetic``."""
 
 
 class PolicyConfig(Section):
-    path: str = Field(description="HF folder, hub name, or a tiny Qwen2 built at the start (builtin:...)")
+    path: str = Field(description="HF folder, hub name, or a tiny Qwen2 that is built at the start (builtin:...)")
     tokenizer: str | None = Field(
         default=None, description="for builtin:random: HF folder or hub name; other policies have one"
     )
@@ -77,18 +77,18 @@ class PolicyConfig(Section):
         default="auto", description="auto: bfloat16 on TPU and GPU"
     )
     remat: Literal["none", "dots", "full"] = Field(
-        default="full", description="what the backward pass recomputes per layer"
+        default="full", description="activations that the backward pass recomputes per layer"
     )
     attention: Literal["auto", "xla", "splash"] = Field(
-        default="auto", description="splash: Pallas' TPU kernels (elsewhere interpreted: slow); auto: splash on TPUs"
+        default="auto", description="splash: Pallas' TPU kernels (slow elsewhere: interpreted); auto: splash on TPUs"
     )
     head_chunk: Positive = Field(default=2048, description="token positions per chunk of the vocabulary head")
 
 
 class MeshConfig(Section):
-    """Devices per axis; one axis may be -1 and takes all that are left."""
+    """Devices per axis; one axis may be -1 and takes all remaining devices."""
 
-    slice: AxisSize = Field(default=1, description="TPU slices, joined by the slow network between them")
+    slice: AxisSize = Field(default=1, description="TPU slices, which the slow network connects")
     data: AxisSize = -1
     fsdp: AxisSize = 1
     tensor: AxisSize = 1
@@ -99,7 +99,9 @@ class DistributedConfig(Section):
 
     coordinator: str | None = Field(default=None, description="host:port of process 0; null = detected on a TPU pod")
     processes: Positive | None = None
-    process: Count | None = Field(default=None, description="this process's number; the only field that differs")
+    process: Count | None = Field(
+        default=None, description="number of this process; the only field that differs between processes"
+    )
     timeout: Positive = Field(default=300, description="seconds to wait for the others at the start")
 
 
@@ -133,7 +135,7 @@ class DatasetConfig(Section):
         default="all", description="fields of a row that rewards see as Sample.columns; all: those that JSON can hold"
     )
     limit: Count = Field(
-        default=0, description="use only the first n rows; 0 = all (of a built-in task, its usual number)"
+        default=0, description="use only the first n rows; 0 = all (a built-in task has a default number)"
     )
     arithmetic: ArithmeticConfig = Field(default=ArithmeticConfig(), description="for source builtin:arithmetic")
     forks: ForksConfig = Field(default=ForksConfig(), description="for source builtin:forks")
@@ -175,22 +177,22 @@ class RolloutConfig(Section):
     )
     segment: Positive = Field(
         default=128,
-        description="decode steps after which waiting rows may take the slots of rows that are done, at most",
+        description="maximum decode steps before waiting rows may take the slots of finished rows",
     )
     cache_bucket: Positive | None = Field(
         default=None,
-        description="slots that the KV cache starts with and grows by; null = an eighth of max_new, at least 128. Both "
-        "caches lie in memory while one is copied to the other; max_new = one of full size from the start",
+        description="slots that the KV cache starts with and grows by; null = an eighth of max_new, at least 128. While "
+        "it grows, the old and the new cache are both in memory; max_new = full size from the start",
     )
     slots: Positive | None = Field(
         default=None,
-        description="completions decoded at once, over all devices; null = all of a batch. Fewer need less memory and "
+        description="completions decoded at once, over all devices; null = the whole batch. Fewer need less memory and "
         "more steps",
     )
 
 
 class RewardConfig(Section):
-    name: str = Field(description="a built-in reward or one that grading.plugins register")
+    name: str = Field(description="a built-in reward, or a reward that grading.plugins register")
     weight: float = 1.0
     settings: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the reward")
 
@@ -200,7 +202,7 @@ class GradingConfig(Section):
     plugins: tuple[str, ...] = Field(default=(), description="Python files or modules that register rewards")
     workers: Positive = 2
     deadline: Annotated[float, Field(gt=0)] = Field(default=5.0, description="seconds per answer")
-    memory_mb: Positive = Field(default=2048, description="resident memory of a worker; above it, it is killed")
+    memory_mb: Positive = Field(default=2048, description="resident memory above which a worker is killed")
     call_deadline: Annotated[float, Field(gt=0)] = Field(
         default=60.0, description="seconds per call of a batch or group reward, and per sample of an async one"
     )
@@ -280,7 +282,7 @@ class LossConfig(Section):
     aggregation: Literal["grpo", "bnpo", "dapo", "dr_grpo"] = "dapo"
     clip_low: Share = 0.2
     clip_high: Rate = 0.28
-    dual_clip: Annotated[float, Field(gt=1)] | None = Field(default=None, description="cap on the ratio where A < 0")
+    dual_clip: Annotated[float, Field(gt=1)] | None = Field(default=None, description="cap on the ratio if A < 0")
     ratio_cap: Annotated[float, Field(gt=0)] = Field(
         default=5.0, description="CISPO's absolute upper bound on the ratio"
     )
@@ -291,7 +293,7 @@ class LossConfig(Section):
         default="loss", description="reward: kl_beta times log(policy / reference) is taken off every reward instead"
     )
     reference: Literal["device", "host"] = Field(
-        default="device", description="where the KL term's reference policy is kept between scoring passes"
+        default="device", description="memory that holds the KL term's reference policy between scoring passes"
     )
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     entropy_bonus: float = 0.0
@@ -320,7 +322,7 @@ class ProbeConfig(Section):
 
 
 GATE_PRESETS = {"paper": {"tau": 0.4, "boost": 2.0}, "readme": {"tau": 0.25, "boost": 1.0}}
-"""The paper's main setting, and the defaults in the README of the released code."""
+"""Settings of the paper's main experiments, and of the README of the released code."""
 
 
 class GateConfig(Section):
@@ -328,12 +330,12 @@ class GateConfig(Section):
 
     rule: Literal["quantile", "level"] = "quantile"
     levels: Literal["both", "boost", "suppress"] = Field(
-        default="both", description="boost: nothing below 1 before the mass is kept; suppress: nothing above"
+        default="both", description="before the mass is kept, boost: no weight below 1; suppress: no weight above 1"
     )
     tau: Share = 0.4
     boost: Rate = 2.0
     floor: Share = 0.1
-    mass: Literal["kept", "free"] = Field(default="kept", description="kept: the weights of a row average 1")
+    mass: Literal["kept", "free"] = Field(default="kept", description="kept: the weights of a row have mean 1")
 
     @model_validator(mode="before")
     @classmethod
@@ -348,11 +350,11 @@ class GateConfig(Section):
 class AnswerConfig(Section):
     style: Literal["boxed", "hash", "tag", "regex", "none"] = Field(
         default="boxed",
-        description="none: no answer is looked for, the whole completion is reasoning (custom probes)",
+        description="none: no answer is extracted, the whole completion is reasoning (custom probes)",
     )
     pattern: str | None = Field(default=None, description="for style regex; group 1, or the whole match, is the answer")
     source: Literal["own", "reference"] = Field(
-        default="own", description="what is probed: the completion's own answer, or cue and reference answer instead"
+        default="own", description="answer to probe: that of the completion, or the cue and the reference answer"
     )
     cue: str | None = Field(
         default=None, description="for source reference: text between reasoning and answer; null = the style's marker"
@@ -363,36 +365,36 @@ class MaskingConfig(Section):
     """OAR-P, and the exact part of oar_screened."""
 
     counterfactual: Literal["mask", "second_choice", "mean_embedding", "deleted"] = Field(
-        default="mask", description="what replaces a token; deleted: hidden from attention"
+        default="mask", description="replacement of a token; deleted: hidden from attention"
     )
     mask_id: Count | None = Field(default=None, description="for counterfactual mask; null = the pad id")
     unit: Literal["token", "line", "sentence"] = Field(
-        default="token", description="line, sentence: one counterfactual per span, its score spread over the tokens"
+        default="token", description="line, sentence: one counterfactual per span; its score is spread over its tokens"
     )
     chunk: Positive = Field(
-        default=4, description="counterfactuals of a whole completion per row and forward; more of shorter suffixes"
+        default=4, description="counterfactuals of a whole completion per row and forward; shorter suffixes have more"
     )
     buckets: Annotated[int, Field(ge=1, le=64)] = Field(
-        default=8, description="suffix lengths that are compiled; more = fewer FLOPs and longer compilation"
+        default=8, description="number of compiled suffix lengths; more = fewer FLOPs and longer compilation"
     )
 
 
 class FisherConfig(Section):
     """OAR-F, and the screening part of oar_screened."""
 
-    outcomes: Positive = Field(default=4, description="likeliest answers taken exactly, one backward pass each")
-    sampled: Count = Field(default=0, description="further backward passes, for answers drawn from the rest")
+    outcomes: Positive = Field(default=4, description="likeliest answers to treat exactly, one backward pass each")
+    sampled: Count = Field(default=0, description="further backward passes, for answers drawn from the others")
 
 
 class LocalConfig(Section):
     """OAR-L, and the screening part of oar_screened."""
 
-    window: Count = Field(default=2, description="tokens after the changed one that are also recomputed")
-    answers: Positive = Field(default=4, description="answer tokens that are read, at most")
+    window: Count = Field(default=2, description="tokens after the changed token that are also recomputed")
+    answers: Positive = Field(default=4, description="maximum answer tokens to read")
 
 
 class _OneOf:
-    """Accept the names of built-in methods, as registered when the field is read, and ``others``."""
+    """Accept ``others`` and the names of built-in methods; the registry is read when the field is validated."""
 
     def __init__(self, role: Role | None, *others: str) -> None:
         self._role: Role | None = role
@@ -404,7 +406,7 @@ class _OneOf:
     def _check(self, name: str) -> str:
         accepted = self._accepted()
         if self._role is None and name == "own":
-            raise ValueError("own is called custom now; set custom")
+            raise ValueError("own was renamed to custom; set custom")
         if name not in accepted:
             near = difflib.get_close_matches(name, accepted, n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
@@ -419,16 +421,16 @@ class _OneOf:
 
 
 class ScreenConfig(Section):
-    share: Share = Field(default=0.2, description="of a row's reasoning that is scored exactly")
+    share: Share = Field(default=0.2, description="share of a row's reasoning to score exactly")
     by: Annotated[str, _OneOf("screen.by", "random")] = Field(
-        default="oar_l", description="whose scores choose that share; random: the control"
+        default="oar_l", description="method whose scores choose that share; random: the control"
     )
 
 
 class EntropyConfig(Section):
-    share: Annotated[float, Field(gt=0, le=1)] = Field(default=0.2, description="of tokens that entropy_top keeps")
-    scope: Literal["sequence", "batch"] = Field(default="batch", description="tokens among which the share is taken")
-    mass: Literal["kept", "free"] = Field(default="kept", description="kept: the weights average 1 over the scope")
+    share: Annotated[float, Field(gt=0, le=1)] = Field(default=0.2, description="tokens that entropy_top keeps")
+    scope: Literal["sequence", "batch"] = Field(default="batch", description="tokens that the share refers to")
+    mass: Literal["kept", "free"] = Field(default="kept", description="kept: the weights have mean 1 over the scope")
 
 
 class KeywordConfig(Section):
@@ -467,12 +469,12 @@ class CreditConfig(Section):
         default=None, description="for method custom: file.py:name or module:name of an oarjax.CreditMethod"
     )
     permuted_of: Annotated[str, _OneOf("permuted_of")] = Field(
-        default="oar_g", description="whose weights permuted shuffles"
+        default="oar_g", description="method whose weights permuted shuffles"
     )
     polarity: Literal["both", "correct", "wrong"] = Field(
-        default="both", description="rows that are reweighted: all, or those of positive or negative advantage"
+        default="both", description="rows to reweight: all, or those of positive or of negative advantage"
     )
-    estimator: Literal["linearised", "noisy"] = Field(default="linearised", description="of OAR-G")
+    estimator: Literal["linearised", "noisy"] = Field(default="linearised", description="estimator of OAR-G")
     sigma: Annotated[float, Field(gt=0)] = Field(default=1e-3, description="std of OAR-G's embedding noise")
     draws: Positive = 1
     masking: MaskingConfig = MaskingConfig()
@@ -496,12 +498,12 @@ class OptimConfig(Section):
     weight_decay: Rate = 0.01
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
     moments: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="dtype of Adam's moments; bfloat16 halves their memory, with b1 and b2 up to .99"
+        default="float32", description="dtype of Adam's moments; bfloat16 halves their memory, needs b1 and b2 <= .99"
     )
 
 
 class LoraConfig(Section):
-    """Low-rank adapters: only they are trained, and the policy itself is stored once, in the compute dtype."""
+    """Low-rank adapters: only they are trained, and the policy is stored once, in the compute dtype."""
 
     rank: Count = Field(default=0, description="0 = off: every weight is trained")
     alpha: Annotated[float, Field(gt=0)] = Field(default=32.0, description="adapters are scaled by alpha / rank")
@@ -531,7 +533,7 @@ class UpdateConfig(Section):
     microbatch: Positive = Field(default=32, description="rows per forward and backward pass, over all devices")
     skip_zero_variance: bool = Field(
         default=True,
-        description="drop groups of equal rewards before credit and update, their KL and entropy terms too",
+        description="drop groups of equal rewards before credit and update, including their KL and entropy terms",
     )
     refills: Count = Field(default=0, description="extra rollouts of fresh prompts to replace dropped groups")
     fused: Literal["auto", "never"] = Field(
@@ -559,7 +561,9 @@ SAMPLING_PRESETS: dict[str, dict[str, float | int]] = {
 
 
 class EvalConfig(Section):
-    every: Count = Field(default=10, description="iterations; 0 = only before the first and after the last")
+    every: Count = Field(
+        default=10, description="iterations between evaluations; 0 = only before the first and after the last"
+    )
     samples: Positive = 1
     temperature: Rate = Field(default=1.0, description="0 = greedy")
     top_k: Count = Field(default=0, description="0 = off")
@@ -578,7 +582,7 @@ class CheckpointConfig(Section):
     )
     on_failure: Literal["stop", "warn"] = Field(
         default="stop",
-        description="if a file of the run cannot be written (disk full, gone): end with an error, or continue",
+        description="if a file of the run cannot be written (disk full or gone): stop with an error, or continue",
     )
     warm_start: Count = Field(default=500, description="sft steps between checkpoints of the warm start; 0 = none")
 
@@ -586,7 +590,7 @@ class CheckpointConfig(Section):
 class HealthConfig(Section):
     """Reaction to values that are not finite. An update with such a value is always skipped."""
 
-    stop_after: Count = Field(default=5, description="skipped updates in a row after which the run stops; 0 = never")
+    stop_after: Count = Field(default=5, description="consecutive skipped updates before the run stops; 0 = never")
     bad_batches: Count = Field(
         default=3, description="newest batches with such values to keep for oarjax replay; 0 = none"
     )
@@ -598,10 +602,10 @@ class HealthConfig(Section):
 
 class ReportConfig(Section):
     to: tuple[Literal["jsonl", "tensorboard", "wandb", "trackio"], ...] = Field(
-        default=("jsonl",), description="wandb is offline unless WANDB_MODE says otherwise; trackio is local"
+        default=("jsonl",), description="wandb is offline unless WANDB_MODE is set; trackio is local"
     )
-    project: Word = Field(default="oarjax", description="of wandb and trackio")
-    name: Word | None = Field(default=None, description="of the run there; null = its folder's")
+    project: Word = Field(default="oarjax", description="project in wandb and trackio")
+    name: Word | None = Field(default=None, description="name of the run in them; null = the name of its folder")
     completions: Count = Field(default=4, description="completions saved and shown per iteration")
     groups: Count = Field(
         default=0, description="iterations between Parquet files of all completions, groups/NNNNNN.parquet; 0 = none"
@@ -619,7 +623,7 @@ class ExportConfig(Section):
 
 
 class LengthsConfig(Section):
-    """Lengths of completions to expect: a lognormal, cut at rollout.max_new, or those that a run had."""
+    """Expected lengths of completions: a lognormal, cut at rollout.max_new, or the lengths of a run."""
 
     mean: Annotated[float, Field(gt=0)] | None = Field(default=None, description="tokens, before the cut")
     sigma: Annotated[float, Field(gt=0)] = Field(default=0.6, description="standard deviation of the log length")
@@ -637,17 +641,17 @@ class PlanConfig(Section):
 
     topology: str | None = Field(default=None, description="TPU slice to plan for, such as v5e-16 or v5e:4x4")
     lengths: LengthsConfig | None = Field(
-        default=None, description="also state the step that completions of such lengths would take"
+        default=None, description="also estimate the step time for completions of such lengths"
     )
 
 
 class GradientsConfig(Section):
-    """``oarjax credit --gradients``."""
+    """Settings of ``oarjax credit --gradients``."""
 
-    minibatches: Annotated[int, Field(ge=3)] = Field(default=16, description="drawn and compared with each other")
-    prompts: Positive | None = Field(default=None, description="of a minibatch; null = rollout.prompts")
+    minibatches: Annotated[int, Field(ge=3)] = Field(default=16, description="minibatches to draw and compare")
+    prompts: Positive | None = Field(default=None, description="prompts per minibatch; null = rollout.prompts")
     sketch: Positive = Field(
-        default=1 << 20, description="numbers kept of a gradient; of larger ones a count sketch of that many"
+        default=1 << 20, description="numbers kept per gradient; larger gradients become a count sketch of this size"
     )
 
 
@@ -656,19 +660,19 @@ class LabConfig(Section):
 
     problems: Positive = Field(
         default=100,
-        description="completions to compare on, one per problem; of --rollouts the first ones, whatever their prompts",
+        description="completions to compare on, one per problem; with --rollouts the first ones, of any prompts",
     )
     shortest: Positive = Field(default=10, description="reasoning tokens that a completion needs to be included")
     temperature: Rate | None = Field(
-        default=None, description="of the completions; null = rollout.temperature, 0 = greedy"
+        default=None, description="temperature of the completions; null = rollout.temperature, 0 = greedy"
     )
     methods: dict[str, dict[str, Any]] = Field(
-        default_factory=lab_methods, description="name to show -> fields of credit that it changes"
+        default_factory=lab_methods, description="name to show -> changed fields of credit"
     )
     share: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.1, description="of a row's reasoning that counts as a method's top"
+        default=0.1, description="share of a row's reasoning that counts as a method's top"
     )
-    batch: Positive = Field(default=10, description="completions scored, and timed, at once")
+    batch: Positive = Field(default=10, description="completions scored and timed at once")
     branches: Positive = Field(default=128, description="changed completions decoded at once")
     answer_tokens: Positive = Field(default=16, description="tokens decoded to read the answer")
     bootstrap: Positive = Field(default=2000, description="resamples behind each 95% interval")
@@ -716,7 +720,7 @@ class Config(Section):
 
 RUN_FOLDERS = ("start", "sft", "checkpoints", "verdicts", "bad_batches", "policy", "profile", "tensorboard", "wandb")
 RUN_FOLDERS += ("groups",)
-"""Folders that a run writes below its own."""
+"""Folders that a run writes below its run folder."""
 
 
 def _contradictions(c: Config) -> Iterator[str]:
@@ -732,14 +736,14 @@ def _contradictions(c: Config) -> Iterator[str]:
     if path != "builtin:random" and tokenizer is not None:
         yield f"policy.tokenizer: {path} has its own tokenizer; set null"
     if sum(n == -1 for n in (c.mesh.slice, c.mesh.data, c.mesh.fsdp, c.mesh.tensor)) > 1:
-        yield "mesh: at most one axis can be -1, which takes the devices that are left"
+        yield "mesh: at most one axis can be -1, which takes the remaining devices"
     d = c.distributed
     if len({d.coordinator is None, d.processes is None, d.process is None}) > 1:
-        yield "distributed: coordinator, processes and process go together; give all three or none"
+        yield "distributed: coordinator, processes and process go together; set all three or none"
     elif d.coordinator is not None and not re.fullmatch(r".+:\d+", d.coordinator):
         yield f"distributed.coordinator: expected host:port such as 10.0.0.2:8476, got {d.coordinator!r}"
     elif d.processes is not None and d.process is not None and d.process >= d.processes:
-        yield f"distributed.process: {d.process} is not one of {d.processes}; they are numbered from 0"
+        yield f"distributed.process: expected a number below processes = {d.processes}, got {d.process}"
     if c.data.thinking is not None and c.data.template != "chat":
         yield f"data.thinking: needs data.template = chat, got {c.data.template}; set null, or data.template=chat"
     if c.update.epochs * c.update.minibatches == 1 and c.loss.dual_clip is not None:
@@ -756,17 +760,17 @@ def _contradictions(c: Config) -> Iterator[str]:
         yield f"sft.microbatch: {c.sft.microbatch} does not divide sft.batch = {c.sft.batch}"
     yield from _bad_objective(c)
     if c.loss.reference == "host" and c.loss.kl_beta == 0:
-        yield "loss.reference: host, and with loss.kl_beta = 0 there is no reference; set device, or raise loss.kl_beta"
+        yield "loss.reference: host needs a reference, but loss.kl_beta is 0; set device, or raise loss.kl_beta"
     if c.loss.reference == "host" and c.lora.rank:
-        yield "loss.reference: host, and with lora.rank the reference lies below the adapters already; set device"
+        yield "loss.reference: host has no use with lora.rank, whose frozen weights are the reference; set device"
     if c.lora.rank == 0 and c.lora != LoraConfig():
         yield "lora.rank: 0, and lora.alpha, targets or start are set; set lora.rank=32, or leave these out"
     for where, o in (("optim", c.optim), *((("sft.optim", c.sft.optim),) if c.sft else ())):
         for name, decay in (("b1", o.b1), ("b2", o.b2)):
             if o.moments == "bfloat16" and decay > 0.99:
                 yield (
-                    f"{where}.{name}: {decay} with {where}.moments = bfloat16, in which such averages do not move; "
-                    f"lower {name} to .99 or less, or set {where}.moments=float32"
+                    f"{where}.{name}: {decay} is too slow for {where}.moments = bfloat16, whose rounding loses the "
+                    f"changes; lower {name} to .99 or less, or set {where}.moments=float32"
                 )
     if c.credit.method == CUSTOM and c.credit.function is None:
         yield "credit.function: needed when credit.method is custom; set file.py:name of an oarjax.CreditMethod"
@@ -786,9 +790,9 @@ def _contradictions(c: Config) -> Iterator[str]:
     if c.export.folder is not None and not _is_below(c.export.folder):
         yield f"export.folder: expected a folder below run_dir such as export, got {c.export.folder!r}"
     elif c.export.folder is not None and PurePath(c.export.folder).parts[0] in RUN_FOLDERS:
-        yield f"export.folder: {c.export.folder} is reserved for a run's own files; choose another such as export"
+        yield f"export.folder: {c.export.folder} is reserved for other files of the run; choose another such as export"
     if c.checkpoint.best in ("pass_at_k", "maj_at_k") and c.eval.samples == 1:
-        yield f"checkpoint.best: {c.checkpoint.best} needs several samples, and eval.samples is 1; raise eval.samples"
+        yield f"checkpoint.best: {c.checkpoint.best} needs several samples, but eval.samples is 1; raise eval.samples"
     yield from _bad_lab_methods(c)
 
 
@@ -840,7 +844,7 @@ def changed(credit: CreditConfig, changes: dict[str, Any]) -> CreditConfig:
     """Change some fields of a credit section; nested mappings change fields of its sections.
 
     Raises:
-        ValidationError: an unknown field, or a wrong value.
+        ValidationError: a field is unknown, or a value is invalid.
     """
 
     def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
@@ -862,8 +866,8 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     """Read a YAML file, apply ``key.sub=value`` overrides (values are YAML) and validate.
 
     Raises:
-        ConfigError: the file is missing or not YAML, an override has no ``=`` or no such parent, or fields
-            are wrong; all wrong fields are in one message.
+        ConfigError: the file is missing or not YAML, an override has no ``=`` or no such parent, or fields are invalid;
+            one message lists all invalid fields.
     """
     return parse_config(read_tree(path, overrides), source=str(path))
 
@@ -940,7 +944,7 @@ def parse_config(tree: dict[str, Any], *, source: str = "config") -> Config:
 
 
 def explained(error: ValidationError, root: type[Section], *, source: str) -> ConfigError:
-    """Turn validation errors of a ``root`` into one error with every wrong field, its path and its accepted values."""
+    """Turn validation errors of a ``root`` into one error that lists every bad field with the accepted values."""
     lines = [line for e in error.errors() for line in _explain(e, root).splitlines()]
     rest = [f"  and {len(lines) - 20} more"] if len(lines) > 20 else []
     return ConfigError(f"{source}: {len(lines)} bad field(s)\n" + "\n".join(lines[:20] + rest))
@@ -983,13 +987,13 @@ def _explain(error: Any, root: type[Section]) -> str:
     if error["type"] == "missing":
         return f"  {path}: required and missing"
     if error["type"] == "value_error":
-        where = f"{path}: " if error["loc"] else ""  # contradictions name their fields themselves
+        where = f"{path}: " if error["loc"] else ""  # contradictions name their fields
         return "\n".join(f"  {where}{line}" for line in str(error["ctx"]["error"]).splitlines())
     return f"  {path}: {error['msg']}, got {error['input']!r:.200}"
 
 
 def _section(section: Any, name: str) -> Any:
-    """Return the config class of a field, None where it is not a section."""
+    """Return the config class of a field; None if it is not a section."""
     field = getattr(section, "model_fields", {}).get(name)
     if field is None:
         return section if name.isdigit() else None

@@ -399,7 +399,7 @@ def test_an_evaluation_survives_its_checkpoint():
 
 def test_the_best_over_samples_needs_samples():
     tree = {"run_dir": "run", "policy": {"path": "p"}, "data": {"train": {"source": "rows.jsonl"}}}
-    with pytest.raises(ConfigError, match=r"checkpoint\.best: maj_at_k needs several samples, and eval\.samples is 1"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.best: maj_at_k needs several samples, but eval\.samples is 1"):
         parse_config(tree | {"checkpoint": {"best": "maj_at_k"}})
     parse_config(tree | {"checkpoint": {"best": "maj_at_k"}, "eval": {"samples": 2}})
 

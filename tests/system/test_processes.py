@@ -71,10 +71,10 @@ def test_others_that_do_not_come(monkeypatch):
 @pytest.mark.parametrize(
     ("section", "says"),
     [
-        ({"coordinator": "h:1"}, "coordinator, processes and process go together; give all three or none"),
+        ({"coordinator": "h:1"}, "coordinator, processes and process go together; set all three or none"),
         ({"processes": 2, "process": 0}, "give all three or none"),
         ({"coordinator": "h", "processes": 2, "process": 0}, "expected host:port such as .*, got 'h'"),
-        ({"coordinator": "h:1", "processes": 2, "process": 2}, "2 is not one of 2; they are numbered from 0"),
+        ({"coordinator": "h:1", "processes": 2, "process": 2}, "expected a number below processes = 2, got 2"),
     ],
 )
 def test_sections_that_cannot_be(section, says):

@@ -64,7 +64,7 @@ def test_what_a_method_needs_and_whose_importance_it_reads():
         weigher(cfg)
     with pytest.raises(ConfigError, match=r"credit.function: needed when credit.method is custom"):
         tiny.config(credit__method="custom")
-    with pytest.raises(ConfigError, match=r"credit.method: own is called custom now; set custom"):
+    with pytest.raises(ConfigError, match=r"credit.method: own was renamed to custom; set custom"):
         tiny.config(credit__method="own")
 
 

@@ -201,8 +201,7 @@ def test_scores_of_two_metrics_are_not_compared(run, config, monkeypatch):
     monkeypatch.setattr(run_files.RunFiles, "_say", lambda self, text: said.append(text))
     fakes.command(config(checkpoint={"every": 1, "best": "pass_at_1"}))
     assert said == [
-        "checkpoint.best was maj_at_k and is pass_at_1: the scores are not compared, the best checkpoint is looked for "
-        "anew"
+        "checkpoint.best changed from maj_at_k to pass_at_1: earlier scores do not count for the best checkpoint"
     ]
 
 
