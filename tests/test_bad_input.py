@@ -331,7 +331,7 @@ def test_rows_that_cannot_be_used(train, tmp_path, content, says):
         (["rolout.prompts=4"], "rolout: no such field (did you mean rollout?)"),
         (
             ["lora.targets=[q]"],
-            "lora.rank: 0, but lora.alpha or lora.targets is set; set lora.rank=32, or",
+            "lora.rank: 0, and lora.alpha, targets or start are set; set lora.rank=32, or",
         ),
         (["mesh={data:1}"], "mesh.data:1: no such field (in YAML a space must follow the colon)"),
         (["credit.method=oar_h"], "credit.method: expected one of oar_p, oar_screened"),

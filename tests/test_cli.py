@@ -176,7 +176,7 @@ PROBES = pathlib.Path(__file__).parent / "golden" / "config" / "bad_probes.py"
         (["data.template=chat"], "the tokenizer has no chat template; set data.template to plain"),
         (["grading.plugins=[nothing.py]"], "grading.plugins: 'nothing.py' cannot be imported"),
         (["credit.answer.pattern=("], "is not a regular expression"),
-        (["credit.masking.mask_id=32"], "credit.masking.mask_id: 32 is not a token; the vocabulary has 32"),
+        (["credit.masking.mask_id=32"], "credit.masking.mask_id: expected a token id below 32, got 32"),
         (
             ["credit.method=keywords", "credit.keywords.words=[so, wait]"],
             "credit.keywords.words: none of 'so', 'wait' can be written in this vocabulary; give words that its tokens",
@@ -185,10 +185,10 @@ PROBES = pathlib.Path(__file__).parent / "golden" / "config" / "bad_probes.py"
         (["credit.masking.unit=line", "credit.method=oar_g"], "credit.masking.unit: line is for oar_p; set token, or"),
         (["credit.answer.cue=so "], "credit.answer.cue: read for source reference only, got source own"),
         ([f"credit.probe.function={PROBES}:nothing"], "nothing"),
-        ([f"credit.probe.function={PROBES}:of_kind"], "has kind 'vector' and reads 'completion'; expected kind"),
+        ([f"credit.probe.function={PROBES}:of_kind"], "with kind 'vector' and reads 'completion'"),
         (
             [f"credit.probe.function={PROBES}:per_token"],
-            "bad_probes.py:per_token returns (2, 8) for hidden states (2, 8,",
+            "and kind distribution, got (2, 8)",
         ),
         ([f"credit.probe.function={PROBES}:raising"], "bad_probes.py:raising fails on hidden states (2, 8, 16): Type"),
         (

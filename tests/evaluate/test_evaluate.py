@@ -267,12 +267,12 @@ def test_folders_that_cannot_be_written_to(oarjax_json, policy, tmp_path):
     code, error = oarjax_json(*arguments, tmp_path / "file")
     assert code == 2
     assert error.startswith(f"error: --out: cannot write to {tmp_path}/file: ")
-    assert error.endswith("give another --out")
+    assert error.endswith("set another --out")
     with locked(tmp_path / "used"):
         code, error = oarjax_json(*arguments, tmp_path / "used")
     assert code == 2
     assert f"--out: {tmp_path}/used is in use by process" in error
-    assert error.endswith("give another --out")
+    assert error.endswith("set another --out")
 
 
 @pytest.mark.parametrize("text", ['{"policy": {"wei', "[1]"])

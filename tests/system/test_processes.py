@@ -196,6 +196,6 @@ def test_several_processes_stop_where_one_cannot_write():
     tree = {"run_dir": "r", "policy": {"path": "p"}, "data": {"train": {"source": "s"}}}
     cfg = parse_config(tree | {"checkpoint": {"on_failure": "warn"}})
     check_failures(cfg, processes=1)
-    with pytest.raises(ConfigError, match=r"checkpoint.on_failure: warn is for one process, and here are 2; set stop"):
+    with pytest.raises(ConfigError, match=r"checkpoint.on_failure: warn needs a single process, got 2; set stop"):
         check_failures(cfg, processes=2)
     check_failures(parse_config(tree), processes=2)

@@ -1,4 +1,4 @@
-"""The trained arrays of a run: every weight of its policy, or with ``lora.rank`` adapters. Config in, trees out."""
+"""Describe the trained arrays of a run: every weight of its policy, or its adapters with ``lora.rank``."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def plain_params(lora: LoraConfig, params: Params, shardings: Any, *, dtype: DTy
 
     Args:
         shardings: training shardings of plain params, for the result.
-        dtype: of the merged weights; None = that of the weights below the adapters.
+        dtype: of the merged weights; None = the dtype of the weights below the adapters.
     """
     if lora.rank == 0:
         return params

@@ -31,8 +31,8 @@ def check_grading(cfg: Config) -> None:
             )
         if cfg.credit.answer.style == "none" and reading:
             raise ConfigError(
-                f"credit.answer.style: none, and grading.rewards has {', '.join(reading)}, which read an answer; set "
-                "the style of your answers, or custom rewards (grading.plugins)"
+                f"credit.answer.style: none, but the grading.rewards {', '.join(reading)} read an answer; set the style "
+                "of your answers, or custom rewards (grading.plugins)"
             )
         if any(r.name == "code" for r in cfg.grading.rewards):
             try:
@@ -46,7 +46,7 @@ def check_grading(cfg: Config) -> None:
 
 
 def check_report(cfg: Config) -> None:
-    """Check for the packages that reports need and only an extra installs, now and not after the last iteration."""
+    """Check for optional packages that reports need, now and not after the last iteration."""
     needs = {"matplotlib": ("report.html", "false", "log", cfg.report.html)}
     needs["pyarrow"] = ("report.groups", "0", "hub", cfg.report.groups > 0)
     rest = ", ".join(name for name in cfg.report.to if name not in PACKAGES)
@@ -85,6 +85,6 @@ def check_lengths(cfg: Config, model: QwenConfig) -> None:
 
 
 def check_failures(cfg: Config, *, processes: int) -> None:
-    """Refuse on_failure: warn for several processes: they would wait for the one without its file."""
+    """Reject ``on_failure: warn`` for several processes: they would wait for the process without its file."""
     if processes > 1 and cfg.checkpoint.on_failure == "warn":
-        raise ConfigError(f"checkpoint.on_failure: warn is for one process, and here are {processes}; set stop")
+        raise ConfigError(f"checkpoint.on_failure: warn needs a single process, got {processes}; set stop")

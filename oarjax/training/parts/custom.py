@@ -1,4 +1,4 @@
-"""Custom probes, credit methods and losses: imported by name, and traced at small shapes before a run begins."""
+"""Import custom probes, credit methods and losses by name, and trace them at small shapes before a run begins."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from oarjax.training.programs import TokenLoss
 from oarjax.types import AnswerSpan, Mean, TrainBatch
 
 ROWS, LENGTH = 2, 8
-"""Shapes that custom functions are traced at."""
+"""Shapes for tracing custom functions."""
 
 
 def find_probe(cfg: Config) -> Probe | None:
@@ -43,8 +43,8 @@ def find_probe(cfg: Config) -> Probe | None:
         raise ConfigError(str(error)) from error
     if probe.kind not in ("distribution", "scalar") or probe.reads not in ("answer", "completion"):
         raise ConfigError(
-            f"credit.probe.function: {place} has kind {probe.kind!r} and reads {probe.reads!r}; expected kind "
-            "distribution or scalar, and reads answer or completion"
+            "credit.probe.function: expected kind distribution or scalar and reads answer or completion, got "
+            f"{place} with kind {probe.kind!r} and reads {probe.reads!r}"
         )
     return probe
 
@@ -93,7 +93,7 @@ def _find_function(place: str | None, field: str) -> Any:
         raise ConfigError(str(error)) from error
     if callable(function):
         return function
-    raise ConfigError(f"{field}: {place} is a {type(function).__name__}; expected a function")
+    raise ConfigError(f"{field}: expected a function, got {place} of type {type(function).__name__}")
 
 
 def check_credit(
@@ -106,14 +106,14 @@ def check_credit(
     method: CreditMethod | None,
     keyword_table: KeywordTable | None,
 ) -> None:
-    """Build a credit method from its parts, and trace those that are custom; computes nothing.
+    """Build a credit method from its parts, and trace its custom parts; compute nothing.
 
     Raises:
-        ConfigError: it cannot run.
+        ConfigError: the method cannot run.
     """
     mask_id = cfg.masking.mask_id
     if mask_id is not None and not 0 <= mask_id < model.vocab_size:
-        raise ConfigError(f"credit.masking.mask_id: {mask_id} is not a token; the vocabulary has {model.vocab_size}")
+        raise ConfigError(f"credit.masking.mask_id: expected a token id below {model.vocab_size}, got {mask_id}")
     scorer(cfg, policy, temperature=1.0, pad_id=pad_id, custom_probe=probe, custom_method=method)
     if probe is not None:
         check_probe(probe, policy, model, place=f"credit.probe.function: {cfg.probe.function}")
@@ -123,10 +123,10 @@ def check_credit(
 
 
 def check_probe(probe: Probe, policy: Policy, model: QwenConfig, *, place: str) -> None:
-    """Trace a custom probe and check the shape of its result; computes nothing.
+    """Trace a custom probe and check the shape of its result; compute nothing.
 
     Raises:
-        ConfigError: it raised an error, or returned a wrong shape.
+        ConfigError: the probe raised an error, or its result has another shape.
     """
     hidden: Any = _spec(jnp.float32, ROWS, LENGTH, model.hidden_size)  # shapes instead of arrays
     tokens, mask = _spec(jnp.int32), _spec(bool)
@@ -142,8 +142,8 @@ def check_probe(probe: Probe, policy: Policy, model: QwenConfig, *, place: str) 
     shape = getattr(result, "shape", None)
     if shape is None or shape[:1] != (ROWS,) or len(shape) != rank:
         raise ConfigError(
-            f"{place} returns {shape or type(result).__name__} for hidden states {hidden.shape}; for kind "
-            f"{probe.kind} it must return {expected}"
+            f"{place}: expected {expected} for hidden states {hidden.shape} and kind {probe.kind}, got "
+            f"{shape or type(result).__name__}"
         )
 
 
@@ -151,7 +151,7 @@ def check_weights(weigh: TokenCredit, method: CreditMethod, *, place: str) -> No
     """Trace a custom credit method and check that it returns one weight per token.
 
     Raises:
-        ConfigError: it raised an error, or returned something else.
+        ConfigError: the method raised an error, or returned anything else.
     """
     values, mask = _spec(jnp.float32), _spec(bool)
     signals: dict[str, Any] = {"importance": values, "entropies": values, "tokens": _spec(jnp.int32)}
@@ -167,8 +167,8 @@ def check_weights(weigh: TokenCredit, method: CreditMethod, *, place: str) -> No
     shape, dtype = getattr(weights, "shape", None), getattr(weights, "dtype", jnp.int32)
     if shape != (ROWS, LENGTH) or not jnp.issubdtype(dtype, jnp.floating):
         raise ConfigError(
-            f"{place} returns {_shapes(weights)} for completions [{ROWS}, {LENGTH}]; expected one weight per token, "
-            f"floats [{ROWS}, {LENGTH}]"
+            f"{place}: expected one weight per token, floats [{ROWS}, {LENGTH}], for completions [{ROWS}, {LENGTH}], "
+            f"got {_shapes(weights)}"
         )
 
 
@@ -176,7 +176,7 @@ def check_loss(loss: TokenLoss, cfg: Config) -> None:
     """Trace a custom loss and check that it returns a sum and a count, and metrics of the same form.
 
     Raises:
-        ConfigError: it raised an error, or returned something else.
+        ConfigError: the loss raised an error, or returned anything else.
     """
     place, values = f"loss.function: {cfg.loss.function}", _spec(jnp.float32)
     batch = TrainBatch(
@@ -192,7 +192,7 @@ def check_loss(loss: TokenLoss, cfg: Config) -> None:
     result = _traced(loss, place, expected, values, values, batch)
     means = [result[0], *result[1].values()] if _is_pair(result) else [None]
     if not all(isinstance(m, Mean) and m.total.shape == m.count.shape == () for m in means):
-        raise ConfigError(f"{place} returns {_shapes(result)}; expected {expected}")
+        raise ConfigError(f"{place}: expected {expected}, got {_shapes(result)}")
 
 
 def check_custom(cfg: Config) -> None:
@@ -247,7 +247,7 @@ def _is_pair(result: Any) -> bool:
 
 
 def _shapes(result: Any) -> str:
-    """Show shapes in the place of arrays."""
+    """Format a result with shapes instead of arrays."""
     text = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", result)
     return str(text) if len(str(text)) <= 200 else f"{str(text)[:200]}..."
 

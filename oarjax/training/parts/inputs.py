@@ -1,4 +1,4 @@
-"""Collect what a run is made from, to be recorded in its inputs.json and compared when it resumes."""
+"""Collect a run's inputs, record them in its inputs.json and compare them when it resumes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def check_inputs(run: Run, folder: Path | None = None) -> Differences:
         folder: of the run, where it is another than that of the start, as in a study.
 
     Raises:
-        ConfigError: with the inputs that make it another run.
-        DamagedError, StorageError: inputs.json, or a file of the policy, cannot be read.
+        ConfigError: the inputs belong to another run; names those that differ.
+        DamagedError, StorageError: inputs.json or a file of the policy cannot be read.
     """
     folder = folder or run.folder
     known = read_inputs(folder)
@@ -45,7 +45,7 @@ def _inputs(run: Run, known: dict[str, Stat]) -> tuple[dict[str, str], dict[str,
     now |= {f"rows/{name}": _digest(encoded) for name, encoded in rows.items() if encoded is not None}
     now |= {f"code/{place}": digest for place, digest in code_digests(run.cfg).items()}
     commit = commit_of(run.source)
-    if commit is not None:  # the hub's names are digests of what they name
+    if commit is not None:  # a commit's name is a digest of its files
         return now | {"policy/commit": commit}, {}
     policy, files = digests({f"policy/{path.name}": path for path in policy_files(run.source)}, known)
     return now | policy, files
@@ -56,10 +56,10 @@ def _digest(encoded: Encoded) -> str:
 
 
 def seal_start(run: Run, warm: Path) -> None:
-    """Record the files of the warm start's policy, or compare them with what was recorded.
+    """Record the files of the warm start's policy, or compare them with the record.
 
     Raises:
-        DamagedError: with the first file that differs.
+        DamagedError: a file differs; names the first.
     """
     files = {f"start/{path.name}": path for path in policy_files(warm)}
     known = read_inputs(run.folder)
@@ -70,7 +70,7 @@ def seal_start(run: Run, warm: Path) -> None:
 
 
 def pin_threads(folder: Path) -> None:
-    """Let XLA divide its work as it did when a run on a CPU began, whatever cores this process may use.
+    """Let XLA use as many CPU threads as when the run began, whatever cores this process may use.
 
     Call before anything touches a device.
     """

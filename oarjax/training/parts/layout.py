@@ -1,4 +1,4 @@
-"""The two layouts of a run: arrays divided for training, and divided otherwise over the same devices for sampling."""
+"""Lay out a run's arrays over its devices: one layout for training, another for sampling."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from oarjax.types import Params, TrainState
 
 
 def check_layouts(cfg: Config, model: QwenConfig, mesh: Mesh) -> None:
-    """Refuse a mesh that does not divide the policy or the batches, in training or in sampling.
+    """Check that the mesh divides the policy and the batches, in training and in sampling.
 
     Raises:
-        ShardingError: an axis is not divided; names the axis, both sizes and the remedy.
+        ShardingError: it does not divide an axis; names the axis, both sizes and the remedy.
         DeviceError: rollout.tensor does not divide the devices.
     """
     rules = training_rules(kv_heads=model.num_key_value_heads, tensor=mesh.shape["tensor"])
@@ -52,7 +52,7 @@ def check_layouts(cfg: Config, model: QwenConfig, mesh: Mesh) -> None:
 
 
 def policy_of(cfg: Config, model: QwenConfig, mesh: Mesh) -> Policy:
-    """Bind the policy that a run on this mesh computes with. Needs no device, only their kind."""
+    """Bind the policy of a run on this mesh. Reads only the kind of the devices."""
     return make_policy(
         model,
         compute_dtype=compute_dtype_of(cfg, mesh),
@@ -72,10 +72,10 @@ def compute_dtype_of(cfg: Config, mesh: Mesh) -> Any:
 
 
 def stored_dtype_of(cfg: Config, mesh: Mesh) -> Any:
-    """Return the dtype that a policy's weights are loaded in.
+    """Return the dtype to load a policy's weights in.
 
     Trained weights are float32: in bfloat16 a step of 1e-6 is lost in rounding. Weights frozen below adapters have the
-    compute dtype, since they are only ever read in it.
+    compute dtype, since they are only read in it.
     """
     return compute_dtype_of(cfg, mesh) if cfg.lora.rank else jnp.dtype(jnp.float32)
 
@@ -83,7 +83,7 @@ def stored_dtype_of(cfg: Config, mesh: Mesh) -> Any:
 def training_layout(
     lora: LoraConfig, model: QwenConfig, mesh: Mesh, optimizer: optax.GradientTransformation
 ) -> Shardings:
-    """Divide params and optimizer state over fsdp and tensor, rows over slice, data and fsdp."""
+    """Shard params and optimizer state over fsdp and tensor, rows over slice, data and fsdp."""
 
     def named(spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(mesh, spec)
@@ -91,7 +91,7 @@ def training_layout(
     params = param_shardings(model, mesh)
     everywhere = named(PartitionSpec())
     trained, shapes = params, trained_shapes(lora, model)
-    if lora.rank:  # one matrix of each pair has no embedding axis, which fsdp divides
+    if lora.rank:  # one matrix of each pair lacks the embedding axis, which fsdp shards
         trained = param_shardings(model, mesh, axes=trained_axes(lora, model))
         trained = jax.tree.map(lambda s, x: named(spread(s.spec, x.shape, mesh.shape)), trained, shapes)
     opt_state = optax.tree_map_params(
@@ -113,7 +113,7 @@ def training_layout(
 
 
 def param_shardings(model: QwenConfig, mesh: Mesh, *, axes: Any = None) -> Any:
-    """Return training shardings for the params, or for a tree of other ``axes`` that uses the same axis names."""
+    """Return training shardings of the params, or of a tree with other ``axes`` and the same axis names."""
     rules = training_rules(kv_heads=model.num_key_value_heads, tensor=mesh.shape["tensor"])
     specs = param_specs(logical_axes(model) if axes is None else axes, rules=rules)
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
@@ -125,10 +125,10 @@ def sampling_model(model: QwenConfig, *, tensor: int) -> QwenConfig:
 
 
 def rollout_layout(cfg: Config, model: QwenConfig, mesh: Mesh) -> RolloutLayout:
-    """Hold the whole policy on every rollout.tensor devices, in the compute dtype, so that a token gathers no weights.
+    """Lay out a whole policy on each group of rollout.tensor devices, so that decoding a token gathers no weights.
 
-    The devices and their order are those of ``mesh``. The samples equal those of the training params; adapters are
-    merged into their matrices, so that decoding knows nothing of them.
+    The policy has the compute dtype, and the devices and their order are those of ``mesh``. The samples equal those of
+    the training params. Adapters are merged into their matrices, so decoding does not see them.
     """
     sampling = rollout_mesh(mesh, tensor=_rollout_tensor(cfg, mesh))
     wide = sampling_model(model, tensor=sampling.shape["tensor"])
@@ -142,7 +142,7 @@ def rollout_layout(cfg: Config, model: QwenConfig, mesh: Mesh) -> RolloutLayout:
         if cfg.lora.rank:
             params = jax.tree.map(jax.lax.with_sharding_constraint, merged(params, scale=cfg.lora.scale), before)
         cast = sampling_params(model, params, kv_heads=model.num_key_value_heads, dtype=compute)
-        cast = jax.tree.map(_constrained, params, cast, before)  # then moved: half the bytes on the way
+        cast = jax.tree.map(_constrained, params, cast, before)  # cast before the move: half the bytes
         if other:
             cast = jax.tree.map(partial(_gathered, mesh, sampling, wide != model), cast, logical_axes(model))
         return sampling_params(model, cast, kv_heads=wide.num_key_value_heads, dtype=compute)
@@ -156,10 +156,10 @@ def _constrained(old: Any, new: Any, sharding: NamedSharding) -> Any:
 
 
 def _gathered(mesh: Mesh, sampling: Mesh, repeated: bool, x: Any, names: tuple[str, ...]) -> Any:
-    """Move x towards a tensor axis of another size without ever holding more of it on a device than there.
+    """Move x towards a tensor axis of another size; no device ever holds more of x than after the move.
 
-    Left to itself the compiler would gather all of x first. Three steps avoid that: every division moves to the
-    matrix's embedding axis, is gathered along it, and then (by the caller) moves back to the other axis.
+    The compiler alone would gather all of x first. Three steps avoid that: x is resharded to its embedding axis, is
+    gathered along that axis, and is then resharded to the other axis (by the caller).
     """
     if not any(ROLLOUT[name] == "tensor" for name in names):
         return x

@@ -1,4 +1,4 @@
-"""The files that a run is opened from: the policy's folder, and datasets encoded with its tokenizer."""
+"""Read the files that a run is opened from: the policy's folder, and datasets encoded with its tokenizer."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from oarjax.system.processes import check_shared, from_first, only_first
 
 
 def policy_path(cfg: Config, folder: Path, *, option: str) -> str:
-    """Return where the policy is read from; built-in ones are first written below the run's folder.
+    """Return the path to read the policy from; a built-in policy is first written below the run's folder.
 
-    Of a run that resumes they are there, and stay as they are.
+    When a run resumes, its built-in policy is kept.
 
     Raises:
         ConfigError: the folder cannot be written; names the ``option`` that sets it.
@@ -30,7 +30,7 @@ def policy_path(cfg: Config, folder: Path, *, option: str) -> str:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"{option.removesuffix('=...')}: cannot write to {folder}: {error}; give another {option}"
+            f"{option.removesuffix('=...')}: cannot write to {folder}: {error}; set another {option}"
         ) from error
     check_shared(folder)
     target = folder / "policy"
@@ -39,12 +39,12 @@ def policy_path(cfg: Config, folder: Path, *, option: str) -> str:
         "builtin:forks": _write_forks,
         "builtin:random": _write_random,
     }
-    written = writers.get(cfg.policy.path)
-    if written is None or (cfg.policy.path == "builtin:random" and cfg.policy.tokenizer is None):
+    write = writers.get(cfg.policy.path)
+    if write is None or (cfg.policy.path == "builtin:random" and cfg.policy.tokenizer is None):
         return cfg.policy.path
     if not from_first(lambda: has_progress(folder) and (target / "config.json").is_file()):
         with storage_errors(target):
-            only_first(lambda: written(cfg, target))
+            only_first(lambda: write(cfg, target))
     return str(target)
 
 
@@ -79,9 +79,9 @@ def read_pairs(cfg: Config, tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[
 
 
 def stop_token(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> int:
-    """Return the stop id that a completion to imitate ends in: the tokenizer's own if it is among them."""
-    own = tokenizer.eos_token_id
-    return int(own) if own in stop_ids else stop_ids[0]
+    """Return the stop id to end completions to imitate with: the tokenizer's end token if it is a stop id."""
+    end = tokenizer.eos_token_id
+    return int(end) if end in stop_ids else stop_ids[0]
 
 
 def _rendering(cfg: Config) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Reasoning and answer tokens of rollouts, as the config's credit section asks for them. Numpy, on the host."""
+"""Find reasoning and answer tokens of rollouts, by the config's credit section. Numpy, on the host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Ending = tuple[list[int], list[int]]
 
 
 def find_spans(credit: CreditConfig, rollout: Rollout, token_bytes: Sequence[bytes]) -> AnswerSpan:
-    """Find the reasoning and the answer of every completion, and the reasoning's lines or sentences if asked for."""
+    """Find the reasoning and the answer of every completion, and the reasoning's lines or sentences if configured."""
     ids, completion = _completion_ids(rollout)
     if credit.answer.style == "none":
         span = whole_completion(ids, completion, token_bytes)
@@ -35,16 +35,16 @@ def reference_endings(
     """Encode the cue and the reference answer of every problem, for ``credit.answer.source: reference``.
 
     Raises:
-        ConfigError: a style without a cue of its own, or a reference without tokens.
+        ConfigError: the answer style has no cue, or a reference has no tokens.
     """
     cue = CUES.get(answer.style) if answer.cue is None else answer.cue
     if cue is None:
-        raise ConfigError(f"credit.answer.cue: style {answer.style} has no cue of its own; set one")
+        raise ConfigError(f"credit.answer.cue: style {answer.style} has no default cue; set credit.answer.cue")
     cue_ids = encode(tokenizer, cue)
     endings = {i: (cue_ids, encode(tokenizer, problem.reference)) for i, problem in problems.items()}
     for i, (_, reference_ids) in endings.items():
         if not reference_ids:
-            raise ConfigError(f"credit.answer.source: problem {i} has an empty reference answer; set own")
+            raise ConfigError(f"credit.answer.source: problem {i} has an empty reference answer; set source=own")
     return endings
 
 
@@ -57,7 +57,7 @@ def with_endings(
     room: int,
     token_bytes: Sequence[bytes],
 ) -> tuple[Rollout, AnswerSpan]:
-    """Put cue and reference answer in the place of each completion's own answer; ``room`` as in with_reference."""
+    """Replace each completion's answer with the cue and the reference answer; ``room`` as in with_reference."""
     probed, span = with_reference(rollout, span, endings, room=room)
     return probed, _with_units(credit, span, probed, token_bytes)
 

@@ -1,4 +1,4 @@
-"""The state that training starts from."""
+"""Create the state that training starts from."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def new_state(
     adapters: Params | None = None,
     copy: bool = True,
 ) -> TrainState:
-    """Make a state at step 0 that owns its arrays, since updates reuse their memory.
+    """Create a state at step 0 that owns its arrays, since updates reuse their memory.
 
     With ``lora.rank`` the params are frozen below fresh adapters, or those given.
 
     Args:
         adapters: to start from, of the config's rank and targets.
-        copy: keep ``params`` valid, because they are needed again; otherwise the state takes their memory over.
+        copy: keep ``params`` valid for further use; otherwise the state reuses their memory.
     """
 
     def fresh(params: Params, adapters: Params | None) -> TrainState:
