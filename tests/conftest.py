@@ -1,4 +1,4 @@
-"""Runtime shape checks on every annotated function, a compilation cache, and the golden files where they are."""
+"""Check shapes of every annotated function at run time, share a compilation cache, and locate the golden files."""
 
 import json
 import os
@@ -12,8 +12,8 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Programs of tests run for milliseconds and compile for seconds. This leaves out LLVM's passes, which take two thirds
-# of that time; the HLO is optimised as ever. Other processes that tests start have it too.
+# Programs of tests run for milliseconds and compile for seconds. This skips LLVM's passes, which take two thirds of
+# that time; the HLO is optimised as always. Processes that tests start inherit it.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
@@ -30,7 +30,7 @@ jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
-# types.py stays out: trees of shapes, shardings and reshaped microbatches pass through its classes.
+# types.py is left out: trees of shapes, shardings and reshaped microbatches pass through its classes.
 UNHOOKED = {"oarjax.types", "oarjax.__init__"}
 MODULES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -43,14 +43,14 @@ install_import_hook(
 
 
 def virtual_devices(count: int) -> str:
-    """XLA_FLAGS of another process that is to have so many devices."""
+    """Return XLA_FLAGS for another process with ``count`` devices."""
     return f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={count}"
 
 
 def json_lines(program: str, *arguments: str, devices: int, quick: bool = False, timeout: float = 600) -> list[Any]:
-    """What a program prints as JSON, in a process of its own with so many virtual devices.
+    """Run a program in a separate process with virtual devices, and return the JSON lines that it prints.
 
-    ``quick``: compiled as these tests are, in less time; otherwise as XLA compiles for users.
+    With ``quick`` it is compiled as these tests are, in less time; otherwise as XLA compiles for users.
     """
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -69,7 +69,7 @@ class Stopped(Exception):
 
 @contextmanager
 def stopped_in(patch: pytest.MonkeyPatch, iteration: int) -> Iterator[None]:
-    """Here a run must come to its iteration of this number, counted from 1, and ends there with what it has saved."""
+    """Stop a run at its ``iteration``-th iteration, counted from 1; fail if it does not get there."""
     from oarjax.training import trainer
 
     calls, iterate = [], trainer.iterate
@@ -93,7 +93,7 @@ def data() -> Path:
 
 @pytest.fixture
 def shared() -> Path:
-    """The large golden files and real data, where they lie beside the checkout."""
+    """Return the folder of the large golden files and real data beside the checkout; skip without it."""
     if not SHARED.is_dir():
         pytest.skip("the large golden files do not lie beside this checkout")
     return SHARED
@@ -113,7 +113,7 @@ def x64():
 
 @pytest.fixture
 def unchecked():
-    """Without the runtime type checks, as for a user: values outside a Literal reach the function's own error."""
+    """Turn off the runtime type checks, as for a user, so that values outside a Literal reach the function's error."""
     before = jaxtyping_config.jaxtyping_disable
     jaxtyping_config.update("jaxtyping_disable", True)
     yield
@@ -122,7 +122,7 @@ def unchecked():
 
 @pytest.fixture(autouse=True, scope="module")
 def forget_rewards():
-    """Rewards that a file's plugins registered are let go: the file may be set up again, in another folder."""
+    """Unregister the rewards of a file's plugins: the file may be set up again, in another folder."""
     yield
     if module := sys.modules.get("oarjax.grading.rewards"):
         for name, function in list(module._registry.items()):
@@ -132,14 +132,14 @@ def forget_rewards():
 
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs():
-    """Programs of a file that is done are let go: over the whole suite they would take several GiB."""
+    """Free the programs of a finished file: over the whole suite they would take several GiB."""
     yield
     jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)
 def compilation_cache():
-    """A session says where JAX keeps compiled programs; after each test the suite's own settings hold again."""
+    """Restore the suite's compilation cache after each test: a run sets its own."""
     names = ("compilation_cache_dir", "enable_compilation_cache")
     names += ("persistent_cache_min_compile_time_secs", "persistent_cache_min_entry_size_bytes")
     before = {f"jax_{name}": getattr(jax.config, f"jax_{name}") for name in names}

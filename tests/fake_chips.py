@@ -1,11 +1,11 @@
-"""Devices that are not there, for tests of meshes."""
+"""Fake TPU devices for tests of meshes."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Answer what a mesh asks of a device: two slices of four chips each, a square."""
+    """Fake a TPU chip for a mesh: two slices of four chips each, in a square."""
 
     platform: str
     id: int

@@ -24,7 +24,7 @@ from oarjax.types import PromptBatch, Rollout
 
 
 def fake_programs(log: list[Any], run: Run) -> Programs:
-    """Completions ``r=2;;#### 3<stop>`` of lengths that differ with the row r. Every changed answer is 5."""
+    """Return fake programs: row r completes ``r=2;;#### 3<stop>`` in varying lengths, and every changed answer is 5."""
     tokenizer, length = run.tokenizer, run.cfg.rollout.max_new
 
     def rolled(prompts: Any, texts: list[str], width: int) -> Rollout:

@@ -1,4 +1,4 @@
-"""A text that would break a careless page, a reader that notices, and what pages show otherwise."""
+"""Hostile text, a reader that fails on broken pages, and harmless content of pages."""
 
 from html.parser import HTMLParser
 
@@ -9,7 +9,7 @@ EVIL = '<script>alert(1)</script>"onload="x\' </pre><img src=http://evil.example
 
 
 class Reader(HTMLParser):
-    """Tags, attributes and text of a page; fails on tags that do not close."""
+    """Collect the tags, attributes and text of a page; fail on tags that do not close."""
 
     def __init__(self, html: str):
         super().__init__(convert_charrefs=True)

@@ -1,4 +1,4 @@
-"""A whole run in seconds: warm start, dynamic sampling, epochs and minibatches, evaluations, checkpoints, export."""
+"""Start, stop and compare whole runs of seconds: warm start, refills, minibatches, evaluations, checkpoints, export."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLOCKS = ("seconds", "time", "tokens_per_second", "mfu")
 
 
 def micro_config(folder: Path) -> Path:
-    """The config of a micro run, with its policy beside it."""
+    """Write the config of a micro run, with its policy beside it."""
     policy = write_builtin_policy(folder / "policy", seed=0, hidden=16, layers=1, heads=2, kv_heads=2, ffn=16)
     terms = {"terms": 2, "highest": 40}
     task = {"source": "builtin:arithmetic", "arithmetic": terms}
@@ -94,19 +94,19 @@ def start(
 
 
 def finish(config: Path, run: Path, *changes: str, log: Path | None = None, **environment: str) -> tuple[int, str]:
-    """Run the command to its end: the exit code, and all that was printed for this folder so far."""
+    """Run the command to its end; return the exit code, and all output for this folder so far."""
     code = start(config, run, *changes, log=log, **environment).wait(timeout=600)
     return code, (log or run.with_suffix(".log")).read_text(errors="replace")
 
 
-def said(run: Path) -> str:
+def output(run: Path) -> str:
     return run.with_suffix(".log").read_text(errors="replace")
 
 
 def kill_after(process: Started | subprocess.Popen, seconds: float) -> bool:
     """Kill it with signal 9 once it has used so many seconds of processor; False where it had ended by then.
 
-    Its own seconds, so that a busy machine changes nothing about how far it has come.
+    CPU time, so that its progress does not depend on the load of the machine.
     """
     while process.poll() is None:
         if cpu_seconds(process.pid) >= seconds:
@@ -118,7 +118,7 @@ def kill_after(process: Started | subprocess.Popen, seconds: float) -> bool:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time of a process so far, all its threads."""
+    """Return the CPU time of a process so far, over all its threads."""
     with contextlib.suppress(psutil.NoSuchProcess):
         times = psutil.Process(pid).cpu_times()
         return times.user + times.system
@@ -126,13 +126,13 @@ def cpu_seconds(pid: int) -> float:
 
 
 def whole_run(config: Path, run: Path) -> float:
-    """Run the command to its end undisturbed: the processor time that it took."""
+    """Run the command to its end; return its CPU time."""
     process, seconds = start(config, run), 0.0
     while process.poll() is None:
         seconds = max(seconds, cpu_seconds(process.pid))
         time.sleep(0.005)
     if process.returncode != 0:
-        raise AssertionError(said(run))
+        raise AssertionError(output(run))
     return seconds
 
 
@@ -141,12 +141,12 @@ def wait_for(process: Started | subprocess.Popen, path: Path, text: str = "", *,
     end = time.monotonic() + seconds
     while not (path.exists() and text in path.read_text(errors="replace")):
         if process.poll() is not None or time.monotonic() > end:
-            raise AssertionError(f"{path} never came to hold {text!r}; exit code {process.poll()}")
+            raise AssertionError(f"{path} never held {text!r}; exit code {process.poll()}")
         time.sleep(0.02)
 
 
 def result(run: Path) -> dict[str, Any]:
-    """All that must be the same, bit for bit, however often a run was stopped."""
+    """Collect all that must be the same, bit for bit, however often a run was stopped."""
     metrics = [
         {name: value for name, value in record.items() if not name.startswith(CLOCKS)}
         for record in read_metrics(run / "metrics.jsonl")

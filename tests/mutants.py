@@ -1,12 +1,12 @@
 """Change one text at a time in the equations, the gate, the sampler and the loop; each change must fail a named test.
 
-    python tests/mutants.py               all of them, as many at once as there are cores
-    python tests/mutants.py gate.py 12    those of files whose path has this in it, and number 12
+    python tests/mutants.py               run all mutants, one per core at a time
+    python tests/mutants.py gate.py 12    run those of files whose path contains gate.py, and number 12
 
-The list is mutants.txt: a file of the package, a text that stands in it exactly once, what replaces it, and the tests
-that must notice. All these tests pass first as things stand; then each mutant is applied alone to a copy of the
-checkout, and its own tests run there. A mutant that breaks an import proves nothing and is an error. Not part of CI;
-tests/test_mutants.py keeps the list true: each text is still there, once, and each test exists.
+mutants.txt lists them: a file of the package, a text that occurs in it exactly once, its replacement, and the tests
+that must fail. First all these tests must pass on the unchanged code. Then each mutant is applied alone to a copy of
+the checkout, and its tests run there. A mutant that breaks an import proves nothing and counts as an error. Not part
+of CI; tests/test_mutants.py keeps the list valid: each text still occurs once, and each test exists.
 
 Last result, run file by file, 23 minutes in all on two cores that had other work:
 
@@ -78,14 +78,14 @@ def run_tests(checkout: Path, tests: list[str]) -> int:
 
 
 def outcome_of(number: int, mutant: Mutant, copies: Path) -> str:
-    """Apply a mutant to a copy of the checkout that no other run has, run its tests, and put the copy right again."""
+    """Apply a mutant to a free copy of the checkout, run its tests, and restore the copy."""
     home = next(path for path in sorted(copies.iterdir()) if taken(path))
     path = home / "checkout" / "oarjax" / mutant.file
     text, times = path.read_text(encoding="utf-8"), path.stat()
     if text.count(mutant.before) != 1:
         return f"ERROR: the text occurs {text.count(mutant.before)} times"
     path.write_text(text.replace(mutant.before, mutant.after), encoding="utf-8")
-    os.utime(path, (number, number))  # a time of its own: no bytecode of another text passes for this one's
+    os.utime(path, (number, number))  # a distinct time, so that no cached bytecode of another text is used
     try:
         code = run_tests(home / "checkout", list(mutant.tests))
     finally:
@@ -99,7 +99,7 @@ def outcome_of(number: int, mutant: Mutant, copies: Path) -> str:
 
 
 def taken(home: Path) -> bool:
-    """Take a copy of the checkout unless another run has it."""
+    """Claim a copy of the checkout; return False if another run has it."""
     try:
         (home / "taken").mkdir()
     except FileExistsError:

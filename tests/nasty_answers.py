@@ -1,7 +1,7 @@
-"""Answers that a policy could write to hang, crash, fool or take over a grader, and odd ones that have a right verdict.
+"""List answers that could hang, crash, fool or take over a grader, and odd answers that have a right verdict.
 
-Every entry says what may come out of the reward "math": "right" (1), "wrong" (0, read or not), "not right" (anything
-but 1: a hostile answer may cost its own verdict and never earn a reward), or None (nothing is promised but a verdict).
+Every entry names the accepted values of the reward "math": "right" (1), "wrong" (0, read or not), "not right" (anything
+but 1: a hostile answer may lose its verdict but never earn a reward), or None (any verdict).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Nasty(NamedTuple):
 
 
 def corpus(canary: str) -> list[Nasty]:
-    """All entries; those with code in them would touch or write the file ``canary``."""
+    """Return all entries; those that contain code would touch or write the file ``canary``."""
     entries = list(
         chain(
             *(towers(), factorials(), braces(), megabytes(), invisible(), injections(canary), macros(canary)),
@@ -36,7 +36,7 @@ def corpus(canary: str) -> list[Nasty]:
 
 
 def boxed(kind: str, rows: list[tuple[str, str, Expected]]) -> Iterator[Nasty]:
-    """(answer, reference, expected) as completions that end in a box."""
+    """Turn rows (answer, reference, expected) into completions that end in a box."""
     for number, (answer, reference, expected) in enumerate(rows):
         yield Nasty(f"{kind} {number}", rf"so it is \boxed{{{answer}}}", reference, expected)
 

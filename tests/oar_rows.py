@@ -1,4 +1,4 @@
-"""Small batches of answered completions for the tests of the outcome probe and both kinds of attribution."""
+"""Build small batches of answered completions for tests of the outcome probe and both kinds of attribution."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from oarjax.types import AnswerSpan
 
 
 class Row(NamedTuple):
-    """Token ids in order: prompt | reasoning | cue (neither) | answer | what follows."""
+    """Token ids in order: prompt | reasoning | cue (neither) | answer | rest."""
 
     prompt: tuple[int, ...]
     reasoning: tuple[int, ...]
     cue: tuple[int, ...]
-    answer: tuple[int, ...]  # empty: no answer was found
+    answer: tuple[int, ...]  # empty: no answer
     rest: tuple[int, ...] = ()
 
     @property
@@ -37,7 +37,7 @@ PROMPT, LENGTH = 4, 12
 
 
 def batch(rows=ROWS, *, prompt=PROMPT, length=LENGTH, pad=0):
-    """tokens [B, prompt + length], valid, span; prompts padded on the left, completions on the right."""
+    """Return tokens [B, prompt + length], valid and span; prompts padded on the left, completions on the right."""
     shape = (len(rows), prompt + length)
     tokens, valid = np.full(shape, pad, np.int32), np.zeros(shape, bool)
     reasoning, answer = np.zeros((2, len(rows), length), bool)
@@ -54,12 +54,12 @@ def batch(rows=ROWS, *, prompt=PROMPT, length=LENGTH, pad=0):
 
 
 def single(row):
-    """One row with no padding at all."""
+    """Return a batch of one row without padding."""
     return batch([row], prompt=len(row.prompt), length=len(row.completion))
 
 
 def noise_importance(policy, params, tokens, valid, span, noise, *, estimator, mode, temperature):
-    """OAR-G of a batch for noise that is given."""
+    """Compute OAR-G of a batch for some noise."""
     clean = linear_pass(policy, params, tokens, valid, completion_length=span.answer.shape[1])
     probe = outcome_probe(mode, temperature=temperature)
     return noise_scores(policy, params, clean, tokens, valid, span, noise, probe=probe, estimator=estimator)

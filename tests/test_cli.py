@@ -188,7 +188,7 @@ PROBES = pathlib.Path(__file__).parent / "golden" / "config" / "bad_probes.py"
         ([f"credit.probe.function={PROBES}:of_kind"], "with kind 'vector' and reads 'completion'"),
         (
             [f"credit.probe.function={PROBES}:per_token"],
-            "and kind distribution, got (2, 8)",
+            "and kind scalar, got (2, 8)",
         ),
         ([f"credit.probe.function={PROBES}:raising"], "bad_probes.py:raising fails on hidden states (2, 8, 16): Type"),
         (

@@ -1,4 +1,4 @@
-"""A whole tiny run for tests: config, Qwen2 policy, steps, and a host that grades without workers."""
+"""Build a tiny run for tests: config, Qwen2 policy, steps, and a host that grades without workers."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def one_device() -> Shardings:
 
 
 def build(cfg: Config, keyword_table: KeywordTable | None = None) -> tuple[Policy, Steps, TrainState]:
-    """Build programs and a fresh state; equal configs share their programs, which compile once."""
-    known = _programs(cfg.model_dump_json()) if keyword_table is None else _build(cfg, keyword_table)
-    policy, steps, tx, where = known
+    """Build programs and a fresh state; equal configs share programs, which compile once."""
+    programs = _programs(cfg.model_dump_json()) if keyword_table is None else _build(cfg, keyword_table)
+    policy, steps, tx, where = programs
     params: Params = init_params(model(), jax.random.key(3), dtype=jnp.float32)
     state = TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), jax.random.key(cfg.seed))
     return policy, steps, jax.device_put(state, where.replicated)
@@ -102,14 +102,14 @@ def prompts(count: int = 4, seed: int = 0) -> PromptBatch:
 
 
 def find_answers(rollout) -> AnswerSpan:
-    """The last generated token before the stop is the answer, all before it the reasoning."""
+    """Take the last generated token before the stop as the answer, all tokens before it as the reasoning."""
     length = rollout.completion.sum(1) - rollout.ended
     place = np.arange(rollout.completion.shape[1])
-    found = length >= 2
+    has_answer = length >= 2
     return AnswerSpan(
-        reasoning=(place < length[:, None] - 1) & found[:, None],
-        answer=(place == length[:, None] - 1) & found[:, None],
-        found=found,
+        reasoning=(place < length[:, None] - 1) & has_answer[:, None],
+        answer=(place == length[:, None] - 1) & has_answer[:, None],
+        found=has_answer,
     )
 
 
@@ -121,7 +121,7 @@ def grades(rewards: np.ndarray) -> Grades:
 
 
 def even_tokens(rollout) -> np.ndarray:
-    """A reward for tests: more than half of the completion's tokens are even."""
+    """Reward completions more than half of whose tokens are even."""
     ids = np.asarray(rollout.tokens)[:, -rollout.completion.shape[1] :]
     return (((ids % 2 == 0) & rollout.completion).sum(1) * 2 > rollout.completion.sum(1)).astype(np.float32)
 

@@ -1,4 +1,4 @@
-"""A tiny run of a model and a mesh alone."""
+"""Build a tiny run from a model and a mesh alone."""
 
 import jax
 import tiny

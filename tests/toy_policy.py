@@ -1,4 +1,4 @@
-"""A one-layer attention policy in a few lines, so that what uses a Policy is tested apart from the models."""
+"""Build a one-layer attention policy in a few lines, to test users of a Policy apart from the models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def toy_params(key, *, vocab=23, width=8, heads=2, scale=1.0, dtype=jnp.float32)
 
 
 def toy_policy(*, width=8, heads=2, on_token=None) -> Policy:
-    """Embedding, one causal attention layer with a position signal, a tanh layer, tied head.
+    """Build a policy of embedding, one causal attention layer with a position signal, a tanh layer and a tied head.
 
     ``on_token``: called with the number of tokens each time the trunk runs (a host callback, for counting).
     """
@@ -56,8 +56,8 @@ def toy_policy(*, width=8, heads=2, on_token=None) -> Policy:
             s = jnp.where(open_slots, s, -1e9)
             scores.append(s.reshape(rows, heads, count, -1))
         weights = jax.nn.softmax(jnp.concatenate(scores, -1), -1)
-        own, rest = weights[..., : keys.shape[1]], weights[..., keys.shape[1] :]
-        mixed = jnp.einsum("bhnc,bchd->bnhd", own, values)
+        row_weights, rest = weights[..., : keys.shape[1]], weights[..., keys.shape[1] :]
+        mixed = jnp.einsum("bhnc,bchd->bnhd", row_weights, values)
         if prefix is not None:
             grouped = rest.reshape(-1, group, heads, count, rest.shape[-1])
             mixed += jnp.einsum("pghnc,pchd->pgnhd", grouped, prefix.v[0]).reshape(mixed.shape)
@@ -75,7 +75,7 @@ def toy_policy(*, width=8, heads=2, on_token=None) -> Policy:
 
 
 def left_padded(prompts, slots, *, pad=0):
-    """Token and validity arrays of prompts of unequal length, padded on the left to ``slots``."""
+    """Return tokens and validity of prompts of unequal length, padded on the left to ``slots``."""
     tokens = jnp.array([[pad] * (slots - len(p)) + list(p) for p in prompts], jnp.int32)
     valid = jnp.array([[False] * (slots - len(p)) + [True] * len(p) for p in prompts])
     return tokens, valid

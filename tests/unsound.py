@@ -1,4 +1,4 @@
-"""Made-up minibatches that were not finite, for tests of what is done about them."""
+"""Build minibatches that are not finite, for tests of how a run reacts."""
 
 from __future__ import annotations
 
@@ -34,39 +34,39 @@ MICRO = {
 
 
 def evidence(*, scored: bool = True) -> Evidence:
-    """Four completions of 2 to 5 tokens in two microbatches, the first importance of the last row NaN."""
+    """Return four completions of 2 to 5 tokens in two microbatches, the first importance of the last row NaN."""
     draw = np.random.default_rng(0)
-    made = np.arange(LENGTH) < np.array([2, 3, 4, 5])[:, None]
-    values = np.where(made, draw.normal(size=made.shape), 0).astype(np.float32)
+    is_token = np.arange(LENGTH) < np.array([2, 3, 4, 5])[:, None]
+    values = np.where(is_token, draw.normal(size=is_token.shape), 0).astype(np.float32)
     importance = np.abs(values)
     importance[3, 0] = np.nan
     rollout = Rollout(
         tokens=draw.integers(3, 20, (ROWS, PROMPT + LENGTH)).astype(np.int32),
-        valid=np.concatenate([np.ones((ROWS, PROMPT), bool), made], 1),
-        completion=made,
+        valid=np.concatenate([np.ones((ROWS, PROMPT), bool), is_token], 1),
+        completion=is_token,
         behaviour_logps=values,
         filtered_logps=values,
         ended=np.ones(ROWS, bool),
     )
-    span = AnswerSpan(made & (np.arange(LENGTH) < 2), made & (np.arange(LENGTH) == 2), np.ones(ROWS, bool))
-    given = {}
+    span = AnswerSpan(is_token & (np.arange(LENGTH) < 2), is_token & (np.arange(LENGTH) == 2), np.ones(ROWS, bool))
+    extras = {}
     if scored:
-        given = {
+        extras = {
             "scores": Scores(values, None, importance, None),
             "advantages": values[:, 0],
-            "completion": made,
-            "weights": np.ones(made.shape, np.float32),
+            "completion": is_token,
+            "weights": np.ones(is_token.shape, np.float32),
         }
-    dealt = jax.tree.map(
-        lambda x: x.reshape(2, 2, *x.shape[1:]), (rollout, span, np.arange(ROWS, dtype=np.int32), given)
+    microbatches = jax.tree.map(
+        lambda x: x.reshape(2, 2, *x.shape[1:]), (rollout, span, np.arange(ROWS, dtype=np.int32), extras)
     )
-    r, s, numbers, given = dealt
-    return Evidence(r, s, numbers, np.int32(2), **given, denominator=np.float32(14) if scored else None)
+    r, s, numbers, extras = microbatches
+    return Evidence(r, s, numbers, np.int32(2), **extras, denominator=np.float32(14) if scored else None)
 
 
-def phase_record(iteration: int, *, phase="update", step=7, params=None, **wrong: float) -> PhaseRecord:
-    """What a watch is shown; ``wrong`` are shares of what is not finite."""
-    metrics = {f"nonfinite/{name}": Mean(jnp.float32(share), jnp.float32(1)) for name, share in wrong.items()}
+def phase_record(iteration: int, *, phase="update", step=7, params=None, **nonfinite: float) -> PhaseRecord:
+    """Return a record for a watch; ``nonfinite`` are shares of values that are not finite."""
+    metrics = {f"nonfinite/{name}": Mean(jnp.float32(share), jnp.float32(1)) for name, share in nonfinite.items()}
     state = TrainState(jnp.int32(step), params or {"a": {"w": jnp.ones(3)}}, (), jax.random.key(3))
     metrics["loss"] = Mean(jnp.float32(jnp.nan), jnp.float32(1))
     return PhaseRecord(phase, iteration, 1, metrics, state, "last", evidence())

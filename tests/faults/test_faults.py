@@ -64,7 +64,7 @@ def copy(whole: Path, run: Path) -> None:
 
 
 def assert_same(run: Path, whole: Path) -> None:
-    assert micro.differing(micro.result(run), micro.result(whole)) == [], micro.said(run)
+    assert micro.differing(micro.result(run), micro.result(whole)) == [], micro.output(run)
 
 
 # Kill -9 ----------------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def ended(process: starts.Started, run: Path, whole: Path) -> None:
 
 def where(run: Path) -> str:
     """How far a killed attempt had come, by the last that it printed."""
-    lines = micro.said(run).strip().splitlines() or ["before anything was printed"]
+    lines = micro.output(run).strip().splitlines() or ["before anything was printed"]
     return f"at {lines[-1][:40]!r}"
 
 
@@ -310,10 +310,10 @@ def test_told_to_stop_it_saves_and_says_75(config, whole, tmp_path, number, mome
     process = micro.start(config, run)
     micro.wait_for(process, run.with_suffix(".log"), moment)
     process.send_signal(number)
-    assert process.wait(timeout=600) == 75, micro.said(run)
+    assert process.wait(timeout=600) == 75, micro.output(run)
     assert (run / left).exists()
     assert not (run / "export").exists()
-    assert not OURS.search(micro.said(run))
+    assert not OURS.search(micro.output(run))
     code, text = micro.finish(config, run)
     assert code == 0, text
     assert "resumes after step" in text or "resuming after iteration" in text

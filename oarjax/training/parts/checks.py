@@ -31,8 +31,8 @@ def check_grading(cfg: Config) -> None:
             )
         if cfg.credit.answer.style == "none" and reading:
             raise ConfigError(
-                f"credit.answer.style: none, but the grading.rewards {', '.join(reading)} read an answer; set the style "
-                "of your answers, or custom rewards (grading.plugins)"
+                f"credit.answer.style: none, but the rewards {', '.join(reading)} read an answer; set the style of "
+                "your answers, or custom rewards (grading.plugins)"
             )
         if any(r.name == "code" for r in cfg.grading.rewards):
             try:

@@ -1,4 +1,4 @@
-"""Probes of one's own with a mistake each."""
+"""Custom probes, each with one mistake."""
 
 from oarjax.credit.probe import Probe
 
