@@ -117,7 +117,7 @@ def run(
     with ExitStack() as stack:
         stack.enter_context(_stoppable(console, folder))
         if first.first:
-            stack.enter_context(locked(folder, given="--out"))
+            stack.enter_context(locked(folder, option="--out"))
         stack.enter_context(storage_errors(folder))
         identity = _identity(found, parts)
         only_first(lambda: _claim(folder, identity))

@@ -1,7 +1,7 @@
 """Keep batches with values that are not finite below the run's folder, for replays. safetensors, never pickle.
 
     bad_batches/iteration-000012.safetensors         one minibatch, with a JSON header in the file's metadata
-    bad_batches/params-iteration-000011.safetensors  the params after 11 updates, for all batches that they met
+    bad_batches/params-iteration-000011.safetensors  the params after 11 updates, for all their batches
     bad_batches/sft-000003.safetensors               a step of the warm start; its params are params-sft-...
 
 Only the first host should write.
@@ -33,18 +33,18 @@ METADATA = "oarjax"
 
 
 class BadBatchError(UserError, ValueError):
-    """A file cannot be replayed; says why and what to give instead."""
+    """Raised when a file cannot be replayed; names the reason and the remedy."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """Say which batch a file holds, and which values were not finite."""
+    """The identity of a kept batch, and its quantities that were not finite."""
 
     kind: str  # iteration, or sft for a step of the warm start
     number: int  # of the iteration or step, from 1
     minibatch: int
-    step: int  # optimizer updates that made the params
-    wrong: dict[str, list[str]]  # phase -> quantities that were not finite, in the order in which they were met
+    step: int  # optimizer updates of the params
+    wrong: dict[str, list[str]]  # phase -> quantities that were not finite, in the order of discovery
     probe: str  # mode of the outcome probe
     key: list[int]  # the run's root random key
     key_impl: str
@@ -54,14 +54,14 @@ class Header:
     compute_dtype: str
     platform: str
     versions: dict[str, str]
-    params: str | None  # file beside this one; None: too large to be kept
+    params: str | None  # file beside this file; None: too large to keep
     format: int = FORMAT
 
 
 def write_bad_batch(folder: Path, header: Header, evidence: Evidence, *, keep: int) -> Path:
-    """Write one file, whole or not at all; an earlier one of the same iteration is replaced.
+    """Write a batch atomically; an earlier batch of the same iteration is replaced.
 
-    Of all batches this one and the newest others stay, ``keep`` in all, and of the params those that they need.
+    Keep this batch and the newest others, ``keep`` in all, and the params that they need.
 
     Raises:
         OSError: the disk is full or the folder cannot be written to.
@@ -73,10 +73,10 @@ def write_bad_batch(folder: Path, header: Header, evidence: Evidence, *, keep: i
 
 
 def write_params(folder: Path, params: Params, *, kind: str, step: int) -> str:
-    """Write the params after so many optimizer steps of a kind of training, and return the file's name.
+    """Write the params after ``step`` optimizer steps of a kind of training, and return the file's name.
 
     Raises:
-        OSError: as above.
+        OSError: the disk is full or the folder cannot be written to.
     """
     path = folder / f"params-{kind}-{step:06d}.safetensors"
     _write(path, _flat(params), None)
@@ -87,12 +87,12 @@ def read_bad_batch(path: Path) -> tuple[Header, Evidence]:
     """Read a batch as numpy arrays.
 
     Raises:
-        BadBatchError: no such file, no safetensors, or not one that a run kept.
+        BadBatchError: the file is missing, not safetensors, or not a batch of a run.
     """
     arrays, metadata = _read(path)
     if METADATA not in metadata:
         raise BadBatchError(
-            f"{path} is a safetensors file and no batch that a run kept; give RUN_FOLDER/{FOLDER}/iteration-..."
+            f"{path} is a safetensors file, but not a batch that a run kept; pass RUN_FOLDER/{FOLDER}/iteration-..."
         )
     try:
         header = json.loads(metadata[METADATA])
@@ -192,20 +192,20 @@ def _write(path: Path, arrays: Mapping[str, np.ndarray], metadata: dict[str, str
     try:
         save_file(dict(arrays), fresh, metadata=metadata)
         fresh.replace(path)
-    except SafetensorError as error:  # what the writer makes of a full disk
+    except SafetensorError as error:  # the writer's error on a full disk
         raise OSError(errno.ENOSPC, str(error), str(path)) from error
     finally:
         fresh.unlink(missing_ok=True)
 
 
 def _place(path: Path) -> tuple[bool, int] | None:
-    """Return where a batch stands in a run, by its name: the warm start, then the iterations. None: another file."""
-    found = re.fullmatch(r"(iteration|sft)-(\d+)\.safetensors", path.name)
-    return (found[1] == "iteration", int(found[2])) if found else None
+    """Return a batch's place in its run by its name, warm start first; None for another file."""
+    match = re.fullmatch(r"(iteration|sft)-(\d+)\.safetensors", path.name)
+    return (match[1] == "iteration", int(match[2])) if match else None
 
 
 def _prune(newest: Path, *, keep: int) -> None:
-    """Remove all batches but ``newest``, whatever its number (a run may have gone back), and the last others."""
+    """Remove all batches but ``newest`` (of any number: the run may have gone back) and the last others."""
     others = [p for p in newest.parent.iterdir() if _place(p) and p != newest]
     others.sort(key=lambda p: _place(p) or (False, 0), reverse=True)
     for old in others[keep - 1 :]:
@@ -255,14 +255,14 @@ def _nested(flat: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def _evidence(tree: dict[str, Any]) -> Evidence:
-    def built(kind: Any, part: Mapping[str, Any] | None) -> Any:
+    def build(kind: Any, part: Mapping[str, Any] | None) -> Any:
         return None if part is None else kind(**{field.name: part.get(field.name) for field in fields(kind)})
 
     pair = tree.get("probed")
     parts = {
-        "rollout": built(Rollout, tree.get("rollout")),
-        "span": built(AnswerSpan, tree.get("span")),
-        "scores": built(Scores, tree.get("scores")),
-        "probed": None if pair is None else (built(Rollout, pair["0"]), built(AnswerSpan, pair["1"])),
+        "rollout": build(Rollout, tree.get("rollout")),
+        "span": build(AnswerSpan, tree.get("span")),
+        "scores": build(Scores, tree.get("scores")),
+        "probed": None if pair is None else (build(Rollout, pair["0"]), build(AnswerSpan, pair["1"])),
     }
-    return built(Evidence, tree | parts)
+    return build(Evidence, tree | parts)

@@ -1,9 +1,9 @@
 """Save and restore the whole state of a run: arrays by Orbax, and a manifest that is written last.
 
-Checkpoints are written in the background. One counts once its manifest is there, and is restored only if every byte is
-as the manifest says, at the iteration and in the run that the manifest names. A damaged one is put aside under a name
-that says why, and the one before is taken; one that cannot be read is left alone, and the command ends. All processes
-call every method; the first one writes the manifests, looks and removes.
+Checkpoints are written in the background. A checkpoint counts once it has a manifest, and is restored only if every
+byte matches the manifest, at the iteration and in the run that the manifest names. A damaged checkpoint is renamed with
+its damage in the name, and the previous one is used; an unreadable checkpoint is left alone, and the command ends. All
+processes call every method; the first process writes the manifests, checks and removes.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Checkpoints:
     """Save, find and restore the checkpoints in one folder, as a context manager that waits for the write in progress.
 
     Args:
-        folder: made if missing. A file of its name with .json beside it says what has been saved, so that a folder
-            that is gone is not taken for a run that has not begun.
-        keep: how many of the newest to keep, besides the one of the highest score.
-        metric: what the scores are of; those of another metric are not compared with.
+        folder: created if missing. A file of its name with .json beside it records the newest checkpoint, so that a
+            lost folder is not mistaken for a run that has not begun.
+        keep: number of newest checkpoints to keep, besides the one with the highest score.
+        metric: name of the scores; scores of another metric are ignored.
 
     Raises:
-        StorageError: the folder cannot be made.
+        StorageError: the folder cannot be created.
     """
 
     def __init__(self, folder: Path, *, keep: int, metric: str | None = None):
@@ -68,56 +68,56 @@ class Checkpoints:
         self._writer = ocp.StandardCheckpointer()
 
     def finished(self) -> dict[int, dict[str, Any]]:
-        """Return iteration -> manifest of the finished checkpoints, in order; their arrays are not looked at."""
+        """Return iteration -> manifest of the finished checkpoints, in order, without reading their arrays."""
         return finished(self.folder)
 
     def newest(self) -> int | None:
-        """Return the iteration of the newest finished checkpoint, whether its arrays can be trusted or not."""
+        """Return the iteration of the newest finished checkpoint, even if its arrays are damaged."""
         return max(self.finished(), default=None)
 
     def trusted(self, say: Callable[[str], object]) -> int | None:
         """Return the iteration of the newest checkpoint that is byte for byte as it was saved; None before the first.
 
-        Unfinished and damaged newer ones are renamed aside, with a message.
+        Newer checkpoints that are unfinished or damaged are renamed, with a message.
 
         Raises:
-            DamagedError: there were checkpoints, and none is left that can be trusted.
+            DamagedError: there were checkpoints, but none of them can be trusted.
             ConfigError: a checkpoint was renamed, or copied from another run; nothing was changed.
-            StorageError: one cannot be read, which does not make it damaged; nothing was changed.
+            StorageError: a checkpoint cannot be read, so it may not be damaged; nothing was changed.
         """
-        found = from_first(lambda: self._look(say))
-        if found == LOST:
+        iteration = from_first(lambda: self._look(say))
+        if iteration == LOST:
             raise DamagedError(
                 f"{self.folder}: no checkpoint is left that can be trusted, and the run had saved one. Mount the "
                 f"folder again or put a good copy of a checkpoint there; to start over from the beginning, remove "
                 f"{self.folder.name} and {_notes(self.folder).name} in {self.folder.parent}"
             )
-        return None if found == NONE else found
+        return None if iteration == NONE else iteration
 
     def save(self, iteration: int, state: TrainState, record: dict[str, Any], *, score: float | None = None) -> None:
         """Start writing; returns once the arrays are copied, so that the next update may reuse their memory.
 
         Args:
-            record: where the run stands, as JSON.
-            score: by which the best one is kept, higher is better.
+            record: the run's position, as JSON.
+            score: the checkpoint with the highest score is kept.
 
         Raises:
-            StorageError: this one cannot be written, or the one before could not.
+            StorageError: this checkpoint cannot be written, or the previous one could not.
         """
         self.settle()
         at = self._at(iteration)
         check_guards(at)
         state = replace(state, frozen=None)
-        if jax.default_backend() == "cpu":  # there a "host copy" is the array's own memory, which updates reuse
+        if jax.default_backend() == "cpu":  # a "host copy" would share the array's memory, which updates reuse
             state = jax.tree.map(jnp.copy, state)
         noted = {"record": record, "score": score, "metric": self._metric, "arrays": arrays(state)}
         noted |= {"run": self._run, "iteration": iteration}
         try:
-            # Orbax would make the folder anew, on whatever disk lies below a mount that is gone.
+            # Orbax would create the folder again, on the disk below a lost mount.
             if self.folder.stat().st_dev != self._device:
                 raise OSError("the folder is on another device than at the start: was its disk unmounted?")
             self._writer.save(at, _plain(state))
-        except Exception as error:  # the writer raises whatever its storage does
+        except Exception as error:  # the writer passes on any error of its storage
             self._forget(at)
             raise cannot_write(at, error) from error
         self._thread = threading.Thread(target=self._finish, args=(at, iteration, noted), name="checkpoint")
@@ -127,7 +127,7 @@ class Checkpoints:
         """Wait for the write in progress, or without ``wait`` only check that it has not failed.
 
         Raises:
-            StorageError: it has; raised once.
+            StorageError: the write has failed; raised once.
         """
         if wait and self._thread is not None:
             self._thread.join()
@@ -137,13 +137,13 @@ class Checkpoints:
             raise error
 
     def restore(self, iteration: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """Return the state, laid out over the devices as ``like`` is, and the record; what is frozen is ``like``'s.
+        """Return the state, laid out over the devices as ``like`` is, and the record; frozen weights are ``like``'s.
 
-        The params and moments of ``like`` are given up before others are read: there are never two of them.
+        The params and moments of ``like`` are freed before others are read, so memory never holds both.
 
         Raises:
-            ConfigError: it is of another model or optimizer.
-            StorageError: it was not finished, or cannot be read.
+            ConfigError: the checkpoint belongs to another model or optimizer.
+            StorageError: the checkpoint was not finished, or cannot be read.
         """
         at = self._at(iteration)
         noted = read_manifest(at)
@@ -154,23 +154,23 @@ class Checkpoints:
         for array in jax.tree.leaves((like.params, like.opt_state)):
             array.delete()
         try:
-            found = self._writer.restore(at, shapes)
+            restored = self._writer.restore(at, shapes)
         except OSError as error:
             raise cannot_read(at, error) from error
-        key = jax.random.wrap_key_data(found.pop("key"), impl=jax.random.key_impl(like.key))
-        return replace(like, key=key, **found), noted["record"]
+        key = jax.random.wrap_key_data(restored.pop("key"), impl=jax.random.key_impl(like.key))
+        return replace(like, key=key, **restored), noted["record"]
 
     def best(self) -> int | None:
         """Return the iteration of the highest score, the earliest of equals."""
-        found = best(self.folder, self._metric)
-        return None if found is None else found[0]
+        winner = best(self.folder, self._metric)
+        return None if winner is None else winner[0]
 
     def scores(self) -> dict[int, float]:
         """Return iteration -> score of the checkpoints that were saved as the best by this metric."""
         return scores(self.folder, self._metric)
 
     def other_metrics(self) -> list[str]:
-        """Return the metrics that checkpoints of this folder were the best by, before another one was chosen."""
+        """Return the other metrics by which checkpoints of this folder were saved as the best."""
         scored = [noted for noted in self.finished().values() if noted["score"] is not None]
         return sorted({str(noted.get("metric", self._metric)) for noted in scored} - {str(self._metric)})
 
@@ -182,10 +182,10 @@ class Checkpoints:
         try:
             self.settle()
         except StorageError:
-            if kind is None:  # else what is under way says more
+            if kind is None:  # otherwise the error under way is more useful
                 raise
         finally:
-            with contextlib.suppress(Exception):  # of a write that failed, which has been told
+            with contextlib.suppress(Exception):  # of a failed write, which has been reported
                 self._writer.close()
             logging.getLogger("absl").removeFilter(_not_orbax)
 
@@ -193,17 +193,17 @@ class Checkpoints:
         return self.folder / f"{iteration:06d}"
 
     def _finish(self, at: Path, iteration: int, noted: dict[str, Any]) -> None:
-        """Write the manifest once the arrays are there, and remove what is no longer needed; runs in a thread."""
+        """Write the manifest once the arrays are on disk, and remove old checkpoints; runs in a thread."""
         try:
             self._writer.wait_until_finished()
             if is_first():
                 check_guards(at)
                 write_manifest(at, noted)
                 write_durably(_notes(self.folder), json.dumps({"newest": iteration}))
-        except StorageError as error:  # the folder is another run's by now: not even the half may be removed there
+        except StorageError as error:  # the folder belongs to another run now: remove nothing there
             self._error = error
             return
-        except Exception as error:  # the writer raises whatever its storage does
+        except Exception as error:  # the writer passes on any error of its storage
             self._error = cannot_write(at, error)
             self._forget(at)
             return
@@ -213,7 +213,7 @@ class Checkpoints:
                 self._prune()
         except StorageError as error:
             self._error = error
-        except OSError as error:  # this checkpoint stands; the space of older ones is not free
+        except OSError as error:  # this checkpoint is complete; old ones still take space
             self._error = cannot_write(self.folder, error)
 
     def _prune(self) -> None:
@@ -222,7 +222,7 @@ class Checkpoints:
             _remove(self._at(iteration))
 
     def _forget(self, at: Path) -> None:
-        """Free the space of a write that failed, where the disk permits, and the writer that remembers it."""
+        """Free the space of a failed write if the disk permits, and replace the writer that remembers it."""
         with contextlib.suppress(Exception):
             self._writer.close()
         self._writer = ocp.StandardCheckpointer()
@@ -232,30 +232,30 @@ class Checkpoints:
                     _remove(path)
 
     def _look(self, say: Callable[[str], object]) -> int:
-        """Find the newest checkpoint that can be trusted. All is read before anything is renamed or removed."""
+        """Find the newest checkpoint that can be trusted. Read all before anything is renamed or removed."""
         if not exists(self.folder):
             return LOST if exists(_notes(self.folder)) else NONE
         for at in _folders(self.folder):
-            if (wrong := misplaced(at, self._run)) is not None:
-                raise ConfigError(f"run_dir: {wrong}")
+            if (problem := misplaced(at, self._run)) is not None:
+                raise ConfigError(f"run_dir: {problem}")
         aside: list[tuple[Path, str, str]] = []
-        found = NONE
+        trusted = NONE
         for at in sorted(_folders(self.folder), reverse=True):
             unfinished = not exists(at / MANIFEST)
-            wrong = f"{MANIFEST} is missing: it was not finished" if unfinished else damage(at)
-            if wrong is None:
-                found = int(at.name)
+            problem = f"{MANIFEST} is missing: it was not finished" if unfinished else damage(at)
+            if problem is None:
+                trusted = int(at.name)
                 break
-            aside.append((at, wrong, "unfinished" if unfinished else "damaged"))
-        if found == NONE and exists(_notes(self.folder)):
+            aside.append((at, problem, "unfinished" if unfinished else "damaged"))
+        if trusted == NONE and exists(_notes(self.folder)):
             return LOST
         for path in _half_written(self.folder):
             say(f"{path.name}: this checkpoint was being written when the run ended, and is removed")
             _remove(path)
-        for at, wrong, why in aside:
-            name = _aside(at, why)
-            say(f"checkpoint {at.name} cannot be trusted: {wrong}. It is now {name}; looking at the one before")
-        return found
+        for at, problem, kind in aside:
+            name = _aside(at, kind)
+            say(f"checkpoint {at.name} cannot be trusted: {problem}. It is now {name}; trying the previous one")
+        return trusted
 
 
 def finished(folder: Path) -> dict[int, dict[str, Any]]:
@@ -264,8 +264,8 @@ def finished(folder: Path) -> dict[int, dict[str, Any]]:
     Raises:
         StorageError: a manifest cannot be read.
     """
-    found = {int(at.name): read_manifest(at) for at in sorted(_folders(folder))}
-    return {iteration: noted for iteration, noted in found.items() if noted is not None}
+    manifests = {int(at.name): read_manifest(at) for at in sorted(_folders(folder))}
+    return {iteration: noted for iteration, noted in manifests.items() if noted is not None}
 
 
 def scores(folder: Path, metric: str | None) -> dict[int, float]:
@@ -275,14 +275,14 @@ def scores(folder: Path, metric: str | None) -> dict[int, float]:
 
 
 def best(folder: Path, metric: str | None) -> tuple[int, float] | None:
-    """Return the iteration and score of the highest score in a folder, the earliest of equals; None without scores."""
-    found = scores(folder, metric)
-    return max(found.items(), key=lambda each: (each[1], -each[0])) if found else None
+    """Return the iteration and value of the highest score in a folder, the earliest of equals; None without scores."""
+    by_iteration = scores(folder, metric)
+    return max(by_iteration.items(), key=lambda each: (each[1], -each[0])) if by_iteration else None
 
 
 def remove_all(folder: Path) -> None:
-    """Remove a folder of checkpoints that is not needed any more."""
-    _notes(folder).unlink(missing_ok=True)  # first: after it, a missing folder is as it should be
+    """Remove a folder of checkpoints."""
+    _notes(folder).unlink(missing_ok=True)  # first: without it, a missing folder is no error
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -295,18 +295,18 @@ def arrays(state: TrainState) -> dict[str, str]:
 
 
 def check_arrays(at: Path, saved: dict[str, str], wanted: dict[str, str]) -> None:
-    """Refuse a checkpoint whose arrays are not this run's.
+    """Check that a checkpoint has the arrays of this run.
 
     Raises:
-        ConfigError: with the first array that differs, and how many do.
+        ConfigError: they differ; names the first array that differs, and their number.
     """
     differ = [name for name in sorted(saved | wanted) if saved.get(name) != wanted.get(name)]
     if differ:
         name = next((name for name in differ if name.startswith("params")), differ[0])
         raise ConfigError(
             f"run_dir: checkpoint {at} is of another model or optimizer: {name} is {saved.get(name, 'absent')} there "
-            f"and {wanted.get(name, 'absent')} here ({len(differ)} of {len(saved | wanted)} arrays differ); give "
-            "another run_dir=..., or the policy and optimizer it was made with"
+            f"and {wanted.get(name, 'absent')} here ({len(differ)} of {len(saved | wanted)} arrays differ); set "
+            "another run_dir=..., or the policy and optimizer that wrote it"
         )
 
 
@@ -316,7 +316,7 @@ def _not_orbax(record: logging.LogRecord) -> bool:
 
 
 def _plain(state: TrainState) -> dict[str, Any]:
-    """Return what is saved of a state: all but what is frozen, which can be read again; the key as numbers."""
+    """Return the saved parts of a state, with the key as numbers. Frozen weights can be read again."""
     parts = {"step": state.step, "params": state.params, "opt_state": state.opt_state}
     return parts | {"key": jax.random.key_data(state.key)}
 
@@ -334,7 +334,7 @@ def _half_written(folder: Path) -> list[Path]:
 
 
 def _names(folder: Path) -> list[str]:
-    """List a folder, empty where there is none; pathlib's glob would take an unreadable one for an empty one."""
+    """List a folder; empty if it is missing. pathlib's glob would also return nothing for an unreadable folder."""
     try:
         return os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -344,15 +344,15 @@ def _names(folder: Path) -> list[str]:
 
 
 def _remove(path: Path) -> None:
-    (path / MANIFEST).unlink(missing_ok=True)  # a folder half removed counts as unfinished
+    (path / MANIFEST).unlink(missing_ok=True)  # a half-removed folder then counts as unfinished
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _aside(at: Path, why: str) -> str:
-    """Rename a checkpoint so that nothing takes it for one, and return its new name. Of the unfinished, one is kept."""
+def _aside(at: Path, kind: str) -> str:
+    """Rename a checkpoint so that it no longer counts, and return its new name. Only one unfinished one is kept."""
     for old in at.parent.glob("*.unfinished"):
         shutil.rmtree(old, ignore_errors=True)
-    names = (f"{at.name}.{why}{number}" for number in ("", *(f"-{n}" for n in range(2, 1000))))
+    names = (f"{at.name}.{kind}{number}" for number in ("", *(f"-{n}" for n in range(2, 1000))))
     name = next(name for name in names if not (at.parent / name).exists())
     at.rename(at.with_name(name))
     return name

@@ -1,4 +1,4 @@
-"""Write files that survive a kill, a full disk and a power cut: whole or not at all, with errors that name them."""
+"""Write files atomically, so that they survive a kill, a full disk and a power cut; errors name the file."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from oarjax.system.json import to_json
 
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE}
 DISK |= {errno.ENOTCONN, errno.ENODEV, errno.ETIMEDOUT}  # of a mount whose server is gone
-"""What a full, unwritable or vanished disk answers."""
+"""Errors of a full, unwritable or lost disk."""
 
 
 class StorageError(UserError, RuntimeError):
-    """A file of a run cannot be written or read; names the file, the cause and the remedy. Exit code 75 (EX_TEMPFAIL):
-    the same command resumes once the storage works again."""
+    """Raised when a file of a run cannot be written or read; names the file, the cause and the remedy.
+
+    Exit code 75 (EX_TEMPFAIL): the same command resumes once the storage works again.
+    """
 
     exit_code = 75
 
 
 class FolderTaken(StorageError):
-    """The run's folder was moved or replaced while the run was alive: whatever is at its path now is not this run's."""
+    """Raised when the run's folder was moved or replaced during the run: its path now belongs to something else."""
 
 
 class DamagedError(StorageError):
-    """A file of a run can be read and is not what was written. Exit code 2: the same command would fail again."""
+    """Raised when a file of a run differs from what was written. Exit code 2: the same command would fail again."""
 
     exit_code = 2
 
@@ -45,7 +47,7 @@ def cannot_write(path: Path, error: BaseException) -> StorageError:
 
 
 def cannot_read(path: Path, error: BaseException) -> StorageError:
-    """Return the error for a failed read: the file may be whole, so nothing may be changed because of it."""
+    """Return the error for a failed read: the file may be intact, so nothing may be changed because of it."""
     cause = str(error).strip() or type(error).__name__
     return StorageError(
         f"cannot read {path}: {cause}; nothing was changed. Make it readable, or mount its disk again, and resume with "
@@ -54,10 +56,10 @@ def cannot_read(path: Path, error: BaseException) -> StorageError:
 
 
 def exists(path: Path) -> bool:
-    """Tell an absent file from one that the storage does not answer for.
+    """Return True if a file exists, and False only if the storage confirms that it does not.
 
     Raises:
-        StorageError: the storage gives an error instead of an answer (EIO, ESTALE, permission).
+        StorageError: the storage returns an error (EIO, ESTALE, permission).
     """
     try:
         path.stat()
@@ -70,7 +72,7 @@ def exists(path: Path) -> bool:
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turn the disk's errors, while something is written to ``path``, into errors for the user.
+    """Turn the disk's errors during a write to ``path`` into errors for the user.
 
     Raises:
         StorageError: instead of the OSError.
@@ -80,8 +82,8 @@ def storage_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in DISK:
             raise
-        named = error.filename2 or error.filename  # of a copy, the second is what is written
-        raise cannot_write(Path(named) if named else path, error) from error
+        name = error.filename2 or error.filename  # in a copy, the second file is written
+        raise cannot_write(Path(name) if name else path, error) from error
 
 
 # Guards -----------------------------------------------------------------------------------------------------------
@@ -104,10 +106,10 @@ def guarded(folder: Path, check: Callable[[], None]) -> Iterator[None]:
 
 
 def check_guards(path: Path) -> None:
-    """Call the guard of the nearest folder above ``path`` that has one; for writers that are not in this module.
+    """Call the guard of the nearest guarded folder above ``path``, for writers outside this module.
 
     Raises:
-        StorageError: the folder is not this process's any more.
+        StorageError: the folder no longer belongs to this process.
     """
     if _guards:
         path = path.absolute()
@@ -118,11 +120,11 @@ def check_guards(path: Path) -> None:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Replace a file by new text: after a crash it holds the old text or the new, on disk.
+    """Replace a file with new text: after a crash the disk holds the old text or the new text.
 
     Raises:
         OSError: nothing was changed.
-        StorageError: nothing was changed, because the folder is another run's by now.
+        StorageError: nothing was changed, because the folder belongs to another run now.
     """
     check_guards(path)
     half = path.with_name(f".{path.name}.half")
@@ -139,10 +141,10 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def sync_files(folder: Path) -> None:
-    """Put a folder without folders in it on disk: every file, and their names.
+    """Sync a flat folder to disk: every file, and the names.
 
     Raises:
-        OSError: it is not known what is on disk.
+        OSError: the content of the disk is unknown.
     """
     for path in folder.iterdir():
         with path.open("rb") as file:
@@ -151,7 +153,7 @@ def sync_files(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put the names in a folder on disk."""
+    """Sync the names in a folder to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -160,11 +162,11 @@ def sync_folder(folder: Path) -> None:
 
 
 class Failures:
-    """Decide whether a run whose files cannot be written ends.
+    """Stop a run whose files cannot be written, or continue with a warning.
 
     Args:
         policy: "stop" lets the error end the run; "warn" prints each text once, and the run continues.
-        say: prints a warning of a key, unless it has printed that one.
+        say: prints a warning under a key, once per key.
     """
 
     def __init__(self, policy: Literal["stop", "warn"], say: Callable[[str, str], object]):
@@ -184,11 +186,11 @@ class Failures:
 
 
 class Lines:
-    """Append to a file of JSON lines after its last whole line, or after ``position`` bytes.
+    """Append to a file of JSON lines after its last complete line, or after ``position`` bytes.
 
-    A line is in the file whole or not at all, and with the operating system once ``write`` returns. ``short`` says
-    how many bytes of ``position`` were missing from the file. The folder must be there: made here, it might be made on
-    the disk below a mount that is gone.
+    Lines are written atomically, and the operating system has them once ``write`` returns. ``short`` is the number of
+    bytes of ``position`` that the file lacks. The folder must exist: created here, it might lie on the disk below a
+    lost mount.
 
     Raises:
         StorageError: the file cannot be opened.
@@ -206,10 +208,10 @@ class Lines:
             raise cannot_write(path, error) from error
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one line in strict JSON: numbers that are not finite become null.
+        """Append a line of strict JSON: numbers that are not finite become null.
 
         Raises:
-            StorageError: the file is as it was.
+            StorageError: the write failed; the file is unchanged.
         """
         check_guards(self.path)
         line = (to_json(record) + "\n").encode()
@@ -219,16 +221,16 @@ class Lines:
                 while line:
                     line = line[self._file.write(line) :]
             except OSError:
-                self._file.truncate(before)  # half a line would spoil the next one
+                self._file.truncate(before)  # half a line would damage the next one
                 raise
         except OSError as error:
             raise cannot_write(self.path, error) from error
 
     def sync(self) -> int:
-        """Put the file on disk and return its size in bytes, the position to resume from.
+        """Sync the file to disk and return its size in bytes, the position to resume from.
 
         Raises:
-            StorageError: it is not known what is on disk.
+            StorageError: the sync failed; the content of the disk is unknown.
         """
         try:
             os.fsync(self._file.fileno())
@@ -241,10 +243,10 @@ class Lines:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file of JSON lines, none where there is no file; skip a half-written last line.
+    """Yield the records of a file of JSON lines, none without a file; skip a half-written last line.
 
     Raises:
-        DamagedError: a line before the last one is no JSON, or no record.
+        DamagedError: a line before the last is not a JSON object.
         StorageError: the file cannot be read.
     """
     try:
@@ -271,5 +273,5 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _end_of_lines(path: Path) -> int:
-    """Bytes up to the end of the last whole line."""
+    """Return the number of bytes up to the end of the last complete line."""
     return path.read_bytes().rfind(b"\n") + 1

@@ -48,7 +48,7 @@ ROUNDING = (
     "grading.deadline",
     "grading.memory_mb",
 )
-"""Fields that may differ too, and change results by the order of sums, or by which answers are graded in time."""
+"""Fields that may also differ; they change the order of sums, or which answers are graded in time."""
 
 PROGRESS = (
     "start",
@@ -60,22 +60,22 @@ PROGRESS = (
     "*/checkpoints.json",
     "*/*/checkpoints.json",
 )
-"""Files of a run that is on disk to be resumed: from the first of them on, its config and inputs are fixed."""
+"""Files that make a run resumable: once one of them exists, the run's config and inputs are fixed."""
 
 UNSEALED = ("start.json", "metrics.jsonl", "completions.jsonl")
-"""Files that a run without progress may have left, and that another config does not take over."""
+"""Files that a run without progress may have left; another config removes them."""
 
 SHOWN = 5
-"""Differences that are spelt out."""
+"""Differences that are listed in full."""
 
 
 def start_folder(run: Path, name: str) -> Path | None:
-    """Return a folder that a run begins with: in its own, or beside it for runs of --compare and of studies."""
+    """Return a run's start folder: below its own folder, or beside it for runs of --compare and of studies."""
     return next((place for place in (run / name, run.parent / name) if place.is_dir()), None)
 
 
 def changed(section: Any, **changes: Any) -> Any:
-    """Return a config section with fields changed, validated again."""
+    """Return a config section with changed fields, validated again."""
     fields = {name: getattr(section, name) for name in type(section).model_fields}
     return type(section)(**(fields | changes))
 
@@ -84,11 +84,11 @@ class Differences(NamedTuple):
     """Fields or inputs that differ, as "name was this, is that"."""
 
     refused: list[str]
-    rounding: list[str]  # allowed, and the run ends otherwise than it would have, if only by rounding
+    rounding: list[str]  # allowed, but they change the run's results, if only by rounding
     harmless: list[str]
 
     def words(self) -> str:
-        """Return all that are allowed, in a line; empty where there are none."""
+        """List all allowed differences in a line; empty without any."""
         parts = []
         if self.rounding:
             parts.append(f"{listed(self.rounding)} (allowed, but the run will not end bit for bit as it would have)")
@@ -104,28 +104,28 @@ NO_DIFFERENCES = Differences([], [], [])
 
 
 def listed(texts: list[str]) -> str:
-    """Join differences, and count those beyond the first few."""
+    """Join the first few differences, and count the others."""
     rest = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
     return "; ".join(texts[:SHOWN]) + rest
 
 
 def differences(before: Mapping[str, Any], cfg: Config) -> Differences:
-    """Compare a config that was saved as a tree with this one."""
+    """Compare a saved config with this one."""
     was, now = flatten(_complete(before)), flatten(cfg.model_dump(mode="json"))
-    found = Differences([], [], [])
+    result = Differences([], [], [])
     for name in sorted(was | now):
         if was.get(name) == now.get(name):
             continue
         # More iterations are the same run for longer, unless its learning rate was to reach 0 by the old end.
         longer = name == "iterations" and cfg.optim.schedule == "constant" and now[name] > was.get(name, 0)
-        kind = found.harmless if name.startswith(HARMLESS) else found.refused
-        kind = found.rounding if longer or name.startswith(ROUNDING) else kind
+        kind = result.harmless if name.startswith(HARMLESS) else result.refused
+        kind = result.rounding if longer or name.startswith(ROUNDING) else kind
         kind.append(f"{name} was {was.get(name)!r}, is {now.get(name)!r}")
-    return found
+    return result
 
 
 def _complete(before: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a saved config with newer fields at their defaults, or as it is where it cannot be read."""
+    """Return a saved config with newer fields at their defaults, or unchanged if it cannot be read."""
     try:
         return parse_config(dict(before)).model_dump(mode="json")
     except ConfigError:
@@ -133,33 +133,33 @@ def _complete(before: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def refuse_another_config(before: Mapping[str, Any], cfg: Config, *, what: str) -> Differences:
-    """Compare configs, and return the differences that are allowed.
+    """Compare configs, and return the allowed differences.
 
     Raises:
-        ConfigError: with the fields that would make ``what`` another run, and those that might differ.
+        ConfigError: ``what`` holds another run; lists the fields that differ, and those that may.
     """
     found = differences(before, cfg)
     if found.refused:
         others = f"; these may differ: {found.words()}" if found.words() else ""
         raise ConfigError(
             f"run_dir: {what} holds a run of another config ({listed(found.refused)}); "
-            f"give another run_dir=..., that config to resume it, or --restart to put it aside and start anew{others}"
+            f"set another run_dir=..., restore that config to resume it, or pass --restart to move it aside and start over{others}"
         )
     return found
 
 
 def has_progress(folder: Path) -> bool:
-    """Tell whether a folder holds work that another config must not touch.
+    """Return True if a folder holds work that another config must not touch.
 
-    That is a checkpoint or a warm start, and of runs without checkpoints the lines of metrics.jsonl. Of a run that
-    ended before its first checkpoint nothing is kept, so that a changed field is taken.
+    That is a checkpoint or a warm start, and for runs without checkpoints the lines of metrics.jsonl. A run that ended
+    before its first checkpoint keeps nothing, so its config may change.
     """
     runs = [folder, *folder.glob("seed*/*")]
     return any(any(folder.glob(part)) for part in PROGRESS) or any(_counts_by_lines(run) for run in runs)
 
 
 def _counts_by_lines(run: Path) -> bool:
-    """Tell whether metrics.jsonl is all that there will ever be: the run saves nothing else, or it has ended."""
+    """Return True if metrics.jsonl counts as progress: the run saves nothing else, or it has ended."""
     try:
         lines = (run / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
         cfg = read_yaml((run / "config.yaml").read_text(encoding="utf-8"))
@@ -177,10 +177,10 @@ def _counts_by_lines(run: Path) -> bool:
 
 
 def refuse_another_run(folder: Path, cfg: Config) -> Differences:
-    """Compare the folder's config with this one, once it has progress, and return the differences that are allowed.
+    """Compare the folder's config with this one, once it has progress, and return the allowed differences.
 
     Raises:
-        ConfigError: with the fields that differ.
+        ConfigError: the folder holds another run; lists the fields that differ.
         StorageError: the folder's config cannot be read.
     """
     known = folder / "config.yaml"
@@ -203,11 +203,11 @@ def refuse_another_run(folder: Path, cfg: Config) -> Differences:
 def claim(folder: Path, cfg: Config) -> Path:
     """Create the run's folder with its whole config and its id, or resume it with the same config.
 
-    Call with the folder's lock held. Without progress in the folder any config is taken, and what an earlier attempt
-    left of another one is removed.
+    Call with the folder's lock held. A folder without progress accepts any config; files of an earlier attempt with
+    another config are removed.
 
     Raises:
-        ConfigError: it holds another run, or cannot be written to.
+        ConfigError: the folder holds another run, or cannot be written to.
     """
     refuse_another_run(folder, cfg)
     text = yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False)
@@ -223,7 +223,7 @@ def claim(folder: Path, cfg: Config) -> Path:
     except OSError as error:
         if error.errno not in IMPOSSIBLE or has_progress(folder):  # it starts or resumes once its storage is back
             raise cannot_write(known, error) from error
-        raise ConfigError(f"run_dir: cannot write to {folder}: {error}; give another run_dir=...") from error
+        raise ConfigError(f"run_dir: cannot write to {folder}: {error}; set another run_dir=...") from error
     return folder
 
 
@@ -231,28 +231,28 @@ ID = "run.json"
 
 
 def run_id(folder: Path) -> str | None:
-    """Return the id that a run folder got when it was created, or None where it has none.
+    """Return the id of a run folder, or None if it has none.
 
     Raises:
-        StorageError: the file that holds it cannot be read.
+        StorageError: its file cannot be read.
     """
     try:
-        found = json.loads((folder / ID).read_text(encoding="utf-8"))["id"]
+        saved_id = json.loads((folder / ID).read_text(encoding="utf-8"))["id"]
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise cannot_read(folder / ID, error) from error
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return found if isinstance(found, str) else None
+    return saved_id if isinstance(saved_id, str) else None
 
 
 def put_aside(folder: Path) -> Path | None:
-    """Rename a run folder, so that a new run can start at its path; return its new path, None where there is none.
+    """Rename a run folder, so that a new run can start at its path; return the new path, or None without a folder.
 
     Raises:
-        ConfigError: a process is using it, or one of the runs in it.
-        StorageError: it cannot be renamed.
+        ConfigError: a process is using the folder, or a run in it.
+        StorageError: the folder cannot be renamed.
     """
     if not exists(folder):
         return None
@@ -272,16 +272,16 @@ LOCK = "lock"
 
 
 @contextmanager
-def locked(folder: Path, *, given: str = "run_dir=...") -> Iterator[None]:
-    """Hold a folder against other processes. The system lets go of it when the process ends, however it ends.
+def locked(folder: Path, *, option: str = "run_dir=...") -> Iterator[None]:
+    """Lock a folder against other processes. The system releases the lock when the process ends.
 
-    The file that is locked stays; by itself it locks nothing. On network file systems the lock holds between hosts
-    where the file system passes it on (NFS does, mounted buckets do not). ``given`` is how the user named the folder.
-    While it is held, every write below the folder first checks that the lock at its path is still the held one, so
-    that a process whose folder was moved away writes nothing into a new run at the old path.
+    The lock's file stays; by itself it locks nothing. On network file systems the lock holds between hosts if the file
+    system supports it (NFS does, mounted buckets do not). ``option`` names the folder in errors. While the lock is
+    held, every write below the folder first checks that the file at its path is still the locked one, so that a process
+    whose folder was moved away writes nothing into a new run at the old path.
 
     Raises:
-        ConfigError: another process holds it, with its number and host; or the folder cannot be created.
+        ConfigError: another process holds the lock (with its number and host), or the folder cannot be created.
         StorageError: the folder cannot be written to.
     """
     path = folder / LOCK
@@ -290,8 +290,8 @@ def locked(folder: Path, *, given: str = "run_dir=...") -> Iterator[None]:
         file = path.open("a+", encoding="utf-8")
     except OSError as error:
         if error.errno in IMPOSSIBLE and not exists(folder):
-            name = given.removesuffix("=...")
-            raise ConfigError(f"{name}: cannot write to {folder}: {error}; give another {given}") from error
+            name = option.removesuffix("=...")
+            raise ConfigError(f"{name}: cannot write to {folder}: {error}; set another {option}") from error
         raise cannot_write(path, error) from error
     with file:
         try:
@@ -299,30 +299,30 @@ def locked(folder: Path, *, given: str = "run_dir=...") -> Iterator[None]:
             held = os.fstat(file.fileno())
         except BlockingIOError:
             raise ConfigError(
-                f"{given.removesuffix('=...')}: {folder} is in use by {_holder(path)}; wait until it has ended, stop "
-                f"it, or give another {given}"
+                f"{option.removesuffix('=...')}: {folder} is in use by {_holder(path)}; wait until it has ended, stop "
+                f"it, or set another {option}"
             ) from None
         except OSError as error:  # a file system without locks
             raise cannot_write(path, error) from error
 
         def check() -> None:
             try:
-                there = path.stat()
+                current = path.stat()
             except (FileNotFoundError, NotADirectoryError):
-                there = None
+                current = None
             except OSError as error:
                 raise cannot_write(path, error) from error
-            if there is None or (there.st_dev, there.st_ino) != (held.st_dev, held.st_ino):
+            if current is None or (current.st_dev, current.st_ino) != (held.st_dev, held.st_ino):
                 raise FolderTaken(
                     f"{folder}: the folder was moved, replaced or unmounted while this process used it; nothing was "
-                    "written to what is there now. Resume with run_dir= where the folder is"
+                    "written to its path since. Resume with run_dir= where the folder is now"
                 )
 
         check()
         try:
             os.ftruncate(file.fileno(), 0)
             os.write(file.fileno(), json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
-        except OSError as error:  # a full disk: the lock holds all the same, without a name
+        except OSError as error:  # a full disk: the lock holds, but does not name its process
             if error.errno not in FULL:
                 raise cannot_write(path, error) from error
         with guarded(folder, check):
@@ -331,12 +331,12 @@ def locked(folder: Path, *, given: str = "run_dir=...") -> Iterator[None]:
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
 IMPOSSIBLE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EROFS, errno.ENAMETOOLONG}
-"""Why a folder cannot be made that the user had better name otherwise."""
+"""Reasons why a folder cannot be created, for which the user should choose another."""
 
 
 def _holder(path: Path) -> str:
     try:
-        who = json.loads(path.read_text(encoding="utf-8"))
-        return f"process {who['pid']} on {who['host']}"
-    except (OSError, ValueError, KeyError, TypeError):  # it has only just taken it
+        holder = json.loads(path.read_text(encoding="utf-8"))
+        return f"process {holder['pid']} on {holder['host']}"
+    except (OSError, ValueError, KeyError, TypeError):  # it has not written its name yet
         return "another process"

@@ -1,11 +1,11 @@
-"""Record what a run was made from in inputs.json, and compare it when the run resumes.
+"""Record a run's inputs in inputs.json, and compare them when the run resumes.
 
-Every input has a name and a short value: a SHA-256, a version, a setting. The part of the name before the slash says
-what a difference means:
+Every input has a name and a short value: a SHA-256, a version, a setting. The part of the name before the slash
+determines the effect of a difference:
 
     rows/ policy/ code/ start/ random/    another run: refused
-    version/ setting/ environment/ device/    the same run up to rounding: allowed, and reported
-    harmless/    allowed, and reported
+    version/ setting/ environment/ device/    the same run up to rounding: allowed and reported
+    harmless/    allowed and reported
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FILE = "inputs.json"
 REFUSED = ("rows/", "policy/", "code/", "start/", "random/")
 HARMLESS = ("harmless/",)
 LATER = ("start/",)
-"""Inputs that the run makes itself, after the others were recorded."""
+"""Inputs that the run itself produces, after the others were recorded."""
 
 PACKAGES = ("oarjax", "jax", "jaxlib", "libtpu", "numpy", "optax", "tokenizers", "transformers", "math-verify", "sympy")
 RANDOM = ("jax_default_prng_impl", "jax_threefry_partitionable", "jax_enable_x64")
@@ -47,11 +47,11 @@ ENVIRONMENT = (
     "TF_CUDNN_DETERMINISTIC",
 )
 SETTLED = 2.0
-"""Seconds after its last change from which on a file's times tell it from a later content."""
+"""Seconds that a file must be unchanged before its times identify its content."""
 
 
 class Stat(NamedTuple):
-    """The metadata of a file whose content is known; ctime cannot be set back by ordinary means."""
+    """The metadata and digest of a file. Ordinary programs cannot reset ctime."""
 
     size: int
     mtime: int
@@ -65,17 +65,17 @@ class Known(NamedTuple):
     """The content of inputs.json."""
 
     inputs: dict[str, str]
-    files: dict[str, Stat]  # path -> what was hashed
+    files: dict[str, Stat]  # path -> metadata at the time of hashing
 
 
 def record_inputs(folder: Path, now: Mapping[str, str], files: Mapping[str, Stat] | None = None) -> Differences:
-    """Fix a run's inputs, or compare them with those that were fixed, and return the differences that are allowed.
+    """Record a run's inputs, or compare them with the record, and return the allowed differences.
 
-    They are fixed once the folder has progress: until then every call replaces them. Call with the lock held.
+    The record is final once the folder has progress: until then every call replaces it. Call with the lock held.
 
     Raises:
-        ConfigError: with the inputs that make it another run.
-        DamagedError: inputs.json is not what was written.
+        ConfigError: the inputs belong to another run; lists the differences.
+        DamagedError: inputs.json differs from what was written.
     """
     known = read_inputs(folder)
     if known is None or not has_progress(folder):
@@ -84,8 +84,8 @@ def record_inputs(folder: Path, now: Mapping[str, str], files: Mapping[str, Stat
     found = compare(known.inputs, now)
     if found.refused:
         raise ConfigError(
-            f"run_dir: {folder} was made from other inputs ({listed(found.refused)}); put them back to resume it, "
-            "give another run_dir=..., or --restart to put it aside and start anew"
+            f"run_dir: {folder} was trained from other inputs ({listed(found.refused)}); restore them to resume it, "
+            "set another run_dir=..., or pass --restart to move it aside and start over"
         )
     if files and files != known.files:
         _write(folder, Known(known.inputs, {**known.files, **files}))
@@ -93,7 +93,7 @@ def record_inputs(folder: Path, now: Mapping[str, str], files: Mapping[str, Stat
 
 
 def add_inputs(folder: Path, later: Mapping[str, str]) -> None:
-    """Fix inputs that the run has just made itself, such as the weights of its warm start.
+    """Record inputs that the run itself has produced, such as the weights of its warm start.
 
     Raises:
         StorageError: they cannot be written.
@@ -103,26 +103,26 @@ def add_inputs(folder: Path, later: Mapping[str, str]) -> None:
 
 
 def compare(before: Mapping[str, str], now: Mapping[str, str]) -> Differences:
-    """Sort the inputs that differ into those that are refused, those that matter by rounding, and the harmless ones."""
-    found = Differences([], [], [])
+    """Sort the differing inputs into refused ones, those that affect rounding, and harmless ones."""
+    result = Differences([], [], [])
     for name in sorted({*before, *now}):
         if before.get(name) == now.get(name) or (name.startswith(LATER) and name not in before):
             continue
-        if name.startswith(LATER) and name not in now:  # compared where it is read, see ``check_files``
+        if name.startswith(LATER) and name not in now:  # ``check_files`` compares it
             continue
         was, is_now = (_shown(tree.get(name)) for tree in (before, now))
-        kind = found.harmless if name.startswith(HARMLESS) else found.rounding
-        kind = found.refused if name.startswith(REFUSED) else kind
+        kind = result.harmless if name.startswith(HARMLESS) else result.rounding
+        kind = result.refused if name.startswith(REFUSED) else kind
         kind.append(f"{name} was {was}, is {is_now}")
-    return found
+    return result
 
 
 def check_files(folder: Path, files: Mapping[str, Path]) -> None:
-    """Read files that the run made itself, and compare them with what was recorded when they were written.
+    """Compare files that the run itself has produced with their record.
 
     Raises:
-        DamagedError: with the first that differs.
-        StorageError: one cannot be read.
+        DamagedError: a file differs; names the first.
+        StorageError: a file cannot be read.
     """
     known = read_inputs(folder)
     if known is None:
@@ -135,17 +135,17 @@ def check_files(folder: Path, files: Mapping[str, Path]) -> None:
         if fixed.get(name) != now.get(name):
             raise DamagedError(
                 f"{folder / name}: {'is missing' if name not in now else 'is not what the warm start wrote'} (SHA-256 "
-                f"was {_shown(fixed.get(name))}, is {_shown(now.get(name))}); put a good copy there, or --restart to "
-                "put the run aside and start anew"
+                f"was {_shown(fixed.get(name))}, is {_shown(now.get(name))}); put a good copy there, or pass --restart "
+                "to move the run aside and start over"
             )
 
 
 def read_inputs(folder: Path) -> Known | None:
-    """Return a run's recorded inputs, or None where there are none.
+    """Return a run's recorded inputs, or None without a record.
 
     Raises:
-        DamagedError: the file is not what was written.
-        StorageError: it cannot be read.
+        DamagedError: the file differs from what was written.
+        StorageError: the file cannot be read.
     """
     path = folder / FILE
     try:
@@ -158,7 +158,7 @@ def read_inputs(folder: Path) -> Known | None:
         tree = json.loads(text)
         body = {"inputs": dict(tree["inputs"]), "files": dict(tree["files"])}
         if tree["sha256"] != _digest_of(body):
-            raise ValueError("its own SHA-256 differs")
+            raise ValueError("its SHA-256 differs")
         return Known(body["inputs"], {name: Stat(*stat) for name, stat in body["files"].items()})
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedError(
@@ -188,30 +188,30 @@ def _shown(value: str | None) -> str:
     return value[:12] if len(value) == 64 and value.isalnum() else repr(value)
 
 
-# What there is to record ------------------------------------------------------------------------------------------
+# Inputs to record -------------------------------------------------------------------------------------------------
 
 
 def machine_inputs(*, cpu: bool) -> dict[str, str]:
-    """Return versions, settings and environment that results depend on; with ``cpu`` the threads of XLA as well.
+    """Return versions, settings and environment that results depend on; with ``cpu`` also the threads of XLA.
 
-    XLA divides sums over its threads, so that on a CPU bits depend on how many cores the process may use.
+    XLA splits sums over its threads, so results on a CPU depend on the number of cores by rounding.
     """
-    found = {"version/python": platform.python_version()}
+    inputs = {"version/python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[f"version/{name}"] = version(name)
+            inputs[f"version/{name}"] = version(name)
         except PackageNotFoundError:
             continue
-    found |= {f"random/{name}": str(getattr(jax.config, name)) for name in RANDOM}
-    found |= {f"setting/{name}": str(getattr(jax.config, name)) for name in SETTINGS}
-    found |= {f"environment/{name}": os.environ[name] for name in ENVIRONMENT if os.environ.get(name)}
+    inputs |= {f"random/{name}": str(getattr(jax.config, name)) for name in RANDOM}
+    inputs |= {f"setting/{name}": str(getattr(jax.config, name)) for name in SETTINGS}
+    inputs |= {f"environment/{name}": os.environ[name] for name in ENVIRONMENT if os.environ.get(name)}
     device = jax.devices()[0]
-    found["device/kind"] = device.device_kind
-    found["device/count"] = str(jax.device_count())
+    inputs["device/kind"] = device.device_kind
+    inputs["device/count"] = str(jax.device_count())
     if cpu:
-        found["device/cpu_threads"] = str(cpu_threads())
-    found["harmless/machine"] = platform.machine()
-    return found
+        inputs["device/cpu_threads"] = str(cpu_threads())
+    inputs["harmless/machine"] = platform.machine()
+    return inputs
 
 
 def rows_digest(rows: Iterable[tuple[object, ...]]) -> str:
@@ -225,10 +225,10 @@ def rows_digest(rows: Iterable[tuple[object, ...]]) -> str:
 def digests(
     files: Mapping[str, Path], known: Mapping[str, Stat] | None = None
 ) -> tuple[dict[str, str], dict[str, Stat]]:
-    """Return name -> SHA-256 of files, and path -> the metadata by which the next call may know them.
+    """Return name -> SHA-256 of files, and path -> metadata by which the next call can recognise them.
 
-    A file of ``known`` whose size, times, inode and device are unchanged is not read again. It counts as unchanged
-    only if it had been left alone for ``SETTLED`` seconds when it was hashed, so that no clock tick hides a change.
+    A file of ``known`` whose size, times, inode and device are unchanged is not read again. Metadata is returned only
+    for files that had not changed for ``SETTLED`` seconds before hashing, so that no clock tick hides a change.
 
     Raises:
         StorageError: a file cannot be read.
@@ -250,12 +250,12 @@ def digests(
         return sha, Stat(*meta, sha) if settled else None
 
     with ThreadPoolExecutor(8) as readers:
-        found = list(readers.map(digest, files.values()))
-    stats = {str(path): stat for path, (_, stat) in zip(files.values(), found) if stat is not None}
-    return {name: sha for name, (sha, _) in zip(files, found)}, stats
+        results = list(readers.map(digest, files.values()))
+    stats = {str(path): stat for path, (_, stat) in zip(files.values(), results) if stat is not None}
+    return {name: sha for name, (sha, _) in zip(files, results)}, stats
 
 
 def policy_files(folder: Path) -> list[Path]:
-    """Return the files of an HF folder that make a policy: weights, configs, tokenizer and templates."""
+    """Return the files of an HF folder that define a policy: weights, configs, tokenizer and templates."""
     endings = {".safetensors", ".json", ".txt", ".jinja", ".model"}
     return sorted(path for path in folder.iterdir() if path.suffix in endings and path.is_file())

@@ -1,4 +1,4 @@
-"""Write and check the manifest of a folder: size and SHA-256 of every file, and a record of what it is."""
+"""Write and check the manifest of a folder: size and SHA-256 of every file, and a record that describes it."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ READERS = 8  # files hashed at once
 
 
 def write_manifest(folder: Path, record: dict[str, Any]) -> None:
-    """Put every file of the folder on disk, and then size and SHA-256 of each, with the record, into its manifest.
+    """Sync every file of a folder to disk, then write the manifest with the record, and size and SHA-256 of each file.
 
     Raises:
-        OSError: there is no manifest then.
+        OSError: a write failed; there is no manifest.
     """
     files = {str(path.relative_to(folder)): path for path in _files(folder)}
     with ThreadPoolExecutor(READERS) as readers:
-        found = dict(zip(files, readers.map(_digest, files.values())))
-    body = {"record": record, "files": found}
+        digests = dict(zip(files, readers.map(_digest, files.values())))
+    body = {"record": record, "files": digests}
     write_durably(folder / MANIFEST, json.dumps({"sha256": _digest_of(body), **body}))
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest's record, or None where there is no manifest, or not the one that was written.
+    """Return the manifest's record, or None if the manifest is missing or differs from what was written.
 
     Raises:
-        StorageError: it cannot be read.
+        StorageError: the manifest cannot be read.
     """
     body = _read(folder)
     return None if body is None else body["record"]
 
 
 def misplaced(at: Path, run: str | None) -> str | None:
-    """Describe how a checkpoint's name or run differs from those in its manifest, or return None.
+    """Describe how a checkpoint's name or run differs from its manifest, or return None.
 
     Raises:
         StorageError: the manifest cannot be read.
@@ -52,8 +52,8 @@ def misplaced(at: Path, run: str | None) -> str | None:
         return f"checkpoint {at} is of iteration {iteration}: it was renamed; give it the name {iteration:06d} again"
     if of is not None and run is not None and of != run:
         return (
-            f"checkpoint {at} is of another run ({of[:8]}, and this one is {run[:8]}): it was copied here; remove it, "
-            "or resume the run that it is of"
+            f"checkpoint {at} belongs to run {of[:8]}, but this is run {run[:8]}: it was copied here; remove it, or "
+            "resume the run that it belongs to"
         )
     return None
 
@@ -62,7 +62,7 @@ def damage(folder: Path) -> str | None:
     """Describe the first difference between a folder and its manifest, or return None.
 
     Raises:
-        StorageError: a file cannot be read, which says nothing about what is in it.
+        StorageError: a file cannot be read, so it may be intact.
     """
     if not exists(folder / MANIFEST):
         return f"{MANIFEST} is missing"
@@ -94,7 +94,7 @@ def _difference(path: Path, name: str, saved: dict[str, Any]) -> str | None:
     try:
         size = path.stat().st_size
         if size != saved["size"]:
-            return f"{name} has {size} bytes and {saved['size']} were saved"
+            return f"{name} has {size} bytes, but {saved['size']} were saved"
         with path.open("rb") as file:
             same = hashlib.file_digest(file, "sha256").hexdigest() == saved["sha256"]
     except (FileNotFoundError, NotADirectoryError):
@@ -110,7 +110,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _digest(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
-        os.fsync(file.fileno())  # what is hashed is in memory, perhaps not on disk yet
+        os.fsync(file.fileno())  # hashing reads memory, which may not be on disk yet
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"size": path.stat().st_size, "sha256": digest}
 

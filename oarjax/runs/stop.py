@@ -1,8 +1,8 @@
 """Save and stop on SIGTERM, Ctrl-C, a closed terminal (SIGHUP) or a TPU pod's notice of preemption.
 
-Inside ``held`` a first signal only sets a flag, which the loop asks for after every iteration; anywhere else nothing
-would be lost and it ends the run at once. Either way the exit code says: resume with the same command. A second signal
-kills. Under nohup, which ignores SIGHUP, it stays ignored.
+Inside ``held`` a first signal only sets a flag, which the loop reads after every iteration. Elsewhere nothing would be
+lost, so the signal ends the run at once. In both cases the exit code means: resume with the same command. A second
+signal kills. Under nohup SIGHUP stays ignored.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ import jax
 from jax.experimental import multihost_utils
 
 RESUMABLE = 75
-"""Exit code of a run that was stopped by a signal: EX_TEMPFAIL of sysexits.h. The same command resumes it."""
+"""Exit code of a run that a signal stopped: EX_TEMPFAIL of sysexits.h. The same command resumes it."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Stopped(SystemExit):
-    """The run was stopped by a signal, after saving what there was to save."""
+    """Raised when a signal stopped the run, after all finished work was saved."""
 
     def __init__(self) -> None:
         super().__init__(RESUMABLE)
 
 
 class Stop:
-    """Listen for signals around a run, as a context manager. Only the main thread hears them; elsewhere none come."""
+    """Listen for signals around a run, as a context manager. Only the main thread receives them."""
 
     def __init__(self) -> None:
-        self._told = self._held = False
+        self._signalled = self._held = False
         self._asked = 0
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():
-            # Of several processes one may be told alone; JAX's own handler of SIGTERM tells all the others.
-            heard = () if jax.distributed.is_initialized() else SIGNALS
-            heard = [number for number in heard if signal.getsignal(number) is not signal.SIG_IGN]
-            self._before = {number: signal.signal(number, self._hear) for number in heard}
+            # A signal may reach only one of several processes; JAX's handler of SIGTERM notifies the others.
+            handled = () if jax.distributed.is_initialized() else SIGNALS
+            handled = [number for number in handled if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._handle) for number in handled}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -55,21 +55,21 @@ class Stop:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Make a first signal wait until it is asked for; one that was not asked for stops the run at the end."""
+        """Defer a first signal until ``asked``; if it is not read there, it stops the run at the end of the block."""
         self._held = True
         try:
             yield
         finally:
             self._held = False
-        if self._told:
+        if self._signalled:
             self.obey()
 
     def asked(self) -> bool:
-        """Return whether to save and stop now; the same on all processes, which must ask equally often."""
+        """Return True if the run must save and stop now; equal on all processes, which must call it equally often."""
         self._asked += 1
         if jax.distributed.is_initialized():
             return multihost_utils.reached_preemption_sync_point(self._asked)
-        return self._told
+        return self._signalled
 
     def obey(self) -> NoReturn:
         """Stop the run.
@@ -79,17 +79,17 @@ class Stop:
         """
         raise Stopped
 
-    def _hear(self, number: int, _: FrameType | None) -> None:
-        if self._told and number == signal.SIGHUP:  # a closing terminal sends it besides SIGTERM, or twice
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if self._signalled and number == signal.SIGHUP:  # a closing terminal sends it after SIGTERM, or twice
             return
-        if self._told or jax.distributed.is_initialized():  # a Ctrl-C on one host of many: the others cannot continue
+        if self._signalled or jax.distributed.is_initialized():  # Ctrl-C on one of many hosts
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        self._told = True
+        self._signalled = True
         if not self._held:
             raise Stopped
-        # print() may not be called again from within itself; where the terminal is gone there is nobody to tell.
-        text = f"\n{signal.Signals(number).name}: saving after this iteration; once more to end at once\n"
+        # print() is not reentrant; without a terminal the write fails and nobody reads it.
+        text = f"\n{signal.Signals(number).name}: saving after this iteration; signal again to end at once\n"
         with contextlib.suppress(OSError):
             os.write(2, text.encode())

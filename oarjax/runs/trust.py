@@ -1,9 +1,9 @@
-"""Ask before code is imported that a run's files name and that is not the user's own; see docs/trust.md.
+"""Ask before importing code that a run's files name, unless it is known to be the user's; see docs/trust.md.
 
-A config names Python: rewards (grading.plugins), a credit method, a probe, a loss. ``oarjax train CONFIG`` runs it,
-since its command says so. Commands that read a run folder or a kept batch meet a config that somebody else may have
-written. There a run counts as the user's own if its id stands in the user's state folder, where ``train`` noted it,
-and all code that its config names is, place by place, what it was then.
+A config names Python code: rewards (grading.plugins), a credit method, a probe, a loss. ``oarjax train CONFIG`` runs
+it, since the user names the config. Other commands read configs from run folders or kept batches, which somebody else
+may have written. They trust a run if ``train`` recorded its id in the user's state folder, and if all code that its
+config names is unchanged since.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from oarjax.system.plugins import plugin_file
 
 
 class UntrustedCode(UserError, RuntimeError):
-    """A file names code that is not known to be the user's own; says which, and how to allow it."""
+    """Raised when a file names code that is not known to be the user's; names the code and how to allow it."""
 
 
 def code_places(cfg: Config) -> list[str]:
-    """Return the Python that a config names, as "field=file.py:name"; nothing is imported."""
+    """Return the Python code that a config names, as "field=file.py:name", without importing it."""
     places = [f"grading.plugins={plugin}" for plugin in cfg.grading.plugins]
     named = {
         "credit.function": cfg.credit.function,
@@ -40,13 +40,13 @@ def code_places(cfg: Config) -> list[str]:
 
 
 def code_digests(cfg: Config) -> dict[str, str]:
-    """Return place -> SHA-256 of the file that it names, "absent" where there is none; nothing is imported.
+    """Return place -> SHA-256 of the file that it names, "absent" without one; nothing is imported.
 
     Of a module in a package, and of a package, all Python files of the package's folder count. Of a plain file, the
     modules and packages beside it that it imports count too, and what these import there.
 
     Raises:
-        StorageError: a file is there and cannot be read.
+        StorageError: a file exists but cannot be read.
     """
     return {place: _digest(place.partition("=")[2]) for place in code_places(cfg)}
 
@@ -90,15 +90,15 @@ def _beside(file: Path) -> set[Path]:
 
 
 def state_folder() -> Path:
-    """Return the folder where the user's own runs are noted: $XDG_STATE_HOME/oarjax, else ~/.local/state/oarjax."""
+    """Return the folder that records the user's runs: $XDG_STATE_HOME/oarjax, else ~/.local/state/oarjax."""
     home = os.environ.get("XDG_STATE_HOME", "")
     return (Path(home) if os.path.isabs(home) else Path("~/.local/state").expanduser()) / "oarjax"
 
 
-def note_own(folder: Path, cfg: Config) -> str | None:
-    """Note a run folder and the code that its config names as the user's own; runs without code need no note.
+def note_trusted(folder: Path, cfg: Config) -> str | None:
+    """Record a run folder and the code that its config names as trusted; runs without code need no record.
 
-    Returns why it could not be noted, or None; a run does not depend on it.
+    Returns the reason if it could not be recorded, else None; a run does not depend on it.
     """
     digests = code_digests(cfg)
     known = run_id(folder)
@@ -115,7 +115,7 @@ def note_own(folder: Path, cfg: Config) -> str | None:
 
 
 def _noted(known: str) -> dict[str, str]:
-    if not re.fullmatch(r"[0-9a-f]{32}", known):  # it is part of a path, and somebody else may have written it
+    if not re.fullmatch(r"[0-9a-f]{32}", known):  # part of a path that somebody else may have written
         return {}
     try:
         tree = json.loads((state_folder() / "runs" / f"{known}.json").read_text(encoding="utf-8"))
@@ -124,27 +124,27 @@ def _noted(known: str) -> dict[str, str]:
         return {}
 
 
-def is_own(folder: Path, digests: dict[str, str]) -> bool:
-    """Tell whether all this code was noted for the run in ``folder``, with the content that it has now."""
+def is_trusted(folder: Path, digests: dict[str, str]) -> bool:
+    """Return True if all this code was recorded for the run in ``folder``, with its current content."""
     noted = _noted(run_id(folder) or "")
     return all(digest != "absent" and noted.get(place) == digest for place, digest in digests.items())
 
 
 def check_trust(cfg: Config, folder: Path, *, source: str, trusted: bool) -> None:
-    """Return if a config names no code, or the user's own, or the user allows it; call before anything is imported.
+    """Check that a config names no code but the user's, or that the user allows it; call before anything is imported.
 
-    With a terminal the user is asked; without one this never waits.
+    Asks the user on a terminal; without a terminal it never waits.
 
     Args:
-        folder: the run that the config is said to be of.
-        source: the file that the config is from, for the message.
-        trusted: --trust-code was given.
+        folder: the run that the config claims to belong to.
+        source: the config's file, for the message.
+        trusted: True with --trust-code.
 
     Raises:
-        UntrustedCode: with the places.
+        UntrustedCode: the config names other code; lists it.
     """
     digests = code_digests(cfg)
-    if not digests or trusted or is_own(folder, digests):
+    if not digests or trusted or is_trusted(folder, digests):
         return
     listed = "; ".join(f"{place} ({digest[:12]})" for place, digest in digests.items())
     listed = listed.encode("unicode_escape").decode()  # it may hold a terminal's control characters
@@ -158,5 +158,5 @@ def check_trust(cfg: Config, folder: Path, *, source: str, trusted: bool) -> Non
             return
     raise UntrustedCode(
         f"{source} names Python code that is not known to be yours: {listed}. It would run with all your rights; read "
-        "it, and give --trust-code to run it (docs/trust.md)"
+        "it, and pass --trust-code to run it (docs/trust.md)"
     )

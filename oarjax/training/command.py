@@ -21,7 +21,7 @@ from oarjax.runs.checkpoint import remove_all
 from oarjax.runs.durable import DamagedError, check_guards, storage_errors, write_durably
 from oarjax.runs.folder import changed, claim, locked, put_aside, refuse_another_run
 from oarjax.runs.stop import Stop
-from oarjax.runs.trust import note_own
+from oarjax.runs.trust import note_trusted
 from oarjax.system.processes import from_first, join_processes, only_first
 from oarjax.training.held_out import Evaluation, evaluate, evaluation_from, plain_evaluation
 from oarjax.training.parts.adapters import plain_params
@@ -125,7 +125,7 @@ def _hold(stack: ExitStack, folder: Path, cfg: Config) -> None:
 def _claim(folder: Path, cfg: Config, console: Console) -> None:
     """Create the run's folder, or resume it, and record its code as trusted, since the user's command names it."""
     claim(folder, cfg)
-    if (problem := note_own(folder, cfg)) is not None:
+    if (problem := note_trusted(folder, cfg)) is not None:
         console.print(problem, markup=False)
 
 

@@ -154,7 +154,7 @@ def test_a_damaged_newest_checkpoint_is_put_aside(config, whole, tmp_path, harm,
     code, text = micro.finish(config, run)
     assert code == 0, text
     assert says in text
-    assert f"It is now 000006.{aside}; looking at the one before" in text
+    assert f"It is now 000006.{aside}; trying the previous one" in text
     assert "resuming after iteration 4" in text
     assert_same(run, whole)
 
@@ -289,7 +289,7 @@ def test_a_mount_that_vanishes(config, whole, tmp_path):
     code = process.wait(timeout=600)
     text = (tmp_path / "vanish.log").read_text()
     assert code == 75, text
-    assert "nothing was written to what is there now" in text
+    assert "nothing was written to its path since" in text
     assert not OURS.search(text), text
     assert list(disk.iterdir()) == []
     intact(back / "run")

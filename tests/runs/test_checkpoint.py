@@ -87,7 +87,7 @@ def flip_manifest(at):
 @pytest.mark.parametrize(
     ("harm", "says"),
     [
-        (truncate, r"has \d+ bytes and \d+ were saved"),
+        (truncate, r"has \d+ bytes, but \d+ were saved"),
         (flip, "is not what was saved .its SHA-256 differs"),
         (lambda at: largest(at).unlink(), "is missing"),
         (flip_manifest, "manifest.json is not what was saved"),
@@ -99,7 +99,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(tmp_path, harm, 
     found, (said,) = trusted(tmp_path / "c")
     assert found == 1
     assert said.startswith("checkpoint 000002 cannot be trusted: ")
-    assert said.endswith("It is now 000002.damaged; looking at the one before")
+    assert said.endswith("It is now 000002.damaged; trying the previous one")
     assert re.search(says, said), said
     assert names(tmp_path / "c") == ["000001", "000002.damaged"]
 

@@ -39,7 +39,7 @@ def test_a_changed_field_is_taken_until_there_is_a_checkpoint(tmp_path):
         (run / "checkpoints" / "000001").mkdir()
         before = everything(run)
         with pytest.raises(
-            ConfigError, match=r"another config \(optim.lr was 0.5, is 0.01\); give another run_dir=..., "
+            ConfigError, match=r"another config \(optim.lr was 0.5, is 0.01\); set another run_dir=..., "
         ):
             claim(run, tiny.config())
         assert everything(run) == before

@@ -33,7 +33,7 @@ def test_inside_it_waits_to_be_asked(number, capfd):
     assert heard == [False, True]
     assert stopped.value.code == RESUMABLE == 75
     assert signal.getsignal(number) is before
-    assert "saving after this iteration; once more to end at once" in capfd.readouterr().err
+    assert "saving after this iteration; signal again to end at once" in capfd.readouterr().err
 
 
 def test_outside_it_ends_at_once():

@@ -8,7 +8,7 @@ import tiny
 
 from oarjax.config import flatten
 from oarjax.runs.folder import claim
-from oarjax.runs.trust import UntrustedCode, check_trust, code_digests, note_own, state_folder
+from oarjax.runs.trust import UntrustedCode, check_trust, code_digests, note_trusted, state_folder
 from oarjax.system.plugins import plugin_file
 
 
@@ -27,7 +27,7 @@ def code(tmp_path, name="mine.py", text="raise RuntimeError('imported')\n"):
 
 def refused(cfg, run):
     with pytest.raises(
-        UntrustedCode, match=r"names Python code that is not known to be yours: .*give --trust-code"
+        UntrustedCode, match=r"names Python code that is not known to be yours: .*pass --trust-code"
     ) as e:
         check_trust(cfg, run, source="x", trusted=False)
     return str(e.value)
@@ -42,7 +42,7 @@ def test_own_is_what_was_noted_and_is_unchanged(tmp_path):
     cfg = tiny.config(loss__function=f"{file}:loss")
     run = claim(tmp_path / "run", cfg)
     assert f"loss.function={file}:loss" in refused(cfg, run)
-    assert note_own(run, cfg) is None
+    assert note_trusted(run, cfg) is None
     check_trust(cfg, run, source="x", trusted=False)
     run = run.rename(tmp_path / "moved")
     check_trust(cfg, run, source="x", trusted=False)
@@ -85,7 +85,7 @@ def test_a_state_folder_that_cannot_be_written_is_a_word(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     cfg = tiny.config(loss__function=f"{code(tmp_path)}:loss")
-    assert "will ask for --trust-code" in note_own(claim(tmp_path / "run", cfg), cfg)
+    assert "will ask for --trust-code" in note_trusted(claim(tmp_path / "run", cfg), cfg)
     refused(cfg, tmp_path / "run")
 
 

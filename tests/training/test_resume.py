@@ -77,7 +77,7 @@ def test_another_config_does_not_touch_a_run(tmp_path, data):
     (tmp_path / "start").mkdir()
     run_folder.refuse_another_run(tmp_path, cfg)  # the same command may go on
     other = load_config(demo, [f"run_dir={tmp_path}", "optim.lr=0.5"])
-    with pytest.raises(ConfigError, match=r"another config \(optim\.lr was 0\.25, is 0\.5\); give another run_dir"):
+    with pytest.raises(ConfigError, match=r"another config \(optim\.lr was 0\.25, is 0\.5\); set another run_dir"):
         run_folder.refuse_another_run(tmp_path, other)
     shown = load_config(demo, [f"run_dir={tmp_path}", "optim.lr=0.25", "report.html=false"])
     run_folder.refuse_another_run(tmp_path, shown)  # what a run learns does not depend on it

@@ -23,7 +23,7 @@ from oarjax.runs.bad_batches import Header, write_bad_batch, write_params
 from oarjax.runs.folder import claim, locked
 from oarjax.runs.inputs import read_inputs
 from oarjax.runs.stop import Stop
-from oarjax.runs.trust import note_own
+from oarjax.runs.trust import note_trusted
 from oarjax.training.command import train_once
 from oarjax.training.parts.inputs import check_inputs, pin_threads, seal_start
 from oarjax.training.run import open_run
@@ -218,7 +218,7 @@ def test_code_of_others_is_not_imported(foreign, monkeypatch, capsys, what):
     assert command(monkeypatch, what, target) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "names Python code that is not known to be yours" in said
-    assert "give --trust-code" in said
+    assert "pass --trust-code" in said
     assert not canary.exists()
 
 
@@ -227,7 +227,7 @@ def test_code_of_others_is_not_imported(foreign, monkeypatch, capsys, what):
 def test_code_that_is_trusted_or_own_is_run(foreign, what, how):
     run, batch, cfg, canary = foreign
     if how == "noted":
-        assert note_own(run, cfg) is None
+        assert note_trusted(run, cfg) is None
     trust = how == "--trust-code"
     settings = {"data": None, "k": None, "temperature": None, "prompt": "auto", "out": None, "overrides": []}
     commands = {
