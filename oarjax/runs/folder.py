@@ -142,8 +142,8 @@ def refuse_another_config(before: Mapping[str, Any], cfg: Config, *, what: str) 
     if found.refused:
         others = f"; these may differ: {found.words()}" if found.words() else ""
         raise ConfigError(
-            f"run_dir: {what} holds a run of another config ({listed(found.refused)}); "
-            f"set another run_dir=..., restore that config to resume it, or pass --restart to move it aside and start over{others}"
+            f"run_dir: {what} holds a run of another config ({listed(found.refused)}); set another run_dir=..., "
+            f"restore that config to resume it, or pass --restart to move it aside and start over{others}"
         )
     return found
 
