@@ -179,7 +179,7 @@ PROBES = pathlib.Path(__file__).parent / "golden" / "config" / "bad_probes.py"
         (["credit.masking.mask_id=32"], "credit.masking.mask_id: expected a token id below 32, got 32"),
         (
             ["credit.method=keywords", "credit.keywords.words=[so, wait]"],
-            "credit.keywords.words: none of 'so', 'wait' can be written in this vocabulary; give words that its tokens",
+            "credit.keywords.words: none of 'so', 'wait' can be written in this vocabulary; set words that its tokens",
         ),
         (["credit.keywords.words=[so, '']"], "credit.keywords.words.1: String should have at least 1 character"),
         (["credit.masking.unit=line", "credit.method=oar_g"], "credit.masking.unit: line is for oar_p; set token, or"),

@@ -183,8 +183,8 @@ def total_flips(
     """
     reasoning, is_token = np.asarray(span.reasoning), np.asarray(rollout.completion)
     total = is_token.shape[1]
-    own = np.asarray(rollout.tokens)[:, -total:]
-    departs = is_token & (own != np.asarray(choice.first))
+    completion = np.asarray(rollout.tokens)[:, -total:]
+    departs = is_token & (completion != np.asarray(choice.first))
     changed = [(int(r), int(t)) for r, t in np.argwhere(reasoning)]
     # First token after t that is not the first choice: the unchanged text's greedy continuation ends before it.
     upto = np.full((len(is_token), total + 1), total)

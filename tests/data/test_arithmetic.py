@@ -99,7 +99,7 @@ def test_habits_are_mixed_in_the_sft_split_only():
 def test_too_few_problems_is_an_error():
     with pytest.raises(ValueError, match=r"fewer than 100 problems of 2 numbers up to 3 for eval \(found \d\)"):
         rows("eval", 100, terms=2, highest=3)
-    with pytest.raises(ValueError, match=r"no split 'test'; accepted: train, eval, sft"):
+    with pytest.raises(ValueError, match=r"no split 'test'; set one of train, eval, sft"):
         rows("test")
 
 

@@ -173,7 +173,7 @@ def test_builtin_source():
     assert all(p.prompt.endswith("=") and p.reference.isdigit() for p in problems)
     longer = load("builtin:arithmetic", split="eval", limit=3, arithmetic={"terms": 9})
     assert min(len(p.prompt) for p in longer) > max(len(p.prompt) for p in problems)
-    with pytest.raises(DataError, match=r"data.train.split: .* no split 'test'; accepted: train, eval, sft"):
+    with pytest.raises(DataError, match=r"data.train.split: .* no split 'test'; set one of train, eval, sft"):
         load("builtin:arithmetic", split="test")
     with pytest.raises(DataError, match=r"expected builtin:arithmetic or builtin:forks, got 'builtin:chess'; set"):
         load("builtin:chess")

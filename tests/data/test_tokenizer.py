@@ -87,7 +87,7 @@ def test_bytes_do_not_need_the_canonical_encoding(bpe):
 
 def test_vocabulary_larger_than_the_model_is_refused(bpe):
     tokenizer = load_tokenizer(bpe)
-    with pytest.raises(TokenizerError, match=r"ids up to 299 and the model's vocabulary only 299"):
+    with pytest.raises(TokenizerError, match=r"ids up to 299, but the model's vocabulary only 299"):
         token_bytes(tokenizer, 299)
 
 

@@ -133,7 +133,7 @@ def swap(folder):
         (lambda c: shutil.copytree(c / "000002", c / "000003"), r"000003 is of iteration 2"),
         (
             lambda c: (c.parent / "run.json").write_text('{"id": "other"}'),
-            r"00000\d is of another run \(first, and this",
+            r"00000\d belongs to run first, but this is run",
         ),
     ],
 )

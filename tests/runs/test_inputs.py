@@ -33,7 +33,7 @@ def test_until_there_is_progress_they_are_replaced_and_then_fixed(tmp_path):
     assert read_inputs(tmp_path).inputs["rows/data.train"] == "b" * 64
     started(tmp_path)
     with pytest.raises(
-        ConfigError, match=r"made from other inputs \(rows/data.train was bbbbbbbbbbbb, is aaaaaaaaaaaa\)"
+        ConfigError, match=r"trained from other inputs \(rows/data.train was bbbbbbbbbbbb, is aaaaaaaaaaaa\)"
     ):
         record_inputs(tmp_path, NOW)
     assert read_inputs(tmp_path).inputs["rows/data.train"] == "b" * 64

@@ -318,7 +318,7 @@ def test_the_command_and_its_mistakes(file, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("COLUMNS", "200")
     code, out, _ = oarjax(monkeypatch, capfd, "study", "--help")
     assert code == 0
-    for words in ("CONFIG.yaml", "--quick", "--jobs", "--page", "finished ones are not run again"):
+    for words in ("CONFIG.yaml", "--quick", "--jobs", "--page", "finished runs are kept"):
         assert words in out
     for arguments, says in [
         ([tmp_path / "none.yaml"], "no such file"),
