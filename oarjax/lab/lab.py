@@ -187,7 +187,7 @@ def score_methods(
     }
 
 
-class TokenCredit(NamedTuple):
+class MethodCredit(NamedTuple):
     """A method's credit of the tokens of all completions, [R, T]."""
 
     ranking: np.ndarray  # scores to rank tokens by
@@ -197,7 +197,7 @@ class TokenCredit(NamedTuple):
 
 def credit_tokens(
     run: Run, completions: Completions, credit: CreditConfig, scored: Scored | None, rewards: np.ndarray
-) -> TokenCredit:
+) -> MethodCredit:
     """Compute a method's weights and its ranking: its raw scores, or its weights if it has no scores."""
     method = with_method(run, credit)
     weigh = weigher(credit, keyword_table=method.keyword_table, custom_method=method.custom_method)
@@ -220,7 +220,7 @@ def credit_tokens(
     keys = [jax.random.fold_in(jax.random.key(run.cfg.seed), draw) for draw in range(2)]
     ranking, weights = rank_and_weigh(None if scored is None else scored.scores, keys[0])
     repeated, _ = rank_and_weigh(None if scored is None else scored.repeated, keys[1])
-    return TokenCredit(ranking, repeated, weights)
+    return MethodCredit(ranking, repeated, weights)
 
 
 # All of the lab ----------------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ def collect_completions(
     completions: Completions,
     rewards: np.ndarray,
     texts: Sequence[Sequence[str]],
-    credited: Mapping[str, TokenCredit],
+    credited: Mapping[str, MethodCredit],
     direct: np.ndarray,
     total: np.ndarray,
     known: np.ndarray | None,
