@@ -88,9 +88,9 @@ def test_lost_lines_and_another_version_are_told(run, config, monkeypatch, capsy
     said = []
     monkeypatch.setattr(run_files.RunFiles, "_say", lambda self, text: said.append(text))
     fakes.command(config())
-    assert "metrics.jsonl: its last" in said[1]
+    assert "metrics.jsonl: the last" in said[1]
     assert "bytes up to iteration 1 are missing; lines were lost" in said[1]
-    assert said[0].endswith("and this is 9.9")
+    assert said[0].endswith("this is 9.9")
 
 
 def test_what_may_differ_and_what_may_not():
