@@ -40,10 +40,10 @@ def print_version(wanted: bool) -> bool:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print versions and exit.")
-    ] = False,
+        bool | None, typer.Option("--version", callback=print_version, is_eager=True, help="Print versions and exit.")
+    ] = None,
 ) -> None:
-    """Take the options that stand before a subcommand."""
+    """Define the options before a subcommand."""
 
 
 class Template(StrEnum):
