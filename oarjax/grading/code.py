@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from oarjax.grading.rewards import Sample, Unparseable, reward
 from oarjax.grading.sandbox import Ran, prove_isolation, run_program
 
-FENCE = re.compile(r"^[ \t]*(?:```|~~~)[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*(?:```|~~~)[ \t]*$", re.MULTILINE | re.DOTALL)
+PYTHON = ("", "python", "py", "python3")  # languages of a fence
 MOST_CASES = 100
 
 
@@ -50,9 +49,18 @@ def code_passes(sample: Sample, *, tests: str = "tests", seconds: float = 4.0, m
 
 def last_block(completion: str) -> str | None:
     """Return the last fenced block of Python, or without a language; None where there is none."""
-    found = FENCE.findall(completion)
-    blocks = [body for language, body in found if language.lower() in ("", "python", "py", "python3")]
-    return blocks[-1] if blocks else None
+    block: str | None = None
+    language: str | None = None  # of the fence that is open
+    body: list[str] = []
+    for line in completion.split("\n"):
+        mark = line.strip()
+        if language is None and mark.startswith(("```", "~~~")):
+            language, body = (mark[3:].split() or [""])[0].lower(), []
+        elif language is not None and mark in ("```", "~~~"):
+            block, language = "\n".join(body) if language in PYTHON else block, None
+        else:
+            body.append(line)
+    return block
 
 
 def with_tests(program: str, tests: str, done: str) -> str:
