@@ -40,8 +40,8 @@ def print_version(wanted: bool) -> bool:
 @app.callback()
 def options(
     version: Annotated[
-        bool | None, typer.Option("--version", callback=print_version, is_eager=True, help="Print versions and exit.")
-    ] = None,
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print versions and exit.")
+    ] = False,
 ) -> None:
     """Define the options before a subcommand."""
 
