@@ -269,7 +269,7 @@ def test_a_tokenizer_larger_than_the_vocabulary(train, policy):
             "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
             "(TooLong: it ran longer than 1 s)",
         ),
-        ("", "the prompt '0+1=' encodes to no tokens at all"),
+        ("", "the prompt '0+1=' encodes to no tokens"),
     ],
 )
 def test_chat_templates_that_fail(train, policy, template, says, monkeypatch):
