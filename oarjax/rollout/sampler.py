@@ -29,6 +29,11 @@ from oarjax.types import KVCache, Params, PromptBatch, Rollout
 BLOCK = 128
 """Tokens per block of the two-level draw (the lane width of a TPU; it divides Qwen's vocabulary)."""
 
+DEVICES = 16
+"""A large vocabulary has a multiple of this many blocks, the last of them empty, so that a mesh that divides logits
+over up to 16 devices along the vocabulary divides its blocks too. Qwen's 1,187 blocks, a prime, become 1,200: without
+the other 13 every drawn token would gather all logits on every device."""
+
 
 def rollout_key(root: Key[Array, ""], *, step: int | Int[Array, ""], batch: int | Int[Array, ""]) -> Key[Array, ""]:
     """The key of one rollout batch: the run's root key with the step and the batch's number in the step folded in.
@@ -342,7 +347,7 @@ def draw_token(
 def invert_cdf(logits: Float[Array, "B V"], uniforms: Float[Array, "B 2"]) -> Int32[Array, "B"]:
     """The token at which the cumulative softmax passes the uniforms, block first; never one of logit -inf."""
     rows, vocab = logits.shape
-    spare = -vocab % BLOCK
+    spare = -vocab % (BLOCK * (DEVICES if vocab >= 8 * BLOCK * DEVICES else 1))
     blocks = jnp.pad(logits, ((0, 0), (0, spare)), constant_values=-jnp.inf).reshape(rows, -1, BLOCK)
     top = jnp.max(logits, axis=-1)
     block = _pick(jnp.sum(jnp.exp(blocks - top[:, None, None]), axis=-1), uniforms[:, 0])
