@@ -18,6 +18,8 @@ from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from oarjax.models.precision import precision_of
+
 _rows = Primitive("grouped_dot")
 _matrices = Primitive("grouped_outer")
 
@@ -41,13 +43,15 @@ def grouped_outer(
 
 def _dot(rows: Array, matrices: Array, sizes: Array, *, dtype: np.dtype) -> Array:
     rows, matrices = _same_dtype(rows, matrices)
-    return jax.lax.ragged_dot(rows, matrices, sizes, preferred_element_type=dtype)
+    return jax.lax.ragged_dot(rows, matrices, sizes, precision=precision_of(rows.dtype), preferred_element_type=dtype)
 
 
 def _outer(left: Array, right: Array, sizes: Array, *, dtype: np.dtype) -> Array:
     left, right = _same_dtype(left, right)
     dimensions = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-    return jax.lax.ragged_dot_general(left, right, sizes, dimensions, preferred_element_type=dtype)
+    return jax.lax.ragged_dot_general(
+        left, right, sizes, dimensions, precision=precision_of(left.dtype), preferred_element_type=dtype
+    )
 
 
 def _same_dtype(a: Array, b: Array) -> tuple[Array, Array]:

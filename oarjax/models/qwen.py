@@ -21,6 +21,7 @@ from oarjax.models.attention import AttentionKind, segment_mixer
 from oarjax.models.layers import Qwen
 from oarjax.models.moe import ExpertsKind
 from oarjax.models.policy import Policy
+from oarjax.models.precision import in_full, precision_of
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.rope import inverse_frequencies, rotation
 from oarjax.models.sharding import ROWS
@@ -43,7 +44,8 @@ def make_policy(
     """Build the Policy of a Qwen, ``head`` included; params are the dict that ``models.weights`` describes.
 
     Matmul operands are in ``compute_dtype`` and accumulate in float32; the residual stream, norms, softmax,
-    RoPE angles and logits are float32 (all float64 where compute_dtype is). ``remat`` says what the backward
+    RoPE angles and logits are float32 (all float64 where compute_dtype is). With compute_dtype float32 the products are
+    float32 on every platform, see ``oarjax.models.precision``. ``remat`` says what the backward
     pass recomputes of each layer: nothing, all but the matmuls without batch axes, or everything. The cache is
     in ``compute_dtype``; its caller keeps cache.length + N within its slots. Matrices that have adapters beside them
     in the params (``oarjax.models.lora``) use these with ``adapter_scale``; params without any are the plain model.
@@ -153,7 +155,7 @@ def make_policy(
     def grow(cache: KVCache, slots: int, *, drop: int = 0) -> KVCache:
         return place_cache(policy.grow(cache, slots, drop=drop))
 
-    return Policy(embed, trunk, unembed, init_cache, head, take_rows, grow)
+    return Policy(embed, in_full(trunk, compute), unembed, init_cache, head, take_rows, grow)
 
 
 def _placed(mesh: Mesh, x: Array, *axes: str | tuple[str, ...] | None) -> Array:
@@ -192,13 +194,15 @@ def _project_jvp(primals, tangents):
     if not isinstance(d_hidden, SymbolicZero):
         parts.append(_logits(d_hidden, whole))
     if not isinstance(d_kernel, SymbolicZero):
-        parts.append(jnp.einsum("...d,dv->...v", hidden.astype(out.dtype), d_kernel.astype(out.dtype)))
+        wide = (hidden.astype(out.dtype), d_kernel.astype(out.dtype))
+        parts.append(jnp.einsum("...d,dv->...v", *wide, precision=precision_of(whole.dtype)))
     return out, reduce(jnp.add, parts[1:] or parts)
 
 
 def _logits(hidden: Float[Array, "*rows D"], kernel: Float[Array, "D V"]) -> Float[Array, "*rows V"]:
     stream = jnp.promote_types(kernel.dtype, jnp.float32)
-    return jnp.einsum("...d,dv->...v", hidden, kernel, preferred_element_type=stream)
+    precision = precision_of(kernel.dtype)
+    return jnp.einsum("...d,dv->...v", hidden, kernel, precision=precision, preferred_element_type=stream)
 
 
 def _adapted(layers: Params) -> frozenset[str]:

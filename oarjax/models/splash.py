@@ -9,8 +9,9 @@ a ``linear_pair``: cotangents go through the kernel's own backward pass (dq, and
 forward pass saved, and tangents through blocked XLA. Gradients never touch the XLA half.
 
 Blocks. The kernels want lengths that are multiples of their blocks, and blocks that are multiples of 128, the lanes of
-a TPU. Lengths are padded; blocks are 512 where that pads little: larger tiles keep the matrix unit busy, and
-512 x 512 float32 scores with their operands fit the 16 MiB of VMEM that a kernel gets by default.
+a TPU. Lengths are padded; ``block_of`` weighs what padding and blocks across the diagonal compute for nothing against
+larger tiles, which keep the matrix unit busier. Up to 640 x 640 float32 scores with their operands fit the 16 MiB of
+VMEM that a kernel gets by default, forward and backward, as libtpu 0.0.42 compiles them.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from oarjax.models.linear_pair import linear_pair
+from oarjax.models.precision import full_precision, precision_of
 
 LANES = 128
-BLOCKS = (512, 256, LANES)
+EFFICIENCY = {LANES: 0.5, 256: 0.64, 384: 0.8, 512: 0.9, 640: 0.93}
+"""Block -> share of the matrix unit's peak: assumed until measured (``oarjax accept`` times blocks of 128 and 512)."""
 HEADS = "tensor"
 """Mesh axis over which heads are divided; rows are divided over all the others."""
 
@@ -47,6 +50,7 @@ def splash(
     valid: Bool[Array, "B M"],
     *,
     mesh: Mesh,
+    blocks: tuple[int, int] | None = None,
 ) -> Float[Array, "B N heads h"]:
     """softmax(q k^T / sqrt(h)) v: what ``attend`` gives for the M - N keys of a prefix and the N queries' own.
 
@@ -55,7 +59,7 @@ def splash(
     the product with v are float32 inside the kernel.
 
     Rows are divided over the axes of ``mesh`` other than "tensor" (padded where they do not divide), heads over
-    "tensor", key heads repeated no more than that needs.
+    "tensor", key heads repeated no more than that needs. ``blocks`` of queries and keys: None, by ``block_of``.
 
     Raises:
         ValueError: "tensor" does not divide the heads, or float64.
@@ -69,7 +73,7 @@ def splash(
     # Equal ids see each other: 1 for real keys and whoever sees one. Padding sees padding, so no softmax is empty.
     ids_q, ids_k = sees.astype(jnp.int32), valid.astype(jnp.int32)
     parts = mesh.size // tensor
-    block_q, block_k = block_of(new), block_of(keys)
+    block_q, block_k = blocks or (block_of(new), block_of(keys))
 
     def heads_first(x: Array, block: int) -> Array:
         return _pad(x.transpose(0, 2, 1, 3), (parts, 1, block, 1))
@@ -130,6 +134,7 @@ def _attention(mesh: Mesh, offset: int, block_q: int, block_k: int) -> Any:
     @attention.defjvp
     def derivative(primals: Any, tangents: Any) -> Any:
         *qkv, ids_q, ids_k = primals
+        dtype = qkv[0].dtype
         out, pullback = jax.vjp(lambda q, k, v: forward(q, k, v, ids_q, ids_k), *qkv)
         saved, tree = jax.tree.flatten(pullback)
         residuals = [*primals, out, *saved]
@@ -138,7 +143,8 @@ def _attention(mesh: Mesh, offset: int, block_q: int, block_k: int) -> Any:
             return (push(*args[: len(primals) + 1], *args[-len(qkv) :]),)
 
         def cotangent(*args: Array) -> tuple[Array, ...]:
-            return jax.tree.unflatten(tree, args[len(primals) + 1 : -1])(args[-1])
+            with full_precision(dtype):  # the backward kernels are traced here
+                return jax.tree.unflatten(tree, args[len(primals) + 1 : -1])(args[-1])
 
         return out, linear_pair(tangent, cotangent, residuals, tangents[: len(qkv)])[0]
 
@@ -173,7 +179,8 @@ def device_kernel(
         q_seq_shards=1,
         interpret=interpret,
     )
-    out: Any = jax.vmap(kernel)(q, k, v, SegmentIds(ids_q, ids_k))
+    with full_precision(q.dtype):
+        out: Any = jax.vmap(kernel)(q, k, v, SegmentIds(ids_q, ids_k))
     return out
 
 
@@ -197,7 +204,7 @@ def _push(
     rows, heads, new, width = q.shape
     kv, keys = k.shape[1:3]
     blocks = new // LANES
-    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    product = partial(jnp.einsum, precision=precision_of(q.dtype), preferred_element_type=jnp.float32)
 
     def split(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(rows, kv, heads // kv, blocks, LANES, width), 3, 0)
@@ -226,8 +233,17 @@ def _key_repeats(heads: int, kv: int, tensor: int) -> int:
 
 
 def block_of(length: int) -> int:
-    """The largest block that pads ``length`` by no more than an eighth, or else the smallest."""
-    return next((b for b in BLOCKS if -(-length // b) * b <= length + length // 8), LANES)
+    """Return the block of the least time for causal attention of so many tokens: blocks visited over efficiency.
+
+    Its multiple above the length has the same block. 576 and 640 tokens are one block of 640; 1,344 and 1,536 are three
+    of 512, which is cheaper than eleven or twelve of 128.
+    """
+
+    def cost(block: int) -> float:
+        count = -(-length // block)
+        return count * (count + 1) / 2 * block**2 / EFFICIENCY[block]
+
+    return min(reversed(EFFICIENCY), key=cost)
 
 
 def _pad(x: Array, multiples: tuple[int, ...]) -> Array:
