@@ -14,13 +14,15 @@ from jax.sharding import AxisType, Mesh
 
 from oarjax.models.sharding import AXES, ROLLOUT_AXES
 from oarjax.system.devices import DeviceError
+from oarjax.system.tiles import compact_order
 
 
 def make_mesh(*, slice: int, data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None = None) -> Mesh:
     """Build a mesh over all devices, or over ``devices``; one axis may be -1 and takes the remaining devices.
 
     On TPUs in several slices, the axis ``slice`` has one position per slice; elsewhere it is an ordinary outermost
-    axis. Neighbours on the last axes are neighbours in the hardware.
+    axis. Neighbours on the last axes are neighbours in the hardware. A slice whose devices all lie on one axis is
+    ordered tile by tile, see ``oarjax.system.tiles``: sampling divides the same order into tensor groups.
 
     Raises:
         DeviceError: the axes do not multiply to the number of devices, or ``slice`` is not the number of slices.
@@ -49,7 +51,11 @@ def make_mesh(*, slice: int, data: int, fsdp: int, tensor: int, devices: Sequenc
             f"set mesh.slice={slices}"
         )
     sizes = tuple(axes.values())
-    if slices > 1:
+    flat = slices == 1 and devices[0].platform == "tpu" and sum(n > 1 for n in sizes) == 1
+    tiles = compact_order(devices) if flat else None
+    if tiles is not None:
+        placed = np.array(tiles).reshape(sizes)
+    elif slices > 1:
         inner = (1, *sizes[1:])
         placed = _split_where_needed(
             partial(mesh_utils.create_hybrid_device_mesh, inner, (slices, 1, 1, 1), devices=devices)

@@ -1,0 +1,81 @@
+"""The order of a slice's chips in which neighbours are near each other, by their physical coordinates.
+
+Every aligned group of 4 is a 2 x 2 tile, a ring without wrapped links and on one host; every aligned group of 8 is two
+tiles side by side or, where chips are stacked, a cube. A group that shares a copy of the policy while sampling
+(``rollout.tensor`` consecutive devices) adds up its states in every layer of every token, so it should be such a tile;
+what the whole slice sends does not depend on the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+Place = tuple[int, ...]
+
+
+def compact_order(devices: Sequence[Any]) -> list[Any] | None:
+    """Return the devices of one slice tile by tile; None for a slice without coordinates or of another shape.
+
+    Flat slices (v5e, v6e) whose sides are powers of two follow Hilbert's curve, one square after another; stacked ones
+    (v4, v5p) go up one 2 x 2 column and down the next.
+    """
+    chips: dict[Place, list[Any]] = {}
+    for device in devices:
+        if not hasattr(device, "coords"):
+            return None
+        chips.setdefault(tuple(device.coords), []).append(device)
+    corner = [min(place[i] for place in chips) for i in range(3)]
+    sides = [max(place[i] for place in chips) - corner[i] + 1 for i in range(3)]
+    if len(chips) != sides[0] * sides[1] * sides[2]:
+        return None
+    path = flat_path(sides[0], sides[1]) if sides[2] == 1 else column_path(*sides)
+    if path is None:
+        return None
+    places = [tuple(c + x for c, x in zip(corner, (*place, 0)[:3])) for place in path]
+    return [d for place in places for d in sorted(chips[place], key=lambda d: getattr(d, "core_on_chip", 0))]
+
+
+def flat_path(width: int, height: int) -> list[Place] | None:
+    """Return the places (x, y) of a rectangle of squares along Hilbert's curve, each a neighbour of the one before."""
+    side, length = sorted((width, height))
+    if side < 2 or side & (side - 1) or length % side:
+        return None
+    square = [_hilbert(side, at) for at in range(side * side)]
+    path = [(x + start, y) for start in range(0, length, side) for x, y in square]
+    return path if width >= height else [(y, x) for x, y in path]
+
+
+def column_path(width: int, depth: int, height: int) -> list[Place] | None:
+    """Return the places (x, y, z) of a block, column after column of 2 x 2 chips."""
+    if width % 2 or depth % 2:
+        return None
+    tile = [(0, 0), (1, 0), (1, 1), (0, 1)]
+    path = []
+    for number, (x, y) in enumerate(_snake(width // 2, depth // 2)):
+        up = number % 2 == 0
+        for layer, z in enumerate(range(height) if up else reversed(range(height))):
+            path += [(2 * x + i, 2 * y + j, z) for i, j in (tile if layer % 2 == 0 else reversed(tile))]
+    return path
+
+
+def _snake(width: int, depth: int) -> Iterator[tuple[int, int]]:
+    for x in range(width):
+        yield from ((x, y) for y in (range(depth) if x % 2 == 0 else reversed(range(depth))))
+
+
+def _hilbert(side: int, at: int) -> tuple[int, int]:
+    """Return step ``at`` of Hilbert's curve over a square, its side a power of two, from (0, 0) to (side - 1, 0)."""
+    x = y = 0
+    size = 1
+    while size < side:
+        right = at // 2 & 1
+        above = (at ^ right) & 1
+        if not above:
+            if right:
+                x, y = size - 1 - x, size - 1 - y
+            x, y = y, x
+        x, y = x + size * right, y + size * above
+        at //= 4
+        size *= 2
+    return x, y

@@ -1,0 +1,81 @@
+"""Orders of chips: aligned groups of four are tiles on one host, on every slice that a config ships for."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from math import prod
+
+import pytest
+from conftest import ROOT
+
+from oarjax.config import load_config
+from oarjax.plan.topology import ENVIRONMENT, TopologyError, find_slice, slice_devices
+from oarjax.system.mesh import make_mesh, rollout_mesh
+from oarjax.system.tiles import column_path, compact_order, flat_path
+
+SHIPPED = sorted(p for p in (ROOT / "configs").glob("*.yaml") if "\nplan:" in p.read_text())
+
+
+@dataclasses.dataclass(frozen=True)
+class Core:
+    coords: tuple[int, int, int]
+    core_on_chip: int = 0
+
+
+def sides(group):
+    """The sides of the box around places, sorted."""
+    return sorted(max(p[i] for p in group) - min(p[i] for p in group) + 1 for i in range(len(group[0])))
+
+
+@pytest.mark.parametrize("size", [(2, 2), (4, 2), (2, 4), (4, 4), (4, 8), (8, 8), (16, 8), (16, 16)])
+def test_flat_slices_are_walked_tile_by_tile(size):
+    path = flat_path(*size)
+    assert sorted(path) == [(x, y) for x in range(size[0]) for y in range(size[1])]
+    assert all(abs(a - c) + abs(b - d) == 1 for (a, b), (c, d) in itertools.pairwise(path))
+    for count, box in ((4, [2, 2]), (8, [2, 4]), (16, [4, 4])):
+        if prod(size) >= count and min(size) >= box[0]:
+            assert all(sides(path[i : i + count]) == box for i in range(0, len(path), count))
+
+
+@pytest.mark.parametrize("size", [(2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 8)])
+def test_stacked_slices_are_walked_column_by_column(size):
+    path = column_path(*size)
+    assert len(set(path)) == prod(size)
+    assert all(sum(abs(a - b) for a, b in zip(p, q)) <= 2 for p, q in itertools.pairwise(path))
+    assert all(sides(path[i : i + 4]) == [1, 2, 2] for i in range(0, len(path), 4))
+    assert all(sides(path[i : i + 8]) == [2, 2, 2] for i in range(0, len(path), 8))
+
+
+def test_other_shapes_are_left_to_jax():
+    assert flat_path(6, 6) is None
+    assert flat_path(1, 4) is None
+    assert column_path(1, 2, 4) is None
+    assert compact_order([object()]) is None
+    holes = [Core((0, 0, 0)), Core((1, 1, 0))]
+    assert compact_order(holes) is None
+
+
+def test_two_cores_of_a_chip_stay_together():
+    cores = [Core((x, y, 5), core) for core in (1, 0) for y in (3, 2) for x in (0, 1)]
+    order = compact_order(cores)
+    assert [core.core_on_chip for core in order] == [0, 1] * 4
+    assert [core.coords[:2] for core in order[::2]] == [(0, 2), (0, 3), (1, 3), (1, 2)]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
+def test_tensor_groups_of_shipped_configs_are_tiles(path, monkeypatch):
+    """On libtpu's own topologies: the devices that share a copy of the policy while sampling."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    cfg = load_config(path)
+    where = find_slice(cfg.plan.topology)
+    try:
+        devices = slice_devices(where)
+    except TopologyError as error:
+        pytest.skip(str(error))
+    mesh = rollout_mesh(make_mesh(**cfg.mesh.model_dump(), devices=devices), tensor=cfg.rollout.tensor or 1)
+    box = {1: [1, 1, 1], 2: [1, 1, 2], 4: [1, 2, 2], 8: [2, 2, 2] if devices[-1].coords[2] else [1, 2, 4]}
+    for group in mesh.devices:
+        assert sides([d.coords for d in group]) == box[len(group)]
+        assert len(group) > 4 or len({d.process_index for d in group}) == 1
