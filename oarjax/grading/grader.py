@@ -85,7 +85,7 @@ class Grader:
         rewards: (name, weight) pairs.
         settings: of rewards by name, their keyword arguments.
         plugins: Python files or modules that register rewards, imported here to check the names, and in every worker.
-        workers: number of processes.
+        workers: number of processes; auto: see ``worker_count``.
         deadline: seconds per answer, see above; a worker's start-up does not count.
         memory_mb: resident memory of a worker and of what it has started.
         style, pattern: how an answer is marked in a completion, see ``oarjax.credit.answer_text``.
@@ -100,7 +100,7 @@ class Grader:
         *,
         settings: Mapping[str, dict[str, Any]] | None = None,
         plugins: Sequence[str] = (),
-        workers: int = 2,
+        workers: int | Literal["auto"] = 2,
         deadline: float = 5.0,
         memory_mb: int = 2048,
         style: Style = "boxed",
@@ -123,7 +123,7 @@ class Grader:
             "style": style,
             "pattern": pattern,
         }
-        self._size = workers
+        self._size = worker_count(workers)
         self._workers: list[_Worker] = []
         self._failures = 0
         self._number = 0  # of samples sent so far
@@ -414,6 +414,15 @@ def _checked(message: Any, *, values: int) -> dict[str, Any]:
             if numbers and verdict in VERDICTS and (extracted is None or isinstance(extracted, str)):
                 return message
     raise Garbled("a reply that is none")
+
+
+def worker_count(wanted: int | Literal["auto"], *, cores: int | None = None) -> int:
+    """Resolve ``auto`` by the cores that this process may use: half of them, at least 2 and at most 32."""
+    if wanted != "auto":
+        return wanted
+    if cores is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(max(cores // 2, 2), 32)
 
 
 def _end_all(workers: list[_Worker]) -> None:

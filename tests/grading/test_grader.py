@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 
-from oarjax.grading.grader import Grader, GraderError
+from oarjax.grading.grader import Grader, GraderError, worker_count
 from oarjax.grading.link import Garbled, Link
 from oarjax.grading.rewards import Sample
 
@@ -310,3 +310,8 @@ def test_all_labelled_outputs_through_the_pool(shared):
     known = ~np.isnan(grades.rewards)
     assert grades.counts() == {"graded": 392, "ungraded": 8}
     np.testing.assert_array_equal(grades.rewards[known] == 1, np.array(labels)[known])
+
+
+def test_workers_by_cores():
+    assert worker_count(5, cores=64) == 5
+    assert [worker_count("auto", cores=cores) for cores in (1, 24, 224)] == [2, 12, 32]
