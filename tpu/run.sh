@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
 # Start the run on all workers and follow it to its end; or stop it.
 #
-#   tpu/run.sh [--stop | --no-follow | --watch | --delete-after] [options] [-- argument of oarjax train...]
+#   tpu/run.sh [--stop | --accept | --no-follow | --watch | --delete-after] [options] [-- argument of oarjax train...]
 #
 #   --stop            ask the run to write a checkpoint and end
 #   --no-follow       return when it has started; tpu/logs.sh follows
 #   --watch           do not give up while the network or worker 0 is out of reach: ask on until the run has ended
 #   --delete-after    as --watch, and delete the TPU when the run has ended, well or not (works only while this command
 #                     lives), or when it could not be started. A run that may be going on is never deleted.
+#
+#   --accept          run `oarjax accept` on every worker instead: a report per worker in the run's folder
+#
+# HF_TOKEN and every WANDB_... of this shell go to the workers, in a file that only their user can read.
 #
 # The same command on a run that was stopped goes on with it. Exit code: 0 done, 75 stopped (tpu/run.sh goes
 # on), 76 machine gone (tpu/resume.sh goes on), 1 failed. Ctrl-C stops the following, not the run.
@@ -30,7 +34,6 @@ judge() { # how the run stands, in VERDICT: complete, stopped, preempted, runnin
     *) VERDICT=preempted && return ;;
   esac
   ask gcloud storage cat "$SHARED/tpu/worker-*.exit" || true
-  if [[ $DRY_RUN == yes ]]; then ANSWER="worker 0: 0"; fi
   EXITS="$ANSWER"
   local codes # of this machine's workers, each once; a larger one may have left more files
   codes="$(awk -F '[ :]+' -v count="$WORKERS" '$2 < count { print $3 }' <<<"$ANSWER" | sort -u)"
@@ -64,6 +67,7 @@ follow() { # until the run ends or the machine goes; a connection that breaks is
     # Without questions of its own, ssh waits for hours on a connection whose other end vanished.
     run gcloud compute tpus tpu-vm ssh "$TPU_NAME" "${WHERE[@]}" --worker=0 --ssh-flag=-oServerAliveInterval=30 \
       --ssh-flag=-oServerAliveCountMax=4 --command="$(worker follow "$RUN")" || true
+    if [[ $DRY_RUN == yes ]]; then VERDICT=unknown && return; fi
     if ((SECONDS - began >= STEADY_SECONDS)); then tries=0 news=""; fi
     judge
     if [[ $VERDICT == running ]] && ((++tries >= TRIES)) && idle; then
@@ -98,6 +102,11 @@ follow() { # until the run ends or the machine goes; a connection that breaks is
 
 report() { # the verdict, what to do, and the exit code
   case "$VERDICT" in
+    unknown)
+      say "nothing was started; a real run is followed to its end, and the verdict comes from gcloud storage cat" \
+        "$SHARED/tpu/worker-*.exit"
+      return 0
+      ;;
     complete)
       say "DONE: run $RUN is complete, in $SHARED"
       return 0
@@ -123,6 +132,16 @@ report() { # the verdict, what to do, and the exit code
   esac
 }
 
+send_environment() { # the variables that reach trackers and the hub, never on a command line
+  local names name
+  names="$(compgen -e | grep -xE 'HF_TOKEN|WANDB_[A-Z0-9_]+' || true)"
+  if [[ -z $names ]]; then return; fi
+  (umask 077 && for name in $names; do printf '%s=%q\n' "$name" "${!name}"; done >"$SCRATCH/oarjax-environment")
+  say "to the workers: ${names//$'\n'/ }"
+  run gcloud compute tpus tpu-vm scp "$SCRATCH/oarjax-environment" "$TPU_NAME:" "${WHERE[@]}" --worker=all ||
+    die "the workers did not get these variables; unset them, or try again"
+}
+
 end() { # report, give the machine back if asked to, leave
   local code=0
   report || code=$?
@@ -138,13 +157,14 @@ before=() overrides=()
 while (($#)) && [[ $1 != -- ]]; do before+=("$1") && shift; done
 if (($#)); then shift && overrides=("$@"); fi
 load "${before[@]}"
-what=start after=stay watch=no VERDICT=running EXITS=""
+what=start action=start after=stay watch=no VERDICT=running EXITS=""
 for argument in "${ARGS[@]}"; do
   case "$argument" in
     --stop) what=stop ;;
     --no-follow) after=leave ;;
     --watch) watch=yes ;;
     --delete-after) after=delete watch=yes ;;
+    --accept) action=accept ;;
     *) die "unknown argument: $argument; arguments of oarjax train come behind --; see --help" ;;
   esac
 done
@@ -161,8 +181,9 @@ fi
 
 commit="$(git -C "$CHECKOUT" rev-parse --short=12 HEAD 2>/dev/null || true)"
 say "run $RUN: $CONFIG on $WORKERS worker(s), into $SHARED"
+send_environment
 if ! on_workers "starting the run" \
-  "$(worker start "$RUN" "$commit" "$MAX_RESTARTS" "$CONFIG" device=tpu "${OVERRIDES[@]}" "${overrides[@]}")"; then
+  "$(worker "$action" "$RUN" "$commit" "$MAX_RESTARTS" "$CONFIG" device=tpu "${OVERRIDES[@]}" "${overrides[@]}")"; then
   if [[ $after == delete ]]; then
     GIVE_BACK="$(unused && echo yes || echo no)"
     if [[ $GIVE_BACK == yes ]]; then die "the run needs all workers"; fi

@@ -2,6 +2,7 @@
 # On a worker: start, follow or stop a run, or say that none is going on. Called by tpu/run.sh and tpu/logs.sh.
 #
 #   worker_run.sh start RUN COMMIT MAX_RESTARTS CONFIG [argument of oarjax train...]
+#   worker_run.sh accept RUN COMMIT MAX_RESTARTS CONFIG   oarjax accept instead of oarjax train
 #   worker_run.sh follow RUN
 #   worker_run.sh stop RUN
 #   worker_run.sh idle RUN
@@ -19,6 +20,10 @@ shared="$base/bucket/runs/$run"
 tell() { echo "oarjax-worker $number: $*"; }
 fail() { tell "FAILED: $*"; exit 1; }
 alive() { [[ -f $here/pid ]] && kill -0 "$(<"$here/pid")" 2>/dev/null; }
+
+accept() { # as start
+  work=accept start "$@"
+}
 
 start() { # commit, then what `loop` takes
   local commit="$1" i
@@ -39,7 +44,8 @@ start() { # commit, then what `loop` takes
   fi
   mkdir -p "$here"
   rm -f "$here/stop" "$here/pid"
-  setsid bash "$0" loop "$run" "$@" </dev/null >>"$here/log" 2>&1 &
+  if [[ -f $HOME/oarjax-environment ]]; then mv "$HOME/oarjax-environment" "$base/environment" && chmod 600 "$base/environment"; fi
+  work="${work:-train}" setsid bash "$0" loop "$run" "$@" </dev/null >>"$here/log" 2>&1 &
   for ((i = 0; i < 600; i++)); do
     if [[ -f $here/pid ]]; then
       tell ok
@@ -60,12 +66,23 @@ loop() { # restarts at most, config, arguments: train, again after exit code 75,
   trap 'touch "$here/stop"' TERM INT
   exec 8<"$base/bucket"  # gcsfuse is told too, and would unmount under the last checkpoint if nobody held the folder
   cd "$base/src"
+  if [[ -f $base/environment ]]; then # tokens of the hub and of trackers, from tpu/run.sh
+    set -a
+    # shellcheck source=/dev/null
+    source "$base/environment"
+    set +a
+  fi
   note running
   keep 9>&- &
   keeper=$!
   rm -f "$here/child"
   while :; do
-    "$base/venv/bin/oarjax" train "$config" run_dir="$shared" "$@" &
+    if [[ ${work:-train} == accept ]]; then
+      "$base/venv/bin/oarjax" accept --device tpu --out "$shared/accept/worker-$number.json" \
+        --folder "$shared/accept/files" &
+    else
+      "$base/venv/bin/oarjax" train "$config" run_dir="$shared" "$@" &
+    fi
     child=$!
     echo "$child" >"$here/child"
     echo $$ >"$here/pid"
@@ -133,6 +150,6 @@ idle() { # a run holds the lock as long as one of its processes lives, whatever 
 }
 
 case "$action" in
-  start | loop | follow | stop | idle) "$action" "${@:3}" ;;
+  start | accept | loop | follow | stop | idle) "$action" "${@:3}" ;;
   *) fail "unknown action $action" ;;
 esac

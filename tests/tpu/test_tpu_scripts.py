@@ -248,6 +248,8 @@ def test_dry_run_prints_the_commands_and_does_nothing(cloud, script, commands):
         assert command in shown
     assert not cloud.calls()
     assert "BILLED" not in said
+    assert "DONE" not in said
+    assert "complete" not in said
 
 
 def test_dry_run_shows_what_a_real_one_calls(cloud):
@@ -944,7 +946,46 @@ def test_status_lists_everything_in_the_zone(cloud):
     assert cloud.calls("queued-resources list")
     assert cloud.calls("tpu-vm list")
     assert "nothing in gs://bucket/runs/first/tpu yet" in said
+    assert "no run in gs://bucket/runs/first yet" in said
     assert NOT_BILLED in said
+
+
+def test_status_says_how_far_the_run_is(cloud):
+    """Worker 0 reads the mounted bucket; where the machine is gone, a copy of three files is read here."""
+    cloud.running()
+    cloud.run("run")
+    assert "iteration 3 of 7 in oarjax/bucket/runs/first" in cloud.run("status")
+    run = cloud.folder / "bucket" / "runs" / "first"
+    (run / "config.yaml").write_text("iterations: 7\n")
+    (run / "metrics.jsonl").write_text('{"iteration": 1}\n{"iteration": 2}\n')
+    cloud.put("states", "NONE\n")
+    assert 'last line of metrics.jsonl (install oarjax here for more): {"iteration": 2}' in cloud.run("status")
+
+
+def test_tokens_reach_the_workers_and_no_command_line(cloud):
+    cloud.environment = {"HF_TOKEN": "hf-secret", "WANDB_API_KEY": "wb secret", "WANDBX": "other"}
+    cloud.running(workers=2)
+    said = cloud.run("run")
+    assert "to the workers: HF_TOKEN WANDB_API_KEY" in said
+    assert "DONE" in said
+    for worker in range(2):
+        home = cloud.folder / f"worker-{worker}"
+        kept = home / "oarjax" / "environment"
+        assert kept.read_text() == "HF_TOKEN=hf-secret\nWANDB_API_KEY=wb\\ secret\n"
+        assert kept.stat().st_mode & 0o077 == 0
+        log = (cloud.folder / "bucket" / "runs" / "first" / "logs" / f"worker-{worker}.log").read_text()
+        assert "training on worker" in log
+        assert "with a key" in log
+    assert "secret" not in said + "".join(cloud.calls())
+
+
+def test_accept_instead_of_a_run(cloud):
+    cloud.running(workers=2)
+    assert "DONE" in cloud.run("run", "--accept")
+    for worker in range(2):
+        (line,) = cloud.trained(worker)
+        assert line.startswith("oarjax accept --device tpu --out ")
+        assert f"runs/first/accept/worker-{worker}.json" in line
 
 
 # The README -------------------------------------------------------------------------------------------------------
