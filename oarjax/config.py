@@ -200,7 +200,9 @@ class RewardConfig(Section):
 class GradingConfig(Section):
     rewards: tuple[RewardConfig, ...] = (RewardConfig(name="math"),)
     plugins: tuple[str, ...] = Field(default=(), description="Python files or modules that register rewards")
-    workers: Positive = 2
+    workers: Positive | Literal["auto"] = Field(
+        default="auto", description="processes on each host; auto: half as many as it has cores, 2 to 32"
+    )
     deadline: Annotated[float, Field(gt=0)] = Field(default=5.0, description="seconds per answer")
     memory_mb: Positive = Field(default=2048, description="resident memory above which a worker is killed")
     call_deadline: Annotated[float, Field(gt=0)] = Field(
@@ -688,6 +690,11 @@ class Config(Section):
     iterations: Count = 100
     device: Literal["auto", "cpu", "gpu", "tpu"] = Field(default="auto", description="a missing device is an error")
     compilation_cache: str | None = Field(default="~/.cache/oarjax/xla", description="null = off")
+    compile_ahead: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="compile every program that the run may use before its first iteration, prompts padded to one "
+        "width; auto: on accelerators",
+    )
     profile: tuple[Count, Count] | None = Field(default=None, description="[first, last] iteration to trace")
     policy: PolicyConfig
     mesh: MeshConfig = MeshConfig()

@@ -162,6 +162,7 @@ def fields() -> dict[str, Field]:
         "device": Field("tpu", command, error="device: expected tpu, but JAX finds cpu"),
         "compilation_cache": Field("cache", settings),
         "profile": Field([1, 2], command),
+        "compile_ahead": Field("on", prompt_width, {"data.max_prompt": 300}),
         "policy.path": Field("policies/other", update),
         "policy.tokenizer": Field(
             "nowhere", data, {"policy.path": "builtin:random"}, error="tokenizer nowhere: no such folder"
@@ -541,6 +542,11 @@ def unhealthy(cfg: Config) -> Any:
         if health.after(iteration):
             break
     return iteration, sorted(path.name for path in folder.glob("bad_batches/*"))
+
+
+def prompt_width(cfg: Config) -> Any:
+    """The width of the first prompts."""
+    return next(build(cfg).prompts())[0].tokens.shape[1]
 
 
 def settings(cfg: Config) -> Any:

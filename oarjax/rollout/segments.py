@@ -141,6 +141,7 @@ class SegmentedSampler:
         self._segment, self._slots, self._fewest = min(segment, how.max_new), slots, fewest
         self._bucket = cache_step(how.max_new, cache_bucket)
         self._blocks, self._spent, self._programs = row_blocks(rows), Spent(), set[tuple[Bucket, int]]()
+        self._placed = rows is not None
 
         def jitted(function: Any, out: Any, **options: Any) -> Any:
             return jax.jit(function, **options, **({} if rows is None else {"out_shardings": out}))
@@ -192,7 +193,7 @@ class SegmentedSampler:
                 written = int((now - began)[alive & ~waiting].max())
                 grown, kept = plan.slots_after(slots, written), slots if plan.together else plan.rounded(written)
                 if cache is None:
-                    cache = self._init_cache(plan.blocks * layout.bucket.rows, grown)
+                    cache = self._first_cache(plan.blocks * layout.bucket.rows, grown, like=prompt_cache)
                 else:
                     cache = self._grow(cache, grown - kept, drop=slots - kept)
                 slots, filled = grown, kept
@@ -257,6 +258,54 @@ class SegmentedSampler:
             found.append(Program(f"decode {plan.blocks * bucket.rows} rows, {slots} slots", self._decode, args))
         return found
 
+    def warm_up(
+        self,
+        params: Params,
+        prompts: PromptBatch,
+        key: Key[Array, ""],
+        *,
+        compile_all: Callable[[list[Any]], object],
+    ) -> int:
+        """Call every program that there can be for such prompts, the largest first; return their number.
+
+        Nothing is decoded: a program that is given no steps ends at once. Real arrays are what a rollout calls them
+        with, so that it finds each of them compiled. ``compile_all`` compiles the lowered decode programs before.
+        """
+        plan = self.plan(prompts)
+        prompt_cache, table, _ = self._prefill(params, prompts, key)
+        floor, limit = np.zeros(plan.blocks, np.int32), np.int32(0)
+
+        def decode_shapes(bucket: Bucket, slots: int) -> tuple[Any, ...]:
+            rows = plan.blocks * bucket.rows
+            places = np.full((plan.blocks, bucket.rows), -1, np.int32)
+            cache = jax.eval_shape(lambda: self._policy.init_cache(rows, slots))
+            prefix = jax.eval_shape(self._policy.take_rows, prompt_cache, places[:, : bucket.rows // bucket.share])
+            held = jax.tree.map(_laid_as, (cache, prefix), (prompt_cache, prompt_cache))
+            return (params, table, *held, places, floor, limit)
+
+        compile_all([self._decode.lower(*decode_shapes(*size)) for size in plan.sizes()])
+        for number, bucket in enumerate(plan.buckets):
+            rows = np.full((plan.blocks, bucket.rows), -1, np.int32)
+            first = plan.together and number == 0
+            prefix = prompt_cache if first else self._take_rows(prompt_cache, rows[:, : bucket.rows // bucket.share])
+            sizes = [slots for each, slots in plan.sizes() if each == bucket]
+            for slots in sizes:
+                cache = self._first_cache(plan.blocks * bucket.rows, slots, like=prompt_cache)
+                table, cache, _ = self._decode(params, table, cache, prefix, rows, floor, limit)
+                for smaller in plan.buckets[number + plan.together :]:
+                    self._take_rows(cache, np.full((plan.blocks, smaller.rows), -1, np.int32))
+                for kept in (slots,) if plan.together else range(0, slots + 1, plan.cache_bucket):
+                    if (grown := plan.slots_after(slots, kept)) in sizes and grown > kept:
+                        self._grow(cache, grown - kept, drop=slots - kept)
+        self._copied(table)
+        self._finish(prompts, table)
+        return 1 + len(plan.sizes())
+
+    def _first_cache(self, rows: int, slots: int, *, like: KVCache) -> KVCache:
+        """Make an empty cache that lies where others do, so that the first segment needs no program of its own."""
+        empty = self._init_cache(rows, slots)
+        return jax.device_put(empty, jax.tree.map(lambda x: x.sharding, like)) if self._placed else empty
+
     def _count(self, plan: Plan, bucket: Bucket, slots: int, flags: Flags) -> None:
         steps = int(flags.steps)
         rows = plan.blocks * bucket.rows * steps
@@ -312,6 +361,10 @@ class SegmentedSampler:
         before, lengths = (x.astype(jnp.float32) for x in (table.rows.lengths, after.rows.lengths))
         attended = jnp.sum(lengths * (lengths - 1) - before * (before - 1)) / 2
         return after, cache, Flags(after.rows.alive, step, jnp.sum(lengths - before), attended)
+
+
+def _laid_as(shape: Any, array: Array) -> Any:
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=array.sharding)
 
 
 def row_blocks(rows: NamedSharding | None) -> int:

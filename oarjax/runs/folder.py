@@ -39,6 +39,7 @@ HARMLESS = (
 ROUNDING = (
     "device",
     "mesh.",
+    "compile_ahead",
     "policy.remat",
     "policy.head_chunk",
     "update.microbatch",

@@ -71,6 +71,17 @@ class Stop:
             return multihost_utils.reached_preemption_sync_point(self._asked)
         return self._signalled
 
+    def check(self) -> None:
+        """Stop the run here if it is to be stopped: between phases that leave nothing to save.
+
+        One process alone stops at once outside ``held``; of several, each hears of the signal only by asking.
+
+        Raises:
+            Stopped: it was.
+        """
+        if self.asked():
+            self.obey()
+
     def obey(self) -> NoReturn:
         """Stop the run.
 

@@ -190,6 +190,8 @@ def start_policy(run: Run, grader: Grading, stop: Stop | None = None) -> tuple[P
             export(warm, run.model, params, source=run.source)
             only_first(lambda: seal_start(run, warm))
         only_first(lambda: remove_all(run.folder / "sft"))
+    stop = stop or Stop()
+    stop.check()
     if run.held_out is None:
         return params, None
     known = run.folder / "start.json"
@@ -203,4 +205,5 @@ def start_policy(run: Run, grader: Grading, stop: Stop | None = None) -> tuple[P
             ) from None
     before = evaluate(run, grader, params)
     only_first(lambda: write_durably(saved, json.dumps(plain_evaluation(before))))
+    stop.check()
     return params, before

@@ -19,6 +19,7 @@ from oarjax.grading.recorded import Grading
 from oarjax.stats import answer_numbers, majority_correct, mean_score, pass_at_k, powers_up_to
 from oarjax.system.json import number, numbers, to_plain
 from oarjax.training.minibatches import take
+from oarjax.training.parts.ahead import prompt_step
 from oarjax.training.run import Run
 from oarjax.types import Grades, Params, Rollout
 
@@ -98,7 +99,7 @@ def graded_batches(run: Run, grader: Grading, params: Params, encoded: Encoded, 
     cfg = run.cfg
     key = jax.random.fold_in(jax.random.key(cfg.seed), 2**31 - 1)
     waiting, sampling = None, run.steps.rollout_params(params)
-    settings = {"batch": cfg.eval.batch, "bucket": cfg.rollout.prompt_bucket, "pad_id": run.pad_id}
+    settings = {"batch": cfg.eval.batch, "bucket": prompt_step(cfg, run.mesh), "pad_id": run.pad_id}
     for prompts, _, real in eval_batches(encoded, **settings, order=eval_order(encoded)[skip:]):
         rollout = run.fetch(run.steps.evaluate(sampling, run.place(prompts, "prompts"), key))
         wait = run.submit(grader, encoded.by_index, prompts, rollout)

@@ -94,7 +94,8 @@ def iterate(
         constant = np.asarray(steps.equal_groups(jnp.asarray(rewards)))
         rows = np.flatnonzero(~np.repeat(constant, group))
     width = bucket(cfg.data.max_prompt, cfg.rollout.prompt_bucket, 1 << 30)
-    sizes = sizes_of(rollout, prompt_bucket=cfg.rollout.prompt_bucket, completion_bucket=cfg.rollout.completion_bucket)
+    step = host.prompt_step or cfg.rollout.prompt_bucket
+    sizes = sizes_of(rollout, prompt_bucket=step, completion_bucket=cfg.rollout.completion_bucket)
     plan = MinibatchPlan(rows, cfg.update.minibatches, cfg.update.microbatch, capacity, sizes)
     numbers = np.arange(capacity, dtype=np.int32)
     arrays = (widen(rollout, width), span, numbers, *([(widen(probed[0], width), probed[1])] if probed else []))

@@ -45,6 +45,7 @@ from oarjax.system.mesh import make_mesh
 from oarjax.system.processes import is_first, join_processes, to_devices, to_host
 from oarjax.training.minibatches import bucket
 from oarjax.training.parts.adapters import start_adapters, trained_count, trained_shapes
+from oarjax.training.parts.ahead import prompt_step
 from oarjax.training.parts.checks import check_failures, check_grading, check_lengths, check_report
 from oarjax.training.parts.custom import check_credit, check_custom, find_advantages, find_loss, find_method, find_probe
 from oarjax.training.parts.grades import RolloutGrading, grader_of
@@ -76,8 +77,7 @@ class Parts(TypedDict, total=False):
     pad_id: int
 
 
-SHARED = ("_checkpoint", "mesh", "model", "source", "tokenizer", "table", "stop_ids", "pad_id")
-SHARED += ("train", "held_out", "pairs")
+SHARED = "_checkpoint mesh model source tokenizer table stop_ids pad_id train held_out pairs".split()  # noqa: SIM905
 """Parts that do not depend on how the policy is trained."""
 
 
@@ -348,7 +348,7 @@ class Run:
         return PromptStream(
             self.train,
             prompts=self.cfg.rollout.prompts,
-            bucket=self.cfg.rollout.prompt_bucket,
+            bucket=prompt_step(self.cfg, self.mesh),
             pad_id=self.pad_id,
             seed=self.cfg.seed,
             shuffle=self.cfg.data.shuffle,

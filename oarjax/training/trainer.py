@@ -29,8 +29,10 @@ from oarjax.training.health import Health
 from oarjax.training.held_out import Evaluation, evaluate
 from oarjax.training.iteration import Iteration, iterate
 from oarjax.training.parts.adapters import trained_count
+from oarjax.training.parts.ahead import compiles_ahead, prompt_step
 from oarjax.training.parts.fused import fuses
 from oarjax.training.parts.host import HostCallbacks
+from oarjax.training.parts.known import compile_known
 from oarjax.training.parts.memory import report_memory
 from oarjax.training.run import Run
 from oarjax.training.run_files import RunFiles
@@ -96,9 +98,14 @@ def train(
             phase=timer.phase,
             probed=run.probed if cfg.credit.answer.source == "reference" else None,
             load_reference=partial(jax.device_put, device=run.layout.params),
+            prompt_step=prompt_step(cfg, run.mesh),
         )
+        if compiles_ahead(cfg, run.mesh):
+            compile_known(run, state, console)
+            stop.check()
         if run.wants_memory:
             report_memory(run, folder, console)
+            stop.check()
         progress = stack.enter_context(Progress(cfg.iterations, label=cfg.credit.method, console=console))
         health = Health(run, folder, warnings)
         health.remember(read_metrics(folder / "metrics.jsonl"), until=first)

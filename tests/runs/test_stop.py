@@ -36,6 +36,21 @@ def test_inside_it_waits_to_be_asked(number, capfd):
     assert "saving after this iteration; signal again to end at once" in capfd.readouterr().err
 
 
+def test_between_phases_it_stops_where_it_asks():
+    late = []
+
+    def run():
+        with Stop() as stop, stop.held():
+            stop.check()
+            kill()
+            stop.check()
+            late.append("it went on")
+
+    with pytest.raises(Stopped):
+        run()
+    assert late == []
+
+
 def test_outside_it_ends_at_once():
     with Stop(), pytest.raises(Stopped):
         kill()

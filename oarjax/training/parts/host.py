@@ -59,3 +59,4 @@ class HostCallbacks(NamedTuple):
     # (rollout, span, problems) -> what importance is measured on, where that is not the rollout itself
     watch: Callable[[PhaseRecord], None] | None = None  # looks for what is not finite
     load_reference: Callable[[Params], Params] = lambda params: params  # to the device, where it lives elsewhere
+    prompt_step: int | None = None  # what widths of prompts are a multiple of; None: rollout.prompt_bucket

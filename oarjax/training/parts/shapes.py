@@ -28,6 +28,7 @@ from oarjax.models.sharding import batch_spec
 from oarjax.models.weights import abstract_params
 from oarjax.training.minibatches import Bucket, bucket
 from oarjax.training.parts.adapters import trained_shapes
+from oarjax.training.parts.ahead import prompt_step
 from oarjax.training.parts.fused import FusedRows, FusedSums
 from oarjax.training.parts.layout import stored_dtype_of
 from oarjax.training.parts.loss import Sums
@@ -224,7 +225,7 @@ def _count() -> Any:
 
 def _width(run: Run, data: Literal["train", "held_out"]) -> int:
     """Return the positions of the longest prompts, padded; without data, of the longest that the config allows."""
-    step = run.cfg.rollout.prompt_bucket
+    step = prompt_step(run.cfg, run.mesh)
     if not run.has_data:
         return bucket(run.cfg.data.max_prompt, step, 1 << 30)
     encoded = run.train if data == "train" else run.held_out

@@ -1,0 +1,20 @@
+"""Which runs know their programs before they begin, and the width of prompts that goes with it. Config and mesh in."""
+
+from __future__ import annotations
+
+from jax.sharding import Mesh
+
+from oarjax.config import Config
+from oarjax.training.minibatches import bucket
+
+
+def compiles_ahead(cfg: Config, mesh: Mesh) -> bool:
+    """Return True if every program is compiled before the first iteration."""
+    on_accelerators = mesh.devices.flat[0].platform != "cpu"
+    return cfg.compile_ahead == "on" or (cfg.compile_ahead == "auto" and on_accelerators)
+
+
+def prompt_step(cfg: Config, mesh: Mesh) -> int:
+    """Return what the width of prompts is a multiple of: the whole width where programs are compiled ahead."""
+    step = cfg.rollout.prompt_bucket
+    return bucket(cfg.data.max_prompt, step, 1 << 30) if compiles_ahead(cfg, mesh) else step

@@ -1,0 +1,96 @@
+"""Every device program that a run may use, compiled or found in the cache before its first iteration.
+
+Prompts of such a run are padded to one width, so that what is left to vary is the number of rows that are decoded, the
+slots of their cache, and the completion positions of a microbatch. A run whose programs are known compiles nothing
+after its first iteration, and a program that does not fit shows at once: the largest come first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from oarjax.credit.probe import ProbeMode
+from oarjax.models.lora import whole
+from oarjax.rollout.sampler import rollout_key
+from oarjax.training.minibatches import Bucket, buckets
+from oarjax.training.parts.ahead import prompt_step
+from oarjax.training.parts.shapes import Program, credit_program, programs, score_program, update_program
+from oarjax.training.run import Run
+from oarjax.types import PromptBatch, TrainState
+
+
+def compile_known(run: Run, state: TrainState, console: Console) -> int:
+    """Compile every program; return how many there are.
+
+    Several are compiled at once where there are cores for it: the compiler works outside Python's lock, and takes 1 to
+    2 GiB each for a large policy. Those of rollouts are then called on prompts of padding, and decode nothing.
+    """
+    known = sorted(by_length(run), key=lambda program: -program.static["bucket"].completion)
+    known += [program for program in programs(run) if program.phase in ("credit", "apply")]
+    with console.status("compiling every program of the run, or reading it from the cache"):
+        compile_all([program.lower() for program in known])
+        count = len(known) + _call_samplers(run, state) + _call_small(run)
+    console.print(f"{count} programs are compiled; none will be later")
+    return count
+
+
+def compile_all(lowered: Sequence[Any]) -> None:
+    """Compile lowered programs in threads, a quarter as many as there are cores and at most 8."""
+    with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) // 4))) as pool:
+        for waiting in [pool.submit(each.compile) for each in lowered]:
+            waiting.result()
+
+
+def by_length(run: Run) -> Iterator[Program]:
+    """List the programs of scores and updates, one for every number of completion positions."""
+    cfg = run.cfg.credit.probe
+    modes: set[ProbeMode] = {cfg.mode, cfg.warmup_mode} if cfg.warmup_iterations > 0 else {cfg.mode}
+    for program in (*(score_program(run, probe=mode) for mode in sorted(modes)), update_program(run)):
+        largest: Bucket = program.static["bucket"]
+        for length in buckets(run.cfg.rollout.completion_bucket, largest.completion):
+            yield program._replace(static={**program.static, "bucket": Bucket(largest.prompt, length)})
+
+
+def _call_samplers(run: Run, state: TrainState) -> int:
+    """Call every program of rollouts and, with data.eval, of evaluations."""
+    params, key = run.steps.rollout_params(whole(state)), rollout_key(state.key, step=0, batch=0)
+    samplers: list[tuple[Any, int, Any]] = [(run.steps.sample, run.cfg.rollout.prompts, key)]
+    if run.cfg.data.eval is not None:
+        samplers.append((run.steps.evaluate, run.cfg.eval.batch, jax.random.key(run.cfg.seed)))
+    called = (
+        sampler.warm_up(params, _padding(run, count), own, compile_all=compile_all) for sampler, count, own in samplers
+    )
+    return sum(called)
+
+
+def _padding(run: Run, count: int) -> PromptBatch:
+    """Return prompts of one token behind padding."""
+    width = prompt_step(run.cfg, run.mesh)
+    tokens: Any = np.full((count, width), run.pad_id, np.int32)
+    valid: Any = np.broadcast_to(np.arange(width) == width - 1, tokens.shape).copy()
+    numbers: Any = np.arange(count, dtype=np.int32)
+    return run.place(PromptBatch(tokens, valid, numbers), "prompts")
+
+
+def _call_small(run: Run) -> int:
+    """Call the programs of a few numbers: advantages, denominators, and the sum of scores of several buckets."""
+    steps, cfg = run.steps, run.cfg
+    rows = cfg.rollout.prompts * cfg.rollout.group_size
+    rewards = jnp.zeros((rows,), jnp.float32)
+    steps.advantages(rewards)
+    steps.equal_groups(rewards)
+    steps.denominator(jnp.zeros((rows, cfg.rollout.max_new), bool))
+    _, state, batch, *_ = update_program(run).args
+    steps.zeros.lower(state, batch).compile()  # pyright: ignore[reportFunctionMemberAccess]
+    for shape in jax.tree.leaves(credit_program(run).args[0]):
+        zeros = jax.jit(lambda s=shape: jnp.zeros(s.shape, s.dtype), out_shardings=shape.sharding)()
+        jnp.add(zeros, zeros)
+    return 4

@@ -1,0 +1,36 @@
+"""Before the first iteration: a stop is heard, and programs are listed. ``oarjax accept`` counts compilations."""
+
+import pytest
+from rich.console import Console
+from tiny_programs import built
+
+from oarjax.accept.setting import Peaks, Setting, run_config
+from oarjax.runs.folder import changed
+from oarjax.runs.stop import Stop, Stopped
+from oarjax.training import command
+from oarjax.training.minibatches import Bucket
+from oarjax.training.parts.known import by_length
+from oarjax.training.run import open_run
+
+
+def test_a_stop_is_heard_before_the_first_evaluation(tmp_path, monkeypatch, unchecked):
+    cfg = run_config(Setting(tmp_path, None, "cpu", Peaks(None, None, None)), "run", iterations=1)
+    held_out = changed(cfg.data.train, split="eval", limit=8)
+    run = open_run(changed(cfg, data=changed(cfg.data, eval=held_out)), Console(quiet=True))
+    monkeypatch.setattr(command, "evaluate", lambda *_: pytest.fail("it was evaluated"))
+    stop = Stop()
+    monkeypatch.setattr(stop, "asked", lambda: True)
+    with pytest.raises(Stopped):
+        command.start_policy(run, None, stop)
+
+
+def test_every_length_has_its_program():
+    """Scores and updates of every bucket, for both probes where the run changes from one to the other."""
+    probe = {"mode": "last", "warmup_mode": "answer_mean", "warmup_iterations": 2}
+    run = built(credit={"method": "oar_g", "probe": probe}, rollout__completion_bucket=5)
+    found = [(p.phase, p.static.get("probe"), p.static["bucket"]) for p in by_length(run)]
+    sizes = [Bucket(6, 5), Bucket(6, 10)]
+    assert found == [
+        *(("score", mode, size) for mode in ("answer_mean", "last") for size in sizes),
+        *(("update", None, size) for size in sizes),
+    ]
