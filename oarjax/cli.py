@@ -478,6 +478,26 @@ def bench(
     run(model, only, repeats, as_json, against, project)
 
 
+@app.command(epilog="Example: oarjax accept --out report.json")
+def accept(
+    out: Annotated[Path, typer.Option(help="The report; a page of the same name is written beside it.")] = Path(
+        "report.json"
+    ),
+    only: Annotated[str, typer.Option(metavar="NAMES", help="Stages, with commas between.", show_default="all")] = "",
+    device: Annotated[Device, typer.Option(help="auto: the best that JAX finds.")] = Device.AUTO,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="What the stages write; one for all hosts.", show_default="beside the report"),
+    ] = None,
+    bucket: Annotated[Path | None, typer.Option(help="Mounted bucket to measure.", show_default=False)] = None,
+) -> None:
+    """Check a machine: devices against their data sheet, numbers, compilation, speed, runs, SIGTERM and storage."""
+    from oarjax.accept.command import run
+
+    if not run(out, only=only, device=device.value, folder=folder, bucket=bucket):
+        raise typer.Exit(1)
+
+
 def main() -> None:
     """Run the command; a user's error prints a message without traceback and exits with 2 (75 for storage)."""
     # transformers only reads tokenizers here and needs no torch; its notice looks like a broken install.

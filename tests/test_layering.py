@@ -12,7 +12,7 @@ ORDER = (
     *("types", "errors", "stats", "yaml_tree", "credit.method", "credit.registry", "config", "costs"),
     *("rl", "models", "rollout", "credit"),
     *("system", "runs", "data", "grading", "report"),
-    *("training", "replay", "evaluate", "plan", "lab", "study", "bench"),
+    *("training", "replay", "evaluate", "plan", "lab", "study", "bench", "accept"),
     *("notebook", "cli"),
 )
 """Modules and folders, from the equations up to the command. A module that is named stands there, not where its folder

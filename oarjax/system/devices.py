@@ -30,6 +30,12 @@ PEAK_FLOPS = {  # dense bf16, per jax device, from the vendors' data sheets
     "NVIDIA A100-SXM4-80GB": 312e12,
     "NVIDIA A100-SXM4-40GB": 312e12,
 }
+GPU_BANDWIDTH = {  # of their memory, bytes per second, from the same sheets
+    "NVIDIA H100 80GB HBM3": 3350e9,
+    "NVIDIA H200": 4800e9,
+    "NVIDIA A100-SXM4-80GB": 2039e9,
+    "NVIDIA A100-SXM4-40GB": 1555e9,
+}
 
 
 class DeviceError(UserError, RuntimeError):

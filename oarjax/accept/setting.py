@@ -1,0 +1,111 @@
+"""The sizes that the stages run at: real ones on an accelerator, small ones on a CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from oarjax.config import Config, parse_config
+from oarjax.costs import CHIPS
+from oarjax.system.devices import GPU_BANDWIDTH, PEAK_FLOPS, TPU_KINDS
+from oarjax.system.mesh import make_mesh
+
+
+class Peaks(NamedTuple):
+    """Published peaks of one device; None where they are not known or do not exist."""
+
+    flops: float | None  # bfloat16 products, per second
+    bandwidth: float | None  # bytes of memory per second
+    link: float | None  # bytes per second, one way over one link
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and on what the stages run."""
+
+    folder: Path  # for what they write
+    bucket: Path | None  # a mounted bucket to measure
+    platform: str  # cpu, gpu or tpu
+    peaks: Peaks
+
+    @property
+    def small(self) -> bool:
+        """True on a CPU, where only the numbers matter and the sizes are small."""
+        return self.platform == "cpu"
+
+
+def peaks_of(kind: str) -> Peaks:
+    """Return the peaks of a device kind as JAX names it."""
+    if kind in TPU_KINDS:
+        chip = CHIPS[TPU_KINDS[kind]]
+        return Peaks(float(chip.flops), float(chip.bandwidth), float(chip.link))
+    return Peaks(PEAK_FLOPS.get(kind), GPU_BANDWIDTH.get(kind), None)
+
+
+def mesh_sizes() -> dict[str, int]:
+    """Return the mesh of the stages that use all devices: a tensor axis of 2 where there are enough devices."""
+    devices = jax.devices()
+    slices = len({getattr(d, "slice_index", 0) for d in devices}) if devices[0].platform == "tpu" else 1
+    each = len(devices) // slices
+    return {"slice": slices, "data": 1, "fsdp": -1, "tensor": 2 if each % 2 == 0 and each > 2 else 1}
+
+
+def mesh() -> Any:
+    """Arrange all devices."""
+    sizes: Any = mesh_sizes()
+    return make_mesh(**sizes)
+
+
+def run_config(s: Setting, name: str, *, iterations: int) -> Config:
+    """Return the config of a short run that learns within seconds: a random policy is paid for any answer at all."""
+    rows = 8 * max(1, len(jax.devices()) // 8)
+    return parse_config(
+        {
+            "run_dir": str(s.folder / name),
+            "iterations": iterations,
+            "policy": {"path": "builtin:arithmetic", "remat": "none"},
+            "mesh": mesh_sizes(),
+            "data": {
+                "template": "plain",
+                "max_prompt": 16,
+                "train": {
+                    "source": "builtin:arithmetic",
+                    "split": "train",
+                    "limit": 64,
+                    "arithmetic": {"terms": 3, "highest": 9},
+                },
+            },
+            "rollout": {
+                "prompts": rows,
+                "group_size": 4,
+                "max_new": 16,
+                "prompt_bucket": 4,
+                "completion_bucket": 8,
+                "cache_bucket": 8,
+            },
+            "grading": {"rewards": [{"name": "format"}], "workers": 1},
+            "credit": {"answer": {"style": "hash"}},
+            "update": {"microbatch": 2 * rows},
+            "optim": {"lr": 1e-2, "warmup": 0, "schedule": "constant"},
+            "checkpoint": {"every": 0, "best": None},
+            "report": {"html": False},
+            "compilation_cache": str(s.folder / "compiled"),
+            "compile_ahead": "on",
+        }
+    )
+
+
+def best_seconds(work: Callable[[], Any], *, repeats: int) -> float:
+    """Return the shortest of some warm runs of ``work``, whose result is waited for."""
+    jax.block_until_ready(work())
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        jax.block_until_ready(work())
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)

@@ -1,0 +1,64 @@
+"""The stages in their order, each named by the function that runs it: importing this imports no jax."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from oarjax.errors import UserError
+
+
+class Stage(NamedTuple):
+    """A function (setting) -> checks, and how long it may take."""
+
+    name: str
+    title: str
+    function: str  # module:name
+    timeout: int  # seconds
+    own_process: bool = False  # begins in a process that has compiled nothing
+
+    def load(self) -> Callable[[Any], list[Any]]:
+        """Import the function."""
+        module, _, name = self.function.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+STAGES = (
+    Stage("facts", "Versions and devices", "oarjax.accept.device:facts", 300),
+    Stage("peaks", "Products, copies and all-reduces against the data sheet", "oarjax.accept.device:peaks", 300),
+    Stage("attention", "Splash against plain attention", "oarjax.accept.kernels:attention", 900),
+    Stage("numerics", "Log-probs, draws and random bits against a CPU", "oarjax.accept.numerics:numerics", 600),
+    Stage("compilation", "Compilation, cold and warm", "oarjax.accept.programs:compilation", 1200),
+    Stage("next_process", "Compilation in the next process", "oarjax.accept.programs:next_process", 600, True),
+    Stage("phases", "Sample, score and update against plan", "oarjax.accept.programs:phases", 1800),
+    Stage("iterations", "Twenty iterations", "oarjax.accept.runs:iterations", 1200),
+    Stage("resume", "SIGTERM and resume", "oarjax.accept.runs:resume", 1200),
+    Stage("storage", "Checkpoints on disk and bucket", "oarjax.accept.runs:storage", 600),
+)
+
+
+class StageError(UserError, ValueError):
+    """A stage that does not exist."""
+
+
+def chosen(names: str) -> tuple[Stage, ...]:
+    """Return the stages of these names, separated by commas, in their order; all for an empty text.
+
+    Raises:
+        StageError: an unknown name.
+    """
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    known = [stage.name for stage in STAGES]
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise StageError(f"--only: {', '.join(unknown)} is no stage; accepted: {', '.join(known)}")
+    return tuple(stage for stage in STAGES if not wanted or stage.name in wanted)
+
+
+def state_of(checks: Sequence[Any], error: str | None) -> str:
+    """Return ok, failed, or not applicable where every check is."""
+    states = {check["state"] if isinstance(check, dict) else check.state for check in checks}
+    if error is not None or not states or "failed" in states:
+        return "failed"
+    return "not applicable" if states == {"not applicable"} else "ok"
