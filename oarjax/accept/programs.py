@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import time
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -127,9 +126,11 @@ def phases(s: Setting) -> list[Check]:
         _peak_memory(s, run),
     ]
     rate = s.peaks.flops or _rate_of_products()
-    for name in ("sample", "score", "update"):
-        seconds = statistics.median(lap.get(name, math.nan) for lap in laps[1:])
+    for name in [name for name in ("sample", "score", "update") if name in laps[-1]]:
+        seconds = statistics.median(lap[name] for lap in laps[1:])
         planned = planned_seconds(s, cfg, model, name, rate)
+        if name == "update" and "score" not in laps[-1]:  # both in one pass
+            planned += planned_seconds(s, cfg, model, "score", rate)
         word = f"{seconds:.4g} s, {planned:.4g} s at peak"
         if s.small or s.peaks.flops is None:
             found.append(not_applicable(f"{name} against plan", f"{word}, measured", value=seconds / planned))

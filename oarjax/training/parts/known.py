@@ -22,7 +22,7 @@ from oarjax.models.lora import whole
 from oarjax.rollout.sampler import rollout_key
 from oarjax.training.minibatches import Bucket, buckets
 from oarjax.training.parts.ahead import prompt_step
-from oarjax.training.parts.shapes import Program, credit_program, programs, score_program, update_program
+from oarjax.training.parts.shapes import Program, learning_programs, programs
 from oarjax.training.run import Run
 from oarjax.types import PromptBatch, TrainState
 
@@ -50,13 +50,16 @@ def compile_all(lowered: Sequence[Any]) -> None:
 
 
 def by_length(run: Run) -> Iterator[Program]:
-    """List the programs of scores and updates, one for every number of completion positions."""
+    """List the programs of scores and updates, or of both in one, for every number of completion positions."""
     cfg = run.cfg.credit.probe
     modes: set[ProbeMode] = {cfg.mode, cfg.warmup_mode} if cfg.warmup_iterations > 0 else {cfg.mode}
-    for program in (*(score_program(run, probe=mode) for mode in sorted(modes)), update_program(run)):
+    for program in learning_programs(run):
+        if "bucket" not in program.static:
+            continue
         largest: Bucket = program.static["bucket"]
-        for length in buckets(run.cfg.rollout.completion_bucket, largest.completion):
-            yield program._replace(static={**program.static, "bucket": Bucket(largest.prompt, length)})
+        for probe in [{"probe": mode} for mode in sorted(modes)] if "probe" in program.static else [{}]:
+            for length in buckets(run.cfg.rollout.completion_bucket, largest.completion):
+                yield program._replace(static=probe | {"bucket": Bucket(largest.prompt, length)})
 
 
 def _call_samplers(run: Run, state: TrainState) -> int:
@@ -88,9 +91,11 @@ def _call_small(run: Run) -> int:
     steps.advantages(rewards)
     steps.equal_groups(rewards)
     steps.denominator(jnp.zeros((rows, cfg.rollout.max_new), bool))
-    _, state, batch, *_ = update_program(run).args
-    steps.zeros.lower(state, batch).compile()  # pyright: ignore[reportFunctionMemberAccess]
-    for shape in jax.tree.leaves(credit_program(run).args[0]):
-        zeros = jax.jit(lambda s=shape: jnp.zeros(s.shape, s.dtype), out_shardings=shape.sharding)()
-        jnp.add(zeros, zeros)
+    *others, last = learning_programs(run)
+    _, state, read, *_ = last.args
+    zeros: Any = steps.fused_zeros or steps.zeros
+    zeros.lower(state, read).compile()
+    for shape in jax.tree.leaves([program.args[0] for program in others if program.phase == "credit"]):
+        empty = jax.jit(lambda s=shape: jnp.zeros(s.shape, s.dtype), out_shardings=shape.sharding)()
+        jnp.add(empty, empty)
     return 4

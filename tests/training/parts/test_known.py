@@ -24,13 +24,14 @@ def test_a_stop_is_heard_before_the_first_evaluation(tmp_path, monkeypatch, unch
         command.start_policy(run, None, stop)
 
 
-def test_every_length_has_its_program():
+@pytest.mark.parametrize("fused", ["never", "auto"])
+def test_every_length_has_its_program(fused):
     """Scores and updates of every bucket, for both probes where the run changes from one to the other."""
     probe = {"mode": "last", "warmup_mode": "answer_mean", "warmup_iterations": 2}
-    run = built(credit={"method": "oar_g", "probe": probe}, rollout__completion_bucket=5)
+    run = built(credit={"method": "oar_g", "probe": probe}, rollout__completion_bucket=5, update__fused=fused)
     found = [(p.phase, p.static.get("probe"), p.static["bucket"]) for p in by_length(run)]
     sizes = [Bucket(6, 5), Bucket(6, 10)]
-    assert found == [
-        *(("score", mode, size) for mode in ("answer_mean", "last") for size in sizes),
-        *(("update", None, size) for size in sizes),
-    ]
+    phase = "score" if run.steps.fused_add is None else "fused"
+    scored = [(phase, mode, size) for mode in ("answer_mean", "last") for size in sizes]
+    assert found == scored + ([] if phase == "fused" else [("update", None, size) for size in sizes])
+    assert phase == ("score" if fused == "never" else "fused")
