@@ -322,7 +322,7 @@ def test_rows_that_cannot_be_used(train, tmp_path, content, says):
         (["update.microbatch=3"], "update.microbatch: 3 does not divide the 16 rows of a minibatch"),
         (["update.minibatches=3"], "update.minibatches: 3 does not divide rollout.prompts = 4"),
         (["grading.rewards=[{name: maths}]"], "(did you mean math?)"),  # of all that other tests have registered
-        (["grading.rewards=[{name: zzz}]"], "grading.rewards: no reward is called 'zzz'; known are exact,"),
+        (["grading.rewards=[{name: zzz}]"], "grading.rewards: no reward is called 'zzz'; known are code,"),
         (["grading.deadlien=3"], "grading.deadlien: no such field (did you mean deadline?)"),
         (
             ["policy.path=~nouser/policy"],
