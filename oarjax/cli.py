@@ -5,15 +5,30 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, NoReturn
 
+import rich
 import typer
 
 import oarjax
-from oarjax.credit.registry import summary
+from oarjax.cli_options import (
+    CREDIT_HELP,
+    EVALUATE_HELP,
+    PLAN_HELP,
+    REPLAY_HELP,
+    STUDY_HELP,
+    TRAIN_HELP,
+    AsJson,
+    Device,
+    Dtype,
+    Family,
+    Overrides,
+    RolloutFormat,
+    Template,
+    TrustCode,
+)
 from oarjax.errors import UserError
 
 app = typer.Typer(
@@ -46,41 +61,6 @@ def options(
     """Define the options before a subcommand."""
 
 
-class Template(StrEnum):
-    AUTO = "auto"
-    CHAT = "chat"
-    PLAIN = "plain"
-
-
-class Device(StrEnum):
-    AUTO = "auto"
-    CPU = "cpu"
-    GPU = "gpu"
-    TPU = "tpu"
-
-
-class Dtype(StrEnum):
-    KEEP = "keep"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-
-class RolloutFormat(StrEnum):
-    AUTO = "auto"
-    OARJAX = "oarjax"
-    TRL = "trl"
-    VERL = "verl"
-
-
-TRAIN_HELP = (
-    "Train a policy and report how much it improved.\n\n"
-    "Every iteration samples completions, grades them, assigns credit to every token and updates the policy. The run "
-    "folder holds the whole config, metrics.jsonl, completions.jsonl, the trained policy as an HF folder and "
-    "report.html. The same command resumes a stopped run; a different config needs another folder.\n\n"
-    f"Values of credit.method: {summary()}; custom: the method that credit.function names."
-)
-
-
 @app.command(
     help=TRAIN_HELP,
     epilog="Example: oarjax train configs/demo.yaml rollout.group_size=16 credit.method=oar_p run_dir=runs/p",
@@ -94,15 +74,7 @@ def train(
             show_default=False,
         ),
     ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="KEY.SUB=VALUE...",
-            help="Config fields to change; values are YAML. The error for an unknown name or value lists what is "
-            "accepted.",
-            show_default=False,
-        ),
-    ] = None,
+    overrides: Overrides = None,
     compare: Annotated[
         bool,
         typer.Option(
@@ -143,16 +115,12 @@ def config(
     section: Annotated[
         str, typer.Argument(metavar="SECTION", help="Such as rollout or credit.gate.", show_default="all")
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the fields of a config: default, accepted values and meaning."""
     from oarjax.report.fields import show_fields
 
     show_fields(section, as_json=as_json)
-
-
-AS_HELP = "Sampling as model cards recommend it: qwen3-thinking, qwen3-instruct or qwen2.5."
-Family = Annotated[str | None, typer.Option("--as", metavar="FAMILY", help=AS_HELP, show_default=False)]
 
 
 @app.command(epilog='Example: oarjax sample runs/demo/export "12+30-5=" --count 4')
@@ -194,22 +162,12 @@ def sample(
 @app.command(epilog="Example: oarjax status runs/demo")
 def status(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, on this machine or a mounted bucket.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print a run's progress: iteration, reward, speed, time left and last checkpoint."""
     from oarjax.report.status import show_status
 
     show_status(run, as_json=as_json)
-
-
-TRUST_HELP = "Run the Python code that the run's files name, even if it is not known to be yours; see docs/trust.md."
-
-EVALUATE_HELP = (
-    "Evaluate a policy on benchmarks by name: pass@1, pass@k, avg@k and maj@k with 95% intervals.\n\n"
-    "Benchmarks: gsm8k, math500, aime24, aime25, amc23 (from the hub, or name=file for a local copy), demo, any file "
-    "(.jsonl, .parquet) or hub dataset; without --data, a run's held-out problems. Writes results.json, and "
-    "samples.jsonl with every sample; the same command resumes a stopped evaluation."
-)
 
 
 @app.command(help=EVALUATE_HELP, epilog="Example: oarjax evaluate runs/demo --data demo --k 8")
@@ -243,8 +201,8 @@ def evaluate(
     out: Annotated[
         Path | None, typer.Option(help="Folder for the results.", show_default="below the run's, or in runs/evaluate")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
-    trust_code: Annotated[bool, typer.Option("--trust-code", help=TRUST_HELP)] = False,
+    as_json: AsJson = False,
+    trust_code: TrustCode = False,
 ) -> None:
     """``oarjax evaluate``; see ``EVALUATE_HELP``."""
     from oarjax.evaluate.command import run
@@ -267,7 +225,7 @@ def evaluate(
 def compare(
     ours: Annotated[Path, typer.Argument(metavar="A", help="results.json of oarjax evaluate, or its folder.")],
     theirs: Annotated[Path, typer.Argument(metavar="B", help="The evaluation to compare with, on the same problems.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare two evaluations problem by problem: differences with 95% intervals."""
     from oarjax.evaluate.command import run_compare
@@ -294,14 +252,6 @@ def export(
     run_adapters(source, target) if adapters else run(source, target, dtype.value, shard_gb)
 
 
-CREDIT_HELP = (
-    "Compare methods of token credit on a policy's completions.\n\n"
-    "Compares the tokens that each method credits with exact OAR-P and with the tokens that decide the answer, which "
-    "are found by changing one token at a time; also measures the spread of its weights and its cost. Writes "
-    "credit.json, credit.png and credit.html, which colours every completion's tokens by the method of your choice."
-)
-
-
 @app.command(
     help=CREDIT_HELP, epilog="Example: oarjax credit configs/demo_credit.yaml lab.problems=200 run_dir=runs/credit"
 )
@@ -309,12 +259,7 @@ def credit(
     config: Annotated[
         Path, typer.Argument(metavar="CONFIG.yaml", help="Policy, problems and section lab.", show_default=False)
     ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="KEY.SUB=VALUE...", help="Config fields to change; values are YAML.", show_default=False
-        ),
-    ] = None,
+    overrides: Overrides = None,
     rollouts: Annotated[
         Path | None,
         typer.Option(
@@ -335,20 +280,12 @@ def credit(
             "and the noise's sources.",
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """``oarjax credit``; see ``CREDIT_HELP``."""
     from oarjax.lab.command import run
 
     run(config, overrides or [], as_json, rollouts, form.value, gradients=gradients)
-
-
-STUDY_HELP = (
-    "Does a method learn better? Train several arms of one run config, each with several seeds.\n\n"
-    "All arms of a seed have the same start, problems, noise and number of rollouts. Every arm and seed has a run "
-    "folder: finished runs are kept, unfinished runs resume from their checkpoint. Writes study.json, study.md, "
-    "curves.png with 95% intervals over seeds, and frontier.png if the config has a sweep."
-)
 
 
 @app.command(help=STUDY_HELP, epilog="Example: oarjax study configs/study_demo.yaml --quick")
@@ -384,36 +321,19 @@ def study(
     run(config, overrides or [], quick=quick, jobs=jobs, page=page)
 
 
-REPLAY_HELP = (
-    "Find where a batch stops being finite.\n\n"
-    "A run keeps batches whose loss, gradient, importance or log-probabilities were not finite in its folder "
-    "bad_batches. This command recomputes such a batch in float32 (scores, credit, loss and gradient, row by row) and "
-    "prints the quantity, row and parameters in which the first value that is not finite appears."
-)
-
-
 @app.command(help=REPLAY_HELP, epilog="Example: oarjax replay runs/demo/bad_batches/iteration-000012.safetensors")
 def replay(
     file: Annotated[
         Path, typer.Argument(metavar="BATCH.safetensors", help="In bad_batches/ of a run folder.", show_default=False)
     ],
     device: Annotated[Device, typer.Option(help="auto: the best that JAX finds.")] = Device.AUTO,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
-    trust_code: Annotated[bool, typer.Option("--trust-code", help=TRUST_HELP)] = False,
+    as_json: AsJson = False,
+    trust_code: TrustCode = False,
 ) -> None:
     """``oarjax replay``; see ``REPLAY_HELP``."""
     from oarjax.replay.command import run
 
     run(file, device=device.value, as_json=as_json, trust_code=trust_code)
-
-
-PLAN_HELP = (
-    "Does a run fit a TPU slice, and how fast can a step be at best? No TPU is needed.\n\n"
-    'Compiles the run\'s programs for the slice with the TPU compiler (pip install "oarjax\\[aot]"), each in a '
-    "separate process: reshard (to the layout for sampling), sample, score and update. Prints the memory that the "
-    "compiler reports, the FLOPs and bytes that the programs execute and send, and times from peak rates. Exits with "
-    "code 1 and the remedy if something does not fit."
-)
 
 
 @app.command(help=PLAN_HELP, epilog="Example: oarjax plan configs/qwen2.5-7b_v5p-32.yaml --credit oar_p")
@@ -468,7 +388,7 @@ def bench(
         ),
     ] = "",
     repeats: Annotated[int, typer.Option(help="Warm runs per row.", min=1)] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    as_json: AsJson = False,
     against: Annotated[str | None, typer.Option(help="torch: alternate with plain PyTorch.")] = None,
     project: Annotated[bool, typer.Option("--project", help="Compute the cost of credit for a 7B policy.")] = False,
 ) -> None:
@@ -506,7 +426,7 @@ def main() -> None:
         app()
     except SystemExit as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
-        own = tuple(os.path.dirname(str(module.__file__)) for module in (oarjax, typer))
+        own = tuple(os.path.dirname(str(module.__file__)) for module in (oarjax, typer, rich))  # rich: a closed pipe
         if place.filename.startswith(own) or "click" in Path(place.filename).parts:
             raise
         _fail(UserError(f"{place.filename}, line {place.lineno}, calls sys.exit: code of a run returns or raises"))

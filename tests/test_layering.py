@@ -13,7 +13,7 @@ ORDER = (
     *("rl", "models", "rollout", "credit"),
     *("system", "runs", "data", "grading", "report"),
     *("training", "replay", "evaluate", "plan", "lab", "study", "bench", "accept"),
-    *("notebook", "cli"),
+    *("notebook", "cli_options", "cli"),
 )
 """Modules and folders, from the equations up to the command. A module that is named stands there, not where its folder
 does: config reads the list of credit methods, whose equations read the config."""

@@ -1,0 +1,98 @@
+"""Choices, shared options and help texts of the ``oarjax`` command."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from oarjax.credit.registry import summary
+
+
+class Template(StrEnum):
+    AUTO = "auto"
+    CHAT = "chat"
+    PLAIN = "plain"
+
+
+class Device(StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    GPU = "gpu"
+    TPU = "tpu"
+
+
+class Dtype(StrEnum):
+    KEEP = "keep"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class RolloutFormat(StrEnum):
+    AUTO = "auto"
+    OARJAX = "oarjax"
+    TRL = "trl"
+    VERL = "verl"
+
+
+TRAIN_HELP = (
+    "Train a policy and report how much it improved.\n\n"
+    "Every iteration samples completions, grades them, assigns credit to every token and updates the policy. The run "
+    "folder holds the whole config, metrics.jsonl, completions.jsonl, the trained policy as an HF folder and "
+    "report.html. The same command resumes a stopped run; a different config needs another folder.\n\n"
+    f"Values of credit.method: {summary()}; custom: the method that credit.function names."
+)
+
+AS_HELP = "Sampling as model cards recommend it: qwen3-thinking, qwen3-instruct or qwen2.5."
+
+TRUST_HELP = "Run the Python code that the run's files name, even if it is not known to be yours; see docs/trust.md."
+
+EVALUATE_HELP = (
+    "Evaluate a policy on benchmarks by name: pass@1, pass@k, avg@k and maj@k with 95% intervals.\n\n"
+    "Benchmarks: gsm8k, math500, aime24, aime25, amc23 (from the hub, or name=file for a local copy), demo, any file "
+    "(.jsonl, .parquet) or hub dataset; without --data, a run's held-out problems. Writes results.json, and "
+    "samples.jsonl with every sample; the same command resumes a stopped evaluation."
+)
+
+CREDIT_HELP = (
+    "Compare methods of token credit on a policy's completions.\n\n"
+    "Compares the tokens that each method credits with exact OAR-P and with the tokens that decide the answer, which "
+    "are found by changing one token at a time; also measures the spread of its weights and its cost. Writes "
+    "credit.json, credit.png and credit.html, which colours every completion's tokens by the method of your choice."
+)
+
+STUDY_HELP = (
+    "Does a method learn better? Train several arms of one run config, each with several seeds.\n\n"
+    "All arms of a seed have the same start, problems, noise and number of rollouts. Every arm and seed has a run "
+    "folder: finished runs are kept, unfinished runs resume from their checkpoint. Writes study.json, study.md, "
+    "curves.png with 95% intervals over seeds, and frontier.png if the config has a sweep."
+)
+
+REPLAY_HELP = (
+    "Find where a batch stops being finite.\n\n"
+    "A run keeps batches whose loss, gradient, importance or log-probabilities were not finite in its folder "
+    "bad_batches. This command recomputes such a batch in float32 (scores, credit, loss and gradient, row by row) and "
+    "prints the quantity, row and parameters in which the first value that is not finite appears."
+)
+
+PLAN_HELP = (
+    "Does a run fit a TPU slice, and how fast can a step be at best? No TPU is needed.\n\n"
+    'Compiles the run\'s programs for the slice with the TPU compiler (pip install "oarjax\\[aot]"), each in a '
+    "separate process: reshard (to the layout for sampling), sample, score and update. Prints the memory that the "
+    "compiler reports, the FLOPs and bytes that the programs execute and send, and times from peak rates. Exits with "
+    "code 1 and the remedy if something does not fit."
+)
+
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY.SUB=VALUE...",
+        help="Config fields to change; values are YAML. The error for an unknown name or value lists what is accepted.",
+        show_default=False,
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+TrustCode = Annotated[bool, typer.Option("--trust-code", help=TRUST_HELP)]
+Family = Annotated[str | None, typer.Option("--as", metavar="FAMILY", help=AS_HELP, show_default=False)]
