@@ -292,7 +292,7 @@ def test_chat_templates_that_fail(train, policy, template, says, monkeypatch):
         ),
         (
             b'{"question": ["1+1="], "answer": "2"}\n',
-            "line 1: field 'question': expected text or a number, got ['1+1=']",
+            "line 1: field 'question' is ['1+1=']; expected text or a number",
         ),
         (b"", "rows.jsonl holds no rows"),
         (b'{"question": NaN, "answer": "2"}\n', "line 1: field 'question' is nan; expected text or a number"),

@@ -14,8 +14,9 @@ CALLS = {"eval", "exec", "compile", "__import__", "execfile"}
 METHODS = {"sympify", "parse_expr", "lambdify", "eval_expr", "literal_eval", "loads_pickle", "fromstring", "fromfile"}
 LOADERS = {("torch", "load"), ("yaml", "load"), ("yaml", "load_all"), ("yaml", "unsafe_load"), ("yaml", "full_load")}
 LOADERS |= {("jax", "pure_callback"), ("joblib", "load"), ("np", "fromfile"), ("jnp", "fromfile")}
-ALLOWED = {("grading/no_eval.py", "builtins.compile")}
-"""Of what lambdify wrote, after it was found to be arithmetic."""
+ALLOWED = {("grading/no_eval.py", "builtins.compile"), ("grading/sandbox_child.py", "compile")}
+ALLOWED |= {("grading/sandbox_child.py", "exec")}
+"""Of what lambdify wrote, after it was found to be arithmetic; of programs to grade, in a process locked in first."""
 
 
 def calls(tree):

@@ -118,8 +118,8 @@ def test_missing_field_names_line_fields_and_setting(jsonl):
     [
         ('{"question": "1", "answer": "1"}\n{"question": ', r"bad.jsonl line 2: not JSON"),
         ('\n["1", "1"]\n', r"bad.jsonl line 2: expected one object per line, got a list"),
-        ('{"question": "1", "answer": null}\n', r"line 1: field 'answer': expected text or a number, got None"),
-        ('{"question": "1", "answer": true}\n', r"line 1: field 'answer': expected text or a number, got True"),
+        ('{"question": "1", "answer": null}\n', r"line 1: field 'answer' is None; expected text or a number"),
+        ('{"question": "1", "answer": true}\n', r"line 1: field 'answer' is True; expected text or a number"),
         ("\n \n", r"bad.jsonl holds no rows"),
     ],
 )
