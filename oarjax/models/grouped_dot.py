@@ -1,8 +1,8 @@
 """Matrix products of rows that are sorted into groups, each group with a matrix of its own.
 
-``jax.lax.ragged_dot`` computes them, and cannot be vmapped. Here the same two products are primitives of their own,
-closed under differentiation in both modes and under ``jax.vmap``: what is mapped over becomes more rows, or more groups
-where every copy has matrices of its own.
+``jax.lax.ragged_dot`` computes the first of them, and cannot be vmapped. Here the product and its gradient are
+primitives of their own, closed under differentiation in both modes and under ``jax.vmap``: what is mapped over becomes
+more rows, or more groups where every copy has matrices of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from oarjax.models.precision import precision_of
+
+BLOCK = 512
+"""Rows per product of ``grouped_outer``: few enough that filling up groups costs little, many for a matrix unit."""
 
 _rows = Primitive("grouped_dot")
 _matrices = Primitive("grouped_outer")
@@ -47,11 +50,32 @@ def _dot(rows: Array, matrices: Array, sizes: Array, *, dtype: np.dtype) -> Arra
 
 
 def _outer(left: Array, right: Array, sizes: Array, *, dtype: np.dtype) -> Array:
+    """Add up blocks of rows, one matrix product each; the last block of a group is filled up with zeros.
+
+    ``jax.lax.ragged_dot_general`` has this product too, and TPU compilers (libtpu 0.0.42) turn it into a dense one over
+    every group's mask: as many times the work as there are groups.
+    """
     left, right = _same_dtype(left, right)
-    dimensions = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-    return jax.lax.ragged_dot_general(
-        left, right, sizes, dimensions, precision=precision_of(left.dtype), preferred_element_type=dtype
-    )
+    rows, groups = left.shape[0], sizes.shape[0]
+    block = min(BLOCK, rows)
+    ends, blocks = jnp.cumsum(sizes), -(-sizes // block)
+    last = jnp.cumsum(blocks)
+    left, right = (jnp.pad(x, ((0, block), (0, 0))) for x in (left, right))
+    wide = jnp.promote_types(dtype, jnp.float32)
+
+    def add(i: Any, total: Array) -> Array:
+        group = jnp.minimum(jnp.searchsorted(last, i, side="right"), groups - 1)  # the last one again adds nothing
+        begin = ends[group] - sizes[group] + (i - last[group] + blocks[group]) * block
+        own = (begin + jnp.arange(block) < ends[group])[:, None]
+        x, y = (jax.lax.dynamic_slice_in_dim(z, begin, block) for z in (left, right))
+        over = (((0,), (0,)), ((), ()))
+        more = jax.lax.dot_general(
+            jnp.where(own, x, 0), y, over, precision=precision_of(left.dtype), preferred_element_type=wide
+        )
+        return total.at[group].add(more)
+
+    empty = jnp.zeros((groups, left.shape[1], right.shape[1]), wide)
+    return jax.lax.fori_loop(0, rows // block + min(groups, rows), add, empty).astype(dtype)
 
 
 def _same_dtype(a: Array, b: Array) -> tuple[Array, Array]:

@@ -41,12 +41,6 @@ def route(
     return weights, chosen
 
 
-def expert_load(chosen: Int[Array, "R k"], counted: Float[Array, "R"], *, count: int) -> Float[Array, "E"]:
-    """Share of the choices of the ``counted`` tokens (1 or 0) that fell on each expert; the shares add up to 1."""
-    hits = jnp.zeros((count,), jnp.float32).at[chosen].add(counted[:, None])
-    return hits / jnp.maximum(jnp.sum(hits), 1)
-
-
 class ExpertLinear(nnx.Module):
     """The same linear map of every expert, stacked: [expert, in, out], with stacked adapters where there are any."""
 

@@ -42,14 +42,22 @@ def utilisation(chip: Chip, *, model_flops: Number, chips: int, seconds: Number)
 
 
 def decoding_bytes(
-    *, weights: Number, rows: Number, prompts: Number, prompt: Number, completion: Number, position: Number
+    *,
+    weights: Number,
+    rows: Number,
+    prompts: Number,
+    prompt: Number,
+    completion: Number,
+    position: Number,
+    state: Number = 0,
 ) -> float:
     """Bytes of HBM that decoding reads on one chip: per token its weights and its share of all slots of the caches.
 
     Every step reads all slots, filled or not. ``rows`` and ``prompts`` are the chip's; ``position`` is the bytes that
-    one position's keys and values of all layers take on it.
+    one position's keys and values of all layers take on it, ``state`` those of a row's recurrent states, which are
+    written back as well.
     """
-    return float(completion) * (weights + position * (rows * completion + prompts * prompt))
+    return float(completion) * (weights + position * (rows * completion + prompts * prompt) + 2 * state * rows)
 
 
 SPLASH = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
@@ -57,16 +65,19 @@ SPLASH = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
 
 
 def kernel_flops(name: str, operands: Sequence[tuple[int, ...]], *, block: Callable[[int], int]) -> float:
-    """FLOPs of one call of a splash attention kernel; blocks that are partly visible are computed whole.
+    """FLOPs of one call of a kernel: splash attention, whose partly visible blocks are computed whole, or experts.
 
     Args:
         operands: sizes; the largest three in a row are q [rows, heads, N, h] and k and v [rows, kv heads, M, h], the N
-            queries standing at the end of the M keys. The compiler leaves the axis of a single row out.
+            queries standing at the end of the M keys. The compiler leaves the axis of a single row out. Those of a
+            grouped product end with the rows [R, D] and the matrices [experts, D, F].
         block: side of a block for a length.
 
     Raises:
         ValueError: another kernel.
     """
+    if name.startswith("ragged-dot"):  # the compiler's own; its metadata are the groups' places
+        return 0.0 if "metadata" in name else 2.0 * operands[-2][0] * math.prod(operands[-1][1:])
     products = next((n for start, n in SPLASH.items() if name.startswith(start)), None)
     if products is None:
         raise ValueError(f"kernel {name}: expected one of {', '.join(SPLASH)}; its FLOPs are not known")

@@ -7,7 +7,8 @@ import pytest
 
 from oarjax.data.hf import load_params, read_config
 from oarjax.models.grouped_dot import grouped_dot, grouped_outer
-from oarjax.models.moe import expert_load, route
+from oarjax.models.lora import init_adapters, laid_over, merged
+from oarjax.models.moe import route
 from oarjax.models.policy import positions_of
 from oarjax.models.qwen import make_policy
 
@@ -26,7 +27,10 @@ def operands():
     return draw.normal(size=(4, 10, INTO)), draw.normal(size=(4, COUNT, INTO, OUT)), draw.normal(size=(4, 10, OUT))
 
 
-def test_grouped_products_and_their_gradients(operands, x64):
+@pytest.mark.parametrize("block", [4, 512])
+def test_grouped_products_and_their_gradients(block, operands, x64, monkeypatch):
+    """With groups of less than a block, of one, and of more."""
+    monkeypatch.setattr("oarjax.models.grouped_dot.BLOCK", block)
     rows, matrices, ct = (x[0] for x in operands)
     sizes = jnp.asarray(SIZES)
     out, pull = jax.vjp(lambda r, m: grouped_dot(r, m, sizes, dtype=r.dtype), jnp.asarray(rows), jnp.asarray(matrices))
@@ -71,7 +75,6 @@ def test_router():
     np.testing.assert_array_equal(chosen, [[2, 1], [0, 1]])
     np.testing.assert_allclose(weights, [[0.5, 0.25], [0.25, 0.25]], rtol=1e-6)
     np.testing.assert_allclose(route(logits, per_token=2, normalised=True)[0], [[2 / 3, 1 / 3], [0.5, 0.5]], rtol=1e-6)
-    np.testing.assert_allclose(expert_load(chosen, jnp.array([1.0, 0.0]), count=4), [0, 0.5, 0.5, 0])
 
 
 def test_both_ways_give_the_same_logits_gradients_and_linearisation(data, highest_precision):
@@ -104,3 +107,23 @@ def test_both_ways_give_the_same_logits_gradients_and_linearisation(data, highes
     dense, grouped = found("dense"), found("grouped")
     assert float(jnp.abs(dense[0]["layers"]["mlp"]["router"]["kernel"]).max()) > 1e-3
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4, rtol=2e-4), dense, grouped)
+
+
+@pytest.mark.parametrize("kind", ["dense", "grouped"])
+def test_adapters_of_experts_equal_merged_experts(kind, data, highest_precision):
+    """One pair per expert, of rank 2; a matrix without one beside those with."""
+    cfg, folder = read_config(data / "policy" / "moe_untied")
+    params, ids = load_params(folder, cfg), jnp.asarray(np.load(folder / "golden.npz")["ids"][:, :9])
+    adapters = init_adapters(jax.random.key(0), params, rank=2, targets=("q", "up", "down"))
+    adapters = jax.tree.map(lambda x: x + 0.1 * jnp.cos(jnp.arange(x.size)).reshape(x.shape), adapters)
+    assert adapters["layers"]["mlp"]["down"]["lora_b"].shape == (2, 8, 2, 32)
+    policy, both = make_policy(cfg, remat="none", experts=kind, adapter_scale=1.5), laid_over(params, adapters)
+    valid = jnp.ones(ids.shape, bool)
+
+    @jax.jit
+    def hidden(params):
+        return policy.trunk(params, policy.embed(params, ids), positions_of(valid), valid)[0]
+
+    found, want = hidden(both), hidden(merged(both, scale=1.5))
+    assert float(jnp.abs(want - hidden(params)).max()) > 0.1
+    np.testing.assert_allclose(found, want, atol=1e-4, rtol=1e-4)

@@ -46,6 +46,8 @@ def test_kernels_compute_the_blocks_that_are_seen():
     assert one_row == find("splash_mha_fwd_segmented", q, k, k) / q[0]
     longer = (2, 2, 1536, 64)  # a prefix of 512 keys before the queries' own
     assert find("splash_mha_fwd", q, longer, longer) == 2 * (2 + 3) * product
+    assert find("ragged-dot-none", (48,), (64, 8), (16, 8, 3)) == 2 * 64 * 8 * 3  # rows are multiplied once each
+    assert find("ragged-dot-metadata", (16,)) == 0
     with pytest.raises(ValueError, match="kernel flash: expected one of splash_mha_fwd"):
         find("flash", q, k)
 
@@ -54,6 +56,8 @@ def test_decoding_reads_weights_and_all_slots():
     assert decoding_bytes(weights=100, rows=3, prompts=2, prompt=5, completion=10, position=4) == 10 * (
         100 + 4 * (30 + 10)
     )
+    sizes = {"weights": 0, "rows": 3, "prompts": 2, "prompt": 5, "completion": 10, "position": 0}
+    assert decoding_bytes(**sizes, state=7) == 10 * 2 * 3 * 7  # read and written
 
 
 def test_the_chips_are_the_data_sheets():
