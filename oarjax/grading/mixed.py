@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -42,7 +42,7 @@ def make_grader(
     *,
     settings: Mapping[str, dict[str, Any]] | None = None,
     plugins: Sequence[str] = (),
-    workers: int = 2,
+    workers: int | Literal["auto"] = 2,
     deadline: float = 5.0,
     call_deadline: float = 60.0,
     concurrency: int = 16,

@@ -26,7 +26,7 @@ from oarjax.grading.mixed import RunGrader
 from oarjax.report.files import ShownConsole
 from oarjax.runs.checkpoint import remove_all
 from oarjax.runs.folder import changed, claim, locked, refuse_another_run
-from oarjax.runs.trust import note_own
+from oarjax.runs.trust import note_trusted
 from oarjax.training.command import start_policy
 from oarjax.training.held_out import Evaluation, evaluation_from, plain_evaluation
 from oarjax.training.parts.inputs import check_inputs
@@ -115,7 +115,7 @@ def _claim(run: Run, folder: Path, console: Console) -> None:
     if changes := check_inputs(run, folder).words():
         console.print(f"resuming with other inputs: {changes}")
     claim(folder, run.cfg)
-    if (problem := note_own(folder, run.cfg)) is not None:
+    if (problem := note_trusted(folder, run.cfg)) is not None:
         console.print(problem)
 
 

@@ -204,6 +204,6 @@ def start_policy(run: Run, grader: Grading, stop: Stop | None = None) -> tuple[P
                 "there, or remove it to evaluate the start again"
             ) from None
     before = evaluate(run, grader, params)
-    only_first(lambda: write_durably(saved, json.dumps(plain_evaluation(before))))
+    only_first(lambda: write_durably(known, json.dumps(plain_evaluation(before))))
     stop.check()
     return params, before
