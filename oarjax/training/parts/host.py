@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -39,7 +40,8 @@ class Submission(Protocol):
         ...
 
 
-class GradedAtOnce(NamedTuple):
+@dataclass(frozen=True)
+class GradedAtOnce:
     """A submission that grades whole rollouts."""
 
     rest: Callable[[Rollout], Callable[[], Grades]]
