@@ -23,9 +23,10 @@ from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import parameter_count
 from oarjax.plan.architecture import architecture_fields
 from oarjax.plan.expected import expected_step, survival_of
-from oarjax.plan.programs import PROGRAMS, shapes_of, with_method
+from oarjax.plan.programs import PROGRAMS, shapes_of, times_of, with_method
 from oarjax.plan.sums import (
     analytic_update_flops,
+    applied_bytes,
     count,
     model_flops,
     phase_of,
@@ -213,6 +214,12 @@ def document(
     chips = where.chips * max(cfg.mesh.slice, 1)
     mesh, there = results[0]["mesh"], {k: v for r in results for k, v in r["resident"].items()}
     tensor = cfg.rollout.tensor or mesh["tensor"]
+
+    def read(phase: str, result: dict[str, Any]) -> float:
+        if phase == "sample":
+            return read_bytes(model, s, chips=chips, tensor=tensor)
+        return applied_bytes(result["resident"]) if phase == "apply" else 0.0
+
     phases = []
     for (phase, method), result in zip(work, results):
         asked = with_method(cfg, method)
@@ -229,12 +236,10 @@ def document(
                 chips=chips,
                 work=found,
                 model=model_flops(phase, model, asked),
-                read=read_bytes(model, s, chips=chips, tensor=tensor) if phase == "sample" else 0.0,
+                read=read(phase, result),
             )
         )
     fits = all(p["fits"] for p in phases)
-    updates = cfg.update.minibatches * cfg.update.epochs
-    times = {"reshard": 1, "sample": 1, "score": cfg.update.minibatches, "update": updates}
     own = [p for p in phases if p["method"] is None]  # what a step runs; other methods are beside it
     steps = {p["name"] for p in own}
     found = {
@@ -254,8 +259,8 @@ def document(
         "shapes": s._asdict(),
         "resident": there,
         "phases": phases,
-        "step": step_of(own, times, chip=where.chip, chips=chips) if fits and steps == set(PROGRAMS) else None,
-        "expected": analytic_update_flops(cfg, model, s, phases[-1]) if "update" in steps else None,
+        "step": step_of(own, times_of(cfg), chip=where.chip, chips=chips) if fits and steps == set(PROGRAMS) else None,
+        "expected": next((analytic_update_flops(cfg, model, s, p) for p in own if p["name"] == "update"), None),
         "fits": fits,
         "remedies": [f"{p['name']}: {remedy(p['name'], cfg)}" for p in phases if not p["fits"]],
         "notes": notes(cfg, phases),

@@ -26,7 +26,7 @@ from oarjax.plan.lengths import (
     padding_share,
     sorted_lengths,
 )
-from oarjax.plan.programs import shapes_of
+from oarjax.plan.programs import shapes_of, times_of
 from oarjax.plan.sums import model_flops, read_bytes
 from oarjax.rollout.row_schedule import cache_step, make_plan
 from oarjax.runs.durable import read_lines
@@ -84,14 +84,14 @@ def expected_step(
     longest = sorted_lengths(survival, rows=rows_of_minibatch, microbatch=s.microbatch)
     padded = [bucket(n, cfg.rollout.completion_bucket, s.completion) for n in longest]
     worst = float(s.completion)
-    times = {"score": cfg.update.minibatches, "update": cfg.update.minibatches * cfg.update.epochs}
+    times = times_of(cfg)
     seconds: dict[str, float] = {}
     scale = _sampling_scales(decoding, model, cfg, chips=chips, tensor=tensor)
     for phase in plan["phases"]:
         name = phase["name"]
         if phase["method"] is None:
-            shares = (1.0, 1.0, 1.0) if name == "reshard" else (_flops_share(name, model, cfg, padded), 1.0, 1.0)
-            seconds[name] = times.get(name, 1) * _seconds(phase, *(scale if name == "sample" else shares))
+            shares = (_flops_share(name, model, cfg, padded), 1.0, 1.0)
+            seconds[name] = times[name] * _seconds(phase, *(scale if name == "sample" else shares))
     return {
         "mean": mean_length(survival),
         "decode_steps": decoding.steps,

@@ -12,13 +12,33 @@ from oarjax.models.qwen_config import QwenConfig
 from oarjax.training.minibatches import bucket
 from oarjax.training.parts.checks import check_lengths
 from oarjax.training.parts.layout import check_layouts
-from oarjax.training.parts.shapes import Program, reshard_program, sample_program, score_program, update_program
+from oarjax.training.parts.shapes import (
+    Program,
+    apply_program,
+    reshard_program,
+    sample_program,
+    score_program,
+    update_program,
+)
 from oarjax.training.run import Run
 
 STOPS, PAD = (151645, 151643), 151643
 """Qwen's. They are constants of a program, which costs the same whatever they are."""
 
-PROGRAMS = {"reshard": reshard_program, "sample": sample_program, "score": score_program, "update": update_program}
+PROGRAMS = {
+    "reshard": reshard_program,
+    "sample": sample_program,
+    "score": score_program,
+    "update": update_program,
+    "apply": apply_program,
+}
+"""Phases in the order of a step. An update adds up gradients (``update``) and changes the weights (``apply``)."""
+
+
+def times_of(cfg: Config) -> dict[str, int]:
+    """Return how often an iteration runs each phase."""
+    updates = cfg.update.minibatches * cfg.update.epochs
+    return {"reshard": 1, "sample": 1, "score": cfg.update.minibatches, "update": updates, "apply": updates}
 
 
 class Shapes(NamedTuple):

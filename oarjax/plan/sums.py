@@ -17,7 +17,7 @@ from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.splash import block_of
 from oarjax.models.weights import decoder_of, matmul_parameters
 from oarjax.plan.hlo import Executed, executed
-from oarjax.plan.programs import Shapes, shapes_of
+from oarjax.plan.programs import Shapes, shapes_of, times_of
 from oarjax.plan.roofline import (
     decoding_bytes,
     executed_update_flops,
@@ -50,12 +50,11 @@ def work_of(model: QwenConfig, cfg: Config, custom: CreditMethod | None) -> Work
 
 def model_flops(phase: str, model: QwenConfig, cfg: Config) -> float:
     """Count what one run of a phase's program asks for, over all chips."""
-    times = {"sample": 1, "score": cfg.update.minibatches, "update": cfg.update.epochs * cfg.update.minibatches}
-    if phase not in times:
+    if phase not in ("sample", "score", "update"):
         return 0.0
     custom = find_method(cfg)
     found = iteration_flops(decoder_of(model), work_of(model, cfg, custom), cfg.credit, attribution(cfg.credit, custom))
-    return found[phase] / times[phase]
+    return found[phase] / times_of(cfg)[phase]
 
 
 def count(text: str, s: Shapes, credit: CreditConfig) -> Executed:
@@ -147,6 +146,14 @@ def read_bytes(model: QwenConfig, s: Shapes, *, chips: int, tensor: int) -> floa
         completion=s.completion,
         position=2 * 2 * d.layers * heads * model.head_dim,
     )
+
+
+def applied_bytes(resident: Mapping[str, int]) -> float:
+    """Bytes of HBM that one optimizer update moves on one chip: trained params, moments and summed gradients.
+
+    All are read; params and moments are written again, and the sums are set to zero before the next update.
+    """
+    return 2.0 * sum(resident[part] for part in ("params", "optimizer", "gradients"))
 
 
 def analytic_update_flops(cfg: Config, model: QwenConfig, s: Shapes, line: Mapping[str, Any]) -> float | None:

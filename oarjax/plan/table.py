@@ -85,12 +85,13 @@ def title(found: dict[str, Any]) -> str:
 def headline(found: dict[str, Any]) -> str:
     """Summarise a plan for the header of its config."""
     most, there = found["step"]["hbm"]["total"] / GIB, found["chip"]["memory"] / GIB
-    update = next(p for p in found["phases"] if p["name"] == "update")
+    update = [p for p in found["phases"] if p["name"] in ("update", "apply")]
+    plain, overlapped = (sum(p[f"seconds_{how}"] for p in update) for how in ("in_turn", "together"))
+    flops = sum(p["model"] for p in update) / (found["chips"] * found["chip"]["flops"])
     return (
         f"Planned by the TPU's compiler (docs/plans.md): at most {most:.2f} of {there:.2f} GiB of HBM "
-        f"per chip; an update takes {update['seconds_in_turn']:.1f} s with nothing overlapped and "
-        f"{update['seconds_together']:.1f} s with all, at {update['utilisation_in_turn']:.0%} and "
-        f"{update['utilisation_together']:.0%} model-FLOPs utilisation: bounds from peak rates."
+        f"per chip; an update takes {plain:.1f} s with nothing overlapped and {overlapped:.1f} s with all, "
+        f"at {flops / plain:.0%} and {flops / overlapped:.0%} model-FLOPs utilisation: bounds from peak rates."
     )
 
 
@@ -140,8 +141,9 @@ def markdown(plans: Sequence[dict[str, Any]], *, numbers: Path | None = None) ->
         "",
         WORD,
         "",
-        "Sampling is planned at its longest: every completion goes to max_new. Score and update are for one minibatch "
-        "with every row in use, times the minibatches and epochs of a step in the line *whole step*.",
+        "Sampling is planned at its longest: every completion goes to max_new. Score, update (the sum of the "
+        "gradients) and apply (the optimizer) are for one minibatch with every row in use, times the minibatches and "
+        "epochs of a step in the column *whole step*.",
     ]
     for found in plans:
         lines += ["", f"## {found['config']}", "", f"{title(found)}.", ""]

@@ -24,7 +24,7 @@ from oarjax.plan.architecture import architecture_fields
 from oarjax.plan.credit_costs import QWEN_7B
 from oarjax.plan.programs import with_method
 from oarjax.plan.sums import ANSWER
-from oarjax.plan.table import describe, markdown, rows_of
+from oarjax.plan.table import describe, headline, markdown, rows_of
 from oarjax.plan.topology import TopologyError, find_slice
 from oarjax.plan.worker import too_large
 
@@ -136,7 +136,7 @@ def answer(tmp_path: Path, phase: str, *, peak: float = 3.0, text: str | None = 
     key = f"{phase}-{peak}"
     found = {
         "key": key,
-        "resident": {"params": 1 * GIB, "optimizer": 2 * GIB},
+        "resident": {"params": 1 * GIB, "optimizer": 2 * GIB, "gradients": 1 * GIB},
         "beside": beside * GIB,
         "versions": {"jax": "1.2", "libtpu": "3.4"},
         "mesh": {"slice": 1, "data": 1, "fsdp": 4, "tensor": 1},
@@ -156,7 +156,7 @@ def planned(tmp_path: Path, answers: list[dict], work: list[tuple[str, str | Non
     return planning.document("configs/x.yaml", cfg, find_slice("v5e-4"), fields, work, answers, cache=tmp_path)
 
 
-ALL = [("reshard", None), ("sample", None), ("score", None), ("update", None)]
+ALL = [("reshard", None), ("sample", None), ("score", None), ("update", None), ("apply", None)]
 
 
 @pytest.fixture
@@ -169,16 +169,21 @@ def test_a_plan_that_fits(tmp_path, no_kernels):
     found = planned(tmp_path, [answer(tmp_path, p) for p, _ in ALL], ALL)
     assert found["fits"]
     assert found["chips"] == 4
-    update = found["phases"][-1]
+    update, applied = found["phases"][-2:]
     assert update["executed"] == 5 * 2 * 32 * 16 * 64
     assert update["hbm"] == {"program": 3 * GIB, "beside": GIB, "total": 4 * GIB, "limit": 15.75 * GIB}
     sent = sum(update["sent"].values())
     assert update["seconds"]["links"] == pytest.approx(sent / 90e9)
     assert update["seconds_in_turn"] == pytest.approx(update["executed"] / 197e12 + sent / 90e9)
-    assert found["step"]["executed"] == 4 * update["executed"]
+    assert found["step"]["executed"] == 5 * update["executed"]
+    assert applied["read"] == 2 * 4 * GIB  # params, moments and gradients: read, and written
+    assert applied["seconds"]["memory"] == pytest.approx(8 * GIB / 819e9)
+    assert applied["model"] == 0
+    both = update["seconds_in_turn"] + applied["seconds_in_turn"]
+    assert f"an update takes {both:.1f} s with nothing overlapped" in headline(found)
     page = markdown([found])
     assert "jax 1.2, libtpu 3.4. **Not measured on a TPU.**" in page
-    assert "| together, of 15.75 | 4.00 | 4.00 | 4.00 | 4.00 | 4.00 |" in page
+    assert "| together, of 15.75 |" + 6 * " 4.00 |" in page
     names = [row[0] for row in rows_of(found)]
     plain, overlapped = (names.index(f"seconds at least, {how} overlapped") for how in ("nothing", "all"))
     assert plain < overlapped
@@ -187,7 +192,7 @@ def test_a_plan_that_fits(tmp_path, no_kernels):
 
 def test_what_does_not_fit_is_named_with_the_remedy(tmp_path, no_kernels):
     too_much = answer(tmp_path, "update", peak=27.9, text=None)
-    found = planned(tmp_path, [*(answer(tmp_path, p) for p in ("reshard", "sample", "score")), too_much], ALL)
+    found = planned(tmp_path, [*(answer(tmp_path, p) for p in ("reshard", "sample", "score")), too_much], ALL[:-1])
     assert not found["fits"]
     assert found["step"] is None
     assert found["remedies"] == [
@@ -239,15 +244,17 @@ def test_a_small_run_is_compiled_for_a_tpu(tmp_path, libtpu):
     tree = config(str(tmp_path / "policy")).model_dump(mode="json")
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(tree))
     out, cache = tmp_path / "plan.json", str(tmp_path / "cache")
-    settings = ("--json", str(out), "--cache", cache, "--phases", "sample,score,update", "--credit", "oar_p")
+    settings = ("--json", str(out), "--cache", cache, "--phases", "sample,score,update,apply", "--credit", "oar_p")
     done = command(str(tmp_path / "small.yaml"), *settings, "credit.masking.buckets=1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "does not fit" not in done.stdout
     (found,) = json.loads(out.read_text())
-    sample, score, masked, update = found["phases"]
+    sample, score, masked, update, applied = found["phases"]
     assert update["executed"] * 4 == pytest.approx(found["expected"], rel=0.03)
     assert update["kernels"] > 0  # attention by Pallas
     assert update["aliased"] >= 0.99 * found["resident"]["params"]  # the sums of gradients, which it adds to
+    assert applied["aliased"] >= 0.99 * (found["resident"]["params"] + found["resident"]["optimizer"])
+    assert 0 < applied["seconds_together"] < update["seconds_in_turn"]
     assert 0.9 < sample["share"] <= 1.05
     assert 0.5 < score["share"] <= 1.05
     assert masked["method"] == "oar_p"
