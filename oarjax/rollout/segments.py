@@ -20,7 +20,7 @@ so that no cache travels and no device is idle while another has rows left.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -93,14 +93,16 @@ class Spent(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A jitted program of a rollout and what it is called with, as shapes."""
+    """A jitted program of a rollout, what it is called with, and what lies beside it meanwhile, as shapes."""
 
     name: str
     jitted: Any
     args: tuple[Any, ...]
+    static: Mapping[str, int]  # keyword arguments
+    held: Any  # arrays of the rollout that the program does not take
 
     def lower(self) -> Any:
-        return self.jitted.lower(*self.args)
+        return self.jitted.lower(*self.args, **self.static)
 
 
 class SegmentedSampler:
@@ -142,6 +144,7 @@ class SegmentedSampler:
         self._bucket = cache_step(how.max_new, cache_bucket)
         self._blocks, self._spent, self._programs = row_blocks(rows), Spent(), set[tuple[Bucket, int]]()
         self._placed = rows is not None
+        self._rows = rows
 
         def jitted(function: Any, out: Any, **options: Any) -> Any:
             return jax.jit(function, **options, **({} if rows is None else {"out_shardings": out}))
@@ -154,7 +157,7 @@ class SegmentedSampler:
         self._whole = jitted(self._sample_rows, rows)
         self._init_cache = jax.jit(policy.init_cache, static_argnums=(0, 1))
         self._take_rows = jax.jit(policy.take_rows)
-        self._grow = jax.jit(policy.grow, static_argnums=1, static_argnames="drop")
+        self._grow = jax.jit(policy.grow, static_argnames=("slots", "drop"))
 
     def __call__(
         self,
@@ -235,7 +238,7 @@ class SegmentedSampler:
     def lower(self, params: Params, prompts: PromptBatch, key: Any) -> Any:
         """Lower the same work at its largest as one program: every row decoded to the end in a full cache.
 
-        It is what arithmetic and traffic are counted in, and is never run. ``programs`` are those that are.
+        It is what arithmetic and traffic are counted in, and is never run. ``programs`` lists the largest that are.
         """
         return self._whole.lower(params, prompts, key)
 
@@ -244,18 +247,43 @@ class SegmentedSampler:
         return self._whole(params, prompts, key)
 
     def programs(self, params: Params, prompts: PromptBatch, key: Any) -> list[Program]:
-        """List prefill, then every decode program that there can be, the largest first, with arguments as shapes."""
+        """List the largest programs that there can be, with arguments as shapes that are laid out as in a rollout.
+
+        Prefill; decode with the most rows and slots; the growth of the cache to so many; and the copy of its rows that
+        follows when rows are dropped, or when waiting ones take their place.
+        """
         plan = self.plan(prompts)
-        prompt_cache, table, _ = jax.eval_shape(self._prefill, params, prompts, key)
-        found = [Program("prefill", self._prefill, (params, prompts, key))]
-        for bucket, slots in plan.sizes():
-            cache = jax.eval_shape(lambda: self._policy.init_cache(plan.blocks * bucket.rows, slots))  # noqa: B023
-            layout = jax.ShapeDtypeStruct((plan.blocks, bucket.rows), jnp.int32)
-            shared = jax.ShapeDtypeStruct((plan.blocks, bucket.rows // bucket.share), jnp.int32)
-            prefix = jax.eval_shape(self._policy.take_rows, prompt_cache, shared)
-            floor, limit = jax.ShapeDtypeStruct((plan.blocks,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-            args = (params, table, cache, prefix, layout, floor, limit)
-            found.append(Program(f"decode {plan.blocks * bucket.rows} rows, {slots} slots", self._decode, args))
+        (bucket, slots), *smaller = plan.sizes()
+        rows, (count, width) = plan.blocks * bucket.rows, prompts.tokens.shape
+        _, table, _ = jax.eval_shape(self._prefill, params, prompts, key)
+        table = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._rows), table)
+        prompt_cache, cache = self._cache_shapes(count, width), self._cache_shapes(rows, slots)
+        # Until rows are dropped all read the prompts' own cache; with fewer slots than rows, copies of it.
+        prefix = prompt_cache if plan.together else self._cache_shapes(rows // bucket.share, width)
+        copied = () if plan.together else prompt_cache
+
+        def integers(*shape: int) -> Any:
+            return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+        layout = integers(plan.blocks, bucket.rows)
+        decode = (params, table, cache, prefix, layout, integers(plan.blocks), integers())
+        found = [
+            Program("prefill", self._prefill, (params, prompts, key), {}, ()),
+            Program(f"decode {rows} rows, {slots} slots", self._decode, decode, {}, copied),
+        ]
+        held = (table, prefix, copied)
+        if smaller and smaller[0][0] == bucket:
+            before = smaller[0][1]
+            growth = {"slots": slots - before}
+            name = f"grow from {before} to {slots} slots"
+            found.append(Program(name, self._grow, (self._cache_shapes(rows, before),), growth, held))
+        if fewer := plan.buckets[1:2] if plan.together else (bucket,):
+            places = integers(plan.blocks, fewer[0].rows)
+            found.append(
+                Program(
+                    f"take {plan.blocks * fewer[0].rows} of {rows} rows", self._take_rows, (cache, places), {}, held
+                )
+            )
         return found
 
     def warm_up(
@@ -305,6 +333,12 @@ class SegmentedSampler:
         """Make an empty cache that lies where others do, so that the first segment needs no program of its own."""
         empty = self._init_cache(rows, slots)
         return jax.device_put(empty, jax.tree.map(lambda x: x.sharding, like)) if self._placed else empty
+
+    def _cache_shapes(self, rows: int, slots: int) -> Any:
+        """An empty cache as shapes, laid out over the devices as the policy lays it out."""
+        shapes = jax.eval_shape(lambda: self._policy.init_cache(rows, slots))
+        where = self._init_cache.lower(rows, slots).compile().output_shardings
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, where)
 
     def _count(self, plan: Plan, bucket: Bucket, slots: int, flags: Flags) -> None:
         steps = int(flags.steps)

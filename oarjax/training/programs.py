@@ -71,6 +71,7 @@ class Steps(NamedTuple):
     fused_add: Callable[..., FusedSums] | None = None
     # (sums, state, rows, noise key, order key, start, stop, probe=, bucket=): takes the sums' memory
     decoding: Callable[[], dict[str, float]] = dict  # metrics of what ``sample`` did since this was last called
+    decode_programs: Callable[[], int] = int  # decode programs that ``sample`` has run in this process
 
     def update(
         self, state: TrainState, batch: TrainBatch, pieces: Sequence[Piece], denominator: Float[Array, ""]
@@ -312,6 +313,7 @@ def make_steps(
         accumulate=jax.jit(accumulate, static_argnames="bucket", donate_argnums=0, out_shardings=summed),
         apply=jax.jit(apply, donate_argnums=0, out_shardings=(shardings.state, shardings.replicated)),
         decoding=groups.spent,
+        decode_programs=lambda: groups.decode_programs,
     )
 
 

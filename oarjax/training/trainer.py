@@ -157,7 +157,7 @@ def train(
         if last is None and run.held_out is not None:  # the run was already finished
             last = evaluate(run, grader, whole(state))
     show_completions(console, cfg.iterations, rows)
-    if programs := getattr(run.steps.sample, "decode_programs", 0):
+    if programs := run.steps.decode_programs():
         console.print(f"rollouts ran {programs} decode programs, one per number of rows and of cache slots")
     spent = sum(record.get("seconds/total", 0.0) for record in read_metrics(folder / "metrics.jsonl"))
     return Trained(folder, whole(state), last, spent or time.perf_counter() - began)

@@ -119,8 +119,8 @@ def built(axes, **changes):
                       policy__head_chunk=32, update__epochs=2, **changes)
     return Run(cfg, model=model, mesh=mesh, stop_ids=(1,), pad_id=0)
 
-def compiled(phase, axes, **changes):
-    (program,) = (p for p in programs(built(axes, **changes)) if p.phase == phase)
+def compiled(phase, axes, name="", **changes):
+    (program,) = (p for p in programs(built(axes, **changes)) if p.phase == phase and p.name.startswith(name))
     return instructions(program.lower().compile().as_text())
 
 def collectives(found):
@@ -134,10 +134,11 @@ for phase in ("score", "update"):
     print(json.dumps({"phase": phase, "collectives": [[loops, i.opcode, sizes(i), i.op_name] for loops, i in found]}))
 
 # The memory table of a run lowers all of them, and sampling may have another mesh than training.
-apart = built({"fsdp": 8, "tensor": 1}, rollout__tensor=2, data__eval={"source": "unused"}, eval__batch=8)
-print(json.dumps({"phase": "lowered", "phases": [p.phase for p in programs(apart) if p.lower()]}))
+apart = built({"fsdp": 8, "tensor": 1}, rollout__tensor=2, rollout__cache_bucket=5, data__eval={"source": "unused"},
+              eval__batch=8)
+print(json.dumps({"phase": "lowered", "phases": [[p.phase, p.name] for p in programs(apart) if p.lower()]}))
 
-found = compiled("sample", {"fsdp": 2, "tensor": 4})
+found = compiled("sample", {"fsdp": 2, "tensor": 4}, "decode")
 print(json.dumps({
     "phase": "sample",
     "loops": [[loops, sizes(i)] for loops, i in found if i.opcode == "while"],
@@ -174,5 +175,8 @@ def test_what_sampling_keeps_is_sharded_and_a_token_gathers_no_weights(programs)
 
 @pytest.mark.slow
 def test_programs_lower_where_sampling_has_another_mesh(programs):
-    phases = ["reshard", "sample", "evaluate", "score", "credit", "update", "apply"]
+    rollout = ["prefill", "decode 32 rows, 9 slots", "grow from 5 to 9 slots", "take 16 of 32 rows"]
+    held_out = ["prefill", "decode 8 rows, 9 slots", "grow from 5 to 9 slots"]
+    phases = [["reshard", ""], *(["sample", name] for name in rollout), *(["evaluate", name] for name in held_out)]
+    phases += [[phase, ""] for phase in ("score", "credit", "update", "apply")]
     assert programs["lowered"]["phases"] == phases

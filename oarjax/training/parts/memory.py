@@ -1,7 +1,8 @@
 """The device memory that each phase of a run needs, by the compiler's estimate, before the first iteration.
 
-The programs are compiled for the largest shapes that the run can meet, and JAX keeps them: the first iteration finds
-them done, in this process and by the compilation cache in the next.
+The programs are compiled for the largest shapes that the run can meet, and JAX keeps them: the iteration that meets
+these shapes finds them done, in this process and by the compilation cache in the next. Sampling runs several programs,
+and those for fewer rows and cache slots need less.
 """
 
 from __future__ import annotations
@@ -52,11 +53,16 @@ def remedy(phase: Phase, cfg: Config) -> str:
 
 
 class PhaseMemory(NamedTuple):
-    """Bytes per device while one phase runs."""
+    """Bytes per device while one program of a phase runs."""
 
     phase: Phase
     resident: dict[Part, int]  # what outlives the phase, by part
     peak: int  # with these, whether the program takes them or not
+    program: str = ""  # which, where the phase has several
+
+    @property
+    def title(self) -> str:
+        return f"{self.phase}: {self.program}" if self.program else self.phase
 
     def fits(self, limit: int | None) -> bool:
         return limit is None or self.peak <= limit
@@ -77,7 +83,7 @@ def phase_memory(run: Run, program: Program) -> PhaseMemory:
         raise DeviceError(f"phase {program.phase} does not fit: {message}; {remedies}") from error
     peak = peak_bytes(memory, platform=run.mesh.devices.flat[0].platform)
     others = beside(run, program, read=memory.argument_size_in_bytes)
-    return PhaseMemory(program.phase, resident(run, program.phase), peak + others)
+    return PhaseMemory(program.phase, resident(run, program.phase), peak + others, program.name)
 
 
 def peak_bytes(memory: Any, *, platform: str) -> int:
@@ -98,10 +104,11 @@ def report_memory(run: Run, folder: Path, console: Console) -> list[PhaseMemory]
     with console.status("compiling the largest programs"):
         found = [phase_memory(run, program) for program in programs(run)]
     console.print(memory_table(found, limit))
-    for each in found:
+    largest = {each.phase: each for each in sorted(found, key=lambda each: each.peak)}  # of a phase's programs
+    for each in largest.values():
         if limit is not None and not each.fits(limit):
             console.print(
-                f"phase {each.phase} needs {gib(each.peak)} of {gib(limit)} GiB: it will not fit; "
+                f"phase {each.title} needs {gib(each.peak)} of {gib(limit)} GiB: it will not fit; "
                 f"{remedy(each.phase, run.cfg)}",
                 style="yellow",
             )
@@ -116,9 +123,11 @@ def memory_table(found: Iterable[PhaseMemory], limit: int | None) -> Table:
     table = Table(title=f"GiB per device{of}, by the compiler's word", title_justify="left")
     for name in ("phase", "resident", "peak"):
         table.add_column(name, justify="right" if name == "peak" else "left")
+    before = ""
     for each in found:
-        parts = ", ".join(f"{part} {gib(size)}" for part, size in each.resident.items())
-        table.add_row(each.phase, parts, gib(each.peak), style=None if each.fits(limit) else "yellow")
+        parts = "" if each.phase == before else ", ".join(f"{p} {gib(size)}" for p, size in each.resident.items())
+        before = each.phase
+        table.add_row(each.title, parts, gib(each.peak), style=None if each.fits(limit) else "yellow")
     return table
 
 
@@ -130,7 +139,7 @@ def memory_facts(folder: Path) -> dict[str, str]:
         return {}
     top = max(tree["phases"], key=lambda each: each["peak"])
     of = "" if tree["limit"] is None else f" of {gib(tree['limit'])}"
-    return {"peak memory": f"{gib(top['peak'])}{of} GiB per device, phase {top['phase']}"}
+    return {"peak memory": f"{gib(top['peak'])}{of} GiB per device, phase {PhaseMemory(**top).title}"}
 
 
 def gib(size: int) -> str:

@@ -26,7 +26,7 @@ from oarjax.data.streams import bucketed
 from oarjax.models.lora import whole
 from oarjax.models.sharding import batch_spec
 from oarjax.models.weights import abstract_params
-from oarjax.training.minibatches import Bucket, bucket
+from oarjax.training.minibatches import Bucket, bucket, buckets
 from oarjax.training.parts.adapters import trained_shapes
 from oarjax.training.parts.ahead import prompt_step
 from oarjax.training.parts.fused import FusedRows, FusedSums
@@ -48,6 +48,8 @@ class Program(NamedTuple):
     args: tuple[Any, ...]
     static: Mapping[str, Any]  # keyword arguments
     takes: frozenset[Part]  # of what is resident, the parts that are among the arguments
+    name: str = ""  # of one of several programs of a phase
+    held: Any = ()  # shapes of this phase's arrays that are none of its arguments
 
     def lower(self) -> Any:
         """Lower the program for these shapes; ``.compile()`` asks the compiler of the mesh's devices."""
@@ -56,11 +58,10 @@ class Program(NamedTuple):
 
 def programs(run: Run) -> tuple[Program, ...]:
     """Return the programs of an iteration in its order; evaluate only where there is data.eval."""
-    evaluation = () if run.cfg.data.eval is None else (evaluate_program(run),)
     return (
         reshard_program(run),
-        sample_program(run),
-        *evaluation,
+        *sampling_programs(run, "sample"),
+        *(() if run.cfg.data.eval is None else sampling_programs(run, "evaluate")),
         *learning_programs(run),
         apply_program(run),
     )
@@ -85,24 +86,58 @@ def learning_programs(run: Run) -> tuple[Program, ...]:
     return (Program("fused", run.steps.fused_add, args, static, takes),)
 
 
+def program_counts(run: Run) -> dict[str, int]:
+    """Count the programs that a run may compile of each kind at most; those of an evaluation are not among them.
+
+    A rollout has a number of rows and of cache slots, and its prompts a width; a score or an update has a bucket.
+    """
+    cfg, sampler = run.cfg, _sampler(run, "sample")
+    widest = _width(run, "train")
+    _, prompts, _ = _sampling_arguments(run, "sample")
+    widths = widest // cfg.rollout.prompt_bucket
+    limits = (cfg.rollout.prompt_bucket, widest), (cfg.rollout.completion_bucket, cfg.rollout.max_new)
+    by_length = math.prod(len(buckets(*limit)) for limit in limits)
+    decode = len(sampler.plan(prompts).sizes())
+    learning = ("score", "update") if run.steps.fused_add is None else ("fused",)
+    return {"prefill": widths, "decode": widths * decode, **dict.fromkeys(learning, by_length), "apply": 1}
+
+
 def reshard_program(run: Run) -> Program:
     """Describe the program that lays out trained params for sampling."""
     return Program("reshard", run.steps.rollout_params, (_params(run),), {}, frozenset({"params", "frozen"}))
 
 
 def sample_program(run: Run) -> Program:
-    """Describe the program that samples rollouts of one batch of prompts."""
-    prompts = _prompts(run, run.cfg.rollout.prompts, _width(run, "train"))
-    args = (rollout_shapes(run), prompts, _key(run))
-    return Program("sample", run.steps.sample, args, {}, frozenset({"rollout"}))
+    """Describe sampling as one program that decodes every row to the end: work is counted in it, it is never run."""
+    return Program("sample", run.steps.sample, _sampling_arguments(run, "sample"), {}, frozenset({"rollout"}))
 
 
-def evaluate_program(run: Run) -> Program:
-    """Describe the program that samples eval.samples completions of one batch of held-out prompts."""
-    prompts = _prompts(run, run.cfg.eval.batch, _width(run, "held_out"))
+def sampling_programs(run: Run, phase: Literal["sample", "evaluate"]) -> tuple[Program, ...]:
+    """Describe the largest programs that sample rollouts, or eval.samples completions of held-out prompts."""
+    params, prompts, key = _sampling_arguments(run, phase)
+    return tuple(
+        Program(
+            phase,
+            each.jitted,
+            each.args,
+            each.static,
+            frozenset({"rollout"}) if each.args[0] is params else frozenset(),
+            each.name,
+            each.held,
+        )
+        for each in _sampler(run, phase).programs(params, prompts, key)
+    )
+
+
+def _sampler(run: Run, phase: Literal["sample", "evaluate"]) -> Any:
+    return run.steps.sample if phase == "sample" else run.steps.evaluate
+
+
+def _sampling_arguments(run: Run, phase: Literal["sample", "evaluate"]) -> tuple[Any, ...]:
+    if phase == "sample":
+        return rollout_shapes(run), _prompts(run, run.cfg.rollout.prompts, _width(run, "train")), _key(run)
     key = jax.eval_shape(lambda: jax.random.key(0))  # of no mesh: evaluations make their own
-    args = (rollout_shapes(run), prompts, key)
-    return Program("evaluate", run.steps.evaluate, args, {}, frozenset({"rollout"}))
+    return rollout_shapes(run), _prompts(run, run.cfg.eval.batch, _width(run, "held_out")), key
 
 
 def score_program(run: Run, *, probe: ProbeMode | None = None) -> Program:
@@ -187,6 +222,7 @@ def beside(run: Run, program: Program, *, read: int | None) -> int:
             the same. None where it was not compiled.
     """
     others = sum(size for part, size in resident(run, program.phase).items() if part not in program.takes)
+    others += bytes_per_device(program.held)
     return others + (0 if read is None else max(bytes_per_device(program.args) - read, 0))
 
 

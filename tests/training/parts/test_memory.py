@@ -26,9 +26,18 @@ def printed():
 @pytest.mark.slow
 def test_every_phase_is_compiled_and_told_with_what_lies_beside_it(tmp_path, monkeypatch):
     console, weights = printed(), 4 * parameter_count(tiny.model())
-    everything = built(loss__kl_beta=0.1, data__eval={"source": "unused"}, eval__batch=4)
-    found = {each.phase: each for each in report_memory(everything, tmp_path, console)}
-    assert list(found) == ["reshard", "sample", "evaluate", "score", "credit", "update", "apply"]
+    everything = built(loss__kl_beta=0.1, data__eval={"source": "unused"}, eval__batch=4, rollout__cache_bucket=5)
+    found = {each.title: each for each in report_memory(everything, tmp_path, console)}
+    sampling = {
+        "sample": ["prefill", "decode 16 rows, 9 slots", "grow from 5 to 9 slots", "take 8 of 16 rows"],
+        "evaluate": ["prefill", "decode 4 rows, 9 slots", "grow from 5 to 9 slots"],
+    }
+    titles = [f"{phase}: {name}" for phase, names in sampling.items() for name in names]
+    assert list(found) == ["reshard", *titles, "score", "credit", "update", "apply"]
+    a_slot = 2 * 2 * 8 * 4  # keys and values of two layers, one key head of 8 numbers
+    growing = found["sample: grow from 5 to 9 slots"]
+    prompt_cache = 4 * 6 * a_slot
+    assert growing.peak >= sum(growing.resident.values()) + 16 * (5 + 9) * a_slot + prompt_cache  # both, for a moment
     for each in found.values():
         assert each.peak >= sum(each.resident.values())  # whether the program takes them or not
         assert each.resident["optimizer"] == 2 * weights + 2 * 4
@@ -38,7 +47,7 @@ def test_every_phase_is_compiled_and_told_with_what_lies_beside_it(tmp_path, mon
     assert "GiB per device, by the compiler's word" in text
     tree = json.loads((tmp_path / "memory.json").read_text())
     assert tree["phases"][-1]["resident"]["reference"] == weights
-    top = max(found.values(), key=lambda each: each.peak).phase
+    top = max(found.values(), key=lambda each: each.peak).title
     assert f"phase {top}" in memory_facts(tmp_path)["peak memory"]
     assert memory_facts(tmp_path / "nowhere") == {}
 
