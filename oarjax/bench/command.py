@@ -23,8 +23,11 @@ from oarjax.bench import credit as bench_credit
 from oarjax.bench import grading as bench_grading
 from oarjax.bench import project as bench_project
 from oarjax.bench import ragged as bench_ragged
+from oarjax.bench import ragged_step as bench_ragged_step
+from oarjax.bench import ragged_update as bench_ragged_update
+from oarjax.bench import sides as bench_sides
 from oarjax.bench import step as bench_step
-from oarjax.bench.measure import Compilations, Measured, counted_compilations, measure, spread
+from oarjax.bench.measure import Compilations, Measured, Peak, counted_compilations, machine_peak, measure, spread
 from oarjax.bench.work import Ours, Row, Shapes, draw_tokens, make_rows
 from oarjax.config import ConfigError
 from oarjax.data.hf import write_random_checkpoint
@@ -69,7 +72,12 @@ WORKLOADS = ("W1", "W2", "W3", "W4")
 CREDIT = ("W5", "W6")
 """Minutes each: run only where they are asked for, on policies of their own choice."""
 GRADING = "W7"
-RAGGED = "W8"
+RAGGED: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[dict[str, Any]], Table]]] = {
+    "W8": (bench_ragged.bench_ragged, bench_ragged.table),
+    "W9": (bench_ragged_update.bench_ragged_update, bench_sides.table),
+    "W10": (bench_ragged_step.bench_ragged_step, bench_sides.table),
+}
+"""Completions that differ in length: what measures them, and their table."""
 
 
 def run(model: str, only: str, repeats: int, as_json: bool, against: str | None, project: bool = False) -> None:
@@ -83,9 +91,9 @@ def run(model: str, only: str, repeats: int, as_json: bool, against: str | None,
     if model not in (*MODELS, "both"):
         raise ConfigError(f"--model: expected {', '.join(MODELS)} or both, got {model}")
     wanted = [w.strip().upper() for w in only.split(",") if w.strip()] or list(WORKLOADS)
-    if unknown := [w for w in wanted if w not in (*WORKLOADS, *CREDIT, GRADING, RAGGED)]:
+    if unknown := [w for w in wanted if w not in (*WORKLOADS, *CREDIT, GRADING, *RAGGED)]:
         raise ConfigError(
-            f"--only: expected some of {','.join((*WORKLOADS, *CREDIT, GRADING, RAGGED))}, got {','.join(unknown)}"
+            f"--only: expected some of {','.join((*WORKLOADS, *CREDIT, GRADING, *RAGGED))}, got {','.join(unknown)}"
         )
     if against not in (None, "torch"):
         raise ConfigError(f"--against: expected torch, got {against}")
@@ -95,39 +103,25 @@ def run(model: str, only: str, repeats: int, as_json: bool, against: str | None,
     # Programs are compiled here and now, so that their number and the memory of compiling are a fresh run's.
     jax.config.update("jax_enable_compilation_cache", False)
     console = make_console(markup=True) if not as_json else Console(stderr=True, quiet=True)
-    document = machine(against) | {"repeats": repeats, "models": []}
+    peak = machine_peak()
+    document = machine(against) | {"repeats": repeats, "peak": peak._asdict(), "models": []}
     for name in names if set(wanted) & set(WORKLOADS) else []:
         found = bench_model(
-            name, MODELS[name], Shapes(), workloads=wanted, repeats=repeats, against=against, console=console
+            name, MODELS[name], Shapes(), workloads=wanted, repeats=repeats, peak=peak, against=against, console=console
         )
         document["models"].append(found)
         if not as_json:
             console.print(table(found, against=against))
-    document["credit"] = list(bench_of_credit(wanted, repeats=repeats, console=console, show=not as_json))
+    document["credit"] = list(bench_of_credit(wanted, repeats=repeats, peak=peak, console=console, show=not as_json))
     if GRADING in wanted:
         with console.status(GRADING), counted_compilations() as compiled:
             graded = bench_grading.bench_grading(workers=threads(), repeats=repeats, compiled=compiled)
         document["grading"] = graded
         if not as_json:
             console.print(bench_grading.table(graded))
-    if RAGGED in wanted:
-        with (
-            tempfile.TemporaryDirectory(prefix="oarjax-bench-") as scratch,
-            console.status(RAGGED),
-            counted_compilations() as compiled,
-        ):
-            folder = write_random_checkpoint(Path(scratch) / "ragged", LONG_MODEL, seed=0)
-            ragged = bench_ragged.bench_ragged(
-                folder,
-                LONG_MODEL["vocab_size"],
-                bench_ragged.RAGGED,
-                repeats=repeats,
-                compiled=compiled,
-                torch_threads=threads() if against else None,
-            )
-        document["ragged"] = [ragged]
-        if not as_json:
-            console.print(bench_ragged.table(ragged))
+    document["ragged"] = list(
+        bench_of_ragged(wanted, repeats=repeats, peak=peak, against=against, console=console, show=not as_json)
+    )
     document["load_average_after"] = _load()
     if as_json:
         print(json.dumps(document, indent=2))
@@ -142,6 +136,7 @@ def bench_model(
     *,
     workloads: list[str],
     repeats: int,
+    peak: Peak,
     against: str | None,
     console: Console,
 ) -> dict[str, Any]:
@@ -166,7 +161,7 @@ def bench_model(
         with counted_compilations() as compiled:
             for row in chosen:
                 with console.status(f"{name}: {row.workload} {row.name}"):
-                    rows.append(bench_row(row, sides, repeats=repeats, compiled=compiled))
+                    rows.append(bench_row(row, sides, repeats=repeats, compiled=compiled, peak=peak))
     add_multiples(rows, sequences=shapes.prompts)
     return {
         "model": name,
@@ -184,14 +179,16 @@ def bench_model(
     }
 
 
-def bench_of_credit(wanted: list[str], *, repeats: int, console: Console, show: bool) -> Iterator[dict[str, Any]]:
+def bench_of_credit(
+    wanted: list[str], *, repeats: int, peak: Peak, console: Console, show: bool
+) -> Iterator[dict[str, Any]]:
     """Measure W5 on nano, then W6 on its own policies."""
     with tempfile.TemporaryDirectory(prefix="oarjax-bench-") as scratch, counted_compilations() as compiled:
         if "W5" in wanted:
             folder = write_random_checkpoint(Path(scratch) / "long", LONG_MODEL, seed=0)
             with console.status("W5"):
                 found = bench_credit.bench_long(
-                    folder, LONG_MODEL["vocab_size"], bench_credit.LONG, repeats=repeats, compiled=compiled
+                    folder, LONG_MODEL["vocab_size"], bench_credit.LONG, repeats=repeats, compiled=compiled, peak=peak
                 )
             if show:
                 console.print(bench_credit.table(found))
@@ -200,14 +197,41 @@ def bench_of_credit(wanted: list[str], *, repeats: int, console: Console, show: 
             for name, setting in bench_step.step_settings(COMMON).items():
                 folder = write_random_checkpoint(Path(scratch) / name, setting.fields, seed=0)
                 found = bench_step.bench_steps(
-                    name, setting, folder, repeats=repeats, compiled=compiled, status=console.status
+                    name, setting, folder, repeats=repeats, compiled=compiled, peak=peak, status=console.status
                 )
                 if show:
                     console.print(bench_step.table(found))
                 yield found
 
 
-def bench_row(row: Row, sides: Sides, *, repeats: int, compiled: Compilations) -> dict[str, Any]:
+def bench_of_ragged(
+    wanted: list[str], *, repeats: int, peak: Peak, against: str | None, console: Console, show: bool
+) -> Iterator[dict[str, Any]]:
+    """Measure W8, W9 and W10 on nano."""
+    settings = None
+    if against is not None:
+        settings = bench_ragged.TorchSettings(threads(), torch_device(jax.devices()[0].platform))
+    with tempfile.TemporaryDirectory(prefix="oarjax-bench-") as scratch, counted_compilations() as compiled:
+        chosen = [name for name in RAGGED if name in wanted]
+        folder = write_random_checkpoint(Path(scratch) / "ragged", LONG_MODEL, seed=0) if chosen else Path(scratch)
+        for name in chosen:
+            bench, tabulate = RAGGED[name]
+            with console.status(name):
+                found = bench(
+                    folder,
+                    LONG_MODEL["vocab_size"],
+                    bench_ragged.RAGGED,
+                    repeats=repeats,
+                    compiled=compiled,
+                    peak=peak,
+                    against=settings,
+                )
+            if show:
+                console.print(tabulate(found))
+            yield found
+
+
+def bench_row(row: Row, sides: Sides, *, repeats: int, compiled: Compilations, peak: Peak) -> dict[str, Any]:
     """Run one row on every side; ``speedup`` is torch's seconds over ours, pair by pair: above 1 ours is ahead."""
     found = measure({side: works[row.name] for side, works in sides.items()}, repeats=repeats, compiled=compiled)
     out: dict[str, Any] = {
@@ -221,6 +245,7 @@ def bench_row(row: Row, sides: Sides, *, repeats: int, compiled: Compilations) -
         out[side] = m.summary() | {
             "value": spread([in_unit(row, s) for s in m.seconds]),
             "gflops_per_second": row.flops / 1e9 / spread(m.seconds)["median"],
+            "share_of_peak": spread([peak.share(row.flops, s) for s in m.seconds]),
         }
     out["speedup"] = pairwise(found["torch"], found["ours"]) if "torch" in found else None
     return out
@@ -303,11 +328,12 @@ def table(found: dict[str, Any], *, against: str | None) -> Table:
 
 
 def value_text(row: dict[str, Any], side: str) -> str:
-    """Format a cell: the median with its unit, the range, and for credit the multiple of an update."""
+    """Format a cell: the median with its unit, the range, for credit the multiple of an update, the share of peak."""
     v, unit = row[side]["value"], row["unit"]
     digits = ",.0f" if unit == "tokens/s" else ".4f" if v["median"] < 0.1 else ".3f"
     multiple = row[side].get("updates_per_sequence")
     more = "" if multiple is None else f"\n[dim]{multiple:.2f} x update[/dim]"
+    more += f"\n[dim]{row[side]['share_of_peak']['median']:.1%} of peak[/dim]"
     return f"{v['median']:{digits}} {unit}\n[dim]{v['min']:{digits}}-{v['max']:{digits}}[/dim]{more}"
 
 
@@ -320,7 +346,9 @@ def footnote(document: dict[str, Any]) -> str:
             " Sides ran in turn; the ratio is pair by pair, above 1 oarjax is faster. "
             "On a busy machine several torch threads wait for one another: bind the command to one core (taskset -c 0)."
         )
+    peak = document["peak"]
     return (
         f"Medians of {document['repeats']} warm runs, minimum and maximum below. {document['threads']} CPU thread(s), "
+        f"peak {peak['flops'] / 1e9:,.0f} GFLOP/s of float32 matrix products ({peak['source']}), "
         f"device {document['device']}, load {document['load_average_before']:.1f} before.{paired} {versions}"
     )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from rich.table import Table
 
-from oarjax.bench.measure import Compilations, measure, spread
+from oarjax.bench.measure import Compilations, Peak, measure, spread
 from oarjax.bench.work import PAD, Ours, Shapes, as_they_are, draw_tokens, spans
 from oarjax.credit.probe import Probe, divergence, outcome_probe, reading_of
 from oarjax.models.policy import Policy, positions_of
@@ -112,7 +112,9 @@ def score_flops(ours: Ours, names: Iterable[str] = tuple(SCORES)) -> dict[str, f
     return out
 
 
-def bench_long(folder: Path, vocab: int, shapes: Shapes, *, repeats: int, compiled: Compilations) -> dict[str, Any]:
+def bench_long(
+    folder: Path, vocab: int, shapes: Shapes, *, repeats: int, compiled: Compilations, peak: Peak
+) -> dict[str, Any]:
     """Every form's executed FLOPs, seconds and memory, all in turn; seconds as ratios to the plain form, run by run."""
     ours = Ours(folder, shapes, draw_tokens(vocab, shapes, seed=0))
     flops = score_flops(ours)
@@ -132,6 +134,7 @@ def bench_long(folder: Path, vocab: int, shapes: Shapes, *, repeats: int, compil
                 "flops_of_plain": flops[name] / flops[PLAIN],
                 "plain_over_this": spread([a / b for a, b in zip(found[PLAIN].seconds, found[name].seconds)]),
                 "gflops_per_second": flops[name] / 1e9 / spread(found[name].seconds)["median"],
+                "share_of_peak": spread([peak.share(flops[name], seconds) for seconds in found[name].seconds]),
             }
             for name in works
         ],
@@ -142,7 +145,7 @@ def table(found: dict[str, Any]) -> Table:
     """Tabulate FLOPs, seconds and the two ratios to the plain form."""
     out = Table(title=f"W5 scores over long reasoning, {found['what']}", title_justify="left")
     out.add_column("method", no_wrap=True)
-    for heading in ("GFLOP", "of plain", "s", "plain / this", "programs", "peak MiB"):
+    for heading in ("GFLOP", "of plain", "s", "of peak", "plain / this", "programs", "peak MiB"):
         out.add_column(heading, justify="right")
     for r in found["rows"]:
         speed = r["plain_over_this"]
@@ -151,6 +154,7 @@ def table(found: dict[str, Any]) -> Table:
             f"{r['executed_flops'] / 1e9:,.1f}",
             f"{r['flops_of_plain']:.3f}",
             f"{r['seconds']['median']:.2f}",
+            f"{r['share_of_peak']['median']:.1%}",
             f"{speed['median']:.2f} ({speed['min']:.2f}-{speed['max']:.2f})",
             str(r["compilations"]),
             f"{r['peak_rss_mb']:,.0f}",

@@ -1,4 +1,4 @@
-"""Measurements of a benchmark: seconds of warm runs, compilations, and the peak of resident memory."""
+"""Measurements of a benchmark: seconds of warm runs, the machine's peak, compilations, and resident memory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,31 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
+import jax.numpy as jnp
 from jax import monitoring
+
+from oarjax.system.devices import peak_flops
 
 WARM_UP = 2
 """Calls before the clock counts: the first compiles, the second meets the arrays of the first."""
+
+
+class Peak(NamedTuple):
+    """Matrix products in float32 that this machine makes in a second, at most."""
+
+    flops: float
+    source: str
+
+    def share(self, flops: float, seconds: float) -> float:
+        """Return the share of the peak that ``flops`` in these seconds are."""
+        return flops / seconds / self.flops
+
+
+def machine_peak() -> Peak:
+    """Measure the peak, or look it up for a known accelerator."""
+    return Peak(*peak_flops(jnp.float32))
 
 
 @dataclass
@@ -96,6 +115,29 @@ def measure(
             m.peak_rss_mb = max(m.peak_rss_mb, peak_memory_mb())
             m.compilations_warm += compiled.count - before
     return found
+
+
+Result = TypeVar("Result")
+
+
+def warm(work: Callable[[], Result], compiled: Compilations) -> Result:
+    """Run the work until a run compiles nothing, and return what that run gives.
+
+    Raises:
+        RuntimeError: ten runs in a row compile something.
+    """
+    for _ in range(10):
+        before, result = compiled.count, work()
+        if compiled.count == before:
+            return result
+    raise RuntimeError("bench: ten runs of the same work each compiled a program; its shapes change from run to run")
+
+
+def seconds_of(work: Callable[[], Any]) -> float:
+    """Time one run of the work, which returns when it is done."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def forget_peak_memory() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from oarjax.bench.credit import SCORES
-from oarjax.bench.measure import Compilations, measure, spread
+from oarjax.bench.measure import Compilations, Peak, measure, spread
 from oarjax.bench.work import Ours, Shapes, draw_tokens, half_constant, half_right
 from oarjax.data.arithmetic import builtin_config
 from oarjax.plan.jaxpr_flops import executed_flops
@@ -90,6 +90,7 @@ def bench_steps(
     *,
     repeats: int,
     compiled: Compilations,
+    peak: Peak,
     status: Callable[[str], Any],
 ) -> dict[str, Any]:
     """Measure each method against GRPO in turn (GRPO, method, GRPO, method ...), with all rows and with half."""
@@ -108,6 +109,7 @@ def bench_steps(
             sides = {GRPO: plain, method: _step(ours, credit, setting, skip=skip)}
             with status(f"W6 {name}: {method}"):
                 found = measure(sides, repeats=repeats, compiled=compiled)
+            executed = sum(flops[method].values())
             of_grpo = spread([a / b for a, b in zip(found[method].seconds, found[GRPO].seconds)])
             rows.append(
                 {
@@ -116,7 +118,8 @@ def bench_steps(
                     "of_grpo": of_grpo,
                     "goal": None if skip else GOALS.get(method),
                     "executed_flops": flops[method],
-                    "flops_of_grpo": sum(flops[method].values()) / sum(flops[GRPO].values()),
+                    "flops_of_grpo": executed / sum(flops[GRPO].values()),
+                    "share_of_peak": spread([peak.share(executed, seconds) for seconds in found[method].seconds]),
                     "grpo": found[GRPO].summary() | {"executed_flops": flops[GRPO]},
                 }
                 | found[method].summary()
@@ -130,7 +133,7 @@ def table(found: dict[str, Any]) -> Table:
     out = Table(title=f"W6 step, {found['name']}: {found['what']}", title_justify="left")
     out.add_column("method", no_wrap=True)
     out.add_column("rows", no_wrap=True)
-    for heading in ("s", "of GRPO", "FLOPs of GRPO", "goal"):
+    for heading in ("s", "of peak", "of GRPO", "FLOPs of GRPO", "goal"):
         out.add_column(heading, justify="right", no_wrap=True)
     for r in found["rows"]:
         ratio = r["of_grpo"]
@@ -138,6 +141,7 @@ def table(found: dict[str, Any]) -> Table:
             r["method"],
             r["rows"],
             f"{r['seconds']['median']:.2f}",
+            f"{r['share_of_peak']['median']:.1%}",
             f"{ratio['median']:.2f} ({ratio['min']:.2f}-{ratio['max']:.2f})",
             f"{r['flops_of_grpo']:.2f}",
             "" if r["goal"] is None else f"{r['goal']}",

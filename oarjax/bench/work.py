@@ -171,6 +171,21 @@ def as_they_are(steps: Steps) -> Steps:
     return steps
 
 
+def host_of(
+    run: Run, prompts: PromptBatch, *, rewards: Rewards, find: Callable[[Rollout], AnswerSpan]
+) -> HostCallbacks:
+    """Supply every iteration with the same prompts and with rewards that need no grading."""
+    size = run.cfg.rollout.group_size
+    return HostCallbacks(
+        next_prompts=lambda: prompts,
+        submit=lambda batch: GradedAtOnce(lambda rollout: lambda: rewards(len(rollout.ended), size)),
+        find_answers=find,
+        fetch=run.fetch,
+        place=run.place,
+        phase=lambda name: nullcontext(),
+    )
+
+
 class Ours:
     """Every row's work with oarjax, by the row's name. Nothing is compiled before a work is called."""
 
@@ -243,14 +258,7 @@ class Ours:
         steps, state = watch(run.steps), run.new_state(self.params)
         ids = self.tokens.groups
         prompts = PromptBatch(ids, np.ones(ids.shape, bool), np.arange(len(ids), dtype=np.int32))  # type: ignore[arg-type]
-        host = HostCallbacks(
-            next_prompts=lambda: prompts,
-            submit=lambda batch: GradedAtOnce(lambda rollout: lambda: rewards(len(rollout.ended), s.group_size)),
-            find_answers=lambda rollout: spans(len(rollout.ended), s.new_tokens, s),
-            fetch=run.fetch,
-            place=run.place,
-            phase=lambda name: nullcontext(),
-        )
+        host = host_of(run, prompts, rewards=rewards, find=lambda rollout: spans(len(rollout.ended), s.new_tokens, s))
         number = 0
 
         def work() -> None:

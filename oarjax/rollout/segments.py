@@ -260,7 +260,7 @@ class SegmentedSampler:
         prompt_cache, cache = self._cache_shapes(count, width), self._cache_shapes(rows, slots)
         # Until rows are dropped all read the prompts' own cache; with fewer slots than rows, copies of it.
         prefix = prompt_cache if plan.together else self._cache_shapes(rows // bucket.share, width)
-        copied = () if plan.together else prompt_cache
+        whole = () if plan.together else prompt_cache
 
         def integers(*shape: int) -> Any:
             return jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -269,9 +269,9 @@ class SegmentedSampler:
         decode = (params, table, cache, prefix, layout, integers(plan.blocks), integers())
         found = [
             Program("prefill", self._prefill, (params, prompts, key), {}, ()),
-            Program(f"decode {rows} rows, {slots} slots", self._decode, decode, {}, copied),
+            Program(f"decode {rows} rows, {slots} slots", self._decode, decode, {}, whole),
         ]
-        held = (table, prefix, copied)
+        held = (table, prefix, whole)
         if smaller and smaller[0][0] == bucket:
             before = smaller[0][1]
             growth = {"slots": slots - before}

@@ -32,6 +32,7 @@ TINY = bench.COMMON | {
     "intermediate_size": 24,
     "vocab_size": 40,
 }
+PEAK = measure.Peak(1e12, "assumed")
 SHAPES = Shapes(
     prompts=4, prompt_tokens=3, new_tokens=8, credit_rows=2, reasoning=4, cue=1, answer=2, groups=2, group_size=2
 )
@@ -39,7 +40,7 @@ SHAPES = Shapes(
 
 def run_tiny(workloads: list[str], against: str | None = None) -> dict:
     return bench.bench_model(
-        "tiny", TINY, SHAPES, workloads=workloads, repeats=2, against=against, console=Console(quiet=True)
+        "tiny", TINY, SHAPES, workloads=workloads, repeats=2, peak=PEAK, against=against, console=Console(quiet=True)
     )
 
 
@@ -61,6 +62,7 @@ def test_every_row_runs_warm_and_is_reported():
         assert ours["compilations"] >= 1
         assert ours["compilations_warm"] == 0, f"{row['name']} compiles anew when warm"
         assert ours["peak_rss_mb"] > 0
+        assert ours["share_of_peak"]["runs"] == [row["model_flops"] / s / 1e12 for s in ours["seconds"]["runs"]]
         assert row["speedup"] is None
         assert ("updates_per_sequence" in ours) == (row["workload"] == "W3")
     assert json.loads(json.dumps(found)) == found
@@ -111,7 +113,7 @@ def test_work_is_what_the_rows_say():
     ("options", "message"),
     [
         (["--model", "mega"], "--model: expected nano, micro or both, got mega"),
-        (["--only", "W2,W9"], "--only: expected some of W1,W2,W3,W4,W5,W6,W7,W8, got W9"),
+        (["--only", "W2,W11"], "--only: expected some of W1,W2,W3,W4,W5,W6,W7,W8,W9,W10, got W11"),
         (["--against", "trl"], "--against: expected torch, got trl"),
     ],
 )
@@ -136,7 +138,10 @@ def test_json_is_one_document_and_nothing_else(monkeypatch, capsys):
     assert document["threads"] >= 1
     assert [r["name"] for r in document["models"][0]["rows"]] == ["update", "log-probs"]
     bench.run("nano", "W2", 1, False, None)
-    assert "log-probs" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "log-probs" in out
+    assert "of peak" in out
+    assert "GFLOP/s of float32 matrix products" in " ".join(out.split())
 
 
 @pytest.fixture
@@ -196,7 +201,7 @@ def test_suffixes_take_at_most_six_tenths_of_whole_forwards_at_512_tokens(tmp_pa
 def test_long_credit_has_every_form(tmp_path):
     folder = write_random_checkpoint(tmp_path / "tiny", TINY, seed=0)
     with measure.counted_compilations() as compiled:
-        found = bench_long(folder, 40, SHAPES, repeats=2, compiled=compiled)
+        found = bench_long(folder, 40, SHAPES, repeats=2, compiled=compiled, peak=PEAK)
     assert [r["name"] for r in found["rows"]] == [PLAIN, *SCORES]
     assert found["rows"][0]["plain_over_this"]["runs"] == [1.0, 1.0]
     by_name = {r["name"]: r for r in found["rows"]}
@@ -211,7 +216,7 @@ def test_steps_of_every_method_are_beside_grpo_with_and_without_skipping(tmp_pat
     setting = bench_step.Setting(TINY, SHAPES, microbatch=2)
     with measure.counted_compilations() as compiled:
         found = bench_step.bench_steps(
-            "tiny", setting, folder, repeats=2, compiled=compiled, status=Console(quiet=True).status
+            "tiny", setting, folder, repeats=2, compiled=compiled, peak=PEAK, status=Console(quiet=True).status
         )
     rows = found["rows"]
     assert [(r["method"], r["rows"], r["goal"]) for r in rows] == [
