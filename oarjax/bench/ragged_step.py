@@ -1,8 +1,9 @@
 """W10 of ``oarjax bench``: a whole iteration of GRPO and of OAR-G whose completions differ in length.
 
 Beside it, as *before*, the same iteration without what pays for real tokens alone: one program decodes every row until
-the last one ends, in a cache of max_new slots from the first token on, and scores and updates pad every row to the
-longest of the iteration. Both begin every draw with the same weights and noise and make the same completions.
+the last one ends, in a cache of max_new slots from the first token on; score and update are two passes, and both pad
+every row to the longest of the iteration. Both sides begin every draw with the same weights and noise and make the
+same completions.
 
 ``--against torch``: ``generate`` completions of the same lengths, OAR-G one row at a time, and updates in both ways of
 W9. Rewards need no grading on either side.
@@ -57,7 +58,7 @@ def last_tokens(rollout: Rollout, answer: int) -> AnswerSpan:
 
 
 def as_before(steps: Steps, cfg: Config) -> Steps:
-    """Return programs that decode every row to the end of the last, and pad to the longest of the iteration."""
+    """Return programs that decode every row to the end of the last, and pad to the longest in two passes."""
     sampler: Any = steps.sample
     longest = Bucket(0, 0)
 
@@ -73,7 +74,7 @@ def as_before(steps: Steps, cfg: Config) -> Steps:
         return lambda *args, bucket, **static: program(*args, bucket=longest, **static)
 
     changed = {name: padded(getattr(steps, name)) for name in ("score", "accumulate")}
-    return steps._replace(sample=sample, decoding=dict, **changed)
+    return steps._replace(sample=sample, decoding=dict, fused_zeros=None, fused_add=None, **changed)
 
 
 class Measurement(NamedTuple):
