@@ -28,8 +28,8 @@ def test_no_program_has_grown(monkeypatch):
     before = copy.deepcopy(now)
     demo = before["configs"]["demo"]
     demo["programs"]["apply"]["peak"] *= 0.98
-    demo["programs"]["update"]["flops"] *= 0.99
+    demo["programs"]["fused"]["flops"] *= 0.99
     demo["at_most"]["decode"] -= 1
-    del demo["programs"]["credit"]
-    assert [line.split()[1] for line in grown(before, now)] == ["credit", "update:", "apply:", "at"]
+    del demo["programs"]["reshard"]
+    assert [line.split()[1] for line in grown(before, now)] == ["reshard", "fused:", "apply:", "at"]
     assert len(grown(before | {"jax": "0.1.0"}, now)) == 3  # another compiler may need other memory
