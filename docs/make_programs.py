@@ -40,8 +40,8 @@ CONFIGS: dict[str, tuple[str, ...]] = {
     "qwen2.5-7b_v5e-8_lora": (),
 }
 """Config -> overrides that fit it to the devices."""
-PHASES = {"qwen2.5-7b_v5e-8_lora": ("reshard", "update", "apply")}
-"""Where not all are compiled: the others are another config's."""
+PHASES = {"qwen2.5-7b_v5e-8_lora": ("reshard", "update", "fused", "apply")}
+"""Where not all are compiled: the others are another config's. A config has update or fused."""
 LAYERS = 2
 
 
@@ -49,7 +49,7 @@ def measure(name: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     """Compile the programs of one config."""
     cfg = load_config(HERE.parent / "configs" / f"{name}.yaml", [*overrides, "device=cpu", "data.eval=null"])
     fields = PUBLISHED.get(cfg.policy.path)
-    model = QwenConfig.from_hf(builtin_config() if fields is None else fields | {"num_hidden_layers": LAYERS})
+    model = QwenConfig.from_hf(builtin_config() if fields is None else {**fields, "num_hidden_layers": LAYERS})
     devices = jax.devices()[: 1 if fields is None else DEVICES]
     run = planned(cfg, model, make_mesh(**cfg.mesh.model_dump(), devices=devices))
     found = {}

@@ -383,13 +383,8 @@ def bench(
     only: Annotated[
         str,
         typer.Option(
-<<<<<<< HEAD
-            help="Workloads, comma-separated: W1 to W4 (default), W5 long credit, W6 steps, W7 grading, W8 ragged "
-            "rollout."
-=======
-            help="Workloads, by comma: W1 to W4 (default), W5 long credit, W6 steps, W7 grading; completions that "
-            "differ in length: W8 rollout, W9 update and log-probs, W10 iteration."
->>>>>>> afd66db (oarjax bench: W9 ragged update and log-probs, W10 ragged iteration, and the share of the machine's peak in every row)
+            help="Workloads, comma-separated: W1 to W4 (default), W5 long credit, W6 steps, W7 grading; completions "
+            "that differ in length: W8 rollout, W9 update and log-probs, W10 iteration."
         ),
     ] = "",
     repeats: Annotated[int, typer.Option(help="Warm runs per row.", min=1)] = 5,

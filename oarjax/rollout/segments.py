@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, Int32, Key, Shaped
+from jaxtyping import Array, Bool, Float, Int, Int32, Key
 
 from oarjax.models.policy import Policy
 from oarjax.rollout.row_schedule import (
@@ -40,18 +40,12 @@ from oarjax.rollout.row_schedule import (
     make_plan,
     next_layout,
 )
-from oarjax.rollout.sampler import Decoding, Drawn, Rows, assemble, decode_step, draw_next, prefill, sample_rows
+from oarjax.rollout.sampler import Decoding, Drawn, Rows, decode_step, draw_next, prefill, sample_rows
+from oarjax.rollout.table import Table, copied, finish, seated, written_back
 from oarjax.types import KVCache, Params, PromptBatch, Rollout
 
 Keys = Callable[[PromptBatch, Key[Array, ""]], Key[Array, "B"]]
 """(prompts, key of the batch) -> the key of every row's noise."""
-
-
-class Table(NamedTuple):
-    """All rows of a rollout, decoded at the moment or not, and what they have drawn."""
-
-    rows: Rows
-    made: Drawn  # [B, T] each
 
 
 class Flags(NamedTuple):
@@ -411,65 +405,3 @@ def row_blocks(rows: NamedSharding | None) -> int:
 
 def _per_block(plan: Plan, flags: Bool[np.ndarray, "B"]) -> Bool[np.ndarray, "D n"]:
     return np.asarray(flags).reshape(plan.blocks, plan.block)
-
-
-# --- On the device: all rows [B] as blocks [D, n], and those of a layout [D * r] -------------------------------------
-
-
-def seated(rows: Rows, layout: Int32[Array, "D r"]) -> Rows:
-    """The rows of a layout, [D * r] each; empty slots hold a row that is done."""
-    blocks = layout.shape[0]
-
-    def taken(x: Array) -> Array:
-        picked = jax.vmap(lambda block, at: block[jnp.maximum(at, 0)])(_in_blocks(x, blocks), layout)
-        return picked.reshape(-1, *x.shape[1:])
-
-    found = jax.tree.map(taken, rows)
-    return found._replace(alive=found.alive & (layout >= 0).reshape(-1))
-
-
-def _in_blocks(rows: Array, blocks: int) -> Array:
-    return rows.reshape(blocks, rows.shape[0] // blocks, *rows.shape[1:])
-
-
-def written_back(table: Table, layout: Int32[Array, "D r"], rows: Rows, made: Drawn) -> Table:
-    """The table after a segment: ``rows`` of the layout [D * r], and what they drew in its K steps, [K, D * r]."""
-    blocks, n = layout.shape[0], table.rows.token.shape[0] // layout.shape[0]
-    same = layout[:, :, None] == jnp.arange(n)  # [D, r, n]
-    there, slot = jnp.any(same, axis=1), jnp.argmax(same, axis=1)  # [D, n]
-
-    def back(old: Array, new: Array) -> Array:
-        wide = (slice(None), slice(None), *[None] * (new.ndim - 1))
-        moved = jnp.take_along_axis(_in_blocks(new, blocks), slot[wide], axis=1)
-        return jnp.where(there[wide], moved, _in_blocks(old, blocks)).reshape(old.shape)
-
-    before = table.rows
-    after = Rows(
-        keys=before.keys,
-        prompts=before.prompts,
-        token=back(before.token, rows.token),
-        lengths=back(before.lengths, rows.lengths),
-        alive=back(before.alive, rows.alive),
-        ended=back(before.ended, rows.ended),
-        seen=jax.tree.map(back, before.seen, rows.seen),  # None stays None
-        matched=jax.tree.map(back, before.matched, rows.matched),
-    )
-    columns = jnp.arange(table.made.token.shape[1])
-    inside = (columns >= before.lengths[:, None]) & (columns < after.lengths[:, None])
-    step = jnp.clip(columns - before.lengths[:, None], 0, made.token.shape[0] - 1)
-
-    def laid(old: Shaped[Array, "B T"], new: Shaped[Array, "K R"]) -> Shaped[Array, "B T"]:
-        by_row = jnp.take_along_axis(new.T.reshape(blocks, -1, new.shape[0]), slot[:, :, None], axis=1)
-        return jnp.where(inside, jnp.take_along_axis(by_row.reshape(-1, new.shape[0]), step, axis=1), old)
-
-    return Table(after, jax.tree.map(laid, table.made, made))
-
-
-def copied(table: Table) -> tuple[Int32[Array, "B T"], Int32[Array, "B"], Bool[Array, "B"]]:
-    """Tokens, lengths and ends of all rows in memory of their own."""
-    return jax.tree.map(jnp.copy, (table.made.token, table.rows.lengths, table.rows.ended))
-
-
-def finish(prompts: PromptBatch, table: Table) -> Rollout:
-    """The rollout of a table whose rows are all done."""
-    return assemble(prompts, table.rows, table.made)
