@@ -47,11 +47,12 @@ CHIPS = {
 class Decoder:
     """Sizes of a policy that its cost depends on."""
 
-    layers: int
+    layers: int  # with keys and values
     trunk_params: Number  # in matrix products of the layers
     head_params: Number
     heads_width: int  # heads * head_dim
     kv_width: int  # key heads * head_dim
+    memory_flops: Number = 0  # per token, of layers that have a state of fixed size instead
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,12 @@ class Row:
 def pass_flops(d: Decoder, *, tokens: Number, context: Number, read: Number) -> float:
     """Count a forward over ``tokens`` that attend to ``context`` positions on average, with logits at ``read`` of them.
 
-    2 * parameters per token in the layers' products, 4 * layers * (heads * head_dim) * context in attention's, and
-    2 * head per position that is read.
+    2 * parameters per token in the layers' products, 4 * layers * (heads * head_dim) * context in attention's,
+    ``memory_flops`` in recurrent states, and 2 * head per position that is read.
     """
     return float(
-        tokens * (2.0 * d.trunk_params + 4.0 * d.layers * d.heads_width * context) + 2.0 * d.head_params * read
+        tokens * (2.0 * d.trunk_params + d.memory_flops + 4.0 * d.layers * d.heads_width * context)
+        + 2.0 * d.head_params * read
     )
 
 
@@ -190,7 +192,12 @@ Forwards = Callable[[CreditConfig, Row, Decoder], float]
 
 def oar_p_forwards(credit: CreditConfig, row: Row, d: Decoder) -> float:
     """Count OAR-P; units of whole lines or sentences count as if every token were changed."""
-    return masked_flops(d, row, share=1.0) / clean_flops(d, row)
+    return masked_flops(d, row, share=1.0, buckets=_suffixes(d)) / clean_flops(d, row)
+
+
+def _suffixes(d: Decoder) -> int | None:
+    """Return where OAR-P's suffixes start: at every token, or at the completion alone where a state cannot be cut."""
+    return 1 if d.memory_flops else None
 
 
 def oar_l_forwards(credit: CreditConfig, row: Row, d: Decoder) -> float:
@@ -210,7 +217,7 @@ def oar_g_forwards(credit: CreditConfig, row: Row, d: Decoder) -> float:
 
 def oar_screened_forwards(credit: CreditConfig, row: Row, d: Decoder) -> float:
     """Count screened OAR-P: the estimates and the exact part, each with a clean pass; with OAR-L they share it."""
-    exact = masked_flops(d, row, share=credit.screen.share) / clean_flops(d, row)
+    exact = masked_flops(d, row, share=credit.screen.share, buckets=_suffixes(d)) / clean_flops(d, row)
     if credit.screen.by == "random":
         return exact
     screening = forwards(METHODS[credit.screen.by], credit, row, d)

@@ -101,13 +101,14 @@ def scorer(
     flows to ``params``, and scores outside the reasoning are 0.
 
     Raises:
-        ConfigError: the method reads an answer and the config looks for none, or the method's settings cannot go
-            together.
+        ConfigError: the method reads an answer and the config looks for none, its settings cannot go together, or the
+            policy cannot compute what it needs.
     """
     method = attribution(cfg, custom_method)
     if "importance" not in method.needs or method.score is None:
         return lambda params, rollout, span, keys, mode: Scored(None)
     _check_answer(cfg, method, custom_probe)
+    _check_policy(cfg, method, policy)
     if method.check is not None:
         resolve(method.check)(cfg, custom_probe)
     score = resolve(method.score)
@@ -123,6 +124,17 @@ def scorer(
         return found._replace(importance=jnp.where(span.reasoning, importance, 0))
 
     return scores
+
+
+def _check_policy(cfg: CreditConfig, method: CreditMethod, policy: Policy) -> None:
+    screened = method.name == "oar_screened"
+    used = METHODS.get(cfg.screen.by, method) if screened else method
+    if policy.first_slots is None and used.cuts:
+        raise ConfigError(
+            f"credit.{'screen.by' if screened else 'method'}: {used.name} computes places inside a row again, "
+            "and this policy's gated delta nets depend on every token before; set credit.method to oar_p, oar_g or "
+            "oar_f, or credit.screen.by to oar_f"
+        )
 
 
 def shared_scorer(

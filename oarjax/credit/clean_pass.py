@@ -29,7 +29,7 @@ class StoredPass(NamedTuple):
     positions: Int[Array, "B T"]
     valid: Bool[Array, "B T"]
     hidden: Float[Array, "B T D"]  # states that predict the completion's tokens
-    stored: KVCache  # of the prompt but its last token (S - 1 slots), then of the T inputs
+    stored: KVCache  # of the prompt but its last token (S - 1 slots), then of the T inputs unless it cannot be cut
 
 
 class LinearPass(NamedTuple):
@@ -45,17 +45,26 @@ def stored_pass(
 ) -> StoredPass:
     """Run one forward that keeps its keys and values.
 
+    A policy whose caches cannot be cut keeps those of the prompt: a state after the completion has lost its places.
+
     Raises:
         ValueError: no prompt position before the completion.
     """
     start = prompt_slots(tokens.shape[1], completion_length)
     positions = positions_of(valid)[:, :-1]
     embeddings = policy.embed(params, tokens[:, :-1])
-    cache = policy.init_cache(tokens.shape[0], tokens.shape[1] - 1)
-    hidden, stored = policy.trunk(params, embeddings, positions, valid[:, :-1], cache=cache)
+    slots = tokens.shape[1] - 1 if policy.first_slots is not None else start
+    stored, hidden = policy.init_cache(tokens.shape[0], slots), embeddings[:, :0]
+    if slots:
+        first = slice(0, slots)
+        hidden, stored = policy.trunk(params, embeddings[:, first], positions[:, first], valid[:, first], cache=stored)
     if stored is None:
         raise ValueError("policy.trunk: expected the filled cache as second result of a call with cache=, got None")
-    return StoredPass(embeddings[:, start:], positions[:, start:], valid[:, start:-1], hidden[:, start:], stored)
+    own = embeddings[:, start:], positions[:, start:], valid[:, start:-1]
+    if policy.first_slots is not None:
+        return StoredPass(*own, hidden[:, start:], stored)
+    hidden, _ = policy.trunk(params, *own, prefix=stored if start else None)
+    return StoredPass(*own, hidden, stored)
 
 
 def linear_pass(

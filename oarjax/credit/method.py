@@ -60,6 +60,8 @@ class CreditMethod:
     ``oarjax.costs.Row`` and ``Decoder``. What signals cost (log-probs, entropies) is not part of it."""
     noisy: bool | str | Callable[..., bool] = False
     """Whether another key gives other scores, or (credit section) -> bool."""
+    cuts: bool = False
+    """Whether scoring computes places in the middle of a row again, which no policy with recurrent states allows."""
     roles: tuple[Role, ...] = ()
     sections: tuple[str, ...] = ()
     """Sections and fields of credit that it reads."""

@@ -59,6 +59,7 @@ METHODS: dict[str, CreditMethod] = {
             answer="probed",
             check="oarjax.credit.oar.oar_l:check",
             forwards="oarjax.costs:oar_l_forwards",
+            cuts=True,
             roles=("permuted_of", "screen.by"),
             sections=(*_EXACT, "local"),
         ),

@@ -7,11 +7,12 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -33,6 +34,7 @@ from oarjax.data.hf_files import (
     check_files,
     check_headers,
     check_weights,
+    kept_tensors,
     open_tensors,
     read_architecture,
     read_fields,
@@ -165,9 +167,9 @@ def _placed(shape: tuple[int, ...], sharding: Sharding, read: Callable[[tuple[sl
 def stored_dtype(folder: Path) -> np.dtype:
     """Return the dtype of the embedding in the checkpoint's files."""
     files = tensor_files(folder)
-    name = "model.embed_tokens.weight"
-    if name not in files:
-        raise CheckpointError(f"{folder}: no tensor {name}; config.json and the weights do not belong together")
+    name = next((name for name in files if name.endswith(".embed_tokens.weight")), None)
+    if name is None:
+        raise CheckpointError(f"{folder}: no embedding among the tensors; config.json and the weights do not match")
     return open_tensors(files[name]).get_tensor(name).dtype
 
 
@@ -218,7 +220,9 @@ def export(
     fields.pop("torch_dtype", None)
     if is_first():
         fields |= {"dtype": out.name}
-        _write(folder, cfg, params, fields, out, files_of=source, shard_bytes=shard_bytes, stop_ids=stop_ids)
+        kept = kept_tensors(cfg, tensor_files(source)) if cfg.delta else {}
+        more = {"files_of": source, "shard_bytes": shard_bytes, "stop_ids": stop_ids, "kept": kept}
+        _write(folder, cfg, params, fields, out, **more)
     else:
         for weight in weight_table(cfg):
             for at in np.ndindex(weight.stack):
@@ -253,6 +257,7 @@ def _write(
     files_of: Path | None,
     shard_bytes: int,
     stop_ids: Sequence[int] = (),
+    kept: Mapping[str, Path] = MappingProxyType({}),
 ) -> Path:
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").is_file():
@@ -266,7 +271,7 @@ def _write(
         (fresh / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
         if stop_ids:
             _write_stops(fresh / "generation_config.json", stop_ids)
-        _write_shards(fresh, cfg, params, dtype, shard_bytes)
+        _write_shards(fresh, cfg, params, dtype, shard_bytes, kept)
         sync_files(fresh)
         if folder.exists():
             folder.rename(Path(scratch) / "old")
@@ -288,34 +293,49 @@ def _write_stops(file: Path, stop_ids: Sequence[int]) -> None:
     file.write_text(json.dumps(fields | {"eos_token_id": list(stop_ids)}, indent=2) + "\n")
 
 
-def _write_shards(folder: Path, cfg: QwenConfig, params: Params, dtype: np.dtype, shard_bytes: int) -> None:
-    """Write tensors in the table's order, starting a new file before one would exceed ``shard_bytes``."""
-    sizes = [
-        (weight, at, name, math.prod(weight.file_shape) * dtype.itemsize)
+def _write_shards(
+    folder: Path, cfg: QwenConfig, params: Params, dtype: np.dtype, shard_bytes: int, kept: Mapping[str, Path]
+) -> None:
+    """Write tensors in the table's order, starting a new file before one would exceed ``shard_bytes``.
+
+    After them come the ``kept`` tensors, byte for byte as they are in their files.
+    """
+    entries = [
+        (name, math.prod(weight.file_shape) * dtype.itemsize, partial(_tensor, params, weight, at, dtype))
         for weight in weight_table(cfg)
         for at, name in zip(np.ndindex(weight.stack), weight.names)
     ]
-    shards: list[list[tuple[Weight, tuple[int, ...], str]]] = [[]]
+    entries += [(name, _stored_bytes(file, name), partial(_stored, file, name)) for name, file in kept.items()]
+    shards: list[dict[str, Callable[[], np.ndarray]]] = [{}]
     filled = 0
-    for weight, at, name, size in sizes:
+    for name, size, tensor in entries:
         if shards[-1] and filled + size > shard_bytes:
-            shards.append([])
+            shards.append({})
             filled = 0
-        shards[-1].append((weight, at, name))
+        shards[-1][name] = tensor
         filled += size
     where = {}
     for number, shard in enumerate(shards, start=1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {name: _tensor(params, weight, at, dtype) for weight, at, name in shard}
         try:
-            save_file(tensors, folder / file, metadata={"format": "pt"})
+            save_file({name: tensor() for name, tensor in shard.items()}, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:  # the writer's error on a full disk
             raise cannot_write(folder / file, error) from error
         (folder / file).chmod((folder / "config.json").stat().st_mode)  # the writer's mode is owner-only
-        where |= dict.fromkeys(tensors, file)
+        where |= dict.fromkeys(shard, file)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(s[-1] for s in sizes)}, "weight_map": where}
+        index = {"metadata": {"total_size": sum(size for _, size, _ in entries)}, "weight_map": where}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _stored(file: Path, name: str) -> np.ndarray:
+    return open_tensors(file).get_tensor(name)
+
+
+def _stored_bytes(file: Path, name: str) -> int:
+    piece = open_tensors(file).get_slice(name)
+    bits = re.search(r"\d+", piece.get_dtype())
+    return math.prod(piece.get_shape()) * (int(bits[0]) // 8 if bits else 1)
 
 
 def _tensor(params: Params, weight: Weight, at: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -24,6 +24,8 @@ SIZES = {
     **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2**13),
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), 2**13),
     "moe_intermediate_size": 2**28,
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "full_attention_interval"), 2**13),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"), 2**20),
 }
 """Sizes, and the largest that is taken for one: a name is made for every layer before any file is looked at."""
 
@@ -60,9 +62,11 @@ def read_architecture(folder: Path) -> QwenConfig:
         UnsupportedModel: see QwenConfig.from_hf.
     """
     fields = read_fields(folder)
-    for name, wanted in _misfits(fields):
+    text = fields.get("text_config")
+    part = text if isinstance(text, dict) else fields
+    for name, wanted in _misfits(part):
         raise CheckpointError(
-            f"{folder}/config.json: {name} = {_part(fields, name)!r:.100}, expected {wanted}; fetch it again"
+            f"{folder}/config.json: {name} = {_part(part, name)!r:.100}, expected {wanted}; fetch it again"
         )
     return QwenConfig.from_hf(fields)
 
@@ -206,6 +210,15 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     return {name: folder / file for name, file in where.items()}
 
 
+def kept_tensors(cfg: QwenConfig, files: dict[str, Path]) -> dict[str, Path]:
+    """Return the tensors that are not of the text model but belong to its checkpoint: vision, multi-token prediction.
+
+    They are neither read nor trained, and an export copies them.
+    """
+    beside = ("model.visual.", "mtp.") if cfg.delta else ()
+    return {name: file for name, file in files.items() if name.startswith(beside)}
+
+
 def open_tensors(file: Path) -> Any:
     """Open a safetensors file, checking its length against its header.
 
@@ -232,7 +245,8 @@ def _json(path: Path, *, missing: str) -> Any:
 def _check_names(folder: Path, cfg: QwenConfig, files: dict[str, Path]) -> None:
     wanted = {name for weight in weight_table(cfg) for name in weight.names}
     ignored = {"lm_head.weight"} if cfg.tie_word_embeddings else set()
-    extra = {n for n in files if n not in wanted | ignored and not n.endswith("rotary_emb.inv_freq")}
+    extra = set(files) - wanted - ignored - {n for n in files if n.endswith("rotary_emb.inv_freq")}
+    extra -= set(kept_tensors(cfg, files))
     for names, fault in ((wanted - set(files), "missing"), (extra, "not part of this architecture")):
         if names:
             shown = ", ".join(sorted(names)[:4])

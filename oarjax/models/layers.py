@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
+from oarjax.models.delta_net import DeltaNet, DeltaState
 from oarjax.models.moe import ExpertsKind, MoE
-from oarjax.models.qwen_config import QwenConfig
+from oarjax.models.qwen_config import DeltaSizes, QwenConfig
 from oarjax.models.rope import rotate
 
 Mix = Callable[[Array, Array, Array], Array]
@@ -43,13 +44,30 @@ class Adapted(nnx.Linear):
         return plain + self.scale * product(product(inputs, self.lora_a), self.lora_b)
 
 
+class CentredNorm(nnx.Module):
+    """RMS norm that multiplies by 1 + w, with w = 0 at the start."""
+
+    def __init__(self, width: int, *, epsilon: float, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.epsilon, self.dtype = epsilon, jnp.dtype(dtype)
+        self.scale = nnx.Param(jnp.zeros((width,)))
+
+    def __call__(self, x: Float[Array, "*B h"]) -> Float[Array, "*B h"]:
+        x = x.astype(self.dtype)
+        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
+        return x * (1 + self.scale[...].astype(self.dtype))
+
+
 class Attention(nnx.Module):
-    """Grouped-query self-attention with rotary positions; q and k are normalised per head in Qwen3."""
+    """Grouped-query self-attention with rotary positions; from Qwen3 on q and k are normalised per head.
+
+    In Qwen3.5 each head's output is multiplied by sigmoid of a gate, which stands beside the head's query in q.
+    """
 
     def __init__(self, cfg: QwenConfig, *, linear: Any, norm: Any, rngs: nnx.Rngs):
         self.head_dim = cfg.head_dim
         heads, kv = cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
-        self.q = linear("q", cfg.hidden_size, heads, use_bias=cfg.qkv_bias, rngs=rngs)
+        self.gated = cfg.delta is not None
+        self.q = linear("q", cfg.hidden_size, heads * (2 if self.gated else 1), use_bias=cfg.qkv_bias, rngs=rngs)
         self.k = linear("k", cfg.hidden_size, kv, use_bias=cfg.qkv_bias, rngs=rngs)
         self.v = linear("v", cfg.hidden_size, kv, use_bias=cfg.qkv_bias, rngs=rngs)
         self.o = linear("o", heads, cfg.hidden_size, use_bias=cfg.o_bias, rngs=rngs)
@@ -67,10 +85,14 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B N D"], tuple[Float[Array, "B N kv h"], Float[Array, "B N kv h"]]]:
         flat = x.reshape(-1, x.shape[-1])
         q, k, v = (p(flat).reshape(*x.shape[:2], -1, self.head_dim) for p in (self.q, self.k, self.v))
+        gate = None
+        if self.gated:
+            q, gate = q[:, :, ::2], q[:, :, 1::2]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         k, v = rotate(k, cos, sin).astype(compute_dtype), v.astype(compute_dtype)
         out = mix(rotate(q, cos, sin), k, v)
+        out = out if gate is None else out * jax.nn.sigmoid(gate)
         return self.o(out.reshape(flat.shape[0], -1)).reshape(x.shape), (k, v)
 
 
@@ -114,8 +136,25 @@ class Layer(nnx.Module):
         return x + self.mlp(self.mlp_norm(x)), kv
 
 
+class DeltaLayer(nnx.Module):
+    """One pre-norm layer with a gated delta net in the place of attention."""
+
+    def __init__(self, cfg: QwenConfig, sizes: DeltaSizes, *, linear: Any, norm: Any, mlp: Any, rngs: nnx.Rngs):
+        self.attention_norm = norm(cfg.hidden_size, rngs=rngs)
+        self.delta = DeltaNet(cfg, sizes, linear=linear, rngs=rngs)
+        self.mlp_norm = norm(cfg.hidden_size, rngs=rngs)
+        self.mlp = mlp(rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "B N D"], valid: Bool[Array, "B N"], state: DeltaState
+    ) -> tuple[Float[Array, "B N D"], DeltaState]:
+        mixed, after = self.delta(self.attention_norm(x), valid, state)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), after
+
+
 class Qwen(nnx.Module):
-    """The whole decoder, its layers stacked along a first axis; the matrices in ``adapted`` have adapters."""
+    """The whole decoder, layers of a kind stacked along a first axis; the matrices in ``adapted`` have adapters."""
 
     def __init__(
         self,
@@ -138,7 +177,7 @@ class Qwen(nnx.Module):
         if cfg.experts is not None:
             more = {"dtype": compute_dtype, "adapted": adapted, "scale": adapter_scale, "kind": experts, "mesh": mesh}
             mlp = partial(MoE, cfg, cfg.experts, linear=linear, **more)
-        norm = partial(nnx.RMSNorm, epsilon=cfg.rms_norm_eps, dtype=stream)
+        norm = partial(CentredNorm if cfg.delta else nnx.RMSNorm, epsilon=cfg.rms_norm_eps, dtype=stream)
         self.embed = nnx.Embed(cfg.vocab_size, cfg.hidden_size, rngs=rngs)
         self.norm = norm(cfg.hidden_size, rngs=rngs)
         self.head = (
@@ -147,9 +186,16 @@ class Qwen(nnx.Module):
             else linear("head", cfg.hidden_size, cfg.vocab_size, use_bias=False, rngs=rngs)
         )
 
-        @nnx.split_rngs(splits=cfg.num_hidden_layers)
-        @nnx.vmap(in_axes=0, out_axes=0)
-        def stack(rngs: nnx.Rngs) -> Layer:
-            return Layer(cfg, linear=linear, norm=norm, mlp=mlp, rngs=rngs)
+        options = {"linear": linear, "norm": norm, "mlp": mlp}
+        self.layers = _stacked(partial(Layer, cfg, **options), len(cfg.attention_layers), rngs)
+        if cfg.delta is not None:
+            self.delta_layers = _stacked(partial(DeltaLayer, cfg, cfg.delta, **options), len(cfg.delta_layers), rngs)
 
-        self.layers = stack(rngs)
+
+def _stacked(layer: Any, count: int, rngs: nnx.Rngs) -> Any:
+    @nnx.split_rngs(splits=count)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def stack(rngs: nnx.Rngs) -> Any:
+        return layer(rngs=rngs)
+
+    return stack(rngs)

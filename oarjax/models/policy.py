@@ -1,13 +1,14 @@
-"""The interface of a model: four pure functions of its params, and three optional ones.
+"""The interface of a model: four pure functions of its params, and four optional ones.
 
-Anything that gives the four can be trained; ``oarjax.models.qwen.make_policy`` gives them for Qwen2, Qwen2.5 and
-Qwen3. Parameters are an opaque pytree, and so is a cache to whoever decodes with it: it is made by ``init_cache``,
-filled by ``trunk``, and between decode steps changed by ``take_rows`` and ``grow`` alone. Their defaults are those of
-a ``KVCache``; a policy with other caches, such as a recurrent state, gives its own.
+Anything that gives the four can be trained; ``oarjax.models.qwen.make_policy`` gives them for the Qwen
+families. Parameters are an opaque pytree, and so is a cache to whoever decodes with it: it is made by ``init_cache``,
+filled by ``trunk``, and changed by ``take_rows``, ``grow`` and ``first_slots`` alone. Their defaults are those of a
+``KVCache``; a policy with other caches, such as a recurrent state, gives its own.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -81,32 +82,33 @@ class Grow(Protocol):
         ...
 
 
+class FirstSlots(Protocol):
+    def __call__(self, cache: KVCache, count: int) -> KVCache:
+        """The part of a cache that its first tokens wrote: see ``first_slots``."""
+        ...
+
+
 def take_rows(cache: KVCache, rows: Int[Array, "*D r"]) -> KVCache:
     """Return the rows of a cache with these numbers, in this order; -1 gives a row that holds nothing.
 
     With ``rows`` [D, r] the cache's rows are D equal blocks one after another: block d of the result takes from block
     d, by the number within it. So rows that are divided over D devices stay where they are.
     """
-    flat = rows.reshape(-1)
-    if rows.ndim > 1 and rows.shape[0] > 1:
-        blocks = rows.shape[0]
-
-        def taken(x: Array, axis: int) -> Array:
-            split = x.reshape(*x.shape[:axis], blocks, -1, *x.shape[axis + 1 :])
-            within = partial(jnp.take, axis=axis, mode="clip")
-            out = jax.vmap(within, in_axes=(axis, 0), out_axes=axis)(split, rows)
-            return out.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
-    else:
-
-        def taken(x: Array, axis: int) -> Array:
-            return jnp.take(x, flat, axis=axis, mode="clip")
-
-    return KVCache(
-        k=taken(cache.k, 1),
-        v=taken(cache.v, 1),
-        valid=taken(cache.valid, 0) & (flat >= 0)[:, None],
-        length=cache.length,
+    return replace(
+        cache,
+        k=taken(cache.k, rows, axis=1),
+        v=taken(cache.v, rows, axis=1),
+        valid=taken(cache.valid, rows, axis=0) & (rows.reshape(-1) >= 0)[:, None],
     )
+
+
+def taken(x: Array, rows: Int[Array, "*D r"], *, axis: int) -> Array:
+    """Take rows of one array, as ``take_rows`` does."""
+    if rows.ndim == 1 or rows.shape[0] == 1:
+        return jnp.take(x, rows.reshape(-1), axis=axis, mode="clip")
+    split = x.reshape(*x.shape[:axis], rows.shape[0], -1, *x.shape[axis + 1 :])
+    out = jax.vmap(partial(jnp.take, axis=axis, mode="clip"), in_axes=(axis, 0), out_axes=axis)(split, rows)
+    return out.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
 def grow(cache: KVCache, slots: int, *, drop: int = 0) -> KVCache:
@@ -119,7 +121,24 @@ def grow(cache: KVCache, slots: int, *, drop: int = 0) -> KVCache:
         kept = jax.lax.slice_in_dim(x, drop, x.shape[axis], axis=axis)
         return jnp.pad(kept, [(0, slots if i == axis else 0) for i in range(x.ndim)])
 
-    return KVCache(k=moved(cache.k, 2), v=moved(cache.v, 2), valid=moved(cache.valid, 1), length=cache.length - drop)
+    return replace(
+        cache,
+        k=moved(cache.k, 2),
+        v=moved(cache.v, 2),
+        valid=moved(cache.valid, 1),
+        length=cache.length - drop,
+    )
+
+
+def first_slots(cache: KVCache, count: int) -> KVCache:
+    """Return the first ``count`` slots, all written, as a prefix that is read and never copied per row."""
+    return replace(
+        cache,
+        k=cache.k[:, :, :count],
+        v=cache.v[:, :, :count],
+        valid=cache.valid[:, :count],
+        length=jnp.asarray(count, jnp.int32),
+    )
 
 
 def as_it_is(params: Params) -> Params:
@@ -137,6 +156,7 @@ class Policy(NamedTuple):
     head: Head = as_it_is
     take_rows: TakeRows = take_rows
     grow: Grow = grow
+    first_slots: FirstSlots | None = first_slots  # None: what a cache holds cannot be cut, such as a recurrent state
 
 
 def positions_of(valid: Bool[Array, "B N"]) -> Int[Array, "B N"]:

@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5, Qwen3 and Qwen3 MoE decoders: Flax NNX modules behind a Policy of pure functions."""
+"""Qwen decoders, dense, with experts or with delta nets: Flax NNX modules behind a Policy of pure functions."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from oarjax.models import policy
+from oarjax.models import delta_net, policy
 from oarjax.models.attention import AttentionKind, segment_mixer
+from oarjax.models.delta_net import HybridCache, empty_state, state_before
 from oarjax.models.layers import Qwen
 from oarjax.models.moe import ExpertsKind
 from oarjax.models.policy import Policy
@@ -73,13 +74,15 @@ def make_policy(
     place = partial(_placed, mesh) if mesh is not None and mesh.size > 1 else lambda x, *axes: x
 
     @cache
-    def definitions(adapted: frozenset[str]) -> tuple[Any, Any]:
-        """Return the graph definitions of a layer and of the last norm."""
+    def definitions(adapted: frozenset[str]) -> tuple[Any, Any, Any]:
+        """Return the graph definitions of a layer, of the last norm, and of a layer with a delta net."""
         options: Any = {"compute_dtype": compute, "adapted": adapted, "adapter_scale": adapter_scale}
         model = nnx.eval_shape(lambda: Qwen(cfg, rngs=nnx.Rngs(0), experts=experts, mesh=mesh, **options))
-        return nnx.split(model.layers)[0], nnx.split(model.norm)[0]
+        delta = nnx.split(model.delta_layers)[0] if cfg.delta else None
+        return nnx.split(model.layers)[0], nnx.split(model.norm)[0], delta
 
-    frequencies = inverse_frequencies(cfg.head_dim, theta=cfg.rope_theta, yarn=cfg.yarn)
+    sizes: Any = cfg.delta
+    frequencies = inverse_frequencies(cfg.rotary_dim or cfg.head_dim, theta=cfg.rope_theta, yarn=cfg.yarn)
     scale = cfg.yarn.attention_factor if cfg.yarn else 1.0
 
     def embed(params: Params, tokens: Int[Array, "B N"]) -> Float[Array, "B N D"]:
@@ -95,12 +98,17 @@ def make_policy(
         prefix: KVCache | None = None,
         visible: Bool[Array, "B N C"] | None = None,
     ) -> tuple[Float[Array, "B N D"], KVCache | None]:
-        layer_def, norm_def = definitions(_adapted(params["layers"]))
+        layer_def, norm_def, delta_def = definitions(_adapted(params))
         new = valid.shape[1]
         cos, sin = rotation(positions, frequencies, scale=scale, dtype=stream)
         # A cache of exactly N slots can only be empty: there is nothing earlier in it.
         filled = cache if cache is not None and cache.k.shape[2] > new else None
 
+        if sizes is not None and visible is not None:
+            raise ValueError(
+                "visible: a recurrent state cannot leave tokens of a prefix out, so that no place in the middle of a "
+                "row can be computed again by itself; compute whole suffixes, as OAR-P does"
+            )
         stores = [c for c in (prefix, filled) if c is not None]
         plain = filled is None and visible is None and (prefix is None or prefix.k.shape[1] == valid.shape[0])
         if attention == "splash" and mesh is not None and plain:
@@ -116,11 +124,29 @@ def make_policy(
             x, kv = nnx.merge(layer_def, weights)(x, cos, sin, partial(mixer, stored), compute_dtype=compute)
             return place(x, ROWS, None, None), kv if cache is not None else None
 
-        step = _rematerialised(body, remat) if filled is None else body  # decoding has no derivative
+        def delta_body(x, xs):
+            weights, own, before = xs
+            state = state_before(own, begun, before, empty_state(sizes, x.shape[0], dtype=stream))
+            x, after = nnx.merge(delta_def, weights)(x, valid, state)
+            return place(x, ROWS, None, None), after if cache is not None else None
+
+        remat_of = (
+            partial(_rematerialised, remat=remat) if filled is None else lambda body: body
+        )  # decoding has no derivative
         x = place(embeddings.astype(stream), ROWS, None, None)
-        x, kv = jax.lax.scan(step, x, (params["layers"], *((c.k, c.v) for c in stores)))
+        layers, state = (params["layers"], *((c.k, c.v) for c in stores)), None
+        if sizes is None:
+            x, kv = jax.lax.scan(remat_of(body), x, layers)
+        else:
+            begun = _written(filled).any(axis=1) if filled is not None else None
+            own, before = (c.state if isinstance(c, HybridCache) else None for c in (filled, prefix))
+            deltas = (params["delta_layers"], own, before)
+            x, kv, state = _scan_blocks(remat_of(body), remat_of(delta_body), x, layers, deltas, sizes.interval - 1)
         hidden = place(nnx.merge(norm_def, params["norm"])(x), ROWS, None, None)
-        return hidden, None if cache is None or kv is None else place_cache(_append(cache, kv[0], kv[1], valid))
+        if cache is None or kv is None:
+            return hidden, None
+        after = _append(cache, kv[0], kv[1], valid)
+        return hidden, place_cache(after if state is None else replace(after, state=state))
 
     def head(params: Params) -> Params:
         if WHOLE in params.get("head", {}):
@@ -136,26 +162,61 @@ def make_policy(
         return place(_project(states, at[WHOLE], at["kernel"]), *rows, "tensor")
 
     def init_cache(rows: int, slots: int) -> KVCache:
-        shape = (cfg.num_hidden_layers, rows, slots, cfg.num_key_value_heads, cfg.head_dim)
-        empty = KVCache(
-            k=jnp.zeros(shape, compute),
-            v=jnp.zeros(shape, compute),
-            valid=jnp.zeros((rows, slots), bool),
-            length=jnp.zeros((), jnp.int32),
-        )
-        return place_cache(empty)
+        shape = (len(cfg.attention_layers), rows, slots, cfg.num_key_value_heads, cfg.head_dim)
+        empty = {
+            "k": jnp.zeros(shape, compute),
+            "v": jnp.zeros(shape, compute),
+            "valid": jnp.zeros((rows, slots), bool),
+            "length": jnp.zeros((), jnp.int32),
+        }
+        if cfg.delta is None:
+            return place_cache(KVCache(**empty))
+        state = empty_state(cfg.delta, len(cfg.delta_layers), rows, dtype=stream)
+        return place_cache(HybridCache(**empty, state=state))
 
     def place_cache(cache: KVCache) -> KVCache:
         k, v = (place(x, None, ROWS, None, "tensor", None) for x in (cache.k, cache.v))
-        return replace(cache, k=k, v=v, valid=place(cache.valid, ROWS, None))
+        cache = replace(cache, k=k, v=v, valid=place(cache.valid, ROWS, None))
+        if not isinstance(cache, HybridCache):
+            return cache
+        return replace(cache, state=jax.tree.map(lambda x: place(x, None, ROWS, *[None] * (x.ndim - 2)), cache.state))
 
     def take_rows(cache: KVCache, rows: Int[Array, "*D r"]) -> KVCache:
+        if isinstance(cache, HybridCache):
+            return place_cache(delta_net.take_rows(cache, rows))
         return place_cache(policy.take_rows(cache, rows))
 
     def grow(cache: KVCache, slots: int, *, drop: int = 0) -> KVCache:
         return place_cache(policy.grow(cache, slots, drop=drop))
 
-    return Policy(embed, in_full(trunk, compute), unembed, init_cache, head, take_rows, grow)
+    first_slots = policy.first_slots if cfg.delta is None else None
+    return Policy(embed, in_full(trunk, compute), unembed, init_cache, head, take_rows, grow, first_slots)
+
+
+def _scan_blocks(
+    attention: Any, delta: Any, x: Float[Array, "B N D"], layers: Any, deltas: Any, each: int
+) -> tuple[Array, Any, Any]:
+    """Scan blocks of ``each`` layers with delta nets and one with attention, then the delta nets that are left.
+
+    ``layers`` and ``deltas`` are what the two bodies are scanned over; results are stacked as these are.
+    """
+    blocks, count = (jax.tree.leaves(xs)[0].shape[0] for xs in (layers, deltas))
+
+    def part(of: slice) -> Any:
+        return jax.tree.map(lambda leaf: leaf[of], deltas)
+
+    def block(x: Array, xs: Any) -> tuple[Array, Any]:
+        x, states = jax.lax.scan(delta, x, xs[1])
+        x, kv = attention(x, xs[0])
+        return x, (kv, states)
+
+    whole = jax.tree.map(lambda leaf: leaf.reshape(blocks, each, *leaf.shape[1:]), part(slice(blocks * each)))
+    x, (kv, states) = jax.lax.scan(block, x, (layers, whole))
+    states = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), states)
+    if blocks * each < count:
+        x, rest = jax.lax.scan(delta, x, part(slice(blocks * each, count)))
+        states = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), states, rest)
+    return x, kv, states
 
 
 def _placed(mesh: Mesh, x: Array, *axes: str | tuple[str, ...] | None) -> Array:
@@ -205,9 +266,10 @@ def _logits(hidden: Float[Array, "*rows D"], kernel: Float[Array, "D V"]) -> Flo
     return jnp.einsum("...d,dv->...v", hidden, kernel, precision=precision, preferred_element_type=stream)
 
 
-def _adapted(layers: Params) -> frozenset[str]:
+def _adapted(params: Params) -> frozenset[str]:
     """The matrices of a layer that have adapters beside them."""
-    parts = [part for part in layers.values() if isinstance(part, Mapping)]
+    stacks = [params[name] for name in ("layers", "delta_layers") if name in params]
+    parts = [part for stack in stacks for part in stack.values() if isinstance(part, Mapping)]
     named = [(name, node) for part in parts for name, node in part.items()]
     return frozenset(name for name, node in named if isinstance(node, Mapping) and "lora_a" in node)
 
@@ -232,7 +294,8 @@ def _append(cache: KVCache, k: Array, v: Array, valid: Bool[Array, "B N"]) -> KV
     """Write all layers' new keys and values at once, so that a decode step touches only the new slots."""
     zero = jnp.zeros_like(cache.length)  # indices of one type, with 64-bit types on too
     at = (zero, zero, cache.length, zero, zero)
-    return KVCache(
+    return replace(
+        cache,
         k=jax.lax.dynamic_update_slice(cache.k, k, at),
         v=jax.lax.dynamic_update_slice(cache.v, v, at),
         valid=jax.lax.dynamic_update_slice(cache.valid, valid, (zero, cache.length)),
@@ -240,7 +303,7 @@ def _append(cache: KVCache, k: Array, v: Array, valid: Bool[Array, "B N"]) -> KV
     )
 
 
-def _rematerialised(body, remat: Remat):
+def _rematerialised(body, *, remat: Remat):
     """``body`` of a scan, recomputed in the backward pass as ``remat`` says."""
     policies = {
         "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,

@@ -9,9 +9,17 @@ from typing import Any
 from oarjax.errors import UserError
 from oarjax.models.rope import Yarn, yarn_attention_factor
 
-SUPPORTED = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
-FAMILIES = {"qwen2": "Qwen2, Qwen2.5", "qwen3": "Qwen3", "qwen3_moe": "Qwen3 MoE"}
-REMEDY = f"supported are the text models {', '.join(f'{FAMILIES[kind]} ({kind})' for kind in SUPPORTED)}"
+SUPPORTED = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+}
+REMEDY = (
+    "supported are the text models Qwen2 and Qwen2.5 (qwen2), Qwen3 (qwen3), Qwen3 MoE (qwen3_moe) and Qwen3.5 to "
+    "Qwen3.8 (qwen3_5, qwen3_5_text; of qwen3_5 the text part)"
+)
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -27,6 +35,36 @@ class Experts:
     count: int  # num_experts
     per_token: int  # num_experts_per_tok
     normalised: bool  # norm_topk_prob: the weights of a token's experts add up to 1
+
+
+@dataclass(frozen=True)
+class DeltaSizes:
+    """The gated delta nets in the place of attention in all layers but every ``interval``-th."""
+
+    interval: int
+    key_heads: int  # linear_num_key_heads
+    value_heads: int  # linear_num_value_heads
+    key_dim: int  # linear_key_head_dim
+    value_dim: int  # linear_value_head_dim
+    taps: int  # linear_conv_kernel_dim
+
+    @property
+    def key_width(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Width of queries, keys and values together."""
+        return 2 * self.key_width + self.value_width
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Widths of one head of queries, keys and values."""
+        return self.key_dim, self.key_dim, self.value_dim
 
 
 @dataclass(frozen=True)
@@ -50,6 +88,21 @@ class QwenConfig:
     yarn: Yarn | None = None
     initializer_range: float = 0.02
     experts: Experts | None = None
+    delta: DeltaSizes | None = None  # Qwen3.5, whose attention has a gate and whose norms multiply by 1 + w
+    rotary_dim: int | None = None  # of a head, the first so many numbers are rotated; None: all
+    prefix: str = "model."  # of the names of the decoder's tensors
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with keys and values."""
+        every = self.delta.interval if self.delta else 1
+        return tuple(range(every - 1, self.num_hidden_layers, every))
+
+    @property
+    def delta_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with a gated delta net."""
+        others = set(self.attention_layers)
+        return tuple(i for i in range(self.num_hidden_layers) if i not in others)
 
     @staticmethod
     def from_hf(fields: Mapping[str, Any]) -> QwenConfig:
@@ -60,7 +113,10 @@ class QwenConfig:
                 weights, another activation or RoPE, a missing field, or head counts that do not divide.
         """
         _refuse_unsupported(fields)
-        kind = fields["model_type"]
+        kind, outer = fields["model_type"], fields
+        if kind == "qwen3_5":
+            fields = {**fields["text_config"], "model_type": kind, "architectures": None}
+            _refuse_unsupported(fields)
         heads = _required(fields, "num_attention_heads")
         kv_heads = _required(fields, "num_key_value_heads")
         hidden = _required(fields, "hidden_size")
@@ -68,8 +124,11 @@ class QwenConfig:
         head_dim = _required(fields, "head_dim") if three else fields.get("head_dim") or hidden // heads
         if heads % kv_heads:
             _refuse("num_key_value_heads", kv_heads, f"it does not divide num_attention_heads = {heads}", "correct it")
-        if head_dim % 2:
-            _refuse("head_dim", head_dim, "rotary embedding turns pairs", "use an even head_dim")
+        delta = _read_delta(fields) if kind.startswith("qwen3_5") else None
+        share = _rotary_share(fields) if delta else 1.0
+        if int(head_dim * share) % 2:
+            name, value = ("partial_rotary_factor", share) if share != 1 else ("head_dim", head_dim)
+            _refuse(name, value, "rotary embedding turns pairs", "use an even head_dim")
         theta, yarn = _read_rope(fields)
         bias = three and bool(fields.get("attention_bias", False))
         experts = _read_experts(fields) if kind == "qwen3_moe" else None
@@ -83,7 +142,7 @@ class QwenConfig:
             head_dim=head_dim,
             rms_norm_eps=float(_required(fields, "rms_norm_eps")),
             rope_theta=theta,
-            tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
+            tie_word_embeddings=bool(outer.get("tie_word_embeddings", fields.get("tie_word_embeddings", False))),
             qkv_bias=kind == "qwen2" or bias,
             o_bias=bias,
             qk_norm=three,
@@ -91,6 +150,9 @@ class QwenConfig:
             yarn=yarn,
             initializer_range=float(fields.get("initializer_range", 0.02)),
             experts=experts,
+            delta=delta,
+            rotary_dim=int(head_dim * share) if share != 1 else None,
+            prefix="model.language_model." if kind == "qwen3_5" else "model.",
         )
 
 
@@ -117,8 +179,12 @@ def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
         _refuse("quantization_config", fields["quantization_config"], "quantised weights are not supported")
     if fields.get("hidden_act", "silu") != "silu":
         _refuse("hidden_act", fields["hidden_act"], "only silu is supported")
+    if kind == "qwen3_5" and fields.get("num_hidden_layers") is None:
+        if not isinstance(_required(fields, "text_config"), Mapping):
+            _refuse("text_config", fields["text_config"], "expected an object", "fetch the file again")
+        return
     layers = _required(fields, "num_hidden_layers")
-    kinds = fields.get("layer_types")
+    kinds = None if kind.startswith("qwen3_5") else fields.get("layer_types")
     if kinds is not None:
         other = sorted(set(kinds) - {"full_attention"})
         if other:
@@ -146,6 +212,36 @@ def _read_experts(fields: Mapping[str, Any]) -> Experts:
     return Experts(count, chosen, bool(fields.get("norm_topk_prob", False)))
 
 
+def _read_delta(fields: Mapping[str, Any]) -> DeltaSizes:
+    """Read the gated delta nets; every layer whose number, from 1, the interval divides has attention instead."""
+    layers = _required(fields, "num_hidden_layers")
+    kinds = fields.get("layer_types")
+    interval = fields.get("full_attention_interval", 4)
+    if kinds is not None:
+        kinds = list(kinds) if isinstance(kinds, list | tuple) else []
+        interval = kinds.index("full_attention") + 1 if "full_attention" in kinds else layers + 1
+        wanted = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
+        if kinds != wanted:
+            _refuse(
+                "layer_types",
+                fields["layer_types"],
+                "expected full_attention in every n-th layer, linear_attention else",
+            )
+    if not 2 <= interval <= layers:
+        _refuse("full_attention_interval", interval, f"expected 2 to num_hidden_layers = {layers}", "correct it")
+    names = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+    sizes = [_required(fields, name) for name in (*names, "linear_conv_kernel_dim")]
+    if sizes[1] % sizes[0]:
+        _refuse(names[0], sizes[0], f"it does not divide {names[1]} = {sizes[1]}", "correct it")
+    return DeltaSizes(interval, *sizes)
+
+
+def _rotary_share(fields: Mapping[str, Any], default: float = 0.25) -> float:
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    share = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
+    return default if share is None else float(share)
+
+
 def _read_rope(fields: Mapping[str, Any]) -> tuple[float, Yarn | None]:
     """rope_theta and YaRN from wherever this version of config.json keeps them."""
     rope = dict(fields.get("rope_scaling") or {}) | dict(fields.get("rope_parameters") or {})
@@ -157,8 +253,8 @@ def _read_rope(fields: Mapping[str, Any]) -> tuple[float, Yarn | None]:
             "config.json: field rope_theta is missing, at top level and in rope_parameters; "
             "take the checkpoint's own config.json whole"
         )
-    if (partial_factor := rope.get("partial_rotary_factor", fields.get("partial_rotary_factor"))) not in (None, 1.0):
-        _refuse("partial_rotary_factor", partial_factor, "only whole heads are rotated")
+    if not fields["model_type"].startswith("qwen3_5") and (share := _rotary_share(fields, 1.0)) != 1.0:
+        _refuse("partial_rotary_factor", share, "in this family only whole heads are rotated")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return float(theta), None

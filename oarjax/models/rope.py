@@ -79,7 +79,11 @@ def rotation(
 def rotate(
     x: Float[Array, "B N heads h"], cos: Float[Array, "B N half"], sin: Float[Array, "B N half"]
 ) -> Float[Array, "B N heads h"]:
-    """Turn pair (x_i, x_{i + h/2}) of every head by its angle: Qwen keeps the pairs half a head apart."""
-    a, b = jnp.split(x, 2, axis=-1)
+    """Turn pair (x_i, x_{i + half}) of every head by its angle; numbers after the first 2 * half stay as they are.
+
+    Qwen keeps the pairs of a whole head half a head apart.
+    """
+    half = cos.shape[-1]
+    a, b, rest = jnp.split(x, [half, 2 * half], axis=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)

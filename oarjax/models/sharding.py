@@ -22,6 +22,8 @@ RULES: Mapping[str, str | None] = {
     "rank": None,  # of adapters
     "expert": None,  # all experts on every device, each divided by ffn and embed
     "router": None,
+    "delta": None,  # heads of delta nets: queries, keys and values are one matrix
+    "tap": None,  # of their convolution
 }
 """Training layout: matrices divided over ``fsdp`` along the embedding and over ``tensor`` along the other axis."""
 

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Key
 
@@ -33,18 +32,21 @@ class Weight:
     axes: tuple[str, ...]  # logical name of every axis, for sharding
     pieces: tuple[int, ...]  # what may be divided between devices: whole heads, not their numbers
     layout: Literal["same", "transposed"]  # checkpoint matrices are [out, in], ours [in, out]
-    init: Literal["normal", "ones", "zeros"]
+    init: Literal["normal", "ones", "zeros", "decay"]
+    layers: tuple[int, ...] = ()  # numbers of the layers that are stacked
 
     @property
     def stack(self) -> tuple[int, ...]:
         """Sizes of the axes along which checkpoint tensors are stacked here: layers and experts, or neither."""
-        return self.shape[: sum(axis in STACKED for axis in self.axes)]
+        return self.shape[: sum(axis in ("layers", "expert") for axis in self.axes)]
 
     @property
     def names(self) -> tuple[str, ...]:
         """The checkpoint's names, in the order of stacking."""
-        axes = [STACKED[axis] for axis in self.axes[: len(self.stack)]]
-        return tuple(self.name.format(**dict(zip(axes, at))) for at in np.ndindex(self.stack))
+        numbers = (self.layers, range(self.stack[1]) if len(self.stack) > 1 else (0,))
+        if not self.stack:
+            return (self.name,)
+        return tuple(self.name.format(layer=layer, expert=expert) for layer in numbers[0] for expert in numbers[1])
 
     @property
     def file_shape(self) -> tuple[int, ...]:
@@ -53,62 +55,100 @@ class Weight:
         return one[::-1] if self.layout == "transposed" else one
 
 
-STACKED = {"layers": "layer", "expert": "expert"}
-"""Axes of stacking, and what stands for their numbers in a name."""
+Axis = tuple[str, int, int]
+"""Its name, its size, and the pieces that it may be divided into."""
 
 
 def weight_table(cfg: QwenConfig) -> tuple[Weight, ...]:
     """List every tensor of the model, embedding first. A tied head has no entry."""
-    embed, ffn, width = cfg.hidden_size, cfg.intermediate_size, cfg.head_dim
-    heads = ("heads", cfg.num_attention_heads * width, cfg.num_attention_heads)
-    kv = ("kv_heads", cfg.num_key_value_heads * width, cfg.num_key_value_heads)
+    embed, norms = cfg.hidden_size, "zeros" if cfg.delta else "ones"
+    shape, axes, path = (cfg.vocab_size, embed), ("vocab", "embed"), ("embed", "embedding")
     table = [
-        Weight(
-            "model.embed_tokens.weight",
-            ("embed", "embedding"),
-            (cfg.vocab_size, embed),
-            ("vocab", "embed"),
-            (cfg.vocab_size, embed),
-            "same",
-            "normal",
-        )
+        Weight(f"{cfg.prefix}embed_tokens.weight", path, shape, axes, shape, "same", "normal"),
+        *_Stack(cfg, "layers", cfg.attention_layers).weights(),
+        *(_Stack(cfg, "delta_layers", cfg.delta_layers).weights() if cfg.delta else ()),
+        Weight(f"{cfg.prefix}norm.weight", ("norm", "scale"), (embed,), ("embed",), (embed,), "same", norms),
     ]
-
-    def stacked(name: str, path: str, layout: str, init: str, *axes: tuple[str, int, int]) -> None:
-        axes = (("layers", cfg.num_hidden_layers, cfg.num_hidden_layers), *axes)
-        labels, sizes, pieces = zip(*axes)
-        where = ("layers", *path.split("."))
-        table.append(Weight(f"model.layers.{{layer}}.{name}", where, sizes, labels, pieces, layout, init))  # type: ignore[arg-type]
-
-    def linear(name: str, path: str, into: tuple[str, int, int], out: tuple[str, int, int], *, bias: bool) -> None:
-        stacked(f"{name}.weight", f"{path}.kernel", "transposed", "normal", into, out)
-        if bias:
-            stacked(f"{name}.bias", f"{path}.bias", "same", "zeros", out)
-
-    d, f, h = ("embed", embed, embed), ("ffn", ffn, ffn), ("head", width, width)
-    stacked("input_layernorm.weight", "attention_norm.scale", "same", "ones", d)
-    linear("self_attn.q_proj", "attention.q", d, heads, bias=cfg.qkv_bias)
-    linear("self_attn.k_proj", "attention.k", d, kv, bias=cfg.qkv_bias)
-    linear("self_attn.v_proj", "attention.v", d, kv, bias=cfg.qkv_bias)
-    linear("self_attn.o_proj", "attention.o", heads, d, bias=cfg.o_bias)
-    if cfg.qk_norm:
-        stacked("self_attn.q_norm.weight", "attention.q_norm.scale", "same", "ones", h)
-        stacked("self_attn.k_norm.weight", "attention.k_norm.scale", "same", "ones", h)
-    stacked("post_attention_layernorm.weight", "mlp_norm.scale", "same", "ones", d)
-    expert, stack = "", ()
-    if cfg.experts is not None:
-        count = cfg.experts.count
-        linear("mlp.gate", "mlp.router", d, ("router", count, count), bias=False)
-        expert, stack = "experts.{expert}.", (("expert", count, count),)
-    for name, into, out in (("gate", d, f), ("up", d, f), ("down", f, d)):
-        stacked(f"mlp.{expert}{name}_proj.weight", f"mlp.{name}.kernel", "transposed", "normal", *stack, into, out)
-    table.append(Weight("model.norm.weight", ("norm", "scale"), (embed,), ("embed",), (embed,), "same", "ones"))
     if not cfg.tie_word_embeddings:
-        shape = (embed, cfg.vocab_size)
-        table.append(
-            Weight("lm_head.weight", ("head", "kernel"), shape, ("embed", "vocab"), shape, "transposed", "normal")
-        )
+        shape, axes, path = shape[::-1], axes[::-1], ("head", "kernel")
+        table.append(Weight("lm_head.weight", path, shape, axes, shape, "transposed", "normal"))
     return tuple(table)
+
+
+class _Stack:
+    """The tensors of layers of one kind, stacked below one name of the tree."""
+
+    def __init__(self, cfg: QwenConfig, path: str, layers: tuple[int, ...]):
+        self.cfg, self.path, self.numbers, self.table = cfg, path, layers, list[Weight]()
+
+    def add(self, name: str, path: str, layout: str, init: str, *axes: Axis) -> None:
+        count = len(self.numbers)
+        labels, sizes, pieces = zip(("layers", count, count), *axes)
+        name, where = f"{self.cfg.prefix}layers.{{layer}}.{name}", (self.path, *path.split("."))
+        self.table.append(Weight(name, where, sizes, labels, pieces, layout, init, self.numbers))  # type: ignore[arg-type]
+
+    def linear(self, name: str, path: str, into: Axis, out: Axis, *, bias: bool = False) -> None:
+        self.add(f"{name}.weight", f"{path}.kernel", "transposed", "normal", into, out)
+        if bias:
+            self.add(f"{name}.bias", f"{path}.bias", "same", "zeros", out)
+
+    def weights(self) -> list[Weight]:
+        """List a layer's norms, its mixer and its MLP."""
+        cfg, embed = self.cfg, self.cfg.hidden_size
+        d, norms = ("embed", embed, embed), "zeros" if cfg.delta else "ones"
+        self.add("input_layernorm.weight", "attention_norm.scale", "same", norms, d)
+        if self.path == "layers":
+            self.attention(d, norms)
+        else:
+            self.delta(d)
+        self.add("post_attention_layernorm.weight", "mlp_norm.scale", "same", norms, d)
+        self.mlp(d)
+        return self.table
+
+    def attention(self, d: Axis, norms: str) -> None:
+        """List softmax attention, whose query projection is twice as wide where it has a gate."""
+        cfg, width = self.cfg, self.cfg.head_dim
+        heads = ("heads", cfg.num_attention_heads * width, cfg.num_attention_heads)
+        kv = ("kv_heads", cfg.num_key_value_heads * width, cfg.num_key_value_heads)
+        queries = (heads[0], heads[1] * (2 if cfg.delta else 1), heads[2])
+        self.linear("self_attn.q_proj", "attention.q", d, queries, bias=cfg.qkv_bias)
+        self.linear("self_attn.k_proj", "attention.k", d, kv, bias=cfg.qkv_bias)
+        self.linear("self_attn.v_proj", "attention.v", d, kv, bias=cfg.qkv_bias)
+        self.linear("self_attn.o_proj", "attention.o", heads, d, bias=cfg.o_bias)
+        if cfg.qk_norm:
+            self.add("self_attn.q_norm.weight", "attention.q_norm.scale", "same", norms, ("head", width, width))
+            self.add("self_attn.k_norm.weight", "attention.k_norm.scale", "same", norms, ("head", width, width))
+
+    def delta(self, d: Axis) -> None:
+        """List a gated delta net. Queries, keys and values are one matrix in the file, which nothing divides."""
+        sizes = self.cfg.delta
+        assert sizes is not None
+
+        def axis(name: str, size: int) -> Axis:
+            return name, size, size
+
+        heads, values = axis("delta", sizes.value_heads), axis("delta", sizes.value_width)
+        channels, taps = axis("delta", sizes.channels), axis("tap", sizes.taps)
+        self.linear("linear_attn.in_proj_qkv", "delta.qkv", d, channels)
+        self.linear("linear_attn.in_proj_z", "delta.z", d, values)
+        self.linear("linear_attn.in_proj_a", "delta.a", d, heads)
+        self.linear("linear_attn.in_proj_b", "delta.b", d, heads)
+        self.linear("linear_attn.out_proj", "delta.out", values, d)
+        self.add("linear_attn.conv1d.weight", "delta.conv", "same", "normal", channels, axis("tap", 1), taps)
+        self.add("linear_attn.dt_bias", "delta.dt_bias", "same", "ones", heads)
+        self.add("linear_attn.A_log", "delta.a_log", "same", "decay", heads)
+        self.add("linear_attn.norm.weight", "delta.norm.scale", "same", "ones", axis("head", sizes.value_dim))
+
+    def mlp(self, d: Axis) -> None:
+        """List an MLP, or the router and the experts."""
+        cfg, ffn = self.cfg, self.cfg.intermediate_size
+        f, expert, stack = ("ffn", ffn, ffn), "", ()
+        if cfg.experts is not None:
+            count = cfg.experts.count
+            self.linear("mlp.gate", "mlp.router", d, ("router", count, count))
+            expert, stack = "experts.{expert}.", (("expert", count, count),)
+        for name, into, out in (("gate", d, f), ("up", d, f), ("down", f, d)):
+            self.add(f"mlp.{expert}{name}_proj.weight", f"mlp.{name}.kernel", "transposed", "normal", *stack, into, out)
 
 
 def build_tree(cfg: QwenConfig, leaf: Callable[[Weight], Any]) -> dict[str, Any]:
@@ -165,8 +205,13 @@ def decoder_of(cfg: QwenConfig) -> Decoder:
     if cfg.experts is not None:
         idle = cfg.experts.count - cfg.experts.per_token
         trunk -= idle * 3 * cfg.hidden_size * cfg.intermediate_size * cfg.num_hidden_layers
+    memory = 0
+    if cfg.delta is not None:  # a token reads the memory twice and writes it once; and the convolution
+        per_layer = 6 * cfg.delta.value_width * cfg.delta.key_dim + 2 * cfg.delta.channels * cfg.delta.taps
+        memory = per_layer * len(cfg.delta_layers)
     return Decoder(
-        layers=cfg.num_hidden_layers,
+        layers=len(cfg.attention_layers),
+        memory_flops=memory,
         trunk_params=trunk,
         head_params=head,
         heads_width=cfg.num_attention_heads * cfg.head_dim,
@@ -198,15 +243,17 @@ def sampling_params(cfg: QwenConfig, params: Params, *, kv_heads: int, dtype: DT
 
 
 def init_params(cfg: QwenConfig, key: Key[Array, ""], *, dtype: DTypeLike = jnp.float32) -> Params:
-    """Initialise params as Hugging Face does: matrices normal with std ``initializer_range``, norms 1, biases 0.
+    """Initialise params as Hugging Face does: matrices normal with std ``initializer_range``, biases 0, norms neutral.
 
     A tensor's numbers depend on the key and its name alone, not on the other tensors.
     """
 
     def leaf(w: Weight) -> Array:
-        if w.init != "normal":
+        if w.init in ("ones", "zeros"):
             return jnp.full(w.shape, 1.0 if w.init == "ones" else 0.0, dtype)
         own = jax.random.fold_in(key, zlib.crc32(w.name.encode()))
+        if w.init == "decay":
+            return jnp.log(jax.random.uniform(own, w.shape, jnp.float32, 0.01, 16.0)).astype(dtype)
         return (jax.random.normal(own, w.shape, jnp.float32) * cfg.initializer_range).astype(dtype)
 
     return build_tree(cfg, leaf)

@@ -226,7 +226,7 @@ def document(
         found = None
         if "memory" in result:
             text = gzip.decompress((cache / f"{result['key']}.hlo.gz").read_bytes()).decode()
-            found = count(text, s, asked.credit)
+            found = count(text, s, asked.credit, model)
         phases.append(
             phase_of(
                 result,

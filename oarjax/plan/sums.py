@@ -57,13 +57,13 @@ def model_flops(phase: str, model: QwenConfig, cfg: Config) -> float:
     return found[phase] / times_of(cfg)[phase]
 
 
-def count(text: str, s: Shapes, credit: CreditConfig) -> Executed:
+def count(text: str, s: Shapes, credit: CreditConfig, model: QwenConfig) -> Executed:
     """Work of a phase's program on one chip, all rows in use and every token of a completion credited."""
     masking = credit.masking
     share, chunk = 1.0, masking.chunk
     if credit.method != CUSTOM and attribution(credit).name == "oar_screened":
         share, chunk = credit.screen.share, max(1, round(chunk * credit.screen.share))
-    lows, sizes = bucket_sizes(s.completion, chunk=chunk, buckets=masking.buckets)
+    lows, sizes = bucket_sizes(s.completion, chunk=chunk, buckets=1 if model.delta else masking.buckets)
     ends = [*lows[1:], s.completion]
     runs = [math.ceil(share * (end - low) / size) for low, end, size in zip(lows, ends, sizes)]
     places = 1 + min(credit.local.window, s.completion - 1) + credit.local.answers
@@ -145,6 +145,7 @@ def read_bytes(model: QwenConfig, s: Shapes, *, chips: int, tensor: int) -> floa
         prompt=s.prompt,
         completion=s.completion,
         position=2 * 2 * d.layers * heads * model.head_dim,
+        state=4 * len(model.delta_layers) * (model.delta.value_width * model.delta.key_dim if model.delta else 0),
     )
 
 

@@ -76,10 +76,10 @@ def stored_in(tx: optax.GradientTransformation, dtype: DTypeLike) -> optax.Gradi
 
 
 def decays(params: Any) -> Any:
-    """Mark the leaves that weight decay applies to: those whose path names neither a bias nor a norm."""
+    """Mark the leaves that weight decay applies to: those whose path names no bias, no norm and no rate (``a_log``)."""
 
     def named(path: tuple[Any, ...], _: Any) -> bool:
         name = jax.tree_util.keystr(path).lower()
-        return "bias" not in name and "norm" not in name
+        return not any(part in name for part in ("bias", "norm", "a_log"))
 
     return jax.tree_util.tree_map_with_path(named, params)

@@ -34,6 +34,19 @@ MOE = {
     "rope_theta": 1e6,
     "moe_intermediate_size": 20,
 }
+DELTA = {
+    **SMALL,
+    "model_type": "qwen3_5_text",
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "rms_norm_eps": 1e-4,  # narrow heads are now and then almost 0: 1e-6 would show the rounding in them
+    "head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+}
 KINDS = {
     "qwen2_tied": {**QWEN2, "tie_word_embeddings": True, "rope_theta": 1e6},
     "qwen2_untied": {
@@ -69,11 +82,21 @@ KINDS = {
         "num_experts_per_tok": 2,
         "norm_topk_prob": False,
     },
+    "delta_untied": {**DELTA, "tie_word_embeddings": False, "num_hidden_layers": 6},
+    "delta_tied": {
+        **DELTA,
+        "tie_word_embeddings": True,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 3,
+        "num_key_value_heads": 1,
+    },
 }
 
 
 def torch_model(fields: dict, seed: int):
-    """A transformers model with random weights: normal matrices, norms around 1, biases around 0."""
+    """A transformers model with random weights: normal matrices, norms that multiply by about 1, biases around 0."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -83,7 +106,11 @@ def torch_model(fields: dict, seed: int):
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             noise = torch.randn(tensor.shape, generator=random)
-            tensor.copy_(1 + 0.2 * noise if "norm" in name else noise * (0.3 if "bias" in name else 0.25))
+            if "norm" in name:
+                centred = fields["model_type"].startswith("qwen3_5") and "linear_attn" not in name  # times 1 + w
+                tensor.copy_(0.2 * noise + (not centred))
+            else:
+                tensor.copy_(noise * (0.3 if "bias" in name else 0.6 if "conv1d" in name else 0.25))
     return model
 
 
@@ -119,7 +146,7 @@ def test_logits_equal_transformers(kind, torch, tmp_path, highest_precision):
     np.testing.assert_allclose(our_logits(tmp_path, ids), torch_logits(model, ids), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["moe_tied"])
+@pytest.mark.parametrize("kind", ["moe_tied", "delta_untied"])
 def test_gradients_equal_transformers(kind, torch, tmp_path, highest_precision):
     """Of the mean log-probability of the next token, by every tensor of the checkpoint."""
     import jax
@@ -157,7 +184,8 @@ def test_gradients_equal_transformers(kind, torch, tmp_path, highest_precision):
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("qwen2_tied", "float32"), ("qwen3_untied", "bfloat16"), ("moe_untied", "float32")]
+    ("kind", "dtype"),
+    [("qwen2_tied", "float32"), ("qwen3_untied", "bfloat16"), ("moe_untied", "float32"), ("delta_untied", "float32")],
 )
 def test_transformers_loads_our_export(kind, dtype, torch, tmp_path, data):
     """Sharded export, read back by transformers: the same tensors bit for bit, and the same logits."""
@@ -179,6 +207,40 @@ def test_transformers_loads_our_export(kind, dtype, torch, tmp_path, data):
     with torch.no_grad():
         assert torch.equal(theirs(ids).logits, original(ids).logits)
     assert (folder / "model.safetensors.index.json").is_file()
+
+
+def test_the_text_of_a_vision_model_trains_and_the_rest_is_kept(torch, tmp_path, highest_precision):
+    """Logits and export of a folder with vision and multi-token prediction, which transformers reads back."""
+    import jax.numpy as jnp
+    from safetensors.numpy import load_file, save_file
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    from oarjax.data.hf import export, load_params, read_config
+
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4}
+    vision |= {"out_hidden_size": 32, "num_position_embeddings": 16}
+    text = {k: v for k, v in KINDS["delta_tied"].items() if k != "architectures"}
+    fields = {"text_config": text, "vision_config": vision, "tie_word_embeddings": True}
+    config = AutoConfig.for_model("qwen3_5", **json.loads(json.dumps(fields)))
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    stored = load_file(file) | {"mtp.fc.weight": np.arange(6, dtype=np.float16).reshape(2, 3)}
+    save_file(stored, file, metadata={"format": "pt"})
+
+    ids = np.random.default_rng(7).integers(0, 64, (2, 30), dtype=np.int32)
+    np.testing.assert_allclose(our_logits(tmp_path / "model", ids), torch_logits(model, ids), atol=1e-4, rtol=0)
+    cfg, folder = read_config(tmp_path / "model")
+    out = export(tmp_path / "out", cfg, load_params(folder, cfg), source=folder, dtype=jnp.bfloat16, shard_bytes=9000)
+    written = {name: x for shard in out.glob("*.safetensors") for name, x in load_file(shard).items()}
+    assert written.keys() == stored.keys()
+    beside = [name for name in stored if name.startswith(("model.visual.", "mtp."))]
+    assert len(beside) > 10
+    for name in beside:
+        assert (written[name].dtype, written[name].tobytes()) == (stored[name].dtype, stored[name].tobytes())
+    theirs = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32)
+    original = {name: x.bfloat16().float() for name, x in model.state_dict().items() if ".visual." not in name}
+    assert all(torch.equal(x, theirs.state_dict()[name]) for name, x in original.items())
 
 
 def our_logits(folder: Path, ids: np.ndarray) -> np.ndarray:

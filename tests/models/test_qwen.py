@@ -1,6 +1,7 @@
 """The policy against transformers' golden logits, and against itself: padding, cache, prefix, remat, dtypes."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -14,7 +15,7 @@ from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import Experts, QwenConfig, UnsupportedModel
 from oarjax.models.weights import init_params
 
-KINDS = ["qwen2_tied", "qwen2_untied", "qwen2_yarn", "qwen3_tied", "qwen3_untied", "moe_untied"]
+KINDS = ["qwen2_tied", "qwen2_untied", "qwen2_yarn", "qwen3_tied", "qwen3_untied", "moe_untied", "delta_untied"]
 TINY = QwenConfig(
     vocab_size=31,
     hidden_size=16,
@@ -249,6 +250,11 @@ MOE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "moe
 MOE |= {"num_experts": 4, "num_experts_per_tok": 2}
 
 
+DELTA = {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"]}
+DELTA |= {"head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4}
+DELTA |= {"linear_value_head_dim": 4, "linear_conv_kernel_dim": 4}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -275,7 +281,7 @@ MOE |= {"num_experts": 4, "num_experts_per_tok": 2}
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic': only default and yarn"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differs between layers"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: only whole heads"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: in this family only whole"),
         ({"rope_theta": None}, "rope_theta is missing, at top level and in rope_parameters"),
         ({"head_dim": None}, "field head_dim is missing"),
         ({"head_dim": 5}, "head_dim = 5: rotary"),
@@ -283,6 +289,15 @@ MOE |= {"num_experts": 4, "num_experts_per_tok": 2}
         ({"num_key_value_heads": None}, "field num_key_value_heads is missing"),
         ({"rms_norm_eps": None}, "field rms_norm_eps is missing"),
         ({"model_type": None}, "field model_type is missing"),
+        (
+            DELTA | {"layer_types": ["linear_attention", "full_attention"] * 2 + ["full_attention"]},
+            "in every n-th layer",
+        ),
+        (DELTA | {"full_attention_interval": 5}, "full_attention_interval = 5: expected 2 to num_hidden_layers = 4"),
+        (DELTA | {"head_dim": 4}, "partial_rotary_factor = 0.25: rotary embedding turns pairs"),
+        (DELTA | {"linear_num_key_heads": 3}, "linear_num_key_heads = 3: it does not divide"),
+        (DELTA | {"linear_conv_kernel_dim": None}, "field linear_conv_kernel_dim is missing"),
+        ({"model_type": "qwen3_5", "architectures": None, "num_hidden_layers": None}, "field text_config is missing"),
     ],
 )
 def test_refusals(change, message):
@@ -305,6 +320,17 @@ def test_biases_norms_and_head_dim():
     assert (three.qkv_bias, three.o_bias, three.qk_norm, three.head_dim) == (False, False, True, 4)
     biased = QwenConfig.from_hf({**QWEN3, "attention_bias": True})
     assert (biased.qkv_bias, biased.o_bias) == (True, True)
+
+
+def test_the_text_part_of_a_vision_config():
+    """Sizes from text_config, the tied head from above it, the pattern by interval or by list."""
+    text = QwenConfig.from_hf({**QWEN3, **DELTA})
+    assert (text.attention_layers, text.delta_layers, text.rotary_dim, text.prefix) == ((3,), (0, 1, 2), 2, "model.")
+    listed = {**QWEN3, **DELTA, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+    assert QwenConfig.from_hf(listed) == text
+    whole = {"model_type": "qwen3_5", "text_config": listed, "tie_word_embeddings": True, "vision_config": {}}
+    outer = QwenConfig.from_hf(whole)
+    assert outer == replace(text, tie_word_embeddings=True, prefix="model.language_model.")
 
 
 def test_experts_under_either_name():

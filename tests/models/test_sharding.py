@@ -138,10 +138,11 @@ def test_eight_devices_give_the_golden_logits(data):
         "XLA_FLAGS": virtual_devices(8),
         "JAX_DEFAULT_MATMUL_PRECISION": "highest",
     }
-    command = [sys.executable, "-c", PROGRAM, *(str(data / "policy" / kind) for kind in ("qwen3_tied", "moe_untied"))]
+    folders = [str(data / "policy" / kind) for kind in ("qwen3_tied", "moe_untied", "delta_untied")]
+    command = [sys.executable, "-c", PROGRAM, *folders]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("equal on 8 devices") == 2
+    assert done.stdout.count("equal on 8 devices") == 3
 
 
 def test_fsdp_divides_the_longer_axis_of_a_matrix_without_an_embedding():

@@ -20,7 +20,7 @@ from oarjax.models.weights import (
     weight_table,
 )
 
-KINDS = ["qwen2_tied", "qwen2_untied", "qwen2_yarn", "qwen3_tied", "qwen3_untied", "moe_untied"]
+KINDS = ["qwen2_tied", "qwen2_untied", "qwen2_yarn", "qwen3_tied", "qwen3_untied", "moe_untied", "delta_untied"]
 
 
 def config(folder):

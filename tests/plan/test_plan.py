@@ -81,9 +81,19 @@ def test_published_sizes_add_up_to_the_published_totals():
         "Qwen/Qwen2.5-32B": 32_763_876_352,
         "Qwen/Qwen3-4B": 4_022_468_096,
         "Qwen/Qwen3-8B": 8_190_735_360,
+        "Qwen/Qwen3-32B": 32_762_123_264,
+        "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+        "Qwen/Qwen3-235B-A22B": 235_093_634_560,
     }
     assert {n: parameter_count(QwenConfig.from_hf(PUBLISHED[n])) for n in totals} == totals
     assert decoder_of(QwenConfig.from_hf(PUBLISHED["Qwen/Qwen2.5-7B"])) == QWEN_7B
+    experts = decoder_of(QwenConfig.from_hf(PUBLISHED["Qwen/Qwen3-30B-A3B"]))
+    assert 3.0e9 < experts.trunk_params + experts.head_params < 3.1e9  # A3B, without the embedding
+    hybrid = QwenConfig.from_hf(PUBLISHED["Qwen/Qwen3.5-27B"])
+    assert parameter_count(hybrid) == pytest.approx(26.9e9, rel=0.001)
+    # per token and delta net two reads and a write of 48 x 128 x 128 numbers, and 4 taps of 10,240 channels
+    assert decoder_of(hybrid).memory_flops == 48 * (6 * 48 * 128 * 128 + 2 * 4 * 10_240)
+    assert decoder_of(hybrid).layers == 16
 
 
 def test_sizes_come_from_a_folder_first(tmp_path):

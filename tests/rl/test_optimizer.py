@@ -23,13 +23,15 @@ def test_no_warm_up():
     assert learning_rate(peak=0.3, schedule="constant", warmup=0, updates=5)(0) == 0.3
 
 
-def test_biases_and_norms_do_not_decay():
+def test_biases_norms_and_rates_do_not_decay():
     params = {
         "layers": {"q": {"kernel": 1.0, "bias": 1.0}, "attention_norm": {"scale": 1.0}},
+        "delta_layers": {"delta": {"a_log": 1.0, "dt_bias": 1.0, "conv": 1.0}},
         "embed": {"embedding": 1.0},
     }
     assert decays(params) == {
         "layers": {"q": {"kernel": True, "bias": False}, "attention_norm": {"scale": False}},
+        "delta_layers": {"delta": {"a_log": False, "dt_bias": False, "conv": True}},
         "embed": {"embedding": True},
     }
 

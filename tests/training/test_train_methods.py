@@ -1,4 +1,4 @@
-"""Every method of credit through the command, two epochs, with what it can be combined with."""
+"""Every method of credit through the command, two epochs, with what it can be combined with: policies among it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import yaml
 from conftest import CACHE
 
 from oarjax.data.arithmetic import write_builtin_policy
+from oarjax.data.hf import write_random_checkpoint
+from oarjax.data.hf_files import read_fields
 from oarjax.report.files import read_completions, read_metrics
 from oarjax.training.command import run
 
@@ -50,11 +52,29 @@ COMBINATIONS = {
     "permuted": {"method": "permuted", "permuted_of": "oar_f"},
 }
 
+EXPERTS = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 8}
+EXPERTS |= {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": 8}
+DELTA = {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "head_dim": 8}
+DELTA |= {"num_hidden_layers": 3, "full_attention_interval": 2, "linear_conv_kernel_dim": 4}
+DELTA |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+DELTA |= {"linear_key_head_dim": 4, "linear_value_head_dim": 4}
+FAMILIES = {
+    "oar_p, sentences": DELTA,
+    "oar_f, sampled": DELTA,
+    "grail": DELTA,
+    "oar_l, deleted": EXPERTS,
+    "oar_g, joint, published": EXPERTS,
+}
+"""Names of COMBINATIONS whose policy is not the built-in Qwen2."""
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_one_iteration(name, tmp_path):
     policy = write_builtin_policy(tmp_path / "tiny", seed=0, hidden=16, layers=1, heads=2, kv_heads=1, ffn=16)
+    if name in FAMILIES:
+        fields = read_fields(policy) | FAMILIES[name]
+        policy = write_random_checkpoint(tmp_path / "family", fields, seed=0, tokenizer=policy)
     file = tmp_path / "tiny.yaml"
     file.write_text(yaml.safe_dump(TINY | {"run_dir": str(tmp_path / "run"), "policy": {"path": str(policy)}}))
     overrides = [f"credit.{field}={json.dumps(value)}" for field, value in COMBINATIONS[name].items()]

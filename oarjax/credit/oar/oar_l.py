@@ -93,6 +93,10 @@ def local_scores(
         raise ValueError(
             f"OAR-L: expected window >= 0, answers >= 1 and chunk >= 1, got {window}, {answers} and {chunk}"
         )
+    if policy.first_slots is None:
+        raise ValueError(
+            "OAR-L: this policy has recurrent states, which depend on every token before; use oar_p, oar_g or oar_f"
+        )
     if probe.reads != "answer":
         raise ValueError("OAR-L: expected a probe that reads the answer alone; for others use OAR-P")
     rows, length = scored.shape

@@ -6,6 +6,7 @@ answer to the masked sequence although its answer modes read there; here a rollo
 A changed token changes nothing before it. The clean pass keeps its keys and values, and a counterfactual runs only
 over the positions from its own bucket's start to the end, reading the clean prefix that all counterfactuals of a row
 share. Over a whole completion that is 1/2 + 1/(2 buckets) of the positions that whole forwards would visit.
+A policy whose state cannot be cut there, such as one with gated delta nets, runs whole completions behind its prompts.
 Rows are set so that their answers end together: nothing after an answer is recomputed, and chunks of several rows hold
 counterfactuals that are about equally long.
 """
@@ -91,7 +92,7 @@ def masked_scores(
     counterfactual: Counterfactual,
 ) -> Float[Array, "B T"]:
     """Compute ``masked_token_importance`` of the ``scored`` tokens, after a clean pass."""
-    if probe.reads == "answer":
+    if probe.reads == "answer" and policy.first_slots is not None:
         clean, reading, at = _ends_together(clean, reading, reading.answer | scored)
         scored = jnp.take_along_axis(scored, at, axis=1)
         units = None if units is None else jnp.take_along_axis(units, at, axis=1)
@@ -147,7 +148,7 @@ def over_counterfactuals(
     length = first.shape[1]
     here = first == jnp.arange(length)  # a change begins
     count = jnp.max(jnp.sum(here, axis=1))
-    lows, sizes = bucket_sizes(length, chunk=chunk, buckets=buckets)
+    lows, sizes = bucket_sizes(length, chunk=chunk, buckets=1 if policy.first_slots is None else buckets)
     order = _last_together(here, spare=max(sizes))
     # The first input that carries a change of this chunk or a later one: input t + 1 carries token t.
     earliest = jax.lax.cummin(jnp.min(order, axis=0), reverse=True) + 1
@@ -212,7 +213,7 @@ def _recomputed_from(
             variants.reshape(rows * size, suffix, -1),
             jnp.repeat(clean.positions[:, low:], size, axis=0),
             seen.reshape(rows * size, suffix),
-            prefix=_slots_before(clean.stored, clean.stored.valid.shape[1] - suffix),
+            prefix=_slots_before(policy, clean.stored, suffix),
         )
         found = find(hidden, suffix, size).reshape(rows, size).astype(out.dtype)
         return out.at[jnp.arange(rows)[:, None], at].set(found, mode="drop")
@@ -257,16 +258,12 @@ def _ends_together(
     )
 
 
-def _slots_before(stored: KVCache, count: int) -> KVCache | None:
-    """Return the first ``count`` slots, as a prefix that is read and never copied per row."""
-    if count == 0:
-        return None
-    return KVCache(
-        k=stored.k[:, :, :count],
-        v=stored.v[:, :, :count],
-        valid=stored.valid[:, :count],
-        length=jnp.asarray(count, jnp.int32),
-    )
+def _slots_before(policy: Policy, stored: KVCache, suffix: int) -> KVCache | None:
+    """Return what stands before the last ``suffix`` inputs, as a prefix that is read and never copied per row."""
+    if policy.first_slots is None:  # nothing but the prompt is stored
+        return stored if stored.valid.shape[1] else None
+    count = stored.valid.shape[1] - suffix
+    return policy.first_slots(stored, count) if count else None
 
 
 def masked_positions(mask: Bool[Array, "B W"], *, first: int, slots: int, none: int) -> Int[Array, "B slots"]:

@@ -1,0 +1,207 @@
+"""Gated delta nets (arXiv 2412.06464): attention with a state of fixed size in the place of keys and values.
+
+Per value head a state S [dk, dv], zero at the start, takes in one token after another:
+
+    S <- a_t S;   S <- S + k_t (b_t (v_t - S^T k_t))^T;   o_t = S^T q_t / sqrt(dk)
+
+with a_t = exp(-exp(A_log) softplus(x_t W_a + dt_bias)) in (0, 1) and b_t = sigmoid(x_t W_b); q, k and v are silu of a
+causal convolution over the last few x W_qkv, q and k at length 1. ``recurrent`` is this, for decoding. ``chunked``
+gives the same for whole sequences in matrix products: within a chunk the corrections solve a triangular system, and
+the state goes from chunk to chunk.
+
+An invalid token enters no state and is 0 to the convolution. Everything here is float32 (float64 in float64) and
+matrix products are exact in it, since errors of a state stay in it; only projections are in the compute dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx, struct
+from jaxtyping import Array, Bool, Float, Int
+
+from oarjax.models import policy
+from oarjax.models.qwen_config import DeltaSizes, QwenConfig
+from oarjax.types import KVCache
+
+CHUNK = 64
+"""Tokens per chunk of the chunked form."""
+
+exact = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+@struct.dataclass
+class DeltaState:
+    """Memory of delta net layers after a row's last token; zeros before its first."""
+
+    memory: Float[Array, "*L B Hv dk dv"]
+    tail: Float[Array, "*L B taps C"]  # the convolution's last inputs
+
+
+@struct.dataclass
+class HybridCache(KVCache):
+    """Keys and values of the attention layers, and the state of the others after the slots that are written."""
+
+    state: DeltaState
+
+
+def chunked(
+    q: Float[Array, "B N Hv dk"],
+    k: Float[Array, "B N Hv dk"],
+    v: Float[Array, "B N Hv dv"],
+    log_decay: Float[Array, "B N Hv"],
+    rate: Float[Array, "B N Hv"],
+    memory: Float[Array, "B Hv dk dv"],
+) -> tuple[Float[Array, "B N Hv dv"], Float[Array, "B Hv dk dv"]]:
+    """Return the outputs of N tokens and the state after them; q is scaled already.
+
+    With g_i the sum of log decays up to i in a chunk, u solves (I + A) u = b (v - exp(g) k S), where
+    A_ij = b_i exp(g_i - g_j) k_i . k_j for j < i.
+    """
+    rows, new, heads, _ = q.shape
+    size = min(CHUNK, new)
+    pad = -new % size
+
+    def split(x: Array) -> Array:  # [chunks B Hv size ...], padding takes nothing in and decays nothing
+        x = jnp.pad(x, [(0, 0), (0, pad), *[(0, 0)] * (x.ndim - 2)])
+        x = x.reshape(rows, -1, size, *x.shape[2:])
+        return jnp.moveaxis(jnp.moveaxis(x, 3, 1), 2, 0)
+
+    q, k, v, log_decay, rate = map(split, (q, k, v, log_decay, rate))
+    total = jnp.cumsum(log_decay, axis=-1)
+    behind = jnp.tril(jnp.ones((size, size), bool))
+    gap = jnp.where(behind, total[..., :, None] - total[..., None, :], 0)
+    between = jnp.where(behind, jnp.exp(gap), 0)
+    system = exact("...id,...jd->...ij", k * rate[..., None], k) * between
+    decayed = jnp.exp(total)[..., None]
+    known = jnp.concatenate([v, k * decayed], axis=-1) * rate[..., None]
+    solved = jax.lax.linalg.triangular_solve(system, known, left_side=True, lower=True, unit_diagonal=True)
+    values, reads = jnp.split(solved, [v.shape[-1]], axis=-1)
+    within = exact("...id,...jd->...ij", q, k) * between
+    left = jnp.exp(total[..., -1:] - total)[..., None]
+
+    def step(memory: Array, xs: Any) -> tuple[Array, Array]:
+        queries, keys, values, reads, within, last = xs
+        update = values - exact("bhik,bhkv->bhiv", reads, memory)
+        out = exact("bhik,bhkv->bhiv", queries, memory) + exact("bhij,bhjv->bhiv", within, update)
+        return memory * last[..., None, None] + exact("bhik,bhiv->bhkv", keys, update), out
+
+    xs = (q * decayed, k * left, values, reads, within, jnp.exp(total[..., -1]))
+    memory, out = jax.lax.scan(step, memory, xs)
+    out = jnp.moveaxis(jnp.moveaxis(out, 0, 2), 1, 3)  # [B chunks size Hv dv]
+    return out.reshape(rows, -1, heads, v.shape[-1])[:, :new], memory
+
+
+def recurrent(
+    q: Float[Array, "B N Hv dk"],
+    k: Float[Array, "B N Hv dk"],
+    v: Float[Array, "B N Hv dv"],
+    log_decay: Float[Array, "B N Hv"],
+    rate: Float[Array, "B N Hv"],
+    memory: Float[Array, "B Hv dk dv"],
+) -> tuple[Float[Array, "B N Hv dv"], Float[Array, "B Hv dk dv"]]:
+    """Return what ``chunked`` returns, token after token."""
+
+    def step(memory: Array, xs: Any) -> tuple[Array, Array]:
+        q, k, v, log_decay, rate = xs
+        memory = memory * jnp.exp(log_decay)[..., None, None]
+        error = rate[..., None] * (v - exact("bhk,bhkv->bhv", k, memory))
+        memory = memory + k[..., :, None] * error[..., None, :]
+        return memory, exact("bhk,bhkv->bhv", q, memory)
+
+    xs = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, log_decay, rate))
+    memory, out = jax.lax.scan(step, memory, xs)
+    return jnp.moveaxis(out, 0, 1), memory
+
+
+class GatedNorm(nnx.Module):
+    """RMS norm times silu of a gate."""
+
+    def __init__(self, width: int, *, epsilon: float):
+        self.epsilon = epsilon
+        self.scale = nnx.Param(jnp.ones((width,)))
+
+    def __call__(self, x: Float[Array, "*B h"], gate: Float[Array, "*B h"]) -> Float[Array, "*B h"]:
+        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
+        return x * self.scale[...].astype(x.dtype) * jax.nn.silu(gate)
+
+
+class DeltaNet(nnx.Module):
+    """The mixer of one layer."""
+
+    def __init__(self, cfg: QwenConfig, sizes: DeltaSizes, *, linear: Any, rngs: nnx.Rngs):
+        self.sizes = sizes
+        make = partial(linear, use_bias=False, rngs=rngs)
+        self.qkv = make("qkv", cfg.hidden_size, sizes.channels)
+        self.z = make("z", cfg.hidden_size, sizes.value_width)
+        self.a = make("a", cfg.hidden_size, sizes.value_heads)
+        self.b = make("b", cfg.hidden_size, sizes.value_heads)
+        self.out = make("out", sizes.value_width, cfg.hidden_size)
+        self.conv = nnx.Param(jnp.zeros((sizes.channels, 1, sizes.taps)))
+        self.dt_bias = nnx.Param(jnp.zeros((sizes.value_heads,)))
+        self.a_log = nnx.Param(jnp.zeros((sizes.value_heads,)))
+        self.norm = GatedNorm(sizes.value_dim, epsilon=cfg.rms_norm_eps)
+
+    def __call__(
+        self, x: Float[Array, "B N D"], valid: Bool[Array, "B N"], state: DeltaState
+    ) -> tuple[Float[Array, "B N D"], DeltaState]:
+        """Mix N tokens that follow a state; return the state after them as well."""
+        sizes, flat, real = self.sizes, x.reshape(-1, x.shape[-1]), valid[..., None]
+        mixed, z, a, b = (p(flat).reshape(*x.shape[:2], -1) for p in (self.qkv, self.z, self.a, self.b))
+        inputs = jnp.concatenate([state.tail, jnp.where(real, mixed, 0)], axis=1)
+        taps = self.conv[...].astype(mixed.dtype)
+        mixed = sum(inputs[:, i : i + x.shape[1]] * taps[:, 0, i] for i in range(sizes.taps))
+        q, k, v = jnp.split(jax.nn.silu(mixed), [sizes.key_width, 2 * sizes.key_width], axis=-1)
+        q, k, v = (t.reshape(*x.shape[:2], -1, width) for t, width in zip((q, k, v), sizes.widths))
+        share = sizes.value_heads // sizes.key_heads
+        q, k = (jnp.repeat(_unit(t), share, axis=2) for t in (q, k))
+        log_decay = -jnp.exp(self.a_log[...].astype(a.dtype)) * jax.nn.softplus(a + self.dt_bias[...].astype(a.dtype))
+        rule = recurrent if x.shape[1] == 1 else chunked
+        mix, memory = rule(
+            q * sizes.key_dim**-0.5,
+            k,
+            v,
+            jnp.where(real, log_decay, 0),
+            jnp.where(real, jax.nn.sigmoid(b), 0),
+            state.memory,
+        )
+        out = self.norm(mix, z.reshape(mix.shape)).reshape(flat.shape[0], -1)
+        return self.out(out).reshape(x.shape), DeltaState(memory, inputs[:, x.shape[1] :])
+
+
+def _unit(x: Float[Array, "*B h"]) -> Float[Array, "*B h"]:
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+# States ---------------------------------------------------------------------------------------------------------------
+
+
+def empty_state(sizes: DeltaSizes, *shape: int, dtype: Any) -> DeltaState:
+    """Return the state before any token; ``shape`` is [L, B] or [B]."""
+    memory = (*shape, sizes.value_heads, sizes.key_dim, sizes.value_dim)
+    return DeltaState(jnp.zeros(memory, dtype), jnp.zeros((*shape, sizes.taps - 1, sizes.channels), dtype))
+
+
+def state_before(
+    own: DeltaState | None, begun: Bool[Array, "B"] | None, prefix: DeltaState | None, empty: DeltaState
+) -> DeltaState:
+    """Return one layer's state before the new tokens: a row's own where it has begun, else that of its prefix.
+
+    Row b continues prefix row b // G, or starts from ``empty`` where there is no prefix.
+    """
+    rows = empty.tail.shape[0]
+    before = empty if prefix is None else jax.tree.map(lambda x: jnp.repeat(x, rows // x.shape[0], axis=0), prefix)
+    if own is None or begun is None:
+        return before
+    return jax.tree.map(lambda x, y: jnp.where(begun.reshape(-1, *[1] * (x.ndim - 1)), x, y), own, before)
+
+
+def take_rows(cache: HybridCache, rows: Int[Array, "*D r"]) -> HybridCache:
+    """Return the rows of a cache, as ``policy.take_rows``; a row that holds nothing starts from its prefix again."""
+    state = jax.tree.map(lambda x: policy.taken(x, rows, axis=1), cache.state)
+    taken: Any = policy.take_rows(cache, rows)
+    return replace(taken, state=state)

@@ -1,0 +1,148 @@
+"""The two forms of the delta rule against its definition, states, and a policy with them against itself."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from delta_policy import VOCAB, delta_policy
+
+from oarjax.models.delta_net import CHUNK, chunked, recurrent
+from oarjax.models.policy import positions_of
+from oarjax.rollout.logps import token_logps
+from oarjax.rollout.sampler import Decoding, group_keys
+from oarjax.rollout.segments import SegmentedSampler
+from oarjax.types import PromptBatch
+
+
+def defined(q, k, v, log_decay, rate, memory):
+    """S <- a S; S <- S + k (b (v - S^T k))^T; o = S^T q, row by row and head by head."""
+    out = np.zeros((*q.shape[:3], v.shape[-1]))
+    memory = memory.copy()
+    for b, h in np.ndindex(q.shape[0], q.shape[2]):
+        for t in range(q.shape[1]):
+            s = memory[b, h] * np.exp(log_decay[b, t, h])
+            s = s + np.outer(k[b, t, h], rate[b, t, h] * (v[b, t, h] - s.T @ k[b, t, h]))
+            memory[b, h], out[b, t, h] = s, s.T @ q[b, t, h]
+    return out, memory
+
+
+@pytest.mark.parametrize("new", [1, CHUNK + 7])
+def test_both_forms_are_the_definition(new, x64):
+    draw = np.random.default_rng(0)
+    q, k, v = (draw.normal(size=(2, new, 2, width)) for width in (4, 4, 3))
+    k = k / np.linalg.norm(k, axis=-1, keepdims=True)
+    log_decay, rate = -draw.uniform(0, 2, (2, new, 2)), draw.uniform(0, 1, (2, new, 2))
+    log_decay[0, new // 2 :], rate[0, new // 2 :] = 0, 0  # takes nothing in
+    args = (q, k, v, log_decay, rate, draw.normal(size=(2, 2, 4, 3)))
+    for form in (chunked, recurrent):
+        for found, want in zip(form(*map(jnp.asarray, args)), defined(*args)):
+            np.testing.assert_allclose(found, want, atol=1e-10)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """2 prompts of 5 (one left-padded by 2), 3 completions of 4 each, and the teacher-forced hidden states."""
+    policy, params = delta_policy()
+    prompt = jax.random.randint(jax.random.key(1), (2, 5), 0, VOCAB, jnp.int32)
+    prompt_valid = jnp.array([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]], bool)
+    completion = jax.random.randint(jax.random.key(2), (6, 4), 0, VOCAB, jnp.int32)
+    tokens = jnp.concatenate([jnp.repeat(prompt, 3, 0), completion], 1)
+    valid = jnp.concatenate([jnp.repeat(prompt_valid, 3, 0), jnp.ones((6, 4), bool)], 1)
+    trunk = jax.jit(policy.trunk)
+    positions = positions_of(valid)
+    hidden = trunk(params, policy.embed(params, tokens), positions, valid)[0]
+    cache = policy.init_cache(2, 5)
+    first, prefix = trunk(params, policy.embed(params, prompt), positions_of(prompt_valid), prompt_valid, cache=cache)
+    return SimpleNamespace(**locals())
+
+
+def test_padding_changes_no_real_token(tiny):
+    real = np.asarray(tiny.valid)
+    bare = tiny.trunk(
+        tiny.params,
+        tiny.policy.embed(tiny.params, tiny.tokens[:1, real[0]]),
+        tiny.positions[:1, real[0]],
+        jnp.ones((1, int(real[0].sum())), bool),
+    )[0]
+    np.testing.assert_allclose(tiny.hidden[0, real[0]], bare[0], atol=1e-5)
+    other = jnp.where(tiny.valid, tiny.tokens, (tiny.tokens + 7) % 31)
+    hidden = tiny.trunk(tiny.params, tiny.policy.embed(tiny.params, other), tiny.positions, tiny.valid)[0]
+    np.testing.assert_array_equal(hidden[real], tiny.hidden[real])
+    np.testing.assert_allclose(
+        tiny.first[np.asarray(tiny.prompt_valid)], tiny.hidden[::3, :5][real[::3, :5]], atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_decoding_behind_a_shared_prefix_equals_teacher_forcing(tiny, step):
+    """A row that ended decodes a pad first: neither state nor cache notice. The last slots stay unwritten."""
+    cache = tiny.policy.init_cache(6, 7)
+
+    def decode(at, valid, cache):
+        return tiny.trunk(
+            tiny.params,
+            tiny.policy.embed(tiny.params, tiny.completion[:, at]),
+            tiny.positions[:, 5:][:, at],
+            jnp.full((6, step), valid),
+            cache=cache,
+            prefix=tiny.prefix,
+        )
+
+    if step == 2:
+        cache = decode(slice(0, 2), False, cache)[1]
+        np.testing.assert_allclose(cache.state.memory, jnp.repeat(tiny.prefix.state.memory, 3, axis=1), atol=1e-6)
+    for t in range(0, 4, step):
+        hidden, cache = decode(slice(t, t + step), True, cache)
+        np.testing.assert_allclose(hidden, tiny.hidden[:, 5 + t : 5 + t + step], atol=5e-5)  # another form, float32
+
+
+def test_rows_of_a_cache_and_a_row_that_starts_anew(tiny):
+    """After one token: rows 4 and 0 go on, and a new row of prompt 0 takes the slot between them."""
+    where = (tiny.positions[:, 5:6], jnp.ones((6, 1), bool))
+    embeddings = tiny.policy.embed(tiny.params, tiny.completion)
+    cache = tiny.policy.init_cache(6, 3)
+    _, cache = tiny.trunk(tiny.params, embeddings[:, :1], *where, cache=cache, prefix=tiny.prefix)
+    rows, prompts = jnp.array([4, -1, 0]), jnp.array([1, 0, 0])
+    fewer = tiny.policy.grow(tiny.policy.take_rows(cache, rows), 2)
+    prefix = tiny.policy.take_rows(tiny.prefix, prompts)
+    hidden, _ = tiny.trunk(
+        tiny.params,
+        jnp.stack([embeddings[4, 1], embeddings[1, 0], embeddings[0, 1]])[:, None],
+        jnp.stack([tiny.positions[4, 6], tiny.positions[1, 5], tiny.positions[0, 6]])[:, None],
+        jnp.ones((3, 1), bool),
+        cache=fewer,
+        prefix=prefix,
+    )
+    want = jnp.stack([tiny.hidden[4, 6], tiny.hidden[1, 5], tiny.hidden[0, 6]])
+    np.testing.assert_allclose(hidden[:, 0], want, atol=1e-5)
+
+
+def test_no_place_in_the_middle_can_be_computed_again(tiny):
+    embeddings = tiny.policy.embed(tiny.params, tiny.completion[:2])
+    with pytest.raises(ValueError, match="recurrent state cannot leave tokens of a prefix out"):
+        tiny.policy.trunk(
+            tiny.params,
+            embeddings,
+            tiny.positions[:2, 5:],
+            jnp.ones((2, 4), bool),
+            prefix=tiny.prefix,
+            visible=jnp.ones((2, 4, 5), bool),
+        )
+
+
+@pytest.mark.slow
+def test_sampled_log_probs_are_the_teacher_forced_ones(tiny):
+    """Rows that end leave, waiting ones take their places, the cache grows: 8 rows, at most 4 at once."""
+    how = Decoding(max_new=9, temperature=1.0, top_k=0, top_p=1.0, stop_ids=(1, 2, 3, 4), pad_id=0)
+    sampler = SegmentedSampler(
+        tiny.policy, how, keys_of=lambda p, k: group_keys(p, k, group_size=4), group=4, segment=3, cache_bucket=6,
+        slots=4, fewest=4,
+    )  # fmt: skip
+    drawn = sampler(tiny.params, PromptBatch(tiny.prompt, tiny.prompt_valid, jnp.arange(2)), jax.random.key(5))
+    assert len(set(drawn.completion.sum(1).tolist())) > 3
+    again, _ = jax.jit(
+        token_logps, static_argnums=0, static_argnames=("completion_length", "temperature", "head_chunk")
+    )(tiny.policy, tiny.params, drawn.tokens, drawn.valid, completion_length=9, temperature=1.0, head_chunk=64)
+    np.testing.assert_allclose(jnp.where(drawn.completion, again, 0), drawn.behaviour_logps, atol=2e-5)
