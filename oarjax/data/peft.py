@@ -112,7 +112,7 @@ def read_adapters(folder: Path, cfg: QwenConfig) -> Adapters:
     if fields.get("use_rslora"):
         alpha *= math.sqrt(rank)  # it scales by alpha / sqrt(rank)
     tree: dict[str, Any] = {}
-    targets = []
+    targets = set()
     for weight in _matrices(cfg):
         into, out = weight.shape[len(weight.stack) :]
         stems = [PREFIX + name.removesuffix(".weight") for name in weight.names]
@@ -129,11 +129,11 @@ def read_adapters(folder: Path, cfg: QwenConfig) -> Adapters:
         for part in weight.path[:-1]:
             node = node.setdefault(part, {})
         node |= {name: jnp.asarray(np.swapaxes(values, 1, 2)) for name, values in pair.items()}
-        targets.append(weight.path[-2])
+        targets.add(weight.path[-2])
     if tensors:
         name = next(iter(tensors))
         raise CheckpointError(f"{folder / WEIGHTS}: {len(tensors)} tensors fit no matrix of this policy, first {name}")
-    return Adapters(tree, rank, alpha, tuple(targets))
+    return Adapters(tree, rank, alpha, tuple(sorted(targets)))
 
 
 def _fields(folder: Path) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def _fields(folder: Path) -> dict[str, Any]:
 
 def _matrices(cfg: QwenConfig) -> list[Weight]:
     """List the matrices of the layers, which adapters may change."""
-    return [w for w in weight_table(cfg) if w.path[-1] == "kernel" and w.path[0] == "layers"]
+    return [w for w in weight_table(cfg) if w.path[-1] == "kernel" and w.stack]
 
 
 def _node(params: Params, weight: Weight) -> Any:

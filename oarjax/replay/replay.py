@@ -199,19 +199,19 @@ def _score_stages(i: int, scores: Scores, mask: Any, reasoning: Any) -> list[tup
 
 
 def _groups(run: Run, params: Params, gradient: Params, checks: list[RowCheck]) -> list[GroupFinding]:
-    groups = []
+    groups, layers = [], {weight.path[:-1]: weight.layers for weight in weight_table(run.model)}
     for path in _trained(run, params):
         values = np.asarray(at(params, path))
         nonfinite = (~np.isfinite(values)).reshape(len(values), -1).sum(1)
         by_row = np.stack([np.asarray(at(c.nonfinite, path)) for c in checks]) if checks else np.zeros((0, 1))
-        stacked = path[0] == "layers"
+        numbers = np.asarray(layers[path[:-1]], int)  # of the layers that are stacked, none elsewhere
         groups.append(
             GroupFinding(
                 name=".".join(path),
                 params=int(nonfinite.sum()),
-                params_at=np.flatnonzero(nonfinite).tolist() if stacked else [],
+                params_at=numbers[np.flatnonzero(nonfinite)].tolist() if numbers.size else [],
                 rows=int(by_row.any(1).sum()),
-                gradient_at=np.flatnonzero(by_row.any(0)).tolist() if stacked else [],
+                gradient_at=numbers[np.flatnonzero(by_row.any(0))].tolist() if numbers.size else [],
                 grad_norm=float(np.linalg.norm(np.asarray(at(gradient, path), np.float64))),
             )
         )

@@ -22,7 +22,14 @@ ALPHA, RANK = 6.0, 3
 IDS = np.random.default_rng(0).integers(0, 64, (2, 9))
 
 
-@pytest.fixture(scope="module", params=[("qwen2_tied", ("q", "k", "v", "o")), ("qwen3_untied", ("q", "gate", "down"))])
+TRAINED = [
+    ("qwen2_tied", ("q", "k", "v", "o")),
+    ("qwen3_untied", ("q", "gate", "down")),
+    ("delta_untied", ("o", "up")),  # attention alone, and layers of both kinds
+]
+
+
+@pytest.fixture(scope="module", params=TRAINED)
 def trained(request, tmp_path_factory):
     """A golden policy with adapters that are not 0, and its PEFT folder."""
     kind, targets = request.param
