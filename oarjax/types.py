@@ -152,6 +152,21 @@ class KVCache:
 
 
 @struct.dataclass
+class DeltaState:
+    """Memory of delta net layers after a row's last token; zeros before its first."""
+
+    memory: Float[Array, "*L B Hv dk dv"]
+    tail: Float[Array, "*L B taps C"]  # the convolution's last inputs
+
+
+@struct.dataclass
+class HybridCache(KVCache):
+    """Keys and values of the attention layers, and the state of the others after the slots that are written."""
+
+    state: DeltaState
+
+
+@struct.dataclass
 class Evidence:
     """One minibatch with every input of its update, for replay; None for stages that it did not reach.
 

@@ -36,5 +36,6 @@ MODEL = QwenConfig(
 
 
 @functools.cache
-def delta_policy() -> tuple[Policy, Params]:
-    return make_policy(MODEL, remat="none"), init_params(MODEL, jax.random.key(0), dtype=jnp.float32)
+def delta_policy(dtype: str = "float32") -> tuple[Policy, Params]:
+    params = init_params(MODEL, jax.random.key(0), dtype=jnp.dtype(dtype))
+    return make_policy(MODEL, remat="none", compute_dtype=jnp.dtype(dtype)), params

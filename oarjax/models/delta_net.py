@@ -21,32 +21,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx, struct
+from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from oarjax.models import policy
 from oarjax.models.qwen_config import DeltaSizes, QwenConfig
-from oarjax.types import KVCache
+from oarjax.types import DeltaState, HybridCache
 
 CHUNK = 64
 """Tokens per chunk of the chunked form."""
 
 exact = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-
-
-@struct.dataclass
-class DeltaState:
-    """Memory of delta net layers after a row's last token; zeros before its first."""
-
-    memory: Float[Array, "*L B Hv dk dv"]
-    tail: Float[Array, "*L B taps C"]  # the convolution's last inputs
-
-
-@struct.dataclass
-class HybridCache(KVCache):
-    """Keys and values of the attention layers, and the state of the others after the slots that are written."""
-
-    state: DeltaState
 
 
 def chunked(

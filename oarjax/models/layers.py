@@ -13,10 +13,11 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from oarjax.models.delta_net import DeltaNet, DeltaState
+from oarjax.models.delta_net import DeltaNet
 from oarjax.models.moe import ExpertsKind, MoE
 from oarjax.models.qwen_config import DeltaSizes, QwenConfig
 from oarjax.models.rope import rotate
+from oarjax.types import DeltaState
 
 Mix = Callable[[Array, Array, Array], Array]
 """Attention of rotated q [B N heads h], not yet in the compute dtype, to the tokens' own k and v and what is stored."""

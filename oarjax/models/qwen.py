@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from oarjax.models import delta_net, policy
 from oarjax.models.attention import AttentionKind, segment_mixer
-from oarjax.models.delta_net import HybridCache, empty_state, state_before
+from oarjax.models.delta_net import empty_state, state_before
 from oarjax.models.layers import Qwen
 from oarjax.models.moe import ExpertsKind
 from oarjax.models.policy import Policy
@@ -27,7 +27,7 @@ from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.rope import inverse_frequencies, rotation
 from oarjax.models.sharding import ROWS
 from oarjax.models.splash import causal_mixer, check_splash
-from oarjax.types import KVCache, Params
+from oarjax.types import HybridCache, KVCache, Params
 
 Remat = Literal["none", "dots", "full"]
 

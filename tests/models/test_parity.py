@@ -137,18 +137,29 @@ def torch():
     return pytest.importorskip("torch", reason="torch is not installed (extra parity)")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "delta_tied"])
 def test_logits_equal_transformers(kind, torch, tmp_path, highest_precision):
-    """Other seeds and ids than the golden files', through save_pretrained and our loader."""
+    """Other seeds and ids than the golden files', through save_pretrained and our loader; delta_tied: see vision."""
     model = torch_model(KINDS[kind], seed=100)
     model.save_pretrained(tmp_path)
     ids = np.random.default_rng(7).integers(0, 64, (2, 30), dtype=np.int32)
     np.testing.assert_allclose(our_logits(tmp_path, ids), torch_logits(model, ids), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["moe_tied", "delta_untied"])
-def test_gradients_equal_transformers(kind, torch, tmp_path, highest_precision):
-    """Of the mean log-probability of the next token, by every tensor of the checkpoint."""
+@pytest.fixture
+def all_in_float64(torch, x64, monkeypatch):
+    """What transformers casts to float32 becomes float64 too."""
+    for name in ("float32", "float"):
+        monkeypatch.setattr(torch, name, torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
+@pytest.mark.parametrize("kind", ["moe_tied", pytest.param("delta_untied", marks=pytest.mark.slow)])
+def test_gradients_equal_transformers(kind, torch, tmp_path, highest_precision, request):
+    """Of the mean log-probability of the next token, by every tensor of the checkpoint.
+
+    In float64 with delta nets: keys of small length, normalised, show the rounding of float32 in the third digit.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -159,6 +170,10 @@ def test_gradients_equal_transformers(kind, torch, tmp_path, highest_precision):
     model = torch_model(KINDS[kind], seed=101)
     model.save_pretrained(tmp_path / "model")
     ids = np.random.default_rng(8).integers(0, 64, (2, 20), dtype=np.int32)
+    dtype, single = jnp.dtype(jnp.float32), torch.float32
+    if kind.startswith("delta"):
+        request.getfixturevalue("all_in_float64")
+        dtype, model = jnp.dtype(jnp.float64), model.double()
     targets = torch.tensor(ids[:, 1:, None], dtype=torch.long)
     torch.log_softmax(model(torch.tensor(ids[:, :-1], dtype=torch.long)).logits, -1).gather(
         -1, targets
@@ -166,9 +181,9 @@ def test_gradients_equal_transformers(kind, torch, tmp_path, highest_precision):
     with torch.no_grad():
         for tensor in model.parameters():
             tensor.copy_(tensor.grad)
-    model.save_pretrained(tmp_path / "gradients")  # under the names of a checkpoint
+    model.to(single).save_pretrained(tmp_path / "gradients")  # under the names of a checkpoint
     cfg, folder = read_config(tmp_path / "model")
-    policy = make_policy(cfg, remat="none")
+    policy = make_policy(cfg, remat="none", compute_dtype=dtype)
 
     def loss(params):
         valid = jnp.ones((2, 19), bool)
@@ -177,7 +192,7 @@ def test_gradients_equal_transformers(kind, torch, tmp_path, highest_precision):
         return jnp.take_along_axis(logps, ids[:, 1:, None], -1).mean()
 
     ids = jnp.asarray(ids)
-    found = jax.jit(jax.grad(loss))(load_params(folder, cfg))
+    found = jax.jit(jax.grad(loss))(jax.tree.map(lambda x: x.astype(dtype), load_params(folder, cfg)))
     want = load_params(tmp_path / "gradients", cfg)
     assert all(float(jnp.abs(g).max()) > 1e-5 for g in jax.tree.leaves(want))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-4), found, want)
