@@ -60,7 +60,6 @@ DELTA |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
 DELTA |= {"linear_key_head_dim": 4, "linear_value_head_dim": 4}
 FAMILIES = {
     "oar_p, sentences": DELTA,
-    "oar_f, sampled": DELTA,
     "grail": DELTA,
     "oar_l, deleted": EXPERTS,
     "oar_g, joint, published": EXPERTS,
