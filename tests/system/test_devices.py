@@ -54,7 +54,7 @@ def test_mesh_over_one_device_has_all_axes():
         ),
         (
             {"data": -1, "fsdp": 3, "tensor": 1},
-            "'fsdp': 3.* does not multiply to the 8 devices here: 3 does not divide 8; give",
+            "'fsdp': 3.* does not multiply to the 8 devices here: 3 does not divide 8; set sizes that do",
         ),
         ({"data": -1, "fsdp": 16, "tensor": 1}, "'fsdp': 16.* does not multiply to the 8 devices"),
         ({"data": 2, "fsdp": 2, "tensor": 1}, "does not multiply to the 8 devices here; set one axis to -1"),

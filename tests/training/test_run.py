@@ -48,7 +48,7 @@ def test_parts_are_built_once():
 @pytest.mark.parametrize("part", ["source", "tokenizer", "table", "train", "pairs"])
 def test_a_run_of_a_model_and_a_mesh_alone_has_no_data(part):
     for run in (built(), built().with_config(changed(built().cfg, seed=1))):
-        with pytest.raises(ValueError, match="without tokenizer, data or weights; use open_run"):
+        with pytest.raises(ValueError, match="no tokenizer, data or weights; use open_run"):
             getattr(run, part)
 
 
