@@ -134,7 +134,7 @@ def test_bad_files(tmp_path):
         ("a: [", "not valid YAML"),
         ("- a", "expected a mapping of fields, got list"),
         ("a: 1\nb: 2\na: 3", r"bad\.yaml: a stands in line 1 and again in line 3; keep one"),
-        ("a: {b: 1}\nc:\n  - {d: 1, e: 2, d: 3}", "d is set in line 3 and again in line 3"),
+        ("a: {b: 1}\nc:\n  - {d: 1, e: 2, d: 3}", "d stands in line 3 and again in line 3"),
     ]:
         (tmp_path / "bad.yaml").write_text(text)
         with pytest.raises(ConfigError, match=says):

@@ -196,7 +196,7 @@ def test_styles_and_slow_patterns(plugin):
 
 
 def test_mistakes_are_named_before_any_worker_starts(plugin):
-    with pytest.raises(ValueError, match="no reward is called 'maths'; known are .*exact"):
+    with pytest.raises(ValueError, match=r"no reward is called 'maths'; known are .*exact"):
         Grader((("maths", 1.0),))
     with pytest.raises(ValueError, match=r"'nowhere\.py' cannot be imported"):
         Grader((("math", 1.0),), plugins=["nowhere.py"])
