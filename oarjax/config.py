@@ -28,7 +28,7 @@ from pydantic_core import CoreSchema
 from pydantic_core.core_schema import no_info_after_validator_function
 
 from oarjax.credit.method import Role
-from oarjax.credit.registry import CUSTOM, choices, lab_methods
+from oarjax.credit.registry import CUSTOM, choices, lab_methods, reads_reference
 from oarjax.errors import UserError
 from oarjax.yaml_tree import LONGEST, YamlError, read_yaml
 
@@ -463,6 +463,72 @@ class GrailConfig(Section):
         return self
 
 
+class KtaeConfig(Section):
+    fisher: Rate = Field(default=1.0, description="weight of Fisher's test in an id's strength")
+    gain: Rate = Field(default=1.0, description="weight of its information gain")
+    scale: Rate = Field(default=1.0, description="the largest bonus, in units of the advantage")
+
+    @model_validator(mode="after")
+    def _weighted(self) -> KtaeConfig:
+        if self.fisher + self.gain == 0:
+            raise ValueError("fisher and gain are both 0; raise one of them")
+        return self
+
+
+class DgpoConfig(Section):
+    tau: Annotated[float, Field(gt=0)] = Field(default=0.5, description="temperature: weights differ by exp(1 / tau)")
+    kappa: Rate = Field(default=1.0, description="power of the relative entropy")
+
+
+class FipoConfig(Section):
+    gamma: Share = Field(default=0.99, description="discount of later tokens' changes; ours")
+    clip: Share = Field(default=0.2, description="weights lie in 1 - clip .. 1 + clip; ours")
+
+
+class CriticSearchConfig(Section):
+    share: Share = Field(default=0.25, description="of the advantage that comes from the labels of turns")
+
+
+class ShearConfig(Section):
+    window: Positive = Field(default=100, description="tokens whose states are compared as a set")
+    stride: Positive = Field(default=25, description="tokens from one window to the next")
+    epsilon: Annotated[float, Field(gt=0)] = Field(
+        default=0.05, description="Sinkhorn's regularisation, in units of the states' mean norm; ours"
+    )
+    iterations: Positive = Field(default=50, description="Sinkhorn's; ours")
+
+    @model_validator(mode="after")
+    def _overlapping(self) -> ShearConfig:
+        if self.stride > self.window:
+            raise ValueError(f"stride = {self.stride} exceeds window = {self.window}; lower it, or raise window")
+        return self
+
+
+class RlsdConfig(Section):
+    """RLSD and SERL."""
+
+    strength: Share = Field(default=0.5, description="of the teacher at the first iteration")
+    iterations: Positive = Field(default=50, description="over which it falls to 0, where the method is GRPO")
+    clip: Share = Field(default=0.2, description="the teacher's ratio lies in 1 - clip .. 1 + clip")
+
+
+class SdpgConfig(Section):
+    beta: Rate = Field(default=1e-3, description="coefficient of the KL term towards the teacher")
+    rows: Literal["all", "correct"] = Field(default="all", description="rows that have it; correct: of advantage > 0")
+
+
+class DeltaConfig(Section):
+    low: Rate = Field(default=0.8, description="weight of a token far on the other side, before the mass is kept")
+    high: Rate = Field(default=1.2, description="weight of one far on its own side")
+    rounds: Count = Field(default=1, description="times that the centroids are taken anew")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> DeltaConfig:
+        if self.low > self.high:
+            raise ValueError(f"low = {self.low} exceeds high = {self.high}; lower it, or raise high")
+        return self
+
+
 class CreditConfig(Section):
     method: Annotated[str, _OneOf(None, CUSTOM)] = Field(
         default="oar_g", description="a method of oarjax.credit.registry, or custom"
@@ -486,6 +552,23 @@ class CreditConfig(Section):
     entropy: EntropyConfig = EntropyConfig()
     keywords: KeywordConfig = KeywordConfig()
     grail: GrailConfig = GrailConfig()
+    ktae: KtaeConfig = KtaeConfig()
+    delta: DeltaConfig = DeltaConfig()
+    dgpo: DgpoConfig = DgpoConfig()
+    fipo: FipoConfig = FipoConfig()
+    critic_search: CriticSearchConfig = CriticSearchConfig()
+    shear: ShearConfig = ShearConfig()
+    rlsd: RlsdConfig = RlsdConfig()
+    sdpg: SdpgConfig = SdpgConfig()
+    marks: str | None = Field(
+        default=None,
+        description="for egca, critic_search, serl: file.py:name or module:name of (prompt, completion, reference) -> "
+        "list of (start, end, value) in characters",
+    )
+    teacher: str = Field(
+        default="{prompt}\n\nThe answer is {answer}.",
+        description="for rlsd, serl, sdpg: the prompt under which the policy is its own teacher",
+    )
     probe: ProbeConfig = ProbeConfig()
     gate: GateConfig = GateConfig()
     answer: AnswerConfig = AnswerConfig()
@@ -766,7 +849,7 @@ def _contradictions(c: Config) -> Iterator[str]:
     if c.sft is not None and c.sft.batch % c.sft.microbatch:
         yield f"sft.microbatch: {c.sft.microbatch} does not divide sft.batch = {c.sft.batch}"
     yield from _bad_objective(c)
-    if c.loss.reference == "host" and c.loss.kl_beta == 0:
+    if c.loss.reference == "host" and c.loss.kl_beta == 0 and not reads_reference(c.credit.method):
         yield "loss.reference: host needs a reference, but loss.kl_beta is 0; set device, or raise loss.kl_beta"
     if c.loss.reference == "host" and c.lora.rank:
         yield "loss.reference: host has no use with lora.rank, whose frozen weights are the reference; set device"

@@ -249,8 +249,10 @@ class Work:
     used: Number  # rows that are scored and trained on
     epochs: int = 1
     old_logps: bool = False  # more than one update per rollout
-    entropies: bool = False  # read by the credit method
-    reference: bool = False  # a KL term
+    measured: bool = False  # the credit method reads signals of the policy's states
+    reference: bool = False  # a KL term, or a signal that compares with the reference
+    teacher: bool = False  # rows are scored under a teacher's prompts too, of the same length
+    distilled: bool = False  # and compared with it in every update
     adapters: Number | None = None  # trained parameters; None = all
     fused: bool = False  # the update starts from the credit method's clean pass
 
@@ -258,17 +260,17 @@ class Work:
 def iteration_flops(d: Decoder, work: Work, credit: CreditConfig, method: CreditMethod) -> dict[str, float]:
     """Count the phases of one iteration: sample, score (credit included) and update.
 
-    ``method`` computes the importance. Its clean pass also serves log-probabilities and entropies; a custom method
+    ``method`` computes the importance. Its clean pass also serves log-probabilities and signals; a custom method
     computes no states for them.
     """
     row, clean = work.row, clean_flops(d, work.row)
     score = forwards(method, credit, row, d) * clean
-    if work.old_logps or work.entropies:
+    if work.old_logps or work.measured:
         score += scoring_flops(d, row) - (clean if score and method.name != CUSTOM else 0)
-    if work.reference:
-        score += scoring_flops(d, row)
+    score += (work.reference + work.teacher) * scoring_flops(d, row)
     if work.fused:
         score -= clean
     trained = update_flops(d, row) if work.adapters is None else adapted_update_flops(d, row, adapters=work.adapters)
+    trained += work.distilled * scoring_flops(d, row)
     sampled = sampling_flops(d, prompts=work.prompts, rows=work.rows, prompt=row.prompt, completion=row.completion)
     return {"sample": sampled, "score": work.used * score, "update": work.used * work.epochs * trained}

@@ -60,6 +60,23 @@ class AnswerSpan:
     units: Int32[Array, "B T"] | None = None  # number of each token's line or sentence, if requested
 
 
+@struct.dataclass
+class Privileged:
+    """Prompts of a teacher, which say more than the policy's own: one per row, LEFT-padded to a width of their own."""
+
+    tokens: Int32[Array, "B S"]
+    valid: Bool[Array, "B S"]
+
+
+@struct.dataclass
+class Hints:
+    """Data of the host's that a credit method reads beside the rollout; None where it reads none."""
+
+    marks: Float32[Array, "B T"] | None = None  # value of the mark that each token belongs to, 0 without one
+    turns: Int32[Array, "B T"] | None = None  # its number from 1 on, 0 without one
+    teacher: Privileged | None = None
+
+
 Verdict = Literal["graded", "unparseable", "ungraded", "timeout", "crash"]
 
 
@@ -80,12 +97,12 @@ class Grades:
 
 @struct.dataclass
 class Scores:
-    """Log-probs, importance and entropies of a rollout under the policy that drew it; None where unused."""
+    """Log-probs, importance and signals of a rollout under the policy that drew it; None where unused."""
 
-    old_logps: Float[Array, "B T"] | None
-    ref_logps: Float[Array, "B T"] | None
-    importance: Float[Array, "B T"] | None
-    entropies: Float[Array, "B T"] | None
+    old_logps: Float[Array, "B T"] | None = None
+    ref_logps: Float[Array, "B T"] | None = None
+    importance: Float[Array, "B T"] | None = None
+    measured: dict[str, Float[Array, "B T ..."]] | None = None  # by name, see oarjax.credit.measures
 
 
 @struct.dataclass
@@ -93,8 +110,9 @@ class Credit:
     """Per-token credit and its parts."""
 
     importance: Float[Array, "B T"]  # raw scores, >= 0 for KL probes
-    weights: Float[Array, "B T"]  # 1 outside the reasoning
-    advantages: Float[Array, "B T"]  # weights * group advantage
+    weights: Float[Array, "B T"]  # the token's advantage over its row's; 1 where that is 0
+    advantages: Float[Array, "B T"]  # of the tokens
+    returned: Float[Array, "B T"] | None = None  # by the method, of its kind; None: the weights
 
 
 @struct.dataclass
@@ -108,6 +126,7 @@ class TrainBatch:
     old_logps: Float[Array, "B T"] | None  # None: on-policy, old = stop_gradient(new)
     ref_logps: Float[Array, "B T"] | None  # None: no KL term
     behaviour_logps: Float[Array, "B T"] | None  # None: no sampler/trainer correction
+    teacher: Privileged | None = None  # read by an auxiliary loss
 
 
 @struct.dataclass
@@ -181,5 +200,6 @@ class Evidence:
     scores: Scores | None = None
     advantages: Float[Array, "M b"] | None = None  # group advantages
     completion: Bool[Array, "M b T"] | None = None  # tokens in the loss
-    weights: Float[Array, "M b T"] | None = None
+    weights: Float[Array, "M b T"] | None = None  # what the credit method returned, of its kind
     denominator: Float[Array, ""] | None = None  # of the loss; None: the minibatch's count
+    hints: Hints | None = None

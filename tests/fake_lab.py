@@ -59,11 +59,19 @@ def fake_programs(log: list[Any], run: Run) -> Programs:
         tokens = rollout.tokens[:, -span.reasoning.shape[1] :].astype(jnp.float32)
         return jnp.where(span.reasoning, tokens + (tokens @ jnp.ones((tokens.shape[1], 1))), 0)
 
+    def measure(wanted):
+        def signals(params, rollout, hints, keys):
+            tokens = rollout.tokens[:, -rollout.completion.shape[1] :].astype(jnp.float32)
+            values = tokens + (tokens @ jnp.ones((tokens.shape[1], 1)))
+            return {name: values[..., None] if name == "hidden" else values for name in wanted}
+
+        return signals
+
     def attribute(credit):
         log.append(("attribute", credit.method))
         return by_token
 
-    return Programs({}, sample, choose, decode, changes, by_token, by_token, attribute)
+    return Programs({}, sample, choose, decode, changes, by_token, measure, attribute)
 
 
 def lab(cfg: Config, *, grader: Any) -> Any:

@@ -37,6 +37,7 @@ import oarjax.training.run
 import oarjax.training.trainer
 import oarjax.training.warm_start
 from oarjax.config import Config, Section, parse_config
+from oarjax.credit.bind import measures
 from oarjax.data.arithmetic import write_builtin_policy
 from oarjax.errors import UserError
 from oarjax.grading.grader import Grader
@@ -52,16 +53,30 @@ from oarjax.runs.durable import StorageError
 from oarjax.runs.stop import Stop
 from oarjax.training.health import Health
 from oarjax.training.parts.adapters import trained_shapes
+from oarjax.training.parts.hints import hints_of
 from oarjax.training.parts.layout import training_layout
 from oarjax.training.parts.loss import Sums
 from oarjax.training.programs import Steps, make_sft_optimizer, make_sft_step
 from oarjax.training.run import Run, open_run
-from oarjax.types import AnswerSpan, Credit, Grades, Mean, PromptBatch, Rollout, Scores, TrainBatch, TrainState
+from oarjax.types import (
+    AnswerSpan,
+    Credit,
+    Grades,
+    Hints,
+    Mean,
+    Privileged,
+    PromptBatch,
+    Rollout,
+    Scores,
+    TrainBatch,
+    TrainState,
+)
 
 PLUGIN = ROOT / "tests" / "golden" / "config" / "field_rewards.py"
 COMPLETIONS = str(ROOT / "tests" / "golden" / "config" / "completions.jsonl")
 PROBE = ROOT / "tests" / "golden" / "config" / "field_probe.py"
 EXAMPLES = ROOT / "docs" / "examples"
+MARKS = str(EXAMPLES / "custom_marks.py") + ":labelled_steps"
 WIDTH = 8  # prompt positions of the programs that are lowered
 
 BASE: dict[str, Any] = {
@@ -154,6 +169,9 @@ def fields() -> dict[str, Field]:
     waiting = plugin | {"grading.rewards": [{"name": "field_waiting"}]}
     tokens_credited = partial(lab, grader=FakeGrader)
     pod = {"distributed": {"coordinator": "10.0.0.2:8476", "processes": 2, "process": 0}}
+    shear = {"credit.method": "shear", "credit.shear": {"window": 2, "stride": 2}}
+    rlsd = {"credit.method": "rlsd", "credit.teacher": "{prompt}{answer}"}
+    sdpg = rlsd | {"credit.method": "sdpg"}
     small_lab = {"lab": {"shortest": 3, "methods": {"OAR-P": {"method": "oar_p"}, "random": {"method": "random"}}}}
     return {
         "run_dir": Field("elsewhere", command),
@@ -268,6 +286,28 @@ def fields() -> dict[str, Field]:
         "credit.gate.boost": Field(0.5, credit),
         "credit.gate.floor": Field(0.3, credit),
         "credit.gate.mass": Field("free", credit),
+        "credit.ktae.fisher": Field(0.5, credit, {"credit.method": "ktae"}),
+        "credit.ktae.gain": Field(0.5, credit, {"credit.method": "ktae"}),
+        "credit.ktae.scale": Field(0.5, credit, {"credit.method": "ktae"}),
+        "credit.dgpo.tau": Field(0.9, credit, {"credit.method": "dgpo"}),
+        "credit.dgpo.kappa": Field(2.0, credit, {"credit.method": "dgpo"}),
+        "credit.fipo.gamma": Field(0.5, update, {"credit.method": "fipo", "update.epochs": 2}),
+        "credit.fipo.clip": Field(0.5, update, {"credit.method": "fipo", "update.epochs": 2}),
+        "credit.critic_search.share": Field(0.5, credit, {"credit.method": "critic_search", "credit.marks": MARKS}),
+        "credit.shear.window": Field(3, credit, shear),
+        "credit.shear.stride": Field(1, credit, shear),
+        "credit.shear.epsilon": Field(0.5, credit, shear),
+        "credit.shear.iterations": Field(9, credit, shear),
+        "credit.rlsd.strength": Field(0.9, credit, rlsd),
+        "credit.rlsd.iterations": Field(9, credit, rlsd),
+        "credit.rlsd.clip": Field(0.5, credit, rlsd),
+        "credit.sdpg.beta": Field(0.5, update, sdpg),
+        "credit.sdpg.rows": Field("correct", update, sdpg),
+        "credit.marks": Field(MARKS, hints, {"credit.method": "egca"}),
+        "credit.teacher": Field("{prompt}={answer}", hints, rlsd),
+        "credit.delta.low": Field(0.5, credit, {"credit.method": "delta"}),
+        "credit.delta.high": Field(1.5, credit, {"credit.method": "delta"}),
+        "credit.delta.rounds": Field(0, credit, {"credit.method": "delta"}),
         "credit.answer.style": Field("boxed", spans),
         "credit.answer.source": Field("reference", probes),
         "credit.answer.cue": Field("=", probes, {"credit.answer": {"style": "hash", "source": "reference"}}),
@@ -416,9 +456,11 @@ def program(cfg: Config, *, name: str) -> str:
         numbers = spec((M, b), jnp.int32)
         return steps.score.lower(params, params, rollout, span, numbers, count, key, probe="last").as_text()
     if name == "credit":
-        return steps.credit.lower(
-            Scores(values, values, values, values), rollout, span, spec((M, b)), mask, key, spec((M, b), jnp.int32)
-        ).as_text()
+        found = {n: spec((M, b, T, 4)) if n == "hidden" else values for n in measures(cfg.credit)}
+        scores, numbers = Scores(values, values, values, found or None), spec((M, b), jnp.int32)
+        hints = Hints(values, spec((M, b, T), jnp.int32))
+        rest = mask, key, numbers, hints, count
+        return steps.credit.lower(scores, rollout, span, spec((M, b)), *rest).as_text()
     if name == "advantages":
         return steps.advantages.lower(spec((rows,)), {"exact": spec((rows,))}).as_text()
     if name == "denominator":
@@ -431,7 +473,8 @@ def program(cfg: Config, *, name: str) -> str:
     )
     old = values if cfg.update.epochs * cfg.update.minibatches > 1 else None
     ref = values if cfg.loss.kl_beta > 0 else None
-    batch = TrainBatch(tokens, valid, mask, values, old, ref, values)
+    teacher = Privileged(tokens, valid) if cfg.credit.method == "sdpg" else None
+    batch = TrainBatch(tokens, valid, mask, values, old, ref, values, teacher)
     sums = jax.eval_shape(steps.zeros, state, batch)
     texts = steps.accumulate.lower(sums, state, batch, count, count), steps.apply.lower(state, sums, spec(()))
     return "".join(text.as_text() for text in texts)
@@ -522,6 +565,14 @@ def probes(cfg: Config) -> Any:
         return rollout.tokens.tolist()
     problems = np.array([min(run.train.by_index)])
     return run.probed(rollout, run.find_answers(rollout), problems)[0].tokens.tolist()
+
+
+def hints(cfg: Config) -> Any:
+    """What a credit method reads beside the rollouts."""
+    run = build(cfg)
+    made = hints_of(run)
+    assert made is not None
+    return jax.tree.map(np.ndarray.tolist, made(completed(run), np.array([min(run.train.by_index)])))
 
 
 def joins(cfg: Config) -> Any:
@@ -685,12 +736,12 @@ def fake_steps(log: list[Any], policy: Any, tx: Any, layout: Any, cfg: Config, *
             np.arange(rows) % 3 != 0,
         )
 
-    def score(params, ref, rollout, span, numbers, stop, key, probed, start, *, probe, bucket):
+    def score(params, ref, rollout, span, numbers, stop, key, probed, start, hints, *, probe, bucket):
         log.append(("score", shapes(rollout), int(start), int(stop), bucket, probe))
         ref_logps = np.zeros(rollout.completion.shape, np.float32) if cfg.loss.kl_in == "reward" else None
-        return Scores(None, ref_logps, None, None)
+        return Scores(ref_logps=ref_logps)
 
-    def credit(scores, rollout, span, advantages, completion, key, numbers):
+    def credit(scores, rollout, span, advantages, completion, key, numbers, hints, iteration):
         log.append(("credit", np.asarray(advantages).tolist(), np.asarray(completion).sum().item()))
         return Credit(completion * 0.0, completion * 1.0, completion * 1.0), {}
 

@@ -85,7 +85,7 @@ def test_an_iteration_by_hand():
     work = Work(Row(10, 5), prompts=1, rows=4, used=2, epochs=2, old_logps=True, reference=True)
     found = iteration_flops(d, work, CreditConfig(), METHODS["uniform"])
     assert found == {"sample": 2 * (10 + 4 * 4), "score": 2 * 2 * (15 + 15), "update": 2 * 2 * 3 * 2 * 15}
-    entropies = Work(Row(10, 5), prompts=1, rows=4, used=2, entropies=True)
+    entropies = Work(Row(10, 5), prompts=1, rows=4, used=2, measured=True)
     assert iteration_flops(d, entropies, CreditConfig(), METHODS["entropy"])["score"] == 2 * 2 * 15
     gradient = iteration_flops(d, work, CreditConfig(), METHODS["oar_g"])["score"]
     shared = Work(Row(10, 5), prompts=1, rows=4, used=2, fused=True)

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
-from oarjax.config import ConfigError, CreditConfig
+from oarjax.config import Config, ConfigError, CreditConfig
 from oarjax.credit.clean_pass import LinearPass
 from oarjax.credit.diagnose import ess_ratio, top_mass
 from oarjax.credit.gate import polarised
-from oarjax.credit.method import SIGNALS, CreditMethod, resolve
+from oarjax.credit.method import KINDS, MEASURES, OF_REFERENCE, SIGNALS, CreditMethod, resolve
 from oarjax.credit.probe import Probe, ProbeMode, outcome_probe
 from oarjax.credit.registry import CUSTOM, METHODS
 from oarjax.credit.signals import Context, KeywordTable, Scored, Signals, required
@@ -28,7 +28,7 @@ SharedScorer = Callable[[Params, LinearPass, Rollout, AnswerSpan, Key[Array, "B"
 TokenCredit = Callable[
     [Signals, AnswerSpan, Float[Array, "B"], Bool[Array, "B T"], Key[Array, ""]], Float[Array, "B T"]
 ]
-"""(signals, span, advantages, completion, key) -> token weights, finite and >= 0; outside the completion unused."""
+"""(signals, span, advantages, completion, key) -> what the method's kind says; outside the completion unused."""
 
 
 def method_of(cfg: CreditConfig, custom: CreditMethod | None = None) -> CreditMethod:
@@ -50,6 +50,42 @@ def method_of(cfg: CreditConfig, custom: CreditMethod | None = None) -> CreditMe
 def signals(cfg: CreditConfig, custom: CreditMethod | None = None) -> frozenset[str]:
     """Return what the method's weights are made of, beside spans, advantages and masks."""
     return frozenset(method_of(cfg, custom).needs)
+
+
+def measures(cfg: CreditConfig, custom: CreditMethod | None = None) -> frozenset[str]:
+    """Return the signals that are read off the policy's states; see ``oarjax.credit.measures``."""
+    return signals(cfg, custom) & set(MEASURES)
+
+
+def needs_reference(cfg: Config, custom: CreditMethod | None = None) -> bool:
+    """Return whether rollouts are scored under the reference policy too: for the KL term, or for a signal."""
+    return cfg.loss.kl_beta > 0 or bool(signals(cfg.credit, custom) & OF_REFERENCE)
+
+
+def taught(cfg: CreditConfig, custom: CreditMethod | None = None) -> dict[str, bool]:
+    """Return what a teacher's prompts are read for, as fields of ``oarjax.costs.Work``."""
+    wants = signals(cfg, custom)
+    return {"teacher": "teacher_logps" in wants, "distilled": "teacher_prompt" in wants}
+
+
+def check_updates(cfg: Config, custom: CreditMethod | None = None) -> None:
+    """Refuse numbers of updates that a method cannot work with.
+
+    Raises:
+        ConfigError: several minibatches where it reads whole groups, whose rows are dealt to all of them; one update
+            per rollout where it weighs anew in every one.
+    """
+    method = method_of(cfg.credit, custom)
+    if method.reweigh is not None and cfg.update.epochs * cfg.update.minibatches == 1:
+        raise ConfigError(
+            f"update.epochs: 1 with update.minibatches 1 and credit.method {method.name}, which weighs tokens by what "
+            "has changed since the rollout; raise one of the two"
+        )
+    if method.coupling == "group" and cfg.update.minibatches > 1:
+        raise ConfigError(
+            f"update.minibatches: {cfg.update.minibatches} with credit.method {method.name}, which compares the rows "
+            "of a group and needs them in one minibatch; set update.minibatches=1, and update.epochs for more updates"
+        )
 
 
 def attribution(cfg: CreditConfig, custom: CreditMethod | None = None) -> CreditMethod:
@@ -79,11 +115,30 @@ def check_method(method: CreditMethod, *, place: str) -> None:
         raise ConfigError(
             f"{place}: needs {', '.join(map(repr, sorted(unknown)))}; expected some of {', '.join(SIGNALS)}"
         )
+    if method.kind not in KINDS:
+        raise ConfigError(f"{place}: kind {method.kind!r}; expected one of {', '.join(KINDS)}")
     score, scored = method.score, [name for name, m in METHODS.items() if m.score is not None and ":" in str(m.score)]
     if isinstance(score, str) and ":" not in score and score not in scored:
         raise ConfigError(f"{place}: score {score!r}; expected {', '.join(scored)}, module:function or a function")
     if "importance" in method.needs and score is None:
         raise ConfigError(f"{place}: needs importance and has no score; expected {', '.join(scored)} or a function")
+
+
+def row_advantages(cfg: Config, custom: CreditMethod | None = None) -> Callable[..., Float[Array, "B"]] | None:
+    """Return (rewards, values of each reward by name) -> A [B] of a method of kind sequence; None for the others."""
+    method = method_of(cfg.credit, custom)
+    if method.advantage is None:
+        return None
+    function = resolve(method.advantage)
+    weights = {reward.name: reward.weight for reward in cfg.grading.rewards} | {"overlong": 1.0}
+
+    def advantages(rewards: Float[Array, "B"], values: dict[str, Float[Array, "B"]]) -> Float[Array, "B"]:
+        names = [name for name in weights if name in values]
+        each = jnp.stack([jnp.where(jnp.isfinite(rewards), values[name], jnp.nan) for name in names], axis=1)
+        scales = [weights[name] for name in names]
+        return function(each, scales, group_size=cfg.rollout.group_size, advantage=cfg.advantage)
+
+    return advantages
 
 
 def scorer(
@@ -178,7 +233,7 @@ def _check_answer(cfg: CreditConfig, method: CreditMethod, custom_probe: Probe |
 def weigher(
     cfg: CreditConfig, *, keyword_table: KeywordTable | None = None, custom_method: CreditMethod | None = None
 ) -> TokenCredit:
-    """(signals, span, advantages, completion, key) -> token weights [B, T] by the configured method and polarity.
+    """(signals, span, advantages, completion, key) -> what the configured method returns, [B, T], under the polarity.
 
     Rows without reasoning or answer get ones from the methods that reweight the reasoning. ``entropy_top`` over a
     batch leaves rows of advantage 0 out of its share: they teach nothing, and a run that skips them weighs the same.
@@ -202,7 +257,7 @@ def weigher(
         key: Key[Array, ""],
     ) -> Float[Array, "B T"]:
         raw = weigh(signals, span, advantages, completion, key, context)
-        return polarised(raw, advantages, polarity=cfg.polarity)
+        return polarised(raw, advantages, polarity=cfg.polarity, kind=method.kind)
 
     return weights
 

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
+from oarjax.credit.kinds import neutral
+from oarjax.credit.method import Kind
 from oarjax.credit.signals import Context, Signals, required
 from oarjax.rl.masked import masked_count, masked_minmax, masked_quantile, masked_sum, widened
 from oarjax.types import AnswerSpan
@@ -146,14 +148,14 @@ def reweighted_rows(advantages: Float[Array, "B"], *, polarity: Polarity) -> Boo
 
 
 def polarised(
-    weights: Float[Array, "B T"], advantages: Float[Array, "B"], *, polarity: Polarity
+    weights: Float[Array, "B T"], advantages: Float[Array, "B"], *, polarity: Polarity, kind: Kind = "weights"
 ) -> Float[Array, "B T"]:
-    """Keep the weights of the rows that the polarity lets through; 1 in the others.
+    """Keep the weights of the rows that the polarity lets through; 1, or what is neutral for the kind, in the others.
 
     The last step of every method, so that an exempt row is plain GRPO throughout. In GRAIL's released code the
     answer of an exempt row still gets the largest weight, because its overrides come after the polarity.
     """
-    return jnp.where(reweighted_rows(advantages, polarity=polarity)[:, None], weights, 1)
+    return jnp.where(reweighted_rows(advantages, polarity=polarity)[:, None], weights, neutral(kind, advantages))
 
 
 def weigh(

@@ -1,9 +1,9 @@
 """The record of a credit method, the same for built-in and custom ones. It imports no JAX.
 
 A method has up to two halves. ``score`` reads the policy, where the rollout is scored, and gives every token an
-importance. ``weigh`` reads signals, answer spans, group advantages and masks, and gives token weights; it may run
-again for every update. Functions are given as such, or by dotted path ("module:function"), which is imported when the
-method is first used. ``oarjax.credit.signals`` has what they receive.
+importance. ``weigh`` reads signals, answer spans, group advantages and masks, and gives what its kind says: token
+weights, bonuses or advantages. Functions are given as such, or by dotted path ("module:function"), which is imported
+when the method is first used. ``oarjax.credit.signals`` has what they receive.
 """
 
 from __future__ import annotations
@@ -13,17 +13,36 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-Signal = Literal["importance", "entropies", "tokens", "keyword_table"]
+Measure = Literal["logps", "entropies", "score_norms", "hidden", "hellinger", "spread", "teacher_logps"]
+"""Signals that are read off the policy's states; ``oarjax.credit.measures`` computes them."""
+
+Signal = (
+    Literal["importance", "tokens", "keyword_table", "groups", "marks", "turns", "teacher_prompt", "iteration"]
+    | Measure
+)
 """What a method may ask for beside spans, advantages and masks; a run computes what is asked for alone."""
 
-Kind = Literal["weights"]
-"""weights: token weights >= 0 that multiply the row's advantage."""
+Kind = Literal["weights", "bonus", "advantages", "sequence", "auxiliary"]
+"""What a method changes. The first three are what ``weigh`` returns, [B, T]; see ``oarjax.credit.kinds``.
+
+weights     w >= 0, which multiply the row's advantage
+bonus       b, which is added to it
+advantages  the tokens' own advantages, in its place
+sequence    the row's advantage itself (``advantage``); weights of 1
+auxiliary   a term of the loss (``loss``); weights of 1
+"""
+
+Coupling = Literal["row", "group", "batch"]
+"""The rows that a row's credit depends on: itself, those of its prompt, or all of the minibatch."""
 
 Role = Literal["permuted_of", "screen.by"]
 """Fields of credit that name another method, for those that may stand there."""
 
 KINDS: tuple[str, ...] = get_args(Kind)
-SIGNALS: tuple[str, ...] = get_args(Signal)
+MEASURES: tuple[str, ...] = get_args(Measure)
+OF_REFERENCE, OF_TEACHER, OF_MARKS = {"hellinger"}, {"teacher_logps", "teacher_prompt"}, {"marks", "turns"}
+"""Signals that need the reference policy, ``credit.teacher`` and ``credit.marks``."""
+SIGNALS: tuple[str, ...] = (*get_args(get_args(Signal)[0]), *MEASURES)
 
 
 @dataclass(frozen=True)
@@ -34,7 +53,7 @@ class CreditMethod:
     ``CreditMethod(weigh, needs=("importance",), score="oar_p")``; one that scores tokens itself gives a function.
     """
 
-    weigh: str | Callable[..., Any]
+    weigh: str | Callable[..., Any] = "oarjax.credit.controls:weigh_uniform"
     """(signals, span, advantages [B], completion [B, T], key, context) -> [B, T]; see ``signals.Weigh``."""
     needs: tuple[str, ...] = ()
     """The signals (``SIGNALS``) that ``weigh`` reads; others are None."""
@@ -44,6 +63,13 @@ class CreditMethod:
     shared: str | Callable[..., Any] | None = None
     """(policy, params, ``clean_pass.LinearPass``, rollout, span, row keys, context) -> the importance that ``score``
     gives, from a pass that the update shares. Only for methods whose weights of a row depend on that row alone."""
+    reweigh: str | Callable[..., Any] | None = None
+    """(log-probs [B, T], batch, context) -> weights [B, T] on top, taken anew in every update; see ``signals.Reweigh``.
+    There must be several updates per rollout, or there is nothing to tell them by."""
+    advantage: str | Callable[..., Any] | None = None
+    """Of kind sequence: (rewards [B, K], their weights [K], group size, advantage section) -> A [B]."""
+    loss: str | Callable[..., Any] | None = None
+    """Of kind auxiliary: (policy, params, states [B, T, D], batch, context) -> [B, T], added to the tokens' losses."""
     name: str = "custom"
     """The value of credit.method."""
     label: str = "custom"
@@ -51,6 +77,8 @@ class CreditMethod:
     about: str = ""
     """One line for help texts."""
     kind: Kind = "weights"
+    coupling: Coupling = "row"
+    """Of ``group`` a minibatch must hold whole groups: there can be one per iteration only."""
     answer: Literal["unread", "probed", "read"] = "unread"
     """Whether scoring needs an answer in the completion: never, unless the probe reads something else, always."""
     check: str | Callable[..., Any] | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from oarjax.credit.method import CreditMethod, Role
+from oarjax.credit.method import OF_REFERENCE, CreditMethod, Role
 
 _GATE = "oarjax.credit.gate:weigh"
 _EXACT = ("masking", "probe", "gate", "answer")
@@ -111,9 +111,142 @@ METHODS: dict[str, CreditMethod] = {
             sections=("grail", "answer"),
         ),
         CreditMethod(
+            name="ktae",
+            label="KTAE",
+            about="a bonus for token ids that tell a group's correct completions from its wrong ones",
+            kind="bonus",
+            coupling="group",
+            needs=("tokens", "groups"),
+            weigh="oarjax.credit.methods.ktae:weigh",
+            sections=("ktae",),
+        ),
+        CreditMethod(
+            name="gtpo",
+            label="GTPO",
+            about="rewards shared out by entropy among a group's rows at a position",
+            kind="advantages",
+            coupling="group",
+            needs=("entropies", "groups"),
+            weigh="oarjax.credit.methods.gtpo:weigh",
+        ),
+        CreditMethod(
+            name="token_baseline",
+            label="token baseline",
+            about="the group's optimal baseline at every position",
+            kind="advantages",
+            coupling="group",
+            needs=("score_norms", "groups"),
+            weigh="oarjax.credit.methods.token_baseline:weigh",
+        ),
+        CreditMethod(
+            name="delta",
+            label="DelTA",
+            about="more for tokens whose gradient lies on their own side of the batch",
+            coupling="batch",
+            needs=("hidden", "logps"),
+            weigh="oarjax.credit.methods.delta:weigh",
+            sections=("delta",),
+        ),
+        CreditMethod(
+            name="causal_spans",
+            label="causal spans",
+            about="the drop in the answer's probability when a line or sentence is masked",
+            needs=("importance",),
+            score="oarjax.credit.methods.causal_spans:score",
+            weigh=_GATE,
+            answer="read",
+            check="oarjax.credit.methods.causal_spans:check",
+            forwards="oarjax.costs:oar_p_forwards",
+            sections=("masking", "gate", "answer"),
+            lab={},
+        ),
+        CreditMethod(
+            name="dgpo",
+            label="DGPO",
+            about="more where the policy has moved from the reference and is undecided",
+            needs=("hellinger", "spread"),
+            weigh="oarjax.credit.methods.dgpo:weigh",
+            sections=("dgpo",),
+            lab={},
+        ),
+        CreditMethod(
+            name="fipo",
+            label="FIPO",
+            about="more where what follows has become likelier since the rollout, anew in every update",
+            reweigh="oarjax.credit.methods.fipo:reweigh",
+            sections=("fipo",),
+            lab={},
+        ),
+        CreditMethod(
+            name="crpo",
+            label="CRPO",
+            about="several rewards, each normalised in the group before they are added",
+            kind="sequence",
+            advantage="oarjax.credit.methods.crpo:decoupled_advantages",
+            lab={},
+        ),
+        CreditMethod(
+            name="egca",
+            label="EGCA",
+            about="the whole advantage on marked tokens",
+            needs=("marks",),
+            weigh="oarjax.credit.methods.egca:weigh",
+            sections=("marks",),
+            lab={},
+        ),
+        CreditMethod(
+            name="critic_search",
+            label="CriticSearch",
+            about="a share of the advantage from labels of the turns",
+            kind="advantages",
+            needs=("marks", "turns"),
+            weigh="oarjax.credit.methods.critic_search:weigh",
+            sections=("critic_search", "marks"),
+            lab={},
+        ),
+        CreditMethod(
+            name="shear",
+            label="SHEAR",
+            about="windows weigh by the distance of their states from opposing rows",
+            coupling="group",
+            needs=("hidden", "groups"),
+            weigh="oarjax.credit.methods.shear:weigh",
+            sections=("shear",),
+            lab={},
+        ),
+        CreditMethod(
+            name="rlsd",
+            label="RLSD",
+            about="a teacher who is told the answer sets the size of a token's credit",
+            needs=("teacher_logps", "logps", "iteration"),
+            weigh="oarjax.credit.methods.rlsd:weigh",
+            sections=("rlsd", "teacher"),
+            lab={},
+        ),
+        CreditMethod(
+            name="serl",
+            label="SERL",
+            about="the same on marked tokens alone",
+            needs=("teacher_logps", "logps", "iteration", "marks"),
+            weigh="oarjax.credit.methods.rlsd:weigh_marked",
+            sections=("rlsd", "teacher", "marks"),
+            lab={},
+        ),
+        CreditMethod(
+            name="sdpg",
+            label="SDPG",
+            about="GRPO and a KL term towards the policy that is told the answer",
+            kind="auxiliary",
+            needs=("teacher_prompt",),
+            loss="oarjax.credit.methods.sdpg:loss",
+            sections=("sdpg", "teacher"),
+            lab={},
+        ),
+        CreditMethod(
             name="entropy_top",
             label="entropy, top share",
             about="the share of highest entropy alone",
+            coupling="batch",
             needs=("entropies",),
             weigh="oarjax.credit.entropy:weigh_top",
             sections=("entropy",),
@@ -191,6 +324,11 @@ def lab_methods() -> dict[str, dict[str, Any]]:
         for shown, changes in ({m.label: {}} if m.lab is None else m.lab).items():
             rows[shown] = {"method": name, **changes}
     return rows
+
+
+def reads_reference(method: str) -> bool:
+    """Return whether a built-in method compares the policy with the reference."""
+    return method in METHODS and bool(OF_REFERENCE & set(METHODS[method].needs))
 
 
 def summary() -> str:

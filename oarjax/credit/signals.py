@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from oarjax.config import CreditConfig
-from oarjax.credit.method import Signal
 from oarjax.credit.probe import Probe
 from oarjax.models.policy import Policy
-from oarjax.types import AnswerSpan, Params, Rollout
+from oarjax.types import AnswerSpan, Hints, Params, Rollout, Scores, TrainBatch
 
 
 class Signals(NamedTuple):
@@ -22,6 +21,16 @@ class Signals(NamedTuple):
     entropies: Float[Array, "B T"] | None = None  # of the distribution that each token was drawn from, nats
     tokens: Int[Array, "B T"] | None = None  # completion ids
     rows: Int[Array, "B"] | None = None  # numbers of the rows in the iteration, to key draws by; None: in order
+    groups: Int[Array, "B"] | None = None  # number of each row's prompt
+    logps: Float[Array, "B T"] | None = None  # of the tokens, nats
+    score_norms: Float[Array, "B T"] | None = None  # |d log pi(y) / d logits|^2 = 1 - 2 pi(y) + sum_v pi(v)^2
+    hidden: Float[Array, "B T D"] | None = None  # final states, which predict the tokens
+    hellinger: Float[Array, "B T"] | None = None  # 1 - sum_v sqrt(pi(v) pi_ref(v)), in [0, 1]
+    spread: Float[Array, "B T"] | None = None  # entropy over log V, in [0, 1]
+    teacher_logps: Float[Array, "B T"] | None = None  # of the tokens under the prompt of credit.teacher, nats
+    marks: Float[Array, "B T"] | None = None  # see ``oarjax.types.Hints``
+    turns: Int[Array, "B T"] | None = None
+    iteration: Int[Array, ""] | int | None = None  # counted from 1
 
 
 class KeywordTable(NamedTuple):
@@ -39,6 +48,7 @@ class Context(NamedTuple):
 
     credit: CreditConfig
     temperature: float = 1.0  # the sampler's
+    head_chunk: int = 2048  # token positions per chunk of the vocabulary head
     mask_id: int = 0  # stands in for a changed token
     probe: Probe | None = None  # the outcome; given to ``score`` alone
     keyword_table: KeywordTable | None = None
@@ -57,11 +67,38 @@ Score = Callable[[Policy, Params, Rollout, AnswerSpan, Key[Array, "B"], Context]
 Weigh = Callable[
     [Signals, AnswerSpan, Float[Array, "B"], Bool[Array, "B T"], Key[Array, ""], Context], Float[Array, "B T"]
 ]
-"""(signals, span, advantages, completion, key, context) -> token weights, finite and >= 0; outside the completion
-unused."""
+"""(signals, span, advantages, completion, key, context) -> what the method's kind says, finite; outside the completion
+unused. The span and the mask are False throughout in rows that only fill a minibatch."""
 
 
-def required(signal: Array | None, name: Signal, context: Context) -> Array:
+Reweigh = Callable[[Float[Array, "B T"], TrainBatch, Context], Float[Array, "B T"]]
+"""(current log-probs, microbatch, context) -> weights >= 0 of this update, detached; outside the completion unused."""
+
+
+def signals_of(
+    scores: Scores,
+    tokens: Int[Array, "B N"],
+    numbers: Int[Array, "B"],
+    *,
+    length: int,
+    group_size: int,
+    hints: Hints | None = None,
+    iteration: Int[Array, ""] | int = 1,
+) -> Signals:
+    """Collect the signals of scored rows; ``numbers`` count the rows of an iteration, groups one after the other."""
+    return Signals(
+        importance=scores.importance,
+        tokens=tokens[:, -length:],
+        rows=numbers,
+        groups=numbers // group_size,
+        marks=None if hints is None else hints.marks,
+        turns=None if hints is None else hints.turns,
+        iteration=iteration,
+        **(scores.measured or {}),
+    )
+
+
+def required(signal: Any, name: str, context: Context) -> Any:
     """Return a signal that the method needs.
 
     Raises:

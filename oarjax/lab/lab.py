@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from oarjax.config import ConfigError, CreditConfig, changed
-from oarjax.credit.bind import draws_noise, signals, weigher
+from oarjax.credit.bind import draws_noise, measures, method_of, signals, weigher
 from oarjax.credit.controls import random_scores
 from oarjax.credit.diagnose import spearman
+from oarjax.credit.kinds import relative, token_advantages
 from oarjax.credit.oar.oar_g import row_keys
 from oarjax.credit.signals import Signals
 from oarjax.data.problems import Problem
@@ -32,8 +33,9 @@ from oarjax.plan.jaxpr_flops import flop_counter
 from oarjax.report.files import token_texts
 from oarjax.stats import bootstrap_interval
 from oarjax.training.minibatches import take
+from oarjax.training.parts.hints import hints_of
 from oarjax.training.run import Run
-from oarjax.types import AnswerSpan, PromptBatch, Rollout
+from oarjax.types import AnswerSpan, Hints, PromptBatch, Rollout
 
 WARM_UP = 2
 """Untimed calls before the timed ones."""
@@ -43,8 +45,8 @@ WARM_UP = 2
 class Scored:
     """Scores of one program over all completions, with their cost."""
 
-    scores: np.ndarray  # [R, T]
-    repeated: np.ndarray  # [R, T], the scores with other noise
+    scores: Any  # [R, T], or of a method without scores its signals by name
+    repeated: Any  # the same, with other noise
     seconds: np.ndarray  # [batches], per completion
     forwards: np.ndarray  # [batches]
 
@@ -137,21 +139,22 @@ def score_methods(
     """Score by every method that needs the policy, and measure time and FLOPs: batch by batch, methods in turn.
 
     Raises:
-        ConfigError: a custom method needs importance and entropies; the lab compares one signal per method.
+        ConfigError: a custom method needs importance and signals that are read off the policy's states.
     """
     lab, rollout = run.cfg.lab, completions.rollout
-    scorers: dict[Any, tuple[Callable[..., Any], AnswerSpan]] = {}
+    scorers: dict[Any, tuple[Callable[..., Any], AnswerSpan | Hints]] = {}
     for credit in credits:
-        needed = signals(credit, with_method(run, credit).custom_method)
-        if {"importance", "entropies"} <= needed:
+        custom = with_method(run, credit).custom_method
+        needed, read = signals(credit, custom), measures(credit, custom)
+        if "importance" in needed and read:
             raise ConfigError(
                 f"lab.methods: expected methods with one signal, got {credit.function}, which needs importance and "
-                "entropies; leave it out, or compute one of the two in the method itself"
+                f"{', '.join(sorted(read))}; leave it out, or compute one of the two in the method itself"
             )
         if "importance" in needed:
             scorers[credit] = programs.attribute(credit), with_method(run, credit).find_answers(rollout)
-        elif "entropies" in needed:
-            scorers[credit] = programs.entropies, completions.span
+        elif read:
+            scorers[credit] = programs.measure(read), lab_hints(run, completions, credit)
     jitted = {credit: jax.jit(fn) for credit, (fn, _) in scorers.items()}
     out: dict[Any, list[tuple[Any, Any, float, float]]] = {credit: [] for credit in scorers}
     counters: dict[Any, Callable[..., float]] = {}
@@ -174,17 +177,27 @@ def score_methods(
             seconds = (time.perf_counter() - start) / lab.batch
             repeated = jitted[credit](*args, second) if draws_noise(credit) else scores
             forwards = counters[credit](*args, first) / unit
-            out[credit].append((np.asarray(scores), np.asarray(repeated), seconds, forwards))
+            out[credit].append((*jax.device_get((scores, repeated)), seconds, forwards))
     rows = len(completions.problems)
+
+    def joined(parts: Sequence[Any]) -> Any:
+        return jax.tree.map(lambda *xs: np.concatenate(xs)[:rows], *parts)
+
     return {
         credit: Scored(
-            np.concatenate([p[0] for p in parts])[:rows],
-            np.concatenate([p[1] for p in parts])[:rows],
+            joined([p[0] for p in parts]),
+            joined([p[1] for p in parts]),
             np.array([p[2] for p in parts]),
             np.array([p[3] for p in parts]),
         )
         for credit, parts in out.items()
     }
+
+
+def lab_hints(run: Run, completions: Completions, credit: CreditConfig) -> Hints:
+    """Return the marks and teacher's prompts that a method reads, of the completions to compare on."""
+    hints = hints_of(with_method(run, credit), completions.problems)
+    return Hints() if hints is None else hints(completions.rollout, np.arange(len(completions.problems)))
 
 
 class MethodCredit(NamedTuple):
@@ -201,21 +214,26 @@ def credit_tokens(
     """Compute a method's weights and its ranking: its raw scores, or its weights if it has no scores."""
     method = with_method(run, credit)
     weigh = weigher(credit, keyword_table=method.keyword_table, custom_method=method.custom_method)
-    rollout, needed = completions.rollout, signals(credit, method.custom_method)
+    rollout, kind = completions.rollout, method_of(credit, method.custom_method).kind
     span, is_token = jax.tree.map(jnp.asarray, (completions.span, rollout.completion))
     advantages = jnp.where(jnp.asarray(rewards) > 0, 1.0, -1.0)
+    hints = lab_hints(run, completions, credit)
+    _, groups = np.unique([p.index for p in completions.problems], return_inverse=True)
+    others = {"marks": hints.marks, "turns": hints.turns, "groups": groups}
+    others["tokens"] = np.asarray(rollout.tokens)[:, -is_token.shape[1] :]
 
-    def rank_and_weigh(scores: np.ndarray | None, key: jax.Array) -> tuple[np.ndarray, np.ndarray]:
-        values = None if scores is None else jnp.asarray(scores)
-        inputs = Signals(
-            importance=values if "importance" in needed else None,
-            entropies=values if "entropies" in needed else None,
-            tokens=jnp.asarray(rollout.tokens)[:, -is_token.shape[1] :] if "tokens" in needed else None,
-        )
-        weights = np.asarray(weigh(inputs, span, advantages, is_token, key))
+    def rank_and_weigh(scores: Any, key: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+        found = {} if scores is None else scores if isinstance(scores, dict) else {"importance": scores}
+        inputs = Signals(**jax.tree.map(jnp.asarray, others | found), iteration=1)
+        returned = weigh(inputs, span, advantages, is_token, key)
+        shaped = token_advantages(kind, returned, advantages, is_token)
+        weights = np.asarray(relative(kind, returned, shaped, advantages, is_token))
         if credit.method == "random":
             return np.asarray(random_scores(key, jnp.arange(is_token.shape[0]), tokens=is_token.shape[1])), weights
-        return (weights if scores is None or credit.method in ("permuted", "custom") else scores), weights
+        ranking = next(iter(found.values())) if set(found) in ({"importance"}, {"entropies"}) else None
+        if ranking is None or kind != "weights" or credit.method in ("permuted", "custom"):
+            return weights, weights
+        return ranking, weights
 
     keys = [jax.random.fold_in(jax.random.key(run.cfg.seed), draw) for draw in range(2)]
     ranking, weights = rank_and_weigh(None if scored is None else scored.scores, keys[0])

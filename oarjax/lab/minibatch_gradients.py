@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Float
 
 from oarjax.config import Config, ConfigError, CreditConfig, changed
+from oarjax.credit.bind import needs_reference
 from oarjax.credit.diagnose import ess_ratio
 from oarjax.credit.gate import oar_weights, polarised, reshape
 from oarjax.data.truth import token_truth
@@ -42,6 +43,7 @@ from oarjax.rollout.sampler import rollout_key
 from oarjax.stats import Interval, jackknife_interval, mean_interval
 from oarjax.training.iteration import NOISE, ORDER, draw, score
 from oarjax.training.minibatches import MinibatchPlan, Piece, bucket, sizes_of, widen
+from oarjax.training.parts.hints import hints_of
 from oarjax.training.parts.host import HostCallbacks
 from oarjax.training.parts.loss import Sums, sampler_logps
 from oarjax.training.programs import Steps
@@ -266,24 +268,26 @@ def weigh_minibatches(
     run: Run, state: TrainState, minibatches: Sequence[Minibatch], placed: Sequence[Placed]
 ) -> Iterator[Weighed]:
     """Yield every minibatch with a method's token advantages, computed as in training."""
-    cfg = run.cfg
+    cfg, params, hints_for = run.cfg, whole(state), hints_of(run)
     for number, (m, p) in enumerate(zip(minibatches, placed), start=1):
         noise_key, order_key = (rollout_key(state.key, step=number, batch=b) for b in (NOISE, ORDER))
-        (spans,) = m.plan.split(read_spans(run, m))
-        span, probed = run.place(spans, "microbatches")
+        (arrays,) = m.plan.split((*read_spans(run, m), hints_for and hints_for(m.rollout, m.problems)))
+        span, probed, hints = run.place(arrays, "microbatches")
         scores = score(
             run.steps,
-            whole(state),
-            None,
+            params,
+            params if needs_reference(cfg, run.custom_method) else None,  # where training starts
             p.rollout,
             span,
             p.rows,
             probed,
+            hints,
             pieces=p.pieces,
             key=noise_key,
             probe=cfg.credit.probe.mode,
         )
-        credit, _ = run.steps.credit(scores, p.rollout, span, p.row_advantages, p.batch.completion, order_key, p.rows)
+        rows = p.row_advantages, p.batch.completion
+        credit, _ = run.steps.credit(scores, p.rollout, span, *rows, order_key, p.rows, hints, np.int32(1))
         yield p, credit.advantages, credit.weights
 
 

@@ -11,12 +11,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from oarjax.config import CreditConfig
 from oarjax.credit.bind import scorer
+from oarjax.credit.measures import measure
 from oarjax.lab.interventions import Branches, answer_choice_changes, branch_prompts, choices
 from oarjax.models.policy import positions_of
-from oarjax.rollout.logps import token_logps
 from oarjax.training.run import Run
 from oarjax.training.sampling import group_sampler
-from oarjax.types import AnswerSpan, Params, Rollout
+from oarjax.types import AnswerSpan, Hints, Params, Rollout
 
 
 class Programs(NamedTuple):
@@ -28,7 +28,7 @@ class Programs(NamedTuple):
     decode: Callable[..., Rollout]  # see oarjax.lab.oracles.Decode
     changes: Callable[..., Any]  # see oarjax.lab.oracles.AnswerChanges
     forward: Callable[..., Any]  # (params, rollout, span, row keys) -> states: the unit of cost
-    entropies: Callable[..., Any]  # (params, rollout, span, row keys) -> [b, T]
+    measure: Callable[[frozenset[str]], Callable[..., Any]]  # signals -> (params, rollout, hints, row keys) -> by name
     attribute: Callable[[CreditConfig], Callable[..., Any]]  # -> (params, rollout, span, row keys) -> [b, T]
 
 
@@ -64,16 +64,22 @@ def make_programs(run: Run, params: Params) -> Programs:
     def forward(params: Params, r: Rollout, span: AnswerSpan, keys: Any) -> Any:
         return policy.trunk(params, policy.embed(params, r.tokens), positions_of(r.valid), r.valid)[0]
 
-    def entropies(params: Params, r: Rollout, span: AnswerSpan, keys: Any) -> Any:
-        return token_logps(
-            policy,
-            params,
-            r.tokens,
-            r.valid,
-            completion_length=r.completion.shape[1],
-            temperature=roll.temperature,
-            head_chunk=cfg.policy.head_chunk,
-        )[1]
+    def measured(wanted: frozenset[str]) -> Callable[..., Any]:
+        def signals(params: Params, r: Rollout, hints: Hints, keys: Any) -> Any:
+            return measure(
+                policy,
+                params,
+                r.tokens,
+                r.valid,
+                wanted=wanted,
+                completion_length=r.completion.shape[1],
+                temperature=roll.temperature,
+                head_chunk=cfg.policy.head_chunk,
+                reference=params,  # the policy that a run starts from
+                teacher=hints.teacher,
+            )
+
+        return signals
 
     def attribute(credit: CreditConfig) -> Callable[..., Any]:
         method = with_method(run, credit)
@@ -88,7 +94,7 @@ def make_programs(run: Run, params: Params) -> Programs:
         decode=partial(decode, sampling),
         changes=partial(changes, params),
         forward=forward,
-        entropies=entropies,
+        measure=measured,
         attribute=attribute,
     )
 

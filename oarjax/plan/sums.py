@@ -8,7 +8,7 @@ from typing import Any
 
 from oarjax.config import Config, CreditConfig
 from oarjax.costs import Chip, Row, Work, iteration_flops
-from oarjax.credit.bind import attribution, signals
+from oarjax.credit.bind import attribution, measures, needs_reference, taught
 from oarjax.credit.method import CreditMethod
 from oarjax.credit.oar.oar_l import SCOPE, chunk_size
 from oarjax.credit.oar.oar_p import bucket_sizes
@@ -42,8 +42,9 @@ def work_of(model: QwenConfig, cfg: Config, custom: CreditMethod | None) -> Work
         used=s.rows,
         epochs=cfg.update.epochs,
         old_logps=updates > 1,
-        entropies="entropies" in signals(cfg.credit, custom),
-        reference=cfg.loss.kl_beta > 0,
+        measured=bool(measures(cfg.credit, custom)),
+        reference=needs_reference(cfg, custom),
+        **taught(cfg.credit, custom),
         adapters=trained_count(cfg.lora, model) if cfg.lora.rank else None,
     )
 

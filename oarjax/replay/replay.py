@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from oarjax.credit.bind import weigher
-from oarjax.credit.gate import reshape
-from oarjax.credit.signals import Signals
+from oarjax.credit.bind import method_of, weigher
+from oarjax.credit.kinds import neutral, token_advantages
+from oarjax.credit.signals import signals_of
 from oarjax.models.lora import laid_over
 from oarjax.models.weights import at, weight_table
 from oarjax.report.files import short
@@ -81,20 +81,22 @@ def replay(
     advantages = jnp.zeros(len(completion)) if e.advantages is None else flat(e.advantages)
     if header.kind == "sft":
         loss = imitation(run.policy, head_chunk=run.cfg.policy.head_chunk)
-        scores, weights = Scores(None, None, None, None), jnp.ones(completion.shape)
+        scores, weights = Scores(), jnp.ones(completion.shape)
     else:
-        loss = policy_gradient(run.policy, run.cfg, run.custom_loss)
+        loss = policy_gradient(run.policy, run.cfg, run.custom_loss, run.custom_method)
         scores = flat(_scores(header, e, params, run, frozen, reference))
-        weights = _weights(header, scores, rollout.tokens, flat(e.numbers), span, advantages, completion, run)
-    safe = jnp.where(jnp.isfinite(weights).all(-1, keepdims=True), weights, 1)
+        weights = _weights(header, e, scores, rollout.tokens, span, advantages, completion, run)
+    kind = "weights" if header.kind == "sft" else method_of(run.cfg.credit, run.custom_method).kind
+    safe = jnp.where(jnp.isfinite(weights).all(-1, keepdims=True), weights, neutral(kind, advantages))
     batch = TrainBatch(
         tokens=rollout.tokens,
         valid=rollout.valid,
         completion=completion,
-        advantages=reshape(advantages, safe, completion),
+        advantages=token_advantages(kind, safe, advantages, completion),
         old_logps=scores.old_logps,
         ref_logps=scores.ref_logps,
         behaviour_logps=None if header.kind == "sft" else sampler_logps(run.cfg.loss, rollout),
+        teacher=None if e.hints is None else flat(e.hints).teacher,
     )
     check = make_row_check(loss)
     denominator = jnp.float32(1 if e.denominator is None else jnp.maximum(e.denominator, 1e-20))
@@ -127,17 +129,17 @@ def _scores(
     header: Header, e: Evidence, params: Params, run: Run, frozen: Params | None, reference: Params | None
 ) -> Scores:
     """Compute scores with the run's program."""
-    probed = () if e.probed is None else (e.probed,)
     noise = rollout_key(_key(header), step=header.number, batch=NOISE)
     whole = laid_over(frozen, params)
-    return run.steps.score(whole, reference, e.rollout, e.span, e.numbers, e.used, noise, *probed, probe=header.probe)
+    rows = e.rollout, e.span, e.numbers, e.used
+    return run.steps.score(whole, reference, *rows, noise, e.probed, hints=e.hints, probe=header.probe)
 
 
 def _weights(
     header: Header,
+    e: Evidence,
     scores: Scores,
     tokens: Any,
-    numbers: Any,
     span: AnswerSpan,
     advantages: Any,
     completion: Any,
@@ -145,7 +147,9 @@ def _weights(
 ) -> jax.Array:
     """Compute token weights as the method returns them, including those that are not finite."""
     order = rollout_key(_key(header), step=header.number, batch=ORDER)
-    signals = Signals(scores.importance, scores.entropies, tokens[:, -completion.shape[1] :], numbers)
+    numbers, hints = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (e.numbers, e.hints))
+    sizes = {"length": completion.shape[1], "group_size": run.cfg.rollout.group_size}
+    signals = signals_of(scores, tokens, numbers, **sizes, hints=hints, iteration=header.number)
     weigh = weigher(run.cfg.credit, keyword_table=run.keyword_table, custom_method=run.custom_method)
     return weigh(signals, span, advantages, completion, order)
 
@@ -193,7 +197,7 @@ def _score_stages(i: int, scores: Scores, mask: Any, reasoning: Any) -> list[tup
     return [
         ("old log-probs", _inside(scores.old_logps, i, mask)),
         ("reference log-probs", _inside(scores.ref_logps, i, mask)),
-        ("entropies", _inside(scores.entropies, i, mask)),
+        *((name, _inside(values, i, mask)) for name, values in (scores.measured or {}).items()),
         ("importance", _inside(scores.importance, i, reasoning)),
     ]
 

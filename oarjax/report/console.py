@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oarjax.config import flatten
+from oarjax.credit.method import MEASURES
 from oarjax.report.files import Metrics, make_console, short, visible
 
 LIVE = {
@@ -246,6 +247,7 @@ WARNINGS = (
             "old_logps": "trainer's log-probabilities",
             "ref_logps": "reference policy's log-probabilities",
             "entropies": "entropies",
+            **{name: f"signal {name}" for name in MEASURES if name != "entropies"},
         }.items()
     ),
 )

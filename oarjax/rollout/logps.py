@@ -9,9 +9,12 @@ between devices is gathered once, before the first chunk, for both directions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from oarjax.models.policy import Policy, positions_of
 from oarjax.rollout.filters import Filters, filter_logits
@@ -43,6 +46,24 @@ def token_logps(
     Raises:
         ValueError: completion_length outside 1 .. N - 1, temperature or head_chunk not positive.
     """
+    hidden = last_states(policy, params, tokens, valid, completion_length=completion_length)
+    targets = tokens[:, tokens.shape[1] - completion_length :]
+    return hidden_logps(policy, params, hidden, targets, temperature=temperature, head_chunk=head_chunk)
+
+
+def last_states(
+    policy: Policy,
+    params: Params,
+    tokens: Int[Array, "B N"],
+    valid: Bool[Array, "B N"],
+    *,
+    completion_length: int,
+) -> Float[Array, "B T D"]:
+    """Compute the final hidden states that predict the last T tokens: those of the positions before them.
+
+    Raises:
+        ValueError: completion_length outside 1 .. N - 1.
+    """
     total = tokens.shape[1]
     if not 1 <= completion_length < total:
         raise ValueError(
@@ -50,15 +71,7 @@ def token_logps(
             f"got {completion_length}"
         )
     hidden, _ = policy.trunk(params, policy.embed(params, tokens), positions_of(valid), valid)
-    return hidden_logps(
-        policy,
-        params,
-        hidden[:, total - completion_length - 1 : total - 1],
-        tokens[:, total - completion_length :],
-        temperature=temperature,
-        head_chunk=head_chunk,
-        filters=filters,
-    )
+    return hidden[:, total - completion_length - 1 : total - 1]
 
 
 def hidden_logps(
@@ -71,33 +84,42 @@ def hidden_logps(
     head_chunk: int,
     filters: Filters | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Log-probability of each target and entropy, of the final hidden states that predict them.
-
-    A chunk takes the same few positions of every row, so that rows split over devices keep all of them busy
-    in every chunk. Only when there are more rows than ``head_chunk`` are rows split too (strided, for the
-    same reason). Chunks are of equal size; up to ``head_chunk`` positions run at once, with no loop.
+    """Log-probability of each target and entropy, of the final hidden states that predict them, ``in_chunks``.
 
     Raises:
         ValueError: temperature or head_chunk not positive.
     """
-    if head_chunk < 1:
-        raise ValueError(f"head_chunk: expected at least 1 token position, got {head_chunk}")
     if temperature <= 0:
         raise ValueError(
             f"temperature: expected a positive number, got {temperature}; greedy sampling is scored at temperature 1"
         )
 
-    def score(chunk):
+    def score(states, ids):
         # Rows and positions merged: with three axes the head's weight gradient takes twice as long on a CPU.
-        states, ids = chunk
         logits = policy.unembed(params, states.reshape(-1, states.shape[-1]))
         logps, entropies = logits_logps(logits, ids.reshape(-1), temperature=temperature, filters=filters)
         return logps.reshape(ids.shape), entropies.reshape(ids.shape)
 
     params = policy.head(params)
-    rows, length = targets.shape
+    return in_chunks(score, (hidden, targets), head_chunk=head_chunk)
+
+
+def in_chunks(fn: Callable[..., Any], arrays: tuple[Shaped[Array, "B T ..."], ...], *, head_chunk: int) -> Any:
+    """Apply a function of token positions to ``head_chunk`` of them at a time; its results are a tree of [B, T].
+
+    A chunk takes the same few positions of every row, so that rows split over devices keep all of them busy
+    in every chunk. Only when there are more rows than ``head_chunk`` are rows split too (strided, for the
+    same reason). Chunks are of equal size; up to ``head_chunk`` positions run at once, with no loop. A backward pass
+    computes each chunk again.
+
+    Raises:
+        ValueError: head_chunk not positive.
+    """
+    if head_chunk < 1:
+        raise ValueError(f"head_chunk: expected at least 1 token position, got {head_chunk}")
+    rows, length = arrays[0].shape[:2]
     if rows * length <= head_chunk:
-        return score((hidden, targets))
+        return fn(*arrays)
     row_chunks, row_size = _even_chunks(rows, head_chunk)
     time_chunks, time_size = _even_chunks(length, max(head_chunk // rows, 1))
 
@@ -111,8 +133,7 @@ def hidden_logps(
         x = jnp.moveaxis(x.reshape(row_chunks, time_chunks, row_size, time_size), (0, 1), (1, 2))
         return x.reshape(row_size * row_chunks, time_chunks * time_size)[:rows, :length]
 
-    logps, entropies = jax.lax.map(jax.checkpoint(score), (split(hidden), split(targets)))
-    return join(logps), join(entropies)
+    return jax.tree.map(join, jax.lax.map(lambda chunk: jax.checkpoint(fn)(*chunk), tuple(map(split, arrays))))
 
 
 def _even_chunks(count: int, most: int) -> tuple[int, int]:

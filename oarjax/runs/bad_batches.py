@@ -24,9 +24,9 @@ from safetensors.numpy import save_file
 from oarjax.errors import UserError
 from oarjax.runs.durable import check_guards
 from oarjax.system.json import to_json
-from oarjax.types import AnswerSpan, Evidence, Params, Rollout, Scores
+from oarjax.types import AnswerSpan, Evidence, Hints, Params, Privileged, Rollout, Scores
 
-FORMAT = 1
+FORMAT = 2
 FOLDER = "bad_batches"
 METADATA = "oarjax"
 """Key of the header in the safetensors metadata."""
@@ -259,7 +259,11 @@ def _evidence(tree: dict[str, Any]) -> Evidence:
         return None if part is None else kind(**{field.name: part.get(field.name) for field in fields(kind)})
 
     pair = tree.get("probed")
+    hints = tree.get("hints")
+    if hints is not None:
+        hints = build(Hints, hints | {"teacher": build(Privileged, hints.get("teacher"))})
     parts = {
+        "hints": hints,
         "rollout": build(Rollout, tree.get("rollout")),
         "span": build(AnswerSpan, tree.get("span")),
         "scores": build(Scores, tree.get("scores")),

@@ -32,6 +32,7 @@ def code_places(cfg: Config) -> list[str]:
     places = [f"grading.plugins={plugin}" for plugin in cfg.grading.plugins]
     named = {
         "credit.function": cfg.credit.function,
+        "credit.marks": cfg.credit.marks,
         "credit.probe.function": cfg.credit.probe.function,
         "advantage.function": cfg.advantage.function,
         "loss.function": cfg.loss.function,

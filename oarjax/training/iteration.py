@@ -37,6 +37,7 @@ from oarjax.types import (
     AnswerSpan,
     Evidence,
     Grades,
+    Hints,
     Mean,
     Params,
     Rollout,
@@ -85,6 +86,7 @@ def iterate(
         if probed:
             length = rollout.completion.shape[1]
             span = replace(span, reasoning=probed[1].reasoning[:, :length], found=probed[1].found)
+        hints = host.hints(rollout, problems) if host.hints else None
 
     # Which rows are worth scoring. Without skipping that needs no reward, so workers grade while the device scores.
     rows = np.arange(capacity)
@@ -98,11 +100,11 @@ def iterate(
     sizes = sizes_of(rollout, prompt_bucket=step, completion_bucket=cfg.rollout.completion_bucket)
     plan = MinibatchPlan(rows, cfg.update.minibatches, cfg.update.microbatch, capacity, sizes)
     numbers = np.arange(capacity, dtype=np.int32)
-    arrays = (widen(rollout, width), span, numbers, *([(widen(probed[0], width), probed[1])] if probed else []))
+    arrays = widen(rollout, width), span, numbers, probed and (widen(probed[0], width), probed[1]), hints
     minibatches = [host.place(minibatch, "microbatches") for minibatch in plan.split(arrays)]
     if host.watch and (unsound := unsound_rows(rollout)).any():
         everyone = MinibatchPlan(numbers, 1, cfg.update.microbatch, capacity)
-        ((r, s, n, *instead),) = everyone.split((rollout, span, numbers, *([probed] if probed else [])))
+        ((r, s, n, instead, h),) = everyone.split((rollout, span, numbers, probed, hints))
         count = {f"{NONFINITE}behaviour_logps": Mean(jnp.float32(unsound.sum()), jnp.float32(capacity))}
         host.watch(
             PhaseRecord(
@@ -112,7 +114,7 @@ def iterate(
                 count,
                 state,
                 probe,
-                Evidence(r, s, n, jnp.asarray(everyone.used[0]), *instead),
+                Evidence(r, s, n, jnp.asarray(everyone.used[0]), instead, hints=h),
             )
         )
 
@@ -149,12 +151,12 @@ def iterate(
     with host.phase("credit" if scores else "update"):
         for k, arrays in enumerate(plan.split((advantages, trained))):
             a, completion = host.place(arrays, "microbatches")
-            (r, s, n, *instead), pieces = minibatches[k], plan.pieces[k]
+            (r, s, n, instead, h), pieces = minibatches[k], plan.pieces[k]
             once = steps.fused(state, FusedRows(r, s, n, a, completion), pieces, (noise_key, order_key), probe=probe)
             if once is None:
                 row_scores = scores[k]
-                credit, measured = steps.credit(row_scores, r, s, a, completion, order_key, n)
-                weights = credit.weights
+                credit, measured = steps.credit(row_scores, r, s, a, completion, order_key, n, h, np.int32(iteration))
+                weights, returned = credit.weights, credit.weights if credit.returned is None else credit.returned
                 batch = TrainBatch(
                     tokens=r.tokens,
                     valid=r.valid,
@@ -163,17 +165,17 @@ def iterate(
                     old_logps=row_scores.old_logps,
                     ref_logps=row_scores.ref_logps,
                     behaviour_logps=sampler_logps(cfg.loss, r),
+                    teacher=h and h.teacher,
                 )
                 gradients.append(partial(steps.sums, batch=batch, pieces=pieces))
             else:
-                row_scores, weights, measured = Scores(None, None, once.importance, None), once.weights, once.metrics
+                row_scores, weights, measured = Scores(importance=once.importance), once.weights, once.metrics
+                returned = weights
                 gradients.append(lambda _, sums=once.sums: sums)
             metrics = add_metrics(metrics, measured)
             row_weights.append(weights)
             used = jnp.asarray(plan.used[k])
-            evidence = Evidence(
-                r, s, n, used, instead[0] if instead else None, row_scores, a, completion, weights, denominator
-            )
+            evidence = Evidence(r, s, n, used, instead, row_scores, a, completion, returned, denominator, h)
             records.append(PhaseRecord("credit", iteration, k, measured, state, probe, evidence))
             if host.watch:
                 host.watch(records[k])
@@ -243,6 +245,7 @@ def score(
     span: AnswerSpan,
     numbers: Any,
     probed: tuple[Rollout, AnswerSpan] | None = None,
+    hints: Hints | None = None,
     *,
     pieces: Sequence[Piece],
     key: Any,
@@ -251,7 +254,18 @@ def score(
     """Score a minibatch [M, b, ...] piece by piece, each padded to its own bucket."""
     parts = [
         steps.score(
-            params, reference, rollout, span, numbers, p.stop, key, probed, p.start, probe=probe, bucket=p.bucket
+            params,
+            reference,
+            rollout,
+            span,
+            numbers,
+            p.stop,
+            key,
+            probed,
+            p.start,
+            hints,
+            probe=probe,
+            bucket=p.bucket,
         )
         for p in pieces
     ]

@@ -9,14 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from oarjax.credit.method import MEASURES
 from oarjax.types import Grades, Mean, Params, Rollout
 
 NONFINITE = "nonfinite/"
 """What the metrics of NaN and infinite values begin with. 0 in a healthy run, in the order of cause and effect:
 
 behaviour_logps, old_logps, ref_logps   share of rows whose sampler's, old or reference log-probs are not finite
-entropies, importance                   share of rows with such a signal; their tokens keep weights of 1
-weights                                 share of rows for which the method gave such a weight; they get weights of 1
+entropies, importance and others        share of rows with such a signal; their tokens keep weights of 1
+weights                                 share of rows to which the method gave such a credit; they get GRPO's
 advantages                              share of rows of such a group advantage (rewards too large to add up)
 loss, gradient                          share of the iteration's updates with such a loss or gradient norm
 params                                  share of updates that would have left such parameters
@@ -24,7 +25,7 @@ params                                  share of updates that would have left su
 Updates with a loss, gradient or params that are not finite are skipped; ``skipped`` is their share.
 """
 
-QUANTITIES = ("behaviour_logps", "old_logps", "ref_logps", "entropies", "importance", "weights", "advantages")
+QUANTITIES = ("behaviour_logps", "old_logps", "ref_logps", *MEASURES, "importance", "weights", "advantages")
 QUANTITIES += ("loss", "gradient", "params")
 
 
@@ -59,13 +60,14 @@ def unsound_rows(rollout: Rollout) -> np.ndarray:
 
 
 def nonfinite_rows(
-    values: Mapping[str, Float[Array, "B *T"] | None], mask: Mapping[str, Bool[Array, "B *T"]], rows: Bool[Array, "B"]
+    values: Mapping[str, Float[Array, "B ..."] | None], mask: Mapping[str, Bool[Array, "B ..."]], rows: Bool[Array, "B"]
 ) -> dict[str, Mean]:
     """Share of the given rows that hold a value which is not finite inside its mask, by the value's name."""
     count = jnp.sum(rows).astype(jnp.float32)
 
-    def share(x: Float[Array, "B *T"], inside: Bool[Array, "B *T"]) -> Mean:
-        wrong = (~jnp.isfinite(x) & inside).reshape(len(rows), -1).any(-1)
+    def share(x: Float[Array, "B *S"], inside: Bool[Array, "B *T"]) -> Mean:
+        each = inside.reshape(*inside.shape, *(1,) * (x.ndim - inside.ndim))  # of the states at a token
+        wrong = (~jnp.isfinite(x) & each).reshape(len(rows), -1).any(-1)
         return Mean(jnp.sum(wrong & rows).astype(jnp.float32), count)
 
     return {f"{NONFINITE}{name}": share(x, mask[name]) for name, x in values.items() if x is not None}

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
-from oarjax.types import AnswerSpan, Evidence, Grades, Rollout
+from oarjax.types import AnswerSpan, Evidence, Grades, Privileged, Rollout
 
 
 def bucket(length: int, step: int, limit: int) -> int:
@@ -55,17 +55,18 @@ def cut(tree: Any, bucket: Bucket | None, *, length: int, room: int = 0) -> Any:
     """Cut the [b, S + T] and [b, T] arrays of a microbatch to a bucket, T = length + room positions of completion.
 
     Prompts lose columns on the left, completions on the right and never the ``room`` that is added to every bucket.
+    A teacher's prompts stay as wide as they are.
     """
     if bucket is None:
         return tree
 
     def columns(x: Any) -> Any:
-        if x.ndim < 2:
+        if isinstance(x, Privileged) or x.ndim < 2:
             return x
         prompt = x.shape[1] - length - room
         return x[:, max(prompt - bucket.prompt, 0) : prompt + bucket.completion + room]
 
-    return jax.tree.map(columns, tree)
+    return jax.tree.map(columns, tree, is_leaf=lambda x: isinstance(x, Privileged))
 
 
 def sizes_of(rollout: Rollout, *, prompt_bucket: int, completion_bucket: int) -> Int[np.ndarray, "B 2"]:
@@ -240,7 +241,8 @@ def trim_evidence(evidence: Evidence) -> Evidence:
 
     rollout, span, scores, completion, weights = narrow((e.rollout, e.span, e.scores, e.completion, e.weights))
     probed = e.probed and narrow(e.probed, e.probed[0].completion.shape[-1] - length)
-    return replace(e, rollout=rollout, span=span, scores=scores, completion=completion, weights=weights, probed=probed)
+    narrowed = {"rollout": rollout, "span": span, "scores": scores, "completion": completion, "weights": weights}
+    return replace(e, **narrowed, probed=probed, hints=narrow(e.hints))
 
 
 def informative_first(constant: Bool[np.ndarray, "Q"], *, prompts: int, group_size: int) -> Int[np.ndarray, "B"]:

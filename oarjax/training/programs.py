@@ -17,19 +17,29 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from oarjax.config import Config, OptimConfig, SFTConfig
-from oarjax.credit.bind import credit_metrics, scorer, shared_scorer, signals, weigher
-from oarjax.credit.gate import reshape
+from oarjax.credit.bind import (
+    check_updates,
+    credit_metrics,
+    measures,
+    method_of,
+    row_advantages,
+    scorer,
+    shared_scorer,
+    weigher,
+)
 from oarjax.credit.keywords import KeywordTable
+from oarjax.credit.kinds import neutral, relative, token_advantages
+from oarjax.credit.measures import measure
 from oarjax.credit.method import CreditMethod
 from oarjax.credit.oar.oar_g import row_keys
 from oarjax.credit.probe import Probe, ProbeMode
-from oarjax.credit.signals import Signals
+from oarjax.credit.signals import signals_of
 from oarjax.models.lora import below
 from oarjax.models.policy import Policy
 from oarjax.rl.advantages import AdvantageFunction
 from oarjax.rl.grpo import aggregate, zero_variance_groups
 from oarjax.rl.optimizer import adamw, learning_rate
-from oarjax.rollout.logps import hidden_logps, token_logps
+from oarjax.rollout.logps import token_logps
 from oarjax.training.metrics import nonfinite_rows
 from oarjax.training.minibatches import Bucket, Piece, cut
 from oarjax.training.parts.advantages import bound_advantages, bound_kl_penalty
@@ -48,7 +58,7 @@ from oarjax.training.parts.loss import (
     policy_gradient,
 )
 from oarjax.training.sampling import evaluation_sampler, group_sampler
-from oarjax.types import AnswerSpan, Credit, Params, Rollout, Scores, TrainBatch, TrainState
+from oarjax.types import AnswerSpan, Credit, Hints, Params, Rollout, Scores, TrainBatch, TrainState
 
 
 class Steps(NamedTuple):
@@ -61,8 +71,9 @@ class Steps(NamedTuple):
     advantages: Callable[..., Float[Array, "B"]]  # (rewards, NaN where not graded; values of each reward by name)
     after_kl: Callable[..., Float[Array, "B"]]  # (rewards, rollout, ref log-probs): the rewards less the KL term
     score: Callable[..., Scores]
-    # (params, ref_params, rollout, span, row numbers, stop, key[, probed, start], probe=mode, bucket=)
-    credit: Callable[..., tuple[Credit, Metrics]]  # (scores, rollout, span, advantages, completion, key, numbers)
+    # (params, ref_params, rollout, span, row numbers, stop, key[, probed, start, hints], probe=mode, bucket=)
+    credit: Callable[..., tuple[Credit, Metrics]]
+    # (scores, rollout, span, advantages, completion, key, row numbers[, hints, iteration])
     denominator: Callable[..., Float[Array, ""]]  # (completion of the whole rollout)
     zeros: Callable[..., Sums]  # (state, batch): the sums to begin an update with
     accumulate: Callable[..., Sums]  # (sums, state, batch, start, stop, bucket=): takes the sums' memory
@@ -162,6 +173,7 @@ def make_steps(
     Raises:
         ConfigError: the method of credit needs what is not there, such as ``keyword_table`` for keywords.
     """
+    check_updates(cfg, custom_method)
     roll = cfg.rollout
     if rollout is None:
         rollout = RolloutLayout(policy, lambda params: params, None, shardings.rows)
@@ -171,7 +183,8 @@ def make_steps(
     logps_of = partial(token_logps, policy, **head)
     # With one update per rollout the ratio is 1: old = stop_gradient(new), no pass of its own.
     wants_old = cfg.update.epochs * cfg.update.minibatches > 1
-    wants_entropies = "entropies" in signals(cfg.credit, custom_method)
+    read, kind = measures(cfg.credit, custom_method), method_of(cfg.credit, custom_method).kind
+    wanted = {"logps", *read} if wants_old else read
     own = {"custom_probe": custom_probe, "custom_method": custom_method}
     score_of = scorer(cfg.credit, policy, temperature=roll.temperature, pad_id=pad_id, **own)
     weights_of = weigher(cfg.credit, keyword_table=keyword_table, custom_method=custom_method)
@@ -186,6 +199,7 @@ def make_steps(
         key: Key[Array, ""],
         probed: tuple[Rollout, AnswerSpan] | None = None,
         start: int | Int[Array, ""] = 0,
+        hints: Hints | None = None,
         *,
         probe: ProbeMode,
         bucket: Bucket | None = None,
@@ -194,33 +208,38 @@ def make_steps(
         # Below adapters lies what training started from: the reference is there already.
         reference = below(params) if cfg.lora.rank else ref_params
 
-        def one(xs: tuple[Rollout, AnswerSpan, Int[Array, "b"], tuple[Rollout, AnswerSpan] | None]) -> Scores:
-            (r, s), rows, instead = cut(xs[:2], bucket, length=full), xs[2], xs[3]
+        def one(xs: Any) -> Scores:
+            (r, s), rows, instead, teacher = cut(xs[:2], bucket, length=full), *xs[2:]
             if instead is not None:
                 instead = cut(instead, bucket, length=full, room=instead[0].completion.shape[-1] - full)
             length = r.completion.shape[-1]
             logps = partial(logps_of, tokens=r.tokens, valid=r.valid, completion_length=length)
-            read, marked = (r, s) if instead is None else instead
-            found = score_of(params, read, marked, row_keys(key, rows), probe)
+            probed_rows, marked = (r, s) if instead is None else instead
+            found = score_of(params, probed_rows, marked, row_keys(key, rows), probe)
             if instead is not None:  # its reasoning stands where the rollout's does; its clean states do not
                 importance = None if found.importance is None else found.importance[:, :length]
                 found = found._replace(importance=importance, hidden=None)
-            old = entropies = None
-            if wants_old or wants_entropies:  # the attribution's clean pass will do, where there was one
-                old, entropies = (
-                    logps(params)
-                    if found.hidden is None
-                    else hidden_logps(policy, params, found.hidden, r.tokens[:, -length:], **head)
-                )
+            measured = measure(
+                policy,
+                params,
+                r.tokens,
+                r.valid,
+                wanted=wanted,
+                completion_length=length,
+                hidden=found.hidden,  # of the attribution's clean pass, where there was one
+                reference=reference,
+                teacher=teacher,
+                **head,
+            )
             scores = Scores(
-                old_logps=old if wants_old else None,
+                old_logps=measured["logps"] if wants_old else None,
                 ref_logps=logps(reference)[0] if cfg.loss.kl_beta > 0 else None,
                 importance=found.importance,
-                entropies=entropies if wants_entropies else None,
+                measured={name: measured[name] for name in sorted(read)} or None,
             )
-            return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, full - length))), scores)
+            return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, full - length), *((0, 0),) * (x.ndim - 2))), scores)
 
-        return map_between(one, (rollout, span, numbers, probed), start, stop)
+        return map_between(one, (rollout, span, numbers, probed, hints and hints.teacher), start, stop)
 
     def credit(
         scores: Scores,
@@ -230,43 +249,37 @@ def make_steps(
         completion: Bool[Array, "M b T"],
         key: Key[Array, ""],
         numbers: Int[Array, "M b"],
+        hints: Hints | None = None,
+        iteration: int | Int[Array, ""] = 1,
     ) -> tuple[Credit, Metrics]:
         M, b = advantages.shape
         flat = partial(jax.tree.map, lambda x: x.reshape(M * b, *x.shape[2:]))
         s, mask, a = flat(span), flat(completion), flat(advantages)
-        found = Signals(
-            importance=flat(scores.importance),
-            entropies=flat(scores.entropies),
-            tokens=flat(rollout.tokens)[:, -mask.shape[1] :],
-            rows=flat(numbers),
-        )
-        w = weights_of(found, s, a, mask, key)
+        scored = flat(scores)
+        sizes = {"length": mask.shape[1], "group_size": roll.group_size}
+        found = signals_of(scored, flat(rollout.tokens), flat(numbers), **sizes, hints=flat(hints), iteration=iteration)
+        returned = weights_of(found, s, a, mask, key)
+        per_token = {"old_logps": scored.old_logps, "ref_logps": scored.ref_logps, **(scored.measured or {})}
+        per_token["weights"] = returned
         wrong = nonfinite_rows(
-            {
-                "old_logps": flat(scores.old_logps),
-                "ref_logps": flat(scores.ref_logps),
-                "importance": found.importance,
-                "entropies": found.entropies,
-                "weights": w,
-                "advantages": a,
-            },
-            {
-                **dict.fromkeys(("old_logps", "ref_logps", "entropies", "weights"), mask),
-                "importance": s.reasoning,
-                "advantages": jnp.ones(a.shape, bool),
-            },
+            {**per_token, "importance": found.importance, "advantages": a},
+            {**dict.fromkeys(per_token, mask), "importance": s.reasoning, "advantages": jnp.ones(a.shape, bool)},
             mask.any(-1),
         )
-        w = jnp.where(jnp.all(jnp.isfinite(w) | ~mask, axis=-1)[:, None], w, 1)
+        sound = jnp.all(jnp.isfinite(returned) | ~mask, axis=-1)[:, None]
+        returned = jnp.where(sound, returned, neutral(kind, a))
+        advantages = token_advantages(kind, returned, a, mask)
+        w = relative(kind, returned, advantages, a, mask)
         given = Credit(
             importance=jnp.zeros_like(w) if found.importance is None else found.importance,
             weights=w,
-            advantages=reshape(a, w, mask),
+            advantages=advantages,
+            returned=returned,
         )
         shaped = jax.tree.map(lambda x: x.reshape(M, b, *x.shape[1:]), given)
-        return shaped, credit_metrics(w, s, mask) | wrong
+        return shaped, credit_metrics(jnp.abs(w), s, mask) | wrong
 
-    loss = policy_gradient(policy, cfg, custom_loss)
+    loss = policy_gradient(policy, cfg, custom_loss, custom_method)
 
     def denominator(completion: Bool[Array, "B T"]) -> Float[Array, ""]:
         zeros = jnp.zeros(completion.shape, jnp.float32)
@@ -304,7 +317,7 @@ def make_steps(
         sample=groups,
         evaluate=evaluation,
         equal_groups=jax.jit(partial(zero_variance_groups, group_size=roll.group_size)),
-        advantages=jax.jit(bound_advantages(cfg, custom_advantages)),
+        advantages=jax.jit(row_advantages(cfg, custom_method) or bound_advantages(cfg, custom_advantages)),
         after_kl=jax.jit(bound_kl_penalty(cfg)),
         score=jax.jit(score, static_argnames=("probe", "bucket"), out_shardings=shardings.microbatches),
         credit=jax.jit(credit, out_shardings=(shardings.microbatches, shardings.replicated)),

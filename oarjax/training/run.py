@@ -24,7 +24,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from oarjax.config import Config, ConfigError
-from oarjax.credit.bind import signals
+from oarjax.credit.bind import check_updates, signals
 from oarjax.credit.keywords import KeywordTable, keyword_table
 from oarjax.credit.method import CreditMethod
 from oarjax.credit.probe import Probe
@@ -49,6 +49,7 @@ from oarjax.training.parts.ahead import prompt_step
 from oarjax.training.parts.checks import check_failures, check_grading, check_lengths, check_report
 from oarjax.training.parts.custom import check_credit, check_custom, find_advantages, find_loss, find_method, find_probe
 from oarjax.training.parts.grades import RolloutGrading, grader_of
+from oarjax.training.parts.hints import hints_of
 from oarjax.training.parts.layout import (
     check_layouts,
     compute_dtype_of,
@@ -405,11 +406,7 @@ class Run:
 
 
 def open_run(
-    cfg: Config,
-    console: Console | None = None,
-    *,
-    evaluates: bool = False,
-    hold: Callable[[], object] | None = None,
+    cfg: Config, console: Console | None = None, *, evaluates: bool = False, hold: Callable[[], object] | None = None
 ) -> Run:
     """Open a run: check the config against devices, checkpoint and data; load no weights.
 
@@ -442,5 +439,7 @@ def open_run(
     for part in ("table", "pairs", "train", "held_out"):
         getattr(run, part)
     run.check_credit()
+    check_updates(cfg, run.custom_method)
+    hints_of(run)  # fails on what cannot be read
     check_custom(cfg)
     return run

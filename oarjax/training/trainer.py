@@ -14,7 +14,7 @@ import numpy as np
 
 from oarjax.config import Config
 from oarjax.costs import Row, Work, iteration_flops
-from oarjax.credit.bind import attribution, signals
+from oarjax.credit.bind import attribution, measures, needs_reference, taught
 from oarjax.credit.method import CreditMethod
 from oarjax.grading.grader import GraderError
 from oarjax.grading.recorded import Grading
@@ -31,6 +31,7 @@ from oarjax.training.iteration import Iteration, iterate
 from oarjax.training.parts.adapters import trained_count
 from oarjax.training.parts.ahead import compiles_ahead, prompt_step
 from oarjax.training.parts.fused import fuses
+from oarjax.training.parts.hints import hints_of
 from oarjax.training.parts.host import HostCallbacks
 from oarjax.training.parts.known import compile_known
 from oarjax.training.parts.memory import report_memory
@@ -73,7 +74,7 @@ def train(
     """
     cfg, console = run.cfg, run.console
     reference = None
-    if cfg.loss.kl_beta > 0 and cfg.lora.rank == 0:  # with adapters, the frozen weights are the reference
+    if needs_reference(cfg, run.custom_method) and cfg.lora.rank == 0:  # with adapters, the frozen weights are the reference
         reference = to_host_memory(start) if cfg.loss.reference == "host" else start
     state = run.new_state(start, copy=keep_start or reference is start)
     stream = run.prompts()
@@ -97,6 +98,7 @@ def train(
             place=run.place,
             phase=timer.phase,
             probed=run.probed if cfg.credit.answer.source == "reference" else None,
+            hints=hints_of(run),
             load_reference=partial(jax.device_put, device=run.layout.params),
             prompt_step=prompt_step(cfg, run.mesh),
         )
@@ -203,8 +205,9 @@ def model_flops(cfg: Config, model: QwenConfig, metrics: dict[str, float], custo
         used=metrics["rows_used"],
         epochs=cfg.update.epochs,
         old_logps=cfg.update.epochs * cfg.update.minibatches > 1,
-        entropies="entropies" in signals(cfg.credit, custom),
-        reference=cfg.loss.kl_beta > 0,
+        measured=bool(measures(cfg.credit, custom)),
+        reference=needs_reference(cfg, custom),
+        **taught(cfg.credit, custom),
         adapters=trained_count(cfg.lora, model) if cfg.lora.rank else None,
         fused=fuses(cfg, custom),
     )

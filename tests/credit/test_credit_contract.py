@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from oarjax.config import CreditConfig
 from oarjax.credit import registry
 from oarjax.credit.bind import weigher
-from oarjax.credit.gate import reshape
 from oarjax.credit.keywords import keyword_table
+from oarjax.credit.kinds import neutral, token_advantages
 from oarjax.credit.signals import Signals
 from oarjax.types import AnswerSpan
 
@@ -31,9 +31,18 @@ class Law(NamedTuple):
     """What a method promises."""
 
     changes: dict
-    coupling: str = "row"  # row: no row sees another; batch
     mass: str = "row"  # row: mean 1 over the reasoning; batch: over the tokens of rows with A != 0; free
     keyed: bool = False  # a row's weights depend on its number as well
+    flat: bool = True  # signals that tell nothing apart leave it at GRPO, outside the reasoning too unless it is grail
+    coupling: str | None = None  # of the setting, where that is not the registry's
+
+    @property
+    def couples(self) -> str:
+        return self.coupling or self.record.coupling
+
+    @property
+    def record(self):
+        return registry.METHODS[self.changes["method"]]
 
 
 METHODS = {
@@ -46,24 +55,43 @@ METHODS = {
     "oar_g, free": Law({"method": "oar_g", "gate": {"mass": "free"}}, mass="free"),
     "oar_g, wrong only": Law({"method": "oar_g", "polarity": "wrong"}),
     "entropy": Law({"method": "entropy"}),
-    "entropy_top": Law({"method": "entropy_top"}, coupling="batch", mass="batch"),
-    "entropy_top, correct only": Law({"method": "entropy_top", "polarity": "correct"}, coupling="batch", mass="batch"),
-    "entropy_top, sequence": Law({"method": "entropy_top", "entropy": {"scope": "sequence"}}, mass="completion"),
-    "entropy_top, free": Law({"method": "entropy_top", "entropy": {"mass": "free"}}, coupling="batch", mass="free"),
+    "entropy_top": Law({"method": "entropy_top"}, mass="batch"),
+    "entropy_top, correct only": Law({"method": "entropy_top", "polarity": "correct"}, mass="batch"),
+    "entropy_top, sequence": Law(
+        {"method": "entropy_top", "entropy": {"scope": "sequence"}}, mass="completion", coupling="row"
+    ),
+    "entropy_top, free": Law({"method": "entropy_top", "entropy": {"mass": "free"}}, mass="free"),
     "keywords": Law({"method": "keywords"}),
     "grail": Law({"method": "grail"}, mass="free"),
     "grail, wrong only": Law({"method": "grail", "polarity": "wrong"}, mass="free"),
     "random": Law({"method": "random"}, keyed=True),
     "permuted": Law({"method": "permuted"}, keyed=True),
+    "ktae": Law({"method": "ktae"}, mass="free"),
+    "ktae, wrong only": Law({"method": "ktae", "polarity": "wrong"}, mass="free"),
+    "gtpo": Law({"method": "gtpo"}, mass="free", flat=False),
+    "token_baseline": Law({"method": "token_baseline"}, mass="free", flat=False),
+    "delta": Law({"method": "delta"}, mass="batch"),
+    "causal_spans": Law({"method": "causal_spans"}),
+    "dgpo": Law({"method": "dgpo"}, mass="completion"),
+    "fipo": Law({"method": "fipo"}),
+    "crpo": Law({"method": "crpo"}),
+    "egca": Law({"method": "egca"}, mass="completion"),
+    "critic_search": Law({"method": "critic_search"}, mass="free", flat=False),
+    "shear": Law({"method": "shear", "shear": {"window": 3, "stride": 2, "iterations": 3}}, mass="free", flat=False),
+    "rlsd": Law({"method": "rlsd"}, mass="free", flat=False),
+    "serl": Law({"method": "serl"}, mass="free", flat=False),
+    "sdpg": Law({"method": "sdpg"}),
 }
-every = pytest.mark.parametrize("name", METHODS)
-row_by_row = pytest.mark.parametrize("name", [n for n, law in METHODS.items() if law.coupling == "row"])
+PLAIN = ("fipo", "crpo", "sdpg")
+"""What they change is not their weights, which are uniform's: they have tests of their own."""
+every = pytest.mark.parametrize("name", [n for n in METHODS if n not in PLAIN])
+apart = pytest.mark.parametrize("name", [n for n, law in METHODS.items() if law.couples != "batch" and n not in PLAIN])
 tries = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 
 
 class Case(NamedTuple):
     importance: np.ndarray
-    entropies: np.ndarray
+    entropies: np.ndarray  # of which other signals are made
     tokens: np.ndarray
     reasoning: np.ndarray
     answer: np.ndarray
@@ -76,7 +104,27 @@ class Case(NamedTuple):
 
     @property
     def signals(self) -> Signals:
-        return Signals(*(jnp.asarray(x) for x in (self.importance, self.entropies, self.tokens)))
+        return signals_from(*(jnp.asarray(x) for x in (self.importance, self.entropies, self.tokens)))
+
+
+def signals_from(importance, values, tokens):
+    """All signals; the first half of the rows is one group, the second another."""
+    half = -(-ROWS // 2)
+    return Signals(
+        importance=importance,
+        entropies=values,
+        tokens=tokens,
+        groups=jnp.where(jnp.arange(len(tokens)) < half, 0, 1),
+        logps=-values,
+        score_norms=values,
+        hidden=jnp.stack([values, importance, jnp.ones_like(values)], -1),
+        hellinger=values,
+        spread=importance,
+        teacher_logps=-importance,
+        marks=(tokens % 3 - 1).astype(jnp.float32),
+        turns=tokens // 2,
+        iteration=3,
+    )
 
 
 @st.composite
@@ -110,10 +158,9 @@ def compiled(name: str):
     return jax.jit(lambda signals, span, advantages, completion: weigh(signals, span, advantages, completion, KEY))
 
 
-def weights(name: str, case: Case) -> np.ndarray:
-    return np.asarray(
-        compiled(name)(case.signals, case.span, jnp.asarray(case.advantages), jnp.asarray(case.completion))
-    )
+def weights(name: str, case: Case, signals: Signals | None = None) -> np.ndarray:
+    signals = case.signals if signals is None else signals
+    return np.asarray(compiled(name)(signals, case.span, jnp.asarray(case.advantages), jnp.asarray(case.completion)))
 
 
 def test_every_method_is_here():
@@ -127,19 +174,24 @@ def test_weights_are_finite_and_not_negative(name, case):
     w = weights(name, case)
     assert w.dtype == np.float32
     assert np.isfinite(w).all()
-    assert (w >= 0).all()
+    assert (w >= 0).all() or METHODS[name].record.kind != "weights"
 
 
 @every
 @given(case=cases())
 @tries
 def test_signs_and_rows_that_teach_nothing(name, case):
-    shaped = np.asarray(
-        reshape(jnp.asarray(case.advantages), jnp.asarray(weights(name, case)), jnp.asarray(case.completion))
-    )
-    assert (shaped * case.advantages[:, None] >= 0).all()
-    assert (shaped[case.advantages == 0] == 0).all()
+    kind = METHODS[name].record.kind
+    arrays = (jnp.asarray(x) for x in (weights(name, case), case.advantages, case.completion))
+    shaped = np.asarray(token_advantages(kind, *arrays))
     assert (shaped[~case.completion] == 0).all()
+    if kind == "weights":
+        assert (shaped * case.advantages[:, None] >= 0).all()
+        assert (shaped[case.advantages == 0] == 0).all()
+    polarity = METHODS[name].changes.get("polarity", "both")
+    exempt = {"both": np.zeros(ROWS, bool), "correct": case.advantages <= 0, "wrong": case.advantages >= 0}[polarity]
+    rows = exempt[:, None] & case.completion
+    np.testing.assert_array_equal(shaped[rows], np.broadcast_to(case.advantages[:, None], shaped.shape)[rows])
 
 
 @every
@@ -161,9 +213,8 @@ def test_what_stands_outside_the_completion_is_not_used(name, case):
 def test_padding_rows_and_positions_changes_nothing(name, case):
     pad = ((0, 2), (0, 5))
     wide = Case(*(np.pad(x, pad[: x.ndim]) for x in case))
-    np.testing.assert_allclose(
-        weights(name, wide)[:ROWS, :TOKENS][case.completion], weights(name, case)[case.completion], rtol=1e-5
-    )
+    again = weights(name, wide)[:ROWS, :TOKENS][case.completion]
+    np.testing.assert_allclose(again, weights(name, case)[case.completion], rtol=1e-5, atol=1e-5)
 
 
 @every
@@ -171,30 +222,37 @@ def test_padding_rows_and_positions_changes_nothing(name, case):
 @tries
 def test_permuting_rows_permutes_weights(name, case, order):
     if METHODS[name].keyed:
-        return  # a row's draw belongs to its number: see test_a_row_is_its_own
-    moved = Case(*(x[np.array(order)] for x in case))
-    np.testing.assert_allclose(weights(name, moved), weights(name, case)[np.array(order)], rtol=1e-5)
+        return  # a row's draw belongs to its number: see test_a_row_or_group_is_its_own
+    order = np.array(order)
+    moved, tolerance = Case(*(x[order] for x in case)), {"rtol": 1e-5, "atol": 1e-5}
+    signals = case.signals
+    signals = jax.tree.map(lambda x: x[order] if jnp.ndim(x) else x, signals)  # groups too
+    np.testing.assert_allclose(weights(name, moved, signals), weights(name, case)[order], **tolerance)
 
 
-@row_by_row
+@apart
 @given(case=cases(), other=cases())
 @tries
-def test_a_row_is_its_own(name, case, other):
-    """Whatever stands in the other rows, a row's weights stay (for keyed methods: in its place)."""
-    mixed = Case(*(np.concatenate([a[:1], b[1:]]) for a, b in zip(case, other)))
-    np.testing.assert_array_equal(weights(name, mixed)[0], weights(name, case)[0])
+def test_a_row_or_group_is_its_own(name, case, other):
+    """Whatever stands in the other rows (groups), a row's credit stays; for keyed methods: in its place."""
+    kept = 2 if METHODS[name].couples == "group" else 1
+    mixed = Case(*(np.concatenate([a[:kept], b[kept:]]) for a, b in zip(case, other)))
+    np.testing.assert_allclose(weights(name, mixed)[:kept], weights(name, case)[:kept], rtol=1e-6, atol=1e-6)
 
 
 @every
 @given(case=cases(), value=st.sampled_from([0.0, 1e-6, 0.7, 40.0]))
 @tries
 def test_signals_that_tell_nothing_apart_change_nothing(name, case, value):
-    if name == "random":
-        return  # has no signal
+    if name == "random" or not METHODS[name].flat:
+        return  # has no signal, or takes a baseline of its own
     flat = np.full((ROWS, TOKENS), value, np.float32)
     same = case._replace(importance=flat, entropies=flat, tokens=np.full((ROWS, TOKENS), 2, np.int32))
     among = case.reasoning if "grail" in name else np.ones_like(case.reasoning)  # it raises the answer all the same
-    np.testing.assert_allclose(weights(name, same)[among], 1, atol=1e-6)
+    kind = METHODS[name].record.kind
+    same = same._replace(completion=same.completion | same.reasoning)
+    plain = np.broadcast_to(neutral(kind, jnp.asarray(case.advantages)), among.shape)
+    np.testing.assert_allclose(weights(name, same)[among], plain[among], atol=1e-6)
 
 
 @every
@@ -233,8 +291,9 @@ def test_rows_of_no_and_of_one_token(name):
     )
     w = weights(name, case)
     assert np.isfinite(w).all()
-    assert (w[0] == 1).all()
-    if METHODS[name].coupling == "row" and METHODS[name].mass != "completion":
+    if METHODS[name].record.kind == "weights":
+        assert (w[0] == 1).all()
+    if METHODS[name].couples == "row" and METHODS[name].mass != "completion":
         np.testing.assert_allclose(w[reasoning], 1, rtol=1e-6)  # one token among itself
 
 
@@ -249,8 +308,9 @@ def test_no_gradient_flows_through_weights(name):
     weigh = weigher(CreditConfig(**METHODS[name].changes), keyword_table=TABLE)
 
     def total(scores):
-        signals = Signals(scores, scores, jnp.zeros(shape, jnp.int32))
-        return jnp.sum(reshape(advantages, weigh(signals, span, advantages, completion, KEY), completion) ** 2)
+        signals = signals_from(scores, scores, jnp.zeros(shape, jnp.int32))
+        credit = weigh(signals, span, advantages, completion, KEY)
+        return jnp.sum(token_advantages(METHODS[name].record.kind, credit, advantages, completion) ** 2)
 
     scores = jnp.asarray(rng.random(shape), jnp.float32)
     assert (jax.jit(jax.grad(total))(scores) == 0).all()
@@ -268,8 +328,8 @@ def test_half_precision_signals_are_widened(name):
     )
     tokens = jnp.asarray(rng.integers(0, VOCAB, scores.shape), jnp.int32)
     half, full = (
-        compiled(name)(Signals(x, x, tokens), span, jnp.array([1.0, -1.0, 2.0, -2.0]), completion)
+        compiled(name)(signals_from(x, x, tokens), span, jnp.array([1.0, -1.0, 2.0, -2.0]), completion)
         for x in (scores, scores.astype(jnp.float32))
     )
     assert half.dtype == jnp.float32
-    np.testing.assert_allclose(half, full, rtol=1e-6)
+    np.testing.assert_allclose(half, full, rtol=1e-6, atol=1e-6)

@@ -121,7 +121,7 @@ def test_files_that_cannot_be_replayed_say_why(tmp_path):
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(BadBatchError, match=r"is not a whole safetensors file .* it cannot be replayed"):
         read_bad_batch(path)
-    fields = dataclasses.asdict(header()) | {"format": 2, "versions": {"oarjax": "9.0"}}
+    fields = dataclasses.asdict(header()) | {"format": 3, "versions": {"oarjax": "9.0"}}
     save_file({"w": np.ones(2)}, other, metadata={bad_batches.METADATA: json.dumps(fields)})
-    with pytest.raises(BadBatchError, match=r"format 2, expected 1; replay it with the version .* \(oarjax 9.0\)"):
+    with pytest.raises(BadBatchError, match=r"format 3, expected 2; replay it with the version .* \(oarjax 9.0\)"):
         read_bad_batch(other)

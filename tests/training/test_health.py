@@ -10,6 +10,7 @@ import unsound
 from rich.console import Console
 
 from oarjax.config import parse_config
+from oarjax.credit.method import MEASURES
 from oarjax.data.arithmetic import write_builtin_policy
 from oarjax.report.console import WARNINGS, OnceWarnings
 from oarjax.runs.bad_batches import read_bad_batch, read_params
@@ -40,6 +41,7 @@ CASES = [
     ({"nonfinite/old_logps": 0.5}, "the trainer's log-probabilities of 50% .* policy.compute_dtype=float32"),
     ({"nonfinite/ref_logps": 0.5}, "the reference policy's log-probabilities of 50% "),
     ({"nonfinite/entropies": 0.5}, "the entropies of 50% of completions are not finite"),
+    *(({f"nonfinite/{n}": 0.5}, f"the signal {n} of 50% of completions") for n in MEASURES if n != "entropies"),
 ]
 
 

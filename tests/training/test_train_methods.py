@@ -50,6 +50,7 @@ COMBINATIONS = {
     "entropy_top": {"method": "entropy_top"},
     "random": {"method": "random", "gate.levels": "suppress"},
     "permuted": {"method": "permuted", "permuted_of": "oar_f"},
+    "serl": {"method": "serl", "marks": f"{__file__}:first_half", "teacher": "{prompt}({answer})"},
 }
 
 EXPERTS = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 8}
@@ -65,6 +66,11 @@ FAMILIES = {
     "oar_g, joint, published": EXPERTS,
 }
 """Names of COMBINATIONS whose policy is not the built-in Qwen2."""
+
+
+def first_half(prompt: str, completion: str, reference: str) -> list[tuple[int, int]]:
+    """Mark the first half of a completion, for SERL."""
+    return [(0, len(completion) // 2)]
 
 
 @pytest.mark.slow
@@ -84,7 +90,7 @@ def test_one_iteration(name, tmp_path):
     assert record["grad_norm"] > 0
     rows = [row for _, row in read_completions(tmp_path / "run" / "completions.jsonl")]
     assert len(rows) == 4
-    kept = name not in ("entropy_top", "grail")
+    kept = name not in ("entropy_top", "grail", "serl")
     for row in rows:
         weights, reasoning = np.array(row.weights), np.array(row.is_reasoning)
         assert np.isfinite(weights).all()

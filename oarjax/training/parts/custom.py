@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from oarjax.config import Config, ConfigError, CreditConfig
 from oarjax.credit.bind import TokenCredit, check_method, scorer, weigher
 from oarjax.credit.keywords import KeywordTable
-from oarjax.credit.method import CreditMethod
+from oarjax.credit.method import MEASURES, CreditMethod
 from oarjax.credit.probe import Probe, Reading
 from oarjax.credit.registry import CUSTOM
 from oarjax.credit.signals import Signals
@@ -154,7 +154,9 @@ def check_weights(weigh: TokenCredit, method: CreditMethod, *, place: str) -> No
         ConfigError: the method raised an error, or returned anything else.
     """
     values, mask = _spec(jnp.float32), _spec(bool)
-    signals: dict[str, Any] = {"importance": values, "entropies": values, "tokens": _spec(jnp.int32)}
+    signals: dict[str, Any] = {"importance": values, **dict.fromkeys(MEASURES, values), "tokens": _spec(jnp.int32)}
+    signals |= {"hidden": _spec(jnp.float32, ROWS, LENGTH, 4), "groups": _spec(jnp.int32, ROWS)}
+    signals |= {"marks": values, "turns": _spec(jnp.int32), "iteration": 1}
     span = AnswerSpan(mask, mask, _spec(bool, ROWS))
     args = (
         Signals(**{name: signals[name] for name in method.needs if name in signals}),

@@ -11,7 +11,7 @@ import numpy as np
 
 from oarjax.credit.probe import ProbeMode
 from oarjax.rollout.segments import EndedRows
-from oarjax.types import AnswerSpan, Evidence, Grades, Mean, Params, PromptBatch, Rollout, TrainState
+from oarjax.types import AnswerSpan, Evidence, Grades, Hints, Mean, Params, PromptBatch, Rollout, TrainState
 
 
 class PhaseRecord(NamedTuple):
@@ -59,6 +59,7 @@ class HostCallbacks(NamedTuple):
     phase: Callable[[str], AbstractContextManager[Any]]  # times a phase
     probed: Callable[[Rollout, AnswerSpan, np.ndarray], tuple[Rollout, AnswerSpan]] | None = None
     # (rollout, span, problems) -> what importance is measured on, where that is not the rollout itself
+    hints: Callable[[Rollout, np.ndarray], Hints] | None = None  # (rollout, problems) -> what the credit method reads
     watch: Callable[[PhaseRecord], None] | None = None  # looks for what is not finite
     load_reference: Callable[[Params], Params] = lambda params: params  # to the device, where it lives elsewhere
     prompt_step: int | None = None  # what widths of prompts are a multiple of; None: rollout.prompt_bucket

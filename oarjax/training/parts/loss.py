@@ -13,13 +13,15 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from oarjax.config import Config, LossConfig
+from oarjax.credit.method import CreditMethod
+from oarjax.credit.update import auxiliary_loss, reweigher
 from oarjax.models.lora import laid_over
 from oarjax.models.policy import Policy
 from oarjax.rl.grpo import aggregate, policy_loss
 from oarjax.rl.masked import widened
 from oarjax.rl.off_policy import Importance
 from oarjax.rollout.filters import Filters
-from oarjax.rollout.logps import token_logps
+from oarjax.rollout.logps import hidden_logps, last_states, token_logps
 from oarjax.training.metrics import NONFINITE, all_finite
 from oarjax.training.minibatches import Bucket, cut
 from oarjax.types import Mean, Params, Rollout, TrainBatch, TrainState
@@ -131,22 +133,27 @@ def descend(
     return apply_sums(tx, state, sums, denominator)
 
 
-def policy_gradient(policy: Policy, cfg: Config, custom_loss: TokenLoss | None = None) -> Loss:
-    """The loss of training, of one microbatch."""
-    of_tokens = custom_loss or bound_loss(cfg.loss, max_length=cfg.rollout.max_new)
+def policy_gradient(
+    policy: Policy, cfg: Config, custom_loss: TokenLoss | None = None, custom_method: CreditMethod | None = None
+) -> Loss:
+    """The loss of training, of one microbatch, with what the credit method does in every update."""
+    length = cfg.rollout.max_new
+    of_tokens = custom_loss or bound_loss(cfg.loss, max_length=length)
+    head = {"temperature": cfg.rollout.temperature, "head_chunk": cfg.policy.head_chunk}
+    reweighed = reweigher(cfg.credit, custom_method)
+    auxiliary = auxiliary_loss(cfg.credit, policy, **head, custom=custom_method)
 
     def loss(params: Params, batch: TrainBatch) -> tuple[Mean, Metrics]:
-        logps, entropies = token_logps(
-            policy,
-            params,
-            batch.tokens,
-            batch.valid,
-            completion_length=batch.completion.shape[-1],
-            temperature=cfg.rollout.temperature,
-            head_chunk=cfg.policy.head_chunk,
-            filters=loss_filters(cfg),
-        )
-        return of_tokens(logps, entropies, batch)
+        T = batch.completion.shape[-1]
+        hidden = last_states(policy, params, batch.tokens, batch.valid, completion_length=T)
+        logps, entropies = hidden_logps(policy, params, hidden, batch.tokens[:, -T:], **head, filters=loss_filters(cfg))
+        mean, metrics = of_tokens(logps, entropies, batch if reweighed is None else reweighed(logps, batch))
+        if auxiliary is None:
+            return mean, metrics
+        term = auxiliary(params, hidden, batch)
+        added = aggregate(term, batch.completion, mode=cfg.loss.aggregation, max_length=length)
+        shown = aggregate(jax.lax.stop_gradient(term), batch.completion, mode="dapo", max_length=1)
+        return replace(mean, total=mean.total + added.total), metrics | {"auxiliary": shown}
 
     return loss
 

@@ -15,12 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from oarjax.credit.bind import needs_reference, signals
+from oarjax.credit.method import OF_MARKS, OF_TEACHER
 from oarjax.credit.probe import ProbeMode
 from oarjax.data.streams import bucketed
 from oarjax.models.lora import whole
@@ -30,10 +32,11 @@ from oarjax.training.minibatches import Bucket, bucket, buckets
 from oarjax.training.parts.adapters import trained_shapes
 from oarjax.training.parts.ahead import prompt_step
 from oarjax.training.parts.fused import FusedRows, FusedSums
+from oarjax.training.parts.hints import teacher_prompts
 from oarjax.training.parts.layout import stored_dtype_of
 from oarjax.training.parts.loss import Sums
 from oarjax.training.run import Run
-from oarjax.types import AnswerSpan, PromptBatch, Rollout, TrainBatch, TrainState
+from oarjax.types import AnswerSpan, Hints, Privileged, PromptBatch, Rollout, TrainBatch, TrainState
 
 Phase = Literal["reshard", "sample", "evaluate", "score", "credit", "update", "fused", "apply"]
 Part = Literal["params", "optimizer", "frozen", "gradients", "reference", "rollout"]
@@ -147,11 +150,11 @@ def score_program(run: Run, *, probe: ProbeMode | None = None) -> Program:
     rollout, span, instead = _scored(run)
     takes: set[Part] = {"params", "frozen"}
     reference = None
-    if cfg.loss.kl_beta > 0 and state.frozen is None:
+    if needs_reference(cfg, run.custom_method) and state.frozen is None:
         reference = state.params
         takes |= {"reference"}
     probed = instead[0] if instead else None
-    args = (whole(state), reference, rollout, span, _numbers(run), _count(), _key(run), probed, _count())
+    args = (whole(state), reference, rollout, span, _numbers(run), _count(), _key(run), probed, _count(), _hints(run))
     static = {"probe": probe or cfg.credit.probe.mode, "bucket": _bucket(run)}
     return Program("score", run.steps.score, args, static, frozenset(takes))
 
@@ -161,7 +164,7 @@ def credit_program(run: Run) -> Program:
     scores = _scores(run)
     rollout, span, _ = _scored(run)
     a = _microbatches(run, (), jnp.float32)
-    args = (scores, rollout, span, a, rollout.completion, _key(run), _numbers(run))
+    args = (scores, rollout, span, a, rollout.completion, _key(run), _numbers(run), _hints(run), _count())
     return Program("credit", run.steps.credit, args, {}, frozenset())
 
 
@@ -205,7 +208,7 @@ def resident(run: Run, phase: Phase) -> dict[Part, int]:
     parts: dict[Part, Any] = {"params": state.params, "optimizer": state.opt_state}
     if state.frozen is not None:
         parts["frozen"] = state.frozen  # the reference too
-    elif run.cfg.loss.kl_beta > 0 and (run.cfg.loss.reference == "device" or phase == "score"):
+    elif needs_reference(run.cfg, run.custom_method) and (run.cfg.loss.reference == "device" or phase == "score"):
         parts["reference"] = state.params
     if phase in ("sample", "evaluate"):
         parts["rollout"] = rollout_shapes(run)
@@ -335,6 +338,26 @@ def _train_batch(run: Run) -> TrainBatch:
         old_logps=scores.old_logps,
         ref_logps=scores.ref_logps,
         behaviour_logps=rollout.behaviour_logps,
+        teacher=_hints(run) and _hints(run).teacher,
+    )
+
+
+def _hints(run: Run) -> Any:
+    """Describe what a credit method reads beside the rollouts; None where that is nothing.
+
+    Without data a teacher's prompts are taken to be a bucket wider than the policy's.
+    """
+    wants, of = signals(run.cfg.credit, run.custom_method), partial(_microbatches, run)
+    if not wants & (OF_MARKS | OF_TEACHER):
+        return None
+    marks, shape, kind = wants & OF_MARKS, (run.cfg.rollout.max_new,), cast(Any, Hints)
+    step = run.cfg.rollout.prompt_bucket
+    width = bucket(run.cfg.data.max_prompt, step, 1 << 30) + step
+    if run.has_data and wants & OF_TEACHER:
+        width = bucketed(teacher_prompts(run, run.train.problems), step)
+    teacher = cast(Any, Privileged)(of((width,), jnp.int32), of((width,), jnp.bool_)) if wants & OF_TEACHER else None
+    return kind(
+        marks=of(shape, jnp.float32) if marks else None, turns=of(shape, jnp.int32) if marks else None, teacher=teacher
     )
 
 

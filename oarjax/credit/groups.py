@@ -1,0 +1,17 @@
+"""Sums over the rows of a group, whatever the rows' order: a matrix of 0 and 1 says who is whose peer."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+
+def peers_of(groups: Int[Array, "B"], counted: Bool[Array, "B"] | None = None) -> Float[Array, "B B"]:
+    """Return 1 at (i, j) where row j is counted and of row i's group, itself included."""
+    same = groups[:, None] == groups
+    return (same if counted is None else same & counted[None]).astype(jnp.float32)
+
+
+def peer_sum(peers: Float[Array, "B B"], values: Shaped[Array, "B ..."]) -> Float[Array, "B ..."]:
+    """Sum finite values over each row's peers, at full precision also where products are coarse by default."""
+    return jnp.tensordot(peers, values.astype(jnp.float32), axes=1, precision="highest")

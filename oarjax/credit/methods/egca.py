@@ -1,0 +1,33 @@
+"""EGCA (arXiv 2603.16158): the whole advantage on the tokens at fault, where they are known.
+
+Evidence: secondary description. What finds the tokens (a compiler, a debugger, a trace against the reference program)
+is a function of yours: ``credit.marks``. A row without a mark (correct, or at fault as a whole) is plain GRPO.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Key
+
+from oarjax.credit.gate import preserve_mass
+from oarjax.credit.signals import Context, Signals, required
+from oarjax.types import AnswerSpan
+
+
+def span_weights(marked: Bool[Array, "B T"], completion: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """Give w = (T / |S|) on the marked tokens S of a row and 0 on its others; 1 in rows without a mark and outside."""
+    inside = marked & completion
+    weights = preserve_mass(inside.astype(jnp.float32), completion)
+    return jnp.where(completion & inside.any(-1, keepdims=True), weights, 1)
+
+
+def weigh(
+    signals: Signals,
+    span: AnswerSpan,
+    advantages: Float[Array, "B"],
+    completion: Bool[Array, "B T"],
+    key: Key[Array, ""],
+    context: Context,
+) -> Float[Array, "B T"]:
+    """Put the advantage of a row on its marked tokens."""
+    return span_weights(required(signals.marks, "marks", context) > 0, completion)

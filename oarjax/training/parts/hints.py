@@ -1,0 +1,129 @@
+"""Data that a credit method reads beside the rollouts: marks on completions, and prompts of a teacher. On the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from oarjax.config import ConfigError
+from oarjax.credit.bind import signals
+from oarjax.credit.method import OF_MARKS, OF_TEACHER
+from oarjax.data.problems import Problem
+from oarjax.data.streams import bucketed, encode_problems, left_pad
+from oarjax.system.plugins import import_object
+from oarjax.types import Hints, Privileged, Rollout
+
+UNLIMITED = 1 << 30
+
+
+class Mark(NamedTuple):
+    """A stretch of a completion's text, from character ``start`` to before ``end``, and what is said of it."""
+
+    start: int
+    end: int
+    value: float = 1.0
+
+
+def hints_of(run: Any, problems: Sequence[Problem] | None = None) -> Callable[[Rollout, np.ndarray], Hints] | None:
+    """Return (rollout, numbers of problems) -> what the credit method of a Run reads; None where it reads nothing.
+
+    Problems are counted as in the dataset to train on, or by their place in ``problems``.
+
+    Raises:
+        ConfigError: the method reads marks, and there is no function that makes them.
+    """
+    wants = signals(run.cfg.credit, run.custom_method)
+    marker = find_marker(run) if wants & OF_MARKS else None
+    if marker is None and not wants & OF_TEACHER:
+        return None
+    known = run.train.by_index if problems is None else dict(enumerate(problems))
+    prompts = teacher_prompts(run, list(known.values())) if wants & OF_TEACHER else []
+    numbered, width = dict(zip(known, prompts)), bucketed(prompts or [[]], run.cfg.rollout.prompt_bucket)
+
+    def hints(rollout: Rollout, numbers: np.ndarray) -> Hints:
+        rows = [int(p) for p in np.repeat(numbers, len(rollout.ended) // len(numbers))]
+        out: dict[str, Any] = {}
+        if marker is not None:
+            out["marks"], out["turns"] = marked_tokens(run, rollout, [known[p] for p in rows], marker)
+        if numbered:
+            tokens, valid = left_pad([numbered[p] for p in rows], length=width, pad_id=run.pad_id)
+            out["teacher"] = Privileged(tokens, valid)  # pyright: ignore[reportArgumentType]
+        return Hints(**out)
+
+    return hints
+
+
+def find_marker(run: Any) -> Callable[..., Any]:
+    """Import the function that credit.marks names.
+
+    Raises:
+        ConfigError: there is none, or it cannot be imported.
+    """
+    place = run.cfg.credit.marks
+    if place is None:
+        raise ConfigError(
+            f"credit.marks: credit.method {run.cfg.credit.method} reads marks on completions; set file.py:name of a "
+            "function (prompt, completion, reference) -> list of (start, end, value), as in "
+            "docs/examples/custom_marks.py"
+        )
+    try:
+        function: Any = import_object(place, field="credit.marks", expected=object)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if not callable(function):
+        raise ConfigError(f"credit.marks: {place} is a {type(function).__name__}; expected a function")
+    return function
+
+
+def marked_tokens(
+    run: Any, rollout: Rollout, problems: Sequence[Problem], marker: Callable[..., Any]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return values and numbers of the marks that tokens belong to, [B, T] each; a later mark covers an earlier one.
+
+    Raises:
+        ConfigError: the function failed, or returned something else.
+    """
+    completion = np.asarray(rollout.completion)
+    values, numbers = np.zeros(completion.shape, np.float32), np.zeros(completion.shape, np.int32)
+    ids = np.asarray(rollout.tokens)[:, -completion.shape[1] :]
+    for row, problem in enumerate(problems):
+        pieces = [run.table[i] for i in ids[row][completion[row]]]
+        text = b"".join(pieces).decode("utf-8", "surrogateescape")
+        ends = np.cumsum([len(piece) for piece in pieces])
+        starts = ends - [len(piece) for piece in pieces]
+        place = f"credit.marks: {run.cfg.credit.marks}"
+        try:
+            found = [Mark(*mark) for mark in marker(problem.prompt, text, problem.reference)]
+        except Exception as error:
+            raise ConfigError(f"{place} fails on a completion: {type(error).__name__}: {error}") from error
+        for number, mark in enumerate(found, start=1):
+            if not 0 <= mark.start <= mark.end <= len(text) or not np.isfinite(mark.value):
+                raise ConfigError(
+                    f"{place} returns {tuple(mark)} for a completion of {len(text)} characters; expected "
+                    "0 <= start <= end <= its length, and a finite value"
+                )
+            low, high = (len(text[:at].encode("utf-8", "surrogateescape")) for at in (mark.start, mark.end))
+            inside = np.flatnonzero((starts < high) & (ends > low))
+            values[row, inside], numbers[row, inside] = mark.value, number
+    return values, numbers
+
+
+def teacher_prompts(run: Any, problems: Sequence[Problem]) -> list[list[int]]:
+    """Encode the prompts of the teacher: credit.teacher with the problem's prompt and reference answer in it.
+
+    Raises:
+        ConfigError: credit.teacher has another field than {prompt} and {answer}.
+    """
+    cfg = run.cfg
+    try:
+        texts = [cfg.credit.teacher.format(prompt=p.prompt, answer=p.reference) for p in problems]
+    except (KeyError, IndexError, ValueError) as error:
+        raise ConfigError(f"credit.teacher: {error!r}; expected text with {{prompt}} and {{answer}} in it") from error
+    told = [replace(problem, prompt=text) for problem, text in zip(problems, texts)]
+    rendering = {name: getattr(cfg.data, name) for name in ("template", "system_prompt", "prompt_format", "thinking")}
+    encode = partial(encode_problems, **rendering, max_prompt=UNLIMITED)
+    return list(encode(told, run.tokenizer).prompts)
