@@ -74,7 +74,7 @@ def train(
     """
     cfg, console = run.cfg, run.console
     reference = None
-    if needs_reference(cfg, run.custom_method) and cfg.lora.rank == 0:  # with adapters, the frozen weights are the reference
+    if needs_reference(cfg, run.custom_method) and cfg.lora.rank == 0:  # adapters: the frozen weights
         reference = to_host_memory(start) if cfg.loss.reference == "host" else start
     state = run.new_state(start, copy=keep_start or reference is start)
     stream = run.prompts()

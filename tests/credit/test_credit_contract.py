@@ -84,9 +84,12 @@ METHODS = {
 }
 PLAIN = ("fipo", "crpo", "sdpg")
 """What they change is not their weights, which are uniform's: they have tests of their own."""
-every = pytest.mark.parametrize("name", [n for n in METHODS if n not in PLAIN])
+EVERY = [n for n in METHODS if n not in PLAIN]
+every = pytest.mark.parametrize("name", EVERY)
+compiled_anew = pytest.mark.parametrize("name", [n for n in EVERY if "," not in n])
+"""For laws that need a program of their own; other settings of a method run through the same code."""
 apart = pytest.mark.parametrize("name", [n for n, law in METHODS.items() if law.couples != "batch" and n not in PLAIN])
-tries = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+tries = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 
 
 class Case(NamedTuple):
@@ -207,7 +210,7 @@ def test_what_stands_outside_the_completion_is_not_used(name, case):
     np.testing.assert_array_equal(weights(name, junk)[case.completion], weights(name, case)[case.completion])
 
 
-@every
+@compiled_anew
 @given(case=cases())
 @tries
 def test_padding_rows_and_positions_changes_nothing(name, case):
@@ -293,11 +296,11 @@ def test_rows_of_no_and_of_one_token(name):
     assert np.isfinite(w).all()
     if METHODS[name].record.kind == "weights":
         assert (w[0] == 1).all()
-    if METHODS[name].couples == "row" and METHODS[name].mass != "completion":
+    if METHODS[name].couples == "row" and METHODS[name].mass != "completion" and METHODS[name].flat:
         np.testing.assert_allclose(w[reasoning], 1, rtol=1e-6)  # one token among itself
 
 
-@every
+@compiled_anew
 def test_no_gradient_flows_through_weights(name):
     rng = np.random.default_rng(1)
     shape = (2, 6)
@@ -316,14 +319,14 @@ def test_no_gradient_flows_through_weights(name):
     assert (jax.jit(jax.grad(total))(scores) == 0).all()
 
 
-@every
+@compiled_anew
 def test_half_precision_signals_are_widened(name):
     rng = np.random.default_rng(2)
-    scores = jnp.asarray(rng.random((ROWS, 200)), jnp.bfloat16)
+    scores = jnp.asarray(rng.random((ROWS, TOKENS)), jnp.bfloat16)
     completion = jnp.ones(scores.shape, bool)
     span = AnswerSpan(
-        jnp.arange(200)[None] < jnp.full((ROWS, 1), 150),
-        jnp.arange(200)[None] == jnp.full((ROWS, 1), 180),
+        jnp.arange(TOKENS)[None] < jnp.full((ROWS, 1), 6),
+        jnp.arange(TOKENS)[None] == jnp.full((ROWS, 1), 7),
         jnp.ones(ROWS, bool),
     )
     tokens = jnp.asarray(rng.integers(0, VOCAB, scores.shape), jnp.int32)

@@ -45,6 +45,7 @@ NAMES = [name for name, m in METHODS.items() if ".methods." in f"{m.weigh}{m.sco
 
 CHANGES: dict[str, dict] = {
     "causal_spans": {"credit__masking__unit": "line"},
+    "crpo": {"grading__rewards": [{"name": "test"}]},  # as the host names it
     "fipo": {"update__epochs": 2},
     "shear": {"credit__shear": {"window": 3, "stride": 2, "iterations": 5}},
 }
@@ -67,10 +68,8 @@ def world():
     return tiny.host()._replace(hints=hints, find_answers=find_answers)
 
 
-fast = {"ktae", "rlsd"}
-
-
-@pytest.mark.parametrize("method", [m if m in fast else pytest.param(m, marks=pytest.mark.slow) for m in NAMES])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", NAMES)
 def test_one_iteration_of_training(method):
     """Scored, weighed and updated; where the method allows it, with the programs of plain GRPO."""
     record = METHODS[method]

@@ -53,16 +53,21 @@ def fuses(cfg: Config, custom_method: CreditMethod | None = None) -> bool:
     """Decide if a run scores and updates in one pass: by its config alone, so that it resumes as it began.
 
     Both must be at the same params (one update per rollout) and read the same rows (no reference policy, no reference
-    answers), and the method must be able to share a pass. ``auto`` also wants the grades to be waited for before the
+    answers), and the method must be able to share a pass: its weights of a row come from the row's importance and
+    tokens alone, and it adds nothing to the loss. ``auto`` also wants the grades to be waited for before the
     scoring anyway, to leave groups out or to refill them: else workers grade while the device scores, and a pass less
     may cost more than it saves.
     """
+    method = method_of(cfg.credit, custom_method)
+    shares = method.shared is not None and method.kind == "weights" and method.coupling == "row"
+    alone = method.loss is None and set(method.needs) <= {"importance", "tokens", "keyword_table"}
     return (
         cfg.update.fused == "auto"
         and cfg.update.epochs * cfg.update.minibatches == 1
         and cfg.loss.kl_beta == 0
         and cfg.credit.answer.source == "own"
-        and method_of(cfg.credit, custom_method).shared is not None
+        and shares
+        and alone
         and (cfg.update.skip_zero_variance or cfg.update.refills > 0)
     )
 
@@ -89,7 +94,7 @@ def make_fused(
         params_of = partial(laid_over, state.frozen)
         shared = shared_pass(policy, params_of, state.params, r.tokens, r.valid, completion_length=length)
         keys = row_keys(noise_key, rows.numbers)
-        scores = Scores(None, None, importance(params_of(state.params), shared.linear, r, span, keys, probe), None)
+        scores = Scores(None, None, importance(params_of(state.params), shared.linear, r, span, keys, probe))
         one_of_one = jax.tree.map(lambda x: x[None], (scores, *rows))
         given, metrics = credit(*one_of_one[:3], *one_of_one[4:], order_key, one_of_one[3])
 
