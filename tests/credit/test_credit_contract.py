@@ -86,9 +86,9 @@ PLAIN = ("fipo", "crpo", "sdpg")
 """What they change is not their weights, which are uniform's: they have tests of their own."""
 EVERY = [n for n in METHODS if n not in PLAIN]
 every = pytest.mark.parametrize("name", EVERY)
-compiled_anew = pytest.mark.parametrize("name", [n for n in EVERY if "," not in n])
-"""For laws that need a program of their own; other settings of a method run through the same code."""
-apart = pytest.mark.parametrize("name", [n for n, law in METHODS.items() if law.couples != "batch" and n not in PLAIN])
+distinct = pytest.mark.parametrize("name", [n for n in EVERY if "," not in n])
+"""One setting of each method, for laws that its other settings cannot break apart from it."""
+apart = pytest.mark.parametrize("name", [n for n, law in METHODS.items() if law.couples != "batch" and n in EVERY])
 tries = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 
 
@@ -197,7 +197,7 @@ def test_signs_and_rows_that_teach_nothing(name, case):
     np.testing.assert_array_equal(shaped[rows], np.broadcast_to(case.advantages[:, None], shaped.shape)[rows])
 
 
-@every
+@distinct
 @given(case=cases())
 @tries
 def test_what_stands_outside_the_completion_is_not_used(name, case):
@@ -210,7 +210,7 @@ def test_what_stands_outside_the_completion_is_not_used(name, case):
     np.testing.assert_array_equal(weights(name, junk)[case.completion], weights(name, case)[case.completion])
 
 
-@compiled_anew
+@distinct
 @given(case=cases())
 @tries
 def test_padding_rows_and_positions_changes_nothing(name, case):
@@ -220,7 +220,7 @@ def test_padding_rows_and_positions_changes_nothing(name, case):
     np.testing.assert_allclose(again, weights(name, case)[case.completion], rtol=1e-5, atol=1e-5)
 
 
-@every
+@distinct
 @given(case=cases(), order=st.permutations(range(ROWS)))
 @tries
 def test_permuting_rows_permutes_weights(name, case, order):
@@ -300,7 +300,7 @@ def test_rows_of_no_and_of_one_token(name):
         np.testing.assert_allclose(w[reasoning], 1, rtol=1e-6)  # one token among itself
 
 
-@compiled_anew
+@distinct
 def test_no_gradient_flows_through_weights(name):
     rng = np.random.default_rng(1)
     shape = (2, 6)
@@ -319,7 +319,7 @@ def test_no_gradient_flows_through_weights(name):
     assert (jax.jit(jax.grad(total))(scores) == 0).all()
 
 
-@compiled_anew
+@distinct
 def test_half_precision_signals_are_widened(name):
     rng = np.random.default_rng(2)
     scores = jnp.asarray(rng.random((ROWS, TOKENS)), jnp.bfloat16)
