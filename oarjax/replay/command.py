@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oarjax.config import parse_config
+from oarjax.credit.bind import needs_reference
 from oarjax.data.hf import load_params, read_config
 from oarjax.models.qwen import make_policy
 from oarjax.replay.replay import Finding, listed_layers, replay
@@ -38,7 +39,8 @@ def run(file: Path, *, device: str, as_json: bool, trust_code: bool = False) -> 
     run = open_replay(header, file, device=device, console=console, trust_code=trust_code)
     params, step = load_batch_params(header, file, run)
     frozen = load_frozen(header, run)
-    reference = load_reference(run) if run.cfg.loss.kl_beta > 0 and frozen is None and header.kind != "sft" else None
+    compared = header.kind != "sft" and needs_reference(run.cfg, run.custom_method)
+    reference = load_reference(run) if compared and frozen is None else None
     _show_header(console, header, step)
     with jax.default_matmul_precision("highest"):  # TPUs and GPUs multiply float32 in fewer bits by default
         finding = replay(header, evidence, params, run, frozen=frozen, reference=reference)

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from oarjax.config import Config
+from oarjax.credit.registry import reads_reference
 from oarjax.runs.durable import write_durably
 from oarjax.system.devices import DeviceError, memory_limit
 from oarjax.system.processes import only_first
@@ -45,7 +46,8 @@ def remedy(phase: Phase, cfg: Config) -> str:
         found.append("policy.remat=full")
     if phase in ("update", "fused", "apply") and cfg.optim.moments == "float32":
         found.append("optim.moments=bfloat16")
-    if phase not in ("score", "credit") and cfg.loss.kl_beta > 0 and not cfg.lora.rank and cfg.loss.reference != "host":
+    compares = cfg.loss.kl_beta > 0 or reads_reference(cfg.credit.method)
+    if phase not in ("score", "credit") and compares and not cfg.lora.rank and cfg.loss.reference != "host":
         found.append("loss.reference=host")
     if phase in ("update", "fused", "apply") and not cfg.lora.rank:
         found.append("lora.rank=32")
