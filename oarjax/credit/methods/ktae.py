@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax.scipy.special import gammaln
+from jax.lax import lgamma
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from oarjax.credit.groups import peer_sum, peers_of
@@ -91,7 +91,7 @@ def _fisher_p(a: Array, b: Array, c: Array, d: Array) -> Float[Array, "B T"]:
     held, correct, n = a + b, a + c, a + b + c + d
 
     def choose(n: Array, k: Array) -> Array:
-        return gammaln(n + 1) - gammaln(k + 1) - gammaln(n - k + 1)
+        return lgamma(n + 1) - lgamma(k + 1) - lgamma(n - k + 1)
 
     def probability(k: Array) -> Array:
         possible = (k >= jnp.maximum(0, held + correct - n)) & (k <= jnp.minimum(held, correct))

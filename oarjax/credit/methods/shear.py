@@ -11,7 +11,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.scipy.special import logsumexp
+from jax.nn import logsumexp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from oarjax.credit.groups import peer_sum, peers_of
