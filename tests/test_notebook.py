@@ -169,7 +169,7 @@ def test_functions_of_the_notebook_are_rewards(tmp_path):
     tree["update"]["microbatch"], tree["grading"]["workers"] = 4, 1
     folder = oarjax.train(parse_config(tree), rewards=[(brief, 0.5), "exact"])
     (record,) = read_metrics(folder / "metrics.jsonl")
-    assert seen == [True] * 4
+    assert seen == [True] * 6  # four completions, and the two of the trial before training
     assert record["reward"] == pytest.approx(0.5 * record["reward/brief"] + record["reward/exact"])
 
 
