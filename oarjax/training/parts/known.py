@@ -88,7 +88,8 @@ def _call_small(run: Run) -> int:
     steps, cfg = run.steps, run.cfg
     rows = cfg.rollout.prompts * cfg.rollout.group_size
     rewards = jnp.zeros((rows,), jnp.float32)
-    steps.advantages(rewards)
+    names = [*(reward.name for reward in cfg.grading.rewards), *(["overlong"] if cfg.grading.overlong_window else [])]
+    steps.advantages(rewards, {name: np.zeros(rows, np.float32) for name in names})
     steps.equal_groups(rewards)
     steps.denominator(jnp.zeros((rows, cfg.rollout.max_new), bool))
     *others, last = learning_programs(run)
