@@ -274,7 +274,7 @@ class OffPolicyConfig(Section):
 class LossConfig(Section):
     function: str | None = Field(
         default=None,
-        description="custom loss, file.py:name or module:name, see oarjax.training.programs.TokenLoss; of the fields "
+        description="custom loss, file.py:name or module:name, see oarjax.training.parts.loss.TokenLoss; of the fields "
         "below, only aggregation, kl_beta and kl_in (for the reference's log-probs) and mask_truncated still apply",
     )
     surrogate: Literal["clip", "cispo", "sapo", "gmpo"] = Field(

@@ -1,4 +1,9 @@
-"""Read a config.json into the numbers of a Qwen decoder, or refuse it by name."""
+"""Read a config.json into the numbers of a Qwen decoder, or refuse it by name.
+
+To add a model family: its ``model_type`` in ``SUPPORTED`` and its fields in ``from_hf`` here, its tensors in the table
+of ``models/weights.py``, its layers beside ``models/layers.py`` and in ``models/qwen.py``, its sizes in
+``models/published.py`` (read by ``oarjax plan`` only), and parity with transformers in tests/models.
+"""
 
 from __future__ import annotations
 

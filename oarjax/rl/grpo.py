@@ -3,6 +3,10 @@
 GRPO: arXiv 2402.03300; Dr. GRPO: 2503.20783; DAPO: 2503.14476; GSPO: 2507.18071; CISPO: 2506.13585; dual clip:
 1912.09729; KL estimators: Schulman, "Approximating KL divergence" (2020). Log-probs and entropies are in nats.
 Other advantages are in ``rl/advantages.py``, surrogates in ``rl/surrogates.py``, corrections in ``rl/off_policy.py``.
+
+To add a loss: a function in ``rl/surrogates.py``, its name in ``policy_loss`` here and in ``LossConfig`` of
+``config.py``, its settings through ``bound_loss`` of ``training/parts/loss.py``. A custom one needs none of these:
+``loss.function`` names it.
 """
 
 from __future__ import annotations
