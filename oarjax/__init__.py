@@ -12,7 +12,7 @@ The public names, each imported when it is first used; importing oarjax itself o
     policies      Policy, QwenConfig, make_policy, read_config, load_params, export
     sampling      sample, token_logps
     types         PromptBatch, Rollout, AnswerSpan, Credit, TrainBatch, Mean, TrainState, KVCache, Grades, Params
-    training      Config, load_config, make_optimizer, make_steps, Shardings, iterate, HostCallbacks
+    training      Config, load_config, make_optimizer, make_steps, Shardings, iterate, HostCallbacks, GradedAtOnce
     rewards       Sample, reward
     commands      train, credit_lab; Run, open_run for a custom loop
     notebooks     show_curves, show_completions, show_tokens, show_credit, show_lab, show_lab_figure
@@ -65,6 +65,7 @@ _HOME = {
     "oarjax.config": ("Config", "load_config"),
     "oarjax.training.programs": ("Shardings", "make_optimizer", "make_steps"),
     "oarjax.training.iteration": ("HostCallbacks", "iterate"),
+    "oarjax.training.parts.host": ("GradedAtOnce",),
     "oarjax.training.run": ("Run",),
     "oarjax.notebook": (
         "train",

@@ -92,7 +92,7 @@ def reward(rollout: Rollout) -> np.ndarray:
     return ((said == asked) & rollout.completion).sum(1) / rollout.completion.sum(1)
 
 
-def graded(batch: PromptBatch, rollout: Rollout):
+def graded(rollout: Rollout):
     rewards = reward(rollout).astype(np.float32)
     rows = len(rewards)
     return lambda: Grades(rewards, {"share": rewards}, ["graded"] * rows, [None] * rows, [""] * rows)
@@ -126,7 +126,7 @@ def train(iterations: int, *, method: str = "oar_g", seed: int = 0) -> list[floa
     state = TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), jax.random.key(seed))
     host = HostCallbacks(
         next_prompts=lambda: prompts(draw, cfg.rollout.prompts),
-        submit=graded,
+        submit=lambda asked: oarjax.GradedAtOnce(graded),
         find_answers=find_answers,
         fetch=jax.device_get,
         place=lambda tree, layout: jax.tree.map(jnp.asarray, tree),

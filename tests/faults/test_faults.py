@@ -141,7 +141,7 @@ def unfinish(at: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "says", "aside"),
     [
-        (truncate, " has 100 bytes and ", "damaged"),
+        (truncate, " has 100 bytes, but ", "damaged"),
         (flip, "is not what was saved (its SHA-256 differs)", "damaged"),
         (delete, "is missing", "damaged"),
         (unfinish, "manifest.json is missing: it was not finished", "unfinished"),

@@ -15,6 +15,17 @@ def kill(number=signal.SIGTERM):
     os.kill(os.getpid(), number)
 
 
+@pytest.fixture(autouse=True)
+def as_in_a_terminal():
+    """Signals as a terminal leaves them: below nohup SIGHUP is ignored, and in the background of a script SIGINT."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_inside_it_waits_to_be_asked(number, capfd):
     before = signal.getsignal(number)
