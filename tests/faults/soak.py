@@ -66,7 +66,7 @@ class Soak:
             code = self.attempt()
             self.ends[code] += 1
             if code not in ALLOWED:
-                raise SystemExit(f"an attempt ended with {code}:\n{micro.said(self.run)[-3000:]}")
+                raise SystemExit(f"an attempt ended with {code}:\n{micro.output(self.run)[-3000:]}")
             if code == 0:
                 return
 

@@ -100,9 +100,9 @@ def test_killed_at_random_moments_it_ends_bit_for_bit_the_same(config, whole, tm
 
 
 def ended(process: starts.Started, run: Path, whole: Path) -> None:
-    assert process.wait(timeout=600) == 0, micro.said(run)
+    assert process.wait(timeout=600) == 0, micro.output(run)
     assert_same(run, whole)
-    assert ".damaged" not in micro.said(run)  # a kill leaves unfinished checkpoints, never wrong ones
+    assert ".damaged" not in micro.output(run)  # a kill leaves unfinished checkpoints, never wrong ones
 
 
 def where(run: Path) -> str:
