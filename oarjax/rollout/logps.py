@@ -48,7 +48,9 @@ def token_logps(
     """
     hidden = last_states(policy, params, tokens, valid, completion_length=completion_length)
     targets = tokens[:, tokens.shape[1] - completion_length :]
-    return hidden_logps(policy, params, hidden, targets, temperature=temperature, head_chunk=head_chunk)
+    return hidden_logps(
+        policy, params, hidden, targets, temperature=temperature, head_chunk=head_chunk, filters=filters
+    )
 
 
 def last_states(

@@ -133,7 +133,7 @@ def test_the_command_writes_and_reads_them_back(tmp_path):
         tmp_path,
         data=data,
         lab=lab | {"gradients": {"minibatches": 3, "sketch": 64}},
-        grading={"rewards": [{"name": "length"}], "workers": 1, "plugins": [str(_plugin(tmp_path))]},
+        grading={"rewards": [{"name": "odd_length"}], "workers": 1, "plugins": [str(_plugin(tmp_path))]},
     )
     result = measure_credit(cfg, Console(file=io.StringIO()), gradients=True)
     again = read_lab(tmp_path / "run" / "credit.json")
@@ -155,6 +155,6 @@ def _plugin(folder):
     path = folder / "length.py"
     path.write_text(
         "from oarjax.grading.rewards import reward\n\n\n"
-        "@reward('length')\ndef length(sample):\n    return float(len(sample.completion) % 2)\n"
+        "@reward('odd_length')\ndef odd_length(sample):\n    return float(len(sample.completion) % 2)\n"
     )
     return path
