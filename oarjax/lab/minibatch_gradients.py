@@ -42,7 +42,7 @@ from oarjax.models.lora import whole
 from oarjax.rollout.sampler import rollout_key
 from oarjax.stats import Interval, jackknife_interval, mean_interval
 from oarjax.training.iteration import NOISE, ORDER, draw, score
-from oarjax.training.minibatches import MinibatchPlan, Piece, bucket, sizes_of, widen
+from oarjax.training.minibatches import MinibatchPlan, Piece, sizes_of, widen, widest_prompt
 from oarjax.training.parts.hints import hints_of
 from oarjax.training.parts.host import HostCallbacks
 from oarjax.training.parts.loss import Sums, sampler_logps
@@ -168,7 +168,7 @@ def draw_minibatches(run: Run, steps: Steps, state: TrainState, grader: Grading)
         place=run.place,
         phase=lambda name: nullcontext(),
     )
-    width = bucket(cfg.data.max_prompt, cfg.rollout.prompt_bucket, 1 << 30)
+    width = widest_prompt(cfg)
     by_length = {"prompt_bucket": cfg.rollout.prompt_bucket, "completion_bucket": cfg.rollout.completion_bucket}
     drawn = [draw(state, n, steps=steps, host=host, cfg=cfg) for n in range(1, cfg.lab.gradients.minibatches + 1)]
     out = []

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from oarjax.config import Config, changed, parse_config
 from oarjax.credit.registry import METHODS
 from oarjax.models.qwen_config import QwenConfig
-from oarjax.training.minibatches import bucket
+from oarjax.training.minibatches import widest_prompt
 from oarjax.training.parts.checks import check_lengths
 from oarjax.training.parts.layout import check_layouts
 from oarjax.training.parts.shapes import (
@@ -58,7 +58,7 @@ def shapes_of(cfg: Config) -> Shapes:
     return Shapes(
         prompts=cfg.rollout.prompts,
         rows=rows,
-        prompt=bucket(cfg.data.max_prompt, cfg.rollout.prompt_bucket, 1 << 30),
+        prompt=widest_prompt(cfg),
         completion=cfg.rollout.max_new,
         microbatches=rows // cfg.update.minibatches // cfg.update.microbatch,
         microbatch=cfg.update.microbatch,

@@ -20,7 +20,6 @@ from oarjax.training.metrics import NONFINITE, rollout_metrics, unsound_rows
 from oarjax.training.minibatches import (
     MinibatchPlan,
     Piece,
-    bucket,
     informative_first,
     join,
     join_grades,
@@ -95,7 +94,7 @@ def iterate(
             rewards = grading().rewards
         constant = np.asarray(steps.equal_groups(jnp.asarray(rewards)))
         rows = np.flatnonzero(~np.repeat(constant, group))
-    width = bucket(cfg.data.max_prompt, cfg.rollout.prompt_bucket, 1 << 30)
+    width = widest_prompt(cfg)
     step = host.prompt_step or cfg.rollout.prompt_bucket
     sizes = sizes_of(rollout, prompt_bucket=step, completion_bucket=cfg.rollout.completion_bucket)
     plan = MinibatchPlan(rows, cfg.update.minibatches, cfg.update.microbatch, capacity, sizes)

@@ -17,12 +17,19 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
+from oarjax.config import Config
 from oarjax.types import AnswerSpan, Evidence, Grades, Privileged, Rollout
 
 
-def bucket(length: int, step: int, limit: int) -> int:
+def bucket(length: int, step: int, limit: int | None = None) -> int:
     """Return the smallest multiple of ``step`` that holds ``length``, at most ``limit``."""
-    return min(limit, -(-max(length, 1) // step) * step)
+    size = -(-max(length, 1) // step) * step
+    return size if limit is None else min(limit, size)
+
+
+def widest_prompt(cfg: Config) -> int:
+    """Return the positions that the longest prompt of a config is padded to."""
+    return bucket(cfg.data.max_prompt, cfg.rollout.prompt_bucket)
 
 
 def buckets(step: int, limit: int) -> list[int]:

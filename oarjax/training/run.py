@@ -308,7 +308,7 @@ class Run:
         """Maximum number of positions that cue and reference answer add to a completion, rounded up; 0 without data."""
         if self.cfg.credit.answer.source != "reference" or not self.has_data:
             return 0
-        return bucket(max(len(cue) + len(target) for cue, target in self.endings.values()), 8, 1 << 30)
+        return bucket(max(len(cue) + len(target) for cue, target in self.endings.values()), 8)
 
     def find_answers(self, rollout: Rollout) -> AnswerSpan:
         """Find the reasoning and the answer of every completion, as credit.answer asks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jax.sharding import Mesh
 
 from oarjax.config import Config
-from oarjax.training.minibatches import bucket
+from oarjax.training.minibatches import widest_prompt
 
 
 def compiles_ahead(cfg: Config, mesh: Mesh) -> bool:
@@ -16,5 +16,4 @@ def compiles_ahead(cfg: Config, mesh: Mesh) -> bool:
 
 def prompt_step(cfg: Config, mesh: Mesh) -> int:
     """Return what the width of prompts is a multiple of: the whole width where programs are compiled ahead."""
-    step = cfg.rollout.prompt_bucket
-    return bucket(cfg.data.max_prompt, step, 1 << 30) if compiles_ahead(cfg, mesh) else step
+    return widest_prompt(cfg) if compiles_ahead(cfg, mesh) else cfg.rollout.prompt_bucket

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,8 +17,6 @@ from oarjax.data.problems import Problem
 from oarjax.data.streams import bucketed, encode_problems, left_pad
 from oarjax.system.plugins import import_object
 from oarjax.types import Hints, Privileged, Rollout
-
-UNLIMITED = 1 << 30
 
 
 class Mark(NamedTuple):
@@ -125,5 +124,5 @@ def teacher_prompts(run: Any, problems: Sequence[Problem]) -> list[list[int]]:
         raise ConfigError(f"credit.teacher: {error!r}; expected text with {{prompt}} and {{answer}} in it") from error
     told = [replace(problem, prompt=text) for problem, text in zip(problems, texts)]
     rendering = {name: getattr(cfg.data, name) for name in ("template", "system_prompt", "prompt_format", "thinking")}
-    encode = partial(encode_problems, **rendering, max_prompt=UNLIMITED)
+    encode = partial(encode_problems, **rendering, max_prompt=sys.maxsize)
     return list(encode(told, run.tokenizer).prompts)

@@ -28,7 +28,7 @@ from oarjax.data.streams import bucketed
 from oarjax.models.lora import whole
 from oarjax.models.sharding import batch_spec
 from oarjax.models.weights import abstract_params
-from oarjax.training.minibatches import Bucket, bucket, buckets
+from oarjax.training.minibatches import Bucket, buckets, widest_prompt
 from oarjax.training.parts.adapters import trained_shapes
 from oarjax.training.parts.ahead import prompt_step
 from oarjax.training.parts.fused import FusedRows, FusedSums
@@ -266,7 +266,7 @@ def _width(run: Run, data: Literal["train", "held_out"]) -> int:
     """Return the positions of the longest prompts, padded; without data, of the longest that the config allows."""
     step = prompt_step(run.cfg, run.mesh)
     if not run.has_data:
-        return bucket(run.cfg.data.max_prompt, step, 1 << 30)
+        return widest_prompt(run.cfg)
     encoded = run.train if data == "train" else run.held_out
     if encoded is None:
         raise ValueError("evaluate_program: the config has no data.eval")
@@ -301,7 +301,7 @@ def _scored(run: Run) -> tuple[Rollout, AnswerSpan, tuple[Any, ...]]:
     """Describe rollouts and spans of one minibatch, and those probed in their place with reference answers."""
     cfg = run.cfg.credit
     T, room = run.cfg.rollout.max_new, run.ending_room
-    widest = bucket(run.cfg.data.max_prompt, run.cfg.rollout.prompt_bucket, 1 << 30)
+    widest = widest_prompt(run.cfg)
 
     def rows(length: int) -> tuple[Any, Any]:
         of = partial(_microbatches, run)
@@ -352,7 +352,7 @@ def _hints(run: Run) -> Any:
         return None
     marks, shape, kind = wants & OF_MARKS, (run.cfg.rollout.max_new,), cast(Any, Hints)
     step = run.cfg.rollout.prompt_bucket
-    width = bucket(run.cfg.data.max_prompt, step, 1 << 30) + step
+    width = widest_prompt(run.cfg) + step
     if run.has_data and wants & OF_TEACHER:
         width = bucketed(teacher_prompts(run, run.train.problems), step)
     teacher = cast(Any, Privileged)(of((width,), jnp.int32), of((width,), jnp.bool_)) if wants & OF_TEACHER else None
