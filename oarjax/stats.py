@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, Int
-from scipy.special import bdtrc, ndtr, stdtrit  # scipy.stats has it too, and takes a second to import
+from scipy.special import bdtrc, chdtrc, ndtr, stdtrit  # scipy.stats has it too, and takes a second to import
 
 LEVEL = 0.95
 """Coverage of every interval: the share of repeated experiments whose interval contains the true mean."""
@@ -247,3 +247,8 @@ def normal_cdf(z: Float[np.ndarray, "*n"]) -> Float[np.ndarray, "*n"]:
 def binomial_exceedance(above: Int[np.ndarray, "n"], *, draws: int, chance: float) -> Float[np.ndarray, "n"]:
     """Return P(X > above) of X ~ Binomial(draws, chance)."""
     return bdtrc(above.astype(np.float64), draws, chance)
+
+
+def chi_square_tail(square: float, *, freedom: int) -> float:
+    """Return P(X >= square) of X ~ chi-square with ``freedom`` degrees of freedom."""
+    return float(chdtrc(freedom, square))

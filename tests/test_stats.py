@@ -17,6 +17,7 @@ from oarjax.stats import (
     Interval,
     answer_numbers,
     bootstrap_interval,
+    chi_square_tail,
     clustered_share_interval,
     jackknife_interval,
     majority_correct,
@@ -255,3 +256,8 @@ def test_jackknife_of_a_mean_is_students_interval():
     assert (found.low, found.high) == pytest.approx((wanted.low, wanted.high))
     assert np.isnan(jackknife_interval(4.0, np.array([1.0, np.nan, 2.0])).low)
     assert np.isnan(jackknife_interval(np.nan, left_out).low)
+
+
+@pytest.mark.parametrize(("square", "freedom", "chance"), [(44.985, 31, 0.05), (61.098, 31, 0.001), (30.336, 31, 0.5)])
+def test_chi_square_tail_is_that_of_a_table(square, freedom, chance):
+    assert chi_square_tail(square, freedom=freedom) == pytest.approx(chance, rel=1e-3)

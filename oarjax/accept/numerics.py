@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +16,7 @@ from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import init_params
 from oarjax.rollout.logps import token_logps
 from oarjax.rollout.sampler import BLOCK, draw_token, sample
+from oarjax.stats import chi_square_tail
 from oarjax.types import PromptBatch
 
 ROWS, LENGTH, CHUNK = 4, 24, 32
@@ -60,7 +60,7 @@ def numerics(s: Setting) -> list[Check]:
     found.append(holds("random bits equal a CPU's", bool((bits[0] == bits[1]).all())))
     chance = draw_chance(own, draws=512 if s.small else 16384)
     name = f"draws of {VOCABULARY:,} tokens"
-    return [*found, at_least(name, chance, 1e-4, note="chance of so large a chi-square, by Wilson and Hilferty")]
+    return [*found, at_least(name, chance, 1e-4, note="chance of so large a chi-square")]
 
 
 def logps_of(small: Small, device: Any, dtype: str) -> np.ndarray:
@@ -122,12 +122,5 @@ def draw_chance(device: Any, *, draws: int, batch: int = 64) -> float:
     for group in (ranges, places):
         expected = np.bincount(group, weights=mass, minlength=CLASSES) / mass.sum() * len(tokens)
         square = float(((np.bincount(group[tokens], minlength=CLASSES) - expected) ** 2 / expected).sum())
-        chances.append(chi_square_tail(square, CLASSES - 1))
+        chances.append(chi_square_tail(square, freedom=CLASSES - 1))
     return min(chances)
-
-
-def chi_square_tail(square: float, freedom: int) -> float:
-    """Return P(chi-square >= square), by Wilson and Hilferty's cube root: good to a few percent of itself here."""
-    spread = 2 / (9 * freedom)
-    z = ((square / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
-    return 0.5 * math.erfc(z / math.sqrt(2))

@@ -18,7 +18,6 @@ from hostile_page import EVIL, Reader
 
 from oarjax.accept import command, device, kernels, numerics, programs, runs
 from oarjax.accept.check import at_least, at_most, holds, not_applicable
-from oarjax.accept.numerics import chi_square_tail
 from oarjax.accept.page import write_accept_page
 from oarjax.accept.setting import Peaks, Setting, peaks_of
 from oarjax.accept.stages import STAGES, Stage, StageError, chosen, state_of
@@ -46,12 +45,6 @@ def test_peaks_of_devices():
     assert peaks_of("TPU v5 lite") == Peaks(197e12, 819e9, 45e9)
     assert peaks_of("NVIDIA H200") == Peaks(989e12, 4800e9, None)
     assert peaks_of("cpu") == Peaks(None, None, None)
-
-
-@pytest.mark.parametrize(("square", "freedom", "chance"), [(44.985, 31, 0.05), (61.098, 31, 0.001), (30.336, 31, 0.5)])
-def test_chi_square_tail(square, freedom, chance):
-    """Against a table."""
-    assert chi_square_tail(square, freedom) == pytest.approx(chance, rel=0.05)
 
 
 # A fault in every stage --------------------------------------------------------------------------------------------
