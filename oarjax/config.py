@@ -996,10 +996,14 @@ def find_config(path: str | Path) -> Path:
     path = Path(path)
     if path.exists():
         return path
-    name = path.name.removesuffix(".yaml")
-    if path.parent in (Path(), Path("configs")) and (shipped := SHIPPED / f"{name}.yaml").is_file():
-        return shipped
+    return _shipped(path)
+
+
+def _shipped(path: Path) -> Path:
+    name, inside = path.name.removesuffix(".yaml"), path.parent in (Path(), Path("configs"))
     names = sorted(file.stem for file in SHIPPED.glob("*.yaml"))
+    if inside and name in names:
+        return SHIPPED / f"{name}.yaml"
     nearest = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
     raise ConfigError(f"config {path}: no such file; {hint}shipped ones: {', '.join(names)}")
@@ -1011,9 +1015,7 @@ def copy_shipped(name: str, target: Path | None = None) -> Path:
     Raises:
         ConfigError: no such config; the target exists or cannot be written.
     """
-    source = SHIPPED / f"{name.removesuffix('.yaml')}.yaml"
-    if not source.is_file():
-        source = find_config(Path("configs") / name)  # names the shipped ones
+    source = _shipped(Path(name))
     target = target or Path(source.name)
     try:
         with target.open("x", encoding="utf-8") as file:

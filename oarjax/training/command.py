@@ -149,11 +149,13 @@ def _compare(cfg: Config, seeds: list[int], console: Console, stop: Stop) -> Non
         for seed in seeds:
             hold = partial(_hold, stack, root, cfg) if seed == seeds[0] else None
             run = open_run(changed(cfg, seed=seed, run_dir=str(root / f"seed{seed}")), console, hold=hold)
-            if seed == seeds[0]:
+            first = seed == seeds[0]
+            if first:
                 only_first(lambda: claim(root, cfg))
                 banner(console, run.facts(), cfg.model_dump(mode="json", exclude_defaults=True))
             with storage_errors(run.folder), run.grader() as grader:
-                try_rewards(run, grader)
+                if first:
+                    try_rewards(run, grader)
                 if run.first and (changes := check_inputs(run).words()):
                     console.print(f"resuming with changed inputs: {changes}", markup=False)
                 start, before = start_policy(run, grader, stop)
@@ -175,7 +177,7 @@ def start_policy(run: Run, grader: Grading, stop: Stop | None = None) -> tuple[P
 
     Both are saved in the run's folder, and read from it when the run resumes.
     """
-    cfg = run.cfg
+    cfg, stop = run.cfg, stop or Stop()
     if cfg.sft is None:
         params = run.load()
     else:
@@ -186,11 +188,10 @@ def start_policy(run: Run, grader: Grading, stop: Stop | None = None) -> tuple[P
             only_first(lambda: seal_start(run, warm))
             params = run.load(source=warm)
         else:
-            params = warm_start(run, run.load(), stop or Stop())
+            params = warm_start(run, run.load(), stop)
             export(warm, run.model, params, source=run.source)
             only_first(lambda: seal_start(run, warm))
         only_first(lambda: remove_all(run.folder / "sft"))
-    stop = stop or Stop()
     stop.check()
     if run.held_out is None:
         return params, None
