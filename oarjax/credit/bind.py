@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -124,19 +125,26 @@ def check_method(method: CreditMethod, *, place: str) -> None:
         raise ConfigError(f"{place}: needs importance and has no score; expected {', '.join(scored)} or a function")
 
 
+def reward_columns(
+    cfg: Config, rewards: Float[Array, "B"], values: dict[str, Float[Array, "B"]]
+) -> tuple[Float[Array, "B K"], list[float]]:
+    """Return the value of each reward in a column, NaN in rows without a reward, and the weights of the columns."""
+    weights = {reward.name: reward.weight for reward in cfg.grading.rewards} | {"overlong": 1.0}
+    names = [name for name in weights if name in values]
+    columns = jnp.stack([jnp.where(jnp.isfinite(rewards), values[name], jnp.nan) for name in names], axis=1)
+    return columns, [weights[name] for name in names]
+
+
 def row_advantages(cfg: Config, custom: CreditMethod | None = None) -> Callable[..., Float[Array, "B"]] | None:
     """Return (rewards, values of each reward by name) -> A [B] of a method of kind sequence; None for the others."""
     method = method_of(cfg.credit, custom)
     if method.advantage is None:
         return None
     function = resolve(method.advantage)
-    weights = {reward.name: reward.weight for reward in cfg.grading.rewards} | {"overlong": 1.0}
 
     def advantages(rewards: Float[Array, "B"], values: dict[str, Float[Array, "B"]]) -> Float[Array, "B"]:
-        names = [name for name in weights if name in values]
-        each = jnp.stack([jnp.where(jnp.isfinite(rewards), values[name], jnp.nan) for name in names], axis=1)
-        scales = [weights[name] for name in names]
-        return function(each, scales, group_size=cfg.rollout.group_size, advantage=cfg.advantage)
+        columns, weights = reward_columns(cfg, rewards, values)
+        return function(columns, weights, group_size=cfg.rollout.group_size, advantage=cfg.advantage)
 
     return advantages
 
@@ -167,18 +175,25 @@ def scorer(
     if method.check is not None:
         resolve(method.check)(cfg, custom_probe)
     score = resolve(method.score)
-    mask_id = pad_id if cfg.masking.mask_id is None else cfg.masking.mask_id
+    context_for = partial(_context, cfg, temperature, pad_id, custom_probe)
 
     def scores(params: Params, r: Rollout, span: AnswerSpan, keys: Key[Array, "B"], mode: ProbeMode) -> Scored:
-        probe = custom_probe or outcome_probe(mode, temperature=temperature)
-        context = Context(cfg, temperature=temperature, mask_id=mask_id, probe=probe)
-        found = score(policy, jax.lax.stop_gradient(params), r, span, keys, context)
-        if not isinstance(found, Scored):
-            found = Scored(found)
-        importance = required(found.importance, "importance", context)
-        return found._replace(importance=jnp.where(span.reasoning, importance, 0))
+        context = context_for(mode)
+        result = score(policy, jax.lax.stop_gradient(params), r, span, keys, context)
+        scored = result if isinstance(result, Scored) else Scored(result)
+        importance = required(scored, "importance", context)
+        return scored._replace(importance=jnp.where(span.reasoning, importance, 0))
 
     return scores
+
+
+def _context(
+    cfg: CreditConfig, temperature: float, pad_id: int, custom_probe: Probe | None, mode: ProbeMode
+) -> Context:
+    """Return the settings of a score function; a masked token becomes the pad token unless credit.masking has an id."""
+    mask_id = pad_id if cfg.masking.mask_id is None else cfg.masking.mask_id
+    probe = custom_probe or outcome_probe(mode, temperature=temperature)
+    return Context(cfg, temperature=temperature, mask_id=mask_id, probe=probe)
 
 
 def _check_policy(cfg: CreditConfig, method: CreditMethod, policy: Policy) -> None:
@@ -206,14 +221,12 @@ def shared_scorer(
     if method.shared is None:
         return None
     score = resolve(method.shared)
-    mask_id = pad_id if cfg.masking.mask_id is None else cfg.masking.mask_id
+    context_for = partial(_context, cfg, temperature, pad_id, custom_probe)
 
     def scores(
         params: Params, clean: LinearPass, r: Rollout, span: AnswerSpan, keys: Key[Array, "B"], mode: ProbeMode
     ) -> Float[Array, "B T"]:
-        probe = custom_probe or outcome_probe(mode, temperature=temperature)
-        context = Context(cfg, temperature=temperature, mask_id=mask_id, probe=probe)
-        importance = score(policy, jax.lax.stop_gradient(params), clean, r, span, keys, context)
+        importance = score(policy, jax.lax.stop_gradient(params), clean, r, span, keys, context_for(mode))
         return jnp.where(span.reasoning, importance, 0)
 
     return scores

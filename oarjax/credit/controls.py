@@ -81,7 +81,7 @@ def weigh_permuted(
     context: Context,
 ) -> Float[Array, "B T"]:
     """Weigh the reasoning tokens by the gated importance of others of their row."""
-    weights = gated(required(signals.importance, "importance", context), span, context)
+    weights = gated(required(signals, "importance", context), span, context)
     return permuted_weights(weights, span.reasoning, key, row_numbers(signals, completion))
 
 

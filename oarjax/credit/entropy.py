@@ -59,7 +59,7 @@ def weigh(
     context: Context,
 ) -> Float[Array, "B T"]:
     """Weigh the reasoning tokens by their entropies through the configured gate."""
-    return gated(required(signals.entropies, "entropies", context), span, context)
+    return gated(required(signals, "entropies", context), span, context)
 
 
 def weigh_top(
@@ -75,4 +75,4 @@ def weigh_top(
     if cfg.entropy.scope == "batch":
         taught = reweighted_rows(advantages, polarity=cfg.polarity) & (advantages != 0)
         among = completion & taught[:, None]
-    return entropy_top_weights(required(signals.entropies, "entropies", context), among, **cfg.entropy.model_dump())
+    return entropy_top_weights(required(signals, "entropies", context), among, **cfg.entropy.model_dump())

@@ -167,7 +167,7 @@ def weigh(
     context: Context,
 ) -> Float[Array, "B T"]:
     """Weigh the reasoning tokens by their importance through the configured gate."""
-    return gated(required(signals.importance, "importance", context), span, context)
+    return gated(required(signals, "importance", context), span, context)
 
 
 def gated(scores: Float[Array, "B T"], span: AnswerSpan, context: Context) -> Float[Array, "B T"]:

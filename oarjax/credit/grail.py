@@ -128,6 +128,6 @@ def weigh(
     context: Context,
 ) -> Float[Array, "B T"]:
     """Weigh tokens by their standardised log saliency."""
-    saliency = required(signals.importance, "importance", context)
+    saliency = required(signals, "importance", context)
     settings = context.credit.grail.model_dump()
     return grail_weights(saliency, span.reasoning, span.answer, completion, **settings)

@@ -151,5 +151,5 @@ def weigh(
     """Give more of the advantage to the words of the configured list."""
     if context.keyword_table is None:
         raise ValueError("keywords: needs the words as token ids, got None; give Context(keyword_table=...)")
-    found = keyword_tokens(required(signals.tokens, "tokens", context), completion, context.keyword_table)
+    found = keyword_tokens(required(signals, "tokens", context), completion, context.keyword_table)
     return keyword_weights(found, span.reasoning, boost=context.credit.keywords.boost)

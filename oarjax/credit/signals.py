@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,17 +98,23 @@ def signals_of(
     )
 
 
-def required(signal: Any, name: str, context: Context) -> Any:
+def required(signals: Signals | Scored, name: str, context: Context) -> Any:
     """Return a signal that the method needs.
 
     Raises:
-        ValueError: it is None. A run computes what its method declares, so only callers that make signals themselves
-            can meet this.
+        ValueError: it is None. A run computes what its method declares, so only callers that build signals themselves
+            can see this.
     """
+    signal = getattr(signals, name)
     if signal is None:
         method = context.credit.method
         raise ValueError(f"credit method {method}: needs the signal {name}, got None; give Signals({name}=...)")
     return signal
+
+
+def all_required(signals: Signals, names: Sequence[str], context: Context) -> tuple[Any, ...]:
+    """Return several signals that the method needs; see ``required``."""
+    return tuple(required(signals, name, context) for name in names)
 
 
 def probe_of(context: Context) -> Probe:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -49,6 +49,24 @@ def leave_one_out_advantages(
     return jnp.where(keep, advantages, 0)
 
 
+def weighted_group_advantages(
+    values: Float[Array, "R B"],
+    weights: Float[Array, "R"],
+    *,
+    group_size: int,
+    scale: Literal["group", "batch", "none"] = "group",
+    ddof: int = 1,
+    eps: float = 1e-4,
+) -> Float[Array, "B"]:
+    """Sum the group advantages of each reward with weights: A_i = sum_k weight_k (r_ik - mean_k) / (std_k + eps).
+
+    A NaN value adds 0; for the settings see ``group_advantages``.
+    """
+    settings: dict[str, Any] = {"group_size": group_size, "scale": scale, "ddof": ddof, "eps": eps}
+    each = jnp.stack([group_advantages(v, **settings) for v in values])
+    return jnp.sum(weights[:, None] * each, axis=0)
+
+
 def per_reward_advantages(
     values: Float[Array, "R B"],
     weights: Float[Array, "R"],
@@ -63,9 +81,8 @@ def per_reward_advantages(
     one reward counts as 0 there; a row that no reward of a weight graded gets 0. Unlike the group's advantages the
     result is not zero in groups of equal sums: rewards that differ and cancel still teach.
     """
-    normalised = jnp.stack([group_advantages(v, group_size=group_size, ddof=ddof, eps=eps) for v in values])
     graded = jnp.any(~jnp.isnan(values) & (weights != 0)[:, None], axis=0)
-    total = jnp.sum(jnp.where(graded, weights[:, None] * normalised, 0), axis=0)
+    total = jnp.where(graded, weighted_group_advantages(values, weights, group_size=group_size, ddof=ddof, eps=eps), 0)
     centred = (total - masked_mean(total, graded)) / (group_std(total, graded, ddof) + eps)
     return jnp.where(graded, centred, 0)
 

@@ -14,7 +14,7 @@ from oarjax.credit.entropy import entropy_top_weights
 from oarjax.credit.gate import polarised, reweighted_rows
 from oarjax.credit.grail import grail_weights, log_zscores
 from oarjax.credit.keywords import NONE, keyword_table, keyword_tokens, keyword_weights
-from oarjax.credit.signals import Context, required
+from oarjax.credit.signals import Context, Signals, required
 from oarjax.data.tokenizer import encode as tokenizer_encode
 from oarjax.data.tokenizer import load_tokenizer, token_bytes
 
@@ -251,7 +251,7 @@ def test_unknown_polarity(unchecked):
 
 def test_a_missing_signal_is_named():
     with pytest.raises(ValueError, match=r"credit method entropy: needs the signal entropies, got None"):
-        required(None, "entropies", Context(CreditConfig(method="entropy")))
+        required(Signals(), "entropies", Context(CreditConfig(method="entropy")))
 
 
 def test_keywords_with_qwens_tokenizer(shared):

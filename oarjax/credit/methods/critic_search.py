@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from oarjax.credit.signals import Context, Signals, required
+from oarjax.credit.signals import Context, Signals, all_required
 from oarjax.types import AnswerSpan
 
 EPS = 1e-8
@@ -51,5 +51,5 @@ def weigh(
     context: Context,
 ) -> Float[Array, "B T"]:
     """Mix the labels of turns into the advantage."""
-    labels, turns = (required(getattr(signals, name), name, context) for name in ("marks", "turns"))
+    labels, turns = all_required(signals, ("marks", "turns"), context)
     return turn_advantages(labels, turns, completion, advantages, share=context.credit.critic_search.share)

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from oarjax.config import AdvantageConfig
-from oarjax.rl.grpo import group_advantages
+from oarjax.rl.advantages import weighted_group_advantages
 
 
 def decoupled_advantages(
@@ -32,6 +31,11 @@ def decoupled_advantages(
         raise ValueError(f"decoupled_advantages: {rewards.shape[1]} rewards and {len(weights)} weights")
     known = jnp.all(jnp.isfinite(rewards), axis=1)
     columns = jnp.where(known[:, None], rewards, jnp.nan).T
-    settings = {"scale": advantage.scale, "ddof": advantage.ddof, "eps": advantage.eps}
-    each = jax.vmap(lambda r: group_advantages(r, group_size=group_size, **settings))(columns)
-    return jnp.sum(jnp.asarray(weights, jnp.float32)[:, None] * each, axis=0)
+    return weighted_group_advantages(
+        columns,
+        jnp.asarray(weights, jnp.float32),
+        group_size=group_size,
+        scale=advantage.scale,
+        ddof=advantage.ddof,
+        eps=advantage.eps,
+    )

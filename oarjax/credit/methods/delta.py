@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
-from oarjax.credit.signals import Context, Signals, required
+from oarjax.credit.signals import Context, Signals, all_required
 from oarjax.rl.masked import widened
 from oarjax.types import AnswerSpan
 
@@ -94,5 +94,5 @@ def weigh(
     context: Context,
 ) -> Float[Array, "B T"]:
     """Weigh the tokens by the side of the batch that their gradient is on."""
-    hidden, logps = (required(getattr(signals, name), name, context) for name in ("hidden", "logps"))
+    hidden, logps = all_required(signals, ("hidden", "logps"), context)
     return delta_weights(hidden, logps, completion, advantages, **context.credit.delta.model_dump())

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
-from oarjax.credit.signals import Context, Signals, required
+from oarjax.credit.signals import Context, Signals, all_required
 from oarjax.rl.masked import masked_count, widened
 from oarjax.types import AnswerSpan
 
@@ -52,5 +52,5 @@ def weigh(
     context: Context,
 ) -> Float[Array, "B T"]:
     """Weigh the tokens by their distance from the reference and by their entropy."""
-    hellinger, spread = (required(getattr(signals, name), name, context) for name in ("hellinger", "spread"))
+    hellinger, spread = all_required(signals, ("hellinger", "spread"), context)
     return dgpo_weights(hellinger, spread, completion, **context.credit.dgpo.model_dump())

@@ -30,4 +30,4 @@ def weigh(
     context: Context,
 ) -> Float[Array, "B T"]:
     """Put the advantage of a row on its marked tokens."""
-    return span_weights(required(signals.marks, "marks", context) > 0, completion)
+    return span_weights(required(signals, "marks", context) > 0, completion)

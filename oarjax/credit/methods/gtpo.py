@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from oarjax.credit.groups import peer_sum, peers_of
-from oarjax.credit.signals import Context, Signals, required
+from oarjax.credit.signals import Context, Signals, all_required
 from oarjax.rl.masked import widened
 from oarjax.types import AnswerSpan
 
@@ -64,5 +64,5 @@ def weigh(
     context: Context,
 ) -> Float[Array, "B T"]:
     """Give the tokens the normalised shaped rewards of their group."""
-    entropies, groups = (required(getattr(signals, name), name, context) for name in ("entropies", "groups"))
+    entropies, groups = all_required(signals, ("entropies", "groups"), context)
     return gtpo_advantages(entropies, completion, advantages, groups)

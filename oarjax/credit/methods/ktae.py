@@ -14,7 +14,7 @@ from jax.lax import lgamma
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from oarjax.credit.groups import peer_sum, peers_of
-from oarjax.credit.signals import Context, Signals, required
+from oarjax.credit.signals import Context, Signals, all_required
 from oarjax.types import AnswerSpan
 
 K1, B = 2.0, 0.5
@@ -134,6 +134,6 @@ def weigh(
     context: Context,
 ) -> Float[Array, "B T"]:
     """Add to every token the bonus of its id in its group."""
-    tokens, groups = (required(getattr(signals, name), name, context) for name in ("tokens", "groups"))
+    tokens, groups = all_required(signals, ("tokens", "groups"), context)
     settings = context.credit.ktae.model_dump()
     return key_token_bonus(tokens, completion, advantages > 0, advantages < 0, groups, **settings)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
-from oarjax.credit.signals import Context, Signals, required
+from oarjax.credit.signals import Context, Signals, all_required, required
 from oarjax.rl.masked import widened
 from oarjax.types import AnswerSpan
 
@@ -50,7 +50,7 @@ def _taught(
 ) -> Float[Array, "B T"]:
     """Weigh by the teacher, whose strength falls to 0 over ``iterations``: then the method is GRPO."""
     cfg, names = context.credit.rlsd, ("teacher_logps", "logps", "iteration")
-    teacher, logps, iteration = (required(getattr(signals, name), name, context) for name in names)
+    teacher, logps, iteration = all_required(signals, names, context)
     strength = cfg.strength * jnp.maximum(0.0, 1 - (jnp.asarray(iteration, jnp.float32) - 1) / cfg.iterations)
     return teacher_weights(teacher, logps, taught, advantages, strength, clip=cfg.clip)
 
@@ -76,5 +76,5 @@ def weigh_marked(
     context: Context,
 ) -> Float[Array, "B T"]:
     """Weigh the marked tokens, the actions, by the teacher's log-probs (SERL)."""
-    marked = required(signals.marks, "marks", context) != 0
+    marked = required(signals, "marks", context) != 0
     return _taught(signals, completion & marked, advantages, context)

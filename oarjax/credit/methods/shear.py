@@ -15,7 +15,7 @@ from jax.nn import logsumexp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from oarjax.credit.groups import peer_sum, peers_of
-from oarjax.credit.signals import Context, Signals, required
+from oarjax.credit.signals import Context, Signals, all_required
 from oarjax.rl.masked import widened
 from oarjax.types import AnswerSpan
 
@@ -125,5 +125,5 @@ def weigh(
     context: Context,
 ) -> Float[Array, "B T"]:
     """Weigh the tokens by how far the states of their windows are from opposing rows."""
-    hidden, groups = (required(getattr(signals, name), name, context) for name in ("hidden", "groups"))
+    hidden, groups = all_required(signals, ("hidden", "groups"), context)
     return divergence_weights(hidden, completion, advantages, groups, **context.credit.shear.model_dump())

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from oarjax.credit.groups import peer_sum, peers_of
-from oarjax.credit.signals import Context, Signals, required
+from oarjax.credit.signals import Context, Signals, all_required
 from oarjax.rl.masked import widened
 from oarjax.types import AnswerSpan
 
@@ -48,5 +48,5 @@ def weigh(
     context: Context,
 ) -> Float[Array, "B T"]:
     """Take the position's baseline from the group advantages."""
-    norms, groups = (required(getattr(signals, name), name, context) for name in ("score_norms", "groups"))
+    norms, groups = all_required(signals, ("score_norms", "groups"), context)
     return baseline_advantages(norms, completion, advantages, groups)

@@ -70,7 +70,7 @@ def score(
         estimate = local_scores(policy, head, clean, reading, scored, probe=probe, **oar_l.settings_of(context))
     else:
         found = resolve(METHODS[screen.by].score or "")(policy, params, r, span, keys, context)
-        estimate = required(found.importance, "importance", context)
+        estimate = required(found, "importance", context)
     chosen = top_share(jnp.abs(estimate), scored, share=screen.share)
     # A row has only a share of its tokens to score: as many rows at once, so that much fewer of each.
     settings = oar_p.settings_of(context)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from oarjax.config import Config
+from oarjax.credit.bind import reward_columns
 from oarjax.rl.advantages import (
     AdvantageFunction,
     leave_one_out_advantages,
@@ -27,7 +28,6 @@ def bound_advantages(
 ) -> Callable[[Float[Array, "B"], Values], Float[Array, "B"]]:
     """(rewards, NaN where ungraded; values of each reward) -> advantages, with a run's settings."""
     a, group = cfg.advantage, cfg.rollout.group_size
-    weights = {r.name: r.weight for r in cfg.grading.rewards} | {"overlong": 1.0}
 
     def grpo(rewards: Float[Array, "B"], values: Values) -> Float[Array, "B"]:
         return group_advantages(rewards, group_size=group, scale=a.scale, ddof=a.ddof, eps=a.eps)
@@ -37,10 +37,9 @@ def bound_advantages(
         return leave_one_out_advantages(rewards, group_size=group, scale=scale, ddof=a.ddof, eps=a.eps)
 
     def gdpo(rewards: Float[Array, "B"], values: Values) -> Float[Array, "B"]:
-        names = [name for name in weights if name in values]
-        each = jnp.stack([jnp.where(jnp.isnan(rewards), jnp.nan, values[name]) for name in names])
-        scales = jnp.asarray([weights[name] for name in names], jnp.float32)
-        return per_reward_advantages(each, scales, group_size=group, ddof=a.ddof, eps=a.eps)
+        columns, weights = reward_columns(cfg, rewards, values)
+        scales = jnp.asarray(weights, jnp.float32)
+        return per_reward_advantages(columns.T, scales, group_size=group, ddof=a.ddof, eps=a.eps)
 
     if custom is None:
         return {"grpo": grpo, "rloo": rloo, "gdpo": gdpo}[a.method]
