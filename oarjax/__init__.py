@@ -24,14 +24,9 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "oarjax.rl.grpo": (
-        "group_advantages",
-        "clipped_surrogate",
-        "cispo_surrogate",
-        "kl_estimate",
-        "aggregate",
-        "policy_loss",
-    ),
+    "oarjax.rl.advantages": ("group_advantages",),
+    "oarjax.rl.surrogates": ("clipped_surrogate", "cispo_surrogate"),
+    "oarjax.rl.loss": ("kl_estimate", "aggregate", "policy_loss"),
     "oarjax.credit.answer_span": ("find_answers",),
     "oarjax.credit.probe": ("Probe", "Reading", "outcome_probe"),
     "oarjax.credit.oar.oar_p": ("masked_token_importance",),

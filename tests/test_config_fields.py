@@ -47,7 +47,7 @@ from oarjax.models.weights import abstract_params, init_params
 from oarjax.plan.command import topology_of
 from oarjax.plan.expected import survival_of
 from oarjax.report.console import OnceWarnings
-from oarjax.rl.grpo import group_advantages, zero_variance_groups
+from oarjax.rl.advantages import group_advantages, zero_variance_groups
 from oarjax.runs.checkpoint import Checkpoints
 from oarjax.runs.durable import StorageError
 from oarjax.runs.stop import Stop

@@ -1,4 +1,7 @@
-"""Advantages beside the group's own: leave-one-out (RLOO), per reward (GDPO), and KL inside the reward."""
+"""Advantages of a row from its rewards: of its group (GRPO), leave-one-out (RLOO), per reward (GDPO); reward shaping.
+
+GRPO: arXiv 2402.03300; Dr. GRPO: 2503.20783; DAPO: 2503.14476. Rows of a group are adjacent; NaN = not graded.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,54 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from oarjax.rl.grpo import group_advantages, group_std, grouped_rewards, zero_variance_groups
-from oarjax.rl.masked import masked_count, masked_mean, masked_sum, widened
+from oarjax.rl.masked import masked_count, masked_max, masked_mean, masked_min, masked_sum, widened
 
 AdvantageFunction = Callable[[Float[Array, "B"], dict[str, Float[Array, "B"]], int], Float[Array, "B"]]
 """(rewards, NaN where ungraded; values of each reward by name, unweighted; rows per group) -> advantages.
 
 What ``advantage.function`` names. It is traced by jit: pure, with jax.numpy. Rows of a group are adjacent.
 """
+
+
+def zero_variance_groups(rewards: Float[Array, "B"], *, group_size: int) -> Bool[Array, "P"]:
+    """Mark groups without a learning signal: all graded rewards equal, or fewer than two graded. NaN = not graded."""
+    grouped = grouped_rewards(rewards, group_size)
+    graded = ~jnp.isnan(grouped)
+    return masked_max(grouped, graded) <= masked_min(grouped, graded)
+
+
+def group_advantages(
+    rewards: Float[Array, "B"],
+    *,
+    group_size: int,
+    scale: Literal["group", "batch", "none"] = "group",
+    ddof: int = 1,
+    eps: float = 1e-4,
+) -> Float[Array, "B"]:
+    """Compute A_i = (r_i - mean of its group) / (std + eps); the rows of a group are adjacent.
+
+    ``group`` divides by the group's std (GRPO), ``batch`` by the std of all rewards about their common mean, ``none``
+    by nothing (Dr. GRPO). A NaN reward is left out of every mean and std and gets 0: mask its row out of the loss.
+    A group of equal rewards gets exactly 0, however its mean is rounded. The std of ddof or fewer rewards is 0.
+
+    Raises:
+        ValueError: the number of rewards is not a multiple of group_size, or an unknown scale.
+    """
+    grouped = widened(grouped_rewards(rewards, group_size))
+    graded = ~jnp.isnan(grouped)
+    centred = grouped - masked_mean(grouped, graded)[:, None]
+    if scale == "group":
+        divisor = group_std(grouped, graded, ddof)[:, None] + eps
+    elif scale == "batch":
+        divisor = group_std(grouped.reshape(-1), graded.reshape(-1), ddof) + eps
+    elif scale == "none":
+        divisor = jnp.ones((), grouped.dtype)
+    else:
+        raise ValueError(f"group_advantages: scale must be group, batch or none, got {scale!r}")
+    keep = graded & ~zero_variance_groups(rewards, group_size=group_size)[:, None]
+    return jnp.where(keep, centred / divisor, 0).reshape(-1)
 
 
 def leave_one_out_advantages(
@@ -87,6 +128,21 @@ def per_reward_advantages(
     return jnp.where(graded, centred, 0)
 
 
+def overlong_penalty(lengths: Int[Array, "B"], *, max_length: int, window: int, penalty: float) -> Float[Array, "B"]:
+    """Return what to SUBTRACT from a long completion's reward, in [0, penalty] (DAPO's soft overlong punishment).
+
+    0 up to max_length - window tokens, then linear, the whole penalty at max_length. A window of 0 penalises only
+    completions longer than max_length.
+
+    Raises:
+        ValueError: window outside 0 .. max_length.
+    """
+    if not 0 <= window <= max_length:
+        raise ValueError(f"overlong_penalty: window must be in 0 .. max_length = {max_length} tokens, got {window}")
+    excess = lengths - (max_length - window)
+    return penalty * jnp.clip(excess / max(window, 1), 0.0, 1.0)
+
+
 def reward_after_kl(
     rewards: Float[Array, "B"],
     behaviour_logps: Float[Array, "B T"],
@@ -100,3 +156,20 @@ def reward_after_kl(
     The sum over the completion's tokens is the k1 estimate of the sequence's KL, in nats. NaN rewards stay NaN.
     """
     return rewards - beta * masked_sum(widened(behaviour_logps) - widened(ref_logps), mask)
+
+
+def grouped_rewards(rewards: Float[Array, "B"], group_size: int) -> Float[Array, "P G"]:
+    """Return the rewards with a row per group."""
+    if group_size < 1 or rewards.shape[0] % group_size:
+        raise ValueError(
+            f"rewards: {rewards.shape[0]} rows are not whole groups of {group_size}; pad the last group with NaN"
+        )
+    return rewards.reshape(-1, group_size)
+
+
+def group_std(values: Float[Array, "*rows G"], mask: Bool[Array, "*rows G"], ddof: int) -> Float[Array, "*rows"]:
+    """Compute the standard deviation of each row's valid entries; 0 for ddof or fewer of them."""
+    deviations = values - masked_mean(values, mask)[..., None]
+    freedom = masked_count(mask) - ddof
+    variance = masked_sum(deviations**2, mask) / jnp.maximum(freedom, 1)
+    return jnp.sqrt(jnp.where(freedom > 0, variance, 0))

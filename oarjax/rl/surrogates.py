@@ -1,13 +1,67 @@
-"""Surrogate objectives beside the clipped one: soft gates (SAPO) and geometric means (GMPO). To be MAXIMISED."""
+"""Ratios of the policy to the older one, and the surrogate objectives of a token that are built on them.
+
+Surrogates are to be MAXIMISED. GRPO's is ``clipped_surrogate``. GSPO: arXiv 2507.18071; CISPO: 2506.13585; dual clip:
+1912.09729; SAPO: 2511.20347; GMPO: 2507.20673. Log-probs are in nats.
+"""
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
+from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float
 
 from oarjax.rl.masked import masked_mean, widened
 from oarjax.rl.off_policy import LOG_RATIO_BOUND
+
+
+def policy_ratio(
+    logps: Float[Array, "B T"],
+    old_logps: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    *,
+    level: Literal["token", "sequence"] = "token",
+) -> Float[Array, "B T"]:
+    """Compute exp(clip(log-ratio, -20, 20)); 1 outside the mask at token level.
+
+    ``sequence`` (GSPO) takes the mean log-ratio of the row's valid tokens and repeats it along the row; gradients
+    reach every token of it.
+    """
+    log_ratio = jnp.where(mask, widened(logps) - widened(old_logps), 0)
+    if level == "sequence":
+        log_ratio = jnp.broadcast_to(masked_mean(log_ratio, mask)[:, None], log_ratio.shape)
+    elif level != "token":
+        raise ValueError(f"policy_ratio: level must be token or sequence, got {level!r}")
+    return jnp.exp(jnp.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+
+
+def clipped_surrogate(
+    ratio: Float[Array, "B T"],
+    advantages: Float[Array, "B T"],
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    dual_clip: float | None = None,
+) -> Float[Array, "B T"]:
+    """Compute min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), and where A < 0 at least dual_clip * A.
+
+    Without a dual clip the last bound is absent. TRL's ``delta`` (a cap on the unclipped ratio for either sign) is the
+    same function for delta >= 1 + clip_high.
+    """
+    clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
+    objective = jnp.minimum(ratio * advantages, clipped * advantages)
+    if dual_clip is None:
+        return objective
+    return jnp.where(advantages < 0, jnp.maximum(objective, dual_clip * advantages), objective)
+
+
+def cispo_surrogate(
+    logps: Float[Array, "B T"], ratio: Float[Array, "B T"], advantages: Float[Array, "B T"], *, ratio_cap: float = 5.0
+) -> Float[Array, "B T"]:
+    """Compute stop_gradient(min(ratio, ratio_cap)) * A * logp (CISPO). The cap is a ratio, not an excess over 1."""
+    return stop_gradient(jnp.minimum(ratio, ratio_cap)) * advantages * logps
 
 
 def sapo_surrogate(

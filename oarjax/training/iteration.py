@@ -14,7 +14,7 @@ import numpy as np
 from oarjax.config import Config
 from oarjax.credit.probe import ProbeMode, probe_mode
 from oarjax.models.lora import whole
-from oarjax.rl.grpo import without_truncated
+from oarjax.rl.loss import without_truncated
 from oarjax.rollout.sampler import rollout_key
 from oarjax.training.metrics import NONFINITE, rollout_metrics, unsound_rows
 from oarjax.training.minibatches import (

@@ -36,8 +36,8 @@ from oarjax.credit.probe import Probe, ProbeMode
 from oarjax.credit.signals import signals_of
 from oarjax.models.lora import below
 from oarjax.models.policy import Policy
-from oarjax.rl.advantages import AdvantageFunction
-from oarjax.rl.grpo import aggregate, zero_variance_groups
+from oarjax.rl.advantages import AdvantageFunction, zero_variance_groups
+from oarjax.rl.loss import aggregate
 from oarjax.rl.optimizer import adamw, learning_rate
 from oarjax.rollout.logps import token_logps
 from oarjax.training.metrics import nonfinite_rows

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from oarjax.credit.gate import reshape
-from oarjax.rl.grpo import group_advantages, policy_loss
+from oarjax.rl.advantages import group_advantages
+from oarjax.rl.loss import policy_loss
 from oarjax.types import TrainBatch
 
 TOLERANCE = {"f32": {"loss": 1e-6, "gradient": 1e-5}, "f64": {"loss": 1e-12, "gradient": 1e-12}}

@@ -10,8 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from oarjax.rl.advantages import leave_one_out_advantages, per_reward_advantages, reward_after_kl
-from oarjax.rl.grpo import group_advantages, policy_loss
+from oarjax.rl.advantages import (
+    group_advantages,
+    leave_one_out_advantages,
+    per_reward_advantages,
+    reward_after_kl,
+)
+from oarjax.rl.loss import policy_loss
 from oarjax.rl.off_policy import Importance, importance_weights, near_policy
 from oarjax.rl.surrogates import gmpo_surrogate, sapo_surrogate
 from oarjax.types import TrainBatch

@@ -19,7 +19,7 @@ from oarjax.credit.bind import attribution, check_method, scorer, signals, weigh
 from oarjax.credit.method import CreditMethod
 from oarjax.data.arithmetic import write_builtin_policy
 from oarjax.grading.rewards import Sample, Unparseable
-from oarjax.rl.grpo import aggregate
+from oarjax.rl.loss import aggregate
 from oarjax.training.iteration import iterate
 from oarjax.training.parts.custom import check_loss, check_weights
 from oarjax.training.programs import make_optimizer, make_steps

@@ -12,11 +12,11 @@ from oarjax.config import Config
 from oarjax.credit.bind import reward_columns
 from oarjax.rl.advantages import (
     AdvantageFunction,
+    group_advantages,
     leave_one_out_advantages,
     per_reward_advantages,
     reward_after_kl,
 )
-from oarjax.rl.grpo import group_advantages
 from oarjax.types import Rollout
 
 Values = dict[str, Float[Array, "B"]]

@@ -17,7 +17,7 @@ from oarjax.data.tokenizer import text_of
 from oarjax.grading.mixed import RunGrader, make_grader
 from oarjax.grading.recorded import Grading
 from oarjax.grading.rewards import Sample, calls_of
-from oarjax.rl.grpo import overlong_penalty
+from oarjax.rl.advantages import overlong_penalty
 from oarjax.rollout.segments import EndedRows
 from oarjax.rollout.stop_strings import cut_text
 from oarjax.system.processes import gather_grades, share, values_here

@@ -17,7 +17,7 @@ from oarjax.credit.method import CreditMethod
 from oarjax.credit.update import auxiliary_loss, reweigher
 from oarjax.models.lora import laid_over
 from oarjax.models.policy import Policy
-from oarjax.rl.grpo import aggregate, policy_loss
+from oarjax.rl.loss import aggregate, policy_loss
 from oarjax.rl.masked import widened
 from oarjax.rl.off_policy import Importance
 from oarjax.rollout.filters import Filters

@@ -1,178 +1,20 @@
-"""Advantages, ratios, surrogates, aggregation and the composed loss: hand-worked cases and invariances."""
+"""KL, entropy, aggregation and the composed loss: hand-worked cases and invariances."""
 
 from functools import partial
 
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
 
 from oarjax.credit.gate import reshape
-from oarjax.rl.grpo import (
-    aggregate,
-    cispo_surrogate,
-    clipped_surrogate,
-    entropy,
-    group_advantages,
-    kl_estimate,
-    overlong_penalty,
-    policy_loss,
-    policy_ratio,
-    without_truncated,
-    zero_variance_groups,
-)
+from oarjax.rl.loss import aggregate, entropy, kl_estimate, policy_loss, without_truncated
 from oarjax.rl.off_policy import Importance
 from oarjax.types import Mean, TrainBatch
 
 NAN = jnp.nan
 
-# --- advantages -----------------------------------------------------------------------------------------------------
-
-REWARDS = jnp.array([1.0, 0.0, 0.0, 1.0, 2.0, 2.0, 2.0, 2.0, 1.0, NAN, 3.0, NAN])
-
-
-@pytest.mark.parametrize(
-    ("scale", "ddof", "first", "third"),
-    [
-        # group 1: mean .5, squares 4 * .25 = 1; std sqrt(1/3).   group 3: mean 2, squares 2; std sqrt(2/1)
-        ("group", 1, 0.5 * 3**0.5, 2**-0.5),
-        # std sqrt(1/4) = .5 and sqrt(2/2) = 1
-        ("group", 0, 1.0, 1.0),
-        # ten graded rewards, mean 1.4, squares 2 * .16 + 2 * 1.96 + 4 * .36 + .16 + 2.56 = 8.4; variance 8.4 / 9
-        ("batch", 1, 0.5 / (8.4 / 9) ** 0.5, 1 / (8.4 / 9) ** 0.5),
-        ("none", 1, 0.5, 1.0),
-    ],
-)
-def test_group_advantages_hand_worked(scale, ddof, first, third):
-    advantages = group_advantages(REWARDS, group_size=4, scale=scale, ddof=ddof, eps=0.0)
-    expected = [first, -first, -first, first, 0, 0, 0, 0, -third, 0, third, 0]
-    np.testing.assert_allclose(advantages, expected, rtol=1e-6)
-
-
-def test_eps_is_added_to_the_std():
-    # std of (0, 1) with ddof 0 is .5: .5 / (.5 + .25)
-    advantages = group_advantages(jnp.array([0.0, 1.0]), group_size=2, ddof=0, eps=0.25)
-    np.testing.assert_allclose(advantages, [-2 / 3, 2 / 3], rtol=1e-6)
-
-
-def test_zero_variance_groups():
-    # mixed, equal, one graded, none graded, equal among the graded
-    rewards = jnp.array([0.0, 1.0, 0.5, 0.5, 1.0, NAN, NAN, NAN])
-    np.testing.assert_array_equal(zero_variance_groups(rewards, group_size=2), [False, True, True, True])
-    rewards = jnp.array([0.3, NAN, 0.3, 0.3, 0.2, NAN])
-    np.testing.assert_array_equal(zero_variance_groups(rewards, group_size=3), [True, False])
-
-
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_equal_rewards_give_exactly_zero(scale):
-    # the float32 mean of seven rewards of .1 is not .1, and eps may be 0
-    rewards = jnp.concatenate([jnp.full(7, 0.1), jnp.arange(7.0)])
-    assert (group_advantages(rewards, group_size=7, scale=scale, eps=0.0)[:7] == 0).all()
-
-
-def test_all_rewards_missing():
-    assert (group_advantages(jnp.full(4, NAN), group_size=2, scale="batch") == 0).all()
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    rewards=st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0, np.nan]), min_size=12, max_size=12),
-    scale=st.sampled_from(["group", "batch", "none"]),
-    seed=st.integers(0, 99),
-)
-def test_advantages_follow_their_rows(rewards, scale, seed):
-    """Centred in each group; permuting groups, or rows inside them, permutes the result; a shift changes nothing."""
-    rng, rewards = np.random.default_rng(seed), np.asarray(rewards, np.float32)
-    advantages = np.asarray(group_advantages(jnp.asarray(rewards), group_size=4, scale=scale))
-    assert np.isfinite(advantages).all()
-    np.testing.assert_allclose(advantages.reshape(3, 4).sum(1), 0, atol=1e-5)
-    order = np.concatenate([g * 4 + rng.permutation(4) for g in rng.permutation(3)])
-    for other in (rewards, rewards + 8):
-        moved = group_advantages(jnp.asarray(other[order]), group_size=4, scale=scale)
-        np.testing.assert_allclose(moved, advantages[order], atol=1e-5)
-
-
-def test_ragged_groups_are_refused():
-    with pytest.raises(ValueError, match="7 rows are not whole groups of 4; pad the last group with NaN"):
-        group_advantages(jnp.zeros(7), group_size=4)
-
-
-def test_overlong_penalty_hand_worked():
-    # limit 100, window 20: nothing up to 80, 90 is half way, all of it at 100
-    lengths = jnp.array([10, 80, 85, 90, 100, 120])
-    penalty = partial(overlong_penalty, max_length=100, penalty=2.0)
-    np.testing.assert_allclose(penalty(lengths, window=20), [0, 0, 0.5, 1, 2, 2], rtol=1e-6)
-    np.testing.assert_allclose(penalty(lengths, window=0), [0, 0, 0, 0, 0, 2])
-    with pytest.raises(ValueError, match=r"window must be in 0 \.\. max_length = 100 tokens, got 101"):
-        penalty(lengths, window=101)
-
-
-def test_without_truncated():
-    kept = without_truncated(jnp.ones((2, 3), bool), jnp.array([True, False]))
-    np.testing.assert_array_equal(kept, [[True] * 3, [False] * 3])
-
-
-# --- ratios, surrogates, KL, entropy --------------------------------------------------------------------------------
-
-
-def test_token_ratio_is_bounded_and_one_outside():
-    logps = jnp.log(jnp.array([[0.5, 0.2, 0.9]])).at[0, 2].set(NAN)
-    ratio = policy_ratio(logps, jnp.log(jnp.array([[0.25, 0.4, 0.1]])), jnp.array([[True, True, False]]))
-    np.testing.assert_allclose(ratio, [[2, 0.5, 1]], rtol=1e-6)
-    far = policy_ratio(jnp.array([[0.0, -90.0]]), jnp.array([[-90.0, 0.0]]), jnp.ones((1, 2), bool))
-    np.testing.assert_allclose(far, [[np.exp(20), np.exp(-20)]], rtol=1e-5)
-
-
-def test_sequence_ratio_is_the_geometric_mean():
-    # 2, 1/2, 8 -> cube root of 8 = 2 for every token; the fourth is not valid
-    logps, old = jnp.log(jnp.array([[2.0, 0.5, 8.0, 5.0]])), jnp.zeros((1, 4))
-    mask = jnp.array([[True, True, True, False]])
-    np.testing.assert_allclose(policy_ratio(logps, old, mask, level="sequence"), [[2] * 4], rtol=1e-6)
-    # d ratio / d logp = ratio / 3 for each of the three
-    slope = jax.grad(lambda x: policy_ratio(x, old, mask, level="sequence")[0, 0])(logps)
-    np.testing.assert_allclose(slope, [[2 / 3, 2 / 3, 2 / 3, 0]], rtol=1e-6)
-
-
-RATIO = jnp.array([[0.5, 1.0, 1.2, 2.0, 4.0]])
-
-
-def test_clipped_surrogate_hand_worked():
-    surrogate = partial(clipped_surrogate, RATIO, clip_low=0.2, clip_high=0.3)
-    # A = 1: min(r, clip(r, .8, 1.3)).   A = -1: the larger of the two, negated
-    np.testing.assert_allclose(surrogate(jnp.ones((1, 5))), [[0.5, 1, 1.2, 1.3, 1.3]], rtol=1e-6)
-    np.testing.assert_allclose(surrogate(-jnp.ones((1, 5))), [[-0.8, -1, -1.2, -2, -4]], rtol=1e-6)
-    # dual clip at 3 touches only A < 0
-    np.testing.assert_allclose(surrogate(jnp.ones((1, 5)), dual_clip=3.0), [[0.5, 1, 1.2, 1.3, 1.3]], rtol=1e-6)
-    np.testing.assert_allclose(surrogate(-jnp.ones((1, 5)), dual_clip=3.0), [[-0.8, -1, -1.2, -2, -3]], rtol=1e-6)
-
-
-def test_clipped_tokens_have_no_gradient():
-    def slope(advantage):
-        a = jnp.full((1, 5), advantage)
-        clipped = partial(clipped_surrogate, advantages=a, clip_low=0.2, clip_high=0.3, dual_clip=3.0)
-        return jax.grad(lambda r: clipped(r).sum())(RATIO)
-
-    np.testing.assert_allclose(slope(1.0), [[1, 1, 1, 0, 0]])
-    np.testing.assert_allclose(slope(-1.0), [[0, -1, -1, -1, 0]])
-
-
-def test_dual_clip_is_a_cap_on_the_unclipped_ratio_when_above_the_range():
-    ratio = jnp.linspace(0.1, 6, 60)[None]
-    for advantage in (-1.5, 1.5):
-        a = jnp.full(ratio.shape, advantage)
-        capped = jnp.minimum(jnp.minimum(ratio, 1.5) * a, jnp.clip(ratio, 0.8, 1.28) * a)
-        np.testing.assert_allclose(clipped_surrogate(ratio, a, dual_clip=1.5), capped, rtol=1e-6)
-
-
-def test_cispo_hand_worked():
-    # weights min(r, 2) are constants: value and gradient in logp are w * A * (logp, 1)
-    logps, a = jnp.full((1, 5), -0.5), jnp.full((1, 5), 3.0)
-    weights = np.array([[0.5, 1, 1.2, 2, 2]])
-    np.testing.assert_allclose(cispo_surrogate(logps, RATIO, a, ratio_cap=2.0), -1.5 * weights, rtol=1e-6)
-    slope = jax.grad(lambda x: cispo_surrogate(x, jnp.exp(x) * 0 + RATIO, a, ratio_cap=2.0).sum())(logps)
-    np.testing.assert_allclose(slope, 3 * weights, rtol=1e-6)
+# --- KL, entropy, masks ---------------------------------------------------------------------------------------------
 
 
 def test_kl_estimators_in_expectation(x64):
@@ -212,6 +54,11 @@ def test_entropy_hand_worked():
     logits = jnp.array([[3.0, 3.0, 3.0, 3.0], [0.0, -np.log(2), -np.log(2), -jnp.inf]], jnp.float32)
     np.testing.assert_allclose(entropy(logits), [np.log(4), 1.5 * np.log(2)], rtol=1e-6)
     assert entropy(logits.astype(jnp.bfloat16)).dtype == jnp.float32
+
+
+def test_without_truncated():
+    kept = without_truncated(jnp.ones((2, 3), bool), jnp.array([True, False]))
+    np.testing.assert_array_equal(kept, [[True] * 3, [False] * 3])
 
 
 # --- aggregation ----------------------------------------------------------------------------------------------------
@@ -452,5 +299,3 @@ def test_unknown_modes_are_named(unchecked):
     }.items():
         with pytest.raises(ValueError, match=f"must be {accepted}, got 'nonsense'"):
             policy_loss(*args, **FULL | {field: "nonsense"})
-    with pytest.raises(ValueError, match="scale must be group, batch or none, got 'nonsense'"):
-        group_advantages(REWARDS, group_size=4, scale="nonsense")

@@ -1,0 +1,95 @@
+"""Advantages of a group and the penalty of long completions: hand-worked cases and invariances."""
+
+from functools import partial
+
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from oarjax.rl.advantages import group_advantages, overlong_penalty, zero_variance_groups
+
+NAN = jnp.nan
+REWARDS = jnp.array([1.0, 0.0, 0.0, 1.0, 2.0, 2.0, 2.0, 2.0, 1.0, NAN, 3.0, NAN])
+
+
+@pytest.mark.parametrize(
+    ("scale", "ddof", "first", "third"),
+    [
+        # group 1: mean .5, squares 4 * .25 = 1; std sqrt(1/3).   group 3: mean 2, squares 2; std sqrt(2/1)
+        ("group", 1, 0.5 * 3**0.5, 2**-0.5),
+        # std sqrt(1/4) = .5 and sqrt(2/2) = 1
+        ("group", 0, 1.0, 1.0),
+        # ten graded rewards, mean 1.4, squares 2 * .16 + 2 * 1.96 + 4 * .36 + .16 + 2.56 = 8.4; variance 8.4 / 9
+        ("batch", 1, 0.5 / (8.4 / 9) ** 0.5, 1 / (8.4 / 9) ** 0.5),
+        ("none", 1, 0.5, 1.0),
+    ],
+)
+def test_group_advantages_hand_worked(scale, ddof, first, third):
+    advantages = group_advantages(REWARDS, group_size=4, scale=scale, ddof=ddof, eps=0.0)
+    expected = [first, -first, -first, first, 0, 0, 0, 0, -third, 0, third, 0]
+    np.testing.assert_allclose(advantages, expected, rtol=1e-6)
+
+
+def test_eps_is_added_to_the_std():
+    # std of (0, 1) with ddof 0 is .5: .5 / (.5 + .25)
+    advantages = group_advantages(jnp.array([0.0, 1.0]), group_size=2, ddof=0, eps=0.25)
+    np.testing.assert_allclose(advantages, [-2 / 3, 2 / 3], rtol=1e-6)
+
+
+def test_zero_variance_groups():
+    # mixed, equal, one graded, none graded, equal among the graded
+    rewards = jnp.array([0.0, 1.0, 0.5, 0.5, 1.0, NAN, NAN, NAN])
+    np.testing.assert_array_equal(zero_variance_groups(rewards, group_size=2), [False, True, True, True])
+    rewards = jnp.array([0.3, NAN, 0.3, 0.3, 0.2, NAN])
+    np.testing.assert_array_equal(zero_variance_groups(rewards, group_size=3), [True, False])
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_equal_rewards_give_exactly_zero(scale):
+    # the float32 mean of seven rewards of .1 is not .1, and eps may be 0
+    rewards = jnp.concatenate([jnp.full(7, 0.1), jnp.arange(7.0)])
+    assert (group_advantages(rewards, group_size=7, scale=scale, eps=0.0)[:7] == 0).all()
+
+
+def test_all_rewards_missing():
+    assert (group_advantages(jnp.full(4, NAN), group_size=2, scale="batch") == 0).all()
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    rewards=st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0, np.nan]), min_size=12, max_size=12),
+    scale=st.sampled_from(["group", "batch", "none"]),
+    seed=st.integers(0, 99),
+)
+def test_advantages_follow_their_rows(rewards, scale, seed):
+    """Centred in each group; permuting groups, or rows inside them, permutes the result; a shift changes nothing."""
+    rng, rewards = np.random.default_rng(seed), np.asarray(rewards, np.float32)
+    advantages = np.asarray(group_advantages(jnp.asarray(rewards), group_size=4, scale=scale))
+    assert np.isfinite(advantages).all()
+    np.testing.assert_allclose(advantages.reshape(3, 4).sum(1), 0, atol=1e-5)
+    order = np.concatenate([g * 4 + rng.permutation(4) for g in rng.permutation(3)])
+    for other in (rewards, rewards + 8):
+        moved = group_advantages(jnp.asarray(other[order]), group_size=4, scale=scale)
+        np.testing.assert_allclose(moved, advantages[order], atol=1e-5)
+
+
+def test_ragged_groups_are_refused():
+    with pytest.raises(ValueError, match="7 rows are not whole groups of 4; pad the last group with NaN"):
+        group_advantages(jnp.zeros(7), group_size=4)
+
+
+def test_overlong_penalty_hand_worked():
+    # limit 100, window 20: nothing up to 80, 90 is half way, all of it at 100
+    lengths = jnp.array([10, 80, 85, 90, 100, 120])
+    penalty = partial(overlong_penalty, max_length=100, penalty=2.0)
+    np.testing.assert_allclose(penalty(lengths, window=20), [0, 0, 0.5, 1, 2, 2], rtol=1e-6)
+    np.testing.assert_allclose(penalty(lengths, window=0), [0, 0, 0, 0, 0, 2])
+    with pytest.raises(ValueError, match=r"window must be in 0 \.\. max_length = 100 tokens, got 101"):
+        penalty(lengths, window=101)
+
+
+def test_an_unknown_scale_is_named(unchecked):
+    with pytest.raises(ValueError, match="scale must be group, batch or none, got 'nonsense'"):
+        group_advantages(REWARDS, group_size=4, scale="nonsense")
