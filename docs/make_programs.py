@@ -25,11 +25,11 @@ import jax  # noqa: E402
 
 from oarjax.config import load_config  # noqa: E402
 from oarjax.data.arithmetic import builtin_config  # noqa: E402
-from oarjax.models.published import PUBLISHED  # noqa: E402
 from oarjax.models.qwen_config import QwenConfig  # noqa: E402
 from oarjax.plan.programs import planned  # noqa: E402
+from oarjax.plan.published_sizes import PUBLISHED  # noqa: E402
 from oarjax.system.mesh import make_mesh  # noqa: E402
-from oarjax.training.parts.memory import peak_bytes  # noqa: E402
+from oarjax.training.parts.memory_estimate import peak_bytes  # noqa: E402
 from oarjax.training.parts.shapes import beside, program_counts, programs  # noqa: E402
 
 HERE = Path(__file__).resolve().parent

@@ -18,17 +18,17 @@ from oarjax.accept.setting import Setting, best_seconds, mesh, mesh_sizes, run_c
 from oarjax.bench.work import Shapes, half_right, spans
 from oarjax.config import Config, parse_config
 from oarjax.data.arithmetic import builtin_config
-from oarjax.models.published import PUBLISHED
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import init_params
 from oarjax.plan.programs import shapes_of
+from oarjax.plan.published_sizes import PUBLISHED
 from oarjax.plan.sums import model_flops, read_bytes
 from oarjax.report.console import PhaseTimer
 from oarjax.system.devices import memory_limit
 from oarjax.training.iteration import iterate
 from oarjax.training.parts.host import GradedAtOnce, HostCallbacks
 from oarjax.training.parts.layout import param_shardings
-from oarjax.training.parts.memory import phase_memory
+from oarjax.training.parts.memory_estimate import phase_memory
 from oarjax.training.parts.shapes import programs
 from oarjax.training.run import Run, open_run
 from oarjax.types import PromptBatch

@@ -9,7 +9,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from oarjax.data.hf_files import CheckpointError, read_fields
-from oarjax.models.published import PUBLISHED
+from oarjax.plan.published_sizes import PUBLISHED
 
 
 def architecture_fields(path: str, *, revision: str | None = None) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from oarjax.plan.topology import ENVIRONMENT, Slice, TopologyError, compiler_ver
 from oarjax.report.files import make_console
 from oarjax.runs.durable import storage_errors
 from oarjax.training.parts.checks import check_lengths
-from oarjax.training.parts.memory import remedy
+from oarjax.training.parts.memory_estimate import remedy
 
 
 def run(

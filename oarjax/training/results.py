@@ -16,7 +16,7 @@ from oarjax.report.page import write_page
 from oarjax.report.summary import SummaryRow, print_summary, summarise, write_summary
 from oarjax.runs.checkpoint import best
 from oarjax.training.held_out import Evaluation
-from oarjax.training.parts.memory import memory_facts
+from oarjax.training.parts.memory_estimate import memory_facts
 from oarjax.training.run import Run
 from oarjax.training.trainer import Trained
 

@@ -52,13 +52,11 @@ from oarjax.training.parts.grades import RolloutGrading, grader_of
 from oarjax.training.parts.hints import hints_of
 from oarjax.training.parts.layout import (
     check_layouts,
-    compute_dtype_of,
     param_shardings,
-    policy_of,
     rollout_layout,
-    stored_dtype_of,
     training_layout,
 )
+from oarjax.training.parts.policy import bind_policy, compute_dtype_of, stored_dtype_of
 from oarjax.training.parts.source import policy_path, read_pairs, read_prompts
 from oarjax.training.parts.spans import Ending, find_spans, reference_endings, with_endings
 from oarjax.training.parts.state import new_state
@@ -185,7 +183,7 @@ class Run:
     @cached_property
     def policy(self) -> Policy:
         """The policy's functions, for training."""
-        return policy_of(self.cfg, self.model, self.mesh)
+        return bind_policy(self.cfg, self.model, self.mesh)
 
     @cached_property
     def _optimizer(self) -> tuple[optax.GradientTransformation, optax.Schedule]:

@@ -34,7 +34,7 @@ from oarjax.training.parts.fused import fuses
 from oarjax.training.parts.hints import hints_of
 from oarjax.training.parts.host import HostCallbacks
 from oarjax.training.parts.known import compile_known
-from oarjax.training.parts.memory import report_memory
+from oarjax.training.parts.memory_estimate import report_memory
 from oarjax.training.run import Run
 from oarjax.training.run_files import RunFiles
 from oarjax.types import Grades, Params

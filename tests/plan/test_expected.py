@@ -6,9 +6,9 @@ import pytest
 from conftest import ROOT
 
 from oarjax.config import ConfigError, load_config
-from oarjax.models.published import PUBLISHED
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.plan.expected import expected_step, survival_of
+from oarjax.plan.published_sizes import PUBLISHED
 from oarjax.plan.table import describe
 
 PLANS = {p["config"]: p for p in json.loads((ROOT / "docs/data/plans.json").read_text())}

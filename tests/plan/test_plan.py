@@ -16,13 +16,13 @@ from conftest import ROOT
 from oarjax.config import ConfigError, parse_config
 from oarjax.costs import GIB, Row, masked_flops
 from oarjax.data.hf_files import CheckpointError
-from oarjax.models.published import PUBLISHED
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import decoder_of, parameter_count
 from oarjax.plan import command as planning
 from oarjax.plan.architecture import architecture_fields
 from oarjax.plan.credit_costs import QWEN_7B
 from oarjax.plan.programs import with_method
+from oarjax.plan.published_sizes import PUBLISHED
 from oarjax.plan.sums import ANSWER
 from oarjax.plan.table import describe, headline, markdown, rows_of
 from oarjax.plan.topology import TopologyError, find_slice

@@ -13,7 +13,8 @@ import jax, jax.numpy as jnp, numpy as np, optax
 from jax.sharding import NamedSharding, PartitionSpec
 from oarjax.training.minibatches import MinibatchPlan, Piece
 from oarjax.training.parts.fused import FusedRows
-from oarjax.training.parts.layout import check_layouts, policy_of, rollout_layout, training_layout
+from oarjax.training.parts.layout import check_layouts, rollout_layout, training_layout
+from oarjax.training.parts.policy import bind_policy
 from oarjax.training.parts.state import new_state
 from oarjax.system.mesh import make_mesh
 from oarjax.models.qwen_config import QwenConfig
@@ -42,7 +43,7 @@ def outcome(shape, rollout_tensor):
                           policy__head_chunk=24, eval__batch=8)
         check_layouts(cfg, model, mesh)
         rollouts = rollout_layout(cfg, model, mesh)
-        steps = make_steps(policy_of(cfg, model, mesh), one, layout, cfg, stop_ids=(tiny.STOP,), pad_id=tiny.PAD,
+        steps = make_steps(bind_policy(cfg, model, mesh), one, layout, cfg, stop_ids=(tiny.STOP,), pad_id=tiny.PAD,
                            rollout=rollouts)
         if method == "oar_p":
             sampling, asked = steps.rollout_params(params), jax.device_put(prompts, rollouts.rows)

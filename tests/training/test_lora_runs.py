@@ -129,7 +129,8 @@ def test_a_run_of_adapters_from_start_to_export(tmp_path, data, monkeypatch):
 SHARDED = """
 import json
 import jax, jax.numpy as jnp, numpy as np, optax
-from oarjax.training.parts.layout import policy_of, rollout_layout, training_layout
+from oarjax.training.parts.layout import rollout_layout, training_layout
+from oarjax.training.parts.policy import bind_policy
 from oarjax.training.parts.state import new_state
 from oarjax.system.mesh import make_mesh
 from oarjax.models.lora import whole
@@ -152,7 +153,7 @@ rows = {"tokens": draw.integers(3, 24, (1, 8, 16)).astype(np.int32), "valid": np
 def outcome(fsdp, tensor):
     mesh = make_mesh(slice=1, data=1, fsdp=fsdp, tensor=tensor, devices=jax.devices()[: fsdp * tensor])
     layout = training_layout(cfg.lora, model, mesh, sgd)
-    steps = make_steps(policy_of(cfg, model, mesh), sgd, layout, cfg, stop_ids=(1,), pad_id=0,
+    steps = make_steps(bind_policy(cfg, model, mesh), sgd, layout, cfg, stop_ids=(1,), pad_id=0,
                        rollout=rollout_layout(cfg, model, mesh))
     state = new_state(jax.device_put(init_params(model, jax.random.key(3)), layout.params), sgd, layout, seed=0,
                       lora=cfg.lora)

@@ -13,7 +13,7 @@ import numpy as np
 from oarjax.config import ConfigError
 from oarjax.models.weights import parameter_count
 from oarjax.runs.durable import DISK, StorageError, cannot_write, exists
-from oarjax.training.parts.layout import stored_dtype_of
+from oarjax.training.parts.policy import stored_dtype_of
 from oarjax.training.run import Run
 
 

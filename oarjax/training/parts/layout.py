@@ -7,16 +7,11 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from oarjax.config import Config, LoraConfig
-from oarjax.models.attention import attention_for
 from oarjax.models.lora import merged
-from oarjax.models.moe import experts_for
-from oarjax.models.policy import Policy
-from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.sharding import (
     ROLLOUT,
@@ -31,6 +26,7 @@ from oarjax.models.weights import divisible_pieces, logical_axes, sampling_param
 from oarjax.system.mesh import rollout_mesh
 from oarjax.training.parts.adapters import trained_axes, trained_shapes
 from oarjax.training.parts.checks import check_batches
+from oarjax.training.parts.policy import bind_policy, compute_dtype_of
 from oarjax.training.programs import RolloutLayout, Shardings
 from oarjax.types import Params, TrainState
 
@@ -49,35 +45,6 @@ def check_layouts(cfg: Config, model: QwenConfig, mesh: Mesh) -> None:
     what = "the mesh of rollouts (rollout.tensor)"
     check_divisible(logical_axes(wide), divisible_pieces(wide), dict(sampling.shape), rules=ROLLOUT, what=what)
     check_batches(cfg, dict(mesh.shape), dict(sampling.shape))
-
-
-def policy_of(cfg: Config, model: QwenConfig, mesh: Mesh) -> Policy:
-    """Bind the policy of a run on this mesh. Reads only the kind of the devices."""
-    return make_policy(
-        model,
-        compute_dtype=compute_dtype_of(cfg, mesh),
-        remat=cfg.policy.remat,
-        attention=attention_for(cfg.policy.attention, mesh),
-        mesh=mesh,
-        adapter_scale=cfg.lora.scale,
-        experts=experts_for(mesh),
-    )
-
-
-def compute_dtype_of(cfg: Config, mesh: Mesh) -> Any:
-    """Return the dtype of matmul operands on this mesh."""
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    name = {"auto": "float32" if on_cpu else "bfloat16"}.get(cfg.policy.compute_dtype, cfg.policy.compute_dtype)
-    return jnp.dtype(name)
-
-
-def stored_dtype_of(cfg: Config, mesh: Mesh) -> Any:
-    """Return the dtype to load a policy's weights in.
-
-    Trained weights are float32: in bfloat16 a step of 1e-6 is lost in rounding. Weights frozen below adapters have the
-    compute dtype, since they are only read in it.
-    """
-    return compute_dtype_of(cfg, mesh) if cfg.lora.rank else jnp.dtype(jnp.float32)
 
 
 def training_layout(
@@ -132,7 +99,7 @@ def rollout_layout(cfg: Config, model: QwenConfig, mesh: Mesh) -> RolloutLayout:
     """
     sampling = rollout_mesh(mesh, tensor=_rollout_tensor(cfg, mesh))
     wide = sampling_model(model, tensor=sampling.shape["tensor"])
-    policy, compute = policy_of(cfg, wide, sampling), compute_dtype_of(cfg, sampling)
+    policy, compute = bind_policy(cfg, wide, sampling), compute_dtype_of(cfg, sampling)
     before = param_shardings(model, mesh)
     specs = param_specs(logical_axes(wide), rules=ROLLOUT)
     after = jax.tree.map(lambda spec: NamedSharding(sampling, spec), specs, is_leaf=_is_spec)

@@ -33,8 +33,8 @@ from oarjax.training.parts.adapters import trained_shapes
 from oarjax.training.parts.ahead import prompt_step
 from oarjax.training.parts.fused import FusedRows, FusedSums
 from oarjax.training.parts.hints import teacher_prompts
-from oarjax.training.parts.layout import stored_dtype_of
 from oarjax.training.parts.loss import Sums
+from oarjax.training.parts.policy import stored_dtype_of
 from oarjax.training.run import Run
 from oarjax.types import AnswerSpan, Hints, Privileged, PromptBatch, Rollout, TrainBatch, TrainState
 

@@ -15,7 +15,7 @@ from oarjax.models.weights import parameter_count
 from oarjax.system.devices import DeviceError, to_host_memory
 from oarjax.training.iteration import iterate
 from oarjax.training.parts import memory
-from oarjax.training.parts.memory import memory_facts, report_memory
+from oarjax.training.parts.memory_estimate import memory_facts, report_memory
 from oarjax.training.parts.shapes import sample_program
 
 

@@ -1,0 +1,44 @@
+"""Bind a run's policy to its config and mesh: dtypes, remat, attention, experts, adapters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from oarjax.config import Config
+from oarjax.models.attention import attention_for
+from oarjax.models.moe import experts_for
+from oarjax.models.policy import Policy
+from oarjax.models.qwen import make_policy
+from oarjax.models.qwen_config import QwenConfig
+
+
+def bind_policy(cfg: Config, model: QwenConfig, mesh: Mesh) -> Policy:
+    """Bind the policy of a run on this mesh. Reads only the kind of the devices."""
+    return make_policy(
+        model,
+        compute_dtype=compute_dtype_of(cfg, mesh),
+        remat=cfg.policy.remat,
+        attention=attention_for(cfg.policy.attention, mesh),
+        mesh=mesh,
+        adapter_scale=cfg.lora.scale,
+        experts=experts_for(mesh),
+    )
+
+
+def compute_dtype_of(cfg: Config, mesh: Mesh) -> Any:
+    """Return the dtype of matmul operands on this mesh."""
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    name = {"auto": "float32" if on_cpu else "bfloat16"}.get(cfg.policy.compute_dtype, cfg.policy.compute_dtype)
+    return jnp.dtype(name)
+
+
+def stored_dtype_of(cfg: Config, mesh: Mesh) -> Any:
+    """Return the dtype to load a policy's weights in.
+
+    Trained weights are float32: in bfloat16 a step of 1e-6 is lost in rounding. Weights frozen below adapters have the
+    compute dtype, since they are only read in it.
+    """
+    return compute_dtype_of(cfg, mesh) if cfg.lora.rank else jnp.dtype(jnp.float32)
