@@ -109,7 +109,7 @@ def find_answers(rollout) -> AnswerSpan:
     return AnswerSpan(
         reasoning=(place < length[:, None] - 1) & has_answer[:, None],
         answer=(place == length[:, None] - 1) & has_answer[:, None],
-        found=has_answer,
+        has_answer=has_answer,
     )
 
 

@@ -49,11 +49,11 @@ OURS, BEFORE = "now", "before"
 def last_tokens(rollout: Rollout, answer: int) -> AnswerSpan:
     """Take the last tokens of every completion for its answer and all before for its reasoning."""
     place, length = np.arange(rollout.completion.shape[1]), rollout.completion.sum(1)[:, None]
-    found = length > answer
+    has_answer = length > answer
     return AnswerSpan(
-        reasoning=(place < length - answer) & found,  # type: ignore[arg-type]
-        answer=(place >= length - answer) & (place < length) & found,  # type: ignore[arg-type]
-        found=found[:, 0],  # type: ignore[arg-type]
+        reasoning=(place < length - answer) & has_answer,  # type: ignore[arg-type]
+        answer=(place >= length - answer) & (place < length) & has_answer,  # type: ignore[arg-type]
+        has_answer=has_answer[:, 0],  # type: ignore[arg-type]
     )
 
 

@@ -144,7 +144,7 @@ def spans(rows: int, length: int, shapes: Shapes) -> AnswerSpan:
     return AnswerSpan(
         reasoning=place < shapes.reasoning,  # type: ignore[arg-type]
         answer=(place >= answer) & (place < answer + shapes.answer),  # type: ignore[arg-type]
-        found=np.ones(rows, bool),  # type: ignore[arg-type]
+        has_answer=np.ones(rows, bool),  # type: ignore[arg-type]
     )
 
 

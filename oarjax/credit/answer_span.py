@@ -30,7 +30,7 @@ def find_answers(
 
     A token that overlaps the answer's characters is an answer token, also where it holds part of the marker or of a
     brace. Reasoning tokens are those that end before the marker begins. Marker tokens and what follows the answer are
-    neither. A row without an answer has ``found`` False and both masks empty.
+    neither. A row without an answer has ``has_answer`` False and both masks empty.
 
     Args:
         tokens: completion ids. Ids beyond the table (padding of the vocabulary) have no bytes.
@@ -48,7 +48,7 @@ def find_answers(
     span = AnswerSpan(
         reasoning=np.zeros(tokens.shape, bool),  # type: ignore[arg-type]
         answer=np.zeros(tokens.shape, bool),  # type: ignore[arg-type]
-        found=np.zeros(tokens.shape[:1], bool),  # type: ignore[arg-type]
+        has_answer=np.zeros(tokens.shape[:1], bool),  # type: ignore[arg-type]
     )
     for row, (ids, mask) in enumerate(zip(tokens, completion)):
         where = np.flatnonzero(mask)
@@ -67,17 +67,17 @@ def find_answers(
         start = stop - length
         span.answer[row, where] = (length > 0) & (start < extent.end) & (stop > extent.start)
         span.reasoning[row, where] = stop <= extent.marker
-        span.found[row] = True
+        span.has_answer[row] = True
     return span
 
 
 def whole_completion(
     tokens: Int32[np.ndarray, "B T"], completion: Bool[np.ndarray, "B T"], token_bytes: Sequence[bytes]
 ) -> AnswerSpan:
-    """Mark everything with text as reasoning, for tasks without an answer. Rows without text have ``found`` False."""
+    """Mark all text as reasoning, for tasks without answers; ``has_answer`` is False in rows without text."""
     text = np.array([bool(piece) for piece in token_bytes])
     reasoning = completion & (tokens < len(text)) & text[np.minimum(tokens, len(text) - 1)]
-    return AnswerSpan(reasoning=reasoning, answer=np.zeros_like(completion), found=reasoning.any(1))  # type: ignore[arg-type]
+    return AnswerSpan(reasoning=reasoning, answer=np.zeros_like(completion), has_answer=reasoning.any(1))  # type: ignore[arg-type]
 
 
 Unit = Literal["line", "sentence"]
@@ -135,7 +135,7 @@ def with_reference(
                 f"with_reference: row {row} needs {len(cue)} + {len(target)} tokens for cue and answer, at least one "
                 f"of them the answer's; there is room for {room}"
             )
-        if span.found[row]:
+        if span.has_answer[row]:
             end = int(np.flatnonzero(span.reasoning[row]).max(initial=-1)) + 1
             reasoning[row, :length] = span.reasoning[row]
         else:
@@ -151,7 +151,7 @@ def with_reference(
     filled = valid[:, prompt:]
     zeros = np.zeros(filled.shape, np.float32)
     probed = Rollout(out, valid, filled, zeros, zeros, ended)  # type: ignore[arg-type]
-    return probed, AnswerSpan(reasoning=reasoning, answer=answer, found=reasoning.any(1))  # type: ignore[arg-type]
+    return probed, AnswerSpan(reasoning=reasoning, answer=answer, has_answer=reasoning.any(1))  # type: ignore[arg-type]
 
 
 def byte_extent(text: bytes, *, style: Style, pattern: str | None = None) -> Extent | None:

@@ -287,5 +287,5 @@ def credit_metrics(w: Float[Array, "B T"], span: AnswerSpan, completion: Bool[Ar
     return {
         "ess": row_mean(ess_ratio(w, span.reasoning), counted),
         "top10": row_mean(top_mass(w, span.reasoning, share=0.1), counted),
-        "no_answer": row_mean((~span.found).astype(jnp.float32), rows),
+        "no_answer": row_mean((~span.has_answer).astype(jnp.float32), rows),
     }

@@ -90,7 +90,7 @@ def from_inputs(x: Shaped[Array, "B T *rest"]) -> Shaped[Array, "B T *rest"]:
 
 def scored_tokens(span: AnswerSpan, probe: Probe) -> Bool[Array, "B T"]:
     """Mark the tokens that get a score: the reasoning, of rows with an answer where the probe reads one."""
-    usable = span.found
+    usable = span.has_answer
     if probe.reads == "answer":
         usable = usable & span.answer.any(axis=1)
     return span.reasoning & usable[:, None]

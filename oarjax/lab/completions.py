@@ -146,7 +146,7 @@ def _prompt_ids(run: Run, saved: SavedRollout) -> tuple[list[int], bool]:
 def usable_rows(span: AnswerSpan, *, shortest: int) -> np.ndarray:
     """Select the rows with an answer after at least ``shortest`` tokens of reasoning."""
     reasoning, answer = np.asarray(span.reasoning), np.asarray(span.answer)
-    return np.flatnonzero(np.asarray(span.found) & answer.any(1) & (reasoning.sum(1) >= shortest))
+    return np.flatnonzero(np.asarray(span.has_answer) & answer.any(1) & (reasoning.sum(1) >= shortest))
 
 
 def _nothing_to_compare(considered: int, shortest: int, style: str) -> str:

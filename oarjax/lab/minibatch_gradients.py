@@ -209,7 +209,7 @@ def read_spans(run: Run, m: Minibatch) -> tuple[AnswerSpan, tuple[Rollout, Answe
         return span, None
     probed = run.probed(m.rollout, span, m.problems)
     reasoning = probed[1].reasoning[:, : m.trained.shape[1]]
-    return replace(span, reasoning=reasoning, found=probed[1].found), probed
+    return replace(span, reasoning=reasoning, has_answer=probed[1].has_answer), probed
 
 
 def place(run: Run, m: Minibatch, steps: Steps) -> Placed:

@@ -21,12 +21,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from oarjax.credit.method import MEASURES
 from oarjax.errors import UserError
 from oarjax.runs.durable import check_guards
 from oarjax.system.json import to_json
 from oarjax.types import AnswerSpan, Evidence, Hints, Params, Privileged, Rollout, Scores
 
-FORMAT = 2
+FORMAT = 3
 FOLDER = "bad_batches"
 METADATA = "oarjax"
 """Key of the header in the safetensors metadata."""
@@ -142,12 +143,15 @@ def _check_header(header: Header) -> None:
 
 _ROLLOUT = {"tokens": "iMbN", "valid": "bMbN", "completion": "bMbT", "behaviour_logps": "fMbT"}
 _ROLLOUT |= {"filtered_logps": "fMbT", "ended": "bMb"}
-_SPAN = {"reasoning": "bMbT", "answer": "bMbT", "found": "bMb", "units": "iMbT"}
-_SCORES = dict.fromkeys(("old_logps", "ref_logps", "importance", "entropies"), "fMbT")
+_SPAN = {"reasoning": "bMbT", "answer": "bMbT", "has_answer": "bMb", "units": "iMbT"}
+_SCORES = dict.fromkeys(("old_logps", "ref_logps", "importance", *(f"measured.{name}" for name in MEASURES)), "fMbT")
+_SCORES |= {"measured.hidden": "fMbTD"}
+_HINTS = {"marks": "fMbT", "turns": "iMbT", "teacher.tokens": "iMbS", "teacher.valid": "bMbS"}
 _SHAPES = {
     **{f"rollout.{name}": shape for name, shape in _ROLLOUT.items()},
     **{f"span.{name}": shape for name, shape in _SPAN.items()},
     **{f"scores.{name}": shape for name, shape in _SCORES.items()},
+    **{f"hints.{name}": shape for name, shape in _HINTS.items()},
     **{f"probed.0.{name}": shape.replace("N", "n").replace("T", "t") for name, shape in _ROLLOUT.items()},
     **{f"probed.1.{name}": shape.replace("T", "t") for name, shape in _SPAN.items()},
     **{"numbers": "iMb", "used": "i", "advantages": "fMb", "completion": "bMbT", "weights": "fMbT", "denominator": "f"},

@@ -84,7 +84,7 @@ def iterate(
         probed = host.probed(rollout, span, problems) if host.probed else None
         if probed:
             length = rollout.completion.shape[1]
-            span = replace(span, reasoning=probed[1].reasoning[:, :length], found=probed[1].found)
+            span = replace(span, reasoning=probed[1].reasoning[:, :length], has_answer=probed[1].has_answer)
         hints = host.hints(rollout, problems) if host.hints else None
 
     # Which rows are worth scoring. Without skipping that needs no reward, so workers grade while the device scores.

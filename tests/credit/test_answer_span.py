@@ -92,7 +92,7 @@ def test_bad_patterns_are_named():
 def test_a_catastrophic_pattern_ends_in_a_warning():
     with pytest.warns(UserWarning, match="ran too long"):
         span = spans(["a" * 64 + "b"], style="regex", pattern=r"(a|aa)+$")
-    assert not span.found[0]
+    assert not span.has_answer[0]
     assert not span.reasoning.any()
 
 
@@ -102,8 +102,8 @@ def test_tokens_of_a_row_by_hand():
     span = spans([row])
     assert span.reasoning[0].tolist() == [True] * 4 + [False] * 12
     assert span.answer[0].tolist() == [False] * 11 + [True] * 2 + [False] * 3
-    assert span.found.tolist() == [True]
-    assert all(isinstance(a, np.ndarray) for a in (span.reasoning, span.answer, span.found))
+    assert span.has_answer.tolist() == [True]
+    assert all(isinstance(a, np.ndarray) for a in (span.reasoning, span.answer, span.has_answer))
 
 
 def test_a_token_shared_with_marker_or_brace_is_answer():
@@ -126,7 +126,7 @@ def test_tokens_without_bytes():
     span = spans([row, list(rb"\boxed{4")])
     assert span.answer[0].nonzero()[0].tolist() == [9, 11]
     assert span.reasoning[0].nonzero()[0].tolist() == [0, 1]
-    assert span.found.tolist() == [True, False]
+    assert span.has_answer.tolist() == [True, False]
     assert not span.answer[1].any()
 
 
@@ -140,7 +140,7 @@ def test_permuting_rows_permutes_spans():
     texts = [r"x \boxed{1}", "none", r"longer \boxed{22} text"]
     order = [2, 0, 1]
     one, two = spans(texts), spans([texts[i] for i in order])
-    for name in ("reasoning", "answer", "found"):
+    for name in ("reasoning", "answer", "has_answer"):
         np.testing.assert_array_equal(getattr(one, name)[order], getattr(two, name))
 
 
@@ -179,7 +179,7 @@ def check(ids, table, answer, rng):
     exceeds = False
     for way in ways:
         span = spans([way], table)
-        assert span.found[0]
+        assert span.has_answer[0]
         where = span.answer[0].nonzero()[0]
         np.testing.assert_array_equal(where, np.arange(where[0], where[-1] + 1))
         pieces = [table[way[i]] for i in where]
@@ -279,7 +279,7 @@ def test_without_an_answer_the_whole_completion_reasons():
     completion = np.array([[True, True, True, False], [True, False, False, False]])
     span = whole_completion(tokens, completion, BYTES)
     assert span.reasoning.tolist() == [[True, True, False, False], [False] * 4]
-    assert span.found.tolist() == [True, False]
+    assert span.has_answer.tolist() == [True, False]
     assert not span.answer.any()
 
 
@@ -305,7 +305,7 @@ def test_a_reference_answer_takes_the_place_of_ones_own():
     assert at.reasoning.sum(1).tolist() == [2, 3]
     assert at.answer[0].nonzero()[0].tolist() == [4, 5]
     assert at.answer[1].nonzero()[0].tolist() == [5]
-    assert at.found.all()
+    assert at.has_answer.all()
     assert probed.valid[:, :2].all()
     with pytest.raises(ValueError, match=r"row 0 needs 2 [+] 2 tokens for cue and answer.*there is room for 3"):
         with_reference(rollout, span, endings, room=3)

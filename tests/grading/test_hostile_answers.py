@@ -360,7 +360,7 @@ def test_spans_of_any_tokens(rows, style, seed):
     for row, ids in enumerate(rows):
         tokens[row, : len(ids)], made[row, : len(ids)] = ids, True
     span = find_answers(tokens, made, table, style=style, pattern=PATTERN if style == "regex" else None)
-    reasoning, answer, found = (np.asarray(part) for part in (span.reasoning, span.answer, span.found))
+    reasoning, answer, found = (np.asarray(part) for part in (span.reasoning, span.answer, span.has_answer))
     assert not (reasoning & answer).any()
     assert not ((reasoning | answer) & ~made).any()
     np.testing.assert_array_equal(answer.any(1), found)

@@ -179,7 +179,7 @@ valid = jnp.arange(prompt + made) >= jnp.array([0, 2, 5])[:, None]
 valid &= jnp.arange(prompt + made) < prompt + jnp.array([10, 7, 9])[:, None]
 counted = valid[:, prompt:]
 answer = jnp.zeros((rows, made), bool).at[:, 6].set(True)
-span = AnswerSpan(reasoning=counted & (jnp.arange(made) < 5), answer=answer, found=jnp.array([True, True, False]))
+span = AnswerSpan(reasoning=counted & (jnp.arange(made) < 5), answer=answer, has_answer=jnp.array([True, True, False]))
 keys = row_keys(jax.random.key(2), jnp.arange(rows))
 
 def results(policy, params, names):

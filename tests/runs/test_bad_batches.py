@@ -9,6 +9,7 @@ from safetensors.numpy import save_file
 
 from oarjax.runs import bad_batches
 from oarjax.runs.bad_batches import BadBatchError, Header, read_bad_batch, read_params, write_bad_batch, write_params
+from oarjax.types import Hints, Privileged
 
 
 def header(number=12, *, kind="iteration", params=None) -> Header:
@@ -53,6 +54,17 @@ def test_what_importance_was_measured_on_comes_back(tmp_path):
     assert evidence.probed is not None
     np.testing.assert_array_equal(evidence.probed[0].tokens, plain.rollout.tokens)
     np.testing.assert_array_equal(evidence.probed[1].answer, plain.span.answer)
+
+
+def test_signals_and_hints_come_back(tmp_path):
+    plain = unsound.evidence()
+    values = np.asarray(plain.scores.old_logps)
+    measured = {"entropies": values, "hidden": np.stack([values, values, values], -1)}
+    teacher = Privileged(np.ones((2, 2, 9), np.int32), np.ones((2, 2, 9), bool))
+    hints = Hints(values, values.astype(np.int32), teacher)
+    given = dataclasses.replace(plain, scores=dataclasses.replace(plain.scores, measured=measured), hints=hints)
+    _, evidence = read_bad_batch(write_bad_batch(tmp_path, header(), given, keep=1))
+    jax.tree.map(np.testing.assert_array_equal, (evidence.scores.measured, evidence.hints), (measured, hints))
 
 
 def test_params_come_back(tmp_path):
@@ -121,7 +133,7 @@ def test_files_that_cannot_be_replayed_say_why(tmp_path):
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(BadBatchError, match=r"is not a whole safetensors file .* it cannot be replayed"):
         read_bad_batch(path)
-    fields = dataclasses.asdict(header()) | {"format": 3, "versions": {"oarjax": "9.0"}}
+    fields = dataclasses.asdict(header()) | {"format": 4, "versions": {"oarjax": "9.0"}}
     save_file({"w": np.ones(2)}, other, metadata={bad_batches.METADATA: json.dumps(fields)})
-    with pytest.raises(BadBatchError, match=r"format 3, expected 2; replay it with the version .* \(oarjax 9.0\)"):
+    with pytest.raises(BadBatchError, match=r"format 4, expected 3; replay it with the version .* \(oarjax 9.0\)"):
         read_bad_batch(other)

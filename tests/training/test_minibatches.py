@@ -42,7 +42,7 @@ def rollout(prompt: int, lengths: list[int], room: int, first: int = 0) -> Rollo
 
 
 def span_of(r: Rollout) -> AnswerSpan:
-    return AnswerSpan(reasoning=r.completion, answer=np.zeros_like(r.completion), found=r.completion.any(1))
+    return AnswerSpan(reasoning=r.completion, answer=np.zeros_like(r.completion), has_answer=r.completion.any(1))
 
 
 def test_bucket_rounds_up_to_the_step_and_stops_at_the_limit():

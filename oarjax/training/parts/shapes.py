@@ -317,7 +317,7 @@ def _scored(run: Run) -> tuple[Rollout, AnswerSpan, tuple[Any, ...]]:
         )
         mask, kind = of((length,), jnp.bool_), AnswerSpan
         units = None if cfg.masking.unit == "token" else of((length,), jnp.int32)
-        return rollout, kind(reasoning=mask, answer=mask, found=of((), jnp.bool_), units=units)
+        return rollout, kind(reasoning=mask, answer=mask, has_answer=of((), jnp.bool_), units=units)
 
     return *rows(T), (rows(T + room),) if room else ()
 

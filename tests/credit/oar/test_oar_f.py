@@ -72,7 +72,7 @@ def test_is_the_leading_order_of_oar_p(mode, x64):
 
             read = lambda h: probe.read(POLICY, params, h, reading_of(tokens, valid, span))  # noqa: E731
             scores.append(divergence(probe, read(clean.hidden), read(clean.states(moved))))
-        return jnp.where(span.reasoning & span.found[:, None], jnp.stack(scores, 1), 0)
+        return jnp.where(span.reasoning & span.has_answer[:, None], jnp.stack(scores, 1), 0)
 
     estimate = jax.jit(
         lambda: fisher_importance(

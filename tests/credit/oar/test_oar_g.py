@@ -35,7 +35,7 @@ def importance(tokens, valid, span, keys=KEYS, *, estimator="linearised", mode="
 def by_definition(params, tokens, valid, span, noise, mode):
     """|<dJ/de_t at the noisy point, e_t>| from one function of the embeddings of whole sequences."""
     clean = POLICY.embed(params, tokens)
-    inside = jnp.pad(span.reasoning & span.found[:, None], ((0, 0), (PROMPT, 0)))
+    inside = jnp.pad(span.reasoning & span.has_answer[:, None], ((0, 0), (PROMPT, 0)))
     answer = jnp.pad(span.answer, ((0, 0), (PROMPT, 0)))[:, 1:, None]
     count = jnp.maximum(answer.sum(1), 1)
 

@@ -217,7 +217,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_suffixes_alone_equal_whole_forwards(kind):
     tokens, valid, span = batch()
-    span = span.replace(reasoning=span.reasoning & span.found[:, None])
+    span = span.replace(reasoning=span.reasoning & span.has_answer[:, None])
     expected = plain(KINDS[kind](), span)
     found = importance(tokens, valid, span, counterfactual=kind)
     assert (expected[:3].max(1) > 1e-4).all()
@@ -227,7 +227,7 @@ def test_suffixes_alone_equal_whole_forwards(kind):
 def test_tokens_of_a_unit_are_changed_together_and_share_its_score():
     tokens, valid, span = batch()
     units = jnp.asarray([[0, 0, 1, 1, 1, *[2] * 7], [0] * 12, [0, 1, 1, 2, 2, 2, 3, *[4] * 5], [0] * 12], jnp.int32)
-    span = span.replace(reasoning=span.reasoning & span.found[:, None])
+    span = span.replace(reasoning=span.reasoning & span.has_answer[:, None])
 
     def change(embeddings, seen, t):
         together = (units == units[:, t, None]) & span.reasoning
@@ -244,7 +244,7 @@ def test_tokens_of_a_unit_are_changed_together_and_share_its_score():
 def test_a_probe_of_ones_own_reads_the_whole_completion():
     """A score of all states, on rows that have no answer too."""
     tokens, valid, span = batch()
-    span = span.replace(found=jnp.ones(4, bool), answer=jnp.zeros_like(span.answer))
+    span = span.replace(has_answer=jnp.ones(4, bool), answer=jnp.zeros_like(span.answer))
     inside = valid[:, PROMPT:, None]
 
     def score(hidden):
