@@ -1,7 +1,7 @@
-"""What sampling makes of the logits: repetition penalty, top-k, top-p and min-p, in the order of ``transformers``.
+"""Change logits before sampling: repetition penalty, top-k, top-p and min-p, in the order of ``transformers``.
 
-The penalty acts on the logits themselves, before the temperature; the filters act after it, one on what the one before
-left. All keep by a threshold, so tokens of equal logit stay or go together.
+The penalty acts on the logits themselves, before the temperature; the filters act after it, each on what the previous
+one left. All keep by a threshold, so tokens of equal logit stay or go together.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def filter_logits(
     top_k keeps the k likeliest tokens, top_p the smallest set of likeliest tokens whose mass, of what is left, reaches
     p, min_p those with at least min_p times the likeliest one's probability. Ties with the last one kept are kept
     (``transformers`` breaks such ties by index in top-p). The likeliest token always stays. Gradients pass through the
-    logits that are kept; which they are is a constant.
+    logits that are kept; the choice of tokens is a constant.
     """
     if 0 < top_k < logits.shape[-1]:
         bound = lowest_kept(stop_gradient(logits), jnp.ones_like(logits), limit=float(top_k))
@@ -73,9 +73,9 @@ def filter_logits(
 def lowest_kept(
     logits: Float[Array, "*rows V"], weights: Float[Array, "*rows V"], *, limit: float
 ) -> Float[Array, "*rows 1"]:
-    """The lowest value with less than ``limit`` (> 0) of weight strictly above it: a logit, or -inf for all.
+    """Return the lowest value with less than ``limit`` (> 0) of weight strictly above it: a logit, or -inf for all.
 
-    Found exactly, by bisection over the bit patterns of floats, which order like the floats once those of
+    The result is exact: a bisection over the bit patterns of floats, which order like the floats once those of
     negative numbers are reversed. One pass over the vocabulary per bit is many times cheaper than sorting it.
     """
     bits = jnp.finfo(logits.dtype).bits

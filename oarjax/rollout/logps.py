@@ -1,10 +1,10 @@
 """Log-probabilities and entropies of tokens, with the vocabulary head in chunks so that [B, T, V] never exists.
 
 A [B, T, V] float32 array of logits is the commonest cause of out-of-memory reports in RL fine-tuning: 32
-rows of 1,024 tokens over Qwen's 151,936 ids are 20 GB, and the backward pass wants them again. Here the head
+rows of 1,024 tokens over Qwen's 151,936 ids are 20 GB, and the backward pass needs them again. Here the head
 runs over ``head_chunk`` token positions at a time, forward and (by recomputation) backward: one more head
-product, and on a CPU still faster than the whole array, because a chunk stays in the cache. A head that is divided
-between devices is gathered once, before the first chunk, for both directions.
+product, and on a CPU still faster than the whole array, because a chunk stays in the cache. A head that is sharded
+over devices is gathered once, before the first chunk, for both directions.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def token_logps(
     head_chunk: int,
     filters: Filters | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Teacher-forced log pi(y_t | x, y_<t) in nats and the entropy of pi(. | x, y_<t), of the last T tokens.
+    """Compute log pi(y_t | x, y_<t) in nats and the entropy of pi(. | x, y_<t), teacher-forced, of the last T tokens.
 
     Token t is predicted by the hidden state of position t - 1, so the forward needs at least one position
     before the completion. Values at invalid positions are finite and mean nothing: mask them.
 
     Args:
         completion_length: T, the number of positions at the right end to score; T < N.
-        temperature: divides the logits; the sampler's own, so that both speak of one distribution.
+        temperature: divides the logits; the sampler's own, so that both mean the same distribution.
         head_chunk: token positions per chunk of the head; peak memory is about head_chunk * V floats.
         filters: renormalise over what these keep, and the token itself: the sampler's truncated distribution.
 
@@ -86,7 +86,7 @@ def hidden_logps(
     head_chunk: int,
     filters: Filters | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Log-probability of each target and entropy, of the final hidden states that predict them, ``in_chunks``.
+    """Compute log-prob and entropy of each target from the final hidden states that predict them, ``in_chunks``.
 
     Raises:
         ValueError: temperature or head_chunk not positive.
@@ -139,7 +139,7 @@ def in_chunks(fn: Callable[..., Any], arrays: tuple[Shaped[Array, "B T ..."], ..
 
 
 def _even_chunks(count: int, most: int) -> tuple[int, int]:
-    """The fewest chunks of at most ``most``, and their even size."""
+    """Return the smallest number of chunks of at most ``most``, and their even size."""
     chunks = -(-count // most)
     return chunks, -(-count // chunks)
 
@@ -151,10 +151,10 @@ def logits_logps(
     temperature: float,
     filters: Filters | None = None,
 ) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
-    """Log-softmax of logits / temperature at the targets, and its entropy -sum p log p, both in nats.
+    """Compute log-softmax of logits / temperature at the targets, and its entropy -sum p log p, both in nats.
 
     Float32 at least, float64 for float64 logits. A logit of -inf is a token that cannot occur. With ``filters`` the
-    softmax is over what they keep and the target; which tokens that are has no gradient.
+    softmax is over the tokens they keep and the target; the choice of tokens has no gradient.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32)) / temperature
     if filters is not None:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 FEWEST = 8
-"""Rows below which nothing is dropped: a matrix product of fewer takes a CPU or a TPU as long."""
+"""Rows below which none are dropped: a matrix product of fewer takes a CPU or a TPU just as long."""
 
 
 def cache_step(max_new: int, wanted: int | None) -> int:
@@ -20,14 +20,14 @@ def cache_step(max_new: int, wanted: int | None) -> int:
 
 
 class Bucket(NamedTuple):
-    """A number of rows that a decode program may have."""
+    """Rows of a decode program."""
 
     rows: int  # of each block
     share: int  # neighbouring rows that read one row of the prefix
 
 
 class Plan(NamedTuple):
-    """The sizes that programs may have, for rollouts of one shape."""
+    """Sizes of the programs for rollouts of one shape."""
 
     blocks: int  # of rows, each on its own devices
     block: int  # rows of each, decoded at the moment or not
@@ -42,17 +42,17 @@ class Plan(NamedTuple):
         return self.buckets[0].rows == self.block
 
     def slots_after(self, slots: int, written: int) -> int:
-        """Slots of the cache that follows a full one of ``slots``, of which rows still need the last ``written``."""
+        """Return the next size of a full cache of ``slots``, of which rows still need the last ``written``."""
         if self.together:
             return min(slots + self.cache_bucket, max(self.max_new - 1, 1))
         return self.rounded(written) + self.cache_bucket
 
     def rounded(self, slots: int) -> int:
-        """Slots, rounded up to whole buckets of the cache."""
+        """Round slots up to whole buckets of the cache."""
         return -(-slots // self.cache_bucket) * self.cache_bucket
 
     def sizes(self) -> list[tuple[Bucket, int]]:
-        """(bucket, slots) of every decode program that there can be, the largest first."""
+        """List (bucket, slots) of every possible decode program, the largest first."""
         most = max(self.max_new - 1, 1)
         end = self.rounded(most) + (0 if self.together else self.cache_bucket)
         caches = range(end, 0, -self.cache_bucket)
@@ -70,11 +70,11 @@ def make_plan(
     blocks: int,
     fewest: int = FEWEST,
 ) -> Plan:
-    """Buckets of rows for ``prompts`` of ``width`` positions: all rows (or ``slots``), then powers of two.
+    """Choose buckets of rows for ``prompts`` of ``width`` positions: all rows (or ``slots``), then powers of two.
 
-    Neighbouring rows of a prompt read its prefix together: half as many as are left of a group on average, so that few
-    slots stay empty where the last are fewer. A bucket whose copies of the prefix need more memory than the rows that
-    it drops is left out.
+    Neighbouring rows of a prompt read its prefix together: half as many as remain of a group on average, so that few
+    slots stay empty when fewer remain. A bucket whose copies of the prefix need more memory than the rows that it
+    drops is left out.
     """
     blocks = blocks if prompts % blocks == 0 else 1
     block = prompts // blocks * group
@@ -99,7 +99,7 @@ def make_plan(
 
 
 class Layout(NamedTuple):
-    """Which rows are decoded: numbers within their block, -1 where a slot is empty."""
+    """Rows in the slots of a program: numbers within their block, -1 for an empty slot."""
 
     bucket: Bucket
     rows: Int[np.ndarray, "D r"]
@@ -109,24 +109,24 @@ class Layout(NamedTuple):
         return (self.rows[:, :, None] == np.arange(block)).any(1)
 
     def places(self, before: Layout) -> Int[np.ndarray, "D r"]:
-        """For every slot the one that its row had before, -1 where it had none."""
+        """Return for every slot the one that its row had before, -1 if it had none."""
         same = (self.rows[:, :, None] == before.rows[:, None, :]) & (self.rows >= 0)[:, :, None]
         return np.where(same.any(2), same.argmax(2), -1).astype(np.int32)
 
     def prompts(self, group: int) -> Int[np.ndarray, "D s"]:
-        """The prompt that every ``share`` neighbouring slots read, within the block; any where they are empty."""
+        """Return the prompt in the block that every ``share`` neighbouring slots read; any prompt for empty ones."""
         first = self.rows.reshape(len(self.rows), -1, self.bucket.share)[:, :, 0]
         return (np.maximum(first, 0) // group).astype(np.int32)
 
 
 def first_layout(plan: Plan) -> Layout:
-    """Every row at its own place, or slots that are all empty."""
+    """Put every row at its own place, or leave all slots empty."""
     rows = np.arange(plan.block) if plan.together else np.full(plan.buckets[0].rows, -1)
     return Layout(plan.buckets[0], np.broadcast_to(rows, (plan.blocks, len(rows))).astype(np.int32))
 
 
 def next_layout(plan: Plan, now: Layout, alive: Bool[np.ndarray, "D n"], waiting: Bool[np.ndarray, "D n"]) -> Layout:
-    """The layout of the next segment: ``now`` itself, with waiting rows in free slots, or the fewest rows that do."""
+    """Return the layout of the next segment: ``now``, with waiting rows in free slots, or the smallest that fits."""
     if waiting.any():
         rows = now.rows.copy()
         for d, (slots, queue) in enumerate(zip(rows, waiting)):
@@ -143,7 +143,7 @@ def next_layout(plan: Plan, now: Layout, alive: Bool[np.ndarray, "D n"], waiting
 
 
 def arrange(rows: Int[np.ndarray, "n"], bucket: Bucket, *, group: int) -> Int[np.ndarray, "r"]:
-    """Lay rows into slots, those of a prompt side by side, -1 where one is empty; too many where they do not fit."""
+    """Put rows into slots, those of a prompt side by side, -1 in empty ones; returns too many if they do not fit."""
     slots: list[int] = []
     for prompt in np.unique(rows // group):
         mine = rows[rows // group == prompt].tolist()
@@ -154,12 +154,12 @@ def arrange(rows: Int[np.ndarray, "n"], bucket: Bucket, *, group: int) -> Int[np
 def fewest_left(
     plan: Plan, now: Layout, alive: Bool[np.ndarray, "D n"], waiting: Bool[np.ndarray, "D n"]
 ) -> Int[np.ndarray, "D"]:
-    """Rows in use of each block at which it is worth looking whether the next bucket does; 0 where there is none."""
+    """Return, per block, the rows in use at which the next bucket may fit; 0 if there is no smaller one."""
     smaller = next((b for b in plan.buckets if b.rows < now.bucket.rows), None)
     if smaller is None or waiting.any():
         return np.zeros(plan.blocks, np.int32)
     floors = []
     for block in alive:
         excess = len(arrange(np.flatnonzero(block), smaller, group=plan.group)) - smaller.rows
-        floors.append(block.sum() - -(-excess // smaller.share))  # a row that is done frees that many slots at most
+        floors.append(block.sum() - -(-excess // smaller.share))  # a finished row frees at most that many slots
     return np.asarray(floors, np.int32)

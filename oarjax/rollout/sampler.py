@@ -1,17 +1,17 @@
 """Rollouts in one program: prefill each prompt once, then decode its whole group in one ``lax.while_loop``.
 
-``oarjax.rollout.segments`` draws the same completions in several programs and pays for far less padding where they
-differ in length. The draw of a token and the step that feeds it back are here, once for both.
+``oarjax.rollout.segments`` draws the same completions in several programs, with far less padding if they
+differ in length. Both draw a token and feed it back with the functions of this file.
 
 Noise. A row at step t draws with two uniforms from ``fold_in(row's key, t)``: nothing else enters, so splitting rows
 over devices or hosts changes no draw, and rows appended to a batch leave the others as they were. Row b of a rollout
 has the key ``fold_in(key, b)``, and different batches need different keys: ``rollout_key``. In an evaluation the key is
 the problem's and the sample's own, ``problem_keys``: how problems are batched changes no draw.
 
-Drawing is by inverting the cumulative distribution, in two levels: blocks of 128 tokens by their mass, then a
+Tokens are drawn by inverting the cumulative distribution, in two levels: blocks of 128 tokens by their mass, then a
 token in its block, each with a uniform of its own. One uniform of 23 bits over a whole vocabulary of 151,936
-would be off by percents on a token of average mass; two are off by less than 1e-4 of it. Against the Gumbel
-trick it spares B * V random numbers and two logarithms each, which cost more than the head on a CPU.
+would be off by percents for a token of average mass; two are off by less than 1e-4 of it. Compared with the Gumbel
+trick it saves B * V random numbers and two logarithms each, which cost more than the head on a CPU.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ BLOCK = 128
 """Tokens per block of the two-level draw (the lane width of a TPU; it divides Qwen's vocabulary)."""
 
 DEVICES = 16
-"""A large vocabulary has a multiple of this many blocks, the last of them empty, so that a mesh that divides logits
-over up to 16 devices along the vocabulary divides its blocks too. Qwen's 1,187 blocks, a prime, become 1,200: without
-the other 13 every drawn token would gather all logits on every device."""
+"""A large vocabulary is padded to a multiple of this many blocks, so that a mesh that shards logits over up to 16
+devices along the vocabulary shards its blocks too. Qwen's 1,187 blocks, a prime, become 1,200: without the other 13
+every drawn token would gather all logits on every device."""
 
 
 def rollout_key(root: Key[Array, ""], *, step: int | Int[Array, ""], batch: int | Int[Array, ""]) -> Key[Array, ""]:
-    """The key of one rollout batch: the run's root key with the step and the batch's number in the step folded in.
+    """Return the key of one rollout batch: the run's root key with the step and the batch's number in it folded in.
 
     ``batch`` counts the batches drawn within one step (refills, evaluation chunks). The root key is folded,
     never consumed, so a resumed run draws what the uninterrupted one would have drawn.
@@ -45,19 +45,19 @@ def rollout_key(root: Key[Array, ""], *, step: int | Int[Array, ""], batch: int 
 
 
 def group_keys(prompts: PromptBatch, key: Key[Array, ""], *, group_size: int) -> Key[Array, "B"]:
-    """A key for each of the ``group_size`` rows of every prompt: ``fold_in(key, b)`` for row b."""
+    """Return a key for each of the ``group_size`` rows of every prompt: ``fold_in(key, b)`` for row b."""
     rows = jnp.arange(prompts.tokens.shape[0] * group_size)
     return jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
 
 
 def problem_keys(key: Key[Array, ""], problems: Int[Array, "P"], *, samples: int) -> Key[Array, "B"]:
-    """A key for each of the ``samples`` rows of every problem, by its number in the dataset and the sample's."""
+    """Return a key for each of the ``samples`` rows of every problem, from the problem's number and the sample's."""
     rows = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.repeat(problems, samples))
     return jax.vmap(jax.random.fold_in)(rows, jnp.tile(jnp.arange(samples), problems.shape[0]))
 
 
 class Decoding(NamedTuple):
-    """Settings of drawing and of when a row is done; static under jit. ``sample_rows`` explains each."""
+    """Settings of drawing and stopping; static under jit. ``sample_rows`` explains each."""
 
     max_new: int
     temperature: float
@@ -90,7 +90,7 @@ class Rows(NamedTuple):
 
     keys: Key[Array, "B"]  # of their noise
     prompts: Int32[Array, "B"]  # tokens of the prompt
-    token: Int32[Array, "B"]  # the last one drawn; the pad id once a row is done
+    token: Int32[Array, "B"]  # the last one drawn; the pad id once a row is finished
     lengths: Int32[Array, "B"]  # tokens drawn so far
     alive: Bool[Array, "B"]  # neither ended nor cut
     ended: Bool[Array, "B"]  # a stop id was drawn, or a stop string completed
@@ -99,7 +99,7 @@ class Rows(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """One token of every row, the pad id and log-probs of 0 for rows that were done before."""
+    """One token of every row; the pad id and log-probs of 0 for rows that had finished before."""
 
     token: Int32[Array, "B"]
     logp: Float[Array, "B"]
@@ -107,9 +107,9 @@ class Drawn(NamedTuple):
 
 
 def prefill(
-    policy: Policy, params: Params, prompts: PromptBatch, keys: Key[Array, "B"], how: Decoding
+    policy: Policy, params: Params, prompts: PromptBatch, keys: Key[Array, "B"], decoding: Decoding
 ) -> tuple[Rows, Float[Array, "B V"], KVCache]:
-    """Rows without a token yet, the logits of their first one, and the cache of the prompts."""
+    """Return rows without a token yet, the logits of their first one, and the cache of the prompts."""
     count, width = prompts.tokens.shape
     rows = keys.shape[0]
     if rows == 0 or rows % count:
@@ -134,43 +134,46 @@ def prefill(
         ended=jnp.zeros((rows,), bool),
     )
     logits = jnp.repeat(policy.unembed(params, hidden[:, -1]), group_size, axis=0)
-    if how.repetition_penalty != 1:
+    if decoding.repetition_penalty != 1:
         seen = seen_tokens(prompts.tokens, prompts.valid, vocab=logits.shape[-1])
         start = start._replace(seen=jnp.repeat(seen, group_size, axis=0))
-    if how.stop_table is not None:
+    if decoding.stop_table is not None:
         start = start._replace(matched=zeros)
     return start, logits, prefix
 
 
-def draw_next(rows: Rows, logits: Float[Array, "B V"], how: Decoding) -> tuple[Rows, Drawn]:
-    """Draw a token for every row that is not done; token t of a row takes its noise from (key, t)."""
+def draw_next(rows: Rows, logits: Float[Array, "B V"], decoding: Decoding) -> tuple[Rows, Drawn]:
+    """Draw a token for every unfinished row; token t of a row takes its noise from (key, t)."""
 
     def noise(key: Key[Array, ""], token: Int[Array, ""]) -> Float[Array, "2"]:
         return jax.random.uniform(jax.random.fold_in(key, token), (2,))
 
     uniforms = jax.vmap(noise)(rows.keys, rows.lengths)
-    penalised = None if rows.seen is None else penalise_repeated(logits, rows.seen, penalty=how.repetition_penalty)
-    settings = {"temperature": how.temperature, **how.filters._asdict()}
+    penalised = None if rows.seen is None else penalise_repeated(logits, rows.seen, penalty=decoding.repetition_penalty)
+    settings = {"temperature": decoding.temperature, **decoding.filters._asdict()}
     token, logp, filtered = draw_token(logits, uniforms, penalised=penalised, **settings)
-    token = jnp.where(rows.alive, token, how.pad_id)
-    stopped = rows.alive & jnp.any(token[:, None] == jnp.asarray(how.stop_ids, jnp.int32), axis=-1)
+    token = jnp.where(rows.alive, token, decoding.pad_id)
+    stopped = rows.alive & jnp.any(token[:, None] == jnp.asarray(decoding.stop_ids, jnp.int32), axis=-1)
     if rows.seen is not None:
         rows = rows._replace(seen=rows.seen.at[jnp.arange(token.shape[0]), token].set(True))
     if rows.matched is not None:
-        matched = jnp.asarray(how.stop_table)[rows.matched, token]
-        stopped = stopped | (rows.alive & (matched == len(how.stop_table) - 1))
+        matched = jnp.asarray(decoding.stop_table)[rows.matched, token]
+        stopped = stopped | (rows.alive & (matched == len(decoding.stop_table) - 1))
         rows = rows._replace(matched=jnp.where(rows.alive, matched, rows.matched))
     lengths = rows.lengths + rows.alive
     after = rows._replace(
-        token=token, lengths=lengths, alive=rows.alive & ~stopped & (lengths < how.max_new), ended=rows.ended | stopped
+        token=token,
+        lengths=lengths,
+        alive=rows.alive & ~stopped & (lengths < decoding.max_new),
+        ended=rows.ended | stopped,
     )
     return after, Drawn(token, jnp.where(rows.alive, logp, 0), jnp.where(rows.alive, filtered, 0))
 
 
 def decode_step(
-    policy: Policy, params: Params, rows: Rows, cache: KVCache, prefix: KVCache, how: Decoding
+    policy: Policy, params: Params, rows: Rows, cache: KVCache, prefix: KVCache, decoding: Decoding
 ) -> tuple[Rows, KVCache, Drawn]:
-    """Feed every row its last token and draw the next. Rows that are done are fed padding, which nothing attends to."""
+    """Feed every row its last token and draw the next. Finished rows get padding, which nothing attends to."""
     hidden, after = policy.trunk(
         params,
         policy.embed(params, rows.token[:, None]),
@@ -181,15 +184,15 @@ def decode_step(
     )
     if after is None:
         raise ValueError("policy.trunk: expected the filled cache as second result of a call with cache=, got None")
-    moved, drawn = draw_next(rows, policy.unembed(params, hidden[:, 0]), how)
+    moved, drawn = draw_next(rows, policy.unembed(params, hidden[:, 0]), decoding)
     return moved, after, drawn
 
 
 class _Loop(NamedTuple):
-    step: Int32[Array, ""]  # tokens drawn so far by rows that are not done
+    step: Int32[Array, ""]  # tokens drawn so far by unfinished rows
     rows: Rows
     cache: KVCache
-    made: Drawn  # [T, B] each
+    drawn: Drawn  # [T, B] each
 
 
 def sample(
@@ -211,9 +214,9 @@ def sample(
 ) -> Rollout:
     """Draw ``group_size`` completions for every prompt, row b with noise from ``fold_in(key, b)``: see ``sample_rows``.
 
-    One pure program, to be jitted, vmapped or taken apart; every row is computed until the last one is done. Where
+    One pure program, to be jitted, vmapped or taken apart; every row is computed until the last one has finished. If
     completions differ in length, ``oarjax.rollout.segments.SegmentedSampler`` draws the same ones several times as
-    fast, as a loop on the host over jitted programs: it is what training, evaluation and the lab use.
+    fast, with a loop on the host over jitted programs; training, evaluation and the lab use it.
 
     Raises:
         ValueError: a keyword outside its range.
@@ -254,7 +257,7 @@ def sample_rows(
     repetition_penalty: float = 1.0,
     stop_table: Any = None,
 ) -> Rollout:
-    """Draw a completion of at most ``max_new`` tokens for every key: the first B / P of them for the first prompt.
+    """Draw a completion of at most ``max_new`` tokens for every key: the first B / P keys for the first prompt.
 
     A row ends with the first sampled stop id, which belongs to the completion; from there on tokens are
     ``pad_id``, ``valid`` is False and log-probs are 0. ``ended`` is False for rows cut at ``max_new``. The loop
@@ -266,11 +269,11 @@ def sample_rows(
             reports log-probs at temperature 1.
         top_k: keep the k likeliest tokens, ties with the k-th included; 0 = off.
         top_p: then keep the smallest set of likeliest tokens whose mass, of what is left, reaches p, ties
-            included; 1 = off. The order (penalty, temperature, top-k, top-p, min-p) is that of ``transformers``. What
-            is off leaves nothing in the program.
+            included; 1 = off. The order (penalty, temperature, top-k, top-p, min-p) is that of ``transformers``. A
+            filter that is off leaves nothing in the program.
         min_p: then keep tokens with at least this share of the likeliest one's probability; 0 = off.
-        repetition_penalty: see ``oarjax.rollout.filters``; 1 = off. ``behaviour_logps`` are without it, as they are
-            without the filters; ``filtered_logps`` are of what was drawn from.
+        repetition_penalty: see ``oarjax.rollout.filters``; 1 = off. ``behaviour_logps`` leave it out, as they do
+            the filters; ``filtered_logps`` are of the distribution that was drawn from.
         stop_table: of ``oarjax.rollout.stop_strings.stop_table``: a row also ends with the token whose bytes complete a
             stop string. That token and those before it stay in the completion with their log-probs; its text is cut.
         stop_ids: every one of them stops a row; may be empty.
@@ -279,38 +282,38 @@ def sample_rows(
     Raises:
         ValueError: a keyword outside its range.
     """
-    how = Decoding(max_new, temperature, top_k, top_p, stop_ids, pad_id, min_p, repetition_penalty, stop_table)
-    how.check()
+    decoding = Decoding(max_new, temperature, top_k, top_p, stop_ids, pad_id, min_p, repetition_penalty, stop_table)
+    decoding.check()
     params = policy.head(params)
-    begun, logits, prefix = prefill(policy, params, prompts, keys, how)
-    rows, first = draw_next(begun, logits, how)
-    made = jax.tree.map(lambda x: jnp.full((max_new, *x.shape), pad_id if x is first.token else 0, x.dtype), first)
+    begun, logits, prefix = prefill(policy, params, prompts, keys, decoding)
+    rows, first = draw_next(begun, logits, decoding)
+    empty = jax.tree.map(lambda x: jnp.full((max_new, *x.shape), pad_id if x is first.token else 0, x.dtype), first)
     start = _Loop(
         step=jnp.ones((), jnp.int32),
         rows=rows,
         cache=policy.init_cache(keys.shape[0], max(max_new - 1, 1)),  # the last token is never fed back
-        made=jax.tree.map(lambda every, x: every.at[0].set(x), made, first),
+        drawn=jax.tree.map(lambda every, x: every.at[0].set(x), empty, first),
     )
 
     def advance(loop: _Loop) -> _Loop:
-        rows, cache, drawn = decode_step(policy, params, loop.rows, loop.cache, prefix, how)
-        made = jax.tree.map(lambda every, x: every.at[loop.step].set(x), loop.made, drawn)
-        return _Loop(loop.step + 1, rows, cache, made)
+        rows, cache, new = decode_step(policy, params, loop.rows, loop.cache, prefix, decoding)
+        drawn = jax.tree.map(lambda every, x: every.at[loop.step].set(x), loop.drawn, new)
+        return _Loop(loop.step + 1, rows, cache, drawn)
 
     end = jax.lax.while_loop(lambda loop: (loop.step < max_new) & jnp.any(loop.rows.alive), advance, start)
-    return assemble(prompts, end.rows, jax.tree.map(jnp.transpose, end.made))
+    return assemble(prompts, end.rows, jax.tree.map(jnp.transpose, end.drawn))
 
 
-def assemble(prompts: PromptBatch, rows: Rows, made: Drawn) -> Rollout:
-    """The rollout of rows that are done, from what was drawn, [B, T] each."""
+def assemble(prompts: PromptBatch, rows: Rows, drawn: Drawn) -> Rollout:
+    """Build the rollout of finished rows from their draws, [B, T] each."""
     group_size = rows.lengths.shape[0] // prompts.tokens.shape[0]
-    completion = jnp.arange(made.token.shape[1]) < rows.lengths[:, None]
+    completion = jnp.arange(drawn.token.shape[1]) < rows.lengths[:, None]
     return Rollout(
-        tokens=jnp.concatenate([jnp.repeat(prompts.tokens, group_size, axis=0), made.token], axis=1),
+        tokens=jnp.concatenate([jnp.repeat(prompts.tokens, group_size, axis=0), drawn.token], axis=1),
         valid=jnp.concatenate([jnp.repeat(prompts.valid, group_size, axis=0), completion], axis=1),
         completion=completion,
-        behaviour_logps=made.logp,
-        filtered_logps=made.filtered,
+        behaviour_logps=drawn.logp,
+        filtered_logps=drawn.filtered,
         ended=rows.ended,
     )
 
@@ -325,10 +328,10 @@ def draw_token(
     min_p: float = 0.0,
     penalised: Float[Array, "B V"] | None = None,
 ) -> tuple[Int32[Array, "B"], Float[Array, "B"], Float[Array, "B"]]:
-    """One token per row, its log-prob under the whole distribution and under what penalty and filters left of it.
+    """Draw a token per row; return it and its log-probs under the whole distribution and under the filtered one.
 
     ``uniforms`` in [0, 1) pick the block and the token in it. ``penalised`` are the logits after the repetition
-    penalty, from which is drawn. With all of it off the two log-probs are one.
+    penalty, which are drawn from. Without penalty and filters the two log-probs are equal.
     """
     source = logits if penalised is None else penalised
     if temperature == 0:
@@ -345,7 +348,7 @@ def draw_token(
 
 
 def invert_cdf(logits: Float[Array, "B V"], uniforms: Float[Array, "B 2"]) -> Int32[Array, "B"]:
-    """The token at which the cumulative softmax passes the uniforms, block first; never one of logit -inf."""
+    """Return the token at which the cumulative softmax passes the uniforms, block first; never one of logit -inf."""
     rows, vocab = logits.shape
     spare = -vocab % (BLOCK * (DEVICES if vocab >= 8 * BLOCK * DEVICES else 1))
     blocks = jnp.pad(logits, ((0, 0), (0, spare)), constant_values=-jnp.inf).reshape(rows, -1, BLOCK)
@@ -357,9 +360,9 @@ def invert_cdf(logits: Float[Array, "B V"], uniforms: Float[Array, "B 2"]) -> In
 
 
 def _pick(mass: Float[Array, "B n"], uniform: Float[Array, "B"]) -> Int32[Array, "B"]:
-    """First index whose cumulative mass exceeds uniform * total, among those of positive mass.
+    """Return the first index whose cumulative mass exceeds uniform * total, among those of positive mass.
 
-    A parallel cumulative sum is not quite monotone, so entries of no mass are excluded by name.
+    A parallel cumulative sum is not quite monotone, so entries without mass are excluded explicitly.
     """
     edges = jnp.where(mass > 0, jnp.cumsum(mass, axis=-1), -1)
     return jnp.argmax(edges > uniform[:, None] * jnp.max(edges, axis=-1, keepdims=True), axis=-1).astype(jnp.int32)

@@ -1,20 +1,20 @@
-"""Rollouts in segments: rows that are done leave the batch, and the cache grows with the completions.
+"""Continuous batching: finished rows leave the batch, waiting ones take their slots, the cache grows as needed.
 
 ``SegmentedSampler`` is a loop on the host over a few jitted programs. It draws what ``sampler.sample_rows`` draws:
 noise belongs to row and token, so it does not matter which rows are decoded together.
 
     prefill   prompts -> their cache, the first token of every row
-    decode    up to ``segment`` tokens of the rows in use; ends early where so few are left that the others are dropped
-    take      rows in use -> fewer rows, or the same with waiting ones in the place of those that are done
+    decode    up to ``segment`` tokens of the rows in use; ends early once so few are left that a smaller batch fits
+    take      rows in use -> fewer rows, or the same number with waiting rows in place of finished ones
     grow      a full cache -> one with ``cache_bucket`` more slots
     finish    -> Rollout
 
-How many rows and slots a program has are a few numbers (powers of two, multiples of ``cache_bucket``), so that
-programs are few; ``row_schedule`` has them. Which program comes next depends on nothing but which rows are done, and
-every process reads that from the same array: all run the same programs in the same order, whatever their clocks say.
+Rows and slots of a program take few values (powers of two, multiples of ``cache_bucket``), so that programs are few;
+``row_schedule`` has them. The next program depends only on which rows have finished, and every process reads that from
+the same array: all run the same programs in the same order, whatever their clocks say.
 
 On a mesh each block of rows stays on its own devices: block d keeps its own rows, and all blocks have as many slots,
-so that no cache travels and no device is idle while another has rows left.
+so that no cache moves and no device is idle while another has rows left.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from oarjax.rollout.table import Table, copied, finish, seated, written_back
 from oarjax.types import KVCache, Params, PromptBatch, Rollout
 
 Keys = Callable[[PromptBatch, Key[Array, ""]], Key[Array, "B"]]
-"""(prompts, key of the batch) -> the key of every row's noise."""
+"""(prompts, key of the batch) -> the noise key of every row."""
 
 
 class Flags(NamedTuple):
@@ -53,12 +53,12 @@ class Flags(NamedTuple):
 
     alive: Bool[Array, "B"]
     steps: Int32[Array, ""]  # decode steps of this program
-    tokens: Float[Array, ""]  # that they drew
+    tokens: Float[Array, ""]  # drawn in these steps
     attended: Float[Array, ""]  # slots of their own cache that these tokens attended to
 
 
 class EndedRows(NamedTuple):
-    """Completions that ended while others are still decoded. The arrays are of all B rows, on the device."""
+    """Completions that ended while others are still being decoded. The arrays hold all B rows, on the device."""
 
     rows: Int[np.ndarray, "r"]  # those that ended since the last report
     tokens: Int32[Array, "B T"]
@@ -76,7 +76,7 @@ class Spent(NamedTuple):
     slots_read: float = 0  # slots of the rows' own caches, step by step
 
     def metrics(self) -> dict[str, float]:
-        """Decode steps, the share of their rows that were not done, and the share of slots read for nothing."""
+        """Return decode steps, the share of their rows that were unfinished, and the share of slots read in vain."""
         if self.steps == 0:
             return {"decode_steps": 0.0}
         return {
@@ -87,13 +87,13 @@ class Spent(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A jitted program of a rollout, what it is called with, and what lies beside it meanwhile, as shapes."""
+    """A jitted program of a rollout, its arguments, and the other arrays alive while it runs, as shapes."""
 
     name: str
     jitted: Any
     args: tuple[Any, ...]
     static: Mapping[str, int]  # keyword arguments
-    held: Any  # arrays of the rollout that the program does not take
+    held: Any  # arrays of the rollout that are not arguments
 
     def lower(self) -> Any:
         return self.jitted.lower(*self.args, **self.static)
@@ -103,13 +103,13 @@ class SegmentedSampler:
     """Draw rollouts in segments. The same seed, settings and mesh give the same bits.
 
     Args:
-        keys_of: the keys of the noise of all rows, from prompts and a key; traced.
+        keys_of: returns the noise keys of all rows, from prompts and a key; traced.
         group: rows per prompt.
-        segment: decode steps after which the host looks, at most.
+        segment: maximum number of decode steps of one program, after which the host looks at the rows.
         cache_bucket: slots that the cache begins with and grows by; None: an eighth of max_new, at least 128.
-        slots: rows decoded at once, over all devices; None: all. Waiting rows take the place of those that are done.
-        rows: where rows live; their first axis is divided into as many blocks as it has devices.
-        fewest: rows below which nothing is dropped.
+        slots: rows decoded at once, over all devices; None: all. Waiting rows take the place of finished ones.
+        rows: sharding of rows; their first axis is divided into as many blocks as it has devices.
+        fewest: rows below which none are dropped.
 
     Raises:
         ValueError: a number out of range.
@@ -118,7 +118,7 @@ class SegmentedSampler:
     def __init__(
         self,
         policy: Policy,
-        how: Decoding,
+        decoding: Decoding,
         *,
         keys_of: Keys,
         group: int,
@@ -128,14 +128,14 @@ class SegmentedSampler:
         rows: NamedSharding | None = None,
         fewest: int = FEWEST,
     ):
-        how.check()
+        decoding.check()
         numbers = {"group_size": group, "segment": segment, "cache_bucket": cache_bucket, "slots": slots}
         for name, number in numbers.items():
             if number is not None and number < 1:
                 raise ValueError(f"{name}: expected at least 1, got {number}")
-        self._policy, self._how, self._keys_of, self._group = policy, how, keys_of, group
-        self._segment, self._slots, self._fewest = min(segment, how.max_new), slots, fewest
-        self._bucket = cache_step(how.max_new, cache_bucket)
+        self._policy, self._decoding, self._keys_of, self._group = policy, decoding, keys_of, group
+        self._segment, self._slots, self._fewest = min(segment, decoding.max_new), slots, fewest
+        self._bucket = cache_step(decoding.max_new, cache_bucket)
         self._blocks, self._spent, self._programs = row_blocks(rows), Spent(), set[tuple[Bucket, int]]()
         self._placed = rows is not None
         self._rows = rows
@@ -163,8 +163,8 @@ class SegmentedSampler:
     ) -> Rollout:
         """Draw ``group`` completions of every prompt.
 
-        ``report`` is called with the rows that ended, while the device decodes the others. Which rows it gets in which
-        call depends on the draw alone; those that end last are in the rollout only.
+        ``report`` is called with the rows that ended, while the device decodes the others. The rows of each call depend
+        on the draw alone; those that end last are in the rollout only.
         """
         plan, prompt_cache = self.plan(prompts), None
         prompt_cache, table, flags = self._prefill(params, prompts, key)
@@ -206,13 +206,13 @@ class SegmentedSampler:
         return self._finish(prompts, table)
 
     def plan(self, prompts: PromptBatch) -> Plan:
-        """The sizes of the programs for these prompts."""
+        """Choose the sizes of the programs for these prompts."""
         count, width = prompts.tokens.shape
         return make_plan(
             prompts=count,
             width=width,
             group=self._group,
-            max_new=self._how.max_new,
+            max_new=self._decoding.max_new,
             cache_bucket=self._bucket,
             slots=self._slots,
             blocks=self._blocks,
@@ -221,8 +221,8 @@ class SegmentedSampler:
 
     def spent(self) -> dict[str, float]:
         """Return the metrics of the rollouts since the last call."""
-        found, self._spent = self._spent.metrics(), Spent()
-        return found
+        metrics, self._spent = self._spent.metrics(), Spent()
+        return metrics
 
     @property
     def decode_programs(self) -> int:
@@ -232,7 +232,7 @@ class SegmentedSampler:
     def lower(self, params: Params, prompts: PromptBatch, key: Any) -> Any:
         """Lower the same work at its largest as one program: every row decoded to the end in a full cache.
 
-        It is what arithmetic and traffic are counted in, and is never run. ``programs`` lists the largest that are.
+        Arithmetic and traffic are counted in it; it never runs. ``programs`` lists the largest programs that do.
         """
         return self._whole.lower(params, prompts, key)
 
@@ -241,10 +241,10 @@ class SegmentedSampler:
         return self._whole(params, prompts, key)
 
     def programs(self, params: Params, prompts: PromptBatch, key: Any) -> list[Program]:
-        """List the largest programs that there can be, with arguments as shapes that are laid out as in a rollout.
+        """List the largest possible programs, with arguments as shapes that are laid out as in a rollout.
 
-        Prefill; decode with the most rows and slots; the growth of the cache to so many; and the copy of its rows that
-        follows when rows are dropped, or when waiting ones take their place.
+        Prefill; decode with the most rows and slots; the growth of the cache to that size; and the copy of its rows
+        when rows are dropped, or when waiting ones take their place.
         """
         plan = self.plan(prompts)
         (bucket, slots), *smaller = plan.sizes()
@@ -261,7 +261,7 @@ class SegmentedSampler:
 
         layout = integers(plan.blocks, bucket.rows)
         decode = (params, table, cache, prefix, layout, integers(plan.blocks), integers())
-        found = [
+        listed = [
             Program("prefill", self._prefill, (params, prompts, key), {}, ()),
             Program(f"decode {rows} rows, {slots} slots", self._decode, decode, {}, whole),
         ]
@@ -270,15 +270,15 @@ class SegmentedSampler:
             before = smaller[0][1]
             growth = {"slots": slots - before}
             name = f"grow from {before} to {slots} slots"
-            found.append(Program(name, self._grow, (self._cache_shapes(rows, before),), growth, held))
+            listed.append(Program(name, self._grow, (self._cache_shapes(rows, before),), growth, held))
         if fewer := plan.buckets[1:2] if plan.together else (bucket,):
             places = integers(plan.blocks, fewer[0].rows)
-            found.append(
+            listed.append(
                 Program(
                     f"take {plan.blocks * fewer[0].rows} of {rows} rows", self._take_rows, (cache, places), {}, held
                 )
             )
-        return found
+        return listed
 
     def warm_up(
         self,
@@ -288,10 +288,10 @@ class SegmentedSampler:
         *,
         compile_all: Callable[[list[Any]], object],
     ) -> int:
-        """Call every program that there can be for such prompts, the largest first; return their number.
+        """Call every program that such prompts may need, the largest first; return their number.
 
-        Nothing is decoded: a program that is given no steps ends at once. Real arrays are what a rollout calls them
-        with, so that it finds each of them compiled. ``compile_all`` compiles the lowered decode programs before.
+        Nothing is decoded: a program with a limit of no steps ends at once. They are called with real arrays, as in a
+        rollout, which then finds them compiled. ``compile_all`` compiles the lowered decode programs first.
         """
         plan = self.plan(prompts)
         prompt_cache, table, _ = self._prefill(params, prompts, key)
@@ -324,12 +324,12 @@ class SegmentedSampler:
         return 1 + len(plan.sizes())
 
     def _first_cache(self, rows: int, slots: int, *, like: KVCache) -> KVCache:
-        """Make an empty cache that lies where others do, so that the first segment needs no program of its own."""
+        """Create an empty cache with the sharding of the others: the first segment needs no program of its own."""
         empty = self._init_cache(rows, slots)
         return jax.device_put(empty, jax.tree.map(lambda x: x.sharding, like)) if self._placed else empty
 
     def _cache_shapes(self, rows: int, slots: int) -> Any:
-        """An empty cache as shapes, laid out over the devices as the policy lays it out."""
+        """Describe an empty cache as shapes, with the sharding that the policy gives it."""
         shapes = jax.eval_shape(lambda: self._policy.init_cache(rows, slots))
         where = self._init_cache.lower(rows, slots).compile().output_shardings
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, where)
@@ -342,20 +342,20 @@ class SegmentedSampler:
         self._programs.add((Bucket(plan.blocks * bucket.rows, bucket.share), slots))
 
     def _sample_rows(self, params: Params, prompts: PromptBatch, key: Key[Array, ""]) -> Rollout:
-        return sample_rows(self._policy, params, prompts, self._keys_of(prompts, key), **self._how._asdict())
+        return sample_rows(self._policy, params, prompts, self._keys_of(prompts, key), **self._decoding._asdict())
 
     def _prefill_rows(self, params: Params, prompts: PromptBatch, key: Key[Array, ""]) -> tuple[KVCache, Table, Flags]:
-        """The cache of the prompts, and every row with its first token."""
+        """Return the cache of the prompts, and every row with its first token."""
         keys = self._keys_of(prompts, key)
-        begun, logits, cache = prefill(self._policy, self._policy.head(params), prompts, keys, self._how)
-        rows, first = draw_next(begun, logits, self._how)
+        begun, logits, cache = prefill(self._policy, self._policy.head(params), prompts, keys, self._decoding)
+        rows, first = draw_next(begun, logits, self._decoding)
 
         def column(x: Array, fill: int) -> Array:
-            return jnp.full((*x.shape, self._how.max_new), fill, x.dtype).at[:, 0].set(x)
+            return jnp.full((*x.shape, self._decoding.max_new), fill, x.dtype).at[:, 0].set(x)
 
-        made = Drawn(column(first.token, self._how.pad_id), column(first.logp, 0), column(first.filtered, 0))
+        drawn = Drawn(column(first.token, self._decoding.pad_id), column(first.logp, 0), column(first.filtered, 0))
         none = jnp.zeros((), jnp.float32)
-        return cache, Table(rows, made), Flags(rows.alive, jnp.zeros((), jnp.int32), none, none)
+        return cache, Table(rows, drawn), Flags(rows.alive, jnp.zeros((), jnp.int32), none, none)
 
     def _decode_rows(
         self,
@@ -367,12 +367,12 @@ class SegmentedSampler:
         floor: Int32[Array, "D"],
         limit: Int32[Array, ""],
     ) -> tuple[Table, KVCache, Flags]:
-        """Draw up to ``limit`` tokens, until no block has more than ``floor`` rows that are not done."""
+        """Draw up to ``limit`` tokens, until no block has more than ``floor`` unfinished rows."""
         params = self._policy.head(params)
         blocks = layout.shape[0]
         rows = seated(table.rows, layout)
-        empty = Drawn(rows.token, jnp.zeros_like(table.made.logp[0, 0]), jnp.zeros_like(table.made.filtered[0, 0]))
-        made = jax.tree.map(lambda x: jnp.zeros((self._segment, rows.token.shape[0]), x.dtype), empty)
+        empty = Drawn(rows.token, jnp.zeros_like(table.drawn.logp[0, 0]), jnp.zeros_like(table.drawn.filtered[0, 0]))
+        drawn = jax.tree.map(lambda x: jnp.zeros((self._segment, rows.token.shape[0]), x.dtype), empty)
 
         def wanted(loop: tuple[Array, Rows, KVCache, Drawn]) -> Bool[Array, ""]:
             step, rows, _, _ = loop
@@ -380,12 +380,13 @@ class SegmentedSampler:
             return (step < limit) & jnp.any(left > floor)
 
         def advance(loop: tuple[Array, Rows, KVCache, Drawn]) -> tuple[Array, Rows, KVCache, Drawn]:
-            step, rows, cache, made = loop
-            rows, cache, drawn = decode_step(self._policy, params, rows, cache, prefix, self._how)
-            return step + 1, rows, cache, jax.tree.map(lambda every, x: every.at[step].set(x), made, drawn)
+            step, rows, cache, drawn = loop
+            rows, cache, new = decode_step(self._policy, params, rows, cache, prefix, self._decoding)
+            return step + 1, rows, cache, jax.tree.map(lambda every, x: every.at[step].set(x), drawn, new)
 
-        step, rows, cache, made = jax.lax.while_loop(wanted, advance, (jnp.zeros((), jnp.int32), rows, cache, made))
-        after = written_back(table, layout, rows, made)
+        start = (jnp.zeros((), jnp.int32), rows, cache, drawn)
+        step, rows, cache, drawn = jax.lax.while_loop(wanted, advance, start)
+        after = written_back(table, layout, rows, drawn)
         before, lengths = (x.astype(jnp.float32) for x in (table.rows.lengths, after.rows.lengths))
         attended = jnp.sum(lengths * (lengths - 1) - before * (before - 1)) / 2
         return after, cache, Flags(after.rows.alive, step, jnp.sum(lengths - before), attended)
@@ -396,7 +397,7 @@ def _laid_as(shape: Any, array: Array) -> Any:
 
 
 def row_blocks(rows: NamedSharding | None) -> int:
-    """Blocks that a sharding divides the first axis into."""
+    """Count the blocks that a sharding divides the first axis into."""
     if rows is None or not rows.spec or rows.spec[0] is None:
         return 1
     axes = rows.spec[0] if isinstance(rows.spec[0], tuple) else (rows.spec[0],)

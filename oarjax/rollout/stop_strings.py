@@ -1,7 +1,7 @@
-"""Stop strings as a table for the sampler: which token completes one, wherever in its bytes that happens.
+"""Compile stop strings to a table for the sampler, which finds the token that completes one, at any of its bytes.
 
 A string may begin in one token and end in another, in the middle of either. So a row carries a state: the longest
-beginning of a stop string that its bytes end in (Aho and Corasick, 1975). The table leads from state and token to the
+prefix of a stop string that its bytes end with (Aho and Corasick, 1975). The table leads from state and token to the
 next state; its last state is "a string was completed" and is never left.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int32
 
 MOST_STATES = 512
-"""States at most, about as many as all stop strings have bytes; a table of Qwen's vocabulary then has 300 MB."""
+"""Maximum number of states, about as many as the bytes of all stop strings; a table for Qwen's ids then has 300 MB."""
 
 
 def stop_table(strings: Sequence[str], token_bytes: Sequence[bytes]) -> Int32[np.ndarray, "states V"] | None:
@@ -34,7 +34,9 @@ def stop_table(strings: Sequence[str], token_bytes: Sequence[bytes]) -> Int32[np
     step = _automaton([string.encode() for string in strings])
     final = len(step) - 1
     if len(step) > MOST_STATES:
-        raise ValueError(f"stop: the strings have {final} different beginnings; at most {MOST_STATES - 1} are possible")
+        raise ValueError(
+            f"stop: the strings have {final} different prefixes, at most {MOST_STATES - 1} fit; shorten them"
+        )
     state = np.repeat(np.arange(len(step), dtype=np.int32)[:, None], len(token_bytes), axis=1)
     lengths = np.asarray([len(piece) for piece in token_bytes])
     for at in range(int(lengths.max(initial=0))):
@@ -51,7 +53,7 @@ def cut_text(text: str, strings: Sequence[str]) -> str:
 
 
 def _automaton(strings: Sequence[bytes]) -> Int32[np.ndarray, "states 256"]:
-    """Build the transitions of bytes; the last state is final and absorbs."""
+    """Build the transitions of bytes; the last state is final and is never left."""
     children: list[dict[int, int]] = [{}]
     ends: set[int] = set()
     for string in strings:
@@ -65,7 +67,7 @@ def _automaton(strings: Sequence[bytes]) -> Int32[np.ndarray, "states 256"]:
     count = len(children)
     step, fallback = np.zeros((count, 256), np.int32), np.zeros(count, np.int32)
     queue = deque([0])
-    while queue:  # breadth first: what a state falls back to is complete before it
+    while queue:  # breadth first: the fallback of a state is complete before it
         state = queue.popleft()
         if int(fallback[state]) in ends:
             ends.add(state)
@@ -75,7 +77,7 @@ def _automaton(strings: Sequence[bytes]) -> Int32[np.ndarray, "states 256"]:
             queue.append(child)
         for byte, child in children[state].items():
             step[state, byte] = child
-    # All that ends a string becomes one state, the last.
+    # All states that end a string become one, the last.
     kept = [state for state in range(count) if state not in ends]
     renamed = np.full(count, len(kept), np.int32)
     renamed[kept] = np.arange(len(kept))

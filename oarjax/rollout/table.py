@@ -1,6 +1,6 @@
-"""The table of a rollout in segments: all rows [B] as blocks [D, n], and those of a layout [D * r], on the device.
+"""Move rows of a rollout in segments, on the device: all rows [B] as blocks [D, n], those of a layout [D * r].
 
-A layout [D, r] names for every block the rows, by their place in it, that are decoded together; -1 is an empty slot.
+A layout [D, r] lists, for every block, the rows that are decoded together, by their place in it; -1: an empty slot.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from oarjax.types import PromptBatch, Rollout
 
 
 class Table(NamedTuple):
-    """All rows of a rollout, decoded at the moment or not, and what they have drawn."""
+    """All rows of a rollout, being decoded or not, and the tokens drawn so far."""
 
     rows: Rows
-    made: Drawn  # [B, T] each
+    drawn: Drawn  # [B, T] each
 
 
 def seated(rows: Rows, layout: Int32[Array, "D r"]) -> Rows:
-    """The rows of a layout, [D * r] each; empty slots hold a row that is done."""
+    """Return the rows of a layout, [D * r] each; empty slots hold a finished row."""
     blocks = layout.shape[0]
 
-    def taken(x: Array) -> Array:
+    def pick(x: Array) -> Array:
         picked = jax.vmap(lambda block, at: block[jnp.maximum(at, 0)])(_in_blocks(x, blocks), layout)
         return picked.reshape(-1, *x.shape[1:])
 
-    found = jax.tree.map(taken, rows)
-    return found._replace(alive=found.alive & (layout >= 0).reshape(-1))
+    picked = jax.tree.map(pick, rows)
+    return picked._replace(alive=picked.alive & (layout >= 0).reshape(-1))
 
 
 def _in_blocks(rows: Array, blocks: int) -> Array:
     return rows.reshape(blocks, rows.shape[0] // blocks, *rows.shape[1:])
 
 
-def written_back(table: Table, layout: Int32[Array, "D r"], rows: Rows, made: Drawn) -> Table:
-    """The table after a segment: ``rows`` of the layout [D * r], and what they drew in its K steps, [K, D * r]."""
+def written_back(table: Table, layout: Int32[Array, "D r"], rows: Rows, drawn: Drawn) -> Table:
+    """Return the table after a segment: ``rows`` of the layout [D * r] and their draws in its K steps, [K, D * r]."""
     blocks, n = layout.shape[0], table.rows.token.shape[0] // layout.shape[0]
     same = layout[:, :, None] == jnp.arange(n)  # [D, r, n]
     there, slot = jnp.any(same, axis=1), jnp.argmax(same, axis=1)  # [D, n]
@@ -60,22 +60,22 @@ def written_back(table: Table, layout: Int32[Array, "D r"], rows: Rows, made: Dr
         seen=jax.tree.map(back, before.seen, rows.seen),  # None stays None
         matched=jax.tree.map(back, before.matched, rows.matched),
     )
-    columns = jnp.arange(table.made.token.shape[1])
+    columns = jnp.arange(table.drawn.token.shape[1])
     inside = (columns >= before.lengths[:, None]) & (columns < after.lengths[:, None])
-    step = jnp.clip(columns - before.lengths[:, None], 0, made.token.shape[0] - 1)
+    step = jnp.clip(columns - before.lengths[:, None], 0, drawn.token.shape[0] - 1)
 
     def laid(old: Shaped[Array, "B T"], new: Shaped[Array, "K R"]) -> Shaped[Array, "B T"]:
         by_row = jnp.take_along_axis(new.T.reshape(blocks, -1, new.shape[0]), slot[:, :, None], axis=1)
         return jnp.where(inside, jnp.take_along_axis(by_row.reshape(-1, new.shape[0]), step, axis=1), old)
 
-    return Table(after, jax.tree.map(laid, table.made, made))
+    return Table(after, jax.tree.map(laid, table.drawn, drawn))
 
 
 def copied(table: Table) -> tuple[Int32[Array, "B T"], Int32[Array, "B"], Bool[Array, "B"]]:
-    """Tokens, lengths and ends of all rows in memory of their own."""
-    return jax.tree.map(jnp.copy, (table.made.token, table.rows.lengths, table.rows.ended))
+    """Copy tokens, lengths and ends of all rows."""
+    return jax.tree.map(jnp.copy, (table.drawn.token, table.rows.lengths, table.rows.ended))
 
 
 def finish(prompts: PromptBatch, table: Table) -> Rollout:
-    """The rollout of a table whose rows are all done."""
-    return assemble(prompts, table.rows, table.made)
+    """Assemble the rollout of a table whose rows are all finished."""
+    return assemble(prompts, table.rows, table.drawn)

@@ -27,6 +27,7 @@ from oarjax.training.minibatches import (
     sizes_of,
     take,
     widen,
+    widest_prompt,
 )
 from oarjax.training.parts.fused import FusedRows
 from oarjax.training.parts.host import HostCallbacks, PhaseRecord
