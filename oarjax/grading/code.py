@@ -7,10 +7,10 @@ import time
 from typing import Any
 
 from oarjax.grading.rewards import Sample, Unparseable, reward
-from oarjax.grading.sandbox import Ran, prove_isolation, run_program
+from oarjax.grading.sandbox import ProgramResult, prove_isolation, run_program
 
 PYTHON = ("", "python", "py", "python3")  # languages of a fence
-MOST_CASES = 100
+MAX_CASES = 100
 
 
 @reward("code")
@@ -19,13 +19,14 @@ def code_passes(sample: Sample, *, tests: str = "tests", seconds: float = 4.0, m
 
     The column ``tests`` holds statements (text, or a list of texts such as MBPP's asserts) that run after the block, or
     a list of {"input", "output"}: for each the block runs with that standard input, and must print that output, up to
-    white space at the ends of lines and of the text. All within ``seconds``, which must be below ``grading.deadline``.
+    white space at the ends of lines and of the text. All of it within ``seconds``, which must be below
+    ``grading.deadline``.
 
     A program that exits early passes no test. But statements run in the block's own interpreter: one that inspects its
-    frames can claim success. Of inputs and outputs a program sees the inputs alone.
+    frames can claim success. With inputs and outputs, a program sees only the inputs.
 
     Raises:
-        IsolationError: this machine has no sandbox that holds.
+        IsolationError: this machine has no working sandbox.
         Unparseable: the row has no such tests, or the completion has no Python block (the value is then 0).
     """
     prove_isolation()
@@ -37,8 +38,8 @@ def code_passes(sample: Sample, *, tests: str = "tests", seconds: float = 4.0, m
         raise Unparseable("answer", sample.completion[-200:])
     if isinstance(cases, str):
         done = secrets.token_hex(16)
-        ran = run_program(with_tests(program, cases, done), seconds=seconds, memory_mb=memory_mb)
-        return float(ran.passed and ran.output.endswith(f"{done}\n"))
+        result = run_program(with_tests(program, cases, done), seconds=seconds, memory_mb=memory_mb)
+        return float(result.passed and result.output.endswith(f"{done}\n"))
     end = time.monotonic() + seconds
     for case in cases:
         left = end - time.monotonic()
@@ -48,7 +49,7 @@ def code_passes(sample: Sample, *, tests: str = "tests", seconds: float = 4.0, m
 
 
 def last_block(completion: str) -> str | None:
-    """Return the last fenced block of Python, or without a language; None where there is none."""
+    """Return the last fenced block of Python or of no language; None without one."""
     block: str | None = None
     language: str | None = None  # of the fence that is open
     body: list[str] = []
@@ -64,7 +65,7 @@ def last_block(completion: str) -> str | None:
 
 
 def with_tests(program: str, tests: str, done: str) -> str:
-    """Join a program and statements that test it; ``done`` is printed after the last one, and nobody can guess it."""
+    """Join a program and statements that test it; ``done``, a secret, is printed after the last one."""
     return "\n".join(
         [
             "_exec, _print = exec, print",
@@ -79,10 +80,10 @@ def with_tests(program: str, tests: str, done: str) -> str:
 
 
 def _cases(column: Any) -> str | list[dict[str, str]] | None:
-    """Read a row's tests; None where they are none."""
+    """Read a row's tests; None if they are not valid."""
     if isinstance(column, str) and column.strip():
         return column
-    if not isinstance(column, list) or not column or len(column) > MOST_CASES:
+    if not isinstance(column, list) or not column or len(column) > MAX_CASES:
         return None
     if all(isinstance(test, str) for test in column):
         return "\n".join(column)
@@ -91,8 +92,8 @@ def _cases(column: Any) -> str | list[dict[str, str]] | None:
 
 
 def _prints(program: str, case: dict[str, str], **limits: Any) -> bool:
-    ran: Ran = run_program(program, stdin=case["input"], **limits)
-    return ran.passed and _lines(ran.output) == _lines(case["output"])
+    result: ProgramResult = run_program(program, stdin=case["input"], **limits)
+    return result.passed and _lines(result.output) == _lines(case["output"])
 
 
 def _lines(text: str) -> list[str]:

@@ -1,21 +1,21 @@
-"""Grading in worker processes that the parent watches, kills and replaces one by one.
+"""Grade in worker processes that the parent watches, kills and replaces one by one.
 
-The software that compares model output can hang, crash or exhaust memory on it. None of that may stop a run or count
-as a wrong answer, so every sample gets a verdict:
+Software that compares model output can hang, crash or run out of memory. None of that may stop a run or count as a
+wrong answer, so every sample gets a verdict:
 
     graded       every reward returned a number
-    unparseable  a reward could not parse the model's answer; that reward is 0, counted apart
+    unparseable  a reward could not parse the model's answer; that reward is 0, counted separately
     ungraded     unknown (the reference is not an expression, or a reward returned NaN)
     timeout      the answer took longer than the deadline; its worker was killed
     crash        a reward raised, or its worker died, used too much memory or replied out of turn, twice
 
 The last three have reward NaN, which the group advantages ignore.
 
-The deadline is of a clock that stands still while this process sleeps (SIGSTOP, a suspended machine), and that counts
-processor time where the worker waits for a processor: a busy machine makes no answer late. A worker that waits for
-anything else, as a reward that asks a server does, is on the clock. Samples are numbered, and a reply with any
-number but the awaited one ends its worker, so that no late or forged reply becomes another sample's. A worker is
-killed with all that it has started, and their memory counts as its own.
+The deadline is measured by a clock that stops while this process sleeps (SIGSTOP, a suspended machine), and that
+counts processor time while the worker waits for a processor: a busy machine makes no answer late. Any other wait, such
+as a reward's request to a server, counts in full. Samples are numbered, and a reply with any number but the expected
+one ends its worker, so that a late or forged reply never becomes another sample's. A worker is killed with all its
+descendants, and their memory counts as its own.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ import numpy as np
 
 from oarjax.credit.answer_text import Style, check_pattern
 from oarjax.errors import UserError
-from oarjax.grading.link import Garbled, Link
+from oarjax.grading.link import InvalidMessage, Link
 from oarjax.grading.process_tree import end_tree, memory_mb, usage
 from oarjax.grading.rewards import Sample, find_rewards, load_plugins
 from oarjax.types import Grades, Verdict
 
 POLL = 0.05  # seconds between checks of deadlines and memory
-LONGEST_TICK = 1.0  # seconds; what is more between two checks this process slept
+MAX_TICK = 1.0  # seconds; a longer gap between two checks means that this process slept
 START_LIMIT = 120.0  # seconds that a worker may take for its imports
 CHUNK = 16  # samples sent to a worker at a time
 VERDICTS = get_args(Verdict)
 
 
 class GraderError(UserError, RuntimeError):
-    """Workers cannot be started, with the last one's message, or the grader is closed."""
+    """Raised when workers cannot be started, with the last one's message, or the grader is closed."""
 
 
 @dataclass(eq=False)
@@ -64,14 +64,14 @@ class _Worker:
     chunk: deque[int] = field(default_factory=deque)  # samples not answered yet, the current one first
     number: int = 0  # of the current sample, counted over all batches
     spent: float = 0.0  # seconds on the clock since the start of the state, or of the current answer
-    cpu: float | None = None  # CPU seconds when the clock was last looked at; None: not since its start
+    cpu: float | None = None  # CPU seconds at the last reading of the clock; None: not read since its start
     retire_mb: float = float("inf")  # resident memory above which an idle worker is replaced
 
     def restart_clock(self) -> None:
         self.spent, self.cpu = 0.0, None
 
     def end(self) -> int:
-        """Kill the process with all that it started, reap it and close its link; return the exit code."""
+        """Kill the process and its descendants, reap it and close its link; return the exit code."""
         if self.process.returncode is None:
             end_tree(self.process.pid)
         self.link.close()
@@ -87,7 +87,7 @@ class Grader:
         plugins: Python files or modules that register rewards, imported here to check the names, and in every worker.
         workers: number of processes; auto: see ``worker_count``.
         deadline: seconds per answer, see above; a worker's start-up does not count.
-        memory_mb: resident memory of a worker and of what it has started.
+        memory_mb: resident memory of a worker and its descendants.
         style, pattern: how an answer is marked in a completion, see ``oarjax.credit.answer_text``.
 
     Raises:
@@ -159,7 +159,7 @@ class Grader:
     def submit(self, samples: Sequence[Sample]) -> Future[Grades]:
         """Grade in the background; futures are done in the order of submission.
 
-        Samples join those in progress, so that no worker is idle while another takes long over an earlier submission.
+        Samples join those in progress, so that no worker is idle while another is busy with an earlier submission.
         """
         if self._closing.is_set():
             raise GraderError("the grader is closed; grade inside its `with` block")
@@ -199,14 +199,14 @@ class Grader:
                 self._ticked = now
             for worker in list(self._workers):
                 if self._receive(worker, batch) and tick:
-                    self._enforce_limits(worker, batch, min(elapsed, LONGEST_TICK))
+                    self._enforce_limits(worker, batch, min(elapsed, MAX_TICK))
 
     def _start_missing(self) -> None:
         while len(self._workers) < self._size:
             self._workers.append(_start(self._setup))
 
     def _wait(self) -> None:
-        """Return once a worker has sent something or can be sent more, or it is time to look at the clock."""
+        """Return once a worker has sent data or accepts more, or it is time to check the clock."""
         poll = select.poll()
         for worker in self._workers:
             poll.register(worker.link, select.POLLIN | (select.POLLOUT if worker.link.waiting else 0))
@@ -219,16 +219,16 @@ class Grader:
         self._number += len(worker.chunk)
         try:
             worker.link.send({"first": worker.number, "samples": [asdict(batch.samples[i]) for i in worker.chunk]})
-        except OSError:  # it died while idle; none of these samples is to blame
+        except OSError:  # it died while idle, through none of these samples
             self._dismiss(worker, batch)
 
     def _receive(self, worker: _Worker, batch: _Batch) -> bool:
-        """Process the worker's messages, send it the rest of its own; return False if the worker is gone."""
+        """Process the worker's messages, send it the rest of its samples; return False if the worker is gone."""
         try:
             for message in worker.link.receive():
                 self._process(worker, batch, message)
             worker.link.flush()
-        except Garbled as error:
+        except InvalidMessage as error:
             self._replace_lost(worker, batch, f"the worker sent {error}; does a reward fork, or write to its sockets?")
             return False
         except OSError:
@@ -247,13 +247,13 @@ class Grader:
             if isinstance(message, dict) and "failed" in message:
                 raise GraderError(f"a grading worker could not start:\n{message['failed']}")
             if message != {"ready": True}:
-                raise Garbled("another message before it was ready")
+                raise InvalidMessage("an unexpected message before it was ready")
             self._failures = 0
             worker.retire_mb = (memory_mb(worker.process.pid) + self._setup["memory_mb"]) / 2
         else:
             reply = _checked(message, values=len(self._rewards))
             if not worker.chunk or reply.pop("number") != worker.number:
-                raise Garbled("a reply out of turn")
+                raise InvalidMessage("a reply out of turn")
             worker.number += 1
             batch.settle(worker.chunk.popleft(), **reply)
         worker.restart_clock()
@@ -274,9 +274,9 @@ class Grader:
             batch.retry(current, note or f"the worker ended with exit code {code}")
 
     def _enforce_limits(self, worker: _Worker, batch: _Batch, elapsed: float) -> None:
-        """Put time on the worker's clock, and end it where its answer takes too much time or memory."""
+        """Advance the worker's clock, and end it if its answer takes too much time or memory."""
         use = usage(worker.process.pid)
-        if use is not None and use.state == "Z":  # something that it started holds its end of the link
+        if use is not None and use.state == "Z":  # a descendant holds its end of the link open
             self._replace_lost(worker, batch)
             return
         begun, cpu = worker.cpu is not None, 0.0 if use is None else use.cpu
@@ -305,7 +305,7 @@ class Grader:
 
 
 class _Batch:
-    """Samples that are graded together, of one submission or several: those in the queue, and the verdicts so far."""
+    """Samples of one or more submissions that are graded together: the queue, and the verdicts so far."""
 
     def __init__(self, rewards: tuple[tuple[str, float], ...], *, workers: int):
         self.samples: list[Sample] = []
@@ -335,13 +335,13 @@ class _Batch:
         self._notes += [""] * n
 
     def deliver(self) -> None:
-        """Resolve the submissions whose samples all have a verdict, up to the first that has not."""
+        """Resolve the submissions whose samples all have a verdict, up to the first incomplete one."""
         while self._submitted and None not in self._verdicts[self._submitted[0][0]]:
             rows, future = self._submitted.popleft()
             future.set_result(self._grades(rows))
 
     def fail(self, error: BaseException) -> None:
-        """Raise the error in all submissions that are left."""
+        """Raise the error in all unresolved submissions."""
         while self._submitted:
             self._submitted.popleft()[1].set_exception(error)
 
@@ -397,23 +397,23 @@ def _start(setup: dict[str, Any]) -> _Worker:
     )
     theirs.close()
     worker = _Worker(process, Link(ours))
-    with suppress(OSError):  # it has ended already, which is noticed where its messages are read
+    with suppress(OSError):  # it has ended already, which is noticed when its messages are read
         worker.link.send(setup)
     return worker
 
 
 def _checked(message: Any, *, values: int) -> dict[str, Any]:
-    """Return a worker's reply, if it is one.
+    """Return a worker's reply if it is valid.
 
     Raises:
-        Garbled: it is not.
+        InvalidMessage: it is not.
     """
     match message:
         case {"number": int(), "values": [*scores], "verdict": str(verdict), "extracted": extracted, "note": str()}:
             numbers = all(isinstance(score, float) for score in scores) and len(scores) == values
             if numbers and verdict in VERDICTS and (extracted is None or isinstance(extracted, str)):
                 return message
-    raise Garbled("a reply that is none")
+    raise InvalidMessage("an invalid reply")
 
 
 def worker_count(wanted: int | Literal["auto"], *, cores: int | None = None) -> int:

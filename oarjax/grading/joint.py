@@ -1,9 +1,9 @@
-"""Batch, group and async rewards, in a worker process that is killed and replaced where a call hangs or dies.
+"""Grade batch, group and async rewards in a worker process that is killed and replaced if a call hangs or dies.
 
-A call is a reward with the samples that it sees together. Its samples that have no verdict ``deadline`` seconds after
-the last one get "timeout"; where the process dies, the call is made once more for those that are left, then they are
-"crash". So one bad completion costs the samples of its call: a batch or a group. An async reward that waits too long
-costs its own sample; one that blocks the event loop, all that are not done.
+A call is a reward with the samples that it sees together. If no verdict arrives for ``deadline`` seconds, the samples
+without one get "timeout". If the process dies, the call is repeated once for them; then they get "crash". So one bad
+completion costs the samples of its call: a batch or a group. An async reward that waits too long costs its own sample;
+one that blocks the event loop costs all unfinished ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from oarjax.grading.rewards import Reward, Sample, calls_of
 from oarjax.types import Verdict
 
 START_LIMIT = 120.0  # seconds that the worker may take for its imports
-GRACE = 2.0  # seconds beyond the deadline, within which the worker itself reports an async call that is late
+GRACE = 2.0  # seconds after the deadline in which the worker itself may report a late async call
 POLL = 0.1
 
 
@@ -145,7 +145,7 @@ class JointRewards:
     def _attempt(
         self, name: str, rows: list[int], samples: Sequence[Sample], outcome: Outcome
     ) -> tuple[list[int], bool]:
-        """Make a call; return the rows that have no verdict, and True where it was late rather than dead."""
+        """Make a call; return the rows without a verdict, and True if it was late, False if its worker died."""
         worker, left = self._started(), dict.fromkeys(rows)
         try:
             worker.send({"reward": name, "samples": [asdict(samples[row]) for row in rows]})
@@ -172,7 +172,7 @@ class JointRewards:
 
 
 class LocalRewards:
-    """Callables of this process, in the thread that grades; nothing can stop one that hangs."""
+    """Callables of this process, called in the grading thread; one that hangs cannot be stopped."""
 
     def __init__(self, rewards: Mapping[str, Reward], *, prepare: Callable[[Sample], Sample], limits: Any):
         self.names = tuple(rewards)
@@ -207,7 +207,7 @@ class _Worker:
         self.link.send_bytes(json.dumps(message).encode())
 
     def receive(self, seconds: float, closed: Callable[[], bool]) -> dict[str, Any] | None:
-        """Wait for a message; None where none came in time.
+        """Wait for a message; return None if none arrives in time.
 
         Raises:
             EOFError, OSError: the worker is gone.

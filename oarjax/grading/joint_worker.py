@@ -1,4 +1,4 @@
-"""Calls of batch, group and async rewards, and the worker process that makes them.
+"""Call batch, group and async rewards in a worker process.
 
 ``grading/joint.py`` starts it with ``python -c``. It reads calls from a socket, one at a time, and answers with a
 message per sample, then ``{"done": true}``; both directions are JSON.
@@ -66,12 +66,12 @@ def main(fd: int) -> None:
 
 
 def _set_alarm(limits: Limits) -> None:
-    """Let the kernel end a call that hangs after the parent is gone."""
+    """Set a timer that ends a hanging call after the parent is gone."""
     signal.setitimer(signal.ITIMER_REAL, 3 * limits.deadline + 10)
 
 
 def with_answer(sample: Sample, style: Any, pattern: str | None) -> Sample:
-    """Fill in the completion's final answer; None too where looking for it fails, which the grader reports."""
+    """Fill in the completion's final answer; leave None if the search fails, which the grader reports."""
     try:
         return replace(sample, extracted=extract_answer(sample.completion, style=style, pattern=pattern))
     except Exception:
@@ -79,9 +79,9 @@ def with_answer(sample: Sample, style: Any, pattern: str | None) -> Sample:
 
 
 def make_call(function: Reward, per: Per, samples: Sequence[Sample], limits: Limits, emit: Emit) -> None:
-    """Call a reward and emit one verdict per sample, also where it raises. Never raises an Exception.
+    """Call a reward and emit one verdict per sample, even if it raises. Never raises an Exception.
 
-    Of an async reward per sample, ``limits.concurrency`` are in flight, each for ``limits.deadline`` seconds at most.
+    Of an async reward per sample, ``limits.concurrency`` calls are in flight, each for at most ``limits.deadline`` s.
     """
     waits = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
     waits = waits or inspect.iscoroutinefunction(getattr(function, "func", None))  # with settings bound
@@ -127,7 +127,7 @@ async def _before(waiting: Any, deadline: float) -> Any:
 
 
 def verdict_of(value: Callable[[], Any]) -> tuple[float, str, str]:
-    """Return value, verdict and note of one sample; a value that is no finite number is NaN."""
+    """Return value, verdict and note of one sample; a value that is not a finite number becomes NaN."""
     try:
         result = value()
         result = math.nan if result is None else float(result)

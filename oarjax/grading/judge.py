@@ -1,13 +1,13 @@
-"""An HTTP judge as an async reward: a service scores a completion, with retries, and a range for its scores.
+"""Score completions by an HTTP service: an async reward with retries, and a range for its scores.
 
     from oarjax import reward
     from oarjax.grading.judge import HttpJudge
 
     reward("judge")(HttpJudge("http://localhost:8000/score", low=0.0, high=1.0))
 
-``grading.concurrency`` samples are asked about at once, each for ``grading.call_deadline`` seconds in all. What the
-service says is not believed: an answer that is no JSON, too long, or no number within the range counts as a failed
-attempt. A sample without a valid score is ungraded or a timeout, never a 0. Redirects are not followed.
+``grading.concurrency`` requests run at once, each for ``grading.call_deadline`` seconds in all. Replies are not
+trusted: one that is not JSON, too long, or not a number within the range counts as a failed attempt. A sample
+without a valid score is ungraded or a timeout, never a 0. Redirects are not followed.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from urllib.parse import urlsplit
 
 from oarjax.grading.rewards import Sample
 
-MOST_BYTES = 1 << 20
-"""Longest reply that is read."""
+MAX_BYTES = 1 << 20
+"""Size limit of a reply."""
 
 THREADS = 128  # requests at once, whatever grading.concurrency says
 
 
 class JudgeError(RuntimeError):
-    """A judge gave no valid score, with what the last attempt met."""
+    """Raised when a judge gives no valid score, with the failure of the last attempt."""
 
 
 class Reply(NamedTuple):
@@ -42,7 +42,7 @@ class Reply(NamedTuple):
     retry_after: float | None  # seconds that it asks to wait
 
 
-def ask_plainly(sample: Sample) -> dict[str, Any]:
+def request_of(sample: Sample) -> dict[str, Any]:
     """Return the request's JSON: prompt, completion, answer and columns."""
     return {
         "prompt": sample.prompt,
@@ -64,7 +64,7 @@ class HttpJudge:
         url: http:// or https://.
         low, high: range of valid scores.
         retries: further attempts after a failed one: no connection, no reply in ``timeout`` seconds, status 408, 425,
-            429 or 5xx, or an invalid score. Other statuses end the matter.
+            429 or 5xx, or an invalid score. Other statuses are not retried.
         timeout: seconds per attempt.
         backoff: seconds before the first retry, doubled for each further one; a longer Retry-After is obeyed.
         key_env: environment variable whose value is sent as a bearer token; never in the config or a log.
@@ -84,7 +84,7 @@ class HttpJudge:
         timeout: float = 15.0,
         backoff: float = 0.5,
         key_env: str | None = None,
-        request: Callable[[Sample], Any] = ask_plainly,
+        request: Callable[[Sample], Any] = request_of,
         score: Callable[[Any], Any] = read_score,
     ):
         self._place = urlsplit(url)
@@ -143,7 +143,7 @@ class HttpJudge:
         def send() -> Reply:
             link.request("POST", target, body, self._headers)
             reply = link.getresponse()
-            content = reply.read(MOST_BYTES + 1)
+            content = reply.read(MAX_BYTES + 1)
             return Reply(reply.status, content, _seconds(reply.headers.get("Retry-After")))
 
         try:
@@ -153,8 +153,8 @@ class HttpJudge:
             _shut(link)
 
     def _checked(self, body: bytes) -> float:
-        if len(body) > MOST_BYTES:
-            raise InvalidScore(f"the judge's reply is longer than {MOST_BYTES} bytes")
+        if len(body) > MAX_BYTES:
+            raise InvalidScore(f"the judge's reply is longer than {MAX_BYTES} bytes")
         try:
             score = self._score(json.loads(body))
         except Exception as error:  # the reader may be custom; RecursionError for deep nesting
@@ -168,7 +168,7 @@ class HttpJudge:
 
 
 class InvalidScore(ValueError):
-    """A reply that holds no valid score."""
+    """A reply without a valid score."""
 
 
 def _seconds(header: str | None) -> float | None:

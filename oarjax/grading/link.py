@@ -11,15 +11,15 @@ import socket
 import struct
 from typing import Any
 
-LONGEST = 2**26
-"""Bytes of a message; a longer one is not what a worker sends."""
+MAX_BYTES = 2**26
+"""Size limit of a message; no worker sends a longer one."""
 
 READS = 64
-"""Pieces that are taken from one worker before it is the others' turn."""
+"""Reads from one worker before the others get their turn."""
 
 
-class Garbled(Exception):
-    """The other side sent something that is no message."""
+class InvalidMessage(Exception):
+    """The other side sent something that is not a message."""
 
 
 class Link:
@@ -35,7 +35,7 @@ class Link:
 
     @property
     def waiting(self) -> bool:
-        """True while there is something that the other side has not taken."""
+        """True while data waits for the other side to read it."""
         return bool(self._out)
 
     def send(self, message: Any) -> None:
@@ -49,7 +49,7 @@ class Link:
         self.flush()
 
     def flush(self) -> None:
-        """Send as much as the other side takes now.
+        """Send as much as the other side accepts now.
 
         Raises:
             OSError: the other end is closed.
@@ -61,10 +61,10 @@ class Link:
                 return
 
     def receive(self) -> list[Any]:
-        """Return the messages that have come whole.
+        """Return the messages that have arrived completely.
 
         Raises:
-            Garbled: one of them is not JSON, or too long.
+            InvalidMessage: one of them is not JSON, or too long.
             OSError: the connection is lost.
         """
         for _ in range(READS):
@@ -79,14 +79,14 @@ class Link:
         messages = []
         while len(self._in) >= 4:
             (length,) = struct.unpack("!i", self._in[:4])
-            if not 0 <= length <= LONGEST:
-                raise Garbled(f"a message of {length} bytes")
+            if not 0 <= length <= MAX_BYTES:
+                raise InvalidMessage(f"a message of {length} bytes")
             if len(self._in) < 4 + length:
                 break
             try:
                 messages.append(json.loads(self._in[4 : 4 + length]))
             except (ValueError, RecursionError) as error:
-                raise Garbled(f"no JSON: {error}") from None
+                raise InvalidMessage(f"invalid JSON: {error}") from None
             del self._in[: 4 + length]
         return messages
 

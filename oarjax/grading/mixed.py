@@ -1,4 +1,4 @@
-"""One grader for all rewards of a run: those per sample in the pool, the others beside it."""
+"""Grade with all rewards of a run: those per sample in the pool, the others beside it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,19 @@ from oarjax.grading.grader import Grader, GraderError
 from oarjax.grading.joint import JointRewards, LocalRewards, Outcome, Rewards
 from oarjax.grading.joint_worker import Limits, with_answer
 from oarjax.grading.recorded import Grading
-from oarjax.grading.rewards import Reward, Sample, find_rewards, is_joint, let_go, load_plugins, register_local
+from oarjax.grading.rewards import (
+    Reward,
+    Sample,
+    find_rewards,
+    is_joint,
+    load_plugins,
+    register_local,
+    unregister_local,
+)
 from oarjax.types import Grades, Verdict
 
 WORST: tuple[Verdict, ...] = ("crash", "timeout", "ungraded", "unparseable", "graded")
-"""Verdicts of a sample's rewards, of which it gets the first that occurs."""
+"""Verdicts from worst to best; a sample gets the worst of its rewards' verdicts."""
 
 _local: dict[str, Reward] = {}  # callables that this process grades with, see ``local_rewards``
 
@@ -50,7 +58,7 @@ def make_grader(
     style: Style = "boxed",
     pattern: str | None = None,
 ) -> RunGrader:
-    """Make a grader of named rewards, each where it belongs.
+    """Make a grader of named rewards; how a reward is called decides where it runs.
 
     Rewards per sample are graded in a pool of workers (``Grader``), those per batch or group and async ones in a
     worker of their own (``JointRewards``), callables of this process in a thread of it (``LocalRewards``).
@@ -97,7 +105,7 @@ def make_grader(
         prepare = partial(with_answer, style=style, pattern=pattern)
         limits = Limits(call_deadline, concurrency)
         beside.append(LocalRewards({name: _local[name] for name in local}, prepare=prepare, limits=limits))
-    # The pool also finds the answers for the log: where it has no reward of its own, one that is not logged.
+    # The pool also extracts the answers for the log; without rewards of its own it gets one that is not logged.
     pool = make_pool(in_pool or [("format", 0.0)], settings={n: settings[n] for n, _ in in_pool if n in settings})
     return MixedGrader(pool, beside, rewards)
 
@@ -158,22 +166,22 @@ def joined(pooled: Grades, outcomes: Mapping[str, Outcome], rewards: Sequence[tu
             total = total + np.float32(weight) * per_reward[name]
     verdicts, notes = [], []
     for row, (verdict, note) in enumerate(zip(pooled.verdicts, pooled.notes)):
-        seen = [verdict, *(o.verdicts[row] for o in outcomes.values())]
-        said = [note, *(f"{name}: {o.notes[row]}" for name, o in outcomes.items() if o.notes[row])]
-        verdicts.append(next(v for v in WORST if v in seen))
-        notes.append("; ".join(filter(None, said)))
+        of_rewards = [verdict, *(o.verdicts[row] for o in outcomes.values())]
+        messages = [note, *(f"{name}: {o.notes[row]}" for name, o in outcomes.items() if o.notes[row])]
+        verdicts.append(next(v for v in WORST if v in of_rewards))
+        notes.append("; ".join(filter(None, messages)))
     return Grades(total, per_reward, verdicts, pooled.answers, notes)
 
 
 @contextmanager
 def local_rewards(rewards: Sequence[Any]) -> Iterator[list[tuple[str, float]]]:
-    """Register callables of this process as rewards for a while; yield (name, weight) of all that are asked for.
+    """Register callables of this process as rewards while the context lasts; yield (name, weight) of all rewards.
 
     Args:
         rewards: callables, names of registered rewards, or pairs of either with a weight.
 
     Raises:
-        ValueError: a callable without a name of its own, two of one name, or something else.
+        ValueError: a callable without a name, two with the same name, or neither a callable nor a name.
     """
     pairs: list[tuple[str, float]] = []
     with ExitStack() as stack:
@@ -185,7 +193,7 @@ def local_rewards(rewards: Sequence[Any]) -> Iterator[list[tuple[str, float]]]:
             if not callable(function):
                 raise ValueError(f"rewards: expected a function, a reward's name, or (either, weight), got {item!r}")
             name = register_local(function)
-            stack.callback(let_go, name)
+            stack.callback(unregister_local, name)
             _local[name] = function
             stack.callback(_local.pop, name, None)
             pairs.append((name, float(weight)))
@@ -193,13 +201,13 @@ def local_rewards(rewards: Sequence[Any]) -> Iterator[list[tuple[str, float]]]:
 
 
 def local_digests(names: Sequence[str]) -> dict[str, str]:
-    """Return name -> SHA-256 of the source of those rewards that are callables of this process."""
+    """Return name -> SHA-256 of the source of the rewards that are callables of this process."""
     digests = {}
     for name in names:
         if name in _local:
             try:
                 source = inspect.getsource(_local[name])
-            except (OSError, TypeError):  # typed at a prompt, or an object without source
+            except (OSError, TypeError):  # defined at a prompt, or an object without source
                 source = repr(getattr(_local[name], "__code__", _local[name]))
             digests[name] = hashlib.sha256(source.encode()).hexdigest()
     return digests

@@ -1,9 +1,9 @@
-"""Close sympy's two ways from text to running code.
+"""Block sympy's two ways from text to running code.
 
 math-verify parses LaTeX with a grammar, but below it
 
-- sympy turns the digits of every number into a number with ``parse_expr``, which calls ``eval`` (and is slow: a
-  thousand times the work of reading the digits);
+- sympy parses the digits of every number with ``parse_expr``, which calls ``eval`` (and takes a thousand times as long
+  as reading the digits);
 - sympy sums some series with ``lambdify``, which writes the names of symbols unchanged into Python source and runs it.
   A completion chooses such names almost freely (``\\hat{...}``).
 
@@ -22,12 +22,12 @@ from typing import Any
 
 
 class TextEvaluated(ValueError):
-    """Text would have been run as code in a grading worker."""
+    """Raised when text would run as code in a grading worker."""
 
 
 @functools.cache
 def forbid_evaluation() -> None:
-    """Close both ways permanently. Later calls do nothing."""
+    """Block both ways permanently. Later calls do nothing."""
     parser = importlib.import_module("sympy.parsing.sympy_parser")
     vars(parser).update(parse_expr=read_plain, eval_expr=refuse)
     # import_module: sympy.utilities.lambdify is also a function. A module global hides the built-in ``compile``.

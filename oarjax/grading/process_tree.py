@@ -1,4 +1,4 @@
-"""See and end a process with all that it started. Needs Linux's /proc; elsewhere there is only its process group."""
+"""Watch and end a process with its descendants. Needs Linux's /proc; elsewhere only its process group is known."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Usage(NamedTuple):
 
 
 def bind() -> bool:
-    """Keep all that this process will start in its tree, and end it with its parent; False outside Linux.
+    """Keep future descendants in this process's tree, and end it with its parent; return False outside Linux.
 
-    A process whose own parent ends becomes this one's child. The parent is the thread that started this process.
+    A descendant whose parent ends becomes this process's child. The parent is the thread that started this process.
     """
     if sys.platform != "linux":
         return False
@@ -34,17 +34,17 @@ def bind() -> bool:
 def tree(pid: int) -> list[int]:
     """Return a process and all its descendants, parents first."""
     members = [pid]
-    for parent in members:  # it grows meanwhile
+    for parent in members:  # the list grows in the loop
         for path in glob(f"/proc/{parent}/task/*/children"):
             members += map(int, _read(path).split())
     return members
 
 
 def end_tree(pid: int) -> None:
-    """Kill a process that is not reaped yet, its group and its descendants; one that forks on and on as well."""
+    """Kill a process that is not reaped yet, its group and its descendants, even if they keep forking."""
     seen: set[int] = set()
     while new := set(tree(pid)) - seen:
-        for member in new:  # stopped, it starts no other
+        for member in new:  # a stopped process cannot fork
             _send(os.kill, member, signal.SIGSTOP)
         seen |= new
     _send(os.killpg, pid, signal.SIGKILL)
@@ -58,7 +58,7 @@ def _send(kill, pid: int, number: int) -> None:
 
 
 def usage(pid: int) -> Usage | None:
-    """Return a process's state and CPU time, all threads; None where the system does not tell."""
+    """Return a process's state and CPU time, all threads; None if the system does not report them."""
     fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()  # its name may hold anything
     if len(fields) < 13:
         return None
@@ -66,7 +66,7 @@ def usage(pid: int) -> Usage | None:
 
 
 def memory_mb(pid: int) -> float:
-    """Return the memory of a process and its descendants, without what these share with others; 0 where unknown."""
+    """Return the memory of a process and its descendants, theirs without shared pages; 0 if unknown."""
     own, *descendants = tree(pid)
     fields = _read(f"/proc/{own}/statm").split()
     resident = int(fields[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20 if len(fields) > 1 else 0.0

@@ -1,7 +1,7 @@
 """Record verdicts on disk before an update uses them, so that a resumed run grades nothing twice.
 
-A deadline missed on a busy machine, or a reward that is not a pure function, would otherwise give the repeated
-iterations other rewards than the first time.
+Otherwise a deadline missed on a busy machine, or a reward that is not a pure function, would change the rewards of
+iterations that a resumed run repeats.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RecordedGrader:
         self._suffix = f".{part}.jsonl" if part else ".jsonl"
         self._iteration = 0
         self._known: dict[str, Grades] | None = None  # None: not read yet
-        self._used = False  # whether a recorded verdict has been returned
+        self._used = False  # True once a recorded verdict has been returned
 
     def begin(self, iteration: int) -> None:
         """Record verdicts under this iteration from now on."""
@@ -97,7 +97,7 @@ class RecordedGrader:
         return result
 
     def prune(self, before: int) -> None:
-        """Remove the verdicts of the iterations up to ``before``, which no kept checkpoint precedes."""
+        """Remove the verdicts of iterations up to ``before``, which no kept checkpoint can repeat."""
         for path in self._folder.glob(f"[0-9]*{self._suffix}"):
             number = path.name.removesuffix(self._suffix)
             if number.isdecimal() and 0 < int(number) <= before:  # every resumed run needs those of the start
@@ -106,7 +106,7 @@ class RecordedGrader:
     def _read(self, path: Path) -> dict[str, Grades]:
         try:
             known = {line["digest"]: _grades(line) for line in read_lines(path)}
-            # If all crashed the run stopped; now that the cause may be fixed, they are graded again.
+            # If all crashed, the run stopped; the cause may be fixed by now, so they are graded again.
             return {} if {v for grades in known.values() for v in grades.verdicts} == {"crash"} else known
         except (DamagedError, ValueError, KeyError, TypeError, AttributeError) as error:
             self._say(f"{path} cannot be read ({error}); grading iteration {self._iteration} again")
@@ -115,7 +115,7 @@ class RecordedGrader:
 
 
 def setup_of(settings: dict[str, Any], plugins: Sequence[str]) -> str:
-    """Digest what a verdict depends on besides the sample: settings, and the text of plugin files."""
+    """Digest everything that a verdict depends on besides the sample: settings, and the text of plugin files."""
     files = [Path(plugin).expanduser() for plugin in plugins if plugin.endswith(".py")]
     texts = [file.read_bytes().hex() for file in files if file.is_file()]
     return hashlib.sha256(json.dumps([settings, texts], sort_keys=True).encode()).hexdigest()
@@ -155,10 +155,10 @@ def _grades(line: dict[str, Any]) -> Grades:
 
 
 def _json(values: Float32[np.ndarray, "B"]) -> list[float | str | None]:
-    """Return numbers that JSON has: NaN (no grade) becomes null, an overflow "inf" or "-inf"."""
+    """Convert to numbers that JSON has: NaN (no grade) becomes null, an overflow "inf" or "-inf"."""
     return [None if np.isnan(v) else float(v) if np.isfinite(v) else str(float(v)) for v in values]
 
 
 def _floats(values: list[float | str | None]) -> Float32[np.ndarray, "B"]:
-    """Return the float32 that ``_json`` wrote."""
+    """Convert the values that ``_json`` wrote back to float32."""
     return np.asarray([np.nan if v is None else float(v) for v in values], np.float32)

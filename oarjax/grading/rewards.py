@@ -1,4 +1,4 @@
-"""Named rewards: small functions that score a completion.
+"""Register and look up rewards, small functions that score a completion, and compare answers.
 
 A reward takes a ``Sample`` and returns a float. Custom rewards are registered in a Python file or module that
 ``grading.plugins`` names::
@@ -37,7 +37,7 @@ from typing import Any, Literal, NamedTuple
 
 from oarjax.credit.answer_text import extract_answer
 from oarjax.grading.no_eval import forbid_evaluation
-from oarjax.grading.strict import says_more, without_percent
+from oarjax.grading.strict import has_extra_values, without_percent
 from oarjax.system.plugins import import_plugin
 
 
@@ -48,14 +48,14 @@ class Sample:
     Attributes:
         prompt: text of the dataset row, before template and ``data.prompt_format``.
         completion: text without stop and other special tokens; untrusted.
-        answer: the row's reference.
+        answer: the row's reference answer.
         ended: False for a completion cut at the maximum length.
         tokens: of the completion.
-        extracted: the completion's final answer (``oarjax.credit.answer_text``), filled in by the grader; None: it has
-            none.
+        extracted: the completion's final answer (``oarjax.credit.answer_text``), filled in by the grader; None if it
+            has none.
         columns: of the dataset row, by name: those of ``data.*.columns``, by default all that JSON can hold.
-        group: number of the prompt within the rollout; completions of one prompt share it.
-        limit: ``rollout.max_new``, the most tokens that a completion may have; 0 where it is not known.
+        group: number of the prompt within the rollout; shared by the completions of a prompt.
+        limit: ``rollout.max_new``, the maximum number of tokens of a completion; 0 if unknown.
     """
 
     prompt: str
@@ -70,13 +70,13 @@ class Sample:
 
 
 Reward = Callable[..., Any]
-"""A function as ``reward`` registers it, its settings bound."""
+"""A registered function with its settings bound."""
 
 Per = Literal["sample", "batch", "group"]
 
 
 class Unparseable(ValueError):
-    """A reward could not parse the model's answer (its value is 0) or the reference (nothing is known)."""
+    """Raised when a reward cannot parse the model's answer (its value is 0) or the reference (no value)."""
 
     def __init__(self, which: Literal["answer", "reference"], text: str):
         super().__init__(f"the {which} {text[:200]!r} is not an expression that can be compared")
@@ -84,16 +84,16 @@ class Unparseable(ValueError):
 
 
 _registry: dict[str, Reward] = {}
-_per: dict[str, Per] = {}  # those that are not per sample
+_per: dict[str, Per] = {}  # of rewards that are not per sample
 
-_borrowed: set[str] = set()  # those registered for a while
+_temporary: set[str] = set()  # names that ``register_local`` registered
 
 BUILT_IN = ("oarjax.grading.shaping", "oarjax.grading.code")
 """Modules of built-in rewards beside this one, imported when rewards are looked up."""
 
 
 def reward(name: str, *, per: Per = "sample") -> Callable[[Reward], Reward]:
-    """Register a reward under a name; a call of it sees one sample, a whole batch, or a group.
+    """Register a reward under a name; each call gets one sample, a whole batch, or a group.
 
     Raises:
         ValueError: another function has the name (importing the same file twice is fine), or an unknown ``per``.
@@ -156,7 +156,7 @@ def find_rewards(names: Sequence[str], settings: Mapping[str, dict[str, Any]] | 
 
 
 def calls_of(name: str) -> Per:
-    """Return what a call of a registered reward sees."""
+    """Return the samples that a call of a registered reward gets: one, a batch, or a group."""
     _import_built_in()
     return _per.get(name, "sample")
 
@@ -167,15 +167,15 @@ def _import_built_in() -> None:
 
 
 def is_joint(name: str) -> bool:
-    """Return True for a reward that is graded beside the others: per batch, per group, or async."""
+    """Return True for a reward that runs outside the pool: per batch, per group, or async."""
     return calls_of(name) != "sample" or _is_async(_registry[name])
 
 
 def register_local(function: Reward) -> str:
-    """Register a callable of this process for a while, unless it is registered already; return its name.
+    """Register a callable of this process until ``unregister_local``; return its name, or the one it already has.
 
     Raises:
-        ValueError: it has no name of its own, or another reward has its name.
+        ValueError: it has no name, or another reward has the same one.
     """
     for name, known in _registry.items():
         if known is function:
@@ -184,14 +184,14 @@ def register_local(function: Reward) -> str:
     if name == "<lambda>":
         raise ValueError("rewards: a lambda has no name for the config and the log; define a function")
     reward(name)(function)
-    _borrowed.add(name)
+    _temporary.add(name)
     return name
 
 
-def let_go(name: str) -> None:
-    """Forget a reward that ``register_local`` registered."""
-    if name in _borrowed:
-        _borrowed.remove(name)
+def unregister_local(name: str) -> None:
+    """Remove a reward that ``register_local`` registered."""
+    if name in _temporary:
+        _temporary.remove(name)
         del _registry[name]
 
 
@@ -237,8 +237,8 @@ def same_value(sample: Sample) -> float:
 
     math-verify compares, with its own timeouts off (they count a slow answer as wrong; the grader has a deadline) and
     errors on. It parses LaTeX with a grammar, and text that would run as code is rejected (``grading/no_eval.py``).
-    Departures: plain numbers are compared directly, with the same verdict where math-verify gives one; an answer that
-    says more than one value is wrong (``grading/strict.py``), and 7% is 7/100 unless the reference is in per cent;
+    Departures: plain numbers are compared directly, with the same verdict if math-verify gives one; an answer that
+    states more than one value is wrong (``grading/strict.py``), and 7% is 7/100 unless the reference is in per cent;
     expressions longer than ``MAX_LENGTH`` or nested deeper than ``MAX_DEPTH`` count as unparseable, the latter because
     sympy's recursion errors inside the comparison would be reported as "wrong".
 
@@ -256,7 +256,7 @@ def same_value(sample: Sample) -> float:
     target = _parsed_reference(gold)
     if not target:
         raise Unparseable("reference", gold)
-    if len(answer) <= MAX_LENGTH and says_more(gold, answer):
+    if len(answer) <= MAX_LENGTH and has_extra_values(gold, answer):
         return 0.0
     parsed = _parsed(without_percent(gold, answer), whole=True)
     if not parsed:
@@ -267,10 +267,10 @@ def same_value(sample: Sample) -> float:
 
 
 MAX_DEPTH = 100
-"""Deepest expression tree that is compared; sympy recurses several frames per level."""
+"""Depth limit of expression trees; sympy recurses several frames per level."""
 
 MAX_LENGTH = 2000
-"""Longest expression that is parsed, in characters. Plain numbers are compared at any length."""
+"""Length limit of expressions, in characters. Plain numbers are compared at any length."""
 
 _NUMBER = re.compile(r"([+-]?)(\d{1,3}(?:,\d{3})+|\d*)(?:\.(\d*))?")
 
@@ -290,7 +290,7 @@ def _tidy(text: str) -> str:
 
 
 def _plainly_equal(gold: str, answer: str) -> bool | None:
-    """Compare texts and plain numbers; None where only mathematics can tell.
+    """Compare texts and plain numbers; return None if only math-verify can decide.
 
     math-verify rounds decimal numbers to six places, so only numbers further apart than that are certainly different.
     """
@@ -339,7 +339,7 @@ def _parsed_reference(text: str) -> tuple[Any, ...]:
 def _parsed(text: str, *, whole: bool = False) -> tuple[Any, ...]:
     """Parse an answer with math-verify; empty if it is not an expression (as a bare string or 1/0).
 
-    With ``whole`` it must be one from its beginning to its end; without, a part that is one will do.
+    With ``whole`` the complete text must be an expression; without it a part suffices.
     """
     if len(text) > MAX_LENGTH:
         return ()
@@ -353,7 +353,7 @@ def _parsed(text: str, *, whole: bool = False) -> tuple[Any, ...]:
             extraction_config=[LatexExtractionConfig()],
             fallback_mode="no_fallback",
             extraction_mode="first_match" if whole else "any_match",
-            parsing_timeout=None,  # type: ignore[arg-type]  # None switches it off
+            parsing_timeout=None,  # type: ignore[arg-type]  # None disables it
             raise_on_error=True,
         )
     except MemoryError:

@@ -1,8 +1,8 @@
-"""Run untrusted programs: a process of their own that the kernel locks up, with limits that it cannot lift.
+"""Run untrusted programs in a process that the kernel confines, with limits that it cannot lift.
 
-Inside (``grading/sandbox_child.py``) there is the standard library, a scratch folder, and nothing else: no network, no
-other process, no file outside, none of this process's environment. ``prove_isolation`` attacks a sandbox on this
-machine and finds out; where one attack gets through, or the kernel lacks a lock, nothing is run.
+Inside (``grading/sandbox_child.py``) there are the standard library and a scratch folder: no network, no other process,
+no file outside, none of this process's environment. ``prove_isolation`` tests that by attacking a sandbox on this
+machine; if an attack succeeds, or the kernel lacks a feature, no program is run.
 
 Linux on x86-64 with Landlock (5.19 or later) and seccomp. Other machines have no sandbox.
 """
@@ -27,16 +27,16 @@ from oarjax.errors import UserError
 CHILD = Path(__file__).with_name("sandbox_child.py")
 LOCK_FAILED = 97
 POLL = 0.02
-MOST_FILES = 256
-MOST_OUTPUT = 1 << 20
+MAX_FILES = 256
+MAX_OUTPUT = 1 << 20
 
 
 class IsolationError(UserError, RuntimeError):
-    """This machine cannot lock a program up; says what is missing or what got through."""
+    """Raised when this machine cannot confine a program; names what is missing or which attacks succeeded."""
 
 
-class Ran(NamedTuple):
-    """The end of a program."""
+class ProgramResult(NamedTuple):
+    """How a program ended."""
 
     code: int  # exit code; negative: the signal that ended it
     output: str
@@ -55,8 +55,8 @@ def run_program(
     seconds: float = 4.0,
     memory_mb: int = 512,
     disk_mb: int = 16,
-) -> Ran:
-    """Run a Python program in a sandbox of its own and wait for its end.
+) -> ProgramResult:
+    """Run a Python program in a new sandbox and wait for its end.
 
     Args:
         seconds: wall-clock time, start-up included; processor time is limited to the same.
@@ -64,10 +64,10 @@ def run_program(
         disk_mb: of the scratch folder, and of each output.
 
     Raises:
-        IsolationError: a lock could not be closed; the program was not run.
+        IsolationError: the sandbox could not be set up; the program was not run.
     """
     if platform.system() != "Linux" or platform.machine() != "x86_64":
-        raise IsolationError(f"programs are run on Linux and x86-64 alone, and this is {platform.system()}")
+        raise IsolationError(f"programs are run only on Linux with x86-64, and this is {platform.system()}")
     with tempfile.TemporaryDirectory(prefix="oarjax-sandbox-") as folder:
         scratch = Path(folder, "scratch")
         scratch.mkdir()
@@ -81,10 +81,10 @@ def run_program(
         }
         paths = [Path(folder, name) for name in ("in", "out", "err")]
         paths[0].write_text(json.dumps(job) + "\n" + stdin, encoding="utf-8")
-        with paths[0].open("rb", 0) as given, paths[1].open("wb") as out, paths[2].open("wb") as err:
+        with paths[0].open("rb", 0) as stdin_file, paths[1].open("wb") as out, paths[2].open("wb") as err:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(CHILD)],
-                stdin=given,
+                stdin=stdin_file,
                 stdout=out,
                 stderr=err,
                 cwd=scratch,
@@ -98,12 +98,12 @@ def run_program(
                 code = process.wait()
         output, errors = (_head(path) for path in paths[1:])
     if code == LOCK_FAILED and errors.startswith("sandbox: "):
-        raise IsolationError(f"this machine cannot lock a program up: {errors.strip()}")
-    return Ran(code, output, errors, stopped)
+        raise IsolationError(f"this machine cannot confine a program: {errors.strip()}")
+    return ProgramResult(code, output, errors, stopped)
 
 
 def _watch(process: subprocess.Popen[bytes], scratch: Path, seconds: float, disk_mb: int) -> str:
-    """Wait for the end; return why the process has to be killed, or ""."""
+    """Wait for the end; return the reason to kill the process, or ""."""
     end = time.monotonic() + seconds
     while True:
         try:
@@ -113,17 +113,17 @@ def _watch(process: subprocess.Popen[bytes], scratch: Path, seconds: float, disk
             pass
         if time.monotonic() > end:
             return f"it took more than {seconds:g} s"
-        if (problem := _too_much(scratch, disk_mb)) is not None:
+        if (problem := _size_problem(scratch, disk_mb)) is not None:
             return problem
 
 
-def _too_much(scratch: Path, disk_mb: int) -> str | None:
-    """Say what is wrong with the size of the scratch folder."""
+def _size_problem(scratch: Path, disk_mb: int) -> str | None:
+    """Describe how the scratch folder exceeds its limits; None if it does not."""
     count = total = 0
     for root, folders, files in os.walk(scratch):
         count += len(folders) + len(files)
-        if count > MOST_FILES:
-            return f"it made more than {MOST_FILES} files"
+        if count > MAX_FILES:
+            return f"it created more than {MAX_FILES} files"
         for name in files:
             try:
                 total += os.lstat(os.path.join(root, name)).st_size
@@ -134,11 +134,11 @@ def _too_much(scratch: Path, disk_mb: int) -> str | None:
 
 def _head(path: Path) -> str:
     with path.open("rb") as file:
-        return file.read(MOST_OUTPUT).decode(errors="replace")
+        return file.read(MAX_OUTPUT).decode(errors="replace")
 
 
 def _readable() -> list[str]:
-    """List what an interpreter needs to start and to import its standard library."""
+    """List the paths that an interpreter needs to start and to import its standard library."""
     own = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.join(sys.base_prefix, "lib")}
     system = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
     return [*sorted(own), *system, "/dev/null", "/dev/urandom"]
@@ -149,7 +149,7 @@ def prove_isolation() -> None:
     """Attack a sandbox on this machine, once per process.
 
     Raises:
-        IsolationError: an attack got through, or there is no sandbox here.
+        IsolationError: an attack succeeded, or there is no sandbox here.
     """
     with tempfile.TemporaryDirectory(prefix="oarjax-proof-") as folder, socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -159,30 +159,30 @@ def prove_isolation() -> None:
         os.environ["OARJAX_PROOF"] = "secret"
         try:
             facts = {"port": listener.getsockname()[1], "canary": str(canary), "parent": os.getpid()}
-            ran = run_program(f"FACTS = {facts!r}\n{ATTACKS}", seconds=20.0)
+            result = run_program(f"FACTS = {facts!r}\n{ATTACKS}", seconds=20.0)
         finally:
             del os.environ["OARJAX_PROOF"]
-        through = _through(ran)
+        breaches = _breaches(result)
         if [path.name for path in Path(folder).iterdir()] != ["canary"] or canary.read_text() != "secret":
-            through.append("a file outside was changed")
+            breaches.append("a file outside was changed")
         listener.setblocking(False)
         try:
             listener.accept()
-            through.append("a connection arrived")
+            breaches.append("a connection arrived")
         except BlockingIOError:
             pass
-    if through:
-        raise IsolationError(f"a sandbox on this machine does not hold: {', '.join(through)}")
+    if breaches:
+        raise IsolationError(f"the sandbox on this machine does not hold: {', '.join(breaches)}")
 
 
-def _through(ran: Ran) -> list[str]:
-    """Return the attacks that got through; an answer that is none counts as one."""
+def _breaches(result: ProgramResult) -> list[str]:
+    """Return the attacks that succeeded; an invalid answer counts as one."""
     try:
-        found: Any = json.loads(ran.output)
-        tried, through = found["tried"], found["through"]
+        answer: Any = json.loads(result.output)
+        tried, breaches = answer["tried"], answer["breaches"]
     except (ValueError, KeyError, TypeError):
-        return [f"the proof did not end (exit code {ran.code}, {ran.stopped or ran.errors[-300:]})"]
-    return list(through) if tried >= 20 else [f"only {tried} attacks were tried"]
+        return [f"the proof did not end (exit code {result.code}, {result.stopped or result.errors[-300:]})"]
+    return list(breaches) if tried >= 20 else [f"only {tried} attacks were tried"]
 
 
 ATTACKS = """
@@ -196,7 +196,7 @@ def raw(number, *arguments):
     return libc.syscall(ctypes.c_long(number), *[ctypes.c_long(a) for a in arguments]) >= 0
 
 
-def own_files():  # what must work, or the proof proves nothing
+def own_files():  # must work, or the proof proves nothing
     with open("mine", "w") as file:
         file.write("x")
     thread = threading.Thread(target=os.remove, args=("mine",))
@@ -254,12 +254,12 @@ ATTEMPTS = {
     "bpf": lambda: raw(321, 0, 0, 0),
     "more memory": lambda: bytearray(1 << 32),
 }
-through = []
+breaches = []
 for name, attempt in ATTEMPTS.items():
     try:
         if attempt():
-            through.append(name)
+            breaches.append(name)
     except (OSError, MemoryError, ValueError):
         pass
-print(json.dumps({"tried": len(ATTEMPTS), "through": through}))
+print(json.dumps({"tried": len(ATTEMPTS), "breaches": breaches}))
 """

@@ -1,12 +1,12 @@
-"""The inside of a sandbox: locks its own process up, then runs a program. Run by path; imports nothing of the package.
+"""Confine this process, then run a program in it. Run by path; imports nothing of the package.
 
 Linux on x86-64 only. In this order: limits of the process; Landlock, so that the file system is the interpreter's
-library (to read) and the scratch folder (to write); a seccomp filter that knows only the system calls of an
-interpreter that computes, reads and writes. There is no socket, no other process (threads are), no signal to others,
-no new program, and no way to lift any of it. Standard input: a JSON line {"scratch", "read", "memory_mb", "seconds",
-"file_mb", "program"}, then the program's own input.
+library (to read) and the scratch folder (to write); a seccomp filter that allows only the system calls of an
+interpreter that computes, reads and writes. There are threads, but no sockets, no other processes, no signals to
+others, no new programs, and no way to lift any of this. Standard input: a JSON line {"scratch", "read", "memory_mb",
+"seconds", "file_mb", "program"}, then the program's own input.
 
-Exit codes: 97 a lock could not be closed (nothing was run); otherwise the program's.
+Exit codes: 97 if a restriction failed (nothing was run); otherwise the program's.
 """
 
 import ctypes
@@ -25,9 +25,9 @@ MAKE_DIR, MAKE_REG, REFER, TRUNCATE = 1 << 7, 1 << 8, 1 << 13, 1 << 14
 HANDLED_FILES = (1 << 15) - 1  # every right up to TRUNCATE (ABI 3)
 READS = READ_FILE | READ_DIR
 WRITES = READS | WRITE_FILE | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_REG | REFER | TRUNCATE
-LEAST_ABI = 3  # truncation of files is governed from there
+MIN_ABI = 3  # the first that restricts truncation of files
 
-# System calls that the filter lets through (arch/x86/entry/syscalls/syscall_64.tbl)
+# System calls that the filter allows (arch/x86/entry/syscalls/syscall_64.tbl)
 ALLOWED = {
     "read": 0, "write": 1, "open": 2, "close": 3, "stat": 4, "fstat": 5, "lstat": 6, "poll": 7, "lseek": 8, "mmap": 9,
     "mprotect": 10, "munmap": 11, "brk": 12, "rt_sigaction": 13, "rt_sigprocmask": 14, "rt_sigreturn": 15,
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def limit(job) -> None:
-    """Set hard limits, which cannot be raised again. There are no children, so they are those of the whole tree."""
+    """Set hard limits, which cannot be raised again. Without children they hold for the whole tree."""
     seconds, memory, size = int(job["seconds"]) + 1, job["memory_mb"] * 2**20, job["file_mb"] * 2**20
     for kind, most in (
         (resource.RLIMIT_CPU, seconds),
@@ -106,10 +106,10 @@ def prctl(option: int, *arguments) -> None:
 
 
 def lock_files(scratch: str, readable) -> None:
-    """Leave of the file system what may be read, and the scratch folder."""
+    """Restrict the file system to the readable paths and the scratch folder."""
     abi = call(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(1))
-    if abi < LEAST_ABI:
-        raise OSError(f"Landlock ABI {abi}, and {LEAST_ABI} is needed")
+    if abi < MIN_ABI:
+        raise OSError(f"Landlock ABI {abi}, expected at least {MIN_ABI}")
     network = 3 if abi >= 4 else 0  # bind and connect of TCP; seccomp forbids sockets anyway
     scoped = 3 if abi >= 6 else 0  # abstract sockets and signals
     attributes = struct.pack("QQQ", HANDLED_FILES, network, scoped)[: 24 if abi >= 6 else 16 if abi >= 4 else 8]
@@ -128,7 +128,7 @@ def lock_files(scratch: str, readable) -> None:
 
 
 def lock_calls() -> None:
-    """Let through what ALLOWED names, and a few calls with arguments that touch nobody else."""
+    """Allow the calls in ALLOWED, and a few others with arguments that affect no other process."""
     me = os.getpid()
     program = [
         (LOAD, 0, 0, ARCH), (EQUAL, 1, 0, X86_64), (RETURN, 0, 0, KILL),

@@ -1,4 +1,4 @@
-"""Built-in rewards of form: length, cosine length and repetition."""
+"""Reward the form of a completion: length, cosine length and repetition."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def cosine_length(
     if not sample.ended:
         return cut
     if sample.limit < 1:
-        raise ValueError("cosine_length: sample.limit is 0; give the most tokens that a completion may have")
+        raise ValueError("cosine_length: sample.limit is 0; set it to the maximum number of tokens of a completion")
     short, long = (correct_short, correct_long) if _is_correct(sample) else (wrong_short, wrong_long)
     return long + (short - long) * (1 + math.cos(math.pi * min(sample.tokens / sample.limit, 1.0))) / 2
 

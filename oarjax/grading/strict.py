@@ -1,9 +1,9 @@
-"""Refuse answers that say more than one value, which math-verify would cut down to the right part.
+"""Reject answers that state more than one value, which math-verify would reduce to the right part.
 
 math-verify reads free text: it drops words, units, per cent signs and subscripts, takes the last side of an equation,
-and searches garbage for something that parses. Against a policy that is rewarded for what it takes for equal, that is
-too much: for the reference 7 it accepts ``8=7``, ``7\\text{ (or 8)}`` and ``7_{8}``. Here an answer may have such parts
-only where the reference has them too. Text in, text out; nothing is parsed.
+and searches garbage for something that parses. A policy in training exploits that: for the reference 7 it accepts
+``8=7``, ``7\\text{ (or 8)}`` and ``7_{8}``. Here an answer may have such parts only if the reference has them too. Text
+in, text out; nothing is parsed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _NAME = re.compile(
 )
 
 
-def says_more(reference: str, answer: str) -> bool:
-    """Return True if an answer has, beyond one value, something that the reference has not."""
+def has_extra_values(reference: str, answer: str) -> bool:
+    """Return True if an answer has something beyond one value that the reference does not have."""
     inner, flat, known = _unwrapped(answer), _without_scripts(_unwrapped(answer)), _without_scripts(reference)
     if _ENVIRONMENT.search(inner):
         return True
@@ -49,14 +49,14 @@ def without_percent(reference: str, answer: str) -> str:
 
 
 def _without_scripts(text: str) -> str:
-    """Return a text without what stands in braces below or above the line, as the range of a sum."""
+    """Remove subscripts and superscripts in braces, such as the range of a sum."""
     while (shorter := _SCRIPT.sub("", text)) != text:
         text = shorter
     return text
 
 
 def _unwrapped(text: str) -> str:
-    """Return a text without the dollar signs around all of it, or the one in front of a price."""
+    """Remove the dollar signs around the whole text, or the one in front of a price."""
     if re.fullmatch(r"\s*\$\s*[\d.,]+\s*", text):
         return text.replace("$", "")
     match = re.fullmatch(r"\s*(\$\$?)((?:[^$]|\\\$)*)\1\s*", text)
@@ -64,7 +64,7 @@ def _unwrapped(text: str) -> str:
 
 
 def _words(text: str) -> Counter[str]:
-    """Count the words that change a value, and the numbers that stand in text beside something else."""
+    """Count the words that change a value, and the numbers in text that stands beside something else."""
     words = Counter(word.lower() for word in _WORD.findall(text))
     if _TEXT.sub("", text).strip():
         words.update(number for part in _TEXT.findall(text) for number in re.findall(r"\d+", part))
@@ -81,7 +81,7 @@ def _equals(text: str) -> int:
 
 
 def _pieces(text: str) -> list[str]:
-    """Split a list at its commas and semicolons, those in brackets aside."""
+    """Split a list at its commas and semicolons outside brackets."""
     pieces, depth, start = [], 0, 0
     for at, sign in enumerate(text):
         depth += (sign in "([{") - (sign in ")]}")
@@ -98,7 +98,7 @@ def _is_value(piece: str) -> bool:
 
 
 def _is_name(side: str) -> bool:
-    """Return True for a variable, a function of something, a length such as ``AB``: nothing with a value of its own."""
+    """Return True for a variable, a function of something, a length such as ``AB``: no value of its own."""
     side = _TEXT.sub(lambda match: re.sub(r"[\s.'-]", "", match[1]), _LAYOUT.sub(" ", side))
     side = re.sub(r"_\s*(?:\{[^{}]*\}|\\?\w)|\^\s*\{?-1\}?", "", side)
     side = re.sub(r"(?<=[A-Za-z}\s])\([^()]*\)", "", side)

@@ -1,6 +1,6 @@
-"""Grading worker: reads samples from a socket and sends back one message per answer.
+"""Serve as a grading worker: read samples from a socket and send back one message per answer.
 
-``grading/grader.py`` starts it with ``python -c``, so that it inherits nothing of the training process (main module,
+``grading/grader.py`` starts it with ``python -c``, so that it inherits nothing from the training process (main module,
 jax, threads). Both directions are JSON: the parent unpickles nothing from a worker.
 """
 
@@ -33,13 +33,13 @@ from oarjax.grading.rewards import (
 )
 
 MAX_FRAMES = 1000
-"""Depth of Python calls while an answer is graded; beyond it a RecursionError instead of a stack overflow."""
+"""Recursion limit while an answer is graded: a RecursionError instead of a stack overflow."""
 
 
 def main(fd: int) -> None:
     """Serve until the parent closes the socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off; the parent has one
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
     link, own = Connection(fd), os.getpid()
     bound = bind()
     try:
@@ -102,7 +102,7 @@ def _value(function: Reward, sample: Sample) -> tuple[float, str, str]:
 
 
 def _named(function: Reward, error: BaseException | None = None) -> str:
-    """Return a reward's name and file, with the last line of it that ran before an error."""
+    """Return a reward's name and file, with its last line that ran before an error."""
     inner = getattr(function, "func", function)  # of a partial application
     name, code = name_of(function), getattr(inner, "__code__", None)
     if code is None or inner.__module__.startswith("oarjax."):
@@ -113,7 +113,7 @@ def _named(function: Reward, error: BaseException | None = None) -> str:
 
 
 def _warm(rewards: Sequence[Reward], setup: dict[str, Any]) -> None:
-    """Import what the built-in comparison needs and build its tables before the first deadline."""
+    """Import the modules of the built-in comparison and build its tables before the first deadline."""
     extract_answer("", style=setup["style"], pattern=setup["pattern"])
     if {getattr(function, "__module__", None) for function in rewards} & {same_value.__module__, *BUILT_IN}:
         same_value(Sample(prompt="", completion="", answer=r"\frac{1}{2}+x", extracted=r"x+\sqrt{3}"))
@@ -122,7 +122,7 @@ def _warm(rewards: Sequence[Reward], setup: dict[str, Any]) -> None:
 def _limit_memory(memory_mb: int) -> None:
     """Limit the address space.
 
-    Where the parent can watch resident memory (Linux) it kills at ``memory_mb``, which no ``except`` can swallow; this
+    If the parent can watch resident memory (Linux), it kills at ``memory_mb``, which no ``except`` can catch; this
     limit then only stops single huge allocations, so it is higher. Elsewhere it is the only limit.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crashed worker must not fill the disk

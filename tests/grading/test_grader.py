@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from oarjax.grading.grader import Grader, GraderError, worker_count
-from oarjax.grading.link import Garbled, Link
+from oarjax.grading.link import InvalidMessage, Link
 from oarjax.grading.rewards import Sample
 
 DEADLINE = 3.0  # generous for good answers on a busy machine; they take a millisecond
@@ -127,14 +127,14 @@ def test_a_link_waits_for_nobody_and_takes_only_messages():
     assert link.receive() == [{"a": 1}]
     assert link.receive() == []
     os.write(other.fileno(), b": 2}" + struct.pack("!i", 1) + b"{")
-    with pytest.raises(Garbled, match="no JSON"):
+    with pytest.raises(InvalidMessage, match="invalid JSON"):
         link.receive()
     other.close()
     link.close()
     for header in (-1, 2**30):
         ours, theirs = socket.socketpair()
         theirs.sendall(struct.pack("!i", header))
-        with pytest.raises(Garbled, match="a message of"):
+        with pytest.raises(InvalidMessage, match="a message of"):
             Link(ours).receive()
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from oarjax.grading import rewards
 from oarjax.grading.rewards import Sample, Unparseable
-from oarjax.grading.strict import says_more, without_percent
+from oarjax.grading.strict import has_extra_values, without_percent
 
 HEDGES = [  # for the reference 7
     *("8=7", "0=7", "x=8=7", "x+8=7", "2x=7", "14/2=8=7", "7=7", "x=y=7", r"\pi=7", r"8\text{}=7", "x=8, x=7"),
@@ -60,9 +60,9 @@ def test_another_subscript_is_another_number():
 
 
 def test_what_the_reference_has_too_may_be_there():
-    assert not says_more(r"7\text{ or }8", r"7 \text{ or } 8")
-    assert says_more(r"7\text{ or }8", r"7 \text{ or } 8 \text{ or } 9")
-    assert not says_more("x=7", "x=7")
-    assert says_more("x=7", "x=8=7")
+    assert not has_extra_values(r"7\text{ or }8", r"7 \text{ or } 8")
+    assert has_extra_values(r"7\text{ or }8", r"7 \text{ or } 8 \text{ or } 9")
+    assert not has_extra_values("x=7", "x=7")
+    assert has_extra_values("x=7", "x=8=7")
     assert without_percent("7", r"7\%") == r"\frac{7}{100}"
     assert without_percent("7%", r"7\%") == r"7\%"
