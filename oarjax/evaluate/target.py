@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from oarjax.config import BUILTIN_POLICIES, Config, ConfigError, load_config
 from oarjax.data.hf import HUB_NAME
-from oarjax.models.lora import whole
+from oarjax.models.lora import all_params
 from oarjax.runs.checkpoint import finished
 from oarjax.runs.folder import changed, run_id, start_folder
 from oarjax.runs.manifest import MANIFEST, damage, misplaced, read_manifest
@@ -138,7 +138,7 @@ def checkpoint_params(run: Run, checkpoint: Path) -> Params:
     Raises:
         ConfigError: the checkpoint is of another model.
     """
-    return plain_params(run.cfg.lora, whole(restored_state(run, checkpoint)), run.layout.params, dtype=jnp.float32)
+    return plain_params(run.cfg.lora, all_params(restored_state(run, checkpoint)), run.layout.params, dtype=jnp.float32)
 
 
 def weights_digest(target: Target, folder: Path) -> str:

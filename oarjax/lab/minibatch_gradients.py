@@ -38,7 +38,7 @@ from oarjax.lab.gradients import (
     weight_moments,
 )
 from oarjax.lab.results import GradientResult, MethodResult
-from oarjax.models.lora import whole
+from oarjax.models.lora import all_params
 from oarjax.rollout.sampler import rollout_key
 from oarjax.stats import Interval, jackknife_interval, mean_interval
 from oarjax.training.iteration import NOISE, ORDER, draw, score
@@ -268,7 +268,7 @@ def weigh_minibatches(
     run: Run, state: TrainState, minibatches: Sequence[Minibatch], placed: Sequence[Placed]
 ) -> Iterator[Weighed]:
     """Yield every minibatch with a method's token advantages, computed as in training."""
-    cfg, params, hints_for = run.cfg, whole(state), hints_of(run)
+    cfg, params, hints_for = run.cfg, all_params(state), hints_of(run)
     for number, (m, p) in enumerate(zip(minibatches, placed), start=1):
         noise_key, order_key = (rollout_key(state.key, step=number, batch=b) for b in (NOISE, ORDER))
         (arrays,) = m.plan.split((*read_spans(run, m), hints_for and hints_for(m.rollout, m.problems)))

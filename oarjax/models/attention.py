@@ -41,10 +41,10 @@ class Segment(NamedTuple):
 
 
 def attend(q: Float[Array, "B N heads h"], segments: tuple[Segment, ...]) -> Float[Array, "B N heads h"]:
-    """softmax(q k^T / sqrt(h)) v over the keys of all segments together.
+    """Compute softmax(q k^T / sqrt(h)) v over the keys of all segments together.
 
     Head i reads key head i // (heads / kv) (grouped-query attention). Scores, maxima and sums are in
-    float32, or float64 where q is; matmul operands keep the dtype of q. A query that may attend to nothing
+    float32, or float64 where q is; matmul operands keep the dtype of q. A query without keys
     gives 0. Scores are [B, heads, N, M] at once: no blocking.
     """
     rows, new, heads, width = q.shape
@@ -61,7 +61,7 @@ def attend(q: Float[Array, "B N heads h"], segments: tuple[Segment, ...]) -> Flo
 
 
 def segment_mixer(masks: Sequence[Array], valid: Bool[Array, "B N"]) -> Callable[..., Array]:
-    """(keys and values stored under each mask, q, own k, own v) -> attention to both, causal among the new tokens."""
+    """Return a function (keys and values stored under each mask, q, own k, own v) -> attention, causal for the new."""
     new = valid.shape[1]
     own = valid[:, None, :] & jnp.tril(jnp.ones((new, new), bool))
 
@@ -75,7 +75,7 @@ def segment_mixer(masks: Sequence[Array], valid: Bool[Array, "B N"]) -> Callable
 def _scores(
     q: Float[Array, "B kv g N h"], segment: Segment
 ) -> tuple[Float[Array, "R kv g GN M"], Float[Array, "B kv g N"]]:
-    """Scores of one segment, lowest where masked, and their maximum per query."""
+    """Compute the scores of one segment, lowest where masked, and their maximum per query."""
     accumulate = jnp.promote_types(q.dtype, jnp.float32)
     folded = _fold(q, segment.k.shape[0])
     scores = _matmul(folded, segment.k.transpose(0, 2, 3, 1), accumulate)
@@ -87,7 +87,7 @@ def _scores(
 def _weighted_values(
     scores: Float[Array, "R kv g GN M"], peak: Float[Array, "B kv g N"], segment: Segment
 ) -> tuple[Float[Array, "B kv g N"], Float[Array, "B kv g N h"]]:
-    """Sum of exp(score - peak) and the values weighted with it."""
+    """Compute the sum of exp(score - peak) and the values weighted with it."""
     rows = peak.shape[0]
     weights = jnp.exp(scores - _fold(peak, scores.shape[0])[..., None])
     weights = jnp.where(segment.mask[:, None, None], weights, 0.0)
@@ -98,7 +98,7 @@ def _weighted_values(
 def _matmul(
     a: Float[Array, "R kv g GN x"], b: Float[Array, "R kv x y"], accumulate: DTypeLike
 ) -> Float[Array, "R kv g GN y"]:
-    """One matmul per key head over all its queries, batch axes first: what every backend is fast at."""
+    """Multiply once per key head over all its queries, batch axes first, which is fast on every backend."""
     owners, kv, group, queries, inner = a.shape
     merged = a.reshape(owners, kv, group * queries, inner)
     out = jnp.matmul(merged, b, preferred_element_type=accumulate)
@@ -106,7 +106,7 @@ def _matmul(
 
 
 def _fold(x: Float[Array, "B kv g N *rest"], owners: int) -> Float[Array, "R kv g GN *rest"]:
-    """Queries of the rows that share a segment side by side."""
+    """Put the queries of rows that share a segment side by side."""
     rows, kv, group, new, *rest = x.shape
     share = rows // owners
     if share == 1:
@@ -116,7 +116,7 @@ def _fold(x: Float[Array, "B kv g N *rest"], owners: int) -> Float[Array, "R kv 
 
 
 def _unfold(x: Float[Array, "R kv g GN *rest"], rows: int) -> Float[Array, "B kv g N *rest"]:
-    """The inverse of _fold."""
+    """Invert ``_fold``."""
     owners, kv, group, queries, *rest = x.shape
     share = rows // owners
     if share == 1:

@@ -1,4 +1,4 @@
-"""Gated delta nets (arXiv 2412.06464): attention with a state of fixed size in the place of keys and values.
+"""Gated delta nets (arXiv 2412.06464): linear attention, with a state of fixed size instead of keys and values.
 
 Per value head a state S [dk, dv], zero at the start, takes in one token after another:
 
@@ -9,8 +9,8 @@ causal convolution over the last few x W_qkv, q and k at length 1. ``recurrent``
 gives the same for whole sequences in matrix products: within a chunk the corrections solve a triangular system, and
 the state goes from chunk to chunk.
 
-An invalid token enters no state and is 0 to the convolution. Everything here is float32 (float64 in float64) and
-matrix products are exact in it, since errors of a state stay in it; only projections are in the compute dtype.
+An invalid token does not change the state and is 0 in the convolution. Everything here is float32 (float64 in float64)
+with full-precision products, since errors of a state persist; only projections are in the compute dtype.
 """
 
 from __future__ import annotations

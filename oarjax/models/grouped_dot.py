@@ -1,8 +1,8 @@
-"""Matrix products of rows that are sorted into groups, each group with a matrix of its own.
+"""Multiply rows that are sorted into groups, each group by its own matrix.
 
-``jax.lax.ragged_dot`` computes the first of them, and cannot be vmapped. Here the product and its gradient are
-primitives of their own, closed under differentiation in both modes and under ``jax.vmap``: what is mapped over becomes
-more rows, or more groups where every copy has matrices of its own.
+``jax.lax.ragged_dot`` computes this product, but cannot be vmapped. Here the product and its gradient are primitives,
+closed under differentiation in both modes and under ``jax.vmap``: the mapped axis becomes more rows, or more groups if
+every copy has its own matrices.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from oarjax.models.precision import precision_of
 
 BLOCK = 512
-"""Rows per product of ``grouped_outer``: few enough that filling up groups costs little, many for a matrix unit."""
+"""Rows per product of ``grouped_outer``: few, so that padding groups costs little, but enough for a matrix unit."""
 
 _rows = Primitive("grouped_dot")
 _matrices = Primitive("grouped_outer")
@@ -40,7 +40,7 @@ def grouped_dot(
 def grouped_outer(
     left: Float[Array, "R D"], right: Float[Array, "R F"], sizes: Int[Array, "E"], *, dtype: DTypeLike
 ) -> Float[Array, "E D F"]:
-    """Sum the outer products of each group's rows: the gradient of ``grouped_dot`` by its matrices."""
+    """Sum the outer products of each group's rows: the gradient of ``grouped_dot`` in its matrices."""
     return _matrices.bind(left, right, sizes, dtype=jnp.dtype(dtype))
 
 
@@ -50,10 +50,10 @@ def _dot(rows: Array, matrices: Array, sizes: Array, *, dtype: np.dtype) -> Arra
 
 
 def _outer(left: Array, right: Array, sizes: Array, *, dtype: np.dtype) -> Array:
-    """Add up blocks of rows, one matrix product each; the last block of a group is filled up with zeros.
+    """Add up blocks of rows, one matrix product each; the last block of a group is padded with zeros.
 
-    ``jax.lax.ragged_dot_general`` has this product too, and TPU compilers (libtpu 0.0.42) turn it into a dense one over
-    every group's mask: as many times the work as there are groups.
+    ``jax.lax.ragged_dot_general`` has this product too, but TPU compilers (libtpu 0.0.42) turn it into a dense one over
+    every group's mask, which multiplies the work by the number of groups.
     """
     left, right = _same_dtype(left, right)
     rows, groups = left.shape[0], sizes.shape[0]
@@ -129,7 +129,7 @@ def _copies(args: Any, dims: Any) -> int:
 
 
 def _first(a: Array, dim: int | None, copies: int) -> Array:
-    """Move the mapped axis to the front, repeating what is not mapped."""
+    """Move the mapped axis to the front; repeat an array that is not mapped."""
     return jnp.broadcast_to(a, (copies, *a.shape)) if dim is None else jnp.moveaxis(a, dim, 0)
 
 
@@ -139,12 +139,12 @@ def _merged(a: Array) -> Array:
 
 def _batch_dot(args: Any, dims: Any, *, dtype: np.dtype) -> tuple[Array, int]:
     copies, (rows, matrices, sizes) = _copies(args, dims), args
-    if dims[1] is None and dims[2] is None:  # the copies of a row belong to its group: they stand beside one another
+    if dims[1] is None and dims[2] is None:  # the copies of a row belong to its group: put them side by side
         beside = jnp.moveaxis(rows, dims[0], 1)
         out = _rows.bind(_merged(beside), matrices, sizes * copies, dtype=dtype)
         return out.reshape(*beside.shape[:2], -1), 1
     rows, sizes = _first(rows, dims[0], copies), _first(sizes, dims[2], copies)
-    if dims[1] is not None:  # matrices of their own: groups of their own
+    if dims[1] is not None:  # own matrices: own groups
         every = _merged(_first(matrices, dims[1], copies))
         out = _rows.bind(_merged(rows), every, sizes.reshape(-1), dtype=dtype)
         return out.reshape(*rows.shape[:2], -1), 0

@@ -1,4 +1,4 @@
-"""The modules of a decoder: what a layer computes. ``oarjax.models.qwen`` scans them behind a Policy."""
+"""The modules of a Qwen decoder's layers. ``oarjax.models.qwen`` scans them behind a Policy."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from oarjax.models.rope import rotate
 from oarjax.types import DeltaState
 
 Mix = Callable[[Array, Array, Array], Array]
-"""Attention of rotated q [B N heads h], not yet in the compute dtype, to the tokens' own k and v and what is stored."""
+"""Attention of rotated q [B N heads h], not yet in the compute dtype, to stored keys and the tokens' own k and v."""
 
 
 class Adapted(nnx.Linear):
     """A linear layer with a low-rank pair beside its kernel: x W + b + scale * (x A) B. See ``oarjax.models.lora``.
 
-    The pair that is made here only names its places in the tree: the arrays merged in have a rank of their own.
+    The pair created here only marks its place in the tree; the arrays merged in have their own rank.
     """
 
     def __init__(self, into: int, out: int, *, scale: float, rngs: nnx.Rngs, **options: Any):
@@ -61,7 +61,7 @@ class CentredNorm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query self-attention with rotary positions; from Qwen3 on q and k are normalised per head.
 
-    In Qwen3.5 each head's output is multiplied by sigmoid of a gate, which stands beside the head's query in q.
+    In Qwen3.5 each head's output is multiplied by the sigmoid of a gate, stored beside the head's query in q.
     """
 
     def __init__(self, cfg: QwenConfig, *, linear: Any, norm: Any, rngs: nnx.Rngs):

@@ -1,8 +1,8 @@
 """A linear function paired with its transpose, for maps whose transpose is a separate kernel.
 
 ``jax.custom_vjp`` has no forward mode, and ``jax.custom_derivatives.linear_call``, which has both modes, cannot be
-vmapped. This has all of them: a tangent goes through ``push``, a cotangent through ``pull``, and under ``jax.vmap``
-each is vmapped itself. Differentiating it once more is an error.
+vmapped. A linear pair supports both modes and ``jax.vmap``: a tangent goes through ``push``, a cotangent through
+``pull``, and each is vmapped itself. Differentiating it again is an error.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _pair.multiple_results = True
 def linear_pair(
     push: Linear, pull: Linear, residuals: Sequence[jax.Array], tangents: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """``push(*residuals, *tangents)``, of which ``pull(*residuals, *cotangents)`` is the transpose.
+    """Return ``push(*residuals, *tangents)``, whose transpose is ``pull(*residuals, *cotangents)``.
 
-    Neither function may close over values that are being traced: these belong to ``residuals``.
+    Neither function may close over traced values; pass them as ``residuals``.
     """
     return _pair.bind(*residuals, *tangents, push=push, pull=pull, held=len(residuals))
 

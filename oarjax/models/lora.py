@@ -1,13 +1,13 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) as plain trees beside a policy's params.
 
-A matrix W [in, out] that is adapted computes y = x W + scale * (x A) B with A [in, rank], B [rank, out] and
-scale = alpha / rank. W stays as it is: only A and B have gradients and optimizer state, and no gradient of W's shape
-is ever formed. B starts at 0, so that a policy with fresh adapters is the one without, bit for bit.
+An adapted matrix W [in, out] computes y = x W + scale * (x A) B with A [in, rank], B [rank, out] and
+scale = alpha / rank. W is frozen: only A and B have gradients and optimizer state, and no gradient of W's shape is ever
+formed. B starts at 0, so that a policy with fresh adapters equals the one without, bit for bit.
 
 The adapters of a tree {"layers": {"attention": {"q": {"kernel": W, "bias": b}}}} are
-{"layers": {"attention": {"q": {"lora_a": A, "lora_b": B}}}}. Laid over the frozen tree they are the params that a
-policy computes with; the frozen tree alone is the policy that training started from, which is the reference of a KL
-term at no cost. ``merged`` gives the same policy as plain params, for sampling and for export.
+{"layers": {"attention": {"q": {"lora_a": A, "lora_b": B}}}}. Joined with the frozen tree (``join_params``) they are
+the params that a policy computes with; the frozen tree alone is the policy that training started from: a free
+reference for a KL term. ``merge_adapters`` gives the same policy as plain params, for sampling and for export.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from jaxtyping import Array, Key
 from oarjax.types import Params, TrainState
 
 RANK = "rank"
-"""The name of the adapters' own axis, which is never divided."""
+"""Name of the adapters' own axis, which is never sharded."""
 
 
 def adapter_shapes(shapes: Params, *, rank: int, targets: Collection[str]) -> Params:
-    """Return the shapes of the adapters of every target matrix; float32, stacked as the matrices are.
+    """Return the shapes of the adapters of every target matrix; float32, stacked like the matrices.
 
     Args:
         shapes: of the params, such as ``models.weights.abstract_params``.
 
     Raises:
-        ValueError: a target that no matrix has, or a rank that is not below the matrices' own.
+        ValueError: a target without a matrix, or a rank that is not below the matrices' own.
     """
     wanted = set(targets)
 
@@ -43,7 +43,7 @@ def adapter_shapes(shapes: Params, *, rank: int, targets: Collection[str]) -> Pa
         *stack, into, out = kernel.shape
         if not 0 < rank < min(into, out):
             raise ValueError(
-                f"rank: {rank} for {'.'.join(path)} of {into} x {out}; expected 1 to {min(into, out) - 1}, above which "
+                f"rank: {rank} for {'.'.join(path)} of {into} x {out}; expected 1 to {min(into, out) - 1}; with more, "
                 "adapters are no smaller than the matrix"
             )
         wanted.discard(path[-1])
@@ -52,14 +52,14 @@ def adapter_shapes(shapes: Params, *, rank: int, targets: Collection[str]) -> Pa
             "lora_b": jax.ShapeDtypeStruct((*stack, rank, out), jnp.float32),
         }
 
-    found = _at_targets(shape, shapes, targets)
+    adapters = _at_targets(shape, shapes, targets)
     if wanted:
         raise ValueError(f"targets: this policy has no matrix {', '.join(sorted(wanted))}")
-    return found
+    return adapters
 
 
 def adapter_axes(axes: Params, *, targets: Collection[str]) -> Params:
-    """Name the adapters' axes for sharding: A is divided as W's first axis, B as its last.
+    """Name the adapters' axes for sharding: A is sharded like W's first axis, B like its last.
 
     ``axes`` are those of the params (``models.weights.logical_axes``).
     """
@@ -88,40 +88,40 @@ def init_adapters(key: Key[Array, ""], shapes: Params, *, rank: int, targets: Co
     return jax.tree.unflatten(tree, [start(path, shape) for path, shape in leaves])
 
 
-def laid_over(frozen: Params | None, params: Params) -> Params:
+def join_params(frozen: Params | None, params: Params) -> Params:
     """Join frozen and trained params into the tree that a policy's functions read; no array is copied.
 
-    With nothing frozen the params are the whole policy.
+    Without frozen params the trained ones are the whole policy.
     """
     if frozen is None:
         return params
 
     def over(under: Any, upper: Any) -> Any:
         if not isinstance(under, Mapping) or not isinstance(upper, Mapping):
-            raise ValueError("laid_over: a param stands where the frozen tree has one; train one or freeze the other")
+            raise ValueError("join_params: a param stands where the frozen tree has one; train one or freeze the other")
         both = {name: over(under[name], upper[name]) for name in under.keys() & upper.keys()}
         return {**under, **upper, **both}
 
     return over(frozen, params)
 
 
-def whole(state: TrainState) -> Params:
+def all_params(state: TrainState) -> Params:
     """Return all params of a state, trained and frozen, as the policy's functions read them."""
-    return laid_over(state.frozen, state.params)
+    return join_params(state.frozen, state.params)
 
 
-def below(params: Params) -> Params:
-    """Drop the adapters from params: the policy that training started from. No array is copied."""
+def without_adapters(params: Params) -> Params:
+    """Drop the adapters, which leaves the policy that training started from. No array is copied."""
     if not isinstance(params, Mapping):
         return params
-    return {name: below(node) for name, node in params.items() if name not in ("lora_a", "lora_b")}
+    return {name: without_adapters(node) for name, node in params.items() if name not in ("lora_a", "lora_b")}
 
 
-def merged(params: Params, *, scale: float, dtype: DTypeLike | None = None) -> Params:
+def merge_adapters(params: Params, *, scale: float, dtype: DTypeLike | None = None) -> Params:
     """Merge adapters into plain params: W + scale * A B, added in float32, then rounded to ``dtype`` or W's own.
 
-    Params without adapters come back as they are, cast where a dtype is given. In bfloat16 a change of a weight by less
-    than half a unit of its last place, a share of 2^-9 to 2^-8, is lost.
+    Params without adapters are returned unchanged, or cast to ``dtype``. In bfloat16 a change of a weight by less than
+    half a unit of its last place, a share of 2^-9 to 2^-8, is lost.
     """
 
     def node(tree: Any) -> Any:
@@ -143,13 +143,13 @@ def merged(params: Params, *, scale: float, dtype: DTypeLike | None = None) -> P
 def _at_targets(
     function: Callable[[tuple[str, ...], Any], Any], tree: Params, targets: Collection[str], path: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """``function(path, kernel)`` in the place of every {"kernel": ...} whose name is a target; nothing elsewhere."""
-    found: dict[str, Any] = {}
+    """Return a tree with ``function(path, kernel)`` for every target with a kernel; other nodes are left out."""
+    kept: dict[str, Any] = {}
     for name, node in tree.items():
         if not isinstance(node, Mapping):
             continue
         if name in targets and "kernel" in node:
-            found[name] = function((*path, name), node["kernel"])
+            kept[name] = function((*path, name), node["kernel"])
         elif inner := _at_targets(function, node, targets, (*path, name)):
-            found[name] = inner
-    return found
+            kept[name] = inner
+    return kept

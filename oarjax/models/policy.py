@@ -1,9 +1,11 @@
 """The interface of a model: four pure functions of its params, and four optional ones.
 
-Anything that gives the four can be trained; ``oarjax.models.qwen.make_policy`` gives them for the Qwen
-families. Parameters are an opaque pytree, and so is a cache to whoever decodes with it: it is made by ``init_cache``,
-filled by ``trunk``, and changed by ``take_rows``, ``grow`` and ``first_slots`` alone. Their defaults are those of a
-``KVCache``; a policy with other caches, such as a recurrent state, gives its own.
+To add a model: write a ``Policy`` and pass it to ``oarjax.make_steps`` (docs/examples/custom_policy.py). To add another
+Qwen family instead: see ``models/qwen_config.py``; ``models/qwen.py`` builds the Policy of all of them.
+
+Parameters are an opaque pytree, and so is a cache to its users: ``init_cache`` creates it, ``trunk`` fills it, and
+only ``take_rows``, ``grow`` and ``first_slots`` change it. Their defaults are for a ``KVCache``; a policy with another
+cache, such as a recurrent state, provides its own.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from oarjax.types import KVCache, Params
 
 class Embed(Protocol):
     def __call__(self, params: Params, tokens: Int[Array, "B N"]) -> Float[Array, "B N D"]:
-        """Input embeddings, float32 (the leaves that OAR-G differentiates)."""
+        """Return input embeddings, float32 (the leaves that OAR-G differentiates)."""
         ...
 
 
@@ -37,20 +39,20 @@ class Trunk(Protocol):
         prefix: KVCache | None = None,
         visible: Bool[Array, "B N C"] | None = None,
     ) -> tuple[Float[Array, "B N D"], KVCache | None]:
-        """Final hidden states, after the last norm, and the cache with these N tokens appended.
+        """Return final hidden states, after the last norm, and the cache with these N tokens appended.
 
         Without a cache: causal self-attention over N, invalid positions never attended to; the second
         result is None. With a cache of B rows: the N tokens are written at slots ``cache.length`` .. +N and
         attend to every valid slot before them and causally to one another. With a prefix of P rows, B = P*G:
         row b attends to all valid slots of prefix row b // G as well, which is read and never copied per row;
-        with ``visible`` each query only to those of its C slots that it names.
+        with ``visible`` each query only to the C slots that it marks.
         """
         ...
 
 
 class Unembed(Protocol):
     def __call__(self, params: Params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        """Logits, float32, of final hidden states."""
+        """Return logits, float32, of final hidden states."""
         ...
 
 
@@ -66,33 +68,33 @@ class Head(Protocol):
 
 class InitCache(Protocol):
     def __call__(self, rows: int, slots: int) -> KVCache:
-        """An empty cache for ``rows`` sequences of at most ``slots`` tokens."""
+        """Create an empty cache for ``rows`` sequences of at most ``slots`` tokens."""
         ...
 
 
 class TakeRows(Protocol):
     def __call__(self, cache: KVCache, rows: Int[Array, "*D r"]) -> KVCache:
-        """Some rows of a cache, in the order asked for: see ``take_rows``."""
+        """Return some rows of a cache, in the given order: see ``take_rows``."""
         ...
 
 
 class Grow(Protocol):
     def __call__(self, cache: KVCache, slots: int, *, drop: int = 0) -> KVCache:
-        """A full cache with room for more tokens: see ``grow``."""
+        """Make room for more tokens in a full cache: see ``grow``."""
         ...
 
 
 class FirstSlots(Protocol):
     def __call__(self, cache: KVCache, count: int) -> KVCache:
-        """The part of a cache that its first tokens wrote: see ``first_slots``."""
+        """Return the part of a cache that its first tokens wrote: see ``first_slots``."""
         ...
 
 
 def take_rows(cache: KVCache, rows: Int[Array, "*D r"]) -> KVCache:
-    """Return the rows of a cache with these numbers, in this order; -1 gives a row that holds nothing.
+    """Return the rows of a cache with these numbers, in this order; -1 gives an empty row.
 
     With ``rows`` [D, r] the cache's rows are D equal blocks one after another: block d of the result takes from block
-    d, by the number within it. So rows that are divided over D devices stay where they are.
+    d, by the number within it. So rows that are sharded over D devices stay on their device.
     """
     return replace(
         cache,
@@ -114,7 +116,7 @@ def taken(x: Array, rows: Int[Array, "*D r"], *, axis: int) -> Array:
 def grow(cache: KVCache, slots: int, *, drop: int = 0) -> KVCache:
     """Return a full cache without its first ``drop`` slots, the oldest tokens, and with ``slots`` empty ones behind.
 
-    All slots have been written when this is called. Whoever drops slots knows that no row has a token of its own there.
+    All slots have been written when this is called. The caller ensures that no row has tokens in the dropped slots.
     """
 
     def moved(x: Array, axis: int) -> Array:
@@ -131,7 +133,7 @@ def grow(cache: KVCache, slots: int, *, drop: int = 0) -> KVCache:
 
 
 def first_slots(cache: KVCache, count: int) -> KVCache:
-    """Return the first ``count`` slots, all written, as a prefix that is read and never copied per row."""
+    """Return the first ``count`` slots, all written, as a prefix, which is read and never copied per row."""
     return replace(
         cache,
         k=cache.k[:, :, :count],
@@ -141,8 +143,8 @@ def first_slots(cache: KVCache, count: int) -> KVCache:
     )
 
 
-def as_it_is(params: Params) -> Params:
-    """Return params unchanged: the ``head`` of a policy that has nothing to prepare."""
+def unchanged(params: Params) -> Params:
+    """Return params unchanged: the ``head`` of a policy without anything to prepare."""
     return params
 
 
@@ -153,12 +155,12 @@ class Policy(NamedTuple):
     trunk: Trunk
     unembed: Unembed
     init_cache: InitCache
-    head: Head = as_it_is
+    head: Head = unchanged
     take_rows: TakeRows = take_rows
     grow: Grow = grow
-    first_slots: FirstSlots | None = first_slots  # None: what a cache holds cannot be cut, such as a recurrent state
+    first_slots: FirstSlots | None = first_slots  # None: a cache that cannot be cut, such as a recurrent state
 
 
 def positions_of(valid: Bool[Array, "B N"]) -> Int[Array, "B N"]:
-    """Position of every token in its own sequence, whatever the padding: clip(cumsum(valid) - 1, 0)."""
+    """Return every token's position in its own sequence, without padding: clip(cumsum(valid) - 1, 0)."""
     return jnp.maximum(jnp.cumsum(valid, axis=-1, dtype=jnp.int32) - 1, 0)

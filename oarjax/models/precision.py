@@ -1,8 +1,8 @@
-"""Matrix products in the precision of their operands.
+"""Compute matrix products in the precision of their operands.
 
 TPUs multiply float32 matrices in one pass of bfloat16, and GPUs in TF32, unless a program asks for more. A policy whose
-compute dtype is float32 asks: ``highest`` is float32 on both. It costs three to six passes where it matters, nothing on
-a CPU, and bfloat16 operands are left as they are.
+compute dtype is float32 asks for ``highest``, which is float32 on both. It costs three to six passes there, nothing on
+a CPU, and does not affect bfloat16 operands.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def precision_of(dtype: DTypeLike) -> Precision | None:
 
 
 def full_precision(dtype: DTypeLike) -> AbstractContextManager[Any]:
-    """Trace products without a ``precision`` of their own as ``precision_of`` says."""
+    """Trace products that set no ``precision`` with that of ``precision_of``."""
     return nullcontext() if precision_of(dtype) is None else jax.default_matmul_precision("highest")
 
 
 def in_full(function: Callable[..., Any], dtype: DTypeLike) -> Any:
-    """Return ``function`` traced under ``full_precision(dtype)``; what JAX differentiates of it has the same."""
+    """Return ``function`` traced under ``full_precision(dtype)``; its derivatives are too."""
     if precision_of(dtype) is None:
         return function
 

@@ -1,4 +1,4 @@
-"""Qwen decoders, dense, with experts or with delta nets: Flax NNX modules behind a Policy of pure functions."""
+"""Build the Policy of a Qwen decoder, dense, with experts or with delta nets, from Flax NNX modules; remat is here."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ def make_policy(
 
     Matmul operands are in ``compute_dtype`` and accumulate in float32; the residual stream, norms, softmax,
     RoPE angles and logits are float32 (all float64 where compute_dtype is). With compute_dtype float32 the products are
-    float32 on every platform, see ``oarjax.models.precision``. ``remat`` says what the backward
+    float32 on every platform, see ``oarjax.models.precision``. ``remat`` sets what the backward
     pass recomputes of each layer: nothing, all but the matmuls without batch axes, or everything. The cache is
-    in ``compute_dtype``; its caller keeps cache.length + N within its slots. Matrices that have adapters beside them
-    in the params (``oarjax.models.lora``) use these with ``adapter_scale``; params without any are the plain model.
+    in ``compute_dtype``; its caller keeps cache.length + N within its slots. Matrices with adapters in the params
+    (``oarjax.models.lora``) use them with ``adapter_scale``; params without adapters are the plain model.
 
-    ``mesh``, of ``sharding``'s training or rollout axes, says where what is computed lives, each axis where it divides:
-    rows of states, logits and caches over the row axes, key heads and vocabulary over ``tensor``, the head as ``head``
-    gathers it whole but for the vocabulary. Left to itself the compiler may divide states along the embedding as the
-    weights are, and add them up over all devices in every layer.
+    ``mesh``, with the training or rollout axes of ``sharding``, sets the sharding of activations, for each axis that it
+    divides: rows of states, logits and caches over the row axes, key heads and vocabulary over ``tensor``; ``head`` is
+    gathered along all axes but the vocabulary. Otherwise the compiler may shard states along the embedding like the
+    weights, and sum them over all devices in every layer.
 
-    ``attention``: "splash" has Pallas' TPU kernels over ``mesh`` do whatever is causal self-attention, behind a prefix
-    of as many rows or not: training, scoring, prefill, linearised passes. Decode steps, prefixes that a group of rows
-    shares and ``visible`` stay with "xla", one program for every platform. ``attention_for`` chooses by the mesh.
+    ``attention``: "splash" uses Pallas' TPU kernels over ``mesh`` for causal self-attention, with or without a prefix
+    of as many rows: training, scoring, prefill, linearised passes. Decode steps, prefixes shared by a group of rows and
+    ``visible`` stay with "xla", one program for every platform. ``attention_for`` chooses by the mesh.
 
     ``experts``: how a mixture computes its experts; ``moe.experts_for`` chooses by the mesh.
 
@@ -101,13 +101,13 @@ def make_policy(
         layer_def, norm_def, delta_def = definitions(_adapted(params))
         new = valid.shape[1]
         cos, sin = rotation(positions, frequencies, scale=scale, dtype=stream)
-        # A cache of exactly N slots can only be empty: there is nothing earlier in it.
+        # A cache of exactly N slots can only be empty.
         filled = cache if cache is not None and cache.k.shape[2] > new else None
 
         if sizes is not None and visible is not None:
             raise ValueError(
-                "visible: a recurrent state cannot leave tokens of a prefix out, so that no place in the middle of a "
-                "row can be computed again by itself; compute whole suffixes, as OAR-P does"
+                "visible: a recurrent state cannot skip tokens of a prefix, so single places in the middle of a row "
+                "cannot be recomputed; compute whole suffixes, as OAR-P does"
             )
         stores = [c for c in (prefix, filled) if c is not None]
         plain = filled is None and visible is None and (prefix is None or prefix.k.shape[1] == valid.shape[0])
@@ -152,7 +152,7 @@ def make_policy(
         if WHOLE in params.get("head", {}):
             return params
         kernel = _transposed(params["embed"]["embedding"]) if cfg.tie_word_embeddings else params["head"]["kernel"]
-        # Cast first: what travels is in the compute dtype. The gradient takes the other way, see _project.
+        # Cast first, so that the compute dtype is what moves. The gradient takes another way, see _project.
         whole = place(jax.lax.stop_gradient(kernel).astype(compute), None, "tensor")
         return {**params, "head": {"kernel": kernel, WHOLE: whole}}
 
@@ -196,9 +196,9 @@ def make_policy(
 def _scan_blocks(
     attention: Any, delta: Any, x: Float[Array, "B N D"], layers: Any, deltas: Any, each: int
 ) -> tuple[Array, Any, Any]:
-    """Scan blocks of ``each`` layers with delta nets and one with attention, then the delta nets that are left.
+    """Scan blocks of ``each`` layers with delta nets and one with attention, then the remaining delta nets.
 
-    ``layers`` and ``deltas`` are what the two bodies are scanned over; results are stacked as these are.
+    The two bodies are scanned over ``layers`` and ``deltas``; results are stacked like these.
     """
     blocks, count = (jax.tree.leaves(xs)[0].shape[0] for xs in (layers, deltas))
 
@@ -220,7 +220,7 @@ def _scan_blocks(
 
 
 def _placed(mesh: Mesh, x: Array, *axes: str | tuple[str, ...] | None) -> Array:
-    """Constrain each axis of x to mesh axes, or keep it whole for None; leave it open where they do not divide."""
+    """Constrain each axis of x to mesh axes, or keep it whole for None; leave it open if they do not divide it."""
 
     def place(axis: str | tuple[str, ...] | None, size: int) -> Any:
         wanted = tuple(a for a in ((axis,) if isinstance(axis, str) else axis or ()) if a in mesh.shape)
@@ -238,10 +238,10 @@ WHOLE = "whole"
 def _project(
     hidden: Float[Array, "*rows D"], whole: Float[Array, "D V"], kernel: Float[Array, "D V"]
 ) -> Float[Array, "*rows V"]:
-    """Logits of states in the compute dtype with the gathered head; the gradient of the head is the kernel's.
+    """Compute logits of states in the compute dtype with the gathered head; its gradient goes to the kernel.
 
-    A loop over chunks adds up the gradient in the kernel's own dtype, float32, and where the kernel lives: added up
-    in bfloat16, what later chunks bring would be lost in rounding.
+    A loop over chunks sums the gradient in the kernel's own dtype, float32, with the kernel's sharding: in a bfloat16
+    sum, rounding would lose the contributions of later chunks.
     """
     return _logits(hidden, whole)
 
@@ -267,7 +267,7 @@ def _logits(hidden: Float[Array, "*rows D"], kernel: Float[Array, "D V"]) -> Flo
 
 
 def _adapted(params: Params) -> frozenset[str]:
-    """The matrices of a layer that have adapters beside them."""
+    """Return the names of a layer's matrices that have adapters."""
     stacks = [params[name] for name in ("layers", "delta_layers") if name in params]
     parts = [part for stack in stacks for part in stack.values() if isinstance(part, Mapping)]
     named = [(name, node) for part in parts for name, node in part.items()]
@@ -276,9 +276,9 @@ def _adapted(params: Params) -> frozenset[str]:
 
 @jax.custom_vjp
 def _transposed(kernel: Float[Array, "V D"]) -> Float[Array, "D V"]:
-    """The transpose, whose gradient is a product of its own, [D, V], turned afterwards.
+    """Transpose; the gradient is computed as a product [D, V] and transposed afterwards.
 
-    XLA would write the product as [V, D] at once, which on a CPU takes it twice as long.
+    XLA would compute it as [V, D] at once, which takes a CPU twice as long.
     """
     return kernel.T
 
@@ -304,7 +304,7 @@ def _append(cache: KVCache, k: Array, v: Array, valid: Bool[Array, "B N"]) -> KV
 
 
 def _rematerialised(body, *, remat: Remat):
-    """``body`` of a scan, recomputed in the backward pass as ``remat`` says."""
+    """Return the body of a scan, recomputed in the backward pass according to ``remat``."""
     policies = {
         "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         "full": jax.checkpoint_policies.nothing_saveable,

@@ -1,4 +1,4 @@
-"""Read a config.json into the numbers of a Qwen decoder, or refuse it by name.
+"""Read a config.json into the sizes of a Qwen decoder, or reject it; how to add a model family.
 
 To add a model family: its ``model_type`` in ``SUPPORTED`` and its fields in ``from_hf`` here, its tensors in the table
 of ``models/weights.py``, its layers beside ``models/layers.py`` and in ``models/qwen.py``, its sizes in
@@ -89,12 +89,12 @@ class QwenConfig:
     qkv_bias: bool  # Qwen2: always; Qwen3: attention_bias
     o_bias: bool  # Qwen3: attention_bias
     qk_norm: bool  # Qwen3
-    max_position_embeddings: int  # the longest sequence it was made for
+    max_position_embeddings: int  # the longest sequence that it supports
     yarn: Yarn | None = None
     initializer_range: float = 0.02
     experts: Experts | None = None
     delta: DeltaSizes | None = None  # Qwen3.5, whose attention has a gate and whose norms multiply by 1 + w
-    rotary_dim: int | None = None  # of a head, the first so many numbers are rotated; None: all
+    rotary_dim: int | None = None  # leading numbers of a head that are rotated; None: all
     prefix: str = "model."  # of the names of the decoder's tensors
 
     @property
@@ -206,7 +206,7 @@ def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
 
 
 def _read_experts(fields: Mapping[str, Any]) -> Experts:
-    """Read the experts, which every layer has: Qwen3's released mixtures mix in no dense layer."""
+    """Read the experts, which every layer has: Qwen3's released mixtures have no dense layers."""
     for name, allowed in (("mlp_only_layers", ([], None)), ("decoder_sparse_step", (1, None))):
         if fields.get(name) not in allowed:
             _refuse(name, fields[name], "dense layers among those with experts are not supported")
@@ -248,7 +248,7 @@ def _rotary_share(fields: Mapping[str, Any], default: float = 0.25) -> float:
 
 
 def _read_rope(fields: Mapping[str, Any]) -> tuple[float, Yarn | None]:
-    """rope_theta and YaRN from wherever this version of config.json keeps them."""
+    """Read rope_theta and YaRN from wherever this version of config.json has them."""
     rope = dict(fields.get("rope_scaling") or {}) | dict(fields.get("rope_parameters") or {})
     if any(isinstance(value, Mapping) for value in rope.values()):
         _refuse("rope_parameters", sorted(rope), "RoPE that differs between layers is not supported")

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN's numbers (arXiv 2309.00071). ``attention_factor`` multiplies cos and sin."""
+    """Settings of YaRN (arXiv 2309.00071). ``attention_factor`` multiplies cos and sin."""
 
     factor: float
     original_max_position: int
@@ -28,9 +28,9 @@ class Yarn:
 
 
 def yarn_attention_factor(factor: float, *, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """The factor on cos and sin that a config leaves out: 0.1 ln(factor) + 1 (YaRN, equation 22).
+    """Return the default factor on cos and sin: 0.1 ln(factor) + 1 (YaRN, equation 22).
 
-    With both ``mscale`` and ``mscale_all_dim`` it is the quotient of the two factors that they give.
+    With both ``mscale`` and ``mscale_all_dim`` it is the quotient of the factors for the two.
     """
 
     def magnitude(scale: float) -> float:
@@ -42,7 +42,7 @@ def yarn_attention_factor(factor: float, *, mscale: float | None, mscale_all_dim
 
 
 def inverse_frequencies(head_dim: int, *, theta: float, yarn: Yarn | None) -> np.ndarray:
-    """Radians per position of each rotated pair, f64[head_dim / 2]; pair i turns at theta ** (-2i / head_dim).
+    """Return radians per position of each rotated pair, f64[head_dim / 2]; pair i turns at theta ** (-2i / head_dim).
 
     YaRN divides the slow pairs by ``factor`` and leaves the fast ones, with a linear ramp over the pairs
     that turn between beta_slow and beta_fast times within the original context.
@@ -56,7 +56,7 @@ def inverse_frequencies(head_dim: int, *, theta: float, yarn: Yarn | None) -> np
 
 
 def _ramp_ends(head_dim: int, theta: float, yarn: Yarn) -> tuple[float, float]:
-    """The pairs (fractional) that turn beta_fast and beta_slow times within the original context."""
+    """Return the pairs (fractional) that turn beta_fast and beta_slow times within the original context."""
 
     def pair_turning(times: float) -> float:
         return head_dim * math.log(yarn.original_max_position / (times * 2 * math.pi)) / (2 * math.log(theta))
@@ -71,7 +71,7 @@ def _ramp_ends(head_dim: int, theta: float, yarn: Yarn) -> tuple[float, float]:
 def rotation(
     positions: Int[Array, "B N"], frequencies: np.ndarray, *, scale: float, dtype: DTypeLike
 ) -> tuple[Float[Array, "B N half"], Float[Array, "B N half"]]:
-    """cos and sin of position times frequency, times ``scale`` (1 without YaRN)."""
+    """Compute cos and sin of position times frequency, times ``scale`` (1 without YaRN)."""
     angles = positions[..., None].astype(dtype) * jnp.asarray(frequencies, dtype)
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
@@ -79,9 +79,9 @@ def rotation(
 def rotate(
     x: Float[Array, "B N heads h"], cos: Float[Array, "B N half"], sin: Float[Array, "B N half"]
 ) -> Float[Array, "B N heads h"]:
-    """Turn pair (x_i, x_{i + half}) of every head by its angle; numbers after the first 2 * half stay as they are.
+    """Turn pair (x_i, x_{i + half}) of every head by its angle; numbers after the first 2 * half are unchanged.
 
-    Qwen keeps the pairs of a whole head half a head apart.
+    Qwen's pairs are half a head apart.
     """
     half = cos.shape[-1]
     a, b, rest = jnp.split(x, [half, 2 * half], axis=-1)

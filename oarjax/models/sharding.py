@@ -1,4 +1,4 @@
-"""From the names of a param's axes to mesh axes. Names and sizes only: no device is touched here."""
+"""Map the names of a param's axes to mesh axes. Names and sizes only: no device is touched here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RULES: Mapping[str, str | None] = {
     "delta": None,  # heads of delta nets: queries, keys and values are one matrix
     "tap": None,  # of their convolution
 }
-"""Training layout: matrices divided over ``fsdp`` along the embedding and over ``tensor`` along the other axis."""
+"""Training layout: matrices sharded over ``fsdp`` along the embedding and over ``tensor`` along the other axis."""
 
 ROLLOUT: Mapping[str, str | None] = {**RULES, "embed": None}
 """Rollout layout: whole along the embedding, so that decoding does not gather every weight for every token."""
@@ -37,7 +37,7 @@ ROLLOUT_AXES = ("data", "tensor")
 """Mesh axes of the rollout layout: the same devices in the same order."""
 
 ROWS = ("slice", "data", "fsdp")
-"""Mesh axes over which the rows of a batch are divided, where the mesh has them."""
+"""Mesh axes that shard the rows of a batch, if the mesh has them."""
 
 
 class ShardingError(UserError, ValueError):
@@ -47,7 +47,7 @@ class ShardingError(UserError, ValueError):
 def param_specs(axes: Any, *, rules: Mapping[str, str | None] = RULES) -> Any:
     """Return the PartitionSpec of every param from its axes' names (``models.weights.logical_axes``).
 
-    A vector takes no ``fsdp`` axis: dividing a norm saves nothing and costs a gather.
+    A vector takes no ``fsdp`` axis: sharding a norm saves nothing and costs a gather.
 
     Raises:
         KeyError: an axis name without a rule.
@@ -63,7 +63,7 @@ def param_specs(axes: Any, *, rules: Mapping[str, str | None] = RULES) -> Any:
 
 
 def spread(spec: PartitionSpec, shape: Sequence[int], mesh: Mapping[str, int]) -> PartitionSpec:
-    """Move ``fsdp`` to the longer axis of a stacked matrix whose embedding axis does not take it, where it divides."""
+    """Move ``fsdp`` to the longer axis of a stacked matrix whose embedding axis does not take it, if it divides."""
     places = [*spec, *[None] * (len(shape) - len(spec))]
     if "fsdp" in places:
         return spec
@@ -78,8 +78,8 @@ def spread(spec: PartitionSpec, shape: Sequence[int], mesh: Mapping[str, int]) -
 def training_rules(*, kv_heads: int, tensor: int) -> Mapping[str, str | None]:
     """Adapt ``RULES`` to a policy with this many key heads on a tensor axis of this size.
 
-    Where the axis is a multiple of the key heads, their projections stay whole along it: they are small, and a
-    device needs the one key head that its query heads read.
+    If the axis is a multiple of the key heads, their projections stay whole along it: they are small, and a device
+    needs the one key head that its query heads read.
     """
     return {**RULES, "kv_heads": None} if tensor % kv_heads == 0 and kv_heads % tensor else RULES
 
@@ -90,7 +90,7 @@ def row_axes(mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def batch_spec(mesh: Mapping[str, int] | None = None) -> PartitionSpec:
-    """Divide rows of a batch over the mesh's row axes (by default all of ``ROWS``); keep every other axis whole."""
+    """Shard rows of a batch over the mesh's row axes (by default all of ``ROWS``); keep every other axis whole."""
     return PartitionSpec(ROWS if mesh is None else row_axes(mesh))
 
 
@@ -102,10 +102,10 @@ def check_divisible(
     rules: Mapping[str, str | None] = RULES,
     what: str = "the mesh",
 ) -> None:
-    """Raise where a mesh (axis name -> size) does not divide every param; ``what`` names it.
+    """Check that a mesh (axis name -> size) divides every param; ``what`` names it in errors.
 
-    ``pieces`` has, in the same tree, what each axis may be cut into (``models.weights.divisible_pieces``): an
-    axis of heads is cut between heads, never within one.
+    ``pieces`` has, in the same tree, the number of pieces that each axis may be cut into
+    (``models.weights.divisible_pieces``): an axis of heads is cut between heads, never within one.
 
     Raises:
         ShardingError: lists every (axis, size, mesh axis, size) that does not divide.
@@ -124,9 +124,9 @@ def check_divisible(
 
 
 def check_rows(rows: int, mesh: Mapping[str, int], *, what: str, remedy: str = "") -> None:
-    """Raise where the mesh's row axes do not divide a number of rows; ``what`` is the config field's path.
+    """Check that the mesh's row axes divide a number of rows; ``what`` is the config field's path.
 
-    ``remedy``: what would help besides another number of rows.
+    ``remedy``: a remedy besides another number of rows.
 
     Raises:
         ShardingError: with the axes, both sizes and a number that divides.
@@ -141,7 +141,7 @@ def check_rows(rows: int, mesh: Mapping[str, int], *, what: str, remedy: str = "
 
 
 def repeated_kv_heads(kv_heads: int, *, tensor: int) -> int:
-    """Return the key heads of the rollout policy: repeated where the tensor axis is a multiple of them, else unchanged.
+    """Return the key heads of the rollout policy: repeated if the tensor axis is a multiple of them, else unchanged.
 
     Grouped-query attention with every key head repeated gives the same numbers.
     """

@@ -1,4 +1,4 @@
-"""Causal self-attention by Pallas' TPU kernels ("splash attention"), in forward and reverse mode, over a mesh.
+"""Compute causal self-attention with Pallas' TPU kernels ("splash attention"), forward and reverse, over a mesh.
 
 It saves memory and time over ``attention.attend``: scores exist for one block at a time, forward and backward, and
 blocks above the diagonal are skipped. On TPUs the kernels are compiled; elsewhere Pallas' interpreter runs them, far
@@ -6,10 +6,10 @@ too slowly for anything but tests.
 
 Derivatives. The public kernel has reverse mode only, and OAR-G needs a linearisation as well. So a derivative here is
 a ``linear_pair``: cotangents go through the kernel's own backward pass (dq, and dk with dv), which reuses what the
-forward pass saved, and tangents through blocked XLA. Gradients never touch the XLA half.
+forward pass saved, and tangents go through blocked XLA. Gradients never touch the XLA half.
 
-Blocks. The kernels want lengths that are multiples of their blocks, and blocks that are multiples of 128, the lanes of
-a TPU. Lengths are padded; ``block_of`` weighs what padding and blocks across the diagonal compute for nothing against
+Blocks. The kernels need lengths that are multiples of their blocks, and blocks that are multiples of 128, the lanes of
+a TPU. Lengths are padded; ``block_of`` weighs the work wasted on padding and on blocks across the diagonal against
 larger tiles, which keep the matrix unit busier. Up to 640 x 640 float32 scores with their operands fit the 16 MiB of
 VMEM that a kernel gets by default, forward and backward, as libtpu 0.0.42 compiles them.
 """
@@ -40,7 +40,7 @@ LANES = 128
 EFFICIENCY = {LANES: 0.5, 256: 0.64, 384: 0.8, 512: 0.9, 640: 0.93}
 """Block -> share of the matrix unit's peak: assumed until measured (``oarjax accept`` times blocks of 128 and 512)."""
 HEADS = "tensor"
-"""Mesh axis over which heads are divided; rows are divided over all the others."""
+"""Mesh axis that shards heads; all others shard rows."""
 
 
 def splash(
@@ -52,14 +52,14 @@ def splash(
     mesh: Mesh,
     blocks: tuple[int, int] | None = None,
 ) -> Float[Array, "B N heads h"]:
-    """softmax(q k^T / sqrt(h)) v: what ``attend`` gives for the M - N keys of a prefix and the N queries' own.
+    """Compute softmax(q k^T / sqrt(h)) v like ``attend`` for the M - N keys of a prefix and the N queries' own.
 
     Query i sees the valid keys among the first M - N + i + 1; one that sees none gives 0. Head i reads key head
     i // (heads / kv). The result has the dtype of ``k``, in which q is rounded after scaling; scores, sums and
     the product with v are float32 inside the kernel.
 
-    Rows are divided over the axes of ``mesh`` other than "tensor" (padded where they do not divide), heads over
-    "tensor", key heads repeated no more than that needs. ``blocks`` of queries and keys: None, by ``block_of``.
+    Rows are sharded over the axes of ``mesh`` other than "tensor" (padded to divide), heads over "tensor", with key
+    heads repeated only as far as needed. ``blocks`` of queries and keys: None, by ``block_of``.
 
     Raises:
         ValueError: "tensor" does not divide the heads, or float64.
@@ -70,7 +70,7 @@ def splash(
     tensor = mesh.shape.get(HEADS, 1)
     repeats = _key_repeats(heads, kv, tensor)
     sees = jnp.cumsum(valid, axis=1)[:, keys - new :] > 0
-    # Equal ids see each other: 1 for real keys and whoever sees one. Padding sees padding, so no softmax is empty.
+    # Equal ids see each other: 1 for real keys and queries that see one. Padding sees padding, so no softmax is empty.
     ids_q, ids_k = sees.astype(jnp.int32), valid.astype(jnp.int32)
     parts = mesh.size // tensor
     block_q, block_k = blocks or (block_of(new), block_of(keys))
@@ -91,7 +91,7 @@ def splash(
 
 
 def causal_mixer(written: Sequence[Array], valid: Bool[Array, "B N"], mesh: Mesh) -> Callable[..., Array]:
-    """(keys and values stored for each of these rows, q, own k, own v) -> attention to both, causal among the new."""
+    """Return a function (stored keys and values of these rows, q, own k, own v) -> attention, causal among the new."""
     seen = jnp.concatenate([*written, valid], axis=1)
 
     def mix(stored: Sequence[tuple[Array, Array]], q: Array, k: Array, v: Array) -> Array:
@@ -117,12 +117,12 @@ def check_splash(heads: int, dtype: DTypeLike, mesh: Mesh) -> None:
 
 
 def _attention(mesh: Mesh, offset: int, block_q: int, block_k: int) -> Any:
-    """(q [B heads N h], k, v [B kv M h], ids of q [B N] and of k [B M]) -> [B heads N h], all sizes multiples."""
+    """Return a function (q [B heads N h], k, v [B kv M h], ids of q [B N], of k [B M]) -> [B heads N h], all padded."""
     row = tuple(axis for axis in mesh.axis_names if axis != HEADS)
     whole = PartitionSpec(row, HEADS if HEADS in mesh.axis_names else None)
     ids = PartitionSpec(row)
     specs = (whole, whole, whole, ids, ids)
-    # What is computed outside the kernels is plain XLA, so that the platform matters to the kernels alone.
+    # Everything outside the kernels is plain XLA, so only the kernels depend on the platform.
     interpret = mesh.devices.flat[0].platform != "tpu"
     divide = partial(jax.shard_map, mesh=mesh, out_specs=whole, check_vma=False)
     forward: Any = divide(
@@ -197,9 +197,9 @@ def _push(
     *,
     offset: int,
 ) -> Float[Array, "B heads N h"]:
-    """The change of attention's output with q, k and v: P dv + (P ds) v - (P . ds) out, ds = dq k + q dk.
+    """Compute the tangent of attention's output: P dv + (P ds) v - (P . ds) out, ds = dq k + q dk.
 
-    A block of queries at a time: scores are [B, heads, block, M].
+    It takes a block of queries at a time: scores are [B, heads, block, M].
     """
     rows, heads, new, width = q.shape
     kv, keys = k.shape[1:3]
@@ -209,7 +209,7 @@ def _push(
     def split(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(rows, kv, heads // kv, blocks, LANES, width), 3, 0)
 
-    def one(block: Any) -> Array:
+    def tangent_of(block: Any) -> Array:
         first, ids, q, out, dq = block
         seen = first + jnp.arange(LANES)[:, None] + offset >= jnp.arange(keys)
         seen = (seen & (ids[:, :, None] == ids_k[:, None, :]))[:, None, None]
@@ -222,21 +222,21 @@ def _push(
 
     first = jnp.arange(blocks) * LANES
     ids = jnp.moveaxis(ids_q.reshape(rows, blocks, LANES), 1, 0)
-    moved = jax.lax.map(one, (first, ids, split(q), split(out), split(dq)))
+    moved = jax.lax.map(tangent_of, (first, ids, split(q), split(out), split(dq)))
     return jnp.moveaxis(moved, 0, 3).reshape(rows, heads, new, width)
 
 
 def _key_repeats(heads: int, kv: int, tensor: int) -> int:
-    """Return the smallest number of copies of each key head with which "tensor" divides all key heads."""
+    """Return the smallest number of copies of each key head such that "tensor" divides all key heads."""
     group = heads // kv
     return next(n for n in range(1, group + 1) if group % n == 0 and kv * n % tensor == 0)
 
 
 def block_of(length: int) -> int:
-    """Return the block of the least time for causal attention of so many tokens: blocks visited over efficiency.
+    """Return the fastest block for causal attention of this many tokens, by blocks visited over efficiency.
 
-    Its multiple above the length has the same block. 576 and 640 tokens are one block of 640; 1,344 and 1,536 are three
-    of 512, which is cheaper than eleven or twelve of 128.
+    The length padded to it has the same block. 576 and 640 tokens are one block of 640; 1,344 and 1,536 are three of
+    512, which is cheaper than eleven or twelve of 128.
     """
 
     def cost(block: int) -> float:
@@ -247,5 +247,5 @@ def block_of(length: int) -> int:
 
 
 def _pad(x: Array, multiples: tuple[int, ...]) -> Array:
-    """Zeros after each axis up to a multiple."""
+    """Append zeros to each axis up to a multiple."""
     return jnp.pad(x, [(0, -size % multiple) for size, multiple in zip(x.shape, multiples)])

@@ -1,4 +1,4 @@
-"""ONE table of every tensor: its Hugging Face name, place in the tree, shape, axes, layout and start value.
+"""List every tensor in ONE table: Hugging Face name, place in the tree, shape, axes, layout and initial value.
 
 Loading, exporting, initialising, sharding and the tests all read it; nothing else names a tensor.
 """
@@ -24,13 +24,13 @@ from oarjax.types import Params
 
 @dataclass(frozen=True)
 class Weight:
-    """One entry: a tensor, or the same tensor of all layers, and all experts of a layer, stacked along first axes."""
+    """A tensor, or the same tensor of all layers, and of all experts of a layer, stacked along leading axes."""
 
     name: str  # in the checkpoint; {layer} and {expert} stand for their numbers
     path: tuple[str, ...]  # in the tree
     shape: tuple[int, ...]  # in the tree, layers and experts included
     axes: tuple[str, ...]  # logical name of every axis, for sharding
-    pieces: tuple[int, ...]  # what may be divided between devices: whole heads, not their numbers
+    pieces: tuple[int, ...]  # that each axis may be sharded into: whole heads, not their numbers
     layout: Literal["same", "transposed"]  # checkpoint matrices are [out, in], ours [in, out]
     init: Literal["normal", "ones", "zeros", "decay"]
     layers: tuple[int, ...] = ()  # numbers of the layers that are stacked
@@ -51,12 +51,12 @@ class Weight:
     @property
     def file_shape(self) -> tuple[int, ...]:
         """The shape of one tensor in the checkpoint."""
-        one = self.shape[len(self.stack) :]
-        return one[::-1] if self.layout == "transposed" else one
+        shape = self.shape[len(self.stack) :]
+        return shape[::-1] if self.layout == "transposed" else shape
 
 
 Axis = tuple[str, int, int]
-"""Its name, its size, and the pieces that it may be divided into."""
+"""(name, size, pieces that it may be sharded into)."""
 
 
 def weight_table(cfg: QwenConfig) -> tuple[Weight, ...]:
@@ -106,7 +106,7 @@ class _Stack:
         return self.table
 
     def attention(self, d: Axis, norms: str) -> None:
-        """List softmax attention, whose query projection is twice as wide where it has a gate."""
+        """List softmax attention, whose query projection is twice as wide with a gate."""
         cfg, width = self.cfg, self.cfg.head_dim
         heads = ("heads", cfg.num_attention_heads * width, cfg.num_attention_heads)
         kv = ("kv_heads", cfg.num_key_value_heads * width, cfg.num_key_value_heads)
@@ -120,7 +120,7 @@ class _Stack:
             self.add("self_attn.k_norm.weight", "attention.k_norm.scale", "same", norms, ("head", width, width))
 
     def delta(self, d: Axis) -> None:
-        """List a gated delta net. Queries, keys and values are one matrix in the file, which nothing divides."""
+        """List a gated delta net. Queries, keys and values are one matrix in the file, which is not sharded."""
         sizes = self.cfg.delta
         assert sizes is not None
 
@@ -173,7 +173,7 @@ def at(tree: Params, path: Sequence[str]) -> Any:
 
 
 def abstract_params(cfg: QwenConfig, *, dtype: DTypeLike) -> Params:
-    """Shapes and dtypes of the params, without any array."""
+    """Describe the params by shapes and dtypes, without arrays."""
     return build_tree(cfg, lambda w: jax.ShapeDtypeStruct(w.shape, jnp.dtype(dtype)))
 
 
@@ -199,7 +199,7 @@ def matmul_parameters(cfg: QwenConfig) -> int:
 
 
 def decoder_of(cfg: QwenConfig) -> Decoder:
-    """Return the sizes that cost depends on; of a layer's experts as many as a token visits."""
+    """Return the sizes that cost depends on; of a layer's experts, only those that a token visits."""
     head = cfg.vocab_size * cfg.hidden_size
     trunk = matmul_parameters(cfg) - head
     if cfg.experts is not None:
@@ -223,7 +223,7 @@ def sampling_params(cfg: QwenConfig, params: Params, *, kv_heads: int, dtype: DT
     """Convert params for sampling: each key head repeated up to ``kv_heads``, matrices cast to ``dtype``.
 
     Matrices and their biases are in ``dtype``: with the policy's compute dtype no number changes, since they are cast
-    to it where they are used. Norms and embeddings, which are read in float32, stay as they are.
+    to it when used. Norms and embeddings, which are read in float32, are unchanged.
     """
     if kv_heads % cfg.num_key_value_heads:
         raise ValueError(f"kv_heads: expected a multiple of {cfg.num_key_value_heads}, got {kv_heads}")

@@ -15,7 +15,7 @@ import optax
 from oarjax.credit.bind import method_of, weigher
 from oarjax.credit.kinds import neutral, token_advantages
 from oarjax.credit.signals import signals_of
-from oarjax.models.lora import laid_over
+from oarjax.models.lora import join_params
 from oarjax.models.weights import at, weight_table
 from oarjax.report.files import short
 from oarjax.rollout.sampler import rollout_key
@@ -130,7 +130,7 @@ def _scores(
 ) -> Scores:
     """Compute scores with the run's program."""
     noise = rollout_key(_key(header), step=header.number, batch=NOISE)
-    whole = laid_over(frozen, params)
+    whole = join_params(frozen, params)
     rows = e.rollout, e.span, e.numbers, e.used
     return run.steps.score(whole, reference, *rows, noise, e.probed, hints=e.hints, probe=header.probe)
 

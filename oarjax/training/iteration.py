@@ -13,7 +13,7 @@ import numpy as np
 
 from oarjax.config import Config
 from oarjax.credit.probe import ProbeMode, probe_mode
-from oarjax.models.lora import whole
+from oarjax.models.lora import all_params
 from oarjax.rl.loss import without_truncated
 from oarjax.rollout.sampler import rollout_key
 from oarjax.training.metrics import NONFINITE, rollout_metrics, unsound_rows
@@ -123,7 +123,7 @@ def iterate(
         with host.phase("score"):
             reference = None if ref_params is None else host.load_reference(ref_params)
             scores = [
-                score(steps, whole(state), reference, *minibatch, pieces=pieces, key=noise_key, probe=probe)
+                score(steps, all_params(state), reference, *minibatch, pieces=pieces, key=noise_key, probe=probe)
                 for minibatch, pieces in zip(minibatches, plan.pieces)
             ]
             jax.block_until_ready(scores)
@@ -214,7 +214,7 @@ def draw(
     constant = np.ones(0, bool)
     drawn: list[tuple[np.ndarray, Rollout, Callable[[], Grades]]] = []
     with host.phase("sample"):
-        params = steps.rollout_params(whole(state))  # freed on return: scores and updates need the memory
+        params = steps.rollout_params(all_params(state))  # freed on return: scores and updates need the memory
     for attempt in range(1 + cfg.update.refills):
         with host.phase("sample"):
             prompts = host.next_prompts()

@@ -34,7 +34,7 @@ from oarjax.credit.method import CreditMethod
 from oarjax.credit.oar.oar_g import row_keys
 from oarjax.credit.probe import Probe, ProbeMode
 from oarjax.credit.signals import signals_of
-from oarjax.models.lora import below
+from oarjax.models.lora import without_adapters
 from oarjax.models.policy import Policy
 from oarjax.rl.advantages import AdvantageFunction, zero_variance_groups
 from oarjax.rl.loss import aggregate
@@ -206,7 +206,7 @@ def make_steps(
     ) -> Scores:
         full = rollout.completion.shape[-1]
         # Below adapters lies what training started from: the reference is there already.
-        reference = below(params) if cfg.lora.rank else ref_params
+        reference = without_adapters(params) if cfg.lora.rank else ref_params
 
         def one(xs: Any) -> Scores:
             (r, s), rows, instead, teacher = cut(xs[:2], bucket, length=full), *xs[2:]

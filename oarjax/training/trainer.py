@@ -18,7 +18,7 @@ from oarjax.credit.bind import attribution, measures, needs_reference, taught
 from oarjax.credit.method import CreditMethod
 from oarjax.grading.grader import GraderError
 from oarjax.grading.recorded import Grading
-from oarjax.models.lora import whole
+from oarjax.models.lora import all_params
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import decoder_of
 from oarjax.report.console import OnceWarnings, PhaseTimer, Progress
@@ -130,7 +130,7 @@ def train(
                 tracing.close()
             if _due(cfg, iteration):
                 with timer.phase("evaluate"):
-                    last = evaluate(run, grader, whole(state))
+                    last = evaluate(run, grader, all_params(state))
             phases = timer.lap()
             training = phases["total"] - phases.get("evaluate", 0.0)
             metrics = done.metrics | {f"seconds/{name}": value for name, value in phases.items()}
@@ -157,12 +157,12 @@ def train(
             if stopped:
                 raise stopped
         if last is None and run.held_out is not None:  # the run was already finished
-            last = evaluate(run, grader, whole(state))
+            last = evaluate(run, grader, all_params(state))
     show_completions(console, cfg.iterations, rows)
     if programs := run.steps.decode_programs():
         console.print(f"rollouts ran {programs} decode programs, one per number of rows and of cache slots")
     spent = sum(record.get("seconds/total", 0.0) for record in read_metrics(folder / "metrics.jsonl"))
-    return Trained(folder, whole(state), last, spent or time.perf_counter() - began)
+    return Trained(folder, all_params(state), last, spent or time.perf_counter() - began)
 
 
 def completion_rows(run: Run, done: Iteration, count: int) -> list[CompletionRow]:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from oarjax.data.streams import SFTStream
-from oarjax.models.lora import whole
+from oarjax.models.lora import all_params
 from oarjax.report.console import OnceWarnings, Progress
 from oarjax.runs.checkpoint import Checkpoints
 from oarjax.runs.durable import Failures
@@ -99,4 +99,4 @@ def warm_start(run: Run, params: Params, stop: Stop) -> Params:
                 stop.obey()
         with failures.handled():  # wait for the last checkpoint, though it is no longer needed
             checkpoints.settle()
-    return plain_params(run.cfg.lora, whole(state), layout.params)
+    return plain_params(run.cfg.lora, all_params(state), layout.params)

@@ -121,7 +121,7 @@ def test_rows_of_a_cache_and_a_row_that_starts_anew(tiny):
 
 def test_no_place_in_the_middle_can_be_computed_again(tiny):
     embeddings = tiny.policy.embed(tiny.params, tiny.completion[:2])
-    with pytest.raises(ValueError, match="recurrent state cannot leave tokens of a prefix out"):
+    with pytest.raises(ValueError, match="recurrent state cannot skip tokens of a prefix"):
         tiny.policy.trunk(
             tiny.params,
             embeddings,

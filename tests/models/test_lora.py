@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny
 
-from oarjax.models.lora import adapter_axes, adapter_shapes, init_adapters, laid_over, merged
+from oarjax.models.lora import adapter_axes, adapter_shapes, init_adapters, join_params, merge_adapters
 from oarjax.models.qwen import make_policy
 from oarjax.models.weights import abstract_params, init_params, logical_axes, weight_table
 from oarjax.rollout.logps import token_logps
@@ -47,28 +47,29 @@ def policy(**options):
 def test_the_product_by_hand():
     """x W + scale (x A) B: with x = [1, 2], W = 0, A = [[1], [1]], B = [[1, 10]] and scale 2 it is 2 * 3 * [1, 10]."""
     tree = {"q": {"kernel": jnp.zeros((2, 2)), "lora_a": jnp.ones((2, 1)), "lora_b": jnp.array([[1.0, 10.0]])}}
-    plain = merged(tree, scale=2.0)
+    plain = merge_adapters(tree, scale=2.0)
     assert list(plain["q"]) == ["kernel"]
     np.testing.assert_array_equal(jnp.array([1.0, 2.0]) @ plain["q"]["kernel"], [6, 60])
 
 
 def test_fresh_adapters_are_the_base_bit_for_bit():
     base = params()
-    np.testing.assert_array_equal(logps(policy(), laid_over(base, adapters(fresh=True))), logps(policy(), base))
-    again = merged(laid_over(base, adapters(fresh=True)), scale=SCALE)
+    np.testing.assert_array_equal(logps(policy(), join_params(base, adapters(fresh=True))), logps(policy(), base))
+    again = merge_adapters(join_params(base, adapters(fresh=True)), scale=SCALE)
     jax.tree.map(np.testing.assert_array_equal, again, base)
 
 
 @pytest.mark.parametrize("targets", [ALL, ("q", "v"), ("down",)])
 def test_merged_weights_are_the_same_policy(targets):
     base, changed = params(), adapters(targets)
-    beside = logps(policy(), laid_over(base, changed))
+    beside = logps(policy(), join_params(base, changed))
     assert float(jnp.abs(beside - logps(policy(), base)).max()) > 0.05
-    plain = merged(laid_over(base, changed), scale=SCALE)
+    plain = merge_adapters(join_params(base, changed), scale=SCALE)
     assert jax.tree.structure(plain) == jax.tree.structure(base)
     np.testing.assert_allclose(logps(policy(), plain), beside, atol=2e-5)
     assert {
-        x.dtype.name for x in jax.tree.leaves(merged(laid_over(base, changed), scale=SCALE, dtype=jnp.bfloat16))
+        x.dtype.name
+        for x in jax.tree.leaves(merge_adapters(join_params(base, changed), scale=SCALE, dtype=jnp.bfloat16))
     } == {"bfloat16"}
 
 
@@ -79,10 +80,10 @@ def test_gradients_are_those_of_the_merged_weights():
     def loss(tree):
         return jnp.sum(logps(policy(), tree) * jnp.arange(7))
 
-    by_weights = jax.jit(jax.grad(loss))(merged(laid_over(base, changed), scale=SCALE))
+    by_weights = jax.jit(jax.grad(loss))(merge_adapters(join_params(base, changed), scale=SCALE))
     for remat in ("none", "full"):
         p = policy(remat=remat)
-        found = jax.jit(jax.grad(lambda a, p=p: jnp.sum(logps(p, laid_over(base, a)) * jnp.arange(7))))(changed)
+        found = jax.jit(jax.grad(lambda a, p=p: jnp.sum(logps(p, join_params(base, a)) * jnp.arange(7))))(changed)
         for part, name in (("attention", "q"), ("attention", "o"), ("mlp", "down")):
             dw, pair = by_weights["layers"][part][name]["kernel"], changed["layers"][part][name]
             mine = found["layers"][part][name]
@@ -115,9 +116,9 @@ def test_no_gradient_of_a_matrix_is_formed(remat):
     def loss(tree):
         return jnp.sum(logps(p, tree))
 
-    whole = products(jax.make_jaxpr(jax.grad(loss))(laid_over(base, changed)).jaxpr)
+    whole = products(jax.make_jaxpr(jax.grad(loss))(join_params(base, changed)).jaxpr)
     assert kernels <= whole, (kernels, whole)  # the test sees them where they are
-    alone = products(jax.make_jaxpr(jax.grad(lambda a: loss(laid_over(base, a))))(changed).jaxpr)
+    alone = products(jax.make_jaxpr(jax.grad(lambda a: loss(join_params(base, a))))(changed).jaxpr)
     assert not kernels & alone
     assert (16, RANK)[::-1] in alone
 
@@ -150,5 +151,5 @@ def test_what_cannot_be_adapted():
         adapter_shapes(shapes, rank=8, targets=ALL)
     with pytest.raises(ValueError, match="targets: this policy has no matrix gate_up"):
         adapter_shapes(shapes, rank=2, targets=("q", "gate_up"))
-    with pytest.raises(ValueError, match="laid_over: a param stands where the frozen tree has one"):
-        laid_over({"w": 1}, {"w": 2})
+    with pytest.raises(ValueError, match="join_params: a param stands where the frozen tree has one"):
+        join_params({"w": 1}, {"w": 2})

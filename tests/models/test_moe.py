@@ -7,7 +7,7 @@ import pytest
 
 from oarjax.data.hf import load_params, read_config
 from oarjax.models.grouped_dot import grouped_dot, grouped_outer
-from oarjax.models.lora import init_adapters, laid_over, merged
+from oarjax.models.lora import init_adapters, join_params, merge_adapters
 from oarjax.models.moe import route
 from oarjax.models.policy import positions_of
 from oarjax.models.qwen import make_policy
@@ -117,13 +117,13 @@ def test_adapters_of_experts_equal_merged_experts(kind, data, highest_precision)
     adapters = init_adapters(jax.random.key(0), params, rank=2, targets=("q", "up", "down"))
     adapters = jax.tree.map(lambda x: x + 0.1 * jnp.cos(jnp.arange(x.size)).reshape(x.shape), adapters)
     assert adapters["layers"]["mlp"]["down"]["lora_b"].shape == (2, 8, 2, 32)
-    policy, both = make_policy(cfg, remat="none", experts=kind, adapter_scale=1.5), laid_over(params, adapters)
+    policy, both = make_policy(cfg, remat="none", experts=kind, adapter_scale=1.5), join_params(params, adapters)
     valid = jnp.ones(ids.shape, bool)
 
     @jax.jit
     def hidden(params):
         return policy.trunk(params, policy.embed(params, ids), positions_of(valid), valid)[0]
 
-    found, want = hidden(both), hidden(merged(both, scale=1.5))
+    found, want = hidden(both), hidden(merge_adapters(both, scale=1.5))
     assert float(jnp.abs(want - hidden(params)).max()) > 0.1
     np.testing.assert_allclose(found, want, atol=1e-4, rtol=1e-4)

@@ -13,7 +13,7 @@ from oarjax.config import ConfigError, LoraConfig
 from oarjax.data.hf import load_params, read_config
 from oarjax.data.hf_files import CheckpointError
 from oarjax.data.peft import CONFIG, WEIGHTS, read_adapters, write_adapters
-from oarjax.models.lora import init_adapters, laid_over
+from oarjax.models.lora import init_adapters, join_params
 from oarjax.models.policy import positions_of
 from oarjax.models.qwen import make_policy
 from oarjax.training.parts.adapters import start_adapters
@@ -45,7 +45,7 @@ def trained(request, tmp_path_factory):
 
 def logits_here(cfg, params, adapters):
     policy = make_policy(cfg, remat="none", adapter_scale=ALPHA / RANK)
-    whole, valid = laid_over(params, adapters), jnp.ones(IDS.shape, bool)
+    whole, valid = join_params(params, adapters), jnp.ones(IDS.shape, bool)
     hidden, _ = policy.trunk(whole, policy.embed(whole, jnp.asarray(IDS)), positions_of(valid), valid)
     return np.asarray(policy.unembed(whole, hidden))
 

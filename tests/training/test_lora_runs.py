@@ -133,7 +133,7 @@ from oarjax.training.parts.layout import rollout_layout, training_layout
 from oarjax.training.parts.policy import bind_policy
 from oarjax.training.parts.state import new_state
 from oarjax.system.mesh import make_mesh
-from oarjax.models.lora import whole
+from oarjax.models.lora import all_params
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import init_params
 from oarjax.training.minibatches import Piece
@@ -163,7 +163,7 @@ def outcome(fsdp, tensor):
     noisy = lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape)  # with B = 0, A has no gradient
     state = state.replace(params=jax.tree.map(lambda x: jax.device_put(noisy(x), x.sharding), state.params))
     before = jax.device_get(state.params)
-    merged = jax.device_get(steps.rollout_params(whole(state)))
+    merged = jax.device_get(steps.rollout_params(all_params(state)))
     state, metrics = steps.update(state, batch, (Piece(None, np.int32(0), used),), count)
     pair = state.params["layers"]["attention"]["q"]
     where = [list(pair[name].sharding.spec) for name in ("lora_a", "lora_b")]

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from oarjax.config import ConfigError, LoraConfig
 from oarjax.data.hf_files import CheckpointError
 from oarjax.data.peft import read_adapters
-from oarjax.models.lora import adapter_axes, adapter_shapes, merged
+from oarjax.models.lora import adapter_axes, adapter_shapes
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import abstract_params, logical_axes
 from oarjax.types import Params
@@ -77,4 +77,4 @@ def plain_params(lora: LoraConfig, params: Params, shardings: Any, *, dtype: DTy
     """
     if lora.rank == 0:
         return params
-    return jax.jit(partial(merged, scale=lora.scale, dtype=dtype), out_shardings=shardings)(params)
+    return jax.jit(partial(merge_adapters, scale=lora.scale, dtype=dtype), out_shardings=shardings)(params)

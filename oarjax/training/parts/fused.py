@@ -21,7 +21,7 @@ from oarjax.credit.clean_pass import shared_pass
 from oarjax.credit.method import CreditMethod
 from oarjax.credit.oar.oar_g import row_keys
 from oarjax.credit.probe import ProbeMode
-from oarjax.models.lora import laid_over
+from oarjax.models.lora import join_params
 from oarjax.models.policy import Policy
 from oarjax.rl.masked import widened
 from oarjax.rollout.logps import hidden_logps
@@ -91,7 +91,7 @@ def make_fused(
         state: TrainState, rows: FusedRows, noise_key: Key[Array, ""], order_key: Key[Array, ""], probe: ProbeMode
     ) -> FusedSums:
         r, span, length = rows.rollout, rows.span, rows.completion.shape[-1]
-        params_of = partial(laid_over, state.frozen)
+        params_of = partial(join_params, state.frozen)
         shared = shared_pass(policy, params_of, state.params, r.tokens, r.valid, completion_length=length)
         keys = row_keys(noise_key, rows.numbers)
         scores = Scores(None, None, importance(params_of(state.params), shared.linear, r, span, keys, probe))

@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from oarjax.credit.probe import ProbeMode
-from oarjax.models.lora import whole
+from oarjax.models.lora import all_params
 from oarjax.rollout.sampler import rollout_key
 from oarjax.training.minibatches import Bucket, buckets
 from oarjax.training.parts.ahead import prompt_step
@@ -64,7 +64,7 @@ def by_length(run: Run) -> Iterator[Program]:
 
 def _call_samplers(run: Run, state: TrainState) -> int:
     """Call every program of rollouts and, with data.eval, of evaluations."""
-    params, key = run.steps.rollout_params(whole(state)), rollout_key(state.key, step=0, batch=0)
+    params, key = run.steps.rollout_params(all_params(state)), rollout_key(state.key, step=0, batch=0)
     samplers: list[tuple[Any, int, Any]] = [(run.steps.sample, run.cfg.rollout.prompts, key)]
     if run.cfg.data.eval is not None:
         samplers.append((run.steps.evaluate, run.cfg.eval.batch, jax.random.key(run.cfg.seed)))

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from oarjax.config import Config, LoraConfig
-from oarjax.models.lora import merged
+from oarjax.models.lora import merge_adapters
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.sharding import (
     ROLLOUT,
@@ -107,7 +107,9 @@ def rollout_layout(cfg: Config, model: QwenConfig, mesh: Mesh) -> RolloutLayout:
 
     def prepare(params: Params) -> Params:
         if cfg.lora.rank:
-            params = jax.tree.map(jax.lax.with_sharding_constraint, merged(params, scale=cfg.lora.scale), before)
+            params = jax.tree.map(
+                jax.lax.with_sharding_constraint, merge_adapters(params, scale=cfg.lora.scale), before
+            )
         cast = sampling_params(model, params, kv_heads=model.num_key_value_heads, dtype=compute)
         cast = jax.tree.map(_constrained, params, cast, before)  # cast before the move: half the bytes
         if other:

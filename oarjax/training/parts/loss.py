@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from oarjax.config import Config, LossConfig
 from oarjax.credit.method import CreditMethod
 from oarjax.credit.update import auxiliary_loss, reweigher
-from oarjax.models.lora import laid_over
+from oarjax.models.lora import join_params
 from oarjax.models.policy import Policy
 from oarjax.rl.loss import aggregate, policy_loss
 from oarjax.rl.masked import widened
@@ -55,7 +55,7 @@ def microbatch_sums(loss: Loss, state: TrainState, rows: TrainBatch) -> Sums:
     """Return loss, gradient and metrics of one microbatch [b, ...]; frozen params have no gradient."""
 
     def total(params: Params) -> tuple[Float[Array, ""], tuple[Mean, Metrics]]:
-        mean, metrics = loss(laid_over(state.frozen, params), rows)
+        mean, metrics = loss(join_params(state.frozen, params), rows)
         return mean.total, (mean, metrics)
 
     (_, (mean, metrics)), grads = jax.value_and_grad(total, has_aux=True)(state.params)
@@ -231,7 +231,7 @@ def make_row_check(loss: Loss) -> Callable[..., tuple[Params, RowCheck]]:
         params: Params, frozen: Params | None, so_far: Params, row: TrainBatch, denominator: Float[Array, ""]
     ) -> tuple[Params, RowCheck]:
         def total(params: Params) -> tuple[Float[Array, ""], tuple[Mean, Metrics]]:
-            mean, metrics = loss(laid_over(frozen, params), row)
+            mean, metrics = loss(join_params(frozen, params), row)
             return mean.total, (mean, metrics)
 
         (_, (mean, metrics)), grads = jax.value_and_grad(total, has_aux=True)(params)

@@ -25,7 +25,7 @@ from oarjax.credit.bind import needs_reference, signals
 from oarjax.credit.method import OF_MARKS, OF_TEACHER
 from oarjax.credit.probe import ProbeMode
 from oarjax.data.streams import bucketed
-from oarjax.models.lora import whole
+from oarjax.models.lora import all_params
 from oarjax.models.sharding import batch_spec
 from oarjax.models.weights import abstract_params
 from oarjax.training.minibatches import Bucket, buckets, widest_prompt
@@ -154,7 +154,18 @@ def score_program(run: Run, *, probe: ProbeMode | None = None) -> Program:
         reference = state.params
         takes |= {"reference"}
     probed = instead[0] if instead else None
-    args = (whole(state), reference, rollout, span, _numbers(run), _count(), _key(run), probed, _count(), _hints(run))
+    args = (
+        all_params(state),
+        reference,
+        rollout,
+        span,
+        _numbers(run),
+        _count(),
+        _key(run),
+        probed,
+        _count(),
+        _hints(run),
+    )
     static = {"probe": probe or cfg.credit.probe.mode, "bucket": _bucket(run)}
     return Program("score", run.steps.score, args, static, frozenset(takes))
 
@@ -250,7 +261,7 @@ def _with(tree: Any, shardings: Any) -> Any:
 
 def _params(run: Run) -> Any:
     """Return all params that the policy reads, adapters included."""
-    return whole(abstract_state(run))
+    return all_params(abstract_state(run))
 
 
 def _key(run: Run) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import tiny
 from tiny_programs import built
 
-from oarjax.models.lora import whole
+from oarjax.models.lora import all_params
 from oarjax.models.weights import init_params, parameter_count
 from oarjax.training.iteration import iterate
 from oarjax.training.parts.shapes import apply_program, bytes_per_device, programs, resident
@@ -29,7 +29,9 @@ def test_an_iteration_compiles_nothing_that_was_compiled_before(changes, caplog)
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         for iteration in (1, 2):
             state, done = iterate(state, None, iteration, steps=b.steps, host=host, cfg=b.cfg)
-        b.steps.evaluate(b.steps.rollout_params(whole(state)), b.place(tiny.prompts(), "prompts"), jax.random.key(1))
+        b.steps.evaluate(
+            b.steps.rollout_params(all_params(state)), b.place(tiny.prompts(), "prompts"), jax.random.key(1)
+        )
     assert done.metrics["rows_used"] > 0
     compiled = [r.getMessage() for r in caplog.records if "XLA compilation of" in r.getMessage()]
     names = [
