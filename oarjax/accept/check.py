@@ -1,4 +1,4 @@
-"""A measured value and its verdict: plain values, no device."""
+"""Compare measured values with bounds. Plain values, no device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Value = Number | str | bool | None
 
 
 class Check(NamedTuple):
-    """One line of a stage."""
+    """One line of a stage: a value and its verdict."""
 
     name: str
     state: State

@@ -1,7 +1,7 @@
-"""``oarjax accept``: does everything work on this machine, and as fast as it should? One report to attach to an issue.
+"""``oarjax accept``: check that everything works on this machine, at full speed, in one report to attach to an issue.
 
-The stages run in worker processes, so that one that hangs or crashes is one red line and not the end. This process
-touches no device: on a TPU only one process can.
+The stages run in worker processes, so that a hang or a crash is one red line and not the end. This process touches no
+device: on a TPU only one process can.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ def run(out: Path, *, only: str, device: str, folder: Path | None, bucket: Path 
     """Run the stages, write the report as JSON and as a page beside it, and return True if none failed.
 
     Args:
-        folder: for what the stages write, one for all hosts; None: beside the report, where what an earlier call left
-            is removed first.
+        folder: for the files of the stages, shared by all hosts; None: beside the report, emptied first.
         scale: multiplies every stage's timeout.
 
     Raises:
@@ -54,16 +53,16 @@ def run(out: Path, *, only: str, device: str, folder: Path | None, bucket: Path 
             with console.status(f"{stage.title} ({stage.name})"):
                 results.append(workers.run(stage, timeout=stage.timeout * scale))
             show(console, results[-1])
-            with storage_errors(out):  # after each stage: a machine that is taken away leaves what is known
+            with storage_errors(out):  # after each stage: if the machine is lost, the results so far are not
                 out.write_text(to_json(document(results), indent=1) + "\n", encoding="utf-8")
                 write_accept_page(out.with_suffix(".html"), document(results))
-    found = document(results)
-    console.print(f"{found['summary']}; {out} and {out.with_suffix('.html')}", markup=False)
-    return found["state"] != "failed"
+    report = document(results)
+    console.print(f"{report['summary']}; {out} and {out.with_suffix('.html')}", markup=False)
+    return report["state"] != "failed"
 
 
 class Workers:
-    """Run stages one after another, in one process for as long as it answers; use as a context manager."""
+    """Run stages one after another in a worker process, replaced when it fails; use as a context manager."""
 
     def __init__(self, job: dict[str, Any], log: Path):
         self._job, self._log = job, log
@@ -76,21 +75,21 @@ class Workers:
         self._end()
 
     def run(self, stage: Stage, *, timeout: float) -> dict[str, Any]:
-        """Return a stage's result; a worker that hangs or ends is killed and replaced for the next one."""
+        """Return a stage's result; a worker that hangs or ends is killed, and the next stage gets a new one."""
         began = time.monotonic()
         if stage.own_process:
             self._end()
         try:
-            found = self._ask(stage, began + timeout)
+            answer = self._ask(stage, began + timeout)
         except TimeoutError:
-            found = {"checks": [], "error": f"not done within {timeout:g} s"}
+            answer = {"checks": [], "error": f"not done within {timeout:g} s"}
         except (OSError, EOFError) as error:
-            found = {"checks": [], "error": f"the process ended: {error or 'without a word'}; see {self._log}"}
-        if found["error"] is not None:
+            answer = {"checks": [], "error": f"the process ended: {error or 'without a message'}; see {self._log}"}
+        if answer["error"] is not None:
             self._end()
         seconds = time.monotonic() - began
-        state = state_of(found["checks"], found["error"])
-        return {"stage": stage.name, "title": stage.title, "state": state, "seconds": seconds, **found}
+        state = state_of(answer["checks"], answer["error"])
+        return {"stage": stage.name, "title": stage.title, "state": state, "seconds": seconds, **answer}
 
     def _ask(self, stage: Stage, until: float) -> dict[str, Any]:
         process = self._process = self._process or self._start()
@@ -120,7 +119,7 @@ class Workers:
             return
         if process.stdin is not None:
             try:
-                process.stdin.close()  # it ends by itself, unless it hangs
+                process.stdin.close()  # it then ends by itself, unless it hangs
                 process.wait(5)
             except (OSError, subprocess.TimeoutExpired):
                 process.kill()
@@ -131,7 +130,7 @@ def _line(stream: Any, until: float) -> str:
     """Read a line.
 
     Raises:
-        TimeoutError: there is none until then.
+        TimeoutError: none arrived in time.
         EOFError: the stream ended.
     """
     text = ""
@@ -148,7 +147,7 @@ def _line(stream: Any, until: float) -> str:
 
 
 def document(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the report: the stages, and one line about them."""
+    """Return the report: the stages, and a summary in one line."""
     count = {state: sum(r["state"] == state for r in results) for state in ("ok", "failed", "not applicable")}
     state = "failed" if count["failed"] else "ok"
     summary = ", ".join(f"{number} {name}" for name, number in count.items() if number)

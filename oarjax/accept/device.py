@@ -1,4 +1,4 @@
-"""Stages of the machine itself: what it is, and how near it comes to its data sheet."""
+"""Stages of the machine itself: list its parts, and compare its speed with its data sheet."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from oarjax.system.devices import memory_limit
 
 PACKAGES = ("oarjax", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "orbax-checkpoint")
 PRODUCTS, COPIES, LINKS = 0.85, 0.8, 0.8
-"""Shares of the peak that are expected of bfloat16 products, copies within memory, and all-reduces."""
+"""Expected shares of the peak, of bfloat16 products, copies within memory, and all-reduces."""
 NO_PEAK = "no published peak for this device"
 
 
 def facts(s: Setting) -> list[Check]:
-    """List versions and devices; there must be room on the disk for a small run."""
+    """List versions and devices, and check the disk space for a small run."""
     devices = jax.devices()
     versions = {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
     free = min(shutil.disk_usage(place).free for place in (s.folder, Path.home())) / 2**30
-    found = [measured(name, number) for name, number in versions.items() if number is not None]
+    checks = [measured(name, number) for name, number in versions.items() if number is not None]
     limit = memory_limit(jax.local_devices()[0])
-    found += [
+    checks += [
         measured("device kind", devices[0].device_kind),
         measured("devices", len(devices)),
         measured("processes", jax.process_count()),
@@ -41,7 +41,7 @@ def facts(s: Setting) -> list[Check]:
         holds("one kind of device", len({d.device_kind for d in devices}) == 1),
         at_least("free disk", free, 1.0 if s.small else 20.0, unit="GiB"),
     ]
-    return found
+    return checks
 
 
 def _version(package: str) -> str | None:
@@ -89,28 +89,28 @@ def _copies(s: Setting) -> list[Check]:
     right = bool((np.asarray(many(x)[:: max(size // 4096, 1)]) == times).all())
     rate = 2 * size * times / best_seconds(lambda: many(x), repeats=5)
     return [
-        holds("copies arrive", right),
+        holds("copies are exact", right),
         _of_peak("copies in memory", rate / 1e9, s.peaks.bandwidth, 1e9, COPIES, "GB/s"),
     ]
 
 
 def _all_reduces(s: Setting, devices: Mesh) -> list[Check]:
-    found = []
+    checks = []
     for axis, count in devices.shape.items():
         if count > 1:
-            found += _all_reduce(s, devices, str(axis), count)
-    return found or [not_applicable("all-reduce", "a single device")]
+            checks += _all_reduce(s, devices, str(axis), count)
+    return checks or [not_applicable("all-reduce", "a single device")]
 
 
 def _all_reduce(s: Setting, devices: Mesh, axis: str, count: int) -> list[Check]:
-    """Every device of the axis adds its own number to 64 MiB (1 MiB on a CPU)."""
+    """Sum 64 MiB (1 MiB on a CPU) over the axis, filled with each device's own number."""
     size = 2**18 if s.small else 2**24
     where = NamedSharding(devices, PartitionSpec(axis))
 
-    def part(index: Any) -> np.ndarray:
+    def shard(index: Any) -> np.ndarray:
         return np.full(size, (index[0].start or 0) // size, np.float32)
 
-    x = jax.make_array_from_callback((count * size,), where, part)
+    x = jax.make_array_from_callback((count * size,), where, shard)
     add = partial(jax.shard_map, mesh=devices, in_specs=PartitionSpec(axis), out_specs=PartitionSpec(axis))
     summed = jax.jit(add(lambda own: added(own, axis)))
     parts = [np.asarray(shard.data) for shard in summed(x).addressable_shards]
@@ -124,7 +124,7 @@ def _all_reduce(s: Setting, devices: Mesh, axis: str, count: int) -> list[Check]
 
 
 def added(part: Any, axis: str) -> Any:
-    """Add up over a mesh axis as the stage does."""
+    """Sum over a mesh axis as the stage does."""
     return jax.lax.psum(part, axis)
 
 

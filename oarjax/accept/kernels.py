@@ -1,4 +1,4 @@
-"""The stage of the attention kernels: splash against plain attention in float32, forward, backward and linearised."""
+"""Stage of the attention kernels: compare splash with plain attention in float32, forward, backward and linearised."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from oarjax.models.precision import full_precision
 from oarjax.models.splash import splash
 
 ERRORS = {"forward": 0.01, "backward": 0.02, "linearised": 0.02}
-"""Largest errors of bfloat16 kernels, as shares of the largest number; docs/numerics.md has the interpreter's."""
+"""Bounds on errors of bfloat16 kernels, as shares of the largest number; docs/numerics.md has the interpreter's."""
 WIDTHS = (64, 128)
 LENGTHS = (576, 640, 1344, 1536)
 BLOCKS = (128, 512)
@@ -26,13 +26,13 @@ BLOCKS = (128, 512)
 def attention(s: Setting) -> list[Check]:
     """Compare splash with plain attention, and their times; a CPU interprets the kernels at one small size."""
     if s.platform == "gpu":
-        return [not_applicable("splash attention", "its kernels are for TPUs; GPUs take plain attention")]
-    found = []
+        return [not_applicable("splash attention", "its kernels are for TPUs; GPUs use plain attention")]
+    checks = []
     for width in WIDTHS:
         for length in (130,) if s.small else LENGTHS:
             for block in (128,) if s.small else BLOCKS:
-                found += _compare(s, width, length, block)
-    return found
+                checks += _compare(s, width, length, block)
+    return checks
 
 
 def _compare(s: Setting, width: int, length: int, block: int) -> list[Check]:
@@ -58,17 +58,17 @@ def _compare(s: Setting, width: int, length: int, block: int) -> list[Check]:
     wide = partial(jax.tree.map, lambda x: x.astype(jnp.float32))
     with full_precision(jnp.float32):
         theirs = _three(plain, wide(inputs), wide(tangents), wide(cotangent))
-    found = [
+    checks = [
         at_most(f"{name}: {part}", _error(ours[part], theirs[part]), bound, note="largest error, of the largest number")
         for part, bound in ERRORS.items()
     ]
     if s.small:
-        return [*found, not_applicable(f"{name}: time", "the kernels are interpreted here")]
+        return [*checks, not_applicable(f"{name}: time", "the kernels are interpreted here")]
     seconds = {
         side: best_seconds(partial(_gradient(function), inputs, cotangent), repeats=5)
         for side, function in (("splash", kernel), ("plain", plain))
     }
-    return [*found, measured(f"{name}: plain over splash, forward and backward", seconds["plain"] / seconds["splash"])]
+    return [*checks, measured(f"{name}: plain over splash, forward and backward", seconds["plain"] / seconds["splash"])]
 
 
 def _three(function: Any, inputs: Any, tangents: Any, cotangent: Any) -> dict[str, Any]:

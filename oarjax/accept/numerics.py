@@ -1,4 +1,4 @@
-"""The stage of the numbers: log-probs, draws and random bits of a device against a CPU's, with Qwen's vocabulary."""
+"""Stage of the numbers: compare log-probs, draws and random bits of a device with a CPU's, with Qwen's vocabulary."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from oarjax.types import PromptBatch
 
 ROWS, LENGTH, CHUNK = 4, 24, 32
 CLASSES = 32
-"""Groups of tokens that draws are counted in."""
+"""Groups of tokens whose draws are counted."""
 LOGPS = {"float32": 1e-3, "bfloat16": 0.1}
-"""Largest difference of a log-prob from a CPU's in float32, in nats."""
+"""Bounds on the difference of a log-prob from a CPU's in float32, in nats."""
 GAP = {"float32": 1e-3, "bfloat16": 0.05}
-"""Largest mean difference between the log-probs of the sampler and of the scorer, in nats."""
+"""Bounds on the mean difference between log-probs of the sampler and of the scorer, in nats."""
 
 
 class Small(NamedTuple):
@@ -50,17 +50,17 @@ def numerics(s: Setting) -> list[Check]:
     own, cpu = jax.local_devices()[0], jax.local_devices(backend="cpu")[0]
     small = small_policy()
     reference = logps_of(small, cpu, "float32")
-    found = []
+    checks = []
     for dtype in ("float32",) if s.small else ("float32", "bfloat16"):
         error = float(np.abs(logps_of(small, own, dtype) - reference).max())
-        found.append(at_most(f"log-probs in {dtype} against a CPU's", error, LOGPS[dtype], unit="nats"))
+        checks.append(at_most(f"log-probs in {dtype} against a CPU's", error, LOGPS[dtype], unit="nats"))
         gap = sampler_gap(small, own, dtype)
-        found.append(at_most(f"sampler against scorer in {dtype}", gap, GAP[dtype], unit="nats"))
+        checks.append(at_most(f"sampler against scorer in {dtype}", gap, GAP[dtype], unit="nats"))
     bits = [random_bits(device) for device in (own, cpu)]
-    found.append(holds("random bits equal a CPU's", bool((bits[0] == bits[1]).all())))
+    checks.append(holds("random bits equal a CPU's", bool((bits[0] == bits[1]).all())))
     chance = draw_chance(own, draws=512 if s.small else 16384)
     name = f"draws of {VOCABULARY:,} tokens"
-    return [*found, at_least(name, chance, 1e-4, note="chance of so large a chi-square")]
+    return [*checks, at_least(name, chance, 1e-4, note="chance of so large a chi-square")]
 
 
 def logps_of(small: Small, device: Any, dtype: str) -> np.ndarray:
@@ -78,15 +78,15 @@ def logps_of(small: Small, device: Any, dtype: str) -> np.ndarray:
 
 
 def sampler_gap(small: Small, device: Any, dtype: str) -> float:
-    """Return the mean difference between log-probs as drawn and as scored."""
+    """Return the mean difference between log-probs of the sampler and of the scorer."""
     with jax.default_device(device):
         policy, params = make_policy(small.cfg, compute_dtype=dtype), small.params()
         prompts = PromptBatch(jnp.asarray(small.tokens[:, :8]), jnp.ones((ROWS, 8), bool), jnp.arange(ROWS))
 
         @jax.jit
         def gap(params: Any) -> Any:
-            how: dict[str, Any] = {"group_size": 2, "max_new": 8, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-            drawn = sample(policy, params, prompts, jax.random.key(2), **how, stop_ids=(), pad_id=0)
+            settings: dict[str, Any] = {"group_size": 2, "max_new": 8, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+            drawn = sample(policy, params, prompts, jax.random.key(2), **settings, stop_ids=(), pad_id=0)
             more = {"completion_length": 8, "temperature": 1.0, "head_chunk": CHUNK}
             scored = token_logps(policy, params, drawn.tokens, drawn.valid, **more)[0]
             return jnp.abs(scored - drawn.behaviour_logps).mean()
@@ -101,9 +101,9 @@ def random_bits(device: Any) -> np.ndarray:
 
 
 def draw_chance(device: Any, *, draws: int, batch: int = 64) -> float:
-    """Return the chance that draws from the right distribution would be spread as unevenly as these, or more.
+    """Return the p-value of draws under the right distribution, by a chi-square test.
 
-    The smaller of two: over ranges of the vocabulary, and over the places within the blocks that are drawn from.
+    It is the smaller of two: over ranges of the vocabulary, and over the places within the sampler's blocks.
     """
     logits = np.random.default_rng(4).normal(size=VOCABULARY).astype(np.float32) * 2
     mass = np.exp(logits.astype(np.float64) - logits.max())

@@ -1,4 +1,4 @@
-"""report.html of ``oarjax accept``: every stage and check on one self-contained page without scripts."""
+"""Write report.html of ``oarjax accept``: every stage and check on one self-contained page without scripts."""
 
 from __future__ import annotations
 

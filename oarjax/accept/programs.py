@@ -1,4 +1,4 @@
-"""Stages of a run's programs: their compilation, cold, warm and in the next process, and the time of each phase."""
+"""Stages of a run's programs: time their compilation, cold, warm and in the next process, and each phase."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from oarjax.training.run import Run, open_run
 from oarjax.types import PromptBatch
 
 SLOWER = 2.0
-"""A phase is flagged where it takes this many times what the plan's arithmetic says."""
+"""A phase fails above this multiple of the plan's arithmetic."""
 FILE = "compilation.json"
 REPEATS = 5
 
 
 def compilation(s: Setting) -> list[Check]:
-    """Compile a run's programs with an empty cache, then from it; the estimates of memory must fit."""
+    """Compile a run's programs with an empty cache, then from it; the memory estimates must fit."""
     jax.clear_caches()
     cold, misses, sizes = _compile(s)
     jax.clear_caches()
     warm, missed, _ = _compile(s)
     (s.folder / FILE).write_text(json.dumps({"cold": cold}))
     limit = memory_limit(jax.local_devices()[0])
-    found = [
+    checks = [
         measured("cold", cold, unit="s", note=f"{misses} programs"),
         measured("warm", warm, unit="s"),
         holds("an empty cache is filled", misses > 0, value=misses),
@@ -56,10 +56,10 @@ def compilation(s: Setting) -> list[Check]:
     for phase, size in sizes.items():
         name = f"estimated peak of {phase}"
         if limit is None:
-            found.append(not_applicable(name, "a CPU states no limit", value=size / 2**20, unit="MiB"))
+            checks.append(not_applicable(name, "a CPU states no limit", value=size / 2**20, unit="MiB"))
         else:
-            found.append(at_most(name, size / 2**30, limit / 2**30, unit="GiB"))
-    return found
+            checks.append(at_most(name, size / 2**30, limit / 2**30, unit="GiB"))
+    return checks
 
 
 def next_process(s: Setting) -> list[Check]:
@@ -90,17 +90,17 @@ def _compile(s: Setting) -> tuple[float, int, dict[str, int]]:
 
 @contextmanager
 def _misses():
-    """Count the programs that JAX looked for in its cache and did not find."""
+    """Count the programs that JAX did not find in its cache."""
     events: list[str] = []
 
-    def heard(event: str, **_: Any) -> None:
+    def count_event(event: str, **_: Any) -> None:
         events.append(event.rsplit("/", 1)[-1])
 
-    monitoring.register_event_listener(heard)
+    monitoring.register_event_listener(count_event)
     try:
         yield lambda: events.count("compile_requests_use_cache") - events.count("cache_hits")
     finally:
-        monitoring.unregister_event_listener(heard)
+        monitoring.unregister_event_listener(count_event)
 
 
 def phases(s: Setting) -> list[Check]:
@@ -122,7 +122,7 @@ def phases(s: Setting) -> list[Check]:
         metrics.append(done.metrics)
     files = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 0]
     finite = all(np.isfinite(list(each.values())).all() for each in metrics)
-    found = [
+    checks = [
         holds("every metric is finite", bool(finite)),
         holds("the trace has files", bool(files), value=len(files)),
         _peak_memory(s, run),
@@ -135,10 +135,10 @@ def phases(s: Setting) -> list[Check]:
             planned += planned_seconds(s, cfg, model, "score", rate)
         word = f"{seconds:.4g} s, {planned:.4g} s at peak"
         if s.small or s.peaks.flops is None:
-            found.append(not_applicable(f"{name} against plan", f"{word}, measured", value=seconds / planned))
+            checks.append(not_applicable(f"{name} against plan", f"{word}, measured", value=seconds / planned))
         else:
-            found.append(at_most(f"{name} against plan", seconds / planned, SLOWER, note=word))
-    return found
+            checks.append(at_most(f"{name} against plan", seconds / planned, SLOWER, note=word))
+    return checks
 
 
 def phase_config(s: Setting) -> Config:
@@ -182,7 +182,7 @@ def host_of(run: Run, phase: Any) -> HostCallbacks:
 
 
 def planned_seconds(s: Setting, cfg: Config, model: QwenConfig, name: str, rate: float) -> float:
-    """Return the seconds of a phase at peak rates, nothing overlapped; an update computes its forward again."""
+    """Return the seconds of a phase at peak rates without overlap; an update recomputes its forward."""
     count = len(jax.devices())
     again = 4 / 3 if name == "update" and cfg.policy.remat == "full" else 1.0
     products = again * model_flops(name, model, cfg) / (count * rate)
@@ -192,14 +192,14 @@ def planned_seconds(s: Setting, cfg: Config, model: QwenConfig, name: str, rate:
 
 
 def _rate_of_products() -> float:
-    """Measure the products of this machine, where no data sheet is known."""
+    """Measure the products of this machine, if no data sheet is known."""
     x = jnp.ones((512, 512), jnp.float32)
     product = jax.jit(lambda x: x @ x)
     return 2 * 512**3 / best_seconds(lambda: product(x), repeats=5)
 
 
 def _peak_memory(s: Setting, run: Run) -> Check:
-    """Compare the memory that was in use at most with the largest estimate."""
+    """Compare the peak of memory in use with the largest estimate."""
     name = "memory in use over estimate"
     used = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     if s.small or used is None:

@@ -1,4 +1,4 @@
-"""Stages of whole runs: one that learns, the same one stopped by SIGTERM and resumed, and what storage gives."""
+"""Stages of whole runs: a run learns, is stopped by SIGTERM and resumed; storage is measured."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HOST = ("grade_wait", "spans")
 
 
 def iterations(s: Setting) -> list[Check]:
-    """Train for 20 iterations: nothing is compiled after the first two, every metric is finite, the reward rises."""
+    """Train for 20 iterations: no compilation after the first one, finite metrics, a rising reward."""
     folder = s.folder / "run"
     only_first(lambda: shutil.rmtree(folder, ignore_errors=True))
     counts: list[int] = []
@@ -67,7 +67,7 @@ def resume(s: Setting) -> list[Check]:
     only_first(lambda: shutil.rmtree(folder, ignore_errors=True))
     cfg, seen = changed(run_of(s), run_dir=str(folder)), []
 
-    def tell() -> None:
+    def stop_half_way() -> None:
         seen.append(1)
         if len(seen) == ITERATIONS // 2:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -75,7 +75,7 @@ def resume(s: Setting) -> list[Check]:
     code = None
     with Stop() as stop:
         try:
-            train_once(cfg, Console(quiet=True), stop, tell)
+            train_once(cfg, Console(quiet=True), stop, stop_half_way)
         except Stopped as stopped:
             code = stopped.code
     if code is not None:
@@ -101,11 +101,11 @@ def _digest(path: Path) -> str | None:
 
 
 def storage(s: Setting) -> list[Check]:
-    """Save and restore a state in the stages' folder and on the bucket, and say how fast."""
-    found = _storage(s, s.folder / "storage", "folder")
+    """Save and restore a state in the stages' folder and on the bucket, and measure the speed."""
+    checks = _storage(s, s.folder / "storage", "folder")
     if s.bucket is None:
-        return [*found, not_applicable("bucket", "none was named; give --bucket FOLDER")]
-    return [*found, *_storage(s, s.bucket / "oarjax-accept", "bucket")]
+        return [*checks, not_applicable("bucket", "no bucket; give --bucket FOLDER")]
+    return [*checks, *_storage(s, s.bucket / "oarjax-accept", "bucket")]
 
 
 def _storage(s: Setting, folder: Path, name: str) -> list[Check]:
@@ -136,7 +136,7 @@ def _storage(s: Setting, folder: Path, name: str) -> list[Check]:
     only_first(lambda: shutil.rmtree(folder, ignore_errors=True))
     return [
         holds(f"{name}: a checkpoint is trusted", trusted == 1),
-        holds(f"{name}: what is restored is what was saved", equal),
+        holds(f"{name}: the restored state equals the saved one", equal),
         measured(f"{name}: saved and sealed", written / (saved - began), unit="MiB/s"),
         measured(f"{name}: checked", written / (checked - saved), unit="MiB/s"),
         measured(f"{name}: restored", written / (ended - checked), unit="MiB/s"),

@@ -1,4 +1,4 @@
-"""The sizes that the stages run at: real ones on an accelerator, small ones on a CPU."""
+"""Choose the sizes of the stages: real ones on an accelerator, small ones on a CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from oarjax.system.mesh import make_mesh
 
 
 class Peaks(NamedTuple):
-    """Published peaks of one device; None where they are not known or do not exist."""
+    """Published peaks of one device; None if unknown or absent."""
 
     flops: float | None  # bfloat16 products, per second
     bandwidth: float | None  # bytes of memory per second
@@ -26,9 +26,9 @@ class Peaks(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and on what the stages run."""
+    """Folders and platform of the stages."""
 
-    folder: Path  # for what they write
+    folder: Path  # for their files
     bucket: Path | None  # a mounted bucket to measure
     platform: str  # cpu, gpu or tpu
     peaks: Peaks
@@ -48,7 +48,7 @@ def peaks_of(kind: str) -> Peaks:
 
 
 def mesh_sizes() -> dict[str, int]:
-    """Return the mesh of the stages that use all devices: a tensor axis of 2 where there are enough devices."""
+    """Return the mesh of the stages that use all devices: a tensor axis of 2 if there are enough devices."""
     devices = jax.devices()
     slices = len({getattr(d, "slice_index", 0) for d in devices}) if devices[0].platform == "tpu" else 1
     each = len(devices) // slices
@@ -62,7 +62,7 @@ def mesh() -> Any:
 
 
 def run_config(s: Setting, name: str, *, iterations: int) -> Config:
-    """Return the config of a short run that learns within seconds: a random policy is paid for any answer at all."""
+    """Return the config of a short run that learns within seconds: any answer at all is rewarded."""
     rows = 8 * max(1, len(jax.devices()) // 8)
     return parse_config(
         {
@@ -101,7 +101,7 @@ def run_config(s: Setting, name: str, *, iterations: int) -> Config:
 
 
 def best_seconds(work: Callable[[], Any], *, repeats: int) -> float:
-    """Return the shortest of some warm runs of ``work``, whose result is waited for."""
+    """Return the shortest time of some warm runs of ``work``, including the wait for its result."""
     jax.block_until_ready(work())
     seconds = []
     for _ in range(repeats):

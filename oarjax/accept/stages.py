@@ -1,4 +1,4 @@
-"""The stages in their order, each named by the function that runs it: importing this imports no jax."""
+"""List the stages in their order, each with the path of its function: importing this imports no jax."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from oarjax.errors import UserError
 
 
 class Stage(NamedTuple):
-    """A function (setting) -> checks, and how long it may take."""
+    """A function (setting) -> checks, and its time limit."""
 
     name: str
     title: str
     function: str  # module:name
     timeout: int  # seconds
-    own_process: bool = False  # begins in a process that has compiled nothing
+    own_process: bool = False  # runs in a fresh process
 
     def load(self) -> Callable[[Any], list[Any]]:
         """Import the function."""
@@ -39,11 +39,11 @@ STAGES = (
 
 
 class StageError(UserError, ValueError):
-    """A stage that does not exist."""
+    """Raised for a stage that does not exist."""
 
 
 def chosen(names: str) -> tuple[Stage, ...]:
-    """Return the stages of these names, separated by commas, in their order; all for an empty text.
+    """Return the stages of these names, separated by commas, in their order; all stages for an empty text.
 
     Raises:
         StageError: an unknown name.

@@ -1,7 +1,7 @@
-"""A process that runs stages: ``python -m oarjax.accept.worker`` with a JSON object on its first line of input.
+"""Run stages in a worker process: ``python -m oarjax.accept.worker`` with a JSON object on its first line of input.
 
-Each further line names a stage; each is answered by one line of JSON on the file descriptor that standard output was,
-while what the stages print goes to standard error. The process that asks kills this one where a stage hangs.
+Each further line names a stage; the answer is one line of JSON on the original standard output, while the output of
+the stages goes to standard error. The parent kills this process if a stage hangs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def prepare(job: dict[str, Any]) -> Setting:
 
 
 def answer(name: str, setting: Setting) -> dict[str, Any]:
-    """Run a stage; an exception is part of the answer."""
+    """Run a stage; an exception becomes part of the answer."""
     stage = next(stage for stage in STAGES if stage.name == name)
     try:
         return {"checks": [check._asdict() for check in stage.load()(setting)], "error": None}

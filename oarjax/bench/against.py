@@ -1,7 +1,7 @@
-"""The other side of ``oarjax bench --against torch``: plain PyTorch and transformers on the same folder and tokens.
+"""Run torch's side of ``oarjax bench --against torch``: plain PyTorch and transformers on the same folder and tokens.
 
-Written as one would without a library for reinforcement learning: ``generate`` with its KV cache, fused attention,
-logits only where they are needed, autograd. OAR follows the published code: OAR-G one sequence at a time, OAR-P the
+It is written as one would without a library for reinforcement learning: ``generate`` with its KV cache, fused
+attention, logits only where needed, autograd. OAR follows the published code: OAR-G one sequence at a time, OAR-P the
 masked copies of one sequence as one batch.
 """
 
@@ -21,7 +21,7 @@ from oarjax.config import Config
 
 
 class TorchPolicy:
-    """A policy in torch and what an iteration does with it."""
+    """A policy in torch, with the parts of an iteration."""
 
     def __init__(self, folder: Path, cfg: Config, *, threads: int, device: str):
         torch.set_num_threads(threads)
@@ -52,13 +52,13 @@ class TorchPolicy:
         )
 
     def token_logps(self, ids: torch.Tensor, length: int) -> torch.Tensor:
-        """Log-probs of the last ``length`` tokens, [B, length]."""
+        """Return log-probs of the last ``length`` tokens, [B, length]."""
         logits = self.model(input_ids=ids, use_cache=False, logits_to_keep=length + 1).logits[:, :-1]
         flat = F.cross_entropy(logits.flatten(0, 1), ids[:, -length:].flatten(), reduction="none")
         return -flat.view(len(ids), length)
 
     def token_losses(self, ids: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-        """Clipped losses of the last tokens, as many as there are advantages, [B, T]; the ratio is 1."""
+        """Compute clipped losses of the last T tokens, one per advantage, [B, T]; the ratio is 1."""
         c = self.cfg.loss
         logps = self.token_logps(ids, advantages.shape[1])
         ratio = torch.exp(logps - logps.detach())
@@ -66,7 +66,7 @@ class TorchPolicy:
         return -torch.minimum(ratio * advantages, clipped * advantages)
 
     def descend(self) -> None:
-        """Change the weights by the gradients."""
+        """Update the weights with the gradients."""
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.optim.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -78,7 +78,7 @@ class TorchPolicy:
         return F.log_softmax(logits.mean(1), -1)
 
     def importance(self, ids: torch.Tensor, reasoning: slice, answer: slice) -> torch.Tensor:
-        """|<dJ/de at the noisy point, e>| of the reasoning of one sequence, one clean and one noisy pass."""
+        """Compute |<dJ/de at the noisy point, e>| of one sequence's reasoning, with a clean and a noisy pass."""
         with torch.no_grad():
             clean = self.model.get_input_embeddings()(ids[None])
             target = self.outcome(clean, answer)
@@ -90,7 +90,7 @@ class TorchPolicy:
         return (gradient * clean).sum(-1).abs()[0, reasoning]
 
     def gate(self, scores: torch.Tensor) -> torch.Tensor:
-        """Weights of reasoning tokens from their importance, [B, R], mean 1."""
+        """Compute weights of reasoning tokens from their importance, [B, R], mean 1."""
         g, h = self.cfg.credit.gate, torch.log1p(scores)
         low, high = h.amin(1, keepdim=True), h.amax(1, keepdim=True)
         h = (h - low) / (high - low).clamp(min=1e-12)  # equal scores: weights of 1
@@ -99,7 +99,7 @@ class TorchPolicy:
         return w * w.shape[1] / w.sum(1, keepdim=True)
 
     def waited(self, work: Callable[..., Any]) -> Callable[..., None]:
-        """Return the work with a wait for the device at its end."""
+        """Return the work followed by a wait for the device."""
 
         def run(*args: Any) -> None:
             work(*args)
@@ -110,7 +110,7 @@ class TorchPolicy:
 
 
 class Torch(TorchPolicy):
-    """Every row's work with torch, by the row's name."""
+    """The work of every row of the table with torch, by the row's name."""
 
     def __init__(self, folder: Path, shapes: Shapes, tokens: Tokens, cfg: Config, *, threads: int, device: str):
         super().__init__(folder, cfg, threads=threads, device=device)
@@ -154,7 +154,7 @@ class Torch(TorchPolicy):
 
     @torch.no_grad()
     def masked_importance(self, ids: torch.Tensor) -> torch.Tensor:
-        """KL of the clean outcome to that of each copy in which one reasoning token is masked."""
+        """Compute KL of the clean outcome to that of each copy with one reasoning token masked."""
         reasoning, answer = self.places()
         count = self.shapes.reasoning
         copies = ids.repeat(count, 1)

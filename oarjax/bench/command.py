@@ -1,6 +1,6 @@
-"""``oarjax bench``: what rollout, update, credit and a whole iteration cost on this machine.
+"""``oarjax bench``: time rollout, update, credit and a whole iteration on this machine.
 
-The policies are random, generated on the spot in the Hugging Face layout and read back through the usual loader.
+The policies are random, written in the Hugging Face layout and read back by the usual loader.
 """
 
 from __future__ import annotations
@@ -70,17 +70,18 @@ MODELS: dict[str, dict[str, Any]] = {
 LONG_MODEL = MODELS["nano"]
 WORKLOADS = ("W1", "W2", "W3", "W4")
 CREDIT = ("W5", "W6")
-"""Minutes each: run only where they are asked for, on policies of their own choice."""
+"""Minutes each: run only on request, on their own policies."""
 GRADING = "W7"
 RAGGED: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[dict[str, Any]], Table]]] = {
     "W8": (bench_ragged.bench_ragged, bench_ragged.table),
     "W9": (bench_ragged_update.bench_ragged_update, bench_sides.table),
     "W10": (bench_ragged_step.bench_ragged_step, bench_sides.table),
 }
-"""Completions that differ in length: what measures them, and their table."""
+"""Completions that differ in length: the function that measures them, and their table."""
 
 
 def run(model: str, only: str, repeats: int, as_json: bool, against: str | None, project: bool = False) -> None:
+    """Run the workloads and print their tables, or one JSON document."""
     if project:
         projected = bench_project.document()
         print(json.dumps(projected, indent=2)) if as_json else make_console(markup=True).print(
@@ -100,18 +101,18 @@ def run(model: str, only: str, repeats: int, as_json: bool, against: str | None,
     if against == "torch" and importlib.util.find_spec("torch") is None:
         raise ConfigError('--against torch: torch is not installed; pip install "oarjax[parity]"')
     choose_platform("auto")
-    # Programs are compiled here and now, so that their number and the memory of compiling are a fresh run's.
+    # Without the cache, the number of compilations and their memory are those of a fresh run.
     jax.config.update("jax_enable_compilation_cache", False)
     console = make_console(markup=True) if not as_json else Console(stderr=True, quiet=True)
     peak = machine_peak()
     document = machine(against) | {"repeats": repeats, "peak": peak._asdict(), "models": []}
     for name in names if set(wanted) & set(WORKLOADS) else []:
-        found = bench_model(
+        result = bench_model(
             name, MODELS[name], Shapes(), workloads=wanted, repeats=repeats, peak=peak, against=against, console=console
         )
-        document["models"].append(found)
+        document["models"].append(result)
         if not as_json:
-            console.print(table(found, against=against))
+            console.print(table(result, against=against))
     document["credit"] = list(bench_of_credit(wanted, repeats=repeats, peak=peak, console=console, show=not as_json))
     if GRADING in wanted:
         with console.status(GRADING), counted_compilations() as compiled:
@@ -140,7 +141,7 @@ def bench_model(
     against: str | None,
     console: Console,
 ) -> dict[str, Any]:
-    """Measure one policy; W3 brings W2's update along, in which it is counted."""
+    """Measure one policy; W3 includes W2's update, the unit of its multiples."""
     with tempfile.TemporaryDirectory(prefix="oarjax-bench-") as scratch:
         folder = write_random_checkpoint(Path(scratch) / name, fields, seed=0)
         tokens = draw_tokens(fields["vocab_size"], shapes, seed=0)
@@ -187,21 +188,21 @@ def bench_of_credit(
         if "W5" in wanted:
             folder = write_random_checkpoint(Path(scratch) / "long", LONG_MODEL, seed=0)
             with console.status("W5"):
-                found = bench_credit.bench_long(
+                result = bench_credit.bench_long(
                     folder, LONG_MODEL["vocab_size"], bench_credit.LONG, repeats=repeats, compiled=compiled, peak=peak
                 )
             if show:
-                console.print(bench_credit.table(found))
-            yield found
+                console.print(bench_credit.table(result))
+            yield result
         if "W6" in wanted:
             for name, setting in bench_step.step_settings(COMMON).items():
                 folder = write_random_checkpoint(Path(scratch) / name, setting.fields, seed=0)
-                found = bench_step.bench_steps(
+                result = bench_step.bench_steps(
                     name, setting, folder, repeats=repeats, compiled=compiled, peak=peak, status=console.status
                 )
                 if show:
-                    console.print(bench_step.table(found))
-                yield found
+                    console.print(bench_step.table(result))
+                yield result
 
 
 def bench_of_ragged(
@@ -217,7 +218,7 @@ def bench_of_ragged(
         for name in chosen:
             bench, tabulate = RAGGED[name]
             with console.status(name):
-                found = bench(
+                result = bench(
                     folder,
                     LONG_MODEL["vocab_size"],
                     bench_ragged.RAGGED,
@@ -227,13 +228,13 @@ def bench_of_ragged(
                     against=settings,
                 )
             if show:
-                console.print(tabulate(found))
-            yield found
+                console.print(tabulate(result))
+            yield result
 
 
 def bench_row(row: Row, sides: Sides, *, repeats: int, compiled: Compilations, peak: Peak) -> dict[str, Any]:
-    """Run one row on every side; ``speedup`` is torch's seconds over ours, pair by pair: above 1 ours is ahead."""
-    found = measure({side: works[row.name] for side, works in sides.items()}, repeats=repeats, compiled=compiled)
+    """Run one row on every side; ``speedup`` is torch's seconds over ours, pair by pair: above 1 ours is faster."""
+    result = measure({side: works[row.name] for side, works in sides.items()}, repeats=repeats, compiled=compiled)
     out: dict[str, Any] = {
         "workload": row.workload,
         "name": row.name,
@@ -241,13 +242,13 @@ def bench_row(row: Row, sides: Sides, *, repeats: int, compiled: Compilations, p
         "unit": row.unit,
         "model_flops": row.flops,
     }
-    for side, m in found.items():
+    for side, m in result.items():
         out[side] = m.summary() | {
             "value": spread([in_unit(row, s) for s in m.seconds]),
             "gflops_per_second": row.flops / 1e9 / spread(m.seconds)["median"],
             "share_of_peak": spread([peak.share(row.flops, s) for s in m.seconds]),
         }
-    out["speedup"] = pairwise(found["torch"], found["ours"]) if "torch" in found else None
+    out["speedup"] = pairwise(result["torch"], result["ours"]) if "torch" in result else None
     return out
 
 
@@ -272,12 +273,12 @@ def add_multiples(rows: list[dict[str, Any]], *, sequences: int) -> None:
 
 
 def threads() -> int:
-    """Count the CPUs that this process may use: as many threads as XLA takes on a CPU."""
+    """Count the CPUs that this process may use, which is also XLA's number of threads on a CPU."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def torch_device(platform_name: str) -> str:
-    """Return the device that torch must run on to be compared.
+    """Return the device that torch must run on for a comparison.
 
     Raises:
         ConfigError: JAX is on a device that this torch cannot use.
@@ -310,13 +311,13 @@ def _load() -> float | None:
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
-def table(found: dict[str, Any], *, against: str | None) -> Table:
+def table(result: dict[str, Any], *, against: str | None) -> Table:
     """Tabulate medians with minimum and maximum, within 80 columns; the JSON document has every number."""
-    out = Table(title=f"{found['model']}, {found['parameters']:,} parameters, float32", title_justify="left")
+    out = Table(title=f"{result['model']}, {result['parameters']:,} parameters, float32", title_justify="left")
     more = ["oarjax", "torch", "torch/oarjax"] if against else ["oarjax", "programs", "peak MiB"]
     for heading, side in zip(["", "work", *more], ("left", "left", "right", "right", "right")):
         out.add_column(heading, justify=side, no_wrap=True)
-    for row in found["rows"]:
+    for row in result["rows"]:
         cells = [row["workload"], f"{row['name']}\n[dim]{row['what']}[/dim]", value_text(row, "ours")]
         if against:
             s = row["speedup"]

@@ -1,4 +1,4 @@
-"""W5 of ``oarjax bench``: what scores over long reasoning cost, beside OAR-P as whole forwards."""
+"""W5 of ``oarjax bench``: time scores over long reasoning, beside OAR-P as whole forwards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from rich.table import Table
 
 from oarjax.bench.measure import Compilations, Peak, measure, spread
-from oarjax.bench.work import PAD, Ours, Shapes, as_they_are, draw_tokens, spans
+from oarjax.bench.work import PAD, Ours, Shapes, draw_tokens, spans, unchanged
 from oarjax.credit.probe import Probe, divergence, outcome_probe, reading_of
 from oarjax.models.policy import Policy, positions_of
 from oarjax.models.qwen import make_policy
@@ -45,7 +45,7 @@ def plain_importance(
     reasoning: int,
     chunk: int,
 ) -> Float[Array, "R B"]:
-    """OAR-P as the paper states it: a forward over prompt and completion for each of the first ``reasoning`` tokens.
+    """Compute OAR-P as the paper states it: a whole forward for each of the first ``reasoning`` tokens.
 
     ``chunk`` forwards are vmapped at a time; no keys or values are kept.
     """
@@ -59,10 +59,10 @@ def plain_importance(
 
     before = outcome(tokens)
 
-    def one(t: Int[Array, ""]) -> Float[Array, "B"]:
+    def score(t: Int[Array, ""]) -> Float[Array, "B"]:
         return divergence(probe, before, outcome(tokens.at[:, start + t].set(PAD)))
 
-    return jax.lax.map(one, jnp.arange(reasoning), batch_size=chunk)
+    return jax.lax.map(score, jnp.arange(reasoning), batch_size=chunk)
 
 
 def plain(ours: Ours) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -89,12 +89,12 @@ def plain(ours: Ours) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return scores, (ours.params, ids, jnp.ones(ids.shape, bool), marked)
 
 
-def only_counted(found: list[float]) -> Callable[[Steps], Steps]:
+def only_counted(counts: list[float]) -> Callable[[Steps], Steps]:
     """Replace ``score`` by a count of its executed FLOPs."""
 
     def watched(steps: Steps) -> Steps:
         def score(*args: Any, **static: Any) -> None:
-            found.append(executed_flops(lambda *a: steps.score(*a, **static), *args))
+            counts.append(executed_flops(lambda *a: steps.score(*a, **static), *args))
 
         return steps._replace(score=score)
 
@@ -102,52 +102,52 @@ def only_counted(found: list[float]) -> Callable[[Steps], Steps]:
 
 
 def score_flops(ours: Ours, names: Iterable[str] = tuple(SCORES)) -> dict[str, float]:
-    """Count executed FLOPs of the plain form and of these others; runs nothing else."""
+    """Count executed FLOPs of the plain form and of the methods ``names``; runs nothing else."""
     scores, args = plain(ours)
     out = {PLAIN: executed_flops(scores, *args)}
     for name in names:
-        found: list[float] = []
-        ours.importance(watch=only_counted(found), **SCORES[name])()
-        out[name] = sum(found)
+        counts: list[float] = []
+        ours.importance(watch=only_counted(counts), **SCORES[name])()
+        out[name] = sum(counts)
     return out
 
 
 def bench_long(
     folder: Path, vocab: int, shapes: Shapes, *, repeats: int, compiled: Compilations, peak: Peak
 ) -> dict[str, Any]:
-    """Every form's executed FLOPs, seconds and memory, all in turn; seconds as ratios to the plain form, run by run."""
+    """Measure executed FLOPs, seconds and memory of every form in turn, with ratios to the plain form, run by run."""
     ours = Ours(folder, shapes, draw_tokens(vocab, shapes, seed=0))
     flops = score_flops(ours)
     scores, args = plain(ours)
     works: dict[str, Callable[[], Any]] = {PLAIN: lambda: jax.block_until_ready(scores(*args))}
-    works |= {name: ours.importance(watch=as_they_are, **credit) for name, credit in SCORES.items()}
-    found = measure(works, repeats=repeats, compiled=compiled, warm_up=1)
+    works |= {name: ours.importance(watch=unchanged, **credit) for name, credit in SCORES.items()}
+    result = measure(works, repeats=repeats, compiled=compiled, warm_up=1)
     s = shapes
     return {
         "workload": "W5",
         "what": f"{s.credit_rows} x ({s.prompt_tokens}+{s.reasoning}+{s.cue}+{s.answer})",
         "rows": [
-            found[name].summary()
+            result[name].summary()
             | {
                 "name": name,
                 "executed_flops": flops[name],
                 "flops_of_plain": flops[name] / flops[PLAIN],
-                "plain_over_this": spread([a / b for a, b in zip(found[PLAIN].seconds, found[name].seconds)]),
-                "gflops_per_second": flops[name] / 1e9 / spread(found[name].seconds)["median"],
-                "share_of_peak": spread([peak.share(flops[name], seconds) for seconds in found[name].seconds]),
+                "plain_over_this": spread([a / b for a, b in zip(result[PLAIN].seconds, result[name].seconds)]),
+                "gflops_per_second": flops[name] / 1e9 / spread(result[name].seconds)["median"],
+                "share_of_peak": spread([peak.share(flops[name], seconds) for seconds in result[name].seconds]),
             }
             for name in works
         ],
     }
 
 
-def table(found: dict[str, Any]) -> Table:
+def table(result: dict[str, Any]) -> Table:
     """Tabulate FLOPs, seconds and the two ratios to the plain form."""
-    out = Table(title=f"W5 scores over long reasoning, {found['what']}", title_justify="left")
+    out = Table(title=f"W5 scores over long reasoning, {result['what']}", title_justify="left")
     out.add_column("method", no_wrap=True)
     for heading in ("GFLOP", "of plain", "s", "of peak", "plain / this", "programs", "peak MiB"):
         out.add_column(heading, justify="right")
-    for r in found["rows"]:
+    for r in result["rows"]:
         speed = r["plain_over_this"]
         out.add_row(
             r["name"],

@@ -1,4 +1,4 @@
-"""``oarjax bench --only W7``: answers graded per second, as a rollout's are, on solutions of grade-school problems."""
+"""W7 of ``oarjax bench``: grade answers as those of a rollout, on solutions of grade-school problems, per second."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORMS: tuple[tuple[float, Callable[[int], str]], ...] = (
     (0.03, lambda n: rf"\frac{{{2 * n}}}{{2}}"),
     (0.02, lambda n: f"x = {n}"),
 )
-"""Shares of the ways in which a policy writes a whole number; only the first two need no mathematics."""
+"""How a policy writes a whole number, with shares; only the first two need no mathematics."""
 
 
 def draw_solutions(count: int, *, seed: int) -> list[Sample]:
@@ -34,18 +34,18 @@ def draw_solutions(count: int, *, seed: int) -> list[Sample]:
     samples = []
     for form in draw.choice(len(FORMS), count, p=shares):
         a, b = (int(n) for n in draw.integers(2, 500, 2))
-        given = a + b + int(draw.integers(2))
-        text = f"There are {a} apples and {b} more.\nTogether that makes {a} + {b} = {given}.\n"
-        box = FORMS[form][1](given)
+        answer = a + b + int(draw.integers(2))
+        text = f"There are {a} apples and {b} more.\nTogether that makes {a} + {b} = {answer}.\n"
+        box = FORMS[form][1](answer)
         samples.append(Sample(prompt="", completion=text + rf"The answer is \boxed{{{box}}}.", answer=f"#### {a + b}"))
     return samples
 
 
 def bench_grading(*, workers: int, repeats: int, compiled: Compilations, answers: int = ANSWERS) -> dict[str, Any]:
-    """Warm workers grade other answers in every run, so that nothing is remembered."""
+    """Time warm workers on new answers in every run, so that no cache helps."""
     batches = iter([draw_solutions(answers, seed=seed) for seed in range(WARM_UP + repeats + 1)])
     with Grader((("math", 1.0),), workers=workers) as grader:
-        found = measure({"ours": lambda: grader.grade(next(batches))}, repeats=repeats, compiled=compiled)["ours"]
+        result = measure({"ours": lambda: grader.grade(next(batches))}, repeats=repeats, compiled=compiled)["ours"]
         grades = grader.grade(next(batches))
     return {
         "workload": "W7",
@@ -55,16 +55,16 @@ def bench_grading(*, workers: int, repeats: int, compiled: Compilations, answers
         "goal": GOAL,
         "verdicts": grades.counts(),
         "right": float(np.nanmean(grades.rewards)),
-        "ours": found.summary() | {"value": spread([answers / s for s in found.seconds])},
+        "ours": result.summary() | {"value": spread([answers / s for s in result.seconds])},
     }
 
 
-def table(found: dict[str, Any]) -> Table:
+def table(result: dict[str, Any]) -> Table:
     """Tabulate one row, within 80 columns."""
-    value = found["ours"]["value"]
-    out = Table(title=f"{found['workload']}: {found['what']}", title_justify="left")
+    value = result["ours"]["value"]
+    out = Table(title=f"{result['workload']}: {result['what']}", title_justify="left")
     for heading in ("answers/s", "min-max", "goal on 2 cores", "verdicts"):
         out.add_column(heading, justify="right", no_wrap=True)
-    verdicts = ", ".join(f"{name} {count}" for name, count in found["verdicts"].items())
-    out.add_row(f"{value['median']:,.0f}", f"{value['min']:,.0f}-{value['max']:,.0f}", f"{found['goal']}", verdicts)
+    verdicts = ", ".join(f"{name} {count}" for name, count in result["verdicts"].items())
+    out.add_row(f"{value['median']:,.0f}", f"{value['min']:,.0f}-{value['max']:,.0f}", f"{result['goal']}", verdicts)
     return out

@@ -1,4 +1,4 @@
-"""Measurements of a benchmark: seconds of warm runs, the machine's peak, compilations, and resident memory."""
+"""Measure a benchmark: seconds of warm runs, the machine's peak, compilations, and resident memory."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from jax import monitoring
 from oarjax.system.devices import peak_flops
 
 WARM_UP = 2
-"""Calls before the clock counts: the first compiles, the second meets the arrays of the first."""
+"""Untimed calls: the first compiles, the second gets the arrays of the first."""
 
 
 class Peak(NamedTuple):
-    """Matrix products in float32 that this machine makes in a second, at most."""
+    """The machine's peak FLOP/s of float32 matrix products, and how it is known."""
 
     flops: float
     source: str
 
     def share(self, flops: float, seconds: float) -> float:
-        """Return the share of the peak that ``flops`` in these seconds are."""
+        """Return ``flops`` in these seconds as a share of the peak."""
         return flops / seconds / self.flops
 
 
@@ -39,36 +39,36 @@ def machine_peak() -> Peak:
 
 @dataclass
 class Compilations:
-    """Programs that XLA was asked for so far, those found in the compilation cache included."""
+    """Programs requested from XLA so far, including those in the compilation cache."""
 
     count: int = 0
 
-    def heard(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+    def count_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             self.count += 1
 
 
 @contextmanager
 def counted_compilations() -> Iterator[Compilations]:
-    """Listen to JAX while the block runs."""
+    """Count compilations while the block runs."""
     counter = Compilations()
-    monitoring.register_event_duration_secs_listener(counter.heard)
+    monitoring.register_event_duration_secs_listener(counter.count_event)
     try:
         yield counter
     finally:
-        monitoring.unregister_event_duration_listener(counter.heard)
+        monitoring.unregister_event_duration_listener(counter.count_event)
 
 
 @dataclass
 class Measured:
-    """Runs of one piece of work."""
+    """Timed runs of one piece of work."""
 
     seconds: list[float] = field(default_factory=list)
-    cpu_seconds: list[float] = field(default_factory=list)  # of all threads: steadier where others use the machine
+    cpu_seconds: list[float] = field(default_factory=list)  # of all threads: steadier on a shared machine
     warm_up_seconds: float = 0.0
     compilations: int = 0  # during the warm-up
     compilations_warm: int = 0  # during the timed runs; 0 unless a shape changed
-    peak_rss_mb: float = 0.0  # of the whole process, since the work's warm-up began where the system can say
+    peak_rss_mb: float = 0.0  # of the process since the start of the warm-up, if the system reports it
 
     def summary(self) -> dict[str, Any]:
         """Return everything for the JSON document."""
@@ -90,38 +90,38 @@ def spread(values: list[float]) -> dict[str, Any]:
 def measure(
     sides: Mapping[str, Callable[[], Any]], *, repeats: int, compiled: Compilations, warm_up: int = WARM_UP
 ) -> dict[str, Measured]:
-    """Warm every side up, then run the sides in turn (A B A B ...), so that what disturbs one disturbs both.
+    """Warm every side up, then run the sides in turn (A B A B ...), so that disturbances affect all of them.
 
     Each callable returns when its work is done.
     """
-    found = {name: Measured() for name in sides}
+    measured = {name: Measured() for name in sides}
     for name, work in sides.items():
         before, start = compiled.count, time.perf_counter()
-        forget_peak_memory()
+        reset_peak_memory()
         for _ in range(warm_up):
             work()
-        found[name].peak_rss_mb = peak_memory_mb()
-        found[name].warm_up_seconds = time.perf_counter() - start
-        found[name].compilations = compiled.count - before
+        measured[name].peak_rss_mb = peak_memory_mb()
+        measured[name].warm_up_seconds = time.perf_counter() - start
+        measured[name].compilations = compiled.count - before
     for _ in range(repeats):
         for name, work in sides.items():
             before = compiled.count
-            forget_peak_memory()
+            reset_peak_memory()
             start, start_cpu = time.perf_counter(), time.process_time()
             work()
-            m = found[name]
+            m = measured[name]
             m.seconds.append(time.perf_counter() - start)
             m.cpu_seconds.append(time.process_time() - start_cpu)
             m.peak_rss_mb = max(m.peak_rss_mb, peak_memory_mb())
             m.compilations_warm += compiled.count - before
-    return found
+    return measured
 
 
 Result = TypeVar("Result")
 
 
 def warm(work: Callable[[], Result], compiled: Compilations) -> Result:
-    """Run the work until a run compiles nothing, and return what that run gives.
+    """Run the work until a run compiles nothing, and return that run's result.
 
     Raises:
         RuntimeError: ten runs in a row compile something.
@@ -140,8 +140,8 @@ def seconds_of(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def forget_peak_memory() -> None:
-    """Start the peak anew, where the system can (Linux); elsewhere it stays the peak of the process."""
+def reset_peak_memory() -> None:
+    """Reset the peak on Linux; elsewhere it remains the peak of the process."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -149,7 +149,7 @@ def forget_peak_memory() -> None:
 
 
 def peak_memory_mb() -> float:
-    """Return the peak resident memory of this process in MiB, since ``forget_peak_memory`` where that works."""
+    """Return the peak resident memory of this process in MiB, since ``reset_peak_memory`` if that works."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024

@@ -1,4 +1,4 @@
-"""``oarjax bench --project``: what credit would add to a step of a 7B policy, computed and not measured."""
+"""``oarjax bench --project``: compute, without measuring, how much credit would add to a step of a 7B policy."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from oarjax.plan.credit_costs import (
 
 GOALS = {"OAR-G, 1 draw": 1.1, "OAR-P": 2.0}
 PAPER = {"OAR-G, 1 draw": 1.4, "OAR-P": 4.2}
-"""Whole step over GRPO's as arXiv 2601.07408 reports it."""
+"""Time of a step over GRPO's, as arXiv 2601.07408 reports it."""
 
 
 def document() -> dict[str, Any]:
-    """Every number and every assumption."""
+    """Return every number and every assumption."""
     d, run = QWEN_7B, Run()
     flops = credit_flops(d, run)
     return {
@@ -53,11 +53,11 @@ def document() -> dict[str, Any]:
     }
 
 
-def table(found: dict[str, Any]) -> Table:
-    """Methods by chips, with the goal and the paper's figure beside."""
-    run = found["assumed"]
+def table(result: dict[str, Any]) -> Table:
+    """Tabulate methods by chips, with the goal and the paper's figure."""
+    run = result["assumed"]
     out = Table(
-        title=f"{found['policy']}, {run['prompt']}+{run['completion']} tokens, groups of {run['group']}: "
+        title=f"{result['policy']}, {run['prompt']}+{run['completion']} tokens, groups of {run['group']}: "
         "step over GRPO's, computed",
         title_justify="left",
         caption=f"{run['replica_rows']} completions at once on {run['replica_chips']} chips, MFU {run['mfu']}, "
@@ -65,10 +65,10 @@ def table(found: dict[str, Any]) -> Table:
         caption_justify="left",
     )
     out.add_column("method", no_wrap=True)
-    for heading in ("PFLOP/row", *(c["name"] for c in found["chips"]), "goal", "paper"):
+    for heading in ("PFLOP/row", *(c["name"] for c in result["chips"]), "goal", "paper"):
         out.add_column(heading, justify="right")
-    for name, m in found["methods"].items():
-        ratios = [f"{c['of_grpo'][name]:.2f}" for c in found["chips"]]
+    for name, m in result["methods"].items():
+        ratios = [f"{c['of_grpo'][name]:.2f}" for c in result["chips"]]
         known = [f"{m[key]}" if m[key] else "" for key in ("goal", "paper")]
         out.add_row(name, f"{m['flops'] / 1e15:.3f}", *ratios, *known)
     return out

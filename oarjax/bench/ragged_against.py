@@ -1,7 +1,7 @@
-"""Torch's side of W8, W9 and W10: completions that differ in length, with plain PyTorch and transformers.
+"""Run torch's side of W8, W9 and W10: completions that differ in length, with plain PyTorch and transformers.
 
-Updates and log-probs run in microbatches of as many rows as ours, in one of two ways: rows as they come, each padded to
-the longest of all, or sorted by length, each microbatch padded to its own longest. Padding is on the right, where
+Updates and log-probs run in microbatches of as many rows as ours, in one of two ways: unsorted rows padded to the
+longest of all, or rows sorted by length, each microbatch padded to its own longest. Padding is on the right, where
 causal attention never looks, so that no mask slows attention down. OAR-G runs one sequence at a time, as published.
 """
 
@@ -22,7 +22,7 @@ from oarjax.config import Config
 
 
 class AtLengths(StoppingCriteria):
-    """End every row at a length of its own."""
+    """End every row at its own length."""
 
     eos_token_id = PAD  # tells generate that rows end one by one
 
@@ -47,13 +47,13 @@ class RaggedTorch(TorchPolicy):
         longest = int(lengths.max())
         rows = self.generate(prompts, longest, stopping_criteria=StoppingCriteriaList([AtLengths(ends)]))
         if rows.shape[1] != prompts.shape[1] + longest:
-            raise RuntimeError(f"generate made {rows.shape[1] - prompts.shape[1]} tokens, expected {longest}")
+            raise RuntimeError(f"generate returned {rows.shape[1] - prompts.shape[1]} tokens, expected {longest}")
         return rows
 
     def update(
         self, ids: torch.Tensor, lengths: Int[np.ndarray, "B"], advantages: torch.Tensor, *, by_length: bool
     ) -> None:
-        """Change the weights by the mean loss of all tokens of the completions."""
+        """Update the weights with the mean loss of all tokens of the completions."""
         for rows, longest in self.microbatches(lengths, by_length=by_length):
             losses = self.token_losses(self.cut(ids[rows], lengths, longest), advantages[rows, :longest])
             real = torch.arange(longest, device=self.device) < self.placed(lengths)[rows, None]
@@ -63,11 +63,11 @@ class RaggedTorch(TorchPolicy):
     @torch.no_grad()
     def log_probs(self, ids: torch.Tensor, lengths: Int[np.ndarray, "B"], *, by_length: bool) -> list[torch.Tensor]:
         """Return the log-probs of every microbatch's completions."""
-        found = self.microbatches(lengths, by_length=by_length)
-        return [self.token_logps(self.cut(ids[rows], lengths, longest), longest) for rows, longest in found]
+        microbatches = self.microbatches(lengths, by_length=by_length)
+        return [self.token_logps(self.cut(ids[rows], lengths, longest), longest) for rows, longest in microbatches]
 
     def weights(self, ids: torch.Tensor, lengths: Int[np.ndarray, "B"], *, answer: int) -> torch.Tensor:
-        """OAR-G's weights [B, T]: the last ``answer`` tokens of a completion are its answer; 1 where none reasons."""
+        """Compute OAR-G's weights [B, T]; a completion's last ``answer`` tokens are its answer; 1 without reasoning."""
         longest = int(lengths.max())
         prompt = ids.shape[1] - longest
         out = torch.ones(len(ids), longest, device=self.device)
@@ -93,9 +93,9 @@ class RaggedTorch(TorchPolicy):
         return ids[:, : ids.shape[1] - int(lengths.max()) + longest]
 
     def padding(self, lengths: Int[np.ndarray, "B"], prompt: int, *, by_length: bool) -> float:
-        """Return the share of the positions that microbatches compute and no token fills."""
-        found = self.microbatches(lengths, by_length=by_length)
-        computed = sum(len(rows) * (prompt + longest) for rows, longest in found)
+        """Return the share of the computed positions that hold no token."""
+        microbatches = self.microbatches(lengths, by_length=by_length)
+        computed = sum(len(rows) * (prompt + longest) for rows, longest in microbatches)
         return 1 - (int(lengths.sum()) + len(lengths) * prompt) / computed
 
     def placed(self, x: np.ndarray) -> torch.Tensor:

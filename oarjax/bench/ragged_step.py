@@ -1,9 +1,9 @@
-"""W10 of ``oarjax bench``: a whole iteration of GRPO and of OAR-G whose completions differ in length.
+"""W10 of ``oarjax bench``: time a whole iteration of GRPO and of OAR-G whose completions differ in length.
 
-Beside it, as *before*, the same iteration without what pays for real tokens alone: one program decodes every row until
-the last one ends, in a cache of max_new slots from the first token on; score and update are two passes, and both pad
-every row to the longest of the iteration. Both sides begin every draw with the same weights and noise and make the
-same completions.
+The side *before* is the same iteration without savings on padding: one program decodes every row until the last one
+ends, in a cache of max_new slots from the first token on; score and update are two passes, and both pad every row to
+the longest of the iteration. Both sides begin every draw with the same weights and noise and draw the same
+completions.
 
 ``--against torch``: ``generate`` completions of the same lengths, OAR-G one row at a time, and updates in both ways of
 W9. Rewards need no grading on either side.
@@ -47,7 +47,7 @@ OURS, BEFORE = "now", "before"
 
 
 def last_tokens(rollout: Rollout, answer: int) -> AnswerSpan:
-    """Take the last tokens of every completion for its answer and all before for its reasoning."""
+    """Mark the last tokens of every completion as its answer, and all before as its reasoning."""
     place, length = np.arange(rollout.completion.shape[1]), rollout.completion.sum(1)[:, None]
     has_answer = length > answer
     return AnswerSpan(
@@ -58,7 +58,7 @@ def last_tokens(rollout: Rollout, answer: int) -> AnswerSpan:
 
 
 def as_before(steps: Steps, cfg: Config) -> Steps:
-    """Return programs that decode every row to the end of the last, and pad to the longest in two passes."""
+    """Return programs that decode all rows until the last one ends, and pad to the longest in two passes."""
     sampler: Any = steps.sample
     longest = Bucket(0, 0)
 
@@ -78,7 +78,7 @@ def as_before(steps: Steps, cfg: Config) -> Steps:
 
 
 class Measurement(NamedTuple):
-    """One iteration."""
+    """Seconds and shape of one iteration."""
 
     seconds: float
     lengths: Int[np.ndarray, "B"]
@@ -87,7 +87,7 @@ class Measurement(NamedTuple):
 
 
 class RaggedIterations:
-    """Iterations that all begin with the same weights; the draw is the iteration's number."""
+    """Run iterations that all begin with the same weights; the draw is the iteration's number."""
 
     def __init__(self, folder: Path, vocab: int, shapes: Ragged, method: str):
         self.shapes = s = shapes
@@ -113,12 +113,12 @@ class RaggedIterations:
         return Measurement(seconds, lengths, self.occupancy(done, lengths), self.padding(side, done, lengths))
 
     def occupancy(self, done: Iteration, lengths: Int[np.ndarray, "B"]) -> float:
-        """Return the share of the decoded rows that were not done; without segments every row goes with the longest."""
+        """Return the share of decoded rows that were unfinished; without segments all run as long as the longest."""
         every_row = (lengths - 1).sum() / (len(lengths) * max(int(lengths.max()) - 1, 1))
         return done.metrics.get("decode_occupancy", float(every_row))
 
     def padding(self, side: str, done: Iteration, lengths: Int[np.ndarray, "B"]) -> float:
-        """Return the share of the update's positions that are no token."""
+        """Return the share of the update's positions without a token."""
         if side == OURS:
             return done.metrics["padding_share/update"]
         s = self.shapes
@@ -127,7 +127,7 @@ class RaggedIterations:
 
 
 class TorchIterations:
-    """The same in torch, in parts: both ways of the update follow one rollout and its credit."""
+    """Run the iterations in torch; one rollout and its credit serve both ways of the update."""
 
     def __init__(self, torch_side: RaggedTorch, ids: Int[np.ndarray, "P S"], shapes: Ragged, method: str):
         self.torch, self.shapes, self.method = torch_side, shapes, method
@@ -172,21 +172,21 @@ def bench_ragged_step(
             torch_side = RaggedTorch(folder, ours.cfg, **against._asdict())
             theirs = TorchIterations(torch_side, ours.ids, shapes, method)
             theirs(np.full(shapes.rows, min(shapes.max_new, shapes.answer + 8), np.int32))  # warm
-        found: dict[str, list[Measurement]] = {}
+        measurements: dict[str, list[Measurement]] = {}
         for number in range(1, repeats + 1):
             drawn = {side: warm(partial(ours, side, number), compiled) for side in ours.sides}
             if theirs is not None:
                 drawn |= theirs(drawn[OURS].lengths)
             for side, measurement in drawn.items():
-                found.setdefault(side, []).append(measurement)
-        lengths += [float(each.lengths.mean()) for each in found[OURS]]
+                measurements.setdefault(side, []).append(measurement)
+        lengths += [float(each.lengths.mean()) for each in measurements[OURS]]
         rows += compare(
             name,
-            {side: [each.seconds for each in drawn] for side, drawn in found.items()},
-            flops=[step_flops(ours, each.lengths) for each in found[OURS]],
+            {side: [each.seconds for each in drawn] for side, drawn in measurements.items()},
+            flops=[step_flops(ours, each.lengths) for each in measurements[OURS]],
             peak=peak,
-            occupancy={side: [each.occupancy for each in drawn] for side, drawn in found.items()},
-            padding={side: [each.padding for each in drawn] for side, drawn in found.items()},
+            occupancy={side: [each.occupancy for each in drawn] for side, drawn in measurements.items()},
+            padding={side: [each.padding for each in drawn] for side, drawn in measurements.items()},
         )
     return {
         "workload": "W10",

@@ -1,8 +1,8 @@
-"""W9 of ``oarjax bench``: update and log-probs of completions that differ in length.
+"""W9 of ``oarjax bench``: time update and log-probs of completions that differ in length.
 
-Two ways through the same rows with the run's own programs: sorted by length into microbatches that are each padded to
-their own bucket, as training does, and every microbatch padded to the bucket of the longest row. ``--against torch``
-adds torch in both ways, its microbatches padded to their longest row instead of a bucket.
+The run's own programs process the same rows in two ways: sorted by length into microbatches that are each padded to
+their own bucket, as in training, and with every microbatch padded to the bucket of the longest row. ``--against torch``
+adds torch in both ways, with microbatches padded to their longest row instead of a bucket.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def draw_rows(vocab: int, shapes: Ragged, *, seed: int) -> Draw:
 
 
 class RaggedUpdates:
-    """Update and log-probs of one draw after another, with programs that are compiled once per bucket."""
+    """Run update and log-probs of one draw after another, with programs compiled once per bucket."""
 
     def __init__(self, folder: Path, shapes: Ragged):
         self.shapes = shapes
@@ -72,7 +72,7 @@ class RaggedUpdates:
         self.params = load_params(source, self.model)
         self.mesh = make_mesh(slice=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
         self.run = self.run_of(ragged_config(shapes, credit={"method": "uniform"}))
-        # Two epochs per rollout are what makes training ask for the old log-probs.
+        # Training needs old log-probs only with several epochs per rollout.
         self.scores = self.run_of(ragged_config(shapes, credit={"method": "uniform"}, update={"epochs": 2}))
         self.state = self.run.new_state(self.params)
 
@@ -80,7 +80,7 @@ class RaggedUpdates:
         return Run(cfg, model=self.model, mesh=self.mesh, stop_ids=(), pad_id=PAD)
 
     def plans(self, draw: Draw) -> dict[str, tuple[MinibatchPlan, Rollout]]:
-        """Return how each side lays the rows into microbatches."""
+        """Return each side's division of the rows into microbatches."""
         s, cfg, mask = self.shapes, self.run.cfg, draw.completion
         valid = np.concatenate([np.ones((s.rows, s.prompt_tokens), bool), mask], 1)
         zeros = np.zeros(mask.shape, np.float32)
@@ -135,7 +135,7 @@ class RaggedUpdates:
 
 
 def torch_works(draw: Draw, torch_side: RaggedTorch, shapes: Ragged) -> tuple[dict[str, Works], dict[str, float]]:
-    """Return the same of torch on the same rows."""
+    """Return torch's works on the same rows, and their padding."""
     ids = torch_side.placed(draw.ids)[:, : shapes.prompt_tokens + int(draw.lengths.max())]
     advantages = torch_side.placed(draw.advantages)
     out: dict[str, Works] = {"update": {}, "log-probs": {}}
@@ -198,7 +198,7 @@ def bench_ragged_update(
         "compilations": compiled.count - before,
         "rows": [
             record
-            for name, taken in seconds.items()
-            for record in compare(name, taken, flops=flops[name], peak=peak, occupancy=occupancy, padding=padding)
+            for name, timed in seconds.items()
+            for record in compare(name, timed, flops=flops[name], peak=peak, occupancy=occupancy, padding=padding)
         ],
     }

@@ -1,4 +1,4 @@
-"""Several ways to do the same work, timed in turn on the same draws: their record and their table."""
+"""Compare several ways to do the same work, timed in turn on the same draws, in records and a table."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ def compare(
     occupancy: Mapping[str, Sequence[float]],
     padding: Mapping[str, Sequence[float]],
 ) -> list[dict[str, Any]]:
-    """Return one record per side, the first of which all are divided by, draw by draw.
+    """Return one record per side, with ratios to the first side, draw by draw.
 
     Args:
         seconds: side -> seconds of every draw.
         flops: model FLOPs of every draw, the same for all sides.
         occupancy: side -> share of the computed rows that were in use.
-        padding: side -> share of the computed positions that were no token.
+        padding: side -> share of the computed positions without a token.
     """
     first = next(iter(seconds.values()))
     return [
         {
             "name": name,
             "side": side,
-            "seconds": spread(list(taken)),
-            "times_first": spread([a / b for a, b in zip(taken, first, strict=True)]),
-            "share_of_peak": spread([peak.share(work, t) for work, t in zip(flops, taken, strict=True)]),
+            "seconds": spread(list(values)),
+            "times_first": spread([a / b for a, b in zip(values, first, strict=True)]),
+            "share_of_peak": spread([peak.share(work, t) for work, t in zip(flops, values, strict=True)]),
             "occupancy": spread(list(occupancy[side])),
             "padding": spread(list(padding[side])),
         }
-        for side, taken in seconds.items()
+        for side, values in seconds.items()
     ]
 
 
-def table(found: Mapping[str, Any]) -> Table:
+def table(result: Mapping[str, Any]) -> Table:
     """Tabulate medians with minimum and maximum; ratios are to the first side of the same work, draw by draw."""
-    out = Table(title=f"{found['workload']} {found['name']}, {found['what']}", title_justify="left")
+    out = Table(title=f"{result['workload']} {result['name']}, {result['what']}", title_justify="left")
     for heading in ("work", "side", "s", "times first", "of peak", "occupied", "padding"):
         out.add_column(heading, justify="left" if heading in ("work", "side") else "right", no_wrap=True)
 
@@ -52,7 +52,7 @@ def table(found: Mapping[str, Any]) -> Table:
         return f"{v['median']:{digits}}\n[dim]{v['min']:{digits}}-{v['max']:{digits}}[/dim]"
 
     before = ""
-    for row in found["rows"]:
+    for row in result["rows"]:
         ratio = "" if row["name"] != before else cell(row["times_first"], ".2f")
         shares = [cell(row["share_of_peak"], ".1%"), cell(row["occupancy"], ".2f"), cell(row["padding"], ".2f")]
         out.add_row(

@@ -1,4 +1,4 @@
-"""W6 of ``oarjax bench``: a whole training step with every method of credit, beside plain GRPO's."""
+"""W6 of ``oarjax bench``: time a whole training step with every method of credit, beside plain GRPO's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ METHODS: dict[str, dict[str, Any]] = {GRPO: {"method": "uniform"}} | {
     name: SCORES[name] for name in ("OAR-G, 1 draw", "OAR-G, 4 draws", "OAR-F", "OAR-L", "screened OAR-P", "OAR-P")
 }
 GOALS = {"OAR-G, 1 draw": 1.3, "OAR-G, 4 draws": 1.9, "screened OAR-P": 2.0, "OAR-P": 6.0}
-"""Whole step over plain GRPO's, no rows skipped."""
+"""Goal for the time of a step over plain GRPO's, without skipped rows."""
 PROGRAMS = ("sample", "score", "credit", "accumulate", "fused_add", "apply")
 
 
@@ -78,7 +78,7 @@ def step_flops(ours: Ours, credit: dict[str, Any], setting: Setting, *, skip: bo
 
 
 def _step(ours: Ours, credit: dict[str, Any], setting: Setting, *, skip: bool, **more: Any) -> Callable[[], Any]:
-    """Return one iteration's work; with ``skip`` every second group has equal rewards and is left out."""
+    """Return one iteration's work; with ``skip`` every second group has equal rewards and is skipped."""
     cfg = ours.changed(credit=credit, update={"microbatch": setting.microbatch, "skip_zero_variance": True})
     return ours.iteration(cfg, rewards=half_constant if skip else half_right, **more)
 
@@ -108,9 +108,9 @@ def bench_steps(
                 continue
             sides = {GRPO: plain, method: _step(ours, credit, setting, skip=skip)}
             with status(f"W6 {name}: {method}"):
-                found = measure(sides, repeats=repeats, compiled=compiled)
+                measured = measure(sides, repeats=repeats, compiled=compiled)
             executed = sum(flops[method].values())
-            of_grpo = spread([a / b for a, b in zip(found[method].seconds, found[GRPO].seconds)])
+            of_grpo = spread([a / b for a, b in zip(measured[method].seconds, measured[GRPO].seconds)])
             rows.append(
                 {
                     "method": method,
@@ -119,23 +119,23 @@ def bench_steps(
                     "goal": None if skip else GOALS.get(method),
                     "executed_flops": flops[method],
                     "flops_of_grpo": executed / sum(flops[GRPO].values()),
-                    "share_of_peak": spread([peak.share(executed, seconds) for seconds in found[method].seconds]),
-                    "grpo": found[GRPO].summary() | {"executed_flops": flops[GRPO]},
+                    "share_of_peak": spread([peak.share(executed, seconds) for seconds in measured[method].seconds]),
+                    "grpo": measured[GRPO].summary() | {"executed_flops": flops[GRPO]},
                 }
-                | found[method].summary()
+                | measured[method].summary()
             )
     what = f"{s.groups} x {s.group_size} ({s.prompt_tokens}+{s.new_tokens}, {s.reasoning} of reasoning)"
     return {"workload": "W6", "name": name, "what": what, "rows": rows}
 
 
-def table(found: dict[str, Any]) -> Table:
+def table(result: dict[str, Any]) -> Table:
     """Tabulate a whole step over GRPO's: seconds, executed FLOPs, and the goal."""
-    out = Table(title=f"W6 step, {found['name']}: {found['what']}", title_justify="left")
+    out = Table(title=f"W6 step, {result['name']}: {result['what']}", title_justify="left")
     out.add_column("method", no_wrap=True)
     out.add_column("rows", no_wrap=True)
     for heading in ("s", "of peak", "of GRPO", "FLOPs of GRPO", "goal"):
         out.add_column(heading, justify="right", no_wrap=True)
-    for r in found["rows"]:
+    for r in result["rows"]:
         ratio = r["of_grpo"]
         out.add_row(
             r["method"],

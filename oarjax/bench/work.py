@@ -1,4 +1,4 @@
-"""The work that ``oarjax bench`` times: the jitted programs and the iteration that training runs, on random tokens."""
+"""Prepare the work that ``oarjax bench`` times: the programs and the iteration of training, on random tokens."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: what is run and in what it is counted."""
+    """One line of the table: the work and its unit."""
 
     workload: str
     name: str
     what: str
     unit: str
-    amount: int  # tokens or sequences of one run; 1 where whole runs count
-    flops: float  # of one run, as the plain method asks for; sharing the prompt's pass needs fewer
+    amount: int  # tokens or sequences of one run; 1 if the unit is a run
+    flops: float  # of one run by the plain method; sharing the prompt's pass needs fewer
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,7 @@ def make_rows(model: QwenConfig, shapes: Shapes) -> list[Row]:
 def settings(shapes: Shapes) -> dict[str, Any]:
     """Return the fields of the workloads' config that differ from a run's defaults.
 
-    Few rows at a time stay in a CPU's cache, and so little is kept for the backward pass that nothing need be
-    computed again.
+    Few rows at a time stay in a CPU's cache, and keep so little for the backward pass that remat is not needed.
     """
     rows = shapes.groups * shapes.group_size
     return {
@@ -138,7 +137,7 @@ def _microbatch(rows: int, most: int) -> int:
 
 
 def spans(rows: int, length: int, shapes: Shapes) -> AnswerSpan:
-    """Return the same reasoning and answer for every row; random tokens hold no answer to find."""
+    """Return the same reasoning and answer for every row; random tokens contain no answer."""
     place = np.broadcast_to(np.arange(length), (rows, length))
     answer = shapes.reasoning + shapes.cue
     return AnswerSpan(
@@ -149,25 +148,25 @@ def spans(rows: int, length: int, shapes: Shapes) -> AnswerSpan:
 
 
 def half_right(rows: int, group_size: int) -> Grades:
-    """Grade half of every group right, so that no group is left out."""
+    """Grade half of every group as right, so that no group is skipped."""
     rewards = (np.arange(rows) % group_size < (group_size + 1) // 2).astype(np.float32)
     return Grades(rewards, {"half": rewards}, ["graded"] * rows, [None] * rows, [""] * rows)
 
 
 def half_constant(rows: int, group_size: int) -> Grades:
-    """Grade every second group all right, so that it teaches nothing, and half of the others."""
-    found = half_right(rows, group_size).rewards
-    rewards = np.where(np.arange(rows) // group_size % 2 == 1, np.float32(1), found)
+    """Grade all of every second group as right, so that it is skipped, and half of the other groups."""
+    half = half_right(rows, group_size).rewards
+    rewards = np.where(np.arange(rows) // group_size % 2 == 1, np.float32(1), half)
     return Grades(rewards, {"half": rewards}, ["graded"] * rows, [None] * rows, [""] * rows)
 
 
 Rewards = Callable[[int, int], Grades]
 """(rows, group size) -> grades."""
 Watch = Callable[[Steps], Steps]
-"""Programs -> programs that do the same and are watched."""
+"""(programs) -> programs that do the same and are observed."""
 
 
-def as_they_are(steps: Steps) -> Steps:
+def unchanged(steps: Steps) -> Steps:
     return steps
 
 
@@ -187,7 +186,7 @@ def host_of(
 
 
 class Ours:
-    """Every row's work with oarjax, by the row's name. Nothing is compiled before a work is called."""
+    """The work of every row of the table with oarjax, by the row's name; programs are compiled at the first call."""
 
     def __init__(self, folder: Path, shapes: Shapes, tokens: Tokens):
         self.shapes, self.tokens = shapes, tokens
@@ -242,16 +241,16 @@ class Ours:
         return work
 
     def log_probs(self) -> Callable[[], Any]:
-        # Two epochs per rollout are what makes training ask for the old log-probs.
+        # Training needs old log-probs only with several epochs per rollout.
         cfg = self.changed(credit={"method": "uniform"}, update={"epochs": 2})
         return self._score(cfg, self.tokens.rows, self.shapes.new_tokens)
 
-    def importance(self, *, watch: Watch = as_they_are, **credit: Any) -> Callable[[], Any]:
+    def importance(self, *, watch: Watch = unchanged, **credit: Any) -> Callable[[], Any]:
         s = self.shapes
         return self._score(self.changed(credit=credit), self.tokens.credit, s.reasoning + s.cue + s.answer, watch)
 
     def iteration(
-        self, cfg: Config | None = None, *, rewards: Rewards = half_right, watch: Watch = as_they_are
+        self, cfg: Config | None = None, *, rewards: Rewards = half_right, watch: Watch = unchanged
     ) -> Callable[[], Any]:
         s, cfg = self.shapes, cfg or self.cfg
         run = self._run(cfg)
@@ -269,19 +268,19 @@ class Ours:
 
         return work
 
-    def _score(self, cfg: Config, ids: np.ndarray, length: int, watch: Watch = as_they_are) -> Callable[[], Any]:
+    def _score(self, cfg: Config, ids: np.ndarray, length: int, watch: Watch = unchanged) -> Callable[[], Any]:
         steps, keys = watch(self._run(cfg).steps), _Keys()
         rows, b = len(ids), _microbatch(len(ids), cfg.update.microbatch)
         completion = np.ones((rows, length), bool)
         zeros = np.zeros(completion.shape, np.float32)
         rollout = Rollout(ids, np.ones(ids.shape, bool), completion, zeros, zeros, np.ones(rows, bool))  # type: ignore[arg-type]
         numbers = np.arange(rows, dtype=np.int32)
-        cards = jax.tree.map(
+        arrays = jax.tree.map(
             lambda x: jnp.asarray(x).reshape(-1, b, *x.shape[1:]),
             (rollout, spans(rows, length, self.shapes), numbers),
         )
         used, probe = jnp.int32(rows // b), cfg.credit.probe.mode
-        return lambda: jax.block_until_ready(steps.score(self.params, None, *cards, used, keys.next(), probe=probe))
+        return lambda: jax.block_until_ready(steps.score(self.params, None, *arrays, used, keys.next(), probe=probe))
 
     def changed(self, **sections: dict[str, Any]) -> Config:
         """Return the workloads' config with other fields."""
@@ -293,7 +292,7 @@ class Ours:
 
 
 class _Keys:
-    """Draws a fresh key for every run, outside the programs."""
+    """Draw a fresh key for every run, outside the programs."""
 
     def __init__(self) -> None:
         self.drawn = 0

@@ -129,7 +129,7 @@ FAULTS: dict[str, tuple[Any, str]] = {  # stage -> fault, the check that notices
     "phases": (not_a_number, "every metric is finite"),
     "iterations": (no_learning, "the reward rises"),
     "resume": (other_export, "both exports are equal"),
-    "storage": (altered_arrays, "what is restored"),
+    "storage": (altered_arrays, "the restored state"),
 }
 
 

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from oarjax.config import ConfigError, LoraConfig
 from oarjax.data.hf_files import CheckpointError
 from oarjax.data.peft import read_adapters
-from oarjax.models.lora import adapter_axes, adapter_shapes
+from oarjax.models.lora import adapter_axes, adapter_shapes, merge_adapters
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import abstract_params, logical_axes
 from oarjax.types import Params
