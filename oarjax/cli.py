@@ -91,7 +91,7 @@ def train(
         typer.Option("--restart", help="Start from scratch; the old run_dir is kept as run_dir.old."),
     ] = False,
 ) -> None:
-    """``oarjax train``; see ``TRAIN_HELP``."""
+    """Run ``oarjax train``; see ``TRAIN_HELP``."""
     from oarjax.training.command import run
 
     run(config, overrides or [], compare=compare, seeds=seeds, restart=restart)
@@ -204,7 +204,7 @@ def evaluate(
     as_json: AsJson = False,
     trust_code: TrustCode = False,
 ) -> None:
-    """``oarjax evaluate``; see ``EVALUATE_HELP``."""
+    """Run ``oarjax evaluate``; see ``EVALUATE_HELP``."""
     from oarjax.evaluate.command import run
 
     run(
@@ -282,7 +282,7 @@ def credit(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """``oarjax credit``; see ``CREDIT_HELP``."""
+    """Run ``oarjax credit``; see ``CREDIT_HELP``."""
     from oarjax.lab.command import run
 
     run(config, overrides or [], as_json, rollouts, form.value, gradients=gradients)
@@ -315,7 +315,7 @@ def study(
         typer.Option(help="Markdown page to paste the results into, between its marks.", show_default=False),
     ] = None,
 ) -> None:
-    """``oarjax study``; see ``STUDY_HELP``."""
+    """Run ``oarjax study``; see ``STUDY_HELP``."""
     from oarjax.study.command import run
 
     run(config, overrides or [], quick=quick, jobs=jobs, page=page)
@@ -330,7 +330,7 @@ def replay(
     as_json: AsJson = False,
     trust_code: TrustCode = False,
 ) -> None:
-    """``oarjax replay``; see ``REPLAY_HELP``."""
+    """Run ``oarjax replay``; see ``REPLAY_HELP``."""
     from oarjax.replay.command import run
 
     run(file, device=device.value, as_json=as_json, trust_code=trust_code)
@@ -360,7 +360,7 @@ def plan(
     timeout: Annotated[int, typer.Option(help="Seconds for one program.", min=1)] = 3600,
     jobs: Annotated[int, typer.Option(help="Programs compiled at once, 1 to 2 GiB of memory each.", min=1)] = 2,
 ) -> None:
-    """``oarjax plan``; see ``PLAN_HELP``."""
+    """Run ``oarjax plan``; see ``PLAN_HELP``."""
     from oarjax.plan.command import run
 
     if not run(

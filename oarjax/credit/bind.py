@@ -1,4 +1,4 @@
-"""From a credit config to functions: how its method scores tokens with a policy, and how it weighs them."""
+"""Bind a credit config: the functions that score tokens with a policy, and that weigh them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def method_of(cfg: CreditConfig, custom: CreditMethod | None = None) -> CreditMe
 
 
 def signals(cfg: CreditConfig, custom: CreditMethod | None = None) -> frozenset[str]:
-    """Return what the method's weights are made of, beside spans, advantages and masks."""
+    """Return the signals that the method needs beside spans, advantages and masks."""
     return frozenset(method_of(cfg, custom).needs)
 
 
@@ -64,13 +64,13 @@ def needs_reference(cfg: Config, custom: CreditMethod | None = None) -> bool:
 
 
 def taught(cfg: CreditConfig, custom: CreditMethod | None = None) -> dict[str, bool]:
-    """Return what a teacher's prompts are read for, as fields of ``oarjax.costs.Work``."""
+    """Return the uses of a teacher's prompts, as fields of ``oarjax.costs.Work``."""
     wants = signals(cfg, custom)
     return {"teacher": "teacher_logps" in wants, "distilled": "teacher_prompt" in wants}
 
 
 def check_updates(cfg: Config, custom: CreditMethod | None = None) -> None:
-    """Refuse numbers of updates that a method cannot work with.
+    """Reject numbers of updates that a method cannot work with.
 
     Raises:
         ConfigError: several minibatches where it reads whole groups, whose rows are dealt to all of them; one update
@@ -107,7 +107,7 @@ def draws_noise(cfg: CreditConfig, custom: CreditMethod | None = None) -> bool:
 
 
 def check_method(method: CreditMethod, *, place: str) -> None:
-    """Refuse a custom method that asks for what does not exist.
+    """Reject a custom method with an unknown signal, kind or score.
 
     Raises:
         ConfigError: naming ``place``.
@@ -158,9 +158,9 @@ def scorer(
     custom_probe: Probe | None = None,
     custom_method: CreditMethod | None = None,
 ) -> Scorer:
-    """(params, rollout, span, row keys, probe mode) -> importance and clean states; (None, None) where none is needed.
+    """Return a function (params, rollout, span, row keys, probe mode) -> importance and clean states, or None for both.
 
-    ``custom_probe`` takes the place of the built-in modes, for every method but GRAIL, which has its own. No gradient
+    ``custom_probe`` replaces the built-in modes, except for GRAIL, which has its own. No gradient
     flows to ``params``, and scores outside the reasoning are 0.
 
     Raises:
@@ -216,7 +216,7 @@ def shared_scorer(
     custom_probe: Probe | None = None,
     custom_method: CreditMethod | None = None,
 ) -> SharedScorer | None:
-    """Return the ``scorer`` that starts from a clean pass which an update shares; None where the method has none."""
+    """Return the ``scorer`` that starts from a clean pass shared with an update; None if the method has none."""
     method = method_of(cfg, custom_method)
     if method.shared is None:
         return None
@@ -246,7 +246,7 @@ def _check_answer(cfg: CreditConfig, method: CreditMethod, custom_probe: Probe |
 def weigher(
     cfg: CreditConfig, *, keyword_table: KeywordTable | None = None, custom_method: CreditMethod | None = None
 ) -> TokenCredit:
-    """(signals, span, advantages, completion, key) -> what the configured method returns, [B, T], under the polarity.
+    """Return a function (signals, span, advantages, completion, key) -> the method's result [B, T], under the polarity.
 
     Rows without reasoning or answer get ones from the methods that reweight the reasoning. ``entropy_top`` over a
     batch leaves rows of advantage 0 out of its share: they teach nothing, and a run that skips them weighs the same.

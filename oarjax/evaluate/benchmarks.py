@@ -104,7 +104,7 @@ PROMPTS: dict[str, dict[str, Any]] = {
 
 
 def family_prompt(policy: str, tokenizer: PreTrainedTokenizerFast) -> str:
-    """The template of ``PROMPTS`` for a policy: by its tokenizer, and Qwen-Math's by its name too.
+    """Return the template of ``PROMPTS`` for a policy, by its tokenizer; Qwen-Math's also by its name.
 
     A tokenizer cannot tell a base policy from an instructed one where both have a chat template, as Qwen2.5's do.
     """
@@ -124,7 +124,7 @@ class Asked:
 
 
 def read_names(text: str) -> list[Asked]:
-    """``--data``: names of benchmarks, ``name=file`` for a local copy of one, files, hub datasets; with commas between.
+    """Parse ``--data``: benchmarks, ``name=file`` for a local copy of one, files, hub datasets, comma-separated.
 
     Raises:
         ConfigError: none, one twice, or a file that is not there.
@@ -170,7 +170,7 @@ FIELDS = [(q, a) for a in ("answer", "ground_truth", "gt") for q in ("question",
 
 
 def find_fields(data: DatasetConfig) -> DatasetConfig:
-    """A dataset whose fields were not named, with the first pair of ``FIELDS`` that its first row has, or as it is.
+    """Complete a dataset without named fields by the first pair of ``FIELDS`` that its first row has, if any.
 
     Raises:
         DataError: it cannot be read.

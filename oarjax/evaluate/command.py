@@ -152,7 +152,7 @@ def _stoppable(console: Console, folder: Path) -> Iterator[None]:
 
 
 def run_compare(ours: Path, theirs: Path, *, as_json: bool) -> None:
-    """``oarjax compare``: the paired differences of two evaluations."""
+    """Print the paired differences of two evaluations (``oarjax compare``)."""
     found = compare(read_result(ours), read_result(theirs))
     if as_json:
         print(to_json(found, indent=1))

@@ -80,7 +80,7 @@ def per_cent(figure: dict[str, Any] | None) -> str:
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """A results.json, or the one in a folder.
+    """Read a results.json, or the one in a folder.
 
     Raises:
         ConfigError: there is none, or it is something else.
@@ -113,7 +113,7 @@ def _is_compared(found: Any) -> bool:
 
 
 def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """Paired differences, ours - theirs, of every figure that both have of a benchmark that both were asked.
+    """Compute paired differences, ours - theirs, of every figure that both have on a common benchmark.
 
     Raises:
         ConfigError: no benchmark in common, or one with other problems.

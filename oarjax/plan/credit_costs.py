@@ -58,7 +58,7 @@ class Run:
 
 
 def decode_seconds(d: Decoder, chip: Chip, run: Run) -> float:
-    """Chip-seconds of prefill and decoding per completion.
+    """Estimate chip-seconds of prefill and decoding per completion.
 
     A token step reads the weights once, every row's own cache (half full on average) and every group's prompt once.
     """
@@ -98,13 +98,13 @@ def credit_flops(d: Decoder, run: Run) -> dict[str, float]:
 
 
 def projection(d: Decoder, chip: Chip, run: Run) -> dict[str, float]:
-    """Seconds of a whole step over plain GRPO's, by method."""
+    """Estimate seconds of a whole step over plain GRPO's, by method."""
     plain = decode_seconds(d, chip, run) + update_flops(d, run.row, recomputed=run.recomputed) / (chip.flops * run.mfu)
     return {name: 1 + flops / (chip.flops * run.mfu) / plain for name, flops in credit_flops(d, run).items()}
 
 
 def rollout_share_for(overhead: float, d: Decoder, run: Run, *, flops: float) -> float:
-    """Share of plain GRPO's step that sampling must take for credit of ``flops`` to add ``overhead`` - 1 at most.
+    """Return the least share of sampling in GRPO's step with which credit of ``flops`` adds ``overhead`` - 1 at most.
 
     0 where the update alone is long enough. Scoring and update are on the same chips at the same MFU.
     """

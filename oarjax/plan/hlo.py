@@ -57,7 +57,7 @@ class Instruction:
         return found[1] if (found := re.search(r'op_name="([^"]*)"', self.rest)) else ""
 
     def called(self, attribute: str) -> str | None:
-        """The computation that an attribute such as ``body`` names."""
+        """Return the computation that an attribute such as ``body`` names."""
         return found[1] if (found := re.search(rf"\b(?:{attribute})=%?([\w.\-]+)", self.rest)) else None
 
 
@@ -101,7 +101,7 @@ Branches = Callable[[str, int], Sequence[int | float]]
 
 
 def executed(text: str, *, trips: Trips | None = None, branches: Branches | None = None) -> Executed:
-    """Totals of a program's optimized HLO text (``compiled.as_text()``).
+    """Count the totals of a program's optimized HLO text (``compiled.as_text()``).
 
     ``trips`` is asked for loops that values decide; ``branches`` for conditionals, where None counts the most
     expensive branch each time.
@@ -175,7 +175,7 @@ def _count_fusion(
     spread: set[tuple[str, str, str]],
     total: Callable[[str], Executed],
 ) -> None:
-    """A fusion's work. Pieces of one asynchronous collective repeat it, under one channel and chain."""
+    """Count a fusion's work. Pieces of one asynchronous collective repeat it, under one channel and chain."""
     part = total(called)
     chains = {
         (i.opcode, chain[1], channel[1])
@@ -205,7 +205,7 @@ def _count_collective(
 
 
 def group_size(instruction: Instruction) -> int:
-    """Devices that take part in a collective; 2 for a permutation, whose pairs are no group.
+    """Count the devices in a collective; 2 for a permutation, whose pairs are not a group.
 
     Raises:
         HloError: replica groups in a form unknown here.
@@ -226,14 +226,14 @@ def group_size(instruction: Instruction) -> int:
 
 
 def dot_flops(instruction: Instruction, left: tuple[Array, ...], right: tuple[Array, ...]) -> float:
-    """2 * output * contracted sizes."""
+    """Count 2 * output * contracted sizes."""
     found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.rest)
     axes = [int(i) for i in found[1].split(",") if i] if found else []
     return 2.0 * math.prod(instruction.type[0].sizes) * math.prod(left[0].sizes[i] for i in axes)
 
 
 def convolution_flops(instruction: Instruction, left: tuple[Array, ...], right: tuple[Array, ...]) -> float:
-    """A convolution's multiply-adds where window and input meet, times 2: how a TPU writes matrix products.
+    """Count a convolution's multiply-adds where window and input meet, times 2: a TPU's form of matrix products.
 
     Batch axes of a product are spatial axes here, with windows so strided, dilated and padded that only matching
     entries meet; the rest of the window is padding and is not counted.
@@ -266,7 +266,7 @@ def convolution_flops(instruction: Instruction, left: tuple[Array, ...], right: 
 
 
 def _per_axis(settings: dict[str, str], name: str, axis: int, *, default: int = 1) -> int:
-    """The setting of one spatial axis; of padding the low end."""
+    """Return the setting of one spatial axis; of padding, its low end."""
     if name not in settings:
         return default
     return int(settings[name].split("x")[axis].split("_")[0])
@@ -274,7 +274,7 @@ def _per_axis(settings: dict[str, str], name: str, axis: int, *, default: int = 
 
 @cache
 def _meeting_points(*, size: int, window: int, out: int, stride: int, low: int, dilate: int, window_dilate: int) -> int:
-    """Pairs (output position, window position) that read an entry of the input, not padding or a gap."""
+    """Return the pairs (output position, window position) that read an entry of the input, not padding or a gap."""
     total = 0
     end = (size - 1) * dilate + 1
     for k in range(window):
@@ -337,7 +337,7 @@ def _constant(here: dict[str, Instruction], name: str) -> int | None:
 
 
 def _entry(here: dict[str, Instruction], name: str) -> tuple[int | None, int]:
-    """(index, n): a value that is the carry's entry plus n."""
+    """Return (index, n) of a value that is the carry's entry plus n."""
     found, ahead = here.get(name), 0
     while found is not None:
         if found.opcode == "get-tuple-element":
@@ -370,7 +370,7 @@ ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([\d,]*)\]")
 
 
 def parse(text: str) -> Program:
-    """Computations and their instructions. Lines that are neither, such as the rest of a kernel's text, are skipped.
+    """Parse computations and their instructions. Other lines, such as the rest of a kernel's text, are skipped.
 
     Raises:
         HloError: there is no entry computation.
@@ -391,7 +391,7 @@ def parse(text: str) -> Program:
 
 
 def _instruction(line: str, start: re.Match[str]) -> Instruction | None:
-    """``%name = type opcode(operands), attributes``; None for a line of another form."""
+    """Parse ``%name = type opcode(operands), attributes``; None for a line of another form."""
     at = start.end()
     end = _closing(line, at) + 1 if line[at] == "(" else line.find(" ", at)
     opcode = re.match(r"\S*\s*([a-z][\w\-]*)\(", line[end:])
@@ -412,7 +412,7 @@ def _instruction(line: str, start: re.Match[str]) -> Instruction | None:
 
 
 def _closing(line: str, at: int) -> int:
-    """The place of the bracket that closes the one at ``at``; the line's end where none does."""
+    """Find the bracket that closes the one at ``at``; the line's end if none does."""
     depth = 0
     for i in range(at, len(line)):
         depth += {"(": 1, ")": -1}.get(line[i], 0)

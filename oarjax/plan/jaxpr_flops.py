@@ -26,7 +26,7 @@ INLINED |= {"custom_vjp_call", "custom_vjp_call_jaxpr"}
 
 
 def executed_flops(fn: Callable[..., Any], *args: Any) -> float:
-    """FLOPs that ``fn(*args)`` spends on matrix products, 2 per multiply-add, accurate to about 1e-4.
+    """Count the FLOPs that ``fn(*args)`` spends on matrix products, 2 per multiply-add, accurate to about 1e-4.
 
     Elementwise work is left out, as in ``oarjax.costs``. Results that nothing uses are not counted, except those
     carried through a while loop.
@@ -38,7 +38,7 @@ def executed_flops(fn: Callable[..., Any], *args: Any) -> float:
 
 
 def flop_counter(fn: Callable[..., Any], *args: Any) -> Callable[..., float]:
-    """``executed_flops`` of ``fn`` for any arrays of the shapes of ``args``, compiled once."""
+    """Compile ``executed_flops`` of ``fn`` once, for any arrays of the shapes of ``args``."""
     closed = jax.make_jaxpr(fn)(*args)
     jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
 
@@ -53,7 +53,7 @@ def flop_counter(fn: Callable[..., Any], *args: Any) -> Callable[..., float]:
 
 
 def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> tuple[Values, Any]:
-    """The jaxpr's results, and its FLOPs: a Python number, or an array where they depend on values."""
+    """Return the jaxpr's results, and its FLOPs: a Python number, or an array where they depend on values."""
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
     total: Any = 0.0
     for eqn in jaxpr.eqns:
@@ -81,7 +81,7 @@ def _equation(eqn: Any, values: Values) -> tuple[Values, Any]:
 
 
 def _fixed_flops(eqn: Any) -> float | None:
-    """FLOPs of an equation where they depend on shapes alone; None where values decide.
+    """Count the FLOPs of an equation that depend on shapes alone; None if values decide.
 
     Raises:
         ValueError: a kernel, or another primitive that holds matrix products in a form unknown here.
@@ -178,7 +178,7 @@ def _zero() -> Any:
 
 
 def _jaxprs(params: Any) -> list[Any]:
-    """The jaxprs among an equation's parameters, without their constants."""
+    """Return the jaxprs among an equation's parameters, without their constants."""
     found = [v for p in params.values() for v in (p if isinstance(p, tuple | list) else (p,))]
     return [getattr(v, "jaxpr", v) for v in found if isinstance(v, core.Jaxpr | core.ClosedJaxpr)]
 

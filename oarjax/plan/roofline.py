@@ -51,7 +51,7 @@ def decoding_bytes(
     position: Number,
     state: Number = 0,
 ) -> float:
-    """Bytes of HBM that decoding reads on one chip: per token its weights and its share of all slots of the caches.
+    """Count the bytes of HBM that decoding reads on one chip: per token its weights and its share of the caches.
 
     Every step reads all slots, filled or not. ``rows`` and ``prompts`` are the chip's; ``position`` is the bytes that
     one position's keys and values of all layers take on it, ``state`` those of a row's recurrent states, which are
@@ -65,7 +65,7 @@ SPLASH = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
 
 
 def kernel_flops(name: str, operands: Sequence[tuple[int, ...]], *, block: Callable[[int], int]) -> float:
-    """FLOPs of one call of a kernel: splash attention, whose partly visible blocks are computed whole, or experts.
+    """Count a kernel call's FLOPs: splash attention, whose partly visible blocks are computed whole, or experts.
 
     Args:
         operands: sizes; the largest three in a row are q [rows, heads, N, h] and k and v [rows, kv heads, M, h], the N
@@ -93,7 +93,7 @@ def kernel_flops(name: str, operands: Sequence[tuple[int, ...]], *, block: Calla
 def executed_update_flops(
     d: Decoder, row: Row, *, remat: str, last_product: Number, attended: Number, attention_passes: Number
 ) -> float:
-    """Products that forward and backward of one row execute, with what ``remat`` computes again.
+    """Count the products that forward and backward of one row execute, including what ``remat`` recomputes.
 
     Layers forward once, backward as two forwards. remat full repeats the layers' forward but for each layer's last
     product, whose result the backward pass never reads (``last_product``: its parameters in all layers); dots repeats

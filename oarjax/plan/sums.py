@@ -59,7 +59,7 @@ def model_flops(phase: str, model: QwenConfig, cfg: Config) -> float:
 
 
 def count(text: str, s: Shapes, credit: CreditConfig, model: QwenConfig) -> Executed:
-    """Work of a phase's program on one chip, all rows in use and every token of a completion credited."""
+    """Count the work of a phase's program on one chip, all rows in use and every token of a completion credited."""
     masking = credit.masking
     share, chunk = 1.0, masking.chunk
     if credit.method != CUSTOM and attribution(credit).name == "oar_screened":
@@ -94,7 +94,7 @@ def phase_of(
     model: float,
     read: float,
 ) -> dict[str, Any]:
-    """One column of a plan, per chip but for ``model``, which is of all; ``work`` is None where it does not fit."""
+    """Return one column of a plan, per chip except ``model``, which is for all; ``work`` is None if it does not fit."""
     beside = result["beside"]
     program = result["memory"]["peak"] if "memory" in result else result["needs"]
     total = None if program is None else program + beside
@@ -133,7 +133,7 @@ def phase_of(
 
 
 def read_bytes(model: QwenConfig, s: Shapes, *, chips: int, tensor: int) -> float:
-    """Bytes of HBM that sampling reads on one chip: its weights and its share of the caches, for every token.
+    """Count the bytes of HBM that sampling reads on one chip: its weights and its share of the caches, for every token.
 
     ``tensor`` chips have one copy of the policy, and of its key heads at least one each.
     """
@@ -151,7 +151,7 @@ def read_bytes(model: QwenConfig, s: Shapes, *, chips: int, tensor: int) -> floa
 
 
 def applied_bytes(resident: Mapping[str, int]) -> float:
-    """Bytes of HBM that one optimizer update moves on one chip: trained params, moments and summed gradients.
+    """Count the bytes of HBM that one optimizer update moves on one chip: trained params, moments and summed gradients.
 
     All are read; params and moments are written again, and the sums are set to zero before the next update.
     """
@@ -179,7 +179,7 @@ def analytic_update_flops(cfg: Config, model: QwenConfig, s: Shapes, line: Mappi
 
 
 def step_of(phases: Sequence[Mapping[str, Any]], times: Mapping[str, int], *, chip: Chip, chips: int) -> dict[str, Any]:
-    """All phases of an iteration, each as often as it runs."""
+    """Sum all phases of an iteration, each as often as it runs."""
 
     def total(field: str) -> float:
         return sum(times[p["name"]] * p[field] for p in phases)

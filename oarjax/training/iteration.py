@@ -68,7 +68,7 @@ class Iteration(NamedTuple):
 def iterate(
     state: TrainState, ref_params: Params | None, iteration: int, *, steps: Steps, host: HostCallbacks, cfg: Config
 ) -> tuple[TrainState, Iteration]:
-    """Prompts -> rollouts -> rewards -> group advantages -> credit per token -> updated policy."""
+    """Run one iteration: prompts -> rollouts -> rewards -> group advantages -> credit per token -> updated policy."""
     group = cfg.rollout.group_size
     capacity = cfg.rollout.prompts * group
     probe = probe_mode(
@@ -273,5 +273,5 @@ def score(
 
 
 def add_metrics(a: dict[str, Mean], b: dict[str, Mean]) -> dict[str, Mean]:
-    """Sums and counts of both, name by name."""
+    """Add the sums and counts of both, name by name."""
     return a | {name: a[name] + mean if name in a else mean for name, mean in b.items()}

@@ -30,7 +30,7 @@ QUANTITIES += ("loss", "gradient", "params")
 
 
 def rollout_metrics(rollout: Rollout, grades: Grades, *, group_size: int) -> dict[str, float]:
-    """Rewards, lengths and the shares that explain a loss of 0: ungraded, equal groups, truncated. Numpy."""
+    """Measure rewards, lengths and the shares that explain a loss of 0: ungraded, equal groups, truncated. Numpy."""
     lengths = rollout.completion.sum(1)
     rewards = grades.rewards
     graded = rewards[np.isfinite(rewards)]
@@ -54,7 +54,7 @@ def rollout_metrics(rollout: Rollout, grades: Grades, *, group_size: int) -> dic
 
 
 def unsound_rows(rollout: Rollout) -> np.ndarray:
-    """Rows [B] with a sampler's log-prob that is not finite: their tokens were drawn from no distribution."""
+    """Mark rows [B] with a sampler's log-prob that is not finite: their tokens were drawn from no distribution."""
     wrong = ~np.isfinite(np.asarray(rollout.behaviour_logps)) & np.asarray(rollout.completion)
     return np.asarray(wrong.any(-1))
 
@@ -62,7 +62,7 @@ def unsound_rows(rollout: Rollout) -> np.ndarray:
 def nonfinite_rows(
     values: Mapping[str, Float[Array, "B ..."] | None], mask: Mapping[str, Bool[Array, "B ..."]], rows: Bool[Array, "B"]
 ) -> dict[str, Mean]:
-    """Share of the given rows that hold a value which is not finite inside its mask, by the value's name."""
+    """Return, by the value's name, the share of rows with a value that is not finite inside its mask."""
     count = jnp.sum(rows).astype(jnp.float32)
 
     def share(x: Float[Array, "B *S"], inside: Bool[Array, "B *T"]) -> Mean:
@@ -79,7 +79,7 @@ def all_finite(tree: Params) -> Bool[Array, ""]:
 
 
 def _filled(groups: np.ndarray) -> np.ndarray:
-    """Groups without any reward count as equal."""
+    """Fill in rewards such that groups without any reward count as equal."""
     return np.where(np.isnan(groups).all(1, keepdims=True), 0.0, groups)
 
 

@@ -135,12 +135,12 @@ class RolloutLayout(NamedTuple):
 
 
 def make_optimizer(cfg: Config) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """The run's optimizer and its schedule (updates -> learning rate)."""
+    """Build the run's optimizer and its schedule (updates -> learning rate)."""
     return _optimizer(cfg.optim, cfg.iterations * cfg.update.epochs * cfg.update.minibatches)
 
 
 def make_sft_optimizer(cfg: SFTConfig) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """The warm start's optimizer and its schedule."""
+    """Build the warm start's optimizer and its schedule."""
     return _optimizer(cfg.optim, cfg.steps)
 
 
@@ -333,7 +333,7 @@ def make_steps(
 def make_sft_step(
     policy: Policy, tx: optax.GradientTransformation, shardings: Shardings, *, head_chunk: int
 ) -> Callable[..., tuple[TrainState, Metrics]]:
-    """(state, batch, used) -> (state, metrics): mean negative log-probability of the completions' tokens."""
+    """Return a step (state, batch, used) -> (state, metrics) on the mean negative log-prob of completions."""
     loss = imitation(policy, head_chunk=head_chunk)
 
     def step(state: TrainState, batch: TrainBatch, used: Int[Array, ""]) -> tuple[TrainState, Metrics]:

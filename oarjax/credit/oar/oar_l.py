@@ -155,7 +155,7 @@ def local_scores(
 
 
 def chunk_size(length: int, *, places: int, chunk: int) -> int:
-    """Counterfactuals of a row at once, each of so many recomputed places.
+    """Return the number of a row's counterfactuals per chunk, each with ``places`` recomputed positions.
 
     No more than an eighth of the completion: what the last chunk of a row has too many is wasted.
     """

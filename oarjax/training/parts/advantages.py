@@ -1,4 +1,4 @@
-"""The advantages of a run, as its config asks for them."""
+"""Bind the advantages that a config asks for."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Values = dict[str, Float[Array, "B"]]
 def bound_advantages(
     cfg: Config, custom: AdvantageFunction | None = None
 ) -> Callable[[Float[Array, "B"], Values], Float[Array, "B"]]:
-    """(rewards, NaN where ungraded; values of each reward) -> advantages, with a run's settings."""
+    """Return a function (rewards, NaN where ungraded; values of each reward) -> advantages, with a run's settings."""
     a, group = cfg.advantage, cfg.rollout.group_size
 
     def grpo(rewards: Float[Array, "B"], values: Values) -> Float[Array, "B"]:
@@ -47,7 +47,7 @@ def bound_advantages(
 
 
 def bound_kl_penalty(cfg: Config) -> Callable[..., Float[Array, "B"]]:
-    """(rewards, rollout, reference log-probs) -> rewards less the KL term of ``loss.kl_in`` reward."""
+    """Return a function (rewards, rollout, reference log-probs) -> rewards minus the KL term of ``loss.kl_in``."""
     after = partial(reward_after_kl, beta=cfg.loss.kl_beta)
 
     def penalise(rewards: Float[Array, "B"], rollout: Rollout, ref_logps: Float[Array, "B T"]) -> Float[Array, "B"]:

@@ -1,4 +1,4 @@
-"""Losses of a microbatch, gradients summed over microbatches, and the one optimizer update that they make."""
+"""Compute losses of a microbatch, sum gradients over microbatches, and apply them in one optimizer update."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def descend(
 def policy_gradient(
     policy: Policy, cfg: Config, custom_loss: TokenLoss | None = None, custom_method: CreditMethod | None = None
 ) -> Loss:
-    """The loss of training, of one microbatch, with what the credit method does in every update."""
+    """Return the loss of training for one microbatch, with the credit method's part in every update."""
     length = cfg.rollout.max_new
     of_tokens = custom_loss or bound_loss(cfg.loss, max_length=length)
     head = {"temperature": cfg.rollout.temperature, "head_chunk": cfg.policy.head_chunk}
@@ -159,7 +159,7 @@ def policy_gradient(
 
 
 def imitation(policy: Policy, *, head_chunk: int) -> Loss:
-    """The loss of the warm start, of one microbatch."""
+    """Return the loss of the warm start for one microbatch."""
 
     def loss(params: Params, batch: TrainBatch) -> tuple[Mean, Metrics]:
         logps, entropies = token_logps(
@@ -190,7 +190,7 @@ def sampler_logps(cfg: LossConfig, rollout: Rollout) -> Float[Array, "*rows T"]:
 
 
 def bound_loss(cfg: LossConfig, *, max_length: int) -> Callable[..., tuple[Mean, Metrics]]:
-    """``policy_loss`` with a run's settings."""
+    """Bind ``policy_loss`` to a run's settings."""
     off = cfg.off_policy
     return partial(
         policy_loss,
@@ -222,9 +222,9 @@ class RowCheck(NamedTuple):
 
 
 def make_row_check(loss: Loss) -> Callable[..., tuple[Params, RowCheck]]:
-    """(params, frozen, gradients so far, batch of one row, denominator) -> (gradients with this row's, RowCheck).
+    """Return a jitted (params, frozen, gradients so far, one row, denominator) -> (gradients with it, RowCheck).
 
-    Jitted; ``frozen`` is what the params are laid over, None where there is nothing.
+    ``frozen`` are the params below adapters, or None.
     """
 
     def check(
