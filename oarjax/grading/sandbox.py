@@ -36,7 +36,7 @@ class IsolationError(UserError, RuntimeError):
 
 
 class ProgramResult(NamedTuple):
-    """How a program ended."""
+    """Exit code and output of a program."""
 
     code: int  # exit code; negative: the signal that ended it
     output: str

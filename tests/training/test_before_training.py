@@ -78,7 +78,7 @@ def test_sound_rewards_are_silent(tried):
             r"on the reference answer .* reward 'raises' \(.*mine\.py, line 8\) raised KeyError: 'no such column'",
         ),
         ("picky", r"on nonsense .* reward 'picky' \(.*mine\.py, line 12\) raised TypeError: "),
-        ("ends", r"on the reference answer .* the worker ended with exit code 3; mend the reward"),
+        ("ends", r"on the reference answer .* the worker ended with exit code 3; fix the reward"),
     ],
 )
 def test_a_reward_that_fails_is_an_error(tried, name, says):
@@ -144,11 +144,11 @@ def test_an_export_that_cannot_be_written_is_an_error(config, tmp_path, monkeypa
     target.mkdir(parents=True)
     check_export(run, target)
     (target / "thesis.txt").touch()
-    with pytest.raises(ConfigError, match="is there and is no policy that may be replaced"):
+    with pytest.raises(ConfigError, match="exists and is not a policy that may be replaced"):
         check_export(run, target)
     (target / "config.json").touch()  # an earlier export
     check_export(run, target)
     file = run.folder / "export"
     file.touch()
-    with pytest.raises(ConfigError, match="is there and is no policy that may be replaced"):
+    with pytest.raises(ConfigError, match="exists and is not a policy that may be replaced"):
         check_export(run, file)

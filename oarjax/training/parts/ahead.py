@@ -1,4 +1,4 @@
-"""Which runs know their programs before they begin, and the width of prompts that goes with it. Config and mesh in."""
+"""Decide, from config and mesh, if a run compiles its programs ahead, and the width of prompts that follows."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def compiles_ahead(cfg: Config, mesh: Mesh) -> bool:
 
 
 def prompt_step(cfg: Config, mesh: Mesh) -> int:
-    """Return what the width of prompts is a multiple of: the whole width where programs are compiled ahead."""
+    """Return the step of prompt widths: the whole width if programs are compiled ahead."""
     return widest_prompt(cfg) if compiles_ahead(cfg, mesh) else cfg.rollout.prompt_bucket

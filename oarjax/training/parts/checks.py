@@ -18,7 +18,7 @@ READ_ANSWERS = ("math", "exact", "format", "length", "cosine_length")
 
 
 def check_grading(cfg: Config) -> None:
-    """Check plugins, reward names and the answer's pattern, before anything that takes time."""
+    """Check plugins, reward names and the answer's pattern, before slow work begins."""
     try:
         load_plugins(cfg.grading.plugins)
         find_rewards([r.name for r in cfg.grading.rewards], {r.name: r.settings for r in cfg.grading.rewards})
@@ -26,8 +26,8 @@ def check_grading(cfg: Config) -> None:
         grouped = [r.name for r in cfg.grading.rewards if calls_of(r.name) != "sample"]
         if grouped and cfg.distributed.coordinator is not None:
             raise ConfigError(
-                f"grading.rewards: {', '.join(grouped)} sees whole groups or batches, and several processes grade a "
-                "share of the rows each; use rewards per sample there"
+                f"grading.rewards: {', '.join(grouped)} sees whole groups or batches, but each of several processes "
+                "grades a share of the rows; use rewards per sample there"
             )
         if cfg.credit.answer.style == "none" and reading:
             raise ConfigError(
@@ -46,7 +46,7 @@ def check_grading(cfg: Config) -> None:
 
 
 def check_report(cfg: Config) -> None:
-    """Check for optional packages that reports need, now and not after the last iteration."""
+    """Check early for the optional packages that reports need."""
     needs = {"matplotlib": ("report.html", "false", "log", cfg.report.html)}
     needs["pyarrow"] = ("report.groups", "0", "hub", cfg.report.groups > 0)
     rest = ", ".join(name for name in cfg.report.to if name not in PACKAGES)

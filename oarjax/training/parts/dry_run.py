@@ -1,4 +1,4 @@
-"""Try the rewards before anything is trained: on a reference answer and on nonsense, in the run's own workers."""
+"""Try the rewards before training: on a reference answer and on nonsense, in the run's own workers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from oarjax.training.run import Run
 from oarjax.types import Grades
 
 AROUND = {"boxed": r"\boxed{%s}", "hash": "#### %s", "tag": "<answer>%s</answer>"}
-"""An answer as each style marks it. A pattern of the user's own may match the bare answer, or not."""
+"""An answer as each style marks it. A custom pattern may or may not match the bare answer."""
 
 COMPLETIONS = ("the reference answer", "nonsense")
 READERS = ("exact", "math")
-"""Rewards of which the reference answer must get 1."""
+"""Rewards that must be 1 for the reference answer."""
 
 
 def try_rewards(run: Run, grader: RunGrader) -> None:
-    """Grade the first problem's reference answer, and nonsense; warn where the first does not get what it should.
+    """Grade the first problem's reference answer, and nonsense; warn if the former is not rewarded as expected.
 
     Raises:
         GraderError: a reward raised an exception, or ended its worker.
@@ -45,7 +45,7 @@ def try_rewards(run: Run, grader: RunGrader) -> None:
     for name, verdict, note in zip(COMPLETIONS, grades.verdicts, grades.notes):
         if verdict == "crash":
             raise GraderError(
-                f"grading.rewards: on {name} of the first training problem, {note}; mend the reward and start again"
+                f"grading.rewards: on {name} of the first training problem, {note}; fix the reward and start again"
             )
     if (doubt := _doubt(grades)) is not None:
         OnceWarnings(run.console).say("rewards", f"the reference answer of the first training problem {doubt}")
@@ -59,9 +59,9 @@ def _doubt(grades: Grades) -> str | None:
     if verdict == "timeout":
         return f"has no grade ({note}); is grading.deadline long enough?"
     if verdict == "ungraded":
-        return f"has no grade ({note}); are data.train's answers what the rewards expect?"
+        return f"has no grade ({note}); do data.train's answers have the form that the rewards expect?"
     if any(scores.get(name, 1.0) != 1.0 for name in READERS):
         return f"is not graded as right ({shown}); does it fit credit.answer.style?"
     if np.isfinite(wrong) and right < wrong:
-        return f"gets {right:g} ({shown}) and nonsense {wrong:g}; are the weights of grading.rewards what you mean?"
+        return f"gets {right:g} ({shown}) and nonsense {wrong:g}; are the weights of grading.rewards as intended?"
     return None

@@ -1,4 +1,4 @@
-"""Find out before training whether its end can write the export."""
+"""Check before training that the export can be written at its end."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from oarjax.training.run import Run
 
 
 def check_export(run: Run, target: Path) -> None:
-    """Refuse what the export's end would fail on; call with the run's folder locked, before anything is trained.
+    """Reject a folder that the export would fail on; call with the run's folder locked, before training.
 
     Raises:
-        ConfigError: the folder is a file, or holds something that is no policy, or nothing may be written there.
+        ConfigError: the folder is a file, holds something other than a policy, or is not writable.
         StorageError: it cannot be written, or its disk has no room for the policy.
     """
     remedy = "give another export.folder, or null for no export"
@@ -35,13 +35,13 @@ def check_export(run: Run, target: Path) -> None:
 
 
 def check_new_folder(target: Path, *, field: str, remedy: str) -> None:
-    """Refuse a folder that cannot be written, or replaced by a policy.
+    """Reject a folder that cannot be written, or replaced by a policy.
 
     Raises:
         ConfigError, StorageError: with the reason; the first names the remedy.
     """
     if exists(target) and not (target.is_dir() and (not any(target.iterdir()) or exists(target / "config.json"))):
-        raise ConfigError(f"{field}: {target} is there and is no policy that may be replaced; remove it, or {remedy}")
+        raise ConfigError(f"{field}: {target} exists and is not a policy that may be replaced; remove it, or {remedy}")
     if os.path.ismount(target):
         raise ConfigError(f"{field}: a disk is mounted at {target}, which cannot be replaced as a whole; {remedy}")
     try:

@@ -1,4 +1,4 @@
-"""Score and update of a microbatch in one pass, where both are at the same params.
+"""Score and update a microbatch in one pass, if both use the same params.
 
 With one update per rollout, OAR-G's clean pass is the update's own forward. It is linearised once, in the embeddings
 and in the params: the probe's cotangent gives the importance, and with it weights and advantages; the loss's cotangent,
@@ -31,7 +31,7 @@ from oarjax.types import AnswerSpan, Credit, Mean, Params, Rollout, Scores, Trai
 
 
 class FusedRows(NamedTuple):
-    """What score, credit and update read of a minibatch [M, b, ...], or of a microbatch without the M."""
+    """Inputs of score, credit and update: of a minibatch [M, b, ...], or of a microbatch without the M."""
 
     rollout: Rollout
     span: AnswerSpan
@@ -45,18 +45,18 @@ class FusedSums(NamedTuple):
 
     sums: Sums
     importance: Float[Array, "M b T"]
-    weights: Float[Array, "M b T"]  # 1 where none are computed
+    weights: Float[Array, "M b T"]  # 1 in rows without computed weights
     metrics: Metrics  # of credit
 
 
 def fuses(cfg: Config, custom_method: CreditMethod | None = None) -> bool:
-    """Decide if a run scores and updates in one pass: by its config alone, so that it resumes as it began.
+    """Decide if a run scores and updates in one pass: by its config alone, so that a resumed run does the same.
 
     Both must be at the same params (one update per rollout) and read the same rows (no reference policy, no reference
     answers), and the method must be able to share a pass: its weights of a row come from the row's importance and
-    tokens alone, and it adds nothing to the loss. ``auto`` also wants the grades to be waited for before the
-    scoring anyway, to leave groups out or to refill them: else workers grade while the device scores, and a pass less
-    may cost more than it saves.
+    tokens alone, and it adds nothing to the loss. ``auto`` also requires that the grades are needed before scoring
+    anyway, to skip groups or to refill them: otherwise workers grade while the device scores, and saving a pass may
+    cost more than it gains.
     """
     method = method_of(cfg.credit, custom_method)
     shares = method.shared is not None and method.kind == "weights" and method.coupling == "row"
@@ -87,7 +87,7 @@ def make_fused(
         "filters": loss_filters(cfg),
     }
 
-    def one(
+    def microbatch(
         state: TrainState, rows: FusedRows, noise_key: Key[Array, ""], order_key: Key[Array, ""], probe: ProbeMode
     ) -> FusedSums:
         r, span, length = rows.rollout, rows.span, rows.completion.shape[-1]
@@ -95,8 +95,8 @@ def make_fused(
         shared = shared_pass(policy, params_of, state.params, r.tokens, r.valid, completion_length=length)
         keys = row_keys(noise_key, rows.numbers)
         scores = Scores(None, None, importance(params_of(state.params), shared.linear, r, span, keys, probe))
-        one_of_one = jax.tree.map(lambda x: x[None], (scores, *rows))
-        given, metrics = credit(*one_of_one[:3], *one_of_one[4:], order_key, one_of_one[3])
+        single = jax.tree.map(lambda x: x[None], (scores, *rows))
+        shaped, metrics = credit(*single[:3], *single[4:], order_key, single[3])
 
         def total(params: Params, hidden: Float[Array, "b T D"]) -> tuple[Float[Array, ""], tuple[Mean, Metrics]]:
             logps, entropies = hidden_logps(policy, params_of(params), hidden, r.tokens[:, -length:], **head)
@@ -104,7 +104,7 @@ def make_fused(
                 tokens=r.tokens,
                 valid=r.valid,
                 completion=rows.completion,
-                advantages=given.advantages[0],
+                advantages=shaped.advantages[0],
                 old_logps=None,
                 ref_logps=None,
                 behaviour_logps=sampler_logps(cfg.loss, r),
@@ -116,16 +116,16 @@ def make_fused(
         (_, (mean, measured)), (by_head, by_hidden) = by_both(state.params, shared.linear.hidden)
         grads = jax.tree.map(jnp.add, by_head, shared.pull_params(by_hidden))
         sums = Sums(jax.tree.map(widened, grads), mean, measured)
-        return FusedSums(sums, given.importance[0], given.weights[0], metrics)
+        return FusedSums(sums, shaped.importance[0], shaped.weights[0], metrics)
 
     def zeros(state: TrainState, rows: FusedRows) -> FusedSums:
         """Return the sums over no microbatch of [M, b, ...]."""
         M = rows.numbers.shape[0]
         key = jax.eval_shape(lambda: jax.random.key(0))
-        shapes = jax.eval_shape(partial(one, probe="last"), state, jax.tree.map(lambda x: x[0], rows), key, key)
-        found = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        every = partial(jnp.broadcast_to, shape=(M, *found.weights.shape))
-        return found._replace(importance=every(found.importance), weights=every(found.weights) + 1)
+        shapes = jax.eval_shape(partial(microbatch, probe="last"), state, jax.tree.map(lambda x: x[0], rows), key, key)
+        empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        every = partial(jnp.broadcast_to, shape=(M, *empty.weights.shape))
+        return empty._replace(importance=every(empty.importance), weights=every(empty.weights) + 1)
 
     def add(
         so_far: FusedSums,
@@ -144,16 +144,16 @@ def make_fused(
 
         def step(i: Int[Array, ""], so_far: FusedSums) -> FusedSums:
             own = cut(jax.tree.map(lambda x: x[i], rows), bucket, length=full)
-            found = one(state, own, noise_key, order_key, probe)
+            more = microbatch(state, own, noise_key, order_key, probe)
 
             def placed(every: Array, x: Array, outside: int) -> Array:
                 return every.at[i].set(jnp.pad(x, ((0, 0), (0, full - x.shape[-1])), constant_values=outside))
 
             return FusedSums(
-                jax.tree.map(jnp.add, so_far.sums, found.sums),
-                placed(so_far.importance, found.importance, 0),
-                placed(so_far.weights, found.weights, 1),
-                jax.tree.map(jnp.add, so_far.metrics, found.metrics),
+                jax.tree.map(jnp.add, so_far.sums, more.sums),
+                placed(so_far.importance, more.importance, 0),
+                placed(so_far.weights, more.weights, 1),
+                jax.tree.map(jnp.add, so_far.metrics, more.metrics),
             )
 
         return jax.lax.fori_loop(start, stop, step, so_far)

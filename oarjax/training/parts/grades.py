@@ -1,4 +1,4 @@
-"""Grade a rollout while the devices compute, rows that end early while the others are still decoded."""
+"""Grade a rollout while the devices compute; rows that end early while the others are still decoded."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def grader_of(cfg: Config) -> RunGrader:
 
 
 class RolloutGrading:
-    """The grading of one rollout, by this process as far as its share of the rows goes.
+    """Grade one process's share of a rollout.
 
-    Which rows are submitted together depends on the draw alone, never on a clock, so a run that resumes submits the
-    same and finds their verdicts recorded.
+    The rows submitted together depend on the draw alone, never on a clock, so a resumed run submits the same and finds
+    their verdicts recorded.
 
     Args:
         problems: of all rows of the rollout.
@@ -79,7 +79,7 @@ class RolloutGrading:
     def rest(self, rollout: Rollout) -> Callable[[], Grades]:
         """Start grading the other rows; calling the result waits for the grades of all rows of all processes.
 
-        The overlong penalty is taken off the rewards.
+        The overlong penalty is subtracted from the rewards.
         """
         known = [rows for rows, _ in self._submitted]
         left = np.setdiff1d(self._share, np.concatenate(known)) if known else self._share
@@ -89,7 +89,7 @@ class RolloutGrading:
             self._submit(left, [ids[b][completion[b]].tolist() for b in left], np.asarray(rollout.ended)[left].tolist())
         lengths = np.asarray(rollout.completion).sum(1)
 
-        @cache  # asked for more than once, and all processes must gather as often
+        @cache  # called more than once, and all processes must gather equally often
         def wait() -> Grades:
             return self._penalised(gather_grades(self._mine()), lengths)
 

@@ -1,4 +1,4 @@
-"""Data that a credit method reads beside the rollouts: marks on completions, and prompts of a teacher. On the host."""
+"""Prepare what a credit method reads beside rollouts, on the host: marks on completions, a teacher's prompts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from oarjax.types import Hints, Privileged, Rollout
 
 
 class Mark(NamedTuple):
-    """A stretch of a completion's text, from character ``start`` to before ``end``, and what is said of it."""
+    """A stretch of a completion's text, from character ``start`` to before ``end``, and its value."""
 
     start: int
     end: int
@@ -28,12 +28,12 @@ class Mark(NamedTuple):
 
 
 def hints_of(run: Any, problems: Sequence[Problem] | None = None) -> Callable[[Rollout, np.ndarray], Hints] | None:
-    """Return (rollout, numbers of problems) -> what the credit method of a Run reads; None where it reads nothing.
+    """Return (rollout, numbers of problems) -> the hints of a Run's credit method; None if it reads none.
 
-    Problems are counted as in the dataset to train on, or by their place in ``problems``.
+    Problems are numbered as in the training dataset, or by their place in ``problems``.
 
     Raises:
-        ConfigError: the method reads marks, and there is no function that makes them.
+        ConfigError: the method reads marks, and no function provides them.
     """
     wants = signals(run.cfg.credit, run.custom_method)
     marker = find_marker(run) if wants & OF_MARKS else None
@@ -60,7 +60,7 @@ def find_marker(run: Any) -> Callable[..., Any]:
     """Import the function that credit.marks names.
 
     Raises:
-        ConfigError: there is none, or it cannot be imported.
+        ConfigError: it is not set, or cannot be imported.
     """
     place = run.cfg.credit.marks
     if place is None:
@@ -81,7 +81,7 @@ def find_marker(run: Any) -> Callable[..., Any]:
 def marked_tokens(
     run: Any, rollout: Rollout, problems: Sequence[Problem], marker: Callable[..., Any]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return values and numbers of the marks that tokens belong to, [B, T] each; a later mark covers an earlier one.
+    """Return values and numbers of the marks that tokens belong to, [B, T] each; later marks override earlier ones.
 
     Raises:
         ConfigError: the function failed, or returned something else.
@@ -96,10 +96,10 @@ def marked_tokens(
         starts = ends - [len(piece) for piece in pieces]
         place = f"credit.marks: {run.cfg.credit.marks}"
         try:
-            found = [Mark(*mark) for mark in marker(problem.prompt, text, problem.reference)]
+            marks = [Mark(*mark) for mark in marker(problem.prompt, text, problem.reference)]
         except Exception as error:
             raise ConfigError(f"{place} fails on a completion: {type(error).__name__}: {error}") from error
-        for number, mark in enumerate(found, start=1):
+        for number, mark in enumerate(marks, start=1):
             if not 0 <= mark.start <= mark.end <= len(text) or not np.isfinite(mark.value):
                 raise ConfigError(
                     f"{place} returns {tuple(mark)} for a completion of {len(text)} characters; expected "
@@ -115,14 +115,14 @@ def teacher_prompts(run: Any, problems: Sequence[Problem]) -> list[list[int]]:
     """Encode the prompts of the teacher: credit.teacher with the problem's prompt and reference answer in it.
 
     Raises:
-        ConfigError: credit.teacher has another field than {prompt} and {answer}.
+        ConfigError: credit.teacher has fields other than {prompt} and {answer}.
     """
     cfg = run.cfg
     try:
         texts = [cfg.credit.teacher.format(prompt=p.prompt, answer=p.reference) for p in problems]
     except (KeyError, IndexError, ValueError) as error:
         raise ConfigError(f"credit.teacher: {error!r}; expected text with {{prompt}} and {{answer}} in it") from error
-    told = [replace(problem, prompt=text) for problem, text in zip(problems, texts)]
+    privileged = [replace(problem, prompt=text) for problem, text in zip(problems, texts)]
     rendering = {name: getattr(cfg.data, name) for name in ("template", "system_prompt", "prompt_format", "thinking")}
     encode = partial(encode_problems, **rendering, max_prompt=sys.maxsize)
-    return list(encode(told, run.tokenizer).prompts)
+    return list(encode(privileged, run.tokenizer).prompts)

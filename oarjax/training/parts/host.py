@@ -1,4 +1,4 @@
-"""The host as an iteration sees it: where prompts and grades come from, clocks, and who looks at the numbers."""
+"""The host as an iteration sees it: sources of prompts and grades, clocks, and the health watch."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from oarjax.types import AnswerSpan, Evidence, Grades, Hints, Mean, Params, Prom
 
 
 class PhaseRecord(NamedTuple):
-    """Hold one phase of a minibatch for the health watch: its metrics, and everything they were computed from."""
+    """One phase of a minibatch for the health watch: its metrics, and everything they were computed from."""
 
     phase: Literal["sample", "credit", "update"]
     iteration: int
     minibatch: int
     metrics: dict[str, Mean]  # of this phase alone
-    state: TrainState  # as it was used; after an update, which leaves the params where it is skipped, the new one
+    state: TrainState  # as it was used; after an update the new one, with the same params if skipped
     probe: ProbeMode
     evidence: Evidence
 
 
 class Submission(Protocol):
-    """The grading of one rollout."""
+    """Grades one rollout, in the background."""
 
     @property
     def report(self) -> Callable[[EndedRows], object] | None:
-        """Start grading completions that ended while others are decoded; None: all wait for the rollout's end."""
+        """Start grading completions that ended while others are decoded; None to wait for the rollout's end."""
         ...
 
     @property
     def rest(self) -> Callable[[Rollout], Callable[[], Grades]]:
-        """Start grading what has not been reported; calling the result waits for all grades."""
+        """Start grading the rows that were not reported; calling the result waits for all grades."""
         ...
 
 
 @dataclass(frozen=True)
 class GradedAtOnce:
-    """A submission that grades whole rollouts."""
+    """A ``Submission`` that grades whole rollouts."""
 
     rest: Callable[[Rollout], Callable[[], Grades]]
     report: None = None
 
 
 class HostCallbacks(NamedTuple):
-    """Supply what an iteration needs from the host."""
+    """Functions of the host that an iteration calls."""
 
     next_prompts: Callable[[], PromptBatch]
     submit: Callable[[PromptBatch], Submission]  # before the rollout of these prompts
@@ -58,8 +58,8 @@ class HostCallbacks(NamedTuple):
     place: Callable[[Any, str], Any]  # numpy -> device, laid out as "prompts" or "microbatches"
     phase: Callable[[str], AbstractContextManager[Any]]  # times a phase
     probed: Callable[[Rollout, AnswerSpan, np.ndarray], tuple[Rollout, AnswerSpan]] | None = None
-    # (rollout, span, problems) -> what importance is measured on, where that is not the rollout itself
-    hints: Callable[[Rollout, np.ndarray], Hints] | None = None  # (rollout, problems) -> what the credit method reads
-    watch: Callable[[PhaseRecord], None] | None = None  # looks for what is not finite
-    load_reference: Callable[[Params], Params] = lambda params: params  # to the device, where it lives elsewhere
-    prompt_step: int | None = None  # what widths of prompts are a multiple of; None: rollout.prompt_bucket
+    # (rollout, span, problems) -> the rows that importance is measured on, if not the rollout itself
+    hints: Callable[[Rollout, np.ndarray], Hints] | None = None  # (rollout, problems) -> inputs of the credit method
+    watch: Callable[[PhaseRecord], None] | None = None  # looks for values that are not finite
+    load_reference: Callable[[Params], Params] = lambda params: params  # to the device, if it is kept elsewhere
+    prompt_step: int | None = None  # widths of prompts are multiples of it; None: rollout.prompt_bucket

@@ -27,7 +27,7 @@ def check_inputs(run: Run, folder: Path | None = None) -> Differences:
     """Record the run's inputs in its folder, or compare them once it has progress; call with the lock held.
 
     Args:
-        folder: of the run, where it is another than that of the start, as in a study.
+        folder: of the run, if it differs from that of the start, as in a study.
 
     Raises:
         ConfigError: the inputs belong to another run; names those that differ.
@@ -70,9 +70,9 @@ def seal_start(run: Run, warm: Path) -> None:
 
 
 def pin_threads(folder: Path) -> None:
-    """Let XLA use as many CPU threads as when the run began, whatever cores this process may use.
+    """Set XLA's number of CPU threads to that of the run's start, whatever cores this process may use.
 
-    Call before anything touches a device.
+    Call it before touching a device.
     """
     known = read_inputs(folder)
     threads = known.inputs.get("device/cpu_threads", "") if known else ""

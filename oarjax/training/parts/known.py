@@ -1,8 +1,8 @@
-"""Every device program that a run may use, compiled or found in the cache before its first iteration.
+"""Compile every device program that a run may use, or read it from the cache, before its first iteration.
 
-Prompts of such a run are padded to one width, so that what is left to vary is the number of rows that are decoded, the
-slots of their cache, and the completion positions of a microbatch. A run whose programs are known compiles nothing
-after its first iteration, and a program that does not fit shows at once: the largest come first.
+Prompts of such a run are padded to one width, so that only the number of decoded rows, the slots of their cache, and
+the completion positions of a microbatch vary. A run whose programs are known compiles nothing after its first
+iteration, and a program that does not fit fails at once: the largest come first.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from oarjax.types import PromptBatch, TrainState
 
 
 def compile_known(run: Run, state: TrainState, console: Console) -> int:
-    """Compile every program; return how many there are.
+    """Compile every program; return their number.
 
-    Several are compiled at once where there are cores for it: the compiler works outside Python's lock, and takes 1 to
-    2 GiB each for a large policy. Those of rollouts are then called on prompts of padding, and decode nothing.
+    Several are compiled at once if there are cores for it: the compiler works outside Python's lock, and takes 1 to 2
+    GiB each for a large policy. Those of rollouts are then called on prompts of padding, and decode nothing.
     """
     known = sorted(by_length(run), key=lambda program: -program.static["bucket"].completion)
     known += [program for program in programs(run) if program.phase in ("credit", "apply")]
@@ -84,7 +84,7 @@ def _padding(run: Run, count: int) -> PromptBatch:
 
 
 def _call_small(run: Run) -> int:
-    """Call the programs of a few numbers: advantages, denominators, and the sum of scores of several buckets."""
+    """Call the small programs: advantages, denominators, and the sum of scores of several buckets."""
     steps, cfg = run.steps, run.cfg
     rows = cfg.rollout.prompts * cfg.rollout.group_size
     rewards = jnp.zeros((rows,), jnp.float32)

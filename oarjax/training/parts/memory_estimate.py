@@ -1,8 +1,8 @@
-"""The device memory that each phase of a run needs, by the compiler's estimate, before the first iteration.
+"""Estimate the device memory of each phase of a run with the compiler, before the first iteration.
 
-The programs are compiled for the largest shapes that the run can meet, and JAX keeps them: the iteration that meets
-these shapes finds them done, in this process and by the compilation cache in the next. Sampling runs several programs,
-and those for fewer rows and cache slots need less.
+The programs are compiled for the largest shapes of the run, and JAX keeps them for iterations with these shapes, in
+this process and, by the compilation cache, in the next. Sampling runs several programs, and those for fewer rows and
+cache slots need less.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ HELPS: dict[Phase, tuple[str, ...]] = {
 
 def remedy(phase: Phase, cfg: Config) -> str:
     """Suggest what to change if a phase of this run does not fit."""
-    found = list(HELPS[phase])
+    remedies = list(HELPS[phase])
     if phase in ("update", "fused") and cfg.policy.remat != "full":
-        found.append("policy.remat=full")
+        remedies.append("policy.remat=full")
     if phase in ("update", "fused", "apply") and cfg.optim.moments == "float32":
-        found.append("optim.moments=bfloat16")
+        remedies.append("optim.moments=bfloat16")
     compares = cfg.loss.kl_beta > 0 or reads_reference(cfg.credit.method)
     if phase not in ("score", "credit") and compares and not cfg.lora.rank and cfg.loss.reference != "host":
-        found.append("loss.reference=host")
+        remedies.append("loss.reference=host")
     if phase in ("update", "fused", "apply") and not cfg.lora.rank:
-        found.append("lora.rank=32")
-    return f"try {', '.join(found)}, or more devices" if found else "use more devices"
+        remedies.append("lora.rank=32")
+    return f"try {', '.join(remedies)}, or more devices" if remedies else "use more devices"
 
 
 class PhaseMemory(NamedTuple):
     """Bytes per device while one program of a phase runs."""
 
     phase: Phase
-    resident: dict[Part, int]  # what outlives the phase, by part
+    resident: dict[Part, int]  # arrays that outlive the phase, by part
     peak: int  # with these, whether the program takes them or not
-    program: str = ""  # which, where the phase has several
+    program: str = ""  # its name, if the phase has several
 
     @property
     def title(self) -> str:
@@ -71,7 +71,7 @@ class PhaseMemory(NamedTuple):
 
 
 def phase_memory(run: Run, program: Program) -> PhaseMemory:
-    """Compile a program and add what lies beside its arguments.
+    """Compile a program and add the memory of other arrays alive while it runs.
 
     Raises:
         DeviceError: the compiler reports that it does not fit.
@@ -89,7 +89,7 @@ def phase_memory(run: Run, program: Program) -> PhaseMemory:
 
 
 def peak_bytes(memory: Any, *, platform: str) -> int:
-    """Return the compiler's peak of one program; on a CPU, which leaves temporaries out, the sum as a bound."""
+    """Return the compiler's peak of one program; on a CPU, whose peak lacks temporaries, the sum as a bound."""
     if platform != "cpu":
         return memory.peak_memory_in_bytes
     whole = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -104,29 +104,29 @@ def report_memory(run: Run, folder: Path, console: Console) -> list[PhaseMemory]
     """
     limit = memory_limit(run.mesh.local_devices[0])
     with console.status("compiling the largest programs"):
-        found = [phase_memory(run, program) for program in programs(run)]
-    console.print(memory_table(found, limit))
-    largest = {each.phase: each for each in sorted(found, key=lambda each: each.peak)}  # of a phase's programs
+        phases = [phase_memory(run, program) for program in programs(run)]
+    console.print(memory_table(phases, limit))
+    largest = {each.phase: each for each in sorted(phases, key=lambda each: each.peak)}  # of a phase's programs
     for each in largest.values():
         if limit is not None and not each.fits(limit):
             console.print(
-                f"phase {each.title} needs {gib(each.peak)} of {gib(limit)} GiB: it will not fit; "
+                f"phase {each.title} needs {gib(each.peak)} of {gib(limit)} GiB and will not fit; "
                 f"{remedy(each.phase, run.cfg)}",
                 style="yellow",
             )
-    tree = {"limit": limit, "phases": [each._asdict() for each in found]}
+    tree = {"limit": limit, "phases": [each._asdict() for each in phases]}
     only_first(lambda: write_durably(folder / FILE, json.dumps(tree, indent=1)))
-    return found
+    return phases
 
 
-def memory_table(found: Iterable[PhaseMemory], limit: int | None) -> Table:
-    """Tabulate the phases: what stays resident, and the peak."""
+def memory_table(phases: Iterable[PhaseMemory], limit: int | None) -> Table:
+    """Tabulate the phases: resident arrays and peak."""
     of = "" if limit is None else f" of {gib(limit)}"
-    table = Table(title=f"GiB per device{of}, by the compiler's word", title_justify="left")
+    table = Table(title=f"GiB per device{of}, estimated by the compiler", title_justify="left")
     for name in ("phase", "resident", "peak"):
         table.add_column(name, justify="right" if name == "peak" else "left")
     before = ""
-    for each in found:
+    for each in phases:
         parts = "" if each.phase == before else ", ".join(f"{p} {gib(size)}" for p, size in each.resident.items())
         before = each.phase
         table.add_row(each.title, parts, gib(each.peak), style=None if each.fits(limit) else "yellow")

@@ -79,7 +79,7 @@ def read_pairs(cfg: Config, tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[
 
 
 def stop_token(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> int:
-    """Return the stop id to end completions to imitate with: the tokenizer's end token if it is a stop id."""
+    """Return the stop id that ends completions to imitate: the tokenizer's end token if it is a stop id."""
     end = tokenizer.eos_token_id
     return int(end) if end in stop_ids else stop_ids[0]
 

@@ -44,7 +44,7 @@ def test_every_phase_is_compiled_and_told_with_what_lies_beside_it(tmp_path, mon
     assert found["update"].peak > 5 * weights  # params, moments, reference and the gradients
     text = console.file.getvalue()
     assert "will not fit" not in text
-    assert "GiB per device, by the compiler's word" in text
+    assert "GiB per device, estimated by the compiler" in text
     tree = json.loads((tmp_path / "memory.json").read_text())
     assert tree["phases"][-1]["resident"]["reference"] == weights
     top = max(found.values(), key=lambda each: each.peak).title
@@ -56,7 +56,7 @@ def test_every_phase_is_compiled_and_told_with_what_lies_beside_it(tmp_path, mon
     report_memory(built(loss__kl_beta=0.1), tmp_path, console)
     said = " ".join(console.file.getvalue().split())
     assert "phase update needs" in said
-    assert "it will not fit; try a lower update.microbatch, a lower policy.head_chunk" in said
+    assert "and will not fit; try a lower update.microbatch, a lower policy.head_chunk" in said
     assert "phase credit needs" not in said
 
 
