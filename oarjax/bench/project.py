@@ -11,7 +11,7 @@ from oarjax.costs import update_flops
 from oarjax.plan.credit_costs import (
     PROJECTED,
     QWEN_7B,
-    Run,
+    Assumptions,
     credit_flops,
     decode_seconds,
     projection,
@@ -25,19 +25,21 @@ PAPER = {"OAR-G, 1 draw": 1.4, "OAR-P": 4.2}
 
 def document() -> dict[str, Any]:
     """Return every number and every assumption."""
-    d, run = QWEN_7B, Run()
-    flops = credit_flops(d, run)
+    d, assumed = QWEN_7B, Assumptions()
+    flops = credit_flops(d, assumed)
+    flops_of_update = update_flops(d, assumed.row, recomputed=assumed.recomputed)
     return {
         "policy": "Qwen2.5-7B",
         "decoder": asdict(d),
-        "assumed": asdict(run),
-        "update_flops": update_flops(d, run.row, recomputed=run.recomputed),
+        "assumed": asdict(assumed),
+        "update_flops": flops_of_update,
         "chips": [
             asdict(chip)
             | {
-                "decode_seconds": decode_seconds(d, chip, run),
-                "update_seconds": update_flops(d, run.row, recomputed=run.recomputed) / (chip.flops * run.mfu),
-                "of_grpo": projection(d, chip, run),
+                "decode_seconds": decode_seconds(d, chip, assumed),
+                "update_seconds": update_flops(d, assumed.row, recomputed=assumed.recomputed)
+                / (chip.flops * assumed.mfu),
+                "of_grpo": projection(d, chip, assumed),
             }
             for chip in PROJECTED
         ],
@@ -46,7 +48,7 @@ def document() -> dict[str, Any]:
                 "flops": f,
                 "goal": GOALS.get(name),
                 "paper": PAPER.get(name),
-                "rollout_share_at_goal": rollout_share_for(GOALS[name], d, run, flops=f) if name in GOALS else None,
+                "rollout_share_at_goal": rollout_share_for(GOALS[name], d, assumed, flops=f) if name in GOALS else None,
             }
             for name, f in flops.items()
         },
@@ -55,13 +57,13 @@ def document() -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> Table:
     """Tabulate methods by chips, with the goal and the paper's figure."""
-    run = result["assumed"]
+    assumed = result["assumed"]
     out = Table(
-        title=f"{result['policy']}, {run['prompt']}+{run['completion']} tokens, groups of {run['group']}: "
+        title=f"{result['policy']}, {assumed['prompt']}+{assumed['completion']} tokens, groups of {assumed['group']}: "
         "step over GRPO's, computed",
         title_justify="left",
-        caption=f"{run['replica_rows']} completions at once on {run['replica_chips']} chips, MFU {run['mfu']}, "
-        f"{run['bandwidth_share']} of the bandwidth, remat full. All rows scored.",
+        caption=f"{assumed['replica_rows']} completions at once on {assumed['replica_chips']} chips, "
+        f"MFU {assumed['mfu']}, {assumed['bandwidth_share']} of the bandwidth, remat full. All rows scored.",
         caption_justify="left",
     )
     out.add_column("method", no_wrap=True)

@@ -52,14 +52,14 @@ def run_adapters(source: str, target: Path) -> None:
         raise ConfigError(f"TARGET: {target} exists; give a folder that does not")
     choose_platform("cpu")
     found = find_checkpoint(source)
-    if found.run is None or found.checkpoint is None or found.run.lora.rank == 0:
+    if found.cfg is None or found.checkpoint is None or found.cfg.lora.rank == 0:
         raise ConfigError(f"SOURCE: {source} is no checkpoint of a run with lora.rank; --adapters has nothing to write")
     model, folder = read_config(found.policy, revision=found.revision)
     mesh = make_mesh(slice=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
-    run = Run(found.run, mesh=mesh, model=model, source=folder)
+    run = Run(found.cfg, mesh=mesh, model=model, source=folder)
     state = restored_state(run, found.checkpoint)
     try:
-        write_adapters(target, model, state.params, alpha=found.run.lora.alpha, base=found.policy)
+        write_adapters(target, model, state.params, alpha=found.cfg.lora.alpha, base=found.policy)
     except CheckpointError as error:
         raise ConfigError(f"SOURCE: {error}") from error
     make_console().print(f"wrote the adapters of {found.checkpoint} to {target}", markup=False)
@@ -71,8 +71,8 @@ def _params(found: Target, cfg: QwenConfig, folder: Path) -> tuple[Params, DType
     That is the stored one; of a checkpoint ``export.dtype``, or float32 as trained, below adapters that of the policy's
     folder.
     """
-    if found.run is None or found.checkpoint is None:
+    if found.cfg is None or found.checkpoint is None:
         return load_params(folder, cfg, dtype=stored_dtype(folder)), stored_dtype(folder)
     mesh = make_mesh(slice=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
-    kept = found.run.export.dtype or (stored_dtype(folder) if found.run.lora.rank else jnp.float32)
-    return checkpoint_params(Run(found.run, mesh=mesh, model=cfg, source=folder), found.checkpoint), kept
+    kept = found.cfg.export.dtype or (stored_dtype(folder) if found.cfg.lora.rank else jnp.float32)
+    return checkpoint_params(Run(found.cfg, mesh=mesh, model=cfg, source=folder), found.checkpoint), kept

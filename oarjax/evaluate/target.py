@@ -21,11 +21,13 @@ from oarjax.types import Params
 
 
 class Target(NamedTuple):
+    """The policy to read, and the run that it is from, if any."""
+
     policy: str  # HF folder or hub name: architecture, tokenizer and, without a checkpoint, weights
-    run: Config | None = None  # of the run whose folder was named
+    cfg: Config | None = None  # of the run that the text names
     checkpoint: Path | None = None
     revision: str | None = None  # of a hub name
-    folder: Path | None = None  # of that run
+    folder: Path | None = None  # of the run
 
 
 def find_target(text: str) -> Target:
@@ -43,13 +45,13 @@ def find_target(text: str) -> Target:
         newest = _newest(path)
         return Target(policy_of(path, cfg), cfg, newest, revision_of(cfg, newest), path)
     if path.name.isdecimal() and (path / MANIFEST).is_file():
-        run = path.absolute().parent.parent
-        if not (run / "config.yaml").is_file():
-            raise ConfigError(f"{path}: a checkpoint is read with its run's config.yaml, and {run} has none")
-        if (wrong := misplaced(path, run_id(run)) or damage(path)) is not None:
+        folder = path.absolute().parent.parent
+        if not (folder / "config.yaml").is_file():
+            raise ConfigError(f"{path}: a checkpoint is read with its run's config.yaml, and {folder} has none")
+        if (wrong := misplaced(path, run_id(folder)) or damage(path)) is not None:
             raise ConfigError(f"{path}: this checkpoint cannot be trusted: {wrong}; take another")
-        cfg = load_config(run / "config.yaml")
-        return Target(policy_of(run, cfg), cfg, path.absolute(), revision_of(cfg, path), run)
+        cfg = load_config(folder / "config.yaml")
+        return Target(policy_of(folder, cfg), cfg, path.absolute(), revision_of(cfg, path), folder)
     _check_policy(path, text)
     return Target(text)
 
@@ -86,10 +88,10 @@ def _check_policy(path: Path, text: str) -> None:
         raise ConfigError(f"{text}: no such folder; expected {EXPECTED} or a hub name such as Qwen/Qwen2.5-0.5B")
 
 
-def policy_of(run: Path, cfg: Config) -> str:
+def policy_of(folder: Path, cfg: Config) -> str:
     """Return the HF folder that a run's checkpoints started from; built-in policies lie in the run's folder.
 
-    Checkpoints of adapters hold these alone, and go with the warm start's policy where there was one.
+    Checkpoints of adapters hold only these, and belong to the warm start's policy if there was one.
     """
     if cfg.lora.rank and cfg.sft is not None:
         name = "start"
@@ -97,7 +99,7 @@ def policy_of(run: Path, cfg: Config) -> str:
         name = "policy"
     else:
         return cfg.policy.path
-    return str(start_folder(run, name) or run / name)
+    return str(start_folder(folder, name) or folder / name)
 
 
 def revision_of(cfg: Config, checkpoint: Path) -> str | None:
@@ -106,13 +108,13 @@ def revision_of(cfg: Config, checkpoint: Path) -> str | None:
     return (noted or {}).get("record", {}).get("commit") or cfg.policy.revision
 
 
-def _newest(run: Path) -> Path:
-    for number in sorted(finished(run / "checkpoints"), reverse=True):
-        at = (run / "checkpoints" / f"{number:06d}").absolute()
-        if misplaced(at, run_id(run)) is None and damage(at) is None:
+def _newest(folder: Path) -> Path:
+    for number in sorted(finished(folder / "checkpoints"), reverse=True):
+        at = (folder / "checkpoints" / f"{number:06d}").absolute()
+        if misplaced(at, run_id(folder)) is None and damage(at) is None:
             return at
     raise ConfigError(
-        f"{run}: this run has neither an export nor a checkpoint that can be trusted yet; let it train on"
+        f"{folder}: this run has neither an export nor a checkpoint that can be trusted yet; let it train on"
     )
 
 
@@ -122,10 +124,10 @@ def load_target(target: Target, run: Run) -> Params:
     Raises:
         ConfigError: the checkpoint is of another model.
     """
-    if target.run is None or target.checkpoint is None:
+    if target.cfg is None or target.checkpoint is None:
         return run.load()
-    policy = changed(target.run.policy, compute_dtype=run.cfg.policy.compute_dtype)
-    trained = Run(changed(target.run, policy=policy), run.console, mesh=run.mesh, model=run.model, source=run.source)
+    policy = changed(target.cfg.policy, compute_dtype=run.cfg.policy.compute_dtype)
+    trained = Run(changed(target.cfg, policy=policy), run.console, mesh=run.mesh, model=run.model, source=run.source)
     return checkpoint_params(trained, target.checkpoint)
 
 

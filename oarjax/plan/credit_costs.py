@@ -37,7 +37,7 @@ PROJECTED = tuple(CHIPS[name] for name in ("v5e", "v5p", "v6e"))
 
 
 @dataclass(frozen=True)
-class Run:
+class Assumptions:
     """A step's shapes, and what is assumed of the hardware's use."""
 
     prompt: int = 512
@@ -57,33 +57,33 @@ class Run:
         return Row(self.prompt, self.completion, self.completion - self.answer)
 
 
-def decode_seconds(d: Decoder, chip: Chip, run: Run) -> float:
+def decode_seconds(d: Decoder, chip: Chip, a: Assumptions) -> float:
     """Estimate chip-seconds of prefill and decoding per completion.
 
     A token step reads the weights once, every row's own cache (half full on average) and every group's prompt once.
     """
-    kv = 2.0 * d.layers * d.kv_width * run.bytes_per_number  # bytes per position
-    groups = run.replica_rows / run.group
-    weights = (d.trunk_params + d.head_params) * run.bytes_per_number
-    step_bytes = weights + kv * (run.replica_rows * run.completion / 2 + groups * run.prompt)
-    context = run.prompt + run.completion / 2
-    step_flops = pass_flops(d, tokens=run.replica_rows, context=context, read=run.replica_rows)
-    chips = run.replica_chips
+    kv = 2.0 * d.layers * d.kv_width * a.bytes_per_number  # bytes per position
+    groups = a.replica_rows / a.group
+    weights = (d.trunk_params + d.head_params) * a.bytes_per_number
+    step_bytes = weights + kv * (a.replica_rows * a.completion / 2 + groups * a.prompt)
+    context = a.prompt + a.completion / 2
+    step_flops = pass_flops(d, tokens=a.replica_rows, context=context, read=a.replica_rows)
+    chips = a.replica_chips
     step = max(
-        step_bytes / (chips * chip.bandwidth * run.bandwidth_share),
-        step_flops / (chips * chip.flops * run.decode_mfu),
+        step_bytes / (chips * chip.bandwidth * a.bandwidth_share),
+        step_flops / (chips * chip.flops * a.decode_mfu),
     )
-    prefill = pass_flops(d, tokens=run.prompt, context=run.prompt / 2, read=1) / (chip.flops * run.mfu)
-    return prefill / run.group + step * run.completion * chips / run.replica_rows
+    prefill = pass_flops(d, tokens=a.prompt, context=a.prompt / 2, read=1) / (chip.flops * a.mfu)
+    return prefill / a.group + step * a.completion * chips / a.replica_rows
 
 
-def credit_flops(d: Decoder, run: Run) -> dict[str, float]:
+def credit_flops(d: Decoder, a: Assumptions) -> dict[str, float]:
     """Count what programs execute for every method at its usual settings, suffixes in 8 buckets.
 
     Screening is by OAR-L; the exact part shares its clean pass.
     """
-    row, clean = run.row, clean_flops(d, run.row)
-    again = {"recomputed": run.recomputed}
+    row, clean = a.row, clean_flops(d, a.row)
+    again = {"recomputed": a.recomputed}
     exact = masked_flops(d, row, share=1.0, buckets=8)
     local = local_flops(d, row, window=2, answers=4, padded=True)
     return {
@@ -97,16 +97,16 @@ def credit_flops(d: Decoder, run: Run) -> dict[str, float]:
     }
 
 
-def projection(d: Decoder, chip: Chip, run: Run) -> dict[str, float]:
+def projection(d: Decoder, chip: Chip, a: Assumptions) -> dict[str, float]:
     """Estimate seconds of a whole step over plain GRPO's, by method."""
-    plain = decode_seconds(d, chip, run) + update_flops(d, run.row, recomputed=run.recomputed) / (chip.flops * run.mfu)
-    return {name: 1 + flops / (chip.flops * run.mfu) / plain for name, flops in credit_flops(d, run).items()}
+    plain = decode_seconds(d, chip, a) + update_flops(d, a.row, recomputed=a.recomputed) / (chip.flops * a.mfu)
+    return {name: 1 + flops / (chip.flops * a.mfu) / plain for name, flops in credit_flops(d, a).items()}
 
 
-def rollout_share_for(overhead: float, d: Decoder, run: Run, *, flops: float) -> float:
+def rollout_share_for(overhead: float, d: Decoder, a: Assumptions, *, flops: float) -> float:
     """Return the least share of sampling in GRPO's step with which credit of ``flops`` adds ``overhead`` - 1 at most.
 
     0 where the update alone is long enough. Scoring and update are on the same chips at the same MFU.
     """
     needed = flops / (overhead - 1)  # what the step is worth, in FLOPs of the update's kind
-    return max(0.0, 1 - update_flops(d, run.row, recomputed=run.recomputed) / needed)
+    return max(0.0, 1 - update_flops(d, a.row, recomputed=a.recomputed) / needed)

@@ -6,7 +6,7 @@ from oarjax.costs import Chip, Decoder, update_flops
 from oarjax.plan.credit_costs import (
     PROJECTED,
     QWEN_7B,
-    Run,
+    Assumptions,
     credit_flops,
     decode_seconds,
     projection,
@@ -14,7 +14,7 @@ from oarjax.plan.credit_costs import (
 )
 
 D = Decoder(layers=2, trunk_params=1000.0, head_params=100.0, heads_width=8, kv_width=4)
-R = Run(
+R = Assumptions(
     prompt=4, completion=8, answer=2, group=2, replica_rows=4, replica_chips=2, bytes_per_number=2, mfu=0.5,
     decode_mfu=0.25, bandwidth_share=0.5, recomputed=1.0,
 )  # fmt: skip
@@ -32,8 +32,10 @@ def test_decoding_is_bound_by_memory_or_by_products():
 
 def test_overhead_is_one_plus_credit_over_a_step():
     chip = PROJECTED[0]
-    plain = decode_seconds(QWEN_7B, chip, Run()) + update_flops(QWEN_7B, Run().row, recomputed=1) / (chip.flops * 0.4)
-    found, flops = projection(QWEN_7B, chip, Run()), credit_flops(QWEN_7B, Run())
+    plain = decode_seconds(QWEN_7B, chip, Assumptions()) + update_flops(QWEN_7B, Assumptions().row, recomputed=1) / (
+        chip.flops * 0.4
+    )
+    found, flops = projection(QWEN_7B, chip, Assumptions()), credit_flops(QWEN_7B, Assumptions())
     assert found.keys() == flops.keys()
     assert found["OAR-P"] == pytest.approx(1 + flops["OAR-P"] / (chip.flops * 0.4) / plain)
     assert found["OAR-G, 1 draw"] < found["OAR-G, 4 draws"] < found["screened OAR-P, 20%"] < found["OAR-P"]
