@@ -1,4 +1,7 @@
-"""Build the Policy of a Qwen decoder, dense, with experts or with delta nets, from Flax NNX modules; remat is here."""
+"""Build the Policy of a Qwen decoder, dense, with experts or with delta nets, from Flax NNX modules.
+
+To add a model family, start at ``models/qwen_config.py``.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial, reduce
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +27,11 @@ from oarjax.models.moe import ExpertsKind
 from oarjax.models.policy import Policy
 from oarjax.models.precision import in_full, precision_of
 from oarjax.models.qwen_config import QwenConfig
+from oarjax.models.remat import Remat, rematerialised
 from oarjax.models.rope import inverse_frequencies, rotation
 from oarjax.models.sharding import ROWS
 from oarjax.models.splash import causal_mixer, check_splash
 from oarjax.types import HybridCache, KVCache, Params
-
-Remat = Literal["none", "dots", "full"]
 
 
 def make_policy(
@@ -131,7 +133,7 @@ def make_policy(
             return place(x, ROWS, None, None), after if cache is not None else None
 
         remat_of = (
-            partial(_rematerialised, remat=remat) if filled is None else lambda body: body
+            partial(rematerialised, remat=remat) if filled is None else lambda body: body
         )  # decoding has no derivative
         x = place(embeddings.astype(stream), ROWS, None, None)
         layers, state = (params["layers"], *((c.k, c.v) for c in stores)), None
@@ -301,13 +303,3 @@ def _append(cache: KVCache, k: Array, v: Array, valid: Bool[Array, "B N"]) -> KV
         valid=jax.lax.dynamic_update_slice(cache.valid, valid, (zero, cache.length)),
         length=cache.length + valid.shape[1],
     )
-
-
-def _rematerialised(body, *, remat: Remat):
-    """Return the body of a scan, recomputed in the backward pass according to ``remat``."""
-    policies = {
-        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        "full": jax.checkpoint_policies.nothing_saveable,
-    }
-    # Inside a scan the loop itself keeps XLA from undoing the recomputation.
-    return body if remat == "none" else jax.checkpoint(body, policy=policies[remat], prevent_cse=False)
