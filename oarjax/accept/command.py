@@ -156,8 +156,8 @@ def document(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 def show(console: Console, result: dict[str, Any]) -> None:
     """Print a stage's checks."""
-    word = f"{result['state']}, {result['seconds']:.1f} s"
-    table = Table(title=f"{result['title']}: {word}", title_justify="left", title_style=STYLES[result["state"]])
+    verdict = f"{result['state']}, {result['seconds']:.1f} s"
+    table = Table(title=f"{result['title']}: {verdict}", title_justify="left", title_style=STYLES[result["state"]])
     for heading in ("check", "state", "value", "bound", "note"):
         table.add_column(heading, justify="right" if heading in ("value", "bound") else "left", overflow="fold")
     for check in result["checks"]:

@@ -133,11 +133,11 @@ def phases(s: Setting) -> list[Check]:
         planned = planned_seconds(s, cfg, model, name, rate)
         if name == "update" and "score" not in laps[-1]:  # both in one pass
             planned += planned_seconds(s, cfg, model, "score", rate)
-        word = f"{seconds:.4g} s, {planned:.4g} s at peak"
+        note = f"{seconds:.4g} s, {planned:.4g} s at peak"
         if s.small or s.peaks.flops is None:
-            checks.append(not_applicable(f"{name} against plan", f"{word}, measured", value=seconds / planned))
+            checks.append(not_applicable(f"{name} against plan", f"{note}, measured", value=seconds / planned))
         else:
-            checks.append(at_most(f"{name} against plan", seconds / planned, SLOWER, note=word))
+            checks.append(at_most(f"{name} against plan", seconds / planned, SLOWER, note=note))
     return checks
 
 

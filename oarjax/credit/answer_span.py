@@ -121,8 +121,8 @@ def with_reference(
     Raises:
         ValueError: an ending that does not fit, or an empty answer.
     """
-    tokens, made = np.asarray(rollout.tokens), np.asarray(rollout.completion)
-    rows, length = made.shape
+    tokens, completion = np.asarray(rollout.tokens), np.asarray(rollout.completion)
+    rows, length = completion.shape
     prompt = tokens.shape[1] - length
     out = np.zeros((rows, prompt + length + room), tokens.dtype)
     valid = np.zeros(out.shape, bool)
@@ -139,7 +139,7 @@ def with_reference(
             end = int(np.flatnonzero(span.reasoning[row]).max(initial=-1)) + 1
             reasoning[row, :length] = span.reasoning[row]
         else:
-            end = int(made[row].sum()) - int(ended[row])
+            end = int(completion[row].sum()) - int(ended[row])
             reasoning[row, :end] = True
         begin = end + len(cue)
         stop = begin + len(target)

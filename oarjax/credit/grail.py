@@ -115,8 +115,8 @@ def score(
     """Score a rollout by the saliency of its answer."""
     params = policy.head(params)
     clean = linear_pass(policy, params, r.tokens, r.valid, completion_length=span.answer.shape[1])
-    found = saliency_scores(policy, params, clean, r.tokens, r.valid, span, temperature=context.temperature)
-    return Scored(found, clean.hidden)
+    saliency = saliency_scores(policy, params, clean, r.tokens, r.valid, span, temperature=context.temperature)
+    return Scored(saliency, clean.hidden)
 
 
 def weigh(

@@ -20,7 +20,7 @@ NONE = -1
 
 
 def keyword_weights(
-    found: Bool[Array, "B T"], reasoning: Bool[Array, "B T"], *, boost: float = 2.0
+    keyword: Bool[Array, "B T"], reasoning: Bool[Array, "B T"], *, boost: float = 2.0
 ) -> Float[Array, "B T"]:
     """Give 1 + boost to reasoning tokens of a keyword, then scale to a mean of 1 over the row's reasoning.
 
@@ -31,7 +31,7 @@ def keyword_weights(
     """
     if boost < 0:
         raise ValueError(f"keyword_weights: boost must be >= 0, got {boost}")
-    return preserve_mass(jnp.where(found & reasoning, 1.0 + boost, 1.0), reasoning)
+    return preserve_mass(jnp.where(keyword & reasoning, 1.0 + boost, 1.0), reasoning)
 
 
 def keyword_tokens(
@@ -53,11 +53,11 @@ def keyword_tokens(
         same = (_later(tokens, j)[:, :, None] == table.grams[:, j]) & _later(completion, j)[:, :, None]
         match &= same | (j >= count)
         match &= ~(_later(begins, j + 1)[:, :, None] & table.closes & (count == j + 1))
-    found = jnp.zeros(tokens.shape, bool)
+    inside_keyword = jnp.zeros(tokens.shape, bool)
     for j in range(L):
         starts = jnp.any(match & (j < count), axis=-1)
-        found |= jnp.pad(starts, ((0, 0), (j, 0)))[:, : tokens.shape[1]]
-    return found
+        inside_keyword |= jnp.pad(starts, ((0, 0), (j, 0)))[:, : tokens.shape[1]]
+    return inside_keyword
 
 
 def keyword_table(
@@ -104,11 +104,11 @@ def _later(x: Shaped[Array, "B T"], by: int) -> Shaped[Array, "B T"]:
 
 def _whole_words(token_bytes: Sequence[bytes]) -> dict[str, list[int]]:
     """Map each word to the ids that spell it alone."""
-    found: dict[str, list[int]] = {}
+    ids: dict[str, list[int]] = {}
     for index, piece in enumerate(token_bytes):
         if bare := _bare(piece.decode("utf-8", errors="replace")):
-            found.setdefault(bare, []).append(index)
-    return found
+            ids.setdefault(bare, []).append(index)
+    return ids
 
 
 def _bare(text: str) -> str:
@@ -151,5 +151,5 @@ def weigh(
     """Give more of the advantage to the words of the configured list."""
     if context.keyword_table is None:
         raise ValueError("keywords: needs the words as token ids, got None; give Context(keyword_table=...)")
-    found = keyword_tokens(required(signals, "tokens", context), completion, context.keyword_table)
-    return keyword_weights(found, span.reasoning, boost=context.credit.keywords.boost)
+    keyword = keyword_tokens(required(signals, "tokens", context), completion, context.keyword_table)
+    return keyword_weights(keyword, span.reasoning, boost=context.credit.keywords.boost)

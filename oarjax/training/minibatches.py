@@ -35,8 +35,8 @@ def widest_prompt(cfg: Config) -> int:
 def buckets(step: int, limit: int) -> list[int]:
     """Return ``step`` times 1, 2, 3, 4, 6, 8, 12, 16, 24 ... below ``limit``, and the limit."""
     double = [step * 2**i for i in range(limit.bit_length())]
-    found = sorted({*double, *(3 * size // 2 for size in double[1:])})
-    return [*(size for size in found if size < limit), limit]
+    sizes = sorted({*double, *(3 * size // 2 for size in double[1:])})
+    return [*(size for size in sizes if size < limit), limit]
 
 
 class Bucket(NamedTuple):
@@ -238,8 +238,8 @@ def trim_evidence(evidence: Evidence) -> Evidence:
     length = e.rollout.completion.shape[-1]
     prompt = e.rollout.tokens.shape[-1] - length
     filled = np.flatnonzero(np.asarray(e.rollout.valid)[..., :prompt].any((0, 1)))
-    made = np.flatnonzero(np.asarray(e.rollout.completion).any((0, 1)))
-    least = Bucket(prompt - int(filled.min(initial=prompt - 1)), 1 + int(made.max(initial=0)))
+    generated = np.flatnonzero(np.asarray(e.rollout.completion).any((0, 1)))
+    least = Bucket(prompt - int(filled.min(initial=prompt - 1)), 1 + int(generated.max(initial=0)))
 
     def narrow(tree: Any, room: int = 0) -> Any:
         flat = jax.tree.map(lambda x: np.asarray(x).reshape(M * b, *np.shape(x)[2:]), tree)

@@ -208,17 +208,17 @@ def make_steps(
         # Below adapters lies what training started from: the reference is there already.
         reference = without_adapters(params) if cfg.lora.rank else ref_params
 
-        def one(xs: Any) -> Scores:
+        def score_microbatch(xs: Any) -> Scores:
             (r, s), rows, instead, teacher = cut(xs[:2], bucket, length=full), *xs[2:]
             if instead is not None:
                 instead = cut(instead, bucket, length=full, room=instead[0].completion.shape[-1] - full)
             length = r.completion.shape[-1]
             logps = partial(logps_of, tokens=r.tokens, valid=r.valid, completion_length=length)
             probed_rows, marked = (r, s) if instead is None else instead
-            found = score_of(params, probed_rows, marked, row_keys(key, rows), probe)
+            attributed = score_of(params, probed_rows, marked, row_keys(key, rows), probe)
             if instead is not None:  # its reasoning stands where the rollout's does; its clean states do not
-                importance = None if found.importance is None else found.importance[:, :length]
-                found = found._replace(importance=importance, hidden=None)
+                importance = None if attributed.importance is None else attributed.importance[:, :length]
+                attributed = attributed._replace(importance=importance, hidden=None)
             measured = measure(
                 policy,
                 params,
@@ -226,7 +226,7 @@ def make_steps(
                 r.valid,
                 wanted=wanted,
                 completion_length=length,
-                hidden=found.hidden,  # of the attribution's clean pass, where there was one
+                hidden=attributed.hidden,  # of the attribution's clean pass, if there is one
                 reference=reference,
                 teacher=teacher,
                 **head,
@@ -234,12 +234,12 @@ def make_steps(
             scores = Scores(
                 old_logps=measured["logps"] if wants_old else None,
                 ref_logps=logps(reference)[0] if cfg.loss.kl_beta > 0 else None,
-                importance=found.importance,
+                importance=attributed.importance,
                 measured={name: measured[name] for name in sorted(read)} or None,
             )
             return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, full - length), *((0, 0),) * (x.ndim - 2))), scores)
 
-        return map_between(one, (rollout, span, numbers, probed, hints and hints.teacher), start, stop)
+        return map_between(score_microbatch, (rollout, span, numbers, probed, hints and hints.teacher), start, stop)
 
     def credit(
         scores: Scores,
@@ -256,13 +256,13 @@ def make_steps(
         flat = partial(jax.tree.map, lambda x: x.reshape(M * b, *x.shape[2:]))
         s, mask, a = flat(span), flat(completion), flat(advantages)
         scored = flat(scores)
-        sizes = {"length": mask.shape[1], "group_size": roll.group_size}
-        found = signals_of(scored, flat(rollout.tokens), flat(numbers), **sizes, hints=flat(hints), iteration=iteration)
-        returned = weights_of(found, s, a, mask, key)
+        rest = {"length": mask.shape[1], "group_size": roll.group_size, "hints": flat(hints), "iteration": iteration}
+        inputs = signals_of(scored, flat(rollout.tokens), flat(numbers), **rest)
+        returned = weights_of(inputs, s, a, mask, key)
         per_token = {"old_logps": scored.old_logps, "ref_logps": scored.ref_logps, **(scored.measured or {})}
         per_token["weights"] = returned
         wrong = nonfinite_rows(
-            {**per_token, "importance": found.importance, "advantages": a},
+            {**per_token, "importance": inputs.importance, "advantages": a},
             {**dict.fromkeys(per_token, mask), "importance": s.reasoning, "advantages": jnp.ones(a.shape, bool)},
             mask.any(-1),
         )
@@ -270,13 +270,13 @@ def make_steps(
         returned = jnp.where(sound, returned, neutral(kind, a))
         advantages = token_advantages(kind, returned, a, mask)
         w = relative(kind, returned, advantages, a, mask)
-        given = Credit(
-            importance=jnp.zeros_like(w) if found.importance is None else found.importance,
+        rows = Credit(
+            importance=jnp.zeros_like(w) if inputs.importance is None else inputs.importance,
             weights=w,
             advantages=advantages,
             returned=returned,
         )
-        shaped = jax.tree.map(lambda x: x.reshape(M, b, *x.shape[1:]), given)
+        shaped = jax.tree.map(lambda x: x.reshape(M, b, *x.shape[1:]), rows)
         return shaped, credit_metrics(jnp.abs(w), s, mask) | wrong
 
     loss = policy_gradient(policy, cfg, custom_loss, custom_method)

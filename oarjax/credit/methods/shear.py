@@ -110,9 +110,9 @@ def divergence_weights(
 
     rows, windows = jnp.arange(B), jnp.arange(len(starts))
     pairs = tuple(x.reshape(-1) for x in jnp.meshgrid(rows, windows, indexing="ij"))
-    found = jax.lax.map(nearest, pairs).reshape(B, len(starts))
-    found = jnp.where(jnp.isfinite(found), found, 0)  # windows that do not exist
-    spread = jnp.zeros((B, T), states.dtype).at[:, places_in].max(jnp.where(inside, found[..., None], 0))
+    nearest_opposing = jax.lax.map(nearest, pairs).reshape(B, len(starts))
+    nearest_opposing = jnp.where(jnp.isfinite(nearest_opposing), nearest_opposing, 0)  # windows that do not exist
+    spread = jnp.zeros((B, T), states.dtype).at[:, places_in].max(jnp.where(inside, nearest_opposing[..., None], 0))
     return jnp.where(counted & opposing.any(1, keepdims=True), spread, 1)
 
 

@@ -121,8 +121,8 @@ def fisher_factors(
     vocabulary = jnp.arange(p.shape[-1])
     if sampled == 0:
         return jax.vmap(_factor, in_axes=(1, 1, None))(top, ids, p)
-    taken = jnp.any(ids[:, :, None] == vocabulary, axis=1)
-    rest = jnp.where(taken, 0, p)
+    chosen = jnp.any(ids[:, :, None] == vocabulary, axis=1)
+    rest = jnp.where(chosen, 0, p)
     draw = jax.vmap(lambda key, logits: jax.random.categorical(key, logits, shape=(sampled,)))
     drawn = draw(keys, jnp.where(rest > 0, jnp.log(jnp.where(rest > 0, rest, 1)), -jnp.inf))
     share = jnp.broadcast_to(rest.sum(axis=-1, keepdims=True) / sampled, drawn.shape)
@@ -145,7 +145,7 @@ def score(
     """Score a rollout by the configured number of outcomes and probe."""
     cfg, params = context.credit, policy.head(params)
     clean = linear_pass(policy, params, r.tokens, r.valid, completion_length=span.answer.shape[1])
-    found = fisher_scores(
+    importance = fisher_scores(
         policy,
         params,
         clean,
@@ -159,7 +159,7 @@ def score(
         sampled=cfg.fisher.sampled,
         counterfactual=cfg.masking.counterfactual,
     )
-    return Scored(found, clean.hidden)
+    return Scored(importance, clean.hidden)
 
 
 def check(cfg: CreditConfig, custom_probe: Probe | None) -> None:

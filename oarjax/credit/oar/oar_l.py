@@ -145,8 +145,8 @@ def local_scores(
             visible=visible.reshape(rows * size, places, slots),
         )
         after = probe.read(policy, params, hidden[:, places - answers :], jax.tree.map(copy, read_at))
-        found = divergence(probe, copy(before), after).reshape(rows, size).astype(out.dtype)
-        return out.at[jnp.arange(rows)[:, None], at].set(found, mode="drop")
+        change = divergence(probe, copy(before), after).reshape(rows, size).astype(out.dtype)
+        return out.at[jnp.arange(rows)[:, None], at].set(change, mode="drop")
 
     chunks = -(-jnp.max(jnp.sum(scored, axis=1)) // size)
     out = jnp.zeros(scored.shape, jnp.promote_types(clean.hidden.dtype, jnp.float32))

@@ -114,12 +114,12 @@ def masked_scores(
             policy, params, clean.hidden, reading.tokens, counterfactual=counterfactual, mask_id=mask_id
         )
     first = first_of_unit(scored, units)
-    found = over_counterfactuals(policy, params, clean, first, replacement, moved, chunk=chunk, buckets=buckets)
+    scores = over_counterfactuals(policy, params, clean, first, replacement, moved, chunk=chunk, buckets=buckets)
     if units is not None:
         size = jnp.sum(first[:, :, None] == first[:, None, :], axis=-1)
-        shared = jnp.take_along_axis(found, jnp.minimum(first, first.shape[1] - 1), axis=1) / size
-        found = jnp.where(scored, shared, 0)
-    return jnp.take_along_axis(found, jnp.argsort(at, axis=1), axis=1)
+        shared = jnp.take_along_axis(scores, jnp.minimum(first, first.shape[1] - 1), axis=1) / size
+        scores = jnp.where(scored, shared, 0)
+    return jnp.take_along_axis(scores, jnp.argsort(at, axis=1), axis=1)
 
 
 def over_counterfactuals(
@@ -215,8 +215,8 @@ def _recomputed_from(
             seen.reshape(rows * size, suffix),
             prefix=_slots_before(policy, clean.stored, suffix),
         )
-        found = find(hidden, suffix, size).reshape(rows, size).astype(out.dtype)
-        return out.at[jnp.arange(rows)[:, None], at].set(found, mode="drop")
+        change = find(hidden, suffix, size).reshape(rows, size).astype(out.dtype)
+        return out.at[jnp.arange(rows)[:, None], at].set(change, mode="drop")
 
     return score
 
@@ -283,8 +283,10 @@ def score(
     params, probe = policy.head(params), probe_of(context)
     clean = stored_pass(policy, params, r.tokens, r.valid, completion_length=span.answer.shape[1])
     reading, scored = reading_of(r.tokens, r.valid, span), scored_tokens(span, probe)
-    found = masked_scores(policy, params, clean, reading, scored, units=span.units, probe=probe, **settings_of(context))
-    return Scored(found, clean.hidden)
+    importance = masked_scores(
+        policy, params, clean, reading, scored, units=span.units, probe=probe, **settings_of(context)
+    )
+    return Scored(importance, clean.hidden)
 
 
 def settings_of(context: Context) -> dict[str, Any]:

@@ -69,8 +69,8 @@ def score(
     elif screen.by == "oar_l":  # starts from the same clean pass
         estimate = local_scores(policy, head, clean, reading, scored, probe=probe, **oar_l.settings_of(context))
     else:
-        found = resolve(METHODS[screen.by].score or "")(policy, params, r, span, keys, context)
-        estimate = required(found, "importance", context)
+        screened = resolve(METHODS[screen.by].score or "")(policy, params, r, span, keys, context)
+        estimate = required(screened, "importance", context)
     chosen = top_share(jnp.abs(estimate), scored, share=screen.share)
     # A row has only a share of its tokens to score: as many rows at once, so that much fewer of each.
     settings = oar_p.settings_of(context)

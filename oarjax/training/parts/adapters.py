@@ -44,17 +44,17 @@ def start_adapters(lora: LoraConfig, model: QwenConfig) -> Params | None:
     if lora.start is None:
         return None
     try:
-        found = read_adapters(Path(lora.start).expanduser(), model)
+        start = read_adapters(Path(lora.start).expanduser(), model)
     except CheckpointError as error:
         raise ConfigError(f"lora.start: {error}") from error
     ours = (lora.rank, lora.alpha, sorted(lora.targets))
-    theirs = (found.rank, found.alpha, sorted(found.targets))
+    theirs = (start.rank, start.alpha, sorted(start.targets))
     if ours != theirs:
         raise ConfigError(
-            f"lora.start: {lora.start} has rank {found.rank}, alpha {found.alpha:g} and targets "
-            f"{', '.join(found.targets)}; set lora.rank, lora.alpha and lora.targets to these"
+            f"lora.start: {lora.start} has rank {start.rank}, alpha {start.alpha:g} and targets "
+            f"{', '.join(start.targets)}; set lora.rank, lora.alpha and lora.targets to these"
         )
-    return found.params
+    return start.params
 
 
 def trained_axes(lora: LoraConfig, model: QwenConfig) -> Params:

@@ -77,11 +77,11 @@ def learning_programs(run: Run) -> tuple[Program, ...]:
     state = abstract_state(run)
     rollout, span, _ = _scored(run)
     rows = FusedRows(rollout, span, _numbers(run), _microbatches(run, (), jnp.float32), rollout.completion)
-    found, layout = jax.eval_shape(run.steps.fused_zeros, state, rows), run.layout  # pyright: ignore[reportArgumentType]
+    zeros, layout = jax.eval_shape(run.steps.fused_zeros, state, rows), run.layout  # pyright: ignore[reportArgumentType]
     sums = FusedSums(
-        Sums(_with(found.sums.grads, layout.state.params), *_with(tuple(found.sums[1:]), layout.replicated)),
-        *_with((found.importance, found.weights), rollout.completion.sharding),
-        metrics=_with(found.metrics, layout.replicated),
+        Sums(_with(zeros.sums.grads, layout.state.params), *_with(tuple(zeros.sums[1:]), layout.replicated)),
+        *_with((zeros.importance, zeros.weights), rollout.completion.sharding),
+        metrics=_with(zeros.metrics, layout.replicated),
     )
     args = (sums, state, rows, _key(run), _key(run), _count(), _count())
     static = {"probe": run.cfg.credit.probe.mode, "bucket": _bucket(run)}
