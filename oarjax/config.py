@@ -61,7 +61,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
-BUILTIN_POLICIES = ("builtin:arithmetic", "builtin:forks", "builtin:random")
+BUILTIN_POLICIES = ("builtin:arithmetic", "builtin:forks", "builtin:stories", "builtin:random")
 """Policies of the built-in tasks, and a policy for any tokenizer; see ``oarjax.data.arithmetic``."""
 
 
@@ -124,8 +124,19 @@ class ForksConfig(Section):
     seed: Count = 0
 
 
+class StoriesConfig(Section):
+    """Problems of builtin:stories."""
+
+    highest: Annotated[int, Field(ge=10, le=99)] = Field(default=20, description="all numbers lie in 1..highest")
+    right: Share = Field(default=1.0, description="of the sft split: share of steps that are right")
+    written: Share = Field(default=1.0, description="of the sft split: share of completions that write the steps out")
+    seed: Count = 0
+
+
 class DatasetConfig(Section):
-    source: str = Field(description="builtin:arithmetic, builtin:forks, a .jsonl or .parquet file, a hub dataset name")
+    source: str = Field(
+        description="builtin:arithmetic, builtin:forks, builtin:stories, a .jsonl or .parquet file, a hub dataset name"
+    )
     name: str | None = Field(default=None, description="hub dataset configuration, e.g. main")
     split: str = "train"
     revision: str | None = None
@@ -139,6 +150,7 @@ class DatasetConfig(Section):
     )
     arithmetic: ArithmeticConfig = Field(default=ArithmeticConfig(), description="for source builtin:arithmetic")
     forks: ForksConfig = Field(default=ForksConfig(), description="for source builtin:forks")
+    stories: StoriesConfig = Field(default=StoriesConfig(), description="for source builtin:stories")
 
 
 class DataConfig(Section):
@@ -696,6 +708,11 @@ class ReportConfig(Section):
         default=0, description="iterations between Parquet files of all completions, groups/NNNNNN.parquet; 0 = none"
     )
     html: bool = Field(default=True, description="write report.html and the curves")
+    controls: tuple[Annotated[str, _OneOf(None)], ...] = Field(
+        default=(),
+        description="credit methods to train as well, from the same start with the same prompts and noise, as further "
+        "rows of the final table; each in a folder of its name below run_dir",
+    )
     memory: Annotated[Literal["auto", "on", "off"], BeforeValidator(_word_of_switch)] = Field(
         default="auto",
         description="compile the largest programs at the start and report each phase's memory; auto: on TPU and GPU",
@@ -745,7 +762,10 @@ class LabConfig(Section):
 
     problems: Positive = Field(
         default=100,
-        description="completions to compare on, one per problem; with --rollouts the first ones, of any prompts",
+        description="completions to compare on; with --rollouts the first ones, of any prompts",
+    )
+    samples: Positive = Field(
+        default=1, description="completions per problem; methods that compare the rows of a prompt need several"
     )
     shortest: Positive = Field(default=10, description="reasoning tokens that a completion needs to be included")
     temperature: Rate | None = Field(
@@ -879,10 +899,17 @@ def _contradictions(c: Config) -> Iterator[str]:
         yield f"profile: expected 1 <= first <= last <= iterations = {c.iterations}, got {list(c.profile)}"
     if c.export.folder is not None and not _is_below(c.export.folder):
         yield f"export.folder: expected a folder below run_dir such as export, got {c.export.folder!r}"
-    elif c.export.folder is not None and PurePath(c.export.folder).parts[0] in RUN_FOLDERS:
+    elif c.export.folder is not None and PurePath(c.export.folder).parts[0] in (*RUN_FOLDERS, *c.report.controls):
         yield f"export.folder: {c.export.folder} is reserved for other files of the run; choose another such as export"
     if c.checkpoint.best in ("pass_at_k", "maj_at_k") and c.eval.samples == 1:
         yield f"checkpoint.best: {c.checkpoint.best} needs several samples, but eval.samples is 1; raise eval.samples"
+    controls = c.report.controls
+    if controls and c.data.eval is None:
+        yield "report.controls: the table needs held-out problems; set data.eval, or leave controls out"
+    if len({c.credit.method, *controls}) <= len(controls):
+        yield f"report.controls: expected other methods than credit.method = {c.credit.method}, each once, got " + (
+            ", ".join(controls)
+        )
     yield from _bad_lab_methods(c)
 
 

@@ -410,6 +410,22 @@ def test_compare_has_one_row_and_one_curve_per_method(oarjax, config, tmp_path):
         assert load_config(root / f"seed{seed}" / "permuted" / "config.yaml").credit.method == "permuted"
 
 
+@pytest.mark.slow
+def test_controls_are_trained_from_the_same_start_and_are_rows_of_the_table(oarjax, config, tmp_path):
+    folder = tmp_path / "run"
+    shorter = ["iterations=1", "sft.steps=1", "report.controls=[uniform]"]
+    code, _, err = oarjax("train", config, f"run_dir={folder}", *shorter)
+    assert code == 0, err
+    assert [row.name for row in read_summary(folder / "summary.json")] == ["SFT policy", "OAR-G", "GRPO"]
+    assert "GRPO" in (folder / "report.html").read_text()
+    first = [read_metrics(each / "metrics.jsonl")[1] for each in (folder, folder / "uniform")]
+    assert first[0]["reward"] == first[1]["reward"]
+    assert first[0]["grad_norm"] != first[1]["grad_norm"]
+    assert load_config(folder / "uniform" / "config.yaml").credit.method == "uniform"
+    assert (folder / "export" / "config.json").is_file()
+    assert not (folder / "uniform" / "export").exists()
+
+
 # sample and export by themselves
 
 

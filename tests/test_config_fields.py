@@ -123,6 +123,7 @@ def dataset(where: str) -> dict[str, Field]:
     sees, file, hub = partial(data, where=where), {f"{where}.source": "rows.jsonl"}, {f"{where}.source": "org/set"}
     forks = {f"{name}.source": "builtin:forks" for name in ("data.train", "data.eval", "sft.data")}
     forks |= {"policy.path": "builtin:forks"}
+    stories = dict.fromkeys(forks, "builtin:stories") | {"data.max_prompt": 128, "sft.max_length": 512}
     return {
         f"{where}.source": Field("rows.jsonl", sees),
         f"{where}.name": Field("other", sees, hub),
@@ -141,6 +142,10 @@ def dataset(where: str) -> dict[str, Field]:
         f"{where}.forks.filler": Field(3, sees, forks | {f"{where}.split": "sft"}),
         f"{where}.forks.right": Field(1.0, sees, forks | {f"{where}.split": "sft"}),
         f"{where}.forks.seed": Field(1, sees, forks),
+        f"{where}.stories.highest": Field(30, sees, stories),
+        f"{where}.stories.right": Field(0.0, sees, stories | {f"{where}.split": "sft"}),
+        f"{where}.stories.written": Field(0.0, sees, stories | {f"{where}.split": "sft"}),
+        f"{where}.stories.seed": Field(1, sees, stories),
     }
 
 
@@ -313,6 +318,7 @@ def fields() -> dict[str, Field]:
         "credit.answer.cue": Field("=", probes, {"credit.answer": {"style": "hash", "source": "reference"}}),
         "credit.answer.pattern": Field("[0-9]", spans, {"credit.answer": {"style": "regex", "pattern": "[+]"}}),
         "lab.problems": Field(2, tokens_credited, small_lab),
+        "lab.samples": Field(2, tokens_credited, small_lab),
         "lab.shortest": Field(4, tokens_credited, small_lab),
         "lab.temperature": Field(0.0, lab_sampler),
         "lab.methods": Field({"mine": {"method": "oar_l"}}, tokens_credited, small_lab),
@@ -386,6 +392,7 @@ def fields() -> dict[str, Field]:
         "report.completions": Field(2, command),
         "report.groups": Field(1, command),
         "report.html": Field(True, command),
+        "report.controls": Field(["uniform"], command),
         "export.folder": Field("trained", command),
         "export.dtype": Field("bfloat16", command),
     }

@@ -126,10 +126,18 @@ def write_tokenizer(folder: Path | str, *, letters: str = LETTERS) -> None:
 
     It has no unknown token, so a character outside the vocabulary raises an error instead of being lost.
     """
+    save_tokenizer(folder, (MARKER, *letters), pieces=rf"{MARKER}|[\s\S]")
+
+
+def save_tokenizer(folder: Path | str, tokens: Sequence[str], *, pieces: str) -> None:
+    """Write a tokenizer in the HF layout: Qwen's three special tokens, then ``tokens``.
+
+    ``pieces`` is a pattern that splits every text into tokens; nothing is lost between its matches.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate((*SPECIAL, MARKER, *letters))}))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{MARKER}|[\s\S]"), "isolated")
+    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate((*SPECIAL, *tokens))}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pieces), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     tokenizer.save(str(folder / "tokenizer.json"))

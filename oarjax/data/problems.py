@@ -14,6 +14,7 @@ from typing import Any
 from oarjax.config import DatasetConfig
 from oarjax.data.arithmetic import MARKER, SIZES, arithmetic_rows
 from oarjax.data.forks import forks_rows
+from oarjax.data.stories import stories_rows
 from oarjax.errors import UserError
 
 Row = tuple[str, dict[str, Any]]
@@ -146,15 +147,18 @@ def _reject_blank(values: list[str], name: str, source: str, setting: str) -> No
 
 
 def _builtin_rows(config: DatasetConfig, where: str) -> Iterator[Row]:
-    if config.source == "builtin:forks":
+    generators = {"builtin:forks": (forks_rows, config.forks), "builtin:stories": (stories_rows, config.stories)}
+    if config.source in generators:
+        generate, settings = generators[config.source]
         try:
-            rows = forks_rows(config.split, rows=config.limit, **config.forks.model_dump())
+            rows = list(generate(config.split, rows=config.limit, **settings.model_dump()))
         except ValueError as error:
             raise DataError(f"{where}: {error}") from None
         return ((f"{config.source} row {number}", row) for number, row in enumerate(rows))
     if config.source != "builtin:arithmetic":
         raise DataError(
-            f"{where}.source: expected builtin:arithmetic or builtin:forks, got {config.source!r}; set one of these"
+            f"{where}.source: expected one of builtin:arithmetic, {', '.join(generators)}, got {config.source!r}; set "
+            "one of these"
         )
     if config.split not in SIZES:
         raise DataError(

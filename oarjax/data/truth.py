@@ -8,6 +8,7 @@ from typing import NamedTuple
 from oarjax.config import DatasetConfig
 from oarjax.data.arithmetic import computed_tokens, first_wrong_step
 from oarjax.data.forks import fork_tokens
+from oarjax.data.stories import story_tokens
 
 
 class Truth(NamedTuple):
@@ -22,7 +23,8 @@ def token_truth(task: DatasetConfig, question: str, tokens: Sequence[str]) -> Tr
     """Mark the tokens of a completion, as the texts that join to it; None for a dataset other than the built-in tasks.
 
     builtin:arithmetic: the digits of results; the first token is pivotal too, since it chooses between writing the
-    steps out and guessing. builtin:forks: the choices.
+    steps out and guessing. builtin:forks: the choices. builtin:stories: the results of equations; the words that name
+    an operation, and the other parts of equations, are pivotal too.
     """
     if task.source == "builtin:arithmetic":
         computed = computed_tokens(tokens)
@@ -31,4 +33,6 @@ def token_truth(task: DatasetConfig, question: str, tokens: Sequence[str]) -> Tr
     if task.source == "builtin:forks":
         forks, wrong_step = fork_tokens(question, tokens, kind=task.forks.kind, seed=task.forks.seed)
         return Truth(forks, forks, wrong_step)
+    if task.source == "builtin:stories":
+        return Truth(*story_tokens(question, tokens))
     return None

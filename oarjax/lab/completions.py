@@ -33,7 +33,7 @@ class Completions:
 
 
 def sample_completions(run: Run, programs: Programs) -> Completions:
-    """Sample one completion per problem of data.eval (else data.train), in order, until enough have an answer.
+    """Sample ``lab.samples`` completions per problem of data.eval (else data.train), until enough have an answer.
 
     Raises:
         ConfigError: no completion has an answer after enough reasoning.
@@ -41,7 +41,9 @@ def sample_completions(run: Run, programs: Programs) -> Completions:
     cfg = run.cfg
     source = run.train if run.held_out is None else run.held_out
     rollouts, spans, problems, considered = [], [], [], 0
-    batches = eval_batches(source, batch=cfg.eval.batch, bucket=cfg.rollout.prompt_bucket, pad_id=run.pad_id)
+    order = [row for row in range(len(source)) for _ in range(cfg.lab.samples)]
+    padding = {"bucket": cfg.rollout.prompt_bucket, "pad_id": run.pad_id}
+    batches = eval_batches(source, batch=cfg.eval.batch, **padding, order=order)
     for number, (prompts, batch_problems, real) in enumerate(batches):
         key = jax.random.fold_in(jax.random.key(cfg.seed), number)
         rollout = run.fetch(programs.sample(run.place(prompts, "prompts"), key))

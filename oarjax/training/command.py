@@ -1,4 +1,4 @@
-"""``oarjax train``: warm start, iterations, evaluation, export, report; with ``--compare`` also the controls."""
+"""``oarjax train``: warm start, iterations, evaluation, export, report; with ``--compare`` or controls, those too."""
 
 from __future__ import annotations
 
@@ -92,25 +92,47 @@ def train_once(cfg: Config, console: Console, stop: Stop, on_lines: Callable[[],
         banner(console, run.facts(), cfg.model_dump(mode="json", exclude_defaults=True))
         if changes.words():
             console.print(f"resuming with a changed config or changed inputs: {changes.words()}", markup=False)
+        controls = {name: _with_method(run, name) for name in cfg.report.controls}
+        for control in controls.values():
+            control.check_credit("report.controls: ")
         with run.grader() as grader:
             try_rewards(run, grader)
             start, before = start_policy(run, grader, stop)
-            trained = train(run, grader, start, before, folder, stop, on_lines, keep_start=False)
-        if cfg.export.folder is not None:
-            target = folder / cfg.export.folder
-            check_guards(target)
-            export(
-                target,
-                run.model,
-                plain_params(cfg.lora, trained.params, run.layout.params, dtype=cfg.export.dtype),
-                source=run.source,
-                dtype=cfg.export.dtype,
-                stop_ids=run.stop_ids,
-            )
-            console.print(f"policy  {target}", markup=False)
+            trained = train(run, grader, start, before, folder, stop, on_lines, keep_start=bool(controls))
+            if cfg.export.folder is not None:
+                target = folder / cfg.export.folder
+                check_guards(target)
+                export(
+                    target,
+                    run.model,
+                    plain_params(cfg.lora, trained.params, run.layout.params, dtype=cfg.export.dtype),
+                    source=run.source,
+                    dtype=cfg.export.dtype,
+                    stop_ids=run.stop_ids,
+                )
+                console.print(f"policy  {target}", markup=False)
+            runs = {cfg.credit.method: [trained]}
+            for name, control in controls.items():
+                console.rule(label(name, cfg.credit.permuted_of))
+                runs[name] = [_train_in_own_folder(control, grader, start, before, stop)]
         check_guards(folder)
         if run.first:
-            show_results(run, folder, [before], {cfg.credit.method: [trained]})
+            show_results(run, folder, [before], runs)
+
+
+def _with_method(run: Run, method: str) -> Run:
+    """Return the run with another credit method and no controls."""
+    cfg = run.cfg
+    return run.with_config(
+        changed(cfg, credit=changed(cfg.credit, method=method), report=changed(cfg.report, controls=()))
+    )
+
+
+def _train_in_own_folder(run: Run, grader: Grading, start: Params, before: Evaluation | None, stop: Stop) -> Trained:
+    """Train a run in a folder named for its method, below the run's folder; the result has no params."""
+    folder = run.folder / run.cfg.credit.method
+    only_first(partial(_claim, folder, run.cfg, run.console))
+    return replace(train(run, grader, start, before, folder, stop), params={})  # frees memory for the next run
 
 
 def _hold(stack: ExitStack, folder: Path, cfg: Config) -> None:
@@ -141,7 +163,7 @@ def _compare(cfg: Config, seeds: list[int], console: Console, stop: Stop) -> Non
     if cfg.credit.method in choices("permuted_of"):
         cfg = changed(cfg, credit=changed(cfg.credit, permuted_of=cfg.credit.method))
     refuse_another_run(root, cfg)
-    methods = list(dict.fromkeys([cfg.credit.method, "uniform", "permuted"]))
+    methods = list(dict.fromkeys([cfg.credit.method, *cfg.report.controls, "uniform", "permuted"]))
     befores: list[Evaluation | None] = []
     runs: dict[str, list[Trained]] = {name: [] for name in methods}
     run: Run | None = None
@@ -162,11 +184,7 @@ def _compare(cfg: Config, seeds: list[int], console: Console, stop: Stop) -> Non
                 befores.append(before)
                 for method in methods:
                     console.rule(f"seed {seed}, {label(method, cfg.credit.permuted_of)}")
-                    same = changed(run.cfg, credit=changed(cfg.credit, method=method))
-                    folder = run.folder / method
-                    only_first(partial(_claim, folder, same, console))
-                    ended = train(run.with_config(same), grader, start, before, folder, stop)
-                    runs[method].append(replace(ended, params={}))  # frees memory for the next run
+                    runs[method].append(_train_in_own_folder(_with_method(run, method), grader, start, before, stop))
                 del start
         if run is not None and run.first:
             show_results(run, root, befores, runs)

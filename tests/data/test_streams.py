@@ -175,7 +175,7 @@ def test_builtin_source():
     assert min(len(p.prompt) for p in longer) > max(len(p.prompt) for p in problems)
     with pytest.raises(DataError, match=r"data.train.split: .* no split 'test'; set one of train, eval, sft"):
         load("builtin:arithmetic", split="test")
-    with pytest.raises(DataError, match=r"expected builtin:arithmetic or builtin:forks, got 'builtin:chess'; set"):
+    with pytest.raises(DataError, match=r"one of builtin:arithmetic, .*, builtin:stories, got 'builtin:chess'; set"):
         load("builtin:chess")
 
 

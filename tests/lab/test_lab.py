@@ -114,6 +114,9 @@ def test_completions_are_taken_in_order_until_enough_have_an_answer(tmp_path, po
     completions = sample_completions(few, fake_programs([], few))
     assert [p.index for p in completions.problems] == [1, 2, 5, 6, 9, 10]
     assert completions.considered == 11
+    several = run_of(tmp_path, policy, lab=BASE["lab"] | {"samples": 3})
+    completions = sample_completions(several, fake_programs([], several))
+    assert [p.index for p in completions.problems] == [0, 0, 0, 1, 1, 1]
 
 
 def test_known_tokens_are_the_digits_of_results(tmp_path, policy):

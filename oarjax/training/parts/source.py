@@ -12,6 +12,7 @@ from oarjax.data import arithmetic as builtin
 from oarjax.data.forks import write_forks_policy
 from oarjax.data.hf import read_tokenizer_folder
 from oarjax.data.problems import load_problems
+from oarjax.data.stories import write_stories_policy
 from oarjax.data.streams import Encoded, encode_pairs, encode_problems
 from oarjax.runs.durable import check_guards, storage_errors
 from oarjax.runs.folder import has_progress
@@ -37,6 +38,7 @@ def policy_path(cfg: Config, folder: Path, *, option: str) -> str:
     writers = {
         "builtin:arithmetic": _write_arithmetic,
         "builtin:forks": _write_forks,
+        "builtin:stories": _write_stories,
         "builtin:random": _write_random,
     }
     write = writers.get(cfg.policy.path)
@@ -56,6 +58,11 @@ def _write_arithmetic(cfg: Config, target: Path) -> None:
 def _write_forks(cfg: Config, target: Path) -> None:
     check_guards(target)
     write_forks_policy(target, seed=cfg.seed)
+
+
+def _write_stories(cfg: Config, target: Path) -> None:
+    check_guards(target)
+    write_stories_policy(target, seed=cfg.seed)
 
 
 def _write_random(cfg: Config, target: Path) -> None:
