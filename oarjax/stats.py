@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, Int
-from scipy.special import bdtrc, chdtrc, ndtr, stdtrit  # scipy.stats has it too, and takes a second to import
+from scipy.special import bdtrc, chdtrc, ndtr, stdtr, stdtrit  # scipy.stats has it too, and takes a second to import
 
 LEVEL = 0.95
 """Coverage of every interval: the share of repeated experiments whose interval contains the true mean."""
@@ -234,6 +234,32 @@ def jackknife_interval(value: float, left_out: Float[np.ndarray, "n"]) -> Interv
     error = math.sqrt((n - 1) / n * float(np.sum((left_out - left_out.mean()) ** 2)))
     half = float(stdtrit(n - 1, (1 + LEVEL) / 2)) * error
     return Interval(value, value - half, value + half, n)
+
+
+# Tests ------------------------------------------------------------------------------------------------------------
+
+
+def paired_p_value(ours: Float[np.ndarray, "P"], theirs: Float[np.ndarray, "P"]) -> float:
+    """Return the two-sided p-value of Student's paired t-test; NaN for fewer than two pairs or equal differences."""
+    differences = ours - theirs
+    n = len(differences)
+    if n < 2 or not np.isfinite(differences).all() or np.ptp(differences) == 0:
+        return math.nan
+    t = float(differences.mean()) * math.sqrt(n) / float(differences.std(ddof=1))
+    return float(2 * stdtr(n - 1, -abs(t)))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Adjust p-values for testing all of them (Holm, 1979); the chance of any false rejection stays at the level.
+
+    The i-th smallest of m (i from 0) is multiplied by m - i; none falls below a smaller one's, or exceeds 1. An
+    undefined p-value counts as 1 and stays undefined.
+    """
+    values = np.array([1.0 if math.isnan(p) else p for p in p_values])
+    order = np.argsort(values, kind="stable")
+    adjusted = np.empty(len(values))
+    adjusted[order] = np.minimum(np.maximum.accumulate(values[order] * (len(values) - np.arange(len(values)))), 1)
+    return [math.nan if math.isnan(p) else float(a) for p, a in zip(p_values, adjusted)]
 
 
 # Distributions ----------------------------------------------------------------------------------------------------

@@ -17,11 +17,11 @@ from rich.console import Console
 from oarjax.config import ConfigError
 from oarjax.report.files import make_console, read_metrics
 from oarjax.runs.folder import refuse_another_run
-from oarjax.study.config import Plan, load_study, make_plan
+from oarjax.study.config import Plan, load_study
 from oarjax.study.figures import draw_curves, draw_frontier
 from oarjax.study.jobs import Job, Outcome, StudyError, cores, run_jobs
 from oarjax.study.page import around, machine, markdown, paste
-from oarjax.study.results import collect, finished
+from oarjax.study.results import collect, finished, plan_so_far
 from oarjax.system.json import to_json
 
 WORKER = (sys.executable, "-m", "oarjax.study.worker")
@@ -42,7 +42,8 @@ def run(
         StudyError: runs failed; the results hold the others.
     """
     console = make_console()
-    plan = make_plan(load_study(config, list(overrides), quick=quick))
+    study = load_study(config, list(overrides), quick=quick)
+    plan = plan_so_far(study)
     if find_spec("matplotlib") is None:
         raise ConfigError(
             'oarjax study: the figures need matplotlib, which is not installed; pip install "oarjax[log]"'
@@ -52,15 +53,20 @@ def run(
     if page is not None:
         around(page, plan.root.name)
     workers = _workers(plan, jobs)
-    todo = tasks(plan) if workers else []
-    starts = sum(job.task["kind"] == "start" for job in todo)
-    console.print(
-        f"{len(plan.runs)} runs, {len(todo) - starts} to do after {starts} warm starts, {workers} at a time, in "
-        f"{plan.root}",
-        markup=False,
-    )
-    outcomes = run_jobs(todo, WORKER, workers=workers, log=plan.root, report=_reporter(console, plan, len(todo)))
-    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    failed: list[Outcome] = []
+    while not failed:
+        todo = tasks(plan) if workers else []
+        starts = sum(job.task["kind"] == "start" for job in todo)
+        console.print(
+            f"{len(plan.runs)} runs, {len(todo) - starts} to do after {starts} warm starts, {workers} at a time, in "
+            f"{plan.root}",
+            markup=False,
+        )
+        outcomes = run_jobs(todo, WORKER, workers=workers, log=plan.root, report=_reporter(console, plan, len(todo)))
+        failed = [outcome for outcome in outcomes if outcome.error is not None]
+        known, plan = len(plan.runs), plan_so_far(study)
+        if len(plan.runs) == known or not workers:
+            break
     command = " ".join(["oarjax study", str(config), *overrides, *(["--quick"] if quick else [])])
     write_results(plan, command=command, failed=[outcome.name for outcome in failed], page=page, console=console)
     if failed:

@@ -10,7 +10,7 @@ import itertools
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,6 +33,8 @@ Changes = dict[str, Any]
 
 FREE = ("advantage", "credit", "loss", "optim", "update")
 """Sections in which arms may differ. All arms share the start, problems, rollouts and evaluation."""
+COUNTS = ("rollout.prompts", "rollout.group_size")
+"""Fields of the rollouts in which they may differ as well: an arm may have more rollouts than the others."""
 FIXED = ("update.refills", "credit.answer.style", "credit.answer.pattern")
 """Fields of these sections in which arms may not differ: they change the rollouts or the rewards."""
 
@@ -67,12 +69,33 @@ class SweepConfig(Section):
         return self
 
 
+class ChooseConfig(Section):
+    """A field, such as the learning rate, whose value is chosen for each arm on seeds of its own.
+
+    Every arm runs with every value on these seeds, and with the value of the largest mean area on the study's seeds.
+    """
+
+    field: str = Field(description="dotted field that no arm sets, such as optim.lr")
+    values: tuple[Any, ...]
+    seeds: Seeds
+
+    @model_validator(mode="after")
+    def _values(self) -> ChooseConfig:
+        if len({json.dumps(v) for v in self.values}) < max(len(self.values), 2):
+            raise ValueError(f"values: expected at least two values, each once, got {list(self.values)}")
+        return self
+
+
 class StudyConfig(Section):
     run_dir: str = Field(description="folder of the study; with --quick, -quick is appended")
     base: dict[str, Any] = Field(description="the run config that arms change: its fields, or a file beside this one")
     arms: dict[str, Changes] = Field(description="name to show -> fields changed, in: " + ", ".join(FREE))
     seeds: Seeds
     against: tuple[str, ...] = Field(default=(), description="arms that the others are compared with, seed by seed")
+    primaries: tuple[tuple[str, str], ...] = Field(
+        default=(), description="pairs of arms whose areas are tested against each other, by Holm over all pairs"
+    )
+    choose: ChooseConfig | None = None
     sweep: SweepConfig | None = None
     quick: Changes | None = Field(default=None, description="fields of the study that --quick changes")
 
@@ -80,7 +103,11 @@ class StudyConfig(Section):
     def _arms_exist(self) -> StudyConfig:
         problems = [
             f"{where}: no arm is called {name!r}; the arms are {', '.join(self.arms)}"
-            for where, name in [*(("against", n) for n in self.against), *_swept(self.sweep)]
+            for where, name in [
+                *(("against", n) for n in self.against),
+                *(("primaries", n) for pair in self.primaries for n in pair),
+                *_swept(self.sweep),
+            ]
             if name not in self.arms
         ]
         if not self.arms:
@@ -91,12 +118,20 @@ class StudyConfig(Section):
             for name, folder in zip(self.arms, slugs)
             if not folder or slugs.count(folder) > 1 or folder in TAKEN
         ]
+        if self.choose is not None:
+            problems += [
+                f"arms.{name}: sets {self.choose.field}, which choose.field chooses; leave it out of one of the two"
+                for name, changes in self.arms.items()
+                if self.choose.field in flat(changes)
+            ]
+            if common := sorted(set(self.choose.seeds) & set(self.seeds)):
+                problems.append(f"choose.seeds: expected other seeds than the study's, got {common} in both")
         if problems:
             raise ValueError("\n".join(problems))
         return self
 
 
-TAKEN = ("start", "policy", "sweep")
+TAKEN = ("start", "policy", "sweep", "choose")
 """Folder names within a seed's folder that arms may not take."""
 
 
@@ -127,13 +162,15 @@ class Plan:
     study: StudyConfig
     root: Path
     starts: dict[int, Config]  # by seed: the base config in the seed's folder
-    arms: dict[str, tuple[Planned, ...]]  # by arm, in the order of the seeds
+    arms: dict[str, tuple[Planned, ...]]  # by arm, in the order of the seeds; only those whose value is chosen
     cells: tuple[Cell, ...]
+    trials: dict[str, tuple[tuple[Planned, ...], ...]] = field(default_factory=dict)  # by arm, per value of ``choose``
 
     @property
     def runs(self) -> list[Planned]:
-        """List every run once, the arms of a seed together, the sweep last."""
-        ordered = [run for runs in zip(*self.arms.values()) for run in runs]
+        """List every run once, trials first, the arms of a seed together, the sweep last."""
+        ordered = [run for values in self.trials.values() for runs in values for run in runs]
+        ordered += [run for runs in zip(*self.arms.values()) for run in runs]
         ordered += [run for runs in zip(*(cell.runs for cell in self.cells)) for run in runs]
         return list({run.config.run_dir: run for run in ordered}.values())
 
@@ -172,14 +209,15 @@ def _validate(tree: dict[str, Any], *, source: str) -> StudyConfig:
         raise explained(error, StudyConfig, source=source) from None
 
 
-def make_plan(study: StudyConfig) -> Plan:
-    """Plan every run of a study.
+def make_plan(study: StudyConfig, chosen: Mapping[str, Any] | None = None) -> Plan:
+    """Plan every run of a study; with ``choose``, the arms' own runs only for those whose value is ``chosen``.
 
     Raises:
         ConfigError: an arm or a cell is not a valid run, or does not share the start and the rollouts of the others.
     """
     base, root, sweep = study.base, Path(study.run_dir).expanduser(), study.sweep
-    seeds = tuple(dict.fromkeys((*study.seeds, *(sweep.seeds if sweep else ()))))
+    choose, chosen = study.choose, chosen or {}
+    seeds = (*(choose.seeds if choose else ()), *study.seeds, *(sweep.seeds if sweep else ()))
 
     def config(changes: Changes, seed: int, folder: Path, where: str) -> Config:
         tree = merged(base, changes, where=where) | {"seed": seed, "run_dir": str(folder)}
@@ -193,18 +231,36 @@ def make_plan(study: StudyConfig) -> Plan:
     def home(seed: int) -> Path:
         return root / f"seed{seed}"
 
+    def with_value(changes: Changes, value: Any) -> Changes:
+        return changes if choose is None else merged(changes, {choose.field: value}, where="choose")
+
     starts = {seed: config({}, seed, home(seed), "base") for seed in seeds}
-    arms = {
-        name: tuple(planned(name, changes, seed, slug(name), f"arms.{name}") for seed in study.seeds)
+    trials = {
+        name: tuple(
+            tuple(
+                planned(f"{name}, {value}", with_value(changes, value), seed, trial(name, value), f"arms.{name}")
+                for seed in choose.seeds
+            )
+            for value in choose.values
+        )
         for name, changes in study.arms.items()
+        if choose is not None
+    }
+    arms = {
+        name: tuple(
+            planned(name, with_value(changes, chosen.get(name)), seed, slug(name), f"arms.{name}")
+            for seed in study.seeds
+        )
+        for name, changes in study.arms.items()
+        if choose is None or name in chosen
     }
     names: dict[str, str] = {}
-    for name, runs in arms.items():
-        twin = names.setdefault(_content(runs[0].config), name)
+    for name in study.arms:
+        twin = names.setdefault(_content(trials[name][0][0].config if trials else arms[name][0].config), name)
         if twin != name:
             raise ConfigError(f"arms.{name}: is the same run as arms.{twin}; change one of its fields, or leave it out")
     if sweep is None:
-        return Plan(study, root, starts, arms, ())
+        return Plan(study, root, starts, arms, (), trials)
     known = {_content(run.config): run for runs in arms.values() for run in runs}
     cells = []
     for values in itertools.product(*sweep.over.values()):
@@ -213,7 +269,12 @@ def make_plan(study: StudyConfig) -> Plan:
         changes = merged(merged({}, study.arms[sweep.of], where=sweep.of), fields, where="sweep.over")
         runs = [planned(name, changes, seed, f"sweep/{slug(name)}", f"sweep {name}") for seed in sweep.seeds]
         cells.append(Cell(values, tuple(known.get(_content(run.config), run) for run in runs)))
-    return Plan(study, root, starts, arms, tuple(cells))
+    return Plan(study, root, starts, arms, tuple(cells), trials)
+
+
+def trial(arm: str, value: Any) -> str:
+    """Return the folder of an arm's runs with a value of ``choose``, within a seed's folder."""
+    return f"choose/{slug(arm)}/{slug(str(value))}"
 
 
 def merged(tree: Mapping[str, Any], changes: Mapping[str, Any], *, where: str) -> dict[str, Any]:
@@ -256,7 +317,7 @@ def _content(cfg: Config) -> str:
 
 
 def _check_equal(base: Config, arm: Config, where: str) -> None:
-    """Check that an arm differs only in how the policy learns from rollouts."""
+    """Check that an arm differs only in how the policy learns from rollouts, and in how many it has."""
     changed = [
         f"{section}.{field}" if isinstance(before, Section) else section
         for section in type(base).model_fields
@@ -264,11 +325,11 @@ def _check_equal(base: Config, arm: Config, where: str) -> None:
         for field in (type(before).model_fields if isinstance(before, Section) else [""])
         if field == "" or getattr(before, field) != getattr(now, field)
     ]
-    forbidden = [path for path in changed if path.split(".")[0] not in FREE or path in FIXED]
+    forbidden = [p for p in changed if p not in COUNTS and (p.split(".")[0] not in FREE or p in FIXED)]
     before, after = base.credit.answer, arm.credit.answer  # rewards read these too
     forbidden += [f"credit.answer.{f}" for f in ("style", "pattern") if vars(before)[f] != vars(after)[f]]
     if forbidden:
         raise ConfigError(
-            f"{where}: expected changes in {', '.join(FREE)} (except {', '.join(FIXED)}), got {', '.join(forbidden)}; "
-            "all arms must have the same start, problems and rollouts: set it in base"
+            f"{where}: expected changes in {', '.join((*FREE, *COUNTS))} (except {', '.join(FIXED)}), got "
+            f"{', '.join(forbidden)}; all arms must have the same start, problems and sampling: set it in base"
         )

@@ -55,9 +55,19 @@ def markdown(tree: Mapping[str, Any], *, command: str, figures: Sequence[str] = 
             parts.append(_table(difference_table(by_arm)))
     if tree["differences"]:
         parts.append(
-            "Not corrected for multiple comparisons: of twenty intervals, one misses its true value by chance. Time: "
-            "mean difference in seconds per iteration.\n"
+            "Not corrected for multiple comparisons: of twenty intervals, one misses its true value by chance. Equal "
+            "FLOPs, equal time: areas up to what the cheapest arm of a seed spends, decoding counted. Time: mean "
+            "difference in seconds per iteration.\n"
         )
+    if tree.get("primaries"):
+        parts.append("Primary comparisons, areas paired by seed, Student's t, adjusted by Holm over all of them:\n")
+        parts.append(_table(primaries_table(tree["primaries"])))
+    if tree.get("choose"):
+        parts.append(
+            f"{tree['choose']['field']} of each arm: the largest mean area over seeds "
+            f"{', '.join(map(str, tree['choose']['seeds']))}, which count for nothing else:\n"
+        )
+        parts.append(_table(choose_table(tree["choose"])))
     sweep = tree.get("sweep")
     if sweep is not None and sweep["cells"] and len(sweep["fields"]) == 2:
         parts.append(
@@ -78,10 +88,31 @@ def arms_table(arms: Mapping[str, Any]) -> list[list[str]]:
 
 
 def difference_table(by_arm: Mapping[str, Any]) -> list[list[str]]:
-    rows = [["arm", "final", "area", "time"]]
-    return rows + [
-        [name, points_of(d["final"]), points_of(d["area"]), number(d["seconds"])] for name, d in by_arm.items()
-    ]
+    measures = ("final", "area", "area_flops", "area_seconds")
+    rows = [["arm", "final", "area", "area, equal FLOPs", "area, equal time", "time"]]
+    return rows + [[name, *(points_of(d.get(m)) for m in measures), number(d["seconds"])] for name, d in by_arm.items()]
+
+
+def primaries_table(primaries: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    rows = [["comparison", "area, points", "p", "p by Holm", "at 5%"]]
+    for each in primaries:
+        known = each["holm"] is not None
+        words = ("" if not known else "holds" if each["holm"] < 0.05 else "not shown",)
+        p_values = ["" if p is None else f"{p:.3f}" for p in (each["p"], each["holm"])]
+        rows.append([f"{each['arm']} - {each['against']}", points_of(each["area"]), *p_values, *words])
+    return rows
+
+
+def choose_table(choose: Mapping[str, Any]) -> list[list[str]]:
+    """Return a table of mean areas by arm and value; an asterisk marks the chosen."""
+    rows = [["arm", *map(str, choose["values"])]]
+    for name, areas in choose["areas"].items():
+        cells = [
+            "" if area is None else f"{100 * area:.1f}%" + " *" * (choose["chosen"].get(name) == value)
+            for area, value in zip(areas, choose["values"])
+        ]
+        rows.append([name, *cells])
+    return rows
 
 
 def sweep_table(sweep: Mapping[str, Any]) -> list[list[str]]:

@@ -138,7 +138,8 @@ def train(
             metrics["skipped_in_a_row"] = float(health.skipped_in_a_row)
             metrics["lr"] = float(np.asarray(run.schedule(max(int(state.step) - 1, 0))))
             metrics["tokens_per_second"] = metrics["completion_tokens"] / training
-            metrics["mfu"] = model_flops(cfg, run.model, metrics, run.custom_method) / (training * peak)
+            metrics["flops"] = model_flops(cfg, run.model, metrics, run.custom_method)
+            metrics["mfu"] = metrics["flops"] / (training * peak)
             if last is not None and "evaluate" in phases:
                 metrics |= last.metrics
             rows = completion_rows(run, done, cfg.report.completions)

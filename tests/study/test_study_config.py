@@ -122,9 +122,9 @@ def test_bad_studies(write, changes, says):
     ("arm", "says"),
     [
         ({"credit.metod": "x"}, r"arms.bad: 1 bad field\(s\)\n  credit.metod: no such field \(did you mean method\?\)"),
-        ({"rollout.group_size": 4}, "arms.bad: expected changes in advantage, credit, .*, got rollout.group_size; "),
+        ({"rollout.temperature": 0.5}, "arms.bad: expected changes in advantage, .*, got rollout.temperature; "),
         ({"seed": 9, "iterations": 9}, "arms.bad: .*, got iterations; "),  # the study gives seeds
-        ({"update.refills": 2}, "arms.bad: .*, got update.refills; .*same start, problems and rollouts"),
+        ({"update.refills": 2}, "arms.bad: .*, got update.refills; .*same start, problems and sampling"),
         ({"data.eval.source": "e.jsonl"}, "arms.bad: .*, got data.eval; "),
         ({"credit.answer": {"style": "hash"}}, "arms.bad: .*, got credit.answer.style; .*set it in base"),
         ({"credit.method": "uniform"}, "arms.bad: is the same run as arms.GRPO; change one of its fields"),
