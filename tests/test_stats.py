@@ -19,11 +19,13 @@ from oarjax.stats import (
     bootstrap_interval,
     chi_square_tail,
     clustered_share_interval,
+    holm,
     jackknife_interval,
     majority_correct,
     mean_interval,
     mean_score,
     paired_difference,
+    paired_p_value,
     pass_at_k,
     powers_up_to,
     share_interval,
@@ -246,6 +248,23 @@ def test_real_labelled_outputs(shared):
     assert known.sum() >= 11  # one reference is a time of the day
     for k in powers_up_to(ours.shape[1]):
         np.testing.assert_allclose(pass_at_k(ours, k=k)[known], pass_at_k(theirs, k=k)[known])
+
+
+def test_p_values_by_hand():
+    # Differences 1, 2, 3: t = 2 / (1 / sqrt 3) = 3.464 on 2 degrees of freedom, P(|T| > t) = 1 - t / sqrt(t^2 + 2).
+    found = paired_p_value(np.array([1.0, 3.0, 5.0]), np.array([0.0, 1.0, 2.0]))
+    assert found == pytest.approx(1 - sqrt(12 / 14))
+    assert np.isnan(paired_p_value(np.array([1.0]), np.array([0.0])))
+    assert np.isnan(paired_p_value(np.array([1.0, 2.0]), np.array([0.0, 1.0])))  # no spread
+
+
+def test_holm_by_hand():
+    # Sorted .01 x 4, .02 x 3, .03 x 2, .5 x 1, none below one before it.
+    assert holm([0.5, 0.01, 0.03, 0.02]) == pytest.approx([0.5, 0.04, 0.06, 0.06])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    found = holm([nan, 0.02])
+    assert np.isnan(found[0])
+    assert found[1] == pytest.approx(0.04)  # a comparison that is missing was still planned
 
 
 def test_jackknife_of_a_mean_is_students_interval():

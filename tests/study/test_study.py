@@ -19,7 +19,7 @@ from oarjax.study import command
 from oarjax.study.config import load_study, make_plan
 from oarjax.study.jobs import Job, run_jobs, share_out
 from oarjax.study.page import PageError, markdown, paste
-from oarjax.study.results import area_under, collect, measure, seed_difference
+from oarjax.study.results import area_under, area_until, choices, collect, measure, plan_so_far, seed_difference
 
 # Differences, areas
 
@@ -39,6 +39,15 @@ def test_area_by_hand():
     for curve in ([(0.0, 1.0)], [(0.0, 1.0), (0.0, 2.0)], [(1.0, 1.0), (0.0, 2.0)]):
         with pytest.raises(ValueError, match="at least two points with rising x"):
             area_under(curve)
+
+
+def test_area_of_a_curve_that_is_cut_by_hand():
+    curve = [(0.0, 0.2), (4.0, 0.6), (10.0, 1.0)]
+    assert area_until(curve, 10.0) == area_until(curve, 50.0) == pytest.approx(0.64)
+    assert area_until(curve, 4.0) == pytest.approx(0.4)
+    assert area_until(curve, 7.0) == pytest.approx((0.4 * 4 + 0.7 * 3) / 7)  # .8 at 7
+    assert area_until(curve, 2.0) == pytest.approx(0.3)
+    assert math.isnan(area_until(curve, 0.0))
 
 
 def test_a_run_in_a_few_numbers():
@@ -199,12 +208,13 @@ def file(tmp_path):
     return path
 
 
-def make_up(folder: Path, last: float, *, iterations: int = 1) -> None:
+def make_up(folder: Path, last: float, *, iterations: int = 1, flops: float = 100.0) -> None:
     """The metrics of a run that ended with this pass@1."""
+    drawn = {"entropy": 0.5, "ess": 0.75, "seconds/training": 2.0, "groups_drawn": 4.0, "flops": flops}
     with MetricsWriter(folder) as metrics:
         metrics.write(0, {"pass_at_1": 0.25})
         for n in range(1, iterations + 1):
-            metrics.write(n, {"entropy": 0.5, "ess": 0.75, "seconds/training": 2.0, "groups_drawn": 4.0})
+            metrics.write(n, drawn)
         metrics.write(iterations, {"pass_at_1": last})
 
 
@@ -227,6 +237,57 @@ def test_finished_runs_are_not_run_again(file, tmp_path):
     make_up(root / "seed1" / "grpo", 0.5)
     make_up(root / "seed1" / "permuted", 0.5)
     assert [job.name for job in command.tasks(plan)] == ["seed 0, permuted", "seed 0, tau 0.2, boost 2.0"]
+
+
+def choosing(file, **changes):
+    """The study of ``file`` without a sweep: rates are chosen on seeds 0 and 1, seeds 2 to 4 confirm them."""
+    tree = yaml.safe_load(file.read_text()) | {"sweep": None, "seeds": [2, 3, 4], "primaries": [["permuted", "GRPO"]]}
+    tree["choose"] = {"field": "optim.lr", "values": [1e-4, 1e-3], "seeds": [0, 1]}
+    file.write_text(yaml.safe_dump(tree | changes, sort_keys=False))
+    return load_study(file)
+
+
+def test_a_rate_is_chosen_for_each_arm_and_then_confirmed_on_other_seeds(file, tmp_path):
+    study, root = choosing(file), tmp_path / "study-x"
+    first = plan_so_far(study)
+    assert sorted(first.starts) == [0, 1, 2, 3, 4]
+    assert first.arms == {}
+    assert [(run.name, run.seed, run.config.optim.lr) for run in first.runs[:3]] == [
+        ("GRPO, 0.0001", 0, 1e-4), ("GRPO, 0.0001", 1, 1e-4), ("GRPO, 0.001", 0, 1e-3),
+    ]  # fmt: skip
+    assert len(first.runs) == 8
+    for arm, value, ends in (
+        ("grpo", 0.0001, (0.5, 0.5)), ("grpo", 0.001, (0.6, 0.6)), ("permuted", 0.0001, (0.9, 0.3)),
+    ):  # fmt: skip
+        for seed, end in enumerate(ends):
+            make_up(root / f"seed{seed}" / "choose" / arm / str(value), end)
+    make_up(root / "seed0" / "choose" / "permuted" / "0.001", 0.9)
+    assert choices(plan_so_far(study)) == {"GRPO": 1e-3}  # a run of the other arm is missing
+    make_up(root / "seed1" / "choose" / "permuted" / "0.001", 0.1)
+    plan = plan_so_far(study)
+    assert choices(plan) == {"GRPO": 1e-3, "permuted": 1e-4}  # .6 against .5 on average
+    confirmed = {(run.name, run.seed): run.config.optim.lr for runs in plan.arms.values() for run in runs}
+    assert confirmed == {(a, s): r for a, r in (("GRPO", 1e-3), ("permuted", 1e-4)) for s in (2, 3, 4)}
+    assert {job.name for job in command.tasks(plan)} == {
+        *(f"seed {s}, {name}" for s in (2, 3, 4) for name in ("start", "GRPO", "permuted"))
+    }
+
+    # The runs that confirm: areas (.25 + end) / 2, so half the differences of the ends, .1, .2 and .3.
+    for seed, (theirs, ours) in enumerate([(0.5, 0.6), (0.5, 0.7), (0.5, 0.8)], start=2):
+        make_up(root / f"seed{seed}" / "grpo", theirs, flops=100.0)
+        make_up(root / f"seed{seed}" / "permuted", ours, flops=200.0)
+    tree = collect(plan)
+    assert tree["choose"]["chosen"] == {"GRPO": 1e-3, "permuted": 1e-4}
+    (primary,) = tree["primaries"]
+    assert primary["area"][0] == pytest.approx(0.1)
+    assert primary["p"] == primary["holm"] == pytest.approx(1 - math.sqrt(12 / 14))
+    # Twice the FLOPs: half of its curve counts, which ends at (.25 + end) / 2; (.25 + that) / 2 less (.25 + .5) / 2.
+    expected = sum((0.25 + (0.25 + end) / 2) / 2 - 0.375 for end in (0.6, 0.7, 0.8)) / 3
+    assert tree["differences"]["GRPO"]["permuted"]["area_flops"][0] == pytest.approx(expected)
+    assert tree["differences"]["GRPO"]["permuted"]["area_seconds"][0] == pytest.approx(0.1)
+    text = markdown(tree | {"machine": "m"}, command="oarjax study x")
+    assert "| permuted - GRPO | +10.0 ±12.4 | 0.074 | 0.074 | not shown |" in text
+    assert "| GRPO | 37.5% | 42.5% * |" in text
 
 
 def test_another_config_does_not_touch_a_study(file, tmp_path):

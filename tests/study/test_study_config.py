@@ -108,6 +108,13 @@ def test_base_may_be_a_file_beside_the_study(write, tmp_path):
         ({"sweep": {"of": "GRPO", "over": None, "seeds": [0]}}, "sweep.over: .*dictionary"),
         ({"sweep.over": {"seed": []}}, "over: expected at least one value of seed, each once"),
         ({"sweep.over": {"optim.lr": [1.0, 1.0]}}, "over: expected at least one value of optim.lr, each once"),
+        ({"primaries": [["OAR-G", "GRP"]]}, "primaries: no arm is called 'GRP'"),
+        ({"choose": {"field": "optim.lr", "values": [1.0], "seeds": [7]}}, r"choose: values: expected at least two"),
+        ({"choose": {"field": "optim.lr", "values": [1.0, 2.0], "seeds": [5]}}, r"expected other seeds.*\[5\] in both"),
+        (
+            {"choose": {"field": "optim.lr", "values": [1.0, 2.0], "seeds": [7]}},
+            "arms.half OAR-P: sets optim.lr, which",
+        ),
         ({"arms": {"grpo": {}}}, "arms.GRPO: expected a name with a unique folder name, got 'grpo'"),
         ({"arms": {"start": {}}}, "arms.start: expected a name with a unique folder name, got 'start'"),
         ({"arms": {"--": {}}}, "arms.--: expected a name with a unique folder name, got ''"),
