@@ -77,6 +77,27 @@ def alignment(grams: Grams) -> dict[str, float]:
     }
 
 
+def best_mixture(grams: Grams) -> dict[str, float]:
+    """Find the weights between 1 and a method's that point best: gradients (1 - x) u + x g.
+
+    mixture        x of the largest cosine with mu; at most 0 where the method adds nothing but noise
+    mixture_noise  noise of that mixture relative to GRPO's: a bound on what shrinking the weights towards 1 can reach
+
+    With moments E|u|^2, E<u, g>, E|g|^2 in a matrix M and v = (<E u, mu>, <E g, mu>), the largest cosine^2 is
+    v M^-1 v / |mu|^2, at weights in proportion to M^-1 v. It is chosen on the minibatches that it is measured on, so it
+    flatters the mixture a little. NaN where |mu|^2 has no positive estimate, or the two gradients are the same.
+    """
+    mu2, shared = between(grams.plain), between(grams.cross)
+    plain, cross, power = within(grams.plain), within(grams.cross), within(grams.method)
+    volume = plain * power - cross**2
+    if not (mu2 > 0 and volume > 1e-9 * plain * power):
+        return {"mixture": np.nan, "mixture_noise": np.nan}
+    of_plain, of_method = power * mu2 - cross * shared, plain * shared - cross * mu2
+    cosine2 = (mu2 * of_plain + shared * of_method) / (volume * mu2)
+    noise = _over(1 / cosine2 - 1, plain / mu2 - 1) if cosine2 > 0 else np.nan
+    return {"mixture": _over(of_method, of_plain + of_method), "mixture_noise": noise}
+
+
 def noise_shares(grams: Grams) -> dict[str, float]:
     """Return the shares of a gradient's noise E|g|^2 - |E g|^2 that come from its pivotal and its other tokens.
 

@@ -30,6 +30,7 @@ from oarjax.lab.gradients import (
     Grams,
     WeightMoments,
     alignment,
+    best_mixture,
     flattened,
     noise_law,
     noise_shares,
@@ -386,9 +387,10 @@ def inverse_ess_of(p: Placed, weights: jax.Array) -> jax.Array:
 
 def figures_of(moments: Moments, baseline: Moments, kept: np.ndarray) -> dict[str, float]:
     """Compute a method's figures from some of the minibatches."""
-    out = alignment(moments.grams.of(kept)) | {"inverse_ess": float(np.mean(moments.inverse_ess[kept]))}
+    grams = moments.grams.of(kept)
+    out = alignment(grams) | best_mixture(grams) | {"inverse_ess": float(np.mean(moments.inverse_ess[kept]))}
     if moments.weights is not None:
-        shares = noise_shares(moments.grams.of(kept))
+        shares = noise_shares(grams)
         rho = noise_shares(baseline.grams.of(kept))["rho"]
         weights = WeightMoments(*(x[kept] for x in moments.weights))
         out |= {"pivotal": shares["pivotal"], "other": shares["other"], "law": noise_law(rho, weights)}

@@ -107,6 +107,8 @@ POINTING = (
     Column("ratio", "ratio", "cosine over GRPO's"),
     Column("bias", "bias", "cosine of the method's expected gradient with GRPO's"),
     Column("noise", "noise", "1 / cosine^2 - 1 over GRPO's: how many times the rollouts it needs"),
+    Column("mixture_noise", "mixed", "the noise of the best mixture with GRPO, a bound on weights shrunk towards 1"),
+    Column("mixture", "share", "share of the method in that mixture"),
     Column("law", "law", "the noise that the method's weights should leave by rho + (1 - rho)(a / b)^2"),
 )
 NOISE = (

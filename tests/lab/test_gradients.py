@@ -8,6 +8,7 @@ import pytest
 from oarjax.lab.gradients import (
     Grams,
     alignment,
+    best_mixture,
     between,
     flattened,
     noise_law,
@@ -64,6 +65,20 @@ def test_cosine_is_with_the_expected_gradient():
     turned[:, 0], turned[:, 1] = pivotal[:, 1], pivotal[:, 0]  # its expectation lies at a right angle
     assert alignment(grams(turned, u))["bias"] == pytest.approx(0, abs=0.1)
     assert np.isnan(alignment(grams(-pivotal, u))["noise"])
+
+
+def test_the_best_mixture_removes_what_it_can():
+    """Half of the others' noise left: twice the method's gradient less GRPO's has none. Noise alone: nothing of it."""
+    pivotal, other = drawn(m=1500)
+    u = pivotal + other
+    found = best_mixture(grams(pivotal + 0.5 * other, u))
+    assert found["mixture"] == pytest.approx(2, rel=0.1)
+    assert found["mixture_noise"] == pytest.approx(alignment(grams(pivotal, u))["noise"], rel=0.05)
+    noise = np.random.default_rng(1).standard_normal(u.shape) * 5
+    found = best_mixture(grams(u + noise, u))
+    assert found["mixture"] == pytest.approx(0, abs=0.05)
+    assert found["mixture_noise"] == pytest.approx(1, abs=0.02)
+    assert np.isnan(best_mixture(grams(2 * u, u))["mixture"])
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1 / 3, 0.7, 2.0])
