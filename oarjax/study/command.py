@@ -53,6 +53,7 @@ def run(
     if page is not None:
         around(page, plan.root.name)
     workers = _workers(plan, jobs)
+    todo: list[Job] = []
     failed: list[Outcome] = []
     while not failed:
         todo = tasks(plan) if workers else []

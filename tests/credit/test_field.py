@@ -15,6 +15,7 @@ from toy_policy import toy_params, toy_policy
 from oarjax.config import AdvantageConfig, ConfigError, CreditConfig
 from oarjax.credit.measures import measure
 from oarjax.credit.method import MEASURES
+from oarjax.credit.gate import oar_weights
 from oarjax.credit.methods import causal_spans, ktae, rlsd
 from oarjax.credit.methods.critic_search import turn_advantages
 from oarjax.credit.methods.crpo import decoupled_advantages
@@ -324,6 +325,27 @@ def test_the_examples_mark_steps():
     text = "12+7=19;19-3=15;15+1=17;#### 17"
     assert steps("", text, "") == [(0, 7, 1.0), (8, 15, -1.0), (16, 23, -1.0)]
     assert wrong("", text, "") == [(8, 15, 1.0)]
+
+
+def test_the_oracle_marks_what_decides_on_every_built_in_task():
+    file = ROOT / "docs" / "examples" / "oracle.py"
+    deciding, gated = (import_object(f"{file}:{name}", field="x", expected=object) for name in ("deciding", "gated"))
+
+    def marked(prompt, text):
+        return "".join(text[start:end] for start, end, _ in deciding(prompt, text, ""))
+
+    assert marked("3+9=", "3+9=12;#### 12") == "312"
+    assert marked("37=", "abAcdDxA#### AD") == "AD"
+    assert marked("375=", "3+7=0;ab0+5=5;cd#### 5") == "05"
+    story = "Anna keeps 7 nuts in a wooden box under the bed. Then she finds 2 more behind the old door."
+    assert marked(story, "We add as it says: 7 + 2 = 9. It is \\boxed{9}.") == "add7+29"
+    reasoning = jnp.arange(6)[None] < 5
+    signals = Signals(marks=jnp.array([[0.0, 1, 0, 0, 1, 1]]))
+    args = jnp.ones(1), reasoning, jax.random.key(0), Context(CreditConfig())
+    weights = gated.weigh(signals, AnswerSpan(reasoning, ~reasoning, jnp.ones(1, bool)), *args)
+    expected = oar_weights(jnp.array([[0.0, 1, 0, 0, 1, 0]]), reasoning)
+    np.testing.assert_allclose(weights, expected)
+    assert weights[0, 1] > weights[0, 0]
 
 
 # Teacher: RLSD, SERL, SDPG -------------------------------------------------------------------------------------------

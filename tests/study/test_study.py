@@ -395,35 +395,39 @@ def test_the_command_and_its_mistakes(file, tmp_path, monkeypatch, capfd):
 
 @pytest.mark.slow
 def test_a_study_from_end_to_end(file, tmp_path, monkeypatch, capfd):
-    """Two arms, two seeds, one iteration; one run is broken, mended and resumed without running the rest again."""
+    """Two arms, two rates tried on a seed and the better one run on another; one run is broken, mended and resumed."""
     root = tmp_path / "study-x"
+    choosing(file, seeds=[1], choose={"field": "optim.lr", "values": [1e-4, 1e-3], "seeds": [0]})
     blocked = root / "seed1" / "permuted" / "completions.jsonl"
     blocked.mkdir(parents=True)  # a folder where the run's file should be
-    code, out, err = oarjax(monkeypatch, capfd, "study", file, "sweep=null")
+    code, out, err = oarjax(monkeypatch, capfd, "study", file)
     assert code == 2, out + err
-    assert "1 of 6 failed" in err
+    assert "1 of 3 failed" in err
     assert "seed 1, permuted: " in err
     tree = json.loads((root / "study.json").read_text())
-    assert tree["runs"] == {"planned": 4, "finished": 3}
+    assert tree["runs"] == {"planned": 6, "finished": 5}
     assert tree["failed"] == ["seed 1, permuted"]
     assert [p.parts[-3:-1] for p in root.glob("seed*/*/checkpoints")] == [("seed1", "permuted")]  # it may go on
 
     blocked.rmdir()
-    done = [p for p in root.glob("seed*/*/metrics.jsonl") if p.parent != blocked.parent]
+    done = [p for p in root.glob("seed*/**/metrics.jsonl") if p.parent != blocked.parent]
     before = {p: p.stat().st_mtime_ns for p in done}
-    assert len(before) == 3
-    code, out, err = oarjax(monkeypatch, capfd, "study", file, "sweep=null")
+    assert len(before) == 5
+    code, out, err = oarjax(monkeypatch, capfd, "study", file)
     assert code == 0, out + err
-    assert "4 runs, 1 to do after 0 warm starts" in out
+    assert "6 runs, 1 to do after 0 warm starts" in out
     assert {p: p.stat().st_mtime_ns for p in before} == before
-    assert json.loads((root / "study.json").read_text())["runs"] == {"planned": 4, "finished": 4}
+    tree = json.loads((root / "study.json").read_text())
+    assert tree["runs"] == {"planned": 6, "finished": 6}
+    assert set(tree["choose"]["chosen"]) == {"GRPO", "permuted"}
+    assert tree["primaries"][0]["area"] is not None
+    assert all(run["flops"] > 0 for arm in tree["arms"].values() for run in arm["by_seed"].values())
 
-    # The same start, prompts and noise for both arms of a seed, and others for another seed.
-    first = {p.parts[-3:-1]: read_metrics(p)[1] for p in root.glob("seed*/*/metrics.jsonl")}
-    rewards = {key: (record["reward"], record["completion_tokens"]) for key, record in first.items()}
-    assert rewards["seed0", "grpo"] == rewards["seed0", "permuted"]
-    assert rewards["seed1", "grpo"] == rewards["seed1", "permuted"]
-    assert rewards["seed0", "grpo"] != rewards["seed1", "grpo"]
+    # The same start, prompts and noise for both arms and all rates of a seed, and others for another seed.
+    first = {p.relative_to(root).parts[0:-1]: read_metrics(p)[1] for p in root.glob("seed*/**/metrics.jsonl")}
+    rewards = {folder: (record["reward"], record["completion_tokens"]) for folder, record in first.items()}
+    assert len({rewards[folder] for folder in rewards if folder[0] == "seed0"}) == 1
+    assert rewards["seed1", "grpo"] == rewards["seed1", "permuted"] != rewards["seed0", "choose", "grpo", "0.001"]
 
 
 @pytest.mark.slow
