@@ -13,9 +13,9 @@ from scipy.stats import fisher_exact
 from toy_policy import toy_params, toy_policy
 
 from oarjax.config import AdvantageConfig, ConfigError, CreditConfig
+from oarjax.credit.gate import oar_weights
 from oarjax.credit.measures import measure
 from oarjax.credit.method import MEASURES
-from oarjax.credit.gate import oar_weights
 from oarjax.credit.methods import causal_spans, ktae, rlsd
 from oarjax.credit.methods.critic_search import turn_advantages
 from oarjax.credit.methods.crpo import decoupled_advantages
