@@ -199,8 +199,10 @@ def test_field_of_an_optional_section_is_found():
         ({"export__folder": "/tmp"}, "export.folder: expected a folder below run_dir"),
         ({"export__folder": "."}, "export.folder: expected a folder below run_dir"),
         ({"report__controls": ["uniform"]}, "report.controls: the table needs held-out problems; set data.eval"),
-        ({"report__controls": ["oar_g"]}, "expected other methods than credit.method = oar_g, each once, got oar_g"),
-        ({"report__controls": ["uniform", "uniform"]}, "report.controls: expected other methods than credit.method"),
+        (
+            {"report__controls": ["uniform", "oar_g"], "data__eval": {"source": "e.jsonl"}},
+            "report.controls: expected other methods than credit.method = oar_g, each once, got uniform, oar_g",
+        ),
         ({"mesh": {"data": -1, "tensor": -1}}, "mesh: at most one axis can be -1"),
         (
             {"policy__path": "builtin:big"},
