@@ -65,9 +65,9 @@ CREDIT_HELP = (
 STUDY_HELP = (
     "Does a method learn better? Train several arms of one run config, each with several seeds.\n\n"
     "All arms of a seed have the same start, problems and noise, and the same number of rollouts unless an arm says "
-    "otherwise. A field such as the learning rate may be chosen for each arm on seeds of its own. Every arm and seed has "
-    "a run folder: finished runs are kept, unfinished runs resume from their checkpoint. Writes study.json, study.md, "
-    "curves.png with 95% intervals over seeds, and frontier.png if the config has a sweep."
+    "otherwise. A field such as the learning rate may be chosen for each arm on seeds of its own. Every arm and seed "
+    "has a run folder: finished runs are kept, unfinished runs resume from their checkpoint. Writes study.json, "
+    "study.md, curves.png with 95% intervals over seeds, and frontier.png if the config has a sweep."
 )
 
 REPLAY_HELP = (
