@@ -169,7 +169,7 @@ class Fact(NamedTuple):
 
 
 class Template(NamedTuple):
-    """What stays the same in all problems of a template: its facts in order, and the form of every sentence."""
+    """A problem without names, things and numbers: its facts in order, and the form of every sentence."""
 
     schema: tuple[str, ...]  # kinds of the facts after the start; the last is an ending
     sentences: tuple[tuple[str, int], ...]  # kind and form of every sentence, asides and question included
