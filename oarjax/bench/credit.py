@@ -113,14 +113,21 @@ def score_flops(ours: Ours, names: Iterable[str] = tuple(SCORES)) -> dict[str, f
 
 
 def bench_long(
-    folder: Path, vocab: int, shapes: Shapes, *, repeats: int, compiled: Compilations, peak: Peak
+    folder: Path,
+    vocab: int,
+    shapes: Shapes,
+    *,
+    repeats: int,
+    compiled: Compilations,
+    peak: Peak,
+    names: Iterable[str] = tuple(SCORES),
 ) -> dict[str, Any]:
     """Measure executed FLOPs, seconds and memory of every form in turn, with ratios to the plain form, run by run."""
     ours = Ours(folder, shapes, draw_tokens(vocab, shapes, seed=0))
-    flops = score_flops(ours)
+    flops = score_flops(ours, names)
     scores, args = plain(ours)
     works: dict[str, Callable[[], Any]] = {PLAIN: lambda: jax.block_until_ready(scores(*args))}
-    works |= {name: ours.importance(watch=unchanged, **credit) for name, credit in SCORES.items()}
+    works |= {name: ours.importance(watch=unchanged, **SCORES[name]) for name in names}
     result = measure(works, repeats=repeats, compiled=compiled, warm_up=1)
     s = shapes
     return {
