@@ -143,7 +143,7 @@ def shared_pass(
 
 
 def _pruned(function: Callable[[Array], Array], like: Array) -> Callable[[Array], Array]:
-    """Drop from a function, loops included, what its result does not need."""
+    """Remove the equations that a function's result does not need, also inside loops."""
     closed = jax.make_jaxpr(function)(like)
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True], instantiate=True)
     return lambda x: eval_jaxpr(jaxpr, closed.consts, x)[0]

@@ -60,7 +60,7 @@ def recall_at_k(
 
 def separation(scores: Float[Array, "B T"], causal: Bool[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B"]:
     """Compute the chance that a causal token scores above another, ties counted half (area under the ROC curve), in
-    [0, 1]; .5 = a score that knows nothing. Unlike recall at k it has no ceiling where causal tokens are many.
+    [0, 1]; .5 = an uninformative score. Unlike recall at k it has no ceiling if many tokens are causal.
     """
     wanted = causal & mask
     ones, zeros = masked_count(wanted), masked_count(mask & ~causal)

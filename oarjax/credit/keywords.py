@@ -125,7 +125,7 @@ def _bare(text: str) -> str:
 def _encodings(
     word: str, encode: Callable[[str], list[int]], token_bytes: Sequence[bytes]
 ) -> Iterator[tuple[int, ...]]:
-    """Yield the tokenizer's own ways to write a word; ids that do not read back as the text are none."""
+    """Yield the tokenizer's encodings of a word, without those that do not decode to the text."""
     for text in dict.fromkeys((word, word.capitalize(), f" {word}", f" {word.capitalize()}")):
         try:
             ids = encode(text)

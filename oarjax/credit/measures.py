@@ -1,6 +1,6 @@
-"""Signals that are read off the policy's states at every token: log-probs, entropies and what else methods ask for.
+"""Measure signals at every token from the policy's states: log-probs, entropies and others that methods need.
 
-The head runs in chunks, forward only, and each chunk computes all that is asked for.
+The head runs in chunks, forward only, and each chunk computes all the signals.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The record of a credit method, the same for built-in and custom ones. It imports no JAX.
 
 A method has up to two halves. ``score`` reads the policy, where the rollout is scored, and gives every token an
-importance. ``weigh`` reads signals, answer spans, group advantages and masks, and gives what its kind says: token
+importance. ``weigh`` reads signals, answer spans, group advantages and masks, and returns what its kind says: token
 weights, bonuses or advantages. Functions are given as such, or by dotted path ("module:function"), which is imported
 when the method is first used. ``oarjax.credit.signals`` has what they receive.
 """
@@ -20,7 +20,7 @@ Signal = (
     Literal["importance", "tokens", "keyword_table", "groups", "marks", "turns", "teacher_prompt", "iteration"]
     | Measure
 )
-"""What a method may ask for beside spans, advantages and masks; a run computes what is asked for alone."""
+"""Signals that a method may need beside spans, advantages and masks; a run computes only these."""
 
 Kind = Literal["weights", "bonus", "advantages", "sequence", "auxiliary"]
 """What a method changes. The first three are what ``weigh`` returns, [B, T]; see ``oarjax.credit.kinds``.

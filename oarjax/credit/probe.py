@@ -160,7 +160,7 @@ def answer_logp(
 
     @jax.custom_vjp
     def phi(states: Float[Array, "B T D"]) -> Float[Array, "B"]:
-        return over_answer(states)[0]  # under jit the gradient that nobody asks for is not computed
+        return over_answer(states)[0]  # under jit the unused gradient is not computed
 
     phi.defvjp(over_answer, lambda gradient, ct: ((ct[:, None, None] * gradient).astype(gradient.dtype),))
     return phi(hidden)

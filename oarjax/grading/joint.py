@@ -73,7 +73,7 @@ def calls(name: str, samples: Sequence[Sample]) -> Iterator[list[int]]:
 
 
 class JointRewards:
-    """Rewards in a worker process of their own.
+    """Grade rewards in a separate worker process.
 
     Args:
         rewards: names.
@@ -222,7 +222,7 @@ class _Worker:
         return json.loads(self.link.recv_bytes())
 
     def end(self) -> None:
-        """Kill the worker and what it started."""
+        """Kill the worker and its process group."""
         if not self.ended:
             self.ended = True
             with contextlib.suppress(ProcessLookupError):

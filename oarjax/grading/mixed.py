@@ -61,7 +61,7 @@ def make_grader(
     """Make a grader of named rewards; how a reward is called decides where it runs.
 
     Rewards per sample are graded in a pool of workers (``Grader``), those per batch or group and async ones in a
-    worker of their own (``JointRewards``), callables of this process in a thread of it (``LocalRewards``).
+    separate worker (``JointRewards``), callables of this process in one of its threads (``LocalRewards``).
 
     Args:
         call_deadline: seconds per call of a batch or group reward, and per sample of an async one.

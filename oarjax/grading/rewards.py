@@ -17,7 +17,7 @@ samples a call sees, and any of the three may be ``async def``:
     group    the completions of one prompt, in order   (samples) -> one float per sample
 
 None, or NaN, leaves a sample ungraded. Rewards run in worker processes (``grading/grader.py``; batch, group and async
-ones in one of their own, ``grading/joint.py``), never in the training process: a hang, a crash or a memory leak costs
+ones in a separate one, ``grading/joint.py``), never in the training process: a hang, a crash or a memory leak costs
 the samples of that call. In a worker with the reward ``math``, sympy's ``sympify`` and ``parse_expr`` parse only
 numbers and names: they would otherwise run a completion's text as code (``grading/no_eval.py``). This module does not
 import jax, and imports sympy only for the first answer.

@@ -9,7 +9,7 @@ has the key ``fold_in(key, b)``, and different batches need different keys: ``ro
 the problem's and the sample's own, ``problem_keys``: how problems are batched changes no draw.
 
 Tokens are drawn by inverting the cumulative distribution, in two levels: blocks of 128 tokens by their mass, then a
-token in its block, each with a uniform of its own. One uniform of 23 bits over a whole vocabulary of 151,936
+token in its block, each with its own uniform. One uniform of 23 bits over a whole vocabulary of 151,936
 would be off by percents for a token of average mass; two are off by less than 1e-4 of it. Compared with the Gumbel
 trick it saves B * V random numbers and two logarithms each, which cost more than the head on a CPU.
 """

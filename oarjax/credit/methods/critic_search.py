@@ -1,7 +1,7 @@
 """CriticSearch (arXiv 2511.12159): a share of the advantage comes from labels of the turns, good or bad.
 
 Evidence: secondary description. The labels come from a critic that sees the trajectory and the reference answer: a
-function of yours, ``credit.marks``, which marks every turn with a value above 0 (good) or below it (bad).
+custom function, ``credit.marks``, which marks every turn with a value above 0 (good) or below it (bad).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """EGCA (arXiv 2603.16158): the whole advantage on the tokens at fault, where they are known.
 
-Evidence: secondary description. What finds the tokens (a compiler, a debugger, a trace against the reference program)
-is a function of yours: ``credit.marks``. A row without a mark (correct, or at fault as a whole) is plain GRPO.
+Evidence: secondary description. A custom function, ``credit.marks``, finds the tokens (by a compiler, a debugger, a
+trace against the reference program). A row without a mark (correct, or at fault as a whole) is plain GRPO.
 """
 
 from __future__ import annotations

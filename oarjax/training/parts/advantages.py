@@ -20,7 +20,7 @@ from oarjax.rl.advantages import (
 from oarjax.types import Rollout
 
 Values = dict[str, Float[Array, "B"]]
-"""Unweighted values of each reward, and what the overlong penalty adds."""
+"""Unweighted values of each reward, and of the overlong penalty."""
 
 
 def bound_advantages(

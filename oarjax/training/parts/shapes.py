@@ -52,7 +52,7 @@ class Program(NamedTuple):
     static: Mapping[str, Any]  # keyword arguments
     takes: frozenset[Part]  # of what is resident, the parts that are among the arguments
     name: str = ""  # of one of several programs of a phase
-    held: Any = ()  # shapes of this phase's arrays that are none of its arguments
+    held: Any = ()  # shapes of this phase's arrays that are not arguments
 
     def lower(self) -> Any:
         """Lower the program for these shapes; ``.compile()`` asks the compiler of the mesh's devices."""
@@ -60,7 +60,7 @@ class Program(NamedTuple):
 
 
 def programs(run: Run) -> tuple[Program, ...]:
-    """Return the programs of an iteration in its order; evaluate only where there is data.eval."""
+    """Return the programs of an iteration in its order; evaluate only with data.eval."""
     return (
         reshard_program(run),
         *sampling_programs(run, "sample"),
@@ -229,7 +229,7 @@ def resident(run: Run, phase: Phase) -> dict[Part, int]:
 
 
 def beside(run: Run, program: Program, *, read: int | None) -> int:
-    """Count the bytes per device that outlive a program's phase and are none of its own.
+    """Count the bytes per device that outlive a program's phase and are not its arguments.
 
     Args:
         read: the compiler's bytes of its arguments: JAX leaves those out that it does not read, and they lie there all
