@@ -33,7 +33,7 @@ def test_the_attacks_of_the_proof_fail_one_by_one(tmp_path, monkeypatch):
         listener.setblocking(False)
         with pytest.raises(BlockingIOError):
             listener.accept()
-    assert json.loads(ran.output) == {"tried": 40, "through": []}, ran
+    assert json.loads(ran.output) == {"tried": 40, "breaches": []}, ran
     assert (canary.read_text(), list(tmp_path.iterdir())) == ("secret", [canary])
     assert canary.stat().st_mode & 0o777 != 0
     prove_isolation()
@@ -52,7 +52,7 @@ def test_the_attacks_get_through_where_nothing_is_locked(tmp_path):
         "an environment variable",
     }
     some = f"ATTEMPTS = {{name: attempt for name, attempt in ATTEMPTS.items() if name in {harmless!r}}}"
-    program = sandbox.ATTACKS.replace("through = []", f"{some}\nthrough = []")
+    program = sandbox.ATTACKS.replace("breaches = []", f"{some}\nbreaches = []")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

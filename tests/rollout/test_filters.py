@@ -177,7 +177,7 @@ def test_texts_are_cut_before_the_first_string():
     assert stop_table([], [b"a"]) is None
     with pytest.raises(ValueError, match="an empty string would end every completion"):
         stop_table([""], [b"a"])
-    with pytest.raises(ValueError, match="at most 511 are possible"):
+    with pytest.raises(ValueError, match="at most 511 fit; shorten them"):
         stop_table(["x" * 600], [b"a"])
 
 

@@ -14,7 +14,7 @@ from oarjax.config import ConfigError
 from oarjax.models.weights import parameter_count
 from oarjax.system.devices import DeviceError, to_host_memory
 from oarjax.training.iteration import iterate
-from oarjax.training.parts import memory
+from oarjax.training.parts import memory_estimate
 from oarjax.training.parts.memory_estimate import memory_facts, report_memory
 from oarjax.training.parts.shapes import sample_program
 
@@ -70,7 +70,7 @@ def test_a_program_that_the_compiler_refuses_is_told_with_the_remedy():
 
     b = built()
     with pytest.raises(DeviceError, match=r"phase sample does not fit: RESOURCE_EXHAUSTED.*27\.91G.*lower rollout\.p"):
-        memory.phase_memory(b, sample_program(b)._replace(jitted=Refused()))
+        memory_estimate.phase_memory(b, sample_program(b)._replace(jitted=Refused()))
 
 
 def test_a_reference_in_host_memory_gives_the_same_numbers_and_is_on_the_device_only_to_score():
