@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -14,6 +13,7 @@ import typer
 
 import oarjax
 from oarjax.cli_options import (
+    BENCH_HELP,
     CREDIT_HELP,
     EVALUATE_HELP,
     PLAN_HELP,
@@ -24,10 +24,19 @@ from oarjax.cli_options import (
     Device,
     Dtype,
     Family,
+    MinP,
     Overrides,
+    RepetitionPenalty,
     RolloutFormat,
+    StopTexts,
+    Temperature,
     Template,
+    TemplateChoice,
+    TopK,
+    TopP,
     TrustCode,
+    Version,
+    check_configs,
 )
 from oarjax.errors import UserError
 
@@ -42,28 +51,16 @@ app = typer.Typer(
 )
 
 
-def print_version(wanted: bool) -> bool:
-    """Print the versions of oarjax, Python and JAX and end, if ``wanted``; imports none of them. Returns ``wanted``."""
-    if wanted:
-        installed = {name: version(name) for name in ("oarjax", "jax", "flax", "transformers")}
-        python = f"python {sys.version.split()[0]}"
-        typer.echo(", ".join([*(f"{name} {number}" for name, number in installed.items()), python]))
-        raise typer.Exit
-    return wanted
-
-
 @app.callback()
 def options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print versions and exit.")
-    ] = False,
+    version: Version = False,
 ) -> None:
     """Define the options before a subcommand."""
 
 
 @app.command(
     help=TRAIN_HELP,
-    epilog="Example: oarjax train configs/demo.yaml rollout.group_size=16 credit.method=oar_p run_dir=runs/p",
+    epilog="Example: oarjax train demo rollout.group_size=16 credit.method=oar_p run_dir=runs/p",
 )
 def train(
     config: Annotated[
@@ -92,6 +89,7 @@ def train(
     ] = False,
 ) -> None:
     """Run ``oarjax train``; see ``TRAIN_HELP``."""
+    check_configs([config], overrides)
     from oarjax.training.command import run
 
     run(config, overrides or [], compare=compare, seeds=seeds, restart=restart)
@@ -123,32 +121,22 @@ def config(
     show_fields(section, as_json=as_json)
 
 
-@app.command(epilog='Example: oarjax sample runs/demo/export "12+30-5=" --count 4')
+@app.command(epilog='Example: oarjax sample runs/demo "12+30-5=" --count 4')
 def sample(
-    policy: Annotated[str, typer.Argument(metavar="POLICY", help="HF folder or hub name, e.g. runs/demo/export.")],
+    policy: Annotated[
+        str, typer.Argument(metavar="POLICY", help="Run folder, checkpoint folder, HF folder or hub name.")
+    ],
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="One or more prompts.")],
-    template: Annotated[Template, typer.Option(help="auto: the tokenizer's chat template or plain.")] = Template.AUTO,
+    template: TemplateChoice = Template.AUTO,
     count: Annotated[int, typer.Option(help="Completions per prompt.", min=1)] = 1,
     max_new: Annotated[int, typer.Option(help="Maximum tokens of a completion.", min=1)] = 256,
     family: Family = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 = greedy.", min=0.0, show_default="1, or the family's")
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(help="Draw among the k likeliest tokens; 0 = all.", min=0, show_default="0")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="And among those of this mass; 1 = all.", min=0.0, max=1.0, show_default="1")
-    ] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="And this share of the likeliest's.", min=0.0, max=1.0, show_default="0")
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="Of tokens that occurred before; 1 = off.", min=0.01, show_default="1")
-    ] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="End at this text and print what is before it.", show_default=False)
-    ] = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    stop: StopTexts = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same completions.")] = 0,
 ) -> None:
     """Print completions of a policy."""
@@ -168,6 +156,19 @@ def status(
     from oarjax.report.status import show_status
 
     show_status(run, as_json=as_json)
+
+
+@app.command(epilog="Example: oarjax report runs/demo")
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder; the run may be in progress.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="File to write.", show_default="RUN/report.html")
+    ] = None,
+) -> None:
+    """Write a run's report from its files: curves, groups of completions, results so far."""
+    from oarjax.report.command import run as write
+
+    write(run, out)
 
 
 @app.command(help=EVALUATE_HELP, epilog="Example: oarjax evaluate runs/demo --data demo --k 8")
@@ -252,9 +253,7 @@ def export(
     run_adapters(source, target) if adapters else run(source, target, dtype.value, shard_gb)
 
 
-@app.command(
-    help=CREDIT_HELP, epilog="Example: oarjax credit configs/demo_credit.yaml lab.problems=200 run_dir=runs/credit"
-)
+@app.command(help=CREDIT_HELP, epilog="Example: oarjax credit demo_credit lab.problems=200 run_dir=runs/credit")
 def credit(
     config: Annotated[
         Path, typer.Argument(metavar="CONFIG.yaml", help="Policy, problems and section lab.", show_default=False)
@@ -283,12 +282,13 @@ def credit(
     as_json: AsJson = False,
 ) -> None:
     """Run ``oarjax credit``; see ``CREDIT_HELP``."""
+    check_configs([config], overrides)
     from oarjax.lab.command import run
 
     run(config, overrides or [], as_json, rollouts, form.value, gradients=gradients)
 
 
-@app.command(help=STUDY_HELP, epilog="Example: oarjax study configs/study_demo.yaml --quick")
+@app.command(help=STUDY_HELP, epilog="Example: oarjax study study_demo --quick")
 def study(
     config: Annotated[
         Path, typer.Argument(metavar="CONFIG.yaml", help="Base config, arms, seeds and sweep.", show_default=False)
@@ -316,6 +316,9 @@ def study(
     ] = None,
 ) -> None:
     """Run ``oarjax study``; see ``STUDY_HELP``."""
+    from oarjax.study.config import load_study, make_plan
+
+    make_plan(load_study(config, overrides or [], quick=quick))  # a typo is reported before jax is imported
     from oarjax.study.command import run
 
     run(config, overrides or [], quick=quick, jobs=jobs, page=page)
@@ -336,7 +339,7 @@ def replay(
     run(file, device=device.value, as_json=as_json, trust_code=trust_code)
 
 
-@app.command(help=PLAN_HELP, epilog="Example: oarjax plan configs/qwen2.5-7b_v5p-32.yaml --credit oar_p")
+@app.command(help=PLAN_HELP, epilog="Example: oarjax plan qwen2.5-7b_v5p-32 --credit oar_p")
 def plan(
     arguments: Annotated[
         list[str],
@@ -361,6 +364,7 @@ def plan(
     jobs: Annotated[int, typer.Option(help="Programs compiled at once, 1 to 2 GiB of memory each.", min=1)] = 2,
 ) -> None:
     """Run ``oarjax plan``; see ``PLAN_HELP``."""
+    check_configs([a for a in arguments if "=" not in a], [a for a in arguments if "=" in a])
     from oarjax.plan.command import run
 
     if not run(
@@ -380,13 +384,7 @@ def plan(
 @app.command()
 def bench(
     model: Annotated[str, typer.Option(help="nano, micro or both: small random policies.")] = "nano",
-    only: Annotated[
-        str,
-        typer.Option(
-            help="Workloads, comma-separated: W1 to W4 (default), W5 long credit, W6 steps, W7 grading; completions "
-            "that differ in length: W8 rollout, W9 update and log-probs, W10 iteration."
-        ),
-    ] = "",
+    only: Annotated[str, typer.Option(help=BENCH_HELP)] = "",
     repeats: Annotated[int, typer.Option(help="Warm runs per row.", min=1)] = 5,
     as_json: AsJson = False,
     against: Annotated[str | None, typer.Option(help="torch: alternate with plain PyTorch.")] = None,
@@ -437,10 +435,10 @@ def main() -> None:
 def _fail(error: Exception) -> NoReturn:
     """Print an error and end this process, the others of its run as well."""
     from oarjax.report.files import print_error
-    from oarjax.system.processes import leave_others
 
     code = print_error(error)
-    leave_others(code)
+    if processes := sys.modules.get("oarjax.system.processes"):  # else no others have been joined
+        processes.leave_others(code)
     sys.exit(code)
 
 

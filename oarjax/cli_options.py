@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from enum import StrEnum
+from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -85,6 +89,10 @@ PLAN_HELP = (
     "code 1 and the remedy if something does not fit."
 )
 
+BENCH_HELP = (
+    "Workloads, comma-separated: W1 to W4 (default), W5 long credit, W6 steps, W7 grading; completions that differ in "
+    "length: W8 rollout, W9 update and log-probs, W10 iteration."
+)
 
 Overrides = Annotated[
     list[str] | None,
@@ -97,3 +105,47 @@ Overrides = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 TrustCode = Annotated[bool, typer.Option("--trust-code", help=TRUST_HELP)]
 Family = Annotated[str | None, typer.Option("--as", metavar="FAMILY", help=AS_HELP, show_default=False)]
+TemplateChoice = Annotated[
+    Template, typer.Option(help="auto: as in the run, else the tokenizer's chat template or plain.")
+]
+Temperature = Annotated[float | None, typer.Option(help="0 = greedy.", min=0.0, show_default="1, or the family's")]
+TopK = Annotated[int | None, typer.Option(help="Draw among the k likeliest tokens; 0 = all.", min=0, show_default="0")]
+TopP = Annotated[
+    float | None, typer.Option(help="And among those of this mass; 1 = all.", min=0.0, max=1.0, show_default="1")
+]
+MinP = Annotated[
+    float | None, typer.Option(help="And this share of the likeliest's.", min=0.0, max=1.0, show_default="0")
+]
+RepetitionPenalty = Annotated[
+    float | None, typer.Option(help="Of tokens that occurred before; 1 = off.", min=0.01, show_default="1")
+]
+StopTexts = Annotated[
+    list[str] | None, typer.Option(help="End at this text and print what is before it.", show_default=False)
+]
+
+
+def check_configs(paths: Sequence[str | Path], overrides: Sequence[str] | None) -> None:
+    """Validate configs before a command imports jax, so that a typo is reported at once.
+
+    Raises:
+        ConfigError: a file is missing or a field is wrong.
+    """
+    from oarjax.config import load_config
+
+    for path in paths:
+        load_config(path, list(overrides or []))
+
+
+def print_version(wanted: bool) -> bool:
+    """Print the versions of oarjax, Python and JAX and end, if ``wanted``; imports none of them. Returns ``wanted``."""
+    if wanted:
+        installed = {name: version(name) for name in ("oarjax", "jax", "flax", "transformers")}
+        python = f"python {sys.version.split()[0]}"
+        typer.echo(", ".join([*(f"{name} {number}" for name, number in installed.items()), python]))
+        raise typer.Exit
+    return wanted
+
+
+Version = Annotated[
+    bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print versions and exit.")
+]

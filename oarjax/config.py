@@ -89,16 +89,20 @@ class MeshConfig(Section):
     """Devices per axis; one axis may be -1 and takes all remaining devices."""
 
     slice: AxisSize = Field(default=1, description="TPU slices, which the slow network connects")
-    data: AxisSize = -1
-    fsdp: AxisSize = 1
-    tensor: AxisSize = 1
+    data: AxisSize = Field(
+        default=-1, description="devices that hold a copy of the policy each; rows are divided over them"
+    )
+    fsdp: AxisSize = Field(
+        default=1, description="devices that share parameters and optimizer state; rows are divided over them as well"
+    )
+    tensor: AxisSize = Field(default=1, description="devices that share every layer's matrices")
 
 
 class DistributedConfig(Section):
     """Processes that share the mesh. On a TPU pod they find each other; elsewhere start each with these settings."""
 
     coordinator: str | None = Field(default=None, description="host:port of process 0; null = detected on a TPU pod")
-    processes: Positive | None = None
+    processes: Positive | None = Field(default=None, description="number of processes in all")
     process: Count | None = Field(
         default=None, description="number of this process; the only field that differs between processes"
     )
@@ -111,7 +115,7 @@ class ArithmeticConfig(Section):
     terms: Annotated[int, Field(ge=2)] = Field(default=5, description="numbers in a chain")
     highest: Positive = Field(default=99, description="running totals lie in 0..highest")
     written: Share = Field(default=0.5, description="of the sft split: share of completions that write the steps out")
-    seed: Count = 0
+    seed: Count = Field(default=0, description="of the problems")
 
 
 class ForksConfig(Section):
@@ -121,7 +125,7 @@ class ForksConfig(Section):
     forks: Annotated[int, Field(ge=1, le=4)] = Field(default=2, description="choices in a completion")
     filler: Count = Field(default=8, description="letters without meaning per fork")
     right: Share = Field(default=0.45, description="of the sft split: share of choices that are right")
-    seed: Count = 0
+    seed: Count = Field(default=0, description="of the problems")
 
 
 class StoriesConfig(Section):
@@ -138,10 +142,10 @@ class DatasetConfig(Section):
         description="builtin:arithmetic, builtin:forks, builtin:stories, a .jsonl or .parquet file, a hub dataset name"
     )
     name: str | None = Field(default=None, description="hub dataset configuration, e.g. main")
-    split: str = "train"
-    revision: str | None = None
-    prompt_field: str = "question"
-    answer_field: str = "answer"
+    split: str = Field(default="train", description="of a hub dataset or built-in task")
+    revision: str | None = Field(default=None, description="hub revision (commit, tag or branch) of the dataset")
+    prompt_field: str = Field(default="question", description="field of a row with the problem")
+    answer_field: str = Field(default="answer", description="field of a row with the reference answer")
     columns: tuple[Word, ...] | Literal["all"] = Field(
         default="all", description="fields of a row that rewards see as Sample.columns; all: those that JSON can hold"
     )
@@ -155,24 +159,28 @@ class DatasetConfig(Section):
 
 class DataConfig(Section):
     train: DatasetConfig
-    eval: DatasetConfig | None = None
-    template: Literal["chat", "plain"] = "chat"
-    system_prompt: str | None = None
+    eval: DatasetConfig | None = Field(default=None, description="held-out problems; null = no evaluation")
+    template: Literal["chat", "plain"] = Field(
+        default="chat", description="chat: the tokenizer's chat template; plain: the prompt as it stands"
+    )
+    system_prompt: str | None = Field(default=None, description="of the chat template")
     thinking: bool | None = Field(
         default=None, description="for chat templates with enable_thinking (Qwen3); null = the template's default"
     )
     prompt_format: str = Field(default="{prompt}", description="applied to each prompt before the template")
     max_prompt: Positive = Field(default=512, description="tokens; longer prompts are counted and left out, never cut")
-    shuffle: bool = True
+    shuffle: bool = Field(default=True, description="draw problems in random order, each once before any twice")
 
 
 class RolloutConfig(Section):
     prompts: Positive = Field(default=32, description="prompts per iteration, over all hosts")
-    group_size: Annotated[int, Field(ge=2)] = 8
-    max_new: Positive = 1024
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    group_size: Annotated[int, Field(ge=2)] = Field(default=8, description="completions per prompt")
+    max_new: Positive = Field(default=1024, description="tokens of a completion at most")
+    temperature: Annotated[float, Field(gt=0)] = Field(default=1.0, description="of sampling; the loss uses it too")
     top_k: Count = Field(default=0, description="0 = off")
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="draw among the likeliest tokens of this mass; 1 = all"
+    )
     min_p: Share = Field(default=0.0, description="least probability, as a share of the likeliest token's; 0 = off")
     repetition_penalty: Annotated[float, Field(gt=0)] = Field(
         default=1.0, description="logits of tokens of prompt and completion are divided by it, negative ones multiplied"
@@ -205,12 +213,15 @@ class RolloutConfig(Section):
 
 class RewardConfig(Section):
     name: str = Field(description="a built-in reward, or a reward that grading.plugins register")
-    weight: float = 1.0
+    weight: float = Field(default=1.0, description="the reward of a completion is the weighted sum")
     settings: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the reward")
 
 
 class GradingConfig(Section):
-    rewards: tuple[RewardConfig, ...] = (RewardConfig(name="math"),)
+    rewards: tuple[RewardConfig, ...] = Field(
+        default=(RewardConfig(name="math"),),
+        description="by name; their weighted sum is the reward, the first one decides pass@1",
+    )
     plugins: tuple[str, ...] = Field(default=(), description="Python files or modules that register rewards")
     workers: Positive | Literal["auto"] = Field(
         default="auto", description="processes on each host; auto: half as many as it has cores, 2 to 32"
@@ -237,9 +248,12 @@ class AdvantageConfig(Section):
         description="custom advantages, file.py:name or module:name, see oarjax.rl.advantages.AdvantageFunction; the "
         "other fields of this section then do not apply",
     )
-    scale: Literal["group", "batch", "none"] = "group"
-    ddof: Literal[0, 1] = 1
-    eps: Rate = 1e-4
+    scale: Literal["group", "batch", "none"] = Field(
+        default="group",
+        description="divide by the standard deviation of the group (GRPO), of the batch, or by nothing (Dr. GRPO)",
+    )
+    ddof: Literal[0, 1] = Field(default=1, description="1: sample standard deviation; 0: population's")
+    eps: Rate = Field(default=1e-4, description="added to the standard deviation")
 
 
 OFF_POLICY_PRESETS = {
@@ -292,25 +306,30 @@ class LossConfig(Section):
     surrogate: Literal["clip", "cispo", "sapo", "gmpo"] = Field(
         default="clip", description="gmpo: clip_low and clip_high bound the log-ratio; its paper has .4 for both"
     )
-    level: Literal["token", "sequence"] = "token"
-    aggregation: Literal["grpo", "bnpo", "dapo", "dr_grpo"] = "dapo"
-    clip_low: Share = 0.2
-    clip_high: Rate = 0.28
+    level: Literal["token", "sequence"] = Field(
+        default="token", description="ratio per token, or one per sequence (GSPO)"
+    )
+    aggregation: Literal["grpo", "bnpo", "dapo", "dr_grpo"] = Field(
+        default="dapo",
+        description="mean over tokens (dapo; bnpo: per microbatch), of rows' means (grpo), or over max_new (dr_grpo)",
+    )
+    clip_low: Share = Field(default=0.2, description="ratios below 1 - clip_low are clipped")
+    clip_high: Rate = Field(default=0.28, description="ratios above 1 + clip_high are clipped")
     dual_clip: Annotated[float, Field(gt=1)] | None = Field(default=None, description="cap on the ratio if A < 0")
     ratio_cap: Annotated[float, Field(gt=0)] = Field(
         default=5.0, description="CISPO's absolute upper bound on the ratio"
     )
     sapo_positive: Annotated[float, Field(gt=0)] = Field(default=1.0, description="SAPO's temperature where A > 0")
     sapo_negative: Annotated[float, Field(gt=0)] = Field(default=1.05, description="and where A is 0 or below")
-    kl_beta: Rate = 0.0
+    kl_beta: Rate = Field(default=0.0, description="coefficient of the KL term to the start policy; 0 = off")
     kl_in: Literal["loss", "reward"] = Field(
         default="loss", description="reward: kl_beta times log(policy / reference) is taken off every reward instead"
     )
     reference: Literal["device", "host"] = Field(
         default="device", description="memory that holds the KL term's reference policy between scoring passes"
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    entropy_bonus: float = 0.0
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="of the KL term, after Schulman")
+    entropy_bonus: float = Field(default=0.0, description="coefficient of the entropy, which is added to the objective")
     off_policy: OffPolicyConfig = OffPolicyConfig()
     mask_truncated: bool = Field(default=False, description="leave completions cut at max_new out of the loss")
 
@@ -326,9 +345,14 @@ class LossConfig(Section):
 
 
 class ProbeConfig(Section):
-    mode: Literal["last", "answer_mean", "answer_joint"] = "answer_mean"
-    warmup_mode: Literal["last", "answer_mean", "answer_joint"] = "last"
-    warmup_iterations: Count = 0
+    mode: Literal["last", "answer_mean", "answer_joint"] = Field(
+        default="answer_mean",
+        description="the outcome: distribution where the answer begins, mean over the answer, or its log-probability",
+    )
+    warmup_mode: Literal["last", "answer_mean", "answer_joint"] = Field(
+        default="last", description="mode of the first warmup_iterations"
+    )
+    warmup_iterations: Count = Field(default=0, description="iterations before mode applies")
     function: str | None = Field(
         default=None,
         description="custom probe instead of these modes, file.py:name or module:name; see oarjax.credit.probe.Probe",
@@ -342,13 +366,17 @@ GATE_PRESETS = {"paper": {"tau": 0.4, "boost": 2.0}, "readme": {"tau": 0.25, "bo
 class GateConfig(Section):
     """Mapping from importance to weights; in YAML also the name of a preset, ``gate: readme``."""
 
-    rule: Literal["quantile", "level"] = "quantile"
+    rule: Literal["quantile", "level"] = Field(
+        default="quantile", description="threshold: the tau-quantile of the row, or tau itself"
+    )
     levels: Literal["both", "boost", "suppress"] = Field(
         default="both", description="before the mass is kept, boost: no weight below 1; suppress: no weight above 1"
     )
-    tau: Share = 0.4
-    boost: Rate = 2.0
-    floor: Share = 0.1
+    tau: Share = Field(default=0.4, description="quantile or level of the threshold below which tokens are suppressed")
+    boost: Rate = Field(
+        default=2.0, description="the most important token's weight is 1 + boost, before the mass is kept"
+    )
+    floor: Share = Field(default=0.1, description="lowest weight before the mass is kept")
     mass: Literal["kept", "free"] = Field(default="kept", description="kept: the weights of a row have mean 1")
 
     @model_validator(mode="before")
@@ -448,25 +476,28 @@ class EntropyConfig(Section):
 
 
 class KeywordConfig(Section):
-    words: Annotated[tuple[Word, ...], Field(min_length=1)] = (
-        "therefore",
-        "so",
-        "thus",
-        "hence",
-        "because",
-        "since",
-        "but",
-        "wait",
-        "=",
+    words: Annotated[tuple[Word, ...], Field(min_length=1)] = Field(
+        default=(
+            "therefore",
+            "so",
+            "thus",
+            "hence",
+            "because",
+            "since",
+            "but",
+            "wait",
+            "=",
+        ),
+        description="texts whose tokens are boosted",
     )
     boost: Rate = Field(default=2.0, description="added to the weight of a keyword's tokens, before the mass is kept")
 
 
 class GrailConfig(Section):
-    mean: Rate = 1.0
+    mean: Rate = Field(default=1.0, description="weight of average saliency")
     spread: Rate = Field(default=0.5, description="weight per standard deviation of log saliency")
-    low: Rate = 0.5
-    high: Rate = 5.0
+    low: Rate = Field(default=0.5, description="lowest weight")
+    high: Rate = Field(default=5.0, description="highest weight")
 
     @model_validator(mode="after")
     def _ordered(self) -> GrailConfig:
@@ -556,7 +587,7 @@ class CreditConfig(Section):
     )
     estimator: Literal["linearised", "noisy"] = Field(default="linearised", description="estimator of OAR-G")
     sigma: Annotated[float, Field(gt=0)] = Field(default=1e-3, description="std of OAR-G's embedding noise")
-    draws: Positive = 1
+    draws: Positive = Field(default=1, description="draws of OAR-G's noise, one backward pass each")
     masking: MaskingConfig = MaskingConfig()
     fisher: FisherConfig = FisherConfig()
     local: LocalConfig = LocalConfig()
@@ -587,13 +618,17 @@ class CreditConfig(Section):
 
 
 class OptimConfig(Section):
-    lr: Rate = 1e-6
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr: Rate = Field(default=1e-6, description="learning rate")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="of the learning rate after the warm-up; linear and cosine end at 0"
+    )
     warmup: Count = Field(default=10, description="updates of linear warm-up")
-    b1: Share = 0.9
-    b2: Share = 0.95
-    weight_decay: Rate = 0.01
-    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    b1: Share = Field(default=0.9, description="Adam's decay of the mean gradient")
+    b2: Share = Field(default=0.95, description="Adam's decay of the mean squared gradient")
+    weight_decay: Rate = Field(default=0.01, description="AdamW's")
+    clip_norm: Annotated[float, Field(gt=0)] = Field(
+        default=1.0, description="gradients of a larger norm are scaled down to it"
+    )
     moments: Literal["float32", "bfloat16"] = Field(
         default="float32", description="dtype of Adam's moments; bfloat16 halves their memory, needs b1 and b2 <= .99"
     )
@@ -604,14 +639,17 @@ class LoraConfig(Section):
 
     rank: Count = Field(default=0, description="0 = off: every weight is trained")
     alpha: Annotated[float, Field(gt=0)] = Field(default=32.0, description="adapters are scaled by alpha / rank")
-    targets: Annotated[tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...], Field(min_length=1)] = (
-        "q",
-        "k",
-        "v",
-        "o",
-        "gate",
-        "up",
-        "down",
+    targets: Annotated[tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...], Field(min_length=1)] = Field(
+        default=(
+            "q",
+            "k",
+            "v",
+            "o",
+            "gate",
+            "up",
+            "down",
+        ),
+        description="matrices that get adapters",
     )
 
     start: str | None = Field(
@@ -625,7 +663,7 @@ class LoraConfig(Section):
 
 
 class UpdateConfig(Section):
-    epochs: Positive = 1
+    epochs: Positive = Field(default=1, description="passes over a rollout")
     minibatches: Positive = Field(default=1, description="optimizer updates per epoch")
     microbatch: Positive = Field(default=32, description="rows per forward and backward pass, over all devices")
     skip_zero_variance: bool = Field(
@@ -642,11 +680,11 @@ class UpdateConfig(Section):
 
 class SFTConfig(Section):
     data: DatasetConfig
-    steps: Positive
-    batch: Positive = 64
+    steps: Positive = Field(description="optimizer updates")
+    batch: Positive = Field(default=64, description="pairs per update")
     microbatch: Positive = Field(default=64, description="rows per forward and backward pass")
     optim: OptimConfig = OptimConfig(lr=1e-3)
-    max_length: Positive = 512
+    max_length: Positive = Field(default=512, description="tokens of prompt and completion; longer pairs are left out")
 
 
 SAMPLING_PRESETS: dict[str, dict[str, float | int]] = {
@@ -661,13 +699,13 @@ class EvalConfig(Section):
     every: Count = Field(
         default=10, description="iterations between evaluations; 0 = only before the first and after the last"
     )
-    samples: Positive = 1
+    samples: Positive = Field(default=1, description="completions per held-out problem")
     temperature: Rate = Field(default=1.0, description="0 = greedy")
     top_k: Count = Field(default=0, description="0 = off")
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    min_p: Share = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
-    batch: Positive = 128
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="as rollout.top_p")
+    min_p: Share = Field(default=0.0, description="as rollout.min_p")
+    repetition_penalty: Annotated[float, Field(gt=0)] = Field(default=1.0, description="as rollout.repetition_penalty")
+    batch: Positive = Field(default=128, description="problems sampled at once")
 
 
 class CheckpointConfig(Section):
@@ -788,9 +826,9 @@ class LabConfig(Section):
 class Config(Section):
     """A whole run; each section is a class in ``oarjax.config`` that documents its fields."""
 
-    run_dir: str
-    seed: Count = 0
-    iterations: Count = 100
+    run_dir: str = Field(description="folder for everything that the run writes")
+    seed: Count = Field(default=0, description="of all noise: order of the data, sampling, importance")
+    iterations: Count = Field(default=100, description="prompts, rollout and update, this many times")
     device: Literal["auto", "cpu", "gpu", "tpu"] = Field(default="auto", description="a missing device is an error")
     compilation_cache: str | None = Field(default="~/.cache/oarjax/xla", description="null = off")
     compile_ahead: Literal["auto", "on", "off"] = Field(
@@ -803,7 +841,7 @@ class Config(Section):
     mesh: MeshConfig = MeshConfig()
     distributed: DistributedConfig = DistributedConfig()
     data: DataConfig
-    sft: SFTConfig | None = None
+    sft: SFTConfig | None = Field(default=None, description="supervised warm start before the iterations; null = none")
     rollout: RolloutConfig = RolloutConfig()
     grading: GradingConfig = GradingConfig()
     advantage: AdvantageConfig = AdvantageConfig()

@@ -20,9 +20,10 @@ from oarjax.grading.mixed import local_rewards
 from oarjax.lab.command import measure_credit
 from oarjax.lab.plot import draw_lab
 from oarjax.lab.results import LabResult, legend, shown_columns, table_cells, tables
+from oarjax.report.colours import LIGHT
 from oarjax.report.curves import PANELS, Record, points
 from oarjax.report.files import CompletionRow, ShownConsole, read_completions, read_metrics, short, visible
-from oarjax.report.page import SIZE, card, chart, colour_scale, pick_completions, templates, token_pieces
+from oarjax.report.page import SIZE, card, chart, colour_scale, line_classes, pick_completions, templates, token_pieces
 from oarjax.runs.stop import Stop, Stopped
 from oarjax.training import run as training
 from oarjax.training.command import train_once
@@ -122,10 +123,11 @@ def show_curves(runs: Mapping[str, Path | Sequence[Record]], *, metrics: Sequenc
     unknown = [name for name in metrics if name not in panels]
     if unknown:
         raise ValueError(f"show_curves: expected metrics among {', '.join(panels)}, got {', '.join(unknown)}")
-    drawn = [panels[name] for name in metrics or panels if any(points(rows, name) for rows in records.values())]
+    has = {name: any(points(rows, name, first=p.first) for rows in records.values()) for name, p in panels.items()}
+    drawn = [panels[name] for name in metrics or panels if has[name]]
     return _shown(
         charts=[chart(panel, records) for panel in drawn],
-        legend=[visible(name) for name in records] if len(records) > 1 else [],
+        legend=list(zip(map(visible, records), line_classes(list(records)))) if len(records) > 1 else [],
         empty="" if drawn else "No iteration has been finished yet.",
     )
 
@@ -222,4 +224,4 @@ def _view(
 def _shown(**parts: Any) -> Shown:
     empty: dict[str, Any] = {"charts": [], "legend": [], "cards": [], "views": [], "tables": [], "scale": []}
     empty |= {"note": "", "empty": "", "picture": "", "label": ""}
-    return Shown(templates().get_template("shown.html").render(empty | {"size": SIZE} | parts))
+    return Shown(templates().get_template("shown.html").render(empty | {"size": SIZE, "light": LIGHT} | parts))

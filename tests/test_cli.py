@@ -118,7 +118,10 @@ def test_versions_are_those_installed(monkeypatch, capsys):
             ("train",),
             ["CONFIG.yaml", "KEY.SUB=VALUE...", "--compare", "--seeds", "values are YAML", "rollout.group_size=16"],
         ),
-        (("sample",), ["POLICY", "PROMPT...", "--temperature", "0 = greedy", "auto|chat|plain", "runs/demo/export"]),
+        (
+            ("sample",),
+            ["POLICY", "PROMPT...", "--temperature", "0 = greedy", "auto|chat|plain", "oarjax sample runs/demo"],
+        ),
         (("export",), ["SOURCE", "TARGET", "keep|float32|bfloat16", "must not exist yet"]),
     ],
 )
@@ -141,6 +144,27 @@ def test_help_imports_no_jax():
 
     script = "import sys, oarjax.cli; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_a_typo_in_a_config_costs_no_import_of_jax():
+    import subprocess
+
+    script = """
+import sys
+from oarjax.cli import main
+for command in sys.argv[1].split(";"):
+    sys.argv = ["oarjax", *command.split()]
+    try:
+        main()
+    except SystemExit as end:
+        assert end.code == 2, command
+sys.exit("jax" in sys.modules)
+"""
+    commands = "train demo rollout.group=3;train dmo;credit demo_credit lab.x=1;study study_demo x=1;plan demo x=1"
+    done = subprocess.run([sys.executable, "-c", script, commands], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "rollout.group: no such field (did you mean group_size?)" in done.stderr
+    assert "did you mean demo?" in done.stderr
 
 
 PROBES = pathlib.Path(__file__).parent / "golden" / "config" / "bad_probes.py"
@@ -330,8 +354,44 @@ def test_a_run_writes_what_it_promises(run):
     assert len(row.weights) == len(row.tokens) == row.rewards["long"]
 
     assert [r.name for r in read_summary(folder / "summary.json")] == ["SFT policy", "OAR-G"]
-    for words in ("OAR-G", "SFT policy", "pass@1", str(folder / "export"), "report.html"):
+    for words in ("OAR-G", "SFT policy", "pass@1", str(folder / "export"), "report.html", "oar_g compiling"):
         assert words in out, words
+    assert re.search(r"sft 3/3  loss \d.*tok/s \d", out)
+
+
+def documented(page: str) -> list[str]:
+    """Names in the first column of a page's tables."""
+    rows = [line.split("|")[1] for line in (ROOT / "docs" / page).read_text().splitlines() if line.startswith("| ")]
+    return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+
+
+@pytest.mark.slow
+def test_the_docs_name_every_metric_and_file_of_a_run(run):
+    folder, _ = run
+    logged = {name for record in read_metrics(folder / "metrics.jsonl") for name in record} - {"iteration", "time"}
+    known = [re.sub("NAME|PHASE|SIGNAL", ".+", name) for name in documented("metrics.md")]
+    assert sorted(name for name in logged if not any(re.fullmatch(k, name) for k in known)) == []
+    files = [name.split("/")[0].replace("*", ".+") for name in documented("run_folder.md")]
+    written = sorted(path.name for path in folder.iterdir())
+    assert [name for name in written if not any(re.fullmatch(file, name) for file in files)] == []
+
+
+@pytest.mark.slow
+def test_a_report_is_written_from_the_files_alone(oarjax, run, tmp_path):
+    folder, _ = run
+    code, out, err = oarjax("report", folder, "--out", tmp_path / "again.html")
+    assert code == 0, err
+    assert str(tmp_path / "again.html") in out
+    assert (tmp_path / "again.html").read_text() == (folder / "report.html").read_text()
+    assert "Whole groups" in (tmp_path / "again.html").read_text()
+    (tmp_path / "half").mkdir()
+    for name in ("config.yaml", "metrics.jsonl", "completions.jsonl"):
+        (tmp_path / "half" / name).write_bytes((folder / name).read_bytes())
+    assert oarjax("report", tmp_path / "half")[0] == 0
+    assert "all iterations done, not yet exported, iteration 2 of 2" in (tmp_path / "half/report.html").read_text()
+    code, _, err = oarjax("report", tmp_path)
+    assert code == 2
+    assert "holds no run (no config.yaml); pass the run_dir of oarjax train" in err
 
 
 @pytest.mark.slow
@@ -346,7 +406,8 @@ def test_the_export_is_a_policy_like_any_other(oarjax, run, config, tmp_path):
     assert code == 0
     assert "1+2=" in out
     assert "3+4=" in out
-    assert oarjax("sample", where, "1+2=", "3+4=", "--count", 2, "--max-new", 6, "--seed", 1)[1] == out
+    for same in (where, folder, folder / "checkpoints" / "000002"):  # the export, its run, its checkpoint
+        assert oarjax("sample", same, "1+2=", "3+4=", "--count", 2, "--max-new", 6, "--seed", 1)[1] == out
 
     code, out, _ = oarjax("export", where, tmp_path / "half", "--dtype", "bfloat16", "--shard-gb", 2e-6)
     assert code == 0
@@ -431,7 +492,8 @@ def test_controls_are_trained_from_the_same_start_and_are_rows_of_the_table(oarj
 
 def test_sample_mistakes(oarjax, policy):
     for arguments, says in [
-        (("nowhere", "x"), "policy nowhere: no such folder"),
+        (("nowhere", "x"), "nowhere: no such folder; expected a run folder (runs/demo)"),
+        (("runs/nowhere", "x"), "runs/nowhere: no such folder"),  # not looked up at the hub
         ((policy, "1+1=", "--max-new", 600), "--max-new: 4 prompt tokens and 600 new ones exceed the checkpoint's"),
         ((policy, "1+1=", "--template", "chat"), "--template: this policy's tokenizer has no chat template; use plain"),
         ((policy, "1+1=", "--top-p", 0), "--top-p: expected a share in (0, 1], got 0.0"),

@@ -51,7 +51,7 @@ def test_curves_of_folders_and_of_records(tmp_path):
     read = Reader(shown._repr_html_())
     assert read.tags.count("figure") == 1
     assert "theirs, iteration 2: 0.750" in read.text
-    assert ("path", "class", "line s1") in read.attributes
+    assert ("path", "class", "c1 d0 line") in read.attributes
     assert "Shown" in repr(shown)
 
 
@@ -79,7 +79,7 @@ def test_completions_of_a_run_are_coloured(tmp_path):
 def test_tokens_once_for_each_set_of_weights():
     shown = show_tokens(["a", "b"], {"first": [0.0, 2.0], "second": [1.0, 1.0]}, answer=[False, True], title="ab?")
     read = Reader(shown.html)
-    assert [value for _, name, value in read.attributes if name == "title"] == [
+    assert [value for _, name, value in read.attributes if name == "data-tip"] == [
         "weight 0.000", "weight 2.000, answer", "weight 1.000", "weight 1.000, answer",
     ]  # fmt: skip
     with pytest.raises(ValueError, match="one entry per token in each field"):

@@ -160,7 +160,7 @@ def test_colab_tpu(checkout):
     assert [record["iteration"] for record in found["records"] if "pass_at_1" in record] == [0, 3]
     charts = html(cell_with(cells, "oarjax.train("))
     assert charts.count("<figure>") == 6
-    assert 'class="line s0" d="M' in charts
+    assert 'class="c1 d0 line" d="M' in charts
     coloured = html(cell_with(cells, "show_completions"))
     assert re.search(r"background: rgb\(var\(--(boost|suppress)\) / 0\.[1-9]", coloured.split("block", 1)[1])
     saved = checkout / "saved" / "demo_tiny"

@@ -1,19 +1,21 @@
 """The README says only what runs."""
 
-import dataclasses
+import os
 import re
-from pathlib import Path
+import shlex
+import subprocess
+import sys
 
 import numpy as np
 import pytest
+from conftest import CACHE, ROOT
 
 import oarjax
 from oarjax.config import load_config
 from oarjax.credit.registry import METHODS
-from oarjax.grading import rewards
+from oarjax.report.files import read_metrics
 from oarjax.study.config import load_study, make_plan
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
@@ -37,26 +39,30 @@ def test_files_named_in_prose_exist():
     assert missing == set()
 
 
-def test_configs_named_in_the_readme_exist():
-    named = set(re.findall(r"configs/[\w.-]+\.yaml", README))
-    assert named
-    assert named <= {f"configs/{p.name}" for p in CONFIGS}
+def block(words: str, language: str = "python") -> str:
+    """Return the README's only code block that holds these words."""
+    (found,) = [b for b in re.findall(rf"```{language}\n(.*?)```", README, re.S) if words in b]
+    return found
+
+
+def test_configs_named_in_the_readme_are_shipped():
+    table = README[README.index("| policy | slice |") :].split("\n\n")[0]
+    commands = re.findall(r"^(?:.*&& )?oarjax (?:train|plan) (\S+)", README, re.M)
+    named = {*re.findall(r"`([\w.-]+)`", table), *commands}
+    assert {"demo", "qwen2.5-7b_v5e-64"} <= named <= {p.stem for p in CONFIGS}
 
 
 def test_the_example_keeps_the_mass_and_moves_it():
-    blocks = [b for b in re.findall(r"```python\n(.*?)```", README, re.S) if "import oarjax" in b]
-    assert len(blocks) == 1
     names: dict = {}
-    exec(blocks[0], names)
+    exec(block("group_advantages"), names)
     out, advantages = np.asarray(names["token_advantages"]), np.asarray(names["advantages"])
     np.testing.assert_allclose(out.sum(1), advantages * 4, rtol=1e-5)  # GRPO's sum over the four tokens
     assert (np.abs(out[:, 2]) > np.abs(out[:, 0])).all()  # the important token got more
 
 
 def test_functions_in_the_table_are_public():
-    table = README[README.index("## 3. In your own loss") :]
-    rows = [line for line in table.splitlines() if line.startswith("| ") and "`" in line]
-    names = {n for row in rows for n in re.findall(r"`(\w+)`", row)}
+    table = README[README.index("| you want | functions |") :].split("\n\n")[0]
+    names = {n for row in table.splitlines() for n in re.findall(r"`(\w+)`", row)}
     assert len(names) > 15
     assert names <= set(oarjax.__all__)
 
@@ -70,13 +76,25 @@ def test_methods_in_the_table_are_those_of_the_config():
     assert named == set(METHODS)
 
 
-def test_the_reward_gives_one_for_a_short_completion(monkeypatch):
-    monkeypatch.setattr(rewards, "_registry", dict(rewards._registry))
-    (block,) = [b for b in re.findall(r"```python\n(.*?)```", README, re.S) if "@reward" in b]
-    exec(block, names := {})
-    sample = rewards.Sample(prompt="2+2=", completion="4", answer="4", ended=True, tokens=1)
-    assert names["brief"](sample) == 1.0
-    assert names["brief"](dataclasses.replace(sample, ended=False)) == 0.0
+@pytest.mark.slow
+def test_the_reward_trains_the_demo_by_the_command_beside_it(tmp_path):
+    (tmp_path / "my_rewards.py").write_text(block("@reward"))
+    command = shlex.split(block("my_rewards.py", "bash"))
+    assert command[:3] == ["oarjax", "train", "demo"]
+    tiny = ["sft=null", "data.eval=null", "iterations=1", "rollout.prompts=2", "rollout.max_new=16", "eval.every=0"]
+    tiny += ["credit.method=uniform", "report.html=false", "export.folder=null", f"compilation_cache={CACHE}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "oarjax.cli", *command[1:], *tiny],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    (record,) = read_metrics(tmp_path / "runs/brief/metrics.jsonl")
+    assert 0 <= record["reward/brief"] <= 1
 
 
 def test_the_readme_stays_short():

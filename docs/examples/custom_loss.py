@@ -1,4 +1,4 @@
-"""A loss of one's own: log-probabilities in, a sum and a count out.
+"""Define a custom loss: log-probabilities in, a sum and a count out.
 
 oarjax train configs/demo.yaml loss.function=docs/examples/custom_loss.py:half_as_hard_on_failures
 """

@@ -1,4 +1,4 @@
-"""A policy of one's own, not a Qwen, trained by the public steps: python docs/examples/custom_policy.py
+"""Train a custom policy, not a Qwen, by the public steps: python docs/examples/custom_policy.py
 
 One attention layer over token and position embeddings. Anything that gives the four functions of ``oarjax.Policy``
 can stand in its place: the sampler, every method of credit and the update know nothing else of a model.

@@ -1,4 +1,4 @@
-"""An outcome probe of one's own: what importance is measured by, for any oar_ method but oar_l.
+"""Define a custom outcome probe: what importance is measured by, for any oar_ method but oar_l.
 
 oarjax train configs/demo.yaml credit.method=oar_g credit.probe.function=docs/examples/custom_probe.py:first_and_last
 """

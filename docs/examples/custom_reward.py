@@ -1,4 +1,4 @@
-"""Rewards of one's own.
+"""Define custom rewards.
 
 oarjax train configs/demo.yaml grading.plugins=[docs/examples/custom_reward.py] \
     grading.rewards="[{name: exact}, {name: brief, weight: 0.2}]"

@@ -310,10 +310,13 @@ def choices(role: Role | None = None) -> tuple[str, ...]:
     return tuple(name for name, m in METHODS.items() if role is None or role in m.roles)
 
 
-def label(method: str, permuted_of: str) -> str:
-    """Return the name of a method in tables; the permuted control has that of the method whose weights it shuffles."""
+def label(method: str, permuted_of: str, function: str | None = None) -> str:
+    """Return the name of a method in tables: of a custom one its function's.
+
+    The permuted control has that of the method whose weights it shuffles.
+    """
     if method == CUSTOM:
-        return CUSTOM
+        return (function or CUSTOM).rpartition(":")[2]
     return f"{METHODS[permuted_of].label} permuted" if method == "permuted" else METHODS[method].label
 
 

@@ -106,9 +106,16 @@ def read_tokenizer_folder(path: str | Path, *, revision: str | None = None) -> P
 
 def _hub_name(path: str | Path, kind: str, *, example: str) -> str:
     name = str(path)
-    if not HUB_NAME.fullmatch(name):
+    if not is_hub_name(name):
         raise CheckpointError(f"{kind} {name}: no such folder; set an HF folder or a hub name such as {example}")
     return name
+
+
+def is_hub_name(text: str) -> bool:
+    """Return True for ORGANISATION/NAME, unless that is a path in ``runs`` or another folder of runs."""
+    parent = Path(text).parent
+    runs = parent == Path("runs") or any(parent.glob("*/config.yaml"))
+    return HUB_NAME.fullmatch(text) is not None and not runs
 
 
 @contextmanager

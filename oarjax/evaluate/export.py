@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from oarjax.config import ConfigError
-from oarjax.data.hf import SHARD_BYTES, export, load_params, read_config, stored_dtype
+from oarjax.data.hf import SHARD_BYTES, export, read_config
 from oarjax.data.hf_files import CheckpointError
 from oarjax.data.peft import write_adapters
 from oarjax.data.tokenizer import load_tokenizer, stop_ids
-from oarjax.evaluate.target import Target, checkpoint_params, find_checkpoint, find_target
-from oarjax.models.qwen_config import QwenConfig
+from oarjax.evaluate.target import find_checkpoint, find_target, one_device, target_params
 from oarjax.models.weights import parameter_count
 from oarjax.report.files import make_console
 from oarjax.system.devices import choose_platform
-from oarjax.system.mesh import make_mesh
 from oarjax.training.parts.export_target import check_new_folder
 from oarjax.training.run import Run
 from oarjax.training.run_files import restored_state
-from oarjax.types import Params
 
 
 def run(source: str, target: Path, dtype: str, shard_gb: float = SHARD_BYTES / 1e9) -> None:
@@ -34,7 +29,7 @@ def run(source: str, target: Path, dtype: str, shard_gb: float = SHARD_BYTES / 1
     choose_platform("cpu")
     found = find_target(source)
     cfg, folder = read_config(found.policy, revision=found.revision)
-    params, kept = _params(found, cfg, folder)
+    params, kept = target_params(found, cfg, folder)
     has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
     stops = stop_ids(folder, load_tokenizer(folder)) if has_tokenizer else ()
     written = kept if dtype == "keep" else jnp.dtype(dtype)
@@ -55,24 +50,10 @@ def run_adapters(source: str, target: Path) -> None:
     if found.cfg is None or found.checkpoint is None or found.cfg.lora.rank == 0:
         raise ConfigError(f"SOURCE: {source} is no checkpoint of a run with lora.rank; --adapters has nothing to write")
     model, folder = read_config(found.policy, revision=found.revision)
-    mesh = make_mesh(slice=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
-    run = Run(found.cfg, mesh=mesh, model=model, source=folder)
+    run = Run(found.cfg, mesh=one_device(), model=model, source=folder)
     state = restored_state(run, found.checkpoint)
     try:
         write_adapters(target, model, state.params, alpha=found.cfg.lora.alpha, base=found.policy)
     except CheckpointError as error:
         raise ConfigError(f"SOURCE: {error}") from error
     make_console().print(f"wrote the adapters of {found.checkpoint} to {target}", markup=False)
-
-
-def _params(found: Target, cfg: QwenConfig, folder: Path) -> tuple[Params, DTypeLike]:
-    """Load the policy's params, and choose the dtype that --dtype keep writes.
-
-    That is the stored one; of a checkpoint ``export.dtype``, or float32 as trained, below adapters that of the policy's
-    folder.
-    """
-    if found.cfg is None or found.checkpoint is None:
-        return load_params(folder, cfg, dtype=stored_dtype(folder)), stored_dtype(folder)
-    mesh = make_mesh(slice=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
-    kept = found.cfg.export.dtype or (stored_dtype(folder) if found.cfg.lora.rank else jnp.float32)
-    return checkpoint_params(Run(found.cfg, mesh=mesh, model=cfg, source=folder), found.checkpoint), kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from oarjax.data.hf import load_params, read_config
 from oarjax.data.streams import pad_prompts
 from oarjax.data.tokenizer import load_tokenizer, pad_id, render_prompt, stop_ids, text_of, token_bytes
 from oarjax.evaluate.fields import drawing
+from oarjax.evaluate.target import find_target, target_params
 from oarjax.models.qwen import make_policy
 from oarjax.report.files import make_console, visible
 from oarjax.rollout.sampler import Decoding, group_keys
@@ -39,18 +41,20 @@ def run(
         raise ConfigError(f"--template: expected auto, chat or plain, got {template}")
     if not 0 < how["top_p"] <= 1:
         raise ConfigError(f"--top-p: expected a share in (0, 1], got {how['top_p']}")
+    target = find_target(policy)
     compute = jnp.float32 if choose_platform("auto") == "cpu" else jnp.bfloat16
     use_compilation_cache("~/.cache/oarjax/xla")
-    model, folder = read_config(policy)
+    model, folder = read_config(target.policy, revision=target.revision)
     tokenizer = load_tokenizer(folder)
     if template == "chat" and tokenizer.chat_template is None:
         raise ConfigError("--template: this policy's tokenizer has no chat template; use plain")
-    if template == "auto":
-        template = "plain" if tokenizer.chat_template is None else "chat"
+    asks: dict[str, Any] = {"template": template, "system_prompt": None, "prompt_format": "{prompt}"}
+    if template == "auto" and target.cfg is not None:
+        asks = {name: getattr(target.cfg.data, name) for name in (*asks, "thinking")}
+    elif template == "auto":
+        asks["template"] = "plain" if tokenizer.chat_template is None else "chat"
     stops, pad = stop_ids(folder, tokenizer), pad_id(tokenizer)
-    ids = [
-        render_prompt(tokenizer, p, template=template, system_prompt=None, prompt_format="{prompt}") for p in prompts
-    ]
+    ids = [render_prompt(tokenizer, p, **asks) for p in prompts]
     longest = max(map(len, ids))
     if longest + max_new > model.max_position_embeddings:
         raise ConfigError(
@@ -65,7 +69,11 @@ def run(
         keys_of=partial(group_keys, group_size=count),
         group=count,
     )
-    rollout = jax.device_get(draw(load_params(folder, model, dtype=compute), batch, jax.random.key(seed)))
+    if target.checkpoint is None:
+        params = load_params(folder, model, dtype=compute)
+    else:
+        params = jax.tree.map(lambda x: x.astype(compute), target_params(target, model, folder)[0])
+    rollout = jax.device_get(draw(params, batch, jax.random.key(seed)))
     for row in range(len(rollout.ended)):
         if row % count == 0:
             console.print(Text(visible(prompts[row // count]), style="dim"))

@@ -6,14 +6,19 @@ import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from oarjax.config import BUILTIN_POLICIES, Config, ConfigError, load_config
-from oarjax.data.hf import HUB_NAME
+from oarjax.data.hf import is_hub_name, load_params, stored_dtype
 from oarjax.models.lora import all_params
+from oarjax.models.qwen_config import QwenConfig
 from oarjax.runs.checkpoint import finished
 from oarjax.runs.folder import changed, run_id, start_folder
 from oarjax.runs.manifest import MANIFEST, damage, misplaced, read_manifest
+from oarjax.system.mesh import make_mesh
 from oarjax.training.parts.adapters import plain_params
 from oarjax.training.run import Run
 from oarjax.training.run_files import restored_state
@@ -84,7 +89,7 @@ def _check_policy(path: Path, text: str) -> None:
         raise ConfigError(f"{text}: a file; expected {EXPECTED} or a hub name")
     if path.name.isdecimal() and (numbers := sorted(finished(path.parent))):
         raise ConfigError(f"{text}: no such checkpoint; expected one of {', '.join(f'{n:06d}' for n in numbers)}")
-    if not HUB_NAME.fullmatch(text):
+    if not is_hub_name(text):
         raise ConfigError(f"{text}: no such folder; expected {EXPECTED} or a hub name such as Qwen/Qwen2.5-0.5B")
 
 
@@ -141,6 +146,23 @@ def checkpoint_params(run: Run, checkpoint: Path) -> Params:
         ConfigError: the checkpoint is of another model.
     """
     return plain_params(run.cfg.lora, all_params(restored_state(run, checkpoint)), run.layout.params, dtype=jnp.float32)
+
+
+def target_params(target: Target, model: QwenConfig, folder: Path) -> tuple[Params, DTypeLike]:
+    """Load a target's policy on one device; return it with the dtype in which it is to be kept.
+
+    That is the stored one; of a checkpoint ``export.dtype``, or float32 as trained, below adapters that of the policy's
+    folder.
+    """
+    if target.cfg is None or target.checkpoint is None:
+        return load_params(folder, model, dtype=stored_dtype(folder)), stored_dtype(folder)
+    kept = target.cfg.export.dtype or (stored_dtype(folder) if target.cfg.lora.rank else jnp.float32)
+    return checkpoint_params(Run(target.cfg, mesh=one_device(), model=model, source=folder), target.checkpoint), kept
+
+
+def one_device() -> Mesh:
+    """Return a mesh of the first device alone."""
+    return make_mesh(slice=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
 
 
 def weights_digest(target: Target, folder: Path) -> str:

@@ -1,7 +1,7 @@
 """credit.html: every method's weights on the same completions, on one self-contained page without scripts.
 
-Radio buttons and style rules alone switch the method. Text from a model or a dataset passes ``visible`` and the
-template's escaping. The page loads nothing; its content policy enforces that.
+Radio buttons and style rules alone switch the method, and a second one beside it. Text from a model or a dataset
+passes ``visible`` and the template's escaping. The page loads nothing; its content policy enforces that.
 """
 
 from __future__ import annotations

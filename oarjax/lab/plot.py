@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from oarjax.lab.results import LabResult, MethodResult
-from oarjax.report.curves import COLOURS
+from oarjax.report.colours import LIGHT, styles
 from oarjax.report.files import visible
 from oarjax.stats import Interval
 
@@ -50,7 +50,7 @@ def _against_cost(axis: Any, result: LabResult, name: str, title: str) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     free = []
-    for i, method in enumerate(result.methods):
+    for (colour, variant), method in zip(styles([m.name for m in result.methods]), result.methods):
         cost, interval = method.figures.get("forwards"), method.figures.get(name)
         if cost is None or interval is None or not math.isfinite(interval.mean):
             continue
@@ -61,8 +61,8 @@ def _against_cost(axis: Any, result: LabResult, name: str, title: str) -> None:
             [cost.mean],
             [interval.mean],
             yerr=_half(interval),
-            fmt=MARKERS[i // len(COLOURS) % len(MARKERS)],
-            color=COLOURS[i % len(COLOURS)],
+            fmt=MARKERS[variant % len(MARKERS)],
+            color=LIGHT[colour],
             markersize=6,
             capsize=2,
             linewidth=1,
@@ -88,11 +88,13 @@ def _against_cost(axis: Any, result: LabResult, name: str, title: str) -> None:
 
 def _bars(axis: Any, result: LabResult, name: str, title: str) -> None:
     rows: list[tuple[int, MethodResult]] = [
-        (i, m) for i, m in enumerate(result.methods) if name in m.figures and math.isfinite(m.figures[name].mean)
+        (colour, m)
+        for (colour, _), m in zip(styles([m.name for m in result.methods]), result.methods)
+        if name in m.figures and math.isfinite(m.figures[name].mean)
     ]
-    for place, (i, method) in enumerate(rows):
+    for place, (colour, method) in enumerate(rows):
         interval = method.figures[name]
-        axis.barh(place, interval.mean, xerr=_half(interval), color=COLOURS[i % len(COLOURS)], height=0.7, capsize=2)
+        axis.barh(place, interval.mean, xerr=_half(interval), color=LIGHT[colour], height=0.7, capsize=2)
     axis.set_yticks(range(len(rows)), [visible(m.name) for _, m in rows])
     axis.invert_yaxis()
     axis.axvline(0, color="#555555", linewidth=0.8)

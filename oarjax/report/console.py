@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from rich.console import Console, Group
@@ -19,19 +20,30 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from oarjax.config import flatten
+from oarjax.config import Config
 from oarjax.credit.method import MEASURES
+from oarjax.credit.registry import label
 from oarjax.report.files import Metrics, make_console, short, visible
 
-LIVE = {
-    "reward": "reward",  # mean
-    "length": "length",  # mean, tokens of a completion
-    "entropy": "entropy",  # mean, nats
-    "ess": "ESS",  # effective sample size of the token weights, a share of the reasoning
-    "pass_at_1": "pass@1",  # held-out, a share
-    "tokens_per_second": "tok/s",
-}
-"""Metrics of the live line, and their labels there."""
+LIVE = (
+    {
+        "reward": "reward",  # mean
+        "pass_at_1": "pass@1",  # held-out, a share
+        "length": "length",  # mean, tokens of a completion
+        "truncated": "truncated",  # share of completions
+    },
+    {
+        "zero_variance": "equal groups",  # share of groups that teach nothing
+        "grad_norm": "grad norm",
+        "entropy": "entropy",  # mean, nats
+        "ess": "ESS",  # effective sample size of the token weights, a share of the reasoning
+        "tokens_per_second": "tok/s",
+    },
+)
+"""Metrics of the live lines, and their labels there."""
+SHARES = ("pass_at_1", "truncated", "zero_variance")
+"""Metrics that are shown in percent."""
+COMPILING = "compiling: the first one takes longer"
 
 # Progress and time ------------------------------------------------------------------------------------------------
 
@@ -75,10 +87,25 @@ class Progress:
     """A live bar with the current metrics on a terminal, one plain line per ``every`` updates elsewhere.
 
     Use as a context manager; while it is open, print through ``progress.console``.
+
+    Args:
+        compiles: the first step compiles programs: say so until it is done.
+        baseline: held-out pass@1 of the start, shown before the latest.
     """
 
-    def __init__(self, total: int, *, label: str = "train", console: Console | None = None, every: int = 1):
+    def __init__(
+        self,
+        total: int,
+        *,
+        label: str = "train",
+        console: Console | None = None,
+        every: int = 1,
+        compiles: bool = False,
+        baseline: float | None = None,
+    ):
         self.console = make_console() if console is None else console
+        known = baseline if baseline is not None and math.isfinite(baseline) else None
+        self._compiles, self._baseline, self._latest = compiles, known, None
         self._total, self._label, self._every, self._updates = total, label, every, 0
         self._bar = Bar(
             TextColumn("{task.description}"),
@@ -95,22 +122,42 @@ class Progress:
 
     def update(self, done: int, metrics: Metrics, phases: Mapping[str, float] | None = None) -> None:
         """Show that ``done`` of the total are finished, with the latest metrics and seconds per phase."""
+        if "pass_at_1" in metrics:
+            self._latest = float(metrics["pass_at_1"])
         # Work without rewards, such as a warm start, has few metrics: show the first ones.
-        names = LIVE if "reward" in metrics else {name: name for name in list(metrics)[:5]}
-        values = [f"{shown} {short(metrics[name])}" for name, shown in names.items() if name in metrics]
+        rows = LIVE if "reward" in metrics else ({name: name for name in list(metrics)[:5]},)
+        values = [
+            [text for name, label in row.items() if (text := self._value(name, label, metrics)) is not None]
+            for row in rows
+        ]
         seconds = [f"{name} {value:.1f}s" for name, value in (phases or {}).items() if value >= 0.05 or name == "total"]
         self._updates += 1
         if self._live is not None:
             self._bar.update(self._task, completed=done)
-            lines = [_one_line("   ".join(part), style) for part, style in ((values, "bold"), (seconds, "dim")) if part]
+            styled = [*((part, "bold") for part in values), (seconds, "dim")]
+            lines = [_one_line("   ".join(part), style) for part, style in styled if part]
             self._live.update(Group(self._bar, *lines))
         elif (self._updates - 1) % self._every == 0 or done == self._total:
-            line = f"{self._label} {done}/{self._total}  " + "  ".join(values + seconds)
+            line = f"{self._label} {done}/{self._total}  " + "  ".join([*chain.from_iterable(values), *seconds])
             self.console.print(Text(line.rstrip()), soft_wrap=True)
+
+    def _value(self, name: str, label: str, metrics: Metrics) -> str | None:
+        """Format a metric with its label; held-out pass@1 as "45.6% to 73.6%", from the start's to the latest."""
+        if name == "pass_at_1":
+            known = [f"{share:.1%}" for share in (self._baseline, self._latest) if share is not None]
+            return f"{label} {' to '.join(known)}" if known else None
+        if name not in metrics:
+            return None
+        value = float(metrics[name])
+        return f"{label} {value:.0%}" if name in SHARES and math.isfinite(value) else f"{label} {short(value)}"
 
     def __enter__(self) -> Progress:
         if self._live is not None:
             self._live.start(refresh=True)
+        if self._compiles and self._live is not None:
+            self._live.update(Group(self._bar, _one_line(COMPILING, "dim")), refresh=True)
+        elif self._compiles:
+            self.console.print(Text(f"{self._label} {COMPILING}"), soft_wrap=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -315,17 +362,36 @@ class OnceWarnings:
         return True
 
 
-def banner(console: Console, facts: Mapping[str, object], changes: Mapping[str, Any] | None = None) -> None:
-    """Print a run's facts as ``key: value`` lines, then the config fields that differ from their defaults.
-
-    Args:
-        facts: device, mesh, model size, stop ids, folder and so on, in order of printing.
-        changes: a nested dict of config fields, such as ``config.model_dump(exclude_defaults=True)``.
-    """
-    lines = {**facts, **{f"config {path}": value for path, value in flatten(changes or {}).items()}}
+def banner(console: Console, facts: Mapping[str, object]) -> None:
+    """Print facts as ``key: value`` lines."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True, style="dim")
     table.add_column(overflow="fold")
-    for name, value in lines.items():
+    for name, value in facts.items():
         table.add_row(Text(f"{visible(name)}:"), Text(visible(str(value))))
     console.print(table)
+
+
+def run_lines(cfg: Config, facts: Mapping[str, object]) -> dict[str, str]:
+    """Describe a run in at most twelve lines, from its config and ``Run.facts``; every field is in its config.yaml."""
+    roll, loss, optim = cfg.rollout, cfg.loss, cfg.optim
+    method = label(cfg.credit.method, cfg.credit.permuted_of, cfg.credit.function)
+    rewards = [r.name if r.weight == 1 else f"{r.weight:g} x {r.name}" for r in cfg.grading.rewards]
+    updates = cfg.update.epochs * cfg.update.minibatches
+    kl = f", KL {loss.kl_beta:g}" if loss.kl_beta else ""
+    lines = {
+        "device": f"{facts['device']}, mesh {facts['mesh']}",
+        "policy": facts["policy"],
+        "trains": f"{facts['trains']}, computes in {facts['computes in']}",
+        "data": f"{facts['train']}; held out: {facts['held out']}",
+        "warm start": None if cfg.sft is None else f"{cfg.sft.steps} steps of {cfg.sft.batch} pairs",
+        "iterations": f"{cfg.iterations}" + (f", evaluation every {cfg.eval.every}" if cfg.eval.every else ""),
+        "rollout": f"{roll.prompts} prompts x {roll.group_size} completions of up to {roll.max_new} tokens, "
+        f"temperature {roll.temperature:g}",
+        "rewards": ", ".join(rewards),
+        "credit": f"{method}; answers in style {cfg.credit.answer.style}",
+        "update": f"{updates} an iteration, {loss.surrogate} loss by {loss.aggregation}{kl}, lr {optim.lr:g}",
+        "run folder": facts["run folder"],
+        "settings": f"all in {facts['run folder']}/config.yaml",
+    }
+    return {name: str(line) for name, line in lines.items() if line is not None}

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from oarjax.report.colours import DASHES, LIGHT, styles
+
 Record = Mapping[str, Any]
 """A line of metrics.jsonl, see ``oarjax.report.files.read_metrics``."""
 
@@ -16,6 +18,7 @@ class Panel(NamedTuple):
     title: str
     percent: bool = False
     from_zero: bool = False  # the axis begins at 0
+    first: int = 0  # iterations below it are left out
 
 
 PANELS = (
@@ -24,23 +27,22 @@ PANELS = (
     Panel("length", "mean length, tokens"),
     Panel("entropy", "entropy, nats"),
     Panel("ess", "effective share of reasoning tokens", percent=True),
-    Panel("seconds/training", "seconds per iteration without evaluation", from_zero=True),
+    Panel("seconds/training", "seconds per iteration after the first, without evaluation", from_zero=True, first=2),
 )
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-"""Okabe and Ito's palette: distinguishable with every common colour vision."""
-DASHES = ("-", "--", "-.", ":")
 
-
-def points(records: Sequence[Record], metric: str) -> list[tuple[float, float]]:
-    """Return (iteration, value) where the metric was logged and finite."""
-    pairs = ((r["iteration"], r.get(metric)) for r in records)
+def points(records: Sequence[Record], metric: str, *, first: int = 0) -> list[tuple[float, float]]:
+    """Return (iteration, value) where the metric was logged and finite, from iteration ``first`` on."""
+    pairs = ((r["iteration"], r.get(metric)) for r in records if r["iteration"] >= first)
     return [(float(n), float(v)) for n, v in pairs if v is not None and math.isfinite(v)]
 
 
 def drawn_panels(runs: Mapping[str, Sequence[Record]]) -> list[Panel]:
-    """Select the panels for which at least one run has values."""
-    return [panel for panel in PANELS if any(points(records, panel.metric) for records in runs.values())]
+    """Select the panels for which a run has values; of several rewards each has one, after that of their sum."""
+    names = sorted({name for records in runs.values() for r in records for name in r if name.startswith("reward/")})
+    own = [Panel(name, f"mean of reward {name.removeprefix('reward/')}") for name in names if len(names) > 1]
+    panels = [*PANELS[:1], *own, *PANELS[1:]]
+    return [p for p in panels if any(points(records, p.metric, first=p.first) for records in runs.values())]
 
 
 def iteration_range(runs: Mapping[str, Sequence[Record]]) -> tuple[float, float]:
@@ -118,21 +120,20 @@ def _file_name(panel: Panel) -> str:
 
 def _draw(axis: Any, panel: Panel, runs: Mapping[str, Sequence[Record]]) -> None:
     scale = 100 if panel.percent else 1
-    for i, (name, records) in enumerate(runs.items()):
-        curve = points(records, panel.metric)
+    for (colour, variant), (name, records) in zip(styles(list(runs)), runs.items()):
+        curve = points(records, panel.metric, first=panel.first)
         if not curve:
             continue
         x, y = [p[0] for p in curve], [scale * p[1] for p in curve]
-        colour, dash = COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)]
+        line = {"color": LIGHT[colour], "linestyle": DASHES[variant % len(DASHES)]}
         smooth = moving_mean(y)
         if smooth != y:
-            axis.plot(x, y, color=colour, linewidth=0.8, alpha=0.3)
+            axis.plot(x, y, color=LIGHT[colour], linewidth=0.8, alpha=0.3)
         marker = "o" if len(x) <= 12 else None
         axis.plot(
             x,
             smooth,
-            color=colour,
-            linestyle=dash,
+            **line,
             linewidth=1.8,
             marker=marker,
             markersize=4,

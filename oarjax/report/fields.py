@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -66,17 +67,21 @@ def markdown(rows: list[FieldRow]) -> str:
     return "\n".join([*lines, *(f"| `{path}` | `{default}` | {ok} | {about} |" for path, default, ok, about in cells)])
 
 
-def _rows(schema: Schema, root: Schema, prefix: str) -> Iterator[FieldRow]:
+def _rows(
+    schema: Schema, root: Schema, prefix: str, defaults: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[FieldRow]:
+    """List the fields of a section; ``defaults`` are those that its parent gives it."""
     required = schema.get("required", ())
     for name, field in schema["properties"].items():
         path, section = f"{prefix}{name}", _section(field, root)
-        default = "required" if name in required else _plain(field.get("default"))
+        given = defaults.get(name, field.get("default"))
+        default = "required" if name in required and name not in defaults else _plain(given)
         if section is None:
             yield FieldRow(path, default, _accepted(field, root), field.get("description", ""))
             continue
         if default == "null":  # a section that may be left out
             yield FieldRow(path, default, "null or a section", field.get("description", ""))
-        yield from _rows(section, root, f"{path}.")
+        yield from _rows(section, root, f"{path}.", given if isinstance(given, Mapping) else MappingProxyType({}))
 
 
 def _section(field: Schema, root: Schema) -> Schema | None:

@@ -304,9 +304,10 @@ def show_completions(console: Console, iteration: int, rows: Sequence[Completion
         if row.reference is not None:
             head.append(f"  expected {visible(row.reference)[:80]}")
         console.print(head)
-        console.print(Text(_cut(visible(row.prompt), limit), style="dim"))
-        console.print(Text(_cut(visible(row.completion), limit)))
+        console.print(Text(cut(visible(row.prompt), limit), style="dim"))
+        console.print(Text(cut(visible(row.completion), limit)))
 
 
-def _cut(text: str, limit: int) -> str:
+def cut(text: str, limit: int) -> str:
+    """Return the first ``limit`` characters, and the number of those left out."""
     return text if len(text) <= limit else f"{text[:limit]} ... ({len(text) - limit} more characters)"

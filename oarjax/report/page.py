@@ -15,18 +15,24 @@ from typing import Any, NamedTuple
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from oarjax.report.colours import DARK, LIGHT, SVG_DASHES, styles
 from oarjax.report.curves import Panel, Record, drawn_panels, iteration_range, moving_mean, points
-from oarjax.report.files import CompletionRow, short, visible
+from oarjax.report.files import CompletionRow, cut, short, visible
+from oarjax.report.groups import ShownCompletion, ShownGroup
 from oarjax.report.summary import NOTE, SummaryRow, summary_cells, summary_title
 from oarjax.system.json import number
 
 WIDTH, HEIGHT = 340, 200  # of a chart, in its own units
 LEFT, RIGHT, TOP, BOTTOM = 44, 12, 12, 26
 SIZE = (WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM)
+MOST_ITERATIONS = 12
+"""Iterations of which whole groups are on the page."""
+LONGEST = 2000
+"""Characters of a text on the page."""
 
 
 class Line(NamedTuple):
-    style: int  # number of the run, for its colour
+    style: str  # CSS classes of its colour and dashes
     path: str  # SVG path of the (smoothed) curve
     raw: str  # path of the logged values, empty if the curve is not smoothed
     dots: list[tuple[str, str, str]]  # x, y, hover text
@@ -55,6 +61,7 @@ def write_page(
     completions: Sequence[tuple[int, CompletionRow]],
     config: Mapping[str, Any],
     facts: Mapping[str, object],
+    groups: Sequence[ShownGroup] = (),
     shown: int = 6,
 ) -> None:
     """Write report.html.
@@ -67,7 +74,8 @@ def write_page(
         completions: (iteration, row); ``pick_completions`` selects the ones to show.
         config: the whole config as nested dicts, shown folded.
         facts: short ``key: value`` pairs such as device, policy, seconds.
-        shown: maximum number of completions on the page.
+        groups: whole groups, to read; those of up to twelve iterations, evenly spread, are shown.
+        shown: maximum number of coloured completions on the page.
     """
     header, cells = summary_cells(summary) if summary else ([], [])
     html = (
@@ -75,15 +83,18 @@ def write_page(
         .get_template("page.html")
         .render(
             title=visible(title),
-            tiles=_tiles(summary),
+            tiles=_tiles(summary) or _tiles_so_far(runs),
             header=header,
             cells=[[visible(cell) for cell in row] for row in cells],
             caption=summary_title(summary) if summary else "",
             note=NOTE,
-            legend=[visible(name) for name in runs] if len(runs) > 1 else [],
+            legend=list(zip(map(visible, runs), line_classes(list(runs)))) if len(runs) > 1 else [],
             charts=[chart(panel, runs) for panel in drawn_panels(runs)],
             size=SIZE,
             scale=colour_scale(),
+            light=LIGHT,
+            dark=DARK,
+            groups=group_cards(groups),
             completions=[card(iteration, row) for iteration, row in pick_completions(completions, count=shown)],
             facts={visible(k): visible(str(v)) for k, v in facts.items()},
             config=visible(yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)) if config else "",
@@ -175,6 +186,51 @@ def card(iteration: int, row: CompletionRow) -> dict[str, Any]:
     }
 
 
+def group_cards(groups: Sequence[ShownGroup]) -> list[tuple[int, list[dict[str, Any]]]]:
+    """Collect the template's fields of groups by iteration, those with the lowest mean reward first.
+
+    Within a group, completions without a grade come first, then those with the lowest rewards.
+    """
+
+    def by_reward(reward: float) -> float:
+        return reward if math.isfinite(reward) else -math.inf
+
+    cards = []
+    seen = sorted({group.iteration for group in groups})
+    last, count = len(seen) - 1, min(len(seen), MOST_ITERATIONS)
+    for iteration in [seen[round(i * last / max(count - 1, 1))] for i in range(count)]:
+        chosen = [group for group in groups if group.iteration == iteration]
+        cards.append((iteration, [_group_card(g) for g in sorted(chosen, key=lambda g: by_reward(g.mean_reward))]))
+    return cards
+
+
+def _group_card(group: ShownGroup) -> dict[str, Any]:
+    rows = sorted(group.completions, key=lambda row: row.reward if math.isfinite(row.reward) else -math.inf)
+    prompt = " ".join(visible(group.prompt).split())
+    return {
+        "mean": short(group.mean_reward),
+        "reference": cut(visible(group.reference), 80),
+        "short": cut(prompt, 100),
+        "prompt": cut(visible(group.prompt), LONGEST),
+        "rows": [
+            {
+                "reward": short(row.reward),
+                "good": row.reward > 0,
+                "verdict": visible(row.verdict),
+                "chips": [(name, visible(value)) for name, value in _chips(row)],
+                "text": cut(visible(row.completion), LONGEST),
+            }
+            for row in rows
+        ],
+    }
+
+
+def _chips(row: ShownCompletion) -> list[tuple[str, str]]:
+    each = [(visible(name), short(value)) for name, value in row.rewards.items() if len(row.rewards) > 1]
+    ended = [] if row.ended else [("cut at", f"{row.tokens} tokens")]
+    return [*each, ("advantage", short(row.advantage)), ("answer", cut(row.answer or "none found", 80)), *ended]
+
+
 def _tiles(summary: Sequence[SummaryRow]) -> list[tuple[str, str, str]]:
     """Return (label, number, caption) for the first policy and the first policy compared with it."""
     if not summary:
@@ -189,10 +245,17 @@ def _tiles(summary: Sequence[SummaryRow]) -> list[tuple[str, str, str]]:
     return tiles
 
 
+def _tiles_so_far(runs: Mapping[str, Sequence[Record]]) -> list[tuple[str, str, str]]:
+    """Return tiles for the evaluations of the first run before it has finished: the start's and the latest."""
+    known = points(next(iter(runs.values()), []), "pass_at_1")
+    tiles = [("start", f"{100 * y:.1f}%", "held-out pass@1 before") for _, y in known[:1]]
+    return tiles + [("so far", f"{100 * y:.1f}%", f"held-out pass@1, iteration {x:.0f}") for x, y in known[1:][-1:]]
+
+
 def chart(panel: Panel, runs: Mapping[str, Sequence[Record]]) -> Chart:
     """Convert a panel's curves to a chart's units."""
     scale = 100 if panel.percent else 1
-    curves = [[(x, scale * y) for x, y in points(records, panel.metric)] for records in runs.values()]
+    curves = [[(x, scale * y) for x, y in points(rows, panel.metric, first=panel.first)] for rows in runs.values()]
     ys = [y for line in curves for _, y in line] + ([0.0] if panel.from_zero else [])
     first, last = iteration_range(runs)
     x_ticks = nice_ticks(first, last, count=5, whole=True)
@@ -209,7 +272,7 @@ def chart(panel: Panel, runs: Mapping[str, Sequence[Record]]) -> Chart:
         return "M" + " L".join(f"{px(x):.1f} {py(y):.1f}" for x, y in line)
 
     lines = []
-    for i, (name, line) in enumerate(zip(runs, curves)):
+    for style, (name, line) in zip(line_classes(list(runs)), zip(runs, curves)):
         if not line:
             continue
         smooth = list(zip([x for x, _ in line], moving_mean([y for _, y in line])))
@@ -217,13 +280,18 @@ def chart(panel: Panel, runs: Mapping[str, Sequence[Record]]) -> Chart:
         dots = [
             (f"{px(x):.1f}", f"{py(y):.1f}", f"{visible(name)}, iteration {x:.0f}: {short(y)}{unit}") for x, y in line
         ]
-        lines.append(Line(i % 6, trace(smooth), "" if smooth == line else trace(line), dots))
+        lines.append(Line(style, trace(smooth), "" if smooth == line else trace(line), dots))
     return Chart(
         panel.title + (" (%)" if panel.percent else ""),
         lines,
         [(f"{px(x):.1f}", f"{x:,.0f}") for x in x_ticks if first <= x <= last],
         [(f"{py(y):.1f}", f"{y:,.10g}") for y in y_ticks],
     )
+
+
+def line_classes(names: Sequence[str]) -> list[str]:
+    """Return the CSS classes of runs' lines: c0 to c7 for the colour, d0 to d3 for the dashes."""
+    return [f"c{colour} d{variant % len(SVG_DASHES)}" for colour, variant in styles(names)]
 
 
 def nice_ticks(low: float, high: float, *, count: int, whole: bool = False) -> list[float]:

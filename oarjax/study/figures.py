@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from oarjax.report.curves import COLOURS, DASHES
+from oarjax.report.colours import DASHES, LIGHT, styles
 
 DPI = 80
 """Low: the figures are committed beside a page."""
@@ -79,8 +79,9 @@ def _learning(axis: Any, arms: Mapping[str, Any]) -> None:
         x = [n + 0.25 * (i - (len(arms) - 1) / 2) for n, _ in curve]
         y = [100 * t[0] for _, t in curve]
         half = [100 * (t[2] - t[0]) if t[2] is not None else 0.0 for _, t in curve]
-        style = DASHES[i // len(COLOURS) % len(DASHES)]
-        axis.errorbar(x, y, half, color=_colour(i), linestyle=style, linewidth=1.5, elinewidth=0.8, label=name)
+        colour, variant = styles(list(arms))[i]
+        dash = DASHES[variant % len(DASHES)]
+        axis.errorbar(x, y, half, color=LIGHT[colour], linestyle=dash, linewidth=1.5, elinewidth=0.8, label=name)
     axis.set_title("held-out pass@1, % (95% over seeds)", fontsize=10, loc="left")
     axis.set_xlabel("iteration", fontsize=9)
     _plain(axis, grid="y")
@@ -89,17 +90,13 @@ def _learning(axis: Any, arms: Mapping[str, Any]) -> None:
 def _dots(axis: Any, values: Mapping[str, Any], arms: Mapping[str, Any], title: str, scale: float) -> None:
     """Draw one arm per line, the first on top: mean and interval."""
     shown = {name: triple for name, triple in values.items() if triple is not None}
-    order = list(arms)
+    colours = dict(zip(arms, styles(list(arms))))
     for place, (name, (mean, low, high)) in enumerate(shown.items()):
         half = [[scale * (mean - low)], [scale * (high - mean)]] if low is not None and high is not None else None
-        axis.errorbar(scale * mean, -place, xerr=half, fmt="o", color=_colour(order.index(name)), markersize=5)
+        axis.errorbar(scale * mean, -place, xerr=half, fmt="o", color=LIGHT[colours[name][0]], markersize=5)
     axis.set_yticks([-place for place in range(len(shown))], list(shown))
     axis.set_title(title, fontsize=10, loc="left")
     _plain(axis, grid="x")
-
-
-def _colour(i: int) -> str:
-    return (*COLOURS, "#222222")[i % (len(COLOURS) + 1)]
 
 
 def _plain(axis: Any, *, grid: str) -> None:

@@ -15,7 +15,8 @@ from oarjax.config import Config, ConfigError, load_config
 from oarjax.credit.registry import choices, label
 from oarjax.data.hf import export, remove_half_written
 from oarjax.grading.recorded import Grading
-from oarjax.report.console import banner
+from oarjax.report.command import write_facts
+from oarjax.report.console import banner, run_lines
 from oarjax.report.files import make_console
 from oarjax.runs.checkpoint import remove_all
 from oarjax.runs.durable import DamagedError, check_guards, storage_errors, write_durably
@@ -89,7 +90,8 @@ def train_once(cfg: Config, console: Console, stop: Stop, on_lines: Callable[[],
             only_first(lambda: remove_half_written(target))
             only_first(lambda: check_export(run, target))
         only_first(lambda: _claim(folder, cfg, console))
-        banner(console, run.facts(), cfg.model_dump(mode="json", exclude_defaults=True))
+        banner(console, run_lines(cfg, run.facts()))
+        only_first(lambda: write_facts(folder, run.facts()))
         if changes.words():
             console.print(f"resuming with a changed config or changed inputs: {changes.words()}", markup=False)
         controls = {name: _with_method(run, name) for name in cfg.report.controls}
@@ -174,16 +176,18 @@ def _compare(cfg: Config, seeds: list[int], console: Console, stop: Stop) -> Non
             first = seed == seeds[0]
             if first:
                 only_first(lambda: claim(root, cfg))
-                banner(console, run.facts(), cfg.model_dump(mode="json", exclude_defaults=True))
+                banner(console, run_lines(cfg, run.facts()))
             with storage_errors(run.folder), run.grader() as grader:
                 if first:
                     try_rewards(run, grader)
                 if run.first and (changes := check_inputs(run).words()):
                     console.print(f"resuming with changed inputs: {changes}", markup=False)
+                if seed == seeds[0]:
+                    only_first(partial(write_facts, root, run.facts()))
                 start, before = start_policy(run, grader, stop)
                 befores.append(before)
                 for method in methods:
-                    console.rule(f"seed {seed}, {label(method, cfg.credit.permuted_of)}")
+                    console.rule(f"seed {seed}, {label(method, cfg.credit.permuted_of, cfg.credit.function)}")
                     runs[method].append(_train_in_own_folder(_with_method(run, method), grader, start, before, stop))
                 del start
         if run is not None and run.first:

@@ -10,9 +10,8 @@ import numpy as np
 
 from oarjax.config import CreditConfig
 from oarjax.credit.registry import label
-from oarjax.report.curves import average, curves
-from oarjax.report.files import read_completions, read_metrics
-from oarjax.report.page import write_page
+from oarjax.report.command import curve_of, folders_of, write_facts, write_report
+from oarjax.report.curves import curves
 from oarjax.report.summary import SummaryRow, print_summary, summarise, write_summary
 from oarjax.runs.checkpoint import best
 from oarjax.training.held_out import Evaluation
@@ -35,21 +34,10 @@ def show_results(
             console.print(f"best    {trained.folder}/{name}; write it as a policy with oarjax export", markup=False)
     if not cfg.report.html:
         return
-    records = {
-        label(method, cfg.credit.permuted_of): average([read_metrics(t.folder / "metrics.jsonl") for t in trained])
-        for method, trained in runs.items()
-    }
     shown = next(iter(runs.values()))[0]
-    curves(records, folder)
-    write_page(
-        folder / "report.html",
-        title=folder.name,
-        summary=rows,
-        runs=records,
-        completions=read_completions(shown.folder / "completions.jsonl"),
-        config=cfg.model_dump(mode="json"),
-        facts=run.facts() | memory_facts(shown.folder) | best_checkpoint(shown.folder, cfg.checkpoint.best),
-    )
+    write_facts(folder, run.facts() | memory_facts(shown.folder) | best_checkpoint(shown.folder, cfg.checkpoint.best))
+    curves({name: curve_of(places) for name, places in folders_of(folder, cfg).items()}, folder)
+    write_report(folder)
     console.print(f"report  {folder / 'report.html'}", markup=False)
 
 
@@ -71,7 +59,7 @@ def _table(
         lasts = [t.last for t in trained if t.last is not None]
         rows.append(
             summarise(
-                label(method, credit.permuted_of),
+                label(method, credit.permuted_of, credit.function),
                 np.stack([e.scores for e in lasts], axis=1),
                 baseline=baseline,
                 mean_length=float(np.mean([e.length for e in lasts])),

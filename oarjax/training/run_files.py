@@ -22,7 +22,7 @@ from oarjax.grading.mixed import local_digests
 from oarjax.grading.recorded import Grading, RecordedGrader, setup_of
 from oarjax.report.console import OnceWarnings
 from oarjax.report.files import CompletionRow, CompletionsWriter, Metrics, MetricsWriter
-from oarjax.report.groups import group_table, write_groups
+from oarjax.report.groups import group_table, shows_groups, write_groups, write_shown
 from oarjax.report.trackers import TrackedRun, Trackers, run_id
 from oarjax.runs.checkpoint import Checkpoints, arrays, check_arrays, finished
 from oarjax.runs.durable import Failures, read_lines, storage_errors
@@ -150,8 +150,12 @@ class RunFiles:
         self._trackers.write(iteration, metrics, rows)
 
     def write_groups(self, iteration: int, done: Iteration) -> None:
-        """Write all completions of an iteration as Parquet."""
-        run = self._run
+        """Write an iteration's groups where they are due: some for the report, all of them as Parquet."""
+        run, report = self._run, self._run.cfg.report
+        whole = report.groups > 0 and iteration % report.groups == 0
+        shown = report.completions > 0 and shows_groups(iteration, run.cfg.iterations)
+        if not (run.first and (whole or shown)):
+            return
         problems = [run.train.by_index[int(number)] for number in done.problems]
         table = group_table(
             iteration,
@@ -162,9 +166,11 @@ class RunFiles:
             references=[problem.reference for problem in problems],
             texts=run.texts(done.rollout),
         )
-        if run.first:
-            with self._failures.handled():
+        with self._failures.handled():
+            if whole:
                 write_groups(self._folder, iteration, table)
+            if shown:
+                write_shown(self._folder, iteration, table, count=report.completions)
 
     def save(
         self,

@@ -16,6 +16,7 @@ from oarjax.config import Config
 from oarjax.costs import Row, Work, iteration_flops
 from oarjax.credit.bind import attribution, measures, needs_reference, taught
 from oarjax.credit.method import CreditMethod
+from oarjax.credit.registry import label
 from oarjax.grading.grader import GraderError
 from oarjax.grading.recorded import Grading
 from oarjax.models.lora import all_params
@@ -108,7 +109,13 @@ def train(
         if run.wants_memory:
             report_memory(run, folder, console)
             stop.check()
-        progress = stack.enter_context(Progress(cfg.iterations, label=cfg.credit.method, console=console))
+        name = cfg.credit.method
+        if run.custom_method is not None:
+            name = label(name, "", cfg.credit.function)
+        baseline = None if before is None else before.metrics["pass_at_1"]
+        progress = stack.enter_context(
+            Progress(cfg.iterations, label=name, console=console, compiles=first < cfg.iterations, baseline=baseline)
+        )
         health = Health(run, folder, warnings)
         health.remember(read_metrics(folder / "metrics.jsonl"), until=first)
         host = host._replace(watch=health)
@@ -144,11 +151,12 @@ def train(
                 metrics |= last.metrics
             rows = completion_rows(run, done, cfg.report.completions)
             files.write(iteration, metrics, rows)
-            if cfg.report.groups and iteration % cfg.report.groups == 0:
-                files.write_groups(iteration, done)
+            files.write_groups(iteration, done)
             if on_lines is not None:
                 on_lines()
             progress.update(iteration, metrics, phases)
+            if iteration < cfg.iterations and (iteration == 1 or iteration % max(10, cfg.iterations // 10) == 0):
+                show_completions(console, iteration, rows[:1])
             warnings.check(iteration, metrics)
             _explain_crashes(done.grades, warnings)
             stopping = stop.asked()

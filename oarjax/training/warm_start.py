@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from importlib.metadata import version
 
@@ -68,9 +69,13 @@ def warm_start(run: Run, params: Params, stop: Stop) -> Params:
             stream.restore(record["data"])
             first = newest
             run.console.print(f"the warm start resumes after step {first}", markup=False)
-        progress = stack.enter_context(Progress(cfg.steps, label="sft", console=run.console))
+        progress = stack.enter_context(
+            Progress(cfg.steps, label="sft", console=run.console, compiles=first < cfg.steps)
+        )
+        tokens, since = 0, time.perf_counter()
         for number in range(first + 1, cfg.steps + 1):
             batch = next(stream)
+            tokens += int(batch.completion.sum())
             (rows,) = plan.split(
                 TrainBatch(  # numpy until it is placed
                     tokens=batch.tokens,  # pyright: ignore[reportArgumentType]
@@ -86,8 +91,11 @@ def warm_start(run: Run, params: Params, stop: Stop) -> Params:
             if stopped := health.imitated(number, rows, plan.used[0], metrics, state):
                 raise stopped
             if number % shown_every == 0 or number == cfg.steps:
-                shown = {name: float(mean.value) for name, mean in jax.device_get(metrics).items()}
-                progress.update(number, shown)
+                names = ("loss", "entropy", "grad_norm")
+                shown = {name: float(jax.device_get(metrics[name]).value) for name in names if name in metrics}
+                spent = time.perf_counter() - since
+                progress.update(number, shown | {"tok/s": tokens / spent})
+                tokens, since = 0, time.perf_counter()
             stopping = stop.asked()
             if saving.warm_start and (stopping or number % saving.warm_start == 0) and number < cfg.steps:
                 with failures.handled():

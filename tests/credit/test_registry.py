@@ -133,6 +133,7 @@ def test_a_new_entry_is_in_config_lab_study_and_label(mine):
         config("min")
     assert LabConfig().methods["Mine"] == {"method": "mine"}
     assert label("mine", "oar_g") == "Mine"
+    assert label("custom", "oar_g", "my_credit.py:later_tokens") == "later_tokens"
     study = StudyConfig.model_validate(
         {
             "run_dir": "study",

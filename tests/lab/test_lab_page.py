@@ -28,20 +28,21 @@ def test_page_loads_nothing_and_runs_nothing(tmp_path):
 def test_every_method_has_a_switch_and_its_own_colours(tmp_path):
     html, read = page(tmp_path)
     switches = [value for tag, name, value in read.attributes if tag == "input" and name == "id"]
-    assert switches == ["m0", "m1", "m2"]
-    assert [value for tag, name, value in read.attributes if tag == "label" and name == "for"] == switches
-    assert html.count(" checked>") == 1
+    assert switches == ["a0", "a1", "a2", "bn", "b0", "b1", "b2"]  # a method, and another one beside it
+    assert html.count(" checked>") == 2
+    assert html.index("<fieldset>") > html.index("<main>")  # a focused switch is beside what it changes: no jump
     classes = [value for tag, name, value in read.attributes if tag == "span" and name == "class"]
     assert "m0s7 m1p8 total" in classes  # the first token: weights 0.1 and 3
     assert "m0p4 direct total" in classes  # the second: 1.9 and 1
-    for rule in ("#m0:checked ~ main .m0s7 {", "#m1:checked ~ main .m1p8 {"):
+    for rule in ("main:has(#a0:checked) .first .m0s7,", "main:has(#b1:checked) .second .m1p8 {"):
         assert rule in html
 
 
 def test_hovering_shows_every_methods_numbers(tmp_path):
     _, read = page(tmp_path)
-    titles = [value for tag, name, value in read.attributes if tag == "span" and name == "title"]
+    titles = [value for tag, name, value in read.attributes if tag == "span" and name == "data-tip"]
     assert len(titles) == 4
+    assert read.attributes.count(("span", "tabindex", "0")) == 4  # by keyboard and touch, too
     assert titles[1].splitlines() == [
         "direct: changing it changes the answer; total: changing it changes the reward; holds a step's result",
         "OAR-P: weight 1.900, score 2.500",

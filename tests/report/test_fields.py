@@ -15,6 +15,8 @@ def test_every_field_has_a_row_with_its_default_and_accepted_values():
     assert rows["data.prompt_format"].default == "{prompt}"
     assert rows["sft"][1:3] == ("null", "null or a section")
     assert "oar_g" in rows["credit.method"].accepted
+    assert rows["sft.optim.lr"].default == "0.001"  # that of its section, not of every optimizer
+    assert [path for path, row in rows.items() if not row.about] == []
     sections = {path.split(".")[0] for path in rows}
     assert sections == set(Config.model_fields)
     assert all(row.accepted != "any value" for row in rows.values()), "a type that the table cannot describe"

@@ -1,4 +1,4 @@
-"""Completions of whole groups as Parquet."""
+"""Completions of whole groups: as Parquet, and as JSON for the report."""
 
 import errno
 
@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow.parquet as parquet
 import pytest
 
-from oarjax.report.groups import group_table, write_groups
-from oarjax.runs.durable import StorageError
+from oarjax.report.groups import group_table, read_shown, shows_groups, write_groups, write_shown
+from oarjax.runs.durable import DamagedError, StorageError
 from oarjax.types import Grades, Rollout
 
 
@@ -48,3 +48,28 @@ def test_a_full_disk_is_a_storage_error(tmp_path, monkeypatch):
     monkeypatch.setattr("os.replace", full)
     with pytest.raises(StorageError, match=r"000003\.parquet"):
         write_groups(tmp_path, 3, table())
+
+
+def test_the_first_groups_of_an_iteration_are_kept_for_the_report(tmp_path):
+    assert read_shown(tmp_path) == []
+    write_shown(tmp_path, 12, table(), count=5)
+    path = write_shown(tmp_path, 3, table(), count=1)
+    first, *others = read_shown(tmp_path)
+    assert [g.iteration for g in (first, *others)] == [3, 12, 12]
+    assert (first.prompt, first.reference, first.mean_reward) == ("p", "7", 0.5)
+    assert [row.completion for row in others[1].completions] == table()["completion"][2:]
+    assert np.isnan(others[1].completions[0].reward)
+    assert others[1].mean_reward == 0.5  # of what could be graded
+    row = first.completions[0]
+    assert (row.rewards, row.tokens, row.ended) == ({"math": 1.0, "brief": 2.0}, 1, False)
+    path.write_text("{}")
+    with pytest.raises(DamagedError, match=r"000003\.json is not what a run wrote"):
+        read_shown(tmp_path)
+
+
+@pytest.mark.parametrize(("iterations", "shown"), [(3, 3), (30, 16), (1000, 14)])
+def test_groups_are_kept_of_about_twelve_iterations(iterations, shown):
+    chosen = [n for n in range(1, iterations + 1) if shows_groups(n, iterations)]
+    assert chosen[0] == 1
+    assert chosen[-1] == iterations
+    assert len(chosen) == shown

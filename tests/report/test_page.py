@@ -6,8 +6,10 @@ import sys
 import pytest
 from hostile_page import EVIL, Reader, completion, runs
 
+from oarjax.report.colours import styles
 from oarjax.report.curves import average, curves, drawn_panels, moving_mean, points
-from oarjax.report.page import nice_ticks, pick_completions, token_colour, token_pieces, write_page
+from oarjax.report.groups import ShownCompletion, ShownGroup
+from oarjax.report.page import group_cards, nice_ticks, pick_completions, token_colour, token_pieces, write_page
 from oarjax.report.summary import SummaryRow
 
 
@@ -18,6 +20,14 @@ def summary() -> list[SummaryRow]:
         SummaryRow(name="SFT policy", pass_at_1=0.7, low=0.66, high=0.74, **nothing, **rest),
         SummaryRow("OAR-G", 0.9, 0.87, 0.93, 20.0, 16.5, 23.5, mean_length=60.0, **rest),
     ]
+
+
+def group(iteration: int, rewards: list[float], **changes) -> ShownGroup:
+    fields = {"answer": None, "rewards": {"exact": 0.0, "brief": 0.25}, "advantage": 0.0, "verdict": "graded"}
+    fields |= {"tokens": 9, "ended": False}
+    own = {name: changes.pop(name) for name in ("prompt", "reference") if name in changes}
+    rows = [ShownCompletion(reward=r, **({"completion": f"row {i}"} | fields | changes)) for i, r in enumerate(rewards)]
+    return ShownGroup(iteration, own.get("prompt", "1+1?"), own.get("reference", "2"), rows)
 
 
 def page(tmp_path, **changes) -> tuple[str, Reader]:
@@ -57,7 +67,54 @@ def test_page_shows_the_numbers_it_was_given(tmp_path):
     assert "entropy, nats" not in read.text  # nothing was logged for it
 
 
-@pytest.mark.parametrize("where", ["prompt", "completion", "answer", "verdict", "reference", "tokens", "title", "rest"])
+def test_groups_come_by_iteration_with_the_lowest_rewards_first(tmp_path):
+    html, read = page(tmp_path, groups=[group(1, [1.0, 0.0]), group(9, [1.0, 1.0]), group(9, [1.0, 0.0, math.nan])])
+    switches = [value for tag, name, value in read.attributes if tag == "input" and name == "id"]
+    assert switches == ["i1", "i9"]
+    assert html.count(" checked>") == 1
+    assert html.index('id="i9" checked') > 0  # opens on the last
+    last = read.text[read.text.rindex("mean reward 0.500 of 3 completions") :]
+    assert last.index("row 2") < last.index("row 1") < last.index("row 0")  # ungraded, wrong, right
+    assert last.index("mean reward 1.000 of 2 completions") > last.index("row 0")
+    for text in ("brief 0.250", "cut at 9 tokens", "answer none found"):
+        assert text in " ".join(last.split())
+
+
+def test_groups_of_many_iterations_are_thinned_out_evenly():
+    shown = [number for number, _ in group_cards([group(n, [1.0]) for n in range(1, 24)])]
+    assert shown == list(range(1, 24, 2))
+
+
+def test_several_rewards_have_a_curve_each_and_seconds_leave_the_first_iteration_out(tmp_path):
+    records = [{"iteration": n, "reward": 1.0, "reward/a": 0.5, "reward/b": 0.5} for n in (1, 2)]
+    for record, seconds in zip(records, (90.0, 2.0)):
+        record["seconds/training"] = seconds
+    _, read = page(tmp_path, runs={"OAR-G": records})
+    assert "mean of reward a" in read.text
+    assert "mean of reward b" in read.text
+    assert "iteration 2: 2.000" in read.text
+    assert "iteration 1: 90.0" not in read.text
+    assert "mean of reward exact" not in page(tmp_path, runs={"x": [{"iteration": 1, "reward/exact": 1.0}]})[1].text
+
+
+def test_a_method_has_the_same_colour_among_any_others():
+    alone, among = styles(["OAR-G"]), styles(["GRPO", "OAR-P", "OAR-G permuted", "mine", "OAR-G", "OAR-G noisy"])
+    assert alone == [among[4]] == [(1, 0)]
+    assert among[5] == (1, 1)  # shares the colour, but not the dashes
+    assert len({colour for colour, _ in among[:5]}) == 5
+    assert styles(["a", "b"]) == [(0, 0), (1, 0)]
+
+
+def test_a_run_in_progress_shows_its_evaluations(tmp_path):
+    records = [{"iteration": 0, "pass_at_1": 0.25}, {"iteration": 5, "pass_at_1": 0.5}, {"iteration": 6, "reward": 1.0}]
+    _, read = page(tmp_path, summary=[], runs={"x": records})
+    assert "25.0%held-out pass@1 before" in read.text.replace("\n", "")
+    assert "50.0%held-out pass@1, iteration 5" in read.text.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    "where", ["prompt", "completion", "answer", "verdict", "reference", "tokens", "title", "groups", "rest"]
+)
 def test_untrusted_text_stays_text_everywhere(tmp_path, where):
     changes = {}
     if where == "title":
@@ -65,6 +122,8 @@ def test_untrusted_text_stays_text_everywhere(tmp_path, where):
     elif where == "rest":
         changes |= {"facts": {EVIL: EVIL}, "config": {EVIL: EVIL}, "runs": {EVIL: runs()["GRPO"], "b": []}}
         changes["summary"] = [*summary(), SummaryRow(EVIL, *[0.5] * 6, (0.5,), 2, 0, None, None)]
+    elif where == "groups":
+        changes["groups"] = [group(1, [0.0], prompt=EVIL, reference=EVIL, completion=EVIL, answer=EVIL, verdict=EVIL)]
     elif where == "tokens":
         changes["completions"] = [(1, completion(tokens=[EVIL] * 4))]
     else:

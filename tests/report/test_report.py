@@ -7,9 +7,11 @@ import re
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from rich.console import Console
 
-from oarjax.report.console import OnceWarnings, PhaseTimer, Progress, banner, flatten
+from oarjax.config import flatten, load_config
+from oarjax.report.console import OnceWarnings, PhaseTimer, Progress, banner, run_lines
 from oarjax.report.files import (
     CompletionRow,
     CompletionsWriter,
@@ -184,10 +186,24 @@ def test_progress_is_one_plain_line_per_update_where_there_is_no_terminal():
     c = console(width=20)
     with Progress(3, label="oar_g", console=c) as progress:
         progress.update(1, {"reward": 0.5, "length": 41.26, "entropy": math.nan}, {"sample": 1.24, "total": 2.0})
-        progress.update(3, {"reward": 1.0, "ess": 0.8, "grad_norm": 3.0}, {"grade": 0.01})
+        progress.update(3, {"reward": 1.0, "ess": 0.8, "grad_norm": 3.0, "zero_variance": 0.25}, {"grade": 0.01})
     assert printed(c).splitlines() == [
         "oar_g 1/3  reward 0.500  length 41.3  entropy n/a  sample 1.2s  total 2.0s",
-        "oar_g 3/3  reward 1.000  ESS 0.800",
+        "oar_g 3/3  reward 1.000  equal groups 25%  grad norm 3.000  ESS 0.800",
+    ]
+
+
+def test_progress_shows_compiling_the_baseline_and_the_latest_evaluation():
+    c = console()
+    with Progress(3, label="oar_g", console=c, compiles=True, baseline=0.456) as progress:
+        progress.update(1, {"reward": 0.5})
+        progress.update(2, {"reward": 0.5, "pass_at_1": 0.736, "truncated": 0.1})
+        progress.update(3, {"reward": 0.5})
+    assert printed(c).splitlines() == [
+        "oar_g compiling: the first one takes longer",
+        "oar_g 1/3  reward 0.500  pass@1 45.6%",
+        "oar_g 2/3  reward 0.500  pass@1 45.6% to 73.6%  truncated 10%",
+        "oar_g 3/3  reward 0.500  pass@1 45.6% to 73.6%",
     ]
 
 
@@ -202,7 +218,7 @@ def test_progress_every_keeps_first_and_last_line():
 @pytest.mark.parametrize("width", [120, 9, 1])
 def test_live_progress_survives_any_width(width):
     c = console(force_terminal=True, width=width)
-    with Progress(2, console=c) as progress:
+    with Progress(2, console=c, compiles=True) as progress:
         progress.update(1, {"reward": 0.5, "length": 40.0}, {"sample": 1.0, "update": 2.0, "total": 3.0})
         progress.console.print("between")
     assert "\x1b[?25h" in printed(c)  # the cursor is back
@@ -267,11 +283,21 @@ def test_top_k_and_top_p_warn_while_training():
     assert "set top_k=0, top_p=1 and min_p=0 for training" in printed(c)
 
 
-def test_banner_lists_facts_and_changed_fields_as_text():
+def test_banner_lists_facts_as_text():
     c = console(width=100)
-    banner(c, {"device": "cpu [x2]", "stop ids": (1, 2)}, {"credit": {"gate": {"tau": 0.3}}, "seed": 4})
-    lines = [" ".join(line.split()) for line in printed(c).splitlines()]
-    assert lines == ["device: cpu [x2]", "stop ids: (1, 2)", "config credit.gate.tau: 0.3", "config seed: 4"]
+    banner(c, {"device": "cpu [x2]", "stop ids": (1, 2)})
+    assert [" ".join(line.split()) for line in printed(c).splitlines()] == ["device: cpu [x2]", "stop ids: (1, 2)"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("[!s]*.yaml")), ids=lambda p: p.stem)
+def test_a_run_is_described_in_twelve_lines(path):
+    cfg, c = load_config(path), console(width=120)
+    names = ("device", "mesh", "policy", "trains", "computes in", "train", "held out")
+    banner(c, run_lines(cfg, dict.fromkeys(names, "as it is") | {"run folder": cfg.run_dir}))
+    lines = printed(c).splitlines()
+    assert len(lines) <= 12
+    assert f"{cfg.rollout.prompts} prompts x {cfg.rollout.group_size} completions" in printed(c)
+    assert f"{cfg.run_dir}/config.yaml" in lines[-1]
 
 
 def test_flatten_keeps_leaves_under_dotted_paths():

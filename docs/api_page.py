@@ -1,16 +1,11 @@
-"""Write docs/api.md, the reference of everything in ``oarjax.__all__``, from the source's docstrings.
-
-python docs/make_api.py             writes it (extra test)
-python docs/make_api.py --check     fails where it is not what would be written
+"""Write the site's page of everything in ``oarjax.__all__`` from the docstrings, when the site is built.
 
 Nothing is imported but the package's table of names; signatures and docstrings are read by griffe.
 """
 
 from __future__ import annotations
 
-import logging
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +14,37 @@ import griffe
 import oarjax
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE / "api.md"
 WIDTH = 100
 HEAD = """# API reference
 
-Everything that `import oarjax` offers, by the module that it lives in; written by `python docs/make_api.py` from the
-docstrings. These names are stable, see [what is stable](bring_your_own.md#what-is-stable). Axis letters: P prompts, G
+Everything that `import oarjax` offers, by the module that it lives in, from the docstrings. These names are
+stable, see [what is stable](bring_your_own.md#what-is-stable). Axis letters: P prompts, G
 rollouts per prompt, B = P * G rows, S prompt positions, T completion positions, N = S + T, V vocabulary, D width, M
 microbatches of b rows.
 """
 
 
 def page() -> str:
-    """The whole reference as markdown."""
+    """Return the whole reference as Markdown."""
     package = griffe.load("oarjax", search_paths=[str(HERE.parent)], docstring_parser="google")
-    parts = [HEAD]
+    parts = [HEAD, contents()]
     for module, names in oarjax._HOME.items():
         home = package[module.removeprefix("oarjax.")]
         intro = home.docstring.value.split("\n\n")[0] if home.docstring else ""
         parts.append(f"## {module}\n\n{_prose(intro)}\n")
         parts += [_entry(home[name], name) for name in names]
     return "\n".join(parts)
+
+
+def contents() -> str:
+    """List the names by module, as links, and show how they go together."""
+    lines = [
+        f"- {module.removeprefix('oarjax.')}: " + ", ".join(f"[{name}](#{name.lower()})" for name in names)
+        for module, names in oarjax._HOME.items()
+    ]
+    readme = (HERE.parent / "README.md").read_text(encoding="utf-8")
+    example = next(b for b in re.findall(r"```python\n(.*?)\n```", readme, re.S) if "group_advantages" in b)
+    return "\n".join(["## Contents", "", *lines, "", "## An example", "", _code(example), ""])
 
 
 def _entry(thing: Any, name: str) -> str:
@@ -76,7 +81,7 @@ def _signature(function: Any) -> str:
 
 
 def _fields(thing: Any) -> str:
-    """The head of a class and its fields as they stand in the source, with their comments."""
+    """Return the head of a class and its fields as they stand in the source, with their comments."""
     source = Path(thing.filepath).read_text(encoding="utf-8").splitlines()
     lines = [f"class {thing.name}({', '.join(map(str, thing.bases))}):" if thing.bases else f"class {thing.name}:"]
     for field in thing.attributes.values():
@@ -114,20 +119,3 @@ def _prose(text: str) -> str:
 
 def _code(text: str, language: str = "python") -> str:
     return f"```{language}\n{text}\n```"
-
-
-def main(arguments: list[str]) -> int:
-    logging.basicConfig(level=logging.WARNING)  # where griffe says what is wrong with a docstring
-    written = page()
-    if arguments == ["--check"]:
-        if not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != written:
-            print("docs/api.md is not what the docstrings say; run: python docs/make_api.py")
-            return 1
-        return 0
-    PAGE.write_text(written, encoding="utf-8")
-    print(f"wrote {PAGE}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,123 @@
+"""Hooks of mkdocs: write the references when the site is built, and turn formulas into MathML.
+
+The reference of the API, of the config and of the commands, and the pages that lie outside docs/ (contributing,
+changes, Cloud TPU scripts) are made here and committed nowhere. Links to source files become their names.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from latex2mathml.converter import convert
+from mkdocs.structure.files import File, Files
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path[:0] = [str(ROOT), str(HERE)]
+
+OUTSIDE = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md", "tpu.md": "tpu/README.md"}
+"""Pages of the site and the files that they are made of."""
+LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(((?!https?:|#|mailto:)[^)#\s]+)(#[^)\s]*)?\)")
+MATH = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.S)
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    """Add the pages that are made: references, and files from outside docs/."""
+    pages = {"api.md": api(), "config_reference.md": config_reference(), "commands.md": commands()}
+    pages |= {name: (ROOT / source).read_text(encoding="utf-8") for name, source in OUTSIDE.items()}
+    for name, text in pages.items():
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, files: Files, **_: Any) -> str:
+    """Point links at pages of the site; a link to a file that is not on it becomes the file's name."""
+    source = OUTSIDE.get(page.file.src_uri)
+    folder = (ROOT / source).parent if source else (HERE / page.file.src_uri).parent
+
+    def link(match: re.Match[str]) -> str:
+        text, target, anchor = match.group(1), match.group(2), match.group(3) or ""
+        path = (folder / target).resolve()
+        name = next((name for name, outside in OUTSIDE.items() if path == ROOT / outside), None)
+        if name is None and path.is_relative_to(HERE):
+            name = path.relative_to(HERE).as_posix()
+        if name is not None and (files.get_file_from_path(name) or not path.exists()):
+            return f"[{text}]({name}{anchor})"  # a page that does not exist is an error of the strict build
+        if not path.exists():
+            raise ValueError(f"{page.file.src_uri}: the link {target} leads nowhere")
+        return text if text.startswith("`") else f"{text} (`{path.relative_to(ROOT).as_posix()}`)"
+
+    return LINK.sub(link, markdown)
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Turn formulas into MathML, which browsers show without a script."""
+
+    def formula(match: re.Match[str]) -> str:
+        text = html.unescape(match.group(2)).strip()
+        block = match.group(1) == "div"
+        return convert(text[2:-2].strip(), display="block" if block else "inline")  # without \( \) or \[ \]
+
+    return MATH.sub(formula, content)
+
+
+def api() -> str:
+    """Write the reference of the public names, with a table of contents."""
+    import api_page
+
+    return api_page.page()
+
+
+def config_reference() -> str:
+    """Write a table of every section of a config."""
+    from oarjax.report.fields import field_rows, markdown
+
+    sections: dict[str, list[Any]] = {}
+    for row in field_rows():
+        sections.setdefault(row.path.split(".")[0] if "." in row.path else "A run", []).append(row)
+    parts = [
+        "# Config reference\n\nEvery field with its default, accepted values and meaning, from the types of "
+        "`oarjax/config.py`. `oarjax config SECTION` prints the same; any field can be set on the command line: "
+        "`oarjax train demo rollout.group_size=16`.\n"
+    ]
+    for name, rows in sections.items():
+        parts.append(f"## {name}\n\n{markdown(rows)}\n")
+    return "\n".join(parts)
+
+
+def commands() -> str:
+    """Write the help of every subcommand."""
+    import click
+    import typer
+
+    from oarjax.cli import app
+
+    group: Any = typer.main.get_command(app)
+    parts = ["# Command line\n\nAs `oarjax COMMAND --help` prints it.\n"]
+    for name, command in group.commands.items():
+        about = (command.help or "").replace("\\[", "[").strip()
+        context = click.Context(command, info_name=f"oarjax {name}")
+        usage = " ".join(["oarjax", name, *command.collect_usage_pieces(context)])
+        rows = [_parameter(p, context) for p in command.params if p.name != "help"]
+        table = "\n".join(["| option | meaning | default |", "|---|---|---|", *rows])
+        example = f"\n\n{command.epilog}" if command.epilog else ""
+        parts.append(f"## {name}\n\n```text\n{usage}\n```\n\n{about}{_code(example)}\n\n{table}\n")
+    return "\n".join(parts)
+
+
+def _parameter(parameter: Any, context: Any) -> str:
+    """Write a row of a command's table."""
+    option = parameter.param_type_name == "option"
+    name = ", ".join(parameter.opts) if option else parameter.make_metavar(context)
+    shown = parameter.show_default if isinstance(parameter.show_default, str) else parameter.default
+    default = "" if shown in (None, False, "") or callable(shown) else str(getattr(shown, "value", shown))
+    about = (getattr(parameter, "help", None) or "").replace("|", "\\|").replace("\\[", "[")
+    return f"| `{name.strip('[]')}` | {about} | {default} |"
+
+
+def _code(example: str) -> str:
+    return re.sub(r"Example: (.+)", r"Example: `\1`", example)

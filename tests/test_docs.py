@@ -1,0 +1,50 @@
+"""The docs say what the code says: messages, links, the site's pages, the version."""
+
+import re
+import tomllib
+
+import yaml
+from conftest import ROOT
+
+import oarjax
+
+DOCS = ROOT / "docs"
+MADE = {"api.md", "config_reference.md", "commands.md", "contributing.md", "changelog.md", "tpu.md"}
+"""Pages that docs/site_hooks.py makes when the site is built."""
+
+
+def test_every_message_of_troubleshooting_is_one_of_ours():
+    sources = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "oarjax").rglob("*.py")))
+    sources = re.sub(r'"\s*\n\s*f?"', "", sources)  # literals that continue on the next line
+    rows = [line for line in (DOCS / "troubleshooting.md").read_text().splitlines() if line.startswith("| `")]
+    messages = [re.match(r"\| `([^`]+)` \|", row).group(1) for row in rows]
+    assert len(messages) > 15
+    assert [message for message in messages if message not in sources] == []
+
+
+def test_links_lead_somewhere():
+    pages = [*DOCS.glob("*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
+    broken = [
+        f"{page.name}: {target}"
+        for page in pages
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
+        if not target.startswith(("http", "mailto")) and target not in MADE and not (page.parent / target).exists()
+    ]
+    assert broken == []
+
+
+def test_every_page_is_in_the_navigation():
+    def pages(tree):
+        for entry in tree:
+            for value in entry.values():
+                yield from [value] if isinstance(value, str) else pages(value)
+
+    named = list(pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert sorted(named) == sorted({path.name for path in DOCS.glob("*.md")} | MADE)
+
+
+def test_the_version_has_one_place():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "oarjax.__version__"}
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == oarjax.__version__
+    assert f"## {oarjax.__version__}" in (ROOT / "CHANGELOG.md").read_text()
