@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import re
-import sys
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from mkdocs.structure.files import File, Files
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-sys.path[:0] = [str(ROOT), str(HERE)]
 
 OUTSIDE = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md", "tpu.md": "tpu/README.md"}
 """Pages of the site and the files that they are made of."""
@@ -67,9 +66,7 @@ def on_page_content(content: str, **_: Any) -> str:
 
 def api() -> str:
     """Write the reference of the public names, with a table of contents."""
-    import api_page
-
-    return api_page.page()
+    return str(runpy.run_path(str(HERE / "api_page.py"))["page"]())
 
 
 def config_reference() -> str:
