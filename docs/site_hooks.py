@@ -88,7 +88,6 @@ def config_reference() -> str:
 
 def commands() -> str:
     """Write the help of every subcommand."""
-    import click
     import typer
 
     from oarjax.cli import app
@@ -97,23 +96,24 @@ def commands() -> str:
     parts = ["# Command line\n\nAs `oarjax COMMAND --help` prints it.\n"]
     for name, command in group.commands.items():
         about = (command.help or "").replace("\\[", "[").strip()
-        context = click.Context(command, info_name=f"oarjax {name}")
-        usage = " ".join(["oarjax", name, *command.collect_usage_pieces(context)])
-        rows = [_parameter(p, context) for p in command.params if p.name != "help"]
+        params = [p for p in command.params if p.name != "help"]
+        arguments = [p.metavar or p.name.upper() for p in params if p.param_type_name == "argument"]
+        usage = " ".join(["oarjax", name, "[OPTIONS]", *arguments])
+        rows = [_parameter(p) for p in params]
         table = "\n".join(["| option | meaning | default |", "|---|---|---|", *rows])
         example = f"\n\n{command.epilog}" if command.epilog else ""
         parts.append(f"## {name}\n\n```text\n{usage}\n```\n\n{about}{_code(example)}\n\n{table}\n")
     return "\n".join(parts)
 
 
-def _parameter(parameter: Any, context: Any) -> str:
+def _parameter(parameter: Any) -> str:
     """Write a row of a command's table."""
     option = parameter.param_type_name == "option"
-    name = ", ".join(parameter.opts) if option else parameter.make_metavar(context)
+    name = ", ".join(parameter.opts) if option else parameter.metavar or parameter.name.upper()
     shown = parameter.show_default if isinstance(parameter.show_default, str) else parameter.default
     default = "" if shown in (None, False, "") or callable(shown) else str(getattr(shown, "value", shown))
     about = (getattr(parameter, "help", None) or "").replace("|", "\\|").replace("\\[", "[")
-    return f"| `{name.strip('[]')}` | {about} | {default} |"
+    return f"| `{name}` | {about} | {default} |"
 
 
 def _code(example: str) -> str:
