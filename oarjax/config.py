@@ -134,7 +134,7 @@ class StoriesConfig(Section):
     highest: Annotated[int, Field(ge=10, le=99)] = Field(default=20, description="all numbers lie in 1..highest")
     right: Share = Field(default=1.0, description="of the sft split: share of steps that are right")
     written: Share = Field(default=1.0, description="of the sft split: share of completions that write the steps out")
-    seed: Count = 0
+    seed: Count = Field(default=0, description="of the problems")
 
 
 class DatasetConfig(Section):
