@@ -354,7 +354,7 @@ def plan(
     credit: Annotated[
         str, typer.Option(metavar="METHODS", help="Further credit methods to compile, comma-separated.")
     ] = "",
-    phases: Annotated[str, typer.Option(metavar="NAMES", help="Programs to compile.")] = "reshard,sample,score,update",
+    phases: Annotated[str, typer.Option(metavar="NAMES", help="Programs to compile; all of a step if none.")] = "",
     out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON.")] = None,
     write: Annotated[Path | None, typer.Option(metavar="FILE.md", help="Write the tables as a Markdown page.")] = None,
     cache: Annotated[

@@ -691,7 +691,7 @@ def tracked(cfg: Config) -> Any:
 def unwritable(cfg: Config) -> Any:
     """What a run does whose first checkpoint cannot be written; an error that is due here is no error of the field."""
 
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError("No space left on device")
 
     with pytest.MonkeyPatch.context() as patch:

@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -39,8 +40,8 @@ def text(name) -> str:
 # As committed
 
 
-def test_the_three_are_there():
-    assert list(NOTEBOOKS) == ["colab_tpu", "compose_losses", "what_gets_credit"]
+def test_the_four_are_there():
+    assert list(NOTEBOOKS) == ["colab_tpu", "compose_losses", "kaggle_lora_7b", "what_gets_credit"]
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
@@ -86,14 +87,15 @@ def test_one_switch_at_the_top(name):
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_links_and_badges_lead_somewhere(name):
-    assert text(name).count(BADGE) == 1
+    on_colab = not name.startswith("kaggle")
+    assert text(name).count(BADGE) == on_colab
     for link in re.findall(r"\]\(([^)]+)\)", text(name).replace(BADGE, "")):
         assert (NOTEBOOKS[name].parent / link).exists(), link
     for config in re.findall(r"configs/[\w.-]+\.yaml", code(name)):
         assert (ROOT / config).is_file(), config
     readme = (ROOT / "README.md").read_text()
     (row,) = [line for line in readme.splitlines() if f"(notebooks/{name}.ipynb)" in line]
-    assert BADGE in row
+    assert (BADGE in row) == on_colab
 
 
 def test_nobody_is_led_to_a_repository_that_is_not_ours():
@@ -143,6 +145,43 @@ def cell_with(cells, text: str):
     return found
 
 
+class Pip:
+    """Stands in for a fresh notebook: records what the installation runs; with ``failures`` nothing may be kept."""
+
+    def __init__(self, failures: int):
+        self.failures, self.commands, self.restarted, self.kernel = failures, [], False, self
+
+    def run(self, command, check=False):
+        self.commands.append(command[2:])
+        return SimpleNamespace(returncode=int(self.failures > 0 and "--constraint" in command))
+
+    def do_shutdown(self, restart):
+        self.restarted = restart
+
+
+def test_all_install_alike():
+    cells = {
+        c.source.replace("tpu,log,hub", "log") for name in NOTEBOOKS for c in read(name).cells if "_spec(" in c.source
+    }
+    assert len(cells) == 1
+
+
+@pytest.mark.parametrize("failures", [0, 1])
+def test_the_installation_restarts_only_where_a_loaded_package_has_to_go(failures, tmp_path, monkeypatch):
+    """Of the packages that are loaded pip is told to keep the versions; where it cannot, the session starts anew."""
+    cell = next(c.source for c in read("colab_tpu").cells if "find_spec(" in c.source)
+    pip = Pip(failures)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("subprocess.run", pip.run)
+    exec(cell, {"os": os, "REPOSITORY": "address", "get_ipython": lambda: pip})
+    clone, *installs = pip.commands
+    assert clone[-2:] == ["address", "repository"]
+    assert installs[0][-2:] == ["--constraint", "kept.txt"]
+    assert f"pytest=={pytest.__version__}\n" in (tmp_path / "kept.txt").read_text()
+    assert (len(installs), pip.restarted) == (1 + failures, failures == 1)
+
+
 RECORDS = "[json.loads(line) for line in open(run / 'metrics.jsonl')]"
 
 
@@ -166,6 +205,15 @@ def test_colab_tpu(checkout):
     saved = checkout / "saved" / "demo_tiny"
     assert (saved / "export" / "model.safetensors").is_file()
     assert (saved / "checkpoints" / "000003").is_dir()
+
+
+@pytest.mark.slow
+def test_kaggle_lora_7b(checkout):
+    """After the Colab notebook its run is there and finished, and is shown again."""
+    cells, found = executed("kaggle_lora_7b", checkout, {"records": RECORDS, "run": "str(run)"})
+    assert found["run"] == "saved/demo_tiny"
+    assert [record["iteration"] for record in found["records"]] == [0, 1, 2, 3]
+    assert html(cell_with(cells, "oarjax.train(")).count("<figure>") == 6
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ load() { # a script's arguments: settings into variables, options that all scrip
   [[ -f $settings ]] || die "no settings in $settings: cp tpu/settings.example.env tpu/settings.env, then fill it in"
   # What an older settings file may not have:
   SERVICE_ACCOUNT="" RUNTIME="" SPOT=no VALID_UNTIL="" OVERRIDES=() MAX_RESTARTS=20 EXTRAS=tpu,log,hub
-  GCSFUSE_FLAGS="" POLL_SECONDS=20 GRACE_SECONDS=120 DELETE_SECONDS=600 STEADY_SECONDS=60
+  DISK_GB=80 GCSFUSE_FLAGS="" POLL_SECONDS=20 GRACE_SECONDS=120 DELETE_SECONDS=600 STEADY_SECONDS=60
   # shellcheck source=settings.example.env
   source "$settings"
   for assignment in "${given[@]}"; do declare -g "$assignment"; done
@@ -94,6 +94,7 @@ SPOT yes|no
 RUN [A-Za-z0-9][A-Za-z0-9._-]*
 CONFIG .+\.yaml
 MAX_RESTARTS [0-9]+
+DISK_GB [0-9]+
 POLL_SECONDS [0-9.]+
 TABLE
 }

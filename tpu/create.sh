@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Request a TPU, spot or on demand, and wait until it runs.
 #
-#   tpu/create.sh [--no-wait] [--any-bucket] [options]
+#   tpu/create.sh [--no-wait] [--any-bucket] [--any-disk] [options]
 #
 #   --no-wait       leave the request in the queue; the same command without it waits
 #   --any-bucket    accept a bucket without hierarchical namespace (a finished checkpoint is then copied, not renamed)
+#   --any-disk      request the machine although its boot disk is too small for the run, by docs/plans.md
 #
-# Checks the bucket, then asks for a queued resource. Billing starts when it becomes ACTIVE and ends with tpu/delete.sh.
-# Interrupting the wait does not withdraw the request.
+# Checks the bucket and what the run needs of a worker's disk, then asks for a queued resource. Billing starts when it
+# becomes ACTIVE and ends with tpu/delete.sh. Interrupting the wait does not withdraw the request.
 
 # shellcheck source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -57,6 +58,24 @@ check_bucket() { # before anything is billed: a run without a place for its chec
   if [[ ${place,,} != "$region" ]]; then
     say "WARNING: gs://$BUCKET is in $place, the TPU in $region: slower, and traffic between regions is billed."
   fi
+}
+
+check_disk() { # by the table "What the runs need" of docs/plans.md: weights, and what else a worker's disk must hold
+  local weights disk needed
+  read -r weights disk < <(awk -F '|' -v config=" $CONFIG " \
+    '$2 == config && NF == 10 { print $7, $8; exit }' "$CHECKOUT/docs/plans.md" 2>/dev/null) || return 0
+  if [[ ! "$weights $disk" =~ ^[0-9]+\ [0-9]+$ ]]; then return; fi
+  needed=$((disk + weights))
+  if [[ " ${OVERRIDES[*]} " == *" policy.path="* ]]; then needed="$disk"; fi # in a folder, such as the bucket's
+  if ((needed <= DISK_GB)); then return; fi
+  if [[ $any_disk == yes ]]; then
+    say "WARNING: $CONFIG needs about $needed GB of every worker's disk, which has about $DISK_GB GB of room."
+    return
+  fi
+  die "$CONFIG needs about $needed GB of every worker's disk, $weights GB of it the policy's files, and a boot disk" \
+    "has about $DISK_GB GB of room (DISK_GB). Put the files into the bucket once, which all workers read:" \
+    "gcloud storage cp --recursive FOLDER gs://$BUCKET/models, and OVERRIDES=(policy.path=../bucket/models/FOLDER)" \
+    "in the settings; or --any-disk. Nothing was requested."
 }
 
 explain() { # gcloud's words: what they mean and what to do
@@ -109,11 +128,12 @@ failed() { # the queue gave up: say why, and remove the entry, which would count
 }
 
 load "$@"
-wait=yes any_bucket=no
+wait=yes any_bucket=no any_disk=no
 for argument in "${ARGS[@]}"; do
   case "$argument" in
     --no-wait) wait=no ;;
     --any-bucket) any_bucket=yes ;;
+    --any-disk) any_disk=yes ;;
     *) die "unknown argument: $argument; see --help" ;;
   esac
 done
@@ -128,6 +148,7 @@ case "$STATE" in
   NONE)
     check_bucket
     check_topology
+    check_disk
     say "requesting $ACCELERATOR '$TPU_NAME' in $ZONE (spot: $SPOT), runtime $RUNTIME"
     request
     ;;

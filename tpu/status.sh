@@ -4,12 +4,12 @@
 #   tpu/status.sh [options]
 #
 # Lists every TPU and queue entry of the project in the zone, then the run's last words in the bucket, and what
-# `oarjax status` says of it: iteration, reward, speed, time left, last checkpoint.
+# `oarjax status` says of it: iteration, reward, speed, time left, chip-hours so far, last checkpoint.
 
 # shellcheck source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-progress() { # by worker 0 where the machine runs, else by an oarjax that is installed here, from copies of three files
+progress() { # by worker 0 where the machine runs, else by an oarjax that is installed here, from copies of four files
   local copy="$SCRATCH/run" name
   if [[ $machine == ACTIVE ]]; then
     run gcloud compute tpus tpu-vm ssh "$TPU_NAME" "${WHERE[@]}" --worker=0 \
@@ -17,7 +17,7 @@ progress() { # by worker 0 where the machine runs, else by an oarjax that is ins
     say "worker 0 does not answer"
   fi
   mkdir -p "$copy"
-  for name in config.yaml metrics.jsonl checkpoints.json; do
+  for name in config.yaml metrics.jsonl checkpoints.json inputs.json; do
     if ask gcloud storage cat "$SHARED/$name"; then echo "$ANSWER" >"$copy/$name"; fi
   done
   if [[ $DRY_RUN == yes ]]; then return; fi

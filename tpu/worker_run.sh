@@ -116,7 +116,7 @@ save() { # what is on this machine only, into the bucket
 keep() { # every minute: the log; and files that grow, which gcsfuse uploads when they are closed or synced
   while sleep "${KEEP_SECONDS:-60}" && kill -0 $$ 2>/dev/null; do
     save || true
-    if [[ $number == 0 ]]; then sync "$shared"/*.jsonl 2>/dev/null || true; fi
+    if [[ $number == 0 ]]; then sync "$shared"/*.jsonl "$shared"/tensorboard/* 2>/dev/null || true; fi
   done
 }
 

@@ -130,9 +130,8 @@ def phases(s: Setting) -> list[Check]:
     rate = s.peaks.flops or _rate_of_products()
     for name in [name for name in ("sample", "score", "update") if name in laps[-1]]:
         seconds = statistics.median(lap[name] for lap in laps[1:])
-        planned = planned_seconds(s, cfg, model, name, rate)
-        if name == "update" and "score" not in laps[-1]:  # both in one pass
-            planned += planned_seconds(s, cfg, model, "score", rate)
+        one_pass = name == "update" and "score" not in laps[-1]
+        planned = planned_seconds(s, cfg, model, "fused" if one_pass else name, rate)
         note = f"{seconds:.4g} s, {planned:.4g} s at peak"
         if s.small or s.peaks.flops is None:
             checks.append(not_applicable(f"{name} against plan", f"{note}, measured", value=seconds / planned))
@@ -184,7 +183,7 @@ def host_of(run: Run, phase: Any) -> HostCallbacks:
 def planned_seconds(s: Setting, cfg: Config, model: QwenConfig, name: str, rate: float) -> float:
     """Return the seconds of a phase at peak rates without overlap; an update recomputes its forward."""
     count = len(jax.devices())
-    again = 4 / 3 if name == "update" and cfg.policy.remat == "full" else 1.0
+    again = 4 / 3 if name in ("update", "fused") and cfg.policy.remat == "full" else 1.0
     products = again * model_flops(name, model, cfg) / (count * rate)
     if name != "sample" or s.peaks.bandwidth is None:
         return products

@@ -1,8 +1,8 @@
-"""Mixture of experts: a router sends every token to ``per_token`` of ``count`` small MLPs and adds up their outputs.
+"""Mixture of experts: a router sends every token to ``per_token`` of ``count`` small MLPs and adds up what they give.
 
 p = softmax(x W_router) in float32; the likeliest k experts e_1 .. e_k have weights p_e, divided by their sum where the
-config says so; y = sum_i p_{e_i} * down_{e_i}(silu(gate_{e_i} x) * up_{e_i} x). Experts have no capacity limit: no
-token is dropped, padding is computed like any token, and a row's result does not depend on the rows beside it.
+config says so; y = sum_i p_{e_i} * down_{e_i}(silu(gate_{e_i} x) * up_{e_i} x). No expert has a capacity: no token is
+dropped, padding is computed as any token, and a row's result does not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from oarjax.models.qwen_config import Experts, QwenConfig
 from oarjax.models.sharding import row_axes
 
 ExpertsKind = Literal["grouped", "dense"]
-"""grouped: each expert computes its own tokens; dense: every expert computes every token, most results go unused."""
+"""grouped: each expert computes its own tokens; dense: every expert computes every token, and most of it is unused."""
 
 
 def experts_for(mesh: Mesh) -> ExpertsKind:
@@ -34,7 +34,7 @@ def experts_for(mesh: Mesh) -> ExpertsKind:
 def route(
     logits: Float[Array, "R E"], *, per_token: int, normalised: bool
 ) -> tuple[Float[Array, "R k"], Int[Array, "R k"]]:
-    """Return every token's likeliest experts, weights and indices; ties go to the lower index."""
+    """Return the weights and numbers of the likeliest experts of every token, the first among equals first."""
     weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), per_token)
     if normalised:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -42,7 +42,7 @@ def route(
 
 
 class ExpertLinear(nnx.Module):
-    """Stack one linear map of every expert as [expert, in, out], with stacked adapters if ``adapted``."""
+    """The same linear map of every expert, stacked: [expert, in, out], with stacked adapters where there are any."""
 
     def __init__(self, count: int, into: int, out: int, *, dtype: DTypeLike, adapted: bool, scale: float):
         self.dtype, self.scale = jnp.dtype(dtype), scale
@@ -51,13 +51,13 @@ class ExpertLinear(nnx.Module):
         self.lora_b = nnx.Param(jnp.zeros((count, 1, out))) if adapted else None
 
     def matrices(self) -> tuple[Array, ...]:
-        """Return the kernel, and A and B if there are adapters, in the compute dtype."""
-        parameters = (self.kernel, self.lora_a, self.lora_b)
-        return tuple(p[...].astype(self.dtype) for p in parameters if p is not None)
+        """Return the kernel, and A and B where there are adapters, in the compute dtype."""
+        held = (self.kernel, self.lora_a, self.lora_b)
+        return tuple(m[...].astype(self.dtype) for m in held if m is not None)
 
 
 class MoE(nnx.Module):
-    """Replace a layer's MLP by experts and their router."""
+    """The experts of one layer and their router, in the place of an MLP."""
 
     def __init__(
         self,
@@ -99,25 +99,7 @@ class MoE(nnx.Module):
 
 
 Matrices = tuple[tuple[Array, ...], ...]
-"""For each of gate, up and down: the kernel [E in out], or kernel, A and B."""
-
-
-def _count(matrices: Matrices) -> int:
-    """Return the number of experts."""
-    return matrices[0][0].shape[0]
-
-
-def _expert_mlp(rows: Array, matrices: Matrices, product: Callable[[Array, Array], Array], scale: float) -> Array:
-    """Return down(silu(gate(rows)) * up(rows)), each linear map with its adapter; ``product`` picks rows' experts."""
-
-    def linear(x: Array, kernel: Array, *adapter: Array) -> Array:
-        if not adapter:
-            return product(x, kernel)
-        a, b = adapter
-        return product(x, kernel) + scale * product(product(x, a), b)
-
-    gate, up, down = matrices
-    return linear(jax.nn.silu(linear(rows, *gate)) * linear(rows, *up), *down)
+"""Of gate, up and down: the kernel [E in out], or kernel, A and B."""
 
 
 def _grouped(
@@ -130,15 +112,19 @@ def _grouped(
     dtype: DTypeLike,
     stream: DTypeLike,
 ) -> Float[Array, "R D"]:
-    """Sort the tokens' copies by expert, let each expert compute its block, and restore the tokens' order."""
+    """Sort the tokens' copies by expert, so that each expert's stand together, and put the results back."""
+    gate, up, down = matrices
     owner = chosen.reshape(-1)
     order = jnp.argsort(owner, stable=True)
-    sizes = jnp.zeros((_count(matrices),), jnp.int32).at[owner].add(1)
+    sizes = jnp.zeros((gate[0].shape[0],), jnp.int32).at[owner].add(1)
 
-    def product(x: Array, matrix: Array) -> Array:
-        return grouped_dot(x.astype(dtype), matrix, sizes=sizes, dtype=stream)
+    def linear(rows: Array, held: tuple[Array, ...]) -> Array:
+        rows, product = rows.astype(dtype), partial(grouped_dot, sizes=sizes, dtype=stream)
+        plain = product(rows, held[0])
+        return plain if len(held) == 1 else plain + scale * product(product(rows, held[1]).astype(dtype), held[2])
 
-    out = _expert_mlp(flat[order // chosen.shape[1]], matrices, product, scale)
+    rows = flat[order // chosen.shape[1]]
+    out = linear(jax.nn.silu(linear(rows, gate)) * linear(rows, up), down)
     back = out[jnp.argsort(order)].reshape(*chosen.shape, -1)
     return jnp.sum(back * weights[..., None], axis=1)
 
@@ -153,22 +139,28 @@ def _dense(
     dtype: DTypeLike,
     stream: DTypeLike,
 ) -> Float[Array, "R D"]:
-    """Compute every expert for every token; experts that were not chosen get weight 0."""
-    share = jnp.sum(jax.nn.one_hot(chosen, _count(matrices), dtype=weights.dtype) * weights[..., None], axis=1)
+    """Compute every expert for every token, and weigh those that were not chosen with 0."""
+    gate, up, down = matrices
+    count = gate[0].shape[0]
+    share = jnp.sum(jax.nn.one_hot(chosen, count, dtype=weights.dtype) * weights[..., None], axis=1)
 
-    def product(x: Array, matrix: Array) -> Array:
-        every = "rd,edf->erf" if x.ndim == 2 else "erd,edf->erf"
-        return jnp.einsum(every, x.astype(dtype), matrix, preferred_element_type=stream)
+    def linear(rows: Array, held: tuple[Array, ...]) -> Array:
+        def product(x: Array, matrix: Array) -> Array:
+            every = "rd,edf->erf" if x.ndim == 2 else "erd,edf->erf"
+            return jnp.einsum(every, x.astype(dtype), matrix, preferred_element_type=stream)
 
-    out = _expert_mlp(flat, matrices, product, scale)
+        plain = product(rows, held[0])
+        return plain if len(held) == 1 else plain + scale * product(product(rows, held[1]), held[2])
+
+    out = linear(jax.nn.silu(linear(flat, gate)) * linear(flat, up), down)
     return jnp.sum(out * share.T[..., None], axis=0)
 
 
 def _divided(mesh: Mesh | None, rows: int, matrices: Matrices) -> Callable[[Any], Any]:
     """Let every device sort its own rows: over the row axes, the experts' inner width over ``tensor``.
 
-    Otherwise the compiler would sort the rows of all devices together. If the mesh does not divide the sizes, the
-    compiler decides the sharding.
+    Without it the compiler would sort the rows of all devices together. Where the mesh does not divide the sizes, the
+    function is left to the compiler.
     """
     if mesh is None or mesh.size == 1:
         return lambda compute: compute
@@ -183,10 +175,10 @@ def _divided(mesh: Mesh | None, rows: int, matrices: Matrices) -> Callable[[Any]
     specs = ((into, whole, into)[: len(matrices[0])], up, (out, out, whole)[: len(matrices[2])])
 
     def divide(compute: Any) -> Any:
-        def shard(*args: Any) -> Array:
-            result = compute(*args)
-            return result if inner is None else jax.lax.psum(result, inner)
+        def one(*args: Any) -> Array:
+            found = compute(*args)
+            return found if inner is None else jax.lax.psum(found, inner)
 
-        return jax.shard_map(shard, mesh=mesh, in_specs=(row, row, row, specs), out_specs=row, check_vma=False)
+        return jax.shard_map(one, mesh=mesh, in_specs=(row, row, row, specs), out_specs=row, check_vma=False)
 
     return divide

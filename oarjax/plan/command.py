@@ -23,9 +23,10 @@ from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import parameter_count
 from oarjax.plan.architecture import architecture_fields
 from oarjax.plan.expected import expected_step, survival_of
-from oarjax.plan.programs import PROGRAMS, shapes_of, times_of, with_method
+from oarjax.plan.needs import needs_of
+from oarjax.plan.programs import PROGRAMS, phases_of_step, shapes_of, times_of, with_method
 from oarjax.plan.sums import (
-    analytic_update_flops,
+    analytic_flops,
     applied_bytes,
     count,
     model_flops,
@@ -74,7 +75,7 @@ def run(
             name,
             cfg,
             where=where,
-            work=work_of(cfg, phases_of(phases), methods_of(credit)),
+            work=work_of(cfg, phases_of(phases, cfg), methods_of(credit)),
             cache=cache,
             timeout=timeout,
             jobs=jobs,
@@ -108,24 +109,36 @@ def methods_of(credit: str) -> tuple[str, ...]:
     return names
 
 
-def phases_of(phases: str) -> tuple[str, ...]:
-    """Parse phases by name, separated by commas, into the order of a step.
+def phases_of(phases: str, cfg: Config) -> tuple[str, ...]:
+    """Parse phases by name, separated by commas, into the order of a step; all of the step where none is named.
 
     Raises:
-        ConfigError: an unknown one, or none.
+        ConfigError: an unknown one, or one pass for score and update in a run that makes two.
     """
-    names = {name.strip() for name in phases.split(",") if name.strip()}
-    if not names or names - set(PROGRAMS):
+    step = phases_of_step(cfg)
+    names = {name.strip() for name in phases.split(",") if name.strip()} or set(step)
+    if names - set(PROGRAMS):
         raise ConfigError(f"--phases: {phases!r} names no program; accepted: {', '.join(PROGRAMS)}")
+    if "fused" in names and "fused" not in step:
+        raise ConfigError(
+            "--phases: fused is no program of this run, which scores and updates in two passes; give score,update"
+        )
     return tuple(name for name in PROGRAMS if name in names)
 
 
 def work_of(cfg: Config, phases: Sequence[str], credit: Sequence[str]) -> list[tuple[str, str | None]]:
-    """List the programs to compile: phase, and credit method if it is not the config's own."""
-    others = [("score", method) for method in credit if method != cfg.credit.method]
+    """List the programs to compile: phase, and credit method if it is not the config's own.
+
+    A further method has the program that computes its scores: in one pass with the update where a run of it would.
+    """
+    others = [m for m in credit if m != cfg.credit.method]
+    scored = next((phase for phase in phases if phase in ("score", "fused")), None)
     found: list[tuple[str, str | None]] = []
     for phase in phases:
-        found += [(phase, None), *(others if phase == "score" else [])]
+        found.append((phase, None))
+        if phase == scored:
+            one_pass = {m: "fused" in phases_of_step(with_method(cfg, m)) for m in others}
+            found += [("fused" if one_pass[m] and phase == "fused" else "score", m) for m in others]
     return found
 
 
@@ -241,7 +254,7 @@ def document(
         )
     fits = all(p["fits"] for p in phases)
     own = [p for p in phases if p["method"] is None]  # what a step runs; other methods are beside it
-    steps = {p["name"] for p in own}
+    whole = fits and {p["name"] for p in own} == set(phases_of_step(cfg))
     found = {
         "config": name,
         "policy": cfg.policy.path,
@@ -259,16 +272,23 @@ def document(
         "shapes": s._asdict(),
         "resident": there,
         "phases": phases,
-        "step": step_of(own, times_of(cfg), chip=where.chip, chips=chips) if fits and steps == set(PROGRAMS) else None,
-        "expected": next((analytic_update_flops(cfg, model, s, p) for p in own if p["name"] == "update"), None),
+        "step": step_of(own, times_of(cfg), chip=where.chip, chips=chips) if whole else None,
+        "expected": next((analytic_flops(cfg, model, s, p) for p in own if p["name"] == "update"), None),
+        "expected_fused": next((analytic_flops(cfg, model, s, p) for p in own if p["name"] == "fused"), None),
         "fits": fits,
         "remedies": [f"{p['name']}: {remedy(p['name'], cfg)}" for p in phases if not p["fits"]],
         "notes": notes(cfg, phases),
     }
+    seconds = None if found["step"] is None else found["step"]["seconds_expected"]
+    found["needs"] = needs_of(cfg, model, where, seconds=seconds)
     survival = survival_of(cfg)
     if survival is not None and found["step"] is not None:
         found["lengths"] = expected_step(cfg, model, found, survival, tensor=tensor)
     return found
+
+
+LEARNING = ("score", "update", "fused")
+GATHERS = ("all-gather", "collective-permute")
 
 
 def notes(cfg: Config, phases: Sequence[dict[str, Any]]) -> list[str]:
@@ -280,6 +300,12 @@ def notes(cfg: Config, phases: Sequence[dict[str, Any]]) -> list[str]:
     if cfg.data.eval is not None and evaluated > rows:
         found.append(f"An evaluation's batch is {evaluated} completions, more than a step's {rows}: not in this plan.")
     for p in phases:
+        sent = p.get("sent", {})
+        if p["name"] in LEARNING and sent.get("all-reduce", 0) > 8 * sum(sent.get(kind, 0) for kind in GATHERS):
+            found.append(
+                f"{p['name']} gathers weights by all-reduces, at twice the bytes, as XLA does over all of a slice "
+                "in three dimensions; a smaller mesh.fsdp, with mesh.data beside it, avoids that."
+            )
         total = p["hbm"]["total"]
         if p["fits"] and total > 0.95 * p["hbm"]["limit"]:
             found.append(f"{p['name']} leaves less than 5% of HBM free, and the runtime wants some for itself.")

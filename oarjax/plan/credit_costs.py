@@ -35,6 +35,9 @@ QWEN_7B = Decoder(
 
 PROJECTED = tuple(CHIPS[name] for name in ("v5e", "v5p", "v6e"))
 
+ONE_PASS = "OAR-G, 1 draw, one pass"
+"""Scores and update in one program: ``update.fused``."""
+
 
 @dataclass(frozen=True)
 class Assumptions:
@@ -88,6 +91,7 @@ def credit_flops(d: Decoder, a: Assumptions) -> dict[str, float]:
     local = local_flops(d, row, window=2, answers=4, padded=True)
     return {
         "OAR-G, 1 draw": gradient_flops(d, row, draws=1, **again),
+        ONE_PASS: gradient_flops(d, row, draws=1, **again) - clean,  # the update's forward
         "OAR-G, 4 draws": gradient_flops(d, row, draws=4, **again),
         "OAR-F, 4 outcomes": fisher_flops(d, row, outcomes=4, **again),
         "OAR-L": local,

@@ -15,56 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+
+from oarjax.plan.hlo_text import Array, HloError, Instruction, Program, parse, type_of
+from oarjax.plan.traffic import hbm_bytes
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-
-WIDTHS = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 16}
-
-
-class HloError(ValueError):
-    """A program whose text does not say what has to be known; names the instruction."""
-
-
-@dataclass(frozen=True)
-class Array:
-    """One array of an instruction's type."""
-
-    dtype: str
-    sizes: tuple[int, ...]
-
-    @property
-    def bytes(self) -> float:
-        """4-bit types count half a byte."""
-        digits = re.search(r"\d+", self.dtype)
-        width = WIDTHS.get(self.dtype, int(digits[0]) / 8 if digits else 0)
-        return float(math.prod(self.sizes) * width)
-
-
-@dataclass(frozen=True)
-class Instruction:
-    name: str
-    type: tuple[Array, ...]  # a tuple's arrays one after another
-    opcode: str
-    operands: tuple[str, ...]
-    rest: str  # attributes
-    value: str  # text between the brackets: a constant's value
-    root: bool
-
-    @property
-    def op_name(self) -> str:
-        """The place in the traced function, such as jit(update)/while/body."""
-        return found[1] if (found := re.search(r'op_name="([^"]*)"', self.rest)) else ""
-
-    def called(self, attribute: str) -> str | None:
-        """Return the computation that an attribute such as ``body`` names."""
-        return found[1] if (found := re.search(rf"\b(?:{attribute})=%?([\w.\-]+)", self.rest)) else None
-
-
-@dataclass(frozen=True)
-class Program:
-    computations: dict[str, dict[str, Instruction]]
-    entry: str
 
 
 @dataclass(frozen=True)
@@ -83,12 +38,18 @@ class Executed:
     collectives: Counter[str] = field(default_factory=Counter)  # kind -> bytes that a device sends
     calls: Counter[str] = field(default_factory=Counter)  # kind -> how often
     kernels: Counter[Kernel] = field(default_factory=Counter)  # -> how often
+    groups: Counter[int] = field(default_factory=Counter)  # devices of a collective -> bytes that a device sends
+    group_calls: Counter[int] = field(default_factory=Counter)  # the same -> how often
+    moved: float = 0.0  # bytes between HBM and the chip, by instructions with matrix products
+    passed: float = 0.0  # the same by all others: elementwise passes, copies into another layout
 
     def add(self, other: Executed, times: int | float) -> None:
         """Add another's totals, so many times."""
         self.flops += times * other.flops
-        pairs: Any = ((self.collectives, other.collectives), (self.calls, other.calls), (self.kernels, other.kernels))
-        for mine, theirs in pairs:
+        self.moved += times * other.moved
+        self.passed += times * other.passed
+        for part in ("collectives", "calls", "kernels", "groups", "group_calls"):
+            mine, theirs = getattr(self, part), getattr(other, part)
             for name, count in theirs.items():
                 mine[name] += times * count
 
@@ -139,14 +100,15 @@ def _count(
     """Add one instruction, and all that it calls, to ``found``."""
     opcode = instruction.opcode.removesuffix("-start")
     here = program.computations[home]
+    before = found.flops, found.kernels.total(), found.calls.total()
     if opcode == "convolution":
-        found.flops += convolution_flops(instruction, *(_type_of(here, o) for o in instruction.operands[:2]))
+        found.flops += convolution_flops(instruction, *(type_of(here, o) for o in instruction.operands[:2]))
     elif opcode == "dot":
-        found.flops += dot_flops(instruction, *(_type_of(here, o) for o in instruction.operands[:2]))
+        found.flops += dot_flops(instruction, *(type_of(here, o) for o in instruction.operands[:2]))
     elif opcode in COLLECTIVES:
         _count_collective(here, home, instruction, opcode, found)
     elif opcode == "custom-call" and "tpu_custom_call" in instruction.rest:
-        operands = tuple(a.sizes for o in instruction.operands for a in _type_of(here, o))
+        operands = tuple(a.sizes for o in instruction.operands for a in type_of(here, o))
         found.kernels[Kernel(re.sub(r"[.\d]+$", "", instruction.name), operands)] += 1
     elif opcode == "while":
         body, times = str(instruction.called("body")), loop_trips(program, home, instruction)
@@ -165,7 +127,13 @@ def _count(
             for part, times in zip(parts, branches(instruction.op_name, len(parts)), strict=True):
                 found.add(part, times)
     elif opcode in ("fusion", "call", "async") and (called := instruction.called("calls|to_apply")):
-        _count_fusion(program, called, found, spread, total)
+        _count_fusion(program, called, found, spread, total, fused=opcode == "fusion")
+    if found.calls.total() == before[2]:  # of a collective the time is on the links
+        moved = hbm_bytes(program, here, instruction)
+        if (found.flops, found.kernels.total()) != before[:2]:
+            found.moved += moved
+        else:
+            found.passed += moved
 
 
 def _count_fusion(
@@ -174,9 +142,14 @@ def _count_fusion(
     found: Executed,
     spread: set[tuple[str, str, str]],
     total: Callable[[str], Executed],
+    *,
+    fused: bool,
 ) -> None:
     """Count a fusion's work. Pieces of one asynchronous collective repeat it, under one channel and chain."""
-    part = total(called)
+    part = Executed()
+    part.add(total(called), 1)
+    if fused:  # between its own instructions nothing goes to HBM
+        part.moved = part.passed = 0.0
     chains = {
         (i.opcode, chain[1], channel[1])
         for i in program.computations[called].values()
@@ -185,7 +158,8 @@ def _count_fusion(
         and (channel := re.search(r"\bchannel_id=(\d+)", i.rest))
     }
     if chains and chains <= spread:
-        part = Executed(flops=part.flops, kernels=part.kernels)
+        for repeated in (part.collectives, part.calls, part.groups, part.group_calls):
+            repeated.clear()
     spread |= chains
     found.add(part, 1)
 
@@ -193,7 +167,7 @@ def _count_fusion(
 def _count_collective(
     here: dict[str, Instruction], home: str, instruction: Instruction, kind: str, found: Executed
 ) -> None:
-    size = sum(a.bytes for o in instruction.operands for a in _type_of(here, o))
+    size = sum(a.bytes for o in instruction.operands for a in type_of(here, o))
     if kind == "all-reduce" and home.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"  # as a TPU writes it: each device keeps its part
     members = group_size(instruction)
@@ -202,6 +176,8 @@ def _count_collective(
     sent = {"all-gather": size * (members - 1), "all-reduce": (size + out) * share, "collective-permute": size}
     found.collectives[kind] += sent.get(kind, size * share)  # type: ignore[assignment]
     found.calls[kind] += 1
+    found.groups[members] += sent.get(kind, size * share)  # type: ignore[assignment]
+    found.group_calls[members] += 1
 
 
 def group_size(instruction: Instruction) -> int:
@@ -360,68 +336,3 @@ def _branches(instruction: Instruction) -> list[str]:
     if found := re.search(r"branch_computations=\{([^}]*)\}", instruction.rest):
         return [name.strip().lstrip("%") for name in found[1].split(",")]
     return [str(instruction.called("false_computation")), str(instruction.called("true_computation"))]
-
-
-# --- Text ------------------------------------------------------------------------------------------------------------
-
-HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
-LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
-ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([\d,]*)\]")
-
-
-def parse(text: str) -> Program:
-    """Parse computations and their instructions. Other lines, such as the rest of a kernel's text, are skipped.
-
-    Raises:
-        HloError: there is no entry computation.
-    """
-    computations: dict[str, dict[str, Instruction]] = {}
-    entry, here = None, None
-    for line in text.splitlines():
-        if header := HEADER.match(line):
-            here = computations.setdefault(header[2], {})
-            entry = header[2] if header[1] else entry
-        elif here is not None and (start := LINE.match(line)):
-            instruction = _instruction(line, start)
-            if instruction is not None:
-                here[instruction.name] = instruction
-    if entry is None:
-        raise HloError("expected optimized HLO text with an ENTRY computation")
-    return Program(computations, entry)
-
-
-def _instruction(line: str, start: re.Match[str]) -> Instruction | None:
-    """Parse ``%name = type opcode(operands), attributes``; None for a line of another form."""
-    at = start.end()
-    end = _closing(line, at) + 1 if line[at] == "(" else line.find(" ", at)
-    opcode = re.match(r"\S*\s*([a-z][\w\-]*)\(", line[end:])
-    if end <= 0 or opcode is None:
-        return None
-    bracket = end + opcode.end() - 1
-    close = _closing(line, bracket)
-    inside = line[bracket + 1 : close]
-    return Instruction(
-        name=start[2],
-        type=tuple(Array(m[1], tuple(int(n) for n in m[2].split(",") if n)) for m in ARRAY.finditer(line[at:end])),
-        opcode=opcode[1],
-        operands=tuple(re.findall(r"%([\w.\-]+)", inside)),
-        rest=line[close + 1 :],
-        value=inside,
-        root=start[1] is not None,
-    )
-
-
-def _closing(line: str, at: int) -> int:
-    """Find the bracket that closes the one at ``at``; the line's end if none does."""
-    depth = 0
-    for i in range(at, len(line)):
-        depth += {"(": 1, ")": -1}.get(line[i], 0)
-        if depth == 0:
-            return i
-    return len(line)
-
-
-def _type_of(here: dict[str, Instruction], name: str) -> tuple[Array, ...]:
-    if name not in here:
-        raise HloError(f"operand %{name} is not defined where it is used")
-    return here[name].type

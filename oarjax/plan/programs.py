@@ -11,10 +11,13 @@ from oarjax.credit.registry import METHODS
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.training.minibatches import widest_prompt
 from oarjax.training.parts.checks import check_lengths
+from oarjax.training.parts.custom import find_method
+from oarjax.training.parts.fused import fuses
 from oarjax.training.parts.layout import check_layouts
 from oarjax.training.parts.shapes import (
     Program,
     apply_program,
+    fused_program,
     reshard_program,
     sample_program,
     score_program,
@@ -29,16 +32,26 @@ PROGRAMS = {
     "reshard": reshard_program,
     "sample": sample_program,
     "score": score_program,
+    "fused": fused_program,
     "update": update_program,
     "apply": apply_program,
 }
-"""Phases in the order of a step. An update adds up gradients (``update``) and changes the weights (``apply``)."""
+"""Phases in the order of a step. An update adds up gradients (``update``, or with the scores in ``fused``) and changes
+the weights (``apply``)."""
+
+
+def phases_of_step(cfg: Config) -> tuple[str, ...]:
+    """Return the phases that an iteration runs: score and update, or both in one pass."""
+    learning = ("fused",) if fuses(cfg, find_method(cfg)) else ("score", "update")
+    return ("reshard", "sample", *learning, "apply")
 
 
 def times_of(cfg: Config) -> dict[str, int]:
-    """Return how often an iteration runs each phase."""
+    """Return how often an iteration runs each phase, were it among those of its step."""
     updates = cfg.update.minibatches * cfg.update.epochs
-    return {"reshard": 1, "sample": 1, "score": cfg.update.minibatches, "update": updates, "apply": updates}
+    return {"reshard": 1, "sample": 1, "score": cfg.update.minibatches} | dict.fromkeys(
+        ("fused", "update", "apply"), updates
+    )
 
 
 class Shapes(NamedTuple):

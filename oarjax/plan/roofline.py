@@ -36,6 +36,36 @@ def roofline(chip: Chip, *, flops: Number, sent: Number, read: Number = 0) -> Ti
     return Times(flops / chip.flops, read / chip.bandwidth, sent / (2 * chip.link))
 
 
+@dataclass(frozen=True)
+class Reached:
+    """Shares of a chip's peaks that a program is assumed to reach: assumptions, not measurements.
+
+    The first three are what ``oarjax accept`` asks of a healthy device's large matrix products, copies and all-reduces.
+    """
+
+    products: float = 0.85
+    memory: float = 0.8
+    links: float = 0.8
+    kernels: float = 0.5  # attention by Pallas, of the matrix units' peak
+    hop: float = 1e-6  # seconds per link that a collective's farthest message passes
+
+
+def expected_seconds(
+    chip: Chip, reached: Reached, *, flops: Number, kernels: Number, moved: Number, passed: Number, links: Number
+) -> float:
+    """Estimate the seconds of a program with nothing overlapped but the reading of products' operands.
+
+    Args:
+        flops: per chip, ``kernels`` of them in kernels.
+        moved: bytes of HBM of the instructions with products, behind which they are.
+        passed: those of all other instructions, which come one after another.
+        links: seconds of its collectives, at their links' full rate.
+    """
+    products = (flops - kernels) / (chip.flops * reached.products) + kernels / (chip.flops * reached.kernels)
+    bandwidth = chip.bandwidth * reached.memory
+    return max(products, moved / bandwidth) + passed / bandwidth + links
+
+
 def utilisation(chip: Chip, *, model_flops: Number, chips: int, seconds: Number) -> float:
     """Divide model FLOPs by what the chips could have done in that time: 0 to 1."""
     return model_flops / (chips * chip.flops * seconds) if seconds > 0 else 0.0
@@ -110,3 +140,19 @@ def executed_update_flops(
     head = 2.0 * d.head_params * row.completion
     repeated = linear - 2.0 * last_product * whole if remat == "full" else 0.0
     return 3 * linear + repeated + attention_passes * attention + 4 * head
+
+
+def executed_fused_flops(
+    d: Decoder, row: Row, *, remat: str, last_product: Number, draws: Number, attended: Number, attention_passes: Number
+) -> float:
+    """Products that scores by OAR-G and the update of one row execute in one pass, see ``training.parts.fused``.
+
+    The update's own, and a push and a pull through the completion's linearised layers for every draw. remat full
+    computes the completion's layers again for each of the two, once for all draws.
+    """
+    update = executed_update_flops(
+        d, row, remat=remat, last_product=last_product, attended=attended, attention_passes=attention_passes
+    )
+    own = pass_flops(d, tokens=row.completion, context=0, read=0)
+    again = own - 2.0 * last_product * row.completion if remat == "full" else 0.0
+    return update + 2 * (draws * own + again)

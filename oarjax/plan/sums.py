@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from oarjax.config import Config, CreditConfig
@@ -17,10 +18,14 @@ from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.splash import block_of
 from oarjax.models.weights import decoder_of, matmul_parameters
 from oarjax.plan.hlo import Executed, executed
+from oarjax.plan.links import Ways, collective_seconds
 from oarjax.plan.programs import Shapes, shapes_of, times_of
 from oarjax.plan.roofline import (
+    Reached,
     decoding_bytes,
+    executed_fused_flops,
     executed_update_flops,
+    expected_seconds,
     kernel_flops,
     roofline,
     utilisation,
@@ -51,11 +56,13 @@ def work_of(model: QwenConfig, cfg: Config, custom: CreditMethod | None) -> Work
 
 def model_flops(phase: str, model: QwenConfig, cfg: Config) -> float:
     """Count what one run of a phase's program asks for, over all chips."""
-    if phase not in ("sample", "score", "update"):
+    if phase not in ("sample", "score", "update", "fused"):
         return 0.0
     custom = find_method(cfg)
-    found = iteration_flops(decoder_of(model), work_of(model, cfg, custom), cfg.credit, attribution(cfg.credit, custom))
-    return found[phase] / times_of(cfg)[phase]
+    work = replace(work_of(model, cfg, custom), fused=phase == "fused")
+    found = iteration_flops(decoder_of(model), work, cfg.credit, attribution(cfg.credit, custom))
+    asked = found["score"] + found["update"] if phase == "fused" else found[phase]
+    return asked / times_of(cfg)[phase]
 
 
 def count(text: str, s: Shapes, credit: CreditConfig, model: QwenConfig) -> Executed:
@@ -114,6 +121,12 @@ def phase_of(
     kernels = sum(n * kernel_flops(k.name, k.operands, block=block_of) for k, n in work.kernels.items())
     done = work.flops + kernels
     times = roofline(chip, flops=done, sent=sum(work.collectives.values()), read=read)
+    ways, reached = {members: Ways(**way) for members, way in result["ways"]}, Reached()
+    links = collective_seconds(work.groups, work.group_calls, ways, link=chip.link * reached.links, hop=reached.hop)
+    moved = max(work.moved, read - work.passed)  # what has to be read is, however it is counted
+    expected = expected_seconds(
+        chip, reached, flops=done, kernels=kernels, moved=moved, passed=work.passed, links=links
+    )
     return line | {
         "executed": done,
         "kernels": kernels,
@@ -123,8 +136,12 @@ def phase_of(
         "calls": dict(work.calls),
         "read": read,
         "seconds": {"products": times.products, "memory": times.memory, "links": times.links},
+        "moved": work.moved,
+        "passed": work.passed,
+        "links_expected": links,
         "seconds_in_turn": times.in_turn,
         "seconds_together": times.together,
+        "seconds_expected": expected,
         "utilisation_in_turn": utilisation(chip, model_flops=model, chips=chips, seconds=times.in_turn),
         "utilisation_together": utilisation(chip, model_flops=model, chips=chips, seconds=times.together),
         "aliased": result["memory"]["aliased"],
@@ -158,24 +175,27 @@ def applied_bytes(resident: Mapping[str, int]) -> float:
     return 2.0 * sum(resident[part] for part in ("params", "optimizer", "gradients"))
 
 
-def analytic_update_flops(cfg: Config, model: QwenConfig, s: Shapes, line: Mapping[str, Any]) -> float | None:
-    """Count the FLOPs that the update should execute over all chips with its remat policy; None without a formula.
+def analytic_flops(cfg: Config, model: QwenConfig, s: Shapes, line: Mapping[str, Any]) -> float | None:
+    """Count the FLOPs that an update, alone or with OAR-G's scores, should execute over all chips; None if unknown.
 
     The part of kernels is what their formula says; the rest does not depend on the program.
     """
-    if "executed" not in line or cfg.lora.rank:
+    fused = line["name"] == "fused"
+    if "executed" not in line or cfg.lora.rank or (fused and (cfg.credit.method != "oar_g" or not line["kernels"])):
         return None
-    rows = s.microbatches * s.microbatch
-    products = executed_update_flops(
-        decoder_of(model),
-        Row(s.prompt, s.completion),
-        remat=cfg.policy.remat,
+    sizes: dict[str, Any] = {
+        "remat": cfg.policy.remat,
         # The router's gradient reads what the experts' last product gives, so that it is computed again.
-        last_product=0 if model.experts else model.num_hidden_layers * model.hidden_size * model.intermediate_size,
-        attended=s.prompt + s.completion,
-        attention_passes=0 if line["kernels"] else {"none": 3, "dots": 4, "full": 4}[cfg.policy.remat],
-    )
-    return rows * products + line["kernels"] * line["chips"]
+        "last_product": 0 if model.experts else model.num_hidden_layers * model.hidden_size * model.intermediate_size,
+        "attended": s.prompt + s.completion,
+        "attention_passes": 0 if line["kernels"] else {"none": 3, "dots": 4, "full": 4}[cfg.policy.remat],
+    }
+    d, row = decoder_of(model), Row(s.prompt, s.completion)
+    if fused:
+        products = executed_fused_flops(d, row, draws=cfg.credit.draws, **sizes)
+    else:
+        products = executed_update_flops(d, row, **sizes)
+    return s.microbatches * s.microbatch * products + line["kernels"] * line["chips"]
 
 
 def step_of(phases: Sequence[Mapping[str, Any]], times: Mapping[str, int], *, chip: Chip, chips: int) -> dict[str, Any]:
@@ -185,6 +205,7 @@ def step_of(phases: Sequence[Mapping[str, Any]], times: Mapping[str, int], *, ch
         return sum(times[p["name"]] * p[field] for p in phases)
 
     in_turn, together, model = total("seconds_in_turn"), total("seconds_together"), total("model")
+    expected = total("seconds_expected")
     return {
         "hbm": {"total": max(p["hbm"]["total"] for p in phases)},
         "executed": total("executed"),
@@ -193,6 +214,7 @@ def step_of(phases: Sequence[Mapping[str, Any]], times: Mapping[str, int], *, ch
         "share": model / (total("executed") * chips),
         "seconds_in_turn": in_turn,
         "seconds_together": together,
+        "seconds_expected": expected,
         "utilisation_in_turn": utilisation(chip, model_flops=model, chips=chips, seconds=in_turn),
         "utilisation_together": utilisation(chip, model_flops=model, chips=chips, seconds=together),
         "compile_cpu_seconds": sum(p["compile_cpu_seconds"] for p in phases),

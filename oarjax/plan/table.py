@@ -9,6 +9,8 @@ from typing import Any
 from rich.table import Table
 
 from oarjax.costs import GIB, Number
+from oarjax.plan.needs import NOTICE, WRITE_RATE
+from oarjax.plan.roofline import Reached
 
 WORD = (
     "The compiler's word: whether a program fits, its HBM, and the optimized program that executed FLOPs and bytes are "
@@ -16,6 +18,11 @@ WORD = (
     "kernels by formula), and all times, from peak rates: no hardware reaches them. Nothing here was measured on a TPU."
 )
 
+
+OLDER = (
+    "This table is older than the others: of scores and update in two passes, without the optimizer's own program and "
+    "expected seconds."
+)
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
@@ -46,6 +53,13 @@ def rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
     def percent(share: float) -> str:
         return f"{share:.1%}" if share else ""
 
+    assumed = [
+        row("GiB of HBM in products", known("moved", gib)),
+        row("GiB of HBM in other passes and copies", known("passed", gib)),
+        row("seconds expected, by the assumptions below", known("seconds_expected", lambda n: f"{n:.2f}")),
+    ]
+    if not any("seconds_expected" in c for c in columns):  # of an older plan
+        assumed = []
     sent = [kind for kind in KINDS if any(c.get("sent", {}).get(kind) for c in columns)]
     return [
         row("fits", lambda c: "yes" if c.get("fits", True) else "NO"),
@@ -59,6 +73,7 @@ def rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
         *(row(f"{kind}, GiB sent per chip", known("sent", lambda s, k=kind: gib(s.get(k, 0)))) for kind in sent),
         row("seconds at least, nothing overlapped", known("seconds_in_turn", lambda n: f"{n:.2f}")),
         row("seconds at least, all overlapped", known("seconds_together", lambda n: f"{n:.2f}")),
+        *assumed,
         row("model-FLOPs utilisation, nothing overlapped", known("utilisation_in_turn", percent)),
         row("model-FLOPs utilisation, all overlapped", known("utilisation_together", percent)),
         row("compiled in, CPU seconds", known("compile_cpu_seconds", lambda n: f"{n:.0f}")),
@@ -85,12 +100,13 @@ def title(found: dict[str, Any]) -> str:
 def headline(found: dict[str, Any]) -> str:
     """Summarise a plan for the header of its config."""
     most, there = found["step"]["hbm"]["total"] / GIB, found["chip"]["memory"] / GIB
-    update = [p for p in found["phases"] if p["name"] in ("update", "apply")]
+    update = [p for p in found["phases"] if p["name"] in ("update", "fused", "apply") and p["method"] is None]
+    what = "scores and update take" if any(p["name"] == "fused" for p in update) else "an update takes"
     plain, overlapped = (sum(p[f"seconds_{how}"] for p in update) for how in ("in_turn", "together"))
     flops = sum(p["model"] for p in update) / (found["chips"] * found["chip"]["flops"])
     return (
         f"Planned by the TPU's compiler (docs/plans.md): at most {most:.2f} of {there:.2f} GiB of HBM "
-        f"per chip; an update takes {plain:.1f} s with nothing overlapped and {overlapped:.1f} s with all, "
+        f"per chip; {what} {plain:.1f} s with nothing overlapped and {overlapped:.1f} s with all, "
         f"at {flops / plain:.0%} and {flops / overlapped:.0%} model-FLOPs utilisation: bounds from peak rates."
     )
 
@@ -106,15 +122,77 @@ def describe(found: dict[str, Any]) -> list[str]:
         f"{chip['link'] / 1e9:g} GB/s per link and direction; a collective is a ring that uses two links.",
         "On each chip: " + ", ".join(f"{n} {b / GIB:.2f} GiB" for n, b in found["resident"].items() if b) + ".",
     ]
-    if found["expected"] is not None:
-        update, chips = next(p for p in found["phases"] if p["name"] == "update"), found["chips"]
-        lines.append(
-            f"Executed FLOPs of the update over the analytic count for remat {found['remat']}: "
-            f"{update['executed'] * chips / found['expected']:.4f}."
-        )
+    for name, field in (("update", "expected"), ("fused", "expected_fused")):
+        if found.get(field) is not None:
+            phase = next(p for p in found["phases"] if p["name"] == name and p["method"] is None)
+            lines.append(
+                f"Executed FLOPs of the phase {name} over the analytic count for remat {found['remat']}: "
+                f"{phase['executed'] * found['chips'] / found[field]:.4f}."
+            )
+    if any("seconds_expected" in p for p in found["phases"]):
+        lines.append(assumptions())
+    else:
+        lines.append(OLDER)
+    if found.get("needs") is not None:
+        lines.append(describe_needs(found["needs"], found))
     if found.get("lengths") is not None:
         lines.append(describe_expected(found["lengths"], found))
     return lines + found["notes"]
+
+
+def assumptions() -> str:
+    """State what expected seconds rest on."""
+    r = Reached()
+    return (
+        f"Expected seconds assume {r.products:.0%} of the peak in matrix products, {r.kernels:.0%} in kernels, "
+        f"{r.memory:.0%} of HBM's and {r.links:.0%} of the links' rate, {r.hop * 1e6:g} microsecond per link that a "
+        "collective's farthest message passes, one ring or line per collective as the slice has it (full tori only "
+        "where the vendor says so), and nothing overlapped but the reading of products' operands."
+    )
+
+
+def describe_needs(needs: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """Describe what a run needs besides HBM, in one line."""
+    spent = ""
+    if needs["hours"] is not None:
+        spent = (
+            f"{needs['iterations']} iterations in {needs['hours']:.1f} hours expected, {needs['chip_hours']:,.0f} "
+            "chip-hours, without evaluations, compilation and restarts; "
+        )
+    longest = max((p["seconds_expected"] for p in found["phases"] if p.get("seconds_expected")), default=None)
+    notice = ""
+    if longest is not None:
+        total = longest + needs["saving"]
+        notice = (
+            f" At {WRITE_RATE / 1e6:g} MB/s per host a checkpoint takes {needs['saving']:.0f} s, with the longest "
+            f"phase before it {total:.0f} s: {'within' if total <= NOTICE else 'more than'} a notice of {NOTICE:.0f} s."
+        )
+    return (
+        f"{spent}disk of each of {needs['hosts']} hosts {(needs['disk'] + needs['weights']) / 1e9:.0f} GB, "
+        f"{needs['weights'] / 1e9:.0f} GB of it the policy's files; bucket {needs['bucket'] / 1e9:.0f} GB, "
+        f"{needs['checkpoint'] / 1e9:.0f} GB per checkpoint.{notice}"
+    )
+
+
+def needs_table(plans: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Tabulate what the runs need, one line each; tpu/create.sh reads the columns of GB."""
+    lines = [
+        "| config | chips | seconds per iteration, at least | expected | chip-hours | GB of weights per host | GB of "
+        "disk per host beside them | GB of bucket |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for found in plans:
+        needs, step = found["needs"], found["step"] or {}
+        least, expected = step.get("seconds_together"), step.get("seconds_expected")
+        seconds = ["" if s is None else f"{s:.1f}" for s in (least, expected)]
+        bound = step.get("seconds_in_turn", 0) * needs["iterations"] * found["chips"] / 3600
+        spent = needs["chip_hours"] or bound
+        hours = f"{spent:,.0f}" if spent >= 10 else f"{spent:.1f}" if spent else ""
+        hours = hours if needs["chip_hours"] or not hours else f"above {hours}"
+        sizes = [f"{needs[part] / 1e9:.0f}" for part in ("weights", "disk", "bucket")]
+        cells = [found["config"], f"{found['chips']} {found['chip']['name']}", *seconds, hours, *sizes]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
 
 
 def describe_expected(step: Mapping[str, Any], found: Mapping[str, Any]) -> str:
@@ -142,9 +220,11 @@ def markdown(plans: Sequence[dict[str, Any]], *, numbers: Path | None = None) ->
         WORD,
         "",
         "Sampling is planned at its longest: every completion goes to max_new. Score, update (the sum of the "
-        "gradients) and apply (the optimizer) are for one minibatch with every row in use, times the minibatches and "
-        "epochs of a step in the column *whole step*.",
+        "gradients), fused (both in one pass, `update.fused`) and apply (the optimizer) are for one minibatch with "
+        "every row in use, times the minibatches and epochs of a step in the column *whole step*.",
     ]
+    if all(found.get("needs") is not None for found in plans):
+        lines += ["", "## What the runs need", "", *needs_table(plans)]
     for found in plans:
         lines += ["", f"## {found['config']}", "", f"{title(found)}.", ""]
         names = columns_of(found)

@@ -12,6 +12,7 @@ import json
 import re
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ import jax
 from oarjax.config import parse_config
 from oarjax.errors import UserError
 from oarjax.models.qwen_config import QwenConfig
+from oarjax.plan.links import link_table
 from oarjax.plan.programs import planned, program_of, with_method
 from oarjax.plan.topology import compiler_version, find_slice, slice_devices
-from oarjax.system.mesh import make_mesh
+from oarjax.system.mesh import make_mesh, rollout_mesh
 from oarjax.training.parts.shapes import beside, resident
 
 TOO_LARGE = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)")
@@ -32,9 +34,9 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 def plan(job: dict[str, Any]) -> dict[str, Any]:
     """Lower one phase, and compile it unless the cache knows the same program.
 
-    Gives ``key``, what is ``resident`` (bytes per chip), how much of it lies ``beside`` the program, and ``memory`` and
-    ``seconds`` or, where it does not fit, ``needs`` and ``has`` (bytes). The optimized program is in the cache as
-    <key>.hlo.gz.
+    Gives ``key``, what is ``resident`` (bytes per chip), how much of it lies ``beside`` the program, the ``ways`` of
+    collectives by the devices of a group, and ``memory`` and ``seconds`` or, where it does not fit, ``needs`` and
+    ``has`` (bytes). The optimized program is in the cache as <key>.hlo.gz.
     """
     began = time.perf_counter()
     wanted = find_slice(job["topology"])
@@ -49,6 +51,10 @@ def plan(job: dict[str, Any]) -> dict[str, Any]:
     made_of = [lowered.as_text(), wanted.name, str(mesh.devices.flatten().tolist()), versions, job["options"]]
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
     found = {"key": key, "resident": resident(run, program.phase), "versions": versions, "mesh": dict(mesh.shape)}
+    sampling = rollout_mesh(mesh, tensor=cfg.rollout.tensor or mesh.shape["tensor"])
+    ways = link_table(mesh, wanted) if program.phase != "sample" else {}
+    ways = link_table(sampling, wanted) | ways if program.phase in ("sample", "reshard") else ways
+    found["ways"] = [[members, asdict(way)] for members, way in sorted(ways.items())]
     folder = Path(job["cache"])
     known = folder / f"{key}.json"
     if known.is_file():

@@ -35,6 +35,8 @@ class Status:
     seconds_per_iteration: float | None  # median of the recent iterations
     seconds_left: float | None
     seconds_spent: float  # in iterations; a stopped run does not count its pause
+    devices: str | None  # number and kind
+    device_hours: float | None  # of the seconds spent; compilation and pauses are not in them
     seconds_since_written: float | None  # since the last line of metrics.jsonl
     checkpoint: int | None  # iteration of the newest sealed checkpoint
     skipped_in_a_row: int
@@ -64,6 +66,8 @@ def run_status(folder: Path, *, now: float | None = None) -> Status:
     seconds = [r["seconds/total"] for r in recent if r.get("seconds/total") is not None]
     evaluated = [r for r in records if r.get("pass_at_1") is not None]
     iteration = int(trained[-1]["iteration"]) if trained else 0
+    spent = float(sum(r.get("seconds/total") or 0.0 for r in trained))
+    devices = _devices(folder)
     pace = statistics.median(seconds) if seconds else None
     left = max(iterations - iteration, 0)
     return Status(
@@ -76,7 +80,9 @@ def run_status(folder: Path, *, now: float | None = None) -> Status:
         evaluated_at=int(evaluated[-1]["iteration"]) if evaluated else None,
         seconds_per_iteration=pace,
         seconds_left=None if pace is None else pace * left,
-        seconds_spent=float(sum(r.get("seconds/total") or 0.0 for r in trained)),
+        seconds_spent=spent,
+        devices=None if devices is None else f"{devices[0]} x {devices[1]}",
+        device_hours=None if devices is None else devices[0] * spent / 3600,
         seconds_since_written=(time.time() if now is None else now) - records[-1]["time"] if records else None,
         checkpoint=_newest_checkpoint(folder),
         skipped_in_a_row=int(trained[-1].get("skipped_in_a_row") or 0) if trained else 0,
@@ -106,13 +112,17 @@ def _lines(s: Status) -> dict[str, str]:
         "pass@1": evaluated,
         "per iteration": pace,
         "left": "not yet known" if s.seconds_left is None else duration(s.seconds_left),
-        "spent": duration(s.seconds_spent),
+        "spent": duration(s.seconds_spent) + _hours(s),
         "last line": "none" if s.seconds_since_written is None else f"{duration(s.seconds_since_written)} ago",
         "checkpoint": "none" if s.checkpoint is None else f"iteration {s.checkpoint}",
     }
     if s.skipped_in_a_row:
         lines["warning"] = f"the last {s.skipped_in_a_row} updates were skipped: their numbers were not finite"
     return lines
+
+
+def _hours(s: Status) -> str:
+    return "" if s.device_hours is None else f", {s.device_hours:,.1f} chip-hours on {visible(s.devices or '')}"
 
 
 def duration(seconds: SupportsFloat) -> str:
@@ -131,6 +141,15 @@ def _state(folder: Path, iteration: int, iterations: int) -> str:
     if (folder / "sft").exists():
         return "warm start"
     return "before the first iteration"
+
+
+def _devices(folder: Path) -> tuple[int, str] | None:
+    """Return the number and kind of the devices that the run began on; None where they are not recorded."""
+    try:
+        inputs = json.loads((folder / "inputs.json").read_text(encoding="utf-8"))["inputs"]
+        return int(inputs["device/count"]), str(inputs["device/kind"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _newest_checkpoint(folder: Path) -> int | None:

@@ -31,10 +31,11 @@ from oarjax.runs.durable import (
     cannot_write,
     check_guards,
     exists,
+    in_mounted_bucket,
     write_durably,
 )
 from oarjax.runs.folder import run_id
-from oarjax.runs.manifest import MANIFEST, damage, misplaced, read_manifest, write_manifest
+from oarjax.runs.manifest import MANIFEST, damage, misplaced, read_manifest, write_manifest, write_seal
 from oarjax.system.processes import from_first, is_first, only_first
 from oarjax.types import TrainState
 
@@ -65,7 +66,7 @@ class Checkpoints:
             self._device = self.folder.stat().st_dev
         except OSError as error:
             raise cannot_write(self.folder, error) from error
-        self._writer = ocp.StandardCheckpointer()
+        self._writer = self._new_writer()
 
     def finished(self) -> dict[int, dict[str, Any]]:
         """Return iteration -> manifest of the finished checkpoints, in order, without reading their arrays."""
@@ -189,6 +190,15 @@ class Checkpoints:
                 self._writer.close()
             logging.getLogger("absl").removeFilter(_not_orbax)
 
+    def _new_writer(self) -> Any:
+        """Open Orbax's writer. A mounted bucket may copy a folder to rename it: there the last file marks the end."""
+        if not in_mounted_bucket(self.folder):
+            return ocp.StandardCheckpointer()
+        mode = ocp.options.AtomicityMode.COMMIT_FILE
+        return ocp.StandardCheckpointer(
+            atomicity_options=ocp.options.AtomicityOptions(mode=mode, allow_legacy_atomic_rename=True)
+        )
+
     def _at(self, iteration: int) -> Path:
         return self.folder / f"{iteration:06d}"
 
@@ -196,9 +206,11 @@ class Checkpoints:
         """Write the manifest once the arrays are on disk, and remove old checkpoints; runs in a thread."""
         try:
             self._writer.wait_until_finished()
-            if is_first():
+            if not is_first():
+                write_seal(at, process=jax.process_index(), processes=jax.process_count())
+            else:
                 check_guards(at)
-                write_manifest(at, noted)
+                write_manifest(at, noted, processes=jax.process_count())
                 write_durably(_notes(self.folder), json.dumps({"newest": iteration}))
         except StorageError as error:  # the folder belongs to another run now: remove nothing there
             self._error = error
@@ -225,7 +237,7 @@ class Checkpoints:
         """Free the space of a failed write if the disk permits, and replace the writer that remembers it."""
         with contextlib.suppress(Exception):
             self._writer.close()
-        self._writer = ocp.StandardCheckpointer()
+        self._writer = self._new_writer()
         if is_first():
             with contextlib.suppress(OSError):
                 for path in [at, *_half_written(self.folder)]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,6 +54,20 @@ def cannot_read(path: Path, error: BaseException) -> StorageError:
         f"cannot read {path}: {cause}; nothing was changed. Make it readable, or mount its disk again, and resume with "
         "the same command"
     )
+
+
+def in_mounted_bucket(path: Path, mounts: Path = Path("/proc/mounts")) -> bool:
+    """Return True if a path lies in a bucket that gcsfuse has mounted."""
+    try:
+        lines = [line.split() for line in mounts.read_text(encoding="utf-8").splitlines()]
+    except OSError:  # no Linux
+        return False
+    here, kinds = path.absolute(), {}
+    for _, place, kind, *_ in lines:
+        place = Path(re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), place))  # a space is \040 there
+        if here.is_relative_to(place):
+            kinds[len(place.parts)] = kind
+    return bool(kinds) and kinds[max(kinds)] == "fuse.gcsfuse"
 
 
 def exists(path: Path) -> bool:

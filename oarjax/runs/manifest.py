@@ -1,10 +1,16 @@
-"""Write and check the manifest of a folder: size and SHA-256 of every file, and a record that describes it."""
+"""Write and check the manifest of a folder: size and SHA-256 of every file, and a record that describes it.
+
+Several processes that wrote the folder hash their own files at the same time: each but the first leaves its numbers in
+a seal, and the first puts them into the manifest. So nobody reads back what another process has written.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,19 +19,58 @@ from oarjax.runs.durable import cannot_read, exists, write_durably
 
 MANIFEST = "manifest.json"
 READERS = 8  # files hashed at once
+SEAL_SECONDS = 1800.0  # that the first process waits for the seals of the others
+OWN = re.compile(r"\.?(manifest|seal-\d+)\.json(\.half)?")
+OF_PROCESS = re.compile(r"ocdbt\.process_(\d+)")  # the folder of the files that Orbax wrote on one process
 
 
-def write_manifest(folder: Path, record: dict[str, Any]) -> None:
+def write_manifest(folder: Path, record: dict[str, Any], *, processes: int = 1) -> None:
     """Sync every file of a folder to disk, then write the manifest with the record, and size and SHA-256 of each file.
 
+    Of several ``processes`` the first calls this, and takes what the seals of the others say of their files.
+
     Raises:
-        OSError: a write failed; there is no manifest.
+        OSError: a write failed, or a seal did not come; there is no manifest.
     """
-    files = {str(path.relative_to(folder)): path for path in _files(folder)}
-    with ThreadPoolExecutor(READERS) as readers:
-        digests = dict(zip(files, readers.map(_digest, files.values())))
-    body = {"record": record, "files": digests}
+    digests = _digests(folder, process=0, processes=processes)
+    seals = [_seal(folder, process) for process in range(1, processes)]
+    until = time.monotonic() + SEAL_SECONDS
+    for seal in seals:
+        while not exists(seal):
+            if time.monotonic() > until:
+                raise OSError(f"{seal.name} did not come within {SEAL_SECONDS:g} s: did that process fail to write?")
+            time.sleep(0.05)
+        digests |= json.loads(seal.read_text(encoding="utf-8"))
+    body = {"record": record, "files": dict(sorted(digests.items()))}
     write_durably(folder / MANIFEST, json.dumps({"sha256": _digest_of(body), **body}))
+    for seal in seals:
+        seal.unlink(missing_ok=True)
+
+
+def write_seal(folder: Path, *, process: int, processes: int) -> None:
+    """Sync the files of one process that is not the first, and leave their sizes and SHA-256 for the manifest.
+
+    Raises:
+        OSError: a write failed.
+    """
+    write_durably(_seal(folder, process), json.dumps(_digests(folder, process=process, processes=processes)))
+
+
+def _seal(folder: Path, process: int) -> Path:
+    return folder / f"seal-{process:04d}.json"
+
+
+def _digests(folder: Path, *, process: int, processes: int) -> dict[str, Any]:
+    """Hash the files of one process: those below its own folder; all others are the first one's."""
+    files = {}
+    for path in _files(folder):
+        name = path.relative_to(folder)
+        of = OF_PROCESS.fullmatch(name.parts[0])
+        owner = int(of[1]) if of and int(of[1]) < processes else 0
+        if owner == process:
+            files[str(name)] = path
+    with ThreadPoolExecutor(READERS) as readers:
+        return dict(zip(files, readers.map(_digest, files.values())))
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -105,7 +150,12 @@ def _difference(path: Path, name: str, saved: dict[str, Any]) -> str | None:
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+    """List the files of a folder but its manifest and seals, those that are being written too."""
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if not (path.parent == folder and OWN.fullmatch(path.name)) and path.is_file()
+    )
 
 
 def _digest(path: Path) -> dict[str, Any]:

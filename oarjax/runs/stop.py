@@ -101,6 +101,6 @@ class Stop:
         if not self._held:
             raise Stopped
         # print() is not reentrant; without a terminal the write fails and nobody reads it.
-        text = f"\n{signal.Signals(number).name}: saving after this iteration; signal again to end at once\n"
+        text = f"\n{signal.Signals(number).name}: saving at the end of this phase; signal again to end at once\n"
         with contextlib.suppress(OSError):
             os.write(2, text.encode())

@@ -176,7 +176,7 @@ class RunFiles:
         self,
         iteration: int,
         state: TrainState,
-        stream: PromptStream,
+        data: dict[str, Any],
         last: Evaluation | None,
         metrics: Metrics,
         *,
@@ -184,7 +184,8 @@ class RunFiles:
     ) -> None:
         """Write a checkpoint if it is due: at intervals, after the last iteration, and at the best evaluation so far.
 
-        With ``now`` write it in any case, and wait until it is complete.
+        ``data`` is the position in the prompts. With ``now`` write the checkpoint in any case unless it is there, and
+        wait until it is complete.
         """
         every, score = self._cfg.every, float(metrics.get(self._cfg.best or "", math.nan))
         best = score > self._best  # False for NaN: not evaluated
@@ -194,12 +195,16 @@ class RunFiles:
         if best:
             self._best = score
         with self._failures.handled():
+            if now:
+                self._checkpoints.settle()
+                if iteration in self._checkpoints.finished():
+                    return
             positions = {"metrics": self._metrics.sync(), "completions": self._completions.sync()}
             record = {
                 "version": version("oarjax"),
                 "config": self._run.cfg.model_dump(mode="json"),
                 "commit": commit_of(self._run.source),
-                "data": stream.state(),
+                "data": data,
                 "evaluation": plain_evaluation(last),
                 "positions": positions,
             }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -70,7 +70,7 @@ def train(
     new lines.
 
     Raises:
-        Stopped: ``stop`` was signalled; all finished work is saved.
+        Stopped: ``stop`` was signalled; all finished iterations are saved.
         StorageError: a file cannot be written, and checkpoint.on_failure is stop.
     """
     cfg, console = run.cfg, run.console
@@ -97,7 +97,7 @@ def train(
             find_answers=run.find_answers,
             fetch=run.fetch,
             place=run.place,
-            phase=timer.phase,
+            phase=partial(_phase, timer, stop),
             probed=run.probed if cfg.credit.answer.source == "reference" else None,
             hints=hints_of(run),
             load_reference=partial(jax.device_put, device=run.layout.params),
@@ -131,7 +131,13 @@ def train(
             files.begin(iteration)
             if cfg.profile is not None and not tracing and cfg.profile[0] <= iteration <= cfg.profile[1]:
                 tracing = stack.enter_context(closing(_Trace(folder / "profile")))
-            state, done = iterate(state, reference, iteration, steps=run.steps, host=host, cfg=cfg)
+            position = stream.state()
+            try:
+                state, done = iterate(state, reference, iteration, steps=run.steps, host=host, cfg=cfg)
+            except _StoppedWithin:  # the state is still that after the iteration before
+                if iteration > 1:
+                    files.save(iteration - 1, state, position, last, {}, now=True)
+                stop.obey()
             stopped = health.after(iteration)
             if cfg.profile is not None and tracing and iteration >= cfg.profile[1]:
                 tracing.close()
@@ -160,7 +166,7 @@ def train(
             warnings.check(iteration, metrics)
             _explain_crashes(done.grades, warnings)
             stopping = stop.asked()
-            files.save(iteration, state, stream, last, metrics, now=stopping)
+            files.save(iteration, state, stream.state(), last, metrics, now=stopping)
             if stopping:
                 stop.obey()
             if stopped:
@@ -246,6 +252,25 @@ def _explain_crashes(grades: Grades, warnings: OnceWarnings) -> None:
     warnings.say(
         "crash", f"grading crashed on {len(crashes)} of {len(grades.verdicts)} completions, first with: {crashes[0]}"
     )
+
+
+class _StoppedWithin(Exception):
+    """Raised between the phases of an iteration that is to stop before it has changed the state."""
+
+
+UNTIL_UPDATE = ("sample", "spans", "score", "credit", "update")
+"""Phases before which an iteration may be given up: nothing of the state has changed yet."""
+
+
+def _phase(timer: PhaseTimer, stop: Stop, name: str) -> AbstractContextManager[None]:
+    """Time a phase of an iteration, unless the run is to stop: a notice may leave less time than an iteration takes.
+
+    Raises:
+        _StoppedWithin: it is.
+    """
+    if name in UNTIL_UPDATE and stop.asked():
+        raise _StoppedWithin
+    return timer.phase(name)
 
 
 class _Trace:

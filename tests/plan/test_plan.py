@@ -14,16 +14,16 @@ import yaml
 from conftest import ROOT
 
 from oarjax.config import ConfigError, parse_config
-from oarjax.costs import GIB, Row, masked_flops
+from oarjax.costs import GIB, Row, clean_flops, masked_flops
 from oarjax.data.hf_files import CheckpointError
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import decoder_of, parameter_count
 from oarjax.plan import command as planning
 from oarjax.plan.architecture import architecture_fields
 from oarjax.plan.credit_costs import QWEN_7B
-from oarjax.plan.programs import with_method
+from oarjax.plan.programs import shapes_of, with_method
 from oarjax.plan.published_sizes import PUBLISHED
-from oarjax.plan.sums import ANSWER
+from oarjax.plan.sums import ANSWER, model_flops
 from oarjax.plan.table import describe, headline, markdown, rows_of
 from oarjax.plan.topology import TopologyError, find_slice
 from oarjax.plan.worker import too_large
@@ -115,18 +115,35 @@ def test_what_a_plan_refuses_before_it_compiles(monkeypatch):
     with pytest.raises(ConfigError, match="--credit: oar_x is no method; accepted: oar_p, oar_screened"):
         planning.methods_of("oar_p,oar_x")
     with pytest.raises(ConfigError, match="--phases: 'train' names no program; accepted: reshard, sample"):
-        planning.phases_of("train")
+        planning.phases_of("train", config())
+    with pytest.raises(ConfigError, match="--phases: fused is no program of this run"):
+        planning.phases_of("fused", config(credit={"method": "oar_p"}))
 
 
 def test_work_is_the_phases_and_further_methods():
     cfg = config()
-    assert planning.work_of(cfg, planning.phases_of("update,score"), ("oar_p", "oar_g")) == [
-        ("score", None),
-        ("score", "oar_p"),
-        ("update", None),
-    ]
+    work = planning.work_of(cfg, planning.phases_of("update,score", cfg), ("oar_p", "oar_g"))
+    assert work == [("score", None), ("score", "oar_p"), ("update", None)]
     assert with_method(cfg, "oar_p").credit.method == "oar_p"
     assert with_method(cfg, "keywords").credit.method == "uniform"
+
+
+def test_a_run_that_scores_and_updates_in_one_pass_is_planned_so():
+    one_pass, two = config(), config(credit={"method": "oar_p"})
+    assert planning.phases_of("", one_pass) == ("reshard", "sample", "fused", "apply")
+    assert planning.phases_of("", two) == ("reshard", "sample", "score", "update", "apply")
+    work = planning.work_of(one_pass, ("fused", "apply"), ("oar_f", "oar_p"))
+    assert work == [("fused", None), ("score", "oar_f"), ("score", "oar_p"), ("apply", None)]
+    assert planning.work_of(two, ("score", "update"), ("oar_g",)) == [
+        ("score", None),
+        ("score", "oar_g"),
+        ("update", None),
+    ]
+    model = QwenConfig.from_hf(PUBLISHED["Qwen/Qwen2.5-7B"])
+    score, update, fused = (model_flops(name, model, one_pass) for name in ("score", "update", "fused"))
+    s = shapes_of(one_pass)
+    clean = s.rows * clean_flops(decoder_of(model), Row(s.prompt, s.completion))
+    assert score + update - fused == pytest.approx(clean)  # the update's forward is the clean pass
 
 
 def test_the_compilers_refusal_is_read():
@@ -150,6 +167,7 @@ def answer(tmp_path: Path, phase: str, *, peak: float = 3.0, text: str | None = 
         "beside": beside * GIB,
         "versions": {"jax": "1.2", "libtpu": "3.4"},
         "mesh": {"slice": 1, "data": 1, "fsdp": 4, "tensor": 1},
+        "ways": [[4, {"ring": 2, "every": 2, "hops": 2}]],
         "seconds": 5.0,
         "cpu_seconds": 4.0,
         "cached": False,
@@ -166,7 +184,7 @@ def planned(tmp_path: Path, answers: list[dict], work: list[tuple[str, str | Non
     return planning.document("configs/x.yaml", cfg, find_slice("v5e-4"), fields, work, answers, cache=tmp_path)
 
 
-ALL = [("reshard", None), ("sample", None), ("score", None), ("update", None), ("apply", None)]
+ALL = [("reshard", None), ("sample", None), ("fused", None), ("apply", None)]
 
 
 @pytest.fixture
@@ -185,15 +203,21 @@ def test_a_plan_that_fits(tmp_path, no_kernels):
     sent = sum(update["sent"].values())
     assert update["seconds"]["links"] == pytest.approx(sent / 90e9)
     assert update["seconds_in_turn"] == pytest.approx(update["executed"] / 197e12 + sent / 90e9)
-    assert found["step"]["executed"] == 5 * update["executed"]
+    assert found["step"]["executed"] == 4 * update["executed"]
+    gathered, turns = sent / 5, 5  # a gather and a reduce-scatter of 4 devices in each of 5 turns
+    assert update["links_expected"] == pytest.approx(turns * (gathered / (2 * 45e9 * 0.8) + 2 * 2 * 1e-6))
+    assert found["step"]["seconds_expected"] == pytest.approx(sum(p["seconds_expected"] for p in found["phases"]))
+    assert update["seconds_expected"] > update["seconds_in_turn"]
+    assert found["needs"]["chip_hours"] == pytest.approx(100 * 4 * found["step"]["seconds_expected"] / 3600)
     assert applied["read"] == 2 * 4 * GIB  # params, moments and gradients: read, and written
     assert applied["seconds"]["memory"] == pytest.approx(8 * GIB / 819e9)
     assert applied["model"] == 0
     both = update["seconds_in_turn"] + applied["seconds_in_turn"]
-    assert f"an update takes {both:.1f} s with nothing overlapped" in headline(found)
+    assert f"scores and update take {both:.1f} s with nothing overlapped" in headline(found)
     page = markdown([found])
+    assert "| configs/x.yaml | 4 TPU v5e |" in page
     assert "jax 1.2, libtpu 3.4. **Not measured on a TPU.**" in page
-    assert "| together, of 15.75 |" + 6 * " 4.00 |" in page
+    assert "| together, of 15.75 |" + 5 * " 4.00 |" in page
     names = [row[0] for row in rows_of(found)]
     plain, overlapped = (names.index(f"seconds at least, {how} overlapped") for how in ("nothing", "all"))
     assert plain < overlapped
@@ -201,15 +225,15 @@ def test_a_plan_that_fits(tmp_path, no_kernels):
 
 
 def test_what_does_not_fit_is_named_with_the_remedy(tmp_path, no_kernels):
-    too_much = answer(tmp_path, "update", peak=27.9, text=None)
-    found = planned(tmp_path, [*(answer(tmp_path, p) for p in ("reshard", "sample", "score")), too_much], ALL[:-1])
+    too_much = answer(tmp_path, "fused", peak=27.9, text=None)
+    found = planned(tmp_path, [*(answer(tmp_path, p) for p in ("reshard", "sample")), too_much], ALL[:-1])
     assert not found["fits"]
     assert found["step"] is None
     assert found["remedies"] == [
-        "update: try a lower update.microbatch, a lower policy.head_chunk, optim.moments=bfloat16, lora.rank=32, "
-        "or more devices"
+        "fused: try a lower update.microbatch, a lower policy.head_chunk, update.fused=never, "
+        "optim.moments=bfloat16, lora.rank=32, or more devices"
     ]
-    assert ("HBM of the program, GiB per chip", "3.00", "3.00", "3.00", "27.90") in rows_of(found)
+    assert ("HBM of the program, GiB per chip", "3.00", "3.00", "27.90") in rows_of(found)
     assert "NO" in markdown([found])
 
 
@@ -254,19 +278,23 @@ def test_a_small_run_is_compiled_for_a_tpu(tmp_path, libtpu):
     tree = config(str(tmp_path / "policy")).model_dump(mode="json")
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(tree))
     out, cache = tmp_path / "plan.json", str(tmp_path / "cache")
-    settings = ("--json", str(out), "--cache", cache, "--phases", "sample,score,update,apply", "--credit", "oar_p")
+    settings = ("--json", str(out), "--cache", cache, "--phases", "sample,fused,update,apply", "--credit", "oar_p")
     done = command(str(tmp_path / "small.yaml"), *settings, "credit.masking.buckets=1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "does not fit" not in done.stdout
     (found,) = json.loads(out.read_text())
-    sample, score, masked, update, applied = found["phases"]
+    sample, fused, masked, update, applied = found["phases"]
     assert update["executed"] * 4 == pytest.approx(found["expected"], rel=0.03)
     assert update["kernels"] > 0  # attention by Pallas
     assert update["aliased"] >= 0.99 * found["resident"]["params"]  # the sums of gradients, which it adds to
     assert applied["aliased"] >= 0.99 * (found["resident"]["params"] + found["resident"]["optimizer"])
     assert 0 < applied["seconds_together"] < update["seconds_in_turn"]
     assert 0.9 < sample["share"] <= 1.05
-    assert 0.5 < score["share"] <= 1.05
+    assert fused["executed"] * 4 == pytest.approx(found["expected_fused"], rel=0.05)
+    assert fused["model"] < 2 * update["model"]
+    assert fused["aliased"] >= 0.99 * found["resident"]["params"]
+    assert all(p["moved"] + p["passed"] > 0 for p in found["phases"])
+    assert all(p["seconds_expected"] > p["seconds_together"] for p in found["phases"])
     assert masked["method"] == "oar_p"
     # The method asks for each suffix from its own token on; one bucket computes all of them from the first.
     row, sizes = Row(128, 128, 128 - ANSWER), decoder_of(QwenConfig.from_hf(TINY))

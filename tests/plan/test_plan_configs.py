@@ -70,12 +70,15 @@ def test_planned_figures():
     for name, found in plans.items():
         assert found["fits"], name
         assert set(found["versions"]) >= {"jax", "libtpu"}, name
-        update = next(p for p in found["phases"] if p["name"] == "update")
+        update = next(p for p in found["phases"] if p["name"] in ("update", "fused"))
+        fused = update["name"] == "fused"
         cfg = load_config(ROOT / "configs" / name)
         if cfg.lora.rank:
             continue  # gradients of adapters alone: another share, and no formula
-        assert update["executed"] * found["chips"] == pytest.approx(found["expected"], rel=0.03), name
-        assert update["share"] >= (0.75 if cfg.rollout.max_new <= 1024 else 0.70), name  # attention is computed again
-    update = next(p for p in plans["qwen2.5-7b_v5p-32.yaml"]["phases"] if p["name"] == "update")
+        analytic = found["expected_fused" if fused else "expected"]
+        assert update["executed"] * found["chips"] == pytest.approx(analytic, rel=0.03), name
+        share = 0.75 if cfg.rollout.max_new <= 1024 else 0.70  # attention is computed again
+        assert update["share"] >= share - 0.1 * fused, name  # and layers for scores
+    update = next(p for p in plans["qwen2.5-7b_v5p-32.yaml"]["phases"] if p["name"] in ("update", "fused"))
     assert update["utilisation_in_turn"] >= 0.45
     assert update["utilisation_together"] >= 0.60

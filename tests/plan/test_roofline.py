@@ -4,8 +4,11 @@ import pytest
 
 from oarjax.costs import CHIPS, Chip, Decoder, Row
 from oarjax.plan.roofline import (
+    Reached,
     decoding_bytes,
+    executed_fused_flops,
     executed_update_flops,
+    expected_seconds,
     kernel_flops,
     roofline,
     utilisation,
@@ -33,6 +36,23 @@ def test_executed_flops_of_an_update_by_its_remat():
     assert found("none", 3) == 3 * linear + 3 * attention + 4 * head
     assert found("dots", 4) == 3 * linear + 4 * attention + 4 * head
     assert found("full", 4) == 4 * linear - 2 * 100 * 12 + 4 * attention + 4 * head
+
+
+def test_scores_in_the_same_pass_add_a_push_and_a_pull_through_the_completion():
+    own = 8 * 2000  # the layers over 8 tokens
+    settings = {"attended": 12, "attention_passes": 0}
+    for remat, again in (("none", 0), ("dots", 0), ("full", own - 2 * 100 * 8)):
+        update = executed_update_flops(D, R, remat=remat, last_product=100, **settings)
+        for draws in (1, 4):
+            fused = executed_fused_flops(D, R, remat=remat, last_product=100, draws=draws, **settings)
+            assert fused - update == 2 * (draws * own + again)
+
+
+def test_expected_seconds_by_the_shares_that_are_assumed():
+    reached = Reached(products=0.5, memory=0.5, kernels=0.25)
+    sizes = {"flops": 1500, "kernels": 500, "moved": 100, "passed": 50, "links": 3}
+    assert expected_seconds(CHIP, reached, **sizes) == 1000 / 500 + 500 / 250 + 50 / 50 + 3
+    assert expected_seconds(CHIP, reached, **sizes | {"moved": 500}) == 500 / 50 + 50 / 50 + 3  # bound by memory
 
 
 def test_kernels_compute_the_blocks_that_are_seen():

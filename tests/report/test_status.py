@@ -28,7 +28,11 @@ def test_a_run_in_the_middle(tmp_path):
         line(2, reward=None, **{"seconds/total": 10.0}),
         line(3, reward=1.0, pass_at_1=0.5, skipped_in_a_row=2.0, **{"seconds/total": 20.0}),
     ]
-    s = run_status(run_folder(tmp_path, records, checkpoints='{"newest": 2}'), now=163.0)
+    machine = '{"inputs": {"device/count": "64", "device/kind": "TPU v5 lite"}}'
+    s = run_status(run_folder(tmp_path, records, checkpoints='{"newest": 2}', inputs=machine), now=163.0)
+    assert (s.devices, s.device_hours) == ("64 x TPU v5 lite", 64 * 120 / 3600)
+    (tmp_path / "inputs.json").write_text("{}")
+    assert run_status(tmp_path).device_hours is None
     assert (s.state, s.iteration, s.iterations, s.checkpoint) == ("training", 3, 4, 2)
     assert (s.reward, s.pass_at_1, s.evaluated_at) == (0.75, 0.5, 3)
     assert (s.seconds_per_iteration, s.seconds_left, s.seconds_spent) == (20.0, 20.0, 120.0)

@@ -1,8 +1,11 @@
 """Checkpoints come back bit for bit, or are put aside with a word."""
 
 import errno
+import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +14,10 @@ import optax
 import pytest
 
 from oarjax.config import ConfigError
-from oarjax.runs import checkpoint
+from oarjax.runs import checkpoint, manifest
 from oarjax.runs.checkpoint import Checkpoints, remove_all
-from oarjax.runs.durable import StorageError
+from oarjax.runs.durable import StorageError, in_mounted_bucket
+from oarjax.runs.manifest import damage, write_manifest, write_seal
 from oarjax.types import TrainState
 
 
@@ -194,7 +198,7 @@ def test_before_the_first_is_no_loss_but_after_it_is(tmp_path):
 
 
 def test_a_failed_write_is_told_once_and_leaves_the_one_before(tmp_path, monkeypatch):
-    def full(*_):
+    def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with Checkpoints(tmp_path / "c", keep=1) as checkpoints:
@@ -208,6 +212,55 @@ def test_a_failed_write_is_told_once_and_leaves_the_one_before(tmp_path, monkeyp
         assert names(tmp_path / "c") == ["000001"]
         checkpoints.save(3, state(3), {})  # there is space again
     assert names(tmp_path / "c") == ["000003"]
+
+
+def test_every_process_hashes_its_own_files(tmp_path, monkeypatch):
+    """Of three processes the third wrote nothing; the manifest is the one that a single process writes."""
+    names = ["d/root", "manifest.ocdbt", "ocdbt.process_0/d/a", "ocdbt.process_1/d/b", "ocdbt.process_1/d/c"]
+    for folder in (tmp_path / "one", tmp_path / "many"):
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(name)
+    write_manifest(tmp_path / "one", {"iteration": 1})
+    hashed, digest = [], manifest._digest
+    monkeypatch.setattr(manifest, "SEAL_SECONDS", 20)
+    monkeypatch.setattr(manifest, "_digest", lambda path: hashed.append(path.name) or digest(path))
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(write_manifest, tmp_path / "many", {"iteration": 1}, processes=3)
+        write_seal(tmp_path / "many", process=2, processes=3)
+        assert not (tmp_path / "many" / "manifest.json").exists()  # it waits for everybody
+        assert set(hashed) <= {"root", "manifest.ocdbt", "a"}
+        write_seal(tmp_path / "many", process=1, processes=3)
+        first.result(timeout=20)
+    both = [(tmp_path / folder / "manifest.json").read_text() for folder in ("one", "many")]
+    assert both[0] == both[1]
+    assert sorted(hashed) == ["a", "b", "c", "manifest.ocdbt", "root"]
+    assert damage(tmp_path / "many") is None
+    assert not list((tmp_path / "many").glob("seal-*"))
+    monkeypatch.setattr(manifest, "SEAL_SECONDS", 0)
+    with pytest.raises(OSError, match=r"seal-0001\.json did not come within 0 s"):
+        write_manifest(tmp_path / "many", {}, processes=2)
+
+
+def test_in_a_mounted_bucket_nothing_is_renamed(tmp_path, monkeypatch):
+    """A bucket may copy a folder to rename it: the checkpoint is written where it stays, and read as any other."""
+    mounts = tmp_path / "mounts"
+    mounts.write_text("rootfs / ext4 rw 0 0\nmy-bucket /home/me/my\\040bucket fuse.gcsfuse rw 0 0\n")
+    assert in_mounted_bucket(Path("/home/me/my bucket/runs/a"), mounts)
+    assert not in_mounted_bucket(Path("/home/me/other"), mounts)
+    assert not in_mounted_bucket(tmp_path, tmp_path / "absent")
+    save(tmp_path / "c", (1,))
+    monkeypatch.setattr(checkpoint, "in_mounted_bucket", lambda folder: True)
+    renamed, rename = [], os.rename
+    monkeypatch.setattr(os, "rename", lambda *a, **k: renamed.append(a) or rename(*a, **k))
+    save(tmp_path / "c", (2,))
+    assert renamed == []
+    assert (tmp_path / "c" / "000002" / "commit_success.txt").is_file()
+    with Checkpoints(tmp_path / "c", keep=2) as again:
+        assert again.trusted(print) == 2
+        for n in (1, 2):  # the first from before
+            found, _ = again.restore(n, like=state(0.0))
+            np.testing.assert_array_equal(found.params["layers"]["kernel"], state(n / 3).params["layers"]["kernel"])
 
 
 def test_a_mount_that_is_gone_is_not_written_below(tmp_path):

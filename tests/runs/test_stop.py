@@ -44,7 +44,7 @@ def test_inside_it_waits_to_be_asked(number, capfd):
     assert heard == [False, True]
     assert stopped.value.code == RESUMABLE == 75
     assert signal.getsignal(number) is before
-    assert "saving after this iteration; signal again to end at once" in capfd.readouterr().err
+    assert "saving at the end of this phase; signal again to end at once" in capfd.readouterr().err
 
 
 def test_between_phases_it_stops_where_it_asks():

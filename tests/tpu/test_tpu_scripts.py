@@ -422,6 +422,28 @@ def test_a_bucket_that_is_missing_or_far_away(cloud):
     assert "gs://bucket not found: 404. Make it as in tpu/README.md, step 4" in cloud.run("create", code=1)
 
 
+PLANS = """| config | chips | at least | expected | chip-hours | GB of weights | GB of disk | GB of bucket |
+|---|---|---:|---:|---:|---:|---:|---:|
+| configs/a.yaml | 64 TPU v5p | 2.0 | 3.0 | 100 | 66 | 35 | 1500 |
+"""
+
+
+def test_a_run_that_does_not_fit_a_boot_disk_costs_nothing(cloud, checkout):
+    (checkout / "docs").mkdir()
+    (checkout / "docs" / "plans.md").write_text(PLANS)
+    try:
+        said = cloud.run("create", code=1)
+        assert "configs/a.yaml needs about 101 GB of every worker's disk, 66 GB of it the policy's files" in said
+        assert "OVERRIDES=(policy.path=../bucket/models/FOLDER)" in said
+        assert not cloud.calls("queued-resources create")
+        assert "WARNING: configs/a.yaml needs about 101 GB" in cloud.run("create", "--any-disk", "--dry-run")
+        cloud.put("settings.env", SETTINGS.replace("OVERRIDES=(", "OVERRIDES=(policy.path=../bucket/models/q "))
+        cloud.run("create", "--no-wait")
+        assert cloud.calls("queued-resources create")
+    finally:
+        shutil.rmtree(checkout / "docs")
+
+
 # Set up -----------------------------------------------------------------------------------------------------------
 
 
@@ -554,8 +576,12 @@ def test_a_run_needs_all_workers(cloud):
 def test_stop_lets_the_run_write_a_checkpoint_and_end(cloud):
     cloud.running()
     cloud.put("codes", "hold\n0\n")
+    events = cloud.folder / "bucket" / "runs" / "first" / "tensorboard" / "events.1"
+    events.parent.mkdir(parents=True)
+    events.touch()
     assert "started. tpu/logs.sh follows it." in cloud.run("run", "--no-follow")
     assert "a run is going on here: tpu/run.sh --stop first" in cloud.run("setup", code=1)
+    assert "/runs/first/tensorboard/events.1\n" in (cloud.folder / "synced").read_text()  # while it goes on
     said = cloud.run("run", "--stop")
     assert "stopped; tpu/run.sh goes on with it" in said
     assert BILLED in said
@@ -951,7 +977,7 @@ def test_status_lists_everything_in_the_zone(cloud):
 
 
 def test_status_says_how_far_the_run_is(cloud):
-    """Worker 0 reads the mounted bucket; where the machine is gone, a copy of three files is read here."""
+    """Worker 0 reads the mounted bucket; where the machine is gone, a copy of four files is read here."""
     cloud.running()
     cloud.run("run")
     assert "iteration 3 of 7 in oarjax/bucket/runs/first" in cloud.run("status")

@@ -1,17 +1,20 @@
 """A run that was stopped and started again ends as one that was not."""
 
+import os
+import signal
+
 import jax
 import numpy as np
 import pytest
-from conftest import stopped_in
 from rich.console import Console
 
 from oarjax.config import ConfigError, load_config
 from oarjax.data.hf import load_params, read_config
 from oarjax.report.files import read_metrics
 from oarjax.runs import folder as run_folder
-from oarjax.runs.stop import Stop
-from oarjax.training import command
+from oarjax.runs.checkpoint import finished
+from oarjax.runs.stop import Stop, Stopped
+from oarjax.training import command, trainer
 
 SMALL = [
     "sft.steps=3",
@@ -35,15 +38,31 @@ SMALL = [
 
 
 @pytest.mark.slow
-def test_a_stopped_run_ends_as_if_it_had_not_stopped(tmp_path, data, monkeypatch):
+def test_a_run_that_is_told_to_stop_within_an_iteration_saves_the_one_before_and_ends_the_same(
+    tmp_path, data, monkeypatch
+):
     def config(folder):
-        return load_config(data.parent.parent / "configs/demo.yaml", [*SMALL, "iterations=4", f"run_dir={folder}"])
+        settings = [*SMALL, "checkpoint.every=10", "iterations=4", f"run_dir={folder}"]
+        return load_config(data.parent.parent / "configs/demo.yaml", settings)
 
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     command.train_once(config(whole), Console(quiet=True), Stop())
 
-    with stopped_in(monkeypatch, 3):
-        command.train_once(config(parts), Console(quiet=True), Stop())
+    phase, seen = trainer._phase, []
+
+    def signalled(timer, stop, name):
+        seen.append(name)
+        if seen.count("sample") == 2 * 3:  # the third iteration has laid out the weights, and samples
+            os.kill(os.getpid(), signal.SIGTERM)
+        return phase(timer, stop, name)
+
+    with monkeypatch.context() as patch, Stop() as stop:
+        patch.setattr(trainer, "_phase", signalled)
+        with pytest.raises(Stopped):
+            command.train_once(config(parts), Console(quiet=True), stop)
+    assert (seen.count("sample"), seen[-1]) == (6, "sample")
+    assert list(finished(parts / "checkpoints")) == [2]
+    assert [row["iteration"] for row in read_metrics(parts / "metrics.jsonl")] == [0, 1, 2]
     command.train_once(config(parts), Console(quiet=True), Stop())
 
     model, _ = read_config(whole / "export")

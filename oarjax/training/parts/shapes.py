@@ -74,6 +74,17 @@ def learning_programs(run: Run) -> tuple[Program, ...]:
     """Return the programs of score, credit and gradients: three, or the one that does it all in one pass."""
     if run.steps.fused_add is None:
         return score_program(run), credit_program(run), update_program(run)
+    return (fused_program(run),)
+
+
+def fused_program(run: Run) -> Program:
+    """Describe the program that scores the longest microbatches of a minibatch and adds their gradients in one pass.
+
+    Raises:
+        ValueError: the run scores and updates in two passes.
+    """
+    if run.steps.fused_add is None:
+        raise ValueError("fused_program: update.fused, credit or grades of this run need two passes, score and update")
     state = abstract_state(run)
     rollout, span, _ = _scored(run)
     rows = FusedRows(rollout, span, _numbers(run), _microbatches(run, (), jnp.float32), rollout.completion)
@@ -86,7 +97,7 @@ def learning_programs(run: Run) -> tuple[Program, ...]:
     args = (sums, state, rows, _key(run), _key(run), _count(), _count())
     static = {"probe": run.cfg.credit.probe.mode, "bucket": _bucket(run)}
     takes: frozenset[Part] = frozenset({"gradients", "params", "optimizer", "frozen"})
-    return (Program("fused", run.steps.fused_add, args, static, takes),)
+    return Program("fused", run.steps.fused_add, args, static, takes)
 
 
 def program_counts(run: Run) -> dict[str, int]:
