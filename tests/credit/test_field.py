@@ -348,6 +348,22 @@ def test_the_oracle_marks_what_decides_on_every_built_in_task():
     assert weights[0, 1] > weights[0, 0]
 
 
+def test_the_example_of_agreement_averages_a_group_at_each_place():
+    file = ROOT / "docs" / "examples" / "custom_agreement.py"
+    group_mean, agreed = (import_object(f"{file}:{n}", field="x", expected=object) for n in ("group_mean", "agreed_g"))
+    scores = jnp.expm1(jnp.array([[1.0, 2.0, 0.0], [4.0, 1.0, 9.0], [0.5, 0.25, 0.0]]))  # log1p gives these back
+    reasoning = jnp.array([[True, True, True], [True, True, False], [True, True, True]])
+    groups = jnp.array([7, 7, 3])
+    # Rows over their largest: .5, 1, 0 and 1, .25; the third place of the second row is no reasoning.
+    expected = [[0.75, 0.625, 0.0], [0.75, 0.625, 0.0], [1.0, 0.5, 0.0]]
+    np.testing.assert_allclose(group_mean(scores, reasoning, groups), expected, rtol=1e-5)
+    span = AnswerSpan(reasoning, ~reasoning, jnp.ones(3, bool))
+    rest = jnp.ones(3), jnp.ones((3, 3), bool), jax.random.key(0), Context(CreditConfig())
+    weights = agreed.weigh(Signals(importance=scores, groups=groups), span, *rest)
+    np.testing.assert_allclose(weights, oar_weights(jnp.array(expected), reasoning), rtol=1e-5)
+    assert agreed.coupling == "group"
+
+
 # Teacher: RLSD, SERL, SDPG -------------------------------------------------------------------------------------------
 
 
