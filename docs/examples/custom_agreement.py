@@ -2,9 +2,9 @@
 
 oarjax train configs/forks.yaml credit.method=custom credit.function=docs/examples/custom_agreement.py:agreed_g
 
-What a single completion's importance owes to what came after the token averages out, and so does OAR-G's noise. It
-needs completions whose places mean the same, as on forks, where all have their choices at the same places. Elsewhere the
-average is over tokens that have nothing in common. Figures: docs/results.md.
+What a completion's importance owes to what came after the token averages out, and so does OAR-G's noise. It needs
+completions whose places mean the same, as on forks, where all have their choices at the same places. Elsewhere it
+averages tokens that have nothing in common. Figures: docs/results.md.
 """
 
 import jax.numpy as jnp
