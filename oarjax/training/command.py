@@ -94,7 +94,7 @@ def train_once(cfg: Config, console: Console, stop: Stop, on_lines: Callable[[],
         only_first(lambda: write_facts(folder, run.facts()))
         if changes.words():
             console.print(f"resuming with a changed config or changed inputs: {changes.words()}", markup=False)
-        controls = {name: _with_method(run, name) for name in cfg.report.controls}
+        controls = {name: _with_method(run, name) for name in cfg.report.controls if name != cfg.credit.method}
         for control in controls.values():
             control.check_credit("report.controls: ")
         with run.grader() as grader:
