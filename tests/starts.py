@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 SERVER = """
-import json, os, sys
+import json, os, signal, sys
 import oarjax.cli, oarjax.evaluate.command, oarjax.training.command
 
 def fork(asked):
@@ -29,6 +29,7 @@ def fork(asked):
     log = os.open(asked["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as in a terminal, also where the tests run under nohup
     os.environ.update(asked["environment"])
     sys.argv = ["oarjax", *asked["arguments"]]
 

@@ -41,12 +41,11 @@ import numpy as np
 from oarjax.credit.answer_text import Style, check_pattern
 from oarjax.errors import UserError
 from oarjax.grading.link import InvalidMessage, Link
-from oarjax.grading.process_tree import end_tree, memory_mb, usage
+from oarjax.grading.process_tree import clock_seconds, end_tree, memory_mb, usage
 from oarjax.grading.rewards import Sample, find_rewards, load_plugins
 from oarjax.types import Grades, Verdict
 
 POLL = 0.05  # seconds between checks of deadlines and memory
-MAX_TICK = 1.0  # seconds; a longer gap between two checks means that this process slept
 START_LIMIT = 120.0  # seconds that a worker may take for its imports
 CHUNK = 16  # samples sent to a worker at a time
 VERDICTS = get_args(Verdict)
@@ -199,7 +198,7 @@ class Grader:
                 self._ticked = now
             for worker in list(self._workers):
                 if self._receive(worker, batch) and tick:
-                    self._enforce_limits(worker, batch, min(elapsed, MAX_TICK))
+                    self._enforce_limits(worker, batch, elapsed)
 
     def _start_missing(self) -> None:
         while len(self._workers) < self._size:
@@ -281,7 +280,7 @@ class Grader:
             return
         begun, cpu = worker.cpu is not None, 0.0 if use is None else use.cpu
         if worker.cpu is not None:
-            worker.spent += min(elapsed, cpu - worker.cpu) if use is not None and use.state == "R" else elapsed
+            worker.spent += clock_seconds(elapsed, worker.cpu, use)
         worker.cpu = cpu
         if worker.state == "starting" and worker.spent > START_LIMIT:
             self._replace_lost(worker, batch)

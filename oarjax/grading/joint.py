@@ -1,30 +1,29 @@
 """Grade batch, group and async rewards in a worker process that is killed and replaced if a call hangs or dies.
 
-A call is a reward with the samples that it sees together. If no verdict arrives for ``deadline`` seconds, the samples
-without one get "timeout". If the process dies, the call is repeated once for them; then they get "crash". So one bad
-completion costs the samples of its call: a batch or a group. An async reward that waits too long costs its own sample;
-one that blocks the event loop costs all unfinished ones.
+A call is a reward with the samples that it sees together. If no verdict arrives for ``deadline`` seconds (on the clock
+of ``grading/grader.py``), the samples without one get "timeout". If the process dies, the call is repeated once for
+them; then they get "crash". So one bad completion costs the samples of its call: a batch or a group. An async reward
+that waits too long costs its own sample; one that blocks the event loop costs all unfinished ones.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from multiprocessing.connection import Connection
-from typing import Any, Protocol, runtime_checkable
+from time import monotonic
+from typing import Any, Protocol, get_args, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float32
 
+from oarjax.grading.process_tree import clock_seconds, end_tree, usage
 from oarjax.grading.rewards import Reward, Sample, calls_of
 from oarjax.types import Verdict
 
@@ -109,6 +108,7 @@ class JointRewards:
             "pattern": pattern,
         }
         self._worker: _Worker | None = None
+        self._number = 0  # of calls so far
         self._closed = False
 
     def grade(self, samples: Sequence[Sample]) -> dict[str, Outcome]:
@@ -147,19 +147,21 @@ class JointRewards:
     ) -> tuple[list[int], bool]:
         """Make a call; return the rows without a verdict, and True if it was late, False if its worker died."""
         worker, left = self._started(), dict.fromkeys(rows)
+        self._number += 1
         try:
-            worker.send({"reward": name, "samples": [asdict(samples[row]) for row in rows]})
+            asked = [asdict(samples[row]) for row in rows]
+            worker.send({"call": self._number, "reward": name, "samples": asked})
             while True:
                 message = worker.receive(self._setup["deadline"] + GRACE, lambda: self._closed)
                 if message is None:
                     worker.end()
                     return list(left), True
-                if "done" in message:
+                answer = _checked(message, call=self._number, samples=len(rows))
+                if answer is None:
                     return list(left), False
-                place, value, verdict, note = message["answer"]
-                outcome.settle(rows[place], value, verdict, note)
-                left.pop(rows[place], None)
-        except (EOFError, OSError, ValueError):
+                outcome.settle(rows[answer[0]], *answer[1:])
+                left.pop(rows[answer[0]], None)
+        except (EOFError, OSError, ValueError):  # it ended, or sent what is no answer of this call
             worker.end()
             return list(left), False
 
@@ -213,22 +215,40 @@ class _Worker:
             EOFError, OSError: the worker is gone.
             RuntimeError: the grader was closed.
         """
-        end = time.monotonic() + seconds
+        spent, then, before = 0.0, monotonic(), usage(self.process.pid)
         while not self.link.poll(POLL):
             if closed():
                 raise RuntimeError("the grader was closed while grading")
-            if time.monotonic() > end:
+            now, use = monotonic(), usage(self.process.pid)
+            spent += clock_seconds(now - then, before.cpu if before else 0.0, use)
+            then, before = now, use
+            if spent > seconds:
                 return None
         return json.loads(self.link.recv_bytes())
 
     def end(self) -> None:
-        """Kill the worker and its process group."""
+        """Kill the worker and what it started."""
         if not self.ended:
             self.ended = True
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            if self.process.poll() is None:
+                end_tree(self.process.pid)
             self.link.close()
             self.process.wait()
+
+
+def _checked(message: Any, *, call: int, samples: int) -> tuple[int, float, Verdict, str] | None:
+    """Return the answer that a worker's message holds, or None if it says that the call is done.
+
+    Raises:
+        ValueError: it is no message of this call.
+    """
+    match message:
+        case {"call": number, "done": True} if number == call:
+            return None
+        case {"call": number, "answer": [int(place), float(value), str(verdict), str(note)]} if number == call:
+            if 0 <= place < samples and verdict in get_args(Verdict):
+                return place, value, verdict, note  # type: ignore[return-value]
+    raise ValueError(f"a message that is none of call {call}")
 
 
 def _start(setup: dict[str, Any]) -> _Worker:

@@ -17,10 +17,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from time import monotonic
 from typing import Any, NamedTuple
 
 from oarjax.credit.answer_text import extract_answer
+from oarjax.grading.process_tree import MAX_TICK, bind
 from oarjax.grading.rewards import Per, Reward, Sample, Unparseable, calls_of, find_rewards, load_plugins
+
+TICK = 0.5  # seconds between two looks at the clock of an async call
 
 Emit = Callable[[int, float, str, str], object]
 """(place in the call, value, verdict, note), once per sample."""
@@ -36,7 +40,8 @@ class Limits(NamedTuple):
 def main(fd: int) -> None:
     """Serve until the parent closes the socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    link = Connection(fd)
+    bind()  # a judge is asked nothing more for a run that was killed
+    link, own = Connection(fd), os.getpid()
     try:
         setup = json.loads(link.recv_bytes())
         load_plugins(setup["plugins"])
@@ -53,16 +58,18 @@ def main(fd: int) -> None:
         except (EOFError, OSError):
             return
         samples = [with_answer(Sample(**fields), setup["style"], setup["pattern"]) for fields in call["samples"]]
-        name = call["reward"]
+        name, number = call["reward"], call["call"]
 
-        def emit(*answer: Any) -> None:
+        def emit(*answer: Any, number: int = number) -> None:
+            if os.getpid() != own:  # a reward forked, and this is its child
+                os._exit(0)
             _set_alarm(limits)
-            _send(link, {"answer": answer})
+            _send(link, {"call": number, "answer": answer})
 
         _set_alarm(limits)
         make_call(rewards[name], calls_of(name), samples, limits, emit)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _send(link, {"done": True})
+        _send(link, {"call": number, "done": True})
 
 
 def _set_alarm(limits: Limits) -> None:
@@ -122,8 +129,23 @@ async def _in_flight(function: Reward, samples: Sequence[Sample], limits: Limits
 
 
 async def _before(waiting: Any, deadline: float) -> Any:
-    async with asyncio.timeout(deadline):
-        return await waiting
+    """Await at most ``deadline`` seconds; none that this process slept through (SIGSTOP, a suspended machine) counts.
+
+    Raises:
+        TimeoutError: it took longer, and was cancelled.
+    """
+    task, spent = asyncio.ensure_future(waiting), 0.0
+    try:
+        while spent < deadline:
+            began = monotonic()
+            if (await asyncio.wait({task}, timeout=min(TICK, deadline - spent)))[0]:
+                return task.result()
+            spent += min(monotonic() - began, MAX_TICK)
+        raise TimeoutError
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
 
 
 def verdict_of(value: Callable[[], Any]) -> tuple[float, str, str]:

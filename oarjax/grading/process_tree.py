@@ -11,6 +11,8 @@ from glob import glob
 from typing import NamedTuple
 
 SUBREAPER, DEATH_SIGNAL = 36, 1  # PR_SET_CHILD_SUBREAPER and PR_SET_PDEATHSIG of prctl(2)
+MAX_TICK = 1.0
+"""Seconds between two looks at a clock; more than that the process that looks has slept."""
 
 
 class Usage(NamedTuple):
@@ -63,6 +65,16 @@ def usage(pid: int) -> Usage | None:
     if len(fields) < 13:
         return None
     return Usage(fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
+
+
+def clock_seconds(elapsed: float, before: float, use: Usage | None) -> float:
+    """Return how much of ``elapsed`` seconds counts against a worker's deadline.
+
+    What this process slept through (SIGSTOP, a suspended machine) does not, and while the worker wants a processor only
+    the time that it gets of one does. ``before``: the worker's CPU time ``elapsed`` seconds ago.
+    """
+    elapsed = min(elapsed, MAX_TICK)
+    return elapsed if use is None or use.state != "R" else min(elapsed, use.cpu - before)
 
 
 def memory_mb(pid: int) -> float:

@@ -20,6 +20,7 @@ from jaxtyping import Float32
 
 from oarjax.grading.rewards import Sample
 from oarjax.runs.durable import DamagedError, Failures, Lines, read_lines, storage_errors, sync_folder
+from oarjax.runs.trust import code_digest
 from oarjax.types import Grades
 
 
@@ -115,10 +116,9 @@ class RecordedGrader:
 
 
 def setup_of(settings: dict[str, Any], plugins: Sequence[str]) -> str:
-    """Digest everything that a verdict depends on besides the sample: settings, and the text of plugin files."""
-    files = [Path(plugin).expanduser() for plugin in plugins if plugin.endswith(".py")]
-    texts = [file.read_bytes().hex() for file in files if file.is_file()]
-    return hashlib.sha256(json.dumps([settings, texts], sort_keys=True).encode()).hexdigest()
+    """Digest everything that a verdict depends on besides the sample: settings, and the code of the plugins."""
+    code = [code_digest(plugin) for plugin in plugins]
+    return hashlib.sha256(json.dumps([settings, code], sort_keys=True).encode()).hexdigest()
 
 
 def _digest(samples: Sequence[Sample], setup: str) -> str:

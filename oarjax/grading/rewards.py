@@ -84,6 +84,8 @@ class Unparseable(ValueError):
 
 
 _registry: dict[str, Reward] = {}
+_places: dict[str, str] = {}  # where each was defined
+_loading: list[str] = []  # the plugins that are being imported
 _per: dict[str, Per] = {}  # of rewards that are not per sample
 
 _temporary: set[str] = set()  # names that ``register_local`` registered
@@ -102,12 +104,11 @@ def reward(name: str, *, per: Per = "sample") -> Callable[[Reward], Reward]:
         raise ValueError(f"reward {name!r}: per must be sample, batch or group, got {per!r}")
 
     def register(function: Reward) -> Reward:
-        other = _registry.get(name)
-        if other is not None and _place(other) != _place(function):
-            raise ValueError(
-                f"reward {name!r} is registered twice: in {_place(other)} and {_place(function)}; rename one"
-            )
-        _registry[name] = function
+        place = _place(function)
+        other = _places.get(name) if name in _registry else None
+        if other is not None and other != place:
+            raise ValueError(f"reward {name!r} is registered twice: in {other} and {place}; rename one")
+        _registry[name], _places[name] = function, place
         _per.pop(name, None)
         if per != "sample":
             _per[name] = per
@@ -117,8 +118,11 @@ def reward(name: str, *, per: Per = "sample") -> Callable[[Reward], Reward]:
 
 
 def _place(function: Any) -> str:
-    code = getattr(function, "__code__", None)  # a callable object has none
-    return f"{code.co_filename}:{function.__qualname__}" if code else repr(function)
+    """Return where a reward is defined; of a callable object, such as an ``HttpJudge``, its plugin and class."""
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        return f"{code.co_filename}:{function.__qualname__}"
+    return f"{_loading[-1]}:{type(function).__qualname__}" if _loading else repr(function)
 
 
 def load_plugins(plugins: Sequence[str]) -> None:
@@ -128,6 +132,7 @@ def load_plugins(plugins: Sequence[str]) -> None:
         ValueError: a plugin cannot be found or fails during its import.
     """
     for plugin in plugins:
+        _loading.append(plugin)
         try:
             import_plugin(plugin)
         except Exception as error:
@@ -135,6 +140,8 @@ def load_plugins(plugins: Sequence[str]) -> None:
                 f"grading.plugins: {plugin!r} cannot be imported ({type(error).__name__}: {error}); "
                 "expected a Python file or a module on the path"
             ) from error
+        finally:
+            _loading.pop()
 
 
 def find_rewards(names: Sequence[str], settings: Mapping[str, dict[str, Any]] | None = None) -> tuple[Reward, ...]:

@@ -38,10 +38,9 @@ def make_console(stream: io.TextIOWrapper | None = None, *, markup: bool = False
 
     Characters that the stream cannot encode are printed as escapes. Without ``markup``, "[bold]" in a name is text.
     """
-    target = sys.stdout if stream is None else stream
-    if isinstance(target, io.TextIOWrapper):
-        target.reconfigure(errors="backslashreplace")
-    return ShownConsole(file=cast(IO[str], Lasting(target)), highlight=False, markup=markup, emoji=False)
+    lasting = Lasting(sys.stdout if stream is None else stream)
+    lasting.escape_unencodable()
+    return ShownConsole(file=cast(IO[str], lasting), highlight=False, markup=markup, emoji=False)
 
 
 class ShownConsole(Console):
@@ -78,6 +77,12 @@ class Lasting:
         with self._losing():
             if self._stream is not None:
                 self._stream.flush()
+
+    def escape_unencodable(self) -> None:
+        """Print characters that the stream cannot encode as escapes."""
+        if isinstance(self._stream, io.TextIOWrapper):
+            with self._losing():  # it flushes what others left in the stream when it failed
+                self._stream.reconfigure(errors="backslashreplace")
 
     @contextmanager
     def _losing(self) -> Iterator[None]:

@@ -41,18 +41,23 @@ def code_places(cfg: Config) -> list[str]:
 
 
 def code_digests(cfg: Config) -> dict[str, str]:
-    """Return place -> SHA-256 of the file that it names, "absent" without one; nothing is imported.
-
-    Of a module in a package, and of a package, all Python files of the package's folder count. Of a plain file, the
-    modules and packages beside it that it imports count too, and what these import there.
+    """Return place -> ``code_digest``; nothing is imported.
 
     Raises:
         StorageError: a file exists but cannot be read.
     """
-    return {place: _digest(place.partition("=")[2]) for place in code_places(cfg)}
+    return {place: code_digest(place.partition("=")[2]) for place in code_places(cfg)}
 
 
-def _digest(place: str) -> str:
+def code_digest(place: str) -> str:
+    """Return the SHA-256 of the code that a place (file.py, module, or either with :name) names, "absent" without any.
+
+    Of a module in a package, and of a package, all Python files of the package's folder count. Of a plain file, the
+    modules and packages beside it that it imports count too, and what these import there. Nothing is imported.
+
+    Raises:
+        StorageError: a file exists but cannot be read.
+    """
     plugin = place if place.endswith(".py") or ":" not in place else place.rpartition(":")[0]
     file = plugin_file(plugin)
     if file is None:

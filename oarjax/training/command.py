@@ -19,7 +19,7 @@ from oarjax.report.command import write_facts
 from oarjax.report.console import banner, run_lines
 from oarjax.report.files import make_console
 from oarjax.runs.checkpoint import remove_all
-from oarjax.runs.durable import DamagedError, check_guards, storage_errors, write_durably
+from oarjax.runs.durable import DamagedError, cannot_read, check_guards, exists, storage_errors, write_durably
 from oarjax.runs.folder import changed, claim, locked, put_aside, refuse_another_run
 from oarjax.runs.stop import Stop
 from oarjax.runs.trust import note_trusted
@@ -205,7 +205,7 @@ def start_policy(run: Run, grader: Grading, stop: Stop | None = None) -> tuple[P
     else:
         warm = run.folder / "start"
         only_first(lambda: remove_half_written(warm))
-        if from_first(lambda: (warm / "config.json").is_file()):
+        if from_first(lambda: exists(warm / "config.json")):
             run.console.print(f"reading the finished warm start from {warm}", markup=False)
             only_first(lambda: seal_start(run, warm))
             params = run.load(source=warm)
@@ -218,9 +218,11 @@ def start_policy(run: Run, grader: Grading, stop: Stop | None = None) -> tuple[P
     if run.held_out is None:
         return params, None
     known = run.folder / "start.json"
-    if from_first(known.is_file):
+    if from_first(lambda: exists(known)):
         try:
             return params, evaluation_from(json.loads(known.read_text(encoding="utf-8")))
+        except OSError as error:
+            raise cannot_read(known, error) from error
         except (ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedError(
                 f"{known} is not the evaluation that was written ({type(error).__name__}: {error}); put a good copy "

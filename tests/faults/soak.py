@@ -27,6 +27,7 @@ from pathlib import Path
 import micro
 import psutil
 import yaml
+from starts import Started
 
 PLUGIN = '''
 """Let the next fsync of the trainer fail where a file asks for it."""
@@ -48,7 +49,8 @@ def fsync(handle):
 os.fsync = fsync
 '''
 FAULTS = ("stop the run", "stop a worker", "kill a worker", "kill the run", "SIGHUP", "SIGTERM", "lose output", "EIO")
-ALLOWED = {0, 75, -signal.SIGKILL}
+ALLOWED = {0, 75, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP}
+"""Ends of an attempt. A signal ends it by itself before the run is under way, and a second one at any time."""
 
 
 class Soak:
@@ -65,6 +67,7 @@ class Soak:
         while True:
             code = self.attempt()
             self.ends[code] += 1
+            print(f"attempt {self.ends.total()} ended with {code}, after {where(self.run)}", flush=True)
             if code not in ALLOWED:
                 raise SystemExit(f"an attempt ended with {code}:\n{micro.output(self.run)[-3000:]}")
             if code == 0:
@@ -72,14 +75,14 @@ class Soak:
 
     def attempt(self) -> int:
         """Start the command, disturb it until it ends, and return its exit code."""
-        theirs, ours = os.pipe()[::-1]
-        process = subprocess.Popen(micro.command(self.config, self.run), stdout=theirs, stderr=subprocess.STDOUT)
-        os.close(theirs)
+        pipe = self.run.with_suffix(".pipe")
+        os.mkfifo(pipe)
         self.lost = threading.Event()
-        reader = threading.Thread(target=self.copy, args=(ours,))
+        reader = threading.Thread(target=self.copy, args=(pipe,))
         reader.start()
+        process = micro.start(self.config, self.run, log=pipe)
         watched, next_fault = psutil.Process(process.pid), time.monotonic() + self.draw.expovariate(1 / self.every)
-        while process.poll() is None:
+        while (code := process.poll()) is None:
             time.sleep(0.1)
             with contextlib.suppress(psutil.Error, ProcessLookupError):
                 children = watched.children(recursive=True)
@@ -87,11 +90,15 @@ class Soak:
                 if time.monotonic() > next_fault:
                     self.inject(process, [child.pid for child in children])
                     next_fault = time.monotonic() + self.draw.expovariate(1 / self.every)
-        reader.join()
-        return process.returncode
+        reader.join(timeout=60)
+        if reader.is_alive():
+            raise SystemExit(f"an attempt ended with {code}, and a process that it started still runs a minute later")
+        pipe.unlink()
+        return code
 
-    def copy(self, pipe: int) -> None:
+    def copy(self, path: Path) -> None:
         """Write what the command prints to its log, until it ends or its output is lost."""
+        pipe = os.open(path, os.O_RDONLY)
         with self.run.with_suffix(".log").open("ab", buffering=0) as log:
             while not self.lost.is_set():
                 if select.select([pipe], [], [], 0.2)[0]:
@@ -100,7 +107,7 @@ class Soak:
                     log.write(part)
         os.close(pipe)
 
-    def inject(self, process: subprocess.Popen, children: list[int]) -> None:
+    def inject(self, process: Started | subprocess.Popen, children: list[int]) -> None:
         fault = self.draw.choice(FAULTS)
         if fault in ("stop a worker", "kill a worker") and not children:
             return
@@ -119,6 +126,12 @@ class Soak:
             names = {"kill the run": signal.SIGKILL, "SIGHUP": signal.SIGHUP, "SIGTERM": signal.SIGTERM}
             process.send_signal(names[fault])
         self.faults[fault] += 1
+
+
+def where(run: Path) -> str:
+    """The last thing that a run printed of its progress."""
+    lines = [line for line in micro.output(run).splitlines() if "oar_g " in line or "sft " in line]
+    return repr(lines[-1][:40]) if lines else "nothing"
 
 
 def main() -> int:

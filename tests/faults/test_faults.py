@@ -303,7 +303,7 @@ def test_a_mount_that_vanishes(config, whole, tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "moment", "left"),
-    [(signal.SIGTERM, "sft 20/40", "sft.json"), (signal.SIGTERM, "oar_g 1/6", "checkpoints.json")],
+    [(signal.SIGHUP, "sft 20/40", "sft.json"), (signal.SIGTERM, "oar_g 1/6", "checkpoints.json")],
 )
 def test_told_to_stop_it_saves_and_says_75(config, whole, tmp_path, number, moment, left):
     run = tmp_path / "run"

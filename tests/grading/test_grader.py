@@ -1,6 +1,7 @@
 """The grader: verdicts for answers that hang, crash or eat memory; workers replaced, none left behind."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -20,6 +21,7 @@ import pytest
 
 from oarjax.grading.grader import Grader, GraderError, worker_count
 from oarjax.grading.link import InvalidMessage, Link
+from oarjax.grading.process_tree import Usage, clock_seconds
 from oarjax.grading.rewards import Sample
 
 DEADLINE = 3.0  # generous for good answers on a busy machine; they take a millisecond
@@ -287,6 +289,24 @@ print(json.dumps(pool.grade([Sample(prompt="", completion=c, answer="") for c in
 sys.exit(0)
 """
 )
+
+
+def test_only_time_that_a_worker_could_use_counts():
+    looked = [(0.1, "S", 0.0, 0.1), (0.1, "R", 0.1, 0.1), (0.1, "R", 0.02, 0.02), (0.1, "R", 0.3, 0.1)]
+    looked += [(500.0, "S", 0.0, 1.0), (500.0, "R", 0.0, 0.0), (500.0, "R", 40.0, 1.0), (0.1, "D", 0.0, 0.1)]
+    for elapsed, state, cpu, counted in looked:
+        assert clock_seconds(elapsed, 7.0, Usage(state, 7.0 + cpu)) == pytest.approx(counted), (elapsed, state, cpu)
+    assert clock_seconds(0.1, 0.0, None) == 0.1  # a system without /proc
+
+
+def test_a_machine_too_busy_for_its_workers_makes_no_answer_late(plugin, monkeypatch):
+    """The answer takes a second of the clock, ten times the deadline, and none of a processor."""
+    starved, cpu = [True], itertools.count(0.0, 0.02)
+    monkeypatch.setattr("oarjax.grading.grader.usage", lambda _: Usage("R", 0.0 if starved[0] else next(cpu)))
+    with Grader((("hostile", 1.0),), plugins=[plugin], workers=1, deadline=0.1) as pool:
+        assert pool.grade(samples("nap")).verdicts == ["graded"]
+        starved[0] = False
+        assert pool.grade(samples("sleep")).verdicts == ["timeout"]
 
 
 @pytest.mark.slow

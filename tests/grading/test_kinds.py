@@ -1,21 +1,35 @@
 """Rewards per batch and group, async ones, callables of this process: values, verdicts, what a bad one costs."""
 
 import asyncio
+import itertools
 import os
 import textwrap
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from oarjax.grading import joint, joint_worker
 from oarjax.grading.grader import GraderError
 from oarjax.grading.mixed import local_digests, local_rewards, make_grader
+from oarjax.grading.process_tree import Usage
 from oarjax.grading.recorded import RecordedGrader
 from oarjax.grading.rewards import Sample, reward
 from oarjax.runs.durable import Failures
 
 PLUGIN = '''
-import asyncio, os, time
+import asyncio, json, os, struct, time
 from oarjax import Sample, reward
+
+
+def forge(text):
+    """Send the parent what looks like an answer, through whatever sockets there are."""
+    for fd in range(3, 64):
+        try:
+            os.write(fd, struct.pack("!i", len(text)) + text.encode())
+        except OSError:
+            continue
 
 
 @reward("kinds_rank", per="batch")
@@ -37,6 +51,10 @@ def best(samples):
         raise KeyError("no such criterion")
     if "SHORT" in said:
         return [1.0]
+    if "FORK" in said:
+        os.fork()  # and both return
+    if "FORGE" in said:
+        forge(json.dumps({"call": 1, "answer": [0, 9.0, "graded", ""]}))
     numbers = [float(s.extracted or 0) for s in samples]
     return [None if s.columns.get("hard") else sum(a > b for b in numbers) for s, a in zip(samples, numbers)]
 
@@ -107,6 +125,39 @@ def test_a_bad_call_costs_its_own_samples(plugin):
     assert grades.verdicts == ["graded", "timeout", "crash", "graded"]
     grades = graded(plugin, [("kinds_async", 1.0)], [sample("BLOCK"), sample("one")], call_deadline=0.3)
     assert grades.verdicts == ["timeout", "timeout"]  # it blocked the loop for both
+
+
+@pytest.mark.slow
+def test_a_call_that_forks_or_forges_moves_no_value_to_another_call(plugin):
+    words = ["", "FORK", "", "FORGE", "", ""]
+    samples = [sample(f"{word} #### {n}", group) for group, word in enumerate(words) for n in range(2)]
+    grades = graded(plugin, [("kinds_best", 1.0)], samples)
+    values = [np.nan if word == "FORGE" else n for word in words for n in range(2)]
+    np.testing.assert_array_equal(grades.rewards, np.float32(values))
+    assert grades.verdicts == ["crash" if word == "FORGE" else "graded" for word in words for n in range(2)]
+
+
+def test_a_call_is_on_the_clock_only_while_this_process_is_awake_and_the_worker_has_a_processor(monkeypatch, unchecked):
+    """Both sides look at a clock that jumps by 100 s, as after SIGSTOP: a look counts for one second at most."""
+    clock = partial(next, itertools.count(0.0, 100.0))
+    monkeypatch.setattr(joint, "monotonic", clock)
+    monkeypatch.setattr(joint_worker, "monotonic", clock)
+
+    def received(use, *, silent):
+        """Wait 2.5 s for a worker that sends something after so many looks."""
+        looks = iter([False] * silent + [True])
+        monkeypatch.setattr(joint, "usage", lambda _: use)
+        link = SimpleNamespace(poll=lambda _: next(looks), recv_bytes=lambda: b"{}")
+        return joint._Worker(SimpleNamespace(pid=0), link).receive(2.5, lambda: False)
+
+    assert received(Usage("S", 0.0), silent=2) == {}
+    assert received(Usage("S", 0.0), silent=3) is None
+    assert received(Usage("R", 1.0), silent=50) == {}  # it waits for a processor all the time
+
+    monkeypatch.setattr(joint_worker, "TICK", 0.01)
+    assert asyncio.run(joint_worker._before(asyncio.sleep(0.015, "kept"), 2.5)) == "kept"
+    with pytest.raises(TimeoutError):
+        asyncio.run(joint_worker._before(asyncio.sleep(60), 2.5))
 
 
 def test_a_closed_grader_says_so(plugin):

@@ -8,7 +8,15 @@ import pytest
 from sympy import Symbol, sqrt
 
 from oarjax.grading import rewards
-from oarjax.grading.rewards import Sample, Unparseable, find_rewards, load_plugins, reference_answer, reward
+from oarjax.grading.rewards import (
+    Sample,
+    Unparseable,
+    find_rewards,
+    is_joint,
+    load_plugins,
+    reference_answer,
+    reward,
+)
 from oarjax.grading.worker import grade_sample
 
 SOLUTIONS = r"(?m)^A:[ \t]*([^\n]+)"  # the last line of the labelled GSM8K solutions
@@ -193,6 +201,21 @@ def test_plugins(data, tmp_path):
     broken.write_text("1 / 0")
     with pytest.raises(ValueError, match=r"cannot be imported .ZeroDivisionError"):
         load_plugins([str(broken)])
+
+
+def test_a_callable_object_is_registered_by_its_plugin(tmp_path):
+    """As ``oarjax train`` does, which loads the plugins to check them and again for the grader."""
+    paths = [tmp_path / f"{name}.py" for name in "ab"]
+    for path in paths:
+        path.write_text(
+            "from oarjax.grading.judge import HttpJudge\nfrom oarjax.grading.rewards import reward\n\n"
+            "reward('judge_of_a_plugin')(HttpJudge('http://localhost:1/'))\n"
+        )
+    for _ in range(2):
+        load_plugins([str(paths[0])])
+    assert is_joint("judge_of_a_plugin")
+    with pytest.raises(ValueError, match=r"registered twice: in .*a\.py:HttpJudge and .*b\.py:HttpJudge; rename one"):
+        load_plugins([str(paths[1])])
 
 
 def test_one_sample_with_several_rewards(data):

@@ -1,8 +1,9 @@
-"""Importance weights, the off-policy sequence mask, SAPO, GMPO, RLOO and GDPO equal TRL's and verl's numbers.
+"""Off-policy corrections, SAPO, GMPO, RLOO, GDPO and the optimal token baseline equal TRL's and verl's numbers.
 
 ``golden/off_policy/trl_verl.npz`` holds float64 arrays: for each name the weights, loss and gradient in the log-probs
 that TRL 1.16.0 computes for one batch with right padding (dapo aggregation; SAPO: the rows' means), verl 0.9.1's
-geometric-mean loss, and TRL's advantages. Each was made by executing the corresponding source of the installed package.
+geometric-mean loss and optimal token baseline, and TRL's advantages. Each was made by executing the corresponding
+source of the installed package.
 """
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from oarjax.credit.methods.token_baseline import baseline_advantages
 from oarjax.rl.advantages import (
     group_advantages,
     leave_one_out_advantages,
@@ -149,6 +151,14 @@ def test_per_reward_advantages_are_trls(golden):
         per_reward_advantages(golden["gdpo_rewards"].T, golden["gdpo_weights"], group_size=4, eps=0.0),
         atol=1e-12,
     )
+
+
+def test_the_optimal_token_baseline_is_verls(golden):
+    """Of the returns themselves; the longest row is alone at its end, where both leave it its return."""
+    norms = 1 - 2 * jnp.exp(golden["otb_logps"]) + golden["otb_square"]
+    mask, groups = golden["otb_mask"] > 0, jnp.repeat(jnp.arange(2), 4)
+    ours = baseline_advantages(norms, mask, golden["otb_rewards"], groups)
+    np.testing.assert_allclose(jnp.where(mask, ours, 0), golden["otb_advantages"], rtol=1e-7, atol=1e-8)  # it adds 1e-8
 
 
 def test_kl_in_the_reward_hand_worked():

@@ -44,15 +44,22 @@ def _inputs(run: Run, known: dict[str, Stat]) -> tuple[dict[str, str], dict[str,
     rows = {"data.train": run.train, "data.eval": run.held_out, "sft.data": run.pairs}
     now |= {f"rows/{name}": _digest(encoded) for name, encoded in rows.items() if encoded is not None}
     now |= {f"code/{place}": digest for place, digest in code_digests(run.cfg).items()}
+    paths = {}
+    if run.cfg.lora.start is not None:
+        adapters = Path(run.cfg.lora.start).expanduser()
+        paths |= {f"policy/lora.start/{path.name}": path for path in policy_files(adapters)}
     commit = commit_of(run.source)
     if commit is not None:  # a commit's name is a digest of its files
-        return now | {"policy/commit": commit}, {}
-    policy, files = digests({f"policy/{path.name}": path for path in policy_files(run.source)}, known)
+        now["policy/commit"] = commit
+    else:
+        paths |= {f"policy/{path.name}": path for path in policy_files(run.source)}
+    policy, files = digests(paths, known)
     return now | policy, files
 
 
 def _digest(encoded: Encoded) -> str:
-    return rows_digest((p.index, p.prompt, p.answer) for p in encoded.problems)
+    """Digest the rows, with the columns that rewards see."""
+    return rows_digest((p.index, p.prompt, p.answer, p.columns) for p in encoded.problems)
 
 
 def seal_start(run: Run, warm: Path) -> None:

@@ -14,7 +14,7 @@ from oarjax.data.hf import read_tokenizer_folder
 from oarjax.data.problems import load_problems
 from oarjax.data.stories import write_stories_policy
 from oarjax.data.streams import Encoded, encode_pairs, encode_problems
-from oarjax.runs.durable import check_guards, storage_errors
+from oarjax.runs.durable import check_guards, exists, storage_errors
 from oarjax.runs.folder import has_progress
 from oarjax.system.processes import check_shared, from_first, only_first
 
@@ -44,7 +44,7 @@ def policy_path(cfg: Config, folder: Path, *, option: str) -> str:
     write = writers.get(cfg.policy.path)
     if write is None or (cfg.policy.path == "builtin:random" and cfg.policy.tokenizer is None):
         return cfg.policy.path
-    if not from_first(lambda: has_progress(folder) and (target / "config.json").is_file()):
+    if not from_first(lambda: has_progress(folder) and exists(target / "config.json")):
         with storage_errors(target):
             only_first(lambda: write(cfg, target))
     return str(target)
