@@ -1,8 +1,8 @@
 """Save and stop on SIGTERM, Ctrl-C, a closed terminal (SIGHUP) or a TPU pod's notice of preemption.
 
-Inside ``held`` a first signal only sets a flag, which the loop reads after every iteration. Elsewhere nothing would be
-lost, so the signal ends the run at once. In both cases the exit code means: resume with the same command. A second
-signal kills. Under nohup SIGHUP stays ignored.
+Inside ``held`` a first signal only sets a flag, which the loop reads between the phases of an iteration. Elsewhere
+nothing would be lost, so the signal ends the run at once. In both cases the exit code means: resume with the same
+command. A second signal kills. Under nohup SIGHUP stays ignored.
 """
 
 from __future__ import annotations
