@@ -58,6 +58,8 @@ def _sizes(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int) -> dic
     }
 
 
+# Sizes of Qwen3.5 and of the mixtures agree with the recipes of slime and miles, those of Qwen3.6-27B with its model
+# card, and those of Qwen3.8-27B with a transcript of its config.json.
 SMALL = {"tie_word_embeddings": True, "vocab_size": 151936}
 HALF = {**QWEN2, **_sizes(896, 4864, 24, 14, 2), **SMALL}
 ONE_AND_HALF = {**QWEN2, **_sizes(1536, 8960, 28, 12, 2), **SMALL}
@@ -74,7 +76,14 @@ THREE_14B = {**QWEN3, **_sizes(5120, 17408, 40, 40, 8)}
 THREE_32B = {**QWEN3, **_sizes(5120, 25600, 64, 64, 8)}
 MOE_30B = {**QWEN3_MOE, **_sizes(2048, 6144, 48, 32, 4), "moe_intermediate_size": 768}
 MOE_235B = {**QWEN3_MOE, **_sizes(4096, 12288, 94, 64, 4), "moe_intermediate_size": 1536}
+MOE_480B = {**QWEN3_MOE, **_sizes(6144, 8192, 62, 96, 8), "moe_intermediate_size": 2560, "num_experts": 160}
+HYBRID_08B = {**QWEN3_5, **_sizes(1024, 3584, 24, 8, 2), "linear_num_value_heads": 16, "tie_word_embeddings": True}
+HYBRID_2B = {**QWEN3_5, **_sizes(2048, 6144, 24, 8, 2), "linear_num_value_heads": 16, "tie_word_embeddings": True}
+HYBRID_4B = {**QWEN3_5, **_sizes(2560, 9216, 32, 16, 4), "linear_num_value_heads": 32, "tie_word_embeddings": True}
+HYBRID_9B = {**QWEN3_5, **_sizes(4096, 12288, 32, 16, 4), "linear_num_value_heads": 32}
+HYBRID_27B = {**QWEN3_5, **_sizes(5120, 17408, 64, 24, 4), "linear_num_value_heads": 48}
 LONG = {"rope_theta": 1e7, "max_position_embeddings": 262144}
+SECOND = {"rope_theta": 5e6, "max_position_embeddings": 262144}
 MATHS = {"rope_theta": 1e4, "max_position_embeddings": 4096}
 
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
@@ -94,12 +103,30 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "Qwen/Qwen2.5-72B-Instruct": {**TWO_72B, "max_position_embeddings": 32768},
     "Qwen/Qwen2.5-Math-1.5B": {**ONE_AND_HALF, **MATHS},
     "Qwen/Qwen2.5-Math-7B": {**SEVEN, **MATHS},
+    "Qwen/Qwen2.5-Math-72B": {**TWO_72B, "rms_norm_eps": 1e-5, **MATHS},
+    "Qwen/Qwen2.5-Math-1.5B-Instruct": {**ONE_AND_HALF, **MATHS},
+    "Qwen/Qwen2.5-Math-7B-Instruct": {**SEVEN, **MATHS},
+    "Qwen/Qwen2.5-Math-72B-Instruct": {**TWO_72B, **MATHS},
+    "Qwen/Qwen2.5-Coder-0.5B": {**HALF, "max_position_embeddings": 32768},
+    "Qwen/Qwen2.5-Coder-0.5B-Instruct": {**HALF, "max_position_embeddings": 32768},
+    "Qwen/Qwen2.5-Coder-1.5B": {**ONE_AND_HALF, "max_position_embeddings": 32768},
+    "Qwen/Qwen2.5-Coder-1.5B-Instruct": {**ONE_AND_HALF, "max_position_embeddings": 32768},
+    "Qwen/Qwen2.5-Coder-3B": {**TWO_3B, "max_position_embeddings": 32768},
+    "Qwen/Qwen2.5-Coder-3B-Instruct": {**TWO_3B, "max_position_embeddings": 32768},
+    "Qwen/Qwen2.5-Coder-7B": {**SEVEN, "max_position_embeddings": 32768},
+    "Qwen/Qwen2.5-Coder-7B-Instruct": {**SEVEN, "max_position_embeddings": 32768},
+    "Qwen/Qwen2.5-Coder-14B": {**TWO_14B, "rms_norm_eps": 1e-5, "max_position_embeddings": 32768},
+    "Qwen/Qwen2.5-Coder-14B-Instruct": {**TWO_14B, "max_position_embeddings": 32768},
+    "Qwen/Qwen2.5-Coder-32B": {**THIRTY_TWO, "rms_norm_eps": 1e-5, "max_position_embeddings": 32768},
+    "Qwen/Qwen2.5-Coder-32B-Instruct": {**THIRTY_TWO, "max_position_embeddings": 32768},
     "Qwen/Qwen3-0.6B": {**THREE_06B, "max_position_embeddings": 40960},
     "Qwen/Qwen3-0.6B-Base": {**THREE_06B, "max_position_embeddings": 32768},
     "Qwen/Qwen3-1.7B": {**THREE_17B, "max_position_embeddings": 40960},
     "Qwen/Qwen3-1.7B-Base": {**THREE_17B, "max_position_embeddings": 32768},
     "Qwen/Qwen3-4B": {**THREE_4B, "max_position_embeddings": 40960},
     "Qwen/Qwen3-4B-Base": {**THREE_4B, "max_position_embeddings": 32768},
+    "Qwen/Qwen3-4B-Instruct-2507": {**THREE_4B, **SECOND},
+    "Qwen/Qwen3-4B-Thinking-2507": {**THREE_4B, **SECOND},
     "Qwen/Qwen3-8B": {**THREE_8B, "max_position_embeddings": 40960},
     "Qwen/Qwen3-8B-Base": {**THREE_8B, "max_position_embeddings": 32768},
     "Qwen/Qwen3-14B": {**THREE_14B, "max_position_embeddings": 40960},
@@ -108,21 +135,22 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "Qwen/Qwen3-30B-A3B": {**MOE_30B, "max_position_embeddings": 40960},
     "Qwen/Qwen3-30B-A3B-Base": {**MOE_30B, "max_position_embeddings": 32768},
     "Qwen/Qwen3-30B-A3B-Instruct-2507": {**MOE_30B, **LONG},
+    "Qwen/Qwen3-30B-A3B-Thinking-2507": {**MOE_30B, **LONG},
     "Qwen/Qwen3-Coder-30B-A3B-Instruct": {**MOE_30B, **LONG},
     "Qwen/Qwen3-235B-A22B": {**MOE_235B, "max_position_embeddings": 40960},
-    "Qwen/Qwen3.5-0.8B": {
-        **QWEN3_5,
-        **_sizes(1024, 3584, 24, 8, 2),
-        "linear_num_value_heads": 16,
-        "tie_word_embeddings": True,
-    },
-    "Qwen/Qwen3.5-4B": {
-        **QWEN3_5,
-        **_sizes(2560, 9216, 32, 16, 4),
-        "linear_num_value_heads": 32,
-        "tie_word_embeddings": True,
-    },
-    "Qwen/Qwen3.5-9B": {**QWEN3_5, **_sizes(4096, 12288, 32, 16, 4), "linear_num_value_heads": 32},
-    "Qwen/Qwen3.5-27B": {**QWEN3_5, **_sizes(5120, 17408, 64, 24, 4), "linear_num_value_heads": 48},
+    "Qwen/Qwen3-235B-A22B-Instruct-2507": {**MOE_235B, **SECOND},
+    "Qwen/Qwen3-235B-A22B-Thinking-2507": {**MOE_235B, **SECOND},
+    "Qwen/Qwen3-Coder-480B-A35B-Instruct": {**MOE_480B, **LONG},
+    "Qwen/Qwen3.5-0.8B": HYBRID_08B,
+    "Qwen/Qwen3.5-0.8B-Base": HYBRID_08B,
+    "Qwen/Qwen3.5-2B": HYBRID_2B,
+    "Qwen/Qwen3.5-2B-Base": HYBRID_2B,
+    "Qwen/Qwen3.5-4B": HYBRID_4B,
+    "Qwen/Qwen3.5-4B-Base": HYBRID_4B,
+    "Qwen/Qwen3.5-9B": HYBRID_9B,
+    "Qwen/Qwen3.5-9B-Base": HYBRID_9B,
+    "Qwen/Qwen3.5-27B": HYBRID_27B,
+    "Qwen/Qwen3.6-27B": HYBRID_27B,
+    "Qwen/Qwen3.8-27B": HYBRID_27B,
 }
 """Hub name -> fields of its config.json."""

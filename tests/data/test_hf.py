@@ -209,9 +209,28 @@ def test_files_that_are_not_there(copy, tmp_path):
         load_params(copy, cfg)
 
 
-def test_unsupported_models_are_refused_with_no_weights_there(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_moe", "num_experts": 60}))
-    with pytest.raises(UnsupportedModel, match="model_type = 'qwen2_moe': this architecture is not supported"):
+VISION = {"text_config": {"model_type": "qwen3", "hidden_size": 64}, "vision_config": {"depth": 2}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("gemma3_text", {"hidden_size": 64}),
+        ("llama", {"architectures": ["LlamaForCausalLM"]}),
+        ("qwen4_exp", {"architectures": ["Qwen4ExpForCausalLM"]}),
+        ("qwen3_vl", VISION),
+        ("qwen2_5_vl", VISION),
+        ("qwen2_moe", {"num_experts": 60}),
+        ("qwen3_5_moe", {"text_config": {"model_type": "qwen3_5_moe_text", "num_experts": 256}}),
+    ],
+)
+def test_unsupported_models_are_refused_with_no_weights_there(kind, fields, tmp_path):
+    """In one sentence that says what is supported; a folder of config.json alone shows that no weight is read."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind} | fields))
+    message = (
+        rf"^config\.json: model_type = '{kind}': this architecture is not supported; supported are the text models "
+    )
+    with pytest.raises(UnsupportedModel, match=message + r".*\(qwen3_moe\) and Qwen3\.5 to Qwen3\.8 .*text part\)$"):
         read_config(tmp_path)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ from oarjax.plan.topology import TopologyError, find_slice
 from oarjax.plan.worker import too_large
 
 LOOP = (ROOT / "tests" / "golden" / "hlo" / "loop.txt").read_text()
+MODELS = ROOT / "docs" / "models.md"
 
 TINY = {
     "model_type": "qwen2",
@@ -84,6 +86,7 @@ def test_published_sizes_add_up_to_the_published_totals():
         "Qwen/Qwen3-32B": 32_762_123_264,
         "Qwen/Qwen3-30B-A3B": 30_532_122_624,
         "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+        "Qwen/Qwen3-Coder-480B-A35B-Instruct": 480_154_875_392,
     }
     assert {n: parameter_count(QwenConfig.from_hf(PUBLISHED[n])) for n in totals} == totals
     assert decoder_of(QwenConfig.from_hf(PUBLISHED["Qwen/Qwen2.5-7B"])) == QWEN_7B
@@ -94,6 +97,18 @@ def test_published_sizes_add_up_to_the_published_totals():
     # per token and delta net two reads and a write of 48 x 128 x 128 numbers, and 4 taps of 10,240 channels
     assert decoder_of(hybrid).memory_flops == 48 * (6 * 48 * 128 * 128 + 2 * 4 * 10_240)
     assert decoder_of(hybrid).layers == 16
+
+
+def test_the_table_of_sizes_in_the_docs_is_the_count_of_weights():
+    """Every checkpoint known without a network has a place in it, and no other."""
+    lines = MODELS.read_text(encoding="utf-8").splitlines()
+    rows = [line.split("|")[1:-1] for line in lines if re.match(r"\| Qwen\S+B[^|]*\| \d", line)]
+    table = {f"Qwen/{name.strip()}": numbers for names, *numbers in rows for name in names.split(",")}
+    assert set(table) == set(PUBLISHED)
+    for name, (parameters, layers, width) in table.items():
+        model = QwenConfig.from_hf(PUBLISHED[name])
+        count = f"{parameter_count(model):,}", str(model.num_hidden_layers), str(model.hidden_size)
+        assert count == (parameters.strip(), layers.strip(), width.strip()), name
 
 
 def test_sizes_come_from_a_folder_first(tmp_path):
