@@ -26,7 +26,7 @@ Place = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Ways:
-    """What a group of chips has to send over. Fewer than 1 link: messages pass other chips, and share links."""
+    """Links that a group of chips sends over. Fewer than 1 link: messages pass other chips, and share links."""
 
     ring: Number  # links that a chip sends over in one ring (2) or line (1)
     every: Number  # the same with all sides at work at once
