@@ -141,7 +141,8 @@ def test_an_input_that_changed_since_is_refused_and_nothing_touched(begun, tmp_p
         train_once(load_config(config), make_console(), Stop())
     assert error.value.exit_code == 2
     changed = {p for p, what in everything(folder).items() if before.get(p) != what}
-    assert changed <= ({folder / "config.yaml", folder / "inputs.json"} if change is flip_start else set())
+    begun_files = {folder / name for name in ("config.yaml", "inputs.json", "facts.json")}
+    assert changed <= (begun_files if change is flip_start else set())
 
 
 def test_threads_are_those_that_the_run_began_with(begun, monkeypatch):
