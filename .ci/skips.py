@@ -10,6 +10,7 @@ from collections import Counter
 EXPECTED = (
     "the large golden files do not lie beside this checkout",
     "torch is not installed (extra parity)",
+    "peft is not installed (extra parity)",
     "no Chromium is installed",
 )
 MOST_REASONS = 5

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from oarjax.models.policy import Policy
 from oarjax.rl.masked import widened
 from oarjax.rollout.filters import Filters
-from oarjax.rollout.logps import in_chunks, last_states, logits_logps, token_logps
+from oarjax.rollout.logps import in_chunks, last_states, logits_logps, scaled_logits, token_logps
 from oarjax.types import Params, Privileged
 
 
@@ -43,7 +43,7 @@ def measure(
     teacher_logps  log pi(y) under the ``teacher``'s prompts; a pass over them
     hidden         the final states themselves, float32
 
-    ``filters`` renormalise log-probs and entropies over what they keep; see ``token_logps``.
+    ``filters`` renormalise all but hellinger over what they keep; see ``token_logps``.
 
     Raises:
         ValueError: a signal without the reference or the teacher that it needs.
@@ -72,7 +72,8 @@ def measure(
         logps, entropies = logits_logps(mine, ids.reshape(-1), temperature=temperature, filters=filters)
         out = {"logps": logps, "entropies": entropies, "spread": entropies / jnp.log(mine.shape[-1])}
         if "score_norms" in wanted:
-            square = jnp.sum(jax.nn.softmax(mine / temperature, axis=-1) ** 2, axis=-1)
+            kept = scaled_logits(mine, ids.reshape(-1), temperature=temperature, filters=filters)
+            square = jnp.sum(jax.nn.softmax(kept, axis=-1) ** 2, axis=-1)
             out["score_norms"] = 1 - 2 * jnp.exp(logps) + square
         if others is not None:
             both = (jax.nn.log_softmax(x / temperature, axis=-1) for x in (mine, logits(fixed, others)))

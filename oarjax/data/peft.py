@@ -1,14 +1,15 @@
 """Adapters as PEFT folders: adapter_model.safetensors and adapter_config.json, as ``peft.PeftModel`` reads and writes.
 
-PEFT stores A as [rank, in] and B as [out, rank], one pair per layer; here they are stacked over the layers and the
-other way round. Its plain LoRA scales the product by alpha / rank, as ours does.
+PEFT stores A as [rank, in] and B as [out, rank], one pair per layer, or per expert of a layer; here they are stacked
+over layers and experts, and the other way round. Its plain LoRA scales the product by alpha / rank, as ours does.
+Experts have their names in the checkpoint (mlp.experts.0.gate_proj). PEFT 0.21 converts these where transformers 5
+stacks the experts, if gate and up are both there or neither.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,7 +59,7 @@ def write_adapters(folder: Path, cfg: QwenConfig, params: Params, *, alpha: floa
         base: the policy below them, as PEFT will look for it: a hub name or a folder.
 
     Raises:
-        CheckpointError: the policy has no adapters, or adapters of experts, which PEFT has no names for.
+        CheckpointError: the policy has no adapters.
         StorageError: the folder cannot be written.
     """
     tensors, targets, ranks = {}, set(), set()
@@ -66,14 +67,13 @@ def write_adapters(folder: Path, cfg: QwenConfig, params: Params, *, alpha: floa
         node = _node(params, weight)
         if node is None:
             continue
-        _refuse_experts(weight)
         a, b = (np.asarray(node[name], np.float32) for name in ("lora_a", "lora_b"))
         targets.add(_module(weight))
         ranks.add(a.shape[-1])
-        for layer, name in enumerate(weight.names):
+        for place, name in zip(np.ndindex(weight.stack), weight.names, strict=True):
             stem = PREFIX + name.removesuffix(".weight")
-            tensors[f"{stem}.lora_A.weight"] = np.ascontiguousarray(a[layer].T)
-            tensors[f"{stem}.lora_B.weight"] = np.ascontiguousarray(b[layer].T)
+            tensors[f"{stem}.lora_A.weight"] = np.ascontiguousarray(a[place].T)
+            tensors[f"{stem}.lora_B.weight"] = np.ascontiguousarray(b[place].T)
     if not tensors:
         raise CheckpointError(f"{folder}: this policy has no adapters; train with lora.rank, or export whole weights")
     fields = PLAIN | {
@@ -118,17 +118,16 @@ def read_adapters(folder: Path, cfg: QwenConfig) -> Adapters:
         stems = [PREFIX + name.removesuffix(".weight") for name in weight.names]
         if not any(f"{stem}.lora_A.weight" in tensors for stem in stems):
             continue
-        _refuse_experts(weight)
         pair = {
             name: np.stack(
                 [_tensor(tensors, f"{stem}.lora_{name[-1].upper()}.weight", shape, folder) for stem in stems]
-            )
+            ).reshape(*weight.stack, *shape)
             for name, shape in (("lora_a", (rank, into)), ("lora_b", (out, rank)))
         }
         node = tree
         for part in weight.path[:-1]:
             node = node.setdefault(part, {})
-        node |= {name: jnp.asarray(np.swapaxes(values, 1, 2)) for name, values in pair.items()}
+        node |= {name: jnp.asarray(np.swapaxes(values, -1, -2)) for name, values in pair.items()}
         targets.add(weight.path[-2])
     if tensors:
         name = next(iter(tensors))
@@ -146,6 +145,11 @@ def _fields(folder: Path) -> dict[str, Any]:
     if not isinstance(fields, dict) or fields.get("peft_type") != "LORA":
         kind = fields.get("peft_type") if isinstance(fields, dict) else type(fields).__name__
         raise CheckpointError(f"{folder / CONFIG}: peft_type is {kind}; only LORA can be read")
+    if fields.get("target_parameters"):
+        raise CheckpointError(
+            f"{folder / CONFIG}: target_parameters is {fields['target_parameters']!r}; adapters of whole stacks of "
+            "experts cannot be read, train with target_modules gate_proj, up_proj and down_proj instead"
+        )
     for name, plain in PLAIN.items():
         if fields.get(name, plain) not in (plain, None, [], {}, False):
             raise CheckpointError(f"{folder / CONFIG}: {name} is {fields[name]!r}; only {plain!r} can be read")
@@ -171,14 +175,6 @@ def _node(params: Params, weight: Weight) -> Any:
 
 def _module(weight: Weight) -> str:
     return weight.name.removesuffix(".weight").rpartition(".")[2]
-
-
-def _refuse_experts(weight: Weight) -> None:
-    if len(weight.stack) > 1:
-        raise CheckpointError(
-            f"adapters of {re.sub('[{}]', '', weight.name)}: PEFT has no names for those of experts; choose "
-            "lora.targets among q, k, v and o"
-        )
 
 
 def _tensor(tensors: dict[str, np.ndarray], name: str, shape: tuple[int, ...], folder: Path) -> np.ndarray:

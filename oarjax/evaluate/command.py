@@ -33,7 +33,7 @@ from oarjax.evaluate.target import Target, find_target, load_target, weights_dig
 from oarjax.grading.recorded import setup_of
 from oarjax.report.console import Progress
 from oarjax.report.files import make_console, visible
-from oarjax.runs.durable import storage_errors, write_durably
+from oarjax.runs.durable import cannot_read, exists, storage_errors, write_durably
 from oarjax.runs.folder import locked
 from oarjax.runs.stop import Stop, Stopped
 from oarjax.runs.trust import check_trust
@@ -250,7 +250,8 @@ def _identity(target: Target, parts: Sequence[Part]) -> dict[str, Any]:
         },
         "benchmarks": {
             part.name: {
-                "data": _data_digest(part.encoded),
+                "data": _digest([[p.index, p.prompt, p.reference] for p in part.encoded.problems]),
+                "columns": _digest([p.columns for p in part.encoded.problems]),
                 "left_out": part.encoded.dropped,
                 "prompt": part.prompt,
                 "settings": _settings(part.run.cfg),
@@ -273,8 +274,7 @@ def _settings(cfg: Config) -> dict[str, Any]:
     return out
 
 
-def _data_digest(encoded: Encoded) -> str:
-    rows = [[p.index, p.prompt, p.reference] for p in encoded.problems]
+def _digest(rows: list[Any]) -> str:
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
@@ -283,9 +283,10 @@ def _claim(folder: Path, identity: dict[str, Any]) -> None:
 
     Raises:
         ConfigError: it holds another one; names what differs.
+        StorageError: it cannot be read.
     """
     known = folder / "evaluation.json"
-    if known.exists():
+    if exists(known):
         was, now = flatten(_claimed(known)), flatten(identity)
         differ = [name for name in sorted(was | now) if was.get(name) != now.get(name)]
         if differ:
@@ -293,7 +294,7 @@ def _claim(folder: Path, identity: dict[str, Any]) -> None:
                 f"--out: {folder} holds another evaluation ({'; '.join(differ)} differ); give another --out, or the "
                 "same command to resume it"
             )
-    elif (folder / "samples.jsonl").exists():
+    elif exists(folder / "samples.jsonl"):
         raise ConfigError(f"--out: {folder} holds samples of something else; give another --out")
     write_durably(known, json.dumps(identity, indent=1))
 
@@ -303,12 +304,15 @@ def _claimed(known: Path) -> dict[str, Any]:
 
     Raises:
         ConfigError: the file that says so is damaged, or something else.
+        StorageError: it cannot be read.
     """
     try:
         tree = json.loads(known.read_text(encoding="utf-8"))
         if not isinstance(tree, dict):
             raise ValueError(f"expected an object, got {type(tree).__name__}")
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise cannot_read(known, error) from error
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--out: {known} is damaged or not of an evaluation ({error}); give another --out") from None
     return tree
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from oarjax.runs.durable import Lines
+from oarjax.runs.durable import Lines, cannot_read, exists
 
 FIELDS = {"benchmark", "problem", "sample", "answer", "score", "verdict", "tokens", "ended"}
 """The fields of a record that figures are computed from."""
@@ -19,7 +19,7 @@ class SampleLines:
     Ask for ``known`` of each benchmark in order, and write what it lacks before asking for the next one.
 
     Raises:
-        StorageError: from any method, where the file cannot be written.
+        StorageError: from any method, where the file cannot be read or written.
     """
 
     def __init__(self, path: Path):
@@ -59,12 +59,16 @@ class SampleLines:
 def _read(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """Read whole lines up to the first that is no sample, and the byte after each."""
     records, ends, at = [], [], 0
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
+    try:
+        content = path.read_bytes() if exists(path) else b""
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    for line in content.splitlines(keepends=True):
         try:
             if not line.endswith(b"\n"):
                 break
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             break
         if not isinstance(record, dict) or not record.keys() >= FIELDS:
             break

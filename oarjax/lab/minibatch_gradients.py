@@ -353,7 +353,8 @@ def _gram(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def _noise_of(p: Placed) -> jax.Array:
     """Compute ``score_noise`` of every trained token, [rows, T]."""
-    flat = p.rollout.behaviour_logps
+    flat = p.batch.behaviour_logps
+    assert flat is not None
     return score_noise(
         flat.reshape(-1, flat.shape[-1]), p.row_advantages.reshape(-1), p.batch.completion.reshape(-1, flat.shape[-1])
     )

@@ -156,11 +156,19 @@ def logits_logps(
     Float32 at least, float64 for float64 logits. A logit of -inf is a token that cannot occur. With ``filters`` the
     softmax is over the tokens they keep and the target; the choice of tokens has no gradient.
     """
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32)) / temperature
-    if filters is not None:
-        kept = filter_logits(logits, **filters._asdict())
-        logits = jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, kept)
+    logits = scaled_logits(logits, targets, temperature=temperature, filters=filters)
     logps = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     probs = jnp.exp(logps)
     chosen = jnp.take_along_axis(logps, targets[..., None], axis=-1)[..., 0]
     return chosen, -jnp.sum(probs * jnp.where(probs > 0, logps, 0), axis=-1)
+
+
+def scaled_logits(
+    logits: Float[Array, "*rows V"], targets: Int[Array, "*rows"], *, temperature: float, filters: Filters | None
+) -> Float[Array, "*rows V"]:
+    """Divide by the temperature, in float32 at least, and set -inf where the filters drop a token but the target."""
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32)) / temperature
+    if filters is None:
+        return logits
+    kept = filter_logits(logits, **filters._asdict())
+    return jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, kept)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from oarjax.runs.durable import (
     check_guards,
     exists,
     in_mounted_bucket,
+    names_in,
     write_durably,
 )
 from oarjax.runs.folder import run_id
@@ -338,21 +338,11 @@ def _notes(folder: Path) -> Path:
 
 
 def _folders(folder: Path) -> list[Path]:
-    return [folder / name for name in _names(folder) if name.isdecimal()]
+    return [folder / name for name in names_in(folder) if name.isdecimal()]
 
 
 def _half_written(folder: Path) -> list[Path]:
-    return [folder / name for name in _names(folder) if "orbax-checkpoint-tmp" in name]
-
-
-def _names(folder: Path) -> list[str]:
-    """List a folder; empty if it is missing. pathlib's glob would also return nothing for an unreadable folder."""
-    try:
-        return os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise cannot_read(folder, error) from error
+    return [folder / name for name in names_in(folder) if "orbax-checkpoint-tmp" in name]
 
 
 def _remove(path: Path) -> None:

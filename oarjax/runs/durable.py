@@ -85,6 +85,20 @@ def exists(path: Path) -> bool:
     return True
 
 
+def names_in(folder: Path) -> list[str]:
+    """List a folder; empty if it is missing. pathlib's glob would also find nothing in one that cannot be read.
+
+    Raises:
+        StorageError: the storage returns an error.
+    """
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise cannot_read(folder, error) from error
+
+
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
     """Turn the disk's errors during a write to ``path`` into errors for the user.

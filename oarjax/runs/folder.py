@@ -10,13 +10,14 @@ import secrets
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
 from oarjax.config import Config, ConfigError, flatten, parse_config
-from oarjax.runs.durable import FolderTaken, cannot_read, cannot_write, exists, guarded, write_durably
+from oarjax.runs.durable import FolderTaken, cannot_read, cannot_write, exists, guarded, names_in, write_durably
 from oarjax.yaml_tree import read_yaml
 
 HARMLESS = (
@@ -154,9 +155,25 @@ def has_progress(folder: Path) -> bool:
 
     That is a checkpoint or a warm start, and for runs without checkpoints the lines of metrics.jsonl. A run that ended
     before its first checkpoint keeps nothing, so its config may change.
+
+    Raises:
+        StorageError: the folder cannot be read, so it may hold such work.
     """
-    runs = [folder, *folder.glob("seed*/*")]
-    return any(any(folder.glob(part)) for part in PROGRESS) or any(_counts_by_lines(run) for run in runs)
+    return any(any(_matches(folder, part)) for part in PROGRESS) or any(
+        _counts_by_lines(run) for run in (folder, *_matches(folder, "seed*/*"))
+    )
+
+
+def _matches(folder: Path, pattern: str) -> Iterator[Path]:
+    """Yield the paths below a folder that match; unlike pathlib's glob fail where the storage does."""
+    part, _, rest = pattern.partition("/")
+    for name in names_in(folder) if "*" in part else [part]:
+        if not fnmatchcase(name, part) or name == "lost+found":  # of a disk, which users may not read
+            continue
+        if rest:
+            yield from _matches(folder / name, rest)
+        elif exists(folder / name):
+            yield folder / name
 
 
 def _counts_by_lines(run: Path) -> bool:

@@ -33,6 +33,7 @@ from oarjax.credit.probe import Reading
 from oarjax.credit.registry import METHODS
 from oarjax.credit.signals import Context, Signals
 from oarjax.data.problems import Problem
+from oarjax.rollout.filters import Filters
 from oarjax.rollout.logps import last_states, token_logps
 from oarjax.system.plugins import import_object
 from oarjax.training.iteration import iterate
@@ -142,6 +143,19 @@ def test_signals_are_what_the_whole_distributions_say():
         "hidden": states,
     }
     assert set(found) == set(expected) == set(MEASURES)
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=2e-4, atol=2e-5, err_msg=name)
+
+    # Over a truncated support: the four likeliest tokens, and the one that was drawn.
+    kept = np.where((p >= np.sort(p, -1)[..., -4:-3]) | (chosen == 1), p, 0)
+    kept /= kept.sum(-1, keepdims=True)
+    expected = {
+        "logps": np.log((kept * chosen).sum(-1)),
+        "entropies": -np.where(kept > 0, kept * np.log(np.where(kept > 0, kept, 1)), 0).sum(-1),
+        "score_norms": ((chosen - kept) ** 2).sum(-1),
+    }
+    settings = {"completion_length": T, "temperature": 0.7, "head_chunk": 3, "filters": Filters(top_k=4)}
+    found = measure(policy, params, tokens, valid, wanted=set(expected), **settings)
     for name, values in expected.items():
         np.testing.assert_allclose(found[name], values, rtol=2e-4, atol=2e-5, err_msg=name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,6 +42,7 @@ from oarjax.evaluate.samples import SampleLines
 from oarjax.evaluate.target import find_target
 from oarjax.report.files import read_metrics
 from oarjax.runs.checkpoint import finished
+from oarjax.runs.durable import StorageError
 from oarjax.runs.folder import locked
 from oarjax.runs.manifest import write_manifest
 from oarjax.training.held_out import Evaluation, evaluation_from, plain_evaluation
@@ -283,6 +286,24 @@ def test_a_folder_of_a_damaged_evaluation(oarjax_json, policy, tmp_path, text):
     assert f"--out: {tmp_path}/evaluation.json is damaged or not of an evaluation" in error
 
 
+def test_an_evaluation_that_cannot_be_read_is_not_damaged(tmp_path, monkeypatch):
+    for name in ("evaluation.json", "samples.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+
+    def fails(path, *_, **__):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    for call in ("read_text", "stat"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, call, fails)
+            patch.setattr(Path, "read_bytes", fails)
+            with pytest.raises(StorageError, match=r"cannot read .*evaluation\.json"):
+                oarjax.evaluate.command._claim(tmp_path, {})
+            with pytest.raises(StorageError, match=r"cannot read .*samples\.jsonl"):
+                SampleLines(tmp_path / "samples.jsonl")
+    assert (tmp_path / "samples.jsonl").read_text() == "{}\n"
+
+
 @pytest.mark.parametrize("damaged", ["3\n", '{"benchmark": "b", "problem": 1, "sample": 0}\n'])
 def test_samples_are_taken_up_to_the_first_damaged_line(tmp_path, damaged):
     good = {"benchmark": "b"} | lines([[1.0]], [["3"]])[0]
@@ -340,6 +361,11 @@ def test_a_file_of_ones_own(oarjax_json, policy, tmp_path):
     result = oarjax_json(*arguments, tmp_path / "out")
     found = result["benchmarks"]["rows"]
     assert (found["problems"], found["figures"]["pass@1"]["problems"]) == (2, 2)
+    rows = '{"problem": "1+2=", "answer": 3}\n{"problem": "2+2=", "answer": "4", "tests": "assert True"}\n'
+    (tmp_path / "rows.jsonl").write_text(rows)
+    code, error = oarjax_json(*arguments, tmp_path / "out")
+    assert code == 2
+    assert "holds another evaluation (benchmarks.rows.columns differ)" in error
     (tmp_path / "rows.jsonl").write_text('{"problem": "1+2=", "answer": ""}\n{"problem": "2+2=", "answer": "4"}\n')
     found = find_fields(DatasetConfig(source=f"{tmp_path}/rows.jsonl"))
     assert (found.prompt_field, len(load_problems(found))) == ("problem", 2)  # the first row's answer is blank

@@ -1,6 +1,7 @@
-"""Adapters leave and enter as PEFT folders: torch gets equal logits with them, by hand and, where it is, by peft."""
+"""Adapters leave and enter as PEFT folders: torch gets equal logits with them, by hand and by peft."""
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ TRAINED = [
     ("qwen2_tied", ("q", "k", "v", "o")),
     ("qwen3_untied", ("q", "gate", "down")),
     ("delta_untied", ("o", "up")),  # attention alone, and layers of both kinds
+    ("moe_untied", ("q", "gate", "up", "down")),  # of every expert
 ]
 
 
@@ -50,30 +52,45 @@ def logits_here(cfg, params, adapters):
     return np.asarray(policy.unembed(whole, hidden))
 
 
-def test_torch_gets_equal_logits_from_the_folder(trained):
-    """As PEFT applies it: y = x W^T + alpha / r * (x A^T) B^T, matrices found by the names in the folder alone."""
-    torch = pytest.importorskip("torch", reason="torch is not installed (extra parity)")
+def torch_logits(model):
+    import torch
+
+    with torch.no_grad():
+        return model.eval()(torch.tensor(IDS, dtype=torch.long)).logits.numpy()
+
+
+def torch_policy(folder):
+    import torch
     from transformers import AutoModelForCausalLM
 
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def test_torch_gets_equal_logits_from_the_folder(trained, tmp_path):
+    """As PEFT applies it: W + alpha / r * B A, matrices found by the names in the folder alone."""
+    pytest.importorskip("torch", reason="torch is not installed (extra parity)")
     cfg, params, adapters, _, base, out = trained
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager").eval()
-    ids = torch.tensor(IDS, dtype=torch.long)
     fields, tensors = json.loads((out / CONFIG).read_text()), load_file(out / WEIGHTS)
-    with torch.no_grad():
-        plain = model(ids).logits.numpy()
-        changed = 0
-        for name, a in tensors.items():
-            if ".lora_A." in name:
-                module = model.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
-                assert name.split(".")[-3] in fields["target_modules"]
-                product = torch.tensor(tensors[name.replace("lora_A", "lora_B")]) @ torch.tensor(a)
-                module.weight += fields["lora_alpha"] / fields["r"] * product
-                changed += 1
-        theirs = model(ids).logits.numpy()
-    assert changed == len(tensors) / 2
-    ours = logits_here(cfg, params, adapters)
-    assert np.abs(theirs - plain).max() > 0.1
+    weights = load_file(base / "model.safetensors")
+    for name, a in tensors.items():
+        if ".lora_A." in name:
+            weight = name.removeprefix("base_model.model.").replace(".lora_A", "")
+            assert weight.split(".")[-2] in fields["target_modules"]
+            weights[weight] = (
+                weights[weight] + fields["lora_alpha"] / fields["r"] * tensors[name.replace("lora_A", "lora_B")] @ a
+            )
+    shutil.copytree(base, tmp_path / "whole")
+    save_file(weights, tmp_path / "whole" / "model.safetensors", metadata={"format": "pt"})
+    ours, theirs = logits_here(cfg, params, adapters), torch_logits(torch_policy(tmp_path / "whole"))
+    assert np.abs(theirs - torch_logits(torch_policy(base))).max() > 0.1
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+def test_peft_gets_equal_logits_from_the_folder(trained):
+    peft = pytest.importorskip("peft", reason="peft is not installed (extra parity)")
+    cfg, params, adapters, _, base, out = trained
+    theirs = torch_logits(peft.PeftModel.from_pretrained(torch_policy(base), out))
+    np.testing.assert_allclose(logits_here(cfg, params, adapters), theirs, atol=1e-4)
 
 
 def test_what_leaves_comes_back(trained):
@@ -104,6 +121,7 @@ def test_what_is_no_plain_lora_is_refused(trained, tmp_path):
         ("kind", {"peft_type": "IA3"}, "peft_type is IA3; only LORA"),
         ("dora", {"use_dora": True}, "use_dora is True; only False"),
         ("bias", {"bias": "all"}, "bias is 'all'; only 'none'"),
+        ("stacks", {"target_parameters": ["mlp.experts.gate_up_proj"]}, "adapters of whole stacks of experts cannot"),
         ("ranks", {"rank_pattern": {"q_proj": 8}}, "rank_pattern is"),
         ("rank", {"r": 0}, "r = 0 and lora_alpha = 6.0; expected positive"),
     ):

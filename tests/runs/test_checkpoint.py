@@ -159,7 +159,7 @@ def test_one_that_cannot_be_read_is_not_damaged(tmp_path, monkeypatch, where, nu
     before = names(tmp_path / "c")
     path = type(tmp_path)
     target = largest(tmp_path / "c" / "000002") if where == "array" else tmp_path / "c" / "000002" / where
-    opened, listdir = path.open, checkpoint.os.listdir
+    opened, listdir = path.open, os.listdir
 
     def fails(self, *args, **kwargs):
         if self == target:
@@ -174,7 +174,7 @@ def test_one_that_cannot_be_read_is_not_damaged(tmp_path, monkeypatch, where, nu
     with monkeypatch.context() as patch:
         patch.setattr(path, "open", fails)
         patch.setattr(path, "read_bytes", lambda self: fails(self, "rb").read())
-        patch.setattr(checkpoint.os, "listdir", unlisted)
+        patch.setattr(os, "listdir", unlisted)
         with pytest.raises(StorageError, match=r"cannot read .*injected.*; nothing was changed") as error:
             trusted(tmp_path / "c")
         assert error.value.exit_code == 75

@@ -1,6 +1,8 @@
 """One config per run folder, one process at a time, and nothing is written into a folder that is another's by now."""
 
+import errno
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +45,29 @@ def test_a_changed_field_is_taken_until_there_is_a_checkpoint(tmp_path):
         ):
             claim(run, tiny.config())
         assert everything(run) == before
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_folder_that_cannot_be_listed_is_not_one_without_checkpoints(tmp_path, monkeypatch, number):
+    """Else another config would be taken, and the run's lines removed."""
+    claim(tmp_path, tiny.config())
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 1}\n')
+    (tmp_path / "checkpoints" / "000001").mkdir(parents=True)
+    (tmp_path / "lost+found").mkdir()
+    before, listdir = everything(tmp_path), os.listdir
+
+    def fails(folder):
+        if folder.name in ("checkpoints", "lost+found"):
+            raise OSError(number, "injected", str(folder))
+        return listdir(folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", fails)
+        with pytest.raises(StorageError, match=r"cannot read .*checkpoints: .*injected"):
+            claim(tmp_path, tiny.config(seed=1))
+        (tmp_path / "checkpoints").rename(tmp_path / "elsewhere")
+        claim(tmp_path, tiny.config(seed=1))
+    assert before.keys() - everything(tmp_path).keys() == {tmp_path / "metrics.jsonl"}
 
 
 @pytest.mark.parametrize(

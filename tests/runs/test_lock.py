@@ -1,5 +1,6 @@
 """One process per run folder."""
 
+import errno
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import sys
 import pytest
 
 from oarjax.config import ConfigError
+from oarjax.runs.durable import StorageError
 from oarjax.runs.folder import locked
 
 HOLD = "import sys, time; from pathlib import Path; from oarjax.runs.folder import locked\n"
@@ -29,4 +31,30 @@ def test_a_folder_in_use_is_refused_until_its_process_is_gone(tmp_path):
         with pytest.raises(ConfigError, match="is in use"), locked(tmp_path):
             pass
     with locked(tmp_path):
+        pass
+
+
+def failing(number):
+    def write(*_):
+        raise OSError(number, os.strerror(number))
+
+    return write
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_on_a_full_disk_the_lock_holds_without_a_name(tmp_path, monkeypatch, number):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", failing(number))
+        lock = locked(tmp_path)
+        lock.__enter__()
+    with pytest.raises(ConfigError, match="is in use by another process"), locked(tmp_path):
+        pass
+    lock.__exit__(None, None, None)
+    with locked(tmp_path):
+        pass
+
+
+def test_a_lock_on_failing_storage_is_a_storage_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "write", failing(errno.EIO))
+    with pytest.raises(StorageError, match=r"cannot write .*lock: .*Input/output error"), locked(tmp_path):
         pass

@@ -12,8 +12,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,6 +158,24 @@ def sealed(folder: Path) -> bool:
     return any((folder / "checkpoints").glob("*")) or (folder / "checkpoints.json").exists()
 
 
+def faulty(real: Callable[..., Any], name: str, number: int) -> Callable[..., Any]:
+    def look(path: Any, *args: Any, **options: Any) -> Any:
+        if Path(path).name == name:
+            raise OSError(number, "injected", str(path))
+        return real(path, *args, **options)
+
+    return look
+
+
+@contextmanager
+def failing(name: str, number: int) -> Iterator[None]:
+    """Let every look at files and folders of this name fail."""
+    with ExitStack() as stack:
+        for owner, call in ((os, "listdir"), (Path, "stat"), (Path, "read_bytes"), (Path, "read_text")):
+            stack.enter_context(mock.patch.object(owner, call, faulty(getattr(owner, call), name, number)))
+        yield
+
+
 NAMES = st.sampled_from("xyz")
 
 
@@ -210,17 +228,20 @@ class Folders(RuleBasedStateMachine):
         assert not refused
         self.runs[name] = Run(seed, rows, process)
 
-    @rule(name=NAMES, number=st.sampled_from([errno.EIO, errno.ESTALE, errno.EACCES]))
-    def start_on_failing_storage(self, name, number):
+    @rule(
+        name=NAMES,
+        number=st.sampled_from([errno.EIO, errno.ESTALE, errno.EACCES]),
+        unreadable=st.sampled_from(["checkpoints", "config.yaml", "inputs.json", "run.json", "manifest.json"]),
+    )
+    def start_on_failing_storage(self, name, number, unreadable):
         folder = self.root / name
         if not self.idle(name) or not sealed(folder) or self.runs[name].undo is not None:
             return
+        if unreadable == "manifest.json" and not saved(folder):
+            return
         run, before = self.runs[name], everything(folder)
         process = Process(train(folder, run.seed, run.rows), folder, {})
-        with (
-            mock.patch.object(os, "listdir", side_effect=OSError(number, "injected")),
-            pytest.raises(StorageError) as e,
-        ):
+        with failing(unreadable, number), pytest.raises(StorageError) as e:
             self.within(process, lambda: next(process.steps))
         assert e.value.exit_code == 75
         assert everything(folder) == before

@@ -60,7 +60,7 @@ class World:
             if self.left == 0 and self.act == "kill":
                 raise Killed
             if self.left == 0 and self.act == "stop":
-                self.stop._told = True
+                self.stop._signalled = True
             return iterate(*args, **kwargs)
 
         patch.setattr(trainer, "iterate", counted)
@@ -74,9 +74,11 @@ class World:
             check_inputs(self.run, folder)
             claim(folder, self.run.cfg)
             try:
-                return trainer.train(self.run, self.grader, self.start, None, folder, self.stop).params
+                params = trainer.train(self.run, self.grader, self.start, None, folder, self.stop).params
             except (Killed, Stopped):
                 return None
+            assert not act or self.left > 0, f"{act} did nothing"
+            return params
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import tiny
+from conftest import ROOT
 
-from oarjax.config import flatten
+from oarjax.config import Config, Section
 from oarjax.runs.folder import claim
 from oarjax.runs.trust import UntrustedCode, check_trust, code_digests, note_trusted, state_folder
 from oarjax.system.plugins import plugin_file
@@ -57,14 +58,24 @@ def test_own_is_what_was_noted_and_is_unchanged(tmp_path):
     refused(cfg, run)
 
 
+def naming_code(section, prefix=""):
+    """Yield the fields of a config that say that they name Python code."""
+    for name, field in section.model_fields.items():
+        if "file.py:name" in (field.description or ""):
+            yield prefix + name
+        for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if isinstance(kind, type) and issubclass(kind, Section):
+                yield from naming_code(kind, f"{prefix}{name}.")
+
+
 def test_every_field_that_names_code_is_asked_about(tmp_path):
-    place = f"{code(tmp_path)}:loss"
-    named = [name for name in flatten(tiny.config().model_dump()) if name.rpartition(".")[2] == "function"]
+    place, named = f"{code(tmp_path)}:loss", sorted(naming_code(Config))
+    assert named == ["advantage.function", "credit.function", "credit.marks", "credit.probe.function", "loss.function"]
     settings = {name.replace(".", "__"): place for name in named}
     cfg = tiny.config(**settings, credit__method="custom", grading__plugins=[str(tmp_path / "rewards.py")])
     asked = refused(cfg, claim(tmp_path / "run", cfg))
-    assert len(named) == 4
-    assert all(f"{name}={place}" in asked for name in named)
+    page = (ROOT / "docs" / "trust.md").read_text(encoding="utf-8")
+    assert all(f"{name}={place}" in asked and f"`{name}`" in page for name in named)
     assert "grading.plugins=" in asked
 
 

@@ -137,6 +137,19 @@ def test_epochs_and_minibatches_each_update():
     assert done.metrics["sampler_gap"] < 1e-4  # old log-probs are the sampler's
 
 
+@pytest.mark.parametrize(
+    "changes", [{"update__epochs": 2}, pytest.param({"credit__method": "oar_g"}, marks=pytest.mark.slow)]
+)
+def test_over_the_truncated_support_sampler_old_and_new_log_probs_are_of_one_distribution(changes):
+    """In a score and an update of their own, and in the pass that they share; nothing moves at this learning rate."""
+    cfg = tiny.config(rollout__top_k=3, loss__off_policy={"support": "sampled"}, optim__lr=1e-12, **changes)
+    _, done = run(cfg)
+    gap = np.abs(done.rollout.filtered_logps - done.rollout.behaviour_logps)[done.rollout.completion]
+    assert gap.mean() > 0.1
+    assert done.metrics["sampler_gap"] < 1e-4
+    assert done.metrics["ratio"] == pytest.approx(1, abs=1e-4)
+
+
 def test_metrics_of_updates_are_added():
     one, two = Mean(jnp.float32(3), jnp.float32(2)), Mean(jnp.float32(5), jnp.float32(6))
     both = add_metrics({"loss": one, "kl": one}, {"loss": two, "ratio": two})

@@ -1,10 +1,13 @@
 """Two-step accidents: a second command, another input, somebody else's files."""
 
+import errno
 import json
 import os
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import micro
 import numpy as np
 import pytest
@@ -16,15 +19,20 @@ import oarjax.replay.command
 from oarjax.cli import main
 from oarjax.config import load_config
 from oarjax.data.arithmetic import write_builtin_policy
+from oarjax.data.hf import read_config
+from oarjax.data.peft import write_adapters
 from oarjax.errors import UserError
 from oarjax.evaluate.export import run as export
+from oarjax.models.lora import init_adapters
+from oarjax.models.weights import abstract_params
 from oarjax.report.files import make_console
 from oarjax.runs.bad_batches import Header, write_bad_batch, write_params
+from oarjax.runs.durable import storage_errors
 from oarjax.runs.folder import claim, locked
 from oarjax.runs.inputs import read_inputs
 from oarjax.runs.stop import Stop
 from oarjax.runs.trust import note_trusted
-from oarjax.training.command import train_once
+from oarjax.training.command import start_policy, train_once
 from oarjax.training.parts.inputs import check_inputs, pin_threads, seal_start
 from oarjax.training.run import open_run
 
@@ -103,6 +111,12 @@ def change_rows(folder):
     rows(folder / "rows.jsonl", 9)
 
 
+def change_column(folder):
+    """A field that only a custom reward reads."""
+    path = folder / "rows.jsonl"
+    path.write_text(path.read_text().replace('"answer"', '"tests": "assert True", "answer"', 1))
+
+
 def change_plugin(folder):
     (folder / "mine.py").write_text((folder / "mine.py").read_text().replace("1.0", "0.5"))
 
@@ -127,6 +141,7 @@ def flip_start(folder):
     ("change", "says"),
     [
         (change_rows, r"rows/data\.train was "),
+        (change_column, r"rows/data\.train was "),
         (change_plugin, r"code/grading\.plugins=.*mine\.py was "),
         (change_policy, r"policy/model\.safetensors was "),
         (change_template, r"policy/tokenizer_config\.json was "),
@@ -143,6 +158,48 @@ def test_an_input_that_changed_since_is_refused_and_nothing_touched(begun, tmp_p
     changed = {p for p, what in everything(folder).items() if before.get(p) != what}
     begun_files = {folder / name for name in ("config.yaml", "inputs.json", "facts.json")}
     assert changed <= (begun_files if change is flip_start else set())
+
+
+def test_adapters_to_start_from_are_an_input(tmp_path):
+    config = micro.micro_config(tmp_path)
+    model, _ = read_config(tmp_path / "policy")
+    shapes = abstract_params(model, dtype=jnp.float32)
+    for seed in (0, 1):
+        adapters = init_adapters(jax.random.key(seed), shapes, rank=2, targets=("q",))
+        write_adapters(tmp_path / f"peft{seed}", model, adapters, alpha=4.0, base="x")
+    (tmp_path / "peft0").rename(tmp_path / "peft")
+    lora = "lora={rank: 2, alpha: 4, targets: [q], start: " + str(tmp_path / "peft") + "}"
+    run = open_run(load_config(config, [lora]))
+    check_inputs(run)
+    (run.folder / "start").mkdir()
+    assert check_inputs(run).words() == ""
+    (tmp_path / "peft").rename(tmp_path / "before")
+    (tmp_path / "peft1").rename(tmp_path / "peft")
+    with pytest.raises(UserError, match=r"policy/lora\.start/adapter_model\.safetensors was "):
+        check_inputs(run)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"), [("start.json", "stat"), ("start.json", "read_text"), ("start/config.json", "stat")]
+)
+def test_a_start_that_cannot_be_read_is_not_called_a_failed_write(begun, monkeypatch, name, call):
+    config, folder = begun
+    run = open_run(load_config(config))
+    (folder / "start.json").write_text("{}")
+    before, real = everything(folder), getattr(Path, call)
+
+    def fails(path, *args, **options):
+        if path == folder / name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(path, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, call, fails)
+        says = rf"^cannot read {folder / name}: .*nothing was changed"
+        with pytest.raises(UserError, match=says) as error, storage_errors(folder):
+            start_policy(run, run.grader())
+    assert error.value.exit_code == 75
+    assert everything(folder) == before
 
 
 def test_threads_are_those_that_the_run_began_with(begun, monkeypatch):
