@@ -278,7 +278,7 @@ def test_rollouts_that_do_not_fit_the_policy(oarjax_command, tmp_path, policy):
 def test_help(oarjax_command):
     code, out, _ = oarjax_command("credit", "--help")
     assert code == 0
-    for words in ("CONFIG.yaml", "--rollouts", "--json", "configs/demo_credit.yaml", "credit.html"):
+    for words in ("CONFIG.yaml", "--rollouts", "--json", "oarjax credit demo_credit", "credit.html"):
         assert words in out
 
 
