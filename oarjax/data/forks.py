@@ -15,6 +15,7 @@ filler. Credit per token can therefore help in this task, and its help can be me
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import re
@@ -71,14 +72,15 @@ def forks_rows(
     ]
 
 
-def right_letters(seed: int) -> list[list[str]]:
+@functools.cache
+def right_letters(seed: int) -> tuple[tuple[str, ...], ...]:
     """Return the right letter of every fork (4) and digit (10); each letter is right for 3 or 4 digits."""
     draw, table = random.Random(f"forks/table/{seed}"), []
     for first in range(0, len(CHOICES), OPTIONS):
         letters = [CHOICES[first + n % OPTIONS] for n in range(10)]
         draw.shuffle(letters)
-        table.append(letters)
-    return table
+        table.append(tuple(letters))
+    return tuple(table)
 
 
 def right_answer(question: str, *, kind: Kind, table: Sequence[Sequence[str]]) -> str:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from oarjax.config import DatasetConfig
+from oarjax.data import forks as task
 from oarjax.data.arithmetic import first_wrong_step
 from oarjax.data.forks import (
     CHOICES,
     FILLER,
-    PAIRS,
     fork_tokens,
     forks_rows,
     right_answer,
@@ -84,16 +84,17 @@ def test_the_table_leaves_no_letter_unused():
     assert right_letters(0) != right_letters(1)
 
 
-def test_splits_share_no_question_and_give_each_once():
+def test_splits_share_no_question_and_give_each_once(monkeypatch):
+    monkeypatch.setattr(task, "PAIRS", 30)
     train, held_out = ({r["question"] for r in rows(split)} for split in ("train", "eval"))
-    pairs = {r["question"] for r in rows("sft", 3000)}
+    pairs = {r["question"] for r in rows("sft", 300)}
     assert len(train) == len(rows("train"))
     assert len(train) + len(held_out) + len(pairs) == 100
     assert not train & (held_out | pairs)
     assert not held_out & pairs
     assert [r["question"] for r in rows("train", 5)] == [r["question"] for r in rows("train")[:5]]
     assert rows("train", seed=1) != rows("train")
-    assert len(rows("sft")) == PAIRS
+    assert len(rows("sft")) == 30
     assert len(rows("eval", forks=3)) > 100
 
 
