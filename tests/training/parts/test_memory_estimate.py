@@ -52,7 +52,7 @@ def test_every_phase_is_compiled_and_told_with_what_lies_beside_it(tmp_path, mon
     assert memory_facts(tmp_path / "nowhere") == {}
 
     console = printed()
-    monkeypatch.setattr(memory, "memory_limit", lambda device: found["update"].peak - 1)
+    monkeypatch.setattr(memory_estimate, "memory_limit", lambda device: found["update"].peak - 1)
     report_memory(built(loss__kl_beta=0.1), tmp_path, console)
     said = " ".join(console.file.getvalue().split())
     assert "phase update needs" in said
