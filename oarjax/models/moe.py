@@ -42,7 +42,7 @@ def route(
 
 
 class ExpertLinear(nnx.Module):
-    """The same linear map of every expert, stacked: [expert, in, out], with stacked adapters where there are any."""
+    """Hold the linear maps of all experts, stacked: [expert, in, out], with stacked adapters where there are any."""
 
     def __init__(self, count: int, into: int, out: int, *, dtype: DTypeLike, adapted: bool, scale: float):
         self.dtype, self.scale = jnp.dtype(dtype), scale

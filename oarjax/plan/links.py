@@ -2,7 +2,7 @@
 
 Which sides of a slice are closed to a ring is the vendor's word: v4 and v5p slices of whole 4 x 4 x 4 cubes are full
 tori (cloud.google.com/tpu/docs/v5p), of v5e and v6e the sides of 16, a pod's (jax-ml.github.io/scaling-book/tpus). Any
-other side is a line; a ring goes alooped a block of chips all the same, if two of its sides are longer than 1.
+other side is a line; a ring goes around a block of chips all the same, if two of its sides are longer than 1.
 """
 
 from __future__ import annotations

@@ -18,15 +18,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from oarjax.report.colours import DARK, LIGHT, SVG_DASHES, styles
 from oarjax.report.curves import Panel, Record, drawn_panels, iteration_range, moving_mean, points
 from oarjax.report.files import CompletionRow, cut, short, visible
-from oarjax.report.groups import ShownCompletion, ShownGroup
+from oarjax.report.groups import TIMES, ShownCompletion, ShownGroup
 from oarjax.report.summary import NOTE, SummaryRow, summary_cells, summary_title
 from oarjax.system.json import number
 
 WIDTH, HEIGHT = 340, 200  # of a chart, in its own units
 LEFT, RIGHT, TOP, BOTTOM = 44, 12, 12, 26
 SIZE = (WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM)
-MOST_ITERATIONS = 12
-"""Iterations of which whole groups are on the page."""
 LONGEST = 2000
 """Characters of a text on the page."""
 
@@ -191,21 +189,22 @@ def group_cards(groups: Sequence[ShownGroup]) -> list[tuple[int, list[dict[str, 
 
     Within a group, completions without a grade come first, then those with the lowest rewards.
     """
-
-    def by_reward(reward: float) -> float:
-        return reward if math.isfinite(reward) else -math.inf
-
     cards = []
     seen = sorted({group.iteration for group in groups})
-    last, count = len(seen) - 1, min(len(seen), MOST_ITERATIONS)
+    last, count = len(seen) - 1, min(len(seen), TIMES)
     for iteration in [seen[round(i * last / max(count - 1, 1))] for i in range(count)]:
         chosen = [group for group in groups if group.iteration == iteration]
-        cards.append((iteration, [_group_card(g) for g in sorted(chosen, key=lambda g: by_reward(g.mean_reward))]))
+        cards.append((iteration, [_group_card(g) for g in sorted(chosen, key=lambda g: _by_reward(g.mean_reward))]))
     return cards
 
 
+def _by_reward(reward: float) -> float:
+    """Return the place of a reward in an order from low to high; one without a grade comes first."""
+    return reward if math.isfinite(reward) else -math.inf
+
+
 def _group_card(group: ShownGroup) -> dict[str, Any]:
-    rows = sorted(group.completions, key=lambda row: row.reward if math.isfinite(row.reward) else -math.inf)
+    rows = sorted(group.completions, key=lambda row: _by_reward(row.reward))
     prompt = " ".join(visible(group.prompt).split())
     return {
         "mean": short(group.mean_reward),

@@ -182,7 +182,7 @@ def _compare(cfg: Config, seeds: list[int], console: Console, stop: Stop) -> Non
                     try_rewards(run, grader)
                 if run.first and (changes := check_inputs(run).words()):
                     console.print(f"resuming with changed inputs: {changes}", markup=False)
-                if seed == seeds[0]:
+                if first:
                     only_first(partial(write_facts, root, run.facts()))
                 start, before = start_policy(run, grader, stop)
                 befores.append(before)

@@ -6,12 +6,12 @@ import hashlib
 import json
 import threading
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import micro
 import pytest
 import yaml
+from judge_server import Answering, serving
 
 from oarjax.report.files import read_metrics
 from oarjax.runs.durable import read_lines
@@ -22,10 +22,8 @@ TRIED, EVALUATED = 2, 8
 """Samples that every start of the command tries the rewards on, and those of an evaluation."""
 
 
-class Judge(BaseHTTPRequestHandler):
+class Judge(Answering):
     """Score a completion by its digest; note who asks, and once ``hold`` requests have come keep them waiting."""
-
-    protocol_version = "HTTP/1.1"
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -34,30 +32,16 @@ class Judge(BaseHTTPRequestHandler):
             held = self.server.hold is not None and self.server.asked.total() > self.server.hold
         if held:
             self.server.reached.set()
-            self.server.released.wait()
+            self.server.over.wait()
             self.close_connection = True
             return
-        reply = json.dumps({"score": hashlib.sha256(body).digest()[0] / 255}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(reply)))
-        self.end_headers()
-        self.wfile.write(reply)
-
-    def log_message(self, *_):
-        pass
+        self.answer(json.dumps({"score": hashlib.sha256(body).digest()[0] / 255}).encode())
 
 
 @pytest.fixture
 def server():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
-    server.daemon_threads = True
-    server.asked, server.lock, server.hold = Counter(), threading.Lock(), None
-    server.reached, server.released = threading.Event(), threading.Event()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.released.set()
-    server.shutdown()
-    server.server_close()
+    with serving(Judge, asked=Counter(), hold=None, reached=threading.Event()) as server:
+        yield server
 
 
 def judged(folder: Path, port: int) -> Path:
@@ -101,7 +85,7 @@ def test_killed_while_it_asks_a_judge_it_asks_again_only_what_had_no_verdict(tmp
     assert lost > 0  # asked, without a verdict on disk
 
     server.hold = None
-    server.released.set()
+    server.over.set()
     server.asked.clear()
     code, text = micro.finish(config, run)
     assert code == 0, text

@@ -2,10 +2,9 @@
 
 import asyncio
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from judge_server import Answering, serving
 
 from oarjax.grading import judge as module
 from oarjax.grading.joint_worker import Limits, make_call
@@ -33,12 +32,11 @@ SCRIPTS = {
     "deep": ["[" * 100_000] * 9,
     "lies once": ["7", "0.75"],
 }
+HANG = ["hangs once", "hangs", "drips"]
 
 
-class Judge(BaseHTTPRequestHandler):
+class Judge(Answering):
     """Does what the script of the completion says next; counts the requests."""
-
-    protocol_version = "HTTP/1.1"
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -66,26 +64,13 @@ class Judge(BaseHTTPRequestHandler):
             self.end_headers()
         else:
             plain = json.dumps({"score": float(act)}) if act[0].isdecimal() else act
-            body = (" " * (1 << 21) if act == "long" else plain).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
+            self.answer((" " * (1 << 21) if act == "long" else plain).encode())
 
 
 @pytest.fixture
 def server():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
-    server.daemon_threads = True
-    server.requests, server.lock, server.over = {}, threading.Lock(), threading.Event()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.over.set()
-    server.shutdown()
-    server.server_close()
+    with serving(Judge, requests={}) as server:
+        yield server
 
 
 def ask(judge, names, *, deadline=20.0, concurrency=16):
@@ -98,13 +83,15 @@ def ask(judge, names, *, deadline=20.0, concurrency=16):
 def test_hangs_errors_and_lies(server, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "secret")
     url = f"http://127.0.0.1:{server.server_address[1]}/score?v=1"
-    judge = HttpJudge(url, retries=2, timeout=0.4, backoff=0.01, key_env="JUDGE_KEY")
-    answers = ask(judge, list(SCRIPTS))
+    answers = {}
+    for timeout, names in ((2, HANG), (60, [name for name in SCRIPTS if name not in HANG])):
+        judge = HttpJudge(url, retries=2, timeout=timeout, backoff=0.01, key_env="JUDGE_KEY")
+        answers |= ask(judge, names, deadline=120.0)
     for name in ("honest", "down once", "busy", "hangs once", "cut off once", "lies once"):
         assert answers[name] == (0.75, "graded", ""), name
         assert len(server.requests[name]) == len(SCRIPTS[name])
     for name in ("hangs", "drips"):
-        assert answers[name][1:] == ("timeout", "the judge did not answer within 0.4 s"), name
+        assert answers[name][1:] == ("timeout", "the judge did not answer within 2 s"), name
     for name, note in {
         "down": "answered with status 500",
         "forbidden": "answered with status 403",
