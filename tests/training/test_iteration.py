@@ -229,7 +229,8 @@ def test_every_purpose_has_its_own_noise():
 @pytest.mark.slow
 def test_importance_is_measured_on_what_is_probed():
     """The same rollout as "probed" changes nothing; another answer in it changes importance and nothing else."""
-    cfg = tiny.config(credit__method="oar_p", update__skip_zero_variance=False, update__epochs=2)
+    changes = {"credit__method": "oar_p", "update__skip_zero_variance": False, "update__epochs": 2}
+    cfg = tiny.config(**changes)
     _, steps, state = tiny.build(cfg)
 
     def weigh(probed):
@@ -257,12 +258,10 @@ def test_importance_is_measured_on_what_is_probed():
         return rollout, dataclasses.replace(span, reasoning=pad(span.reasoning), answer=pad(span.answer))
 
     plain = weigh(None)
-    same = weigh(lambda rollout, span, problems: longer(rollout, span, False))
+    same = weigh(lambda rollout, span, _: longer(rollout, span, False))
     np.testing.assert_allclose(same.weights, plain.weights, rtol=0, atol=1e-4)
-    cfg = tiny.config(
-        credit__method="oar_p", update__skip_zero_variance=False, update__epochs=2, credit__probe__mode="answer_joint"
-    )
+    cfg = tiny.config(**changes, credit__probe__mode="answer_joint")
     _, steps, state = tiny.build(cfg)
-    plain, other = weigh(None), weigh(lambda rollout, span, problems: longer(rollout, span, True))
-    assert np.abs(other.weights - plain.weights).max() > 1e-3
+    same, other = (weigh(lambda rollout, span, _, x=x: longer(rollout, span, x)) for x in (False, True))
+    assert np.abs(other.weights - same.weights).max() > 1e-3
     np.testing.assert_array_equal(other.rollout.tokens, plain.rollout.tokens)
