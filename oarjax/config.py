@@ -83,6 +83,10 @@ class PolicyConfig(Section):
         default="auto", description="splash: Pallas' TPU kernels (slow elsewhere: interpreted); auto: splash on TPUs"
     )
     head_chunk: Positive = Field(default=2048, description="token positions per chunk of the vocabulary head")
+    router: Literal["recompute", "replay"] = Field(
+        default="recompute",
+        description="experts of a mixture in score and update; replay: those that the sampler chose, kept per token",
+    )
 
 
 class MeshConfig(Section):
@@ -91,6 +95,9 @@ class MeshConfig(Section):
     slice: AxisSize = Field(default=1, description="TPU slices, which the slow network connects")
     data: AxisSize = Field(
         default=-1, description="devices that hold a copy of the policy each; rows are divided over them"
+    )
+    expert: AxisSize = Field(
+        default=1, description="devices that share out the experts of a mixture; rows are divided over them as well"
     )
     fsdp: AxisSize = Field(
         default=1, description="devices that share parameters and optimizer state; rows are divided over them as well"
@@ -330,6 +337,9 @@ class LossConfig(Section):
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="of the KL term, after Schulman")
     entropy_bonus: float = Field(default=0.0, description="coefficient of the entropy, which is added to the objective")
+    router_balance: Rate = Field(
+        default=0.0, description="coefficient of a mixture's load-balancing loss (Switch, eq. 4), which is added to the loss"
+    )
     off_policy: OffPolicyConfig = OffPolicyConfig()
     mask_truncated: bool = Field(default=False, description="leave completions cut at max_new out of the loss")
 
@@ -883,7 +893,7 @@ def _contradictions(c: Config) -> Iterator[str]:
         yield "policy.tokenizer: builtin:random needs one; set an HF folder or a hub name"
     if path != "builtin:random" and tokenizer is not None:
         yield f"policy.tokenizer: {path} has its own tokenizer; set null"
-    if sum(n == -1 for n in (c.mesh.slice, c.mesh.data, c.mesh.fsdp, c.mesh.tensor)) > 1:
+    if sum(n == -1 for n in (c.mesh.slice, c.mesh.data, c.mesh.expert, c.mesh.fsdp, c.mesh.tensor)) > 1:
         yield "mesh: at most one axis can be -1, which takes the remaining devices"
     d = c.distributed
     if len({d.coordinator is None, d.processes is None, d.process is None}) > 1:

@@ -192,12 +192,7 @@ Forwards = Callable[[CreditConfig, Row, Decoder], float]
 
 def oar_p_forwards(credit: CreditConfig, row: Row, d: Decoder) -> float:
     """Count OAR-P; units of whole lines or sentences count as if every token were changed."""
-    return masked_flops(d, row, share=1.0, buckets=_suffixes(d)) / clean_flops(d, row)
-
-
-def _suffixes(d: Decoder) -> int | None:
-    """Return where OAR-P's suffixes start: at every token, or at the completion alone where a state cannot be cut."""
-    return 1 if d.memory_flops else None
+    return masked_flops(d, row, share=1.0) / clean_flops(d, row)
 
 
 def oar_l_forwards(credit: CreditConfig, row: Row, d: Decoder) -> float:
@@ -217,7 +212,7 @@ def oar_g_forwards(credit: CreditConfig, row: Row, d: Decoder) -> float:
 
 def oar_screened_forwards(credit: CreditConfig, row: Row, d: Decoder) -> float:
     """Count screened OAR-P: the estimates and the exact part, each with a clean pass; with OAR-L they share it."""
-    exact = masked_flops(d, row, share=credit.screen.share, buckets=_suffixes(d)) / clean_flops(d, row)
+    exact = masked_flops(d, row, share=credit.screen.share) / clean_flops(d, row)
     if credit.screen.by == "random":
         return exact
     screening = forwards(METHODS[credit.screen.by], credit, row, d)

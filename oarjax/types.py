@@ -20,7 +20,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Float32, Int32, Key
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
 
 Params = Any
 """A plain pytree of arrays (nested dicts); only ``models/`` knows its content."""
@@ -48,6 +48,7 @@ class Rollout:
     behaviour_logps: Float[Array, "B T"]  # under the whole distribution, before top-k and top-p
     filtered_logps: Float[Array, "B T"]  # under the distribution that was drawn from, after top-k and top-p
     ended: Bool[Array, "B"]  # a stop id was sampled; False = cut at T
+    experts: Int[Array, "B N L k"] | None = None  # chosen at each input while sampling, for policy.router replay
 
 
 @struct.dataclass
@@ -127,6 +128,7 @@ class TrainBatch:
     ref_logps: Float[Array, "B T"] | None  # None: no KL term
     behaviour_logps: Float[Array, "B T"] | None  # None: no sampler/trainer correction
     teacher: Privileged | None = None  # read by an auxiliary loss
+    experts: Int[Array, "B N L k"] | None = None  # None: the router chooses
 
 
 @struct.dataclass
@@ -154,6 +156,16 @@ class TrainState:
     opt_state: Any
     key: Key[Array, ""]  # the run's root key; folded, never consumed
     frozen: Params | None = None  # base weights below LoRA adapters, never updated; None: params are the whole policy
+
+
+@struct.dataclass
+class Routing:
+    """Choices of a mixture's routers, of one layer or of L, and sums over the tokens that count."""
+
+    chosen: Int[Array, "*_L B N k"]  # numbers of the experts, the likeliest first
+    load: Float[Array, "*_L E"]  # choices of each expert
+    probability: Float[Array, "*_L E"]  # of each expert, before the choice
+    tokens: Float[Array, "*_L"]  # that count
 
 
 @struct.dataclass

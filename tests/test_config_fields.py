@@ -195,8 +195,12 @@ def fields() -> dict[str, Field]:
         "policy.remat": Field("none", update),
         "policy.attention": Field("splash", update),
         "policy.head_chunk": Field(8, update),
+        "policy.router": Field(
+            "replay", data, error="policy.router: replay needs a policy with experts, .* set recompute"
+        ),
         "mesh.slice": Field(7, data, error="mesh: .*'slice': 7.* does not multiply to the 1 devices"),
         "mesh.data": Field(7, data, error="mesh: .*'data': 7.* does not multiply to the 1 devices"),
+        "mesh.expert": Field(7, data, error="mesh: .*'expert': 7.* does not multiply to the 1 devices"),
         "mesh.fsdp": Field(7, data, error="mesh: .*'fsdp': 7.* does not multiply to the 1 devices"),
         "mesh.tensor": Field(7, data, error="mesh: .*'tensor': 7.* does not multiply to the 1 devices"),
         "distributed.coordinator": Field("10.0.0.3:8476", joins, pod),
@@ -346,6 +350,7 @@ def fields() -> dict[str, Field]:
         "loss.sapo_positive": Field(2.0, update, {"loss.surrogate": "sapo"}),
         "loss.sapo_negative": Field(2.0, update, {"loss.surrogate": "sapo"}),
         "loss.entropy_bonus": Field(0.1, update),
+        "loss.router_balance": Field(0.1, data, error="loss.router_balance: 0.1 needs a policy with experts"),
         "loss.off_policy.weighting": Field("sequence_mask", update),
         "loss.off_policy.low": Field(0.5, update, {"loss.off_policy": {"weighting": "token_truncate"}}),
         "loss.off_policy.high": Field(3.0, update, {"loss.off_policy": {"weighting": "token_truncate"}}),

@@ -9,7 +9,8 @@ completion's tokens, so a step that wants old log-probabilities too needs no for
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import jax
@@ -30,6 +31,8 @@ class StoredPass(NamedTuple):
     valid: Bool[Array, "B T"]
     hidden: Float[Array, "B T D"]  # states that predict the completion's tokens
     stored: KVCache  # of the prompt but its last token (S - 1 slots), then of the T inputs unless it cannot be cut
+    edges: tuple[int, ...] = ()  # inputs before which a cache that cannot be cut was kept
+    pieces: tuple[KVCache, ...] = ()  # of the inputs before each edge, from the edge before
 
 
 class LinearPass(NamedTuple):
@@ -41,11 +44,22 @@ class LinearPass(NamedTuple):
 
 
 def stored_pass(
-    policy: Policy, params: Params, tokens: Int[Array, "B N"], valid: Bool[Array, "B N"], *, completion_length: int
+    policy: Policy,
+    params: Params,
+    tokens: Int[Array, "B N"],
+    valid: Bool[Array, "B N"],
+    *,
+    completion_length: int,
+    edges: Sequence[int] = (),
 ) -> StoredPass:
     """Run one forward that keeps its keys and values.
 
-    A policy whose caches cannot be cut keeps those of the prompt: a state after the completion has lost its places.
+    A state after the completion has lost its places. So a policy whose caches cannot be cut but joined runs from edge
+    to edge and keeps the cache of each piece; another one keeps the prompt's alone.
+
+    Args:
+        edges: inputs of the completion, in order, at which later passes may begin; every input is one where caches
+            can be cut.
 
     Raises:
         ValueError: no prompt position before the completion.
@@ -63,8 +77,19 @@ def stored_pass(
     own = embeddings[:, start:], positions[:, start:], valid[:, start:-1]
     if policy.first_slots is not None:
         return StoredPass(*own, hidden[:, start:], stored)
-    hidden, _ = policy.trunk(params, *own, prefix=stored if start else None)
-    return StoredPass(*own, hidden, stored)
+    prefix = stored if start else None
+    if policy.extend is None or not edges:
+        return StoredPass(*own, policy.trunk(params, *own, prefix=prefix)[0], stored)
+    states, pieces = [], []
+    for begin, end in pairwise((0, *edges, completion_length)):
+        rows, empty = (x[:, begin:end] for x in own), policy.init_cache(tokens.shape[0], end - begin)
+        part, after = policy.trunk(params, *rows, prefix=prefix, cache=empty)
+        if after is None:
+            raise ValueError("policy.trunk: expected the filled cache as second result of a call with cache=, got None")
+        states.append(part)
+        pieces.append(after)
+        prefix = after if prefix is None else policy.extend(prefix, after)
+    return StoredPass(*own, jnp.concatenate(states, axis=1), stored, tuple(edges), tuple(pieces[:-1]))
 
 
 def linear_pass(

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from oarjax.credit.clean_pass import stored_pass
 from oarjax.credit.counterfactual import first_of_unit, next_choices
-from oarjax.credit.oar.oar_p import over_counterfactuals
+from oarjax.credit.oar.oar_p import over_counterfactuals, places
 from oarjax.models.policy import Policy
 from oarjax.types import Params, PromptBatch
 
@@ -97,7 +97,8 @@ def answer_choice_changes(
     pass over the suffixes replaces a decoding per token; ``chunk`` and ``buckets`` are those of exact OAR-P.
     """
     params = policy.head(jax.lax.stop_gradient(params))
-    clean = stored_pass(policy, params, tokens, valid, completion_length=answer.shape[1])
+    kept = places(answer.shape[1], chunk=chunk, buckets=buckets)
+    clean = stored_pass(policy, params, tokens, valid, **kept)
     completion = tokens[:, -answer.shape[1] :]
 
     def departs(states: Float[Array, "BK L D"], length: int, copies: int) -> Float[Array, "BK"]:

@@ -229,6 +229,7 @@ def place(run: Run, m: Minibatch, steps: Steps) -> Placed:
         old_logps=None,
         ref_logps=None,
         behaviour_logps=sampler_logps(run.cfg.loss, rollout),
+        experts=rollout.experts,
     )
     return Placed(
         batch,

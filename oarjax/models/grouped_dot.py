@@ -32,7 +32,7 @@ def grouped_dot(
 ) -> Float[Array, "R F"]:
     """Multiply the first ``sizes[0]`` rows by the first matrix, the next ``sizes[1]`` by the second, and so on.
 
-    The sizes add up to the number of rows. Products are accumulated and returned in ``dtype``.
+    Rows after the last group give 0. Products are accumulated and returned in ``dtype``.
     """
     return _rows.bind(rows, matrices, sizes, dtype=jnp.dtype(dtype))
 
@@ -46,7 +46,9 @@ def grouped_outer(
 
 def _dot(rows: Array, matrices: Array, sizes: Array, *, dtype: np.dtype) -> Array:
     rows, matrices = _same_dtype(rows, matrices)
-    return jax.lax.ragged_dot(rows, matrices, sizes, precision=precision_of(rows.dtype), preferred_element_type=dtype)
+    out = jax.lax.ragged_dot(rows, matrices, sizes, precision=precision_of(rows.dtype), preferred_element_type=dtype)
+    # What stands after the last group is up to the platform.
+    return jnp.where((jnp.arange(rows.shape[0]) < jnp.sum(sizes))[:, None], out, 0)
 
 
 def _outer(left: Array, right: Array, sizes: Array, *, dtype: np.dtype) -> Array:
@@ -137,6 +139,19 @@ def _merged(a: Array) -> Array:
     return a.reshape(-1, *a.shape[2:])
 
 
+def _groups(sizes: Array, rows: int) -> Array:
+    """Return the group of each of ``rows`` rows of each copy, [copies rows]; E after the last group."""
+    return jax.vmap(lambda s: jnp.searchsorted(jnp.cumsum(s), jnp.arange(rows), side="right"))(sizes)
+
+
+def _own_groups(sizes: Array, rows: int) -> Array:
+    """Return the order that puts rows of all copies into groups of their own, those of no group last."""
+    copies, groups = sizes.shape
+    group = _groups(sizes, rows)
+    own = jnp.where(group < groups, group + groups * jnp.arange(copies)[:, None], copies * groups)
+    return jnp.argsort(own.reshape(-1), stable=True)
+
+
 def _batch_dot(args: Any, dims: Any, *, dtype: np.dtype) -> tuple[Array, int]:
     copies, (rows, matrices, sizes) = _copies(args, dims), args
     if dims[1] is None and dims[2] is None:  # the copies of a row belong to its group: put them side by side
@@ -145,19 +160,19 @@ def _batch_dot(args: Any, dims: Any, *, dtype: np.dtype) -> tuple[Array, int]:
         return out.reshape(*beside.shape[:2], -1), 1
     rows, sizes = _first(rows, dims[0], copies), _first(sizes, dims[2], copies)
     if dims[1] is not None:  # own matrices: own groups
-        every = _merged(_first(matrices, dims[1], copies))
-        out = _rows.bind(_merged(rows), every, sizes.reshape(-1), dtype=dtype)
-        return out.reshape(*rows.shape[:2], -1), 0
-    owner = jax.vmap(lambda s: jnp.repeat(jnp.arange(s.shape[0]), s, total_repeat_length=rows.shape[1]))(sizes)
-    order = jnp.argsort(owner.reshape(-1), stable=True)
-    out = _rows.bind(_merged(rows)[order], matrices, sizes.sum(0), dtype=dtype)
+        matrices, order = _merged(_first(matrices, dims[1], copies)), _own_groups(sizes, rows.shape[1])
+        joined = sizes.reshape(-1)
+    else:
+        order, joined = jnp.argsort(_groups(sizes, rows.shape[1]).reshape(-1), stable=True), sizes.sum(0)
+    out = _rows.bind(_merged(rows)[order], matrices, joined, dtype=dtype)
     return out[jnp.argsort(order)].reshape(*rows.shape[:2], -1), 0
 
 
 def _batch_outer(args: Any, dims: Any, *, dtype: np.dtype) -> tuple[Array, int]:
     copies = _copies(args, dims)
     left, right, sizes = (_first(a, d, copies) for a, d in zip(args, dims))
-    out = _matrices.bind(_merged(left), _merged(right), sizes.reshape(-1), dtype=dtype)
+    order = _own_groups(sizes, left.shape[1])
+    out = _matrices.bind(_merged(left)[order], _merged(right)[order], sizes.reshape(-1), dtype=dtype)
     return out.reshape(*sizes.shape, *out.shape[1:]), 0
 
 

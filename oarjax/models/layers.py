@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from oarjax.models.delta_net import DeltaNet
 from oarjax.models.moe import ExpertsKind, MoE
 from oarjax.models.qwen_config import DeltaSizes, QwenConfig
 from oarjax.models.rope import rotate
-from oarjax.types import DeltaState
+from oarjax.types import DeltaState, Routing
 
 Mix = Callable[[Array, Array, Array], Array]
 """Attention of rotated q [B N heads h], not yet in the compute dtype, to stored keys and the tokens' own k and v."""
@@ -131,10 +131,16 @@ class Layer(nnx.Module):
         mix: Mix,
         *,
         compute_dtype: DTypeLike,
-    ) -> tuple[Float[Array, "B N D"], tuple[Float[Array, "B N kv h"], Float[Array, "B N kv h"]]]:
+        counted: Bool[Array, "B N"],
+        chosen: Int[Array, "B N k"] | None = None,
+    ) -> tuple[Float[Array, "B N D"], tuple[Float[Array, "B N kv h"], Float[Array, "B N kv h"]], Routing | None]:
+        """Return the stream, keys and values, and the routing of experts; ``counted`` and ``chosen`` as in ``MoE``."""
         mixed, kv = self.attention(self.attention_norm(x), cos, sin, mix, compute_dtype=compute_dtype)
         x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), kv
+        if not isinstance(self.mlp, MoE):
+            return x + self.mlp(self.mlp_norm(x)), kv, None
+        added, routing = self.mlp(self.mlp_norm(x), counted=counted, chosen=chosen)
+        return x + added, kv, routing
 
 
 class DeltaLayer(nnx.Module):

@@ -1,8 +1,8 @@
-"""Mixture of experts: a router sends every token to ``per_token`` of ``count`` small MLPs and adds up what they give.
+"""Mixture of experts: a router sends every token to ``per_token`` of ``count`` small MLPs and adds up their outputs.
 
 p = softmax(x W_router) in float32; the likeliest k experts e_1 .. e_k have weights p_e, divided by their sum where the
-config says so; y = sum_i p_{e_i} * down_{e_i}(silu(gate_{e_i} x) * up_{e_i} x). No expert has a capacity: no token is
-dropped, padding is computed as any token, and a row's result does not depend on the rows beside it.
+config says so; y = sum_i p_{e_i} * down_{e_i}(silu(gate_{e_i} x) * up_{e_i} x). Experts have no capacity limit: no
+token is dropped, padding is computed like any token, and a row's result does not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from oarjax.models.grouped_dot import grouped_dot
 from oarjax.models.qwen_config import Experts, QwenConfig
 from oarjax.models.sharding import row_axes
+from oarjax.types import Routing
 
 ExpertsKind = Literal["grouped", "dense"]
-"""grouped: each expert computes its own tokens; dense: every expert computes every token, and most of it is unused."""
+"""grouped: each expert computes its own tokens; dense: every expert computes every token, most results go unused."""
 
 
 def experts_for(mesh: Mesh) -> ExpertsKind:
@@ -32,17 +33,39 @@ def experts_for(mesh: Mesh) -> ExpertsKind:
 
 
 def route(
-    logits: Float[Array, "R E"], *, per_token: int, normalised: bool
+    probs: Float[Array, "R E"], *, per_token: int, normalised: bool, chosen: Int[Array, "R k"] | None = None
 ) -> tuple[Float[Array, "R k"], Int[Array, "R k"]]:
-    """Return the weights and numbers of the likeliest experts of every token, the first among equals first."""
-    weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), per_token)
+    """Return every token's likeliest experts, weights and indices; ties go to the lower index.
+
+    Given ``chosen``, these are the experts, however likely.
+    """
+    if chosen is None:
+        weights, chosen = jax.lax.top_k(probs, per_token)
+    else:
+        weights = jnp.take_along_axis(probs, chosen, axis=-1)
     if normalised:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return weights, chosen
 
 
+def index_dtype(count: int) -> Any:
+    """Return the smallest dtype that holds the indices of so many experts."""
+    return jnp.dtype(jnp.int8 if count <= 128 else jnp.int16)
+
+
+def balance_loss(routing: Routing) -> Float[Array, ""]:
+    """Return E sum_e f_e P_e over all layers together: k where load and probability are even, at most E k.
+
+    f_e is the number of choices of expert e per token, without a gradient, and P_e its mean probability
+    (arXiv 2101.03961, eq. 4, where k is 1).
+    """
+    tokens = jnp.maximum(jnp.sum(routing.tokens), 1)
+    load, probability = (x.reshape(-1, x.shape[-1]).sum(0) / tokens for x in (routing.load, routing.probability))
+    return load.shape[-1] * jnp.sum(load * probability)
+
+
 class ExpertLinear(nnx.Module):
-    """Hold the linear maps of all experts, stacked: [expert, in, out], with stacked adapters where there are any."""
+    """Stack one linear map of every expert as [expert, in, out], with stacked adapters if ``adapted``."""
 
     def __init__(self, count: int, into: int, out: int, *, dtype: DTypeLike, adapted: bool, scale: float):
         self.dtype, self.scale = jnp.dtype(dtype), scale
@@ -51,13 +74,13 @@ class ExpertLinear(nnx.Module):
         self.lora_b = nnx.Param(jnp.zeros((count, 1, out))) if adapted else None
 
     def matrices(self) -> tuple[Array, ...]:
-        """Return the kernel, and A and B where there are adapters, in the compute dtype."""
-        held = (self.kernel, self.lora_a, self.lora_b)
-        return tuple(m[...].astype(self.dtype) for m in held if m is not None)
+        """Return the kernel, and A and B if there are adapters, in the compute dtype."""
+        parameters = (self.kernel, self.lora_a, self.lora_b)
+        return tuple(p[...].astype(self.dtype) for p in parameters if p is not None)
 
 
 class MoE(nnx.Module):
-    """The experts of one layer and their router, in the place of an MLP."""
+    """Replace a layer's MLP by experts and their router."""
 
     def __init__(
         self,
@@ -87,19 +110,52 @@ class MoE(nnx.Module):
             stacked("down", ffn, embed),
         )
 
-    def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
-        flat = x.reshape(-1, x.shape[-1])
-        weights, chosen = route(self.router(flat), per_token=self.experts.per_token, normalised=self.experts.normalised)
+    def __call__(
+        self, x: Float[Array, "B N D"], *, counted: Bool[Array, "B N"], chosen: Int[Array, "B N k"] | None = None
+    ) -> tuple[Float[Array, "B N D"], Routing]:
+        """Return the output and where tokens went: to ``chosen`` experts, by default to those that the router prefers.
+
+        The routing's sums are over ``counted`` tokens.
+        """
+        flat, k = x.reshape(-1, x.shape[-1]), self.experts.per_token
+        probs = jax.nn.softmax(self.router(flat), axis=-1)
+        wanted = None if chosen is None else chosen.reshape(-1, k).astype(jnp.int32)
+        weights, chosen = route(probs, per_token=k, normalised=self.experts.normalised, chosen=wanted)
         matrices = tuple(m.matrices() for m in (self.gate, self.up, self.down))
         compute = partial(
             {"grouped": _grouped, "dense": _dense}[self.kind], scale=self.scale, dtype=self.dtype, stream=self.stream
         )
         out = _divided(self.mesh, flat.shape[0], matrices)(compute)(flat, weights, chosen, matrices)
-        return out.reshape(x.shape)
+        counts = counted.reshape(-1, 1).astype(probs.dtype)
+        routing = Routing(
+            chosen=chosen.reshape(*x.shape[:2], k).astype(index_dtype(self.experts.count)),
+            load=jnp.zeros(probs.shape[-1], probs.dtype).at[chosen].add(jnp.broadcast_to(counts, chosen.shape)),
+            probability=jnp.sum(probs * counts, axis=0),
+            tokens=jnp.sum(counts),
+        )
+        return out.reshape(x.shape), routing
 
 
 Matrices = tuple[tuple[Array, ...], ...]
-"""Of gate, up and down: the kernel [E in out], or kernel, A and B."""
+"""For each of gate, up and down: the kernel [E in out], or kernel, A and B."""
+
+
+def _count(matrices: Matrices) -> int:
+    """Return the number of experts."""
+    return matrices[0][0].shape[0]
+
+
+def _expert_mlp(rows: Array, matrices: Matrices, product: Callable[[Array, Array], Array], scale: float) -> Array:
+    """Return down(silu(gate(rows)) * up(rows)), each linear map with its adapter; ``product`` picks rows' experts."""
+
+    def linear(x: Array, kernel: Array, *adapter: Array) -> Array:
+        if not adapter:
+            return product(x, kernel)
+        a, b = adapter
+        return product(x, kernel) + scale * product(product(x, a), b)
+
+    gate, up, down = matrices
+    return linear(jax.nn.silu(linear(rows, *gate)) * linear(rows, *up), *down)
 
 
 def _grouped(
@@ -112,19 +168,19 @@ def _grouped(
     dtype: DTypeLike,
     stream: DTypeLike,
 ) -> Float[Array, "R D"]:
-    """Sort the tokens' copies by expert, so that each expert's stand together, and put the results back."""
-    gate, up, down = matrices
-    owner = chosen.reshape(-1)
+    """Sort the tokens' copies by expert, let each expert compute its block, and restore the tokens' order.
+
+    Copies for numbers outside 0 .. E - 1 come last, are left out of every block and add 0.
+    """
+    count, owner = _count(matrices), chosen.reshape(-1)
+    owner = jnp.where((owner >= 0) & (owner < count), owner, count)
     order = jnp.argsort(owner, stable=True)
-    sizes = jnp.zeros((gate[0].shape[0],), jnp.int32).at[owner].add(1)
+    sizes = jnp.zeros((count,), jnp.int32).at[owner].add(1, mode="drop")
 
-    def linear(rows: Array, held: tuple[Array, ...]) -> Array:
-        rows, product = rows.astype(dtype), partial(grouped_dot, sizes=sizes, dtype=stream)
-        plain = product(rows, held[0])
-        return plain if len(held) == 1 else plain + scale * product(product(rows, held[1]).astype(dtype), held[2])
+    def product(x: Array, matrix: Array) -> Array:
+        return grouped_dot(x.astype(dtype), matrix, sizes=sizes, dtype=stream)
 
-    rows = flat[order // chosen.shape[1]]
-    out = linear(jax.nn.silu(linear(rows, gate)) * linear(rows, up), down)
+    out = _expert_mlp(flat[order // chosen.shape[1]], matrices, product, scale)
     back = out[jnp.argsort(order)].reshape(*chosen.shape, -1)
     return jnp.sum(back * weights[..., None], axis=1)
 
@@ -139,46 +195,56 @@ def _dense(
     dtype: DTypeLike,
     stream: DTypeLike,
 ) -> Float[Array, "R D"]:
-    """Compute every expert for every token, and weigh those that were not chosen with 0."""
-    gate, up, down = matrices
-    count = gate[0].shape[0]
-    share = jnp.sum(jax.nn.one_hot(chosen, count, dtype=weights.dtype) * weights[..., None], axis=1)
+    """Compute every expert for every token; experts that were not chosen get weight 0, numbers without one add 0."""
+    share = jnp.sum(jax.nn.one_hot(chosen, _count(matrices), dtype=weights.dtype) * weights[..., None], axis=1)
 
-    def linear(rows: Array, held: tuple[Array, ...]) -> Array:
-        def product(x: Array, matrix: Array) -> Array:
-            every = "rd,edf->erf" if x.ndim == 2 else "erd,edf->erf"
-            return jnp.einsum(every, x.astype(dtype), matrix, preferred_element_type=stream)
+    def product(x: Array, matrix: Array) -> Array:
+        every = "rd,edf->erf" if x.ndim == 2 else "erd,edf->erf"
+        return jnp.einsum(every, x.astype(dtype), matrix, preferred_element_type=stream)
 
-        plain = product(rows, held[0])
-        return plain if len(held) == 1 else plain + scale * product(product(rows, held[1]), held[2])
-
-    out = linear(jax.nn.silu(linear(flat, gate)) * linear(flat, up), down)
+    out = _expert_mlp(flat, matrices, product, scale)
     return jnp.sum(out * share.T[..., None], axis=0)
 
 
 def _divided(mesh: Mesh | None, rows: int, matrices: Matrices) -> Callable[[Any], Any]:
     """Let every device sort its own rows: over the row axes, the experts' inner width over ``tensor``.
 
-    Without it the compiler would sort the rows of all devices together. Where the mesh does not divide the sizes, the
-    function is left to the compiler.
+    Otherwise the compiler would sort the rows of all devices together. If the mesh does not divide the sizes, the
+    compiler decides the sharding.
+
+    On a mesh with an axis ``expert`` of E devices each holds 1/E of the experts, whole but for ``tensor``. They gather
+    one another's rows, each computes what its own experts add to them, part after part, and the sums go back. With k
+    experts per token and E <= k + 1 that moves no more than to send every copy of a row to its expert, and needs no
+    capacity: no token is dropped.
     """
     if mesh is None or mesh.size == 1:
         return lambda compute: compute
-    over, tensor = row_axes(mesh.shape), mesh.shape.get("tensor", 1)
+    over, tensor, experts = row_axes(mesh.shape), mesh.shape.get("tensor", 1), mesh.shape.get("expert", 1)
     parts = mesh.size // tensor
-    if rows % parts or matrices[2][0].shape[1] % tensor:
+    if rows % parts or matrices[2][0].shape[1] % tensor or _count(matrices) % experts:
         return lambda compute: compute
-    inner = "tensor" if "tensor" in mesh.shape else None
-    into, out = PartitionSpec(None, None, inner), PartitionSpec(None, inner, None)
-    whole, row = PartitionSpec(), PartitionSpec(over, None)
+    inner, owner = ("tensor" if "tensor" in mesh.shape else None), ("expert" if experts > 1 else None)
+    into, out = PartitionSpec(owner, None, inner), PartitionSpec(owner, inner, None)
+    whole, row = PartitionSpec(owner), PartitionSpec(over, None)
     up = (into, whole, into)[: len(matrices[1])]
     specs = ((into, whole, into)[: len(matrices[0])], up, (out, out, whole)[: len(matrices[2])])
 
     def divide(compute: Any) -> Any:
-        def one(*args: Any) -> Array:
-            found = compute(*args)
-            return found if inner is None else jax.lax.psum(found, inner)
+        def own(flat: Array, weights: Array, chosen: Array, held: Matrices) -> Array:
+            if owner is None:
+                return compute(flat, weights, chosen, held)
+            first = jax.lax.axis_index(owner) * _count(held)
+            # Tiled, since the batching rule of other scatters is wrong in jax 0.10.
+            every = jax.lax.all_gather((flat, weights, chosen), owner, tiled=True)
+            parts = jax.tree.map(lambda x: x.reshape(experts, -1, x.shape[-1]), every)
+            added = jax.lax.map(lambda part: compute(part[0], part[1], part[2] - first, held), parts)
+            added = added.reshape(-1, flat.shape[-1])
+            return jax.lax.psum_scatter(added, owner, tiled=True)
 
-        return jax.shard_map(one, mesh=mesh, in_specs=(row, row, row, specs), out_specs=row, check_vma=False)
+        def shard(*args: Any) -> Array:
+            result = own(*args)
+            return result if inner is None else jax.lax.psum(result, inner)
+
+        return jax.shard_map(shard, mesh=mesh, in_specs=(row, row, row, specs), out_specs=row, check_vma=False)
 
     return divide

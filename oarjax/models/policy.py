@@ -4,8 +4,8 @@ To add a model: write a ``Policy`` and pass it to ``oarjax.make_steps`` (docs/ex
 Qwen family instead: see ``models/qwen_config.py``; ``models/qwen.py`` builds the Policy of all of them.
 
 Parameters are an opaque pytree, and so is a cache to its users: ``init_cache`` creates it, ``trunk`` fills it, and
-only ``take_rows``, ``grow`` and ``first_slots`` change it. Their defaults are for a ``KVCache``; a policy with another
-cache, such as a recurrent state, provides its own.
+only ``take_rows``, ``grow``, ``first_slots`` and ``extend`` change it. Their defaults are for a ``KVCache``; a policy
+with another cache, such as a recurrent state, provides its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from oarjax.types import KVCache, Params
+from oarjax.types import KVCache, Params, Routing
 
 
 class Embed(Protocol):
@@ -46,6 +46,26 @@ class Trunk(Protocol):
         attend to every valid slot before them and causally to one another. With a prefix of P rows, B = P*G:
         row b attends to all valid slots of prefix row b // G as well, which is read and never copied per row;
         with ``visible`` each query only to the C slots that it marks.
+        """
+        ...
+
+
+class Routed(Protocol):
+    def __call__(
+        self,
+        params: Params,
+        embeddings: Float[Array, "B N D"],
+        positions: Int[Array, "B N"],
+        valid: Bool[Array, "B N"],
+        *,
+        cache: KVCache | None = None,
+        prefix: KVCache | None = None,
+        experts: Int[Array, "B N L k"] | None = None,
+        counted: Bool[Array, "B N"] | None = None,
+    ) -> tuple[Float[Array, "B N D"], KVCache | None, Routing]:
+        """As ``Trunk``, with the routing of every layer; sums over ``counted`` tokens, by default the valid ones.
+
+        ``experts`` are computed instead of the router's choice; their weights are the router's.
         """
         ...
 
@@ -88,6 +108,23 @@ class FirstSlots(Protocol):
     def __call__(self, cache: KVCache, count: int) -> KVCache:
         """Return the part of a cache that its first tokens wrote: see ``first_slots``."""
         ...
+
+
+class Extend(Protocol):
+    def __call__(self, cache: KVCache, more: KVCache) -> KVCache:
+        """One cache of two, all slots of both written: what rows held, and what they added behind it."""
+        ...
+
+
+def extend(cache: KVCache, more: KVCache) -> KVCache:
+    """Join two caches with all slots written, ``more`` behind ``cache``."""
+    return replace(
+        more,
+        k=jnp.concatenate([cache.k, more.k], axis=2),
+        v=jnp.concatenate([cache.v, more.v], axis=2),
+        valid=jnp.concatenate([cache.valid, more.valid], axis=1),
+        length=cache.length + more.length,
+    )
 
 
 def take_rows(cache: KVCache, rows: Int[Array, "*D r"]) -> KVCache:
@@ -159,6 +196,26 @@ class Policy(NamedTuple):
     take_rows: TakeRows = take_rows
     grow: Grow = grow
     first_slots: FirstSlots | None = first_slots  # None: a cache that cannot be cut, such as a recurrent state
+    routed: Routed | None = None  # of a policy with experts
+    extend: Extend | None = None  # of caches that cannot be cut but joined: a state is that of the later one
+
+
+def replaying(policy: Policy, experts: Int[Array, "B N L k"] | None) -> Policy:
+    """Return the policy with the choice of experts given, for passes over these rows whole; None: as it is.
+
+    Raises:
+        ValueError: the policy has no experts.
+    """
+    if experts is None:
+        return policy
+    routed = policy.routed
+    if routed is None:
+        raise ValueError("experts: this policy has none to choose; give None")
+
+    def trunk(params: Params, embeddings: Array, *rows: Array, **more: KVCache | None) -> tuple[Array, KVCache | None]:
+        return routed(params, embeddings, *rows, experts=experts, **more)[:2]
+
+    return policy._replace(trunk=trunk)
 
 
 def positions_of(valid: Bool[Array, "B N"]) -> Int[Array, "B N"]:

@@ -100,6 +100,36 @@ def make_policy(
         prefix: KVCache | None = None,
         visible: Bool[Array, "B N C"] | None = None,
     ) -> tuple[Float[Array, "B N D"], KVCache | None]:
+        return run(params, embeddings, positions, valid, cache=cache, prefix=prefix, visible=visible)[:2]
+
+    def routed(
+        params: Params,
+        embeddings: Float[Array, "B N D"],
+        positions: Int[Array, "B N"],
+        valid: Bool[Array, "B N"],
+        *,
+        cache: KVCache | None = None,
+        prefix: KVCache | None = None,
+        experts: Int[Array, "B N L k"] | None = None,
+        counted: Bool[Array, "B N"] | None = None,
+    ) -> tuple[Float[Array, "B N D"], KVCache | None, Any]:
+        more = {"experts": experts, "counted": valid if counted is None else counted}
+        hidden, after, routing = run(params, embeddings, positions, valid, cache=cache, prefix=prefix, **more)
+        return hidden, after, replace(routing, chosen=jnp.moveaxis(routing.chosen, 0, 2))
+
+    def run(
+        params: Params,
+        embeddings: Float[Array, "B N D"],
+        positions: Int[Array, "B N"],
+        valid: Bool[Array, "B N"],
+        *,
+        cache: KVCache | None,
+        prefix: KVCache | None,
+        visible: Bool[Array, "B N C"] | None = None,
+        experts: Int[Array, "B N L k"] | None = None,
+        counted: Bool[Array, "B N"] | None = None,
+    ) -> tuple[Float[Array, "B N D"], KVCache | None, Any]:
+        """Run all layers; with ``counted`` return the routing, too."""
         layer_def, norm_def, delta_def = definitions(_adapted(params))
         new = valid.shape[1]
         cos, sin = rotation(positions, frequencies, scale=scale, dtype=stream)
@@ -122,9 +152,11 @@ def make_policy(
             mixer = segment_mixer(masks, valid)
 
         def body(x, xs):
-            weights, *stored = xs
-            x, kv = nnx.merge(layer_def, weights)(x, cos, sin, partial(mixer, stored), compute_dtype=compute)
-            return place(x, ROWS, None, None), kv if cache is not None else None
+            weights, chosen, *stored = xs
+            options = {"chosen": chosen, "counted": valid if counted is None else counted, "compute_dtype": compute}
+            x, kv, routing = nnx.merge(layer_def, weights)(x, cos, sin, partial(mixer, stored), **options)
+            kept = kv if cache is not None else None, routing if counted is not None else None
+            return place(x, ROWS, None, None), kept
 
         def delta_body(x, xs):
             weights, own, before = xs
@@ -136,19 +168,22 @@ def make_policy(
             partial(rematerialised, remat=remat) if filled is None else lambda body: body
         )  # decoding has no derivative
         x = place(embeddings.astype(stream), ROWS, None, None)
-        layers, state = (params["layers"], *((c.k, c.v) for c in stores)), None
+        by_layer = None if experts is None else jnp.moveaxis(experts, 2, 0)
+        layers, state = (params["layers"], by_layer, *((c.k, c.v) for c in stores)), None
         if sizes is None:
-            x, kv = jax.lax.scan(remat_of(body), x, layers)
+            x, (kv, routing) = jax.lax.scan(remat_of(body), x, layers)
         else:
             begun = _written(filled).any(axis=1) if filled is not None else None
             own, before = (c.state if isinstance(c, HybridCache) else None for c in (filled, prefix))
             deltas = (params["delta_layers"], own, before)
-            x, kv, state = _scan_blocks(remat_of(body), remat_of(delta_body), x, layers, deltas, sizes.interval - 1)
+            x, (kv, routing), state = _scan_blocks(
+                remat_of(body), remat_of(delta_body), x, layers, deltas, sizes.interval - 1
+            )
         hidden = place(nnx.merge(norm_def, params["norm"])(x), ROWS, None, None)
         if cache is None or kv is None:
-            return hidden, None
+            return hidden, None, routing
         after = _append(cache, kv[0], kv[1], valid)
-        return hidden, place_cache(after if state is None else replace(after, state=state))
+        return hidden, place_cache(after if state is None else replace(after, state=state)), routing
 
     def head(params: Params) -> Params:
         if WHOLE in params.get("head", {}):
@@ -191,8 +226,12 @@ def make_policy(
     def grow(cache: KVCache, slots: int, *, drop: int = 0) -> KVCache:
         return place_cache(policy.grow(cache, slots, drop=drop))
 
-    first_slots = policy.first_slots if cfg.delta is None else None
-    return Policy(embed, in_full(trunk, compute), unembed, init_cache, head, take_rows, grow, first_slots)
+    def extend(cache: KVCache, more: KVCache) -> KVCache:
+        return place_cache(policy.extend(cache, more))
+
+    cut, joined = (policy.first_slots, None) if cfg.delta is None else (None, extend)
+    found = Policy(embed, in_full(trunk, compute), unembed, init_cache, head, take_rows, grow, cut, extend=joined)
+    return found if cfg.experts is None else found._replace(routed=in_full(routed, compute))
 
 
 def _scan_blocks(

@@ -20,23 +20,26 @@ RULES: Mapping[str, str | None] = {
     "embed": "fsdp",
     "head": None,  # the numbers inside one head stay together
     "rank": None,  # of adapters
-    "expert": None,  # all experts on every device, each divided by ffn and embed
+    "expert": "expert",  # whole experts, each divided by ffn and embed as well
     "router": None,
     "delta": None,  # heads of delta nets: queries, keys and values are one matrix
     "tap": None,  # of their convolution
 }
-"""Training layout: matrices sharded over ``fsdp`` along the embedding and over ``tensor`` along the other axis."""
+"""Training layout: matrices sharded over ``fsdp`` along the embedding and over ``tensor`` along the other axis.
+
+Experts are sharded over ``expert`` besides; along it every other param is whole, and rows are sharded.
+"""
 
 ROLLOUT: Mapping[str, str | None] = {**RULES, "embed": None}
 """Rollout layout: whole along the embedding, so that decoding does not gather every weight for every token."""
 
-AXES = ("slice", "data", "fsdp", "tensor")
+AXES = ("slice", "data", "expert", "fsdp", "tensor")
 """Mesh axes of the training layout, the slowest network first."""
 
-ROLLOUT_AXES = ("data", "tensor")
+ROLLOUT_AXES = ("data", "expert", "tensor")
 """Mesh axes of the rollout layout: the same devices in the same order."""
 
-ROWS = ("slice", "data", "fsdp")
+ROWS = ("slice", "data", "expert", "fsdp")
 """Mesh axes that shard the rows of a batch, if the mesh has them."""
 
 
@@ -131,7 +134,7 @@ def check_rows(rows: int, mesh: Mapping[str, int], *, what: str, remedy: str = "
     Raises:
         ShardingError: with the axes, both sizes and a number that divides.
     """
-    axes = row_axes(mesh)
+    axes = [axis for axis in row_axes(mesh) if axis != "expert" or mesh[axis] > 1]
     parts = math.prod(mesh[axis] for axis in axes)
     if rows % parts:
         raise ShardingError(

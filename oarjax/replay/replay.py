@@ -97,6 +97,7 @@ def replay(
         ref_logps=scores.ref_logps,
         behaviour_logps=None if header.kind == "sft" else sampler_logps(run.cfg.loss, rollout),
         teacher=None if e.hints is None else flat(e.hints).teacher,
+        experts=rollout.experts,
     )
     check = make_row_check(loss)
     denominator = jnp.float32(1 if e.denominator is None else jnp.maximum(e.denominator, 1e-20))

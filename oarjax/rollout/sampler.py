@@ -68,6 +68,7 @@ class Decoding(NamedTuple):
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     stop_table: Any = None  # i32[states, V] of ``oarjax.rollout.stop_strings``; None: no stop strings
+    record_experts: bool = False  # keep every router's choice, see ``Rollout.experts``
 
     @property
     def filters(self) -> Filters:
@@ -104,26 +105,27 @@ class Drawn(NamedTuple):
     token: Int32[Array, "B"]
     logp: Float[Array, "B"]
     filtered: Float[Array, "B"]
+    experts: Int[Array, "B L k"] | None = None  # chosen at the input before it; None: not recorded
+
+
+class Prefilled(NamedTuple):
+    rows: Rows  # without a token yet
+    logits: Float[Array, "B V"]  # of their first one
+    cache: KVCache  # of the prompts
+    experts: Int[Array, "P S L k"] | None  # chosen at the prompts' tokens; None: not recorded
 
 
 def prefill(
     policy: Policy, params: Params, prompts: PromptBatch, keys: Key[Array, "B"], decoding: Decoding
-) -> tuple[Rows, Float[Array, "B V"], KVCache]:
-    """Return rows without a token yet, the logits of their first one, and the cache of the prompts."""
+) -> Prefilled:
+    """Compute the prompts, once per group."""
     count, width = prompts.tokens.shape
     rows = keys.shape[0]
     if rows == 0 or rows % count:
         raise ValueError(f"keys: expected as many for each of the {count} prompts, got {rows}")
     group_size = rows // count
-    hidden, prefix = policy.trunk(
-        params,
-        policy.embed(params, prompts.tokens),
-        positions_of(prompts.valid),
-        prompts.valid,
-        cache=policy.init_cache(count, width),
-    )
-    if prefix is None:
-        raise ValueError("policy.trunk: expected the filled cache as second result of a call with cache=, got None")
+    positions, cache = positions_of(prompts.valid), policy.init_cache(count, width)
+    hidden, prefix, experts = _filled(policy, params, prompts.tokens, positions, prompts.valid, decoding, cache=cache)
     zeros = jnp.zeros((rows,), jnp.int32)
     start = Rows(
         keys=keys,
@@ -139,7 +141,41 @@ def prefill(
         start = start._replace(seen=jnp.repeat(seen, group_size, axis=0))
     if decoding.stop_table is not None:
         start = start._replace(matched=zeros)
-    return start, logits, prefix
+    return Prefilled(start, logits, prefix, experts)
+
+
+def _filled(
+    policy: Policy,
+    params: Params,
+    tokens: Int[Array, "B N"],
+    positions: Int[Array, "B N"],
+    valid: Bool[Array, "B N"],
+    decoding: Decoding,
+    *,
+    cache: KVCache,
+    prefix: KVCache | None = None,
+) -> tuple[Float[Array, "B N D"], KVCache, Int[Array, "B N L k"] | None]:
+    """Run the trunk; return states, the filled cache, and the experts chosen if they are recorded."""
+    rows, experts = (params, policy.embed(params, tokens), positions, valid), None
+    if decoding.record_experts:
+        if policy.routed is None:
+            raise ValueError("record_experts: this policy has no experts; set it to False")
+        hidden, after, routing = policy.routed(*rows, cache=cache, prefix=prefix)
+        experts = routing.chosen
+    else:
+        hidden, after = policy.trunk(*rows, cache=cache, prefix=prefix)
+    if after is None:
+        raise ValueError("policy.trunk: expected the filled cache as second result of a call with cache=, got None")
+    return hidden, after, experts
+
+
+def first_drawn(begun: Prefilled, decoding: Decoding) -> tuple[Rows, Drawn]:
+    """Draw the first token of every row."""
+    rows, drawn = draw_next(begun.rows, begun.logits, decoding)
+    if begun.experts is None:
+        return rows, drawn
+    each = rows.token.shape[0] // begun.experts.shape[0]
+    return rows, drawn._replace(experts=jnp.repeat(begun.experts[:, -1], each, axis=0))
 
 
 def draw_next(rows: Rows, logits: Float[Array, "B V"], decoding: Decoding) -> tuple[Rows, Drawn]:
@@ -174,18 +210,11 @@ def decode_step(
     policy: Policy, params: Params, rows: Rows, cache: KVCache, prefix: KVCache, decoding: Decoding
 ) -> tuple[Rows, KVCache, Drawn]:
     """Feed every row its last token and draw the next. Finished rows get padding, which nothing attends to."""
-    hidden, after = policy.trunk(
-        params,
-        policy.embed(params, rows.token[:, None]),
-        (rows.prompts + rows.lengths - 1)[:, None],
-        rows.alive[:, None],
-        cache=cache,
-        prefix=prefix,
-    )
-    if after is None:
-        raise ValueError("policy.trunk: expected the filled cache as second result of a call with cache=, got None")
+    positions = (rows.prompts + rows.lengths - 1)[:, None]
+    inputs = rows.token[:, None], positions, rows.alive[:, None]
+    hidden, after, experts = _filled(policy, params, *inputs, decoding, cache=cache, prefix=prefix)
     moved, drawn = draw_next(rows, policy.unembed(params, hidden[:, 0]), decoding)
-    return moved, after, drawn
+    return moved, after, drawn if experts is None else drawn._replace(experts=experts[:, 0])
 
 
 class _Loop(NamedTuple):
@@ -211,6 +240,7 @@ def sample(
     min_p: float = 0.0,
     repetition_penalty: float = 1.0,
     stop_table: Any = None,
+    record_experts: bool = False,
 ) -> Rollout:
     """Draw ``group_size`` completions for every prompt, row b with noise from ``fold_in(key, b)``: see ``sample_rows``.
 
@@ -238,6 +268,7 @@ def sample(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
         stop_table=stop_table,
+        record_experts=record_experts,
     )
 
 
@@ -256,6 +287,7 @@ def sample_rows(
     min_p: float = 0.0,
     repetition_penalty: float = 1.0,
     stop_table: Any = None,
+    record_experts: bool = False,
 ) -> Rollout:
     """Draw a completion of at most ``max_new`` tokens for every key: the first B / P keys for the first prompt.
 
@@ -276,17 +308,19 @@ def sample_rows(
             the filters; ``filtered_logps`` are of the distribution that was drawn from.
         stop_table: of ``oarjax.rollout.stop_strings.stop_table``: a row also ends with the token whose bytes complete a
             stop string. That token and those before it stay in the completion with their log-probs; its text is cut.
+        record_experts: keep the choice of every router, for ``Rollout.experts``.
         stop_ids: every one of them stops a row; may be empty.
         pad_id: fills tokens after the end; may be a stop id itself, since nothing is derived from it.
 
     Raises:
         ValueError: a keyword outside its range.
     """
-    decoding = Decoding(max_new, temperature, top_k, top_p, stop_ids, pad_id, min_p, repetition_penalty, stop_table)
+    filters = (min_p, repetition_penalty, stop_table)
+    decoding = Decoding(max_new, temperature, top_k, top_p, stop_ids, pad_id, *filters, record_experts)
     decoding.check()
     params = policy.head(params)
-    begun, logits, prefix = prefill(policy, params, prompts, keys, decoding)
-    rows, first = draw_next(begun, logits, decoding)
+    begun = prefill(policy, params, prompts, keys, decoding)
+    rows, first = first_drawn(begun, decoding)
     empty = jax.tree.map(lambda x: jnp.full((max_new, *x.shape), pad_id if x is first.token else 0, x.dtype), first)
     start = _Loop(
         step=jnp.ones((), jnp.int32),
@@ -296,16 +330,22 @@ def sample_rows(
     )
 
     def advance(loop: _Loop) -> _Loop:
-        rows, cache, new = decode_step(policy, params, loop.rows, loop.cache, prefix, decoding)
+        rows, cache, new = decode_step(policy, params, loop.rows, loop.cache, begun.cache, decoding)
         drawn = jax.tree.map(lambda every, x: every.at[loop.step].set(x), loop.drawn, new)
         return _Loop(loop.step + 1, rows, cache, drawn)
 
     end = jax.lax.while_loop(lambda loop: (loop.step < max_new) & jnp.any(loop.rows.alive), advance, start)
-    return assemble(prompts, end.rows, jax.tree.map(jnp.transpose, end.drawn))
+    drawn = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), end.drawn)
+    return assemble(prompts, end.rows, drawn, experts=begun.experts)
 
 
-def assemble(prompts: PromptBatch, rows: Rows, drawn: Drawn) -> Rollout:
-    """Build the rollout of finished rows from their draws, [B, T] each."""
+def assemble(
+    prompts: PromptBatch, rows: Rows, drawn: Drawn, *, experts: Int[Array, "P S L k"] | None = None
+) -> Rollout:
+    """Build the rollout of finished rows from their draws, [B, T] each, and the experts of the prompts.
+
+    The last token of a row is no input of any other: its experts are 0.
+    """
     group_size = rows.lengths.shape[0] // prompts.tokens.shape[0]
     completion = jnp.arange(drawn.token.shape[1]) < rows.lengths[:, None]
     return Rollout(
@@ -315,7 +355,19 @@ def assemble(prompts: PromptBatch, rows: Rows, drawn: Drawn) -> Rollout:
         behaviour_logps=drawn.logp,
         filtered_logps=drawn.filtered,
         ended=rows.ended,
+        experts=None
+        if experts is None or drawn.experts is None
+        else _experts_of_rows(experts, drawn.experts, completion),
     )
+
+
+def _experts_of_rows(
+    prompts: Int[Array, "P S L k"], drawn: Int[Array, "B T L k"], completion: Bool[Array, "B T"]
+) -> Int[Array, "B N L k"]:
+    """Join the choices at prompts and completions; drawn token t has those made at the input before it."""
+    inputs = jnp.pad(drawn[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0)))
+    inputs = jnp.where(jnp.pad(completion[:, 1:], ((0, 0), (0, 1)))[..., None, None], inputs, 0)
+    return jnp.concatenate([jnp.repeat(prompts, drawn.shape[0] // prompts.shape[0], axis=0), inputs], axis=1)
 
 
 def draw_token(

@@ -40,7 +40,7 @@ from oarjax.rollout.row_schedule import (
     make_plan,
     next_layout,
 )
-from oarjax.rollout.sampler import Decoding, Drawn, Rows, decode_step, draw_next, prefill, sample_rows
+from oarjax.rollout.sampler import Decoding, Drawn, Rows, decode_step, first_drawn, prefill, sample_rows
 from oarjax.rollout.table import Table, copied, finish, seated, written_back
 from oarjax.types import KVCache, Params, PromptBatch, Rollout
 
@@ -347,15 +347,15 @@ class SegmentedSampler:
     def _prefill_rows(self, params: Params, prompts: PromptBatch, key: Key[Array, ""]) -> tuple[KVCache, Table, Flags]:
         """Return the cache of the prompts, and every row with its first token."""
         keys = self._keys_of(prompts, key)
-        begun, logits, cache = prefill(self._policy, self._policy.head(params), prompts, keys, self._decoding)
-        rows, first = draw_next(begun, logits, self._decoding)
+        begun = prefill(self._policy, self._policy.head(params), prompts, keys, self._decoding)
+        rows, first = first_drawn(begun, self._decoding)
 
-        def column(x: Array, fill: int) -> Array:
-            return jnp.full((*x.shape, self._decoding.max_new), fill, x.dtype).at[:, 0].set(x)
+        def column(x: Array) -> Array:
+            fill = self._decoding.pad_id if x is first.token else 0
+            return jnp.full((x.shape[0], self._decoding.max_new, *x.shape[1:]), fill, x.dtype).at[:, 0].set(x)
 
-        drawn = Drawn(column(first.token, self._decoding.pad_id), column(first.logp, 0), column(first.filtered, 0))
-        none = jnp.zeros((), jnp.float32)
-        return cache, Table(rows, drawn), Flags(rows.alive, jnp.zeros((), jnp.int32), none, none)
+        table, none = Table(rows, jax.tree.map(column, first), begun.experts), jnp.zeros((), jnp.float32)
+        return begun.cache, table, Flags(rows.alive, jnp.zeros((), jnp.int32), none, none)
 
     def _decode_rows(
         self,
@@ -371,8 +371,8 @@ class SegmentedSampler:
         params = self._policy.head(params)
         blocks = layout.shape[0]
         rows = seated(table.rows, layout)
-        empty = Drawn(rows.token, jnp.zeros_like(table.drawn.logp[0, 0]), jnp.zeros_like(table.drawn.filtered[0, 0]))
-        drawn = jax.tree.map(lambda x: jnp.zeros((self._segment, rows.token.shape[0]), x.dtype), empty)
+        count = rows.token.shape[0]
+        drawn = jax.tree.map(lambda x: jnp.zeros((self._segment, count, *x.shape[2:]), x.dtype), table.drawn)
 
         def wanted(loop: tuple[Array, Rows, KVCache, Drawn]) -> Bool[Array, ""]:
             step, rows, _, _ = loop

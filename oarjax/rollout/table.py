@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32, Shaped
+from jaxtyping import Array, Bool, Int, Int32, Shaped
 
 from oarjax.rollout.sampler import Drawn, Rows, assemble
 from oarjax.types import PromptBatch, Rollout
@@ -20,6 +20,7 @@ class Table(NamedTuple):
 
     rows: Rows
     drawn: Drawn  # [B, T] each
+    experts: Int[Array, "P S L k"] | None = None  # chosen at the prompts' tokens, if recorded
 
 
 def seated(rows: Rows, layout: Int32[Array, "D r"]) -> Rows:
@@ -64,11 +65,16 @@ def written_back(table: Table, layout: Int32[Array, "D r"], rows: Rows, drawn: D
     inside = (columns >= before.lengths[:, None]) & (columns < after.lengths[:, None])
     step = jnp.clip(columns - before.lengths[:, None], 0, drawn.token.shape[0] - 1)
 
-    def laid(old: Shaped[Array, "B T"], new: Shaped[Array, "K R"]) -> Shaped[Array, "B T"]:
-        by_row = jnp.take_along_axis(new.T.reshape(blocks, -1, new.shape[0]), slot[:, :, None], axis=1)
-        return jnp.where(inside, jnp.take_along_axis(by_row.reshape(-1, new.shape[0]), step, axis=1), old)
+    def laid(old: Shaped[Array, "B T *x"], new: Shaped[Array, "K R *x"]) -> Shaped[Array, "B T *x"]:
+        def wide(index: Array, ndim: int) -> Array:
+            return index.reshape(*index.shape, *[1] * (ndim - index.ndim))
 
-    return Table(after, jax.tree.map(laid, table.drawn, drawn))
+        in_blocks = jnp.swapaxes(new, 0, 1).reshape(blocks, -1, new.shape[0], *new.shape[2:])
+        by_row = jnp.take_along_axis(in_blocks, wide(slot, in_blocks.ndim), axis=1)
+        by_row = by_row.reshape(-1, *by_row.shape[2:])
+        return jnp.where(wide(inside, old.ndim), jnp.take_along_axis(by_row, wide(step, old.ndim), axis=1), old)
+
+    return table._replace(rows=after, drawn=jax.tree.map(laid, table.drawn, drawn))
 
 
 def copied(table: Table) -> tuple[Int32[Array, "B T"], Int32[Array, "B"], Bool[Array, "B"]]:
@@ -78,4 +84,4 @@ def copied(table: Table) -> tuple[Int32[Array, "B T"], Int32[Array, "B"], Bool[A
 
 def finish(prompts: PromptBatch, table: Table) -> Rollout:
     """Assemble the rollout of a table whose rows are all finished."""
-    return assemble(prompts, table.rows, table.drawn)
+    return assemble(prompts, table.rows, table.drawn, experts=table.experts)

@@ -17,7 +17,9 @@ from oarjax.system.devices import DeviceError
 from oarjax.system.tiles import compact_order
 
 
-def make_mesh(*, slice: int, data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(
+    *, slice: int, data: int, fsdp: int, tensor: int, expert: int = 1, devices: Sequence[Any] | None = None
+) -> Mesh:
     """Build a mesh over all devices, or over ``devices``; one axis may be -1 and takes the remaining devices.
 
     On TPUs in several slices, the axis ``slice`` has one position per slice; elsewhere it is an ordinary outermost
@@ -27,7 +29,7 @@ def make_mesh(*, slice: int, data: int, fsdp: int, tensor: int, devices: Sequenc
     Raises:
         DeviceError: the axes do not multiply to the number of devices, or ``slice`` is not the number of slices.
     """
-    axes = {"slice": slice, "data": data, "fsdp": fsdp, "tensor": tensor}
+    axes = {"slice": slice, "data": data, "expert": expert, "fsdp": fsdp, "tensor": tensor}
     devices = jax.devices() if devices is None else list(devices)
     count = len(devices)
     fixed = math.prod(n for n in axes.values() if n != -1)
@@ -58,7 +60,7 @@ def make_mesh(*, slice: int, data: int, fsdp: int, tensor: int, devices: Sequenc
     elif slices > 1:
         inner = (1, *sizes[1:])
         placed = _split_where_needed(
-            partial(mesh_utils.create_hybrid_device_mesh, inner, (slices, 1, 1, 1), devices=devices)
+            partial(mesh_utils.create_hybrid_device_mesh, inner, (slices, 1, 1, 1, 1), devices=devices)
         )
     else:
         placed = _split_where_needed(partial(mesh_utils.create_device_mesh, sizes, devices))
@@ -75,15 +77,16 @@ def _split_where_needed(place: Callable[..., np.ndarray]) -> np.ndarray:
 
 
 def rollout_mesh(mesh: Mesh, *, tensor: int) -> Mesh:
-    """Reshape a mesh to (data, tensor), devices in the same order: one program can take arrays of both meshes.
+    """Reshape a mesh to (data, expert, tensor), devices in the same order: one program can take arrays of both meshes.
+
+    The axis ``expert`` is as large as the mesh's.
 
     Raises:
-        DeviceError: ``tensor`` does not divide the number of devices.
+        DeviceError: ``tensor`` does not divide the number of devices, or those of one expert axis.
     """
-    if mesh.size % tensor:
-        raise DeviceError(
-            f"rollout.tensor: {tensor} does not divide the {mesh.size} devices; set a divisor, or null to use "
-            "mesh.tensor"
-        )
-    devices = mesh.devices.reshape(-1, tensor)
+    expert = mesh.shape["expert"]
+    if mesh.size % (expert * tensor):
+        of = f"the {mesh.size} devices" if expert == 1 else f"the {mesh.size // expert} devices that hold one expert"
+        raise DeviceError(f"rollout.tensor: {tensor} does not divide {of}; set a divisor, or null to use mesh.tensor")
+    devices = mesh.devices.reshape(-1, expert, tensor)
     return Mesh(devices, ROLLOUT_AXES, axis_types=(AxisType.Auto,) * len(ROLLOUT_AXES))

@@ -166,6 +166,7 @@ def iterate(
                     ref_logps=row_scores.ref_logps,
                     behaviour_logps=sampler_logps(cfg.loss, r),
                     teacher=h and h.teacher,
+                    experts=r.experts,
                 )
                 gradients.append(partial(steps.sums, batch=batch, pieces=pieces))
             else:

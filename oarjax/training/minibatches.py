@@ -89,10 +89,16 @@ def widen(rollout: Rollout, width: int) -> Rollout:
     """Pad prompts on the left to ``width`` positions, so that arrays have one shape whatever the batch of prompts."""
     missing = max(width - (rollout.tokens.shape[1] - rollout.completion.shape[1]), 0)
 
-    def pad(x: Any) -> Any:
-        return np.pad(np.asarray(x), ((0, 0), (missing, 0)))
+    return replace(rollout, **{name: _left_padded(vars(rollout)[name], missing) for name in WHOLE_ROWS})
 
-    return replace(rollout, tokens=pad(rollout.tokens), valid=pad(rollout.valid))
+
+WHOLE_ROWS = ("tokens", "valid", "experts")
+"""Arrays of a rollout that have the prompt's columns, too."""
+
+
+def _left_padded(x: Any, missing: int) -> Any:
+    """Put so many columns of zeros before [B, N ...]; None stays None."""
+    return None if x is None else np.pad(np.asarray(x), ((0, 0), (missing, 0), *[(0, 0)] * (np.ndim(x) - 2)))
 
 
 def trim(rollout: Rollout, span: AnswerSpan, rows: Int[np.ndarray, "R"], *, length: int) -> tuple[Rollout, AnswerSpan]:
@@ -111,6 +117,7 @@ def trim(rollout: Rollout, span: AnswerSpan, rows: Int[np.ndarray, "R"], *, leng
         rollout,
         tokens=rollout.tokens[:, :end],
         valid=rollout.valid[:, :end],
+        experts=None if rollout.experts is None else rollout.experts[:, :end],
         completion=rollout.completion[:, :length],
         behaviour_logps=rollout.behaviour_logps[:, :length],
         filtered_logps=rollout.filtered_logps[:, :length],
@@ -123,11 +130,11 @@ def join(rollouts: list[Rollout]) -> Rollout:
     """Join rollouts of several prompt batches; shorter prompts get more left padding."""
     width = max(r.tokens.shape[1] for r in rollouts)
 
-    def joined(name: str) -> np.ndarray:
-        parts = [np.asarray(vars(r)[name]) for r in rollouts]
-        if name in ("tokens", "valid"):
-            parts = [np.pad(x, ((0, 0), (width - x.shape[1], 0))) for x in parts]
-        return np.concatenate(parts)
+    def joined(name: str) -> np.ndarray | None:
+        parts = [vars(r)[name] for r in rollouts]
+        if name in WHOLE_ROWS:
+            parts = [_left_padded(x, width - r.tokens.shape[1]) for x, r in zip(parts, rollouts)]
+        return None if parts[0] is None else np.concatenate(parts)
 
     return Rollout(**{name: joined(name) for name in vars(rollouts[0])})  # pyright: ignore[reportArgumentType]
 

@@ -35,11 +35,11 @@ from oarjax.credit.oar.oar_g import row_keys
 from oarjax.credit.probe import Probe, ProbeMode
 from oarjax.credit.signals import signals_of
 from oarjax.models.lora import without_adapters
-from oarjax.models.policy import Policy
+from oarjax.models.policy import Policy, replaying
 from oarjax.rl.advantages import AdvantageFunction, zero_variance_groups
 from oarjax.rl.loss import aggregate
 from oarjax.rl.optimizer import adamw, learning_rate
-from oarjax.rollout.logps import token_logps
+from oarjax.rollout.logps import last_states, token_logps
 from oarjax.training.metrics import nonfinite_rows
 from oarjax.training.minibatches import Bucket, Piece, cut
 from oarjax.training.parts.advantages import bound_advantages, bound_kl_penalty
@@ -219,6 +219,9 @@ def make_steps(
             if instead is not None:  # its reasoning stands where the rollout's does; its clean states do not
                 importance = None if attributed.importance is None else attributed.importance[:, :length]
                 attributed = attributed._replace(importance=importance, hidden=None)
+            if r.experts is not None and wanted:  # the attribution's router chose for itself
+                own = {"tokens": r.tokens, "valid": r.valid, "completion_length": length}
+                attributed = attributed._replace(hidden=last_states(replaying(policy, r.experts), params, **own))
             measured = measure(
                 policy,
                 params,
@@ -305,7 +308,7 @@ def make_steps(
     summed = Sums(trained, shardings.replicated, shardings.replicated)
     fused: dict[str, Any] = {}
     shared = shared_scorer(cfg.credit, policy, temperature=roll.temperature, pad_id=pad_id, **own)
-    if shared is not None and fuses(cfg, custom_method):
+    if shared is not None and fuses(cfg, custom_method, experts=policy.routed is not None):
         of_tokens = custom_loss or bound_loss(cfg.loss, max_length=roll.max_new)
         empty, add = make_fused(policy, cfg, importance=shared, credit=credit, loss=of_tokens)
         where = FusedSums(summed, shardings.microbatches, shardings.microbatches, shardings.replicated)

@@ -43,6 +43,7 @@ def group_sampler(
         roll.min_p,
         roll.repetition_penalty,
         stop_table(roll.stop, token_bytes),
+        record_experts=cfg.policy.router == "replay",
     )
     keys = partial(group_keys, group_size=size)
     return _sampler(policy, cfg, decoding._replace(**changes), keys_of=keys, group=size, rows=rows)

@@ -224,7 +224,7 @@ def model_flops(cfg: Config, model: QwenConfig, metrics: dict[str, float], custo
         reference=needs_reference(cfg, custom),
         **taught(cfg.credit, custom),
         adapters=trained_count(cfg.lora, model) if cfg.lora.rank else None,
-        fused=fuses(cfg, custom),
+        fused=fuses(cfg, custom, experts=model.experts is not None),
     )
     return sum(iteration_flops(decoder_of(model), work, cfg.credit, attribution(cfg.credit, custom)).values())
 

@@ -25,9 +25,16 @@ def policy():
 
 
 def test_oar_p_equals_masking_tokens_one_by_one(policy):
-    """Buckets make no difference: every counterfactual runs over the whole completion."""
+    """From the state at the start of a token's bucket: the clean pass stops at each edge, suffixes begin there."""
     policy, params = policy
     tokens, valid, span = batch()
+    lengths = []
+
+    def trunk(params, embeddings, *rows, **caches):
+        lengths.append(embeddings.shape[1])
+        return plain.trunk(params, embeddings, *rows, **caches)
+
+    plain, policy = policy, policy._replace(trunk=trunk)
 
     @jax.jit
     def importance(tokens, valid, span):
@@ -42,6 +49,9 @@ def test_oar_p_equals_masking_tokens_one_by_one(policy):
         return (policy.unembed(params, hidden[:, at]) / 0.7).mean(1)
 
     row, found = ROWS[2], np.asarray(importance(tokens, valid, span))
+    T = span.answer.shape[1]
+    lows = [T * j // 4 for j in range(4)]
+    assert set(lengths) == {tokens.shape[1] - T - 1, *np.diff([*lows, T]), *(T - low for low in lows)}
     ids, first, count = row.prompt + row.completion, len(row.prompt), len(row.reasoning)
     masked = [(*ids[:t], MASK, *ids[t + 1 :]) for t in range(first, first + count)]
     begin = first + count + len(row.cue)

@@ -14,17 +14,19 @@ from oarjax.models.qwen import make_policy
 
 SIZES = (3, 0, 5, 2)
 COUNT, INTO, OUT = len(SIZES), 3, 2
+ROWS = 12  # two rows are in no group
 
 
 def by_hand(rows, matrices, sizes):
     owner = np.repeat(np.arange(COUNT), sizes)
-    return np.einsum("rd,rdf->rf", rows, np.asarray(matrices)[owner])
+    out = np.einsum("rd,rdf->rf", rows[: len(owner)], np.asarray(matrices)[owner])
+    return np.pad(out, ((0, len(rows) - len(owner)), (0, 0)))
 
 
 @pytest.fixture
 def operands():
     draw = np.random.default_rng(0)
-    return draw.normal(size=(4, 10, INTO)), draw.normal(size=(4, COUNT, INTO, OUT)), draw.normal(size=(4, 10, OUT))
+    return draw.normal(size=(4, ROWS, INTO)), draw.normal(size=(4, COUNT, INTO, OUT)), draw.normal(size=(4, ROWS, OUT))
 
 
 @pytest.mark.parametrize("block", [4, 512])
@@ -47,7 +49,7 @@ def test_grouped_products_and_their_gradients(block, operands, x64, monkeypatch)
 def test_grouped_products_under_vmap(mapped, operands, x64):
     """Shared groups, groups of their own, matrices of their own; each also transposed."""
     rows, matrices, ct = operands
-    sizes = np.array([SIZES, (10, 0, 0, 0), (0, 4, 4, 2), (1, 2, 3, 4)])
+    sizes = np.array([SIZES, (10, 0, 0, 0), (0, 4, 4, 1), (1, 2, 3, 5)])
     args = [x if axis == 0 else x[0] for x, axis in zip((rows, matrices, sizes), mapped)]
 
     def gradients(rows, matrices, sizes, ct):
@@ -69,12 +71,15 @@ def test_outer_products_keep_their_dtype():
 
 
 def test_router():
-    """exp of the logits 1 : 2 : 4 : 1, of which the two likeliest are 4 / 8 and 2 / 8; the first wins a tie."""
-    logits = jnp.log(jnp.array([[1.0, 2.0, 4.0, 1.0], [1.0, 1.0, 1.0, 1.0]]))
-    weights, chosen = route(logits, per_token=2, normalised=False)
+    """Of 1 : 2 : 4 : 1 the likeliest are 4 / 8 and 2 / 8; the first wins a tie; a given choice has its own weights."""
+    probs = jnp.array([[1.0, 2.0, 4.0, 1.0], [2.0, 2.0, 2.0, 2.0]]) / 8
+    weights, chosen = route(probs, per_token=2, normalised=False)
     np.testing.assert_array_equal(chosen, [[2, 1], [0, 1]])
     np.testing.assert_allclose(weights, [[0.5, 0.25], [0.25, 0.25]], rtol=1e-6)
-    np.testing.assert_allclose(route(logits, per_token=2, normalised=True)[0], [[2 / 3, 1 / 3], [0.5, 0.5]], rtol=1e-6)
+    np.testing.assert_allclose(route(probs, per_token=2, normalised=True)[0], [[2 / 3, 1 / 3], [0.5, 0.5]], rtol=1e-6)
+    replayed, same = route(probs, per_token=2, normalised=True, chosen=jnp.array([[3, 1], [2, 3]]))
+    np.testing.assert_array_equal(same, [[3, 1], [2, 3]])
+    np.testing.assert_allclose(replayed, [[1 / 3, 2 / 3], [0.5, 0.5]], rtol=1e-6)
 
 
 def test_both_ways_give_the_same_logits_gradients_and_linearisation(data, highest_precision):

@@ -154,9 +154,12 @@ def all_in_float64(torch, x64, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
-@pytest.mark.parametrize("kind", ["moe_tied", pytest.param("delta_untied", marks=pytest.mark.slow)])
+IN_LONG = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2_untied", "qwen3_untied", "delta_untied")]
+
+
+@pytest.mark.parametrize("kind", ["moe_tied", *IN_LONG])
 def test_gradients_equal_transformers(kind, torch, tmp_path, highest_precision, request):
-    """Of the mean log-probability of the next token, by every tensor of the checkpoint.
+    """Of the mean log-probability of the next token, by every tensor of a checkpoint; the balance loss of experts too.
 
     In float64 with delta nets: keys of small length, normalised, show the rounding of float32 in the third digit.
     """
@@ -164,6 +167,7 @@ def test_gradients_equal_transformers(kind, torch, tmp_path, highest_precision, 
     import jax.numpy as jnp
 
     from oarjax.data.hf import load_params, read_config
+    from oarjax.models.moe import balance_loss
     from oarjax.models.policy import positions_of
     from oarjax.models.qwen import make_policy
 
@@ -174,10 +178,11 @@ def test_gradients_equal_transformers(kind, torch, tmp_path, highest_precision, 
     if kind.startswith("delta"):
         request.getfixturevalue("all_in_float64")
         dtype, model = jnp.dtype(jnp.float64), model.double()
-    targets = torch.tensor(ids[:, 1:, None], dtype=torch.long)
-    torch.log_softmax(model(torch.tensor(ids[:, :-1], dtype=torch.long)).logits, -1).gather(
-        -1, targets
-    ).mean().backward()
+    targets, routed = torch.tensor(ids[:, 1:, None], dtype=torch.long), kind.startswith("moe")
+    more = {"output_router_logits": True} if routed else {}
+    out = model(torch.tensor(ids[:, :-1], dtype=torch.long), **more)
+    total = torch.log_softmax(out.logits, -1).gather(-1, targets).mean()
+    (total + 0.1 * out.aux_loss if routed else total).backward()
     with torch.no_grad():
         for tensor in model.parameters():
             tensor.copy_(tensor.grad)
@@ -187,12 +192,17 @@ def test_gradients_equal_transformers(kind, torch, tmp_path, highest_precision, 
 
     def loss(params):
         valid = jnp.ones((2, 19), bool)
-        hidden, _ = policy.trunk(params, policy.embed(params, ids[:, :-1]), positions_of(valid), valid)
+        rows = params, policy.embed(params, ids[:, :-1]), positions_of(valid), valid
+        (hidden, _, routing) = policy.routed(*rows) if routed else (*policy.trunk(*rows), None)
         logps = jax.nn.log_softmax(policy.unembed(params, hidden))
-        return jnp.take_along_axis(logps, ids[:, 1:, None], -1).mean()
+        balance = balance_loss(routing) if routed else jnp.zeros(())
+        return jnp.take_along_axis(logps, ids[:, 1:, None], -1).mean() + 0.1 * balance, balance
 
     ids = jnp.asarray(ids)
-    found = jax.jit(jax.grad(loss))(jax.tree.map(lambda x: x.astype(dtype), load_params(folder, cfg)))
+    params = jax.tree.map(lambda x: x.astype(dtype), load_params(folder, cfg))
+    found, balance = jax.jit(jax.grad(loss, has_aux=True))(params)
+    if routed:
+        assert float(balance) == pytest.approx(float(out.aux_loss), rel=1e-5)
     want = load_params(tmp_path / "gradients", cfg)
     assert all(float(jnp.abs(g).max()) > 1e-5 for g in jax.tree.leaves(want))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-4), found, want)

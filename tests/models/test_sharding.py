@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as Spec
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.sharding import (
     ROLLOUT,
+    RULES,
     ShardingError,
     batch_spec,
     check_divisible,
@@ -39,10 +40,19 @@ def test_specs(cfg):
     assert specs["layers"]["mlp"]["down"]["kernel"] == Spec(None, "tensor", "fsdp")
     assert specs["layers"]["mlp_norm"]["scale"] == Spec(None, None)
     assert specs["norm"]["scale"] == Spec(None)
-    assert batch_spec() == Spec(("slice", "data", "fsdp"))
+    assert batch_spec() == Spec(("slice", "data", "expert", "fsdp"))
     assert batch_spec({"data": 4, "tensor": 2}) == Spec(("data",))
     shapes = build_tree(cfg, lambda w: w.shape)
     assert jax.tree.structure(specs) == jax.tree.structure(shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def test_experts_are_divided_whole(data):
+    cfg = QwenConfig.from_hf(json.loads((data / "policy" / "moe_untied" / "config.json").read_text()))
+    for rules, embed in ((RULES, "fsdp"), (ROLLOUT, None)):
+        mlp = param_specs(logical_axes(cfg), rules=rules)["layers"]["mlp"]
+        assert mlp["up"]["kernel"] == Spec(None, "expert", embed, "tensor")
+        assert mlp["down"]["kernel"] == Spec(None, "expert", "tensor", embed)
+        assert mlp["router"]["kernel"] == Spec(None, embed, None)
 
 
 def test_rollout_layout_keeps_embeddings_whole(cfg):
@@ -127,12 +137,42 @@ for path in sys.argv[1:]:
         here = gradient(make_policy(cfg, remat="none"), load_params(folder, cfg), np.tile(golden["ids"], (2, 1)))
         there = gradient(make_policy(cfg, remat="none", mesh=mesh), params, ids)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-3), here, there)
+
+        # Whole experts on four devices each: the same numbers, and nobody holds all experts of a matrix.
+        for kind, fsdp, tensor in (("grouped", 2, 1), ("dense", 1, 2)):
+            mesh = make_mesh(slice=1, data=1, expert=4, fsdp=fsdp, tensor=tensor)
+            shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(logical_axes(cfg)))
+            divided = load_params(folder, cfg, shardings=shardings)
+            kernel = divided["layers"]["mlp"]["up"]["kernel"]
+            assert kernel.addressable_shards[0].data.shape[1] * 4 == kernel.shape[1]
+            own = jax.device_put(np.tile(golden["ids"], (4, 1)), NamedSharding(mesh, batch_spec()))
+            policy = make_policy(cfg, remat="none", mesh=mesh, experts=kind)
+            out = jax.jit(partial(logits, policy=policy))(divided, own)
+            np.testing.assert_allclose(out, np.tile(golden["logits"], (4, 1, 1)), atol=1e-4, rtol=0)
+            step = jax.jit(jax.grad(partial(loss, policy=policy))).lower(divided, own).compile()
+            there = jax.device_get(step(divided, own))
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-3), here, there)
+            gathered = [line for line in step.as_text().splitlines() if " all-gather" in line]
+            assert gathered
+            if kind == "dense":  # what OAR-G and OAR-F do: the linearised states pulled back, under vmap
+                def pulled(params, ids, ct, policy):
+                    valid, clean = jnp.ones(ids.shape, bool), policy.embed(params, ids)
+                    _, push = jax.linearize(lambda e: policy.trunk(params, e, positions_of(valid), valid)[0], clean)
+                    return jax.vmap(jax.linear_transpose(push, clean))(ct)[0]
+
+                ct = jnp.cos(jnp.arange(2 * own.size * 32)).reshape(2, *own.shape, 32)
+                one = jax.jit(partial(pulled, policy=make_policy(cfg, remat="none", experts=kind)))
+                want = one(load_params(folder, cfg), np.asarray(own), ct)
+                found = jax.jit(partial(pulled, policy=policy))(divided, own, ct)
+                np.testing.assert_allclose(found, want, atol=1e-3, rtol=1e-3)
+            whole = [line for line in gathered if "[8,32,20]" in line or "[8,20,32]" in line or "[2,8," in line]
+            assert not whole, whole
     print(path, "equal on", len(jax.devices()), "devices")
 """
 
 
 def test_eight_devices_give_the_golden_logits(data):
-    """And the gradients of one device, of experts. In a process of its own: the number of devices is fixed at start."""
+    """And the gradients of one device, of experts, divided over ``expert`` or not. In a process with eight devices."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": virtual_devices(8),

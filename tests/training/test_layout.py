@@ -13,12 +13,13 @@ from conftest import json_lines
 from fake_chips import Chip
 from tiny_programs import built, one_mesh
 
+from oarjax.config import ConfigError
 from oarjax.models.policy import positions_of
 from oarjax.models.qwen import make_policy
 from oarjax.models.sharding import ShardingError
 from oarjax.models.weights import init_params, sampling_params
 from oarjax.system.devices import DeviceError
-from oarjax.system.mesh import make_mesh
+from oarjax.system.mesh import make_mesh, rollout_mesh
 from oarjax.training.parts.layout import check_layouts
 
 MODEL = replace(tiny.model(), num_attention_heads=4, num_key_value_heads=2, head_dim=4, hidden_size=16, qk_norm=True)
@@ -80,6 +81,12 @@ def test_what_does_not_divide_is_refused():
     check_layouts(tiny.config(rollout__tensor=2, update__microbatch=8), MODEL, eight)
     with pytest.raises(ShardingError, match=r"rollout.tensor\) does not divide .* heads = 4 on mesh axis tensor = 8"):
         check_layouts(tiny.config(rollout__tensor=8, update__microbatch=8), MODEL, eight)
+    experts = make_mesh(slice=1, data=1, expert=4, fsdp=2, tensor=1, devices=eight.devices.reshape(-1).tolist())
+    with pytest.raises(ConfigError, match=r"mesh.expert: 4 needs a policy with experts, and this one has none; set 1"):
+        check_layouts(tiny.config(update__microbatch=8), MODEL, experts)
+    with pytest.raises(DeviceError, match=r"rollout.tensor: 4 does not divide the 2 devices that hold one expert;"):
+        rollout_mesh(experts, tensor=4)
+    assert rollout_mesh(experts, tensor=2).shape == {"data": 1, "expert": 4, "tensor": 2}
     with pytest.raises(ShardingError, match=r"rollout.prompts = 4 rows .* data = 8; .*, or a larger rollout.tensor"):
         check_layouts(tiny.config(update__microbatch=8), MODEL, eight)
 

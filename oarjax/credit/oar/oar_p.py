@@ -6,7 +6,7 @@ answer to the masked sequence although its answer modes read there; here a rollo
 A changed token changes nothing before it. The clean pass keeps its keys and values, and a counterfactual runs only
 over the positions from its own bucket's start to the end, reading the clean prefix that all counterfactuals of a row
 share. Over a whole completion that is 1/2 + 1/(2 buckets) of the positions that whole forwards would visit.
-A policy whose state cannot be cut there, such as one with gated delta nets, runs whole completions behind its prompts.
+With gated delta nets, whose state cannot be cut, the clean pass keeps it at the start of every bucket.
 Rows are set so that their answers end together: nothing after an answer is recomputed, and chunks of several rows hold
 counterfactuals that are about equally long.
 """
@@ -14,6 +14,7 @@ counterfactuals that are about equally long.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import jax
@@ -65,7 +66,7 @@ def masked_token_importance(
     return masked_scores(
         policy,
         params,
-        stored_pass(policy, params, tokens, valid, completion_length=scored.shape[1]),
+        stored_pass(policy, params, tokens, valid, **places(scored.shape[1], chunk=chunk, buckets=buckets)),
         reading_of(tokens, valid, span),
         scored,
         units=span.units,
@@ -148,7 +149,10 @@ def over_counterfactuals(
     length = first.shape[1]
     here = first == jnp.arange(length)  # a change begins
     count = jnp.max(jnp.sum(here, axis=1))
-    lows, sizes = bucket_sizes(length, chunk=chunk, buckets=1 if policy.first_slots is None else buckets)
+    lows, sizes = bucket_sizes(length, chunk=chunk, buckets=buckets)
+    if policy.first_slots is None:  # suffixes begin where the clean pass kept a cache
+        kept = {0, *clean.edges}
+        lows, sizes = map(list, zip(*(pair for pair in zip(lows, sizes) if pair[0] in kept)))
     order = _last_together(here, spare=max(sizes))
     # The first input that carries a change of this chunk or a later one: input t + 1 carries token t.
     earliest = jax.lax.cummin(jnp.min(order, axis=0), reverse=True) + 1
@@ -170,6 +174,11 @@ def bucket_sizes(length: int, *, chunk: int, buckets: int) -> tuple[list[int], l
     """Return where each bucket's suffixes start, and how many counterfactuals of a row run over one at once."""
     lows = [length * j // min(buckets, length) for j in range(min(buckets, length))]
     return lows, [min(length, max(1, chunk * length // (length - low))) for low in lows]
+
+
+def places(length: int, *, chunk: int, buckets: int) -> dict[str, Any]:
+    """Return the keywords with which ``stored_pass`` serves suffixes in so many buckets."""
+    return {"completion_length": length, "edges": bucket_sizes(length, chunk=chunk, buckets=buckets)[0][1:]}
 
 
 def _last_together(here: Bool[Array, "B T"], *, spare: int) -> Int[Array, "B slots"]:
@@ -213,7 +222,7 @@ def _recomputed_from(
             variants.reshape(rows * size, suffix, -1),
             jnp.repeat(clean.positions[:, low:], size, axis=0),
             seen.reshape(rows * size, suffix),
-            prefix=_slots_before(policy, clean.stored, suffix),
+            prefix=_cache_before(policy, clean, low),
         )
         change = find(hidden, suffix, size).reshape(rows, size).astype(out.dtype)
         return out.at[jnp.arange(rows)[:, None], at].set(change, mode="drop")
@@ -258,12 +267,16 @@ def _ends_together(
     )
 
 
-def _slots_before(policy: Policy, stored: KVCache, suffix: int) -> KVCache | None:
-    """Return what stands before the last ``suffix`` inputs, as a prefix that is read and never copied per row."""
-    if policy.first_slots is None:  # nothing but the prompt is stored
-        return stored if stored.valid.shape[1] else None
-    count = stored.valid.shape[1] - suffix
-    return policy.first_slots(stored, count) if count else None
+def _cache_before(policy: Policy, clean: StoredPass, low: int) -> KVCache | None:
+    """Return what stands before input ``low``, as a prefix that is read and never copied per row."""
+    if policy.first_slots is not None:
+        count = clean.stored.valid.shape[1] - clean.valid.shape[1] + low
+        return policy.first_slots(clean.stored, count) if count else None
+    prompt = (clean.stored,) if clean.stored.valid.shape[1] else ()
+    caches = (*prompt, *clean.pieces[: clean.edges.index(low) + 1 if low else 0])
+    if len(caches) > 1 and policy.extend is not None:
+        return reduce(policy.extend, caches)
+    return caches[0] if caches else None
 
 
 def masked_positions(mask: Bool[Array, "B W"], *, first: int, slots: int, none: int) -> Int[Array, "B slots"]:
@@ -281,11 +294,11 @@ def score(
 ) -> Scored:
     """Score a rollout by the configured counterfactual and probe."""
     params, probe = policy.head(params), probe_of(context)
-    clean = stored_pass(policy, params, r.tokens, r.valid, completion_length=span.answer.shape[1])
+    settings, length = settings_of(context), span.answer.shape[1]
+    kept = places(length, chunk=settings["chunk"], buckets=settings["buckets"])
+    clean = stored_pass(policy, params, r.tokens, r.valid, **kept)
     reading, scored = reading_of(r.tokens, r.valid, span), scored_tokens(span, probe)
-    importance = masked_scores(
-        policy, params, clean, reading, scored, units=span.units, probe=probe, **settings_of(context)
-    )
+    importance = masked_scores(policy, params, clean, reading, scored, units=span.units, probe=probe, **settings)
     return Scored(importance, clean.hidden)
 
 

@@ -62,7 +62,11 @@ def score(
 ) -> Scored:
     """Score a rollout: estimates of every token, exact scores of those that the estimates put first."""
     screen, head, probe = context.credit.screen, policy.head(params), probe_of(context)
-    clean = stored_pass(policy, head, r.tokens, r.valid, completion_length=span.answer.shape[1])
+    # A row has only a share of its tokens to score: as many rows at once, so that much fewer of each.
+    settings, length = oar_p.settings_of(context), span.answer.shape[1]
+    settings["chunk"] = max(1, round(settings["chunk"] * screen.share))
+    kept = oar_p.places(length, chunk=settings["chunk"], buckets=settings["buckets"])
+    clean = stored_pass(policy, head, r.tokens, r.valid, **kept)
     reading, scored = reading_of(r.tokens, r.valid, span), scored_tokens(span, probe)
     if screen.by == "random":
         estimate = jax.vmap(lambda key: jax.random.uniform(key, (scored.shape[1],)))(keys)
@@ -72,9 +76,6 @@ def score(
         screened = resolve(METHODS[screen.by].score or "")(policy, params, r, span, keys, context)
         estimate = required(screened, "importance", context)
     chosen = top_share(jnp.abs(estimate), scored, share=screen.share)
-    # A row has only a share of its tokens to score: as many rows at once, so that much fewer of each.
-    settings = oar_p.settings_of(context)
-    settings["chunk"] = max(1, round(settings["chunk"] * screen.share))
     exact = masked_scores(policy, head, clean, reading, chosen, units=None, probe=probe, **settings)
     return Scored(screened_scores(exact, estimate, chosen, scored), clean.hidden)
 

@@ -49,20 +49,21 @@ class FusedSums(NamedTuple):
     metrics: Metrics  # of credit
 
 
-def fuses(cfg: Config, custom_method: CreditMethod | None = None) -> bool:
-    """Decide if a run scores and updates in one pass: by its config alone, so that a resumed run does the same.
+def fuses(cfg: Config, custom_method: CreditMethod | None = None, *, experts: bool = False) -> bool:
+    """Decide if a run scores and updates in one pass: by config and policy, so that a resumed run does the same.
 
     Both must be at the same params (one update per rollout) and read the same rows (no reference policy, no reference
     answers), and the method must be able to share a pass: its weights of a row come from the row's importance and
     tokens alone, and it adds nothing to the loss. ``auto`` also requires that the grades are needed before scoring
     anyway, to skip groups or to refill them: otherwise workers grade while the device scores, and saving a pass may
-    cost more than it gains.
+    cost more than it gains. A policy with ``experts`` updates in a pass of its own, which reports their load.
     """
     method = method_of(cfg.credit, custom_method)
     shares = method.shared is not None and method.kind == "weights" and method.coupling == "row"
     alone = method.loss is None and set(method.needs) <= {"importance", "tokens", "keyword_table"}
     return (
         cfg.update.fused == "auto"
+        and not experts
         and cfg.update.epochs * cfg.update.minibatches == 1
         and cfg.loss.kl_beta == 0
         and cfg.credit.answer.source == "own"

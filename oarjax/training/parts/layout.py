@@ -10,7 +10,7 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from oarjax.config import Config, LoraConfig
+from oarjax.config import Config, ConfigError, LoraConfig
 from oarjax.models.lora import merge_adapters
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.sharding import (
@@ -35,10 +35,13 @@ def check_layouts(cfg: Config, model: QwenConfig, mesh: Mesh) -> None:
     """Check that the mesh divides the policy and the batches, in training and in sampling.
 
     Raises:
+        ConfigError: a setting of experts, and the policy has none.
         ShardingError: it does not divide an axis; names the axis, both sizes and the remedy.
         DeviceError: rollout.tensor does not divide the devices.
     """
     rules = training_rules(kv_heads=model.num_key_value_heads, tensor=mesh.shape["tensor"])
+    if model.experts is None:
+        _refuse_experts(cfg, mesh)
     check_divisible(logical_axes(model), divisible_pieces(model), dict(mesh.shape), rules=rules)
     sampling = rollout_mesh(mesh, tensor=_rollout_tensor(cfg, mesh))
     wide = sampling_model(model, tensor=sampling.shape["tensor"])
@@ -47,10 +50,26 @@ def check_layouts(cfg: Config, model: QwenConfig, mesh: Mesh) -> None:
     check_batches(cfg, dict(mesh.shape), dict(sampling.shape))
 
 
+def _refuse_experts(cfg: Config, mesh: Mesh) -> None:
+    """Refuse what only a mixture of experts has.
+
+    Raises:
+        ConfigError: names the field and the value for other policies.
+    """
+    settings = {
+        "mesh.expert": (mesh.shape["expert"], 1),
+        "policy.router": (cfg.policy.router, "recompute"),
+        "loss.router_balance": (cfg.loss.router_balance, 0.0),
+    }
+    for field, (value, other) in settings.items():
+        if value != other:
+            raise ConfigError(f"{field}: {value} needs a policy with experts, and this one has none; set {other}")
+
+
 def training_layout(
     lora: LoraConfig, model: QwenConfig, mesh: Mesh, optimizer: optax.GradientTransformation
 ) -> Shardings:
-    """Shard params and optimizer state over fsdp and tensor, rows over slice, data and fsdp."""
+    """Shard params and optimizer state over expert, fsdp and tensor, rows over slice, data, expert and fsdp."""
 
     def named(spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(mesh, spec)
@@ -134,7 +153,7 @@ def _gathered(mesh: Mesh, sampling: Mesh, repeated: bool, x: Any, names: tuple[s
         return x
     if "embed" not in names or ("kv_heads" in names and repeated):  # small
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
-    before = [None] * names.index("embed")
+    before = [ROLLOUT[name] if name == "expert" else None for name in names[: names.index("embed")]]
     for on, axes in ((mesh, ("fsdp", "tensor")), (sampling, "tensor")):
         x = jax.lax.with_sharding_constraint(x, NamedSharding(on, PartitionSpec(*before, axes)))
     return x

@@ -16,7 +16,8 @@ from oarjax.config import Config, LossConfig
 from oarjax.credit.method import CreditMethod
 from oarjax.credit.update import auxiliary_loss, reweigher
 from oarjax.models.lora import join_params
-from oarjax.models.policy import Policy
+from oarjax.models.moe import balance_loss
+from oarjax.models.policy import Policy, positions_of
 from oarjax.rl.loss import aggregate, policy_loss
 from oarjax.rl.masked import widened
 from oarjax.rl.off_policy import Importance
@@ -24,7 +25,7 @@ from oarjax.rollout.filters import Filters
 from oarjax.rollout.logps import hidden_logps, last_states, token_logps
 from oarjax.training.metrics import NONFINITE, all_finite
 from oarjax.training.minibatches import Bucket, cut
-from oarjax.types import Mean, Params, Rollout, TrainBatch, TrainState
+from oarjax.types import Mean, Params, Rollout, Routing, TrainBatch, TrainState
 
 Metrics = dict[str, Mean]
 Loss = Callable[[Params, TrainBatch], tuple[Mean, Metrics]]
@@ -145,17 +146,59 @@ def policy_gradient(
 
     def loss(params: Params, batch: TrainBatch) -> tuple[Mean, Metrics]:
         T = batch.completion.shape[-1]
-        hidden = last_states(policy, params, batch.tokens, batch.valid, completion_length=T)
+        hidden, routing = _states(policy, params, batch)
         logps, entropies = hidden_logps(policy, params, hidden, batch.tokens[:, -T:], **head, filters=loss_filters(cfg))
         mean, metrics = of_tokens(logps, entropies, batch if reweighed is None else reweighed(logps, batch))
-        if auxiliary is None:
-            return mean, metrics
-        term = auxiliary(params, hidden, batch)
-        added = aggregate(term, batch.completion, mode=cfg.loss.aggregation, max_length=length)
-        shown = aggregate(jax.lax.stop_gradient(term), batch.completion, mode="dapo", max_length=1)
-        return replace(mean, total=mean.total + added.total), metrics | {"auxiliary": shown}
+        terms = {} if auxiliary is None else {"auxiliary": auxiliary(params, hidden, batch)}
+        if routing is not None:
+            balance = balance_loss(routing)
+            shown = Mean(jax.lax.stop_gradient(balance), jnp.ones((), jnp.float32))
+            metrics = metrics | router_metrics(routing) | {"router/balance": shown}
+            if cfg.loss.router_balance > 0:
+                each = jnp.broadcast_to(balance, batch.completion.shape)
+                terms["router_balance"] = cfg.loss.router_balance * jnp.where(batch.completion, each, 0)
+        for name, term in terms.items():
+            added = aggregate(term, batch.completion, mode=cfg.loss.aggregation, max_length=length)
+            mean = replace(mean, total=mean.total + added.total)
+            shown = aggregate(jax.lax.stop_gradient(term), batch.completion, mode="dapo", max_length=1)
+            metrics = metrics | {name: shown}
+        return mean, metrics
 
     return loss
+
+
+def _states(policy: Policy, params: Params, batch: TrainBatch) -> tuple[Float[Array, "b T D"], Routing | None]:
+    """Return the states that predict the completions and, of a mixture, the routing of all inputs that predict a token.
+
+    The experts are those of the batch where it has them.
+    """
+    T = batch.completion.shape[-1]
+    if policy.routed is None:
+        return last_states(policy, params, batch.tokens, batch.valid, completion_length=T), None
+    embeddings, positions = policy.embed(params, batch.tokens), positions_of(batch.valid)
+    counted = batch.valid & jnp.pad(batch.valid[:, 1:], ((0, 0), (0, 1)))
+    more = {"experts": batch.experts, "counted": counted}
+    hidden, _, routing = policy.routed(params, embeddings, positions, batch.valid, **more)
+    return hidden[:, -T - 1 : -1], routing
+
+
+def router_metrics(routing: Routing) -> Metrics:
+    """Return how evenly the tokens of a microbatch spread over experts: means over layers.
+
+    router/load_max   the fullest expert's share of the choices, times the number of experts: 1 where all are equal
+    router/idle       share of experts that no token chose
+    router/entropy    of the shares, over the log of the number of experts: 1 where all are equal
+    """
+    load = jax.lax.stop_gradient(routing.load)
+    share = load / jnp.maximum(jnp.sum(load, axis=-1, keepdims=True), 1)
+    count = load.shape[-1]
+    shown = {
+        "load_max": jnp.max(share, axis=-1) * count,
+        "idle": jnp.mean(load == 0, axis=-1),
+        "entropy": -jnp.sum(jax.scipy.special.xlogy(share, share), axis=-1) / jnp.log(count),
+    }
+    layers = jnp.float32(load.shape[0])
+    return {f"router/{name}": Mean(jnp.sum(x).astype(jnp.float32), layers) for name, x in shown.items()}
 
 
 def imitation(policy: Policy, *, head_chunk: int) -> Loss:

@@ -26,6 +26,7 @@ from oarjax.credit.method import OF_MARKS, OF_TEACHER
 from oarjax.credit.probe import ProbeMode
 from oarjax.data.streams import bucketed
 from oarjax.models.lora import all_params
+from oarjax.models.moe import index_dtype
 from oarjax.models.sharding import batch_spec
 from oarjax.models.weights import abstract_params
 from oarjax.training.minibatches import Bucket, buckets, widest_prompt
@@ -336,12 +337,21 @@ def _scored(run: Run) -> tuple[Rollout, AnswerSpan, tuple[Any, ...]]:
             behaviour_logps=of((length,), jnp.float32),
             filtered_logps=of((length,), jnp.float32),
             ended=of((), jnp.bool_),
+            experts=_experts(run, N) if length == T else None,
         )
         mask, kind = of((length,), jnp.bool_), AnswerSpan
         units = None if cfg.masking.unit == "token" else of((length,), jnp.int32)
         return rollout, kind(reasoning=mask, answer=mask, has_answer=of((), jnp.bool_), units=units)
 
     return *rows(T), (rows(T + room),) if room else ()
+
+
+def _experts(run: Run, length: int) -> Any:
+    """Describe the experts that the sampler records, or None."""
+    experts = run.model.experts
+    if run.cfg.policy.router != "replay" or experts is None:
+        return None
+    return _microbatches(run, (length, run.model.num_hidden_layers, experts.per_token), index_dtype(experts.count))
 
 
 def _bucket(run: Run) -> Bucket:
@@ -361,6 +371,7 @@ def _train_batch(run: Run) -> TrainBatch:
         ref_logps=scores.ref_logps,
         behaviour_logps=rollout.behaviour_logps,
         teacher=_hints(run) and _hints(run).teacher,
+        experts=rollout.experts,
     )
 
 
