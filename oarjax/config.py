@@ -338,7 +338,8 @@ class LossConfig(Section):
     kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="of the KL term, after Schulman")
     entropy_bonus: float = Field(default=0.0, description="coefficient of the entropy, which is added to the objective")
     router_balance: Rate = Field(
-        default=0.0, description="coefficient of a mixture's load-balancing loss (Switch, eq. 4), which is added to the loss"
+        default=0.0,
+        description="coefficient of the load-balancing loss of experts (Switch, eq. 4), which is added to the loss",
     )
     off_policy: OffPolicyConfig = OffPolicyConfig()
     mask_truncated: bool = Field(default=False, description="leave completions cut at max_new out of the loss")

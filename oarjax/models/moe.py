@@ -43,8 +43,8 @@ def route(
         weights, chosen = jax.lax.top_k(probs, per_token)
     else:
         weights = jnp.take_along_axis(probs, chosen, axis=-1)
-    if normalised:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    if normalised:  # padding has choices that nobody made, whose probabilities may all be 0
+        weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), jnp.finfo(weights.dtype).tiny)
     return weights, chosen
 
 

@@ -230,8 +230,8 @@ def make_policy(
         return place_cache(policy.extend(cache, more))
 
     cut, joined = (policy.first_slots, None) if cfg.delta is None else (None, extend)
-    found = Policy(embed, in_full(trunk, compute), unembed, init_cache, head, take_rows, grow, cut, extend=joined)
-    return found if cfg.experts is None else found._replace(routed=in_full(routed, compute))
+    whole = Policy(embed, in_full(trunk, compute), unembed, init_cache, head, take_rows, grow, cut, extend=joined)
+    return whole if cfg.experts is None else whole._replace(routed=in_full(routed, compute))
 
 
 def _scan_blocks(

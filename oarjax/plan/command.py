@@ -71,11 +71,14 @@ def run(
         cfg = load_config(name, overrides)
         where = topology_of(cfg, topology)
         console.print(f"{name}: compiling for {where.name}, minutes for a large policy", markup=False)
+        fields = architecture_fields(cfg.policy.path, revision=cfg.policy.revision)
+        experts = QwenConfig.from_hf(fields).experts is not None
         found = plan(
             name,
             cfg,
             where=where,
-            work=work_of(cfg, phases_of(phases, cfg), methods_of(credit)),
+            fields=fields,
+            work=work_of(cfg, phases_of(phases, cfg, experts=experts), methods_of(credit), experts=experts),
             cache=cache,
             timeout=timeout,
             jobs=jobs,
@@ -109,13 +112,13 @@ def methods_of(credit: str) -> tuple[str, ...]:
     return names
 
 
-def phases_of(phases: str, cfg: Config) -> tuple[str, ...]:
+def phases_of(phases: str, cfg: Config, *, experts: bool = False) -> tuple[str, ...]:
     """Parse phases by name, separated by commas, into the order of a step; all of the step where none is named.
 
     Raises:
         ConfigError: an unknown one, or one pass for score and update in a run that makes two.
     """
-    step = phases_of_step(cfg)
+    step = phases_of_step(cfg, experts=experts)
     names = {name.strip() for name in phases.split(",") if name.strip()} or set(step)
     if names - set(PROGRAMS):
         raise ConfigError(f"--phases: {phases!r} names no program; accepted: {', '.join(PROGRAMS)}")
@@ -126,7 +129,9 @@ def phases_of(phases: str, cfg: Config) -> tuple[str, ...]:
     return tuple(name for name in PROGRAMS if name in names)
 
 
-def work_of(cfg: Config, phases: Sequence[str], credit: Sequence[str]) -> list[tuple[str, str | None]]:
+def work_of(
+    cfg: Config, phases: Sequence[str], credit: Sequence[str], *, experts: bool = False
+) -> list[tuple[str, str | None]]:
     """List the programs to compile: phase, and credit method if it is not the config's own.
 
     A further method has the program that computes its scores: in one pass with the update where a run of it would.
@@ -137,7 +142,7 @@ def work_of(cfg: Config, phases: Sequence[str], credit: Sequence[str]) -> list[t
     for phase in phases:
         found.append((phase, None))
         if phase == scored:
-            one_pass = {m: "fused" in phases_of_step(with_method(cfg, m)) for m in others}
+            one_pass = {m: "fused" in phases_of_step(with_method(cfg, m), experts=experts) for m in others}
             found += [("fused" if one_pass[m] and phase == "fused" else "score", m) for m in others]
     return found
 
@@ -160,13 +165,13 @@ def plan(
     cfg: Config,
     *,
     where: Slice,
+    fields: dict[str, Any],
     work: Sequence[tuple[str, str | None]],
     cache: str,
     timeout: int,
     jobs: int,
 ) -> dict[str, Any]:
-    """Plan a config on a slice: numbers and text."""
-    fields = architecture_fields(cfg.policy.path, revision=cfg.policy.revision)
+    """Plan a config, of a policy with these fields of config.json, on a slice: numbers and text."""
     check_lengths(cfg, QwenConfig.from_hf(fields))
     common = {
         "config": cfg.model_dump(mode="json"),
@@ -254,7 +259,7 @@ def document(
         )
     fits = all(p["fits"] for p in phases)
     own = [p for p in phases if p["method"] is None]  # what a step runs; other methods are beside it
-    whole = fits and {p["name"] for p in own} == set(phases_of_step(cfg))
+    whole = fits and {p["name"] for p in own} == set(phases_of_step(cfg, experts=model.experts is not None))
     found = {
         "config": name,
         "policy": cfg.policy.path,

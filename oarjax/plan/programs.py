@@ -40,9 +40,9 @@ PROGRAMS = {
 the weights (``apply``)."""
 
 
-def phases_of_step(cfg: Config) -> tuple[str, ...]:
-    """Return the phases that an iteration runs: score and update, or both in one pass."""
-    learning = ("fused",) if fuses(cfg, find_method(cfg)) else ("score", "update")
+def phases_of_step(cfg: Config, *, experts: bool = False) -> tuple[str, ...]:
+    """Return the phases that an iteration runs: score and update, or both in one pass; of a policy with ``experts``."""
+    learning = ("fused",) if fuses(cfg, find_method(cfg), experts=experts) else ("score", "update")
     return ("reshard", "sample", *learning, "apply")
 
 

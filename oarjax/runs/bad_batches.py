@@ -143,7 +143,8 @@ def _check_header(header: Header) -> None:
 
 _ROLLOUT = {"tokens": "iMbN", "valid": "bMbN", "completion": "bMbT", "behaviour_logps": "fMbT"}
 _ROLLOUT |= {"filtered_logps": "fMbT", "ended": "bMb"}
-_SPAN = {"reasoning": "bMbT", "answer": "bMbT", "has_answer": "bMb", "units": "iMbT"}
+_OPTIONAL = {"rollout.experts": "iMbNLk", "span.units": "iMbT", "probed.1.units": "iMbt"}
+_SPAN = {"reasoning": "bMbT", "answer": "bMbT", "has_answer": "bMb"}
 _SCORES = dict.fromkeys(("old_logps", "ref_logps", "importance", *(f"measured.{name}" for name in MEASURES)), "fMbT")
 _SCORES |= {"measured.hidden": "fMbTD"}
 _HINTS = {"marks": "fMbT", "turns": "iMbT", "teacher.tokens": "iMbS", "teacher.valid": "bMbS"}
@@ -155,15 +156,17 @@ _SHAPES = {
     **{f"probed.0.{name}": shape.replace("N", "n").replace("T", "t") for name, shape in _ROLLOUT.items()},
     **{f"probed.1.{name}": shape.replace("T", "t") for name, shape in _SPAN.items()},
     **{"numbers": "iMb", "used": "i", "advantages": "fMb", "completion": "bMbT", "weights": "fMbT", "denominator": "f"},
+    **_OPTIONAL,
 }
 """Arrays of a file: the kind of their numbers, and a letter for each axis."""
 
 
 def _check_arrays(arrays: Mapping[str, np.ndarray]) -> None:
     """Raise ValueError for arrays that are missing, unknown, or do not fit together."""
-    needed = {"numbers", "used"} | {name for name in _SHAPES if name.startswith(("rollout.", "span."))} - {"span.units"}
+    needed = {"numbers", "used"} | {name for name in _SHAPES if name.startswith(("rollout.", "span."))}
     if any(name.startswith("probed.") for name in arrays):
-        needed |= {name for name in _SHAPES if name.startswith("probed.")} - {"probed.1.units"}
+        needed |= {name for name in _SHAPES if name.startswith("probed.")}
+    needed -= set(_OPTIONAL)
     if odd := sorted((needed - set(arrays)) | (set(arrays) - set(_SHAPES))):
         raise ValueError(f"it has other arrays: {', '.join(odd[:3])}")
     sizes: dict[str, int] = {}

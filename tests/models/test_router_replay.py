@@ -14,8 +14,9 @@ from oarjax.models.qwen import make_policy
 from oarjax.rollout.logps import token_logps
 from oarjax.rollout.sampler import Decoding, group_keys, sample
 from oarjax.rollout.segments import SegmentedSampler
+from oarjax.training.minibatches import MinibatchPlan, cut, join, sizes_of, take, trim, widen
 from oarjax.training.parts.loss import router_metrics
-from oarjax.types import PromptBatch, Routing
+from oarjax.types import AnswerSpan, PromptBatch, Rollout, Routing
 
 GROUP, NEW = 4, 10
 SETTINGS = {"max_new": NEW, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "stop_ids": (3,), "pad_id": 0}
@@ -78,6 +79,42 @@ def test_segments_record_the_same(mixture):
     found = run(params, prompts(), jax.random.key(0))
     np.testing.assert_array_equal(found.tokens, want.tokens)
     np.testing.assert_array_equal(found.experts, want.experts)
+
+
+def test_choices_stay_with_their_tokens():
+    """Through refills, left padding, rows taken, sorted by length and divided, and cuts: each choice is its token."""
+
+    def rollout(width, completion):
+        lengths = np.random.default_rng(width).integers(1, 7, (8, 2)) % [width, 7] + [[1, 0]]
+        slots = np.arange(width + 6)
+        valid = (slots >= width - lengths[:, :1]) & (slots < width + lengths[:, 1:])
+        tokens = np.where(valid, np.random.default_rng(completion).integers(1, 100, valid.shape), 0)
+        mask, zeros = valid[:, width:], np.zeros((8, 6), np.float32)
+        experts = np.broadcast_to(tokens[..., None, None], (*tokens.shape, 2, 3)).astype(np.int8)
+        return Rollout(tokens, valid, mask, zeros, zeros, mask.any(1), experts=experts)
+
+    def check(rollout, count):
+        assert np.count_nonzero(rollout.tokens) == count > 0
+        np.testing.assert_array_equal(
+            rollout.experts, np.broadcast_to(rollout.tokens[..., None, None], rollout.experts.shape)
+        )
+
+    both = join([rollout(3, 1), rollout(5, 2)])
+    check(both, int(both.valid.sum()))
+    rows = np.array([9, 2, 4, 15, 7, 0, 11, 3])
+    chosen = widen(take(both, rows), 8)
+    check(chosen, int(both.valid[rows].sum()))
+    none = np.zeros((8, 6), bool)
+    short = np.flatnonzero(chosen.completion.sum(1) <= 4)
+    trimmed, _ = trim(chosen, AnswerSpan(none, none, none[:, 0]), short, length=4)
+    check(take(trimmed, short), int(chosen.valid[short].sum()))
+    sizes = sizes_of(chosen, prompt_bucket=2, completion_bucket=2)
+    plan = MinibatchPlan(np.arange(8), 2, 2, 8, sizes)
+    for minibatch, pieces in zip(plan.split(chosen), plan.pieces):
+        for piece in pieces:
+            for i in range(int(piece.start), int(piece.stop)):
+                one = jax.tree.map(lambda x, i=i: x[i], minibatch)
+                check(cut(one, piece.bucket, length=6), int(one.valid.sum()))
 
 
 def test_replay_keeps_log_probs_where_bfloat16_chooses_otherwise(mixture):

@@ -126,7 +126,7 @@ def test_what_a_plan_refuses_before_it_compiles(monkeypatch):
         planning.topology_of(config(plan={}), None)
     long = config("Qwen/Qwen2.5-Math-7B", rollout={"prompts": 8, "group_size": 4, "max_new": 4096})
     with pytest.raises(ConfigError, match=r"= 4224 tokens, more than the checkpoint's max_position_embeddings = 4096"):
-        planning.plan("x", long, where=find_slice("v5e-4"), **settings)
+        planning.plan("x", long, where=find_slice("v5e-4"), fields=PUBLISHED["Qwen/Qwen2.5-Math-7B"], **settings)
     with pytest.raises(ConfigError, match="--credit: oar_x is no method; accepted: oar_p, oar_screened"):
         planning.methods_of("oar_p,oar_x")
     with pytest.raises(ConfigError, match="--phases: 'train' names no program; accepted: reshard, sample"):
@@ -147,6 +147,7 @@ def test_a_run_that_scores_and_updates_in_one_pass_is_planned_so():
     one_pass, two = config(), config(credit={"method": "oar_p"})
     assert planning.phases_of("", one_pass) == ("reshard", "sample", "fused", "apply")
     assert planning.phases_of("", two) == ("reshard", "sample", "score", "update", "apply")
+    assert planning.phases_of("", one_pass, experts=True) == planning.phases_of("", two)
     work = planning.work_of(one_pass, ("fused", "apply"), ("oar_f", "oar_p"))
     assert work == [("fused", None), ("score", "oar_f"), ("score", "oar_p"), ("apply", None)]
     assert planning.work_of(two, ("score", "update"), ("oar_g",)) == [

@@ -56,15 +56,18 @@ def test_what_importance_was_measured_on_comes_back(tmp_path):
     np.testing.assert_array_equal(evidence.probed[1].answer, plain.span.answer)
 
 
-def test_signals_and_hints_come_back(tmp_path):
+def test_signals_hints_and_choices_of_experts_come_back(tmp_path):
     plain = unsound.evidence()
+    experts = np.arange(4, dtype=np.int8).reshape(2, 2) + np.zeros((*plain.rollout.tokens.shape, 1, 1), np.int8)
     values = np.asarray(plain.scores.old_logps)
     measured = {"entropies": values, "hidden": np.stack([values, values, values], -1)}
     teacher = Privileged(np.ones((2, 2, 9), np.int32), np.ones((2, 2, 9), bool))
     hints = Hints(values, values.astype(np.int32), teacher)
-    given = dataclasses.replace(plain, scores=dataclasses.replace(plain.scores, measured=measured), hints=hints)
+    changes = {"scores": dataclasses.replace(plain.scores, measured=measured), "hints": hints}
+    given = dataclasses.replace(plain, rollout=dataclasses.replace(plain.rollout, experts=experts), **changes)
     _, evidence = read_bad_batch(write_bad_batch(tmp_path, header(), given, keep=1))
-    jax.tree.map(np.testing.assert_array_equal, (evidence.scores.measured, evidence.hints), (measured, hints))
+    returned = evidence.scores.measured, evidence.hints, evidence.rollout.experts
+    jax.tree.map(np.testing.assert_array_equal, returned, (measured, hints, experts))
 
 
 def test_params_come_back(tmp_path):

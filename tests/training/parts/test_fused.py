@@ -121,15 +121,16 @@ def test_one_pass_is_two_in_float32_with_adapters_and_where_it_is_not_finite():
     assert 0 < metrics["nonfinite/importance"] < 1
 
 
-def test_the_config_alone_decides():
-    def decided(**changes):
-        return fuses(tiny.config(**{"credit__method": "oar_g"} | changes))
+def test_config_and_policy_decide():
+    def decided(experts=False, **changes):
+        return fuses(tiny.config(**{"credit__method": "oar_g"} | changes), experts=experts)
 
     assert decided()
     assert decided(update__skip_zero_variance=False, update__refills=1)
     assert decided(credit__estimator="noisy", lora__rank=2)
     assert not decided(update__skip_zero_variance=False)  # grades come in while the device scores
     assert not decided(update__fused="never")
+    assert not decided(experts=True)  # the update reports their load
     assert not decided(update__epochs=2)
     assert not decided(update__minibatches=2)
     assert not decided(loss__kl_beta=0.1)
