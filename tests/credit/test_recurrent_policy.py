@@ -39,7 +39,7 @@ def test_oar_p_equals_masking_tokens_one_by_one(policy):
     @jax.jit
     def importance(tokens, valid, span):
         return masked_token_importance(
-            policy, params, tokens, valid, span, probe=PROBE, mask_id=MASK, chunk=3, buckets=4
+            policy, params, tokens, valid, span, probe=PROBE, mask_id=MASK, chunk=3, buckets=3
         )
 
     @jax.jit
@@ -50,7 +50,7 @@ def test_oar_p_equals_masking_tokens_one_by_one(policy):
 
     row, found = ROWS[2], np.asarray(importance(tokens, valid, span))
     T = span.answer.shape[1]
-    lows = [T * j // 4 for j in range(4)]
+    lows = [T * j // 3 for j in range(3)]
     assert set(lengths) == {tokens.shape[1] - T - 1, *np.diff([*lows, T]), *(T - low for low in lows)}
     ids, first, count = row.prompt + row.completion, len(row.prompt), len(row.reasoning)
     masked = [(*ids[:t], MASK, *ids[t + 1 :]) for t in range(first, first + count)]

@@ -67,6 +67,7 @@ def test_the_sampler_records_what_its_router_chose(mixture):
     np.testing.assert_array_equal(found.tokens, seen.sum())
 
 
+@pytest.mark.slow
 def test_segments_record_the_same(mixture):
     """With rows that leave the batch and others that take their place."""
     cfg, params = mixture
@@ -117,6 +118,7 @@ def test_choices_stay_with_their_tokens():
                 check(cut(one, piece.bucket, length=6), int(one.valid.sum()))
 
 
+@pytest.mark.slow
 def test_replay_keeps_log_probs_where_bfloat16_chooses_otherwise(mixture):
     """A router of nearly equal experts: the sampler's bfloat16 and float32 disagree on some; replayed, they agree."""
     cfg, params = mixture

@@ -192,10 +192,11 @@ def router_metrics(routing: Routing) -> Metrics:
     load = jax.lax.stop_gradient(routing.load)
     share = load / jnp.maximum(jnp.sum(load, axis=-1, keepdims=True), 1)
     count = load.shape[-1]
+    logs = jnp.log(jnp.where(share > 0, share, 1))
     shown = {
         "load_max": jnp.max(share, axis=-1) * count,
         "idle": jnp.mean(load == 0, axis=-1),
-        "entropy": -jnp.sum(jax.scipy.special.xlogy(share, share), axis=-1) / jnp.log(count),
+        "entropy": -jnp.sum(share * logs, axis=-1) / jnp.log(count),
     }
     layers = jnp.float32(load.shape[0])
     return {f"router/{name}": Mean(jnp.sum(x).astype(jnp.float32), layers) for name, x in shown.items()}
