@@ -13,6 +13,7 @@ KINDS = {"qwen2_untied": 0.02, "qwen3_untied": 0.02, "moe_untied": 0.1, "delta_u
 """Checkpoint -> bound on the mean difference, in nats: amplified random weights, far from a trained model's."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_mean_difference_of_log_probs(kind, data):
     cfg, folder = read_config(data / "policy" / kind)
