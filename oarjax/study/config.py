@@ -219,9 +219,14 @@ def make_plan(study: StudyConfig, chosen: Mapping[str, Any] | None = None) -> Pl
     choose, chosen = study.choose, chosen or {}
     seeds = (*(choose.seeds if choose else ()), *study.seeds, *(sweep.seeds if sweep else ()))
 
+    validated: dict[str, Config] = {}
+
     def config(changes: Changes, seed: int, folder: Path, where: str) -> Config:
-        tree = merged(base, changes, where=where) | {"seed": seed, "run_dir": str(folder)}
-        return parse_config(tree, source=where)
+        """Validate each set of changes once: a study's seeds and folders are valid for any of them."""
+        own, key = {"seed": seed, "run_dir": str(folder)}, json.dumps(changes, default=repr)
+        if key not in validated:
+            validated[key] = parse_config(merged(base, changes, where=where) | own, source=where)
+        return validated[key].model_copy(update=own)
 
     def planned(name: str, changes: Changes, seed: int, folder: str, where: str) -> Planned:
         cfg = config(changes, seed, home(seed) / folder, where)

@@ -6,7 +6,8 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from oarjax.config import ConfigError
+from oarjax.config import ConfigError, parse_config
+from oarjax.study import config
 from oarjax.study.config import load_study, make_plan, merged, slug
 
 BASE = {
@@ -59,6 +60,18 @@ def test_arms_are_the_base_with_fields_changed(write):
     assert plan.arms["GRPO"][0].config.optim.lr == 1e-6  # no arm's change reaches another
     assert str(half[1].home) == "/x/seed5"
     assert plan.starts[5].run_dir == "/x/seed5"
+
+
+def test_every_set_of_changes_is_validated_once(write, monkeypatch):
+    """Not once for every seed: validating a run takes 30 ms, and a study has hundreds."""
+    sources = []
+    monkeypatch.setattr(config, "parse_config", lambda tree, source: (sources.append(source), parse_config(tree))[1])
+    plan = make_plan(load_study(write(seeds=list(range(9)))))
+    cells = [f"sweep tau {tau}, boost {boost}" for tau in (0.2, 0.4) for boost in (1.0, 2.0)]
+    assert sorted(sources) == sorted(["base", *(f"arms.{name}" for name in plan.arms), *cells])
+    configs = [run.config for run in plan.runs]
+    assert all(run == parse_config(run.model_dump()) for run in configs)
+    assert len({(run.seed, run.run_dir) for run in configs}) == len(configs) == 3 * 9 + 4 * 2 - 2
 
 
 def test_sweep_is_every_combination_and_shares_the_run_that_an_arm_has(write):
