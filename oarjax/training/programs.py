@@ -52,6 +52,7 @@ from oarjax.training.parts.loss import (
     apply_sums,
     bound_loss,
     descend,
+    gradient_sums,
     imitation,
     loss_filters,
     no_sums,
@@ -282,7 +283,7 @@ def make_steps(
         shaped = jax.tree.map(lambda x: x.reshape(M, b, *x.shape[1:]), rows)
         return shaped, credit_metrics(jnp.abs(w), s, mask) | wrong
 
-    loss = policy_gradient(policy, cfg, custom_loss, custom_method)
+    sums_of = gradient_sums(policy_gradient(policy, cfg, custom_loss, custom_method))
 
     def denominator(completion: Bool[Array, "B T"]) -> Float[Array, ""]:
         zeros = jnp.zeros(completion.shape, jnp.float32)
@@ -298,7 +299,7 @@ def make_steps(
         *,
         bucket: Bucket | None = None,
     ) -> Sums:
-        return add_microbatches(loss, sums, state, batch, start, stop, bucket=bucket)
+        return add_microbatches(sums_of, sums, state, batch, start, stop, bucket=bucket)
 
     def apply(state: TrainState, sums: Sums, denominator: Float[Array, ""]) -> tuple[TrainState, Metrics]:
         # bnpo means over its pieces, here microbatches of rows of similar length; the others over the whole rollout.
@@ -325,7 +326,7 @@ def make_steps(
         score=jax.jit(score, static_argnames=("probe", "bucket"), out_shardings=shardings.microbatches),
         credit=jax.jit(credit, out_shardings=(shardings.microbatches, shardings.replicated)),
         denominator=jax.jit(denominator),
-        zeros=jax.jit(partial(no_sums, loss), out_shardings=summed),
+        zeros=jax.jit(partial(no_sums, sums_of), out_shardings=summed),
         accumulate=jax.jit(accumulate, static_argnames="bucket", donate_argnums=0, out_shardings=summed),
         apply=jax.jit(apply, donate_argnums=0, out_shardings=(shardings.state, shardings.replicated)),
         decoding=groups.spent,

@@ -46,25 +46,32 @@ class Sums(NamedTuple):
     metrics: Metrics
 
 
-def no_sums(loss: Loss, state: TrainState, batch: TrainBatch) -> Sums:
+Summed = Callable[[Params, Params | None, TrainBatch], Sums]
+"""(params, frozen params, microbatch [b, ...]) -> loss, gradient and metrics of one microbatch."""
+
+
+def gradient_sums(loss: Loss) -> Summed:
+    """Return the gradient of a loss, traced once for its shapes and for the loop; frozen params have no gradient."""
+
+    def sums_of(params: Params, frozen: Params | None, rows: TrainBatch) -> Sums:
+        def total(params: Params) -> tuple[Float[Array, ""], tuple[Mean, Metrics]]:
+            mean, metrics = loss(join_params(frozen, params), rows)
+            return mean.total, (mean, metrics)
+
+        (_, (mean, metrics)), grads = jax.value_and_grad(total, has_aux=True)(params)
+        return Sums(jax.tree.map(widened, grads), mean, metrics)
+
+    return jax.jit(sums_of, inline=True)
+
+
+def no_sums(sums_of: Summed, state: TrainState, batch: TrainBatch) -> Sums:
     """Return the sums over no microbatch of a batch [M, b, ...]: zeros."""
-    shapes = jax.eval_shape(lambda rows: microbatch_sums(loss, state, rows), jax.tree.map(lambda x: x[0], batch))
+    shapes = jax.eval_shape(sums_of, state.params, state.frozen, jax.tree.map(lambda x: x[0], batch))
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
-def microbatch_sums(loss: Loss, state: TrainState, rows: TrainBatch) -> Sums:
-    """Return loss, gradient and metrics of one microbatch [b, ...]; frozen params have no gradient."""
-
-    def total(params: Params) -> tuple[Float[Array, ""], tuple[Mean, Metrics]]:
-        mean, metrics = loss(join_params(state.frozen, params), rows)
-        return mean.total, (mean, metrics)
-
-    (_, (mean, metrics)), grads = jax.value_and_grad(total, has_aux=True)(state.params)
-    return Sums(jax.tree.map(widened, grads), mean, metrics)
-
-
 def add_microbatches(
-    loss: Loss,
+    sums_of: Summed,
     sums: Sums,
     state: TrainState,
     batch: TrainBatch,
@@ -82,7 +89,7 @@ def add_microbatches(
 
     def add(i: Int[Array, ""], sums: Sums) -> Sums:
         rows = cut(jax.tree.map(lambda x: x[i], batch), bucket, length=batch.completion.shape[-1])
-        return jax.tree.map(jnp.add, sums, microbatch_sums(loss, state, rows))
+        return jax.tree.map(jnp.add, sums, sums_of(state.params, state.frozen, rows))
 
     return jax.lax.fori_loop(start, stop, add, sums)
 
@@ -130,7 +137,8 @@ def descend(
     denominator: Float[Array, ""] | None,
 ) -> tuple[TrainState, Metrics]:
     """Make one optimizer update from the first ``used`` microbatches of [M, b, ...], all of one width."""
-    sums = add_microbatches(loss, no_sums(loss, state, batch), state, batch, 0, used)
+    sums_of = gradient_sums(loss)
+    sums = add_microbatches(sums_of, no_sums(sums_of, state, batch), state, batch, 0, used)
     return apply_sums(tx, state, sums, denominator)
 
 
