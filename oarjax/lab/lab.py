@@ -222,12 +222,15 @@ def credit_tokens(
     others = {"marks": hints.marks, "turns": hints.turns, "groups": groups}
     others["tokens"] = np.asarray(rollout.tokens)[:, -is_token.shape[1] :]
 
+    @jax.jit
+    def weights_of(inputs: dict[str, Any], key: jax.Array) -> jax.Array:
+        returned = weigh(Signals(**inputs, iteration=1), span, advantages, is_token, key)
+        shaped = token_advantages(kind, returned, advantages, is_token)
+        return relative(kind, returned, shaped, advantages, is_token)
+
     def rank_and_weigh(scores: Any, key: jax.Array) -> tuple[np.ndarray, np.ndarray]:
         found = {} if scores is None else scores if isinstance(scores, dict) else {"importance": scores}
-        inputs = Signals(**jax.tree.map(jnp.asarray, others | found), iteration=1)
-        returned = weigh(inputs, span, advantages, is_token, key)
-        shaped = token_advantages(kind, returned, advantages, is_token)
-        weights = np.asarray(relative(kind, returned, shaped, advantages, is_token))
+        weights = np.asarray(weights_of(jax.tree.map(jnp.asarray, others | found), key))
         if credit.method == "random":
             return np.asarray(random_scores(key, jnp.arange(is_token.shape[0]), tokens=is_token.shape[1])), weights
         ranking = next(iter(found.values())) if set(found) in ({"importance"}, {"entropies"}) else None
@@ -269,13 +272,18 @@ def run_lab(run: Run, programs: Programs, grader: Grading, completions: Completi
     )
     over_batches = partial(bootstrap_interval, resamples=lab.bootstrap, seed=cfg.seed)
     over_problems = partial(over_batches, problems=np.array([p.index for p in completions.problems]))
+
+    @jax.jit
+    def measured(ranking: jax.Array, repeated: jax.Array, weights: jax.Array) -> dict[str, jax.Array]:
+        values = agreement(ranking, evidence, share=lab.share)
+        values |= concentration(weights, evidence.reasoning, share=lab.share)
+        return values | {"repeat": spearman(ranking, repeated, evidence.reasoning)}
+
     results = []
     for name, credit in methods.items():
-        ranking, repeated, weights = map(jnp.asarray, credited[name])
-        values: dict[str, Any] = dict(agreement(ranking, evidence, share=lab.share))
-        values |= concentration(weights, evidence.reasoning, share=lab.share)
-        if draws_noise(credit):
-            values["repeat"] = spearman(ranking, repeated, evidence.reasoning)
+        values = measured(*map(jnp.asarray, credited[name]))
+        if not draws_noise(credit):
+            del values["repeat"]
         figures = {k: over_problems(np.asarray(v, np.float64)) for k, v in values.items()}
         cost, no_cost = scored.get(credit), np.zeros(1)
         figures["forwards"] = over_batches(no_cost if cost is None else cost.forwards)
@@ -288,7 +296,8 @@ def run_lab(run: Run, programs: Programs, grader: Grading, completions: Completi
         name: over_problems(np.where(usable, (mask & reasoning).sum(1) / reasoning.sum(1), np.nan))
         for name, (mask, usable) in masks.items()
     }
-    best = {k: over_problems(np.asarray(v, np.float64)) for k, v in best_agreement(evidence, share=lab.share).items()}
+    ceiling = jax.jit(partial(best_agreement, share=lab.share))(evidence)
+    best = {k: over_problems(np.asarray(v, np.float64)) for k, v in ceiling.items()}
     facts = {k: str(v) for k, v in run.facts().items()} | {
         "completions": _count_text(completions),
         "reasoning tokens": f"{reasoning.sum(1).mean():.1f} on average, {reasoning.sum():,} in all",
