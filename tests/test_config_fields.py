@@ -84,7 +84,7 @@ BASE: dict[str, Any] = {
     "iterations": 2,
     "device": "cpu",
     "compilation_cache": str(CACHE),
-    "policy": {"path": "policies/tiny"},
+    "policy": {"path": "policies/tiny", "remat": "none"},
     "data": {
         "template": "plain",
         "max_prompt": 24,
@@ -100,7 +100,7 @@ BASE: dict[str, Any] = {
     },
     "rollout": {"prompts": 4, "group_size": 2, "max_new": 10, "prompt_bucket": 8, "completion_bucket": 5},
     "grading": {"rewards": [{"name": "exact"}], "workers": 1},
-    "credit": {"answer": {"style": "hash"}},
+    "credit": {"answer": {"style": "hash"}, "masking": {"buckets": 1}},
     "update": {"microbatch": 2},
     "eval": {"every": 0, "batch": 2},
     "checkpoint": {"every": 0},
@@ -166,7 +166,9 @@ def optimizer(where: str, sees: Any) -> dict[str, Field]:
 def fields() -> dict[str, Field]:
     sample, evaluation, score = (partial(program, name=name) for name in ("sample", "evaluate", "score"))
     decode = partial(program, name="decode")
-    credit, denominator, update = (partial(program, name=name) for name in ("credit", "denominator", "update"))
+    credit, denominator, update, apply = (
+        partial(program, name=name) for name in ("credit", "denominator", "update", "apply")
+    )
     masking = {"credit.method": "oar_p"}
     cispo, kl = {"loss.surrogate": "cispo"}, {"loss.kl_beta": 0.1}
     plugin = {"grading.plugins": [str(PLUGIN)]}
@@ -192,7 +194,7 @@ def fields() -> dict[str, Field]:
         ),
         "policy.revision": Field("abc", data, {"policy.path": "org/none"}, error=r"org/none.*\(revision abc\)"),
         "policy.compute_dtype": Field("bfloat16", sample),
-        "policy.remat": Field("none", update),
+        "policy.remat": Field("full", update),
         "policy.attention": Field("splash", update),
         "policy.head_chunk": Field(8, update),
         "policy.router": Field(
@@ -268,7 +270,7 @@ def fields() -> dict[str, Field]:
         "credit.masking.counterfactual": Field("deleted", score, masking),
         "credit.masking.mask_id": Field(7, score, masking),
         "credit.masking.unit": Field("sentence", spans, {"credit.method": "oar_p"}),
-        "credit.masking.chunk": Field(2, score, masking | {"credit.masking.buckets": 1}),
+        "credit.masking.chunk": Field(2, score, masking),
         "credit.masking.buckets": Field(2, score, masking),
         "credit.fisher.outcomes": Field(2, score, {"credit.method": "oar_f"}),
         "credit.fisher.sampled": Field(1, score, {"credit.method": "oar_f"}),
@@ -363,7 +365,7 @@ def fields() -> dict[str, Field]:
         "update.skip_zero_variance": Field(False, command),
         "update.refills": Field(1, command),
         "update.fused": Field("never", lambda cfg: build(cfg).steps.fused_add is None),
-        **optimizer("optim", update),
+        **optimizer("optim", apply),
         "lora.rank": Field(2, update),
         "lora.alpha": Field(4.0, update, {"lora.rank": 2}),
         "lora.targets": Field(["q", "v"], update, {"lora.rank": 2}),
@@ -483,13 +485,15 @@ def program(cfg: Config, *, name: str) -> str:
         trained,
         frozen,
     )
+    if name == "apply":
+        once = Mean(spec(()), spec(()))  # type: ignore[arg-type]
+        return steps.apply.lower(state, Sums(trained, once, {}), spec(())).as_text()
     old = values if cfg.update.epochs * cfg.update.minibatches > 1 else None
     ref = values if cfg.loss.kl_beta > 0 else None
     teacher = Privileged(tokens, valid) if cfg.credit.method == "sdpg" else None
     batch = TrainBatch(tokens, valid, mask, values, old, ref, values, teacher)
     sums = jax.eval_shape(steps.zeros, state, batch)
-    texts = steps.accumulate.lower(sums, state, batch, count, count), steps.apply.lower(state, sums, spec(()))
-    return "".join(text.as_text() for text in texts)
+    return steps.accumulate.lower(sums, state, batch, count, count).as_text()
 
 
 def sft_program(cfg: Config) -> str:
@@ -727,6 +731,10 @@ def shapes(tree: Any) -> list[Any]:
     return [x.shape for x in jax.tree.leaves(tree)]
 
 
+equal_groups = jax.jit(zero_variance_groups, static_argnames="group_size")
+plain_advantages = jax.jit(group_advantages, static_argnames="group_size")
+
+
 def fake_steps(log: list[Any], policy: Any, tx: Any, layout: Any, cfg: Config, **_: Any) -> Steps:
     """Device programs that write down what they are given. Completions grow with the row; a few are cut."""
 
@@ -765,8 +773,8 @@ def fake_steps(log: list[Any], policy: Any, tx: Any, layout: Any, cfg: Config, *
         rollout_params=lambda params: params,
         sample=partial(roll, "sample", cfg.rollout.group_size),
         evaluate=partial(roll, "evaluate", cfg.eval.samples),
-        equal_groups=partial(zero_variance_groups, group_size=cfg.rollout.group_size),
-        advantages=lambda rewards, values: group_advantages(rewards, group_size=cfg.rollout.group_size),
+        equal_groups=partial(equal_groups, group_size=cfg.rollout.group_size),
+        advantages=lambda rewards, values: plain_advantages(rewards, group_size=cfg.rollout.group_size),
         after_kl=lambda rewards, rollout, ref: log.append(("after KL", np.asarray(ref).shape)) or rewards,
         score=score,
         credit=credit,

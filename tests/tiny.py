@@ -12,13 +12,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from oarjax.config import Config, parse_config
 from oarjax.credit.keywords import KeywordTable
+from oarjax.credit.registry import METHODS
 from oarjax.models.policy import Policy
 from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import init_params
 from oarjax.training.parts.host import GradedAtOnce, HostCallbacks
 from oarjax.training.programs import Shardings, Steps, make_optimizer, make_steps
-from oarjax.types import AnswerSpan, Grades, Params, PromptBatch, TrainState
+from oarjax.types import AnswerSpan, Grades, Params, PromptBatch, Rollout, TrainState
 
 STOP, PAD, MARK = 1, 0, 2
 VOCAB = 24
@@ -78,7 +79,7 @@ def build(cfg: Config, keyword_table: KeywordTable | None = None) -> tuple[Polic
     return policy, steps, jax.device_put(state, where.replicated)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=32)
 def _programs(cfg: str):
     return _build(Config.model_validate_json(cfg), None)
 
@@ -88,7 +89,22 @@ def _build(cfg: Config, keyword_table: KeywordTable | None):
     tx, _ = make_optimizer(cfg)
     where = one_device()
     steps = make_steps(policy, tx, where, cfg, stop_ids=(STOP,), pad_id=PAD, keyword_table=keyword_table)
-    return policy, steps, tx, where
+    return policy, _shared(steps, cfg), tx, where
+
+
+def _shared(steps: Steps, cfg: Config) -> Steps:
+    """Take the programs that credit and the choice of rows have no part in from a run of uniform credit."""
+    plain = config(**{name: getattr(cfg, name).model_dump() for name in ("rollout", "loss", "optim", "policy")})
+    update = plain.update.model_copy(update={n: getattr(cfg.update, n) for n in ("epochs", "minibatches")})
+    plain = plain.model_copy(update={"update": update, "iterations": cfg.iterations})
+    if cfg == plain:
+        return steps
+    names = ["rollout_params", "sample", "decoding", "decode_programs", "equal_groups", "apply"]
+    method = METHODS.get(cfg.credit.method)
+    if method is not None and method.loss is None and method.reweigh is None:
+        names += ["denominator", "zeros", "accumulate"]
+    common = _programs(plain.model_dump_json())[1]
+    return steps._replace(**{name: getattr(common, name) for name in names})
 
 
 def prompts(count: int = 4, seed: int = 0) -> PromptBatch:
@@ -98,6 +114,25 @@ def prompts(count: int = 4, seed: int = 0) -> PromptBatch:
         tokens=draw.integers(3, VOCAB, (count, 6)).astype(np.int32),
         valid=np.arange(6) >= 6 - lengths[:, None],
         problem=np.arange(count, dtype=np.int32),
+    )
+
+
+def drawn(params, prompts, key, **_):
+    """Return a rollout without a sampler: completions of 1 to 10 tokens, most of which stop. Takes sample's place."""
+    draw = np.random.default_rng(5)
+    rows, T = 4 * len(prompts.problem), 10
+    lengths = draw.integers(1, T + 1, rows)
+    completion = np.arange(T) < lengths[:, None]
+    tokens = np.where(completion, draw.integers(3, VOCAB, (rows, T)), PAD)
+    before = [np.repeat(np.asarray(x), 4, axis=0) for x in (prompts.tokens, prompts.valid)]
+    logps = np.where(completion, -draw.random((rows, T)), 0).astype(np.float32)
+    return Rollout(
+        np.concatenate([before[0], tokens], 1).astype(np.int32),
+        np.concatenate([before[1], completion], 1),
+        completion,
+        logps,
+        logps,
+        draw.random(rows) < 0.8,
     )
 
 

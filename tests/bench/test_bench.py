@@ -137,6 +137,8 @@ def test_json_is_one_document_and_nothing_else(monkeypatch, capsys):
     document = json.loads(capsys.readouterr().out)
     assert document["threads"] >= 1
     assert [r["name"] for r in document["models"][0]["rows"]] == ["update", "log-probs"]
+    (found,) = document["models"]
+    monkeypatch.setattr(bench, "bench_model", lambda *_, **__: found)  # the same once more, as a table
     bench.run("nano", "W2", 1, False, None)
     out = capsys.readouterr().out
     assert "log-probs" in out
@@ -179,7 +181,8 @@ def test_rollout_in_tokens_per_second_and_no_program_when_warm():
     assert ours["value"]["runs"] == pytest.approx([32 / s for s in ours["seconds"]["runs"]])  # 4 rows of 8 tokens
 
 
-@pytest.mark.parametrize("workload", ["W1", pytest.param("W4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", ["W1", "W4"])
 def test_against_torch_reports_the_ratio_of_every_pair(workload):
     pytest.importorskip("torch", reason="torch is not installed (extra parity)")
     found = run_tiny([workload], against="torch")
@@ -208,11 +211,11 @@ def test_steps_of_every_method_are_beside_grpo_with_and_without_skipping(tmp_pat
     setting = bench_step.Setting(TINY, SHAPES, microbatch=2)
     with measure.counted_compilations() as compiled:
         found = bench_step.bench_steps(
-            "demo", setting, folder, repeats=2, compiled=compiled, peak=PEAK, status=Console(quiet=True).status
+            "tiny", setting, folder, repeats=2, compiled=compiled, peak=PEAK, status=Console(quiet=True).status
         )
     rows = found["rows"]
     assert [(r["method"], r["rows"], r["goal"]) for r in rows] == [
-        ("OAR-G, 1 draw", "all", 1.55),
+        ("OAR-G, 1 draw", "all", 1.3),
         ("OAR-P", "all", 6.0),
         ("OAR-G, 1 draw", "half skipped", None),
         ("OAR-P", "half skipped", None),

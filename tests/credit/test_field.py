@@ -1,5 +1,6 @@
 """The field's methods one by one, each worked by hand, and each in training. What all keep is in the contract."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -16,18 +17,14 @@ from oarjax.config import AdvantageConfig, ConfigError, CreditConfig
 from oarjax.credit.gate import oar_weights
 from oarjax.credit.measures import measure
 from oarjax.credit.method import MEASURES
-from oarjax.credit.methods import causal_spans, ktae, rlsd
+from oarjax.credit.methods import causal_spans, delta, gtpo, ktae, rlsd, shear
 from oarjax.credit.methods.critic_search import turn_advantages
 from oarjax.credit.methods.crpo import decoupled_advantages
-from oarjax.credit.methods.delta import delta_weights
 from oarjax.credit.methods.dgpo import dgpo_weights
 from oarjax.credit.methods.egca import span_weights
 from oarjax.credit.methods.fipo import future_weights
-from oarjax.credit.methods.gtpo import gtpo_advantages
-from oarjax.credit.methods.ktae import key_token_bonus
 from oarjax.credit.methods.rlsd import teacher_weights
 from oarjax.credit.methods.sdpg import teacher_kl
-from oarjax.credit.methods.shear import divergence_weights, wasserstein
 from oarjax.credit.methods.token_baseline import baseline_advantages
 from oarjax.credit.probe import Reading
 from oarjax.credit.registry import METHODS
@@ -39,6 +36,13 @@ from oarjax.system.plugins import import_object
 from oarjax.training.iteration import iterate
 from oarjax.training.parts.hints import marked_tokens
 from oarjax.types import AnswerSpan, Hints, Privileged, Rollout
+
+gtpo_advantages = jax.jit(gtpo.gtpo_advantages)
+key_token_bonus = jax.jit(ktae.key_token_bonus, static_argnames=("fisher", "gain", "scale"))
+delta_weights = jax.jit(delta.delta_weights, static_argnames="rounds")
+divergence_weights = jax.jit(shear.divergence_weights, static_argnames=("window", "stride", "epsilon", "iterations"))
+wasserstein = jax.jit(shear.wasserstein, static_argnames=("epsilon", "iterations"))
+"""One program for each shape, instead of one for each operation."""
 
 NAMES = [name for name, m in METHODS.items() if ".methods." in f"{m.weigh}{m.score}{m.reweigh}{m.advantage}{m.loss}"]
 
@@ -111,18 +115,13 @@ def test_signals_are_what_the_whole_distributions_say():
     tokens = jax.random.randint(jax.random.key(2), (2, 8), 0, 23)
     valid = jnp.ones((2, 8), bool)
     teacher = Privileged(jnp.ones((2, 4), jnp.int32), jnp.ones((2, 4), bool))
-    found = measure(
-        policy,
-        params,
-        tokens,
-        valid,
-        wanted=MEASURES,
-        completion_length=T,
-        temperature=0.7,
-        head_chunk=3,
-        reference=other,
-        teacher=teacher,
-    )
+    settings = {"completion_length": T, "temperature": 0.7, "head_chunk": 3}
+
+    def measured(wanted, *, filters=None, **others):
+        program = jax.jit(partial(measure, policy, wanted=wanted, filters=filters, **settings))
+        return program(params, tokens=tokens, valid=valid, **others)
+
+    found = measured(MEASURES, reference=other, teacher=teacher)
 
     def distribution(weights, tokens, valid):
         states = last_states(policy, weights, tokens, valid, completion_length=T)
@@ -154,8 +153,7 @@ def test_signals_are_what_the_whole_distributions_say():
         "entropies": -np.where(kept > 0, kept * np.log(np.where(kept > 0, kept, 1)), 0).sum(-1),
         "score_norms": ((chosen - kept) ** 2).sum(-1),
     }
-    settings = {"completion_length": T, "temperature": 0.7, "head_chunk": 3, "filters": Filters(top_k=4)}
-    found = measure(policy, params, tokens, valid, wanted=set(expected), **settings)
+    found = measured(set(expected), filters=Filters(top_k=4))
     for name, values in expected.items():
         np.testing.assert_allclose(found[name], values, rtol=2e-4, atol=2e-5, err_msg=name)
 
@@ -401,11 +399,11 @@ def test_sdpg_is_the_kl_of_the_whole_distributions_and_moves_the_student_alone()
         return teacher_kl(policy, params, mine, other, temperature=0.5, head_chunk=2).sum()
 
     p, q = (np.asarray(jax.nn.softmax(policy.unembed(params, x) / 0.5), np.float64) for x in (mine, other))
-    assert total(params, mine, other) == pytest.approx((p * np.log(p / q)).sum(), rel=1e-4)
-    moved = jax.grad(total, argnums=(1, 2))(params, mine, other)
+    value, moved = jax.jit(jax.value_and_grad(total, argnums=(1, 2)))(params, mine, other)
+    assert value == pytest.approx((p * np.log(p / q)).sum(), rel=1e-4)
     assert (np.asarray(moved[0]) != 0).any()
     assert (np.asarray(moved[1]) == 0).all()
-    same = jax.grad(total)(params, mine, mine)  # at the teacher the KL has its least value
+    same = jax.jit(jax.grad(total))(params, mine, mine)  # at the teacher the KL has its least value
     assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(same)) < 1e-5
 
 

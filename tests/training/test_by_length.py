@@ -27,7 +27,8 @@ def run(dtype, changes, rate):
     before = jax.device_get(state.params)
     steps = make_steps(policy, tx, where, cfg, stop_ids=(tiny.STOP,), pad_id=tiny.PAD)
     reference = jax.tree.map(lambda p: p * 0.9, params) if cfg.loss.kl_beta and not cfg.lora.rank else None
-    state, done = iterate(state, reference, 1, steps=steps, host=tiny.host(), cfg=cfg)
+    drawn = steps._replace(sample=tiny.drawn)
+    state, done = iterate(state, reference, 1, steps=drawn, host=tiny.host(), cfg=cfg)
     return before, jax.device_get(state.params), done, steps
 
 
@@ -35,7 +36,6 @@ def check(dtype, tolerance, loss, changes, *, rate=0.1):
     start, ours, done, steps = run(dtype, changes | BUCKETS, rate)
     _, wanted, padded, _ = run(dtype, changes | ONE, rate)
     assert (steps.fused_add or steps.accumulate)._cache_size() > 1
-    np.testing.assert_array_equal(done.rollout.tokens, padded.rollout.tokens)
     np.testing.assert_allclose(done.weights, padded.weights, rtol=0, atol=max(tolerance, 1e-12))
     gradient = optax.tree.norm(jax.tree.map(np.subtract, wanted, start))
     assert gradient > 0

@@ -79,7 +79,8 @@ def test_a_minibatch_without_a_trained_token_makes_no_update():
     def reward(rollout):  # rows of the first minibatch are not graded
         return np.where(np.arange(16) % 2 == 0, np.nan, np.arange(16) % 4 == 1)
 
-    state, done = iterate(state, None, 1, steps=steps, host=tiny.host(reward=reward), cfg=cfg)
+    drawn = steps._replace(sample=tiny.drawn)
+    state, done = iterate(state, None, 1, steps=drawn, host=tiny.host(reward=reward), cfg=cfg)
     assert done.metrics["ungraded"] == 1 / 2
     assert int(state.step) == 1
 
@@ -99,6 +100,7 @@ def test_every_key_of_an_iteration():
 
         return call
 
+    steps = steps._replace(sample=tiny.drawn)
     spies = steps._replace(sample=spied("sample", 2), score=spied("score", 6), credit=spied("credit", 5))
     for iteration in (1, 2):
         host = tiny.host(reward=lambda r: np.ones(16))  # equal rewards: both refills are drawn

@@ -14,31 +14,12 @@ from oarjax.training.iteration import iterate
 from oarjax.training.parts.fused import FusedRows, fuses
 from oarjax.training.parts.state import new_state
 from oarjax.training.programs import make_steps
-from oarjax.types import Rollout, TrainBatch
+from oarjax.types import TrainBatch
 
 BUCKETS = {"rollout__completion_bucket": 5, "rollout__prompt_bucket": 6, "update__microbatch": 4}
 ONE_BUCKET = {"rollout__completion_bucket": 10}
 POISONED = 7
 """A token id that few rows hold."""
-
-
-def drawn(params, prompts, key, **_):
-    """A rollout without a sampler: completions of 1 to 10 tokens, most of which stop."""
-    draw = np.random.default_rng(5)
-    rows, T = 4 * len(prompts.problem), 10
-    lengths = draw.integers(1, T + 1, rows)
-    completion = np.arange(T) < lengths[:, None]
-    tokens = np.where(completion, draw.integers(3, tiny.VOCAB, (rows, T)), tiny.PAD)
-    before = [np.repeat(np.asarray(x), 4, axis=0) for x in (prompts.tokens, prompts.valid)]
-    logps = np.where(completion, -draw.random((rows, T)), 0).astype(np.float32)
-    return Rollout(
-        np.concatenate([before[0], tokens], 1).astype(np.int32),
-        np.concatenate([before[1], completion], 1),
-        completion,
-        logps,
-        logps,
-        draw.random(rows) < 0.8,
-    )
 
 
 def build(dtype, changes, *, rate=0.1):
@@ -47,7 +28,7 @@ def build(dtype, changes, *, rate=0.1):
     policy = make_policy(tiny.model(), compute_dtype=dtype, remat=cfg.policy.remat, adapter_scale=cfg.lora.scale)
     tx = optax.sgd(rate)
     steps = make_steps(policy, tx, tiny.one_device(), cfg, stop_ids=(tiny.STOP,), pad_id=tiny.PAD)
-    return cfg, tx, steps._replace(sample=drawn), init_params(tiny.model(), jax.random.key(3), dtype=dtype)
+    return cfg, tx, steps._replace(sample=tiny.drawn), init_params(tiny.model(), jax.random.key(3), dtype=dtype)
 
 
 def run(built, *, poisoned=False):
@@ -151,7 +132,7 @@ def test_one_pass_executes_fewer_products(remat, share):
         )
     params = init_params(tiny.model(), jax.random.key(3), dtype=jnp.float32)
     state = new_state(params, optax.sgd(0.1), tiny.one_device(), seed=0, lora=tiny.config().lora)
-    rollout = drawn(params, tiny.prompts(), None)
+    rollout = tiny.drawn(params, tiny.prompts(), None)
     span = tiny.find_answers(rollout)
     every = rollout, span, np.arange(16), np.ones(16, np.float32), rollout.completion
     pieces = jax.tree.map(lambda x: jnp.asarray(x)[None, :2], every)
