@@ -53,7 +53,7 @@ def test_one_update_of_the_labs_size_without_terms_that_have_no_credit(tmp_path)
     assert (found.loss.kl_beta, found.loss.entropy_bonus) == (0, 0)
 
 
-@pytest.mark.parametrize("aggregation", ["dapo", "bnpo"])
+@pytest.mark.parametrize("aggregation", ["dapo", pytest.param("bnpo", marks=pytest.mark.slow)])
 def test_gradients_are_those_of_an_update(aggregation):
     """Plain descent by 1 on uncut rows moves the params by the gradient of pieces; the last microbatch has no rows."""
     cfg = tiny.config(loss__aggregation=aggregation)

@@ -55,9 +55,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["gspo", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "gspo")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("x64")
 def test_buckets_are_the_padded_form_in_float64(name):
     check(jnp.float64, 1e-12, 1e-12, CASES[name])

@@ -20,29 +20,29 @@ POLICY, PARAMS = toy_policy(), toy_params(jax.random.key(0), scale=1.5)
 
 
 @functools.partial(jax.jit, static_argnames=("mode", "chunk", "buckets", "counterfactual"))
-def importance(tokens, valid, span, *, mode="answer_mean", chunk=4, buckets=3, counterfactual="mask"):
+def importance(tokens, valid, span, params=PARAMS, *, mode="answer_mean", chunk=4, buckets=3, counterfactual="mask"):
     return masked_token_importance(
-        POLICY, PARAMS, tokens, valid, span, probe=outcome_probe(mode, temperature=0.7), mask_id=MASK, chunk=chunk,
+        POLICY, params, tokens, valid, span, probe=outcome_probe(mode, temperature=0.7), mask_id=MASK, chunk=chunk,
         buckets=buckets, counterfactual=counterfactual,
     )  # fmt: skip
 
 
 @jax.jit
-def all_logits(ids):
+def all_logits(params, ids):
     """One whole forward, at temperature 0.7."""
     valid = jnp.ones((1, len(ids)), bool)
-    hidden, _ = POLICY.trunk(PARAMS, POLICY.embed(PARAMS, ids[None]), positions_of(valid), valid)
-    return POLICY.unembed(PARAMS, hidden[0]) / 0.7
+    hidden, _ = POLICY.trunk(params, POLICY.embed(params, ids[None]), positions_of(valid), valid)
+    return POLICY.unembed(params, hidden[0]) / 0.7
 
 
-def one_by_one(row, mode):
+def one_by_one(row, params, mode):
     """Masked sequences written out in token ids, one whole forward each."""
     ids = row.prompt + row.completion
     begin = len(row.prompt) + len(row.reasoning) + len(row.cue)
     at = np.arange(begin, begin + len(row.answer)) - 1
 
     def outcome(ids):
-        logits = all_logits(ids)[at]
+        logits = all_logits(params, ids)[at]
         if mode == "answer_joint":
             return jax.nn.log_softmax(logits)[jnp.arange(len(at)), ids[at + 1]].mean()
         return logits[0] if mode == "last" else logits.mean(0)
@@ -55,12 +55,15 @@ def one_by_one(row, mode):
 
 
 @pytest.mark.parametrize("mode", ["last", "answer_mean", "answer_joint"])
+@pytest.mark.usefixtures("x64")
 def test_equals_masking_tokens_one_by_one(mode):
     tokens, valid, span = batch()
-    found = np.asarray(importance(tokens, valid, span, mode=mode))
+    exact = jax.tree.map(lambda x: x.astype(jnp.float64), PARAMS)
+    found = np.asarray(importance(tokens, valid, span, exact, mode=mode))
+    assert found.dtype == np.float64
     for i in (0, 2):
-        expected = one_by_one(ROWS[i], mode)
-        np.testing.assert_allclose(found[i, : len(expected)], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+        expected = one_by_one(ROWS[i], exact, mode)
+        np.testing.assert_allclose(found[i, : len(expected)], expected, rtol=0, atol=1e-11 * np.abs(expected).max())
     assert (found[~np.asarray(span.reasoning)] == 0).all()
     assert (found[3] == 0).all(), "a row with no answer"
     if mode == "answer_joint":

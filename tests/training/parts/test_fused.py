@@ -75,9 +75,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["linearised", *(pytest.param(name, marks=pytest.mark.slow) for name in ("noisy", "scalar"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("x64")
 def test_one_pass_is_two_in_float64(name):
     both = in_both_forms(jnp.float64, CASES[name])
