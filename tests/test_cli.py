@@ -312,11 +312,12 @@ def test_interrupted(oarjax, config, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def run(config):
-    """The folder of a finished run, and what the command printed."""
+    """The folder of a finished run with a control, and what the command printed."""
     import subprocess
 
+    changes = ["report.to=[jsonl, tensorboard]", "report.controls=[uniform]", "profile=[2, 2]", "seed=3"]
     done = subprocess.run(
-        [sys.executable, "-m", "oarjax.cli", "train", str(config), "report.to=[jsonl, tensorboard]", "seed=3"],
+        [sys.executable, "-m", "oarjax.cli", "train", str(config), *changes],
         capture_output=True,
         text=True,
         check=False,
@@ -332,6 +333,7 @@ def test_a_run_writes_what_it_promises(run):
     for name in ("config.yaml", "metrics.jsonl", "completions.jsonl", "summary.json", "curves.png", "report.html"):
         assert (folder / name).stat().st_size > 0, name
     assert any(folder.glob("tensorboard/events*"))
+    assert any((folder / "profile").rglob("*.xplane.pb"))
 
     before, first, last = read_metrics(folder / "metrics.jsonl")
     assert before["iteration"] == 0
@@ -353,10 +355,22 @@ def test_a_run_writes_what_it_promises(run):
     assert "".join(row.tokens) == row.completion
     assert len(row.weights) == len(row.tokens) == row.rewards["long"]
 
-    assert [r.name for r in read_summary(folder / "summary.json")] == ["SFT policy", "OAR-G"]
     for words in ("OAR-G", "SFT policy", "pass@1", str(folder / "export"), "report.html", "oar_g compiling"):
         assert words in out, words
     assert re.search(r"sft 3/3  loss \d.*tok/s \d", out)
+
+
+@pytest.mark.slow
+def test_controls_are_trained_from_the_same_start_and_are_rows_of_the_table(run):
+    folder, _ = run
+    assert [row.name for row in read_summary(folder / "summary.json")] == ["SFT policy", "OAR-G", "GRPO"]
+    assert "GRPO" in (folder / "report.html").read_text()
+    first = [read_metrics(each / "metrics.jsonl")[1] for each in (folder, folder / "uniform")]
+    assert first[0]["reward"] == first[1]["reward"]
+    assert first[0]["grad_norm"] != first[1]["grad_norm"]
+    assert load_config(folder / "uniform" / "config.yaml").credit.method == "uniform"
+    assert (folder / "export" / "config.json").is_file()
+    assert not (folder / "uniform" / "export").exists()
 
 
 def documented(page: str) -> list[str]:
@@ -406,7 +420,7 @@ def test_the_export_is_a_policy_like_any_other(oarjax, run, config, tmp_path):
     assert code == 0
     assert "1+2=" in out
     assert "3+4=" in out
-    for same in (where, folder, folder / "checkpoints" / "000002"):  # the export, its run, its checkpoint
+    for same in (folder, folder / "checkpoints" / "000002"):  # the run of the export, its checkpoint
         assert oarjax("sample", same, "1+2=", "3+4=", "--count", 2, "--max-new", 6, "--seed", 1)[1] == out
 
     code, out, _ = oarjax("export", where, tmp_path / "half", "--dtype", "bfloat16", "--shard-gb", 2e-6)
@@ -441,14 +455,6 @@ def test_a_run_is_never_written_over(oarjax, run, config):
 
 
 @pytest.mark.slow
-def test_profile_leaves_a_trace(oarjax, config, tmp_path):
-    quick = ["sft=null", "data.eval=null", "export.folder=null", "report.html=false"]
-    code, _, err = oarjax("train", config, f"run_dir={tmp_path / 'run'}", "profile=[1, 1]", *quick)
-    assert code == 0, err
-    assert any((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
-
-
-@pytest.mark.slow
 def test_compare_has_one_row_and_one_curve_per_method(oarjax, config, tmp_path):
     code, _, err = oarjax(
         "train", config, f"run_dir={tmp_path / 'run'}", "--compare", "--seeds", "0,1", "iterations=1", "sft.steps=1"
@@ -469,22 +475,6 @@ def test_compare_has_one_row_and_one_curve_per_method(oarjax, config, tmp_path):
         first = [read_metrics(root / f"seed{seed}" / m / "metrics.jsonl")[1] for m in ("oar_g", "uniform", "permuted")]
         assert first[0]["reward"] == first[1]["reward"] == first[2]["reward"]
         assert load_config(root / f"seed{seed}" / "permuted" / "config.yaml").credit.method == "permuted"
-
-
-@pytest.mark.slow
-def test_controls_are_trained_from_the_same_start_and_are_rows_of_the_table(oarjax, config, tmp_path):
-    folder = tmp_path / "run"
-    shorter = ["iterations=1", "sft.steps=1", "report.controls=[uniform]"]
-    code, _, err = oarjax("train", config, f"run_dir={folder}", *shorter)
-    assert code == 0, err
-    assert [row.name for row in read_summary(folder / "summary.json")] == ["SFT policy", "OAR-G", "GRPO"]
-    assert "GRPO" in (folder / "report.html").read_text()
-    first = [read_metrics(each / "metrics.jsonl")[1] for each in (folder, folder / "uniform")]
-    assert first[0]["reward"] == first[1]["reward"]
-    assert first[0]["grad_norm"] != first[1]["grad_norm"]
-    assert load_config(folder / "uniform" / "config.yaml").credit.method == "uniform"
-    assert (folder / "export" / "config.json").is_file()
-    assert not (folder / "uniform" / "export").exists()
 
 
 # sample and export by themselves

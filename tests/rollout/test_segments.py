@@ -363,16 +363,15 @@ for axes, options in json.loads(sys.argv[1]):
 """
 MESHES = [
     ({"data": 8, "fsdp": 1, "tensor": 1}, {"segment": 6, "cache_bucket": 7}),
-    ({"data": 1, "fsdp": 4, "tensor": 2}, {"segment": 5, "cache_bucket": 20}),
     ({"data": 2, "fsdp": 2, "tensor": 2}, {"segment": 4, "cache_bucket": 8, "slots": 8}),
 ]
 
 
 @pytest.mark.slow
 def test_eight_devices_draw_what_one_does():
-    """Three meshes in float64: rows over 8 and over 4 devices, key heads over two, and fewer slots than rows."""
+    """Two meshes in float64: rows over 8 devices; over 4, key heads over two, and fewer slots than rows."""
     found = json_lines(EIGHT_DEVICES, json.dumps(MESHES), devices=8, quick=True, timeout=900)
-    assert [line["blocks"] for line in found] == [8, 4, 4]
+    assert [line["blocks"] for line in found] == [8, 4]
     for line in found:
         print(line)
         assert line["tokens"], line

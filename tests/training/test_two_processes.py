@@ -12,13 +12,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+import starts
 import yaml
 from conftest import ROOT, virtual_devices
 from safetensors.numpy import load_file
 
 from oarjax.data.arithmetic import write_builtin_policy
+from oarjax.data.hf import export
+from oarjax.data.hf_files import read_fields
+from oarjax.models.qwen_config import QwenConfig
+from oarjax.models.weights import abstract_params
 from oarjax.report.files import read_completions, read_metrics
 
 pytestmark = pytest.mark.slow
@@ -65,17 +71,24 @@ def free_port() -> int:
 
 
 def run_together(commands: list[list[str]], *, devices: int, logs: Path, timeout: float = 900) -> list[int]:
-    """Exit codes of commands that run at the same time, each with its output in a file; none outlives the test."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": virtual_devices(devices),
-        "PYTHONPATH": str(ROOT),
-    }
-    started: list[subprocess.Popen] = []
+    """Exit codes of commands that run at the same time, each with its output in a file; none outlives the test.
+
+    A command is the arguments of ``oarjax``, or of the interpreter if they begin with an option.
+    """
+    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": virtual_devices(devices), "PYTHONPATH": str(ROOT)}
+    started: list[subprocess.Popen | starts.Started] = []
     try:
         for number, command in enumerate(commands):
-            with (logs / f"{number}.log").open("w") as log:
-                started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+            path = logs / f"{number}.log"
+            path.write_text("")
+            if command[0].startswith("-"):
+                with path.open("w") as log:
+                    process = subprocess.Popen(
+                        [sys.executable, *command], env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT
+                    )
+            else:
+                process = starts.Started(command, log=path, environment=environment)
+            started.append(process)
         return [process.wait(timeout) for process in started]
     finally:
         for process in started:
@@ -85,7 +98,7 @@ def run_together(commands: list[list[str]], *, devices: int, logs: Path, timeout
 
 def train(config: Path, folder: Path, *overrides: str, processes: int) -> tuple[list[int], list[str]]:
     """Run ``oarjax train`` on eight devices: the exit code of each process, and what it printed."""
-    command = [sys.executable, "-m", "oarjax.cli", "train", str(config), f"run_dir={folder}", *overrides]
+    command = ["train", str(config), f"run_dir={folder}", *overrides]
     told = [f"distributed.coordinator=127.0.0.1:{free_port()}", f"distributed.processes={processes}"]
     logs = folder.with_name(folder.name + "-logs")
     logs.mkdir(exist_ok=True)
@@ -211,14 +224,15 @@ wait_for_all("done")
 
 @pytest.fixture(scope="module")
 def gigabyte(tmp_path_factory):
-    """A random checkpoint of 1.1 GB in float32, over four files."""
-    from oarjax.data.hf import read_fields, write_random_checkpoint
-
+    """A checkpoint of 1.1 GB in float32, over four files; drawing so many numbers would take most of the test."""
     tiny = write_builtin_policy(tmp_path_factory.mktemp("tiny") / "tiny", seed=0, hidden=16, heads=4, kv_heads=2)
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 17, "vocab_size": 8000}
     fields = read_fields(tiny) | sizes | {"num_attention_heads": 16, "num_key_value_heads": 8}
+    (tiny / "config.json").write_text(json.dumps(fields))
+    cfg = QwenConfig.from_hf(fields)
+    params = jax.tree.map(lambda x: np.broadcast_to(np.float32(0.5), x.shape), abstract_params(cfg, dtype=np.float32))
     folder = tmp_path_factory.mktemp("gigabyte") / "policy"
-    write_random_checkpoint(folder, fields, seed=0, shard_bytes=300_000_000)
+    export(folder, cfg, params, source=tiny, shard_bytes=300_000_000)
     yield folder
     shutil.rmtree(folder)
 
@@ -227,7 +241,7 @@ def gigabyte(tmp_path_factory):
 def test_each_process_reads_only_what_it_holds_and_writes_file_by_file(gigabyte, tmp_path, fsdp, tensor):
     """Peak resident memory, mapped file pages included, above what the process had before loading, and exporting."""
     address = f"127.0.0.1:{free_port()}"
-    command = [sys.executable, "-c", MEMORY, str(gigabyte), str(tmp_path / "out"), address]
+    command = ["-c", MEMORY, str(gigabyte), str(tmp_path / "out"), address]
     codes = run_together([[*command, str(n), str(fsdp), str(tensor)] for n in range(2)], devices=4, logs=tmp_path)
     said = [(tmp_path / f"{n}.log").read_text() for n in range(2)]
     assert codes == [0, 0], said
@@ -246,7 +260,7 @@ def test_each_process_reads_only_what_it_holds_and_writes_file_by_file(gigabyte,
 
 
 def test_a_process_that_stays_alone_says_so(config, tmp_path):
-    command = [sys.executable, "-m", "oarjax.cli", "train", str(config), f"run_dir={tmp_path / 'run'}"]
+    command = ["train", str(config), f"run_dir={tmp_path / 'run'}"]
     told = [f"distributed.coordinator=127.0.0.1:{free_port()}", "distributed.processes=2", "distributed.timeout=3"]
     for number in range(2):
         codes = run_together(
