@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from delta_policy import VOCAB, delta_policy
 
-from oarjax.models.delta_net import CHUNK, chunked, recurrent
+from oarjax.models.delta_net import CHUNK, chunked, inverse_of, recurrent
 from oarjax.models.policy import positions_of
 from oarjax.rollout.logps import token_logps
 from oarjax.rollout.sampler import Decoding, group_keys
@@ -39,6 +39,24 @@ def test_both_forms_are_the_definition(new, x64):
     for form in (chunked, recurrent):
         for found, want in zip(form(*map(jnp.asarray, args)), defined(*args)):
             np.testing.assert_allclose(found, want, atol=1e-10)
+
+
+@pytest.mark.parametrize("size", [5, CHUNK])
+def test_the_inverse_of_a_chunk(size, x64):
+    """Of any system, with its derivative; in float32 exact where all keys are one, whose powers would overflow it."""
+    draw = np.random.default_rng(1)
+    system, change = draw.normal(size=(2, 3, size, size)) / size**0.5
+    want = np.linalg.inv(np.eye(size) + np.tril(system, -1))
+    found, moved = jax.jvp(inverse_of, (jnp.asarray(system),), (jnp.asarray(change),))
+    np.testing.assert_allclose(found, want, atol=1e-10 * np.abs(want).max())
+    step = 1e-6 * np.tril(change, -1)
+    after, before = (np.linalg.inv(np.eye(size) + np.tril(system, -1) + sign * step) for sign in (1, -1))
+    np.testing.assert_allclose(moved, (after - before) / 2e-6, atol=1e-5 * np.abs(moved).max())
+    ones = jnp.ones((size, size), jnp.float32)
+    np.testing.assert_array_equal(inverse_of(ones), np.eye(size) - np.eye(size, k=-1))
+    # LAPACK's calls deadlock on CPUs of few cores where two run at once.
+    args = [jnp.ones((1, size, 1, 2)), jnp.ones((1, size, 1)), jnp.ones((1, 1, 2, 2))]
+    assert "triangular_solve" not in str(jax.make_jaxpr(chunked)(*args[:1] * 3, *args[1:2] * 2, args[2]))
 
 
 @pytest.fixture(scope="module")
