@@ -248,10 +248,9 @@ def test_the_example_probe_reads_first_and_last():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["uniform", "oar_p"])
-def test_the_example_policy_learns(method):
+def test_the_example_policy_learns():
     """Not a Qwen: four functions of one attention layer, under the public steps."""
-    rewards = example("custom_policy").train(30, method=method)
+    rewards = example("custom_policy").train(30, method="oar_p")
     assert np.mean(rewards[:3]) < 0.2
     assert np.mean(rewards[-5:]) > np.mean(rewards[:3]) + 0.2
 
