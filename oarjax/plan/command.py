@@ -272,7 +272,7 @@ def document(
         "mesh": mesh,
         "versions": results[0]["versions"],
         "remat": cfg.policy.remat,
-        "attention": "splash" if any(p.get("kernels") for p in phases) else "xla",
+        "attention": "xla" if cfg.policy.attention == "xla" else "splash",
         "credit": cfg.credit.method,
         "shapes": s._asdict(),
         "resident": there,

@@ -131,7 +131,7 @@ def describe(found: dict[str, Any]) -> list[str]:
             )
     if any("seconds_expected" in p for p in found["phases"]):
         lines.append(assumptions())
-    else:
+    elif any("seconds_in_turn" in p for p in found["phases"]):
         lines.append(OLDER)
     if found.get("needs") is not None:
         lines.append(describe_needs(found["needs"], found))
