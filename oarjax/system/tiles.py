@@ -1,9 +1,9 @@
 """The order of a slice's chips in which neighbours are near each other, by their physical coordinates.
 
 Every aligned group of 4 is a 2 x 2 tile, a ring without wrapped links and on one host; every aligned group of 8 is two
-tiles side by side or, where chips are stacked, a cube. A group that shares a copy of the policy while sampling
-(``rollout.tensor`` consecutive devices) adds up its states in every layer of every token, so it should be such a tile;
-what the whole slice sends does not depend on the order.
+tiles side by side (or one above the other, in a slice two chips wide), where chips are stacked a cube. A group that
+shares a copy of the policy while sampling (``rollout.tensor`` consecutive devices) adds up its states in every layer of
+every token, so it should be such a tile; what the whole slice sends does not depend on the order.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ Place = tuple[int, ...]
 def compact_order(devices: Sequence[Any]) -> list[Any] | None:
     """Return the devices of one slice tile by tile; None for a slice without coordinates or of another shape.
 
-    Flat slices (v5e, v6e) whose sides are powers of two follow Hilbert's curve, one square after another; stacked ones
-    (v4, v5p) go up one 2 x 2 column and down the next.
+    Flat slices (v5e, v6e) go row by row; stacked ones (v4, v5p) go up one 2 x 2 column and down the next.
     """
     chips: dict[Place, list[Any]] = {}
     for device in devices:
@@ -37,13 +36,15 @@ def compact_order(devices: Sequence[Any]) -> list[Any] | None:
 
 
 def flat_path(width: int, height: int) -> list[Place] | None:
-    """Return the places (x, y) of a rectangle of squares along Hilbert's curve, each a neighbour of the one before."""
-    side, length = sorted((width, height))
-    if side < 2 or side & (side - 1) or length % side:
+    """Return the places (x, y) of a rectangle of 2 x 2 tiles, row by row, as the chips within each tile.
+
+    Chips at the same position of their groups of 2, 4 or 8 then form a grid. Where they do not (tiles to and fro,
+    Hilbert's curve), the TPU's compiler fails on v5e: it finds no routes for collectives between the groups.
+    """
+    if width % 2 or height % 2:
         return None
-    square = [_hilbert(side, at) for at in range(side * side)]
-    path = [(x + start, y) for start in range(0, length, side) for x, y in square]
-    return path if width >= height else [(y, x) for x, y in path]
+    tile = [(0, 0), (1, 0), (0, 1), (1, 1)]
+    return [(x + i, y + j) for y in range(0, height, 2) for x in range(0, width, 2) for i, j in tile]
 
 
 def column_path(width: int, depth: int, height: int) -> list[Place] | None:
@@ -62,20 +63,3 @@ def column_path(width: int, depth: int, height: int) -> list[Place] | None:
 def _snake(width: int, depth: int) -> Iterator[tuple[int, int]]:
     for x in range(width):
         yield from ((x, y) for y in (range(depth) if x % 2 == 0 else reversed(range(depth))))
-
-
-def _hilbert(side: int, at: int) -> tuple[int, int]:
-    """Return step ``at`` of Hilbert's curve over a square, its side a power of two, from (0, 0) to (side - 1, 0)."""
-    x = y = 0
-    size = 1
-    while size < side:
-        right = at // 2 & 1
-        above = (at ^ right) & 1
-        if not above:
-            if right:
-                x, y = size - 1 - x, size - 1 - y
-            x, y = y, x
-        x, y = x + size * right, y + size * above
-        at //= 4
-        size *= 2
-    return x, y
