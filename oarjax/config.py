@@ -7,9 +7,11 @@ take arrays and keyword scalars.
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
@@ -1011,13 +1013,23 @@ def changed(credit: CreditConfig, changes: dict[str, Any]) -> CreditConfig:
         ValidationError: a field is unknown, or a value is invalid.
     """
 
-    def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-        both = {
-            k: merged(old[k], v) if isinstance(v, dict) and isinstance(old.get(k), dict) else v for k, v in new.items()
-        }
-        return old | both
+    try:
+        return _changed(credit, json.dumps(changes))
+    except TypeError:  # a value that JSON has no form for
+        return CreditConfig.model_validate(_merged(credit.model_dump(), changes))
 
-    return CreditConfig.model_validate(merged(credit.model_dump(), changes))
+
+@lru_cache(maxsize=1024)
+def _changed(credit: CreditConfig, changes: str) -> CreditConfig:
+    """Validate each pair once: every config names the lab's methods, most of them the same."""
+    return CreditConfig.model_validate(_merged(credit.model_dump(), json.loads(changes)))
+
+
+def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    both = {
+        k: _merged(old[k], v) if isinstance(v, dict) and isinstance(old.get(k), dict) else v for k, v in new.items()
+    }
+    return old | both
 
 
 def _is_below(folder: str) -> bool:

@@ -39,7 +39,7 @@ MODULES = [
 ]
 install_import_hook(
     [m for m in MODULES if m not in UNHOOKED and m != "oarjax" and not any(u.startswith(m + ".") for u in UNHOOKED)],
-    "beartype.beartype",
+    "typechecks.check",
 )
 
 

@@ -39,6 +39,8 @@ import oarjax.training.warm_start
 from oarjax.config import Config, Section, parse_config
 from oarjax.credit.bind import measures
 from oarjax.data.arithmetic import write_builtin_policy
+from oarjax.data.forks import write_forks_policy
+from oarjax.data.stories import write_stories_policy
 from oarjax.errors import UserError
 from oarjax.grading.grader import Grader
 from oarjax.grading.rewards import Sample
@@ -88,11 +90,11 @@ BASE: dict[str, Any] = {
     "data": {
         "template": "plain",
         "max_prompt": 24,
-        "train": {"source": "builtin:arithmetic", "split": "train", "limit": 6, "arithmetic": {"terms": 2}},
+        "train": {"source": "builtin:arithmetic", "split": "train", "limit": 60, "arithmetic": {"terms": 2}},
         "eval": {"source": "builtin:arithmetic", "split": "eval", "limit": 3, "arithmetic": {"terms": 2}},
     },
     "sft": {
-        "data": {"source": "builtin:arithmetic", "split": "sft", "limit": 6, "arithmetic": {"terms": 2}},
+        "data": {"source": "builtin:arithmetic", "split": "sft", "limit": 60, "arithmetic": {"terms": 2}},
         "steps": 2,
         "batch": 4,
         "microbatch": 2,
@@ -122,8 +124,8 @@ def dataset(where: str) -> dict[str, Field]:
     """Fields of a dataset section, seen in what it encodes to."""
     sees, file, hub = partial(data, where=where), {f"{where}.source": "rows.jsonl"}, {f"{where}.source": "org/set"}
     forks = {f"{name}.source": "builtin:forks" for name in ("data.train", "data.eval", "sft.data")}
-    forks |= {"policy.path": "builtin:forks"}
     stories = dict.fromkeys(forks, "builtin:stories") | {"data.max_prompt": 128, "sft.max_length": 512}
+    forks["policy.path"], stories["policy.path"] = "policies/forks", "policies/stories"
     return {
         f"{where}.source": Field("rows.jsonl", sees),
         f"{where}.name": Field("other", sees, hub),
@@ -831,6 +833,8 @@ def policies(tmp_path_factory):
     size = {"layers": 1, "heads": 2, "kv_heads": 1, "ffn": 16}
     write_builtin_policy(folder / "tiny", seed=0, hidden=16, **size)
     write_builtin_policy(folder / "other", seed=0, hidden=8, **size)
+    write_forks_policy(folder / "forks", seed=0)
+    write_stories_policy(folder / "stories", seed=0)
     return folder
 
 

@@ -95,7 +95,9 @@ def _build(cfg: Config, keyword_table: KeywordTable | None):
 def _shared(steps: Steps, cfg: Config) -> Steps:
     """Take the programs that credit and the choice of rows have no part in from a run of uniform credit."""
     plain = config(**{name: getattr(cfg, name).model_dump() for name in ("rollout", "loss", "optim", "policy")})
-    update = plain.update.model_copy(update={n: getattr(cfg.update, n) for n in ("epochs", "minibatches")})
+    update = plain.update.model_copy(
+        update={n: getattr(cfg.update, n) for n in ("epochs", "minibatches", "microbatch")}
+    )
     plain = plain.model_copy(update={"update": update, "iterations": cfg.iterations})
     if cfg == plain:
         return steps

@@ -21,18 +21,28 @@ from oarjax.training import run_files
 from oarjax.training.run_files import RunFiles
 
 
+def of_fakes(**changes):
+    """A config whose run is made of fakes, in the current folder."""
+    return parse_config(copy.deepcopy(fakes.BASE) | {"checkpoint": {"every": 1}} | changes)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A folder with a policy, and one with its finished run beside it, to copy."""
+    folder = tmp_path_factory.mktemp("finished")
+    write_builtin_policy(folder / "new" / "policies" / "tiny", seed=0, hidden=16, layers=1, heads=2, kv_heads=1, ffn=16)
+    shutil.copytree(folder / "new", folder / "done")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder / "done")
+        fakes.command(of_fakes())
+    return folder
+
+
 @pytest.fixture
-def config(tmp_path, monkeypatch):
-    """A config whose run is made of fakes, in a folder of its own."""
-    write_builtin_policy(tmp_path / "policies" / "tiny", seed=0, hidden=16, layers=1, heads=2, kv_heads=1, ffn=16)
+def config(finished, tmp_path, monkeypatch):
+    shutil.copytree(finished / "new", tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    tree = copy.deepcopy(fakes.BASE)
-    tree["checkpoint"] = {"every": 1}
-
-    def make(**changes):
-        return parse_config(tree | changes)
-
-    return make
+    return of_fakes
 
 
 @pytest.fixture
@@ -44,8 +54,8 @@ def nothing_compiled(monkeypatch):
 
 
 @pytest.fixture
-def run(config, tmp_path):
-    fakes.command(config())
+def run(config, finished, tmp_path):
+    shutil.copytree(finished / "done" / "run", tmp_path / "run")
     return tmp_path / "run"
 
 
@@ -176,16 +186,16 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["metrics", "completions"])
-@pytest.mark.parametrize("damage", [b'{"iteration": 1, "rew\n', b"\xff\xfe\n", b"[1]\n"])
-def test_a_damaged_line_is_told_before_anything_is_touched(run, config, name, damage):
+def test_a_damaged_line_is_told_before_anything_is_touched(run, config, name):
     shutil.rmtree(run / "checkpoints" / "000002")
     path = run / f"{name}.jsonl"
     first, *rest = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(first + damage + b"".join(rest))
-    files = {p: p.read_bytes() for p in run.rglob("*.jsonl")}
-    with pytest.raises(StorageError, match=rf"{name}\.jsonl, line 2: not JSON \(.*; put a good copy .* or remove"):
-        fakes.command(config())
-    assert files == {p: p.read_bytes() for p in run.rglob("*.jsonl")}
+    for damage in (b'{"iteration": 1, "rew\n', b"\xff\xfe\n", b"[1]\n"):
+        path.write_bytes(first + damage + b"".join(rest))
+        files = {p: p.read_bytes() for p in run.rglob("*.jsonl")}
+        with pytest.raises(StorageError, match=rf"{name}\.jsonl, line 2: not JSON \(.*; put a good copy .* or remove"):
+            fakes.command(config())
+        assert files == {p: p.read_bytes() for p in run.rglob("*.jsonl")}
     path.write_bytes(first + b"".join(rest))
     fakes.command(config())
     assert (run / "export").is_dir()
