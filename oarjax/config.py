@@ -1014,7 +1014,8 @@ def changed(credit: CreditConfig, changes: dict[str, Any]) -> CreditConfig:
     """
 
     try:
-        return _changed(credit, json.dumps(changes))
+        hashable: Any = credit  # since it is frozen, which its type does not say
+        return _changed(hashable, json.dumps(changes))
     except TypeError:  # a value that JSON has no form for
         return CreditConfig.model_validate(_merged(credit.model_dump(), changes))
 
