@@ -101,7 +101,7 @@ def inverse_of(system: Float[Array, "*D n n"]) -> Float[Array, "*D n n"]:
 
 @inverse_of.defjvp
 def _inverse_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    """d X = -X dL X."""
+    """Return X and its tangent d X = -X dL X."""
     inverse, (change,) = inverse_of(*primals), tangents
     return inverse, -exact("...ij,...jk,...kl->...il", inverse, jnp.tril(change, -1), inverse)
 

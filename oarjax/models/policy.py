@@ -112,7 +112,7 @@ class FirstSlots(Protocol):
 
 class Extend(Protocol):
     def __call__(self, cache: KVCache, more: KVCache) -> KVCache:
-        """One cache of two, all slots of both written: what rows held, and what they added behind it."""
+        """Join two caches, all slots of both written: what rows held, and what they added behind it."""
         ...
 
 
