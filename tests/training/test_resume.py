@@ -6,6 +6,7 @@ import signal
 import jax
 import numpy as np
 import pytest
+from conftest import CACHE
 from rich.console import Console
 
 from oarjax.config import ConfigError, load_config
@@ -29,7 +30,7 @@ SMALL = [
     "update.microbatch=16",
     "eval.batch=16",
     "report.html=false",
-    "compilation_cache=null",
+    f"compilation_cache={CACHE}",
     "checkpoint.every=1",
     "credit.method=uniform",
     "optim.schedule=constant",
