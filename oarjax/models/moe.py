@@ -27,6 +27,10 @@ ExpertsKind = Literal["grouped", "dense"]
 """grouped: each expert computes its own tokens; dense: every expert computes every token, most results go unused."""
 
 
+ROWS_AT_ONCE = 2048
+"""Rows of all devices of an expert axis that each of them computes in one product."""
+
+
 def experts_for(mesh: Mesh) -> ExpertsKind:
     """Choose by the mesh: dense on CPUs, where XLA masks a dense product for every group, else grouped."""
     return "dense" if mesh.devices.flat[0].platform == "cpu" else "grouped"
@@ -213,9 +217,10 @@ def _divided(mesh: Mesh | None, rows: int, matrices: Matrices) -> Callable[[Any]
     compiler decides the sharding.
 
     On a mesh with an axis ``expert`` of E devices each holds 1/E of the experts, whole but for ``tensor``. They gather
-    one another's rows, each computes what its own experts add to them, part after part, and the sums go back. With k
-    experts per token and E <= k + 1 that moves no more than to send every copy of a row to its expert, and needs no
-    capacity: no token is dropped.
+    one another's rows, each computes what its own experts add to them, and the sums go back. Many rows are computed
+    part after part, which bounds their copies in memory; few, as in decoding, at once, which reads the experts once.
+    With k experts per token and E <= k + 1 that moves no more than to send every copy of a row to its expert, and needs
+    no capacity: no token is dropped.
     """
     if mesh is None or mesh.size == 1:
         return lambda compute: compute
@@ -236,7 +241,8 @@ def _divided(mesh: Mesh | None, rows: int, matrices: Matrices) -> Callable[[Any]
             first = jax.lax.axis_index(owner) * _count(held)
             # Tiled, since the batching rule of other scatters is wrong in jax 0.10.
             every = jax.lax.all_gather((flat, weights, chosen), owner, tiled=True)
-            parts = jax.tree.map(lambda x: x.reshape(experts, -1, x.shape[-1]), every)
+            count = 1 if every[0].shape[0] <= ROWS_AT_ONCE else experts
+            parts = jax.tree.map(lambda x: x.reshape(count, -1, x.shape[-1]), every)
             added = jax.lax.map(lambda part: compute(part[0], part[1], part[2] - first, held), parts)
             added = added.reshape(-1, flat.shape[-1])
             return jax.lax.psum_scatter(added, owner, tiled=True)

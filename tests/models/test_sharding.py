@@ -146,10 +146,12 @@ for path in sys.argv[1:]:
 """
 
 EXPERTS = """
+from oarjax.models import moe
+
 cfg, folder = read_config(sys.argv[1])
 golden, whole = np.load(folder / "golden.npz"), load_params(folder, cfg)
 here = gradient(make_policy(cfg, remat="none"), whole, golden["ids"])
-for kind, fsdp, tensor in (("grouped", 2, 1), ("dense", 1, 2)):
+for kind, fsdp, tensor, moe.ROWS_AT_ONCE in (("grouped", 2, 1, 0), ("dense", 1, 2, 2048)):
     mesh = make_mesh(slice=1, data=1, expert=4, fsdp=fsdp, tensor=tensor)
     params, ids = placed(cfg, folder, np.tile(golden["ids"], (4, 1)), mesh)
     kernel = params["layers"]["mlp"]["up"]["kernel"]
