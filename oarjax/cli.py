@@ -37,6 +37,7 @@ from oarjax.cli_options import (
     TrustCode,
     Version,
     check_configs,
+    check_target,
 )
 from oarjax.errors import UserError
 
@@ -121,7 +122,7 @@ def config(
     show_fields(section, as_json=as_json)
 
 
-@app.command(epilog='Example: oarjax sample runs/demo "12+30-5=" --count 4')
+@app.command(epilog='Example: oarjax sample runs/demo "17-8-9+12-5=" --count 4')
 def sample(
     policy: Annotated[
         str, typer.Argument(metavar="POLICY", help="Run folder, checkpoint folder, HF folder or hub name.")
@@ -140,6 +141,7 @@ def sample(
     seed: Annotated[int, typer.Option(help="The same seed gives the same completions.")] = 0,
 ) -> None:
     """Print completions of a policy."""
+    check_target(policy)
     from oarjax.evaluate.sample import run
 
     asked = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
@@ -206,6 +208,7 @@ def evaluate(
     trust_code: TrustCode = False,
 ) -> None:
     """Run ``oarjax evaluate``; see ``EVALUATE_HELP``."""
+    check_target(target, overrides)
     from oarjax.evaluate.command import run
 
     run(

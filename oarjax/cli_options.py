@@ -136,6 +136,19 @@ def check_configs(paths: Sequence[str | Path], overrides: Sequence[str] | None) 
         load_config(path, list(overrides or []))
 
 
+def check_target(text: str, overrides: Sequence[str] | None = None) -> None:
+    """Check a command's target, and the overrides of an evaluation, before jax is imported.
+
+    Raises:
+        ConfigError: there is no such folder, or a field does not exist.
+    """
+    from oarjax.evaluate.early import check_exists, check_fields
+
+    if not Path(text).name.isdecimal():  # of a checkpoint, for which ``find_target`` has a better error
+        check_exists(text)
+    check_fields(overrides or [])
+
+
 def print_version(wanted: bool) -> bool:
     """Print the versions of oarjax, Python and JAX and end, if ``wanted``; imports none of them. Returns ``wanted``."""
     if wanted:

@@ -1081,7 +1081,7 @@ def find_config(path: str | Path) -> Path:
         ConfigError: neither exists; suggests the shipped config with the nearest name.
     """
     path = Path(path)
-    if path.exists():
+    if path.exists() and not path.is_dir():
         return path
     return _shipped(path)
 
@@ -1091,6 +1091,10 @@ def _shipped(path: Path) -> Path:
     names = sorted(file.stem for file in SHIPPED.glob("*.yaml"))
     if inside and name in names:
         return SHIPPED / f"{name}.yaml"
+    if path.is_dir():
+        own = path / "config.yaml"
+        hint = f"a run's own config is {own}" if own.is_file() else "expected a YAML file or the name of a shipped one"
+        raise ConfigError(f"config {path}: a folder; {hint}")
     nearest = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
     raise ConfigError(f"config {path}: no such file; {hint}shipped ones: {', '.join(names)}")

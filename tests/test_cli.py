@@ -161,6 +161,7 @@ for command in sys.argv[1].split(";"):
 sys.exit("jax" in sys.modules)
 """
     commands = "train demo rollout.group=3;train dmo;credit demo_credit lab.x=1;study study_demo x=1;plan demo x=1"
+    commands += ";evaluate none;evaluate a/b eval.batchs=3;evaluate a/b grading.worker=1;sample none 1+1="
     done = subprocess.run([sys.executable, "-c", script, commands], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "rollout.group: no such field (did you mean group_size?)" in done.stderr

@@ -128,7 +128,10 @@ def test_bad_overrides(file, override, says):
 def test_bad_files(tmp_path):
     with pytest.raises(ConfigError, match=r"config .*none\.yaml: no such file; shipped ones: .*demo,"):
         load_config(tmp_path / "none.yaml")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="a folder; expected a YAML file or the name of a shipped one"):
+        load_config(tmp_path)
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(ConfigError, match=r"a folder; a run's own config is .*config\.yaml"):
         load_config(tmp_path)
     for text, says in [
         ("a: [", "not valid YAML"),
@@ -248,6 +251,8 @@ def test_shipped_configs_are_known_by_name_from_anywhere(tmp_path, monkeypatch):
         load_config("dmeo")
     (tmp_path / "demo.yaml").write_text((ROOT / "configs" / "demo.yaml").read_text() + "seed: 7\n")
     assert load_config("demo.yaml").seed == 7  # an existing file takes precedence
+    assert find_config("demo") == find_config("configs/demo.yaml")
+    (tmp_path / "demo").mkdir()
     assert find_config("demo") == find_config("configs/demo.yaml")
 
 

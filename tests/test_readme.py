@@ -81,7 +81,7 @@ def test_the_reward_trains_the_demo_by_the_command_beside_it(tmp_path):
     (tmp_path / "my_rewards.py").write_text(block("@reward"))
     command = shlex.split(block("my_rewards.py", "bash"))
     assert command[:3] == ["oarjax", "train", "demo"]
-    tiny = ["sft=null", "data.eval=null", "iterations=1", "rollout.prompts=2", "eval.every=0"]
+    tiny = ["policy.path=builtin:arithmetic", "data.eval=null", "iterations=1", "rollout.prompts=2", "eval.every=0"]
     tiny += ["credit.method=uniform", "report.html=false", "export.folder=null", f"compilation_cache={CACHE}"]
     tiny += ["update.microbatch=16", "report.controls=[]"]
     done = subprocess.run(

@@ -40,6 +40,7 @@ from oarjax.data.hf_files import (
     read_fields,
     tensor_files,
 )
+from oarjax.data.hub_name import is_hub_name
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import Weight, build_tree, init_params, lookup, weight_table
 from oarjax.runs.durable import cannot_write, sync_files, sync_folder
@@ -55,7 +56,6 @@ COPIED = (
     "special_tokens_map.json",
 )
 COPIED += ("chat_template*",)
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SHARD_BYTES = 5 * 10**9
 MAPPED = 64 * 2**20  # bytes of a file mapped at a time, approximately
 
@@ -109,13 +109,6 @@ def _hub_name(path: str | Path, kind: str, *, example: str) -> str:
     if not is_hub_name(name):
         raise CheckpointError(f"{kind} {name}: no such folder; set an HF folder or a hub name such as {example}")
     return name
-
-
-def is_hub_name(text: str) -> bool:
-    """Return True for ORGANISATION/NAME, unless that is a path in ``runs`` or another folder of runs."""
-    parent = Path(text).parent
-    runs = parent == Path("runs") or any(parent.glob("*/config.yaml"))
-    return HUB_NAME.fullmatch(text) is not None and not runs
 
 
 @contextmanager

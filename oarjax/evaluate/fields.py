@@ -21,6 +21,7 @@ from oarjax.config import (
 from oarjax.data.hf import read_config
 from oarjax.data.tokenizer import load_tokenizer
 from oarjax.evaluate.benchmarks import PROMPTS, Asked, Benchmark, family_prompt, find_fields
+from oarjax.evaluate.early import ACCEPTED, check_accepted
 from oarjax.evaluate.target import Target
 from oarjax.system.devices import choose_platform
 from oarjax.system.mesh import make_mesh
@@ -28,34 +29,6 @@ from oarjax.system.processes import join_processes
 
 OWN = "held-out"
 """The name of a run's own held-out problems."""
-
-ACCEPTED = (
-    "seed",
-    "device",
-    "compilation_cache",
-    "policy.compute_dtype",
-    "policy.revision",
-    "mesh.",
-    "distributed.",
-    "data.eval.",
-    "data.template",
-    "data.system_prompt",
-    "data.thinking",
-    "data.prompt_format",
-    "data.max_prompt",
-    "rollout.max_new",
-    "rollout.prompt_bucket",
-    "grading.",
-    "credit.answer.style",
-    "credit.answer.pattern",
-    "rollout.stop",
-    "eval.batch",
-    "eval.top_k",
-    "eval.top_p",
-    "eval.min_p",
-    "eval.repetition_penalty",
-)
-"""Fields of a config that an evaluation reads."""
 
 ROWS = 64  # completions sampled at once per device, where eval.batch is not given
 
@@ -106,8 +79,7 @@ def config_tree(
         _put(tree, path, value)
     tree["eval"] |= preset
     for override in overrides:
-        if not override.partition("=")[0].startswith(ACCEPTED):
-            raise ConfigError(f"{override}: an evaluation reads {', '.join(ACCEPTED)}; leave this one out")
+        check_accepted(override)
         apply_override(tree, override)
     if k is not None:
         tree["eval"]["samples"] = k

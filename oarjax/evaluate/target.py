@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from oarjax.config import BUILTIN_POLICIES, Config, ConfigError, load_config
-from oarjax.data.hf import is_hub_name, load_params, stored_dtype
+from oarjax.data.hf import load_params, stored_dtype
+from oarjax.evaluate.early import EXPECTED, check_exists
 from oarjax.models.lora import all_params
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.runs.checkpoint import finished
@@ -74,9 +75,6 @@ def find_checkpoint(text: str) -> Target:
     return Target(policy_of(path, cfg), cfg, newest, revision_of(cfg, newest), path)
 
 
-EXPECTED = "a run folder (runs/demo), one of its checkpoints (runs/demo/checkpoints/000020), a Hugging Face folder"
-
-
 def _check_policy(path: Path, text: str) -> None:
     """Refuse a target that is no HF folder and does not look like a hub name."""
     if (path / "config.json").is_file():
@@ -89,8 +87,7 @@ def _check_policy(path: Path, text: str) -> None:
         raise ConfigError(f"{text}: a file; expected {EXPECTED} or a hub name")
     if path.name.isdecimal() and (numbers := sorted(finished(path.parent))):
         raise ConfigError(f"{text}: no such checkpoint; expected one of {', '.join(f'{n:06d}' for n in numbers)}")
-    if not is_hub_name(text):
-        raise ConfigError(f"{text}: no such folder; expected {EXPECTED} or a hub name such as Qwen/Qwen2.5-0.5B")
+    check_exists(text)
 
 
 def policy_of(folder: Path, cfg: Config) -> str:

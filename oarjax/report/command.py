@@ -14,7 +14,7 @@ from oarjax.report.groups import read_shown
 from oarjax.report.page import write_page
 from oarjax.report.status import run_status
 from oarjax.report.summary import read_summary
-from oarjax.runs.durable import DamagedError, storage_errors, write_durably
+from oarjax.runs.durable import DamagedError, cannot_read, storage_errors, write_durably
 
 FACTS = "facts.json"
 """Below a run's folder: device, mesh, policy and so on, as its page shows them."""
@@ -82,7 +82,9 @@ def _facts(folder: Path, first: Path) -> dict[str, str]:
         facts = dict(json.loads((folder / FACTS).read_text(encoding="utf-8")))
     except FileNotFoundError:
         facts = {}
-    except (OSError, ValueError, TypeError) as error:
+    except OSError as error:
+        raise cannot_read(folder / FACTS, error) from error
+    except (ValueError, TypeError) as error:
         raise DamagedError(f"{folder / FACTS} is not what a run wrote ({error}); remove it") from None
     status = run_status(first)
     if not (folder / "summary.json").is_file():

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from oarjax.runs.durable import DamagedError, storage_errors, write_durably
+from oarjax.runs.durable import DamagedError, cannot_read, storage_errors, write_durably
 from oarjax.system.json import number, to_json
 from oarjax.types import Grades, Rollout
 
@@ -85,13 +85,16 @@ def read_shown(folder: Path) -> list[ShownGroup]:
 
     Raises:
         DamagedError: a file is not what a run wrote.
+        StorageError: a file cannot be read.
     """
     shown = []
     for path in sorted((folder / SHOWN).glob("*.json")):
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))
             shown += [_group(int(tree["iteration"]), group) for group in tree["groups"]]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except OSError as error:
+            raise cannot_read(path, error) from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedError(
                 f"{path} is not what a run wrote ({error}); put a good copy there, or remove it"
             ) from None

@@ -20,8 +20,8 @@ from oarjax.stats import Interval, clustered_share_interval, mean_score, paired_
 from oarjax.system.json import number, to_json
 
 NOTE = (
-    "±: half of a 95% interval over problems, seeds averaged; how seeds differ is in the JSON. Change: points, paired "
-    "by problem with the first row. Length: mean tokens of a completion."
+    "±: half of a 95% interval over problems, seeds averaged; how seeds differ is in summary.json. Change: points, "
+    "paired by problem with the first row. Length: mean tokens of a completion."
 )
 
 

@@ -2,7 +2,8 @@
 
 Inside ``held`` a first signal only sets a flag, which the loop reads between the phases of an iteration. Elsewhere
 nothing would be lost, so the signal ends the run at once. In both cases the exit code means: resume with the same
-command. A second signal kills. Under nohup SIGHUP stays ignored.
+command. A second signal kills, but for SIGHUP: after the first signal it is ignored until the process ends, since a
+closing terminal sends it twice, or after SIGTERM. Under nohup SIGHUP stays ignored.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Stop:
     """Listen for signals around a run, as a context manager. Only the main thread receives them."""
 
     def __init__(self) -> None:
-        self._signalled = self._held = False
+        self._signalled = self._held = self._ending = False
         self._asked = 0
         self._before: dict[signal.Signals, object] = {}
 
@@ -49,6 +50,8 @@ class Stop:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._ending and signal.SIGHUP in self._before:
+            self._before[signal.SIGHUP] = signal.SIG_IGN
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._before = {}
@@ -91,13 +94,13 @@ class Stop:
         raise Stopped
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        if self._signalled and number == signal.SIGHUP:  # a closing terminal sends it after SIGTERM, or twice
+        if self._signalled and number == signal.SIGHUP:
             return
         if self._signalled or jax.distributed.is_initialized():  # Ctrl-C on one of many hosts
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        self._signalled = True
+        self._signalled, self._ending = True, number != signal.SIGINT  # a notebook's process survives that
         if not self._held:
             raise Stopped
         # print() is not reentrant; without a terminal the write fails and nobody reads it.

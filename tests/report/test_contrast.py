@@ -8,7 +8,8 @@ from conftest import ROOT
 from oarjax.report.colours import DARK, LIGHT
 
 PAGES = {
-    name: (ROOT / "oarjax" / name).read_text() for name in ("report/page.html", "report/shown.html", "lab/page.html")
+    name: (ROOT / "oarjax" / name).read_text()
+    for name in ("report/page.html", "report/shown.html", "lab/page.html", "accept/page.html")
 }
 TINT = 0.62
 """Opacity of the strongest tint behind a token, as in the templates."""
@@ -59,7 +60,9 @@ def test_text_has_a_contrast_of_four_and_a_half(name):
             for text in ("ink", "soft", "good", "bad")
             for ground in ("card", "page")
         }
-        pairs |= {("ink", tint): (c["ink"], over(c[tint], TINT, c["card"])) for tint in ("boost", "suppress")}
+        pairs |= {
+            ("ink", tint): (c["ink"], over(c[tint], TINT, c["card"])) for tint in ("boost", "suppress") if tint in c
+        }
         if "accent" in c:
             pairs["switch"] = (c["card"], c["accent"])
             pairs["tip"] = (c["tip-ink"], c["tip"])

@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow.parquet as parquet
 import pytest
 
+from oarjax.report.command import _facts
 from oarjax.report.groups import group_table, read_shown, shows_groups, write_groups, write_shown
 from oarjax.runs.durable import DamagedError, StorageError
 from oarjax.types import Grades, Rollout
@@ -65,6 +66,16 @@ def test_the_first_groups_of_an_iteration_are_kept_for_the_report(tmp_path):
     path.write_text("{}")
     with pytest.raises(DamagedError, match=r"000003\.json is not what a run wrote"):
         read_shown(tmp_path)
+    path.unlink()
+    path.mkdir()  # root reads any file, so permissions would not do
+    with pytest.raises(StorageError, match=r"cannot read .*000003\.json: .*; nothing was changed"):
+        read_shown(tmp_path)
+
+
+def test_facts_that_cannot_be_read_are_not_damaged(tmp_path):
+    (tmp_path / "facts.json").mkdir()
+    with pytest.raises(StorageError, match=r"cannot read .*facts\.json"):
+        _facts(tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize(("iterations", "shown"), [(3, 3), (30, 16), (1000, 14)])

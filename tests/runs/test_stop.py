@@ -43,7 +43,7 @@ def test_inside_it_waits_to_be_asked(number, capfd):
         run()
     assert heard == [False, True]
     assert stopped.value.code == RESUMABLE == 75
-    assert signal.getsignal(number) is before
+    assert signal.getsignal(number) is (signal.SIG_IGN if number == signal.SIGHUP else before)
     assert "saving at the end of this phase; signal again to end at once" in capfd.readouterr().err
 
 
@@ -60,6 +60,29 @@ def test_between_phases_it_stops_where_it_asks():
     with pytest.raises(Stopped):
         run()
     assert late == []
+
+
+def stop_on(*numbers):
+    def run():
+        with Stop() as stop, stop.held():
+            for number in numbers:
+                kill(number)
+
+    with pytest.raises(Stopped):
+        run()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_second_hangup_does_not_change_the_exit_code(number):
+    """A closing terminal sends SIGHUP twice, or after SIGTERM; the process may be past ``Stop`` by then."""
+    stop_on(number, signal.SIGHUP)
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_an_interrupted_notebook_still_hears_of_a_hangup():
+    before = signal.getsignal(signal.SIGHUP)
+    stop_on(signal.SIGINT)
+    assert signal.getsignal(signal.SIGHUP) is before
 
 
 def test_outside_it_ends_at_once():
