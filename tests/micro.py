@@ -83,13 +83,13 @@ def start(
     """
     log = log or run.with_suffix(".log")
     if not environment:
-        return Started(arguments(config, run, *changes), log=log, environment={"COLUMNS": "400"})
+        return Started(arguments(config, run, *changes), log=log, environment={"COLUMNS": "1000"})
     with log.open("ab") as file:
         return subprocess.Popen(
             command(config, run, *changes),
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"COLUMNS": "400"} | environment,
+            env=os.environ | {"COLUMNS": "1000"} | environment,
         )
 
 
