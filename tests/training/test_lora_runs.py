@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import json_lines, stopped_in
+from conftest import CACHE, json_lines, stopped_in
 from rich.console import Console
 
 from oarjax.config import load_config
@@ -40,7 +40,7 @@ SMALL = [
     "update.skip_zero_variance=false",
     "eval.batch=16",
     "report.html=false",
-    "compilation_cache=null",
+    f"compilation_cache={CACHE}",
     "checkpoint.every=1",
     "credit.method=uniform",
     "optim.schedule=constant",
@@ -181,7 +181,7 @@ print(json.dumps({"where": where} | {name: error(tree, four[name]) for name, tre
 
 @pytest.mark.slow
 def test_adapters_are_divided_as_their_matrices_and_learn_the_same():
-    (found,) = json_lines(SHARDED, devices=4)
+    (found,) = json_lines(SHARDED, devices=4, quick=True)
     assert found["where"] == [[None, "fsdp", None], [None, None, ["tensor", "fsdp"]]]
     for name in ("gradients", "merged", "loss"):
         assert found[name] < 1e-5, found
