@@ -26,7 +26,7 @@ def hbm_bytes(program: Program, here: dict[str, Instruction], instruction: Instr
     if opcode in FREE or opcode.endswith("-done"):
         return 0.0
     if opcode == "fusion" and (called := instruction.called("calls")):
-        return _fusion(program.computations[called], instruction)
+        return _fusion(program, program.computations[called], instruction)
     if opcode in SLICES:
         return 2 * _far(instruction.type)
     if opcode == "dynamic-update-slice":
@@ -37,21 +37,16 @@ def hbm_bytes(program: Program, here: dict[str, Instruction], instruction: Instr
     return read + _far(written)
 
 
-def _fusion(inside: dict[str, Instruction], instruction: Instruction) -> float:
+def _fusion(program: Program, inside: dict[str, Instruction], instruction: Instruction) -> float:
     """Count the parameters of a fusion as far as they are read, and its results as far as they are written."""
-    users: dict[str, list[Instruction]] = {}
-    for each in inside.values():
-        for name in each.operands:
-            users.setdefault(name, []).append(each)
+    users = _users(inside)
     root = next(i for i in inside.values() if i.root)
     results = [inside[name] for name in root.operands] if root.opcode == "tuple" else [root]
     updates = {name for r in results if (name := _updated(inside, r)) is not None}
     total = 0.0
     for each in inside.values():
         if each.opcode == "parameter" and each.name not in updates:
-            readers = _readers(users, each.name)
-            sliced = bool(readers) and all(r.opcode in SLICES and r.operands[0] == name for r, name in readers)
-            total += sum(_size(r.type) for r, _ in readers) if sliced and _far(each.type) else _far(each.type)
+            total += _read(program, users, each) if _far(each.type) else 0.0
     outside = instruction.type if len(results) == len(instruction.type) else ()
     for at, result in enumerate(results):
         array = outside[at : at + 1] or result.type
@@ -60,6 +55,32 @@ def _fusion(inside: dict[str, Instruction], instruction: Instruction) -> float:
         elif _far(array):
             total += _size(_through(inside, result, "dynamic-update-slice", part=1).type)
     return total
+
+
+def _users(inside: dict[str, Instruction]) -> dict[str, list[Instruction]]:
+    """List who reads each value."""
+    users: dict[str, list[Instruction]] = {}
+    for each in inside.values():
+        for name in each.operands:
+            users.setdefault(name, []).append(each)
+    return users
+
+
+def _read(program: Program, users: dict[str, list[Instruction]], parameter: Instruction) -> float:
+    """Count what a fusion reads of a parameter: the slices, also those that fusions within it take, or all of it."""
+    total, whole = 0.0, _size(parameter.type)
+    readers = _readers(users, parameter.name)
+    for reader, name in readers:
+        if reader.opcode in SLICES and reader.operands[0] == name:
+            total += _size(reader.type)
+        elif reader.opcode == "fusion" and (called := reader.called("calls")):
+            inside = program.computations[called]
+            places = [at for at, operand in enumerate(reader.operands) if operand == name]
+            within = [p for p in inside.values() if p.opcode == "parameter" and int(p.value) in places]
+            total += sum(_read(program, _users(inside), p) for p in within)
+        else:
+            return whole
+    return min(total, whole) if readers else whole
 
 
 def _updated(inside: dict[str, Instruction], result: Instruction) -> str | None:

@@ -13,6 +13,19 @@ PROGRAM = """%sliced (p.0: f32[7,64], p.1: s32[], p.2: f32[64]) -> f32[64] {
   ROOT %add.1 = f32[64]{0} add(%bitcast.1, %p.2)
 }
 
+%cut (c.0: s32[], c.1: f32[7,64]) -> f32[1,64] {
+  %c.0 = s32[] parameter(0)
+  %c.1 = f32[7,64]{1,0:T(8,128)} parameter(1)
+  ROOT %slice.2 = f32[1,64]{1,0} dynamic-slice(%c.1, %c.0), dynamic_slice_sizes={1,64}
+}
+
+%nested (n.0: f32[7,64], n.1: s32[]) -> f32[1,64] {
+  %n.0 = f32[7,64]{1,0:T(8,128)} parameter(0)
+  %n.1 = s32[] parameter(1)
+  %fusion.1 = f32[1,64]{1,0} fusion(%n.1, %n.0), kind=kLoop, calls=%cut
+  ROOT %negate.1 = f32[1,64]{1,0} negate(%fusion.1)
+}
+
 %written (p.3: f32[7,64], p.4: f32[64], p.5: s32[]) -> f32[7,64] {
   %p.3 = f32[7,64]{1,0} parameter(0)
   %p.4 = f32[64]{0} parameter(1)
@@ -48,6 +61,7 @@ def passed(*lines):
     [
         ("ROOT %r = f32[64]{0} fusion(%a, %i, %near), kind=kLoop, calls=%sliced", 64 * 4 * 2 + 4),  # a row; i; result
         ("ROOT %r = f32[64]{0:T(256)S(1)} fusion(%a, %i, %near), kind=kLoop, calls=%sliced", 64 * 4 + 4),
+        ("ROOT %r = f32[1,64]{1,0} fusion(%a, %i), kind=kLoop, calls=%nested", 64 * 4 * 2 + 4),  # a row of a stack
         ("ROOT %r = f32[7,64]{1,0} fusion(%a, %near, %i), kind=kLoop, calls=%written", 64 * 4 * 2 + 4),  # in place
         ("ROOT %r = f32[7,64]{0,1} copy(%a)", 2 * 7 * 64 * 4),  # another layout
         ("ROOT %r = (f32[7,64]{1,0:S(1)}, f32[7,64]{1,0}, u32[]{:S(2)}) copy-start(%a)", 7 * 64 * 4),
