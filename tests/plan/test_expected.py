@@ -31,7 +31,7 @@ def test_a_lognormal_of_median_400_shortens_a_7b_step():
     assert step["padding_share"] < 0.6 * step["padding_share_unsorted"]
     worst = {p["name"]: p["seconds_in_turn"] for p in plan["phases"]}
     assert step["seconds"]["sample"] < 0.9 * worst["sample"]  # weights are read at every step all the same
-    assert step["seconds"]["update"] < 0.9 * worst["update"]  # and sent between chips per microbatch
+    assert step["seconds"]["fused"] < 0.9 * worst["fused"]  # and sent between chips per microbatch
     assert step["seconds"]["reshard"] == worst["reshard"]
     assert any("decode steps" in line for line in describe(plan | {"lengths": step}))
 
