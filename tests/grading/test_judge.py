@@ -84,7 +84,7 @@ def test_hangs_errors_and_lies(server, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "secret")
     url = f"http://127.0.0.1:{server.server_address[1]}/score?v=1"
     answers = {}
-    for timeout, names in ((2, HANG), (60, [name for name in SCRIPTS if name not in HANG])):
+    for timeout, names in ((2.0, HANG), (60.0, [name for name in SCRIPTS if name not in HANG])):
         judge = HttpJudge(url, retries=2, timeout=timeout, backoff=0.01, key_env="JUDGE_KEY")
         answers |= ask(judge, names, deadline=120.0)
     for name in ("honest", "down once", "busy", "hangs once", "cut off once", "lies once"):

@@ -42,7 +42,7 @@ def test_an_absent_device_is_an_error_not_a_slow_run(monkeypatch):
 
 def test_mesh_over_one_device_has_all_axes():
     shape = make_mesh(slice=1, data=-1, fsdp=1, tensor=1).shape
-    assert dict(shape) == {"slice": 1, "data": jax.device_count(), "fsdp": 1, "tensor": 1}
+    assert dict(shape) == {"slice": 1, "data": jax.device_count(), "expert": 1, "fsdp": 1, "tensor": 1}
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_the_slice_axis_is_the_slice():
     """Devices come interleaved; each place on the axis has one slice, whole."""
     chips = [Chip("tpu", n) for n in range(8)]
     mesh = make_mesh(slice=-1, data=1, fsdp=2, tensor=2, devices=chips)
-    assert dict(mesh.shape) == {"slice": 2, "data": 1, "fsdp": 2, "tensor": 2}
+    assert dict(mesh.shape) == {"slice": 2, "data": 1, "expert": 1, "fsdp": 2, "tensor": 2}
     for place, part in enumerate(mesh.devices):
         assert {chip.slice_index for chip in part.flat} == {place}
     assert {chip.id for chip in mesh.devices.flat} == set(range(8))
@@ -89,7 +89,7 @@ def test_slices_of_other_devices_are_a_plain_outer_axis():
 def test_rollout_mesh_has_the_same_devices_in_the_same_order():
     mesh = make_mesh(slice=2, data=1, fsdp=2, tensor=2, devices=[Chip("cpu", n, "cpu") for n in range(8)])
     sampling = rollout_mesh(mesh, tensor=4)
-    assert dict(sampling.shape) == {"data": 2, "tensor": 4}
+    assert dict(sampling.shape) == {"data": 2, "expert": 1, "tensor": 4}
     assert [*sampling.devices.flat] == [*mesh.devices.flat]
     with pytest.raises(DeviceError, match=r"rollout.tensor: 3 does not divide the 8 devices; set a divisor, or null"):
         rollout_mesh(mesh, tensor=3)
