@@ -79,7 +79,7 @@ def test_methods_in_the_table_are_those_of_the_config():
 @pytest.mark.slow
 def test_the_reward_trains_the_demo_by_the_command_beside_it(tmp_path):
     (tmp_path / "my_rewards.py").write_text(block("@reward"))
-    command = shlex.split(block("my_rewards.py", "bash"))
+    command = shlex.split(block("my_rewards.py", "bash").replace("\\\n", " "))
     assert command[:3] == ["oarjax", "train", "demo"]
     tiny = ["policy.path=builtin:arithmetic", "data.eval=null", "iterations=1", "rollout.prompts=2", "eval.every=0"]
     tiny += ["credit.method=uniform", "report.html=false", "export.folder=null", f"compilation_cache={CACHE}"]
