@@ -13,9 +13,14 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Programs of tests run for milliseconds and compile for seconds. This skips LLVM's passes, which take two thirds of
-# that time; the HLO is optimised as always. Processes that tests start inherit it.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Programs of tests run for milliseconds and compile for seconds. The first flag skips LLVM's passes, two thirds of that
+# time, the second writing MLIR for every fusion, most of what is left (later jaxlibs have no such flag). The HLO is
+# optimised as always. Processes that tests start inherit both.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0"
+    + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""),
+)
 
 import jax
 import pytest
@@ -41,18 +46,6 @@ install_import_hook(
     [m for m in MODULES if m not in UNHOOKED and m != "oarjax" and not any(u.startswith(m + ".") for u in UNHOOKED)],
     "typechecks.check",
 )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Compile the programs of ``-m slow``, whole runs for the most part, without XLA's fusion emitters.
-
-    Writing MLIR for every fusion takes most of the time that is left. Fast tests keep the emitters, and the rounding
-    that users meet. Later jaxlibs have no such flag.
-    """
-    flag = "--xla_cpu_use_fusion_emitters=false"
-    slow = config.getoption("markexpr") == "slow" and version("jaxlib").startswith("0.10.")
-    if slow and flag not in os.environ["XLA_FLAGS"]:
-        os.environ["XLA_FLAGS"] += f" {flag}"
 
 
 def virtual_devices(count: int) -> str:
