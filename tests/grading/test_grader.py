@@ -243,6 +243,7 @@ pool.grade([Sample(prompt="", completion="a", answer="")])
 future = pool.submit([Sample(prompt="", completion=word, answer="")])
 time.sleep(0.2)
 print(json.dumps([worker.process.pid for worker in pool._workers]), flush=True)
+sys.stdin.readline()  # until the test watches the worker
 sys.exit(0) if word == "leave" else time.sleep(600)
 """
 
@@ -257,11 +258,14 @@ sys.exit(0) if word == "leave" else time.sleep(600)
 )
 def test_workers_end_with_their_parent(plugin, word, deadline):
     command = [sys.executable, "-c", PARENT, plugin, word, str(deadline)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
         (pid,) = json.loads(parent.stdout.readline())
         worker = psutil.Process(pid)
-        if word != "leave":
+        if word == "leave":
+            parent.stdin.write("\n")
+            parent.stdin.flush()
+        else:
             parent.send_signal(signal.SIGKILL)
         parent.wait(timeout=60)
         worker.wait(timeout=60)  # raises TimeoutExpired if it lives on
