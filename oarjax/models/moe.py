@@ -225,8 +225,7 @@ def _divided(mesh: Mesh | None, rows: int, matrices: Matrices) -> Callable[[Any]
     if mesh is None or mesh.size == 1:
         return lambda compute: compute
     over, tensor, experts = row_axes(mesh.shape), mesh.shape.get("tensor", 1), mesh.shape.get("expert", 1)
-    parts = mesh.size // tensor
-    if rows % parts or matrices[2][0].shape[1] % tensor or _count(matrices) % experts:
+    if rows % (mesh.size // tensor) or matrices[2][0].shape[1] % tensor or _count(matrices) % experts:
         return lambda compute: compute
     inner, owner = ("tensor" if "tensor" in mesh.shape else None), ("expert" if experts > 1 else None)
     into, out = PartitionSpec(owner, None, inner), PartitionSpec(owner, inner, None)

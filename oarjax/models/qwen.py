@@ -90,31 +90,14 @@ def make_policy(
     def embed(params: Params, tokens: Int[Array, "B N"]) -> Float[Array, "B N D"]:
         return params["embed"]["embedding"][tokens].astype(stream)
 
-    def trunk(
-        params: Params,
-        embeddings: Float[Array, "B N D"],
-        positions: Int[Array, "B N"],
-        valid: Bool[Array, "B N"],
-        *,
-        cache: KVCache | None = None,
-        prefix: KVCache | None = None,
-        visible: Bool[Array, "B N C"] | None = None,
-    ) -> tuple[Float[Array, "B N D"], KVCache | None]:
-        return run(params, embeddings, positions, valid, cache=cache, prefix=prefix, visible=visible)[:2]
+    def trunk(*rows: Any, **caches: Any) -> tuple[Float[Array, "B N D"], KVCache | None]:
+        return run(*rows, **caches)[:2]
 
     def routed(
-        params: Params,
-        embeddings: Float[Array, "B N D"],
-        positions: Int[Array, "B N"],
-        valid: Bool[Array, "B N"],
-        *,
-        cache: KVCache | None = None,
-        prefix: KVCache | None = None,
-        experts: Int[Array, "B N L k"] | None = None,
-        counted: Bool[Array, "B N"] | None = None,
+        *rows: Any, counted: Bool[Array, "B N"] | None = None, **options: Any
     ) -> tuple[Float[Array, "B N D"], KVCache | None, Any]:
-        more = {"experts": experts, "counted": valid if counted is None else counted}
-        hidden, after, routing = run(params, embeddings, positions, valid, cache=cache, prefix=prefix, **more)
+        valid = rows[-1]
+        hidden, after, routing = run(*rows, counted=valid if counted is None else counted, **options)
         return hidden, after, replace(routing, chosen=jnp.moveaxis(routing.chosen, 0, 2))
 
     def run(
@@ -123,8 +106,8 @@ def make_policy(
         positions: Int[Array, "B N"],
         valid: Bool[Array, "B N"],
         *,
-        cache: KVCache | None,
-        prefix: KVCache | None,
+        cache: KVCache | None = None,
+        prefix: KVCache | None = None,
         visible: Bool[Array, "B N C"] | None = None,
         experts: Int[Array, "B N L k"] | None = None,
         counted: Bool[Array, "B N"] | None = None,

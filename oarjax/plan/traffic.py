@@ -45,8 +45,8 @@ def _fusion(program: Program, inside: dict[str, Instruction], instruction: Instr
     updates = {name for r in results if (name := _updated(inside, r)) is not None}
     total = 0.0
     for each in inside.values():
-        if each.opcode == "parameter" and each.name not in updates:
-            total += _read(program, users, each) if _far(each.type) else 0.0
+        if each.opcode == "parameter" and each.name not in updates and _far(each.type):
+            total += _read(program, users, each)
     outside = instruction.type if len(results) == len(instruction.type) else ()
     for at, result in enumerate(results):
         array = outside[at : at + 1] or result.type
@@ -75,9 +75,10 @@ def _read(program: Program, users: dict[str, list[Instruction]], parameter: Inst
             total += _size(reader.type)
         elif reader.opcode == "fusion" and (called := reader.called("calls")):
             inside = program.computations[called]
+            users_within = _users(inside)
             places = [at for at, operand in enumerate(reader.operands) if operand == name]
             within = [p for p in inside.values() if p.opcode == "parameter" and int(p.value) in places]
-            total += sum(_read(program, _users(inside), p) for p in within)
+            total += sum(_read(program, users_within, p) for p in within)
         else:
             return whole
     return min(total, whole) if readers else whole

@@ -259,7 +259,8 @@ sys.exit(0) if word == "leave" else time.sleep(600)
 def test_workers_end_with_their_parent(plugin, word, deadline):
     command = [sys.executable, "-c", PARENT, plugin, word, str(deadline)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdin is not None and parent.stdout is not None
+        assert parent.stdin is not None
+        assert parent.stdout is not None
         (pid,) = json.loads(parent.stdout.readline())
         worker = psutil.Process(pid)
         if word == "leave":

@@ -97,7 +97,7 @@ def test_weights_reach_tensor_groups_of_every_size_on_a_large_flat_slice():
     if "TopologyError" in done.stderr:
         pytest.skip(done.stderr.splitlines()[-1])
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["v5e-64:2", "v5e-64:4", "v5e-64:8"]
+    assert done.stdout.split() == ["2", "4", "8"]
 
 
 GATHERS = """
@@ -106,12 +106,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from oarjax.plan.topology import find_slice, slice_devices
 from oarjax.system.mesh import make_mesh, rollout_mesh
 
-for product in ("v5e-64",):
-    mesh = make_mesh(slice=1, data=1, fsdp=-1, tensor=1, devices=slice_devices(find_slice(product)))
-    divided = NamedSharding(mesh, PartitionSpec("fsdp", None))
-    for tensor in (2, 4, 8):
-        kept = NamedSharding(rollout_mesh(mesh, tensor=tensor), PartitionSpec(None, "tensor"))
-        weights = jax.ShapeDtypeStruct((512, 1024), "float32", sharding=divided)
-        jax.jit(lambda x: x * 2, out_shardings=kept).lower(weights).compile()
-        print(f"{product}:{tensor}")
+mesh = make_mesh(slice=1, data=1, fsdp=-1, tensor=1, devices=slice_devices(find_slice("v5e-64")))
+weights = jax.ShapeDtypeStruct((512, 1024), "float32", sharding=NamedSharding(mesh, PartitionSpec("fsdp", None)))
+for tensor in (2, 4, 8):
+    kept = NamedSharding(rollout_mesh(mesh, tensor=tensor), PartitionSpec(None, "tensor"))
+    jax.jit(lambda x: x * 2, out_shardings=kept).lower(weights).compile()
+    print(tensor)
 """
