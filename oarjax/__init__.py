@@ -61,7 +61,7 @@ _HOME = {
     "oarjax.training.programs": ("Shardings", "make_optimizer", "make_steps"),
     "oarjax.training.iteration": ("HostCallbacks", "iterate"),
     "oarjax.training.parts.host": ("GradedAtOnce",),
-    "oarjax.training.run": ("Run",),
+    "oarjax.training.run_parts": ("Run",),
     "oarjax.notebook": (
         "train",
         "credit_lab",

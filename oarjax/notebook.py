@@ -25,9 +25,9 @@ from oarjax.report.curves import PANELS, Record, points
 from oarjax.report.files import CompletionRow, ShownConsole, read_completions, read_metrics, short, visible
 from oarjax.report.page import SIZE, card, chart, colour_scale, line_classes, pick_completions, templates, token_pieces
 from oarjax.runs.stop import Stop, Stopped
-from oarjax.training import run as training
+from oarjax.training import run_parts as training
 from oarjax.training.command import train_once
-from oarjax.training.run import Run
+from oarjax.training.run_parts import Run
 
 
 def train(
@@ -79,7 +79,7 @@ def open_run(cfg: Config) -> Run:
     """Open a run for a custom training loop: its policy, data, tokenizer and programs, each built on first use.
 
     Raises:
-        ConfigError: see ``oarjax.training.run.open_run``.
+        ConfigError: see ``oarjax.training.run_parts.open_run``.
     """
     return training.open_run(cfg, _WarningsOnly())
 

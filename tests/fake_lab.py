@@ -19,7 +19,7 @@ from oarjax.lab.interventions import Choices
 from oarjax.lab.lab import run_lab
 from oarjax.lab.programs import Programs, make_programs
 from oarjax.models.weights import init_params
-from oarjax.training.run import Run, open_run
+from oarjax.training.run_parts import Run, open_run
 from oarjax.types import PromptBatch, Rollout
 
 

@@ -33,7 +33,7 @@ from rich.console import Console
 import oarjax.grading.mixed
 import oarjax.runs.checkpoint
 import oarjax.training.command
-import oarjax.training.run
+import oarjax.training.run_parts
 import oarjax.training.trainer
 import oarjax.training.warm_start
 from oarjax.config import Config, Section, parse_config
@@ -59,7 +59,7 @@ from oarjax.training.parts.hints import hints_of
 from oarjax.training.parts.layout import training_layout
 from oarjax.training.parts.loss import Sums
 from oarjax.training.programs import Steps, make_sft_optimizer, make_sft_step
-from oarjax.training.run import Run, open_run
+from oarjax.training.run_parts import Run, open_run
 from oarjax.types import (
     AnswerSpan,
     Credit,
@@ -639,7 +639,7 @@ def command(cfg: Config) -> Any:
     log: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(oarjax.grading.mixed, "Grader", FakeGrader)
-        patch.setattr(oarjax.training.run, "make_steps", partial(fake_steps, log))
+        patch.setattr(oarjax.training.run_parts, "make_steps", partial(fake_steps, log))
         patch.setattr(oarjax.training.warm_start, "make_sft_step", partial(fake_sft_step, log))
         patch.setattr(oarjax.training.trainer, "peak_flops", lambda dtype: (1e9, "fake"))
         patch.setattr(jax.profiler, "start_trace", lambda folder: log.append("trace"))

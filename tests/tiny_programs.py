@@ -4,7 +4,7 @@ import jax
 import tiny
 
 from oarjax.system.mesh import make_mesh
-from oarjax.training.run import Run
+from oarjax.training.run_parts import Run
 
 
 def one_mesh():

@@ -30,7 +30,7 @@ from oarjax.training.parts.host import GradedAtOnce, HostCallbacks
 from oarjax.training.parts.layout import param_shardings
 from oarjax.training.parts.memory_estimate import phase_memory
 from oarjax.training.parts.shapes import programs
-from oarjax.training.run import Run, open_run
+from oarjax.training.run_parts import Run, open_run
 from oarjax.types import PromptBatch
 
 SLOWER = 2.0

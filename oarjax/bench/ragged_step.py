@@ -36,7 +36,7 @@ from oarjax.system.mesh import make_mesh
 from oarjax.training.iteration import Iteration, iterate
 from oarjax.training.minibatches import Bucket, bucket
 from oarjax.training.programs import Steps
-from oarjax.training.run import Run
+from oarjax.training.run_parts import Run
 from oarjax.types import AnswerSpan, PromptBatch, Rollout
 
 if TYPE_CHECKING:

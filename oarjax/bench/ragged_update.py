@@ -28,7 +28,7 @@ from oarjax.models.weights import decoder_of
 from oarjax.system.mesh import make_mesh
 from oarjax.training.iteration import score
 from oarjax.training.minibatches import MinibatchPlan, bucket, padding_share, sizes_of
-from oarjax.training.run import Run
+from oarjax.training.run_parts import Run
 from oarjax.types import AnswerSpan, Rollout, TrainBatch
 
 if TYPE_CHECKING:

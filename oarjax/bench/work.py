@@ -24,7 +24,7 @@ from oarjax.training.iteration import iterate
 from oarjax.training.minibatches import Piece
 from oarjax.training.parts.host import GradedAtOnce, HostCallbacks
 from oarjax.training.programs import Steps
-from oarjax.training.run import Run
+from oarjax.training.run_parts import Run
 from oarjax.types import AnswerSpan, Grades, Params, PromptBatch, Rollout, TrainBatch
 
 PAD = 0

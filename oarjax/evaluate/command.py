@@ -40,7 +40,7 @@ from oarjax.runs.trust import check_trust
 from oarjax.system.json import to_json
 from oarjax.system.processes import from_first, only_first
 from oarjax.training.held_out import Graded, first_rewards, graded_batches
-from oarjax.training.run import Run, open_run
+from oarjax.training.run_parts import Run, open_run
 from oarjax.types import Params
 
 SETTINGS = (

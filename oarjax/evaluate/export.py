@@ -16,8 +16,8 @@ from oarjax.models.weights import parameter_count
 from oarjax.report.files import make_console
 from oarjax.system.devices import choose_platform
 from oarjax.training.parts.export_target import check_new_folder
-from oarjax.training.run import Run
 from oarjax.training.run_files import restored_state
+from oarjax.training.run_parts import Run
 
 
 def run(source: str, target: Path, dtype: str, shard_gb: float = SHARD_BYTES / 1e9) -> None:

@@ -21,8 +21,8 @@ from oarjax.runs.folder import changed, run_id, start_folder
 from oarjax.runs.manifest import MANIFEST, damage, misplaced, read_manifest
 from oarjax.system.mesh import make_mesh
 from oarjax.training.parts.adapters import plain_params
-from oarjax.training.run import Run
 from oarjax.training.run_files import restored_state
+from oarjax.training.run_parts import Run
 from oarjax.types import Params
 
 

@@ -18,7 +18,7 @@ from oarjax.lab.programs import make_programs, with_method
 from oarjax.lab.results import LabResult, lab_json, print_lab, write_lab
 from oarjax.lab.saved_rollouts import Format, SavedRollout, read_rollouts
 from oarjax.report.files import make_console, visible
-from oarjax.training.run import open_run
+from oarjax.training.run_parts import open_run
 
 
 def run(

@@ -16,7 +16,7 @@ from oarjax.data.tokenizer import chat_ids, encode, errors_at, render_prompt, re
 from oarjax.lab.programs import Programs
 from oarjax.lab.saved_rollouts import SavedRollout
 from oarjax.training.minibatches import bucket, join, take, trim
-from oarjax.training.run import Run
+from oarjax.training.run_parts import Run
 from oarjax.types import AnswerSpan, Rollout
 
 

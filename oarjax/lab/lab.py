@@ -34,7 +34,7 @@ from oarjax.report.files import token_texts
 from oarjax.stats import bootstrap_interval
 from oarjax.training.minibatches import take
 from oarjax.training.parts.hints import hints_of
-from oarjax.training.run import Run
+from oarjax.training.run_parts import Run
 from oarjax.types import AnswerSpan, Hints, PromptBatch, Rollout
 
 WARM_UP = 2

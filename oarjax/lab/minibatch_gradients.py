@@ -48,7 +48,7 @@ from oarjax.training.parts.hints import hints_of
 from oarjax.training.parts.host import HostCallbacks
 from oarjax.training.parts.loss import Sums, sampler_logps
 from oarjax.training.programs import Steps
-from oarjax.training.run import Run
+from oarjax.training.run_parts import Run
 from oarjax.types import AnswerSpan, Params, Rollout, TrainBatch, TrainState
 
 PLAIN = "uniform (GRPO)"

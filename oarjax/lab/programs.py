@@ -14,7 +14,7 @@ from oarjax.credit.bind import scorer
 from oarjax.credit.measures import measure
 from oarjax.lab.interventions import Branches, answer_choice_changes, branch_prompts, choices
 from oarjax.models.policy import positions_of
-from oarjax.training.run import Run
+from oarjax.training.run_parts import Run
 from oarjax.training.sampling import group_sampler
 from oarjax.types import AnswerSpan, Hints, Params, Rollout
 

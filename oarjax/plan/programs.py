@@ -23,7 +23,7 @@ from oarjax.training.parts.shapes import (
     score_program,
     update_program,
 )
-from oarjax.training.run import Run
+from oarjax.training.run_parts import Run
 
 STOPS, PAD = (151645, 151643), 151643
 """Qwen's. They are constants of a program, which costs the same whatever they are."""

@@ -24,8 +24,8 @@ from oarjax.runs.trust import check_trust
 from oarjax.system.devices import choose_platform, use_compilation_cache
 from oarjax.system.json import to_json
 from oarjax.system.mesh import make_mesh
-from oarjax.training.run import Run
 from oarjax.training.run_files import restored_state
+from oarjax.training.run_parts import Run
 from oarjax.types import Params
 
 SHOWN = 20

@@ -22,7 +22,7 @@ from oarjax.rollout.sampler import rollout_key
 from oarjax.runs.bad_batches import Header
 from oarjax.training.iteration import NOISE, ORDER
 from oarjax.training.parts.loss import RowCheck, imitation, make_row_check, policy_gradient, sampler_logps
-from oarjax.training.run import Run
+from oarjax.training.run_parts import Run
 from oarjax.types import AnswerSpan, Evidence, Params, Scores, TrainBatch
 
 

@@ -30,7 +30,7 @@ from oarjax.runs.trust import note_trusted
 from oarjax.training.command import start_policy
 from oarjax.training.held_out import Evaluation, evaluation_from, plain_evaluation
 from oarjax.training.parts.inputs import check_inputs
-from oarjax.training.run import Run, open_run
+from oarjax.training.run_parts import Run, open_run
 from oarjax.training.trainer import train
 
 BEFORE = "before.json"

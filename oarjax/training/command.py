@@ -30,8 +30,8 @@ from oarjax.training.parts.dry_run import try_rewards
 from oarjax.training.parts.export_target import check_export
 from oarjax.training.parts.inputs import check_inputs, pin_threads, seal_start
 from oarjax.training.results import show_results
-from oarjax.training.run import Run, open_run
 from oarjax.training.run_files import check_checkpoint
+from oarjax.training.run_parts import Run, open_run
 from oarjax.training.trainer import Trained, train
 from oarjax.training.warm_start import warm_start
 from oarjax.types import Params

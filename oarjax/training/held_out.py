@@ -20,7 +20,7 @@ from oarjax.stats import answer_numbers, majority_correct, mean_score, pass_at_k
 from oarjax.system.json import number, numbers, to_plain
 from oarjax.training.minibatches import take
 from oarjax.training.parts.ahead import prompt_step
-from oarjax.training.run import Run
+from oarjax.training.run_parts import Run
 from oarjax.types import Grades, Params, Rollout
 
 

@@ -16,7 +16,7 @@ from oarjax.report.summary import SummaryRow, print_summary, summarise, write_su
 from oarjax.runs.checkpoint import best
 from oarjax.training.held_out import Evaluation
 from oarjax.training.parts.memory_estimate import memory_facts
-from oarjax.training.run import Run
+from oarjax.training.run_parts import Run
 from oarjax.training.trainer import Trained
 
 

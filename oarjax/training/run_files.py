@@ -30,7 +30,7 @@ from oarjax.runs.folder import refuse_another_config
 from oarjax.training.held_out import Evaluation, evaluation_from, plain_evaluation
 from oarjax.training.iteration import Iteration
 from oarjax.training.parts.adapters import trained_shapes
-from oarjax.training.run import Run
+from oarjax.training.run_parts import Run
 from oarjax.types import TrainState
 
 

@@ -36,8 +36,8 @@ from oarjax.training.parts.hints import hints_of
 from oarjax.training.parts.host import HostCallbacks
 from oarjax.training.parts.known import compile_known
 from oarjax.training.parts.memory_estimate import report_memory
-from oarjax.training.run import Run
 from oarjax.training.run_files import RunFiles
+from oarjax.training.run_parts import Run
 from oarjax.types import Grades, Params
 
 

@@ -22,7 +22,7 @@ from oarjax.training.parts.adapters import plain_params
 from oarjax.training.parts.layout import training_layout
 from oarjax.training.parts.state import new_state
 from oarjax.training.programs import make_sft_optimizer, make_sft_step
-from oarjax.training.run import Run
+from oarjax.training.run_parts import Run
 from oarjax.types import Params, TrainBatch
 
 

@@ -25,7 +25,7 @@ from oarjax.lab.lab import draws_noise, grade_continuations, known_tokens, run_l
 from oarjax.lab.oracles import Continuation
 from oarjax.lab.results import read_lab
 from oarjax.lab.saved_rollouts import SavedRollout, read_rollouts
-from oarjax.training.run import open_run
+from oarjax.training.run_parts import open_run
 from oarjax.types import AnswerSpan
 
 METHODS = {

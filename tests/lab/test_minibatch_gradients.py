@@ -24,7 +24,7 @@ from oarjax.lab.results import gradient_notes, read_lab, tables
 from oarjax.models.weights import init_params
 from oarjax.training.minibatches import Bucket, Piece
 from oarjax.training.parts.loss import descend, policy_gradient
-from oarjax.training.run import open_run
+from oarjax.training.run_parts import open_run
 from oarjax.types import Grades, TrainBatch, TrainState
 
 

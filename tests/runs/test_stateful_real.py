@@ -29,7 +29,7 @@ from oarjax.runs.folder import claim, locked, refuse_another_run
 from oarjax.runs.stop import Stop, Stopped
 from oarjax.training import trainer
 from oarjax.training.parts.inputs import check_inputs
-from oarjax.training.run import open_run
+from oarjax.training.run_parts import open_run
 
 pytestmark = pytest.mark.slow
 

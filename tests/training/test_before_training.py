@@ -16,7 +16,7 @@ from oarjax.report.files import make_console
 from oarjax.runs.durable import StorageError
 from oarjax.training.parts.dry_run import try_rewards
 from oarjax.training.parts.export_target import check_export
-from oarjax.training.run import open_run
+from oarjax.training.run_parts import open_run
 
 PLUGIN = """
 import os

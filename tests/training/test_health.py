@@ -16,7 +16,7 @@ from oarjax.report.console import WARNINGS, OnceWarnings
 from oarjax.runs.bad_batches import read_bad_batch, read_params
 from oarjax.training import health as module
 from oarjax.training.health import Health, UnhealthyRun
-from oarjax.training.run import open_run
+from oarjax.training.run_parts import open_run
 
 # --- Warnings --------------------------------------------------------------------------------------------------------
 

@@ -94,7 +94,7 @@ def test_what_does_not_divide_is_refused():
 PROGRAM = """
 import json, math, sys
 import jax
-from oarjax.training.run import Run
+from oarjax.training.run_parts import Run
 from oarjax.training.parts.shapes import programs
 from oarjax.plan.hlo import COLLECTIVES, parse
 from oarjax.system.mesh import make_mesh

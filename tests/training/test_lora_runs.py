@@ -17,7 +17,7 @@ from oarjax.runs.checkpoint import Checkpoints
 from oarjax.runs.folder import changed
 from oarjax.runs.stop import Stop
 from oarjax.training import command, trainer, warm_start
-from oarjax.training.run import open_run
+from oarjax.training.run_parts import open_run
 from oarjax.training.trainer import Trained
 
 SMALL = [

@@ -34,7 +34,7 @@ from oarjax.runs.stop import Stop
 from oarjax.runs.trust import note_trusted
 from oarjax.training.command import start_policy, train_once
 from oarjax.training.parts.inputs import check_inputs, pin_threads, seal_start
-from oarjax.training.run import open_run
+from oarjax.training.run_parts import open_run
 
 
 @pytest.fixture(autouse=True)

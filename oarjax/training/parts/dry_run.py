@@ -8,7 +8,7 @@ from oarjax.grading.grader import GraderError
 from oarjax.grading.mixed import RunGrader
 from oarjax.grading.rewards import Sample
 from oarjax.report.console import OnceWarnings
-from oarjax.training.run import Run
+from oarjax.training.run_parts import Run
 from oarjax.types import Grades
 
 AROUND = {"boxed": r"\boxed{%s}", "hash": "#### %s", "tag": "<answer>%s</answer>"}

@@ -14,7 +14,7 @@ from oarjax.config import ConfigError
 from oarjax.models.weights import parameter_count
 from oarjax.runs.durable import DISK, StorageError, cannot_write, exists
 from oarjax.training.parts.policy import stored_dtype_of
-from oarjax.training.run import Run
+from oarjax.training.run_parts import Run
 
 
 def check_export(run: Run, target: Path) -> None:

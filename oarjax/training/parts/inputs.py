@@ -20,7 +20,7 @@ from oarjax.runs.inputs import (
 )
 from oarjax.runs.trust import code_digests
 from oarjax.system.devices import pin_cpu_threads
-from oarjax.training.run import Run
+from oarjax.training.run_parts import Run
 
 
 def check_inputs(run: Run, folder: Path | None = None) -> Differences:

@@ -23,7 +23,7 @@ from oarjax.rollout.sampler import rollout_key
 from oarjax.training.minibatches import Bucket, buckets
 from oarjax.training.parts.ahead import prompt_step
 from oarjax.training.parts.shapes import Program, learning_programs, programs
-from oarjax.training.run import Run
+from oarjax.training.run_parts import Run
 from oarjax.types import PromptBatch, TrainState
 
 

@@ -22,7 +22,7 @@ from oarjax.runs.durable import write_durably
 from oarjax.system.devices import DeviceError, memory_limit
 from oarjax.system.processes import only_first
 from oarjax.training.parts.shapes import Part, Phase, Program, beside, programs, resident
-from oarjax.training.run import Run
+from oarjax.training.run_parts import Run
 
 FILE = "memory.json"
 

@@ -36,7 +36,7 @@ from oarjax.training.parts.fused import FusedRows, FusedSums
 from oarjax.training.parts.hints import teacher_prompts
 from oarjax.training.parts.loss import Sums
 from oarjax.training.parts.policy import stored_dtype_of
-from oarjax.training.run import Run
+from oarjax.training.run_parts import Run
 from oarjax.types import AnswerSpan, Hints, Privileged, PromptBatch, Rollout, TrainBatch, TrainState
 
 Phase = Literal["reshard", "sample", "evaluate", "score", "credit", "update", "fused", "apply"]

@@ -10,7 +10,7 @@ from oarjax.runs.stop import Stop, Stopped
 from oarjax.training import command
 from oarjax.training.minibatches import Bucket
 from oarjax.training.parts.known import by_length
-from oarjax.training.run import open_run
+from oarjax.training.run_parts import open_run
 
 
 def test_a_stop_is_heard_before_the_first_evaluation(tmp_path, monkeypatch, unchecked):
