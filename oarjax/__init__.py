@@ -18,8 +18,12 @@ The public names, each imported when it is first used; importing oarjax itself o
     notebooks     show_curves, show_completions, show_tokens, show_credit, show_lab, show_lab_figure
 """
 
+import os
 from importlib import import_module
 from typing import Any
+
+# transformers only reads tokenizers here and needs no torch; its notice looks like a broken install.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 __version__ = "0.1.0"
 
@@ -60,7 +64,7 @@ _HOME = {
     "oarjax.config": ("Config", "load_config"),
     "oarjax.training.programs": ("Shardings", "make_optimizer", "make_steps"),
     "oarjax.training.iteration": ("HostCallbacks", "iterate"),
-    "oarjax.training.parts.host": ("GradedAtOnce",),
+    "oarjax.training.parts.host_callbacks": ("GradedAtOnce",),
     "oarjax.training.run_parts": ("Run",),
     "oarjax.notebook": (
         "train",

@@ -421,8 +421,6 @@ def accept(
 
 def main() -> None:
     """Run the command; a user's error prints a message without traceback and exits with 2 (75 for storage)."""
-    # transformers only reads tokenizers here and needs no torch; its notice looks like a broken install.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         app()
     except SystemExit as error:

@@ -25,7 +25,7 @@ PURE = (
         "training.programs",
         "training.parts.advantages",
         "training.parts.fused",
-        "training.parts.host",
+        "training.parts.host_callbacks",
         "training.parts.loss",
         "training.minibatches",
         "training.metrics",

@@ -26,7 +26,7 @@ from oarjax.plan.sums import model_flops, read_bytes
 from oarjax.report.console import PhaseTimer
 from oarjax.system.devices import memory_limit
 from oarjax.training.iteration import iterate
-from oarjax.training.parts.host import GradedAtOnce, HostCallbacks
+from oarjax.training.parts.host_callbacks import GradedAtOnce, HostCallbacks
 from oarjax.training.parts.layout import param_shardings
 from oarjax.training.parts.memory_estimate import phase_memory
 from oarjax.training.parts.shapes import programs

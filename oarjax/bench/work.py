@@ -22,7 +22,7 @@ from oarjax.models.weights import decoder_of
 from oarjax.system.mesh import make_mesh
 from oarjax.training.iteration import iterate
 from oarjax.training.minibatches import Piece
-from oarjax.training.parts.host import GradedAtOnce, HostCallbacks
+from oarjax.training.parts.host_callbacks import GradedAtOnce, HostCallbacks
 from oarjax.training.programs import Steps
 from oarjax.training.run_parts import Run
 from oarjax.types import AnswerSpan, Grades, Params, PromptBatch, Rollout, TrainBatch

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,11 +31,11 @@ from oarjax.evaluate.results import (
 from oarjax.evaluate.samples import SampleLines
 from oarjax.evaluate.target import Target, find_target, load_target, weights_digest
 from oarjax.grading.recorded import setup_of
-from oarjax.report.console import Progress
+from oarjax.report.console import Progress, resumable
 from oarjax.report.files import make_console, visible
 from oarjax.runs.durable import cannot_read, exists, storage_errors, write_durably
 from oarjax.runs.folder import locked
-from oarjax.runs.stop import Stop, Stopped
+from oarjax.runs.stop import Stop
 from oarjax.runs.trust import check_trust
 from oarjax.system.json import to_json
 from oarjax.system.processes import from_first, only_first
@@ -115,7 +115,8 @@ def run(
     parts = [Part(name, asks, open_run(cfg, console, evaluates=True)) for (name, asks, _), cfg in zip(trees, configs)]
     first = parts[0].run
     with ExitStack() as stack:
-        stack.enter_context(_stoppable(console, folder))
+        stack.enter_context(resumable(console, folder))
+        stack.enter_context(Stop())
         if first.first:
             stack.enter_context(locked(folder, option="--out"))
         stack.enter_context(storage_errors(folder))
@@ -138,17 +139,6 @@ def run(
         else:
             print_results(console, result)
             console.print(f"written to {folder}", markup=False)
-
-
-@contextmanager
-def _stoppable(console: Console, folder: Path) -> Iterator[None]:
-    """Exit on SIGTERM and Ctrl-C as a stopped run does: every whole batch is on disk."""
-    with Stop():
-        try:
-            yield
-        except Stopped:
-            console.print(f"stopped; the same command resumes with what is in {folder}", markup=False)
-            raise
 
 
 def run_compare(ours: Path, theirs: Path, *, as_json: bool) -> None:

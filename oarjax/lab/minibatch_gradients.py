@@ -45,7 +45,7 @@ from oarjax.stats import Interval, jackknife_interval, mean_interval
 from oarjax.training.iteration import NOISE, ORDER, draw, score
 from oarjax.training.minibatches import MinibatchPlan, Piece, sizes_of, widen, widest_prompt
 from oarjax.training.parts.hints import hints_of
-from oarjax.training.parts.host import HostCallbacks
+from oarjax.training.parts.host_callbacks import HostCallbacks
 from oarjax.training.parts.loss import Sums, sampler_logps
 from oarjax.training.programs import Steps
 from oarjax.training.run_parts import Run

@@ -1,4 +1,7 @@
-"""Choose what the backward pass recomputes of a layer (remat): ``policy.remat`` of a config, by ``make_policy``."""
+"""Choose what the backward pass recomputes of a layer (remat).
+
+``policy.remat`` of a config, an argument of ``make_policy`` in qwen.py.
+"""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
@@ -24,6 +25,7 @@ from oarjax.config import Config
 from oarjax.credit.method import MEASURES
 from oarjax.credit.registry import label
 from oarjax.report.files import Metrics, make_console, short, visible
+from oarjax.runs.stop import Stopped
 
 LIVE = (
     {
@@ -167,6 +169,16 @@ class Progress:
 
 def _one_line(text: str, style: str) -> Text:
     return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+
+
+@contextmanager
+def resumable(console: Console, folder: Path) -> Iterator[None]:
+    """Tell the user of a stopped command that it can be resumed."""
+    try:
+        yield
+    except Stopped:
+        console.print(f"stopped; the same command resumes with what is in {folder}", markup=False)
+        raise
 
 
 # Warnings and banner ----------------------------------------------------------------------------------------------

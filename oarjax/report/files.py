@@ -22,6 +22,7 @@ from typing import IO, Any, SupportsFloat, cast
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.status import Status
 from rich.text import Text
 
 from oarjax.errors import UserError
@@ -49,6 +50,12 @@ class ShownConsole(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+    def status(self, status: RenderableType, **options: Any) -> Status:
+        """Show a spinner with this text; without a terminal, print it once."""
+        if not self.is_terminal:
+            self.print(f"{status} ...", markup=False)
+        return super().status(status, **options)
 
 
 def print_error(error: BaseException) -> int:

@@ -16,7 +16,7 @@ from oarjax.credit.registry import choices, label
 from oarjax.data.hf import export, remove_half_written
 from oarjax.grading.recorded import Grading
 from oarjax.report.command import write_facts
-from oarjax.report.console import banner, run_lines
+from oarjax.report.console import banner, resumable, run_lines
 from oarjax.report.files import make_console
 from oarjax.runs.checkpoint import remove_all
 from oarjax.runs.durable import DamagedError, cannot_read, check_guards, exists, storage_errors, write_durably
@@ -81,6 +81,7 @@ def train_once(cfg: Config, console: Console, stop: Stop, on_lines: Callable[[],
     changes = refuse_another_run(folder, cfg)
     with ExitStack() as stack:
         run = open_run(cfg, console, hold=partial(_hold, stack, folder, cfg))
+        stack.enter_context(resumable(console, folder))
         stack.enter_context(storage_errors(folder))
         check_checkpoint(run, folder)
         if run.first:

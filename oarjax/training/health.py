@@ -17,7 +17,7 @@ from oarjax.report.console import OnceWarnings
 from oarjax.runs.bad_batches import FOLDER, Header, write_bad_batch, write_params
 from oarjax.training.metrics import NONFINITE, QUANTITIES
 from oarjax.training.minibatches import trim_evidence
-from oarjax.training.parts.host import PhaseRecord
+from oarjax.training.parts.host_callbacks import PhaseRecord
 from oarjax.training.run_parts import Run
 from oarjax.types import AnswerSpan, Evidence, Mean, Params, Rollout, TrainBatch, TrainState
 

@@ -30,7 +30,7 @@ from oarjax.training.minibatches import (
     widest_prompt,
 )
 from oarjax.training.parts.fused import FusedRows
-from oarjax.training.parts.host import HostCallbacks, PhaseRecord
+from oarjax.training.parts.host_callbacks import HostCallbacks, PhaseRecord
 from oarjax.training.parts.loss import Sums, sampler_logps
 from oarjax.training.programs import Steps
 from oarjax.types import (

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Bool, Int
 
 from oarjax.config import Config
@@ -30,6 +31,17 @@ def bucket(length: int, step: int, limit: int | None = None) -> int:
 def widest_prompt(cfg: Config) -> int:
     """Return the positions that the longest prompt of a config is padded to."""
     return bucket(cfg.data.max_prompt, cfg.rollout.prompt_bucket)
+
+
+def compiles_ahead(cfg: Config, mesh: Mesh) -> bool:
+    """Return True if every program is compiled before the first iteration."""
+    on_accelerators = mesh.devices.flat[0].platform != "cpu"
+    return cfg.compile_ahead == "on" or (cfg.compile_ahead == "auto" and on_accelerators)
+
+
+def prompt_step(cfg: Config, mesh: Mesh) -> int:
+    """Return the step of prompt widths: the whole width if programs are compiled ahead."""
+    return widest_prompt(cfg) if compiles_ahead(cfg, mesh) else cfg.rollout.prompt_bucket
 
 
 def buckets(step: int, limit: int) -> list[int]:

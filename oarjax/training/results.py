@@ -31,7 +31,9 @@ def show_results(
         write_summary(folder / "summary.json", rows)
     for trained in chain.from_iterable(runs.values()):
         for name in best_checkpoint(trained.folder, cfg.checkpoint.best).values():
-            console.print(f"best    {trained.folder}/{name}; write it as a policy with oarjax export", markup=False)
+            checkpoint = trained.folder / name
+            written = f"oarjax export {str(checkpoint).split(' (')[0]} FOLDER"
+            console.print(f"best    {checkpoint}; as a policy: {written}", markup=False, soft_wrap=True)
     if not cfg.report.html:
         return
     shown = next(iter(runs.values()))[0]

@@ -1,4 +1,4 @@
-"""Write a run's files while it iterates, consistently: metrics, completions, verdicts and checkpoints.
+"""Write a run's files while it iterates (metrics, completions, verdicts, checkpoints), and resume from them.
 
 A checkpoint records the lengths of the other files. A run that resumes from it truncates them to these lengths, so that
 they end with each line once, as if the run had never stopped.

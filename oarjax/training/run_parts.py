@@ -43,9 +43,8 @@ from oarjax.rollout.stop_strings import cut_text
 from oarjax.system.devices import choose_platform, use_compilation_cache
 from oarjax.system.mesh import make_mesh
 from oarjax.system.processes import is_first, join_processes, to_devices, to_host
-from oarjax.training.minibatches import bucket
+from oarjax.training.minibatches import bucket, prompt_step
 from oarjax.training.parts.adapters import start_adapters, trained_count, trained_shapes
-from oarjax.training.parts.ahead import prompt_step
 from oarjax.training.parts.checks import check_failures, check_grading, check_lengths, check_report
 from oarjax.training.parts.custom import check_credit, check_custom, find_advantages, find_loss, find_method, find_probe
 from oarjax.training.parts.grades import RolloutGrading, grader_of

@@ -29,12 +29,12 @@ from oarjax.system.devices import peak_flops, to_host_memory
 from oarjax.training.health import Health
 from oarjax.training.held_out import Evaluation, evaluate
 from oarjax.training.iteration import Iteration, iterate
+from oarjax.training.minibatches import compiles_ahead, prompt_step
 from oarjax.training.parts.adapters import trained_count
-from oarjax.training.parts.ahead import compiles_ahead, prompt_step
+from oarjax.training.parts.compile_ahead import compile_known
 from oarjax.training.parts.fused import fuses
 from oarjax.training.parts.hints import hints_of
-from oarjax.training.parts.host import HostCallbacks
-from oarjax.training.parts.known import compile_known
+from oarjax.training.parts.host_callbacks import HostCallbacks
 from oarjax.training.parts.memory_estimate import report_memory
 from oarjax.training.run_files import RunFiles
 from oarjax.training.run_parts import Run
@@ -109,9 +109,7 @@ def train(
         if run.wants_memory:
             report_memory(run, folder, console)
             stop.check()
-        name = cfg.credit.method
-        if run.custom_method is not None:
-            name = label(name, "", cfg.credit.function)
+        name = label(cfg.credit.method, cfg.credit.permuted_of, cfg.credit.function)
         baseline = None if before is None else before.metrics["pass_at_1"]
         progress = stack.enter_context(
             Progress(cfg.iterations, label=name, console=console, compiles=first < cfg.iterations, baseline=baseline)
@@ -175,7 +173,7 @@ def train(
             last = evaluate(run, grader, all_params(state))
     show_completions(console, cfg.iterations, rows)
     if programs := run.steps.decode_programs():
-        console.print(f"rollouts ran {programs} decode programs, one per number of rows and of cache slots")
+        console.print(f"rollouts used {programs} compiled decode programs: one per number of rows and of cache slots")
     spent = sum(record.get("seconds/total", 0.0) for record in read_metrics(folder / "metrics.jsonl"))
     return Trained(folder, all_params(state), last, spent or time.perf_counter() - began)
 

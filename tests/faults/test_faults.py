@@ -233,7 +233,7 @@ def test_a_full_disk(config, whole, disk, tmp_path, policy):
     assert "error: cannot write " in text
     assert "No space left on device" in text
     assert not OURS.search(text), text
-    assert ("oar_g 6/6" in text) == (policy == "warn")  # and then the export has no room
+    assert ("OAR-G 6/6" in text) == (policy == "warn")  # and then the export has no room
     intact(run)
     filler.unlink()
     code, text = micro.finish(config, run)
@@ -303,7 +303,7 @@ def test_a_mount_that_vanishes(config, whole, tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "moment", "left"),
-    [(signal.SIGHUP, "sft 20/40", "sft.json"), (signal.SIGTERM, "oar_g 1/6", "checkpoints.json")],
+    [(signal.SIGHUP, "sft 20/40", "sft.json"), (signal.SIGTERM, "OAR-G 1/6", "checkpoints.json")],
 )
 def test_told_to_stop_it_saves_and_says_75(config, whole, tmp_path, number, moment, left):
     run = tmp_path / "run"
@@ -311,6 +311,7 @@ def test_told_to_stop_it_saves_and_says_75(config, whole, tmp_path, number, mome
     micro.wait_for(process, run.with_suffix(".log"), moment)
     process.send_signal(number)
     assert process.wait(timeout=600) == 75, micro.output(run)
+    assert "stopped; the same command resumes" in micro.output(run)
     assert (run / left).exists()
     assert not (run / "export").exists()
     assert not OURS.search(micro.output(run))

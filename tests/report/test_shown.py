@@ -68,6 +68,13 @@ def test_a_progress_bar_moves_the_cursor_itself(monkeypatch):
     assert b"<U+001B>" not in stream.buffer.getvalue()
 
 
+def test_without_a_terminal_a_spinner_is_a_line():
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    with make_console(stream).status("scores of every method"):
+        stream.flush()
+        assert stream.buffer.getvalue() == b"scores of every method ...\n"
+
+
 @pytest.mark.parametrize(("error", "code"), [(UserError(EVIL), 2), (RuntimeError(EVIL), 1)])
 def test_errors_of_a_command(monkeypatch, capfd, error, code):
     def fails():

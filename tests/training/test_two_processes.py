@@ -172,7 +172,7 @@ def test_two_processes_train_as_one_and_go_on_over_another_mesh(config, tmp_path
     dropped = re.search(r"(\d+) problems, (\d+) over 5 tokens left out", first)  # before they are dealt to processes
     assert dropped, first
     assert int(dropped[1]) < int(dropped[2])
-    for words in ("run folder", "oar_g 1/2", "policy"):  # the first process speaks for both
+    for words in ("run folder", "OAR-G 1/2", "policy"):  # the first process speaks for both
         assert words in first, words
         assert words not in second, words
 

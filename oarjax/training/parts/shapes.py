@@ -29,9 +29,8 @@ from oarjax.models.lora import all_params
 from oarjax.models.moe import index_dtype
 from oarjax.models.sharding import batch_spec
 from oarjax.models.weights import abstract_params
-from oarjax.training.minibatches import Bucket, buckets, widest_prompt
+from oarjax.training.minibatches import Bucket, buckets, prompt_step, widest_prompt
 from oarjax.training.parts.adapters import trained_shapes
-from oarjax.training.parts.ahead import prompt_step
 from oarjax.training.parts.fused import FusedRows, FusedSums
 from oarjax.training.parts.hints import teacher_prompts
 from oarjax.training.parts.loss import Sums

@@ -9,7 +9,7 @@ from oarjax.runs.folder import changed
 from oarjax.runs.stop import Stop, Stopped
 from oarjax.training import command
 from oarjax.training.minibatches import Bucket
-from oarjax.training.parts.known import by_length
+from oarjax.training.parts.compile_ahead import by_length
 from oarjax.training.run_parts import open_run
 
 

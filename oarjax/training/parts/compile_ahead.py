@@ -20,8 +20,7 @@ from rich.console import Console
 from oarjax.credit.probe import ProbeMode
 from oarjax.models.lora import all_params
 from oarjax.rollout.sampler import rollout_key
-from oarjax.training.minibatches import Bucket, buckets
-from oarjax.training.parts.ahead import prompt_step
+from oarjax.training.minibatches import Bucket, buckets, prompt_step
 from oarjax.training.parts.shapes import Program, learning_programs, programs
 from oarjax.training.run_parts import Run
 from oarjax.types import PromptBatch, TrainState
