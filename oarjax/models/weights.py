@@ -9,7 +9,7 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any, Literal
 
 import jax
@@ -59,6 +59,7 @@ Axis = tuple[str, int, int]
 """(name, size, pieces that it may be sharded into)."""
 
 
+@lru_cache(maxsize=16)
 def weight_table(cfg: QwenConfig) -> tuple[Weight, ...]:
     """List every tensor of the model, embedding first. A tied head has no entry."""
     embed, norms = cfg.hidden_size, "zeros" if cfg.delta else "ones"
