@@ -7,6 +7,7 @@ every copy has its own matrices.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -20,8 +21,11 @@ from jaxtyping import Array, Float, Int
 
 from oarjax.models.precision import precision_of
 
-BLOCK = 512
+BLOCK = 256
 """Rows per product of ``grouped_outer``: few, so that padding groups costs little, but enough for a matrix unit."""
+
+LOOP = "grouped_outer"
+"""Scope of the loop over blocks, whose length depends on the groups: a plan reads rows and groups behind it."""
 
 _rows = Primitive("grouped_dot")
 _matrices = Primitive("grouped_outer")
@@ -54,6 +58,8 @@ def _dot(rows: Array, matrices: Array, sizes: Array, *, dtype: np.dtype) -> Arra
 def _outer(left: Array, right: Array, sizes: Array, *, dtype: np.dtype) -> Array:
     """Add up blocks of rows, one matrix product each; the last block of a group is padded with zeros.
 
+    The loop ends with the last group: rows after it, which belong to other devices' experts, cost nothing.
+
     ``jax.lax.ragged_dot_general`` has this product too, but TPU compilers (libtpu 0.0.42) turn it into a dense one over
     every group's mask, which multiplies the work by the number of groups.
     """
@@ -66,7 +72,7 @@ def _outer(left: Array, right: Array, sizes: Array, *, dtype: np.dtype) -> Array
     wide = jnp.promote_types(dtype, jnp.float32)
 
     def add(i: Any, total: Array) -> Array:
-        group = jnp.minimum(jnp.searchsorted(last, i, side="right"), groups - 1)  # the last one again adds nothing
+        group = jnp.sum(last <= i)
         begin = ends[group] - sizes[group] + (i - last[group] + blocks[group]) * block
         own = (begin + jnp.arange(block) < ends[group])[:, None]
         x, y = (jax.lax.dynamic_slice_in_dim(z, begin, block) for z in (left, right))
@@ -77,7 +83,13 @@ def _outer(left: Array, right: Array, sizes: Array, *, dtype: np.dtype) -> Array
         return total.at[group].add(more)
 
     empty = jnp.zeros((groups, left.shape[1], right.shape[1]), wide)
-    return jax.lax.fori_loop(0, rows // block + min(groups, rows), add, empty).astype(dtype)
+    with jax.named_scope(f"{LOOP}_{rows}_{groups}"):
+        return jax.lax.fori_loop(0, last[-1], add, empty).astype(dtype)
+
+
+def even_blocks(rows: int, groups: int, share: float) -> int:
+    """Count the blocks of ``grouped_outer`` if groups of equal size hold ``share`` of the rows."""
+    return groups * math.ceil(rows * share / groups / min(BLOCK, rows))
 
 
 def _same_dtype(a: Array, b: Array) -> tuple[Array, Array]:

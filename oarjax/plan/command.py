@@ -253,6 +253,7 @@ def document(
                 chip=where.chip,
                 chips=chips,
                 work=found,
+                experts=model.experts.count if model.experts else 0,
                 model=model_flops(phase, model, asked),
                 read=read(phase, result),
             )

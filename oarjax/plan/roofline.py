@@ -94,20 +94,31 @@ SPLASH = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
 """Products of a score block that each kernel computes, those that it computes again included."""
 
 
-def kernel_flops(name: str, operands: Sequence[tuple[int, ...]], *, block: Callable[[int], int]) -> float:
+GROUPED = "ragged-dot"
+"""Start of the names of the compiler's own kernels for experts."""
+
+
+def kernel_flops(
+    name: str, operands: Sequence[tuple[int, ...]], *, block: Callable[[int], int], experts: int = 0
+) -> float:
     """Count a kernel call's FLOPs: splash attention, whose partly visible blocks are computed whole, or experts.
 
     Args:
         operands: sizes; the largest three in a row are q [rows, heads, N, h] and k and v [rows, kv heads, M, h], the N
             queries standing at the end of the M keys. The compiler leaves the axis of a single row out. Those of a
-            grouped product end with the rows [R, D] and the matrices [experts, D, F].
+            grouped product end with the rows [R, D] and the matrices [experts held, D, F].
         block: side of a block for a length.
+        experts: number in all. With even loads a chip that holds some of them multiplies that share of the rows: the
+            kernel ends with the last group.
 
     Raises:
         ValueError: another kernel.
     """
-    if name.startswith("ragged-dot"):  # the compiler's own; its metadata are the groups' places
-        return 0.0 if "metadata" in name else 2.0 * operands[-2][0] * math.prod(operands[-1][1:])
+    if name.startswith(GROUPED):
+        if "metadata" in name:  # the groups' places
+            return 0.0
+        held = operands[-1][0]
+        return 2.0 * operands[-2][0] * math.prod(operands[-1][1:]) * min(held / (experts or held), 1.0)
     products = next((n for start, n in SPLASH.items() if name.startswith(start)), None)
     if products is None:
         raise ValueError(f"kernel {name}: expected one of {', '.join(SPLASH)}; its FLOPs are not known")

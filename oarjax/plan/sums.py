@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from oarjax.config import Config, CreditConfig
@@ -14,6 +16,7 @@ from oarjax.credit.method import CreditMethod
 from oarjax.credit.oar.oar_l import SCOPE, chunk_size
 from oarjax.credit.oar.oar_p import bucket_sizes
 from oarjax.credit.registry import CUSTOM
+from oarjax.models.grouped_dot import LOOP, even_blocks
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.splash import block_of
 from oarjax.models.weights import decoder_of, matmul_parameters
@@ -21,6 +24,7 @@ from oarjax.plan.hlo import Executed, executed
 from oarjax.plan.links import Ways, collective_seconds
 from oarjax.plan.programs import Shapes, shapes_of, times_of
 from oarjax.plan.roofline import (
+    GROUPED,
     Reached,
     decoding_bytes,
     executed_fused_flops,
@@ -76,8 +80,12 @@ def count(text: str, s: Shapes, credit: CreditConfig, model: QwenConfig) -> Exec
     runs = [math.ceil(share * (end - low) / size) for low, end, size in zip(lows, ends, sizes)]
     places = 1 + min(credit.local.window, s.completion - 1) + credit.local.answers
     local = math.ceil(s.completion / chunk_size(s.completion, places=places, chunk=masking.chunk))
+    experts = model.experts.count if model.experts else 1
 
     def trips(op_name: str, branching: bool) -> float:
+        if outer := re.search(rf"{LOOP}_(\d+)_(\d+)\)*/while$", op_name):
+            rows, held = map(int, outer.groups())
+            return float(even_blocks(rows, held, min(held / experts, 1.0)))
         if branching:
             return sum(runs)
         if op_name.count("while") == 1:
@@ -98,10 +106,14 @@ def phase_of(
     chip: Chip,
     chips: int,
     work: Executed | None,
+    experts: int,
     model: float,
     read: float,
 ) -> dict[str, Any]:
-    """Return one column of a plan, per chip except ``model``, which is for all; ``work`` is None if it does not fit."""
+    """Return one column of a plan, per chip except ``model``, which is for all; ``work`` is None if it does not fit.
+
+    ``experts`` is the policy's number of experts, 0 without.
+    """
     beside = result["beside"]
     program = result["memory"]["peak"] if "memory" in result else result["needs"]
     total = None if program is None else program + beside
@@ -118,7 +130,9 @@ def phase_of(
     }
     if work is None:
         return line
-    kernels = sum(n * kernel_flops(k.name, k.operands, block=block_of) for k, n in work.kernels.items())
+    flops_of = partial(kernel_flops, block=block_of, experts=experts)
+    by_kernel = {kernel: times * flops_of(kernel.name, kernel.operands) for kernel, times in work.kernels.items()}
+    kernels = sum(by_kernel.values())
     done = work.flops + kernels
     times = roofline(chip, flops=done, sent=sum(work.collectives.values()), read=read)
     ways, reached = {members: Ways(**way) for members, way in result["ways"]}, Reached()
@@ -130,6 +144,7 @@ def phase_of(
     return line | {
         "executed": done,
         "kernels": kernels,
+        "grouped": sum(n for k, n in by_kernel.items() if k.name.startswith(GROUPED)),
         "model": model,
         "share": model / (done * chips) if model else None,
         "sent": dict(work.collectives),
@@ -178,7 +193,7 @@ def applied_bytes(resident: Mapping[str, int]) -> float:
 def analytic_flops(cfg: Config, model: QwenConfig, s: Shapes, line: Mapping[str, Any]) -> float | None:
     """Count the FLOPs that an update, alone or with OAR-G's scores, should execute over all chips; None if unknown.
 
-    The part of kernels is what their formula says; the rest does not depend on the program.
+    The part of attention's kernels is what their formula says; the rest does not depend on the program.
     """
     fused = line["name"] == "fused"
     if "executed" not in line or cfg.lora.rank or (fused and (cfg.credit.method != "oar_g" or not line["kernels"])):
@@ -195,7 +210,7 @@ def analytic_flops(cfg: Config, model: QwenConfig, s: Shapes, line: Mapping[str,
         products = executed_fused_flops(d, row, draws=cfg.credit.draws, **sizes)
     else:
         products = executed_update_flops(d, row, **sizes)
-    return s.microbatches * s.microbatch * products + line["kernels"] * line["chips"]
+    return s.microbatches * s.microbatch * products + (line["kernels"] - line["grouped"]) * line["chips"]
 
 
 def step_of(phases: Sequence[Mapping[str, Any]], times: Mapping[str, int], *, chip: Chip, chips: int) -> dict[str, Any]:

@@ -1,11 +1,19 @@
 """Work counted in HLO text: by hand on a TPU's own way of writing, and against what a CPU's program must execute."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
+import tiny
 from conftest import ROOT
 
+from oarjax.config import CreditConfig
+from oarjax.models import grouped_dot
+from oarjax.models.qwen_config import Experts
 from oarjax.plan.hlo import HloError, Kernel, executed, group_size, parse
+from oarjax.plan.programs import Shapes
+from oarjax.plan.sums import count
 
 LOOP = (ROOT / "tests" / "golden" / "hlo" / "loop.txt").read_text()
 
@@ -86,6 +94,19 @@ def test_loops_of_a_program_that_was_compiled_here():
 
     text = jax.jit(f).lower(jnp.ones((4, 16))).compile().as_text()
     assert executed(text).flops == 7 * (5 + 1) * 2 * 4 * 16 * 16
+
+
+def test_gradients_of_experts_stop_at_the_last_group(monkeypatch):
+    """Their loop is asked for by rows and groups; as many blocks are counted as even groups need."""
+    rows, held, experts = 40, 4, 16
+    monkeypatch.setattr(grouped_dot, "BLOCK", 2)
+    pair = jax.ShapeDtypeStruct((rows, 8), jnp.float32)
+    outer = jax.jit(lambda x, y, sizes: grouped_dot.grouped_outer(x, y, sizes, dtype=jnp.float32))
+    text = outer.lower(pair, pair, jax.ShapeDtypeStruct((held,), jnp.int32)).compile().as_text()
+    model = replace(tiny.model(), experts=Experts(experts, per_token=2, normalised=True))
+    found = count(text, Shapes(1, 1, 4, 8, 1, 1), CreditConfig(), model)
+    # A quarter of the rows in four groups: 2.5 rows a group are two blocks.
+    assert found.flops == held * 2 * (2 * 2 * 8 * 8)
 
 
 def test_groups_of_a_collective():

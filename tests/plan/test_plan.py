@@ -206,7 +206,7 @@ ALL = [("reshard", None), ("sample", None), ("fused", None), ("apply", None)]
 @pytest.fixture
 def no_kernels(monkeypatch):
     """The stored program's only kernel has a name of its own."""
-    monkeypatch.setattr("oarjax.plan.sums.kernel_flops", lambda name, operands, *, block: 0.0)
+    monkeypatch.setattr("oarjax.plan.sums.kernel_flops", lambda name, operands, **_: 0.0)
 
 
 def test_a_plan_that_fits(tmp_path, no_kernels):

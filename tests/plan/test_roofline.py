@@ -68,6 +68,8 @@ def test_kernels_compute_the_blocks_that_are_seen():
     assert find("splash_mha_fwd", q, longer, longer) == 2 * (2 + 3) * product
     assert find("ragged-dot-none", (48,), (64, 8), (16, 8, 3)) == 2 * 64 * 8 * 3  # rows are multiplied once each
     assert find("ragged-dot-metadata", (16,)) == 0
+    eighth = kernel_flops("ragged-dot-none", [(48,), (64, 8), (16, 8, 3)], block=lambda n: 512, experts=128)
+    assert eighth == 2 * 64 / 8 * 8 * 3  # the other rows are other chips'
     with pytest.raises(ValueError, match="kernel flash: expected one of splash_mha_fwd"):
         find("flash", q, k)
 
