@@ -78,7 +78,9 @@ def test_planned_figures():
         analytic = found["expected_fused" if fused else "expected"]
         assert update["executed"] * found["chips"] == pytest.approx(analytic, rel=0.03), name
         share = 0.75 if cfg.rollout.max_new <= 1024 else 0.70  # attention is computed again
-        assert update["share"] >= share - 0.1 * fused, name  # and layers for scores
+        if fused or QwenConfig.from_hf(architecture_fields(cfg.policy.path)).experts:
+            share -= 0.1  # and layers for scores, or the experts' last products for the router's gradient
+        assert update["share"] >= share, name
     update = next(p for p in plans["qwen2.5-7b_v5p-32.yaml"]["phases"] if p["name"] in ("update", "fused"))
     assert update["utilisation_in_turn"] >= 0.45
     assert update["utilisation_together"] >= 0.60
