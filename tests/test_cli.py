@@ -356,7 +356,7 @@ def test_a_run_writes_what_it_promises(run):
     assert "".join(row.tokens) == row.completion
     assert len(row.weights) == len(row.tokens) == row.rewards["long"]
 
-    for words in ("OAR-G", "SFT policy", "pass@1", str(folder / "export"), "report.html", "oar_g compiling"):
+    for words in ("OAR-G", "SFT policy", "pass@1", str(folder / "export"), "report.html", "OAR-G compiling"):
         assert words in out, words
     assert re.search(r"sft 3/3  loss \d.*tok/s \d", out)
 

@@ -130,7 +130,7 @@ class Soak:
 
 def where(run: Path) -> str:
     """The last thing that a run printed of its progress."""
-    lines = [line for line in micro.output(run).splitlines() if "oar_g " in line or "sft " in line]
+    lines = [line for line in micro.output(run).splitlines() if "OAR-G " in line or "sft " in line]
     return repr(lines[-1][:40]) if lines else "nothing"
 
 

@@ -15,6 +15,7 @@ from oarjax.cli import main
 from oarjax.config import ConfigError
 from oarjax.data.arithmetic import write_builtin_policy
 from oarjax.report.files import MetricsWriter, make_console, read_metrics
+from oarjax.runs.checkpoint import finished
 from oarjax.study import command
 from oarjax.study.config import load_study, make_plan
 from oarjax.study.jobs import Job, run_jobs, share_out
@@ -442,7 +443,7 @@ def test_a_killed_study_leaves_no_run_behind_and_goes_on(file, tmp_path):
     process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL)
     metrics = root / "seed0" / "grpo" / "metrics.jsonl"
     end = time.monotonic() + 300
-    while time.monotonic() < end and not any((root / "seed0" / "grpo").glob("checkpoints/[0-9]*")):
+    while time.monotonic() < end and not finished(root / "seed0" / "grpo" / "checkpoints"):
         time.sleep(0.1)
     process.kill()
     process.wait()
