@@ -163,9 +163,12 @@ def describe_needs(needs: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     notice = ""
     if longest is not None:
         total = longest + needs["saving"]
+        fits = total <= NOTICE
+        verdict = f"{'within' if fits else 'more than'} a notice of {NOTICE:.0f} s"
+        verdict += "" if fits else ", which with checkpoint.every=1 costs one finished iteration at most"
         notice = (
             f" At {WRITE_RATE / 1e6:g} MB/s per host a checkpoint takes {needs['saving']:.0f} s, with the longest "
-            f"phase before it {total:.0f} s: {'within' if total <= NOTICE else 'more than'} a notice of {NOTICE:.0f} s."
+            f"phase before it {total:.0f} s: {verdict}."
         )
     return (
         f"{spent}disk of each of {needs['hosts']} hosts {(needs['disk'] + needs['weights']) / 1e9:.0f} GB, "
