@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path, PurePath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -24,6 +24,7 @@ from pydantic import (
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     ValidationError,
+    field_validator,
     model_validator,
 )
 from pydantic_core import CoreSchema
@@ -61,6 +62,23 @@ class ConfigError(UserError, ValueError):
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_as_a_number(cls, value: Any, info: Any) -> Any:
+        """Refuse true and false for a number, which Python takes for 1 and 0; YAML reads yes, no, on and off so."""
+        kinds = _kinds(cls.model_fields[str(info.field_name)].annotation)
+        if isinstance(value, bool) and kinds & {int, float} and bool not in kinds and str not in kinds:
+            raise ValueError(f"expected a number, got {str(value).lower()}")
+        return value
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """Collect the plain types of an annotation; those of Literal values count as str."""
+    inner = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return {str}
+    return set().union(*map(_kinds, inner)) if inner else {annotation}
 
 
 BUILTIN_POLICIES = ("builtin:arithmetic", "builtin:forks", "builtin:stories", "builtin:random")

@@ -320,6 +320,8 @@ def test_rows_that_cannot_be_used(train, tmp_path, content, says):
         (["data.max_prompt=2"], "all 8 prompts are longer than 2 tokens; raise data.max_prompt"),
         (["rollout.group_size=1"], "rollout.group_size: Input should be greater than or equal to 2, got 1"),
         (["update.microbatch=3"], "update.microbatch: 3 does not divide the 16 rows of a minibatch"),
+        (["iterations=on"], "iterations: expected a number, got true"),
+        (["optim.lr=no"], "optim.lr: expected a number, got false"),
         (["update.minibatches=3"], "update.minibatches: 3 does not divide rollout.prompts = 4"),
         (["grading.rewards=[{name: maths}]"], "(did you mean math?)"),  # of all that other tests have registered
         (["grading.rewards=[{name: zzz}]"], "grading.rewards: no reward is called 'zzz'; known are code,"),

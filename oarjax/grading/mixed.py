@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import marshal
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -208,6 +209,7 @@ def local_digests(names: Sequence[str]) -> dict[str, str]:
             try:
                 source = inspect.getsource(_local[name])
             except (OSError, TypeError):  # defined at a prompt, or an object without source
-                source = repr(getattr(_local[name], "__code__", _local[name]))
+                code = getattr(_local[name], "__code__", None)
+                source = type(_local[name]).__qualname__ if code is None else marshal.dumps(code).hex()
             digests[name] = hashlib.sha256(source.encode()).hexdigest()
     return digests

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oarjax.report.files import visible
-from oarjax.stats import Interval, clustered_share_interval, mean_score, paired_difference
+from oarjax.stats import Interval, clustered_share_interval, mean_interval, mean_score, paired_difference
 from oarjax.system.json import number, to_json
 
 NOTE = (
@@ -54,10 +54,12 @@ def summarise(
     """Summarise the share of right answers of each problem under each seed as a row of the table.
 
     Args:
-        scores: 0..1, the mean over a problem's samples; NaN = ungraded, left out and counted.
+        scores: the mean over a problem's samples; NaN = ungraded, left out and counted. Of rewards outside 0..1 the
+            mean has Student's interval over problems.
         baseline: the same problems and seeds before training; None for the baseline's row.
     """
-    accuracy = clustered_share_interval(scores)
+    shares = not (np.nanmin(scores, initial=0) < 0 or np.nanmax(scores, initial=1) > 1)
+    accuracy = clustered_share_interval(scores) if shares else mean_interval(mean_score(scores))
     change = None if baseline is None else paired_change(scores, baseline)
     change = change if change and change.count else None  # no problem was graded in both
     return SummaryRow(

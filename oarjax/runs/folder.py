@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ import yaml
 
 from oarjax.config import Config, ConfigError, flatten, parse_config
 from oarjax.runs.durable import FolderTaken, cannot_read, cannot_write, exists, guarded, names_in, write_durably
+from oarjax.runs.manifest import read_manifest
 from oarjax.yaml_tree import read_yaml
 
 HARMLESS = (
@@ -236,7 +238,7 @@ def claim(folder: Path, cfg: Config) -> Path:
             for path in (p for name in UNSEALED for at in ("", "seed*/", "seed*/*/") for p in folder.glob(at + name)):
                 path.unlink()
         if not exists(folder / ID):
-            write_durably(folder / ID, json.dumps({"id": secrets.token_hex(16)}) + "\n")
+            write_durably(folder / ID, json.dumps({"id": _sealed_id(folder) or secrets.token_hex(16)}) + "\n")
         write_durably(known, text)
     except OSError as error:
         if error.errno not in IMPOSSIBLE or has_progress(folder):  # it starts or resumes once its storage is back
@@ -246,6 +248,13 @@ def claim(folder: Path, cfg: Config) -> Path:
 
 
 ID = "run.json"
+
+
+def _sealed_id(folder: Path) -> str | None:
+    """Return the run id that all checkpoints of a folder carry, whose own file was lost; None without such an id."""
+    manifests = (read_manifest(folder / "checkpoints" / name) for name in names_in(folder / "checkpoints"))
+    ids = {manifest.get("run") for manifest in manifests if manifest is not None}
+    return ids.pop() if len(ids) == 1 else None
 
 
 def run_id(folder: Path) -> str | None:
@@ -269,15 +278,21 @@ def put_aside(folder: Path) -> Path | None:
     """Rename a run folder, so that a new run can start at its path; return the new path, or None without a folder.
 
     Raises:
-        ConfigError: a process is using the folder, or a run in it.
+        ConfigError: a process is using the folder, or a run in it; or it holds other files than a run's.
         StorageError: the folder cannot be renamed.
     """
-    if not exists(folder):
+    if not exists(folder) or not (held := set(names_in(folder)) - {LOCK}):
         return None
+    if not held & RECORDS:
+        raise ConfigError(
+            f"run_dir: {folder} is not the folder of a run (it has no config.yaml), so --restart leaves it as it is; "
+            "set another run_dir=..."
+        )
     names = (folder.with_name(f"{folder.name}.old{n}") for n in ("", *(f"-{n}" for n in range(2, 10_000))))
     with ExitStack() as stack:
-        for lock in sorted({folder / LOCK, *folder.glob(f"*/{LOCK}"), *folder.glob(f"*/*/{LOCK}")}):
-            stack.enter_context(locked(lock.parent))
+        inside = [at.parent for name in RECORDS for depth in ("*", "*/*") for at in folder.glob(f"{depth}/{name}")]
+        for run in sorted({folder, *inside}):
+            stack.enter_context(locked(run))
         target = next(name for name in names if not exists(name))
         try:
             folder.rename(target)
@@ -286,7 +301,18 @@ def put_aside(folder: Path) -> Path | None:
     return target
 
 
+def put_back(aside: Path, folder: Path) -> bool:
+    """Rename a folder back that was put aside, if the new run at its path ended before it had a config."""
+    if exists(folder / "config.yaml"):
+        return False
+    shutil.rmtree(folder, ignore_errors=True)
+    aside.rename(folder)
+    return True
+
+
 LOCK = "lock"
+RECORDS = {"config.yaml", "run.json", "inputs.json"}
+"""Files that every run's folder has, at least one of them."""
 
 
 @contextmanager

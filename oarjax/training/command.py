@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,13 +15,14 @@ from rich.console import Console
 from oarjax.config import Config, ConfigError, load_config
 from oarjax.credit.registry import choices, label
 from oarjax.data.hf import export, remove_half_written
+from oarjax.errors import UserError
 from oarjax.grading.recorded import Grading
 from oarjax.report.command import write_facts
 from oarjax.report.console import banner, resumable, run_lines
 from oarjax.report.files import make_console
 from oarjax.runs.checkpoint import remove_all
 from oarjax.runs.durable import DamagedError, cannot_read, check_guards, exists, storage_errors, write_durably
-from oarjax.runs.folder import changed, claim, locked, put_aside, refuse_another_run
+from oarjax.runs.folder import changed, claim, locked, put_aside, put_back, refuse_another_run
 from oarjax.runs.stop import Stop
 from oarjax.runs.trust import note_trusted
 from oarjax.system.processes import from_first, join_processes, only_first
@@ -28,6 +30,7 @@ from oarjax.training.held_out import Evaluation, evaluate, evaluation_from, plai
 from oarjax.training.parts.adapters import plain_params
 from oarjax.training.parts.dry_run import try_rewards
 from oarjax.training.parts.export_target import check_export
+from oarjax.training.parts.hints import hints_of
 from oarjax.training.parts.inputs import check_inputs, pin_threads, seal_start
 from oarjax.training.results import show_results
 from oarjax.training.run_files import check_checkpoint
@@ -48,23 +51,34 @@ def run(config: Path, overrides: Sequence[str], *, compare: bool, seeds: str = "
         raise ConfigError("--seeds needs --compare; for a single run set seed=N")
     if compare and cfg.data.eval is None:
         raise ConfigError("data.eval: --compare needs held-out problems; set data.eval")
-    folder = _compared(cfg) if compare else Path(cfg.run_dir).expanduser()
-    if restart:
-        join_processes(**cfg.distributed.model_dump())
-        only_first(lambda: _put_aside(folder, console))
-    else:
-        pin_threads(next(folder.glob("seed*"), folder) if compare else folder)
-    with Stop() as stop:
+    folder = _compared(cfg) if compare else _folder(cfg)
+    with Stop() as stop, _put_aside(cfg, folder, console) if restart else nullcontext():
+        if not restart:
+            pin_threads(next(folder.glob("seed*"), folder) if compare else folder)
         if compare:
             _compare(cfg, _seeds(seeds) or [cfg.seed], console, stop)
         else:
             train_once(cfg, console, stop)
 
 
-def _put_aside(folder: Path, console: Console) -> None:
-    aside = put_aside(folder)
+@contextmanager
+def _put_aside(cfg: Config, folder: Path, console: Console) -> Iterator[None]:
+    """Move a run's folder aside; move it back if the new run is refused before it begins."""
+    for name, given in (("policy.path", cfg.policy.path), ("lora.start", cfg.lora.start)):
+        if given is not None and folder in Path(given).expanduser().absolute().parents:
+            raise ConfigError(f"{name}: {given} lies in the run that --restart moves aside; set another run_dir=...")
+    join_processes(**cfg.distributed.model_dump())
+    moved: list[Path | None] = []
+    only_first(lambda: moved.append(put_aside(folder)))
+    aside = next(iter(moved), None)
     if aside is not None:
         console.print(f"the previous run of {folder} is now in {aside}", markup=False)
+    try:
+        yield
+    except UserError:
+        if aside is not None and put_back(aside, folder):
+            console.print(f"and back in {folder}, since the new run was refused", markup=False)
+        raise
 
 
 def _seeds(text: str) -> list[int]:
@@ -84,6 +98,9 @@ def train_once(cfg: Config, console: Console, stop: Stop, on_lines: Callable[[],
         stack.enter_context(resumable(console, folder))
         stack.enter_context(storage_errors(folder))
         check_checkpoint(run, folder)
+        controls = {name: _with_method(run, name) for name in cfg.report.controls if name != cfg.credit.method}
+        for where, each in (("", run), *(("report.controls: ", control) for control in controls.values())):
+            _check_credit(each, where)
         if run.first:
             changes += check_inputs(run)
         if cfg.export.folder is not None:
@@ -95,9 +112,6 @@ def train_once(cfg: Config, console: Console, stop: Stop, on_lines: Callable[[],
         only_first(lambda: write_facts(folder, run.facts()))
         if changes.words():
             console.print(f"resuming with a changed config or changed inputs: {changes.words()}", markup=False)
-        controls = {name: _with_method(run, name) for name in cfg.report.controls if name != cfg.credit.method}
-        for control in controls.values():
-            control.check_credit("report.controls: ")
         with run.grader() as grader:
             try_rewards(run, grader)
             start, before = start_policy(run, grader, stop)
@@ -121,6 +135,15 @@ def train_once(cfg: Config, console: Console, stop: Stop, on_lines: Callable[[],
         check_guards(folder)
         if run.first:
             show_results(run, folder, [before], runs)
+
+
+def _check_credit(run: Run, where: str) -> None:
+    """Build a run's credit method, and find what it reads beside rollouts, before anything is written."""
+    run.check_credit(where)
+    try:
+        hints_of(run)
+    except ConfigError as error:
+        raise ConfigError(f"{where}{error}") from error
 
 
 def _with_method(run: Run, method: str) -> Run:
@@ -154,9 +177,21 @@ def _claim(folder: Path, cfg: Config, console: Console) -> None:
         console.print(problem, markup=False)
 
 
+def _folder(cfg: Config) -> Path:
+    """Return the run's folder as an absolute path, which has a name.
+
+    Raises:
+        ConfigError: it is the root of the file system.
+    """
+    folder = Path(os.path.abspath(Path(cfg.run_dir).expanduser()))
+    if not folder.name:
+        raise ConfigError(f"run_dir: expected a folder for the run's files, got {cfg.run_dir}; set another run_dir=...")
+    return folder
+
+
 def _compared(cfg: Config) -> Path:
     """Return the folder of the runs of --compare."""
-    root = Path(cfg.run_dir).expanduser()
+    root = _folder(cfg)
     return root.with_name(f"{root.name}-compare")
 
 

@@ -334,6 +334,13 @@ def test_a_run_whose_answers_were_not_graded_still_has_a_summary(tmp_path):
     assert summary_cells([single])[1][0][2] == "+100.0"
 
 
+def test_rewards_outside_0_to_1_have_students_interval():
+    # -1, -1, 1, -0.5: mean -.375, deviation .9464 over sqrt(4), times t(.975, 3) = 3.1824
+    row = summarise("after", np.array([[-1.0], [-1.0], [1.0], [-0.5]]))
+    half = 3.18244630528371 * np.std([-1, -1, 1, -0.5], ddof=1) / 2
+    assert (row.pass_at_1, row.low, row.high) == pytest.approx((-0.375, -0.375 - half, -0.375 + half))
+
+
 def test_summary_prints_within_80_columns_and_reads_back(tmp_path):
     before = np.tile([[1.0, 0.0], [0.0, 0.0]], (50, 1))
     after = np.tile([[1.0, 1.0], [1.0, np.nan]], (50, 1))

@@ -15,6 +15,7 @@ from oarjax.runs.bad_batches import write_params
 from oarjax.runs.checkpoint import Checkpoints
 from oarjax.runs.durable import FolderTaken, Lines, StorageError, write_durably
 from oarjax.runs.folder import SHOWN, claim, differences, locked, put_aside, refuse_another_run, run_id
+from oarjax.runs.manifest import write_manifest
 from oarjax.types import TrainState
 
 
@@ -155,10 +156,33 @@ def test_a_folder_is_put_aside_whole_and_only_where_nobody_uses_it(tmp_path):
         assert sorted(p.name for p in (tmp_path / name).iterdir()) == before
         assert run_id(tmp_path / name) == first
         assert not run.exists()
-    (run / "seed0" / "grpo").mkdir(parents=True)
+    for place in (run, run / "seed0"):
+        claim(place, tiny.config())
     with locked(run / "seed0"), pytest.raises(ConfigError, match="seed0 is in use by process"):
         put_aside(run)
     assert run.exists()
+
+
+def test_a_folder_of_other_files_is_not_put_aside(tmp_path):
+    project = tmp_path / "project"
+    (project / "sub").mkdir(parents=True)
+    (project / "sub" / "lock").write_text("mine")
+    with pytest.raises(ConfigError, match=r"project is not the folder of a run \(it has no config.yaml\)"):
+        put_aside(project)
+    claim(project, tiny.config())
+    assert put_aside(project) == tmp_path / "project.old"
+    assert (tmp_path / "project.old" / "sub" / "lock").read_text() == "mine"  # no run's lock
+
+
+def test_a_lost_id_is_that_of_the_checkpoints(tmp_path):
+    claim(tmp_path, tiny.config())
+    first = run_id(tmp_path)
+    for name in ("000001", "000002"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        write_manifest(tmp_path / "checkpoints" / name, {"run": first, "iteration": int(name)})
+    (tmp_path / "run.json").unlink()
+    claim(tmp_path, tiny.config())
+    assert run_id(tmp_path) == first
 
 
 def test_the_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path, monkeypatch):

@@ -11,9 +11,12 @@ import pytest
 
 from oarjax.cli import main
 from oarjax.config import ConfigError, load_config
+from oarjax.errors import UserError
 from oarjax.grading.grader import GraderError
 from oarjax.report.files import make_console
 from oarjax.runs.durable import StorageError
+from oarjax.runs.stop import Stop
+from oarjax.training.command import train_once
 from oarjax.training.parts.dry_run import try_rewards
 from oarjax.training.parts.export_target import check_export
 from oarjax.training.run_parts import open_run
@@ -115,6 +118,14 @@ def test_the_command_tries_them_before_the_warm_start(config, tmp_path, monkeypa
         main()
     assert ended.value.code == 2
     assert "reward 'raises'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["serl", "rlsd"])
+def test_a_control_that_lacks_something_is_refused_before_the_warm_start(config, tmp_path, method):
+    cfg = load_config(config, [f"run_dir={tmp_path / 'run'}", f"report.controls=[{method}]", "grading.plugins=[]"])
+    with pytest.raises(UserError, match=r"^report.controls: credit\.(marks|teacher): "):
+        train_once(cfg, make_console(), Stop())
+    assert not (tmp_path / "run" / "config.yaml").exists()
 
 
 # The export -------------------------------------------------------------------------------------------------------

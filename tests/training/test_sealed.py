@@ -23,6 +23,7 @@ from oarjax.data.hf import read_config
 from oarjax.data.peft import write_adapters
 from oarjax.errors import UserError
 from oarjax.evaluate.export import run as export
+from oarjax.grading.mixed import local_rewards
 from oarjax.models.lora import init_adapters
 from oarjax.models.weights import abstract_params
 from oarjax.report.files import make_console
@@ -226,6 +227,43 @@ def test_restart_puts_the_old_run_aside(tmp_path, monkeypatch):
     command(monkeypatch, "train", config, "seed=5", "--restart")
     assert seen == [False]
     assert (tmp_path / "run.old" / "start").is_dir()
+
+
+def test_a_refused_restart_changes_nothing(begun, monkeypatch, capsys, tmp_path):
+    config, folder = begun
+    before = everything(folder)
+    assert command(monkeypatch, "train", config, "policy.path=/nowhere", "--restart") == 2
+    assert "/nowhere" in capsys.readouterr().err
+    assert {p: what for p, what in everything(folder).items() if p in before} == before
+    assert not (tmp_path / "run.old").exists()
+    assert command(monkeypatch, "train", config, f"policy.path={folder / 'start'}", "--restart") == 2
+    assert "lies in the run that --restart moves aside" in capsys.readouterr().err
+    for root in ("/", "/.."):
+        assert command(monkeypatch, "train", config, f"run_dir={root}", "--restart") == 2
+        assert "run_dir: expected a folder for the run's files, got /" in capsys.readouterr().err
+
+
+def test_a_changed_function_as_reward_is_another_run(tmp_path):
+    cfg = load_config(micro.micro_config(tmp_path), ["grading.rewards=[{name: exact}, {name: mine}]"])
+
+    def inputs_with(mine):
+        with local_rewards([(mine, 1.0), "exact"]):
+            run = open_run(cfg)
+            with locked(run.folder):
+                check_inputs(run)
+                (run.folder / "start").mkdir(exist_ok=True)
+
+    def mine(sample):
+        return 1.0
+
+    inputs_with(mine)
+    inputs_with(mine)
+
+    def mine(sample):
+        return -1.0
+
+    with pytest.raises(UserError, match="code/reward mine was "):
+        inputs_with(mine)
 
 
 # Files of others --------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from oarjax.credit.bind import signals
 from oarjax.credit.method import OF_MARKS, OF_TEACHER
 from oarjax.data.problems import Problem
 from oarjax.data.streams import bucketed, encode_problems, left_pad
+from oarjax.errors import UserError
 from oarjax.system.plugins import import_object
 from oarjax.types import Hints, Privileged, Rollout
 
@@ -115,7 +116,7 @@ def teacher_prompts(run: Any, problems: Sequence[Problem]) -> list[list[int]]:
     """Encode the prompts of the teacher: credit.teacher with the problem's prompt and reference answer in it.
 
     Raises:
-        ConfigError: credit.teacher has fields other than {prompt} and {answer}.
+        ConfigError: credit.teacher has fields other than {prompt} and {answer}, or text that cannot be encoded.
     """
     cfg = run.cfg
     try:
@@ -125,4 +126,7 @@ def teacher_prompts(run: Any, problems: Sequence[Problem]) -> list[list[int]]:
     privileged = [replace(problem, prompt=text) for problem, text in zip(problems, texts)]
     rendering = {name: getattr(cfg.data, name) for name in ("template", "system_prompt", "prompt_format", "thinking")}
     encode = partial(encode_problems, **rendering, max_prompt=sys.maxsize)
-    return list(encode(privileged, run.tokenizer).prompts)
+    try:
+        return list(encode(privileged, run.tokenizer).prompts)
+    except UserError as error:
+        raise ConfigError(f"credit.teacher: {error}") from error

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from oarjax.data.hf import commit_of
 from oarjax.data.streams import Encoded
+from oarjax.grading.mixed import local_digests
 from oarjax.runs.folder import Differences
 from oarjax.runs.inputs import (
     Stat,
@@ -44,6 +45,8 @@ def _inputs(run: Run, known: dict[str, Stat]) -> tuple[dict[str, str], dict[str,
     rows = {"data.train": run.train, "data.eval": run.held_out, "sft.data": run.pairs}
     now |= {f"rows/{name}": _digest(encoded) for name, encoded in rows.items() if encoded is not None}
     now |= {f"code/{place}": digest for place, digest in code_digests(run.cfg).items()}
+    names = [reward.name for reward in run.cfg.grading.rewards]
+    now |= {f"code/reward {name}": digest for name, digest in local_digests(names).items()}
     paths = {}
     if run.cfg.lora.start is not None:
         adapters = Path(run.cfg.lora.start).expanduser()
