@@ -159,11 +159,13 @@ def executed_fused_flops(
     """Products that scores by OAR-G and the update of one row execute in one pass, see ``training.parts.fused``.
 
     The update's own, and a push and a pull through the completion's linearised layers for every draw. remat full
-    computes the completion's layers again for each of the two, once for all draws.
+    computes the completion's layers again for each of the two, once for all draws. Attention is kernels, but for the
+    push: 5 products of queries by keys, where a forward has 2, over whole squares (``models.splash``).
     """
     update = executed_update_flops(
         d, row, remat=remat, last_product=last_product, attended=attended, attention_passes=attention_passes
     )
     own = pass_flops(d, tokens=row.completion, context=0, read=0)
     again = own - 2.0 * last_product * row.completion if remat == "full" else 0.0
-    return update + 2 * (draws * own + again)
+    pushed = pass_flops(d, tokens=row.completion, context=attended, read=0) - own
+    return update + 2 * (draws * own + again) + 2.5 * draws * pushed

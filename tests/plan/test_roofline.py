@@ -40,12 +40,13 @@ def test_executed_flops_of_an_update_by_its_remat():
 
 def test_scores_in_the_same_pass_add_a_push_and_a_pull_through_the_completion():
     own = 8 * 2000  # the layers over 8 tokens
+    push = 5 * 8 * 64 * 12 / 2  # of their attention to 12 keys: 5 products, of which a forward has 2
     settings = {"attended": 12, "attention_passes": 0}
     for remat, again in (("none", 0), ("dots", 0), ("full", own - 2 * 100 * 8)):
         update = executed_update_flops(D, R, remat=remat, last_product=100, **settings)
         for draws in (1, 4):
             fused = executed_fused_flops(D, R, remat=remat, last_product=100, draws=draws, **settings)
-            assert fused - update == 2 * (draws * own + again)
+            assert fused - update == 2 * (draws * own + again) + draws * push
 
 
 def test_expected_seconds_by_the_shares_that_are_assumed():
