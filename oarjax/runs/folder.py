@@ -333,7 +333,7 @@ def locked(folder: Path, *, option: str = "run_dir=...") -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = path.open("a+", encoding="utf-8")
     except OSError as error:
-        if error.errno in IMPOSSIBLE and not exists(folder):
+        if error.errno in (errno.EEXIST, errno.ENOTDIR) or (error.errno in IMPOSSIBLE and not exists(folder)):
             name = option.removesuffix("=...")
             raise ConfigError(f"{name}: cannot write to {folder}: {error}; set another {option}") from error
         raise cannot_write(path, error) from error

@@ -174,6 +174,13 @@ def test_a_folder_of_other_files_is_not_put_aside(tmp_path):
     assert (tmp_path / "project.old" / "sub" / "lock").read_text() == "mine"  # no run's lock
 
 
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "run").write_text("")
+    for place in (tmp_path / "run", tmp_path / "run" / "below"):
+        with pytest.raises(ConfigError, match=r"run_dir: cannot write to .*run"), locked(place):
+            pass
+
+
 def test_a_lost_id_is_that_of_the_checkpoints(tmp_path):
     claim(tmp_path, tiny.config())
     first = run_id(tmp_path)
