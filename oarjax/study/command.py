@@ -1,6 +1,6 @@
 """``oarjax study``: train arms and seeds of one run config in worker processes, then write tables and figures.
 
-Imports no jax.
+Workers use the devices; this process touches none.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from typing import Any
 
 from rich.console import Console
 
-from oarjax.config import ConfigError
+from oarjax.config import BUILTIN_POLICIES, Config, ConfigError
+from oarjax.report.console import resumable
 from oarjax.report.files import make_console, read_metrics
+from oarjax.runs.durable import exists
 from oarjax.runs.folder import refuse_another_run
+from oarjax.runs.stop import Stop
 from oarjax.study.config import Plan, load_study
 from oarjax.study.figures import draw_curves, draw_frontier
-from oarjax.study.jobs import Job, Outcome, StudyError, cores, run_jobs
+from oarjax.study.jobs import Job, Outcome, StudyError, cores, run_jobs, study_remedy
 from oarjax.study.page import around, machine, markdown, paste
 from oarjax.study.results import collect, finished, plan_so_far
 from oarjax.system.json import to_json
@@ -39,6 +42,7 @@ def run(
     Raises:
         ConfigError: the study or one of its runs is invalid, or matplotlib is not installed.
         PageError: ``page`` has no marks to paste between.
+        Stopped: a signal stopped the study; its workers have ended.
         StudyError: runs failed; the results hold the others.
     """
     console = make_console()
@@ -49,7 +53,7 @@ def run(
             'oarjax study: the figures need matplotlib, which is not installed; pip install "oarjax[log]"'
         )
     for each in [*plan.starts.values(), *(planned.config for planned in plan.runs)]:
-        refuse_another_run(Path(each.run_dir).expanduser(), each)
+        _refuse_another_run(each)
     if page is not None:
         around(page, plan.root.name)
     workers = _workers(plan, jobs)
@@ -63,7 +67,9 @@ def run(
             f"{plan.root}",
             markup=False,
         )
-        outcomes = run_jobs(todo, WORKER, workers=workers, log=plan.root, report=_reporter(console, plan, len(todo)))
+        report = _reporter(console, plan, len(todo))
+        with resumable(console, plan.root), Stop():
+            outcomes = run_jobs(todo, WORKER, workers=workers, log=plan.root, report=report)
         failed = [outcome for outcome in outcomes if outcome.error is not None]
         known, plan = len(plan.runs), plan_so_far(study)
         if len(plan.runs) == known or not workers:
@@ -81,7 +87,7 @@ def tasks(plan: Plan) -> list[Job]:
     """List a job for every missing start and every unfinished run."""
     left = [planned for planned in plan.runs if not finished(planned)]
     seeds = dict.fromkeys(planned.seed for planned in left)
-    started = [seed for seed in seeds if (Path(plan.starts[seed].run_dir) / "before.json").is_file()]
+    started = [seed for seed in seeds if _started(plan.starts[seed])]
     jobs = [
         Job(
             f"seed {seed}, start",
@@ -103,6 +109,26 @@ def tasks(plan: Plan) -> list[Job]:
         )
         for planned in left
     ]
+
+
+def _started(cfg: Config) -> bool:
+    """Return True if a seed's folder holds all that its runs read: the start's evaluation and a policy made there."""
+    home = Path(cfg.run_dir).expanduser()
+    policy = "start" if cfg.sft is not None else "policy" if cfg.policy.path in BUILTIN_POLICIES else None
+    return exists(home / "before.json") and (policy is None or exists(home / policy / "config.json"))
+
+
+def _refuse_another_run(cfg: Config) -> None:
+    """Refuse a folder that holds another run, with a remedy that a study has.
+
+    Raises:
+        ConfigError: lists the fields that differ.
+    """
+    folder = Path(cfg.run_dir).expanduser()
+    try:
+        refuse_another_run(folder, cfg)
+    except ConfigError as error:
+        raise ConfigError(study_remedy(str(error), folder)) from None
 
 
 def write_results(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import threading
 import time
@@ -22,6 +23,11 @@ from oarjax.errors import UserError
 
 class StudyError(UserError, RuntimeError):
     """Raised when some jobs failed; the others have finished."""
+
+
+def study_remedy(message: str, folder: Path) -> str:
+    """Replace a run's remedy --restart, which a study does not have, by the removal of the run's folder."""
+    return re.sub(r"pass --restart to move \w+( \w+)? aside and start over", f"remove {folder} to start over", message)
 
 
 @dataclass(frozen=True)
@@ -69,22 +75,28 @@ def run_jobs(
     board = _Board(list(jobs))
     log.mkdir(parents=True, exist_ok=True)
     shares = share_out(cores(), workers)
-    drivers = [
-        threading.Thread(target=_drive, args=(board, command, shares[n], log / f"worker{n}.log", report), daemon=True)
-        for n in range(min(workers, len(jobs)))
-    ]
-    for thread in drivers:
-        thread.start()
+    ended: list[threading.Event] = []  # not Thread.join: after a signal in it Python takes the thread for ended
+
+    def drive(number: int, end: threading.Event) -> None:
+        try:
+            _drive(board, command, shares[number], log / f"worker{number}.log", report)
+        finally:
+            end.set()
+
     try:
-        while any(thread.is_alive() for thread in drivers):
-            for thread in drivers:
-                thread.join(0.2)  # short, so that Ctrl-C is handled in time
+        for number in range(min(workers, len(jobs))):
+            end = threading.Event()
+            threading.Thread(target=drive, args=(number, end), daemon=True).start()
+            ended.append(end)
+        while not all(end.is_set() for end in ended):
+            for end in ended:
+                end.wait(0.2)  # short, so that signals are handled in time
     finally:
         with board.changed:
             board.stopped = True
             board.changed.notify_all()
-        for thread in drivers:
-            thread.join()
+        for end in ended:
+            end.wait()
     return [board.outcomes[job.name] for job in jobs]
 
 

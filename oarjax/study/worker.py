@@ -25,8 +25,10 @@ from oarjax.errors import UserError
 from oarjax.grading.mixed import RunGrader
 from oarjax.report.files import ShownConsole
 from oarjax.runs.checkpoint import remove_all
+from oarjax.runs.durable import DamagedError, cannot_read, storage_errors, write_durably
 from oarjax.runs.folder import changed, claim, locked, refuse_another_run
 from oarjax.runs.trust import note_trusted
+from oarjax.study.jobs import study_remedy
 from oarjax.training.command import start_policy
 from oarjax.training.held_out import Evaluation, evaluation_from, plain_evaluation
 from oarjax.training.parts.inputs import check_inputs
@@ -62,7 +64,7 @@ def attempt(task: dict[str, Any], graders: Graders) -> str | None:
             else:
                 train_run(cfg, Path(task["home"]), console, graders)
         except UserError as error:
-            return str(error)
+            return study_remedy(str(error), folder)
         except Exception:
             return traceback.format_exc()
         finally:
@@ -129,14 +131,31 @@ def _start_of(cfg: Config, home: Path) -> Any:
 
 
 def write_before(path: Path, before: Evaluation | None) -> None:
-    """Write the start's evaluation as JSON, atomically. NaN (ungraded) is null."""
-    half = path.with_suffix(".half")
-    half.write_text(json.dumps(plain_evaluation(before)))
-    half.replace(path)
+    """Write the start's evaluation as JSON, durably. NaN (ungraded) is null.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    with storage_errors(path):
+        write_durably(path, json.dumps(plain_evaluation(before)))
 
 
 def read_before(path: Path) -> Evaluation | None:
-    return evaluation_from(json.loads(path.read_text()))
+    """Read the start's evaluation.
+
+    Raises:
+        DamagedError: the file differs from what was written.
+        StorageError: it cannot be read.
+    """
+    try:
+        return evaluation_from(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    except (ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedError(
+            f"{path} is not the evaluation that was written ({type(error).__name__}: {error}); remove it, and the same "
+            "command writes it again"
+        ) from None
 
 
 def _end_with(parent: int) -> None:

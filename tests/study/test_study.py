@@ -234,6 +234,8 @@ def test_finished_runs_are_not_run_again(file, tmp_path):
     with MetricsWriter(root / "seed0" / "permuted") as metrics:  # stopped within its only iteration
         metrics.write(0, {"pass_at_1": 0.25})
     (root / "seed0" / "before.json").write_text("null")
+    (root / "seed0" / "start").mkdir()
+    (root / "seed0" / "start" / "config.json").write_text("{}")
     make_up(root / "seed1" / "grpo", 0.5)
     make_up(root / "seed1" / "permuted", 0.5)
     assert [job.name for job in command.tasks(plan)] == ["seed 0, permuted", "seed 0, tau 0.2, boost 2.0"]
