@@ -214,16 +214,21 @@ def sample_records(part: Part, batch: Graded) -> list[dict[str, Any]]:
 def _folder(
     target: str, found: Target, asked: Sequence[Asked], k: int | None, temperature: float | None, family: str | None
 ) -> Path:
-    """Choose where results go by default: in the run's folder, or in runs/ under the policy's name."""
+    """Choose where results go by default: in the run's folder, or in runs/ under the policy's name.
+
+    Results of a checkpoint, named or the newest, have its iteration in their folder's name.
+    """
     settings = "" if k is None else f"-k{k}"
     settings += "" if temperature is None else f"-t{temperature:g}"
     settings += "" if family is None else f"-{family}"
     what = "-".join(a.name for a in asked) + settings
     path = Path(target).expanduser()
+    if found.checkpoint is not None:
+        what = f"{found.checkpoint.name}-{what}"
     if (path / "config.yaml").is_file():
         return path / "evaluate" / what
     if found.checkpoint is not None:
-        return found.checkpoint.parent.parent / "evaluate" / f"{found.checkpoint.name}-{what}"
+        return found.checkpoint.parent.parent / "evaluate" / what
     return Path("runs") / "evaluate" / f"{'-'.join(path.parts[-2:]).strip('/')}-{what}"
 
 
@@ -280,9 +285,9 @@ def _claim(folder: Path, identity: dict[str, Any]) -> None:
         was, now = flatten(_claimed(known)), flatten(identity)
         differ = [name for name in sorted(was | now) if was.get(name) != now.get(name)]
         if differ:
+            resume = "" if "policy.weights" in differ else ", or the command that it was started with to resume it"
             raise ConfigError(
-                f"--out: {folder} holds another evaluation ({'; '.join(differ)} differ); give another --out, or the "
-                "same command to resume it"
+                f"--out: {folder} holds another evaluation ({'; '.join(differ)} differ); give another --out{resume}"
             )
     elif exists(folder / "samples.jsonl"):
         raise ConfigError(f"--out: {folder} holds samples of something else; give another --out")

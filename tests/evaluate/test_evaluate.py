@@ -39,7 +39,7 @@ from oarjax.evaluate.benchmarks import (
 )
 from oarjax.evaluate.results import benchmark_result, compare, print_results, read_result
 from oarjax.evaluate.samples import SampleLines
-from oarjax.evaluate.target import find_target
+from oarjax.evaluate.target import Target, find_target
 from oarjax.report.files import read_metrics
 from oarjax.runs.checkpoint import finished
 from oarjax.runs.durable import StorageError
@@ -320,6 +320,38 @@ def test_results_that_are_something_else(tmp_path, benchmark):
     (tmp_path / "results.json").write_text(json.dumps({"benchmarks": {"ok": benchmark}}))
     with pytest.raises(ConfigError, match="no results of oarjax evaluate; expected its"):
         read_result(tmp_path)
+
+
+def test_every_checkpoint_of_a_run_has_a_folder_of_its_own_until_there_is_an_export(tmp_path):
+    run, asked = tmp_path / "run", read_names("demo")
+    cfg = load_config(ROOT / "configs" / "demo.yaml")
+    run.mkdir()
+    (run / "config.yaml").write_text(yaml.safe_dump(cfg.model_dump(mode="json")))
+
+    def folder(text: Path, checkpoint: str | None = None) -> Path:
+        found = Target("policy", cfg, run / "checkpoints" / checkpoint if checkpoint else None, folder=run)
+        return oarjax.evaluate.command._folder(str(text), found, asked, 8, None, None)
+
+    assert folder(run, "000002") == run / "evaluate" / "000002-demo-k8"
+    assert folder(run, "000004") == run / "evaluate" / "000004-demo-k8"
+    assert folder(run / "checkpoints" / "000004", "000004") == run / "evaluate" / "000004-demo-k8"
+    assert folder(run) == run / "evaluate" / "demo-k8"
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"policy": {"weights": "b"}}, "give another --out"),
+        ({"seed": 1}, "give another --out, or the command that it was started with to resume it"),
+    ],
+)
+def test_a_refused_folder_names_only_remedies_that_help(tmp_path, changes, remedy):
+    identity = {"policy": {"weights": "a"}, "seed": 0}
+    oarjax.evaluate.command._claim(tmp_path, identity)
+    oarjax.evaluate.command._claim(tmp_path, identity)
+    with pytest.raises(ConfigError) as refused:
+        oarjax.evaluate.command._claim(tmp_path, identity | changes)
+    assert str(refused.value).endswith(f"differ); {remedy}")
 
 
 def test_targets_that_are_no_policy(tmp_path):
