@@ -24,7 +24,7 @@ def run(folder: Path, out: Path | None) -> None:
     """Write the page and print where it is.
 
     Raises:
-        ConfigError: the folder holds no run.
+        ConfigError: the folder holds no run, or ``out`` can be no file.
         StorageError: a file of the run is damaged, or the page cannot be written.
     """
     if not (folder / "config.yaml").is_file():

@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from oarjax.config import ConfigError
 from oarjax.report.colours import DARK, LIGHT, SVG_DASHES, styles
 from oarjax.report.curves import Panel, Record, drawn_panels, iteration_range, moving_mean, points
 from oarjax.report.files import CompletionRow, cut, short, visible
 from oarjax.report.groups import TIMES, ShownCompletion, ShownGroup
 from oarjax.report.summary import NOTE, SummaryRow, summary_cells, summary_title
+from oarjax.runs.durable import DISK, cannot_write
 from oarjax.system.json import number
 
 WIDTH, HEIGHT = 340, 200  # of a chart, in its own units
@@ -74,6 +76,10 @@ def write_page(
         facts: short ``key: value`` pairs such as device, policy, seconds.
         groups: whole groups, to read; those of up to twelve iterations, evenly spread, are shown.
         shown: maximum number of coloured completions on the page.
+
+    Raises:
+        ConfigError: ``path`` is a folder, or cannot be created.
+        StorageError: the disk is full, unwritable or lost.
     """
     header, cells = summary_cells(summary) if summary else ([], [])
     html = (
@@ -98,9 +104,16 @@ def write_page(
             config=visible(yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)) if config else "",
         )
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Lone surrogates of a broken tokenizer cannot be written as UTF-8; ``visible`` has escaped all others.
-    path.write_text(html, encoding="utf-8", errors="replace")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Lone surrogates of a broken tokenizer cannot be written as UTF-8; ``visible`` has escaped all others.
+        path.write_text(html, encoding="utf-8", errors="replace")
+    except OSError as error:
+        if error.errno in DISK:  # the storage fails, not the path
+            raise cannot_write(path, error) from error
+        raise ConfigError(
+            f"report: cannot write {path}: {error.strerror}; expected a path for a file, pass another one with --out"
+        ) from error
 
 
 @cache

@@ -4,8 +4,12 @@ import math
 import sys
 
 import pytest
+import yaml
+from conftest import ROOT
 from hostile_page import EVIL, Reader, completion, runs
 
+from oarjax.cli import main
+from oarjax.config import load_config
 from oarjax.report.colours import styles
 from oarjax.report.curves import average, curves, drawn_panels, moving_mean, points
 from oarjax.report.groups import ShownCompletion, ShownGroup
@@ -141,6 +145,31 @@ def test_untrusted_text_stays_text_everywhere(tmp_path, where):
 def test_lone_surrogates_do_not_break_the_file(tmp_path):
     _, read = page(tmp_path, completions=[(1, completion(prompt="a\ud83db"))])
     assert "a<U+D83D>b" in read.text
+
+
+def test_a_path_that_can_hold_no_page_is_the_users_error(tmp_path, monkeypatch, capfd):
+    run, folder, text = tmp_path / "run", tmp_path / "folder", tmp_path / "text"
+    run.mkdir()
+    folder.mkdir()
+    text.write_text("")
+    cfg = load_config(ROOT / "configs" / "demo.yaml")
+    (run / "config.yaml").write_text(yaml.safe_dump(cfg.model_dump(mode="json")))
+    broken = tmp_path / "broken.html"
+    broken.symlink_to(tmp_path / "none" / "report.html")
+    for out, cause in [
+        (folder, "Is a directory"),
+        (text / "report.html", "File exists"),
+        (text / "x" / "report.html", "Not a directory"),
+        (broken, "No such file or directory"),
+    ]:
+        monkeypatch.setattr(sys, "argv", ["oarjax", "report", str(run), "--out", str(out)])
+        with pytest.raises(SystemExit, match=r"^2$"):
+            main()
+        message = " ".join(capfd.readouterr().err.split())
+        expected = f"report: cannot write {out}: {cause}; expected a path for a file, pass another one with --out"
+        assert "".join(expected.split()) in "".join(message.split())
+        assert "Traceback" not in message
+    assert text.read_text() == ""
 
 
 def test_page_of_a_run_without_anything(tmp_path):
