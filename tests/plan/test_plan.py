@@ -306,7 +306,7 @@ def test_a_small_run_is_compiled_for_a_tpu(tmp_path, libtpu):
     assert applied["aliased"] >= 0.99 * (found["resident"]["params"] + found["resident"]["optimizer"])
     assert 0 < applied["seconds_together"] < update["seconds_in_turn"]
     assert 0.9 < sample["share"] <= 1.05
-    assert fused["executed"] * 4 == pytest.approx(found["expected_fused"], rel=0.05)
+    assert fused["executed"] * 4 == pytest.approx(found["expected_fused"], rel=0.03)
     assert fused["model"] < 2 * update["model"]
     assert fused["aliased"] >= 0.99 * found["resident"]["params"]
     assert all(p["moved"] + p["passed"] > 0 for p in found["phases"])
