@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import marshal
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import CodeType
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -201,6 +201,17 @@ def local_rewards(rewards: Sequence[Any]) -> Iterator[list[tuple[str, float]]]:
         yield pairs
 
 
+def _instructions(code: CodeType) -> str:
+    """Return a function's instructions, names and constants as text, equal in every process."""
+
+    def text(constant: Any) -> str:
+        if isinstance(constant, CodeType):
+            return _instructions(constant)
+        return repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)
+
+    return " ".join([code.co_code.hex(), *code.co_names, *map(text, code.co_consts)])
+
+
 def local_digests(names: Sequence[str]) -> dict[str, str]:
     """Return name -> SHA-256 of the source of the rewards that are callables of this process."""
     digests = {}
@@ -210,6 +221,6 @@ def local_digests(names: Sequence[str]) -> dict[str, str]:
                 source = inspect.getsource(_local[name])
             except (OSError, TypeError):  # defined at a prompt, or an object without source
                 code = getattr(_local[name], "__code__", None)
-                source = type(_local[name]).__qualname__ if code is None else marshal.dumps(code).hex()
+                source = type(_local[name]).__qualname__ if code is None else _instructions(code)
             digests[name] = hashlib.sha256(source.encode()).hexdigest()
     return digests

@@ -211,6 +211,16 @@ def test_callables_are_called_here_and_forgotten_afterwards():
     assert "breaks: ZeroDivisionError: nothing to share" in grades.notes[0]
 
 
+def test_a_function_typed_at_a_prompt_is_known_by_its_instructions():
+    def digest(body):
+        scope = {}
+        exec(f"def typed(sample):\n    return max({body} for _ in 'ab')", scope)
+        with local_rewards([scope["typed"]]):
+            return local_digests(["typed"])["typed"]
+
+    assert digest("1.0") == digest("1.0") != digest("2.0")
+
+
 def test_what_is_no_reward_is_refused():
     for wrong, message in (
         ([lambda s: 1.0], "a lambda has no name"),

@@ -67,7 +67,10 @@ def test_two_cores_of_a_chip_stay_together():
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
 def test_tensor_groups_of_shipped_configs_are_tiles(path, monkeypatch):
-    """On libtpu's own topologies: the devices that share a copy of the policy while sampling."""
+    """On libtpu's own topologies: the devices that share a copy of the policy while sampling.
+
+    A mesh of one axis has cubes of eight where chips are stacked; JAX lays out one of several axes, in planes of eight.
+    """
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     cfg = load_config(path)
@@ -77,7 +80,9 @@ def test_tensor_groups_of_shipped_configs_are_tiles(path, monkeypatch):
     except TopologyError as error:
         pytest.skip(str(error))
     mesh = rollout_mesh(make_mesh(**cfg.mesh.model_dump(), devices=devices), tensor=cfg.rollout.tensor or 1)
-    box = {1: [1, 1, 1], 2: [1, 1, 2], 4: [1, 2, 2], 8: [2, 2, 2] if devices[-1].coords[2] else [1, 2, 4]}
+    one_axis = sum(n != 1 for n in cfg.mesh.model_dump().values()) == 1
+    cubes = devices[-1].coords[2] > 0 and one_axis
+    box = {1: [1, 1, 1], 2: [1, 1, 2], 4: [1, 2, 2], 8: [2, 2, 2] if cubes else [1, 2, 4]}
     for group in mesh.devices.reshape(-1, mesh.shape["tensor"]):
         assert sides([d.coords for d in group]) == box[len(group)]
         assert len(group) > 4 or len({d.process_index for d in group}) == 1
