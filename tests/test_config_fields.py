@@ -878,7 +878,7 @@ def look(view: Any, tree: dict[str, Any], here: Path, policies: Path, monkeypatc
         return f"error: {error}"
 
 
-@pytest.mark.slow  # 270 tests of half a second
+@pytest.mark.slow  # some 260 tests of half a second
 @pytest.mark.parametrize("path", [p for p in sorted(leaves(Config)) if fields().get(p) is not SEEN_IN_TRAIN])
 def test_field_is_read(path, policies, seen, tmp_path, monkeypatch):
     field = fields().get(path)
