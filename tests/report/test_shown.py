@@ -99,6 +99,20 @@ def test_code_of_a_run_that_ends_the_process_is_an_error(monkeypatch, capfd):
     assert "test_shown.py, line" in capfd.readouterr().err
 
 
+def replaced(exit_before):
+    """Return a sys.exit that notes the code and calls the one before, as W&B leaves it behind for good."""
+    return lambda code=0: exit_before(code)
+
+
+def test_a_command_after_a_tracker_replaced_sys_exit_ends_as_before(monkeypatch, capfd):
+    monkeypatch.setattr("sys.exit", replaced(replaced(sys.exit)))
+    monkeypatch.setattr("sys.argv", ["oarjax", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, capfd.readouterr().err) == (0, "")
+    test_code_of_a_run_that_ends_the_process_is_an_error(monkeypatch, capfd)
+
+
 def test_a_plugin_that_ends_the_process_is_an_error(tmp_path):
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
     with pytest.raises(ValueError, match=r"leaves\.py' cannot be imported \(ImportError: it calls sys\.exit\(0\)\)"):
