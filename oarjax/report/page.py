@@ -240,7 +240,7 @@ def _group_card(group: ShownGroup) -> dict[str, Any]:
 def _chips(row: ShownCompletion) -> list[tuple[str, str]]:
     each = [(visible(name), short(value)) for name, value in row.rewards.items() if len(row.rewards) > 1]
     ended = [] if row.ended else [("cut at", f"{row.tokens} tokens")]
-    return [*each, ("advantage", short(row.advantage)), ("answer", cut(row.answer or "none found", 80)), *ended]
+    return [*each, ("advantage", f"{row.advantage:+.2f}"), ("answer", cut(row.answer or "none found", 80)), *ended]
 
 
 def _tiles(summary: Sequence[SummaryRow]) -> list[tuple[str, str, str]]:
