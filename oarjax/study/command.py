@@ -17,7 +17,7 @@ from rich.console import Console
 from oarjax.config import BUILTIN_POLICIES, Config, ConfigError
 from oarjax.report.console import resumable
 from oarjax.report.files import make_console, read_metrics
-from oarjax.runs.durable import exists
+from oarjax.runs.durable import exists, storage_errors, write_durably
 from oarjax.runs.folder import refuse_another_run
 from oarjax.runs.stop import Stop
 from oarjax.study.config import Plan, load_study
@@ -137,7 +137,8 @@ def write_results(
     """Collect the finished runs, write the files, and return the tree of study.json."""
     tree = {"command": command, "machine": machine(), "failed": list(failed)} | collect(plan)
     plan.root.mkdir(parents=True, exist_ok=True)
-    (plan.root / "study.json").write_text(to_json(tree, indent=1) + "\n")
+    with storage_errors(plan.root):
+        write_durably(plan.root / "study.json", to_json(tree, indent=1) + "\n")
     figures: dict[str, Path] = {}
     name = plan.root.name.replace("-", "_")
     if tree["arms"]:
@@ -148,7 +149,8 @@ def write_results(
         draw_frontier(sweep, plan.root / "frontier.png")
         figures[f"{name}_frontier.png"] = plan.root / "frontier.png"
     text = markdown(tree, command=command, figures=[path.name for path in figures.values()])
-    (plan.root / "study.md").write_text(text, encoding="utf-8")
+    with storage_errors(plan.root):
+        write_durably(plan.root / "study.md", text)
     console.print(text, markup=False, soft_wrap=True)
     console.print(f"results  {plan.root / 'study.json'}", markup=False)
     if page is not None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from oarjax.errors import UserError
+from oarjax.runs.durable import storage_errors, write_durably
 
 Triple = Sequence[float | None] | None
 """[mean, low, high] as ``study.results.collect`` returns them."""
@@ -161,7 +162,8 @@ def paste(page: Path, name: str, text: str, figures: Mapping[str, Path]) -> None
         figures: copied beside the page, by their file names there.
     """
     before, after = around(page, name)
-    page.write_text(f"{before}\n\n{text}\n{after}", encoding="utf-8")
+    with storage_errors(page):
+        write_durably(page, f"{before}\n\n{text}\n{after}")
     for file, source in figures.items():
         shutil.copyfile(source, page.parent / file)
 

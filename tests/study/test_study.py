@@ -1,5 +1,6 @@
 """A study's arithmetic by hand, its worker processes with small scripts, and a whole tiny one."""
 
+import errno
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from oarjax.config import ConfigError
 from oarjax.data.arithmetic import write_builtin_policy
 from oarjax.report.files import MetricsWriter, make_console, read_metrics
 from oarjax.runs.checkpoint import finished
+from oarjax.runs.durable import StorageError
 from oarjax.study import command
 from oarjax.study.config import load_study, make_plan
 from oarjax.study.jobs import Job, run_jobs, share_out
@@ -345,6 +347,26 @@ def test_results_of_runs_made_up(file, tmp_path, capsys):
     assert "![study_x](study_x.png)" in pasted
     assert (tmp_path / "study_x_frontier.png").is_file()
     assert "permuted" in capsys.readouterr().out
+
+
+def test_a_full_disk_leaves_the_results_and_the_page_as_they_were(file, tmp_path, monkeypatch):
+    root, page = tmp_path / "study-x", tmp_path / "results.md"
+    make_up(root / "seed0/grpo", 0.5)
+    page.write_text("<!-- study study-x -->\nold\n<!-- end of study study-x -->\n")
+    command.run(file, [], jobs=0)
+    files = {path: path.read_bytes() for path in (root / "study.json", root / "study.md", page)}
+    make_up(root / "seed1/grpo", 0.7)
+    for full in files:
+
+        def fsync(number, full=full):
+            if full.name in os.readlink(f"/proc/self/fd/{number}"):
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fsync)
+            with pytest.raises(StorageError, match="No space left on device"):
+                command.run(file, [], jobs=0, page=page)
+        assert full.read_bytes() == files[full]
 
 
 def test_a_page_without_marks_is_missed_before_anything_runs(file, tmp_path, monkeypatch):
