@@ -4,7 +4,7 @@
 #   tpu/create.sh [--no-wait] [--any-bucket] [--any-disk] [options]
 #
 #   --no-wait       leave the request in the queue; the same command without it waits
-#   --any-bucket    accept a bucket without hierarchical namespace (a finished checkpoint is then copied, not renamed)
+#   --any-bucket    accept a bucket without hierarchical namespace (a finished export is then copied, not renamed)
 #   --any-disk      request the machine although its boot disk is too small for the run, by docs/plans.md
 #
 # Checks the bucket and what the run needs of a worker's disk, then asks for a queued resource. Billing starts when it
@@ -52,7 +52,7 @@ check_bucket() { # before anything is billed: a run without a place for its chec
   if [[ $DRY_RUN == yes ]]; then return; fi
   if [[ ${tree,,} != true && $any_bucket == no ]]; then
     die "bucket gs://$BUCKET has no hierarchical namespace, as far as gcloud says. A flat one cannot rename a" \
-      "finished checkpoint, but copies it file by file. Make another as in tpu/README.md, step 4, or use" \
+      "finished export, but copies it file by file. Make another as in tpu/README.md, step 4, or use" \
       "--any-bucket. Nothing was requested."
   fi
   if [[ ${place,,} != "$region" ]]; then

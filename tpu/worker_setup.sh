@@ -40,7 +40,7 @@ install_gcsfuse() { # as in Google's installation page; a machine that has just 
 }
 
 mount_bucket() { # metadata is never cached: on large TPU hosts the default is for ever, and hosts would not see each
-  # other's files. Folders may be renamed whatever is in them (a checkpoint is renamed when it is complete).
+  # other's files. Folders may be renamed whatever is in them (an export is renamed when it is complete).
   mkdir -p "$base/bucket"
   if mountpoint -q "$base/bucket"; then return; fi
   step "mounting gs://$BUCKET"
