@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from oarjax.report.colours import LIGHT, styles
 
 HERE = Path(__file__).resolve().parent
-LEAST, MOST = 0.1, 8.0
+LEAST, MOST = 0.05, 8.0
 MARGIN = 0.25
 MARKERS = ("o", "s", "^", "D", "v")
 
@@ -54,7 +54,7 @@ def panel(axis: Any, lab: dict[str, Any], looks: dict[str, tuple[int, int]]) -> 
         if name == "GRPO" or law is None:
             continue
         if not (LEAST < noise["mean"] < MOST and LEAST < law["mean"] < MOST):
-            beyond.append(f"{name} {noise['mean']:.2g} ({law['mean']:.2g})")
+            beyond.append(f"{name} {noise['mean']:.3g} ({law['mean']:.3g})")
             continue
         colour, number = looks[name]
         bars = {side: [[max(v["mean"] - (v["low"] or LEAST), 0)], [(v["high"] or MOST) - v["mean"]]]
@@ -71,7 +71,7 @@ def panel(axis: Any, lab: dict[str, Any], looks: dict[str, tuple[int, int]]) -> 
             label=name,
         )
     axis.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")
-    ticks = [0.1, 0.2, 0.5, 1, 2, 5]
+    ticks = [0.05, 0.1, 0.2, 0.5, 1, 2, 5]
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=8)
     axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=8)
     axis.minorticks_off()

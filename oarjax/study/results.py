@@ -132,6 +132,7 @@ def collect(plan: Plan) -> dict[str, Any]:
             "seeds": list(plan.study.choose.seeds),
             "values": list(plan.study.choose.values),
             "areas": {name: to_plain(areas) for name, areas in trial_areas(plan).items()},
+            "by_seed": {name: [_by_seed(measured_runs(runs)) for runs in values] for name, values in plan.trials.items()},
             "chosen": choices(plan),
         }
     if plan.study.sweep is not None:
@@ -210,8 +211,12 @@ def _arm(runs: Mapping[int, Measured]) -> dict[str, Any]:
     return {
         **{measure: _plain(mean_interval(np.array(list(_of(runs, measure).values())))) for measure in MEASURES},
         "curve": [{"iteration": x, "pass_at_1": _plain(mean_interval(np.array(heights[x])))} for x in iterations],
-        "by_seed": {str(seed): {measure: getattr(run, measure) for measure in MEASURES} for seed, run in runs.items()},
+        "by_seed": _by_seed(runs),
     }
+
+
+def _by_seed(runs: Mapping[int, Measured]) -> dict[str, dict[str, float]]:
+    return {str(seed): {measure: getattr(run, measure) for measure in MEASURES} for seed, run in runs.items()}
 
 
 def _of(runs: Mapping[int, Measured], measure: str) -> dict[int, float]:

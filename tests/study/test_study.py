@@ -282,6 +282,7 @@ def test_a_rate_is_chosen_for_each_arm_and_then_confirmed_on_other_seeds(file, t
         make_up(root / f"seed{seed}" / "permuted", ours, flops=200.0)
     tree = collect(plan)
     assert tree["choose"]["chosen"] == {"GRPO": 1e-3, "permuted": 1e-4}
+    assert [run["final"] for run in tree["choose"]["by_seed"]["permuted"][0].values()] == [0.9, 0.3]
     (primary,) = tree["primaries"]
     assert primary["area"][0] == pytest.approx(0.1)
     assert primary["p"] == primary["holm"] == pytest.approx(1 - math.sqrt(12 / 14))
