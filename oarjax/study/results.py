@@ -132,7 +132,9 @@ def collect(plan: Plan) -> dict[str, Any]:
             "seeds": list(plan.study.choose.seeds),
             "values": list(plan.study.choose.values),
             "areas": {name: to_plain(areas) for name, areas in trial_areas(plan).items()},
-            "by_seed": {name: [_by_seed(measured_runs(runs)) for runs in values] for name, values in plan.trials.items()},
+            "by_seed": {
+                name: [_by_seed(measured_runs(runs)) for runs in values] for name, values in plan.trials.items()
+            },
             "chosen": choices(plan),
         }
     if plan.study.sweep is not None:
