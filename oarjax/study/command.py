@@ -106,6 +106,7 @@ def tasks(plan: Plan) -> list[Job]:
                 "config": planned.config.model_dump(mode="json"),
             },
             needs=f"seed {planned.seed}, start",
+            like=planned.name,
         )
         for planned in left
     ]

@@ -35,6 +35,7 @@ class Job:
     name: str
     task: Mapping[str, Any]  # sent to the worker as JSON
     needs: str | None = None  # name of a job that must succeed first
+    like: str | None = None  # a worker does jobs that are alike faster after one another
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,9 @@ def run_jobs(
     log: Path,
     report: Callable[[Outcome, int], None] = lambda outcome, left: None,
 ) -> list[Outcome]:
-    """Run every job, the first ready job first, and return the outcomes in the order of ``jobs``.
+    """Run every job, and return the outcomes in the order of ``jobs``.
+
+    A worker takes the first ready job that is like its last one; without any, the first ready job.
 
     Args:
         jobs: with distinct names; a job whose ``needs`` is not among them is ready.
@@ -121,7 +124,9 @@ def _drive(
     worker: subprocess.Popen[str] | None = None
     with log.open("a", encoding="utf-8") as output:
         try:
-            while (job := _next(board, report)) is not None:
+            like = None
+            while (job := _next(board, report, like)) is not None:
+                like = job.like
                 began = time.monotonic()
                 try:
                     worker = worker or _start(command, mine, output)
@@ -143,8 +148,8 @@ def _drive(
                 worker.wait()
 
 
-def _next(board: _Board, report: Callable[[Outcome, int], None]) -> Job | None:
-    """Wait for the first ready job and take it; None when no job is left."""
+def _next(board: _Board, report: Callable[[Outcome, int], None], like: str | None) -> Job | None:
+    """Wait for a ready job and take it, preferably one ``like`` the last; None when no job is left."""
     with board.changed:
         while True:
             for job in list(board.waiting):
@@ -157,9 +162,10 @@ def _next(board: _Board, report: Callable[[Outcome, int], None]) -> Job | None:
             if board.stopped or not (ready or board.running):
                 return None
             if ready:
-                board.waiting.remove(ready[0])
-                board.running.add(ready[0].name)
-                return ready[0]
+                job = next((job for job in ready if like is not None and job.like == like), ready[0])
+                board.waiting.remove(job)
+                board.running.add(job.name)
+                return job
             board.changed.wait()
 
 

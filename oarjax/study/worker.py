@@ -32,6 +32,7 @@ from oarjax.study.jobs import study_remedy
 from oarjax.training.command import start_policy
 from oarjax.training.held_out import Evaluation, evaluation_from, plain_evaluation
 from oarjax.training.parts.inputs import check_inputs
+from oarjax.training.programs import Steps
 from oarjax.training.run_parts import Run, open_run
 from oarjax.training.trainer import train
 
@@ -45,13 +46,13 @@ def main() -> None:
     os.dup2(2, 1)  # the output of libraries must not mix with the replies
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     with ExitStack() as stack:
-        graders = Graders(stack)
+        graders, programs = Graders(stack), Programs()
         for line in sys.stdin:
-            replies.write(json.dumps({"error": attempt(json.loads(line), graders)}) + "\n")
+            replies.write(json.dumps({"error": attempt(json.loads(line), graders, programs)}) + "\n")
             replies.flush()
 
 
-def attempt(task: dict[str, Any], graders: Graders) -> str | None:
+def attempt(task: dict[str, Any], graders: Graders, programs: Programs) -> str | None:
     """Run a task; return its error, None on success. A user's error comes without a traceback."""
     folder = Path(task["folder"])
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,17 +61,40 @@ def attempt(task: dict[str, Any], graders: Graders) -> str | None:
         try:
             cfg = parse_config(task["config"])
             if task["kind"] == "start":
-                make_start(cfg, console, graders)
+                make_start(cfg, console, graders, programs)
             else:
-                train_run(cfg, Path(task["home"]), console, graders)
+                train_run(cfg, Path(task["home"]), console, graders, programs)
         except UserError as error:
+            programs.forget()
             return study_remedy(str(error), folder)
         except Exception:
+            programs.forget()
             return traceback.format_exc()
         finally:
-            jax.clear_caches()  # runs share no programs; the next run reads its programs from disk
             gc.collect()
     return None
+
+
+class Programs:
+    """The device programs of the last run, for a next run that differs in seed and folder alone."""
+
+    def __init__(self) -> None:
+        self._of: Config | None = None
+        self._steps: Steps | None = None
+
+    def lend(self, run: Run) -> None:
+        """Give a run the last one's programs, traced and compiled, if they are its own; else forget them."""
+        of = changed(run.cfg, run_dir="any", seed=0)
+        if of != self._of:
+            self.forget()
+            self._of, self._steps = of, run.steps
+        elif self._steps is not None:
+            run.supply_steps(self._steps)
+
+    def forget(self) -> None:
+        """Free the programs; whoever needs them again reads them from the compilation cache."""
+        self._of = self._steps = None
+        jax.clear_caches()
 
 
 class Graders:
@@ -89,16 +113,17 @@ class Graders:
         return self._graders[settings]
 
 
-def make_start(cfg: Config, console: Console, graders: Graders) -> None:
+def make_start(cfg: Config, console: Console, graders: Graders, programs: Programs) -> None:
     """Create and evaluate the policy that all runs of a seed start from, in the seed's folder."""
     with locked(Path(cfg.run_dir)):
         run = open_run(cfg, console)
         _claim(run, Path(cfg.run_dir), console)
+        programs.lend(run)
         _, before = start_policy(run, graders.of(run))
         write_before(run.folder / BEFORE, before)
 
 
-def train_run(cfg: Config, home: Path, console: Console, graders: Graders) -> None:
+def train_run(cfg: Config, home: Path, console: Console, graders: Graders, programs: Programs) -> None:
     """Train a run from the seed's start, and remove its checkpoints at the end."""
     folder = Path(cfg.run_dir)
     run = open_run(changed(cfg, run_dir=str(home), policy=_start_of(cfg, home), sft=None), console)
@@ -106,6 +131,7 @@ def train_run(cfg: Config, home: Path, console: Console, graders: Graders) -> No
     start = run.load()
     with locked(folder):
         _claim(run, folder, console)
+        programs.lend(run)
         train(run, graders.of(run), start, read_before(home / BEFORE), folder, keep_start=False)
         remove_all(folder / "checkpoints")
         shutil.rmtree(folder / "verdicts", ignore_errors=True)

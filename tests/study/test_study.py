@@ -4,14 +4,17 @@ import errno
 import json
 import math
 import os
+import shutil
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import yaml
 from conftest import CACHE
 
+from oarjax.bench.measure import counted_compilations
 from oarjax.cli import main
 from oarjax.config import ConfigError
 from oarjax.data.arithmetic import write_builtin_policy
@@ -23,6 +26,7 @@ from oarjax.study.config import load_study, make_plan
 from oarjax.study.jobs import Job, run_jobs, share_out
 from oarjax.study.page import PageError, markdown, paste
 from oarjax.study.results import area_under, area_until, choices, collect, measure, plan_so_far, seed_difference
+from oarjax.study.worker import Graders, Programs, attempt
 
 # Differences, areas
 
@@ -107,6 +111,17 @@ def test_a_worker_does_job_after_job_in_order(echo):
     assert outcomes == dict.fromkeys("abcd")
     assert [line.split()[0] for line in lines] == list("abcd")
     assert len({line.split()[1] for line in lines}) == 1  # one process
+
+
+def test_a_worker_does_jobs_that_are_alike_after_one_another(tmp_path):
+    log = tmp_path / "done.txt"
+    jobs = [
+        Job(f"{arm}{seed}", {"name": f"{arm}{seed}", "log": str(log)}, like=arm) for seed in (0, 1) for arm in "abc"
+    ]
+    jobs.append(Job("start", {"name": "start", "log": str(log)}))
+    outcomes = run_jobs(jobs, [sys.executable, "-c", ECHO], workers=1, log=tmp_path)
+    assert [line.split()[0] for line in log.read_text().splitlines()] == ["a0", "a1", "b0", "b1", "c0", "c1", "start"]
+    assert [outcome.name for outcome in outcomes] == [job.name for job in jobs]
 
 
 def test_workers_have_cores_of_their_own(echo):
@@ -481,6 +496,34 @@ def test_a_killed_study_leaves_no_run_behind_and_goes_on(file, tmp_path):
     assert "resuming after iteration" in (root / "seed0" / "grpo" / "log.txt").read_text()
     assert [r["iteration"] for r in read_metrics(metrics)] == list(range(41))
     assert json.loads((root / "study.json").read_text())["runs"] == {"planned": 2, "finished": 2}
+
+
+@pytest.mark.slow
+def test_runs_of_one_arm_share_their_programs(file, tmp_path):
+    jobs = {job.name: dict(job.task) for job in command.tasks(make_plan(load_study(file)))}
+    with ExitStack() as stack:
+        graders, programs = Graders(stack), Programs()
+
+        def lines(name: str) -> list[dict]:
+            assert attempt(jobs[name], graders, programs) is None
+            clock = ("seconds/", "time", "tokens_per_second", "mfu")
+            records = read_metrics(Path(jobs[name]["folder"]) / "metrics.jsonl")
+            return [{k: v for k, v in record.items() if not k.startswith(clock)} for record in records]
+
+        for name in ("seed 0, start", "seed 1, start"):
+            assert attempt(jobs[name], graders, programs) is None
+        lines("seed 0, GRPO")
+        with counted_compilations() as compiled:
+            shared = lines("seed 1, GRPO")
+        assert compiled.count <= 2  # the new state, and a product that measures this CPU's peak
+        shutil.rmtree(jobs["seed 1, GRPO"]["folder"])
+        programs.forget()
+        with counted_compilations() as compiled:
+            assert lines("seed 1, GRPO") == shared
+        assert compiled.count > 5
+        with counted_compilations() as compiled:
+            lines("seed 0, permuted")  # another arm has programs of its own
+        assert compiled.count > 5
 
 
 def test_write_results_prints_markdown_as_it_is(file, capsys):
