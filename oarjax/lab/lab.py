@@ -222,15 +222,18 @@ def credit_tokens(
     others = {"marks": hints.marks, "turns": hints.turns, "groups": groups}
     others["tokens"] = np.asarray(rollout.tokens)[:, -is_token.shape[1] :]
 
-    @jax.jit
-    def weights_of(inputs: dict[str, Any], key: jax.Array) -> jax.Array:
+    @jax.jit  # all as arguments: XLA would spend seconds on folding constants
+    def weights_of(
+        inputs: dict[str, Any], span: AnswerSpan, advantages: jax.Array, is_token: jax.Array, key: jax.Array
+    ) -> jax.Array:
         returned = weigh(Signals(**inputs, iteration=1), span, advantages, is_token, key)
         shaped = token_advantages(kind, returned, advantages, is_token)
         return relative(kind, returned, shaped, advantages, is_token)
 
     def rank_and_weigh(scores: Any, key: jax.Array) -> tuple[np.ndarray, np.ndarray]:
         found = {} if scores is None else scores if isinstance(scores, dict) else {"importance": scores}
-        weights = np.asarray(weights_of(jax.tree.map(jnp.asarray, others | found), key))
+        inputs = jax.tree.map(jnp.asarray, others | found)
+        weights = np.asarray(weights_of(inputs, span, advantages, is_token, key))
         if credit.method == "random":
             return np.asarray(random_scores(key, jnp.arange(is_token.shape[0]), tokens=is_token.shape[1])), weights
         ranking = next(iter(found.values())) if set(found) in ({"importance"}, {"entropies"}) else None
@@ -274,14 +277,16 @@ def run_lab(run: Run, programs: Programs, grader: Grading, completions: Completi
     over_problems = partial(over_batches, problems=np.array([p.index for p in completions.problems]))
 
     @jax.jit
-    def measured(ranking: jax.Array, repeated: jax.Array, weights: jax.Array) -> dict[str, jax.Array]:
+    def measured(
+        evidence: Evidence, ranking: jax.Array, repeated: jax.Array, weights: jax.Array
+    ) -> dict[str, jax.Array]:
         values = agreement(ranking, evidence, share=lab.share)
         values |= concentration(weights, evidence.reasoning, share=lab.share)
         return values | {"repeat": spearman(ranking, repeated, evidence.reasoning)}
 
     results = []
     for name, credit in methods.items():
-        values = measured(*map(jnp.asarray, credited[name]))
+        values = measured(evidence, *map(jnp.asarray, credited[name]))
         if not draws_noise(credit):
             del values["repeat"]
         figures = {k: over_problems(np.asarray(v, np.float64)) for k, v in values.items()}
