@@ -37,7 +37,7 @@ def main() -> None:
         panel(axis, each, looks)
     axes[0].set_ylabel("measured noise, in GRPO's", fontsize=9)
     marks = {mark.get_label(): mark for axis in axes for mark in axis.get_legend_handles_labels()[0]}
-    figure.legend(marks.values(), marks.keys(), loc="outside lower center", ncols=6, frameon=False, fontsize=8)
+    figure.legend(marks.values(), marks.keys(), loc="outside lower center", ncols=len(marks), frameon=False, fontsize=8)
     figure.savefig(HERE / "law.png")
 
 

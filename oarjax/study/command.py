@@ -171,9 +171,11 @@ def _reporter(console: Console, plan: Plan, total: int) -> Callable[[Outcome, in
     """Return a function that prints a line for each job at its end."""
     began = time.monotonic()
     folders = {f"seed {planned.seed}, {planned.name}": planned.config.run_dir for planned in plan.runs}
+    runs = 0
 
     def report(outcome: Outcome, left: int) -> None:
-        done = total - left
+        nonlocal runs
+        done, runs = total - left, runs + (outcome.name in folders)
         line = f"[{done}/{total}] {outcome.name}: "
         if outcome.error is not None:
             console.print(line + "FAILED", markup=False)
@@ -183,8 +185,10 @@ def _reporter(console: Console, plan: Plan, total: int) -> Callable[[Outcome, in
             records = read_metrics(Path(folders[outcome.name]) / "metrics.jsonl")
             shares = [r["pass_at_1"] for r in records if r.get("pass_at_1") is not None]
             line += f"pass@1 {100 * shares[0]:.1f}% -> {100 * shares[-1]:.1f}%, " if shares else ""
-        minutes = (time.monotonic() - began) / done * left / 60
-        console.print(f"{line}{outcome.seconds:.0f} s; about {minutes:.0f} min left", markup=False)
+        line += f"{outcome.seconds:.0f} s"
+        if runs:  # warm starts alone say nothing of how long runs take
+            line += f"; about {(time.monotonic() - began) / done * left / 60:.0f} min left"
+        console.print(line, markup=False)
 
     return report
 
