@@ -5,6 +5,7 @@ Workers use the devices; this process touches none.
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -74,7 +75,7 @@ def run(
         known, plan = len(plan.runs), plan_so_far(study)
         if len(plan.runs) == known or not workers:
             break
-    command = " ".join(["oarjax study", str(config), *overrides, *(["--quick"] if quick else [])])
+    command = shlex.join(["oarjax", "study", str(config), *overrides, *(["--quick"] if quick else [])])
     write_results(plan, command=command, failed=[outcome.name for outcome in failed], page=page, console=console)
     if failed:
         raise StudyError(
