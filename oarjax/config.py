@@ -33,7 +33,7 @@ from pydantic_core.core_schema import no_info_after_validator_function
 from oarjax.credit.method import Role
 from oarjax.credit.registry import CUSTOM, choices, lab_methods, reads_reference
 from oarjax.errors import UserError
-from oarjax.yaml_tree import LONGEST, YamlError, read_yaml
+from oarjax.system.yaml_tree import LONGEST, YamlError, read_yaml
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]

@@ -25,7 +25,7 @@ from oarjax.data.problems import load_problems
 from oarjax.errors import UserError
 from oarjax.report.files import CompletionRow, read_completions, read_metrics
 from oarjax.runs.bad_batches import METADATA, Header, read_bad_batch, write_bad_batch
-from oarjax.yaml_tree import YamlError, read_yaml
+from oarjax.system.yaml_tree import YamlError, read_yaml
 
 TRIES = int(os.environ.get("OARJAX_FUZZ", "1"))
 SEED = int(os.environ.get("OARJAX_FUZZ_SEED", "0"))

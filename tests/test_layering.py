@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "oarjax"
 
 ORDER = (
-    *("types", "errors", "stats", "yaml_tree", "credit.method", "credit.registry", "config", "costs"),
+    *("types", "errors", "stats", "system.yaml_tree", "credit.method", "credit.registry", "config", "costs"),
     *("rl", "models", "rollout", "credit"),
     *("system", "runs", "data", "grading", "report"),
     *("training", "replay", "evaluate", "plan", "lab", "study", "bench", "accept"),

@@ -20,7 +20,7 @@ import yaml
 from oarjax.config import Config, ConfigError, flatten, parse_config
 from oarjax.runs.durable import FolderTaken, cannot_read, cannot_write, exists, guarded, names_in, write_durably
 from oarjax.runs.manifest import read_manifest
-from oarjax.yaml_tree import read_yaml
+from oarjax.system.yaml_tree import read_yaml
 
 HARMLESS = (
     "run_dir",

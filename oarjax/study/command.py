@@ -172,22 +172,19 @@ def _reporter(console: Console, plan: Plan, total: int) -> Callable[[Outcome, in
     """Return a function that prints a line for each job at its end."""
     began = time.monotonic()
     folders = {f"seed {planned.seed}, {planned.name}": planned.config.run_dir for planned in plan.runs}
-    runs = 0
 
     def report(outcome: Outcome, left: int) -> None:
-        nonlocal runs
-        done, runs = total - left, runs + (outcome.name in folders)
+        done = total - left
         line = f"[{done}/{total}] {outcome.name}: "
         if outcome.error is not None:
             console.print(line + "FAILED", markup=False)
             console.print(outcome.error.rstrip(), markup=False, soft_wrap=True)
             return
-        if outcome.name in folders:
+        line += f"{outcome.seconds:.0f} s"
+        if outcome.name in folders:  # a warm start says nothing of how long runs take
             records = read_metrics(Path(folders[outcome.name]) / "metrics.jsonl")
             shares = [r["pass_at_1"] for r in records if r.get("pass_at_1") is not None]
-            line += f"pass@1 {100 * shares[0]:.1f}% -> {100 * shares[-1]:.1f}%, " if shares else ""
-        line += f"{outcome.seconds:.0f} s"
-        if runs:  # warm starts alone say nothing of how long runs take
+            line += f", pass@1 {100 * shares[0]:.1f}% -> {100 * shares[-1]:.1f}%" if shares else ""
             line += f"; about {(time.monotonic() - began) / done * left / 60:.0f} min left"
         console.print(line, markup=False)
 

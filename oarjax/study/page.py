@@ -98,10 +98,10 @@ def primaries_table(primaries: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     rows = [["comparison", "area, points", "p", "p by Holm", "at 5%"]]
     for each in primaries:
         p_values = ["" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}" for p in (each["p"], each["holm"])]
-        words = "" if each["holm"] is None else "not shown"
-        if each["holm"] is not None and each["holm"] < 0.05:
-            words = "above" if each["area"][0] > 0 else "below"
-        rows.append([f"{each['arm']} - {each['against']}", points_of(each["area"]), *p_values, words])
+        outcome = ""
+        if each["holm"] is not None:
+            outcome = "not shown" if each["holm"] >= 0.05 else "above" if each["area"][0] > 0 else "below"
+        rows.append([f"{each['arm']} - {each['against']}", points_of(each["area"]), *p_values, outcome])
     return rows
 
 

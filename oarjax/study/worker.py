@@ -27,7 +27,7 @@ from oarjax.report.files import ShownConsole
 from oarjax.runs.checkpoint import remove_all
 from oarjax.runs.durable import DamagedError, cannot_read, storage_errors, write_durably
 from oarjax.runs.folder import changed, claim, locked, refuse_another_run
-from oarjax.runs.trust import note_trusted
+from oarjax.runs.trust import code_digests, note_trusted
 from oarjax.study.jobs import study_remedy
 from oarjax.training.command import start_policy
 from oarjax.training.held_out import Evaluation, evaluation_from, plain_evaluation
@@ -79,21 +79,20 @@ class Programs:
     """The device programs of the last run, for a next run that differs in seed and folder alone."""
 
     def __init__(self) -> None:
-        self._of: Config | None = None
-        self._steps: Steps | None = None
+        self._last: tuple[Any, Steps] | None = None
 
     def lend(self, run: Run) -> None:
         """Give a run the last one's programs, traced and compiled, if they are its own; else forget them."""
-        of = changed(run.cfg, run_dir="any", seed=0)
-        if of != self._of:
+        of = changed(run.cfg, run_dir="any", seed=0), run.model, code_digests(run.cfg)
+        if self._last is not None and self._last[0] == of:
+            run.steps = self._last[1]
+        else:
             self.forget()
-            self._of, self._steps = of, run.steps
-        elif self._steps is not None:
-            run.supply_steps(self._steps)
+            self._last = of, run.steps
 
     def forget(self) -> None:
         """Free the programs; whoever needs them again reads them from the compilation cache."""
-        self._of = self._steps = None
+        self._last = None
         jax.clear_caches()
 
 

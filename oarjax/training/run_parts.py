@@ -227,10 +227,6 @@ class Run:
             custom_advantages=find_advantages(self.cfg),
         )
 
-    def supply_steps(self, steps: Steps) -> None:
-        """Use the device programs of a run with the same config but for seed and folder."""
-        vars(self)["steps"] = steps
-
     def load(self, *, source: Path | None = None) -> Params:
         """Read the policy's weights, or those of another folder, into the training layout."""
         dtype = stored_dtype_of(self.cfg, self.mesh)

@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,17 +17,20 @@ from conftest import CACHE
 
 from oarjax.bench.measure import counted_compilations
 from oarjax.cli import main
-from oarjax.config import ConfigError
+from oarjax.config import ConfigError, parse_config
 from oarjax.data.arithmetic import write_builtin_policy
+from oarjax.data.hf import read_config
 from oarjax.report.files import MetricsWriter, make_console, read_metrics
 from oarjax.runs.checkpoint import finished
 from oarjax.runs.durable import StorageError
+from oarjax.runs.folder import changed
 from oarjax.study import command
 from oarjax.study.config import load_study, make_plan
 from oarjax.study.jobs import Job, run_jobs, share_out
 from oarjax.study.page import PageError, markdown, paste
 from oarjax.study.results import area_under, area_until, choices, collect, measure, plan_so_far, seed_difference
 from oarjax.study.worker import Graders, Programs, attempt
+from oarjax.training.run_parts import Run
 
 # Differences, areas
 
@@ -97,7 +101,7 @@ def echo(tmp_path):
     def run(*jobs: tuple, workers=2):
         log = tmp_path / "done.txt"
         made = [
-            Job(name, {"name": name, "log": str(log), **task}, needs=rest[0] if rest else None)
+            Job(name, {"name": name, "log": str(log), **task}, *rest)  # rest: needs, like
             for name, task, *rest in jobs
         ]
         outcomes = run_jobs(made, [sys.executable, "-c", ECHO], workers=workers, log=tmp_path)
@@ -113,15 +117,11 @@ def test_a_worker_does_job_after_job_in_order(echo):
     assert len({line.split()[1] for line in lines}) == 1  # one process
 
 
-def test_a_worker_does_jobs_that_are_alike_after_one_another(tmp_path):
-    log = tmp_path / "done.txt"
-    jobs = [
-        Job(f"{arm}{seed}", {"name": f"{arm}{seed}", "log": str(log)}, like=arm) for seed in (0, 1) for arm in "abc"
-    ]
-    jobs.append(Job("start", {"name": "start", "log": str(log)}))
-    outcomes = run_jobs(jobs, [sys.executable, "-c", ECHO], workers=1, log=tmp_path)
-    assert [line.split()[0] for line in log.read_text().splitlines()] == ["a0", "a1", "b0", "b1", "c0", "c1", "start"]
-    assert [outcome.name for outcome in outcomes] == [job.name for job in jobs]
+def test_a_worker_does_jobs_that_are_alike_after_one_another(echo):
+    jobs = [(f"{arm}{seed}", {}, None, arm) for seed in (0, 1) for arm in "abc"]
+    outcomes, lines = echo(*jobs, ("start", {}), workers=1)
+    assert [line.split()[0] for line in lines] == ["a0", "a1", "b0", "b1", "c0", "c1", "start"]
+    assert list(outcomes) == [name for name, *_ in jobs] + ["start"]
 
 
 def test_workers_have_cores_of_their_own(echo):
@@ -528,6 +528,34 @@ def test_runs_of_one_arm_share_their_programs(file, tmp_path):
         with counted_compilations() as compiled:
             lines("seed 0, permuted")  # another arm has programs of its own
         assert compiled.count > 5
+
+
+def test_programs_are_shared_by_the_same_model_and_code_alone(tmp_path):
+    code = tmp_path / "mine.py"
+    code.write_text("def credit(*_): ...\n")
+    credit = {"method": "custom", "function": f"{code}:credit"}
+    cfg = parse_config(TINY | {"run_dir": "a", "policy": {"path": "builtin:arithmetic"}, "credit": credit})
+
+    small = read_config(write_builtin_policy(tmp_path / "policy", seed=0))[0]
+
+    def lent(model=small, **changes) -> object:
+        run = Run(changed(cfg, **changes), model=model)
+        run.steps = object()  # type: ignore[assignment]
+        programs.lend(run)
+        return run.steps
+
+    programs = Programs()
+    first = lent()
+    assert lent(run_dir="b", seed=7) is first
+    second = lent(replace(small, num_hidden_layers=small.num_hidden_layers + 1))
+    assert second is not first
+    third = lent()
+    assert third is not second
+    assert lent() is third
+    code.write_text("def credit(*_): return None\n")  # edited while the study runs
+    fourth = lent()
+    assert fourth is not third
+    assert lent(iterations=9) is not fourth
 
 
 def test_write_results_prints_markdown_as_it_is(file, capsys):
