@@ -39,6 +39,13 @@ install_gcsfuse() { # as in Google's installation page; a machine that has just 
   sudo apt-get install --quiet --yes -o DPkg::Lock::Timeout=600 gcsfuse
 }
 
+use_large_pages() { # JAX asks for it: the TPU's runtime starts and ends sooner
+  local setting=/sys/kernel/mm/transparent_hugepage/enabled
+  if [[ "$(cat "$setting" 2>/dev/null)" != "[always]"* ]] && ! sudo tee "$setting" <<<always >/dev/null; then
+    step "note: $setting cannot be set to always; TPUs will start and end more slowly"
+  fi
+}
+
 mount_bucket() { # metadata is never cached: on large TPU hosts the default is for ever, and hosts would not see each
   # other's files. Folders may be renamed whatever is in them (an export is renamed when it is complete).
   mkdir -p "$base/bucket"
@@ -77,6 +84,7 @@ case "$1" in
     install_uv
     install_package
     install_gcsfuse
+    use_large_pages
     mount_bucket
     find "$HOME" -maxdepth 1 -name 'oarjax-*.tar.gz' -delete
     ;;

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from oarjax.errors import UserError
+from oarjax.system.devices import with_large_pages
 
 
 class StudyError(UserError, RuntimeError):
@@ -179,7 +180,13 @@ def _settle(board: _Board, outcome: Outcome, report: Callable[[Outcome, int], No
 def _start(command: Sequence[str], mine: list[int], output: Any) -> subprocess.Popen[str]:
     # A worker ends with its standard input, so it needs no signal when the parent dies.
     worker = subprocess.Popen(
-        list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True, process_group=0
+        list(command),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=output,
+        text=True,
+        process_group=0,
+        env=with_large_pages(os.environ),
     )
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(worker.pid, mine)  # before it imports a package that counts cores

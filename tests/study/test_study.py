@@ -88,6 +88,7 @@ for line in sys.stdin:
     task = json.loads(line)
     if task.get("die"): os._exit(3)
     if task.get("talk"): print(task["talk"], flush=True); continue
+    if task.get("show"): print(json.dumps({"error": os.environ.get(task["show"])}), flush=True); continue
     time.sleep(task.get("sleep", 0))
     with open(task["log"], "a") as log: print(task["name"], os.getpid(), sorted(os.sched_getaffinity(0)), file=log)
     print(json.dumps({"error": task.get("error")}), flush=True)
@@ -115,6 +116,12 @@ def test_a_worker_does_job_after_job_in_order(echo):
     assert outcomes == dict.fromkeys("abcd")
     assert [line.split()[0] for line in lines] == list("abcd")
     assert len({line.split()[1] for line in lines}) == 1  # one process
+
+
+def test_workers_run_on_large_memory_pages(echo, monkeypatch):
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
+    outcomes, _ = echo(("a", {"show": "GLIBC_TUNABLES"}))
+    assert outcomes["a"] == "glibc.malloc.check=0:glibc.malloc.hugetlb=1"
 
 
 def test_a_worker_does_jobs_that_are_alike_after_one_another(echo):

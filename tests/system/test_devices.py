@@ -7,7 +7,13 @@ import jax.numpy as jnp
 import pytest
 from fake_chips import Chip
 
-from oarjax.system.devices import DeviceError, choose_platform, peak_flops, use_compilation_cache
+from oarjax.system.devices import (
+    DeviceError,
+    choose_platform,
+    peak_flops,
+    use_compilation_cache,
+    with_large_pages,
+)
 from oarjax.system.mesh import make_mesh, rollout_mesh
 
 
@@ -114,3 +120,12 @@ def test_peak_flops(monkeypatch):
     assert source.startswith("measured")
     fake_device(monkeypatch, "tpu", "TPU v5 lite", count=4)
     assert peak_flops(jnp.bfloat16) == (4 * 197e12, "data sheet")
+
+
+@pytest.mark.parametrize("given", ["glibc.malloc.hugetlb=2", "glibc.malloc.hugetlb=0:glibc.malloc.check=1"])
+def test_a_users_setting_of_memory_pages_stays(given):
+    assert with_large_pages({"GLIBC_TUNABLES": given, "A": "b"}) == {"GLIBC_TUNABLES": given, "A": "b"}
+
+
+def test_large_memory_pages_are_asked_for():
+    assert with_large_pages({"A": "b"}) == {"A": "b", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
