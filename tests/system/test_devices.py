@@ -7,13 +7,7 @@ import jax.numpy as jnp
 import pytest
 from fake_chips import Chip
 
-from oarjax.system.devices import (
-    DeviceError,
-    choose_platform,
-    peak_flops,
-    use_compilation_cache,
-    with_large_pages,
-)
+from oarjax.system.devices import DeviceError, choose_platform, peak_flops, use_compilation_cache, with_large_pages
 from oarjax.system.mesh import make_mesh, rollout_mesh
 
 

@@ -464,9 +464,8 @@ def test_setup_makes_every_worker_ready(cloud):
         assert f"worker {worker}: JAX 0 has 4 of 8 TPU stand-in" in said
         assert not list(base.parent.glob("*.tar.gz"))
     pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    on = pages.exists() and pages.read_text().startswith(
-        "[always]"
-    )  # this machine's: the stand-in sudo changes nothing
+    # This machine's own: the stand-in for sudo changes nothing.
+    on = pages.exists() and pages.read_text().startswith("[always]")
     assert len(cloud.calls("sudo", f"tee {pages}")) == (0 if on else 3)
     mounts = cloud.calls("gcsfuse", "bucket")
     assert len(mounts) == 3
