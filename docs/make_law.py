@@ -19,6 +19,7 @@ from oarjax.report.colours import LIGHT, styles
 
 HERE = Path(__file__).resolve().parent
 LEAST, MOST = 0.05, 8.0
+ACROSS = 4
 MARGIN = 0.25
 MARKERS = ("o", "s", "^", "D", "v")
 
@@ -26,18 +27,24 @@ MARKERS = ("o", "s", "^", "D", "v")
 def main() -> None:
     """Draw every file, a panel each."""
     files = sorted((HERE / "data").glob("law_*.json"))
-    figure = Figure(figsize=(4.4 * len(files), 5.2), dpi=90, layout="constrained", facecolor="white")
+    rows = -(-len(files) // ACROSS)
+    figure = Figure(figsize=(4.4 * ACROSS, 5.0 * rows), dpi=90, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     held = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     names = list(dict.fromkeys(method["name"] for each in held for method in each["gradients"]["methods"]))
     names.remove("GRPO")
     looks = dict(zip(names, styles(names)))
-    axes = figure.subplots(1, len(files), squeeze=False)[0]
+    axes = figure.subplots(rows, ACROSS, squeeze=False).ravel()
     for axis, each in zip(axes, held):
         panel(axis, each, looks)
-    axes[0].set_ylabel("measured noise, in GRPO's", fontsize=9)
-    marks = {mark.get_label(): mark for axis in axes for mark in axis.get_legend_handles_labels()[0]}
-    figure.legend(marks.values(), marks.keys(), loc="outside lower center", ncols=len(marks), frameon=False, fontsize=8)
+    for axis in axes[::ACROSS]:
+        axis.set_ylabel("measured noise, in GRPO's", fontsize=9)
+    for axis in axes[len(files) :]:
+        axis.remove()
+    marks = {mark.get_label(): mark for axis in axes[: len(files)] for mark in axis.get_legend_handles_labels()[0]}
+    figure.legend(
+        marks.values(), marks.keys(), loc="outside lower center", ncols=min(len(marks), 9), frameon=False, fontsize=8
+    )
     figure.savefig(HERE / "law.png")
 
 

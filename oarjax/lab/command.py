@@ -82,10 +82,10 @@ def check_policy(cfg: Config) -> None:
     path = Path(cfg.policy.path).expanduser()
     if cfg.policy.path in BUILTIN_POLICIES or path.is_dir() or path.name not in ("export", "start"):
         return
-    name = path.parent.name
+    alone = " iterations=0" if path.name == "start" else ""  # the warm start needs no iteration
     raise ConfigError(
-        f"policy.path: {path} does not exist yet; it is the export of a run, so train it first: "
-        f"oarjax train configs/{name}.yaml"
+        f"policy.path: {path} does not exist yet; a run writes it, so train it first: "
+        f"oarjax train configs/{path.parent.name}.yaml{alone}"
     )
 
 

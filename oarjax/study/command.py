@@ -63,9 +63,10 @@ def run(
     while not failed:
         todo = tasks(plan) if workers else []
         starts = sum(job.task["kind"] == "start" for job in todo)
+        later = f", then {plan.total - len(plan.runs)} that confirm" if plan.total > len(plan.runs) else ""
         console.print(
-            f"{len(plan.runs)} runs, {len(todo) - starts} to do after {starts} warm starts, {workers} at a time, in "
-            f"{plan.root}",
+            f"{plan.total} runs, {len(todo) - starts} to do after {starts} warm start{'s' * (starts != 1)}{later}, "
+            f"{workers} at a time, in {plan.root}",
             markup=False,
         )
         report = _reporter(console, plan, len(todo))
@@ -172,6 +173,7 @@ def _reporter(console: Console, plan: Plan, total: int) -> Callable[[Outcome, in
     """Return a function that prints a line for each job at its end."""
     began = time.monotonic()
     folders = {f"seed {planned.seed}, {planned.name}": planned.config.run_dir for planned in plan.runs}
+    until = "left" if plan.total == len(plan.runs) else "left until the values are chosen"
 
     def report(outcome: Outcome, left: int) -> None:
         done = total - left
@@ -185,7 +187,7 @@ def _reporter(console: Console, plan: Plan, total: int) -> Callable[[Outcome, in
             records = read_metrics(Path(folders[outcome.name]) / "metrics.jsonl")
             shares = [r["pass_at_1"] for r in records if r.get("pass_at_1") is not None]
             line += f", pass@1 {100 * shares[0]:.1f}% -> {100 * shares[-1]:.1f}%" if shares else ""
-            line += f"; about {(time.monotonic() - began) / done * left / 60:.0f} min left"
+            line += f"; about {(time.monotonic() - began) / done * left / 60:.0f} min {until}"
         console.print(line, markup=False)
 
     return report

@@ -174,6 +174,11 @@ class Plan:
         ordered += [run for runs in zip(*(cell.runs for cell in self.cells)) for run in runs]
         return list({run.config.run_dir: run for run in ordered}.values())
 
+    @property
+    def total(self) -> int:
+        """Count the runs of the whole study, those of arms whose value is not chosen yet included."""
+        return len(self.runs) + (len(self.study.arms) - len(self.arms)) * len(self.study.seeds)
+
 
 def load_study(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *, quick: bool = False) -> StudyConfig:
     """Read a study's YAML file, apply the overrides and, with ``quick``, its section ``quick``, and validate it.

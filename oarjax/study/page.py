@@ -38,8 +38,8 @@ def markdown(tree: Mapping[str, Any], *, command: str, figures: Sequence[str] = 
     runs = tree["runs"]
     parts = [
         f"    {command}\n",
-        f"{len(arms)} arms, {len(seeds)} seeds, {runs['finished']} of {runs['planned']} runs finished. "
-        f"Machine: {tree['machine']}.\n",
+        f"{len(arms)} arms, {len(seeds)} seed{'s' * (len(seeds) != 1)}, "
+        f"{runs['finished']} of {runs['planned']} runs finished. Machine: {tree['machine']}.\n",
     ]
     if tree.get("failed"):
         parts.append("Failed: " + ", ".join(tree["failed"]) + ".\n")

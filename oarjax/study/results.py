@@ -145,7 +145,7 @@ def collect(plan: Plan) -> dict[str, Any]:
             "fields": {name: list(values) for name, values in plan.study.sweep.over.items()},
             "cells": [{"values": list(values), **_arm(runs)} for values, runs in cells if runs],
         }
-    tree["runs"] = {"planned": len(plan.runs), "finished": sum(finished(run) for run in plan.runs)}
+    tree["runs"] = {"planned": plan.total, "finished": sum(finished(run) for run in plan.runs)}
     return tree
 
 

@@ -282,6 +282,7 @@ def test_a_rate_is_chosen_for_each_arm_and_then_confirmed_on_other_seeds(file, t
         ("GRPO, 0.0001", 0, 1e-4), ("GRPO, 0.0001", 1, 1e-4), ("GRPO, 0.001", 0, 1e-3),
     ]  # fmt: skip
     assert len(first.runs) == 8
+    assert first.total == 8 + 2 * 3  # the runs that confirm have no value yet
     for arm, value, ends in (
         ("grpo", 0.0001, (0.5, 0.5)), ("grpo", 0.001, (0.6, 0.6)), ("permuted", 0.0001, (0.9, 0.3)),
     ):  # fmt: skip
@@ -292,6 +293,7 @@ def test_a_rate_is_chosen_for_each_arm_and_then_confirmed_on_other_seeds(file, t
     make_up(root / "seed1" / "choose" / "permuted" / "0.001", 0.1)
     plan = plan_so_far(study)
     assert choices(plan) == {"GRPO": 1e-3, "permuted": 1e-4}  # .6 against .5 on average
+    assert plan.total == len(plan.runs) == 14
     confirmed = {(run.name, run.seed): run.config.optim.lr for runs in plan.arms.values() for run in runs}
     assert confirmed == {(a, s): r for a, r in (("GRPO", 1e-3), ("permuted", 1e-4)) for s in (2, 3, 4)}
     assert {job.name for job in command.tasks(plan)} == {
