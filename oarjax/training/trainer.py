@@ -173,7 +173,7 @@ def train(
             last = evaluate(run, grader, all_params(state))
     show_completions(console, cfg.iterations, rows)
     if programs := run.steps.decode_programs():
-        console.print(f"rollouts used {programs} compiled decode programs: one per number of rows and of cache slots")
+        console.print(f"compiled decode programs: {programs}, one per number of rows and of cache slots")
     spent = sum(record.get("seconds/total", 0.0) for record in read_metrics(folder / "metrics.jsonl"))
     return Trained(folder, all_params(state), last, spent or time.perf_counter() - began)
 
