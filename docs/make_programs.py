@@ -24,13 +24,13 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 import jax  # noqa: E402
 
 from oarjax.config import load_config  # noqa: E402
-from oarjax.data.arithmetic import builtin_config  # noqa: E402
+from oarjax.data.tasks.arithmetic import builtin_config  # noqa: E402
 from oarjax.models.qwen_config import QwenConfig  # noqa: E402
-from oarjax.plan.programs import planned  # noqa: E402
-from oarjax.plan.published_sizes import PUBLISHED  # noqa: E402
+from oarjax.run.memory import peak_bytes  # noqa: E402
+from oarjax.run.shapes import beside, program_counts, programs  # noqa: E402
 from oarjax.system.mesh import make_mesh  # noqa: E402
-from oarjax.training.parts.memory_estimate import peak_bytes  # noqa: E402
-from oarjax.training.parts.shapes import beside, program_counts, programs  # noqa: E402
+from oarjax.tools.plan.programs import planned  # noqa: E402
+from oarjax.tools.plan.published_sizes import PUBLISHED  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 FILE = HERE / "data" / "programs.json"

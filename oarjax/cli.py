@@ -286,7 +286,7 @@ def credit(
 ) -> None:
     """Run ``oarjax credit``; see ``CREDIT_HELP``."""
     check_configs([config], overrides)
-    from oarjax.lab.command import run
+    from oarjax.tools.lab.command import run
 
     run(config, overrides or [], as_json, rollouts, form.value, gradients=gradients)
 
@@ -319,10 +319,10 @@ def study(
     ] = None,
 ) -> None:
     """Run ``oarjax study``; see ``STUDY_HELP``."""
-    from oarjax.study.config import load_study, make_plan
+    from oarjax.tools.study.config import load_study, make_plan
 
     make_plan(load_study(config, overrides or [], quick=quick))  # a typo is reported before jax is imported
-    from oarjax.study.command import run
+    from oarjax.tools.study.command import run
 
     run(config, overrides or [], quick=quick, jobs=jobs, page=page)
 
@@ -337,7 +337,7 @@ def replay(
     trust_code: TrustCode = False,
 ) -> None:
     """Run ``oarjax replay``; see ``REPLAY_HELP``."""
-    from oarjax.replay.command import run
+    from oarjax.tools.replay.command import run
 
     run(file, device=device.value, as_json=as_json, trust_code=trust_code)
 
@@ -362,13 +362,13 @@ def plan(
     write: Annotated[Path | None, typer.Option(metavar="FILE.md", help="Write the tables as a Markdown page.")] = None,
     cache: Annotated[
         str, typer.Option(metavar="FOLDER", help="Folder for the results of compiled programs.")
-    ] = "~/.cache/oarjax/plan",
+    ] = "~/.cache/oarjax/tools/plan",
     timeout: Annotated[int, typer.Option(help="Seconds for one program.", min=1)] = 3600,
     jobs: Annotated[int, typer.Option(help="Programs compiled at once, 1 to 2 GiB of memory each.", min=1)] = 2,
 ) -> None:
     """Run ``oarjax plan``; see ``PLAN_HELP``."""
     check_configs([a for a in arguments if "=" not in a], [a for a in arguments if "=" in a])
-    from oarjax.plan.command import run
+    from oarjax.tools.plan.command import run
 
     if not run(
         arguments,
@@ -394,7 +394,7 @@ def bench(
     project: Annotated[bool, typer.Option("--project", help="Compute the cost of credit for a 7B policy.")] = False,
 ) -> None:
     """Time rollout, update, credit, a whole iteration or grading on this machine."""
-    from oarjax.bench.command import run
+    from oarjax.tools.bench.command import run
 
     run(model, only, repeats, as_json, against, project)
 
@@ -413,7 +413,7 @@ def accept(
     bucket: Annotated[Path | None, typer.Option(help="Mounted bucket to measure.", show_default=False)] = None,
 ) -> None:
     """Check a machine: devices against their data sheet, numbers, compilation, speed, runs, SIGTERM and storage."""
-    from oarjax.accept.command import run
+    from oarjax.tools.accept.command import run
 
     if not run(out, only=only, device=device.value, folder=folder, bucket=bucket):
         raise typer.Exit(1)

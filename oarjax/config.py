@@ -82,7 +82,7 @@ def _kinds(annotation: Any) -> set[Any]:
 
 
 BUILTIN_POLICIES = ("builtin:arithmetic", "builtin:forks", "builtin:stories", "builtin:random")
-"""Policies of the built-in tasks, and a policy for any tokenizer; see ``oarjax.data.arithmetic``."""
+"""Policies of the built-in tasks, and a policy for any tokenizer; see ``oarjax.data.tasks.arithmetic``."""
 
 
 class PolicyConfig(Section):
@@ -148,7 +148,7 @@ class ArithmeticConfig(Section):
 class ForksConfig(Section):
     """Problems of builtin:forks."""
 
-    kind: Literal["copy", "echo", "chain"] = Field(default="copy", description="see oarjax.data.forks")
+    kind: Literal["copy", "echo", "chain"] = Field(default="copy", description="see oarjax.data.tasks.forks")
     forks: Annotated[int, Field(ge=1, le=4)] = Field(default=2, description="choices in a completion")
     filler: Count = Field(default=8, description="letters without meaning per fork")
     right: Share = Field(default=0.45, description="of the sft split: share of choices that are right")
@@ -327,7 +327,7 @@ class OffPolicyConfig(Section):
 class LossConfig(Section):
     function: str | None = Field(
         default=None,
-        description="custom loss, file.py:name or module:name, see oarjax.training.parts.loss.TokenLoss; of the fields "
+        description="custom loss, file.py:name or module:name, see oarjax.step.loss.TokenLoss; of the fields "
         "below, only aggregation, kl_beta and kl_in (for the reference's log-probs) and mask_truncated still apply",
     )
     surrogate: Literal["clip", "cispo", "sapo", "gmpo"] = Field(

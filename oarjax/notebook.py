@@ -17,17 +17,17 @@ from typing import Any
 
 from oarjax.config import Config, parse_config
 from oarjax.grading.mixed import local_rewards
-from oarjax.lab.command import measure_credit
-from oarjax.lab.plot import draw_lab
-from oarjax.lab.results import LabResult, legend, shown_columns, table_cells, tables
 from oarjax.report.colours import LIGHT
 from oarjax.report.curves import PANELS, Record, points
 from oarjax.report.files import CompletionRow, ShownConsole, read_completions, read_metrics, short, visible
 from oarjax.report.page import SIZE, card, chart, colour_scale, line_classes, pick_completions, templates, token_pieces
-from oarjax.runs.stop import Stop, Stopped
-from oarjax.training import run_parts as training
+from oarjax.run import run as training
+from oarjax.run.run import Run
+from oarjax.storage.stop import Stop, Stopped
+from oarjax.tools.lab.command import measure_credit
+from oarjax.tools.lab.plot import draw_lab
+from oarjax.tools.lab.results import LabResult, legend, shown_columns, table_cells, tables
 from oarjax.training.command import train_once
-from oarjax.training.run_parts import Run
 
 
 def train(
@@ -79,7 +79,7 @@ def open_run(cfg: Config) -> Run:
     """Open a run for a custom training loop: its policy, data, tokenizer and programs, each built on first use.
 
     Raises:
-        ConfigError: see ``oarjax.training.run_parts.open_run``.
+        ConfigError: see ``oarjax.run.run.open_run``.
     """
     return training.open_run(cfg, _WarningsOnly())
 

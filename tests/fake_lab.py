@@ -14,12 +14,12 @@ from rich.console import Console
 
 import oarjax.grading.mixed
 from oarjax.config import Config
-from oarjax.lab.completions import sample_completions
-from oarjax.lab.interventions import Choices
-from oarjax.lab.lab import run_lab
-from oarjax.lab.programs import Programs, make_programs
 from oarjax.models.weights import init_params
-from oarjax.training.run_parts import Run, open_run
+from oarjax.run.run import Run, open_run
+from oarjax.tools.lab.completions import sample_completions
+from oarjax.tools.lab.interventions import Choices
+from oarjax.tools.lab.lab import run_lab
+from oarjax.tools.lab.programs import Programs, make_programs
 from oarjax.types import PromptBatch, Rollout
 
 

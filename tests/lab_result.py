@@ -2,8 +2,8 @@
 
 import math
 
-from oarjax.lab.results import LabCompletion, LabResult, MethodResult
 from oarjax.stats import Interval
+from oarjax.tools.lab.results import LabCompletion, LabResult, MethodResult
 
 EVEN, ONES = {"uniform (GRPO)": [0.0] * 4}, {"uniform (GRPO)": [1.0] * 4}
 

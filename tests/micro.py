@@ -17,7 +17,7 @@ import yaml
 from conftest import CACHE
 from starts import Started
 
-from oarjax.data.arithmetic import write_builtin_policy
+from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.report.files import read_metrics
 
 ITERATIONS = 6

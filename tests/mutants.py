@@ -18,10 +18,10 @@ Last result, run folder by folder, 14 minutes in all on two cores that had other
     rl/masked.py                10      10
     rl/optimizer.py             10      10
     credit/gate.py              19      19
-    training/minibatches.py     18      18
-    training/iteration.py       25      25
-    training/programs.py         1       1
-    training/parts/loss.py       2       2
+    step/minibatches.py     18      18
+    step/iteration.py       25      25
+    step/programs.py         1       1
+    step/loss.py       2       2
     rollout/sampler.py          21      21
     rollout/filters.py           5       5
     all                        159     159

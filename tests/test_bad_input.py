@@ -12,10 +12,10 @@ import yaml
 from conftest import CACHE
 from safetensors.numpy import load_file, save_file
 
-from oarjax.bench.measure import counted_compilations
 from oarjax.cli import main
-from oarjax.data.arithmetic import write_builtin_policy
 from oarjax.data.hf import export, load_params, read_config
+from oarjax.data.tasks.arithmetic import write_builtin_policy
+from oarjax.tools.bench.measure import counted_compilations
 
 ROWS = [{"question": f"{n}+1=", "answer": f"#### {n + 1}"} for n in range(8)]
 

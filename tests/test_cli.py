@@ -14,8 +14,8 @@ from conftest import CACHE, ROOT
 
 from oarjax.cli import main
 from oarjax.config import load_config
-from oarjax.data.arithmetic import write_builtin_policy
 from oarjax.data.hf import load_params, read_config, stored_dtype
+from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.report.files import read_completions, read_metrics
 from oarjax.report.summary import read_summary
 
@@ -279,7 +279,7 @@ def test_tokenizer_larger_than_the_vocabulary(oarjax, config, policy, tmp_path):
 def test_a_missing_package_is_missed_at_the_start(
     oarjax, config, tmp_path, package, extra, change, instead, monkeypatch
 ):
-    from oarjax.training.parts import checks
+    from oarjax.run import checks
 
     monkeypatch.setattr(checks, "find_spec", lambda name: None if name == package else object())
     code, _, err = oarjax("train", config, f"run_dir={tmp_path / 'run'}", change)

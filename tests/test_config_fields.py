@@ -31,35 +31,35 @@ from fake_lab import lab, lab_sampler
 from rich.console import Console
 
 import oarjax.grading.mixed
-import oarjax.runs.checkpoint
+import oarjax.run.run
+import oarjax.storage.checkpoint
 import oarjax.training.command
-import oarjax.training.run_parts
 import oarjax.training.trainer
 import oarjax.training.warm_start
 from oarjax.config import Config, Section, parse_config
 from oarjax.credit.bind import measures
-from oarjax.data.arithmetic import write_builtin_policy
-from oarjax.data.forks import write_forks_policy
-from oarjax.data.stories import write_stories_policy
+from oarjax.data.tasks.arithmetic import write_builtin_policy
+from oarjax.data.tasks.forks import write_forks_policy
+from oarjax.data.tasks.stories import write_stories_policy
 from oarjax.errors import UserError
 from oarjax.grading.grader import Grader
 from oarjax.grading.rewards import Sample
-from oarjax.lab import minibatch_gradients
 from oarjax.models.weights import abstract_params, init_params
-from oarjax.plan.command import topology_of
-from oarjax.plan.expected import survival_of
 from oarjax.report.console import OnceWarnings
 from oarjax.rl.advantages import group_advantages, zero_variance_groups
-from oarjax.runs.checkpoint import Checkpoints
-from oarjax.runs.durable import StorageError
-from oarjax.runs.stop import Stop
+from oarjax.run.adapters import trained_shapes
+from oarjax.run.hints import hints_of
+from oarjax.run.layout import training_layout
+from oarjax.run.run import Run, open_run
+from oarjax.step.loss import Sums
+from oarjax.step.programs import Steps, make_sft_optimizer, make_sft_step
+from oarjax.storage.checkpoint import Checkpoints
+from oarjax.storage.durable import StorageError
+from oarjax.storage.stop import Stop
+from oarjax.tools.lab import minibatch_gradients
+from oarjax.tools.plan.command import topology_of
+from oarjax.tools.plan.expected import survival_of
 from oarjax.training.health import Health
-from oarjax.training.parts.adapters import trained_shapes
-from oarjax.training.parts.hints import hints_of
-from oarjax.training.parts.layout import training_layout
-from oarjax.training.parts.loss import Sums
-from oarjax.training.programs import Steps, make_sft_optimizer, make_sft_step
-from oarjax.training.run_parts import Run, open_run
 from oarjax.types import (
     AnswerSpan,
     Credit,
@@ -646,7 +646,7 @@ def command(cfg: Config) -> Any:
     log: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(oarjax.grading.mixed, "Grader", FakeGrader)
-        patch.setattr(oarjax.training.run_parts, "make_steps", partial(fake_steps, log))
+        patch.setattr(oarjax.run.run, "make_steps", partial(fake_steps, log))
         patch.setattr(oarjax.training.warm_start, "make_sft_step", partial(fake_sft_step, log))
         patch.setattr(oarjax.training.trainer, "peak_flops", lambda dtype: (1e9, "fake"))
         patch.setattr(jax.profiler, "start_trace", lambda folder: log.append("trace"))
@@ -713,7 +713,7 @@ def unwritable(cfg: Config) -> Any:
         raise OSError("No space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(oarjax.runs.checkpoint, "write_manifest", full)
+        patch.setattr(oarjax.storage.checkpoint, "write_manifest", full)
         try:
             return command(cfg)
         except StorageError as error:

@@ -30,10 +30,10 @@ from oarjax.credit.registry import METHODS
 from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import decoder_of, init_params
-from oarjax.plan.jaxpr_flops import executed_flops
-from oarjax.plan.programs import shapes_of
-from oarjax.plan.published_sizes import PUBLISHED
-from oarjax.plan.sums import ANSWER, model_flops
+from oarjax.tools.plan.jaxpr_flops import executed_flops
+from oarjax.tools.plan.programs import shapes_of
+from oarjax.tools.plan.published_sizes import PUBLISHED
+from oarjax.tools.plan.sums import ANSWER, model_flops
 from oarjax.training.trainer import model_flops as metrics_flops
 from oarjax.types import AnswerSpan, Rollout
 

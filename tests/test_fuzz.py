@@ -19,12 +19,12 @@ import pytest
 import unsound
 
 from oarjax.config import Config, DatasetConfig, flatten, parse_config, read_tree
-from oarjax.data.arithmetic import write_builtin_policy
 from oarjax.data.hf_files import check_headers, read_architecture
 from oarjax.data.problems import load_problems
+from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.errors import UserError
 from oarjax.report.files import CompletionRow, read_completions, read_metrics
-from oarjax.runs.bad_batches import METADATA, Header, read_bad_batch, write_bad_batch
+from oarjax.storage.bad_batches import METADATA, Header, read_bad_batch, write_bad_batch
 from oarjax.system.yaml_tree import YamlError, read_yaml
 
 TRIES = int(os.environ.get("OARJAX_FUZZ", "1"))

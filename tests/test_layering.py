@@ -33,7 +33,7 @@ PURE = (
 )
 """Equations and the data path: arrays in, arrays out."""
 
-OUTSIDE = {"os", "pathlib", "subprocess", "rich", "oarjax.runs", "oarjax.system", "oarjax.report", "oarjax.data"}
+OUTSIDE = {"os", "pathlib", "subprocess", "rich", "oarjax.storage", "oarjax.system", "oarjax.report", "oarjax.data"}
 """What the pure modules never import."""
 
 MODULES = {

@@ -10,11 +10,11 @@ from hostile_page import EVIL, Reader, completion, runs
 import oarjax
 from oarjax import notebook
 from oarjax.config import parse_config
-from oarjax.lab.results import LabCompletion, LabResult, MethodResult
 from oarjax.notebook import show_completions, show_credit, show_curves, show_lab, show_lab_figure, show_tokens
 from oarjax.report.files import CompletionsWriter, MetricsWriter, read_metrics
-from oarjax.runs.stop import Stopped
 from oarjax.stats import Interval
+from oarjax.storage.stop import Stopped
+from oarjax.tools.lab.results import LabCompletion, LabResult, MethodResult
 
 UNDEFINED = Interval(math.nan, math.nan, math.nan, 0)
 

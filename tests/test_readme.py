@@ -14,7 +14,7 @@ import oarjax
 from oarjax.config import load_config
 from oarjax.credit.registry import METHODS
 from oarjax.report.files import read_metrics
-from oarjax.study.config import load_study, make_plan
+from oarjax.tools.study.config import load_study, make_plan
 
 README = (ROOT / "README.md").read_text()
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

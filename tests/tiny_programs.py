@@ -3,8 +3,8 @@
 import jax
 import tiny
 
+from oarjax.run.run import Run
 from oarjax.system.mesh import make_mesh
-from oarjax.training.run_parts import Run
 
 
 def one_mesh():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from conftest import CACHE
 
-from oarjax.training.parts.host_callbacks import PhaseRecord
+from oarjax.step.host_callbacks import PhaseRecord
 from oarjax.types import AnswerSpan, Evidence, Mean, Rollout, Scores, TrainState
 
 ROWS, PROMPT, LENGTH = 4, 3, 5

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Key
 
 from oarjax import AnswerSpan, Context, CreditMethod, Signals, oar_weights
 from oarjax.config import DatasetConfig, ForksConfig
-from oarjax.data.truth import token_truth
+from oarjax.data.tasks.truth import token_truth
 
 
 def deciding(prompt: str, completion: str, reference: str) -> list[tuple[int, int, float]]:

@@ -43,7 +43,7 @@ from oarjax.data.hf_files import (
 from oarjax.data.hub_name import is_hub_name
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import Weight, build_tree, init_params, lookup, weight_table
-from oarjax.runs.durable import cannot_write, sync_files, sync_folder
+from oarjax.storage.durable import cannot_write, sync_files, sync_folder
 from oarjax.system.processes import is_first, to_host, wait_for_all
 from oarjax.types import Params
 

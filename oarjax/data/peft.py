@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 from oarjax.data.hf_files import CheckpointError
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import Weight, at, weight_table
-from oarjax.runs.durable import cannot_write
+from oarjax.storage.durable import cannot_write
 from oarjax.types import Params
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

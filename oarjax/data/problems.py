@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from oarjax.config import DatasetConfig
-from oarjax.data.arithmetic import MARKER, SIZES, arithmetic_rows
-from oarjax.data.forks import forks_rows
-from oarjax.data.stories import stories_rows
+from oarjax.data.tasks.arithmetic import MARKER, SIZES, arithmetic_rows
+from oarjax.data.tasks.forks import forks_rows
+from oarjax.data.tasks.stories import stories_rows
 from oarjax.errors import UserError
 
 Row = tuple[str, dict[str, Any]]

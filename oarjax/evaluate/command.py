@@ -33,14 +33,14 @@ from oarjax.evaluate.target import Target, find_target, load_target, weights_dig
 from oarjax.grading.recorded import setup_of
 from oarjax.report.console import Progress, resumable
 from oarjax.report.files import make_console, visible
-from oarjax.runs.durable import cannot_read, exists, storage_errors, write_durably
-from oarjax.runs.folder import locked
-from oarjax.runs.stop import Stop
-from oarjax.runs.trust import check_trust
+from oarjax.run.run import Run, open_run
+from oarjax.storage.durable import cannot_read, exists, storage_errors, write_durably
+from oarjax.storage.folder import locked
+from oarjax.storage.stop import Stop
+from oarjax.storage.trust import check_trust
 from oarjax.system.json import to_json
 from oarjax.system.processes import from_first, only_first
 from oarjax.training.held_out import Graded, first_rewards, graded_batches
-from oarjax.training.run_parts import Run, open_run
 from oarjax.types import Params
 
 SETTINGS = (

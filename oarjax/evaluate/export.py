@@ -14,10 +14,10 @@ from oarjax.data.tokenizer import load_tokenizer, stop_ids
 from oarjax.evaluate.target import find_checkpoint, find_target, one_device, target_params
 from oarjax.models.weights import parameter_count
 from oarjax.report.files import make_console
+from oarjax.run.export_target import check_new_folder
+from oarjax.run.run import Run
 from oarjax.system.devices import choose_platform
-from oarjax.training.parts.export_target import check_new_folder
 from oarjax.training.run_files import restored_state
-from oarjax.training.run_parts import Run
 
 
 def run(source: str, target: Path, dtype: str, shard_gb: float = SHARD_BYTES / 1e9) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from oarjax.runs.durable import Lines, cannot_read, exists
+from oarjax.storage.durable import Lines, cannot_read, exists
 
 FIELDS = {"benchmark", "problem", "sample", "answer", "score", "verdict", "tokens", "ended"}
 """The fields of a record that figures are computed from."""

@@ -16,13 +16,13 @@ from oarjax.data.hf import load_params, stored_dtype
 from oarjax.evaluate.early import EXPECTED, check_exists
 from oarjax.models.lora import all_params
 from oarjax.models.qwen_config import QwenConfig
-from oarjax.runs.checkpoint import finished
-from oarjax.runs.folder import changed, run_id, start_folder
-from oarjax.runs.manifest import MANIFEST, damage, misplaced, read_manifest
+from oarjax.run.adapters import plain_params
+from oarjax.run.run import Run
+from oarjax.storage.checkpoint import finished
+from oarjax.storage.folder import changed, run_id, start_folder
+from oarjax.storage.manifest import MANIFEST, damage, misplaced, read_manifest
 from oarjax.system.mesh import make_mesh
-from oarjax.training.parts.adapters import plain_params
 from oarjax.training.run_files import restored_state
-from oarjax.training.run_parts import Run
 from oarjax.types import Params
 
 

@@ -19,8 +19,8 @@ import numpy as np
 from jaxtyping import Float32
 
 from oarjax.grading.rewards import Sample
-from oarjax.runs.durable import DamagedError, Failures, Lines, read_lines, storage_errors, sync_folder
-from oarjax.runs.trust import code_digest
+from oarjax.storage.durable import DamagedError, Failures, Lines, read_lines, storage_errors, sync_folder
+from oarjax.storage.trust import code_digest
 from oarjax.types import Grades
 
 

@@ -14,7 +14,7 @@ from oarjax.report.groups import read_shown
 from oarjax.report.page import write_page
 from oarjax.report.status import run_status
 from oarjax.report.summary import read_summary
-from oarjax.runs.durable import DamagedError, cannot_read, storage_errors, write_durably
+from oarjax.storage.durable import DamagedError, cannot_read, storage_errors, write_durably
 
 FACTS = "facts.json"
 """Below a run's folder: device, mesh, policy and so on, as its page shows them."""

@@ -25,7 +25,7 @@ from oarjax.config import Config
 from oarjax.credit.method import MEASURES
 from oarjax.credit.registry import label
 from oarjax.report.files import Metrics, make_console, short, visible
-from oarjax.runs.stop import Stopped
+from oarjax.storage.stop import Stopped
 
 LIVE = (
     {
@@ -310,7 +310,7 @@ WARNINGS = (
         }.items()
     ),
 )
-"""Every warning and its limit. See ``oarjax.training.metrics`` for the metrics that begin with nonfinite/."""
+"""Every warning and its limit. See ``oarjax.step.metrics`` for the metrics that begin with nonfinite/."""
 
 
 class OnceWarnings:

@@ -26,7 +26,7 @@ from rich.status import Status
 from rich.text import Text
 
 from oarjax.errors import UserError
-from oarjax.runs.durable import DamagedError, Lines, read_lines, storage_errors
+from oarjax.storage.durable import DamagedError, Lines, read_lines, storage_errors
 from oarjax.system.json import number
 
 Metrics = Mapping[str, SupportsFloat]

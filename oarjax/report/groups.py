@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from oarjax.runs.durable import DamagedError, cannot_read, storage_errors, write_durably
+from oarjax.storage.durable import DamagedError, cannot_read, storage_errors, write_durably
 from oarjax.system.json import number, to_json
 from oarjax.types import Grades, Rollout
 

@@ -21,7 +21,7 @@ from oarjax.report.curves import Panel, Record, drawn_panels, iteration_range, m
 from oarjax.report.files import CompletionRow, cut, short, visible
 from oarjax.report.groups import TIMES, ShownCompletion, ShownGroup
 from oarjax.report.summary import NOTE, SummaryRow, summary_cells, summary_title
-from oarjax.runs.durable import DISK, cannot_write
+from oarjax.storage.durable import DISK, cannot_write
 from oarjax.system.json import number
 
 WIDTH, HEIGHT = 340, 200  # of a chart, in its own units

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from oarjax.config import ConfigError
 from oarjax.report.files import make_console, read_metrics, short, visible
-from oarjax.runs.durable import DamagedError, cannot_read
+from oarjax.storage.durable import DamagedError, cannot_read
 from oarjax.system.yaml_tree import read_yaml
 
 RECENT = 10

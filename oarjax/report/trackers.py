@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from oarjax.report.files import CompletionRow, Metrics, short, visible
-from oarjax.runs.durable import write_durably
+from oarjax.storage.durable import write_durably
 from oarjax.system.json import to_plain
 
 PACKAGES = {"tensorboard": ("tensorboardX", "log"), "wandb": ("wandb", "wandb"), "trackio": ("trackio", "trackio")}

@@ -20,21 +20,21 @@ from oarjax.grading.recorded import Grading
 from oarjax.report.command import write_facts
 from oarjax.report.console import banner, resumable, run_lines
 from oarjax.report.files import make_console
-from oarjax.runs.checkpoint import remove_all
-from oarjax.runs.durable import DamagedError, cannot_read, check_guards, exists, storage_errors, write_durably
-from oarjax.runs.folder import changed, claim, locked, put_aside, put_back, refuse_another_run
-from oarjax.runs.stop import Stop
-from oarjax.runs.trust import note_trusted
+from oarjax.run.adapters import plain_params
+from oarjax.run.dry_run import try_rewards
+from oarjax.run.export_target import check_export
+from oarjax.run.hints import hints_of
+from oarjax.run.inputs import check_inputs, pin_threads, seal_start
+from oarjax.run.run import Run, open_run
+from oarjax.storage.checkpoint import remove_all
+from oarjax.storage.durable import DamagedError, cannot_read, check_guards, exists, storage_errors, write_durably
+from oarjax.storage.folder import changed, claim, locked, put_aside, put_back, refuse_another_run
+from oarjax.storage.stop import Stop
+from oarjax.storage.trust import note_trusted
 from oarjax.system.processes import from_first, join_processes, only_first
 from oarjax.training.held_out import Evaluation, evaluate, evaluation_from, plain_evaluation
-from oarjax.training.parts.adapters import plain_params
-from oarjax.training.parts.dry_run import try_rewards
-from oarjax.training.parts.export_target import check_export
-from oarjax.training.parts.hints import hints_of
-from oarjax.training.parts.inputs import check_inputs, pin_threads, seal_start
 from oarjax.training.results import show_results
 from oarjax.training.run_files import check_checkpoint
-from oarjax.training.run_parts import Run, open_run
 from oarjax.training.trainer import Trained, train
 from oarjax.training.warm_start import warm_start
 from oarjax.types import Params

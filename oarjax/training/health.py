@@ -14,11 +14,11 @@ from jaxtyping import Int
 import oarjax
 from oarjax.errors import UserError
 from oarjax.report.console import OnceWarnings
-from oarjax.runs.bad_batches import FOLDER, Header, write_bad_batch, write_params
-from oarjax.training.metrics import NONFINITE, QUANTITIES
-from oarjax.training.minibatches import trim_evidence
-from oarjax.training.parts.host_callbacks import PhaseRecord
-from oarjax.training.run_parts import Run
+from oarjax.run.run import Run
+from oarjax.step.host_callbacks import PhaseRecord
+from oarjax.step.metrics import NONFINITE, QUANTITIES
+from oarjax.step.minibatches import trim_evidence
+from oarjax.storage.bad_batches import FOLDER, Header, write_bad_batch, write_params
 from oarjax.types import AnswerSpan, Evidence, Mean, Params, Rollout, TrainBatch, TrainState
 
 

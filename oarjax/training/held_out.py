@@ -16,10 +16,10 @@ from jaxtyping import Float, Int
 
 from oarjax.data.streams import Encoded, eval_batches, eval_order
 from oarjax.grading.recorded import Grading
+from oarjax.run.run import Run
 from oarjax.stats import answer_numbers, majority_correct, mean_score, pass_at_k, powers_up_to
+from oarjax.step.minibatches import prompt_step, take
 from oarjax.system.json import number, numbers, to_plain
-from oarjax.training.minibatches import prompt_step, take
-from oarjax.training.run_parts import Run
 from oarjax.types import Grades, Params, Rollout
 
 

@@ -13,10 +13,10 @@ from oarjax.credit.registry import label
 from oarjax.report.command import curve_of, folders_of, write_facts, write_report
 from oarjax.report.curves import curves
 from oarjax.report.summary import SummaryRow, print_summary, summarise, write_summary
-from oarjax.runs.checkpoint import best
+from oarjax.run.memory import memory_facts
+from oarjax.run.run import Run
+from oarjax.storage.checkpoint import best
 from oarjax.training.held_out import Evaluation
-from oarjax.training.parts.memory_estimate import memory_facts
-from oarjax.training.run_parts import Run
 from oarjax.training.trainer import Trained
 
 

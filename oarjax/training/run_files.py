@@ -24,13 +24,13 @@ from oarjax.report.console import OnceWarnings
 from oarjax.report.files import CompletionRow, CompletionsWriter, Metrics, MetricsWriter
 from oarjax.report.groups import group_table, shows_groups, write_groups, write_shown
 from oarjax.report.trackers import TrackedRun, Trackers, run_id
-from oarjax.runs.checkpoint import Checkpoints, arrays, check_arrays, finished
-from oarjax.runs.durable import Failures, read_lines, storage_errors
-from oarjax.runs.folder import refuse_another_config
+from oarjax.run.adapters import trained_shapes
+from oarjax.run.run import Run
+from oarjax.step.iteration import Iteration
+from oarjax.storage.checkpoint import Checkpoints, arrays, check_arrays, finished
+from oarjax.storage.durable import Failures, read_lines, storage_errors
+from oarjax.storage.folder import refuse_another_config
 from oarjax.training.held_out import Evaluation, evaluation_from, plain_evaluation
-from oarjax.training.iteration import Iteration
-from oarjax.training.parts.adapters import trained_shapes
-from oarjax.training.run_parts import Run
 from oarjax.types import TrainState
 
 

@@ -24,20 +24,20 @@ from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import decoder_of
 from oarjax.report.console import OnceWarnings, PhaseTimer, Progress
 from oarjax.report.files import CompletionRow, read_metrics, show_completions, token_texts
-from oarjax.runs.stop import Stop
+from oarjax.run.adapters import trained_count
+from oarjax.run.compile_ahead import compile_known
+from oarjax.run.hints import hints_of
+from oarjax.run.memory import report_memory
+from oarjax.run.run import Run
+from oarjax.step.fused import fuses
+from oarjax.step.host_callbacks import HostCallbacks
+from oarjax.step.iteration import Iteration, iterate
+from oarjax.step.minibatches import compiles_ahead, prompt_step
+from oarjax.storage.stop import Stop
 from oarjax.system.devices import peak_flops, to_host_memory
 from oarjax.training.health import Health
 from oarjax.training.held_out import Evaluation, evaluate
-from oarjax.training.iteration import Iteration, iterate
-from oarjax.training.minibatches import compiles_ahead, prompt_step
-from oarjax.training.parts.adapters import trained_count
-from oarjax.training.parts.compile_ahead import compile_known
-from oarjax.training.parts.fused import fuses
-from oarjax.training.parts.hints import hints_of
-from oarjax.training.parts.host_callbacks import HostCallbacks
-from oarjax.training.parts.memory_estimate import report_memory
 from oarjax.training.run_files import RunFiles
-from oarjax.training.run_parts import Run
 from oarjax.types import Grades, Params
 
 

@@ -12,17 +12,17 @@ import numpy as np
 from oarjax.data.streams import SFTStream
 from oarjax.models.lora import all_params
 from oarjax.report.console import OnceWarnings, Progress
-from oarjax.runs.checkpoint import Checkpoints
-from oarjax.runs.durable import Failures
-from oarjax.runs.folder import refuse_another_config
-from oarjax.runs.stop import Stop
+from oarjax.run.adapters import plain_params
+from oarjax.run.layout import training_layout
+from oarjax.run.run import Run
+from oarjax.step.minibatches import MinibatchPlan
+from oarjax.step.programs import make_sft_optimizer, make_sft_step
+from oarjax.step.state import new_state
+from oarjax.storage.checkpoint import Checkpoints
+from oarjax.storage.durable import Failures
+from oarjax.storage.folder import refuse_another_config
+from oarjax.storage.stop import Stop
 from oarjax.training.health import Health
-from oarjax.training.minibatches import MinibatchPlan
-from oarjax.training.parts.adapters import plain_params
-from oarjax.training.parts.layout import training_layout
-from oarjax.training.parts.state import new_state
-from oarjax.training.programs import make_sft_optimizer, make_sft_step
-from oarjax.training.run_parts import Run
 from oarjax.types import Params, TrainBatch
 
 

@@ -32,9 +32,9 @@ from oarjax.credit.signals import Context, Signals
 from oarjax.data.problems import Problem
 from oarjax.rollout.filters import Filters
 from oarjax.rollout.logps import last_states, token_logps
+from oarjax.run.hints import marked_tokens
+from oarjax.step.iteration import iterate
 from oarjax.system.plugins import import_object
-from oarjax.training.iteration import iterate
-from oarjax.training.parts.hints import marked_tokens
 from oarjax.types import AnswerSpan, Hints, Privileged, Rollout
 
 gtpo_advantages = jax.jit(gtpo.gtpo_advantages)

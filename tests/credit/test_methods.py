@@ -12,7 +12,7 @@ from oarjax.credit.keywords import keyword_table
 from oarjax.credit.registry import METHODS, choices, label
 from oarjax.credit.signals import Scored, Signals
 from oarjax.rollout.logps import token_logps
-from oarjax.training.iteration import iterate
+from oarjax.step.iteration import iterate
 from oarjax.types import AnswerSpan
 
 PIECES = [b"", b"", b"#", *(b"%c" % (ord("a") + i) for i in range(tiny.VOCAB - 3))]

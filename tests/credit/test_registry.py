@@ -28,10 +28,10 @@ from oarjax.credit.signals import Signals
 from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import decoder_of
-from oarjax.plan.command import methods_of
-from oarjax.plan.programs import with_method
-from oarjax.plan.sums import model_flops
-from oarjax.study.config import StudyConfig, make_plan
+from oarjax.tools.plan.command import methods_of
+from oarjax.tools.plan.programs import with_method
+from oarjax.tools.plan.sums import model_flops
+from oarjax.tools.study.config import StudyConfig, make_plan
 from oarjax.training.trainer import model_flops as metrics_flops
 from oarjax.types import AnswerSpan, Rollout
 

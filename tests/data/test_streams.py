@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from oarjax.config import DatasetConfig
-from oarjax.data.arithmetic import write_tokenizer
 from oarjax.data.problems import DataError, Problem, load_problems, reference_answer
 from oarjax.data.streams import (
     Encoded,
@@ -23,6 +22,7 @@ from oarjax.data.streams import (
     eval_order,
     pad_prompts,
 )
+from oarjax.data.tasks.arithmetic import write_tokenizer
 from oarjax.data.tokenizer import TokenizerError, load_tokenizer
 
 ROWS = [

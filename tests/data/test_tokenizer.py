@@ -5,7 +5,7 @@ import json
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from oarjax.data.arithmetic import write_tokenizer
+from oarjax.data.tasks.arithmetic import write_tokenizer
 from oarjax.data.tokenizer import (
     TokenizerError,
     encode,

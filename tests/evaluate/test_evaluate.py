@@ -23,8 +23,8 @@ import oarjax.evaluate.command
 from oarjax.cli import main
 from oarjax.config import ConfigError, DatasetConfig, load_config, parse_config
 from oarjax.credit.answer_text import extract_answer
-from oarjax.data.arithmetic import write_builtin_policy
 from oarjax.data.problems import load_problems
+from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.data.tokenizer import load_tokenizer
 from oarjax.evaluate import export
 from oarjax.evaluate import target as benchmark_target
@@ -41,10 +41,10 @@ from oarjax.evaluate.results import benchmark_result, compare, print_results, re
 from oarjax.evaluate.samples import SampleLines
 from oarjax.evaluate.target import Target, find_target
 from oarjax.report.files import read_metrics
-from oarjax.runs.checkpoint import finished
-from oarjax.runs.durable import StorageError
-from oarjax.runs.folder import locked
-from oarjax.runs.manifest import write_manifest
+from oarjax.storage.checkpoint import finished
+from oarjax.storage.durable import StorageError
+from oarjax.storage.folder import locked
+from oarjax.storage.manifest import write_manifest
 from oarjax.training.held_out import Evaluation, evaluation_from, plain_evaluation
 
 CHEAP = ["data.eval.limit=10", "rollout.max_new=8", "eval.batch=4", "grading.workers=1", f"compilation_cache={CACHE}"]

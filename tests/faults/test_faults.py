@@ -23,7 +23,7 @@ import starts
 from conftest import virtual_devices
 from safetensors.numpy import load_file
 
-from oarjax.runs.manifest import damage
+from oarjax.storage.manifest import damage
 
 pytestmark = pytest.mark.slow
 

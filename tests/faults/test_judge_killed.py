@@ -14,7 +14,7 @@ import yaml
 from judge_server import Answering, serving
 
 from oarjax.report.files import read_metrics
-from oarjax.runs.durable import read_lines
+from oarjax.storage.durable import read_lines
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from oarjax.grading.mixed import local_digests, local_rewards, make_grader
 from oarjax.grading.process_tree import Usage
 from oarjax.grading.recorded import RecordedGrader
 from oarjax.grading.rewards import Sample, reward
-from oarjax.runs.durable import Failures
+from oarjax.storage.durable import Failures
 
 PLUGIN = '''
 import asyncio, json, os, struct, time

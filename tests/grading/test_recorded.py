@@ -9,7 +9,7 @@ import pytest
 from oarjax.grading import recorded as verdicts
 from oarjax.grading.recorded import RecordedGrader, setup_of
 from oarjax.grading.rewards import Sample
-from oarjax.runs.durable import Failures, StorageError
+from oarjax.storage.durable import Failures, StorageError
 from oarjax.types import Grades
 
 

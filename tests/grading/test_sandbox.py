@@ -18,7 +18,7 @@ from oarjax.grading import sandbox
 from oarjax.grading.code import code_passes, last_block
 from oarjax.grading.rewards import Sample, Unparseable
 from oarjax.grading.sandbox import IsolationError, prove_isolation, run_program
-from oarjax.training.parts.checks import check_grading
+from oarjax.run.checks import check_grading
 
 
 def test_the_attacks_of_the_proof_fail_one_by_one(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from oarjax.data.peft import CONFIG, WEIGHTS, read_adapters, write_adapters
 from oarjax.models.lora import init_adapters, join_params
 from oarjax.models.policy import positions_of
 from oarjax.models.qwen import make_policy
-from oarjax.training.parts.adapters import start_adapters
+from oarjax.run.adapters import start_adapters
 
 ALPHA, RANK = 6.0, 3
 IDS = np.random.default_rng(0).integers(0, 64, (2, 9))

@@ -14,8 +14,8 @@ from oarjax.models.qwen import make_policy
 from oarjax.rollout.logps import token_logps
 from oarjax.rollout.sampler import Decoding, group_keys, sample
 from oarjax.rollout.segments import SegmentedSampler
-from oarjax.training.minibatches import MinibatchPlan, cut, join, sizes_of, take, trim, widen
-from oarjax.training.parts.loss import router_metrics
+from oarjax.step.loss import router_metrics
+from oarjax.step.minibatches import MinibatchPlan, cut, join, sizes_of, take, trim, widen
 from oarjax.types import AnswerSpan, PromptBatch, Rollout, Routing
 
 GROUP, NEW = 4, 10

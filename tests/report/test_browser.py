@@ -10,7 +10,7 @@ import pytest
 from lab_result import completion, result
 from test_page import group, page
 
-from oarjax.lab.page import write_lab_page
+from oarjax.tools.lab.page import write_lab_page
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 

@@ -8,7 +8,7 @@ import pytest
 
 from oarjax.report.command import _facts
 from oarjax.report.groups import group_table, read_shown, shows_groups, write_groups, write_shown
-from oarjax.runs.durable import DamagedError, StorageError
+from oarjax.storage.durable import DamagedError, StorageError
 from oarjax.types import Grades, Rollout
 
 

@@ -31,7 +31,7 @@ from oarjax.report.summary import (
     summary_cells,
     write_summary,
 )
-from oarjax.runs.durable import StorageError
+from oarjax.storage.durable import StorageError
 
 
 def console(**options) -> Console:

@@ -5,7 +5,7 @@ import optax
 import pytest
 
 from oarjax.rl.optimizer import adamw, decays, learning_rate, stored_in
-from oarjax.runs.checkpoint import Checkpoints
+from oarjax.storage.checkpoint import Checkpoints
 from oarjax.types import TrainState
 
 

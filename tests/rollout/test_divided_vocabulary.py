@@ -13,7 +13,7 @@ PROGRAM = """
 import json, re, sys
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from oarjax.data.arithmetic import VOCABULARY, builtin_config
+from oarjax.data.tasks.arithmetic import VOCABULARY, builtin_config
 from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.sharding import ROLLOUT, param_specs

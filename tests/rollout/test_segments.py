@@ -332,7 +332,7 @@ from oarjax.models.weights import init_params, sampling_params
 from oarjax.rollout.sampler import Decoding, group_keys, sample_rows
 from oarjax.rollout.segments import SegmentedSampler
 from oarjax.system.mesh import make_mesh
-from oarjax.training.parts.layout import rollout_layout, sampling_model
+from oarjax.run.layout import rollout_layout, sampling_model
 import tiny
 
 model, prompts = tiny.model(), tiny.prompts(8)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from oarjax.config import ConfigError, parse_config
+from oarjax.run.checks import check_failures
 from oarjax.system import processes
 from oarjax.system.devices import DeviceError
 from oarjax.system.processes import join_processes, pod_hosts
-from oarjax.training.parts.checks import check_failures
 from oarjax.types import Grades
 
 ALONE = {"coordinator": None, "processes": None, "process": None, "timeout": 300}

@@ -13,9 +13,9 @@ import pytest
 from conftest import ROOT
 
 from oarjax.config import load_config
-from oarjax.plan.topology import ENVIRONMENT, TopologyError, find_slice, slice_devices
 from oarjax.system.mesh import make_mesh, rollout_mesh
 from oarjax.system.tiles import column_path, compact_order, flat_path
+from oarjax.tools.plan.topology import ENVIRONMENT, TopologyError, find_slice, slice_devices
 
 SHIPPED = sorted(p for p in (ROOT / "configs").glob("*.yaml") if "\nplan:" in p.read_text())
 
@@ -108,7 +108,7 @@ def test_weights_reach_tensor_groups_of_every_size_on_a_large_flat_slice():
 GATHERS = """
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
-from oarjax.plan.topology import find_slice, slice_devices
+from oarjax.tools.plan.topology import find_slice, slice_devices
 from oarjax.system.mesh import make_mesh, rollout_mesh
 
 mesh = make_mesh(slice=1, data=1, fsdp=-1, tensor=1, devices=slice_devices(find_slice("v5e-64")))

@@ -11,7 +11,7 @@ from conftest import CACHE, ROOT
 
 from oarjax.cli import main
 from oarjax.config import Config, Section, parse_config
-from oarjax.data.arithmetic import write_builtin_policy
+from oarjax.data.tasks.arithmetic import write_builtin_policy
 
 PAGE = (ROOT / "docs" / "coming_from_trl.md").read_text(encoding="utf-8")
 

@@ -16,8 +16,8 @@ import pytest
 from conftest import CACHE, ROOT
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from oarjax.data.arithmetic import VOCABULARY, write_random_policy, write_tokenizer
 from oarjax.data.hf import load_params, read_config, read_fields, write_random_checkpoint
+from oarjax.data.tasks.arithmetic import VOCABULARY, write_random_policy, write_tokenizer
 from oarjax.data.tokenizer import encode, load_tokenizer, render_prompt, stop_ids, text_of, token_bytes
 from oarjax.report.files import read_completions, read_metrics
 
@@ -29,7 +29,7 @@ CHAT = (
 MEASURED = """
 import sys
 from oarjax.cli import main
-from oarjax.bench.measure import peak_memory_mb  # of this program alone; ru_maxrss begins with the parent's
+from oarjax.tools.bench.measure import peak_memory_mb  # of this program alone; ru_maxrss begins with the parent's
 try:
     main()
 finally:

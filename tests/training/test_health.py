@@ -11,12 +11,12 @@ from rich.console import Console
 
 from oarjax.config import parse_config
 from oarjax.credit.method import MEASURES
-from oarjax.data.arithmetic import write_builtin_policy
+from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.report.console import WARNINGS, OnceWarnings
-from oarjax.runs.bad_batches import read_bad_batch, read_params
+from oarjax.run.run import open_run
+from oarjax.storage.bad_batches import read_bad_batch, read_params
 from oarjax.training import health as module
 from oarjax.training.health import Health, UnhealthyRun
-from oarjax.training.run_parts import open_run
 
 # --- Warnings --------------------------------------------------------------------------------------------------------
 

@@ -13,11 +13,11 @@ from oarjax.evaluate import export as export_command
 from oarjax.evaluate.target import find_target, load_target
 from oarjax.report.files import read_metrics
 from oarjax.rollout.logps import token_logps
-from oarjax.runs.checkpoint import Checkpoints
-from oarjax.runs.folder import changed
-from oarjax.runs.stop import Stop
+from oarjax.run.run import open_run
+from oarjax.storage.checkpoint import Checkpoints
+from oarjax.storage.folder import changed
+from oarjax.storage.stop import Stop
 from oarjax.training import command, trainer, warm_start
-from oarjax.training.run_parts import open_run
 from oarjax.training.trainer import Trained
 
 SMALL = [
@@ -129,15 +129,15 @@ def test_a_run_of_adapters_from_start_to_export(tmp_path, data, monkeypatch):
 SHARDED = """
 import json
 import jax, jax.numpy as jnp, numpy as np, optax
-from oarjax.training.parts.layout import rollout_layout, training_layout
-from oarjax.training.parts.policy import bind_policy
-from oarjax.training.parts.state import new_state
+from oarjax.run.layout import rollout_layout, training_layout
+from oarjax.run.policy import bind_policy
+from oarjax.step.state import new_state
 from oarjax.system.mesh import make_mesh
 from oarjax.models.lora import all_params
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import init_params
-from oarjax.training.minibatches import Piece
-from oarjax.training.programs import make_steps
+from oarjax.step.minibatches import Piece
+from oarjax.step.programs import make_steps
 from oarjax.types import TrainBatch
 import tiny
 

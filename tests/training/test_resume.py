@@ -12,9 +12,9 @@ from rich.console import Console
 from oarjax.config import ConfigError, load_config
 from oarjax.data.hf import load_params, read_config
 from oarjax.report.files import read_metrics
-from oarjax.runs import folder as run_folder
-from oarjax.runs.checkpoint import finished
-from oarjax.runs.stop import Stop, Stopped
+from oarjax.storage import folder as run_folder
+from oarjax.storage.checkpoint import finished
+from oarjax.storage.stop import Stop, Stopped
 from oarjax.training import command, trainer
 
 SMALL = [

@@ -13,10 +13,10 @@ from conftest import ROOT
 
 import oarjax.training.command
 from oarjax.config import ConfigError, load_config, parse_config
-from oarjax.data.arithmetic import write_builtin_policy
-from oarjax.runs import folder as run_folder
-from oarjax.runs.durable import Lines, StorageError, read_lines, write_durably
-from oarjax.runs.manifest import read_manifest, write_manifest
+from oarjax.data.tasks.arithmetic import write_builtin_policy
+from oarjax.storage import folder as run_folder
+from oarjax.storage.durable import Lines, StorageError, read_lines, write_durably
+from oarjax.storage.manifest import read_manifest, write_manifest
 from oarjax.training import run_files
 from oarjax.training.run_files import RunFiles
 

@@ -15,27 +15,27 @@ import unsound
 import yaml
 
 import oarjax.evaluate.command
-import oarjax.replay.command
+import oarjax.tools.replay.command
 from oarjax.cli import main
 from oarjax.config import load_config
-from oarjax.data.arithmetic import write_builtin_policy
 from oarjax.data.hf import read_config
 from oarjax.data.peft import write_adapters
+from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.errors import UserError
 from oarjax.evaluate.export import run as export
 from oarjax.grading.mixed import local_rewards
 from oarjax.models.lora import init_adapters
 from oarjax.models.weights import abstract_params
 from oarjax.report.files import make_console
-from oarjax.runs.bad_batches import Header, write_bad_batch, write_params
-from oarjax.runs.durable import storage_errors
-from oarjax.runs.folder import claim, locked
-from oarjax.runs.inputs import read_inputs
-from oarjax.runs.stop import Stop
-from oarjax.runs.trust import note_trusted
+from oarjax.run.inputs import check_inputs, pin_threads, seal_start
+from oarjax.run.run import open_run
+from oarjax.storage.bad_batches import Header, write_bad_batch, write_params
+from oarjax.storage.durable import storage_errors
+from oarjax.storage.folder import claim, locked
+from oarjax.storage.inputs import read_inputs
+from oarjax.storage.stop import Stop
+from oarjax.storage.trust import note_trusted
 from oarjax.training.command import start_policy, train_once
-from oarjax.training.parts.inputs import check_inputs, pin_threads, seal_start
-from oarjax.training.run_parts import open_run
 
 
 @pytest.fixture(autouse=True)
@@ -327,7 +327,7 @@ def test_code_that_is_trusted_or_own_is_run(foreign, what, how):
     trust = how == "--trust-code"
     settings = {"data": None, "k": None, "temperature": None, "prompt": "auto", "out": None, "overrides": []}
     commands = {
-        "replay": lambda: oarjax.replay.command.run(batch, device="cpu", as_json=True, trust_code=trust),
+        "replay": lambda: oarjax.tools.replay.command.run(batch, device="cpu", as_json=True, trust_code=trust),
         "evaluate": lambda: oarjax.evaluate.command.run(str(run), as_json=True, trust_code=trust, **settings),
     }
     with pytest.raises(UserError, match="imported"):  # what the file raises

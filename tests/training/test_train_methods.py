@@ -9,9 +9,9 @@ import pytest
 import yaml
 from conftest import CACHE
 
-from oarjax.data.arithmetic import write_builtin_policy
 from oarjax.data.hf import write_random_checkpoint
 from oarjax.data.hf_files import read_fields
+from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.report.files import read_completions, read_metrics
 from oarjax.training.command import run
 

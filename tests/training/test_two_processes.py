@@ -20,9 +20,9 @@ import yaml
 from conftest import ROOT, virtual_devices
 from safetensors.numpy import load_file
 
-from oarjax.data.arithmetic import write_builtin_policy
 from oarjax.data.hf import export
 from oarjax.data.hf_files import read_fields
+from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import abstract_params
 from oarjax.report.files import read_completions, read_metrics

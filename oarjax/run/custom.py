@@ -1,0 +1,258 @@
+"""Import custom probes, credit methods and losses by name, and trace them at small shapes before a run begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from oarjax.config import Config, ConfigError, CreditConfig
+from oarjax.credit.bind import TokenCredit, check_method, scorer, weigher
+from oarjax.credit.keywords import KeywordTable
+from oarjax.credit.method import MEASURES, CreditMethod
+from oarjax.credit.probe import Probe, Reading
+from oarjax.credit.registry import CUSTOM
+from oarjax.credit.signals import Signals
+from oarjax.models.policy import Policy
+from oarjax.models.qwen_config import QwenConfig
+from oarjax.models.weights import abstract_params
+from oarjax.rl.advantages import AdvantageFunction
+from oarjax.step.programs import TokenLoss
+from oarjax.system.plugins import import_object
+from oarjax.types import AnswerSpan, Mean, TrainBatch
+
+ROWS, LENGTH = 2, 8
+"""Shapes for tracing custom functions."""
+
+
+def find_probe(cfg: Config) -> Probe | None:
+    """Import the probe that credit.probe.function names.
+
+    Raises:
+        ConfigError: it cannot be imported, is not a Probe, or has an unknown kind.
+    """
+    place = cfg.credit.probe.function
+    if place is None:
+        return None
+    try:
+        probe = import_object(place, field="credit.probe.function", expected=Probe)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if probe.kind not in ("distribution", "scalar") or probe.reads not in ("answer", "completion"):
+        raise ConfigError(
+            "credit.probe.function: expected kind distribution or scalar and reads answer or completion, got "
+            f"{place} with kind {probe.kind!r} and reads {probe.reads!r}"
+        )
+    return probe
+
+
+def find_method(cfg: Config) -> CreditMethod | None:
+    """Import the credit method that credit.function names, where credit.method is custom.
+
+    Raises:
+        ConfigError: it cannot be imported, is not a CreditMethod, or needs an unknown signal.
+    """
+    place = cfg.credit.function
+    if cfg.credit.method != CUSTOM or place is None:
+        return None
+    try:
+        method = import_object(place, field="credit.function", expected=CreditMethod)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    check_method(method, place=f"credit.function: {place}")
+    return method
+
+
+def find_loss(cfg: Config) -> TokenLoss | None:
+    """Import the loss that loss.function names.
+
+    Raises:
+        ConfigError: it cannot be imported, or is not a function.
+    """
+    return _find_function(cfg.loss.function, "loss.function")
+
+
+def find_advantages(cfg: Config) -> AdvantageFunction | None:
+    """Import the function that advantage.function names.
+
+    Raises:
+        ConfigError: it cannot be imported, or is not a function.
+    """
+    return _find_function(cfg.advantage.function, "advantage.function")
+
+
+def _find_function(place: str | None, field: str) -> Any:
+    if place is None:
+        return None
+    try:
+        function: Any = import_object(place, field=field, expected=object)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if callable(function):
+        return function
+    raise ConfigError(f"{field}: expected a function, got {place} of type {type(function).__name__}")
+
+
+def check_credit(
+    cfg: CreditConfig,
+    policy: Policy,
+    model: QwenConfig,
+    *,
+    pad_id: int,
+    probe: Probe | None,
+    method: CreditMethod | None,
+    keyword_table: KeywordTable | None,
+) -> None:
+    """Build a credit method from its parts, and trace its custom parts; compute nothing.
+
+    Raises:
+        ConfigError: the method cannot run.
+    """
+    mask_id = cfg.masking.mask_id
+    if mask_id is not None and not 0 <= mask_id < model.vocab_size:
+        raise ConfigError(f"credit.masking.mask_id: expected a token id below {model.vocab_size}, got {mask_id}")
+    scorer(cfg, policy, temperature=1.0, pad_id=pad_id, custom_probe=probe, custom_method=method)
+    if probe is not None:
+        check_probe(probe, policy, model, place=f"credit.probe.function: {cfg.probe.function}")
+    weigh = weigher(cfg, keyword_table=keyword_table, custom_method=method)
+    if method is not None:
+        check_weights(weigh, method, place=f"credit.function: {cfg.function}")
+
+
+def check_probe(probe: Probe, policy: Policy, model: QwenConfig, *, place: str) -> None:
+    """Trace a custom probe and check the shape of its result; compute nothing.
+
+    Raises:
+        ConfigError: the probe raised an error, or its result has another shape.
+    """
+    hidden: Any = _spec(jnp.float32, ROWS, LENGTH, model.hidden_size)  # shapes instead of arrays
+    tokens, mask = _spec(jnp.int32), _spec(bool)
+    rank, expected = (2, f"logits [{ROWS}, outcomes]") if probe.kind == "distribution" else (1, f"scores [{ROWS}]")
+    params = abstract_params(model, dtype=jnp.float32)
+    try:
+        result = jax.eval_shape(partial(probe.read, policy), params, hidden, Reading(tokens, mask, mask))
+    except Exception as error:
+        raise ConfigError(
+            f"{place} fails on hidden states {hidden.shape}: {type(error).__name__}: {error}; for kind {probe.kind} "
+            f"it must return {expected}"
+        ) from error
+    shape = getattr(result, "shape", None)
+    if shape is None or shape[:1] != (ROWS,) or len(shape) != rank:
+        raise ConfigError(
+            f"{place}: expected {expected} for hidden states {hidden.shape} and kind {probe.kind}, got "
+            f"{shape or type(result).__name__}"
+        )
+
+
+def check_weights(weigh: TokenCredit, method: CreditMethod, *, place: str) -> None:
+    """Trace a custom credit method and check that it returns one weight per token.
+
+    Raises:
+        ConfigError: the method raised an error, or returned anything else.
+    """
+    values, mask = _spec(jnp.float32), _spec(bool)
+    signals: dict[str, Any] = {"importance": values, **dict.fromkeys(MEASURES, values), "tokens": _spec(jnp.int32)}
+    signals |= {"hidden": _spec(jnp.float32, ROWS, LENGTH, 4), "groups": _spec(jnp.int32, ROWS)}
+    signals |= {"marks": values, "turns": _spec(jnp.int32), "iteration": 1}
+    span = AnswerSpan(mask, mask, _spec(bool, ROWS))
+    args = (
+        Signals(**{name: signals[name] for name in method.needs if name in signals}),
+        span,
+        _spec(jnp.float32, ROWS),
+        mask,
+    )
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    weights = _traced(weigh, place, f"token weights [{ROWS}, {LENGTH}]", *args, key)
+    shape, dtype = getattr(weights, "shape", None), getattr(weights, "dtype", jnp.int32)
+    if shape != (ROWS, LENGTH) or not jnp.issubdtype(dtype, jnp.floating):
+        raise ConfigError(
+            f"{place}: expected one weight per token, floats [{ROWS}, {LENGTH}], for completions [{ROWS}, {LENGTH}], "
+            f"got {_shapes(weights)}"
+        )
+
+
+def check_loss(loss: TokenLoss, cfg: Config) -> None:
+    """Trace a custom loss and check that it returns a sum and a count, and metrics of the same form.
+
+    Raises:
+        ConfigError: the loss raised an error, or returned anything else.
+    """
+    place, values = f"loss.function: {cfg.loss.function}", _spec(jnp.float32)
+    batch = TrainBatch(
+        tokens=_spec(jnp.int32, ROWS, 2 * LENGTH),
+        valid=_spec(bool, ROWS, 2 * LENGTH),
+        completion=_spec(bool),
+        advantages=values,
+        old_logps=values if cfg.update.epochs * cfg.update.minibatches > 1 else None,
+        ref_logps=values if cfg.loss.kl_beta > 0 else None,
+        behaviour_logps=values,
+    )
+    expected = "(Mean(total, count), {name: Mean}) of scalars, see oarjax.aggregate"
+    result = _traced(loss, place, expected, values, values, batch)
+    means = [result[0], *result[1].values()] if _is_pair(result) else [None]
+    if not all(isinstance(m, Mean) and m.total.shape == m.count.shape == () for m in means):
+        raise ConfigError(f"{place}: expected {expected}, got {_shapes(result)}")
+
+
+def check_custom(cfg: Config) -> None:
+    """Check the functions that loss.function and advantage.function name.
+
+    Raises:
+        ConfigError: one cannot be imported, raised an error, or returned something else.
+    """
+    if loss := find_loss(cfg):
+        check_loss(loss, cfg)
+    if advantages := find_advantages(cfg):
+        check_advantages(advantages, cfg)
+
+
+def check_advantages(advantages: AdvantageFunction, cfg: Config) -> None:
+    """Trace custom advantages and check that there is one per completion.
+
+    Raises:
+        ConfigError: they raised an error, or have another shape.
+    """
+    place, group = f"advantage.function: {cfg.advantage.function}", cfg.rollout.group_size
+    rewards, size = _spec(jnp.float32, 2 * group), f"[{2 * group}]"
+    values = {r.name: rewards for r in cfg.grading.rewards}
+    result = _traced(
+        lambda r, v: advantages(r, v, group), place, f"advantages {size}", rewards, values, on=f"rewards {size}"
+    )
+    shape, dtype = getattr(result, "shape", None), getattr(result, "dtype", jnp.int32)
+    if shape != (2 * group,) or not jnp.issubdtype(dtype, jnp.floating):
+        raise ConfigError(
+            f"{place} returns {_shapes(result)} for rewards {size}; expected one advantage per completion, "
+            f"floats {size}"
+        )
+
+
+def _traced(
+    function: Callable[..., Any],
+    place: str,
+    expected: str,
+    *args: Any,
+    on: str = f"completions [{ROWS}, {LENGTH}]",
+) -> Any:
+    try:
+        return jax.eval_shape(function, *args)
+    except Exception as error:
+        raise ConfigError(
+            f"{place} fails on {on}: {type(error).__name__}: {error}; it must return {expected}"
+        ) from error
+
+
+def _is_pair(result: Any) -> bool:
+    return isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
+
+
+def _shapes(result: Any) -> str:
+    """Format a result with shapes instead of arrays."""
+    text = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", result)
+    return str(text) if len(str(text)) <= 200 else f"{str(text)[:200]}..."
+
+
+def _spec(dtype: Any, *shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape or (ROWS, LENGTH), dtype)

@@ -1,0 +1,67 @@
+"""Try the rewards before training: on a reference answer and on nonsense, in the run's own workers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from oarjax.grading.grader import GraderError
+from oarjax.grading.mixed import RunGrader
+from oarjax.grading.rewards import Sample
+from oarjax.report.console import OnceWarnings
+from oarjax.run.run import Run
+from oarjax.types import Grades
+
+AROUND = {"boxed": r"\boxed{%s}", "hash": "#### %s", "tag": "<answer>%s</answer>"}
+"""An answer as each style marks it. A custom pattern may or may not match the bare answer."""
+
+COMPLETIONS = ("the reference answer", "nonsense")
+READERS = ("exact", "math")
+"""Rewards that must be 1 for the reference answer."""
+
+
+def try_rewards(run: Run, grader: RunGrader) -> None:
+    """Grade the first problem's reference answer, and nonsense; warn if the former is not rewarded as expected.
+
+    Raises:
+        GraderError: a reward raised an exception, or ended its worker.
+    """
+    problem = next(iter(run.train.problems))
+    frame = AROUND.get(run.cfg.credit.answer.style, "%s")
+    texts = (frame.replace("%s", problem.reference), "flurb")
+    grades = grader.grade(
+        [
+            # A tokenizer need not know these texts: characters stand for tokens.
+            Sample(
+                prompt=problem.prompt,
+                completion=text,
+                answer=problem.reference,
+                tokens=len(text),
+                columns=problem.columns,
+                limit=run.cfg.rollout.max_new,
+            )
+            for text in texts
+        ]
+    )
+    for name, verdict, note in zip(COMPLETIONS, grades.verdicts, grades.notes):
+        if verdict == "crash":
+            raise GraderError(
+                f"grading.rewards: on {name} of the first training problem, {note}; fix the reward and start again"
+            )
+    if (doubt := _doubt(grades)) is not None:
+        OnceWarnings(run.console).say("rewards", f"the reference answer of the first training problem {doubt}")
+
+
+def _doubt(grades: Grades) -> str | None:
+    """Describe what is odd about the grades of a reference answer and of nonsense, or return None."""
+    scores = {name: values[0] for name, values in grades.per_reward.items()}
+    shown = ", ".join(f"{name} {value:g}" for name, value in scores.items())
+    verdict, note, (right, wrong) = grades.verdicts[0], grades.notes[0], grades.rewards
+    if verdict == "timeout":
+        return f"has no grade ({note}); is grading.deadline long enough?"
+    if verdict == "ungraded":
+        return f"has no grade ({note}); do data.train's answers have the form that the rewards expect?"
+    if any(scores.get(name, 1.0) != 1.0 for name in READERS):
+        return f"is not graded as right ({shown}); does it fit credit.answer.style?"
+    if np.isfinite(wrong) and right < wrong:
+        return f"gets {right:g} ({shown}) and nonsense {wrong:g}; are the weights of grading.rewards as intended?"
+    return None

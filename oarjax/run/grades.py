@@ -1,0 +1,133 @@
+"""Grade a rollout while the devices compute; rows that end early while the others are still decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import cache
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from oarjax.config import Config
+from oarjax.data.problems import Problem
+from oarjax.data.tokenizer import text_of
+from oarjax.grading.mixed import RunGrader, make_grader
+from oarjax.grading.recorded import Grading
+from oarjax.grading.rewards import Sample, calls_of
+from oarjax.rl.advantages import overlong_penalty
+from oarjax.rollout.segments import EndedRows
+from oarjax.rollout.stop_strings import cut_text
+from oarjax.step.minibatches import join_grades
+from oarjax.system.processes import gather_grades, share, values_here
+from oarjax.types import Grades, Rollout
+
+
+def grader_of(cfg: Config) -> RunGrader:
+    """Make the grader that a config asks for."""
+    grading, answer = cfg.grading, cfg.credit.answer
+    return make_grader(
+        tuple((r.name, r.weight) for r in grading.rewards),
+        settings={r.name: r.settings for r in grading.rewards if r.settings},
+        plugins=grading.plugins,
+        workers=grading.workers,
+        deadline=grading.deadline,
+        call_deadline=grading.call_deadline,
+        concurrency=grading.concurrency,
+        memory_mb=grading.memory_mb,
+        style="boxed" if answer.style == "none" else answer.style,
+        pattern=answer.pattern,
+    )
+
+
+class RolloutGrading:
+    """Grade one process's share of a rollout.
+
+    The rows submitted together depend on the draw alone, never on a clock, so a resumed run submits the same and finds
+    their verdicts recorded.
+
+    Args:
+        problems: of all rows of the rollout.
+        table: the bytes of every token id.
+        group: rows per prompt.
+    """
+
+    def __init__(
+        self, cfg: Config, grader: Grading, problems: Sequence[Problem], table: Sequence[bytes], *, group: int
+    ):
+        self._cfg, self._grader, self._problems, self._table, self._group = cfg, grader, problems, table, group
+        self._together = any(calls_of(r.name) != "sample" for r in cfg.grading.rewards)
+        self._share = share(len(problems))
+        self._submitted: list[tuple[Int[np.ndarray, "r"], Future[Grades]]] = []
+
+    def report(self, news: EndedRows) -> None:
+        """Start grading rows that ended: those of this process's share that its own devices hold.
+
+        Rewards that see a group or a batch wait for all of it.
+        """
+        if self._together:
+            return
+        rows, (tokens, lengths, ended) = values_here(
+            (news.tokens, news.lengths, news.ended), np.intersect1d(news.rows, self._share)
+        )
+        if len(rows):
+            ids = [row[:length].tolist() for row, length in zip(tokens, lengths)]
+            self._submit(rows, ids, ended.tolist())
+
+    def rest(self, rollout: Rollout) -> Callable[[], Grades]:
+        """Start grading the other rows; calling the result waits for the grades of all rows of all processes.
+
+        The overlong penalty is subtracted from the rewards.
+        """
+        known = [rows for rows, _ in self._submitted]
+        left = np.setdiff1d(self._share, np.concatenate(known)) if known else self._share
+        if len(left) or not known:
+            completion = np.asarray(rollout.completion)
+            ids = np.asarray(rollout.tokens)[:, -completion.shape[1] :]
+            self._submit(left, [ids[b][completion[b]].tolist() for b in left], np.asarray(rollout.ended)[left].tolist())
+        lengths = np.asarray(rollout.completion).sum(1)
+
+        @cache  # called more than once, and all processes must gather equally often
+        def wait() -> Grades:
+            return self._penalised(gather_grades(self._mine()), lengths)
+
+        return wait
+
+    def _submit(self, rows: Int[np.ndarray, "r"], ids: Sequence[Sequence[int]], ended: Sequence[bool]) -> None:
+        samples = [
+            Sample(
+                prompt=self._problems[b].prompt,
+                completion=cut_text(text_of(tokens, self._table), self._cfg.rollout.stop),
+                answer=self._problems[b].reference,
+                ended=bool(has_ended),
+                tokens=len(tokens),
+                columns=self._problems[b].columns,
+                group=int(b) // self._group,
+                limit=self._cfg.rollout.max_new,
+            )
+            for b, tokens, has_ended in zip(rows, ids, ended, strict=True)
+        ]
+        self._submitted.append((rows, self._grader.submit(samples)))
+
+    def _mine(self) -> Grades:
+        """Wait for the grades of this process's share, in the order of its rows."""
+        parts = [future.result() for _, future in self._submitted]
+        order = np.argsort(np.concatenate([rows for rows, _ in self._submitted]))
+        return join_grades(parts, order)
+
+    def _penalised(self, grades: Grades, lengths: Int[np.ndarray, "B"]) -> Grades:
+        window = self._cfg.grading.overlong_window
+        if window == 0:
+            return grades
+        cut = np.asarray(
+            overlong_penalty(
+                jnp.asarray(lengths),
+                max_length=self._cfg.rollout.max_new,
+                window=window,
+                penalty=self._cfg.grading.overlong_penalty,
+            ),
+            np.float32,
+        )
+        return replace(grades, rewards=grades.rewards - cut, per_reward={**grades.per_reward, "overlong": -cut})

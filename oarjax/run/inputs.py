@@ -1,0 +1,90 @@
+"""Collect a run's inputs, record them in its inputs.json and compare them when it resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from oarjax.data.hf import commit_of
+from oarjax.data.streams import Encoded
+from oarjax.grading.mixed import local_digests
+from oarjax.run.run import Run
+from oarjax.storage.folder import Differences
+from oarjax.storage.inputs import (
+    Stat,
+    add_inputs,
+    check_files,
+    digests,
+    machine_inputs,
+    policy_files,
+    read_inputs,
+    record_inputs,
+    rows_digest,
+)
+from oarjax.storage.trust import code_digests
+from oarjax.system.devices import pin_cpu_threads
+
+
+def check_inputs(run: Run, folder: Path | None = None) -> Differences:
+    """Record the run's inputs in its folder, or compare them once it has progress; call with the lock held.
+
+    Args:
+        folder: of the run, if it differs from that of the start, as in a study.
+
+    Raises:
+        ConfigError: the inputs belong to another run; names those that differ.
+        DamagedError, StorageError: inputs.json or a file of the policy cannot be read.
+    """
+    folder = folder or run.folder
+    known = read_inputs(folder)
+    now, files = _inputs(run, known.files if known else {})
+    return record_inputs(folder, now, files)
+
+
+def _inputs(run: Run, known: dict[str, Stat]) -> tuple[dict[str, str], dict[str, Stat]]:
+    now = machine_inputs(cpu=run.mesh.devices.flat[0].platform == "cpu")
+    rows = {"data.train": run.train, "data.eval": run.held_out, "sft.data": run.pairs}
+    now |= {f"rows/{name}": _digest(encoded) for name, encoded in rows.items() if encoded is not None}
+    now |= {f"code/{place}": digest for place, digest in code_digests(run.cfg).items()}
+    names = [reward.name for reward in run.cfg.grading.rewards]
+    now |= {f"code/reward {name}": digest for name, digest in local_digests(names).items()}
+    paths = {}
+    if run.cfg.lora.start is not None:
+        adapters = Path(run.cfg.lora.start).expanduser()
+        paths |= {f"policy/lora.start/{path.name}": path for path in policy_files(adapters)}
+    commit = commit_of(run.source)
+    if commit is not None:  # a commit's name is a digest of its files
+        now["policy/commit"] = commit
+    else:
+        paths |= {f"policy/{path.name}": path for path in policy_files(run.source)}
+    policy, files = digests(paths, known)
+    return now | policy, files
+
+
+def _digest(encoded: Encoded) -> str:
+    """Digest the rows, with the columns that rewards see."""
+    return rows_digest((p.index, p.prompt, p.answer, p.columns) for p in encoded.problems)
+
+
+def seal_start(run: Run, warm: Path) -> None:
+    """Record the files of the warm start's policy, or compare them with the record.
+
+    Raises:
+        DamagedError: a file differs; names the first.
+    """
+    files = {f"start/{path.name}": path for path in policy_files(warm)}
+    known = read_inputs(run.folder)
+    if known is not None and any(name.startswith("start/") for name in known.inputs):
+        check_files(run.folder, files)
+    else:
+        add_inputs(run.folder, digests(files)[0])
+
+
+def pin_threads(folder: Path) -> None:
+    """Set XLA's number of CPU threads to that of the run's start, whatever cores this process may use.
+
+    Call it before touching a device.
+    """
+    known = read_inputs(folder)
+    threads = known.inputs.get("device/cpu_threads", "") if known else ""
+    if threads.isdecimal() and int(threads) > 0:
+        pin_cpu_threads(int(threads))

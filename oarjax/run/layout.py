@@ -1,0 +1,167 @@
+"""Lay out a run's arrays over its devices: one layout for training, another for sampling."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from oarjax.config import Config, ConfigError, LoraConfig
+from oarjax.models.lora import merge_adapters
+from oarjax.models.qwen_config import QwenConfig
+from oarjax.models.sharding import (
+    ROLLOUT,
+    batch_spec,
+    check_divisible,
+    param_specs,
+    repeated_kv_heads,
+    spread,
+    training_rules,
+)
+from oarjax.models.weights import divisible_pieces, logical_axes, sampling_params
+from oarjax.run.adapters import trained_axes, trained_shapes
+from oarjax.run.checks import check_batches
+from oarjax.run.policy import bind_policy, compute_dtype_of
+from oarjax.step.programs import RolloutLayout, Shardings
+from oarjax.system.mesh import rollout_mesh
+from oarjax.types import Params, TrainState
+
+
+def check_layouts(cfg: Config, model: QwenConfig, mesh: Mesh) -> None:
+    """Check that the mesh divides the policy and the batches, in training and in sampling.
+
+    Raises:
+        ConfigError: a setting of experts, and the policy has none.
+        ShardingError: it does not divide an axis; names the axis, both sizes and the remedy.
+        DeviceError: rollout.tensor does not divide the devices.
+    """
+    rules = training_rules(kv_heads=model.num_key_value_heads, tensor=mesh.shape["tensor"])
+    if model.experts is None:
+        _refuse_experts(cfg, mesh)
+    check_divisible(logical_axes(model), divisible_pieces(model), dict(mesh.shape), rules=rules)
+    sampling = rollout_mesh(mesh, tensor=_rollout_tensor(cfg, mesh))
+    wide = sampling_model(model, tensor=sampling.shape["tensor"])
+    what = "the mesh of rollouts (rollout.tensor)"
+    check_divisible(logical_axes(wide), divisible_pieces(wide), dict(sampling.shape), rules=ROLLOUT, what=what)
+    check_batches(cfg, dict(mesh.shape), dict(sampling.shape))
+
+
+def _refuse_experts(cfg: Config, mesh: Mesh) -> None:
+    """Refuse what only a mixture of experts has.
+
+    Raises:
+        ConfigError: names the field and the value for other policies.
+    """
+    settings = {
+        "mesh.expert": (mesh.shape["expert"], 1),
+        "policy.router": (cfg.policy.router, "recompute"),
+        "loss.router_balance": (cfg.loss.router_balance, 0.0),
+    }
+    for field, (value, other) in settings.items():
+        if value != other:
+            raise ConfigError(f"{field}: {value} needs a policy with experts, and this one has none; set {other}")
+
+
+def training_layout(
+    lora: LoraConfig, model: QwenConfig, mesh: Mesh, optimizer: optax.GradientTransformation
+) -> Shardings:
+    """Shard params and optimizer state over expert, fsdp and tensor, rows over slice, data, expert and fsdp."""
+
+    def named(spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(mesh, spec)
+
+    params = param_shardings(model, mesh)
+    everywhere = named(PartitionSpec())
+    trained, shapes = params, trained_shapes(lora, model)
+    if lora.rank:  # one matrix of each pair lacks the embedding axis, which fsdp shards
+        trained = param_shardings(model, mesh, axes=trained_axes(lora, model))
+        trained = jax.tree.map(lambda s, x: named(spread(s.spec, x.shape, mesh.shape)), trained, shapes)
+    opt_state = optax.tree_map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        jax.eval_shape(optimizer.init, shapes),
+        trained,
+        transform_non_params=lambda _: everywhere,
+    )
+    tree: Any = TrainState  # of shardings, one for every array of a state
+    frozen = params if lora.rank else None
+    return Shardings(
+        state=tree(step=everywhere, params=trained, opt_state=opt_state, key=everywhere, frozen=frozen),
+        params=params,
+        rows=named(batch_spec()),
+        replicated=everywhere,
+        microbatches=named(PartitionSpec(None, *batch_spec())),
+    )
+
+
+def param_shardings(model: QwenConfig, mesh: Mesh, *, axes: Any = None) -> Any:
+    """Return training shardings of the params, or of a tree with other ``axes`` and the same axis names."""
+    rules = training_rules(kv_heads=model.num_key_value_heads, tensor=mesh.shape["tensor"])
+    specs = param_specs(logical_axes(model) if axes is None else axes, rules=rules)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
+
+
+def sampling_model(model: QwenConfig, *, tensor: int) -> QwenConfig:
+    """Return the model with its key heads repeated, so that every device of the tensor axis has one."""
+    return replace(model, num_key_value_heads=repeated_kv_heads(model.num_key_value_heads, tensor=tensor))
+
+
+def rollout_layout(cfg: Config, model: QwenConfig, mesh: Mesh) -> RolloutLayout:
+    """Lay out a whole policy on each group of rollout.tensor devices, so that decoding a token gathers no weights.
+
+    The policy has the compute dtype, and the devices and their order are those of ``mesh``. The samples equal those of
+    the training params. Adapters are merged into their matrices, so decoding does not see them.
+    """
+    sampling = rollout_mesh(mesh, tensor=_rollout_tensor(cfg, mesh))
+    wide = sampling_model(model, tensor=sampling.shape["tensor"])
+    policy, compute = bind_policy(cfg, wide, sampling), compute_dtype_of(cfg, sampling)
+    before = param_shardings(model, mesh)
+    specs = param_specs(logical_axes(wide), rules=ROLLOUT)
+    after = jax.tree.map(lambda spec: NamedSharding(sampling, spec), specs, is_leaf=_is_spec)
+    other = sampling.shape["tensor"] != mesh.shape["tensor"]
+
+    def prepare(params: Params) -> Params:
+        if cfg.lora.rank:
+            params = jax.tree.map(
+                jax.lax.with_sharding_constraint, merge_adapters(params, scale=cfg.lora.scale), before
+            )
+        cast = sampling_params(model, params, kv_heads=model.num_key_value_heads, dtype=compute)
+        cast = jax.tree.map(_constrained, params, cast, before)  # cast before the move: half the bytes
+        if other:
+            cast = jax.tree.map(partial(_gathered, mesh, sampling, wide != model), cast, logical_axes(model))
+        return sampling_params(model, cast, kv_heads=wide.num_key_value_heads, dtype=compute)
+
+    rows = NamedSharding(sampling, batch_spec(sampling.shape))
+    return RolloutLayout(policy=policy, prepare=prepare, params=after, rows=rows)
+
+
+def _constrained(old: Any, new: Any, sharding: NamedSharding) -> Any:
+    return new if new is old else jax.lax.with_sharding_constraint(new, sharding)
+
+
+def _gathered(mesh: Mesh, sampling: Mesh, repeated: bool, x: Any, names: tuple[str, ...]) -> Any:
+    """Move x towards a tensor axis of another size; no device ever holds more of x than after the move.
+
+    The compiler alone would gather all of x first. Three steps avoid that: x is resharded to its embedding axis, is
+    gathered along that axis, and is then resharded to the other axis (by the caller).
+    """
+    if not any(ROLLOUT[name] == "tensor" for name in names):
+        return x
+    if "embed" not in names or ("kv_heads" in names and repeated):  # small
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
+    before = [ROLLOUT[name] if name == "expert" else None for name in names[: names.index("embed")]]
+    for on, axes in ((mesh, ("fsdp", "tensor")), (sampling, "tensor")):
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(on, PartitionSpec(*before, axes)))
+    return x
+
+
+def _rollout_tensor(cfg: Config, mesh: Mesh) -> int:
+    return cfg.rollout.tensor or mesh.shape["tensor"]
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)

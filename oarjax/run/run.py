@@ -1,0 +1,442 @@
+"""Open a run: every part that a config names, built once, on first use.
+
+    run = open_run(cfg, console)     # reads config, checkpoint, tokenizer and data; compiles nothing
+    run.steps.sample(...)            # the device programs: traced and compiled once per run and shape
+    run.load()                       # the weights, in the training layout
+
+A plan for remote devices, or a benchmark on random tokens, supplies its parts:
+
+    run = Run(cfg, model=model, mesh=mesh, stop_ids=(0,), pad_id=0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+from transformers import PreTrainedTokenizerFast
+
+from oarjax.config import Config, ConfigError
+from oarjax.credit.bind import check_updates, signals
+from oarjax.credit.keywords import KeywordTable, keyword_table
+from oarjax.credit.method import CreditMethod
+from oarjax.credit.probe import Probe
+from oarjax.data.hf import load_params, read_config
+from oarjax.data.problems import Problem
+from oarjax.data.streams import Encoded, PromptStream
+from oarjax.data.tokenizer import encode, load_tokenizer, pad_id, stop_ids, text_of, token_bytes
+from oarjax.grading.mixed import RunGrader
+from oarjax.grading.recorded import Grading
+from oarjax.models.policy import Policy
+from oarjax.models.qwen_config import QwenConfig
+from oarjax.models.sharding import batch_spec
+from oarjax.models.weights import parameter_count
+from oarjax.report.files import token_texts
+from oarjax.rollout.stop_strings import cut_text
+from oarjax.run.adapters import start_adapters, trained_count, trained_shapes
+from oarjax.run.checks import check_failures, check_grading, check_lengths, check_report
+from oarjax.run.custom import check_credit, check_custom, find_advantages, find_loss, find_method, find_probe
+from oarjax.run.grades import RolloutGrading, grader_of
+from oarjax.run.hints import hints_of
+from oarjax.run.layout import (
+    check_layouts,
+    param_shardings,
+    rollout_layout,
+    training_layout,
+)
+from oarjax.run.policy import bind_policy, compute_dtype_of, stored_dtype_of
+from oarjax.run.source import policy_path, read_pairs, read_prompts
+from oarjax.step.minibatches import bucket, prompt_step
+from oarjax.step.programs import RolloutLayout, Shardings, Steps, TokenLoss, make_optimizer, make_steps
+from oarjax.step.spans import Ending, find_spans, reference_endings, with_endings
+from oarjax.step.state import new_state
+from oarjax.system.devices import choose_platform, use_compilation_cache
+from oarjax.system.mesh import make_mesh
+from oarjax.system.processes import is_first, join_processes, to_devices, to_host
+from oarjax.types import AnswerSpan, Grades, Params, PromptBatch, Rollout, TrainState
+
+
+class Parts(TypedDict, total=False):
+    """Parts of a run that may be supplied instead of built from its config."""
+
+    folder: Path
+    mesh: Mesh
+    model: QwenConfig
+    source: Path
+    policy: Policy
+    stop_ids: tuple[int, ...]
+    pad_id: int
+
+
+SHARED = "_checkpoint mesh model source tokenizer table stop_ids pad_id train held_out pairs".split()  # noqa: SIM905
+"""Parts that do not depend on how the policy is trained."""
+
+
+class Run:
+    """The parts of a run, each built once, on first use; supplied ``parts`` are used as they are."""
+
+    def __init__(
+        self, cfg: Config, console: Console | None = None, *, evaluates: bool = False, **parts: Unpack[Parts]
+    ) -> None:
+        self.cfg = cfg
+        self.console = console or Console(quiet=True)
+        self._evaluates = evaluates  # errors name data.eval and --out, as `oarjax evaluate` does
+        self._supplied = frozenset(parts)
+        vars(self).update(parts)  # replaces the cached properties of the same names
+
+    def with_config(self, cfg: Config) -> Run:
+        """Return a run whose config differs only in how the policy is trained; it shares tokenizer and data."""
+        if cfg == self.cfg:
+            return self
+        run = Run(cfg, self.console, evaluates=self._evaluates, folder=self.folder)
+        run._supplied = self._supplied
+        vars(run).update({name: vars(self)[name] for name in SHARED if name in vars(self)})
+        return run
+
+    # Policy, tokenizer and data --------------------------------------------------------------------------------------
+
+    @cached_property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.cfg.run_dir).expanduser()
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The devices, arranged for training."""
+        return make_mesh(**self.cfg.mesh.model_dump())
+
+    @cached_property
+    def _checkpoint(self) -> tuple[QwenConfig, Path]:
+        option = "--out" if self._evaluates else "run_dir=..."
+        path = policy_path(self.cfg, self.folder, option=option)
+        return read_config(path, revision=self.cfg.policy.revision)
+
+    @cached_property
+    def model(self) -> QwenConfig:
+        """The policy's architecture."""
+        return self._checkpoint[0]
+
+    @cached_property
+    def source(self) -> Path:
+        """The Hugging Face folder that the policy is read from."""
+        if not self.has_data:
+            raise ValueError("Run: this run has a model and a mesh, but no tokenizer, data or weights; use open_run")
+        return self._checkpoint[1]
+
+    @property
+    def has_data(self) -> bool:
+        """False for a run of a model and a mesh alone."""
+        return "model" not in self._supplied or "source" in self._supplied
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """The policy's tokenizer."""
+        return load_tokenizer(self.source)
+
+    @cached_property
+    def table(self) -> list[bytes]:
+        """The bytes of every token id."""
+        return token_bytes(self.tokenizer, self.model.vocab_size)
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Token ids that end a completion."""
+        return stop_ids(self.source, self.tokenizer)
+
+    @cached_property
+    def pad_id(self) -> int:
+        """The token id that fills prompts on the left and completions on the right."""
+        return pad_id(self.tokenizer)
+
+    @cached_property
+    def train(self) -> Encoded:
+        """The problems to train on, or to evaluate on."""
+        where = "data.eval" if self._evaluates else "data.train"
+        return read_prompts(self.cfg, self.cfg.data.train, self.tokenizer, where=where)
+
+    @cached_property
+    def held_out(self) -> Encoded | None:
+        """The held-out problems of data.eval."""
+        data = self.cfg.data.eval
+        return None if data is None else read_prompts(self.cfg, data, self.tokenizer, where="data.eval")
+
+    @cached_property
+    def pairs(self) -> Encoded | None:
+        """Prompts and completions to imitate in the warm start."""
+        return read_pairs(self.cfg, self.tokenizer, self.stop_ids)
+
+    # Device programs -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def compute_dtype(self) -> Any:
+        """The dtype of matmul operands."""
+        return compute_dtype_of(self.cfg, self.mesh)
+
+    @cached_property
+    def policy(self) -> Policy:
+        """The policy's functions, for training."""
+        return bind_policy(self.cfg, self.model, self.mesh)
+
+    @cached_property
+    def _optimizer(self) -> tuple[optax.GradientTransformation, optax.Schedule]:
+        return make_optimizer(self.cfg)
+
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        """The optimizer of the iterations; the warm start has its own."""
+        return self._optimizer[0]
+
+    @property
+    def schedule(self) -> optax.Schedule:
+        """Learning rate of each update."""
+        return self._optimizer[1]
+
+    @cached_property
+    def layout(self) -> Shardings:
+        """Shardings of the training layout."""
+        return training_layout(self.cfg.lora, self.model, self.mesh, self.optimizer)
+
+    @cached_property
+    def rollout_layout(self) -> RolloutLayout:
+        """The policy for sampling, with the layout of its arrays."""
+        return rollout_layout(self.cfg, self.model, self.mesh)
+
+    @cached_property
+    def steps(self) -> Steps:
+        """The device programs. They are bound only here, so each is traced and compiled once per shape."""
+        return make_steps(
+            self.policy,
+            self.optimizer,
+            self.layout,
+            self.cfg,
+            stop_ids=self.stop_ids,
+            pad_id=self.pad_id,
+            token_bytes=self.table if self.cfg.rollout.stop else (),
+            rollout=self.rollout_layout,
+            keyword_table=self.keyword_table,
+            custom_probe=self.custom_probe,
+            custom_method=self.custom_method,
+            custom_loss=self.custom_loss,
+            custom_advantages=find_advantages(self.cfg),
+        )
+
+    def load(self, *, source: Path | None = None) -> Params:
+        """Read the policy's weights, or those of another folder, into the training layout."""
+        dtype = stored_dtype_of(self.cfg, self.mesh)
+        shardings = param_shardings(self.model, self.mesh)
+        return load_params(source or self.source, self.model, dtype=dtype, shardings=shardings)
+
+    def new_state(self, params: Params, *, copy: bool = True) -> TrainState:
+        """Create the state at step 0; see ``oarjax.step.state.new_state``."""
+        lora, adapters = self.cfg.lora, start_adapters(self.cfg.lora, self.model)
+        return new_state(
+            params, self.optimizer, self.layout, seed=self.cfg.seed, lora=lora, adapters=adapters, copy=copy
+        )
+
+    def place(self, tree: Any, layout: str) -> Any:
+        """Move numpy arrays to the devices.
+
+        "prompts" divides axis 0 for the sampler; for the training layout "rows" divides axis 0, "microbatches" axis 1.
+        """
+        if layout == "prompts":
+            return to_devices(tree, self.rollout_layout.rows)
+        lead = {"rows": (), "microbatches": (None,)}.get(layout)
+        if lead is None:
+            raise ValueError(f"layout: expected prompts, rows or microbatches, got {layout!r}")
+        return to_devices(tree, NamedSharding(self.mesh, PartitionSpec(*lead, *batch_spec())))
+
+    def fetch(self, tree: Any) -> Any:
+        """Return arrays as numpy, whole on every process."""
+        return to_host(tree)
+
+    @property
+    def first(self) -> bool:
+        """True in the process that writes the run's files; the others compute the same but write nothing."""
+        return is_first()
+
+    @property
+    def wants_memory(self) -> bool:
+        """True if the run begins with its memory table."""
+        setting = self.cfg.report.memory
+        return setting == "on" or (setting == "auto" and self.mesh.devices.flat[0].platform != "cpu")
+
+    # Credit ----------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def custom_probe(self) -> Probe | None:
+        """The probe of credit.probe.function."""
+        return find_probe(self.cfg)
+
+    @cached_property
+    def custom_method(self) -> CreditMethod | None:
+        """The method of credit.function if credit.method is custom, else None."""
+        return find_method(self.cfg)
+
+    @cached_property
+    def custom_loss(self) -> TokenLoss | None:
+        """The loss of loss.function."""
+        return find_loss(self.cfg)
+
+    @cached_property
+    def keyword_table(self) -> KeywordTable | None:
+        """The tokenizer's spellings of the configured keywords; None for methods without keywords."""
+        cfg = self.cfg.credit
+        if "keyword_table" not in signals(cfg, self.custom_method):
+            return None
+        try:
+            return keyword_table(cfg.keywords.words, partial(encode, self.tokenizer), self.table)
+        except ValueError as error:
+            raise ConfigError(f"credit.keywords.words: {error}; set words that its tokens can spell") from error
+
+    @cached_property
+    def endings(self) -> dict[int, Ending]:
+        """Cue and reference answer of every training problem, for credit.answer.source reference."""
+        return reference_endings(self.cfg.credit.answer, self.tokenizer, self.train.by_index)
+
+    @cached_property
+    def ending_room(self) -> int:
+        """Maximum number of positions that cue and reference answer add to a completion, rounded up; 0 without data."""
+        if self.cfg.credit.answer.source != "reference" or not self.has_data:
+            return 0
+        return bucket(max(len(cue) + len(target) for cue, target in self.endings.values()), 8)
+
+    def find_answers(self, rollout: Rollout) -> AnswerSpan:
+        """Find the reasoning and the answer of every completion, as credit.answer asks."""
+        return find_spans(self.cfg.credit, rollout, self.table)
+
+    def probed(self, rollout: Rollout, span: AnswerSpan, problems: np.ndarray) -> tuple[Rollout, AnswerSpan]:
+        """Replace the answers of completions with the cue and the reference answer."""
+        group = len(rollout.ended) // len(problems)
+        endings = [self.endings[int(p)] for p in np.repeat(problems, group)]
+        return with_endings(self.cfg.credit, rollout, span, endings, room=self.ending_room, token_bytes=self.table)
+
+    def check_credit(self, where: str = "") -> None:
+        """Build the credit method, so that a bad config fails now and not after the warm start.
+
+        Raises:
+            ConfigError: the method cannot run; the message begins with ``where``.
+        """
+        cfg = self.cfg.credit
+        try:
+            check_credit(
+                cfg,
+                self.policy,
+                self.model,
+                pad_id=self.pad_id,
+                probe=self.custom_probe,
+                method=self.custom_method,
+                keyword_table=self.keyword_table,
+            )
+            if cfg.answer.source == "reference":
+                _ = self.endings
+        except ConfigError as error:
+            raise ConfigError(f"{where}{error}") from error
+
+    # Prompts, completions and grades ---------------------------------------------------------------------------------
+
+    def prompts(self) -> PromptStream:
+        """Return an endless stream of training problems, rollout.prompts at a time."""
+        return PromptStream(
+            self.train,
+            prompts=self.cfg.rollout.prompts,
+            bucket=prompt_step(self.cfg, self.mesh),
+            pad_id=self.pad_id,
+            seed=self.cfg.seed,
+            shuffle=self.cfg.data.shuffle,
+        )
+
+    def texts(self, rollout: Rollout) -> list[str]:
+        """Decode every completion without special tokens, cut before a stop string. The texts are untrusted."""
+        stop = self.cfg.rollout.stop
+        return [cut_text(text_of(ids, self.table), stop) for ids in self._completion_ids(rollout)]
+
+    def tokens(self, rollout: Rollout) -> list[list[str]]:
+        """Decode every completion token by token."""
+        return [token_texts([self.table[i] for i in ids]) for ids in self._completion_ids(rollout)]
+
+    def _completion_ids(self, rollout: Rollout) -> list[list[int]]:
+        completion = np.asarray(rollout.completion)
+        ids = np.asarray(rollout.tokens)[:, -completion.shape[1] :]
+        return [row[mask].tolist() for row, mask in zip(ids, completion)]
+
+    def grader(self) -> RunGrader:
+        """Start the workers that grade completions."""
+        return grader_of(self.cfg)
+
+    def grading(
+        self, grader: Grading, problems: Mapping[int, Problem], batch: PromptBatch, *, group: int
+    ) -> RolloutGrading:
+        """Open the grading of ``group`` completions of every prompt; each process grades its share of them."""
+        asked = [problems[int(p)] for p in np.repeat(batch.problem, group)]
+        return RolloutGrading(self.cfg, grader, asked, self.table, group=group)
+
+    def submit(
+        self, grader: Grading, problems: Mapping[int, Problem], batch: PromptBatch, rollout: Rollout
+    ) -> Callable[[], Grades]:
+        """Start grading a whole rollout; calling the result waits for all grades, overlong penalty included."""
+        group = len(rollout.ended) // len(batch.problem)
+        return self.grading(grader, problems, batch, group=group).rest(rollout)
+
+    def facts(self) -> dict[str, object]:
+        """Describe the run for the banner and the report."""
+        cfg, trains = self.cfg, "every weight"
+        if cfg.lora.rank:
+            trains = f"adapters of rank {cfg.lora.rank}, {trained_count(cfg.lora, self.model):,} parameters"
+        return {
+            "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+            "mesh": ", ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items()),
+            "policy": f"{cfg.policy.path}, {parameter_count(self.model):,} parameters",
+            "trains": trains,
+            "computes in": self.compute_dtype,
+            "stop ids": ", ".join(map(str, self.stop_ids)),
+            "train": f"{len(self.train)} problems, {self.train.dropped} over {cfg.data.max_prompt} tokens left out",
+            "held out": "none" if self.held_out is None else f"{len(self.held_out)} problems",
+            "run folder": self.folder,
+        }
+
+
+def open_run(
+    cfg: Config, console: Console | None = None, *, evaluates: bool = False, hold: Callable[[], object] | None = None
+) -> Run:
+    """Open a run: check the config against devices, checkpoint and data; load no weights.
+
+    Parts are built in the order in which a mistake is cheapest to find. Nothing is compiled, so a bad field, file or
+    device raises an error within seconds.
+
+    Args:
+        evaluates: errors name the fields of ``oarjax evaluate``: data.eval and --out instead of data.train and run_dir.
+        hold: called on the first process before anything is written to the run's folder, to lock it.
+
+    Raises:
+        ConfigError: fields do not fit the checkpoint, tokenizer or devices.
+        DeviceError, UnsupportedModel, CheckpointError, TokenizerError, DataError: raised by the parts.
+    """
+    check_grading(cfg)
+    check_report(cfg)
+    join_processes(**cfg.distributed.model_dump())
+    choose_platform(cfg.device)
+    run = Run(cfg, console, evaluates=evaluates)
+    run.console.quiet = run.console.quiet or not run.first
+    check_failures(cfg, processes=jax.process_count())
+    use_compilation_cache(cfg.compilation_cache)
+    if hold is not None and run.first:
+        hold()
+    mesh = run.mesh
+    check_layouts(cfg, run.model, mesh)
+    check_lengths(cfg, run.model)
+    trained_shapes(cfg.lora, run.model)  # fails on adapters that the policy cannot have
+    start_adapters(cfg.lora, run.model)
+    for part in ("table", "pairs", "train", "held_out"):
+        getattr(run, part)
+    run.check_credit()
+    check_updates(cfg, run.custom_method)
+    hints_of(run)  # fails on what cannot be read
+    check_custom(cfg)
+    return run

@@ -1,0 +1,95 @@
+"""Read the files that a run is opened from: the policy's folder, and datasets encoded with its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from oarjax.config import Config, ConfigError, DatasetConfig
+from oarjax.data.hf import read_tokenizer_folder
+from oarjax.data.problems import load_problems
+from oarjax.data.streams import Encoded, encode_pairs, encode_problems
+from oarjax.data.tasks import arithmetic as builtin
+from oarjax.data.tasks.forks import write_forks_policy
+from oarjax.data.tasks.stories import write_stories_policy
+from oarjax.storage.durable import check_guards, exists, storage_errors
+from oarjax.storage.folder import has_progress
+from oarjax.system.processes import check_shared, from_first, only_first
+
+
+def policy_path(cfg: Config, folder: Path, *, option: str) -> str:
+    """Return the path to read the policy from; a built-in policy is first written below the run's folder.
+
+    When a run resumes, its built-in policy is kept.
+
+    Raises:
+        ConfigError: the folder cannot be written; names the ``option`` that sets it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{option.removesuffix('=...')}: cannot write to {folder}: {error}; set another {option}"
+        ) from error
+    check_shared(folder)
+    target = folder / "policy"
+    writers = {
+        "builtin:arithmetic": _write_arithmetic,
+        "builtin:forks": _write_forks,
+        "builtin:stories": _write_stories,
+        "builtin:random": _write_random,
+    }
+    write = writers.get(cfg.policy.path)
+    if write is None or (cfg.policy.path == "builtin:random" and cfg.policy.tokenizer is None):
+        return cfg.policy.path
+    if not from_first(lambda: has_progress(folder) and exists(target / "config.json")):
+        with storage_errors(target):
+            only_first(lambda: write(cfg, target))
+    return str(target)
+
+
+def _write_arithmetic(cfg: Config, target: Path) -> None:
+    check_guards(target)
+    builtin.write_builtin_policy(target, seed=cfg.seed)
+
+
+def _write_forks(cfg: Config, target: Path) -> None:
+    check_guards(target)
+    write_forks_policy(target, seed=cfg.seed)
+
+
+def _write_stories(cfg: Config, target: Path) -> None:
+    check_guards(target)
+    write_stories_policy(target, seed=cfg.seed)
+
+
+def _write_random(cfg: Config, target: Path) -> None:
+    check_guards(target)
+    tokenizer = read_tokenizer_folder(str(cfg.policy.tokenizer), revision=cfg.policy.revision)
+    builtin.write_random_policy(target, tokenizer=tokenizer, seed=cfg.seed)
+
+
+def read_prompts(cfg: Config, data: DatasetConfig, tokenizer: PreTrainedTokenizerFast, *, where: str) -> Encoded:
+    """Load problems and encode their prompts; errors name ``where``, the config's section."""
+    problems = load_problems(data, where=where)
+    return encode_problems(problems, tokenizer, **_rendering(cfg), max_prompt=cfg.data.max_prompt)
+
+
+def read_pairs(cfg: Config, tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> Encoded | None:
+    """Load and encode the warm start's prompts and completions; None without an sft section."""
+    if cfg.sft is None:
+        return None
+    problems, stop = load_problems(cfg.sft.data, where="sft.data"), stop_token(tokenizer, stop_ids)
+    return encode_pairs(problems, tokenizer, **_rendering(cfg), max_length=cfg.sft.max_length, stop_id=stop)
+
+
+def stop_token(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> int:
+    """Return the stop id that ends completions to imitate: the tokenizer's end token if it is a stop id."""
+    end = tokenizer.eos_token_id
+    return int(end) if end in stop_ids else stop_ids[0]
+
+
+def _rendering(cfg: Config) -> dict[str, Any]:
+    return {name: getattr(cfg.data, name) for name in ("template", "system_prompt", "prompt_format", "thinking")}

@@ -1,0 +1,51 @@
+"""Create the state that training starts from."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from oarjax.config import LoraConfig
+from oarjax.models.lora import init_adapters
+from oarjax.step.programs import Shardings
+from oarjax.types import Params, TrainState
+
+ADAPTERS = 2**31 - 2
+"""Folded into a run's key to draw its first adapters; no iteration has this number."""
+
+
+def new_state(
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    layout: Shardings,
+    *,
+    seed: int,
+    lora: LoraConfig,
+    adapters: Params | None = None,
+    copy: bool = True,
+) -> TrainState:
+    """Create a state at step 0 that owns its arrays, since updates reuse their memory.
+
+    With ``lora.rank`` the params are frozen below fresh adapters, or those given.
+
+    Args:
+        adapters: to start from, of the config's rank and targets.
+        copy: keep ``params`` valid for further use; otherwise the state reuses their memory.
+    """
+
+    def fresh(params: Params, adapters: Params | None) -> TrainState:
+        owned = jax.tree.map(jnp.copy, params)
+        key = jax.random.key(seed)
+        if lora.rank == 0:
+            trained, frozen = owned, None
+        elif adapters is not None:
+            trained, frozen = adapters, owned
+        else:
+            start = jax.random.fold_in(key, ADAPTERS)
+            trained, frozen = init_adapters(start, params, rank=lora.rank, targets=lora.targets), owned
+        return TrainState(
+            step=jnp.zeros((), jnp.int32), params=trained, opt_state=optimizer.init(trained), key=key, frozen=frozen
+        )
+
+    return jax.jit(fresh, out_shardings=layout.state, donate_argnums=() if copy else 0)(params, adapters)

@@ -1,0 +1,168 @@
+"""Ask before importing code that a run's files name, unless it is known to be the user's; see docs/trust.md.
+
+A config names Python code: rewards (grading.plugins), a credit method, a probe, a loss. ``oarjax train CONFIG`` runs
+it, since the user names the config. Other commands read configs from run folders or kept batches, which somebody else
+may have written. They trust a run if ``train`` recorded its id in the user's state folder, and if all code that its
+config names is unchanged since.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+from oarjax.config import Config
+from oarjax.errors import UserError
+from oarjax.storage.durable import cannot_read, write_durably
+from oarjax.storage.folder import run_id
+from oarjax.system.plugins import plugin_file
+
+
+class UntrustedCode(UserError, RuntimeError):
+    """Raised when a file names code that is not known to be the user's; names the code and how to allow it."""
+
+
+def code_places(cfg: Config) -> list[str]:
+    """Return the Python code that a config names, as "field=file.py:name", without importing it."""
+    places = [f"grading.plugins={plugin}" for plugin in cfg.grading.plugins]
+    named = {
+        "credit.function": cfg.credit.function,
+        "credit.marks": cfg.credit.marks,
+        "credit.probe.function": cfg.credit.probe.function,
+        "advantage.function": cfg.advantage.function,
+        "loss.function": cfg.loss.function,
+    }
+    return places + [f"{field}={place}" for field, place in named.items() if place is not None]
+
+
+def code_digests(cfg: Config) -> dict[str, str]:
+    """Return place -> ``code_digest``; nothing is imported.
+
+    Raises:
+        StorageError: a file exists but cannot be read.
+    """
+    return {place: code_digest(place.partition("=")[2]) for place in code_places(cfg)}
+
+
+def code_digest(place: str) -> str:
+    """Return the SHA-256 of the code that a place (file.py, module, or either with :name) names, "absent" without any.
+
+    Of a module in a package, and of a package, all Python files of the package's folder count. Of a plain file, the
+    modules and packages beside it that it imports count too, and what these import there. Nothing is imported.
+
+    Raises:
+        StorageError: a file exists but cannot be read.
+    """
+    plugin = place if place.endswith(".py") or ":" not in place else place.rpartition(":")[0]
+    file = plugin_file(plugin)
+    if file is None:
+        return "absent"
+    digest = hashlib.sha256()
+    package = file.parent if file.name == "__init__.py" or "." in plugin.removesuffix(".py") else None
+    files = [file, *sorted(_beside(file) - {file})]
+    if package is not None and not plugin.endswith(".py"):
+        files = sorted(package.rglob("*.py"))
+    for path in files:
+        try:
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+        except OSError as error:
+            raise cannot_read(path, error) from error
+    return digest.hexdigest()
+
+
+def _beside(file: Path) -> set[Path]:
+    """Return the Python files in a file's own folder that it imports, directly or through each other, and itself."""
+    found, todo = {file}, [file]
+    while todo:
+        try:
+            tree = ast.parse(todo.pop().read_bytes())
+        except (OSError, SyntaxError, ValueError, RecursionError):  # its content counts all the same
+            continue
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names.append(node.module)
+            for name in names:
+                top = file.parent / name.split(".")[0]
+                modules = {top.with_suffix(".py")} if top.with_suffix(".py").is_file() else set(top.rglob("*.py"))
+                todo += modules - found
+                found |= modules
+    return found
+
+
+def state_folder() -> Path:
+    """Return the folder that records the user's runs: $XDG_STATE_HOME/oarjax, else ~/.local/state/oarjax."""
+    home = os.environ.get("XDG_STATE_HOME", "")
+    return (Path(home) if os.path.isabs(home) else Path("~/.local/state").expanduser()) / "oarjax"
+
+
+def note_trusted(folder: Path, cfg: Config) -> str | None:
+    """Record a run folder and the code that its config names as trusted; runs without code need no record.
+
+    Returns the reason if it could not be recorded, else None; a run does not depend on it.
+    """
+    digests = code_digests(cfg)
+    known = run_id(folder)
+    if not digests or known is None:
+        return None
+    path = state_folder() / "runs" / f"{known}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        notes = {**_noted(known), **digests}
+        write_durably(path, json.dumps({"folder": str(folder.absolute()), "code": notes}, indent=1) + "\n")
+    except OSError as error:
+        return f"{path} cannot be written ({error}): commands that read this run will ask for --trust-code"
+    return None
+
+
+def _noted(known: str) -> dict[str, str]:
+    if not re.fullmatch(r"[0-9a-f]{32}", known):  # part of a path that somebody else may have written
+        return {}
+    try:
+        tree = json.loads((state_folder() / "runs" / f"{known}.json").read_text(encoding="utf-8"))
+        return {str(place): str(digest) for place, digest in tree["code"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def is_trusted(folder: Path, digests: dict[str, str]) -> bool:
+    """Return True if all this code was recorded for the run in ``folder``, with its current content."""
+    noted = _noted(run_id(folder) or "")
+    return all(digest != "absent" and noted.get(place) == digest for place, digest in digests.items())
+
+
+def check_trust(cfg: Config, folder: Path, *, source: str, trusted: bool) -> None:
+    """Check that a config names no code but the user's, or that the user allows it; call before anything is imported.
+
+    Asks the user on a terminal; without a terminal it never waits.
+
+    Args:
+        folder: the run that the config claims to belong to.
+        source: the config's file, for the message.
+        trusted: True with --trust-code.
+
+    Raises:
+        UntrustedCode: the config names other code; lists it.
+    """
+    digests = code_digests(cfg)
+    if not digests or trusted or is_trusted(folder, digests):
+        return
+    listed = "; ".join(f"{place} ({digest[:12]})" for place, digest in digests.items())
+    listed = listed.encode("unicode_escape").decode()  # it may hold a terminal's control characters
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        sys.stderr.write(
+            f"{source} names Python code that is not known to be yours:\n  {listed}\n"
+            "It would run with all your rights. Run it? [y/N] "
+        )
+        sys.stderr.flush()
+        if sys.stdin.readline().strip().lower() in ("y", "yes"):
+            return
+    raise UntrustedCode(
+        f"{source} names Python code that is not known to be yours: {listed}. It would run with all your rights; read "
+        "it, and pass --trust-code to run it (docs/trust.md)"
+    )

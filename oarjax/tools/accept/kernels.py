@@ -1,0 +1,90 @@
+"""Stage of the attention kernels: compare splash with plain attention in float32, forward, backward and linearised."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from oarjax.models.attention import Segment, attend
+from oarjax.models.precision import full_precision
+from oarjax.models.splash import splash
+from oarjax.tools.accept.check import Check, at_most, measured, not_applicable
+from oarjax.tools.accept.setting import Setting, best_seconds
+
+ERRORS = {"forward": 0.01, "backward": 0.02, "linearised": 0.02}
+"""Bounds on errors of bfloat16 kernels, as shares of the largest number; docs/numerics.md has the interpreter's."""
+WIDTHS = (64, 128)
+LENGTHS = (576, 640, 1344, 1536)
+BLOCKS = (128, 512)
+
+
+def attention(s: Setting) -> list[Check]:
+    """Compare splash with plain attention, and their times; a CPU interprets the kernels at one small size."""
+    if s.platform == "gpu":
+        return [not_applicable("splash attention", "its kernels are for TPUs; GPUs use plain attention")]
+    checks = []
+    for width in WIDTHS:
+        for length in (130,) if s.small else LENGTHS:
+            for block in (128,) if s.small else BLOCKS:
+                checks += _compare(s, width, length, block)
+    return checks
+
+
+def _compare(s: Setting, width: int, length: int, block: int) -> list[Check]:
+    name = f"head width {width}, {length} tokens, blocks of {block}"
+    devices = np.asarray(jax.local_devices()[:1])
+    place = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
+    rows, heads, kv = (1, 2, 1) if s.small else (4, 8, 2)
+    keys = jax.random.split(jax.random.key(width + length), 7)
+    shapes = [(rows, length, n, width) for n in (heads, kv, kv)]
+    inputs = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes)]
+    tangents = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys[3:], shapes)]
+    cotangent = jax.random.normal(keys[6], shapes[0], jnp.bfloat16)
+    valid = jnp.arange(length)[None] >= 7 * (1 + jnp.arange(rows)[:, None])
+
+    def kernel(q: Any, k: Any, v: Any) -> Any:
+        return splash(q, k, v, valid, mesh=place, blocks=(block, block))
+
+    def plain(q: Any, k: Any, v: Any) -> Any:
+        mask = valid[:, None, :] & jnp.tril(jnp.ones((length, length), bool))
+        return attend(q, (Segment(k, v, mask),))
+
+    ours = _three(kernel, inputs, tangents, cotangent)
+    wide = partial(jax.tree.map, lambda x: x.astype(jnp.float32))
+    with full_precision(jnp.float32):
+        theirs = _three(plain, wide(inputs), wide(tangents), wide(cotangent))
+    checks = [
+        at_most(f"{name}: {part}", _error(ours[part], theirs[part]), bound, note="largest error, of the largest number")
+        for part, bound in ERRORS.items()
+    ]
+    if s.small:
+        return [*checks, not_applicable(f"{name}: time", "the kernels are interpreted here")]
+    seconds = {
+        side: best_seconds(partial(_gradient(function), inputs, cotangent), repeats=5)
+        for side, function in (("splash", kernel), ("plain", plain))
+    }
+    return [*checks, measured(f"{name}: plain over splash, forward and backward", seconds["plain"] / seconds["splash"])]
+
+
+def _three(function: Any, inputs: Any, tangents: Any, cotangent: Any) -> dict[str, Any]:
+    @jax.jit
+    def all_three(inputs: Any, tangents: Any, cotangent: Any) -> dict[str, Any]:
+        out, pull = jax.vjp(function, *inputs)
+        push = jax.jvp(function, tuple(inputs), tuple(tangents))[1]
+        return {"forward": [out], "backward": pull(cotangent), "linearised": [push]}
+
+    return all_three(inputs, tangents, cotangent)
+
+
+def _gradient(function: Any) -> Any:
+    return jax.jit(lambda inputs, cotangent: jax.vjp(function, *inputs)[1](cotangent))
+
+
+def _error(ours: Any, theirs: Any) -> float:
+    pairs = [(np.asarray(x, np.float32), np.asarray(y, np.float32)) for x, y in zip(ours, theirs)]
+    return max(float(np.abs(x - y).max() / np.abs(y).max()) for x, y in pairs)

@@ -1,0 +1,126 @@
+"""Stage of the numbers: compare log-probs, draws and random bits of a device with a CPU's, with Qwen's vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from oarjax.data.tasks.arithmetic import VOCABULARY, builtin_config
+from oarjax.models.qwen import make_policy
+from oarjax.models.qwen_config import QwenConfig
+from oarjax.models.weights import init_params
+from oarjax.rollout.logps import token_logps
+from oarjax.rollout.sampler import BLOCK, draw_token, sample
+from oarjax.stats import chi_square_tail
+from oarjax.tools.accept.check import Check, at_least, at_most, holds
+from oarjax.tools.accept.setting import Setting
+from oarjax.types import PromptBatch
+
+ROWS, LENGTH, CHUNK = 4, 24, 32
+CLASSES = 32
+"""Groups of tokens whose draws are counted."""
+LOGPS = {"float32": 1e-3, "bfloat16": 0.1}
+"""Bounds on the difference of a log-prob from a CPU's in float32, in nats."""
+GAP = {"float32": 1e-3, "bfloat16": 0.05}
+"""Bounds on the mean difference between log-probs of the sampler and of the scorer, in nats."""
+
+
+class Small(NamedTuple):
+    """A policy of two layers with Qwen's vocabulary, its logits as wide as a trained policy's."""
+
+    cfg: QwenConfig
+    tokens: np.ndarray
+
+    def params(self) -> Any:
+        return init_params(self.cfg, jax.random.key(1), dtype=jnp.float32)
+
+
+def small_policy() -> Small:
+    """Describe the policy of this stage and draw its tokens."""
+    fields = builtin_config(hidden=32, layers=2, heads=4, kv_heads=2, ffn=64, vocab=VOCABULARY)
+    tokens = np.random.default_rng(0).integers(1, VOCABULARY, (ROWS, LENGTH)).astype(np.int32)
+    return Small(QwenConfig.from_hf(fields | {"initializer_range": 0.4}), tokens)
+
+
+def numerics(s: Setting) -> list[Check]:
+    """Compare one device with a CPU; every process compares its own."""
+    own, cpu = jax.local_devices()[0], jax.local_devices(backend="cpu")[0]
+    small = small_policy()
+    reference = logps_of(small, cpu, "float32")
+    checks = []
+    for dtype in ("float32",) if s.small else ("float32", "bfloat16"):
+        error = float(np.abs(logps_of(small, own, dtype) - reference).max())
+        checks.append(at_most(f"log-probs in {dtype} against a CPU's", error, LOGPS[dtype], unit="nats"))
+        gap = sampler_gap(small, own, dtype)
+        checks.append(at_most(f"sampler against scorer in {dtype}", gap, GAP[dtype], unit="nats"))
+    bits = [random_bits(device) for device in (own, cpu)]
+    checks.append(holds("random bits equal a CPU's", bool((bits[0] == bits[1]).all())))
+    chance = draw_chance(own, draws=512 if s.small else 16384)
+    name = f"draws of {VOCABULARY:,} tokens"
+    return [*checks, at_least(name, chance, 1e-4, note="chance of so large a chi-square")]
+
+
+def logps_of(small: Small, device: Any, dtype: str) -> np.ndarray:
+    """Return the log-probs of the tokens on a device."""
+    with jax.default_device(device):
+        policy, params = make_policy(small.cfg, compute_dtype=dtype), small.params()
+
+        @jax.jit
+        def scored(params: Any, tokens: Any) -> Any:
+            valid = jnp.ones(tokens.shape, bool)
+            more = {"completion_length": LENGTH - 1, "temperature": 1.0, "head_chunk": CHUNK}
+            return token_logps(policy, params, tokens, valid, **more)[0]
+
+        return np.asarray(scored(params, jnp.asarray(small.tokens)))
+
+
+def sampler_gap(small: Small, device: Any, dtype: str) -> float:
+    """Return the mean difference between log-probs of the sampler and of the scorer."""
+    with jax.default_device(device):
+        policy, params = make_policy(small.cfg, compute_dtype=dtype), small.params()
+        prompts = PromptBatch(jnp.asarray(small.tokens[:, :8]), jnp.ones((ROWS, 8), bool), jnp.arange(ROWS))
+
+        @jax.jit
+        def gap(params: Any) -> Any:
+            settings: dict[str, Any] = {"group_size": 2, "max_new": 8, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+            drawn = sample(policy, params, prompts, jax.random.key(2), **settings, stop_ids=(), pad_id=0)
+            more = {"completion_length": 8, "temperature": 1.0, "head_chunk": CHUNK}
+            scored = token_logps(policy, params, drawn.tokens, drawn.valid, **more)[0]
+            return jnp.abs(scored - drawn.behaviour_logps).mean()
+
+        return float(gap(params))
+
+
+def random_bits(device: Any) -> np.ndarray:
+    """Return bits that JAX draws on a device."""
+    with jax.default_device(device):
+        return np.asarray(jax.jit(lambda key: jax.random.bits(key, (4096,)))(jax.random.key(3)))
+
+
+def draw_chance(device: Any, *, draws: int, batch: int = 64) -> float:
+    """Return the p-value of draws under the right distribution, by a chi-square test.
+
+    It is the smaller of two: over ranges of the vocabulary, and over the places within the sampler's blocks.
+    """
+    logits = np.random.default_rng(4).normal(size=VOCABULARY).astype(np.float32) * 2
+    mass = np.exp(logits.astype(np.float64) - logits.max())
+    ranges = np.minimum(np.cumsum(mass) / mass.sum() * CLASSES, CLASSES - 1).astype(int)
+    places = np.arange(VOCABULARY) % BLOCK * CLASSES // BLOCK
+    with jax.default_device(device):
+        rows = jnp.broadcast_to(jnp.asarray(logits), (batch, VOCABULARY))
+
+        @jax.jit
+        def draw(rows: Any, uniforms: Any) -> Any:
+            return draw_token(rows, uniforms, temperature=1.0, top_k=0, top_p=1.0)[0]
+
+        uniforms = jax.random.uniform(jax.random.key(6), (draws // batch, batch, 2))
+        tokens = np.concatenate([np.asarray(draw(rows, part)) for part in uniforms])
+    chances = []
+    for group in (ranges, places):
+        expected = np.bincount(group, weights=mass, minlength=CLASSES) / mass.sum() * len(tokens)
+        square = float(((np.bincount(group[tokens], minlength=CLASSES) - expected) ** 2 / expected).sum())
+        chances.append(chi_square_tail(square, freedom=CLASSES - 1))
+    return min(chances)

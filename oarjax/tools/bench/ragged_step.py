@@ -1,0 +1,208 @@
+"""W10 of ``oarjax bench``: time a whole iteration of GRPO and of OAR-G whose completions differ in length.
+
+The side *before* is the same iteration without savings on padding: one program decodes every row until the last one
+ends, in a cache of max_new slots from the first token on; score and update are two passes, and both pad every row to
+the longest of the iteration. Both sides begin every draw with the same weights and noise and draw the same
+completions.
+
+``--against torch``: ``generate`` completions of the same lengths, OAR-G one row at a time, and updates in both ways of
+W9. Rewards need no grading on either side.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from oarjax.config import Config
+from oarjax.costs import Row, Work, iteration_flops
+from oarjax.credit.registry import METHODS
+from oarjax.data.hf import load_params, read_config
+from oarjax.models.weights import decoder_of
+from oarjax.run.run import Run
+from oarjax.step.iteration import Iteration, iterate
+from oarjax.step.minibatches import Bucket, bucket
+from oarjax.step.programs import Steps
+from oarjax.system.mesh import make_mesh
+from oarjax.tools.bench.measure import Compilations, Peak, seconds_of, spread, warm
+from oarjax.tools.bench.ragged import Ragged, TorchSettings, draw_prompts, ragged_config
+from oarjax.tools.bench.ragged_update import TORCH
+from oarjax.tools.bench.sides import compare
+from oarjax.tools.bench.work import PAD, half_right, host_of
+from oarjax.types import AnswerSpan, PromptBatch, Rollout
+
+if TYPE_CHECKING:
+    from oarjax.tools.bench.ragged_against import RaggedTorch
+
+CREDIT = {"GRPO": "uniform", "OAR-G": "oar_g"}
+OURS, BEFORE = "now", "before"
+
+
+def last_tokens(rollout: Rollout, answer: int) -> AnswerSpan:
+    """Mark the last tokens of every completion as its answer, and all before as its reasoning."""
+    place, length = np.arange(rollout.completion.shape[1]), rollout.completion.sum(1)[:, None]
+    has_answer = length > answer
+    return AnswerSpan(
+        reasoning=(place < length - answer) & has_answer,  # type: ignore[arg-type]
+        answer=(place >= length - answer) & (place < length) & has_answer,  # type: ignore[arg-type]
+        has_answer=has_answer[:, 0],  # type: ignore[arg-type]
+    )
+
+
+def as_before(steps: Steps, cfg: Config) -> Steps:
+    """Return programs that decode all rows until the last one ends, and pad to the longest in two passes."""
+    sampler: Any = steps.sample
+    longest = Bucket(0, 0)
+
+    def sample(*args: Any) -> Rollout:
+        nonlocal longest
+        rollout = sampler.whole(*args)
+        tokens = int(np.asarray(rollout.completion).sum(1).max())
+        roll = cfg.rollout
+        longest = Bucket(cfg.data.max_prompt, bucket(tokens, roll.completion_bucket, roll.max_new))
+        return rollout
+
+    def padded(program: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, bucket, **static: program(*args, bucket=longest, **static)
+
+    changed = {name: padded(getattr(steps, name)) for name in ("score", "accumulate")}
+    return steps._replace(sample=sample, decoding=dict, fused_zeros=None, fused_add=None, **changed)
+
+
+class Measurement(NamedTuple):
+    """Seconds and shape of one iteration."""
+
+    seconds: float
+    lengths: Int[np.ndarray, "B"]
+    occupancy: float  # of the rows that are decoded
+    padding: float  # of the update
+
+
+class RaggedIterations:
+    """Run iterations that all begin with the same weights; the draw is the iteration's number."""
+
+    def __init__(self, folder: Path, vocab: int, shapes: Ragged, method: str):
+        self.shapes = s = shapes
+        self.model, source = read_config(folder)
+        self.cfg = ragged_config(s, credit={"method": method})
+        mesh = make_mesh(slice=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+        self.run = Run(self.cfg, model=self.model, mesh=mesh, stop_ids=tuple(range(s.stops)), pad_id=PAD)
+        self.ids = draw_prompts(vocab, s, count=s.rows // s.group_size)
+        self.sides = {OURS: self.run.steps, BEFORE: as_before(self.run.steps, self.cfg)}
+        numbers = np.arange(len(self.ids), dtype=np.int32)
+        prompts = PromptBatch(self.ids, np.ones(self.ids.shape, bool), numbers)  # type: ignore[arg-type]
+        self.host = host_of(self.run, prompts, rewards=half_right, find=lambda rollout: last_tokens(rollout, s.answer))
+        self.start = self.run.new_state(load_params(source, self.model))
+        self.copy = jax.jit(partial(jax.tree.map, jnp.copy))
+
+    def __call__(self, side: str, number: int) -> Measurement:
+        state = jax.block_until_ready(self.copy(self.start))
+        began = time.perf_counter()
+        state, done = iterate(state, None, number, steps=self.sides[side], host=self.host, cfg=self.cfg)
+        jax.block_until_ready(state)
+        seconds = time.perf_counter() - began
+        lengths = np.asarray(done.rollout.completion).sum(1).astype(np.int32)
+        return Measurement(seconds, lengths, self.occupancy(done, lengths), self.padding(side, done, lengths))
+
+    def occupancy(self, done: Iteration, lengths: Int[np.ndarray, "B"]) -> float:
+        """Return the share of decoded rows that were unfinished; without segments all run as long as the longest."""
+        every_row = (lengths - 1).sum() / (len(lengths) * max(int(lengths.max()) - 1, 1))
+        return done.metrics.get("decode_occupancy", float(every_row))
+
+    def padding(self, side: str, done: Iteration, lengths: Int[np.ndarray, "B"]) -> float:
+        """Return the share of the update's positions without a token."""
+        if side == OURS:
+            return done.metrics["padding_share/update"]
+        s = self.shapes
+        wide = s.prompt_tokens + bucket(int(lengths.max()), s.bucket, s.max_new)
+        return 1 - float((s.prompt_tokens + lengths).sum()) / (s.rows * wide)
+
+
+class TorchIterations:
+    """Run the iterations in torch; one rollout and its credit serve both ways of the update."""
+
+    def __init__(self, torch_side: RaggedTorch, ids: Int[np.ndarray, "P S"], shapes: Ragged, method: str):
+        self.torch, self.shapes, self.method = torch_side, shapes, method
+        self.ids = np.repeat(ids, shapes.group_size, axis=0)
+        right = half_right(shapes.rows, shapes.group_size).rewards.reshape(-1, shapes.group_size)
+        advantages = (right - right.mean(1, keepdims=True)) / (right.std(1, ddof=1, keepdims=True) + 1e-4)
+        self.advantages = torch_side.placed(advantages.reshape(-1, 1))
+
+    def __call__(self, lengths: Int[np.ndarray, "B"]) -> dict[str, Measurement]:
+        t, s, parts = self.torch, self.shapes, {}
+        ids: list[Any] = []
+        weights: list[Any] = [self.advantages.new_ones(len(lengths), int(lengths.max()))]
+        both = seconds_of(t.waited(lambda: ids.append(t.complete(self.ids, lengths))))
+        if self.method != "uniform":
+            both += seconds_of(t.waited(lambda: weights.append(t.weights(ids[0], lengths, answer=s.answer))))
+        occupancy = float((lengths - 1).sum() / (len(lengths) * max(int(lengths.max()) - 1, 1)))
+        for side, sorts in TORCH.items():
+            update = partial(t.update, ids[0], lengths, weights[-1] * self.advantages, by_length=sorts)
+            seconds = both + seconds_of(t.waited(update))
+            padding = t.padding(lengths, s.prompt_tokens, by_length=sorts)
+            parts[side] = Measurement(seconds, lengths, occupancy, padding)
+        return parts
+
+
+def bench_ragged_step(
+    folder: Path,
+    vocab: int,
+    shapes: Ragged,
+    *,
+    repeats: int,
+    compiled: Compilations,
+    peak: Peak,
+    against: TorchSettings | None,
+) -> dict[str, Any]:
+    """Measure every side in turn on ``repeats`` draws, for each credit method."""
+    before, rows, lengths = compiled.count, [], []
+    for name, method in CREDIT.items():
+        ours, theirs = RaggedIterations(folder, vocab, shapes, method), None
+        if against is not None:
+            from oarjax.tools.bench.ragged_against import RaggedTorch
+
+            torch_side = RaggedTorch(folder, ours.cfg, **against._asdict())
+            theirs = TorchIterations(torch_side, ours.ids, shapes, method)
+            theirs(np.full(shapes.rows, min(shapes.max_new, shapes.answer + 8), np.int32))  # warm
+        measurements: dict[str, list[Measurement]] = {}
+        for number in range(1, repeats + 1):
+            drawn = {side: warm(partial(ours, side, number), compiled) for side in ours.sides}
+            if theirs is not None:
+                drawn |= theirs(drawn[OURS].lengths)
+            for side, measurement in drawn.items():
+                measurements.setdefault(side, []).append(measurement)
+        lengths += [float(each.lengths.mean()) for each in measurements[OURS]]
+        rows += compare(
+            name,
+            {side: [each.seconds for each in drawn] for side, drawn in measurements.items()},
+            flops=[step_flops(ours, each.lengths) for each in measurements[OURS]],
+            peak=peak,
+            occupancy={side: [each.occupancy for each in drawn] for side, drawn in measurements.items()},
+            padding={side: [each.padding for each in drawn] for side, drawn in measurements.items()},
+        )
+    return {
+        "workload": "W10",
+        "name": "ragged iteration",
+        "what": f"{shapes.rows} x ({shapes.prompt_tokens}+{shapes.max_new}), {np.mean(lengths):.0f} on average",
+        "microbatch": ragged_config(shapes).update.microbatch,
+        "mean_length": spread(lengths),
+        "compilations": compiled.count - before,
+        "rows": rows,
+    }
+
+
+def step_flops(ours: RaggedIterations, lengths: Int[np.ndarray, "B"]) -> float:
+    """Count the model FLOPs of an iteration with completions of these lengths."""
+    s, mean = ours.shapes, float(lengths.mean())
+    row = Row(s.prompt_tokens, mean, float((lengths - s.answer).clip(min=0).mean()))
+    work = Work(row, prompts=len(ours.ids), rows=s.rows, used=s.rows)
+    credit = ours.cfg.credit
+    return sum(iteration_flops(decoder_of(ours.model), work, credit, METHODS[credit.method]).values())

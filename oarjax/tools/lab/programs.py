@@ -1,0 +1,104 @@
+"""Device programs of the credit lab."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from oarjax.config import CreditConfig
+from oarjax.credit.bind import scorer
+from oarjax.credit.measures import measure
+from oarjax.models.policy import positions_of
+from oarjax.run.run import Run
+from oarjax.step.sampling import group_sampler
+from oarjax.tools.lab.interventions import Branches, answer_choice_changes, branch_prompts, choices
+from oarjax.types import AnswerSpan, Hints, Params, Rollout
+
+
+class Programs(NamedTuple):
+    """Programs of the lab. The programs that take params first are timed, and their FLOPs are counted."""
+
+    params: Params
+    sample: Callable[..., Rollout]  # (prompts, key)
+    choose: Callable[..., Any]  # (rollout) -> Choices
+    decode: Callable[..., Rollout]  # see oarjax.tools.lab.oracles.Decode
+    changes: Callable[..., Any]  # see oarjax.tools.lab.oracles.AnswerChanges
+    forward: Callable[..., Any]  # (params, rollout, span, row keys) -> states: the unit of cost
+    measure: Callable[[frozenset[str]], Callable[..., Any]]  # signals -> (params, rollout, hints, row keys) -> by name
+    attribute: Callable[[CreditConfig], Callable[..., Any]]  # -> (params, rollout, span, row keys) -> [b, T]
+
+
+def make_programs(run: Run, params: Params) -> Programs:
+    """Bind the programs to a policy; nothing is compiled yet."""
+    cfg, policy = run.cfg, run.policy
+    roll, masking, pad = cfg.rollout, cfg.credit.masking, run.pad_id
+    sampling = jax.jit(run.rollout_layout.prepare, out_shardings=run.rollout_layout.params)(params)
+    temperature = roll.temperature if cfg.lab.temperature is None else cfg.lab.temperature
+    rows = run.rollout_layout.rows
+    everywhere = NamedSharding(rows.mesh, PartitionSpec())  # there may be fewer branches than devices
+    draw = partial(group_sampler, run.rollout_layout.policy, cfg, stop_ids=run.stop_ids, pad_id=pad, group=1)
+    greedy = cache(partial(draw, rows=everywhere, temperature=0.0, top_k=0, top_p=1.0))
+
+    @jax.jit
+    def choose(params: Params, r: Rollout) -> Any:
+        return choices(policy, params, r.tokens, r.valid, completion_length=r.completion.shape[1])
+
+    lay_out = jax.jit(branch_prompts, static_argnames=("completion_length", "width"))
+
+    def decode(
+        params: Params, tokens: Any, valid: Any, branches: Branches, *, length: int, width: int, max_new: int
+    ) -> Rollout:
+        prompts = lay_out(tokens, valid, branches, completion_length=length, width=width)
+        return greedy(max_new=max_new)(params, prompts, jax.random.key(0))
+
+    @jax.jit
+    def changes(params: Params, r: Rollout, reasoning: Any, answer: Any, other: Any) -> Any:
+        return answer_choice_changes(
+            policy, params, r.tokens, r.valid, reasoning, answer, other, chunk=masking.chunk, buckets=masking.buckets
+        )
+
+    def forward(params: Params, r: Rollout, span: AnswerSpan, keys: Any) -> Any:
+        return policy.trunk(params, policy.embed(params, r.tokens), positions_of(r.valid), r.valid)[0]
+
+    def measured(wanted: frozenset[str]) -> Callable[..., Any]:
+        def signals(params: Params, r: Rollout, hints: Hints, keys: Any) -> Any:
+            return measure(
+                policy,
+                params,
+                r.tokens,
+                r.valid,
+                wanted=wanted,
+                completion_length=r.completion.shape[1],
+                temperature=roll.temperature,
+                head_chunk=cfg.policy.head_chunk,
+                reference=params,  # the policy that a run starts from
+                teacher=hints.teacher,
+            )
+
+        return signals
+
+    def attribute(credit: CreditConfig) -> Callable[..., Any]:
+        method = with_method(run, credit)
+        custom = {"custom_probe": method.custom_probe, "custom_method": method.custom_method}
+        score = scorer(credit, policy, temperature=roll.temperature, pad_id=pad, **custom)
+        return lambda params, r, span, keys: score(params, r, span, keys, credit.probe.mode).importance
+
+    return Programs(
+        params=params,
+        sample=partial(draw(rows=rows, temperature=temperature), sampling),
+        choose=partial(choose, params),
+        decode=partial(decode, sampling),
+        changes=partial(changes, params),
+        forward=forward,
+        measure=measured,
+        attribute=attribute,
+    )
+
+
+def with_method(run: Run, credit: CreditConfig) -> Run:
+    """Return the run with this credit method, and the method's reasoning units, keywords and probe."""
+    return run.with_config(run.cfg.model_copy(update={"credit": credit}))

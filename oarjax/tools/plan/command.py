@@ -1,0 +1,318 @@
+"""``oarjax plan``: does a run fit a TPU slice, and how long would a step take at the least? No TPU is needed.
+
+The run's own programs are compiled for the slice by libtpu, the TPU's compiler, each in a process of its own. What it
+says of memory decides; work is counted in the programs that it wrote.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from oarjax.config import Config, ConfigError, load_config
+from oarjax.credit.registry import choices
+from oarjax.models.qwen_config import QwenConfig
+from oarjax.models.weights import parameter_count
+from oarjax.report.files import make_console
+from oarjax.run.checks import check_lengths
+from oarjax.run.memory import remedy
+from oarjax.storage.durable import storage_errors
+from oarjax.tools.plan.architecture import architecture_fields
+from oarjax.tools.plan.expected import expected_step, survival_of
+from oarjax.tools.plan.needs import needs_of
+from oarjax.tools.plan.programs import PROGRAMS, phases_of_step, shapes_of, times_of, with_method
+from oarjax.tools.plan.sums import (
+    analytic_flops,
+    applied_bytes,
+    count,
+    model_flops,
+    phase_of,
+    read_bytes,
+    step_of,
+)
+from oarjax.tools.plan.table import WORD, describe, markdown, terminal
+from oarjax.tools.plan.topology import ENVIRONMENT, Slice, TopologyError, compiler_version, find_slice
+
+
+def run(
+    arguments: Sequence[str],
+    *,
+    topology: str | None,
+    credit: str,
+    phases: str,
+    out: Path | None,
+    write: Path | None,
+    cache: str,
+    timeout: int,
+    jobs: int,
+) -> bool:
+    """Plan every config, print its table, write what was asked for; return True if everything fits.
+
+    Raises:
+        ConfigError: a bad config, no topology, or an unknown method.
+        TopologyError: an unknown topology, no libtpu, or a compiler that failed.
+    """
+    console = make_console()
+    configs = [a for a in arguments if "=" not in a]
+    overrides = [a for a in arguments if "=" in a]
+    if not configs:
+        raise ConfigError("plan: give at least one config, such as configs/demo.yaml")
+    compiler_version()
+    plans = []
+    for name in configs:
+        cfg = load_config(name, overrides)
+        where = topology_of(cfg, topology)
+        console.print(f"{name}: compiling for {where.name}, minutes for a large policy", markup=False)
+        fields = architecture_fields(cfg.policy.path, revision=cfg.policy.revision)
+        experts = QwenConfig.from_hf(fields).experts is not None
+        found = plan(
+            name,
+            cfg,
+            where=where,
+            fields=fields,
+            work=work_of(cfg, phases_of(phases, cfg, experts=experts), methods_of(credit), experts=experts),
+            cache=cache,
+            timeout=timeout,
+            jobs=jobs,
+        )
+        plans.append(found)
+        console.print(terminal(found))
+        for line in describe(found):
+            console.print(f"- {line}", markup=False, highlight=False)
+        if not found["fits"]:
+            for line in found["remedies"]:
+                console.print(f"does not fit: {line}", style="bold red", markup=False)
+    console.print(WORD, style="dim", markup=False)
+    for path, text in ((out, json.dumps(plans, indent=1) + "\n"), (write, markdown(plans, numbers=out))):
+        if path is not None:
+            with storage_errors(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+    return all(p["fits"] for p in plans)
+
+
+def methods_of(credit: str) -> tuple[str, ...]:
+    """Parse credit methods by name, separated by commas.
+
+    Raises:
+        ConfigError: an unknown one.
+    """
+    names = tuple(name.strip() for name in credit.split(",") if name.strip())
+    for name in names:
+        if name not in choices():
+            raise ConfigError(f"--credit: {name} is no method; accepted: {', '.join(choices())}")
+    return names
+
+
+def phases_of(phases: str, cfg: Config, *, experts: bool = False) -> tuple[str, ...]:
+    """Parse phases by name, separated by commas, into the order of a step; all of the step where none is named.
+
+    Raises:
+        ConfigError: an unknown one, or one pass for score and update in a run that makes two.
+    """
+    step = phases_of_step(cfg, experts=experts)
+    names = {name.strip() for name in phases.split(",") if name.strip()} or set(step)
+    if names - set(PROGRAMS):
+        raise ConfigError(f"--phases: {phases!r} names no program; accepted: {', '.join(PROGRAMS)}")
+    if "fused" in names and "fused" not in step:
+        raise ConfigError(
+            "--phases: fused is no program of this run, which scores and updates in two passes; give score,update"
+        )
+    return tuple(name for name in PROGRAMS if name in names)
+
+
+def work_of(
+    cfg: Config, phases: Sequence[str], credit: Sequence[str], *, experts: bool = False
+) -> list[tuple[str, str | None]]:
+    """List the programs to compile: phase, and credit method if it is not the config's own.
+
+    A further method has the program that computes its scores: in one pass with the update where a run of it would.
+    """
+    others = [m for m in credit if m != cfg.credit.method]
+    scored = next((phase for phase in phases if phase in ("score", "fused")), None)
+    found: list[tuple[str, str | None]] = []
+    for phase in phases:
+        found.append((phase, None))
+        if phase == scored:
+            one_pass = {m: "fused" in phases_of_step(with_method(cfg, m), experts=experts) for m in others}
+            found += [("fused" if one_pass[m] and phase == "fused" else "score", m) for m in others]
+    return found
+
+
+def topology_of(cfg: Config, given: str | None) -> Slice:
+    """Return the slice that a config is planned for.
+
+    Raises:
+        ConfigError: neither the option nor the config names one.
+        TopologyError: an unknown name.
+    """
+    name = given or cfg.plan.topology
+    if name is None:
+        raise ConfigError("plan: no topology; give --topology v5e-16, or set plan.topology")
+    return find_slice(name)
+
+
+def plan(
+    name: str,
+    cfg: Config,
+    *,
+    where: Slice,
+    fields: dict[str, Any],
+    work: Sequence[tuple[str, str | None]],
+    cache: str,
+    timeout: int,
+    jobs: int,
+) -> dict[str, Any]:
+    """Plan a config, of a policy with these fields of config.json, on a slice: numbers and text."""
+    check_lengths(cfg, QwenConfig.from_hf(fields))
+    common = {
+        "config": cfg.model_dump(mode="json"),
+        "fields": fields,
+        "topology": where.name,
+        "slices": max(cfg.mesh.slice, 1),
+        "options": {},
+        "cache": str(Path(cache).expanduser()),
+    }
+    with ThreadPoolExecutor(jobs) as pool:
+        tasks = [common | {"phase": phase, "method": method} for phase, method in work]
+        results = list(pool.map(lambda job: compile_apart(job, timeout=timeout), tasks))
+    return document(name, cfg, where, fields, work, results, cache=Path(cache).expanduser())
+
+
+def compile_apart(job: dict[str, Any], *, timeout: int) -> dict[str, Any]:
+    """Compile one executable in a worker process; return its result.
+
+    Raises:
+        TopologyError: the worker crashed, took too long, or was refused something that the user can mend.
+    """
+    what = f"{job['phase']}{'' if job['method'] is None else ' ' + job['method']} for {job['topology']}"
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "oarjax.tools.plan.worker"],
+            input=json.dumps(job),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=environment | ENVIRONMENT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise TopologyError(f"plan: {what} was not compiled within {timeout} s; raise --timeout") from None
+    last = done.stdout.strip().splitlines()[-1:] or [""]
+    if done.returncode or not last[0].startswith("{"):
+        message = "\n".join(done.stderr.strip().splitlines()[-8:])
+        raise TopologyError(f"plan: the compiler failed on {what} (exit code {done.returncode}):\n{message}")
+    result = json.loads(last[0])
+    if "error" in result:
+        raise ConfigError(result["error"])
+    return result
+
+
+def document(
+    name: str,
+    cfg: Config,
+    where: Slice,
+    fields: dict[str, Any],
+    work: Sequence[tuple[str, str | None]],
+    results: Sequence[dict[str, Any]],
+    *,
+    cache: Path,
+) -> dict[str, Any]:
+    """Return the plan for JSON: one entry per phase, the step, and remedies for phases that do not fit."""
+    model, s = QwenConfig.from_hf(fields), shapes_of(cfg)
+    chips = where.chips * max(cfg.mesh.slice, 1)
+    mesh, there = results[0]["mesh"], {k: v for r in results for k, v in r["resident"].items()}
+    tensor = cfg.rollout.tensor or mesh["tensor"]
+
+    def read(phase: str, result: dict[str, Any]) -> float:
+        if phase == "sample":
+            return read_bytes(model, s, chips=chips, tensor=tensor)
+        return applied_bytes(result["resident"]) if phase == "apply" else 0.0
+
+    phases = []
+    for (phase, method), result in zip(work, results):
+        asked = with_method(cfg, method)
+        found = None
+        if "memory" in result:
+            text = gzip.decompress((cache / f"{result['key']}.hlo.gz").read_bytes()).decode()
+            found = count(text, s, asked.credit, model)
+        phases.append(
+            phase_of(
+                result,
+                name=phase,
+                method=method,
+                chip=where.chip,
+                chips=chips,
+                work=found,
+                experts=model.experts.count if model.experts else 0,
+                model=model_flops(phase, model, asked),
+                read=read(phase, result),
+            )
+        )
+    fits = all(p["fits"] for p in phases)
+    own = [p for p in phases if p["method"] is None]  # what a step runs; other methods are beside it
+    whole = fits and {p["name"] for p in own} == set(phases_of_step(cfg, experts=model.experts is not None))
+    found = {
+        "config": name,
+        "policy": cfg.policy.path,
+        "parameters": parameter_count(model),
+        "topology": where.name,
+        "product": where.product,
+        "slices": max(cfg.mesh.slice, 1),
+        "chips": chips,
+        "chip": asdict(where.chip),
+        "mesh": mesh,
+        "versions": results[0]["versions"],
+        "remat": cfg.policy.remat,
+        "attention": "xla" if cfg.policy.attention == "xla" else "splash",
+        "credit": cfg.credit.method,
+        "shapes": s._asdict(),
+        "resident": there,
+        "phases": phases,
+        "step": step_of(own, times_of(cfg), chip=where.chip, chips=chips) if whole else None,
+        "expected": next((analytic_flops(cfg, model, s, p) for p in own if p["name"] == "update"), None),
+        "expected_fused": next((analytic_flops(cfg, model, s, p) for p in own if p["name"] == "fused"), None),
+        "fits": fits,
+        "remedies": [f"{p['name']}: {remedy(p['name'], cfg)}" for p in phases if not p["fits"]],
+        "notes": notes(cfg, phases),
+    }
+    seconds = None if found["step"] is None else found["step"]["seconds_expected"]
+    found["needs"] = needs_of(cfg, model, where, seconds=seconds)
+    survival = survival_of(cfg)
+    if survival is not None and found["step"] is not None:
+        found["lengths"] = expected_step(cfg, model, found, survival, tensor=tensor)
+    return found
+
+
+LEARNING = ("score", "update", "fused")
+GATHERS = ("all-gather", "collective-permute")
+
+
+def notes(cfg: Config, phases: Sequence[dict[str, Any]]) -> list[str]:
+    """Note what a reader should know besides the numbers."""
+    found = []
+    if cfg.credit.answer.source == "reference":
+        found.append("credit.answer.source reference makes scored rows longer by cue and answer: not in this plan.")
+    evaluated, rows = cfg.eval.batch * cfg.eval.samples, shapes_of(cfg).rows
+    if cfg.data.eval is not None and evaluated > rows:
+        found.append(f"An evaluation's batch is {evaluated} completions, more than a step's {rows}: not in this plan.")
+    for p in phases:
+        sent = p.get("sent", {})
+        if p["name"] in LEARNING and sent.get("all-reduce", 0) > 8 * sum(sent.get(kind, 0) for kind in GATHERS):
+            found.append(
+                f"{p['name']} gathers weights by all-reduces, at twice the bytes, as XLA does over all of a slice "
+                "in three dimensions; a smaller mesh.fsdp, with mesh.data beside it, avoids that."
+            )
+        total = p["hbm"]["total"]
+        if p["fits"] and total > 0.95 * p["hbm"]["limit"]:
+            found.append(f"{p['name']} leaves less than 5% of HBM free, and the runtime wants some for itself.")
+    return found

@@ -1,0 +1,140 @@
+"""A step under a distribution of completion lengths, beside the worst case that a plan compiles. Arithmetic alone.
+
+Decoding: rows that are done are dropped as soon as the next smaller bucket holds the rest, and the cache grows by its
+bucket; the rows that end are taken to be spread evenly over the devices. Score and update: microbatches of rows sorted
+by length, each padded to its own bucket. Times scale the plan's own: matrix products with the positions computed, bytes
+of HBM with the slots read, all-reduces of decoding with its rows; what score and update send between chips stays, since
+the microbatches are as many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oarjax.config import Config, ConfigError
+from oarjax.models.qwen_config import QwenConfig
+from oarjax.rollout.row_schedule import cache_step, make_plan
+from oarjax.step.minibatches import bucket
+from oarjax.storage.durable import read_lines
+from oarjax.tools.plan.lengths import (
+    Decoding,
+    empirical_survival,
+    expected_decoding,
+    lognormal_survival,
+    mean_length,
+    padding_share,
+    sorted_lengths,
+)
+from oarjax.tools.plan.programs import shapes_of, times_of
+from oarjax.tools.plan.sums import model_flops, read_bytes
+
+
+def survival_of(cfg: Config) -> np.ndarray | None:
+    """Return P(length > t) of the config's ``plan.lengths``; None where it names none.
+
+    Raises:
+        ConfigError: the file of measured lengths holds none.
+    """
+    lengths = cfg.plan.lengths
+    if lengths is None:
+        return None
+    if lengths.completions is None:
+        return lognormal_survival(mean=float(lengths.mean or 0), sigma=lengths.sigma, limit=cfg.rollout.max_new)
+    path = Path(lengths.completions).expanduser()
+    measured = [len(line["tokens"]) for line in read_lines(path) if line.get("tokens")]
+    if not measured:
+        raise ConfigError(
+            f"plan.lengths.completions: {path} holds no completions; give the completions.jsonl of a run, or mean and "
+            "sigma"
+        )
+    return empirical_survival(measured, limit=cfg.rollout.max_new)
+
+
+def expected_step(
+    cfg: Config, model: QwenConfig, plan: Mapping[str, Any], survival: np.ndarray, *, tensor: int
+) -> dict[str, Any]:
+    """Compute decode steps, occupancy, padding and seconds per phase under these lengths, for a complete plan.
+
+    ``tensor`` devices share one copy of the policy while sampling. Seconds are the plan's own kind: nothing overlapped.
+    """
+    s, chips = shapes_of(cfg), plan["chips"]
+    blocks = chips // tensor
+    rows = make_plan(
+        prompts=s.prompts,
+        width=s.prompt,
+        group=cfg.rollout.group_size,
+        max_new=s.completion,
+        cache_bucket=cache_step(s.completion, cfg.rollout.cache_bucket),
+        slots=cfg.rollout.slots,
+        blocks=blocks,
+    )
+    sizes = sorted(b.rows for b in rows.buckets)
+    decoding = expected_decoding(
+        survival,
+        rows=s.rows,
+        segment=1,  # rows are dropped as soon as that fits the next bucket
+        row_bucket=lambda n: rows.blocks * next(size for size in sizes if size * rows.blocks >= min(n, s.rows)),
+        slots_at=lambda step: min(rows.rounded(step + 1), s.completion),
+    )
+    rows_of_minibatch = s.rows // cfg.update.minibatches
+    longest = sorted_lengths(survival, rows=rows_of_minibatch, microbatch=s.microbatch)
+    padded = [bucket(n, cfg.rollout.completion_bucket, s.completion) for n in longest]
+    worst = float(s.completion)
+    times = times_of(cfg)
+    seconds: dict[str, float] = {}
+    scale = _sampling_scales(decoding, model, cfg, chips=chips, tensor=tensor)
+    for phase in plan["phases"]:
+        name = phase["name"]
+        if phase["method"] is None:
+            shares = (_flops_share(name, model, cfg, padded), 1.0, 1.0)
+            seconds[name] = times[name] * _seconds(phase, *(scale if name == "sample" else shares))
+    return {
+        "mean": mean_length(survival),
+        "decode_steps": decoding.steps,
+        "occupancy": decoding.occupancy,
+        "rows_in_use": decoding.row_steps / decoding.steps,
+        "padding_share": padding_share(
+            survival, padded, rows=rows_of_minibatch, microbatch=s.microbatch, prompt=s.prompt
+        ),
+        "padding_share_unsorted": 1 - (s.prompt + mean_length(survival)) / (s.prompt + worst),
+        "seconds": seconds,
+    }
+
+
+def _seconds(phase: Mapping[str, Any], products: float, memory: float, links: float) -> float:
+    """Return the seconds of a phase with each part scaled, nothing overlapped."""
+    parts = phase["seconds"]
+    return max(products * parts["products"], memory * parts["memory"]) + links * parts["links"]
+
+
+def _flops_share(name: str, model: QwenConfig, cfg: Config, padded: list[int]) -> float:
+    """Return the model FLOPs of microbatches padded to these completion lengths, over those of all at max_new."""
+
+    def flops(length: int) -> float:
+        shorter = cfg.rollout.model_copy(update={"max_new": length})
+        return model_flops(name, model, cfg.model_copy(update={"rollout": shorter}))
+
+    whole = flops(cfg.rollout.max_new)
+    if not whole:
+        return 1.0
+    by_length = {length: flops(length) for length in set(padded)}
+    return sum(by_length[length] for length in padded) / (len(padded) * whole)
+
+
+def _sampling_scales(
+    decoding: Decoding, model: QwenConfig, cfg: Config, *, chips: int, tensor: int
+) -> tuple[float, float, float]:
+    """Return (products, HBM bytes, link bytes) of decoding over those of the worst case."""
+    s = shapes_of(cfg)
+    share = decoding.row_steps / (s.rows * s.completion)
+    worst = read_bytes(model, s, chips=chips, tensor=tensor)
+    weights = read_bytes(model, s._replace(rows=0, prompts=0), chips=chips, tensor=tensor)
+    prompts = read_bytes(model, s._replace(rows=0), chips=chips, tensor=tensor) - weights
+    slots = worst - weights - prompts
+    read = weights * decoding.steps / s.completion + prompts * share
+    read += slots * decoding.slot_reads / (s.rows * s.completion**2)
+    return share, read / worst, share

@@ -1,0 +1,338 @@
+"""Count the work of a compiled program over its optimized HLO text: matrix products, collectives, kernels.
+
+XLA's own cost analysis counts the body of a loop once, whatever its length. Here every instruction is multiplied with
+the trips of the loops around it. A TPU's text states no trip counts: they follow from the loop's condition, the step
+in its body and its start. Loops that values decide (microbatches in use, counterfactuals of a row) are asked for.
+
+The program is one device's, so all numbers are per device.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+from oarjax.tools.plan.hlo_text import Array, HloError, Instruction, Program, parse, type_of
+from oarjax.tools.plan.traffic import hbm_bytes
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A Pallas kernel, whose work its text does not show."""
+
+    name: str
+    operands: tuple[tuple[int, ...], ...]  # sizes
+
+
+@dataclass
+class Executed:
+    """Totals of one run of a program on one device."""
+
+    flops: float = 0.0  # of matrix products, 2 per multiply-add
+    collectives: Counter[str] = field(default_factory=Counter)  # kind -> bytes that a device sends
+    calls: Counter[str] = field(default_factory=Counter)  # kind -> how often
+    kernels: Counter[Kernel] = field(default_factory=Counter)  # -> how often
+    groups: Counter[int] = field(default_factory=Counter)  # devices of a collective -> bytes that a device sends
+    group_calls: Counter[int] = field(default_factory=Counter)  # the same -> how often
+    moved: float = 0.0  # bytes between HBM and the chip, by instructions with matrix products
+    passed: float = 0.0  # the same by all others: elementwise passes, copies into another layout
+
+    def add(self, other: Executed, times: int | float) -> None:
+        """Add another's totals, so many times."""
+        self.flops += times * other.flops
+        self.moved += times * other.moved
+        self.passed += times * other.passed
+        for part in ("collectives", "calls", "kernels", "groups", "group_calls"):
+            mine, theirs = getattr(self, part), getattr(other, part)
+            for name, count in theirs.items():
+                mine[name] += times * count
+
+
+Trips = Callable[[str, bool], int | float]
+"""(op_name of a loop whose length the text does not say, whether its body branches) -> how often its body runs."""
+
+Branches = Callable[[str, int], Sequence[int | float]]
+"""(op_name of a conditional, branches) -> how often each runs when the conditional does."""
+
+
+def executed(text: str, *, trips: Trips | None = None, branches: Branches | None = None) -> Executed:
+    """Count the totals of a program's optimized HLO text (``compiled.as_text()``).
+
+    ``trips`` is asked for loops that values decide; ``branches`` for conditionals, where None counts the most
+    expensive branch each time.
+
+    Collectives count the bytes that a device sends in a ring: (n - 1)/n of a gathered or scattered array, of what goes
+    in and of what comes out of an all-reduce, the array for a permutation. A gather that the compiler spreads over
+    several fusions counts once; an all-reduce of which each device keeps its part is a reduce-scatter.
+
+    Raises:
+        HloError: no entry computation, an unknown operand, or a loop of unknown length and no ``trips``.
+    """
+    program = parse(text)
+
+    @cache
+    def total(name: str) -> Executed:
+        found = Executed()
+        spread: set[tuple[str, str, str]] = set()
+        for instruction in program.computations[name].values():
+            _count(program, name, instruction, found, spread, total, trips, branches)
+        return found
+
+    return total(program.entry)
+
+
+def _count(
+    program: Program,
+    home: str,
+    instruction: Instruction,
+    found: Executed,
+    spread: set[tuple[str, str, str]],
+    total: Callable[[str], Executed],
+    trips: Trips | None,
+    branches: Branches | None,
+) -> None:
+    """Add one instruction, and all that it calls, to ``found``."""
+    opcode = instruction.opcode.removesuffix("-start")
+    here = program.computations[home]
+    before = found.flops, found.kernels.total(), found.calls.total()
+    if opcode == "convolution":
+        found.flops += convolution_flops(instruction, *(type_of(here, o) for o in instruction.operands[:2]))
+    elif opcode == "dot":
+        found.flops += dot_flops(instruction, *(type_of(here, o) for o in instruction.operands[:2]))
+    elif opcode in COLLECTIVES:
+        _count_collective(here, home, instruction, opcode, found)
+    elif opcode == "custom-call" and "tpu_custom_call" in instruction.rest:
+        operands = tuple(a.sizes for o in instruction.operands for a in type_of(here, o))
+        found.kernels[Kernel(re.sub(r"[.\d]+$", "", instruction.name), operands)] += 1
+    elif opcode == "while":
+        body, times = str(instruction.called("body")), loop_trips(program, home, instruction)
+        if times is None:
+            if trips is None:
+                raise HloError(f"loop {instruction.name} ({instruction.op_name}): its length is not in the text")
+            branching = any(i.opcode == "conditional" for i in program.computations[body].values())
+            times = trips(instruction.op_name, branching)
+        found.add(total(body), times)
+    elif opcode == "conditional":
+        names = _branches(instruction)
+        parts = [total(name) for name in names]
+        if branches is None:
+            found.add(max(parts, key=lambda p: (p.flops, sum(p.collectives.values()))), 1)
+        else:
+            for part, times in zip(parts, branches(instruction.op_name, len(parts)), strict=True):
+                found.add(part, times)
+    elif opcode in ("fusion", "call", "async") and (called := instruction.called("calls|to_apply")):
+        _count_fusion(program, called, found, spread, total, fused=opcode == "fusion")
+    if found.calls.total() == before[2]:  # of a collective the time is on the links
+        moved = hbm_bytes(program, here, instruction)
+        if (found.flops, found.kernels.total()) != before[:2]:
+            found.moved += moved
+        else:
+            found.passed += moved
+
+
+def _count_fusion(
+    program: Program,
+    called: str,
+    found: Executed,
+    spread: set[tuple[str, str, str]],
+    total: Callable[[str], Executed],
+    *,
+    fused: bool,
+) -> None:
+    """Count a fusion's work. Pieces of one asynchronous collective repeat it, under one channel and chain."""
+    part = Executed()
+    part.add(total(called), 1)
+    if fused:  # between its own instructions nothing goes to HBM
+        part.moved = part.passed = 0.0
+    chains = {
+        (i.opcode, chain[1], channel[1])
+        for i in program.computations[called].values()
+        if i.opcode in COLLECTIVES
+        and (chain := re.search(r'\bchain_id="(\d+)"', i.rest))
+        and (channel := re.search(r"\bchannel_id=(\d+)", i.rest))
+    }
+    if chains and chains <= spread:
+        for repeated in (part.collectives, part.calls, part.groups, part.group_calls):
+            repeated.clear()
+    spread |= chains
+    found.add(part, 1)
+
+
+def _count_collective(
+    here: dict[str, Instruction], home: str, instruction: Instruction, kind: str, found: Executed
+) -> None:
+    size = sum(a.bytes for o in instruction.operands for a in type_of(here, o))
+    if kind == "all-reduce" and home.startswith("all-reduce-scatter"):
+        kind = "reduce-scatter"  # as a TPU writes it: each device keeps its part
+    members = group_size(instruction)
+    share = (members - 1) / members
+    out = sum(a.bytes for a in instruction.type)  # a sum may come back in a narrower type
+    sent = {"all-gather": size * (members - 1), "all-reduce": (size + out) * share, "collective-permute": size}
+    found.collectives[kind] += sent.get(kind, size * share)  # type: ignore[assignment]
+    found.calls[kind] += 1
+    found.groups[members] += sent.get(kind, size * share)  # type: ignore[assignment]
+    found.group_calls[members] += 1
+
+
+def group_size(instruction: Instruction) -> int:
+    """Count the devices in a collective; 2 for a permutation, whose pairs are not a group.
+
+    Raises:
+        HloError: replica groups in a form unknown here.
+    """
+    if instruction.opcode.startswith("collective-permute"):
+        return 2
+    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", instruction.rest):
+        return found[1].count(",") + 1
+    if found := re.search(r"replica_groups=\[\d+,(\d+)\]<=", instruction.rest):
+        return int(found[1])
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", instruction.rest):
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", found[1]))
+        return math.prod(int(sizes[name.split(":")[0]]) for name in re.findall(r"'([^']+)'", found[2]))
+    raise HloError(f"{instruction.name}: replica groups are not understood: {instruction.rest[:200]}")
+
+
+# --- Matrix products -------------------------------------------------------------------------------------------------
+
+
+def dot_flops(instruction: Instruction, left: tuple[Array, ...], right: tuple[Array, ...]) -> float:
+    """Count 2 * output * contracted sizes."""
+    found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.rest)
+    axes = [int(i) for i in found[1].split(",") if i] if found else []
+    return 2.0 * math.prod(instruction.type[0].sizes) * math.prod(left[0].sizes[i] for i in axes)
+
+
+def convolution_flops(instruction: Instruction, left: tuple[Array, ...], right: tuple[Array, ...]) -> float:
+    """Count a convolution's multiply-adds where window and input meet, times 2: a TPU's form of matrix products.
+
+    Batch axes of a product are spatial axes here, with windows so strided, dilated and padded that only matching
+    entries meet; the rest of the window is padding and is not counted.
+
+    Raises:
+        HloError: dimension labels are missing.
+    """
+    labels = re.search(r"dim_labels=([\w?]+)_([\w?]+)->([\w?]+)", instruction.rest)
+    if labels is None:
+        raise HloError(f"{instruction.name}: a convolution without dim_labels")
+    into, kernel, out = labels[1], labels[2], labels[3]
+    window = re.search(r"window=\{([^}]*)\}", instruction.rest)
+    settings = dict(item.split("=") for item in window[1].split()) if window else {}
+    spatial = sorted(c for c in out if c.isdigit())
+    batch_groups = re.search(r"batch_group_count=(\d+)", instruction.rest)
+    meets = 1
+    for i, axis in enumerate(spatial):
+        meets *= _meeting_points(
+            size=left[0].sizes[into.index(axis)],
+            window=right[0].sizes[kernel.index(axis)],
+            out=instruction.type[0].sizes[out.index(axis)],
+            stride=_per_axis(settings, "stride", i),
+            low=_per_axis(settings, "pad", i, default=0),
+            dilate=_per_axis(settings, "lhs_dilate", i),
+            window_dilate=_per_axis(settings, "rhs_dilate", i),
+        )
+    rows = left[0].sizes[into.index("b")] // (int(batch_groups[1]) if batch_groups else 1)
+    columns, inner = right[0].sizes[kernel.index("o")], right[0].sizes[kernel.index("i")]
+    return 2.0 * meets * rows * columns * inner
+
+
+def _per_axis(settings: dict[str, str], name: str, axis: int, *, default: int = 1) -> int:
+    """Return the setting of one spatial axis; of padding, its low end."""
+    if name not in settings:
+        return default
+    return int(settings[name].split("x")[axis].split("_")[0])
+
+
+@cache
+def _meeting_points(*, size: int, window: int, out: int, stride: int, low: int, dilate: int, window_dilate: int) -> int:
+    """Return the pairs (output position, window position) that read an entry of the input, not padding or a gap."""
+    total = 0
+    end = (size - 1) * dilate + 1
+    for k in range(window):
+        first = k * window_dilate - low
+        if dilate == 1:  # o with 0 <= first + o * stride < end
+            lowest, highest = max(0, -(first // stride)), (end - 1 - first) // stride
+            total += max(0, min(out - 1, highest) - lowest + 1)
+        else:
+            total += sum(0 <= (at := first + o * stride) < end and at % dilate == 0 for o in range(out))
+    return total
+
+
+# --- Loops -----------------------------------------------------------------------------------------------------------
+
+
+def loop_trips(program: Program, home: str, loop: Instruction) -> float | None:
+    """Return how often the body runs: (bound - start) / step, rounded up; None where the text lacks one of them.
+
+    The condition compares an entry of the carry, perhaps with a constant added, with a constant; it may be joined by
+    ``and`` with others, which can only end the loop earlier. Unrolled bodies have a larger step.
+    """
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):  # CPUs and GPUs say so
+        return float(known[1])
+    condition = program.computations[str(loop.called("condition"))]
+    body = program.computations[str(loop.called("body"))]
+    for compare in (i for i in condition.values() if i.opcode == "compare"):
+        if "direction=LT" not in compare.rest or condition[compare.operands[0]].type[0].dtype not in ("s32", "u32"):
+            continue
+        bound = _constant(condition, compare.operands[1])
+        index, ahead = _entry(condition, compare.operands[0])
+        if index is None:
+            continue
+        start = _start(program.computations[home], loop, index)
+        if bound is None:
+            other, _ = _entry(condition, compare.operands[1])
+            bound = None if other is None else _start(program.computations[home], loop, other)
+        root = next(i for i in body.values() if i.root)
+        step = None
+        if root.opcode == "tuple":
+            moved, by = _entry(body, root.operands[index])
+            step = by if moved == index and by > 0 else None
+        if bound is None or start is None or step is None:
+            return None
+        return float(max(0, -(-(bound - ahead - start) // step)))
+    return None
+
+
+def _start(here: dict[str, Instruction], loop: Instruction, index: int) -> int | None:
+    initial = here.get(loop.operands[0])
+    return _constant(here, initial.operands[index]) if initial is not None and initial.opcode == "tuple" else None
+
+
+def _constant(here: dict[str, Instruction], name: str) -> int | None:
+    found = here.get(name)
+    while found is not None and found.opcode in ("copy", "bitcast", "convert", "reshape", "copy-done", "copy-start"):
+        found = here.get(found.operands[0])
+    if found is None or found.opcode != "constant" or not re.fullmatch(r"-?\d+", found.value):
+        return None
+    return int(found.value)
+
+
+def _entry(here: dict[str, Instruction], name: str) -> tuple[int | None, int]:
+    """Return (index, n) of a value that is the carry's entry plus n."""
+    found, ahead = here.get(name), 0
+    while found is not None:
+        if found.opcode == "get-tuple-element":
+            index = re.search(r"index=(\d+)", found.rest)
+            return (int(index[1]) if index else None), ahead
+        if found.opcode == "add":
+            given = [_constant(here, o) for o in found.operands]
+            if (given[0] is None) == (given[1] is None):
+                return None, 0
+            ahead += next(n for n in given if n is not None)
+            found = here.get(found.operands[given.index(None)])
+        elif found.opcode in ("copy", "bitcast", "convert"):
+            found = here.get(found.operands[0])
+        else:
+            return None, 0
+    return None, 0
+
+
+def _branches(instruction: Instruction) -> list[str]:
+    if found := re.search(r"branch_computations=\{([^}]*)\}", instruction.rest):
+        return [name.strip().lstrip("%") for name in found[1].split(",")]
+    return [str(instruction.called("false_computation")), str(instruction.called("true_computation"))]

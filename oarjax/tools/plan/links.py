@@ -1,0 +1,103 @@
+"""Links between chips that a collective can use: rings and lines among the chips of its group, by their coordinates.
+
+Which sides of a slice are closed to a ring is the vendor's word: v4 and v5p slices of whole 4 x 4 x 4 cubes are full
+tori (cloud.google.com/tpu/docs/v5p), of v5e and v6e the sides of 16, a pod's (jax-ml.github.io/scaling-book/tpus). Any
+other side is a line; a ring goes around a block of chips all the same, if two of its sides are longer than 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import Mesh
+
+from oarjax.costs import Number
+from oarjax.tools.plan.topology import Slice
+
+POD_SIDE = 16  # of v5e and v6e
+CUBE_SIDE = 4  # of v4 and v5p
+
+Place = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Ways:
+    """Links that a group of chips sends over. Fewer than 1 link: messages pass other chips, and share links."""
+
+    ring: Number  # links that a chip sends over in one ring (2) or line (1)
+    every: Number  # the same with all sides at work at once
+    hops: int  # links that the farthest message passes
+
+
+def closed_sides(where: Slice) -> tuple[bool, ...]:
+    """Say of each side of a slice whether its last chip is linked with its first."""
+    sides = [int(side) for side in where.shape.split("x")]
+    if len(sides) == 2:
+        return tuple(side == POD_SIDE for side in sides)
+    return (all(side % CUBE_SIDE == 0 for side in sides),) * len(sides)
+
+
+def ways_of(places: Sequence[Place], *, sides: Sequence[int], closed: Sequence[bool]) -> Ways:
+    """Find the ways of one group of chips: a block of the slice, or a block with equal gaps. Others count as a line."""
+    axes = [sorted(set(axis)) for axis in zip(*places, strict=True)]
+    gaps = [{b - a for a, b in itertools.pairwise(axis)} for axis in axes]
+    if math.prod(len(axis) for axis in axes) != len(places) or any(len(gap) > 1 for gap in gaps):
+        return Ways(ring=1, every=1, hops=len(places) - 1)
+    used = []
+    for axis, gap, side, closes in zip(axes, gaps, sides, closed, strict=True):
+        if len(axis) > 1:
+            (step,) = gap
+            used.append((len(axis), step, closes and len(axis) > 2 and len(axis) * step == side))
+    passed = max(step for _, step, _ in used)
+    ring = 2 if any(looped for *_, looped in used) or (len(used) > 1 and len(places) % 2 == 0) else 1
+    every = sum(2 if looped else 1 for *_, looped in used)
+    hops = sum(step * (n // 2 if looped else n - 1) for n, step, looped in used)
+    return Ways(ring=ring / passed, every=max(ring, every) / passed, hops=hops)
+
+
+def link_table(mesh: Mesh, where: Slice) -> dict[int, Ways]:
+    """Return the ways of collectives over every choice of a mesh's axes, by the number of devices in a group.
+
+    Of choices of the same number that of the inner axes counts. Groups across slices are left out: their network is no
+    link.
+    """
+    sides, closed = [int(side) for side in where.shape.split("x")], closed_sides(where)
+    inner_first = [name for name, size in mesh.shape.items() if size > 1][::-1]
+    found: dict[int, Ways] = {}
+    for count in range(1, len(inner_first) + 1):
+        for chosen in itertools.combinations(inner_first, count):
+            groups = [g for g in _groups(mesh, chosen) if len({getattr(d, "slice_index", 0) for d in g}) == 1]
+            ways = [ways_of([tuple(d.coords)[: len(sides)] for d in g], sides=sides, closed=closed) for g in groups]
+            if ways:  # of groups that lie differently the slowest counts
+                found.setdefault(len(groups[0]), min(ways, key=lambda w: (w.ring, -w.hops)))
+    return found
+
+
+def _groups(mesh: Mesh, chosen: Sequence[str]) -> list[list[Any]]:
+    """Divide a mesh's devices into the groups of a collective over the chosen axes."""
+    axes = sorted(mesh.axis_names.index(name) for name in chosen)
+    rest = [i for i in range(mesh.devices.ndim) if i not in axes]
+    size = math.prod(mesh.devices.shape[i] for i in axes)
+    return [list(group) for group in mesh.devices.transpose(*rest, *axes).reshape(-1, size)]
+
+
+def collective_seconds(
+    sent: Mapping[int, Number], calls: Mapping[int, Number], ways: Mapping[int, Ways], *, link: Number, hop: Number
+) -> float:
+    """Estimate the seconds of collectives one after another, each over one ring or line of its group.
+
+    Args:
+        sent: devices of a group -> bytes that a device sends.
+        calls: the same -> collectives. Each takes ``hop`` seconds per link that its farthest message passes.
+        link: bytes per second, one way over one link.
+    """
+    line = Ways(ring=1, every=1, hops=1)
+    total = 0.0
+    for members, size in sent.items():
+        way = ways.get(members, line)
+        total += size / (way.ring * link) + calls.get(members, 0.0) * way.hops * hop
+    return total

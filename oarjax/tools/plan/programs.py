@@ -1,0 +1,106 @@
+"""The programs of a run for chips that are not here: a ``Run`` of a model and a mesh alone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jax.sharding import Mesh
+
+from oarjax.config import Config, changed, parse_config
+from oarjax.credit.registry import METHODS
+from oarjax.models.qwen_config import QwenConfig
+from oarjax.run.checks import check_lengths
+from oarjax.run.custom import find_method
+from oarjax.run.layout import check_layouts
+from oarjax.run.run import Run
+from oarjax.run.shapes import (
+    Program,
+    apply_program,
+    fused_program,
+    reshard_program,
+    sample_program,
+    score_program,
+    update_program,
+)
+from oarjax.step.fused import fuses
+from oarjax.step.minibatches import widest_prompt
+
+STOPS, PAD = (151645, 151643), 151643
+"""Qwen's. They are constants of a program, which costs the same whatever they are."""
+
+PROGRAMS = {
+    "reshard": reshard_program,
+    "sample": sample_program,
+    "score": score_program,
+    "fused": fused_program,
+    "update": update_program,
+    "apply": apply_program,
+}
+"""Phases in the order of a step. An update adds up gradients (``update``, or with the scores in ``fused``) and changes
+the weights (``apply``)."""
+
+
+def phases_of_step(cfg: Config, *, experts: bool = False) -> tuple[str, ...]:
+    """Return the phases that an iteration runs: score and update, or both in one pass; of a policy with ``experts``."""
+    learning = ("fused",) if fuses(cfg, find_method(cfg), experts=experts) else ("score", "update")
+    return ("reshard", "sample", *learning, "apply")
+
+
+def times_of(cfg: Config) -> dict[str, int]:
+    """Return how often an iteration runs each phase, were it among those of its step."""
+    updates = cfg.update.minibatches * cfg.update.epochs
+    return {"reshard": 1, "sample": 1, "score": cfg.update.minibatches} | dict.fromkeys(
+        ("fused", "update", "apply"), updates
+    )
+
+
+class Shapes(NamedTuple):
+    """The largest shapes of a run."""
+
+    prompts: int
+    rows: int
+    prompt: int  # positions
+    completion: int
+    microbatches: int  # of an update
+    microbatch: int  # rows
+
+
+def shapes_of(cfg: Config) -> Shapes:
+    """Return the shapes with prompts and completions at their longest, every row used."""
+    rows = cfg.rollout.prompts * cfg.rollout.group_size
+    return Shapes(
+        prompts=cfg.rollout.prompts,
+        rows=rows,
+        prompt=widest_prompt(cfg),
+        completion=cfg.rollout.max_new,
+        microbatches=rows // cfg.update.minibatches // cfg.update.microbatch,
+        microbatch=cfg.update.microbatch,
+    )
+
+
+def with_method(cfg: Config, method: str | None) -> Config:
+    """Return the config with another credit method, if one is named.
+
+    A method that reads keywords needs a tokenizer for its weights alone, which are no program of a plan: it scores as
+    uniform does.
+    """
+    name = method or cfg.credit.method
+    spelled = name in METHODS and "keyword_table" in METHODS[name].needs
+    credit = changed(cfg.credit, {"method": "uniform" if spelled else name})
+    return parse_config(cfg.model_dump() | {"credit": credit.model_dump()})
+
+
+def planned(cfg: Config, model: QwenConfig, mesh: Mesh) -> Run:
+    """Make a run for a mesh whose devices may be elsewhere.
+
+    Raises:
+        ConfigError, ShardingError: sizes that the mesh does not divide, or lengths beyond the model's.
+    """
+    check_lengths(cfg, model)
+    check_layouts(cfg, model, mesh)
+    return Run(cfg, model=model, mesh=mesh, stop_ids=STOPS, pad_id=PAD)
+
+
+def program_of(run: Run, phase: str) -> Program:
+    """Return the program of a phase, with the shapes that it is called with."""
+    return PROGRAMS[phase](run)

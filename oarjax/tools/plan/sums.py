@@ -1,0 +1,236 @@
+"""From what a compiler said to what a plan states: counted work, times, and what fits. Plain numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from oarjax.config import Config, CreditConfig
+from oarjax.costs import Chip, Row, Work, iteration_flops
+from oarjax.credit.bind import attribution, measures, needs_reference, taught
+from oarjax.credit.method import CreditMethod
+from oarjax.credit.oar.oar_l import SCOPE, chunk_size
+from oarjax.credit.oar.oar_p import bucket_sizes
+from oarjax.credit.registry import CUSTOM
+from oarjax.models.grouped_dot import LOOP, even_blocks
+from oarjax.models.qwen_config import QwenConfig
+from oarjax.models.splash import block_of
+from oarjax.models.weights import decoder_of, matmul_parameters
+from oarjax.run.adapters import trained_count
+from oarjax.run.custom import find_method
+from oarjax.tools.plan.hlo import Executed, executed
+from oarjax.tools.plan.links import Ways, collective_seconds
+from oarjax.tools.plan.programs import Shapes, shapes_of, times_of
+from oarjax.tools.plan.roofline import (
+    GROUPED,
+    Reached,
+    decoding_bytes,
+    executed_fused_flops,
+    executed_update_flops,
+    expected_seconds,
+    kernel_flops,
+    roofline,
+    utilisation,
+)
+
+ANSWER = 16
+"""Tokens of cue and answer at the end of a planned completion; all before are reasoning."""
+
+
+def work_of(model: QwenConfig, cfg: Config, custom: CreditMethod | None) -> Work:
+    """Return what an iteration computes with every prompt and completion at its longest and every row used."""
+    s, updates = shapes_of(cfg), cfg.update.epochs * cfg.update.minibatches
+    return Work(
+        row=Row(s.prompt, s.completion, max(s.completion - ANSWER, 0)),
+        prompts=s.prompts,
+        rows=s.rows,
+        used=s.rows,
+        epochs=cfg.update.epochs,
+        old_logps=updates > 1,
+        measured=bool(measures(cfg.credit, custom)),
+        reference=needs_reference(cfg, custom),
+        **taught(cfg.credit, custom),
+        adapters=trained_count(cfg.lora, model) if cfg.lora.rank else None,
+    )
+
+
+def model_flops(phase: str, model: QwenConfig, cfg: Config) -> float:
+    """Count what one run of a phase's program asks for, over all chips."""
+    if phase not in ("sample", "score", "update", "fused"):
+        return 0.0
+    custom = find_method(cfg)
+    work = replace(work_of(model, cfg, custom), fused=phase == "fused")
+    found = iteration_flops(decoder_of(model), work, cfg.credit, attribution(cfg.credit, custom))
+    asked = found["score"] + found["update"] if phase == "fused" else found[phase]
+    return asked / times_of(cfg)[phase]
+
+
+def count(text: str, s: Shapes, credit: CreditConfig, model: QwenConfig) -> Executed:
+    """Count the work of a phase's program on one chip, all rows in use and every token of a completion credited."""
+    masking = credit.masking
+    share, chunk = 1.0, masking.chunk
+    if credit.method != CUSTOM and attribution(credit).name == "oar_screened":
+        share, chunk = credit.screen.share, max(1, round(chunk * credit.screen.share))
+    lows, sizes = bucket_sizes(s.completion, chunk=chunk, buckets=1 if model.delta else masking.buckets)
+    ends = [*lows[1:], s.completion]
+    runs = [math.ceil(share * (end - low) / size) for low, end, size in zip(lows, ends, sizes)]
+    places = 1 + min(credit.local.window, s.completion - 1) + credit.local.answers
+    local = math.ceil(s.completion / chunk_size(s.completion, places=places, chunk=masking.chunk))
+    experts = model.experts.count if model.experts else 1
+
+    def trips(op_name: str, branching: bool) -> float:
+        if outer := re.search(rf"{LOOP}_(\d+)_(\d+)\)*/while$", op_name):
+            rows, held = map(int, outer.groups())
+            return float(even_blocks(rows, held, min(held / experts, 1.0)))
+        if branching:
+            return sum(runs)
+        if op_name.count("while") == 1:
+            return s.microbatches
+        return local if SCOPE in op_name else sum(runs)
+
+    def branches(op_name: str, number: int) -> Sequence[float]:
+        return [n / sum(runs) for n in runs] if number == len(runs) else [1 / number] * number
+
+    return executed(text, trips=trips, branches=branches)
+
+
+def phase_of(
+    result: Mapping[str, Any],
+    *,
+    name: str,
+    method: str | None,
+    chip: Chip,
+    chips: int,
+    work: Executed | None,
+    experts: int,
+    model: float,
+    read: float,
+) -> dict[str, Any]:
+    """Return one column of a plan, per chip except ``model``, which is for all; ``work`` is None if it does not fit.
+
+    ``experts`` is the policy's number of experts, 0 without.
+    """
+    beside = result["beside"]
+    program = result["memory"]["peak"] if "memory" in result else result["needs"]
+    total = None if program is None else program + beside
+    line: dict[str, Any] = {
+        "name": name,
+        "method": method,
+        "fits": work is not None and total is not None and total <= chip.memory,
+        "hbm": {"program": program, "beside": beside, "total": total, "limit": chip.memory},
+        "compile_seconds": result["seconds"],
+        "compile_cpu_seconds": result["cpu_seconds"],
+        "cached": result["cached"],
+        "key": result["key"],
+        "message": result.get("message"),
+    }
+    if work is None:
+        return line
+    flops_of = partial(kernel_flops, block=block_of, experts=experts)
+    by_kernel = {kernel: times * flops_of(kernel.name, kernel.operands) for kernel, times in work.kernels.items()}
+    kernels = sum(by_kernel.values())
+    done = work.flops + kernels
+    times = roofline(chip, flops=done, sent=sum(work.collectives.values()), read=read)
+    ways, reached = {members: Ways(**way) for members, way in result["ways"]}, Reached()
+    links = collective_seconds(work.groups, work.group_calls, ways, link=chip.link * reached.links, hop=reached.hop)
+    moved = max(work.moved, read - work.passed)  # what has to be read is, however it is counted
+    expected = expected_seconds(
+        chip, reached, flops=done, kernels=kernels, moved=moved, passed=work.passed, links=links
+    )
+    return line | {
+        "executed": done,
+        "kernels": kernels,
+        "grouped": sum(n for k, n in by_kernel.items() if k.name.startswith(GROUPED)),
+        "model": model,
+        "share": model / (done * chips) if model else None,
+        "sent": dict(work.collectives),
+        "calls": dict(work.calls),
+        "read": read,
+        "seconds": {"products": times.products, "memory": times.memory, "links": times.links},
+        "moved": work.moved,
+        "passed": work.passed,
+        "links_expected": links,
+        "seconds_in_turn": times.in_turn,
+        "seconds_together": times.together,
+        "seconds_expected": expected,
+        "utilisation_in_turn": utilisation(chip, model_flops=model, chips=chips, seconds=times.in_turn),
+        "utilisation_together": utilisation(chip, model_flops=model, chips=chips, seconds=times.together),
+        "aliased": result["memory"]["aliased"],
+        "chips": chips,
+    }
+
+
+def read_bytes(model: QwenConfig, s: Shapes, *, chips: int, tensor: int) -> float:
+    """Count the bytes of HBM that sampling reads on one chip: its weights and its share of the caches, for every token.
+
+    ``tensor`` chips have one copy of the policy, and of its key heads at least one each.
+    """
+    d, groups = decoder_of(model), chips // tensor
+    heads = max(model.num_key_value_heads / tensor, 1)
+    return decoding_bytes(
+        weights=2 * matmul_parameters(model) / tensor,  # experts as well: among many rows, each is some token's
+        rows=s.rows / groups,
+        prompts=s.prompts / groups,
+        prompt=s.prompt,
+        completion=s.completion,
+        position=2 * 2 * d.layers * heads * model.head_dim,
+        state=4 * len(model.delta_layers) * (model.delta.value_width * model.delta.key_dim if model.delta else 0),
+    )
+
+
+def applied_bytes(resident: Mapping[str, int]) -> float:
+    """Count the bytes of HBM that one optimizer update moves on one chip: trained params, moments and summed gradients.
+
+    All are read; params and moments are written again, and the sums are set to zero before the next update.
+    """
+    return 2.0 * sum(resident[part] for part in ("params", "optimizer", "gradients"))
+
+
+def analytic_flops(cfg: Config, model: QwenConfig, s: Shapes, line: Mapping[str, Any]) -> float | None:
+    """Count the FLOPs that an update, alone or with OAR-G's scores, should execute over all chips; None if unknown.
+
+    The part of attention's kernels is what their formula says; the rest does not depend on the program.
+    """
+    fused = line["name"] == "fused"
+    if "executed" not in line or cfg.lora.rank or (fused and (cfg.credit.method != "oar_g" or not line["kernels"])):
+        return None
+    sizes: dict[str, Any] = {
+        "remat": cfg.policy.remat,
+        # The router's gradient reads what the experts' last product gives, so that it is computed again.
+        "last_product": 0 if model.experts else model.num_hidden_layers * model.hidden_size * model.intermediate_size,
+        "attended": s.prompt + s.completion,
+        "attention_passes": 0 if line["kernels"] else {"none": 3, "dots": 4, "full": 4}[cfg.policy.remat],
+    }
+    d, row = decoder_of(model), Row(s.prompt, s.completion)
+    if fused:
+        products = executed_fused_flops(d, row, draws=cfg.credit.draws, **sizes)
+    else:
+        products = executed_update_flops(d, row, **sizes)
+    return s.microbatches * s.microbatch * products + (line["kernels"] - line["grouped"]) * line["chips"]
+
+
+def step_of(phases: Sequence[Mapping[str, Any]], times: Mapping[str, int], *, chip: Chip, chips: int) -> dict[str, Any]:
+    """Sum all phases of an iteration, each as often as it runs."""
+
+    def total(field: str) -> float:
+        return sum(times[p["name"]] * p[field] for p in phases)
+
+    in_turn, together, model = total("seconds_in_turn"), total("seconds_together"), total("model")
+    expected = total("seconds_expected")
+    return {
+        "hbm": {"total": max(p["hbm"]["total"] for p in phases)},
+        "executed": total("executed"),
+        "kernels": total("kernels"),
+        "model": model,
+        "share": model / (total("executed") * chips),
+        "seconds_in_turn": in_turn,
+        "seconds_together": together,
+        "seconds_expected": expected,
+        "utilisation_in_turn": utilisation(chip, model_flops=model, chips=chips, seconds=in_turn),
+        "utilisation_together": utilisation(chip, model_flops=model, chips=chips, seconds=together),
+        "compile_cpu_seconds": sum(p["compile_cpu_seconds"] for p in phases),
+    }

@@ -1,0 +1,237 @@
+"""A plan as a table: in the terminal and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from oarjax.costs import GIB, Number
+from oarjax.tools.plan.needs import NOTICE, WRITE_RATE
+from oarjax.tools.plan.roofline import Reached
+
+WORD = (
+    "The compiler's word: whether a program fits, its HBM, and the optimized program that executed FLOPs and bytes are "
+    "counted in. Our arithmetic: what lies beside it, the counting (matrix products times trips of their loops, "
+    "kernels by formula), and all times, from peak rates: no hardware reaches them. Nothing here was measured on a TPU."
+)
+
+
+OLDER = (
+    "This table is older than the others: of scores and update in two passes, without the optimizer's own program and "
+    "expected seconds."
+)
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+
+
+def columns_of(found: dict[str, Any]) -> list[str]:
+    """Return a column for each phase, and for the step if everything fits."""
+    names = [p["name"] if p["method"] is None else f"{p['name']}, {p['method']}" for p in found["phases"]]
+    return [*names, "whole step"] if found["step"] else names
+
+
+def rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the stated quantities, each with its value in every column."""
+    columns = [*found["phases"], *([found["step"]] if found["step"] else [])]
+    chips = found["chips"]
+
+    def row(name: str, value: Callable[[dict[str, Any]], str]) -> tuple[str, ...]:
+        return (name, *(value(c) for c in columns))
+
+    def gib(number: Number | None) -> str:
+        return "?" if number is None else f"{number / GIB:.2f}"
+
+    def hbm(part: str) -> Callable[[dict[str, Any]], str]:
+        return lambda c: gib(c["hbm"][part]) if part in c["hbm"] else ""
+
+    def known(field: str, value: Callable[[Any], str]) -> Callable[[dict[str, Any]], str]:
+        return lambda c: value(c[field]) if c.get(field) is not None else ""
+
+    def percent(share: float) -> str:
+        return f"{share:.1%}" if share else ""
+
+    assumed = [
+        row("GiB of HBM in products", known("moved", gib)),
+        row("GiB of HBM in other passes and copies", known("passed", gib)),
+        row("seconds expected, by the assumptions below", known("seconds_expected", lambda n: f"{n:.2f}")),
+    ]
+    if not any("seconds_expected" in c for c in columns):  # of an older plan
+        assumed = []
+    sent = [kind for kind in KINDS if any(c.get("sent", {}).get(kind) for c in columns)]
+    return [
+        row("fits", lambda c: "yes" if c.get("fits", True) else "NO"),
+        row("HBM of the program, GiB per chip", hbm("program")),
+        row("beside it, GiB per chip", hbm("beside")),
+        row(f"together, of {gib(found['chip']['memory'])}", hbm("total")),
+        row("executed TFLOP per chip", known("executed", lambda n: f"{n / 1e12:,.1f}")),
+        row("of them in kernels", known("kernels", lambda n: f"{n / 1e12:,.1f}" if n else "")),
+        row("model TFLOP per chip", known("model", lambda n: f"{n / chips / 1e12:,.1f}" if n else "")),
+        row("model's share of executed", known("share", percent)),
+        *(row(f"{kind}, GiB sent per chip", known("sent", lambda s, k=kind: gib(s.get(k, 0)))) for kind in sent),
+        row("seconds at least, nothing overlapped", known("seconds_in_turn", lambda n: f"{n:.2f}")),
+        row("seconds at least, all overlapped", known("seconds_together", lambda n: f"{n:.2f}")),
+        *assumed,
+        row("model-FLOPs utilisation, nothing overlapped", known("utilisation_in_turn", percent)),
+        row("model-FLOPs utilisation, all overlapped", known("utilisation_together", percent)),
+        row("compiled in, CPU seconds", known("compile_cpu_seconds", lambda n: f"{n:.0f}")),
+    ]
+
+
+def terminal(found: dict[str, Any]) -> Table:
+    """Build the table for the terminal."""
+    table = Table("", *columns_of(found), title=title(found), title_justify="left")
+    for row in rows_of(found):
+        table.add_row(*row, style="bold red" if "NO" in row[1:] else None)
+    return table
+
+
+def title(found: dict[str, Any]) -> str:
+    """Title a plan: run and slice."""
+    mesh = " x ".join(f"{axis} {size}" for axis, size in found["mesh"].items() if size > 1) or "one chip"
+    return (
+        f"{found['config']}: {found['policy']}, {found['parameters'] / 1e9:.2f}B parameters, on {found['topology']} "
+        f"({found['product']}, {found['chips']} x {found['chip']['name']}), mesh {mesh}"
+    )
+
+
+def headline(found: dict[str, Any]) -> str:
+    """Summarise a plan for the header of its config."""
+    most, there = found["step"]["hbm"]["total"] / GIB, found["chip"]["memory"] / GIB
+    update = [p for p in found["phases"] if p["name"] in ("update", "fused", "apply") and p["method"] is None]
+    what = "scores and update take" if any(p["name"] == "fused" for p in update) else "an update takes"
+    plain, overlapped = (sum(p[f"seconds_{how}"] for p in update) for how in ("in_turn", "together"))
+    flops = sum(p["model"] for p in update) / (found["chips"] * found["chip"]["flops"])
+    return (
+        f"Planned by the TPU's compiler (docs/plans.md): at most {most:.2f} of {there:.2f} GiB of HBM "
+        f"per chip; {what} {plain:.1f} s with nothing overlapped and {overlapped:.1f} s with all, "
+        f"at {flops / plain:.0%} and {flops / overlapped:.0%} model-FLOPs utilisation: bounds from peak rates."
+    )
+
+
+def describe(found: dict[str, Any]) -> list[str]:
+    """Write the lines below a table: shapes, peaks, resident memory, and how the count compares with the formula."""
+    s, chip = found["shapes"], found["chip"]
+    lines = [
+        f"{s['prompts']} prompts x {s['rows'] // s['prompts']} rollouts of {s['prompt']} + {s['completion']} tokens; "
+        f"an update is {s['microbatches']} microbatches of {s['microbatch']} rows; remat {found['remat']}, attention "
+        f"{found['attention']}, credit {found['credit']}.",
+        f"Peaks of a chip: {chip['flops'] / 1e12:g} TFLOP/s, {chip['bandwidth'] / 1e9:g} GB/s of HBM, "
+        f"{chip['link'] / 1e9:g} GB/s per link and direction; a collective is a ring that uses two links.",
+        "On each chip: " + ", ".join(f"{n} {b / GIB:.2f} GiB" for n, b in found["resident"].items() if b) + ".",
+    ]
+    for name, field in (("update", "expected"), ("fused", "expected_fused")):
+        if found.get(field) is not None:
+            phase = next(p for p in found["phases"] if p["name"] == name and p["method"] is None)
+            lines.append(
+                f"Executed FLOPs of the phase {name} over the analytic count for remat {found['remat']}: "
+                f"{phase['executed'] * found['chips'] / found[field]:.4f}."
+            )
+    if any("seconds_expected" in p for p in found["phases"]):
+        lines.append(assumptions())
+    elif any("seconds_in_turn" in p for p in found["phases"]):
+        lines.append(OLDER)
+    if found.get("needs") is not None:
+        lines.append(describe_needs(found["needs"], found))
+    if found.get("lengths") is not None:
+        lines.append(describe_expected(found["lengths"], found))
+    return lines + found["notes"]
+
+
+def assumptions() -> str:
+    """State what expected seconds rest on."""
+    r = Reached()
+    return (
+        f"Expected seconds assume {r.products:.0%} of the peak in matrix products, {r.kernels:.0%} in kernels, "
+        f"{r.memory:.0%} of HBM's and {r.links:.0%} of the links' rate, {r.hop * 1e6:g} microsecond per link that a "
+        "collective's farthest message passes, one ring or line per collective as the slice has it (full tori only "
+        "where the vendor says so), and nothing overlapped but the reading of products' operands."
+    )
+
+
+def describe_needs(needs: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """Describe what a run needs besides HBM, in one line."""
+    spent = ""
+    if needs["hours"] is not None:
+        spent = (
+            f"{needs['iterations']} iterations in {needs['hours']:.1f} hours expected, {needs['chip_hours']:,.0f} "
+            "chip-hours, without evaluations, compilation and restarts; "
+        )
+    longest = max((p["seconds_expected"] for p in found["phases"] if p.get("seconds_expected")), default=None)
+    notice = ""
+    if longest is not None:
+        total = longest + needs["saving"]
+        fits = total <= NOTICE
+        verdict = f"{'within' if fits else 'more than'} a notice of {NOTICE:.0f} s"
+        verdict += "" if fits else ", which with checkpoint.every=1 costs one finished iteration at most"
+        notice = (
+            f" At {WRITE_RATE / 1e6:g} MB/s per host a checkpoint takes {needs['saving']:.0f} s, with the longest "
+            f"phase before it {total:.0f} s: {verdict}."
+        )
+    return (
+        f"{spent}disk of each of {needs['hosts']} hosts {(needs['disk'] + needs['weights']) / 1e9:.0f} GB, "
+        f"{needs['weights'] / 1e9:.0f} GB of it the policy's files; bucket {needs['bucket'] / 1e9:.0f} GB, "
+        f"{needs['checkpoint'] / 1e9:.0f} GB per checkpoint.{notice}"
+    )
+
+
+def needs_table(plans: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Tabulate what the runs need, one line each; tpu/create.sh reads the columns of GB."""
+    lines = [
+        "| config | chips | seconds per iteration, at least | expected | chip-hours | GB of weights per host | GB of "
+        "disk per host beside them | GB of bucket |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for found in plans:
+        needs, step = found["needs"], found["step"] or {}
+        least, expected = step.get("seconds_together"), step.get("seconds_expected")
+        seconds = ["" if s is None else f"{s:.1f}" for s in (least, expected)]
+        bound = step.get("seconds_in_turn", 0) * needs["iterations"] * found["chips"] / 3600
+        spent = needs["chip_hours"] or bound
+        hours = f"{spent:,.0f}" if spent >= 10 else f"{spent:.1f}" if spent else ""
+        hours = hours if needs["chip_hours"] or not hours else f"above {hours}"
+        sizes = [f"{needs[part] / 1e9:.0f}" for part in ("weights", "disk", "bucket")]
+        cells = [found["config"], f"{found['chips']} {found['chip']['name']}", *seconds, hours, *sizes]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def describe_expected(step: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """Describe the step under the expected lengths beside the planned one, in one line."""
+    total, worst = sum(step["seconds"].values()), found["step"]["seconds_in_turn"]
+    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in step["seconds"].items())
+    return (
+        f"Expected with completions of {step['mean']:,.0f} tokens on average: {step['decode_steps']:,.0f} decode steps "
+        f"with {step['rows_in_use']:,.0f} rows on average ({step['occupancy']:.0%} of them draw a token), "
+        f"{step['padding_share']:.0%} padding in score and update ({step['padding_share_unsorted']:.0%} at most), "
+        f"{total:.1f} s a step instead of {worst:.1f} s with nothing overlapped ({phases})."
+    )
+
+
+def markdown(plans: Sequence[dict[str, Any]], *, numbers: Path | None = None) -> str:
+    """Write the page of all plans; ``numbers`` is the file that holds them as JSON."""
+    versions = plans[0]["versions"]
+    beside = "" if numbers is None else f" --json {numbers}"
+    command = f"oarjax plan --write docs/plans.md{beside} " + " ".join(p["config"] for p in plans)
+    lines = [
+        "# Plans of the shipped configurations",
+        "",
+        f"Written by `{command}`; jax {versions['jax']}, libtpu {versions['libtpu']}. **Not measured on a TPU.**",
+        "",
+        WORD,
+        "",
+        "Sampling is planned at its longest: every completion goes to max_new. Score, update (the sum of the "
+        "gradients), fused (both in one pass, `update.fused`) and apply (the optimizer) are for one minibatch with "
+        "every row in use, times the minibatches and epochs of a step in the column *whole step*.",
+    ]
+    if all(found.get("needs") is not None for found in plans):
+        lines += ["", "## What the runs need", "", *needs_table(plans)]
+    for found in plans:
+        lines += ["", f"## {found['config']}", "", f"{title(found)}.", ""]
+        names = columns_of(found)
+        lines += ["| | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
+        lines += ["| " + " | ".join(row) + " |" for row in rows_of(found)]
+        lines += ["", *(f"- {line}" for line in describe(found))]
+    return "\n".join(lines) + "\n"

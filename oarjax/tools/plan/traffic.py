@@ -1,0 +1,116 @@
+"""Bytes of HBM that one instruction of a compiled program reads and writes.
+
+Operands and results count once each where they lie in HBM; what the compiler keeps on the chip is free. Of an array
+that is only sliced, the slices count; of one that is updated in place, the part that is written. Elementwise passes
+over logits and copies into another layout show here, and nowhere in the FLOPs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from oarjax.tools.plan.hlo_text import Array, Instruction, Program, type_of
+
+FREE = {
+    "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "after-all",
+    "partition-id", "replica-id", "opt-barrier", "iota", "rng-get-and-update-state", "add-dependency", "domain",
+}  # fmt: skip
+"""Names, and instructions whose inside is counted for itself."""
+
+SLICES = {"dynamic-slice", "slice", "gather"}
+
+
+def hbm_bytes(program: Program, here: dict[str, Instruction], instruction: Instruction) -> float:
+    """Count the bytes that an instruction outside fusions moves between HBM and the chip."""
+    opcode = instruction.opcode
+    if opcode in FREE or opcode.endswith("-done"):
+        return 0.0
+    if opcode == "fusion" and (called := instruction.called("calls")):
+        return _fusion(program, program.computations[called], instruction)
+    if opcode in SLICES:
+        return 2 * _far(instruction.type)
+    if opcode == "dynamic-update-slice":
+        return 2 * _far(type_of(here, instruction.operands[1]))
+    read = sum(_far(type_of(here, name)) for name in instruction.operands)
+    # A start's type is its result, its operands again, and its semaphores.
+    written = instruction.type[:1] if opcode.endswith("-start") else instruction.type
+    return read + _far(written)
+
+
+def _fusion(program: Program, inside: dict[str, Instruction], instruction: Instruction) -> float:
+    """Count the parameters of a fusion as far as they are read, and its results as far as they are written."""
+    users = _users(inside)
+    root = next(i for i in inside.values() if i.root)
+    results = [inside[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    updates = {name for r in results if (name := _updated(inside, r)) is not None}
+    total = 0.0
+    for each in inside.values():
+        if each.opcode == "parameter" and each.name not in updates and _far(each.type):
+            total += _read(program, users, each)
+    outside = instruction.type if len(results) == len(instruction.type) else ()
+    for at, result in enumerate(results):
+        array = outside[at : at + 1] or result.type
+        if _updated(inside, result) is None:
+            total += _far(array)
+        elif _far(array):
+            total += _size(_through(inside, result, "dynamic-update-slice", part=1).type)
+    return total
+
+
+def _users(inside: dict[str, Instruction]) -> dict[str, list[Instruction]]:
+    """List who reads each value."""
+    users: dict[str, list[Instruction]] = {}
+    for each in inside.values():
+        for name in each.operands:
+            users.setdefault(name, []).append(each)
+    return users
+
+
+def _read(program: Program, users: dict[str, list[Instruction]], parameter: Instruction) -> float:
+    """Count what a fusion reads of a parameter: the slices, also those that fusions within it take, or all of it."""
+    total, whole = 0.0, _size(parameter.type)
+    readers = _readers(users, parameter.name)
+    for reader, name in readers:
+        if reader.opcode in SLICES and reader.operands[0] == name:
+            total += _size(reader.type)
+        elif reader.opcode == "fusion" and (called := reader.called("calls")):
+            inside = program.computations[called]
+            users_within = _users(inside)
+            places = [at for at, operand in enumerate(reader.operands) if operand == name]
+            within = [p for p in inside.values() if p.opcode == "parameter" and int(p.value) in places]
+            total += sum(_read(program, users_within, p) for p in within)
+        else:
+            return whole
+    return min(total, whole) if readers else whole
+
+
+def _updated(inside: dict[str, Instruction], result: Instruction) -> str | None:
+    """Return the parameter that a result is, but for a part that was written; None for other results."""
+    at = _through(inside, result, "dynamic-update-slice")
+    if at.opcode != "dynamic-update-slice":
+        return None
+    base = _through(inside, inside[at.operands[0]], "parameter")
+    return base.name if base.opcode == "parameter" else None
+
+
+def _through(inside: dict[str, Instruction], at: Instruction, wanted: str, *, part: int | None = None) -> Instruction:
+    """Follow bitcasts and copies up to an instruction, or further to one of its operands."""
+    while at.opcode != wanted and at.opcode in ("bitcast", "copy", "convert", "reshape"):
+        at = inside[at.operands[0]]
+    return at if part is None or at.opcode != wanted else inside[at.operands[part]]
+
+
+def _readers(users: dict[str, list[Instruction]], name: str) -> list[tuple[Instruction, str]]:
+    """List who reads a value, through bitcasts, with the name that it has there."""
+    found: list[tuple[Instruction, str]] = []
+    for each in users.get(name, []):
+        found += _readers(users, each.name) if each.opcode == "bitcast" else [(each, name)]
+    return found
+
+
+def _far(arrays: Sequence[Array]) -> float:
+    return sum((a.bytes for a in arrays if a.space == 0), 0.0)
+
+
+def _size(arrays: Sequence[Array]) -> float:
+    return sum((a.bytes for a in arrays), 0.0)

@@ -1,0 +1,122 @@
+"""One executable of a plan, in a process of its own: ``python -m oarjax.tools.plan.worker`` with a job on its input.
+
+A compiler that runs out of memory, crashes or hangs takes this process with it and no other. The last line of the
+output is the result as JSON; what the compiler printed before it does not matter.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from oarjax.config import parse_config
+from oarjax.errors import UserError
+from oarjax.models.qwen_config import QwenConfig
+from oarjax.run.shapes import beside, resident
+from oarjax.system.mesh import make_mesh, rollout_mesh
+from oarjax.tools.plan.links import link_table
+from oarjax.tools.plan.programs import planned, program_of, with_method
+from oarjax.tools.plan.topology import compiler_version, find_slice, slice_devices
+
+TOO_LARGE = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)")
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def plan(job: dict[str, Any]) -> dict[str, Any]:
+    """Lower one phase, and compile it unless the cache knows the same program.
+
+    Gives ``key``, what is ``resident`` (bytes per chip), how much of it lies ``beside`` the program, the ``ways`` of
+    collectives by the devices of a group, and ``memory`` and ``seconds`` or, where it does not fit, ``needs`` and
+    ``has`` (bytes). The optimized program is in the cache as <key>.hlo.gz.
+    """
+    began = time.perf_counter()
+    wanted = find_slice(job["topology"])
+    cfg = with_method(parse_config(job["config"]), job["method"])
+    devices = slice_devices(wanted, slices=job["slices"])
+    mesh = make_mesh(**cfg.mesh.model_dump(), devices=devices)
+    run = planned(cfg, QwenConfig.from_hf(job["fields"]), mesh)
+    program = program_of(run, job["phase"])
+    lowered = program.lower()
+    versions = {"jax": jax.__version__, "libtpu": compiler_version()}
+    # The mesh's order is part of the program, and the text names devices by number only.
+    made_of = [lowered.as_text(), wanted.name, str(mesh.devices.flatten().tolist()), versions, job["options"]]
+    key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
+    found = {"key": key, "resident": resident(run, program.phase), "versions": versions, "mesh": dict(mesh.shape)}
+    sampling = rollout_mesh(mesh, tensor=cfg.rollout.tensor or mesh.shape["tensor"])
+    ways = link_table(mesh, wanted) if program.phase != "sample" else {}
+    ways = link_table(sampling, wanted) | ways if program.phase in ("sample", "reshard") else ways
+    found["ways"] = [[members, asdict(way)] for members, way in sorted(ways.items())]
+    folder = Path(job["cache"])
+    known = folder / f"{key}.json"
+    if known.is_file():
+        result = json.loads(known.read_text())
+        return found | result | {"beside": beside(run, program, read=_read(result)), "cached": True}
+    traced, cpu = time.perf_counter() - began, time.process_time()
+    began = time.perf_counter()
+    try:
+        compiled = lowered.compile(compiler_options=job["options"] or None)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        result = too_large(str(error), wanted.chip.memory)
+    else:
+        m = compiled.memory_analysis()
+        _write(folder / f"{key}.hlo.gz", gzip.compress(compiled.as_text().encode(), mtime=0))
+        result = {
+            "memory": {
+                "peak": m.peak_memory_in_bytes,
+                "arguments": m.argument_size_in_bytes,
+                "outputs": m.output_size_in_bytes,
+                "aliased": m.alias_size_in_bytes,
+            }
+        }
+    result |= {
+        "seconds": time.perf_counter() - began,
+        "cpu_seconds": time.process_time() - cpu,
+        "lower_seconds": traced,
+    }
+    _write(known, json.dumps(result).encode())
+    return found | result | {"beside": beside(run, program, read=_read(result)), "cached": False}
+
+
+def _read(result: dict[str, Any]) -> int | None:
+    """Return the bytes of the arguments that the program reads; None if it does not fit."""
+    return result["memory"]["arguments"] if "memory" in result else None
+
+
+def too_large(message: str, limit: float) -> dict[str, Any]:
+    """Parse the bytes that a program needs and a chip has; needs is None if the message does not say."""
+    match = TOO_LARGE.search(message)
+    needs, has = (float(match[1]) * UNITS[match[2]], float(match[3]) * UNITS[match[4]]) if match else (None, limit)
+    return {"needs": needs, "has": has, "message": message.strip().splitlines()[0]}
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write all of a file or none of it: other workers read here."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}-{time.time_ns()}")
+    fresh.write_bytes(content)
+    fresh.rename(path)
+
+
+def main() -> None:
+    # JAX's own cache writes programs of a topology and cannot read them again.
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        result = plan(json.load(sys.stdin))
+    except UserError as error:
+        result = {"error": str(error)}
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

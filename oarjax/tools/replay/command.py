@@ -1,0 +1,146 @@
+"""``oarjax replay``: recompute a kept batch in float32, row by row, to find where it is not finite."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from oarjax.config import parse_config
+from oarjax.credit.bind import needs_reference
+from oarjax.data.hf import load_params, read_config
+from oarjax.models.qwen import make_policy
+from oarjax.report.files import make_console, short
+from oarjax.run.run import Run
+from oarjax.storage.bad_batches import BadBatchError, Header, read_bad_batch, read_params
+from oarjax.storage.checkpoint import finished
+from oarjax.storage.folder import changed, start_folder
+from oarjax.storage.trust import check_trust
+from oarjax.system.devices import choose_platform, use_compilation_cache
+from oarjax.system.json import to_json
+from oarjax.system.mesh import make_mesh
+from oarjax.tools.replay.replay import Finding, listed_layers, replay
+from oarjax.training.run_files import restored_state
+from oarjax.types import Params
+
+SHOWN = 20
+"""Maximum number of rows in a table."""
+
+
+def run(file: Path, *, device: str, as_json: bool, trust_code: bool = False) -> None:
+    """Replay a file and show where the first value that is not finite appears."""
+    console = Console(quiet=True) if as_json else make_console()
+    header, evidence = read_bad_batch(file)
+    run = open_replay(header, file, device=device, console=console, trust_code=trust_code)
+    params, step = load_batch_params(header, file, run)
+    frozen = load_frozen(header, run)
+    compared = header.kind != "sft" and needs_reference(run.cfg, run.custom_method)
+    reference = load_reference(run) if compared and frozen is None else None
+    _show_header(console, header, step)
+    with jax.default_matmul_precision("highest"):  # TPUs and GPUs multiply float32 in fewer bits by default
+        finding = replay(header, evidence, params, run, frozen=frozen, reference=reference)
+    if as_json:
+        print(to_json({"header": asdict(header), "params_of_step": step, **asdict(finding)}))
+    else:
+        _show(console, finding)
+
+
+def open_replay(header: Header, file: Path, *, device: str, console: Console, trust_code: bool = False) -> Run:
+    """Open the run that kept the batch, in float32 on one device.
+
+    Raises:
+        UntrustedCode: the file names code that is not known to be the user's, and ``trust_code`` is not set.
+    """
+    cfg = parse_config(header.config, source=str(file))
+    check_trust(cfg, file.absolute().parent.parent, source=str(file), trusted=trust_code)
+    cfg = changed(cfg, policy=changed(cfg.policy, compute_dtype="float32"), rollout=changed(cfg.rollout, tensor=None))
+    choose_platform(device)
+    use_compilation_cache(cfg.compilation_cache)
+    folder = file.absolute().parent.parent
+    places = [Path(header.policy), folder / "policy", folder.parent / "policy"]  # folders may have been moved
+    policy = next((place for place in places if (place / "config.json").is_file()), None)
+    model, source = read_config(policy or cfg.policy.path, revision=cfg.policy.revision)
+    return Run(
+        cfg,
+        console,
+        folder=folder,
+        mesh=make_mesh(slice=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1]),
+        model=model,
+        source=source,
+        policy=make_policy(
+            model, compute_dtype=jnp.dtype(jnp.float32), remat=cfg.policy.remat, adapter_scale=cfg.lora.scale
+        ),
+    )
+
+
+def load_batch_params(header: Header, file: Path, run: Run) -> tuple[Params, int]:
+    """Load the params of the batch and their optimizer step, from the file beside it or the nearest checkpoint.
+
+    Raises:
+        BadBatchError: there is neither a file nor a checkpoint.
+    """
+    if header.params is not None:
+        return jax.tree.map(jnp.asarray, read_params(file.parent / header.params)), header.step
+    folder = run.folder / "checkpoints"
+    # The batch met the params of the iteration before it; a skipped update leaves them as they are.
+    near = sorted(finished(folder), key=lambda n: abs(n - header.number + 1)) if header.kind == "iteration" else []
+    if near:
+        state = restored_state(run, folder / f"{near[0]:06d}")
+        return state.params, int(state.step)
+    raise BadBatchError(
+        f"{file}: the params were larger than health.params_mb={run.cfg.health.params_mb} and were not kept, and "
+        f"{folder} has no checkpoint; raise health.params_mb, or set checkpoint.every, before the next run"
+    )
+
+
+def load_frozen(header: Header, run: Run) -> Params | None:
+    """Load the weights below the adapters, in the dtype that the run held them in; None without lora.rank."""
+    if run.cfg.lora.rank == 0:
+        return None
+    source = run.source if header.kind == "sft" else _start(run)
+    return load_params(source, run.model, dtype=jnp.dtype(header.compute_dtype))
+
+
+def load_reference(run: Run) -> Params:
+    """Load the policy that the KL term compares with."""
+    return load_params(_start(run), run.model)
+
+
+def _start(run: Run) -> Path:
+    """Return the folder of the policy that the iterations started from: after the warm start if there was one."""
+    return (start_folder(run.folder, "start") if run.cfg.sft else None) or run.source
+
+
+def _show_header(console: Console, header: Header, step: int) -> None:
+    nonfinite = "; ".join(f"phase {phase}: {', '.join(names)}" for phase, names in header.wrong.items())
+    older = "" if step == header.step else f" (replayed with those of the nearest checkpoint, step {step})"
+    console.print(
+        Text(
+            f"{header.kind} {header.number}, minibatch {header.minibatch}, params of step {header.step}{older}; "
+            f"not finite in the run: {nonfinite}. Now in float32 on {jax.default_backend()}."
+        ),
+        soft_wrap=True,
+    )
+
+
+def _show(console: Console, finding: Finding) -> None:
+    shown = [row for row in finding.rows if row.recorded or row.replayed] or finding.rows[:5]
+    table = Table("row", "first in the run", "first in float32", "loss", "gradient norm")
+    for row in shown[:SHOWN]:
+        texts = (row.recorded or "-", row.replayed or "-", short(row.loss), short(row.grad_norm))
+        table.add_row(str(row.row), *texts)
+    console.print(table)
+    if len(shown) > SHOWN:
+        console.print(f"and {len(shown) - SHOWN} more rows")
+    table = Table("parameters", "not finite", "rows with such a gradient", "layers", "gradient norm")
+    bad = [g for g in finding.groups if g.params or g.rows]
+    for group in (bad or finding.groups)[:SHOWN]:
+        layers = listed_layers(sorted({*group.params_at, *group.gradient_at})) or "-"
+        table.add_row(group.name, str(group.params), str(group.rows), layers, short(group.grad_norm))
+    console.print(table)
+    console.print(Text("begins at: ", style="bold").append(Text(finding.place, style="default")), soft_wrap=True)

@@ -1,0 +1,281 @@
+"""Own credit and own losses: what they are given, what they must give, and a run with everything one's own."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import yaml
+from conftest import CACHE, ROOT
+
+from oarjax.cli import main
+from oarjax.config import ConfigError, CreditConfig, parse_config
+from oarjax.credit.bind import attribution, check_method, scorer, signals, weigher
+from oarjax.credit.method import CreditMethod
+from oarjax.data.tasks.arithmetic import write_builtin_policy
+from oarjax.grading.rewards import Sample, Unparseable
+from oarjax.rl.loss import aggregate
+from oarjax.run.custom import check_loss, check_weights
+from oarjax.step.iteration import iterate
+from oarjax.step.programs import make_optimizer, make_steps
+from oarjax.types import AnswerSpan, Mean
+
+EXAMPLES = ROOT / "docs" / "examples"
+
+
+def example(name: str):
+    """An example as a module."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+credit = example("custom_credit")
+losses = example("custom_loss")
+
+
+def steps_of(cfg, **own):
+    policy, _, state = tiny.build(tiny.config())
+    where = tiny.one_device()
+    made = make_steps(policy, make_optimizer(cfg)[0], where, cfg, stop_ids=(tiny.STOP,), pad_id=tiny.PAD, **own)
+    return made, state
+
+
+# Credit
+
+
+def test_what_a_method_needs_and_whose_importance_it_reads():
+    cfg = CreditConfig(method="custom", function="x.py:y")
+    assert signals(cfg, credit.later) == frozenset()
+    assert attribution(cfg, credit.later).name == "custom"
+    assert signals(cfg, credit.proportional) == {"importance"}
+    assert attribution(cfg, credit.proportional).name == "oar_p"
+    assert attribution(cfg, credit.surprising).name == "custom"
+    with pytest.raises(ConfigError, match=r"credit.method: custom needs a method; set credit.function, or"):
+        weigher(cfg)
+    with pytest.raises(ConfigError, match=r"credit.function: needed when credit.method is custom"):
+        tiny.config(credit__method="custom")
+    with pytest.raises(ConfigError, match=r"credit.method: own was renamed to custom; set custom"):
+        tiny.config(credit__method="own")
+
+
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("later", "proportional")), "surprising"]
+)
+def test_the_example_methods_keep_the_mass_and_train(name):
+    cfg = tiny.config(credit={"method": "custom", "function": "x.py:y"})
+    steps, state = steps_of(cfg, custom_method=getattr(credit, name))
+    state, done = iterate(state, None, 1, steps=steps, host=tiny.host(), cfg=cfg)
+    w, reasoning = done.weights, done.span.reasoning
+    assert (w != 1).any()
+    assert (w[~reasoning] == 1).all()
+    np.testing.assert_allclose(np.where(reasoning, w, 0).sum(1), reasoning.sum(1), rtol=1e-4)
+    assert done.metrics["skipped"] == 0
+
+
+@pytest.mark.slow
+def test_importance_of_ones_own_is_computed_by_the_rollout_policy_on_the_reasoning_alone():
+    policy, _, state = tiny.build(tiny.config())
+    cfg = CreditConfig(method="custom", function="x.py:y")
+    steps, _ = steps_of(tiny.config())
+    rollout = jax.device_get(steps.sample(state.params, tiny.prompts(), jax.random.key(1)))
+    span = tiny.find_answers(rollout)
+    rollout, span = jax.tree.map(jnp.asarray, (rollout, span))
+    keys = jax.random.split(jax.random.key(0), len(rollout.ended))
+    score = scorer(cfg, policy, temperature=1.0, pad_id=0, custom_method=credit.surprising)
+    found = score(state.params, rollout, span, keys, "last").importance
+    expected = credit._surprisal(policy, state.params, rollout, span, keys, credit.Context(cfg))
+    np.testing.assert_array_equal(np.asarray(found), np.where(span.reasoning, expected, 0))
+    gradient = jax.grad(lambda p: score(p, rollout, span, keys, "last").importance.sum())(state.params)
+    assert all((np.asarray(g) == 0).all() for g in jax.tree.leaves(gradient))
+
+
+def test_polarity_holds_for_own_methods():
+    cfg = CreditConfig(method="custom", function="x.py:y", polarity="correct")
+    mask = jnp.ones((2, 4), bool)
+    span = AnswerSpan(mask, ~mask, jnp.ones(2, bool))
+    given = signals(cfg, credit.later)
+    assert not given
+    w = weigher(cfg, custom_method=credit.later)(
+        credit.Signals(), span, jnp.array([1.0, -1.0]), mask, jax.random.key(0)
+    )
+    assert (np.asarray(w) != 1).any(1).tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        (
+            CreditMethod(credit._later, needs=("logits",)),
+            r"here: needs 'logits'; expected some of importance",
+        ),
+        (CreditMethod(credit._later, score="oar_x"), r"here: score 'oar_x'; expected oar_p, .* function"),
+        (CreditMethod(credit._later, score="permuted"), r"here: score 'permuted'; expected oar_p, .* function"),
+        (
+            CreditMethod(credit._later, needs=("importance",)),
+            r"here: needs importance and has no score; expected oar_p",
+        ),
+    ],
+)
+def test_methods_that_ask_for_what_there_is_not(method, says):
+    with pytest.raises(ConfigError, match=says):
+        check_method(method, place="here")
+
+
+def test_methods_that_give_the_wrong_shape_or_fail():
+    def per_row(signals, span, advantages, completion, key):
+        return advantages
+
+    def whole(signals, span, advantages, completion, key):
+        return span.reasoning
+
+    def greedy(signals, span, advantages, completion, key):
+        return signals.entropies + 1
+
+    for weigh, says in (
+        (per_row, r"here: expected one weight per token, .*, got float32\[2\]"),
+        (whole, r"here: .*, got bool\[2, 8\]"),
+        (greedy, r"here fails on completions \[2, 8\]: TypeError"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            check_weights(weigh, CreditMethod(weigh), place="here")
+    check_weights(greedy, CreditMethod(greedy, needs=("entropies",)), place="here")
+
+
+# Losses
+
+
+@pytest.mark.slow
+def test_an_own_loss_is_what_is_minimised():
+    """The published loss as an own one updates as the built-in one does, and another does not."""
+    from oarjax.step.loss import bound_loss
+
+    cfg = tiny.config()
+    same = bound_loss(cfg.loss, max_length=cfg.rollout.max_new)
+    after = []
+    for own in (None, same, losses.half_as_hard_on_failures):
+        steps, state = steps_of(cfg, custom_loss=own)
+        state, done = iterate(state, None, 1, steps=steps, host=tiny.host(), cfg=cfg)
+        after.append(jax.device_get(state.params))
+        assert np.isfinite(done.metrics["entropy"])
+    builtin, again, other = (jax.tree.leaves(params) for params in after)
+    assert all((a == b).all() for a, b in zip(builtin, again))
+    assert any((a != b).any() for a, b in zip(builtin, other))
+
+
+def test_losses_that_give_something_else_are_told():
+    def bare(logps, entropies, batch):
+        return logps.sum()
+
+    def per_token(logps, entropies, batch):
+        return Mean(logps, jnp.ones_like(logps)), {}
+
+    def off_policy(logps, entropies, batch):
+        return aggregate(logps - batch.old_logps, batch.completion, mode="dapo", max_length=1), {}
+
+    cfg = tiny.config(loss__function="mine.py:loss")
+    for loss, says in (
+        (bare, r"loss.function: mine.py:loss: expected \(Mean\(total, count\), \{name: Mean\}\) .*, got float32\[\]"),
+        (per_token, r"loss.function: mine.py:loss: expected .*, got \(Mean"),
+        (off_policy, r"loss.function: mine.py:loss fails on completions \[2, 8\]: TypeError"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            check_loss(loss, cfg)
+    check_loss(off_policy, tiny.config(loss__function="mine.py:loss", update__epochs=2))
+    check_loss(losses.half_as_hard_on_failures, cfg)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            "loss.function=docs/examples/custom_loss.py:nothing",
+            "loss.function: docs/examples/custom_loss.py defines no",
+        ),
+        (
+            "loss.function=docs/examples/custom_policy.py:VOCAB",
+            "expected a function, got docs/",
+        ),
+        (
+            "credit.function=docs/examples/custom_probe.py:first_and_last",
+            "expected a CreditMethod, got docs/",
+        ),
+    ],
+)
+def test_what_is_named_must_be_there(tmp_path, monkeypatch, capsys, change, says):
+    monkeypatch.chdir(ROOT)
+    run = ["configs/demo.yaml", f"run_dir={tmp_path / 'run'}", f"compilation_cache={CACHE}", "credit.method=custom"]
+    run += ["sft=null", "data.eval=null", "data.train.limit=4", "report.controls=[]"]
+    first = "credit.function=docs/examples/custom_credit.py:later"
+    monkeypatch.setattr(sys, "argv", ["oarjax", "train", *run, first, change])
+    with pytest.raises(SystemExit) as done:
+        main()
+    assert done.value.code == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+# The other examples
+
+
+def test_the_example_rewards():
+    rewards = example("custom_reward")
+    said = {"prompt": "1+1=", "completion": "#### 2", "answer": "3", "extracted": "2"}
+    assert rewards.close(Sample(**said)) == 0.5
+    with pytest.raises(Unparseable):
+        rewards.close(Sample(**said | {"extracted": "two"}))
+    assert rewards.brief(Sample(**said, tokens=40)) == 0.5
+    assert rewards.brief(Sample(**said | {"extracted": None}, tokens=1)) == 0
+
+
+def test_the_example_probe_reads_first_and_last():
+    probe = example("custom_probe").first_and_last
+    policy, _, state = tiny.build(tiny.config())
+    hidden = jax.random.normal(jax.random.key(0), (2, 6, 16))
+    answer = jnp.array([[0, 0, 1, 1, 1, 0], [0, 1, 0, 0, 0, 0]], bool)
+    found = probe.read(policy, state.params, hidden, example("custom_probe").Reading(answer * 1, answer | True, answer))
+    logits = policy.unembed(state.params, hidden)
+    np.testing.assert_allclose(found[0], (logits[0, 2] + logits[0, 4]) / 2, rtol=1e-5)
+    np.testing.assert_allclose(found[1], logits[1, 1], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_example_policy_learns():
+    """Not a Qwen: four functions of one attention layer, under the public steps."""
+    rewards = example("custom_policy").train(30, method="oar_p")
+    assert np.mean(rewards[:3]) < 0.2
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:3]) + 0.2
+
+
+@pytest.mark.slow
+def test_a_run_with_everything_ones_own(tmp_path, monkeypatch, capsys):
+    """Dataset, rewards, credit with a probe beneath it, and loss, by ``oarjax train`` and the page's own config."""
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs" / "bring_your_own.md").read_text()
+    block = page[page.index("# everything.yaml") :]
+    tree = yaml.safe_load(block[: block.index("```")])
+    policy = write_builtin_policy(tmp_path / "tiny", seed=0, hidden=16, layers=1, heads=2, kv_heads=1, ffn=16)
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text("".join(json.dumps({"ask": f"{n}+1=", "solution": f"{n + 1}"}) + "\n" for n in range(9)))
+    tree["policy"]["path"], tree["data"]["train"]["source"] = str(policy), str(problems)
+    tree |= {"run_dir": str(tmp_path / "run"), "device": "cpu", "compilation_cache": str(CACHE)}
+    parse_config(tree)
+    file = tmp_path / "everything.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    monkeypatch.setattr(sys, "argv", ["oarjax", "train", str(file)])
+    with pytest.raises(SystemExit) as done:
+        main()
+    assert done.value.code in (None, 0), capsys.readouterr().err
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == tree["iterations"]
+    said = [json.loads(line) for line in Path(tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    assert set(said[0]["rewards"]) == {"close", "brief"}
+    assert said[0]["prompt"].endswith("+1=")

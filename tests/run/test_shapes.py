@@ -1,0 +1,70 @@
+"""The programs that are compiled ahead are the programs that a run calls."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny
+from tiny_programs import built
+
+from oarjax.models.lora import all_params
+from oarjax.models.weights import init_params, parameter_count
+from oarjax.run.shapes import apply_program, bytes_per_device, programs, resident
+from oarjax.step.iteration import iterate
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes", [{"credit__method": "entropy"}, {"loss__kl_beta": 0.1, "update__epochs": 2, "lora__rank": 2}]
+)
+def test_an_iteration_compiles_nothing_that_was_compiled_before(changes, caplog):
+    b = built(**changes, data__eval={"source": "unused"}, eval__batch=4)
+    for program in programs(b):
+        program.lower().compile()
+    start = init_params(tiny.model(), jax.random.key(3), dtype=jnp.float32)
+    start = jax.device_put(start, b.layout.params)
+    state = b.new_state(start)
+    host = tiny.host()._replace(place=b.place)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        for iteration in (1, 2):
+            state, done = iterate(state, None, iteration, steps=b.steps, host=host, cfg=b.cfg)
+        b.steps.evaluate(
+            b.steps.rollout_params(all_params(state)), b.place(tiny.prompts(), "prompts"), jax.random.key(1)
+        )
+    assert done.metrics["rows_used"] > 0
+    compiled = [r.getMessage() for r in caplog.records if "XLA compilation of" in r.getMessage()]
+    names = [
+        name for name in ("prepare", "score", "credit", "accumulate", "apply") for m in compiled if f"jit({name})" in m
+    ]
+    assert not names, compiled
+
+
+def test_an_update_reuses_the_memory_of_its_state():
+    b = built()
+    program = apply_program(b)
+    state = bytes_per_device(program.args[0])
+    assert state == 3 * 4 * parameter_count(tiny.model()) + 3 * 4  # params, two moments, three counters
+    memory = program.lower().compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= 0.99 * state
+
+
+def test_an_update_of_adapters_reuses_the_memory_of_the_frozen_weights():
+    b = built(lora__rank=2, loss__kl_beta=0.1)
+    program = apply_program(b)
+    state = bytes_per_device(program.args[0])
+    assert state > 4 * parameter_count(tiny.model())
+    assert program.lower().compile().memory_analysis().alias_size_in_bytes >= 0.99 * state
+
+
+def test_what_is_resident():
+    weights = 4 * parameter_count(tiny.model())
+    trained = {"params": weights, "optimizer": 2 * weights + 2 * 4}
+    assert resident(built(), "credit") == trained
+    assert resident(built(), "sample") == {**trained, "rollout": weights}
+    assert resident(built(optim__moments="bfloat16"), "update")["optimizer"] == weights + 2 * 4
+    assert resident(built(loss__kl_beta=0.1), "score")["reference"] == weights
+    lora = resident(built(lora__rank=2, loss__kl_beta=0.1, policy__compute_dtype="bfloat16"), "score")
+    assert lora["frozen"] == weights // 2
+    assert lora["optimizer"] == 2 * lora["params"] + 2 * 4
+    assert "reference" not in lora

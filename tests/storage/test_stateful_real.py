@@ -1,0 +1,147 @@
+"""Random sequences of accidents with the real trainer: every one ends bit for bit as a run that nothing happened to.
+
+One policy, one set of compiled programs and one grader for all of them. ``tests/storage/test_stateful.py`` has the longer
+sequences, with several folders and a fake trainer; ``tests/faults`` kills real processes. OARJAX_STATEFUL_REAL chooses
+how many sequences are tried, OARJAX_STATEFUL_SEED which.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import unsound
+
+from oarjax.config import parse_config
+from oarjax.data.tasks.arithmetic import write_builtin_policy
+from oarjax.report.files import read_metrics
+from oarjax.run.inputs import check_inputs
+from oarjax.run.run import open_run
+from oarjax.storage import checkpoint
+from oarjax.storage.durable import StorageError
+from oarjax.storage.folder import claim, locked, refuse_another_run
+from oarjax.storage.stop import Stop, Stopped
+from oarjax.training import trainer
+
+pytestmark = pytest.mark.slow
+
+SEQUENCES = int(os.environ.get("OARJAX_STATEFUL_REAL", "24"))
+SEED = int(os.environ.get("OARJAX_STATEFUL_SEED", "0"))
+ITERATIONS = 6
+CLOCKS = ("seconds", "time", "tokens_per_second", "mfu")
+
+
+class Killed(Exception):
+    pass
+
+
+class World:
+    """The parts that all runs share, and what ends an attempt early."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch):
+        policy = write_builtin_policy(folder / "policy", seed=0, hidden=16, layers=1, heads=2, kv_heads=1, ffn=16)
+        tree = unsound.MICRO | {"run_dir": str(folder / "none"), "policy": {"path": str(policy)}}
+        tree |= {"iterations": ITERATIONS, "checkpoint": {"every": 2, "keep": 2}}
+        self.run = open_run(parse_config(tree))
+        self.start, self.grader = self.run.load(), self.run.grader()
+        self.stop, self.act, self.left = Stop(), "", 0
+        iterate = trainer.iterate
+
+        def counted(*args, **kwargs):
+            self.left -= 1
+            if self.left == 0 and self.act == "kill":
+                raise Killed
+            if self.left == 0 and self.act == "stop":
+                self.stop._signalled = True
+            return iterate(*args, **kwargs)
+
+        patch.setattr(trainer, "iterate", counted)
+
+    def attempt(self, folder: Path, act: str = "", after: int = 0) -> object:
+        """Train in a folder until the end or until something happens; return the params of a run that has ended."""
+        self.stop, self.act, self.left = Stop(), act, after
+        refuse_another_run(folder, self.run.cfg)
+        with locked(folder):
+            refuse_another_run(folder, self.run.cfg)
+            check_inputs(self.run, folder)
+            claim(folder, self.run.cfg)
+            try:
+                params = trainer.train(self.run, self.grader, self.start, None, folder, self.stop).params
+            except (Killed, Stopped):
+                return None
+            assert not act or self.left > 0, f"{act} did nothing"
+            return params
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Iterator[World]:
+    with pytest.MonkeyPatch.context() as patch:
+        made = World(tmp_path_factory.mktemp("real"), patch)
+        with made.grader:
+            yield made
+
+
+@pytest.fixture(scope="module")
+def whole(world, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return result(folder, world.attempt(folder))
+
+
+def result(folder: Path, params: object) -> list[object]:
+    records = read_metrics(folder / "metrics.jsonl")
+    lines = [{name: value for name, value in record.items() if not name.startswith(CLOCKS)} for record in records]
+    return [lines, (folder / "completions.jsonl").read_text(), *map(np.asarray, jax.tree.leaves(params))]
+
+
+def sealed(folder: Path) -> list[Path]:
+    found = (folder / "checkpoints").glob("0*")
+    return sorted(at for at in found if at.name.isdecimal() and (at / "manifest.json").exists())
+
+
+def flip(at: Path) -> None:
+    path = max(at.rglob("d/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("number", range(SEQUENCES))
+def test_any_sequence_of_accidents_ends_the_same(world, whole, tmp_path, monkeypatch, number):
+    draw = random.Random(f"{SEED} {number}")
+    folder = tmp_path / "run"
+    for _ in range(draw.randint(2, 4)):
+        act = draw.choice(["stop", "kill", "full disk", "flip", "unfinished", "half a line", "move", "copy"])
+        print(act)
+        if act in ("stop", "kill"):
+            world.attempt(folder, act, draw.randint(1, ITERATIONS))
+        elif act == "full disk":
+            with monkeypatch.context() as patch:
+                patch.setattr(checkpoint.ocp.StandardCheckpointer, "save", full)
+                with contextlib.suppress(StorageError):
+                    world.attempt(folder)
+        elif act in ("flip", "unfinished") and len(sealed(folder)) > 1:
+            flip(sealed(folder)[-1]) if act == "flip" else (sealed(folder)[-1] / "manifest.json").unlink()
+        elif act == "half a line" and folder.exists():
+            with (folder / "metrics.jsonl").open("ab") as file:
+                file.write(b'{"iteration": 9')
+        elif act in ("move", "copy") and folder.exists():
+            new = folder.with_name(f"{folder.name}x")
+            folder.rename(new) if act == "move" else shutil.copytree(folder, new)
+            folder = new
+    ours = result(folder, world.attempt(folder))
+    assert len(ours) == len(whole)
+    assert ours[:2] == whole[:2]
+    for mine, theirs in zip(ours[2:], whole[2:]):
+        np.testing.assert_array_equal(mine, theirs)  # type: ignore[arg-type]
+
+
+def full(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")

@@ -1,0 +1,86 @@
+"""The configs of real runs: sizes that fit their slices, headers that say what is known, and a plan on the page."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT
+
+from oarjax.config import load_config
+from oarjax.models.qwen_config import QwenConfig
+from oarjax.tools.plan.architecture import architecture_fields
+from oarjax.tools.plan.programs import shapes_of
+from oarjax.tools.plan.table import headline, markdown
+from oarjax.tools.plan.topology import find_slice
+
+PLANS = json.loads((ROOT / "docs/data/plans.json").read_text())
+SHIPPED = sorted(p for p in (ROOT / "configs").glob("*.yaml") if "\nplan:" in p.read_text())
+
+
+def test_there_are_configs_for_real_runs():
+    assert {load_config(p).lora.rank for p in SHIPPED} == {0, 32}
+    assert {load_config(p).optim.moments for p in SHIPPED} == {"float32", "bfloat16"}
+    policies = {yaml.safe_load(p.read_text())["policy"]["path"].removesuffix("-Instruct") for p in SHIPPED}
+    wanted = {"2.5-0.5B", "2.5-1.5B", "2.5-7B", "2.5-Math-7B", "2.5-32B", "3-4B", "3-8B", "3-30B-A3B", "3.5-9B"}
+    assert policies == {f"Qwen/Qwen{name}" for name in wanted}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
+def test_a_shipped_config_and_its_plan(path):
+    cfg, header = load_config(path), re.match(r"(?:#.*\n)+", path.read_text())
+    where = find_slice(cfg.plan.topology)
+    fixed = math.prod(n for n in cfg.mesh.model_dump().values() if n != -1)
+    assert fixed == where.chips or (cfg.mesh.data == -1 and where.chips % fixed == 0)
+    model = QwenConfig.from_hf(architecture_fields(cfg.policy.path))
+    assert cfg.data.max_prompt + cfg.rollout.max_new <= model.max_position_embeddings
+    if where.chips > 1:  # one chip would need minutes for an iteration
+        assert (cfg.rollout.prompts, cfg.rollout.group_size) == (128, 8)
+    assert shapes_of(cfg).microbatches * cfg.update.microbatch == cfg.rollout.prompts * cfg.rollout.group_size
+    assert header is not None
+    for part in (f"oarjax train configs/{path.name}", f"oarjax plan configs/{path.name}", "GiB", "not yet measured"):
+        assert part in header[0], f"{path.name}: its header does not say {part!r}"
+    page = (ROOT / "docs" / "plans.md").read_text()
+    section = re.search(rf"^## configs/{re.escape(path.name)}\n(.*?)(?=^## |\Z)", page, re.M | re.S)
+    assert section, f"docs/plans.md has no plan of {path.name}: write it anew (its first lines say how)"
+    assert f"on {where.name}" in section[1]
+    fits = re.search(r"^\| fits \|(.*)\|$", section[1], re.M)
+    assert fits
+    assert set(fits[1].replace("|", " ").split()) == {"yes"}
+    together = re.search(r"^\| together, of ([\d.]+) \|(.*)\|$", section[1], re.M)
+    assert together
+    most = max(map(float, together[2].replace("|", " ").split()))
+    (found,) = (p for p in PLANS if p["config"] == f"configs/{path.name}")
+    assert most == pytest.approx(found["step"]["hbm"]["total"] / 2**30, abs=0.006)
+    assert headline(found) in header[0].replace("\n#", ""), "the header tells another plan"
+    assert found["shapes"] == shapes_of(cfg)._asdict()
+    assert (found["remat"], found["credit"]) == (cfg.policy.remat, cfg.credit.method)
+    assert found["mesh"] == {axis: where.chips if n == -1 else n for axis, n in cfg.mesh.model_dump().items()}
+
+
+def test_planned_figures():
+    """What the README and the design promise of plans, from the numbers beside the page."""
+    assert markdown(PLANS, numbers=Path("docs/data/plans.json")) == (ROOT / "docs/plans.md").read_text()
+    plans = {p["config"].removeprefix("configs/"): p for p in PLANS}
+    assert set(plans) == {p.name for p in SHIPPED}
+    for name, found in plans.items():
+        assert found["fits"], name
+        assert set(found["versions"]) >= {"jax", "libtpu"}, name
+        update = next(p for p in found["phases"] if p["name"] in ("update", "fused"))
+        fused = update["name"] == "fused"
+        cfg = load_config(ROOT / "configs" / name)
+        if cfg.lora.rank:
+            continue  # gradients of adapters alone: another share, and no formula
+        analytic = found["expected_fused" if fused else "expected"]
+        assert update["executed"] * found["chips"] == pytest.approx(analytic, rel=0.03), name
+        share = 0.75 if cfg.rollout.max_new <= 1024 else 0.70  # attention is computed again
+        if fused or QwenConfig.from_hf(architecture_fields(cfg.policy.path)).experts:
+            share -= 0.1  # and layers for scores, or the experts' last products for the router's gradient
+        assert update["share"] >= share, name
+    update = next(p for p in plans["qwen2.5-7b_v5p-32.yaml"]["phases"] if p["name"] in ("update", "fused"))
+    assert update["utilisation_in_turn"] >= 0.45
+    assert update["utilisation_together"] >= 0.60

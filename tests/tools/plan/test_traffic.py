@@ -1,0 +1,81 @@
+"""Bytes of HBM by hand, on programs written as a TPU's compiler writes them."""
+
+import pytest
+
+from oarjax.tools.plan.hlo import executed
+
+PROGRAM = """%sliced (p.0: f32[7,64], p.1: s32[], p.2: f32[64]) -> f32[64] {
+  %p.0 = f32[7,64]{1,0:T(8,128)} parameter(0)
+  %p.1 = s32[] parameter(1)
+  %p.2 = f32[64]{0:T(256)S(1)} parameter(2)
+  %slice.1 = f32[1,64]{1,0} dynamic-slice(%p.0, %p.1), dynamic_slice_sizes={1,64}
+  %bitcast.1 = f32[64]{0} bitcast(%slice.1)
+  ROOT %add.1 = f32[64]{0} add(%bitcast.1, %p.2)
+}
+
+%cut (c.0: s32[], c.1: f32[7,64]) -> f32[1,64] {
+  %c.0 = s32[] parameter(0)
+  %c.1 = f32[7,64]{1,0:T(8,128)} parameter(1)
+  ROOT %slice.2 = f32[1,64]{1,0} dynamic-slice(%c.1, %c.0), dynamic_slice_sizes={1,64}
+}
+
+%nested (n.0: f32[7,64], n.1: s32[]) -> f32[1,64] {
+  %n.0 = f32[7,64]{1,0:T(8,128)} parameter(0)
+  %n.1 = s32[] parameter(1)
+  %fusion.1 = f32[1,64]{1,0} fusion(%n.1, %n.0), kind=kLoop, calls=%cut
+  ROOT %negate.1 = f32[1,64]{1,0} negate(%fusion.1)
+}
+
+%written (p.3: f32[7,64], p.4: f32[64], p.5: s32[]) -> f32[7,64] {
+  %p.3 = f32[7,64]{1,0} parameter(0)
+  %p.4 = f32[64]{0} parameter(1)
+  %p.5 = s32[] parameter(2)
+  %bitcast.2 = f32[1,64]{1,0} bitcast(%p.4)
+  ROOT %update.1 = f32[7,64]{1,0} dynamic-update-slice(%p.3, %bitcast.2, %p.5)
+}
+
+%multiplied (p.6: bf16[8,64], p.7: bf16[64,32]) -> f32[8,32] {
+  %p.6 = bf16[8,64]{1,0} parameter(0)
+  %p.7 = bf16[64,32]{1,0} parameter(1)
+  ROOT %dot.1 = f32[8,32]{1,0} dot(%p.6, %p.7), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (a: f32[7,64], i: s32[], x: bf16[8,64], w: bf16[64,32]) -> f32[8,32] {
+  %a = f32[7,64]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %x = bf16[8,64]{1,0} parameter(2)
+  %w = bf16[64,32]{1,0} parameter(3)
+  %near = f32[64]{0:T(256)S(1)} constant({...})
+  BODY
+}
+"""
+
+
+def passed(*lines):
+    found = executed(PROGRAM.replace("BODY", "\n  ".join(lines)))
+    return found.passed, found.moved
+
+
+@pytest.mark.parametrize(
+    ("line", "bytes_"),
+    [
+        ("ROOT %r = f32[64]{0} fusion(%a, %i, %near), kind=kLoop, calls=%sliced", 64 * 4 * 2 + 4),  # a row; i; result
+        ("ROOT %r = f32[64]{0:T(256)S(1)} fusion(%a, %i, %near), kind=kLoop, calls=%sliced", 64 * 4 + 4),
+        ("ROOT %r = f32[1,64]{1,0} fusion(%a, %i), kind=kLoop, calls=%nested", 64 * 4 * 2 + 4),  # a row of a stack
+        ("ROOT %r = f32[7,64]{1,0} fusion(%a, %near, %i), kind=kLoop, calls=%written", 64 * 4 * 2 + 4),  # in place
+        ("ROOT %r = f32[7,64]{0,1} copy(%a)", 2 * 7 * 64 * 4),  # another layout
+        ("ROOT %r = (f32[7,64]{1,0:S(1)}, f32[7,64]{1,0}, u32[]{:S(2)}) copy-start(%a)", 7 * 64 * 4),
+        ("ROOT %r = f32[64,7]{1,0} bitcast(%a)", 0),
+    ],
+)
+def test_what_instructions_without_products_move(line, bytes_):
+    assert passed(line) == (bytes_, 0)
+
+
+def test_products_are_counted_apart_and_collectives_left_to_the_links():
+    product = "ROOT %r = f32[8,32]{1,0} fusion(%x, %w), kind=kOutput, calls=%multiplied"
+    gathered = "%g = f32[28,64]{1,0} all-gather(%a), replica_groups={{0,1,2,3}}, dimensions={0}"
+    assert passed(gathered, product) == (0, 2 * 8 * 64 + 2 * 64 * 32 + 4 * 8 * 32)
+    found = executed(PROGRAM.replace("BODY", f"{gathered}\n  {product}"))
+    assert found.groups == {4: 3 * 7 * 64 * 4}
+    assert found.group_calls == {4: 1}
