@@ -1,9 +1,4 @@
-"""Count FLOPs of forwards, iterations and credit methods, and list the peaks of chips.
-
-Peaks and HBM bandwidths come from the vendor's data sheets (cloud.google.com/tpu/docs, page of each generation).
-``link`` is one direction of one link between chips, as measured in "How to Scale Your Model" (jax-ml.github.io): 10%
-below the data sheets. ``memory`` is the HBM that libtpu 0.0.42 allows a program (the data sheets' 16, 95, 32 and
-32 GiB less its own share).
+"""Count FLOPs of forwards, iterations and credit methods.
 
 Model FLOPs are 2 per multiply-add of the matrix products that an algorithm needs: attention is causal, and a prefix
 that a group or a row's counterfactuals share is counted once. Recomputation (remat), padding and rejected samples do
@@ -19,40 +14,9 @@ from dataclasses import dataclass
 from oarjax.config import CreditConfig
 from oarjax.credit.method import CreditMethod, resolve
 from oarjax.credit.registry import CUSTOM, METHODS
+from oarjax.models.decoder import Decoder
 
-GIB = 2**30
 Number = int | float
-
-
-@dataclass(frozen=True)
-class Chip:
-    """Published peaks of one chip."""
-
-    name: str
-    flops: Number  # bfloat16, per second
-    bandwidth: Number  # of HBM, bytes per second
-    link: Number  # bytes per second, one way over one link
-    memory: Number  # bytes of HBM that a program may use
-
-
-CHIPS = {
-    "v5e": Chip("TPU v5e", flops=197e12, bandwidth=819e9, link=45e9, memory=15.75 * GIB),
-    "v5p": Chip("TPU v5p", flops=459e12, bandwidth=2765e9, link=90e9, memory=95.74 * GIB),
-    "v6e": Chip("TPU v6e", flops=918e12, bandwidth=1638e9, link=90e9, memory=31.25 * GIB),
-    "v4": Chip("TPU v4", flops=275e12, bandwidth=1228e9, link=45e9, memory=30.75 * GIB),
-}
-
-
-@dataclass(frozen=True)
-class Decoder:
-    """Sizes of a policy that its cost depends on."""
-
-    layers: int  # with keys and values
-    trunk_params: Number  # in matrix products of the layers
-    head_params: Number
-    heads_width: int  # heads * head_dim
-    kv_width: int  # key heads * head_dim
-    memory_flops: Number = 0  # per token, of layers that have a state of fixed size instead
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,12 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
 Params = Any
 """A plain pytree of arrays (nested dicts); only ``models/`` knows its content."""
 
+AXES = ("slice", "data", "expert", "fsdp", "tensor")
+"""Mesh axes of the training layout, the slowest network first."""
+
+ROLLOUT_AXES = ("data", "expert", "tensor")
+"""Mesh axes of the rollout layout: the same devices in the same order."""
+
 
 @struct.dataclass
 class PromptBatch:

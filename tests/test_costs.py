@@ -9,7 +9,6 @@ from conftest import ROOT
 
 from oarjax.config import CreditConfig, MaskingConfig, ScreenConfig, load_config
 from oarjax.costs import (
-    Decoder,
     Row,
     Work,
     adapted_update_flops,
@@ -27,6 +26,7 @@ from oarjax.costs import (
 )
 from oarjax.credit.bind import attribution, scorer
 from oarjax.credit.registry import METHODS
+from oarjax.models.decoder import Decoder
 from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import decoder_of, init_params

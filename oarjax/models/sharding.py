@@ -33,12 +33,6 @@ Experts are sharded over ``expert`` besides; along it every other param is whole
 ROLLOUT: Mapping[str, str | None] = {**RULES, "embed": None}
 """Rollout layout: whole along the embedding, so that decoding does not gather every weight for every token."""
 
-AXES = ("slice", "data", "expert", "fsdp", "tensor")
-"""Mesh axes of the training layout, the slowest network first."""
-
-ROLLOUT_AXES = ("data", "expert", "tensor")
-"""Mesh axes of the rollout layout: the same devices in the same order."""
-
 ROWS = ("slice", "data", "expert", "fsdp")
 """Mesh axes that shard the rows of a batch, if the mesh has them."""
 

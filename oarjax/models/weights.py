@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Key
 
-from oarjax.costs import Decoder
+from oarjax.models.decoder import Decoder
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.types import Params
 

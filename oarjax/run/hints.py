@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,16 +16,9 @@ from oarjax.credit.method import OF_MARKS, OF_TEACHER
 from oarjax.data.problems import Problem
 from oarjax.data.streams import bucketed, encode_problems, left_pad
 from oarjax.errors import UserError
+from oarjax.step.hints import marked_tokens
 from oarjax.system.plugins import import_object
 from oarjax.types import Hints, Privileged, Rollout
-
-
-class Mark(NamedTuple):
-    """A stretch of a completion's text, from character ``start`` to before ``end``, and its value."""
-
-    start: int
-    end: int
-    value: float = 1.0
 
 
 def hints_of(run: Any, problems: Sequence[Problem] | None = None) -> Callable[[Rollout, np.ndarray], Hints] | None:
@@ -48,7 +41,8 @@ def hints_of(run: Any, problems: Sequence[Problem] | None = None) -> Callable[[R
         rows = [int(p) for p in np.repeat(numbers, len(rollout.ended) // len(numbers))]
         out: dict[str, Any] = {}
         if marker is not None:
-            out["marks"], out["turns"] = marked_tokens(run, rollout, [known[p] for p in rows], marker)
+            texts = [(known[p].prompt, known[p].reference) for p in rows]
+            out["marks"], out["turns"] = marked_tokens(run.table, rollout, texts, marker, name=run.cfg.credit.marks)
         if numbered:
             tokens, valid = left_pad([numbered[p] for p in rows], length=width, pad_id=run.pad_id)
             out["teacher"] = Privileged(tokens, valid)  # pyright: ignore[reportArgumentType]
@@ -77,39 +71,6 @@ def find_marker(run: Any) -> Callable[..., Any]:
     if not callable(function):
         raise ConfigError(f"credit.marks: {place} is a {type(function).__name__}; expected a function")
     return function
-
-
-def marked_tokens(
-    run: Any, rollout: Rollout, problems: Sequence[Problem], marker: Callable[..., Any]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return values and numbers of the marks that tokens belong to, [B, T] each; later marks override earlier ones.
-
-    Raises:
-        ConfigError: the function failed, or returned something else.
-    """
-    completion = np.asarray(rollout.completion)
-    values, numbers = np.zeros(completion.shape, np.float32), np.zeros(completion.shape, np.int32)
-    ids = np.asarray(rollout.tokens)[:, -completion.shape[1] :]
-    for row, problem in enumerate(problems):
-        pieces = [run.table[i] for i in ids[row][completion[row]]]
-        text = b"".join(pieces).decode("utf-8", "surrogateescape")
-        ends = np.cumsum([len(piece) for piece in pieces])
-        starts = ends - [len(piece) for piece in pieces]
-        place = f"credit.marks: {run.cfg.credit.marks}"
-        try:
-            marks = [Mark(*mark) for mark in marker(problem.prompt, text, problem.reference)]
-        except Exception as error:
-            raise ConfigError(f"{place} fails on a completion: {type(error).__name__}: {error}") from error
-        for number, mark in enumerate(marks, start=1):
-            if not 0 <= mark.start <= mark.end <= len(text) or not np.isfinite(mark.value):
-                raise ConfigError(
-                    f"{place} returns {tuple(mark)} for a completion of {len(text)} characters; expected "
-                    "0 <= start <= end <= its length, and a finite value"
-                )
-            low, high = (len(text[:at].encode("utf-8", "surrogateescape")) for at in (mark.start, mark.end))
-            inside = np.flatnonzero((starts < high) & (ends > low))
-            values[row, inside], numbers[row, inside] = mark.value, number
-    return values, numbers
 
 
 def teacher_prompts(run: Any, problems: Sequence[Problem]) -> list[list[int]]:

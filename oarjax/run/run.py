@@ -43,6 +43,7 @@ from oarjax.rollout.stop_strings import cut_text
 from oarjax.run.adapters import start_adapters, trained_count, trained_shapes
 from oarjax.run.checks import check_failures, check_grading, check_lengths, check_report
 from oarjax.run.custom import check_credit, check_custom, find_advantages, find_loss, find_method, find_probe
+from oarjax.run.endings import reference_endings
 from oarjax.run.grades import RolloutGrading, grader_of
 from oarjax.run.hints import hints_of
 from oarjax.run.layout import (
@@ -55,7 +56,7 @@ from oarjax.run.policy import bind_policy, compute_dtype_of, stored_dtype_of
 from oarjax.run.source import policy_path, read_pairs, read_prompts
 from oarjax.step.minibatches import bucket, prompt_step
 from oarjax.step.programs import RolloutLayout, Shardings, Steps, TokenLoss, make_optimizer, make_steps
-from oarjax.step.spans import Ending, find_spans, reference_endings, with_endings
+from oarjax.step.spans import Ending, find_spans, with_endings
 from oarjax.step.state import new_state
 from oarjax.system.devices import choose_platform, use_compilation_cache
 from oarjax.system.mesh import make_mesh

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from transformers import PreTrainedTokenizerFast
 
-from oarjax.config import AnswerConfig, ConfigError, CreditConfig
+from oarjax.config import CreditConfig
 from oarjax.credit.answer_span import find_answers, find_units, whole_completion, with_reference
-from oarjax.credit.answer_text import CUES
-from oarjax.data.problems import Problem
-from oarjax.data.tokenizer import encode
 from oarjax.types import AnswerSpan, Rollout
 
 Ending = tuple[list[int], list[int]]
@@ -27,25 +23,6 @@ def find_spans(credit: CreditConfig, rollout: Rollout, token_bytes: Sequence[byt
     else:
         span = find_answers(ids, completion, token_bytes, style=credit.answer.style, pattern=credit.answer.pattern)
     return _with_units(credit, span, rollout, token_bytes)
-
-
-def reference_endings(
-    answer: AnswerConfig, tokenizer: PreTrainedTokenizerFast, problems: Mapping[int, Problem]
-) -> dict[int, Ending]:
-    """Encode the cue and the reference answer of every problem, for ``credit.answer.source: reference``.
-
-    Raises:
-        ConfigError: the answer style has no cue, or a reference has no tokens.
-    """
-    cue = CUES.get(answer.style) if answer.cue is None else answer.cue
-    if cue is None:
-        raise ConfigError(f"credit.answer.cue: style {answer.style} has no default cue; set credit.answer.cue")
-    cue_ids = encode(tokenizer, cue)
-    endings = {i: (cue_ids, encode(tokenizer, problem.reference)) for i, problem in problems.items()}
-    for i, (_, reference_ids) in endings.items():
-        if not reference_ids:
-            raise ConfigError(f"credit.answer.source: problem {i} has an empty reference answer; set source=own")
-    return endings
 
 
 def with_endings(

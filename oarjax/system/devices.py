@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from oarjax.costs import CHIPS
 from oarjax.errors import UserError
+from oarjax.system.chips import CHIPS
 from oarjax.system.compiled import cache_on_every_process
 
-TPU_KINDS = {  # JAX's device kinds -> chips of oarjax.costs
+TPU_KINDS = {  # JAX's device kinds -> chips of oarjax.system.chips
     "TPU v4": "v4",
     "TPU v5 lite": "v5e",
     "TPU v5e": "v5e",

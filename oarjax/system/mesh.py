@@ -12,9 +12,9 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from oarjax.models.sharding import AXES, ROLLOUT_AXES
 from oarjax.system.devices import DeviceError
 from oarjax.system.tiles import compact_order
+from oarjax.types import AXES, ROLLOUT_AXES
 
 
 def make_mesh(

@@ -1,7 +1,6 @@
 """The field's methods one by one, each worked by hand, and each in training. What all keep is in the contract."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +28,9 @@ from oarjax.credit.methods.token_baseline import baseline_advantages
 from oarjax.credit.probe import Reading
 from oarjax.credit.registry import METHODS
 from oarjax.credit.signals import Context, Signals
-from oarjax.data.problems import Problem
 from oarjax.rollout.filters import Filters
 from oarjax.rollout.logps import last_states, token_logps
-from oarjax.run.hints import marked_tokens
+from oarjax.step.hints import marked_tokens
 from oarjax.step.iteration import iterate
 from oarjax.system.plugins import import_object
 from oarjax.types import AnswerSpan, Hints, Privileged, Rollout
@@ -313,20 +311,19 @@ def test_marks_become_tokens_by_their_characters():
     ids = np.array([[9, 1, 2, 3, 4, 5, 6, 0]])
     mask, zeros = np.ones((1, 7), bool), np.zeros((1, 7), np.float32)
     rollout = Rollout(ids.astype(np.int32), np.ones((1, 8), bool), mask, zeros, zeros, np.ones(1, bool))
-    run = SimpleNamespace(table=table, cfg=SimpleNamespace(credit=SimpleNamespace(marks="here")))
-    problem = Problem("12+7=", "19", 0)
+    values_of = partial(marked_tokens, table, rollout, [("12+7=", "19")], name="here")
 
     def marker(prompt, completion, reference):
         assert (prompt, completion, reference) == ("12+7=", "12+7=20;\u00e9x", "19")
         return [(5, 7), (8, 9, -2.0)]
 
-    values, numbers = marked_tokens(run, rollout, [problem], marker)
+    values, numbers = values_of(marker)
     np.testing.assert_array_equal(values, [[0, 1, 1, -2, -2, 0, 0]])
     np.testing.assert_array_equal(numbers, [[0, 1, 1, 2, 2, 0, 0]])
     with pytest.raises(ConfigError, match=r"credit.marks: here returns \(3, 99, 1.0\) for a completion of 10 char"):
-        marked_tokens(run, rollout, [problem], lambda *_: [(3, 99)])
+        values_of(lambda *_: [(3, 99)])
     with pytest.raises(ConfigError, match=r"credit.marks: here fails on a completion: ZeroDivisionError"):
-        marked_tokens(run, rollout, [problem], lambda *_: 1 / 0)
+        values_of(lambda *_: 1 / 0)
 
 
 def test_the_examples_mark_steps():

@@ -32,7 +32,7 @@ def test_programs_are_bound_in_one_place():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "make_steps"
     ]
-    assert calls == ["training/run_parts.py"]
+    assert calls == ["run/run.py"]
 
 
 def test_parts_are_built_once():

@@ -1,8 +1,8 @@
 """Random sequences of accidents with the real trainer: every one ends bit for bit as a run that nothing happened to.
 
-One policy, one set of compiled programs and one grader for all of them. ``tests/storage/test_stateful.py`` has the longer
-sequences, with several folders and a fake trainer; ``tests/faults`` kills real processes. OARJAX_STATEFUL_REAL chooses
-how many sequences are tried, OARJAX_STATEFUL_SEED which.
+One policy, one set of compiled programs and one grader for all of them. ``tests/storage/test_stateful.py`` has the
+longer sequences, with several folders and a fake trainer; ``tests/faults`` kills real processes. OARJAX_STATEFUL_REAL
+chooses how many sequences are tried, OARJAX_STATEFUL_SEED which.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run stages in a worker process: ``python -m oarjax.tools.accept.worker`` with a JSON object on its first line of input.
+"""Run stages in a worker process: ``python -m oarjax.tools.accept.worker``, with a JSON object on its first input line.
 
 Each further line names a stage; the answer is one line of JSON on the original standard output, while the output of
 the stages goes to standard error. The parent kills this process if a stage hangs.

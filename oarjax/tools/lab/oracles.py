@@ -1,4 +1,4 @@
-"""Run both oracles over a set of completions: decode branches and compare them. See oarjax/tools/lab/interventions.py."""
+"""Run both oracles over a set of completions: decode branches and compare them. See ``interventions.py``."""
 
 from __future__ import annotations
 

@@ -9,9 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from oarjax.costs import (
-    CHIPS,
-    Chip,
-    Decoder,
     Number,
     Row,
     clean_flops,
@@ -22,6 +19,8 @@ from oarjax.costs import (
     pass_flops,
     update_flops,
 )
+from oarjax.models.decoder import Decoder
+from oarjax.system.chips import CHIPS, Chip
 
 QWEN_7B = Decoder(
     layers=28,

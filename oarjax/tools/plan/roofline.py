@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from oarjax.costs import Chip, Decoder, Number, Row, pass_flops
+from oarjax.costs import Number, Row, pass_flops
+from oarjax.models.decoder import Decoder
+from oarjax.system.chips import Chip
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ def executed_update_flops(
 def executed_fused_flops(
     d: Decoder, row: Row, *, remat: str, last_product: Number, draws: Number, attended: Number, attention_passes: Number
 ) -> float:
-    """Products that scores by OAR-G and the update of one row execute in one pass, see ``training.parts.fused``.
+    """Products that scores by OAR-G and the update of one row execute in one pass, see ``step.fused``.
 
     The update's own, and a push and a pull through the completion's linearised layers for every draw. remat full
     computes the completion's layers again for each of the two, once for all draws. Attention is kernels, but for the

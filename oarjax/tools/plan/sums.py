@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from oarjax.config import Config, CreditConfig
-from oarjax.costs import Chip, Row, Work, iteration_flops
+from oarjax.costs import Row, Work, iteration_flops
 from oarjax.credit.bind import attribution, measures, needs_reference, taught
 from oarjax.credit.method import CreditMethod
 from oarjax.credit.oar.oar_l import SCOPE, chunk_size
@@ -22,6 +22,7 @@ from oarjax.models.splash import block_of
 from oarjax.models.weights import decoder_of, matmul_parameters
 from oarjax.run.adapters import trained_count
 from oarjax.run.custom import find_method
+from oarjax.system.chips import Chip
 from oarjax.tools.plan.hlo import Executed, executed
 from oarjax.tools.plan.links import Ways, collective_seconds
 from oarjax.tools.plan.programs import Shapes, shapes_of, times_of

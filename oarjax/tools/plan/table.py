@@ -8,7 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from oarjax.costs import GIB, Number
+from oarjax.costs import Number
+from oarjax.system.chips import GIB
 from oarjax.tools.plan.needs import NOTICE, WRITE_RATE
 from oarjax.tools.plan.roofline import Reached
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from jax.experimental import topologies
 
-from oarjax.costs import CHIPS, Chip
 from oarjax.errors import UserError
+from oarjax.system.chips import CHIPS, Chip
 
 SHAPES: Mapping[str, tuple[str, ...]] = {
     "v5e": ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),

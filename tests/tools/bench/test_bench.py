@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 from oarjax.cli import app
 from oarjax.config import ConfigError
-from oarjax.costs import Decoder, pass_flops
+from oarjax.costs import pass_flops
 from oarjax.data.hf import write_random_checkpoint
+from oarjax.models.decoder import Decoder
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.tools.bench import command as bench
 from oarjax.tools.bench import grading as bench_grading

@@ -2,7 +2,9 @@
 
 import pytest
 
-from oarjax.costs import Chip, Decoder, update_flops
+from oarjax.costs import update_flops
+from oarjax.models.decoder import Decoder
+from oarjax.system.chips import Chip
 from oarjax.tools.plan.credit_costs import (
     PROJECTED,
     QWEN_7B,

@@ -15,10 +15,11 @@ import yaml
 from conftest import ROOT
 
 from oarjax.config import ConfigError, parse_config
-from oarjax.costs import GIB, Row, clean_flops, masked_flops
+from oarjax.costs import Row, clean_flops, masked_flops
 from oarjax.data.hf_files import CheckpointError
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import decoder_of, parameter_count
+from oarjax.system.chips import GIB
 from oarjax.tools.plan import command as planning
 from oarjax.tools.plan.architecture import architecture_fields
 from oarjax.tools.plan.credit_costs import QWEN_7B

@@ -2,7 +2,9 @@
 
 import pytest
 
-from oarjax.costs import CHIPS, Chip, Decoder, Row
+from oarjax.costs import Row
+from oarjax.models.decoder import Decoder
+from oarjax.system.chips import CHIPS, Chip
 from oarjax.tools.plan.roofline import (
     Reached,
     decoding_bytes,

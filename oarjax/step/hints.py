@@ -1,0 +1,63 @@
+"""Turn marks on the text of completions into values of their tokens. Numpy, on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from oarjax.config import ConfigError
+from oarjax.types import Rollout
+
+
+class Mark(NamedTuple):
+    """A stretch of a completion's text, from character ``start`` to before ``end``, and its value."""
+
+    start: int
+    end: int
+    value: float = 1.0
+
+
+def marked_tokens(
+    table: Sequence[bytes],
+    rollout: Rollout,
+    texts: Sequence[tuple[str, str]],
+    marker: Callable[..., Any],
+    *,
+    name: str | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return values and numbers of the marks that tokens belong to, [B, T] each; later marks override earlier ones.
+
+    Args:
+        table: the bytes of every token id.
+        texts: prompt and reference answer of every row.
+        marker: (prompt, completion, reference) -> (start, end, value) of every mark, in characters.
+        name: of the marker, for errors.
+
+    Raises:
+        ConfigError: the function failed, or returned something else.
+    """
+    completion = np.asarray(rollout.completion)
+    values, numbers = np.zeros(completion.shape, np.float32), np.zeros(completion.shape, np.int32)
+    ids = np.asarray(rollout.tokens)[:, -completion.shape[1] :]
+    for row, (prompt, reference) in enumerate(texts):
+        pieces = [table[i] for i in ids[row][completion[row]]]
+        text = b"".join(pieces).decode("utf-8", "surrogateescape")
+        ends = np.cumsum([len(piece) for piece in pieces])
+        starts = ends - [len(piece) for piece in pieces]
+        place = f"credit.marks: {name}"
+        try:
+            marks = [Mark(*mark) for mark in marker(prompt, text, reference)]
+        except Exception as error:
+            raise ConfigError(f"{place} fails on a completion: {type(error).__name__}: {error}") from error
+        for number, mark in enumerate(marks, start=1):
+            if not 0 <= mark.start <= mark.end <= len(text) or not np.isfinite(mark.value):
+                raise ConfigError(
+                    f"{place} returns {tuple(mark)} for a completion of {len(text)} characters; expected "
+                    "0 <= start <= end <= its length, and a finite value"
+                )
+            low, high = (len(text[:at].encode("utf-8", "surrogateescape")) for at in (mark.start, mark.end))
+            inside = np.flatnonzero((starts < high) & (ends > low))
+            values[row, inside], numbers[row, inside] = mark.value, number
+    return values, numbers

@@ -1,0 +1,32 @@
+"""List the peaks of TPU chips.
+
+Peaks and HBM bandwidths come from the vendor's data sheets (cloud.google.com/tpu/docs, page of each generation).
+``link`` is one direction of one link between chips, as measured in "How to Scale Your Model" (jax-ml.github.io): 10%
+below the data sheets. ``memory`` is the HBM that libtpu 0.0.42 allows a program (the data sheets' 16, 95, 32 and
+32 GiB less its own share).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Published peaks of one chip."""
+
+    name: str
+    flops: int | float  # bfloat16, per second
+    bandwidth: int | float  # of HBM, bytes per second
+    link: int | float  # bytes per second, one way over one link
+    memory: int | float  # bytes of HBM that a program may use
+
+
+CHIPS = {
+    "v5e": Chip("TPU v5e", flops=197e12, bandwidth=819e9, link=45e9, memory=15.75 * GIB),
+    "v5p": Chip("TPU v5p", flops=459e12, bandwidth=2765e9, link=90e9, memory=95.74 * GIB),
+    "v6e": Chip("TPU v6e", flops=918e12, bandwidth=1638e9, link=90e9, memory=31.25 * GIB),
+    "v4": Chip("TPU v4", flops=275e12, bandwidth=1228e9, link=45e9, memory=30.75 * GIB),
+}
