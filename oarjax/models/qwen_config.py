@@ -2,7 +2,7 @@
 
 To add a model family: its ``model_type`` in ``SUPPORTED`` and its fields in ``from_hf`` here, its tensors in the table
 of ``models/weights.py``, its layers beside ``models/layers.py`` and in ``models/qwen.py``, its sizes in
-``plan/published_sizes.py`` (read by ``oarjax plan`` only), and parity with transformers in tests/models.
+``tools/plan/published_sizes.py`` (read by ``oarjax plan`` only), and parity with transformers in tests/models.
 """
 
 from __future__ import annotations

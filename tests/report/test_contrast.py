@@ -9,7 +9,7 @@ from oarjax.report.colours import DARK, LIGHT
 
 PAGES = {
     name: (ROOT / "oarjax" / name).read_text()
-    for name in ("report/page.html", "report/shown.html", "lab/page.html", "accept/page.html")
+    for name in ("report/page.html", "report/shown.html", "tools/lab/page.html", "tools/accept/page.html")
 }
 TINT = 0.62
 """Opacity of the strongest tint behind a token, as in the templates."""
