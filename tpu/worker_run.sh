@@ -56,8 +56,8 @@ start() { # commit, then what `loop` takes
   fail "it did not start: $(tail -n 5 "$here/log")"
 }
 
-loop() { # restarts at most, config, arguments: train, again after exit code 75, until it is done, fails or is stopped
-  local left="$1" config="$2" code child keeper
+loop() { # restarts at most, config, arguments: train until it is done, fails or is stopped; again after 75, or a signal
+  local left="$1" config="$2" code child keeper before idle=0
   shift 2
   exec 9>>"$base/lock"
   flock --nonblock 9
@@ -77,6 +77,7 @@ loop() { # restarts at most, config, arguments: train, again after exit code 75,
   keeper=$!
   rm -f "$here/child"
   while :; do
+    before="$(checkpoints)"
     if [[ ${work:-train} == accept ]]; then
       "$base/venv/bin/oarjax" accept --device tpu --out "$shared/accept/worker-$number.json" \
         --folder "$shared/accept/files" &
@@ -92,8 +93,17 @@ loop() { # restarts at most, config, arguments: train, again after exit code 75,
       code=0
       wait "$child" || code=$?
     done
-    if [[ $code != 75 || -e $here/stop ]] || ((left-- <= 0)); then break; fi
-    tell "oarjax ended with 75 (stopped, resumable): starting it again, $left more restart(s) allowed"
+    if [[ -e $here/stop ]]; then break; fi
+    if [[ $code != 75 ]] && { ((code < 128)) || [[ ${work:-train} == accept ]]; }; then break; fi
+    if [[ $(checkpoints) == "$before" ]]; then ((++idle)); else idle=0; fi
+    if ((idle >= ${IDLE_ENDS:-5})); then
+      tell "oarjax ended $idle times in a row without a new checkpoint: it is not started again"
+      break
+    fi
+    if ((left-- <= 0)); then break; fi
+    local why="stopped, resumable"
+    if ((code != 75)); then why="ended by a signal, or with a lost worker"; fi
+    tell "oarjax ended with $code ($why): starting it again, $left more restart(s) allowed"
     sleep "${PAUSE:-10}" || true
     if [[ -e $here/stop ]]; then break; fi
   done
@@ -101,6 +111,10 @@ loop() { # restarts at most, config, arguments: train, again after exit code 75,
   tell "the run ended here with exit code $code"
   save || true
   note "$code"
+}
+
+checkpoints() { # their names, those of the warm start too
+  ls "$shared/checkpoints" "$shared/sft" 2>/dev/null || true
 }
 
 note() { # exit code or "running": for tpu/run.sh and tpu/status.sh, which may come when this machine is gone

@@ -544,6 +544,24 @@ def test_a_run_to_its_end_with_two_restarts(cloud):
     assert "worker 1: 0" in cloud.run("status")
 
 
+def test_a_run_whose_process_was_ended_is_started_again(cloud):
+    """By the kernel for memory (137), by JAX after a lost worker (134)."""
+    cloud.running()
+    cloud.put("codes", "137\n134\n0\n")
+    assert "DONE: run first is complete" in cloud.run("run")
+    assert len(cloud.trained()) == 3
+    assert "oarjax ended with 134 (ended by a signal, or with a lost worker): starting it again" in cloud.run("logs")
+
+
+def test_ends_without_a_new_checkpoint_have_a_limit(cloud):
+    cloud.running()
+    cloud.put("codes", "137\n" * 9)
+    cloud.environment["IDLE_ENDS"] = "2"
+    assert "worker 0: 137" in cloud.run("run", code=1)
+    assert len(cloud.trained()) == 2
+    assert "oarjax ended 2 times in a row without a new checkpoint: it is not started again" in cloud.run("logs")
+
+
 def test_restarts_have_a_limit(cloud):
     cloud.running()
     cloud.put("codes", "75\n" * 9)
