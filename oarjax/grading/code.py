@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+from oarjax.grading.crossing import REFUSED
 from oarjax.grading.rewards import Sample, Unparseable, reward
 from oarjax.grading.sandbox import ProgramResult, prove_isolation, run_program
 
 PYTHON = ("", "python", "py", "python3")  # languages of a fence
 MAX_CASES = 100
+CROSSING = Path(__file__).with_name("crossing.py")
 
 
 @reward("code")
 def code_passes(sample: Sample, *, tests: str = "tests", seconds: float = 4.0, memory_mb: int = 512) -> float:
     """Return 1 if the completion's last Python block passes all tests of its row, else 0.
 
-    The column ``tests`` holds statements (text, or a list of texts such as MBPP's asserts) that run after the block, or
-    a list of {"input", "output"}: for each the block runs with that standard input, and must print that output, up to
-    white space at the ends of lines and of the text. All of it within ``seconds``, which must be below
+    The column ``tests`` holds statements (text, or a list of texts such as MBPP's asserts) that call the block's
+    functions, or a list of {"input", "output"}: for each the block runs with that standard input, and must print that
+    output, up to white space at the ends of lines and of the text. All of it within ``seconds``, which must be below
     ``grading.deadline``.
 
-    A program that exits early passes no test. But statements run in the block's own interpreter: one that inspects its
-    frames can claim success. With inputs and outputs, a program sees only the inputs.
+    Statements run in an interpreter of their own, where the block's functions stand for calls to the other one; only
+    plain data crosses (``grading/crossing.py``). A block that exits early, returns other objects or changes its
+    interpreter passes no test. With inputs and outputs, a program sees only the inputs.
 
     Raises:
         IsolationError: this machine has no working sandbox.
-        Unparseable: the row has no such tests, or the completion has no Python block (the value is then 0).
+        Unparseable: the row has no such tests, or they pass something other than plain data to the block; or the
+            completion has no Python block (the value is then 0).
     """
     prove_isolation()
     cases = _cases(sample.columns.get(tests))
@@ -37,9 +45,7 @@ def code_passes(sample: Sample, *, tests: str = "tests", seconds: float = 4.0, m
     if program is None:
         raise Unparseable("answer", sample.completion[-200:])
     if isinstance(cases, str):
-        done = secrets.token_hex(16)
-        result = run_program(with_tests(program, cases, done), seconds=seconds, memory_mb=memory_mb)
-        return float(result.passed and result.output.endswith(f"{done}\n"))
+        return float(_passes(program, cases, seconds=seconds, memory_mb=memory_mb))
     end = time.monotonic() + seconds
     for case in cases:
         left = end - time.monotonic()
@@ -64,19 +70,26 @@ def last_block(completion: str) -> str | None:
     return block
 
 
-def with_tests(program: str, tests: str, done: str) -> str:
-    """Join a program and statements that test it; ``done``, a secret, is printed after the last one."""
-    return "\n".join(
-        [
-            "_exec, _print = exec, print",
-            f"_program = compile({program!r}, '<completion>', 'exec')",
-            f"_tests = compile({tests!r}, '<tests>', 'exec')",
-            "_names = {'__name__': '__main__'}",
-            "_exec(_program, _names)",
-            "_exec(_tests, _names)",
-            f"_print({done!r})",
-        ]
-    )
+def _passes(program: str, tests: str, **limits: Any) -> bool:
+    """Run a program and statements that test it in two sandboxes, connected by pipes.
+
+    Raises:
+        Unparseable: the tests pass something other than plain data to the program.
+    """
+    done, source, stop = secrets.token_hex(16), CROSSING.read_text(encoding="utf-8"), threading.Event()
+    (calls, call), (replies, reply) = os.pipe(), os.pipe()
+    served = f"{source}\nserve({program!r}, {calls}, {reply})"
+    checked = f"{source}\ncheck({tests!r}, {replies}, {call}, {done!r})"
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(run_program, served, fds=(calls, reply), stop=stop, **limits)
+        try:
+            result = run_program(checked, fds=(replies, call), **limits)
+        finally:
+            stop.set()
+        other.result()  # its errors are this machine's
+    if result.code == REFUSED and not result.stopped:
+        raise Unparseable("reference", f"the tests, which pass {result.errors.strip()[-150:]}")
+    return result.passed and result.output.endswith(f"{done}\n")
 
 
 def _cases(column: Any) -> str | list[dict[str, str]] | None:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from oarjax.grading.rewards import Sample
+from oarjax.system.secrets import hide, mark_secret
 
 MAX_BYTES = 1 << 20
 """Size limit of a reply."""
@@ -67,11 +68,12 @@ class HttpJudge:
             429 or 5xx, or an invalid score. Other statuses are not retried.
         timeout: seconds per attempt.
         backoff: seconds before the first retry, doubled for each further one; a longer Retry-After is obeyed.
-        key_env: environment variable whose value is sent as a bearer token; never in the config or a log.
+        key_env: environment variable whose value, without blanks around it, is sent as a bearer token. It is masked in
+            every error.
         request, score: functions from the sample to the request's JSON, and from the reply's JSON to the score.
 
     Raises:
-        ValueError: an argument out of range, or ``key_env`` names nothing.
+        ValueError: an argument out of range, or ``key_env`` names no variable whose value is a key.
     """
 
     def __init__(
@@ -96,10 +98,17 @@ class HttpJudge:
                 f"{retries}, {timeout} and {backoff}"
             )
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        self._key = ""
         if key_env is not None:
-            if not os.environ.get(key_env):
+            mark_secret(key_env)
+            self._key = os.environ.get(key_env, "").strip()
+            if not self._key:
                 raise ValueError(f"HttpJudge: the environment variable {key_env} is not set; export the service's key")
-            self._headers["Authorization"] = f"Bearer {os.environ[key_env]}"
+            if not (self._key.isascii() and self._key.isprintable()):
+                raise ValueError(
+                    f"HttpJudge: the value of {key_env} has characters that no header can hold; export the key again"
+                )
+            self._headers["Authorization"] = f"Bearer {self._key}"
         self._low, self._high, self._retries = low, high, retries
         self._timeout, self._backoff = timeout, backoff
         self._request, self._score = request, score
@@ -112,6 +121,16 @@ class HttpJudge:
             JudgeError: no attempt gave a valid one.
             TimeoutError: the last attempt had no reply in time.
         """
+        try:
+            return await self._ask(sample)
+        except Exception as error:  # of a custom request function, or of a service that sends the key back
+            text = f"{type(error).__name__}: {error}"
+            if not self._key or hide(text, {self._key}) == text:
+                raise
+            hidden = hide(str(error), {self._key})
+        raise JudgeError(hidden)
+
+    async def _ask(self, sample: Sample) -> float:
         body = json.dumps(self._request(sample)).encode()
         for attempt in range(self._retries + 1):
             pause = self._backoff * 2**attempt
@@ -160,15 +179,23 @@ class HttpJudge:
         except Exception as error:  # the reader may be custom; RecursionError for deep nesting
             what = f"{type(error).__name__}: {str(error)[:200]}"
             raise InvalidScore(f"the judge's reply cannot be read: {what}") from None
-        if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
-            raise InvalidScore(f"the judge's score is {str(score)[:50]!r}; expected a number")
+        if isinstance(score, bool) or not isinstance(score, int | float) or not _is_finite(score):
+            shown = "too large" if isinstance(score, int) and abs(score) > 1 else repr(str(score)[:50])
+            raise InvalidScore(f"the judge's score is {shown}; expected a number")
         if not self._low <= score <= self._high:
-            raise InvalidScore(f"the judge's score is {score}; expected {self._low} to {self._high}")
+            raise InvalidScore(f"the judge's score is {float(score):g}; expected {self._low} to {self._high}")
         return float(score)
 
 
 class InvalidScore(ValueError):
     """A reply without a valid score."""
+
+
+def _is_finite(score: int | float) -> bool:
+    try:
+        return math.isfinite(score)
+    except OverflowError:  # an integer of hundreds of digits
+        return False
 
 
 def _seconds(header: str | None) -> float | None:

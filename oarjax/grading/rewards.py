@@ -17,7 +17,7 @@ samples a call sees, and any of the three may be ``async def``:
     group    the completions of one prompt, in order   (samples) -> one float per sample
 
 None, or NaN, leaves a sample ungraded. Rewards run in worker processes (``grading/grader.py``; batch, group and async
-ones in a separate one, ``grading/joint.py``), never in the training process: a hang, a crash or a memory leak costs
+ones in a separate one, ``grading/pool.py``), never in the training process: a hang, a crash or a memory leak costs
 the samples of that call. In a worker with the reward ``math``, sympy's ``sympify`` and ``parse_expr`` parse only
 numbers and names: they would otherwise run a completion's text as code (``grading/no_eval.py``). This module does not
 import jax, and imports sympy only for the first answer.
@@ -33,11 +33,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from oarjax.credit.answer_text import extract_answer
+from oarjax.grading.bounds import exceeds_bounds
+from oarjax.grading.everyday import bare, in_percent, with_commas, without_unit
 from oarjax.grading.no_eval import forbid_evaluation
-from oarjax.grading.strict import has_extra_values, without_percent
+from oarjax.grading.strict import has_extra_values, is_list, without_percent
 from oarjax.system.plugins import import_plugin
 
 
@@ -72,6 +74,7 @@ class Sample:
 Reward = Callable[..., Any]
 """A registered function with its settings bound."""
 
+Registered = TypeVar("Registered", bound=Reward)
 Per = Literal["sample", "batch", "group"]
 
 
@@ -94,8 +97,12 @@ BUILT_IN = ("oarjax.grading.shaping", "oarjax.grading.code")
 """Modules of built-in rewards beside this one, imported when rewards are looked up."""
 
 
-def reward(name: str, *, per: Per = "sample") -> Callable[[Reward], Reward]:
-    """Register a reward under a name; each call gets one sample, a whole batch, or a group.
+def reward(name: str, *, per: Per = "sample") -> Callable[[Registered], Registered]:
+    """Register a reward under a name.
+
+    Args:
+        name: of the reward, as ``grading.rewards`` has it.
+        per: what a call gets: one ``sample``, the whole ``batch`` or a prompt's ``group``; default sample.
 
     Raises:
         ValueError: another function has the name (importing the same file twice is fine), or an unknown ``per``.
@@ -103,7 +110,7 @@ def reward(name: str, *, per: Per = "sample") -> Callable[[Reward], Reward]:
     if per not in ("sample", "batch", "group"):
         raise ValueError(f"reward {name!r}: per must be sample, batch or group, got {per!r}")
 
-    def register(function: Reward) -> Reward:
+    def register(function: Registered) -> Registered:
         place = _place(function)
         other = _places.get(name) if name in _registry else None
         if other is not None and other != place:
@@ -175,7 +182,7 @@ def _import_built_in() -> None:
 
 def is_joint(name: str) -> bool:
     """Return True for a reward that runs outside the pool: per batch, per group, or async."""
-    return calls_of(name) != "sample" or _is_async(_registry[name])
+    return calls_of(name) != "sample" or is_async(_registry[name])
 
 
 def register_local(function: Reward) -> str:
@@ -202,7 +209,8 @@ def unregister_local(name: str) -> None:
         del _registry[name]
 
 
-def _is_async(function: Any) -> bool:
+def is_async(function: Any) -> bool:
+    """Return True for a coroutine function, or an object that is called like one."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
@@ -235,29 +243,38 @@ def same_text(sample: Sample) -> float:
     """Return 1 if the answer and the reference are the same text or the same plain number. Cheap."""
     if sample.extracted is None:
         return 0.0
-    return float(_plainly_equal(reference_answer(sample.answer), _tidy(sample.extracted)) is True)
+    return float(plainly_equal(reference_answer(sample.answer), _tidy(sample.extracted)) is True)
 
 
 @reward("math")
-def same_value(sample: Sample) -> float:
+def same_value(sample: Sample, *, percent_as_unit: bool = False) -> float:
     """Return 1 if the answer equals the reference mathematically, 0 if it differs or is missing.
 
     math-verify compares, with its own timeouts off (they count a slow answer as wrong; the grader has a deadline) and
     errors on. It parses LaTeX with a grammar, and text that would run as code is rejected (``grading/no_eval.py``).
-    Departures: plain numbers are compared directly, with the same verdict if math-verify gives one; an answer that
-    states more than one value is wrong (``grading/strict.py``), and 7% is 7/100 unless the reference is in per cent;
-    expressions longer than ``MAX_LENGTH`` or nested deeper than ``MAX_DEPTH`` count as unparseable, the latter because
-    sympy's recursion errors inside the comparison would be reported as "wrong".
+    Departures: plain numbers are compared directly, with the same verdict if math-verify gives one, and for such a
+    reference an answer may have a unit in any words (``grading/everyday.py``); an answer that states more than one
+    value is wrong (``grading/strict.py``); 7% is 7/100 unless the reference is in per cent, and never equals a whole
+    number above 1; expressions that exceed the bounds of ``grading/bounds.py``, ``MAX_LENGTH`` or ``MAX_DEPTH`` count
+    as unparseable, the last because sympy's recursion errors inside the comparison would be reported as "wrong".
+
+    Args:
+        percent_as_unit: accept 25% and "25 percent" for the reference 25, as GSM8K's problems ask for percentages.
 
     Raises:
         Unparseable: the answer or the reference is not an expression.
     """
     if sample.extracted is None:
         return 0.0
-    gold, answer = reference_answer(sample.answer), _tidy(sample.extracted)
+    gold, answer = reference_answer(sample.answer), bare(sample.extracted)
     if not gold:
         raise Unparseable("reference", sample.answer)
-    plain = _plainly_equal(gold, answer)
+    plain = plainly_equal(gold, answer)
+    if plain is None and len(answer) <= MAX_LENGTH:
+        answer = _as_reference(gold, answer, percent_as_unit=percent_as_unit)
+        if answer is None:
+            return 0.0
+        plain = plainly_equal(gold, answer)
     if plain is not None:
         return float(plain)
     target = _parsed_reference(gold)
@@ -271,6 +288,19 @@ def same_value(sample: Sample) -> float:
     from math_verify import verify
 
     return float(verify(list(target), list(parsed), timeout_seconds=None, raise_on_error=True))
+
+
+def _as_reference(gold: str, answer: str, *, percent_as_unit: bool) -> str | None:
+    """Write an answer as its reference is written: a bare number, or a list; None if it certainly differs."""
+    number = _plain_number(gold)
+    if number is None:
+        return with_commas(answer) if is_list(gold) else answer
+    share = in_percent(answer)
+    if share is None:
+        return without_unit(answer)
+    if percent_as_unit and plainly_equal(gold, share):
+        return share
+    return None if not number.fraction and number.whole not in ("", "1") else answer
 
 
 MAX_DEPTH = 100
@@ -296,7 +326,7 @@ def _tidy(text: str) -> str:
     return text.strip().removesuffix(".").strip()
 
 
-def _plainly_equal(gold: str, answer: str) -> bool | None:
+def plainly_equal(gold: str, answer: str) -> bool | None:
     """Compare texts and plain numbers; return None if only math-verify can decide.
 
     math-verify rounds decimal numbers to six places, so only numbers further apart than that are certainly different.
@@ -348,7 +378,7 @@ def _parsed(text: str, *, whole: bool = False) -> tuple[Any, ...]:
 
     With ``whole`` the complete text must be an expression; without it a part suffices.
     """
-    if len(text) > MAX_LENGTH:
+    if len(text) > MAX_LENGTH or exceeds_bounds(text):
         return ()
     from math_verify import LatexExtractionConfig, parse
     from sympy import Basic, MatrixBase, nan, zoo

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,13 +56,17 @@ def run_program(
     seconds: float = 4.0,
     memory_mb: int = 512,
     disk_mb: int = 16,
+    fds: tuple[int, ...] = (),
+    stop: threading.Event | None = None,
 ) -> ProgramResult:
-    """Run a Python program in a new sandbox and wait for its end.
+    """Run a Python program in a new sandbox and wait for its end. It ends with the calling thread at the latest.
 
     Args:
         seconds: wall-clock time, start-up included; processor time is limited to the same.
         memory_mb: address space.
         disk_mb: of the scratch folder, and of each output.
+        fds: open files that the program inherits; closed here.
+        stop: ends the program when set.
 
     Raises:
         IsolationError: the sandbox could not be set up; the program was not run.
@@ -78,21 +83,27 @@ def run_program(
             "seconds": seconds,
             "file_mb": disk_mb,
             "program": program,
+            "parent": os.getpid(),
         }
         paths = [Path(folder, name) for name in ("in", "out", "err")]
         paths[0].write_text(json.dumps(job) + "\n" + stdin, encoding="utf-8")
         with paths[0].open("rb", 0) as stdin_file, paths[1].open("wb") as out, paths[2].open("wb") as err:
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(CHILD)],
-                stdin=stdin_file,
-                stdout=out,
-                stderr=err,
-                cwd=scratch,
-                env={"LANG": "C.UTF-8", "HOME": str(scratch), "TMPDIR": str(scratch)},
-                process_group=0,
-            )
             try:
-                stopped = _watch(process, scratch, seconds, disk_mb)
+                process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(CHILD)],
+                    stdin=stdin_file,
+                    stdout=out,
+                    stderr=err,
+                    cwd=scratch,
+                    env={"LANG": "C.UTF-8", "HOME": str(scratch), "TMPDIR": str(scratch)},
+                    process_group=0,
+                    pass_fds=fds,
+                )
+            finally:
+                for fd in fds:
+                    os.close(fd)
+            try:
+                stopped = _watch(process, scratch, seconds, disk_mb, stop or threading.Event())
             finally:
                 process.kill()
                 code = process.wait()
@@ -102,7 +113,7 @@ def run_program(
     return ProgramResult(code, output, errors, stopped)
 
 
-def _watch(process: subprocess.Popen[bytes], scratch: Path, seconds: float, disk_mb: int) -> str:
+def _watch(process: subprocess.Popen[bytes], scratch: Path, seconds: float, disk_mb: int, stop: threading.Event) -> str:
     """Wait for the end; return the reason to kill the process, or ""."""
     end = time.monotonic() + seconds
     while True:
@@ -111,6 +122,8 @@ def _watch(process: subprocess.Popen[bytes], scratch: Path, seconds: float, disk
             return ""
         except subprocess.TimeoutExpired:
             pass
+        if stop.is_set():
+            return "it was no longer needed"
         if time.monotonic() > end:
             return f"it took more than {seconds:g} s"
         if (problem := _size_problem(scratch, disk_mb)) is not None:

@@ -4,7 +4,7 @@ Linux on x86-64 only. In this order: limits of the process; Landlock, so that th
 library (to read) and the scratch folder (to write); a seccomp filter that allows only the system calls of an
 interpreter that computes, reads and writes. There are threads, but no sockets, no other processes, no signals to
 others, no new programs, and no way to lift any of this. Standard input: a JSON line {"scratch", "read", "memory_mb",
-"seconds", "file_mb", "program"}, then the program's own input.
+"seconds", "file_mb", "program", "parent"}, then the program's own input.
 
 Exit codes: 97 if a restriction failed (nothing was run); otherwise the program's.
 """
@@ -60,6 +60,9 @@ NUMBER, ARCH, FIRST, SECOND = 0, 4, 16, 24  # offsets in struct seccomp_data; th
 def main() -> None:
     job = json.loads(sys.stdin.buffer.readline())
     try:
+        prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: the program ends with the thread that started it
+        if os.getppid() != job["parent"]:
+            os._exit(LOCK_FAILED)
         os.chdir(job["scratch"])
         limit(job)
         lock_files(job["scratch"], job["read"])

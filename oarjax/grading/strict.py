@@ -11,14 +11,18 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|texttt|mbox|mathrm|mathbf|mathit|operatorname)\s*\{([^{}]*)\}")
+from oarjax.grading.everyday import TEXT
+
 _WORD = re.compile(
     r"(?<!\\)\b(?:or|and|not|but|if|unless|plus|minus|times|over|divided|answer|per\s?cents?|percentage|pct|half|dozens?"
-    r"|hundreds?|thousands?|[mb]illions?|trillions?)\b",
+    r"|hundreds?|thousands?|[mb]illions?|trillions?|squared|cubed|twice|thrice|i\.e|namely)\b",
     re.IGNORECASE,
 )
 _DOTS = re.compile(r"\\[lcv]?dots\w?\b|\.\.\.|…")
-_EQUALS = re.compile(r"(?<![\\<>!:])=")
+_EQUALS = re.compile(r"(?<![\\<>!:])=|\\(?:approx|equiv|simeq|cong|sim|doteq)\b|[≈≡]")
+_REMAINDER = re.compile(r"\\[bp]?mod\b")
+_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d*)(?:\.\d*)?")
+_COMMA = re.compile(r",(?!\d{3}(?!\d))|;")
 _SUBSCRIPT = re.compile(r"(?<=[\d})\]])\s*_\s*(\{[^{}]*\}|\\?\w+)")
 _ENVIRONMENT = re.compile(r"(?<!\\)\$|\\[(\[\])]|\\(?:boxed|fbox)\b")
 _SCRIPT = re.compile(r"[_^]\s*\{[^{}]*\}")
@@ -33,8 +37,12 @@ def has_extra_values(reference: str, answer: str) -> bool:
     inner, flat, known = _unwrapped(answer), _without_scripts(_unwrapped(answer)), _without_scripts(reference)
     if _ENVIRONMENT.search(inner):
         return True
+    value = re.sub(r"[A-Za-z]\s*\([^()]*\)", "", _LAYOUT.sub("", _EQUALS.split(inner.replace("{,}", ""))[-1]))
+    if _NUMBER.fullmatch(reference) and _COMMA.search(value):
+        return True
     return bool(
         (_DOTS.search(inner) and not _DOTS.search(reference))
+        or (_REMAINDER.search(inner) and not _REMAINDER.search(reference))
         or _words(inner) - _words(reference)
         or (_subscripts(inner) and _subscripts(inner) != _subscripts(reference))
         or (not _equals(known) and not all(map(_is_value, _pieces(flat))))
@@ -42,10 +50,18 @@ def has_extra_values(reference: str, answer: str) -> bool:
     )
 
 
+def is_list(reference: str) -> bool:
+    """Return True for several values with commas between them, bare or in braces, and no words."""
+    inner = reference.strip().removeprefix(r"\{").removesuffix(r"\}")
+    return len(_pieces(inner)) > 1 and not _WORD.search(reference)
+
+
 def without_percent(reference: str, answer: str) -> str:
     """Return an answer in per cent as a fraction of one, unless the reference is in per cent too."""
     match = re.fullmatch(r"\s*(.*?)\s*\\?%\s*", answer, re.DOTALL)
-    return rf"\frac{{{match[1]}}}{{100}}" if match is not None and "%" not in reference else answer
+    if match is not None and "%" not in reference:
+        return rf"\frac{{{match[1]}}}{{100}}"
+    return re.sub(r"\s+(\\?%)", r"\1", answer)
 
 
 def _without_scripts(text: str) -> str:
@@ -66,8 +82,8 @@ def _unwrapped(text: str) -> str:
 def _words(text: str) -> Counter[str]:
     """Count the words that change a value, and the numbers in text that stands beside something else."""
     words = Counter(word.lower() for word in _WORD.findall(text))
-    if _TEXT.sub("", text).strip():
-        words.update(number for part in _TEXT.findall(text) for number in re.findall(r"\d+", part))
+    if TEXT.sub("", text).strip():
+        words.update(number for part in TEXT.findall(text) for number in re.findall(r"\d+", part))
     return words
 
 
@@ -99,7 +115,7 @@ def _is_value(piece: str) -> bool:
 
 def _is_name(side: str) -> bool:
     """Return True for a variable, a function of something, a length such as ``AB``: no value of its own."""
-    side = _TEXT.sub(lambda match: re.sub(r"[\s.'-]", "", match[1]), _LAYOUT.sub(" ", side))
+    side = TEXT.sub(lambda match: re.sub(r"[\s.'-]", "", match[1]), _LAYOUT.sub(" ", side))
     side = re.sub(r"_\s*(?:\{[^{}]*\}|\\?\w)|\^\s*\{?-1\}?", "", side)
     side = re.sub(r"(?<=[A-Za-z}\s])\([^()]*\)", "", side)
     return _NAME.fullmatch(side) is not None and re.search("[A-Za-z]", side) is not None

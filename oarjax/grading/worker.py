@@ -1,11 +1,12 @@
-"""Serve as a grading worker: read samples from a socket and send back one message per answer.
+"""Call rewards in a grading worker: read calls from a socket and send back one message per sample.
 
-``grading/grader.py`` starts it with ``python -c``, so that it inherits nothing from the training process (main module,
+``grading/pool.py`` starts it with ``python -c``, so that it inherits nothing from the training process (main module,
 jax, threads). Both directions are JSON: the parent unpickles nothing from a worker.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
@@ -14,91 +15,224 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any
+from time import monotonic
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from oarjax.credit.answer_text import extract_answer
-from oarjax.grading.process_tree import bind
+from oarjax.grading.process_tree import MAX_TICK, bind
 from oarjax.grading.rewards import (
     BUILT_IN,
+    Per,
     Reward,
     Sample,
     Unparseable,
+    calls_of,
     find_rewards,
+    is_async,
     load_plugins,
     name_of,
     same_value,
 )
+from oarjax.system.secrets import masked
+
+if TYPE_CHECKING:
+    from oarjax.types import Verdict  # which imports jax
 
 MAX_FRAMES = 1000
 """Recursion limit while an answer is graded: a RecursionError instead of a stack overflow."""
+
+TICK = 0.5  # seconds between two looks at the clock of an async call
+
+WORST: tuple[Verdict, ...] = ("crash", "timeout", "ungraded", "unparseable", "graded")
+"""Verdicts from worst to best; a sample gets the worst of its rewards' verdicts."""
+
+Graded = tuple[float, "Verdict", str]
+"""Value, verdict and note of one reward for one sample; NaN unless the verdict is graded or unparseable."""
+
+Emit = Callable[[int, Graded], object]
+"""Takes the place of a sample in the call and its verdict, once per sample."""
+
+
+class AsyncLimits(NamedTuple):
+    """Limits of the calls of async rewards."""
+
+    deadline: float  # seconds per sample
+    concurrency: int  # samples in flight
 
 
 def main(fd: int) -> None:
     """Serve until the parent closes the socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
-    link, own = Connection(fd), os.getpid()
+    link, own_pid = Connection(fd), os.getpid()
     bound = bind()
     try:
         setup = json.loads(link.recv_bytes())
         load_plugins(setup["plugins"])
-        rewards = find_rewards(setup["rewards"], setup["settings"])
-        _warm(rewards, setup)
+        parts = [find_rewards(names, setup["settings"]) for names in setup["parts"]]
+        _warm([function for rewards in parts for function in rewards], setup)
     except BaseException:
         _send(link, {"failed": traceback.format_exc()})
         return
-    _limit_memory(setup["memory_mb"])
+    _limit_memory(setup["address_mb"], setup["memory_mb"])
     sys.setrecursionlimit(MAX_FRAMES)  # a plugin may have raised it
     _send(link, {"ready": True})
+    limits = AsyncLimits(setup["deadline"], setup["concurrency"])
+
+    def set_alarm(seconds: float) -> None:
+        if not bound:  # if the parent is gone, the kernel ends an endless call
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+
     while True:
         try:
-            chunk = json.loads(link.recv_bytes())
+            call = json.loads(link.recv_bytes())
         except (EOFError, OSError):
             return
-        for number, fields in enumerate(chunk["samples"], chunk["first"]):
-            if not bound:  # if the parent is gone, the kernel ends an endless answer
-                signal.setitimer(signal.ITIMER_REAL, 3 * setup["deadline"] + 5)
-            reply = grade_sample(Sample(**fields), rewards, style=setup["style"], pattern=setup["pattern"])
-            if not bound:
-                signal.setitimer(signal.ITIMER_REAL, 0)  # the parent may sleep before it reads
-            if os.getpid() != own:  # a reward forked, and this is its child
+        rewards, samples = parts[call["part"]], [Sample(**fields) for fields in call["samples"]]
+
+        def emit(place: int, reply: dict[str, Any], first: int = call["first"]) -> None:
+            if os.getpid() != own_pid:  # a reward forked, and this is its child
                 os._exit(0)
-            _send(link, {"number": number, **reply})
+            set_alarm(3 * limits.deadline + 10)
+            _send(link, {"number": first + place, **reply})
+
+        set_alarm(3 * limits.deadline + 10)
+        if setup["joint"]:
+            _grade_jointly(setup["parts"][call["part"]][0], rewards[0], samples, setup, limits, emit)
+        else:
+            for place, sample in enumerate(samples):
+                emit(place, grade_sample(sample, rewards, style=setup["style"], pattern=setup["pattern"]))
+        set_alarm(0)  # the parent may sleep before it reads
 
 
 def grade_sample(sample: Sample, rewards: Sequence[Reward], *, style: Any, pattern: str | None) -> dict[str, Any]:
     """Return a sample's values (NaN: ungraded), verdict, extracted answer and note. Never raises an Exception.
 
-    The verdict is the worst over the rewards: crash, ungraded, unparseable, graded.
+    The verdict is the worst over the rewards.
     """
-    unknown = {"values": [math.nan] * len(rewards), "extracted": None}
+    sample, failure = with_answer(sample, style, pattern)
+    if failure is not None:
+        return _reply([math.nan] * len(rewards), sample, *failure[1:])
+    values, verdicts, notes = zip(
+        *(graded(lambda function=function: function(sample), function) for function in rewards)
+    )
+    return _reply(list(values), sample, min(verdicts, key=WORST.index), "; ".join(note for note in notes if note))
+
+
+def with_answer(sample: Sample, style: Any, pattern: str | None) -> tuple[Sample, Graded | None]:
+    """Fill in the completion's final answer; if the search fails, leave None and return the verdict."""
     try:
-        extracted = extract_answer(sample.completion, style=style, pattern=pattern)
+        return replace(sample, extracted=extract_answer(sample.completion, style=style, pattern=pattern)), None
     except TimeoutError:
-        return unknown | {"verdict": "timeout", "note": f"answer pattern {pattern!r} ran too long"}
+        return sample, (math.nan, "timeout", f"answer pattern {pattern!r} ran too long")
     except Exception as error:
-        return unknown | {"verdict": "crash", "note": f"{type(error).__name__}: {str(error)[:500]}"}
-    sample = replace(sample, extracted=extracted)
-    values, verdicts, notes = zip(*(_value(function, sample) for function in rewards))
-    worst = next(v for v in ("crash", "ungraded", "unparseable", "graded") if v in verdicts)
-    note = "; ".join(note for note in notes if note)
-    return {"values": values, "verdict": worst, "extracted": extracted, "note": note}
+        return sample, (math.nan, "crash", f"{type(error).__name__}: {str(error)[:500]}")
 
 
-def _value(function: Reward, sample: Sample) -> tuple[float, str, str]:
+def _grade_jointly(
+    name: str, function: Reward, samples: Sequence[Sample], setup: dict[str, Any], limits: AsyncLimits, emit: Any
+) -> None:
+    read, failures = zip(*(with_answer(sample, setup["style"], setup["pattern"]) for sample in samples))
+
+    def emit_reply(place: int, outcome: Graded) -> None:
+        value, verdict, note = failures[place] or outcome
+        emit(place, _reply([value], read[place], verdict, note))
+
+    make_call(function, calls_of(name), read, limits, emit_reply)
+
+
+def _reply(values: list[float], sample: Sample, verdict: Verdict, note: str) -> dict[str, Any]:
+    return {"values": values, "verdict": verdict, "extracted": sample.extracted, "note": note}
+
+
+def make_call(function: Reward, per: Per, samples: Sequence[Sample], limits: AsyncLimits, emit: Emit) -> None:
+    """Call a reward and emit one verdict per sample, even if it raises. Never raises an Exception.
+
+    Of an async reward per sample, ``limits.concurrency`` calls are in flight, each for at most ``limits.deadline`` s.
+    """
+    waits = is_async(function) or is_async(getattr(function, "func", None))  # with settings bound
+    if per == "sample" and not waits:
+        for place, sample in enumerate(samples):
+            emit(place, graded(lambda sample=sample: function(sample)))
+    elif per == "sample":
+        asyncio.run(_in_flight(function, samples, limits, emit))
+    else:
+        whole = list(samples)
+        try:
+            values = asyncio.run(_before(function(whole), limits.deadline)) if waits else function(whole)
+            values = list(values)
+            if len(values) != len(whole):
+                raise ValueError(f"{len(values)} values for {len(whole)} samples; return one per sample")
+        except (Exception, SystemExit) as error:
+            outcome = _failure(error)
+            for place in range(len(whole)):
+                emit(place, outcome)
+            return
+        for place, value in enumerate(values):
+            emit(place, graded(lambda value=value: value))
+
+
+async def _in_flight(function: Reward, samples: Sequence[Sample], limits: AsyncLimits, emit: Emit) -> None:
+    room = asyncio.Semaphore(limits.concurrency)
+
+    async def ask(place: int, sample: Sample) -> None:
+        async with room:
+            try:
+                value = await _before(function(sample), limits.deadline)
+            except Exception as error:
+                emit(place, _failure(error))
+            else:
+                emit(place, graded(lambda: value))
+
+    await asyncio.gather(*(ask(place, sample) for place, sample in enumerate(samples)))
+
+
+async def _before(waiting: Any, deadline: float) -> Any:
+    """Await at most ``deadline`` seconds; none that this process slept through (SIGSTOP, a suspended machine) counts.
+
+    Raises:
+        TimeoutError: it took longer, and was cancelled.
+    """
+    task, spent = asyncio.ensure_future(waiting), 0.0
     try:
-        value = function(sample)
+        while spent < deadline:
+            began = monotonic()
+            if (await asyncio.wait({task}, timeout=min(TICK, deadline - spent)))[0]:
+                return task.result()
+            spent += min(monotonic() - began, MAX_TICK)
+        raise TimeoutError
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+
+
+def graded(call: Callable[[], Any], function: Reward | None = None) -> Graded:
+    """Return value, verdict and note of a call; a value that is not a finite number becomes NaN.
+
+    ``function``: the reward that the note names, where it is not named elsewhere.
+    """
+    try:
+        value = call()
         value = math.nan if value is None else float(value)
-    except Unparseable as error:
-        return (0.0, "unparseable", str(error)) if error.which == "answer" else (math.nan, "ungraded", str(error))
     except (Exception, SystemExit) as error:  # the reward may be custom; includes MemoryError and RecursionError
-        return math.nan, "crash", f"{_named(function, error)} raised {type(error).__name__}: {str(error)[:500]}"
+        return _failure(error, function)
     if math.isinf(value):
-        return math.nan, "crash", f"{_named(function)} returned {value}"
-    return (math.nan, "ungraded", "the reward returned NaN") if math.isnan(value) else (value, "graded", "")
+        return math.nan, "crash", f"{'the reward' if function is None else _named(function)} returned {value}"
+    return (math.nan, "ungraded", "the reward returned no number") if math.isnan(value) else (value, "graded", "")
+
+
+def _failure(error: BaseException, function: Reward | None = None) -> Graded:
+    """Return value, verdict and note of a sample whose reward raised."""
+    if isinstance(error, Unparseable):
+        return (0.0, "unparseable", str(error)) if error.which == "answer" else (math.nan, "ungraded", str(error))
+    if isinstance(error, TimeoutError):
+        return math.nan, "timeout", str(error)[:500] or "no verdict within the deadline"
+    who = "" if function is None else f"{_named(function, error)} raised "
+    return math.nan, "crash", f"{who}{type(error).__name__}: {str(error)[:500]}"
 
 
 def _named(function: Reward, error: BaseException | None = None) -> str:
@@ -119,15 +253,14 @@ def _warm(rewards: Sequence[Reward], setup: dict[str, Any]) -> None:
         same_value(Sample(prompt="", completion="", answer=r"\frac{1}{2}+x", extracted=r"x+\sqrt{3}"))
 
 
-def _limit_memory(memory_mb: int) -> None:
-    """Limit the address space.
+def _limit_memory(address_mb: int, memory_mb: int) -> None:
+    """Limit the address space: libraries reserve more than they use.
 
-    If the parent can watch resident memory (Linux), it kills at ``memory_mb``, which no ``except`` can catch; this
-    limit then only stops single huge allocations, so it is higher. Elsewhere it is the only limit.
+    If the parent can watch resident memory (Linux), it kills above ``memory_mb``, which no ``except`` can catch, and
+    the higher ``address_mb`` only stops single huge allocations. Elsewhere ``memory_mb`` is the only limit.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crashed worker must not fill the disk
-    factor = 4 if os.path.exists("/proc/self/statm") else 1
-    limit = factor * memory_mb * 2**20
+    limit = (address_mb if os.path.exists("/proc/self/statm") else memory_mb) * 2**20
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
@@ -138,4 +271,6 @@ def _limit_memory(memory_mb: int) -> None:
 
 
 def _send(link: Connection, message: dict[str, Any]) -> None:
-    link.send_bytes(json.dumps(message).encode())
+    """Send a message, with secrets masked in what it says about an error."""
+    texts = {name: masked(message[name]) for name in ("note", "failed") if name in message}
+    link.send_bytes(json.dumps({**message, **texts}).encode())

@@ -213,7 +213,7 @@ def test_killed_workers_are_replaced_and_nothing_is_called_wrong():
 
         def kill() -> None:
             while not stop.wait(0.03 + 0.05 * draw.random()) and len(killed) < 8:
-                for worker in list(grader._workers):
+                for worker in list(grader.pools[0].workers):
                     if worker.state == "busy" and worker.process.pid not in killed:
                         os.kill(worker.process.pid, signal.SIGKILL)
                         killed.append(worker.process.pid)

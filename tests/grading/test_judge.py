@@ -2,14 +2,20 @@
 
 import asyncio
 import json
+import multiprocessing
 
 import pytest
 from judge_server import Answering, serving
+from rich.table import Table
+from rich.text import Text
 
+from oarjax.errors import UserError
 from oarjax.grading import judge as module
-from oarjax.grading.joint_worker import Limits, make_call
+from oarjax.grading import worker
 from oarjax.grading.judge import HttpJudge
 from oarjax.grading.rewards import Sample
+from oarjax.grading.worker import AsyncLimits, make_call
+from oarjax.report.files import make_console, print_error
 
 SCRIPTS = {
     "honest": ["0.75"],
@@ -30,6 +36,8 @@ SCRIPTS = {
     "too high": ["1e9"] * 9,
     "too long": ["long"] * 9,
     "deep": ["[" * 100_000] * 9,
+    "digits": ["9" * 4000] * 9,
+    "echo": ["echo"] * 9,
     "lies once": ["7", "0.75"],
 }
 HANG = ["hangs once", "hangs", "drips"]
@@ -62,6 +70,10 @@ class Judge(Answering):
             self.send_header("Location", "http://127.0.0.1:1/")
             self.send_header("Content-Length", "0")
             self.end_headers()
+        elif act == "echo":
+            self.answer(json.dumps({"score": self.headers["Authorization"].split()[1]}).encode())
+        elif len(act) == 4000:
+            self.answer(json.dumps({"score": int(act)}).encode())
         else:
             plain = json.dumps({"score": float(act)}) if act[0].isdecimal() else act
             self.answer((" " * (1 << 21) if act == "long" else plain).encode())
@@ -76,12 +88,13 @@ def server():
 def ask(judge, names, *, deadline=20.0, concurrency=16):
     answers = {}
     samples = [Sample(prompt="p", completion=name, answer="7") for name in names]
-    make_call(judge, "sample", samples, Limits(deadline, concurrency), lambda at, *a: answers.__setitem__(names[at], a))
+    limits = AsyncLimits(deadline, concurrency)
+    make_call(judge, "sample", samples, limits, lambda at, outcome: answers.__setitem__(names[at], outcome))
     return answers
 
 
 def test_hangs_errors_and_lies(server, monkeypatch):
-    monkeypatch.setenv("JUDGE_KEY", "secret")
+    monkeypatch.setenv("JUDGE_KEY", "secret\r\n")
     url = f"http://127.0.0.1:{server.server_address[1]}/score?v=1"
     answers = {}
     for timeout, names in ((2.0, HANG), (60.0, [name for name in SCRIPTS if name not in HANG])):
@@ -104,6 +117,8 @@ def test_hangs_errors_and_lies(server, monkeypatch):
         "too high": "expected 0.0 to 1.0",
         "too long": "longer than",
         "deep": "reply cannot be read: RecursionError",
+        "digits": "score is too large; expected a number",
+        "echo": "score is '***'; expected a number",
     }.items():
         value, verdict, said = answers[name]
         assert (value != value, verdict) == (True, "crash"), name
@@ -140,13 +155,45 @@ def test_no_more_than_so_many_at_once(monkeypatch):
     assert all(answer[:2] == (1.0, "graded") for answer in answers.values())
 
 
-def test_a_judge_that_is_not_there():
+def test_a_judge_that_is_not_there(monkeypatch):
     judge = HttpJudge("http://127.0.0.1:1/", retries=0)
     assert ask(judge, ["honest"])["honest"][1] == "crash"
     for wrong, message in (
         ({"url": "file:///etc/passwd"}, "expected an http:// or https:// address"),
         ({"url": "http://x", "low": 1.0}, "expected low < high"),
         ({"url": "http://x", "key_env": "OARJAX_NO_SUCH_KEY"}, "OARJAX_NO_SUCH_KEY is not set"),
+        ({"url": "http://x", "key_env": "BROKEN"}, "the value of BROKEN has characters that no header can hold"),
     ):
-        with pytest.raises(ValueError, match=message):
+        monkeypatch.setenv("BROKEN", "seCreT\rseCreT")
+        with pytest.raises(ValueError, match=message) as error:
             HttpJudge(**wrong)
+        assert "seCreT" not in str(error.value)
+
+
+def test_secrets_are_masked_in_notes_errors_and_lines(monkeypatch, capsys):
+    """Those of key_env and of names that end in _KEY, _TOKEN or _SECRET, from 12 characters on."""
+    hidden = {"HF_TOKEN": "hf_abcdefghij", "DB_SECRET": 'with"quotes"in', "OTHER": "of-key-env-1234\r"}
+    for name, value in (hidden | {"SHORT_KEY": "the", "PATHS": "shown-as-it-is"}).items():
+        monkeypatch.setenv(name, value)
+    HttpJudge("http://x", key_env="OTHER")
+    values = [value.strip() for value in hidden.values()]
+    text = "the shown-as-it-is " + " ".join(f"{value} {value!r} {json.dumps(value)}" for value in values)
+    print_error(UserError(text))
+    print_error(ValueError(text))
+    make_console().print(text, Text(text))
+    grid = Table.grid()
+    grid.add_row(text)
+    make_console().print(grid, width=1000)
+    shown = " ".join("".join(capsys.readouterr()).split())
+    assert shown.count("the shown-as-it-is ***") == 5
+    assert not any(value in shown for value in values)
+
+    def leaks(sample):
+        raise ValueError(text)
+
+    here, there = multiprocessing.Pipe()
+    reply = worker.grade_sample(Sample("p", "c", "7"), [leaks], style="boxed", pattern=None)
+    worker._send(there, {"number": 0, **reply})
+    note = json.loads(here.recv_bytes())["note"]
+    assert "shown-as-it-is ***" in note
+    assert not any(value in note for value in values)

@@ -5,15 +5,13 @@ import itertools
 import os
 import textwrap
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from oarjax.grading import joint, joint_worker
-from oarjax.grading.grader import GraderError
-from oarjax.grading.mixed import local_digests, local_rewards, make_grader
-from oarjax.grading.process_tree import Usage
+from oarjax.grading import worker
+from oarjax.grading.grader import Grader, local_digests, local_rewards
+from oarjax.grading.pool import GraderError
 from oarjax.grading.recorded import RecordedGrader
 from oarjax.grading.rewards import Sample, reward
 from oarjax.storage.durable import Failures
@@ -54,7 +52,7 @@ def best(samples):
     if "FORK" in said:
         os.fork()  # and both return
     if "FORGE" in said:
-        forge(json.dumps({"call": 1, "answer": [0, 9.0, "graded", ""]}))
+        forge(json.dumps({"number": 1, "values": [9.0], "verdict": "graded", "extracted": None, "note": ""}))
     numbers = [float(s.extracted or 0) for s in samples]
     return [None if s.columns.get("hard") else sum(a > b for b in numbers) for s, a in zip(samples, numbers)]
 
@@ -83,7 +81,7 @@ def sample(text, group=0, tokens=1, **columns):
 
 def graded(plugin, rewards, samples, **settings):
     limits = {"workers": 1, "call_deadline": 1.0} | settings
-    with make_grader(rewards, plugins=[plugin], style="hash", **limits) as grader:
+    with Grader(rewards, plugins=[plugin], style="hash", **limits) as grader:
         return grader.grade(samples)
 
 
@@ -116,7 +114,12 @@ def test_a_bad_call_costs_its_own_samples(plugin):
     grades = graded(plugin, [("kinds_best", 1.0)], samples)
     assert grades.verdicts == [v for v in ("timeout", "crash", "crash", "crash", "graded") for _ in range(2)]
     np.testing.assert_array_equal(grades.rewards, np.float32([np.nan] * 8 + [0, 1]))
-    for row, note in ((0, "within 1 s"), (2, "its worker ended"), (4, "no such criterion"), (6, "1 values for 2")):
+    for row, note in (
+        (0, "within 1 s"),
+        (2, "exit code 3"),
+        (4, "no such criterion"),
+        (6, "1 values for 2"),
+    ):
         assert note in grades.notes[row]
     texts = ["one", "HANG", "RAISE", "two"]
     grades = graded(
@@ -137,31 +140,17 @@ def test_a_call_that_forks_or_forges_moves_no_value_to_another_call(plugin):
     assert grades.verdicts == ["crash" if word == "FORGE" else "graded" for word in words for n in range(2)]
 
 
-def test_a_call_is_on_the_clock_only_while_this_process_is_awake_and_the_worker_has_a_processor(monkeypatch, unchecked):
-    """Both sides look at a clock that jumps by 100 s, as after SIGSTOP: a look counts for one second at most."""
-    clock = partial(next, itertools.count(0.0, 100.0))
-    monkeypatch.setattr(joint, "monotonic", clock)
-    monkeypatch.setattr(joint_worker, "monotonic", clock)
-
-    def received(use, *, silent):
-        """Wait 2.5 s for a worker that sends something after so many looks."""
-        looks = iter([False] * silent + [True])
-        monkeypatch.setattr(joint, "usage", lambda _: use)
-        link = SimpleNamespace(poll=lambda _: next(looks), recv_bytes=lambda: b"{}")
-        return joint._Worker(SimpleNamespace(pid=0), link).receive(2.5, lambda: False)
-
-    assert received(Usage("S", 0.0), silent=2) == {}
-    assert received(Usage("S", 0.0), silent=3) is None
-    assert received(Usage("R", 1.0), silent=50) == {}  # it waits for a processor all the time
-
-    monkeypatch.setattr(joint_worker, "TICK", 0.01)
-    assert asyncio.run(joint_worker._before(asyncio.sleep(0.015, "kept"), 2.5)) == "kept"
+def test_an_async_call_is_on_the_clock_only_while_this_process_is_awake(monkeypatch):
+    """The clock jumps by 100 s, as after SIGSTOP: a look counts for one second at most."""
+    monkeypatch.setattr(worker, "monotonic", partial(next, itertools.count(0.0, 100.0)))
+    monkeypatch.setattr(worker, "TICK", 0.01)
+    assert asyncio.run(worker._before(asyncio.sleep(0.015, "kept"), 2.5)) == "kept"
     with pytest.raises(TimeoutError):
-        asyncio.run(joint_worker._before(asyncio.sleep(60), 2.5))
+        asyncio.run(worker._before(asyncio.sleep(60), 2.5))
 
 
 def test_a_closed_grader_says_so(plugin):
-    grader = make_grader([("kinds_best", 1.0)], plugins=[plugin], workers=1)
+    grader = Grader([("kinds_best", 1.0)], plugins=[plugin], workers=1)
     with grader:
         pass
     with pytest.raises(GraderError, match="the grader is closed"):
@@ -170,9 +159,9 @@ def test_a_closed_grader_says_so(plugin):
 
 def test_unknown_settings_and_kinds_are_refused(unchecked):
     with pytest.raises(ValueError, match="repetition has no setting n; its settings are words, penalty"):
-        make_grader([("repetition", 1.0)], settings={"repetition": {"n": 2}})
+        Grader([("repetition", 1.0)], settings={"repetition": {"n": 2}})
     with pytest.raises(ValueError, match="exact has no setting n; it has none"):
-        make_grader([("exact", 1.0)], settings={"exact": {"n": 2}})
+        Grader([("exact", 1.0)], settings={"exact": {"n": 2}})
     with pytest.raises(ValueError, match="per must be sample, batch or group, got 'row'"):
         reward("kinds_wrong", per="row")
 
@@ -200,12 +189,12 @@ def test_callables_are_called_here_and_forgotten_afterwards():
     with local_rewards([in_this_process, (waits, 0.5), ("exact", 0.25)]) as pairs:
         assert pairs == [("in_this_process", 1.0), ("waits", 0.5), ("exact", 0.25)]
         assert sorted(local_digests(["in_this_process", "waits", "exact"])) == ["in_this_process", "waits"]
-        with make_grader(pairs, style="hash", workers=1) as grader:
+        with Grader(pairs, style="hash", workers=1) as grader:
             grades = grader.grade([sample("#### 7"), sample("#### 8")])
     np.testing.assert_array_equal(grades.rewards, [2.25, 1.0])
     with pytest.raises(ValueError, match="no reward is called 'in_this_process'"):
-        make_grader(pairs)
-    with local_rewards([breaks]) as pairs, make_grader(pairs, workers=1) as grader:
+        Grader(pairs)
+    with local_rewards([breaks]) as pairs, Grader(pairs, workers=1) as grader:
         grades = grader.grade([sample("x")])
     assert (grades.verdicts, np.isnan(grades.rewards).all()) == (["crash"], True)
     assert "breaks: ZeroDivisionError: nothing to share" in grades.notes[0]
@@ -252,7 +241,7 @@ def test_recorded_verdicts_of_a_judge_are_not_asked_for_again(tmp_path):
     batches = [[sample("a", 0), sample("bb", 0)], [sample("ccc", 1), sample("dddd", 1)]]
 
     def run(count):
-        with make_grader([(name, 1.0)], plugins=[str(file)], workers=1) as grader:
+        with Grader([(name, 1.0)], plugins=[str(file)], workers=1) as grader:
             failures = Failures("stop", lambda text: None)
             recorded = RecordedGrader(
                 grader, tmp_path / "verdicts", setup="s", failures=failures, say=lambda text: None

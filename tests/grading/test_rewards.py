@@ -58,7 +58,6 @@ DIFFERENT = [
     (r"\text{Monday}", r"\text{Tuesday}"),
 ]
 KNOWN_MISSES = [  # (reference, answer, our value): what math-verify reads otherwise than a person would
-    ("18", "18 dollars", 0.0),  # words outside \text are products of letters
     (r"\text{4:30 p.m.}", r"4:30 \text{ p.m.}", 0.0),  # a word beside a ratio
     ("1000", "1e3", 0.0),  # e is Euler's number
     ("[1,2)", r"1 \le x < 2", 0.0),
@@ -114,7 +113,7 @@ def test_plain_decimals_have_the_verdict_of_math_verify(gold):
 
     decided = 0
     for answer in DECIMALS:
-        plain = rewards._plainly_equal(gold, answer)
+        plain = rewards.plainly_equal(gold, answer)
         if plain is not None:
             sides = list(rewards._parsed(gold)), list(rewards._parsed(answer))
             assert plain == verify(*sides, timeout_seconds=None, raise_on_error=True), (gold, answer)
@@ -227,10 +226,10 @@ def test_one_sample_with_several_rewards(data):
             Sample(prompt="", completion=completion, answer=answer), functions, style="boxed", pattern=None
         )
 
-    assert graded(r"ok \boxed{3}") == {"values": (1.0, 1.0, 1.0), "verdict": "graded", "extracted": "3", "note": ""}
-    assert graded("ok")["values"] == (0.0, 0.0, 1.0)
+    assert graded(r"ok \boxed{3}") == {"values": [1.0, 1.0, 1.0], "verdict": "graded", "extracted": "3", "note": ""}
+    assert graded("ok")["values"] == [0.0, 0.0, 1.0]
     odd = graded(r"ok \boxed{???}")
-    assert odd["values"] == (0.0, 1.0, 1.0)
+    assert odd["values"] == [0.0, 1.0, 1.0]
     assert odd["verdict"] == "unparseable"
     np.testing.assert_array_equal(graded(r"ok \boxed{3}", answer=r"\frac{")["values"], [np.nan, 1, 1])
     assert graded(r"ok \boxed{3}", answer=r"\frac{")["verdict"] == "ungraded"

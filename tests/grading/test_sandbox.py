@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,23 @@ def test_nothing_is_left_behind():
     assert set(Path("/tmp").glob("oarjax-sandbox-*")) <= before
 
 
+def test_a_program_ends_with_the_process_that_started_it():
+    start = "from oarjax.grading.sandbox import run_program\nrun_program('while True: pass', seconds=60.0)"
+    trainer = subprocess.Popen([sys.executable, "-c", start])
+    children = Path(f"/proc/{trainer.pid}/task/{trainer.pid}/children")
+    end = time.monotonic() + 60
+    while not (program := children.read_text().split()) and time.monotonic() < end:
+        time.sleep(0.05)
+    status = Path(f"/proc/{program[0]}/status")
+    while "Seccomp:\t2" not in status.read_text() and time.monotonic() < end:  # until the program itself runs
+        time.sleep(0.05)
+    trainer.kill()
+    trainer.wait()
+    while status.exists() and "State:\tZ" not in status.read_text() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert time.monotonic() < end
+
+
 def test_a_machine_without_the_locks_runs_nothing(monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "arm64")
     with pytest.raises(IsolationError, match="only on Linux with x86-64"):
@@ -158,6 +176,41 @@ def value(completion, tests):
 )
 def test_programs_are_judged_by_their_tests(completion, tests, expected):
     assert value(completion, tests) == expected
+
+
+FRAMES = "import sys\nsys._getframe(1).f_globals['_exec'] = lambda *a: None\ndef add(a, b):\n    return 0"
+ALWAYS_EQUAL = "class Equal(int):\n    def __eq__(self, other):\n        return True\n    __hash__ = int.__hash__\n"
+CROSSINGS = [  # program, tests, whether they pass
+    (FRAMES, "assert add(1, 2) == 3", False),
+    (ALWAYS_EQUAL + "def add(a, b):\n    return Equal(0)", "assert add(1, 2) == 3", False),
+    (ALWAYS_EQUAL.replace("(int)", "") + "def add(a, b):\n    return Equal()", "assert add(1, 2) == 3", False),
+    ("abs = lambda x: 0\ndef f(x):\n    return 9", "assert abs(f(2) - 4) < 1e-6", False),
+    ("import gc\nfor x in gc.get_objects(): isinstance(x, dict) and x.get('done') and print(x)", "assert f()", False),
+    ("class math:\n    isclose = staticmethod(lambda *a: True)", "assert math.isclose(1, 2)", False),
+    ("import sys\nsys.modules['math'].isclose = lambda *a: True\nimport math", "assert math.isclose(1, 2)", False),
+    ("def f(x):\n    raise SystemExit(0)", "assert f(1) == 1", False),
+    ("def f(x):\n    return lambda: 1", "assert f(1)", False),
+    ("def f(x):\n    x.sort()", "x = [3, 1]\nf(x)\nassert x == [1, 3]", True),
+    ("def f(n):\n    yield from range(n)", "assert list(f(3)) == [0, 1, 2]", True),
+    ("def f(x):\n    return {(1, 'a'): [x, None, 1.5, b'x', 2j, {3}, frozenset([True])]}",
+     "v = f(10**30)\nassert v == {(1, 'a'): [10**30, None, 1.5, b'x', 2j, {3}, frozenset([True])]}\n"
+     "types = [int, type(None), float, bytes, complex, set, frozenset]\nassert [type(i) for i in v[1, 'a']] == types",
+     True),
+    ("from collections import Counter as C\ndef f(x):\n    return C(x)", "assert type(f('aab')) is dict", True),
+    ("def f(x):\n    raise ValueError('no')",
+     "try:\n    f(1)\nexcept ValueError as e:\n    assert str(e) == 'no'\nelse:\n    assert False", True),
+    ("def f(a, *, b=2):\n    return a + b", "def check(candidate):\n    assert candidate(1, b=3) == 4\ncheck(f)", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("program", "tests", "passes"), CROSSINGS)
+def test_only_plain_data_crosses_between_program_and_tests(program, tests, passes):
+    assert value(f"```python\n{program}\n```", tests) == float(passes)
+
+
+def test_tests_that_pass_functions_are_ungraded():
+    with pytest.raises(Unparseable, match=r"the reference .*a function does not cross"):
+        value("```python\ndef f(g):\n    return g(1)\n```", "assert f(lambda x: x) == 1")
 
 
 @pytest.mark.parametrize("tests", [None, "", [], [3], [{"input": "1"}], {"assert": 1}])

@@ -21,7 +21,7 @@ HEDGES = [  # for the reference 7
     *(r"7\text{ minus }1", r"\text{8}7", r"7\text{, 8}", r"8 \text{ but } 7", "7 or 8", "7 and 8"),
     *("7_{8}", "7_8", "{7}_{8}", "(7)_{8}", r"7_{\text{8}}"),
     *(r"7\%", "7%", r"7 \%", r"7\text{ percent}", r"7\text{ per cent}"),
-    *(r"7\text{ million}", "7 million", r"7\text{ dozen}", r"7\text{ hundred}", "7 thousand"),
+    *(r"7\text{ million}", "7 million", r"7\text{ hundred}", "7 thousand"),
     *("7,8", "7, 8", "7;8", r"\{7,8\}", "(7,8)", "[7,8]", r"7\pm1", r"7 \pm 0.5", r"\{7\}\cup\{8\}"),
     *(r"$7$ and $8$", r"8 $7$", r"$8$ \text{final answer is} $7$", r"8 \text{ final answer is } $7$. I hope"),
     *(r"8 \(7\)", r"8 \[7\]", r"\boxed{7} 8", r"??? \frac{7}{1}", r"8 {} \\frac \frac{7}{1}", "8 [7] "),
@@ -38,7 +38,7 @@ FAIR = [  # (reference, answer): one value, written in other ways
         ("90", r"90^\circ"),
     ),
     *(("x=7", "7"), ("x=7", "x=7"), ("y=2x+1", "y = 2x + 1"), ("2x+3y=6", "2x + 3y = 6"), ("x=1,y=2", "x=1,y=2")),
-    *(("1,2", "x=1, x=2"), ("101_2", "101_2"), ("101_{2}", "101_2"), ("7%", "7")),
+    *(("1,2", "x=1, x=2"), ("101_2", "101_2"), ("101_{2}", "101_2"), ("7%", "7"), ("7", "7 dozen")),
     *((r"15\%", "15%"), ("0.5", r"50\%"), (r"\frac{1}{4}", "25%"), (r"\text{7 or 8}", r"\text{7 or 8}")),
 ]
 
