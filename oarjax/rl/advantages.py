@@ -11,6 +11,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from oarjax.rl.checked import Count, NonNegative, checked
 from oarjax.rl.masked import masked_count, masked_max, masked_mean, masked_min, masked_sum, widened
 
 AdvantageFunction = Callable[[Float[Array, "B"], dict[str, Float[Array, "B"]], int], Float[Array, "B"]]
@@ -27,22 +28,31 @@ def zero_variance_groups(rewards: Float[Array, "B"], *, group_size: int) -> Bool
     return masked_max(grouped, graded) <= masked_min(grouped, graded)
 
 
+@checked
 def group_advantages(
     rewards: Float[Array, "B"],
     *,
-    group_size: int,
+    group_size: Count,
     scale: Literal["group", "batch", "none"] = "group",
     ddof: int = 1,
-    eps: float = 1e-4,
+    eps: NonNegative = 1e-4,
 ) -> Float[Array, "B"]:
-    """Compute A_i = (r_i - mean of its group) / (std + eps); the rows of a group are adjacent.
+    """Compute A_i = (r_i - mean of its group) / (std + eps) (GRPO, arXiv 2402.03300, section 4.1.2).
 
-    ``group`` divides by the group's std (GRPO), ``batch`` by the std of all rewards about their common mean, ``none``
-    by nothing (Dr. GRPO). A NaN reward is left out of every mean and std and gets 0: mask its row out of the loss.
-    A group of equal rewards gets exactly 0, however its mean is rounded. The std of ddof or fewer rewards is 0.
+    A NaN reward is left out of every mean and std and gets 0: mask its row out of the loss. A group of equal rewards
+    gets exactly 0, however its mean is rounded. The std of ddof or fewer rewards is 0.
+
+    Args:
+        rewards: of B rows; the rows of a group are adjacent. NaN = not graded.
+        group_size: rows per group, >= 1; B is a multiple of it.
+        scale: ``group`` divides by the group's std (GRPO), ``batch`` by the std of all rewards about their common
+            mean, ``none`` by nothing (Dr. GRPO, arXiv 2503.20783); default group.
+        ddof: subtracted from the number of rewards in the std: 1 the sample's, 0 the population's; default 1, as TRL.
+        eps: added to the std, >= 0; default 0.0001, as TRL. May be traced.
 
     Raises:
-        ValueError: the number of rewards is not a multiple of group_size, or an unknown scale.
+        ArgumentError: an argument does not fit the signature.
+        ValueError: the number of rewards is not a multiple of group_size.
     """
     grouped = widened(grouped_rewards(rewards, group_size))
     graded = ~jnp.isnan(grouped)
@@ -51,10 +61,8 @@ def group_advantages(
         divisor = group_std(grouped, graded, ddof)[:, None] + eps
     elif scale == "batch":
         divisor = group_std(grouped.reshape(-1), graded.reshape(-1), ddof) + eps
-    elif scale == "none":
-        divisor = jnp.ones((), grouped.dtype)
     else:
-        raise ValueError(f"group_advantages: scale must be group, batch or none, got {scale!r}")
+        divisor = jnp.ones((), grouped.dtype)
     keep = graded & ~zero_variance_groups(rewards, group_size=group_size)[:, None]
     return jnp.where(keep, centred / divisor, 0).reshape(-1)
 

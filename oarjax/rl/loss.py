@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float
 
+from oarjax.rl.checked import Count, Scalar, checked, is_traced
 from oarjax.rl.masked import masked_mean, masked_sum, widened
 from oarjax.rl.off_policy import LOG_RATIO_BOUND, Importance, importance_weights, near_policy
 from oarjax.rl.surrogates import cispo_surrogate, clipped_surrogate, gmpo_surrogate, policy_ratio, sapo_surrogate
@@ -26,6 +27,7 @@ from oarjax.types import Mean, TrainBatch
 Aggregation = Literal["grpo", "bnpo", "dapo", "dr_grpo"]
 
 
+@checked
 def policy_loss(
     logps: Float[Array, "B T"],
     entropies: Float[Array, "B T"],
@@ -34,25 +36,25 @@ def policy_loss(
     surrogate: Literal["clip", "cispo", "sapo", "gmpo"] = "clip",
     level: Literal["token", "sequence"] = "token",
     aggregation: Aggregation = "dapo",
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    dual_clip: float | None = None,
-    ratio_cap: float = 5.0,
-    sapo_positive: float = 1.0,
-    sapo_negative: float = 1.05,
-    kl_beta: float = 0.0,
+    clip_low: Scalar = 0.2,
+    clip_high: Scalar = 0.28,
+    dual_clip: Scalar | None = None,
+    ratio_cap: Scalar = 5.0,
+    sapo_positive: Scalar = 1.0,
+    sapo_negative: Scalar = 1.05,
+    kl_beta: Scalar = 0.0,
     kl_estimator: Literal["k1", "k2", "k3"] = "k3",
-    entropy_bonus: float = 0.0,
+    entropy_bonus: Scalar = 0.0,
     importance: Importance | None = None,
-    max_drift: float | None = None,
-    max_length: int,
+    max_drift: Scalar | None = None,
+    max_length: Count,
     rows: Literal["filled", "all"] = "filled",
 ) -> tuple[Mean, dict[str, Mean]]:
     """Compute the loss of a (micro)batch, to be minimised, as a sum and a count, with its metrics.
 
-    Per token: -[importance weight] * surrogate + kl_beta * KL - entropy_bonus * entropy, then ``aggregate``.
-    ``logps`` and ``entropies`` are the current policy's. Without ``batch.old_logps`` the step is on-policy: old is the
-    detached ``logps`` and the ratio exactly 1. Take gradients of ``.total`` and divide by the summed ``.count``.
+    Per token: -[importance weight] * surrogate + kl_beta * KL - entropy_bonus * entropy, then ``aggregate``. Without
+    ``batch.old_logps`` the step is on-policy: old is the detached ``logps`` and the ratio exactly 1. Take gradients of
+    ``.total`` and divide by the summed ``.count``.
 
     Metrics are token means over the completions, detached: ``ratio``, ``entropy``, ``clip_low`` (A < 0 and the ratio
     below the range) and ``clip_high`` (A > 0 and above it; for CISPO above the cap, for GMPO of the log-ratio), ``kl``
@@ -60,8 +62,30 @@ def policy_loss(
     and ``sampler_masked`` (the share of weights 0) with ``importance``, ``drifted`` with ``max_drift``: the share of
     tokens that ``near_policy`` leaves out, by the sampler's log-probs, or old ones without.
 
+    Args:
+        logps: of the tokens under the current policy, nats.
+        entropies: of its distributions, nats.
+        batch: rows, masks, advantages and the other policies' log-probs.
+        surrogate: clip (GRPO), cispo, sapo (arXiv 2511.20347) or gmpo (2507.20673); default clip.
+        level: ratio of each token, or of the whole sequence (GSPO, 2507.18071); default token.
+        aggregation: mean over tokens and rows, see ``aggregate``; default dapo.
+        clip_low: for clip and gmpo, see ``clipped_surrogate``; default 0.2. GMPO's is of the log-ratio.
+        clip_high: the upper one; default 0.28.
+        dual_clip: for clip; default None.
+        ratio_cap: for cispo, > 0; default 5.0.
+        sapo_positive: for sapo, > 0, where A > 0; default 1.0.
+        sapo_negative: for sapo, > 0, elsewhere; default 1.05.
+        kl_beta: weight of the KL to the reference, >= 0; default 0.0.
+        kl_estimator: see ``kl_estimate``; default k3.
+        entropy_bonus: weight of the entropy, >= 0; default 0.0.
+        importance: weights for a sampler that is not the old policy, see ``oarjax.rl.off_policy``; default None.
+        max_drift: nats per token beyond which a row's tokens of A < 0 are left out, > 0; default None.
+        max_length: T of the longest possible completion, >= 1; divides dr_grpo's sum.
+        rows: rows that count, see ``aggregate``; default filled.
+
     Raises:
-        ValueError: an unknown mode, or kl_beta or importance without the log-probs that they need.
+        ArgumentError: an argument does not fit the signature.
+        ValueError: kl_beta or importance without the log-probs that they need.
     """
     mask = batch.completion
 
@@ -82,11 +106,9 @@ def policy_loss(
     elif surrogate == "sapo":
         objective = sapo_surrogate(ratio, advantages, positive=sapo_positive, negative=sapo_negative)
         low = high = jnp.zeros_like(mask)
-    elif surrogate == "gmpo":
+    else:
         objective = gmpo_surrogate(logps, old, advantages, mask, clip_low=clip_low, clip_high=clip_high)
         low, high = (advantages < 0) & (logps - old < -clip_low), (advantages > 0) & (logps - old > clip_high)
-    else:
-        raise ValueError(f"policy_loss: surrogate must be clip, cispo, sapo or gmpo, got {surrogate!r}")
     logged = {"ratio": ratio, "entropy": entropies, "clip_low": low, "clip_high": high}
 
     if behaviour is not None:
@@ -108,9 +130,9 @@ def policy_loss(
     if ref is not None:
         logged["kl"] = kl_estimate(logps, ref, estimator=kl_estimator)
         loss = loss + kl_beta * logged["kl"]
-    elif kl_beta:
+    elif is_traced(kl_beta) or kl_beta:
         raise ValueError(f"policy_loss: kl_beta = {kl_beta} needs batch.ref_logps; score a reference or set it to 0")
-    if entropy_bonus:
+    if is_traced(entropy_bonus) or entropy_bonus:
         loss = loss - entropy_bonus * entropies
 
     metrics = {name: _token_mean(values, mask) for name, values in logged.items()}
@@ -122,12 +144,13 @@ def _token_mean(values: Float[Array, "B T"] | Bool[Array, "B T"], mask: Bool[Arr
     return aggregate(stop_gradient(wide), mask, mode="dapo", max_length=1)
 
 
+@checked
 def aggregate(
     values: Float[Array, "B T"],
     mask: Bool[Array, "B T"],
     *,
     mode: Aggregation,
-    max_length: int,
+    max_length: Count,
     rows: Literal["filled", "all"] = "filled",
 ) -> Mean:
     """Reduce token values to a sum and a count, which add exactly over microbatches, devices and hosts.
@@ -140,13 +163,17 @@ def aggregate(
 
     The first three do not depend on how the batch is cut. bnpo does, by definition: it equals dapo for a batch in one
     piece or in pieces with equally many tokens, and otherwise weighs tokens of short pieces more.
-    ``filled`` counts rows with at least one token, so that empty rows (padding, ungraded, truncated and masked) change
-    nothing; ``all`` counts every row, as TRL does.
+
+    Args:
+        values: of each token.
+        mask: tokens that count.
+        mode: grpo (arXiv 2402.03300, eq. 3), dapo (2503.14476, section 3.3), dr_grpo (2503.20783) or bnpo (TRL).
+        max_length: T of the longest possible completion, >= 1; read by dr_grpo alone.
+        rows: ``filled`` counts rows with at least one token, so that empty rows (padding, ungraded, truncated and
+            masked) change nothing; ``all`` counts every row, as TRL does; default filled.
     """
     total = jnp.sum(masked_sum(values, mask))
     tokens = jnp.sum(mask).astype(total.dtype)
-    if rows not in ("filled", "all"):
-        raise ValueError(f"aggregate: rows must be filled or all, got {rows!r}")
     used = jnp.sum(jnp.any(mask, axis=-1) | (rows == "all")).astype(total.dtype)
     if mode == "dapo":
         return Mean(total, tokens)
@@ -154,11 +181,10 @@ def aggregate(
         return Mean(jnp.sum(masked_mean(values, mask)), used)
     if mode == "dr_grpo":
         return Mean(total, used * max_length)
-    if mode == "bnpo":
-        return Mean(total / jnp.maximum(tokens, 1), jnp.minimum(tokens, 1))
-    raise ValueError(f"aggregate: mode must be grpo, bnpo, dapo or dr_grpo, got {mode!r}")
+    return Mean(total / jnp.maximum(tokens, 1), jnp.minimum(tokens, 1))
 
 
+@checked
 def kl_estimate(
     logps: Float[Array, "*rows"], ref_logps: Float[Array, "*rows"], *, estimator: Literal["k1", "k2", "k3"] = "k3"
 ) -> Float[Array, "*rows"]:
@@ -166,16 +192,19 @@ def kl_estimate(
 
     As values k1 and k3 are unbiased, k2 nearly so. As loss terms they differ, for tokens of the current policy: k1
     has no gradient on average, k2 has that of KL(policy || ref), k3 that of KL(ref || policy). k3 caps x at 20.
+
+    Args:
+        logps: of the tokens under the current policy, nats.
+        ref_logps: under the reference, nats.
+        estimator: k1, k2 or k3 (Schulman, 2020; k3 is GRPO's, arXiv 2402.03300, eq. 4); default k3.
     """
     x = widened(ref_logps) - widened(logps)
     if estimator == "k1":
         return -x
     if estimator == "k2":
         return x * x / 2
-    if estimator == "k3":
-        x = jnp.minimum(x, LOG_RATIO_BOUND)
-        return jnp.expm1(x) - x
-    raise ValueError(f"kl_estimate: estimator must be k1, k2 or k3, got {estimator!r}")
+    x = jnp.minimum(x, LOG_RATIO_BOUND)
+    return jnp.expm1(x) - x
 
 
 def entropy(logits: Float[Array, "*rows V"]) -> Float[Array, "*rows"]:

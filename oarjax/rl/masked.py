@@ -9,6 +9,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from oarjax.rl.checked import Share, checked
+
 
 def widened(values: Float[Array, "..."]) -> Float[Array, "..."]:
     """Cast to float32 or wider: sums in bfloat16 drop terms after a few hundred."""
@@ -51,18 +53,17 @@ def masked_minmax(values: Float[Array, "*rows T"], mask: Bool[Array, "*rows T"])
     return jnp.where(mask, (wide - low) / jnp.where(span == 0, 1, span), 0)
 
 
+@checked
 def masked_quantile(
-    values: Float[Array, "*rows T"], mask: Bool[Array, "*rows T"], *, level: float
+    values: Float[Array, "*rows T"], mask: Bool[Array, "*rows T"], *, level: Share
 ) -> Float[Array, "*rows"]:
     """Interpolate a quantile of the valid entries linearly (numpy's default); 0 for an empty row.
 
     With n valid entries in ascending order x_0 .. x_{n-1} it is the value at the fractional index level * (n - 1).
 
     Raises:
-        ValueError: level outside [0, 1].
+        ArgumentError: level outside [0, 1].
     """
-    if not 0 <= level <= 1:
-        raise ValueError(f"masked_quantile: level must be in [0, 1], got {level}")
     wide = widened(values)
     count = masked_count(mask)
     ordered = jnp.sort(jnp.where(mask, wide, jnp.inf), axis=-1)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float
 
+from oarjax.rl.checked import Scalar
 from oarjax.rl.masked import masked_mean, masked_sum, widened
 
 LOG_RATIO_BOUND = 20.0
@@ -74,7 +75,7 @@ def near_policy(
     advantages: Float[Array, "B T"],
     mask: Bool[Array, "B T"],
     *,
-    max_drift: float,
+    max_drift: Scalar,
 ) -> Bool[Array, "B T"]:
     """Mark the tokens to keep: all but those of negative advantage in rows that the policy has moved away from.
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float
 
+from oarjax.rl.checked import Scalar, checked
 from oarjax.rl.masked import masked_mean, widened
 from oarjax.rl.off_policy import LOG_RATIO_BOUND
 
@@ -37,18 +38,26 @@ def policy_ratio(
     return jnp.exp(jnp.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
 
 
+@checked
 def clipped_surrogate(
     ratio: Float[Array, "B T"],
     advantages: Float[Array, "B T"],
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    dual_clip: float | None = None,
+    clip_low: Scalar = 0.2,
+    clip_high: Scalar = 0.28,
+    dual_clip: Scalar | None = None,
 ) -> Float[Array, "B T"]:
     """Compute min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), and where A < 0 at least dual_clip * A.
 
-    Without a dual clip the last bound is absent. TRL's ``delta`` (a cap on the unclipped ratio for either sign) is the
-    same function for delta >= 1 + clip_high.
+    PPO's clip in GRPO's objective (arXiv 2402.03300, eq. 3). TRL's ``delta`` (a cap on the unclipped ratio for either
+    sign) is the same function for delta >= 1 + clip_high. Numbers may be traced.
+
+    Args:
+        ratio: policy / older policy of each token.
+        advantages: of each token; [B] per row needs ``[:, None]`` and a broadcast.
+        clip_low: width of the range below 1, in [0, 1]; default 0.2 (DAPO, arXiv 2503.14476, section 3.1).
+        clip_high: width above 1, >= 0; default 0.28 (the same); GRPO has clip_low here.
+        dual_clip: bound c > 1 of the ratio where A < 0 (arXiv 1912.09729); default None, no bound.
     """
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     objective = jnp.minimum(ratio * advantages, clipped * advantages)
@@ -57,10 +66,18 @@ def clipped_surrogate(
     return jnp.where(advantages < 0, jnp.maximum(objective, dual_clip * advantages), objective)
 
 
+@checked
 def cispo_surrogate(
-    logps: Float[Array, "B T"], ratio: Float[Array, "B T"], advantages: Float[Array, "B T"], *, ratio_cap: float = 5.0
+    logps: Float[Array, "B T"], ratio: Float[Array, "B T"], advantages: Float[Array, "B T"], *, ratio_cap: Scalar = 5.0
 ) -> Float[Array, "B T"]:
-    """Compute stop_gradient(min(ratio, ratio_cap)) * A * logp (CISPO). The cap is a ratio, not an excess over 1."""
+    """Compute stop_gradient(min(ratio, ratio_cap)) * A * logp (CISPO, arXiv 2506.13585).
+
+    Args:
+        logps: of the tokens under the current policy, nats; they alone have a gradient.
+        ratio: policy / older policy of each token.
+        advantages: of each token.
+        ratio_cap: largest ratio, > 0, not an excess over 1; default 5.0. May be traced.
+    """
     return stop_gradient(jnp.minimum(ratio, ratio_cap)) * advantages * logps
 
 
@@ -68,8 +85,8 @@ def sapo_surrogate(
     ratio: Float[Array, "B T"],
     advantages: Float[Array, "B T"],
     *,
-    positive: float = 1.0,
-    negative: float = 1.05,
+    positive: Scalar = 1.0,
+    negative: Scalar = 1.05,
 ) -> Float[Array, "B T"]:
     """Compute 4/tau * sigmoid(tau * (ratio - 1)) * A (SAPO, arXiv 2511.20347, eq. 6).
 
@@ -86,8 +103,8 @@ def gmpo_surrogate(
     advantages: Float[Array, "B T"],
     mask: Bool[Array, "B T"],
     *,
-    clip_low: float = 0.4,
-    clip_high: float = 0.4,
+    clip_low: Scalar = 0.4,
+    clip_high: Scalar = 0.4,
 ) -> Float[Array, "B T"]:
     """Compute A times the geometric mean of the row's clipped ratios (GMPO, arXiv 2507.20673, eq. 4).
 

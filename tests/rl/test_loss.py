@@ -288,7 +288,7 @@ def test_missing_log_probs_are_named():
         policy_loss(logps, entropies, bare, importance=Importance("token_truncate"), max_length=7)
 
 
-def test_unknown_modes_are_named(unchecked):
+def test_unknown_modes_are_named():
     args = make_batch()
     for field, accepted in {
         "surrogate": "clip, cispo, sapo or gmpo",

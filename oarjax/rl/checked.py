@@ -1,0 +1,176 @@
+"""Check the arguments of public functions against their signatures: shapes, dtypes, choices and ranges of numbers.
+
+The checks run when Python calls a function, so under ``jax.jit`` while it is traced: compiled programs have none.
+Numbers may be traced (``jax.vmap`` over tau): they have no value yet, and their range goes unchecked.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jaxtyping import AbstractArray, Array, Bool, Float, Int, Key, Shaped
+
+from oarjax.errors import UserError
+
+
+class ArgumentError(UserError, ValueError):
+    """An argument that does not fit a function's signature; names both, what was expected and what came."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Range of a number."""
+
+    low: float
+    high: float = math.inf
+    above: bool = False  # the lower bound itself is excluded
+
+    def __contains__(self, value: float) -> bool:
+        return (self.low < value if self.above else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        if self.high < math.inf:
+            return f"in {'(' if self.above else '['}{self.low:g}, {self.high:g}]"
+        return f"{'>' if self.above else '>='} {self.low:g}"
+
+
+Scalar = float | Float[Array, ""]
+"""A number, which may be traced."""
+Share = Annotated[Scalar, Interval(0.0, 1.0)]
+PositiveShare = Annotated[Scalar, Interval(0.0, 1.0, above=True)]
+NonNegative = Annotated[Scalar, Interval(0.0)]
+Positive = Annotated[Scalar, Interval(0.0, above=True)]
+Count = Annotated[int, Interval(1.0)]
+
+KINDS: dict[Any, str] = {Float: "float", Bool: "bool", Int: "integer", Key: "key", Shaped: ""}
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def checked(function: Function) -> Function:
+    """Check each call's arguments against the annotations, before the function runs; equal letters are equal sizes."""
+    signature = inspect.signature(function)
+    hints = functools.cache(lambda: get_type_hints(function, include_extras=True))
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            arguments = signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return function(*args, **kwargs)  # raises it with the function's name
+        sizes: dict[str, tuple[Any, str]] = {}
+        for name, value in arguments.items():
+            if name in hints():
+                _check(name, value, hints()[name], sizes, function.__name__)
+        return function(*args, **kwargs)
+
+    return cast(Function, call)
+
+
+def is_traced(value: Any) -> bool:
+    """Return whether a number is known only while a program runs."""
+    return isinstance(value, Tracer)
+
+
+def _check(name: str, value: Any, hint: Any, sizes: dict[str, tuple[Any, str]], function: str) -> None:
+    """Check one argument, or one field of it; ``sizes`` collects axis letters with the argument that set each."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        kinds = [part for part in parts if part is not NoneType]
+        if value is None and len(kinds) < len(parts):
+            return
+        if float in kinds:
+            _check_number(name, value, float, Interval(-math.inf), function)
+        elif len(kinds) == 1:
+            _check(name, value, kinds[0], sizes, function)
+    elif origin is Annotated:
+        (interval,) = (part for part in parts if isinstance(part, Interval))
+        _check_number(name, value, int if parts[0] is int else float, interval, function)
+    elif origin is Literal:
+        if value not in parts:
+            *others, last = map(str, parts)
+            raise ArgumentError(f"{function}: {name} must be {', '.join(others)} or {last}, got {value!r}")
+    elif isinstance(hint, type) and issubclass(hint, AbstractArray):
+        _check_array(name, value, hint, sizes, function)
+    elif isinstance(hint, type) and is_dataclass(hint):
+        if not isinstance(value, hint):
+            raise ArgumentError(f"{function}: {name} must be an oarjax {hint.__name__}, got {_described(value)}")
+        inner = _field_hints(hint)
+        for field in fields(hint):
+            _check(f"{name}.{field.name}", getattr(value, field.name), inner[field.name], sizes, function)
+
+
+@functools.cache
+def _field_hints(record: type) -> dict[str, Any]:
+    return get_type_hints(record, include_extras=True)
+
+
+def _check_number(name: str, value: Any, kind: type, interval: Interval, function: str) -> None:
+    expected = f"{'an integer' if kind is int else 'a number'} {interval}".removesuffix(" >= -inf")
+    if kind is int:
+        number = isinstance(value, Integral) and not isinstance(value, bool)
+    else:
+        number = isinstance(value, Real) or getattr(value, "shape", None) == ()
+    if not number:
+        remedy = "; use jax.vmap to map over an array" if hasattr(value, "shape") and kind is float else ""
+        raise ArgumentError(f"{function}: {name} must be {expected}, got {_described(value)}{remedy}")
+    if not is_traced(value) and float(value) not in interval:
+        raise ArgumentError(f"{function}: {name} must be {expected}, got {value}")
+
+
+def _check_array(
+    name: str, value: Any, hint: type[AbstractArray], sizes: dict[str, tuple[Any, str]], function: str
+) -> None:
+    axes = hint.dim_str.split()
+    kind = next((word for base, word in KINDS.items() if hint.dtypes == base.dtypes), "integer")
+    expected = f"{function}: {name} must be {'an' if kind == 'integer' else 'a'} {kind} array".replace("  ", " ")
+    expected += f" [{', '.join(axes)}]"
+    if not (hasattr(value, "shape") and hasattr(value, "dtype")):
+        raise ArgumentError(f"{expected}, got {_described(value)}; wrap it in jnp.array")
+    if kind and not _has_dtype(value, hint):
+        remedy = {"bool": f"; compare it, as in {name} > 0", "float": "; use .astype(jnp.float32)"}.get(kind, "")
+        raise ArgumentError(f"{expected}, got {_described(value)}{remedy}")
+    matched = _matched(axes, value.shape)
+    if matched is None:
+        remedy = f"; for a single row pass {name}[None]" if len(value.shape) == len(axes) - 1 else ""
+        raise ArgumentError(f"{expected}, got {_described(value)}{remedy}")
+    for axis, size in matched.items():
+        known, source = sizes.setdefault(axis, (size, name))
+        if known != size:
+            raise ArgumentError(f"{expected} with {axis.lstrip('*')} = {known} as in {source}, got {_described(value)}")
+
+
+def _has_dtype(value: Any, hint: type[AbstractArray]) -> bool:
+    if "prng_key" in hint.dtypes:
+        return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return str(value.dtype) in hint.dtypes
+
+
+def _matched(axes: list[str], shape: tuple[int, ...]) -> dict[str, Any] | None:
+    """Return the size of each named axis, a tuple for a starred one; None where the shape has other axes."""
+    starred = next((at for at, axis in enumerate(axes) if axis.startswith("*") or axis == "..."), None)
+    if starred is None:
+        split = dict(zip(axes, shape)) if len(axes) == len(shape) else None
+    elif len(shape) < len(axes) - 1:
+        split = None
+    else:
+        end = len(shape) - (len(axes) - 1 - starred)
+        split = dict(zip(axes[:starred], shape)) | {axes[starred]: shape[starred:end]}
+        split |= dict(zip(axes[starred + 1 :], shape[end:]))
+    unnamed = ("...", "_", "*_")
+    return None if split is None else {axis: size for axis, size in split.items() if not axis.startswith(unnamed)}
+
+
+def _described(value: Any) -> str:
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype} {list(value.shape)}"
+    return "None" if value is None else f"a {type(value).__name__}"
