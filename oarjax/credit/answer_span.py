@@ -12,21 +12,23 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Int, Int32
 
 from oarjax.credit.answer_text import Extent, Style, find_extent
+from oarjax.rl.checked import checked
 from oarjax.types import AnswerSpan, Rollout
 
 
+@checked
 def find_answers(
-    tokens: Int32[np.ndarray, "B T"],
+    tokens: Int[np.ndarray, "B T"],
     completion: Bool[np.ndarray, "B T"],
     token_bytes: Sequence[bytes],
     *,
     style: Style,
     pattern: str | None = None,
 ) -> AnswerSpan:
-    """Find the reasoning and answer tokens of every completion (design, sections 4 and 7).
+    """Find the reasoning and answer tokens of every completion .
 
     A token that overlaps the answer's characters is an answer token, also where it holds part of the marker or of a
     brace. Reasoning tokens are those that end before the marker begins. Marker tokens and what follows the answer are
@@ -36,14 +38,15 @@ def find_answers(
         tokens: completion ids. Ids beyond the table (padding of the vocabulary) have no bytes.
         completion: generated tokens, stop token included.
         token_bytes: the bytes of every id; special and stop tokens contribute none (``b""``).
-        style: see ``oarjax.credit.answer_text``.
-        pattern: for style regex
+        style: how an answer is marked, see ``oarjax.credit.answer_text``.
+        pattern: regular expression of the answer, for style regex alone; default None.
 
     Returns:
         AnswerSpan of numpy arrays, bool [B, T], [B, T] and [B].
 
     Raises:
-        ValueError: unknown style or bad pattern. Where a pattern runs too long, a warning, and no answer in that row.
+        ArgumentError: an argument does not fit the signature.
+        ValueError: bad pattern. Where a pattern runs too long, a warning, and no answer in that row.
     """
     span = AnswerSpan(
         reasoning=np.zeros(tokens.shape, bool),  # type: ignore[arg-type]

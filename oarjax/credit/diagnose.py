@@ -10,26 +10,49 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from oarjax.rl.checked import PositiveShare, checked
 from oarjax.rl.masked import masked_count, masked_mean, masked_sum, widened
 
 
+@checked
 def ess_ratio(weights: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B"]:
-    """Compute the effective sample size per token, (sum w)^2 / (n sum w^2), in [1/n, 1]; 1 = uniform."""
+    """Compute the effective sample size per token, (sum w)^2 / (n sum w^2), in [1/n, 1]; 1 = uniform.
+
+    Args:
+        weights: >= 0.
+        mask: tokens that count.
+    """
     total = masked_sum(weights, mask)
     power = masked_count(mask) * masked_sum(widened(weights) ** 2, mask)
     return jnp.where(power > 0, total**2 / jnp.where(power > 0, power, 1), jnp.nan)
 
 
-def top_mass(weights: Float[Array, "B T"], mask: Bool[Array, "B T"], *, share: float = 0.1) -> Float[Array, "B"]:
-    """Compute the share of sum(w) that lies on the ceil(share * n) largest weights, in [share, 1] for weights >= 0."""
+@checked
+def top_mass(
+    weights: Float[Array, "B T"], mask: Bool[Array, "B T"], *, share: PositiveShare = 0.1
+) -> Float[Array, "B"]:
+    """Compute the share of sum(w) that lies on the ceil(share * n) largest weights, in [share, 1] for weights >= 0.
+
+    Args:
+        weights: >= 0.
+        mask: tokens that count, n in a row.
+        share: in (0, 1]; default 0.1. May be traced.
+    """
     ordered = jnp.sort(jnp.where(mask, widened(weights), 0), axis=-1, descending=True)
     first = jnp.arange(mask.shape[-1]) < _top_count(mask, share)[:, None]
     total = masked_sum(weights, mask)
     return jnp.where(total > 0, masked_sum(ordered, first) / jnp.where(total > 0, total, 1), jnp.nan)
 
 
+@checked
 def spearman(a: Float[Array, "B T"], b: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B"]:
-    """Compute Spearman's rank correlation over the valid tokens, ties given their average rank, in [-1, 1]."""
+    """Compute Spearman's rank correlation over the valid tokens, ties given their average rank, in [-1, 1].
+
+    Args:
+        a: scores.
+        b: other scores of the same tokens.
+        mask: tokens that count.
+    """
     x, y = (_centred_ranks(v, mask) for v in (a, b))
     spread = jnp.sqrt(masked_sum(x * x, mask) * masked_sum(y * y, mask))
     finite = jnp.all(jnp.where(mask, jnp.isfinite(a) & jnp.isfinite(b), True), axis=-1)
@@ -37,16 +60,23 @@ def spearman(a: Float[Array, "B T"], b: Float[Array, "B T"], mask: Bool[Array, "
     return jnp.where(defined, masked_sum(x * y, mask) / jnp.where(defined, spread, 1), jnp.nan)
 
 
+@checked
 def recall_at_k(
     scores: Float[Array, "B T"],
     causal: Bool[Array, "B T"],
     mask: Bool[Array, "B T"],
     *,
-    share: float = 0.1,
+    share: PositiveShare = 0.1,
 ) -> Float[Array, "B"]:
     """Compute the share of the causal tokens among the ceil(share * n) highest scores, in [0, 1].
 
     Tokens tied at the cut share the places left there, so that constant scores get k / n, not the luck of the order.
+
+    Args:
+        scores: of each token.
+        causal: tokens known to decide the outcome.
+        mask: tokens that count, n in a row.
+        share: in (0, 1]; default 0.1. May be traced.
     """
     ranked = jnp.where(mask, widened(scores), -jnp.inf)
     k = _top_count(mask, share)
@@ -71,10 +101,8 @@ def separation(scores: Float[Array, "B T"], causal: Bool[Array, "B T"], mask: Bo
     return jnp.where(defined, 0.5 + above, jnp.nan)
 
 
-def _top_count(mask: Bool[Array, "B T"], share: float) -> Int[Array, "B"]:
+def _top_count(mask: Bool[Array, "B T"], share: PositiveShare) -> Int[Array, "B"]:
     """Return ceil(share * n), where share * n may come out a rounding above a whole number."""
-    if not 0 < share <= 1:
-        raise ValueError(f"share must be in (0, 1], got {share}")
     return jnp.ceil(share * masked_count(mask) * (1 - 1e-6)).astype(jnp.int32)
 
 

@@ -75,4 +75,4 @@ def weigh_top(
     if cfg.entropy.scope == "batch":
         taught = reweighted_rows(advantages, polarity=cfg.polarity) & (advantages != 0)
         among = completion & taught[:, None]
-    return entropy_top_weights(required(signals, "entropies", context), among, **cfg.entropy.model_dump())
+    return entropy_top_weights(required(signals, "entropies", context), among, **vars(cfg.entropy))

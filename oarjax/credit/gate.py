@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Key
 from oarjax.credit.kinds import neutral
 from oarjax.credit.method import Kind
 from oarjax.credit.signals import Context, Signals, required
+from oarjax.rl.checked import NonNegative, Share, checked
 from oarjax.rl.masked import masked_count, masked_minmax, masked_quantile, masked_sum, widened
 from oarjax.types import AnswerSpan
 
@@ -24,6 +25,7 @@ EPS = 1e-8
 Levels = Literal["both", "boost", "suppress"]
 
 
+@checked
 def normalise(
     importance: Float[Array, "B T"],
     reasoning: Bool[Array, "B T"],
@@ -32,85 +34,107 @@ def normalise(
 ) -> Float[Array, "B T"]:
     """Compute h = minmax(log1p(importance)) over the reasoning tokens of each row, in [0, 1]; 0 elsewhere.
 
-    ``clamped`` reads a negative score (a token whose removal makes the answer likelier; only joint probes give them)
-    as 0. ``signed`` is the published form: scores in (-1, 0) become negative before min-max, and a score at or below
-    -1 turns its whole row into NaN. A row of equal scores is 0 throughout.
+    A row of equal scores is 0 throughout.
+
+    Args:
+        importance: raw scores, as the attributions give them.
+        reasoning: tokens to weigh, ``AnswerSpan.reasoning``.
+        signs: ``clamped`` reads a negative score (a token whose removal makes the answer likelier; only joint probes
+            give them) as 0. ``signed`` is the published form: scores in (-1, 0) become negative before min-max, and a
+            score at or below -1 turns its whole row into NaN. Default clamped.
     """
-    if signs not in ("clamped", "signed"):
-        raise ValueError(f"normalise: signs must be clamped or signed, got {signs!r}")
     scores = widened(importance)
     scores = jnp.maximum(scores, 0) if signs == "clamped" else scores
     return masked_minmax(jnp.log1p(jnp.where(reasoning, scores, 0)), reasoning)
 
 
+@checked
 def gate(
     h: Float[Array, "B T"],
     reasoning: Bool[Array, "B T"],
     *,
     rule: Literal["quantile", "level"] = "quantile",
     levels: Levels = "both",
-    tau: float = 0.4,
-    boost: float = 2.0,
-    floor: float = 0.1,
+    tau: Share = 0.4,
+    boost: NonNegative = 2.0,
+    floor: Share = 0.1,
 ) -> Float[Array, "B T"]:
     """Suppress what is below the threshold c, boost what is above it: the bi-level gate. 1 outside the reasoning.
 
     h < c: max(h / (c + 1e-8), floor), in [floor, 1].   h >= c: 1 + boost (h - c) / (1 - c + 1e-8), in [1, 1 + boost].
 
-    ``quantile`` puts c at the tau-quantile of the row's own h (as released); ``level`` takes c = tau itself, which on
-    skewed scores suppresses far more tokens. ``levels`` are the paper's ablation: ``boost`` alone leaves what is below
-    c at 1, ``suppress`` alone what is above it.
+    Numbers may be traced, and so mapped: ``jax.vmap(lambda tau: gate(h, reasoning, tau=tau))(taus)``.
+
+    Args:
+        h: normalised importance, in [0, 1].
+        reasoning: tokens to weigh.
+        rule: ``quantile`` puts c at the tau-quantile of the row's own h (as released); ``level`` takes c = tau itself,
+            which on skewed scores suppresses far more tokens; default quantile.
+        levels: the paper's ablation: ``boost`` leaves what is below c at 1, ``suppress`` what is above; default both.
+        tau: see rule, in [0, 1]; default 0.4, as released.
+        boost: the largest weight less 1, >= 0; default 2.0, as released.
+        floor: the smallest weight, in [0, 1]; default 0.1, as released.
 
     Raises:
-        ValueError: unknown rule or levels, tau or floor outside [0, 1], negative boost.
+        ArgumentError: an argument does not fit the signature.
     """
-    if not (0 <= tau <= 1 and 0 <= floor <= 1 and boost >= 0):
-        raise ValueError(
-            f"gate: tau and floor must be in [0, 1] and boost >= 0, got tau={tau}, floor={floor}, boost={boost}"
-        )
     if rule == "quantile":
         c = masked_quantile(h, reasoning, level=tau)[:, None]
-    elif rule == "level":
-        c = jnp.full((h.shape[0], 1), tau, h.dtype)
     else:
-        raise ValueError(f"gate: rule must be quantile or level, got {rule!r}")
-    if levels not in ("both", "boost", "suppress"):
-        raise ValueError(f"gate: levels must be both, boost or suppress, got {levels!r}")
+        c = jnp.full((h.shape[0], 1), tau, h.dtype)
     suppressed = 1.0 if levels == "boost" else jnp.maximum(h / (c + EPS), floor)
     # At c = 1 a compiler may add EPS to the 1 first, where it is lost in rounding: the maximum keeps it from 0 / 0.
     boosted = 1.0 if levels == "suppress" else 1 + boost * (h - c) / jnp.maximum(1 - c + EPS, EPS)
     return jnp.where(reasoning, jnp.where(h < c, suppressed, boosted), 1).astype(h.dtype)
 
 
+@checked
 def preserve_mass(weights: Float[Array, "B T"], reasoning: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     """Scale the reasoning weights of each row to a mean of 1: w * n / sum(w), n = number of reasoning tokens.
 
     The released code adds 1e-8 to the sum; without it the mass is kept to rounding. Rows whose weights sum to 0 stay.
+
+    Args:
+        weights: >= 0, as ``gate`` gives them.
+        reasoning: tokens whose weights are scaled; others keep theirs.
     """
     mass = masked_sum(weights, reasoning)
     scale = jnp.where(mass > 0, masked_count(reasoning) / jnp.where(mass > 0, mass, 1), 1)
     return jnp.where(reasoning, weights * scale[:, None], weights)
 
 
+@checked
 def oar_weights(
     importance: Float[Array, "B T"],
     reasoning: Bool[Array, "B T"],
     *,
     rule: Literal["quantile", "level"] = "quantile",
     levels: Levels = "both",
-    tau: float = 0.4,
-    boost: float = 2.0,
-    floor: float = 0.1,
+    tau: Share = 0.4,
+    boost: NonNegative = 2.0,
+    floor: Share = 0.1,
     mass: Literal["kept", "free"] = "kept",
     signs: Literal["clamped", "signed"] = "clamped",
 ) -> Float[Array, "B T"]:
     """Compute the token weights of OAR, >= 0: ``normalise``, ``gate`` and, with ``mass="kept"``, ``preserve_mass``.
 
     All ones for a row with no reasoning, with equal scores (nothing to tell apart), or with a NaN or infinite one
-    (published: the whole row becomes NaN).
+    (published: the whole row becomes NaN). Numbers may be traced, see ``gate``.
+
+    Args:
+        importance: raw scores, as the attributions give them.
+        reasoning: tokens to weigh, ``AnswerSpan.reasoning``.
+        rule: where the threshold lies, quantile or level, see ``gate``; default quantile.
+        levels: both, boost or suppress, see ``gate``; default both.
+        tau: quantile or level of the threshold, in [0, 1]; default 0.4.
+        boost: the largest weight less 1, >= 0; default 2.0.
+        floor: the smallest weight, in [0, 1]; default 0.1.
+        mass: ``kept`` scales a row's weights to a mean of 1, ``free`` does not; default kept.
+        signs: of scores, clamped or signed, see ``normalise``; default clamped.
+
+    Raises:
+        ArgumentError: an argument does not fit the signature.
     """
-    if mass not in ("kept", "free"):
-        raise ValueError(f"oar_weights: mass must be kept or free, got {mass!r}")
     h = normalise(importance, reasoning, signs=signs)
     weights = gate(h, reasoning, rule=rule, levels=levels, tau=tau, boost=boost, floor=floor)
     if mass == "kept":
@@ -119,12 +143,18 @@ def oar_weights(
     return jnp.where(reasoning & usable[:, None], weights, 1)
 
 
+@checked
 def reshape(
     advantages: Float[Array, "B"], weights: Float[Array, "B T"], completion: Bool[Array, "B T"]
 ) -> Float[Array, "B T"]:
     """Compute token advantages stop_gradient(w) * A, 0 outside the completion.
 
     With mass kept they sum to A * T_valid over each row, the same as GRPO's; weights of 1 are GRPO itself.
+
+    Args:
+        advantages: A of each row, as ``group_advantages`` gives them.
+        weights: of each token, >= 0.
+        completion: generated tokens, ``Rollout.completion``.
     """
     return jnp.where(completion, jax.lax.stop_gradient(weights) * advantages[:, None], 0)
 
@@ -172,4 +202,4 @@ def weigh(
 
 def gated(scores: Float[Array, "B T"], span: AnswerSpan, context: Context) -> Float[Array, "B T"]:
     """Weigh the reasoning tokens by any scores through the configured gate."""
-    return oar_weights(scores, span.reasoning, **context.credit.gate.model_dump())
+    return oar_weights(scores, span.reasoning, **vars(context.credit.gate))

@@ -13,5 +13,6 @@ def peers_of(groups: Int[Array, "B"], counted: Bool[Array, "B"] | None = None) -
 
 
 def peer_sum(peers: Float[Array, "B B"], values: Shaped[Array, "B ..."]) -> Float[Array, "B ..."]:
-    """Sum finite values over each row's peers, at full precision also where products are coarse by default."""
-    return jnp.tensordot(peers, values.astype(jnp.float32), axes=1, precision="highest")
+    """Sum finite values over each row's peers, in their own precision, at least float32, on every device."""
+    dtype = jnp.promote_types(values.dtype, jnp.float32)
+    return jnp.tensordot(peers.astype(dtype), values.astype(dtype), axes=1, precision="highest")

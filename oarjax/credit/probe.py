@@ -8,13 +8,14 @@ the hidden states that predict the answer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from oarjax.models.policy import Policy
+from oarjax.rl.checked import Positive, Scalar, checked
 from oarjax.rollout.logps import logits_logps
 from oarjax.types import AnswerSpan, Params
 
@@ -50,16 +51,18 @@ class Probe(NamedTuple):
     reads: Literal["answer", "completion"]  # answer: nothing before the first answer token, and rows need an answer
 
 
-def outcome_probe(mode: ProbeMode, *, temperature: float) -> Probe:
+@checked
+def outcome_probe(mode: ProbeMode, *, temperature: Positive) -> Probe:
     """Return one of the paper's probes: ``last`` (LT-Logits), ``answer_mean`` (AS-Mean), ``answer_joint`` (AS-Joint).
 
+    Args:
+        mode: what is read of the answer (arXiv 2601.07408, as released): the distribution of its first token
+            (``last``), that of its mean logits (``answer_mean``), or its mean log-probability (``answer_joint``).
+        temperature: divides the logits, > 0; the sampler's own. May be traced.
+
     Raises:
-        ValueError: unknown mode, or temperature (the sampler's own) is not positive.
+        ArgumentError: an argument does not fit the signature.
     """
-    if mode not in get_args(ProbeMode):
-        raise ValueError(f"mode: expected one of {', '.join(get_args(ProbeMode))}, got {mode!r}")
-    if temperature <= 0:
-        raise ValueError(f"temperature: expected the sampler's, a positive number, got {temperature}")
     if mode == "answer_joint":
 
         def joint(policy: Policy, params: Params, hidden: Float[Array, "B T D"], at: Reading) -> Float[Array, "B"]:
@@ -108,7 +111,7 @@ def outcome_logits(
     answer: Bool[Array, "B T"],
     *,
     mode: ProbeMode,
-    temperature: float,
+    temperature: Scalar,
 ) -> Float[Array, "B V"]:
     """Compute logits of the outcome distribution, one row per sequence, in float32 (float64 for float64 states).
 
@@ -145,7 +148,7 @@ def answer_logp(
     answer: Bool[Array, "B T"],
     completion: Int[Array, "B T"],
     *,
-    temperature: float,
+    temperature: Scalar,
 ) -> Float[Array, "B"]:
     """Compute phi, the mean log-probability of the answer's tokens, in nats (AS-Joint); 0 for a row with no answer.
 
@@ -172,7 +175,7 @@ def _over_answer(
     hidden: Float[Array, "B T D"],
     answer: Bool[Array, "B T"],
     completion: Int[Array, "B T"],
-    temperature: float,
+    temperature: Scalar,
 ) -> tuple[Float[Array, "B"], Float[Array, "B T D"]]:
     """Compute phi and d phi / d hidden, of every row's own phi; the gradient is 0 away from the answer."""
     rows = jnp.arange(answer.shape[0])

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from oarjax.config import CreditConfig
 from oarjax.credit.probe import Probe
+from oarjax.credit.settings import CreditSettings
 from oarjax.models.policy import Policy
 from oarjax.types import AnswerSpan, Hints, Params, Rollout, Scores, TrainBatch
 
@@ -46,7 +46,7 @@ class KeywordTable(NamedTuple):
 class Context(NamedTuple):
     """The run's settings, fixed while a program is compiled."""
 
-    credit: CreditConfig
+    credit: CreditSettings
     temperature: float = 1.0  # the sampler's
     head_chunk: int = 2048  # token positions per chunk of the vocabulary head
     mask_id: int = 0  # stands in for a changed token

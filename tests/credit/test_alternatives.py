@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from oarjax.config import CreditConfig
 from oarjax.credit.controls import permuted_weights, random_scores, uniform_weights
 from oarjax.credit.diagnose import ess_ratio
 from oarjax.credit.entropy import entropy_top_weights
 from oarjax.credit.gate import polarised, reweighted_rows
-from oarjax.credit.grail import grail_weights, log_zscores
+from oarjax.credit.groups import peer_sum, peers_of
 from oarjax.credit.keywords import NONE, keyword_table, keyword_tokens, keyword_weights
+from oarjax.credit.methods.grail import grail_weights, log_zscores
+from oarjax.credit.settings import CreditSettings
 from oarjax.credit.signals import Context, Signals, required
 from oarjax.data.tokenizer import encode as tokenizer_encode
 from oarjax.data.tokenizer import load_tokenizer, token_bytes
@@ -251,7 +252,7 @@ def test_unknown_polarity(unchecked):
 
 def test_a_missing_signal_is_named():
     with pytest.raises(ValueError, match=r"credit method entropy: needs the signal entropies, got None"):
-        required(Signals(), "entropies", Context(CreditConfig(method="entropy")))
+        required(Signals(), "entropies", Context(CreditSettings(method="entropy")))
 
 
 def test_keywords_with_qwens_tokenizer(shared):
@@ -264,3 +265,9 @@ def test_keywords_with_qwens_tokenizer(shared):
     hits = np.asarray(keyword_tokens(jnp.asarray(ids), jnp.ones(ids.shape, bool), known))[0]
     pieces = [table[i].decode() for i in ids[0][hits]]
     assert pieces == ["So", " =", " Therefore", "=", " wait", "But", "so", " hence", " =\n"]
+
+
+def test_sums_over_a_group_keep_the_precision_of_their_values(x64):
+    peers, values = peers_of(jnp.array([0, 0, 1])), jnp.array([1.0, 1e-12, 3.0], jnp.float64)
+    np.testing.assert_array_equal(peer_sum(peers, values), np.array([1.0 + 1e-12, 1.0 + 1e-12, 3.0]))
+    assert peer_sum(peers, values.astype(jnp.bfloat16)).dtype == jnp.float32

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from oarjax.config import CreditConfig
+from oarjax.config import changed
 from oarjax.credit import registry
-from oarjax.credit.bind import weigher
 from oarjax.credit.keywords import keyword_table
 from oarjax.credit.kinds import neutral, token_advantages
+from oarjax.credit.resolved import resolve_method
+from oarjax.credit.settings import CreditSettings
 from oarjax.credit.signals import Signals
 from oarjax.types import AnswerSpan
 
@@ -157,7 +158,7 @@ def cases(draw, *, broken: bool = False):
 
 @cache
 def compiled(name: str):
-    weigh = weigher(CreditConfig(**METHODS[name].changes), keyword_table=TABLE)
+    weigh = resolve_method(changed(CreditSettings(), METHODS[name].changes)).weigher(keyword_table=TABLE)
     return jax.jit(lambda signals, span, advantages, completion: weigh(signals, span, advantages, completion, KEY))
 
 
@@ -308,7 +309,7 @@ def test_no_gradient_flows_through_weights(name):
         jnp.arange(6)[None] < jnp.array([[4], [3]]), jnp.zeros(shape, bool).at[:, 5].set(True), jnp.ones(2, bool)
     )
     completion, advantages = jnp.ones(shape, bool), jnp.array([1.0, -2.0])
-    weigh = weigher(CreditConfig(**METHODS[name].changes), keyword_table=TABLE)
+    weigh = resolve_method(changed(CreditSettings(), METHODS[name].changes)).weigher(keyword_table=TABLE)
 
     def total(scores):
         signals = signals_from(scores, scores, jnp.zeros(shape, jnp.int32))

@@ -81,8 +81,3 @@ def test_undefined_is_nan():
         recall_at_k(x, nothing, ones(1, 3)),
     ):
         assert np.isnan(value[0])
-
-
-def test_share_out_of_range():
-    with pytest.raises(ValueError, match=r"share must be in \(0, 1\], got 0"):
-        top_mass(jnp.ones((1, 3)), ones(1, 3), share=0.0)

@@ -12,7 +12,7 @@ from scipy.optimize import linear_sum_assignment
 from scipy.stats import fisher_exact
 from toy_policy import toy_params, toy_policy
 
-from oarjax.config import AdvantageConfig, ConfigError, CreditConfig
+from oarjax.config import ConfigError
 from oarjax.credit.gate import oar_weights
 from oarjax.credit.measures import measure
 from oarjax.credit.method import MEASURES
@@ -27,6 +27,7 @@ from oarjax.credit.methods.sdpg import teacher_kl
 from oarjax.credit.methods.token_baseline import baseline_advantages
 from oarjax.credit.probe import Reading
 from oarjax.credit.registry import METHODS
+from oarjax.credit.settings import CreditSettings
 from oarjax.credit.signals import Context, Signals
 from oarjax.rollout.filters import Filters
 from oarjax.rollout.logps import last_states, token_logps
@@ -281,12 +282,12 @@ def test_crpo_by_hand():
     rewards = jnp.array(
         [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0], [1.0, 5.0], [1.0, 5.0], [1.0, 5.0], [1.0, 5.0]]
     )
-    found = decoupled_advantages(rewards, [0.5, 0.5], group_size=4, advantage=AdvantageConfig())
+    found = decoupled_advantages(rewards, [0.5, 0.5], group_size=4, scale="group", ddof=1, eps=1e-4)
     np.testing.assert_allclose(found, [0, 0, 0.8659, -0.8659, 0, 0, 0, 0], atol=1e-4)
-    uneven = decoupled_advantages(rewards[:4], [2.0, 0.5], group_size=4, advantage=AdvantageConfig())
+    uneven = decoupled_advantages(rewards[:4], [2.0, 0.5], group_size=4, scale="group", ddof=1, eps=1e-4)
     np.testing.assert_allclose(uneven, 0.8659 * np.array([1.5, -1.5, 2.5, -2.5]), atol=1e-3)
     with pytest.raises(ValueError, match="2 rewards and 1 weights"):
-        decoupled_advantages(rewards, [1.0], group_size=4, advantage=AdvantageConfig())
+        decoupled_advantages(rewards, [1.0], group_size=4, scale="group", ddof=1, eps=1e-4)
 
 
 # Marks: EGCA, CriticSearch -------------------------------------------------------------------------------------------
@@ -350,7 +351,7 @@ def test_the_oracle_marks_what_decides_on_every_built_in_task():
     assert marked(story, "We add as it says: 7 + 2 = 9. It is \\boxed{9}.") == "add7+29"
     reasoning = jnp.arange(6)[None] < 5
     signals = Signals(marks=jnp.array([[0.0, 1, 0, 0, 1, 1]]))
-    args = jnp.ones(1), reasoning, jax.random.key(0), Context(CreditConfig())
+    args = jnp.ones(1), reasoning, jax.random.key(0), Context(CreditSettings())
     weights = gated.weigh(signals, AnswerSpan(reasoning, ~reasoning, jnp.ones(1, bool)), *args)
     expected = oar_weights(jnp.array([[0.0, 1, 0, 0, 1, 0]]), reasoning)
     np.testing.assert_allclose(weights, expected)
@@ -367,7 +368,7 @@ def test_the_example_of_agreement_averages_a_group_at_each_place():
     expected = [[0.75, 0.625, 0.0], [0.75, 0.625, 0.0], [1.0, 0.5, 0.0]]
     np.testing.assert_allclose(group_mean(scores, reasoning, groups), expected, rtol=1e-5)
     span = AnswerSpan(reasoning, ~reasoning, jnp.ones(3, bool))
-    rest = jnp.ones(3), jnp.ones((3, 3), bool), jax.random.key(0), Context(CreditConfig())
+    rest = jnp.ones(3), jnp.ones((3, 3), bool), jax.random.key(0), Context(CreditSettings())
     weights = agreed.weigh(Signals(importance=scores, groups=groups), span, *rest)
     np.testing.assert_allclose(weights, oar_weights(jnp.array(expected), reasoning), rtol=1e-5)
     assert agreed.coupling == "group"
@@ -383,7 +384,7 @@ def test_rlsd_by_hand():
     np.testing.assert_allclose(teacher_weights(*args, 0.5), [[1.1, 1.05], [0.9, 0.954545]], rtol=1e-5)
     signals = Signals(teacher_logps=teacher, logps=logps, iteration=26, marks=jnp.array([[1.0, 0], [0, -1]]))
     span, key = AnswerSpan(args[2], args[2], jnp.ones(2, bool)), jax.random.key(0)
-    rest = (span, args[3], args[2], key, Context(CreditConfig(method="serl")))  # half-way: a quarter of each
+    rest = (span, args[3], args[2], key, Context(CreditSettings(method="serl")))  # half-way: a quarter of each
     np.testing.assert_allclose(rlsd.weigh_marked(signals, *rest), [[1.05, 1], [1, 0.977273]], rtol=1e-5)
     np.testing.assert_array_equal(rlsd.weigh(signals._replace(iteration=51), *rest), np.ones((2, 2)))
 
@@ -439,4 +440,4 @@ def test_causal_spans_read_the_answers_probability():
     logps, _ = token_logps(policy, params, tokens, valid, completion_length=5, temperature=1.0, head_chunk=99)
     np.testing.assert_allclose(found, jnp.exp(jnp.where(answer, logps, 0).sum(1)), rtol=1e-5)
     with pytest.raises(ConfigError, match=r"credit.masking.unit: token, and causal_spans masks whole spans"):
-        causal_spans.check(CreditConfig(), None)
+        causal_spans.check(CreditSettings(), None)

@@ -164,20 +164,3 @@ def test_weights_of_one_are_the_group_advantage_itself():
     completion, advantages = jnp.ones((2, 3), bool), jnp.array([0.7, -1.3])
     shaped = reshape(advantages, jnp.ones((2, 3)), completion)
     np.testing.assert_array_equal(shaped, np.full((2, 3), advantages[:, None]))
-
-
-@pytest.mark.parametrize("bad", [{"tau": 1.2}, {"floor": -0.1}, {"boost": -1.0}])
-def test_gate_out_of_range(bad):
-    with pytest.raises(ValueError, match=r"tau and floor must be in \[0, 1\] and boost >= 0"):
-        gate(H, ROW, **bad)
-
-
-def test_unknown_modes_are_named(unchecked):
-    with pytest.raises(ValueError, match="rule must be quantile or level, got 'median'"):
-        gate(H, ROW, rule="median")
-    with pytest.raises(ValueError, match="levels must be both, boost or suppress, got 'none'"):
-        gate(H, ROW, levels="none")
-    with pytest.raises(ValueError, match="signs must be clamped or signed, got 'abs'"):
-        normalise(H, ROW, signs="abs")
-    with pytest.raises(ValueError, match="mass must be kept or free, got 'both'"):
-        oar_weights(H, ROW, mass="both")

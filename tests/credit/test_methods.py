@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 import tiny
 
-from oarjax.config import ConfigError, CreditConfig
-from oarjax.credit.bind import attribution, scorer, signals, weigher
+from oarjax.config import ConfigError
 from oarjax.credit.keywords import keyword_table
 from oarjax.credit.registry import METHODS, choices, label
+from oarjax.credit.resolved import resolve_method
+from oarjax.credit.settings import CreditSettings
 from oarjax.credit.signals import Scored, Signals
 from oarjax.rollout.logps import token_logps
 from oarjax.step.iteration import iterate
-from oarjax.types import AnswerSpan
+from oarjax.types import AnswerSpan, SampledRows
 
 PIECES = [b"", b"", b"#", *(b"%c" % (ord("a") + i) for i in range(tiny.VOCAB - 3))]
 TABLE = keyword_table(["d", "=f"], lambda text: [PIECES.index(bytes([c])) for c in text.encode()], PIECES)
@@ -22,9 +23,9 @@ TABLE = keyword_table(["d", "=f"], lambda text: [PIECES.index(bytes([c])) for c 
 def test_every_method_says_what_it_needs_and_has_a_name():
     assert label("permuted", "oar_f") == "OAR-F permuted"
     assert (label("oar_g", "oar_f"), label("custom", "oar_f")) == ("OAR-G", "custom")
-    assert signals(CreditConfig(method="entropy_top")) == {"entropies"}
-    assert attribution(CreditConfig(method="permuted", permuted_of="oar_p")) is METHODS["oar_p"]
-    assert attribution(CreditConfig(method="random")) is METHODS["random"]
+    assert resolve_method(CreditSettings(method="entropy_top")).signals == {"entropies"}
+    assert resolve_method(CreditSettings(method="permuted", permuted_of="oar_p")).attribution is METHODS["oar_p"]
+    assert resolve_method(CreditSettings(method="random")).attribution is METHODS["random"]
 
 
 def test_what_a_method_lacks_is_told_when_the_run_is_built():
@@ -44,7 +45,7 @@ def test_a_signal_that_a_caller_forgot_is_named():
     span = AnswerSpan(jnp.ones((1, 3), bool), jnp.zeros((1, 3), bool), jnp.ones(1, bool))
     args = span, jnp.ones(1), jnp.ones((1, 3), bool), jax.random.key(0)
     for method, record in METHODS.items():
-        weigh = weigher(CreditConfig(method=method), keyword_table=TABLE)
+        weigh = resolve_method(CreditSettings(method=method)).weigher(keyword_table=TABLE)
         if wanted := "|".join(set(record.needs) - {"keyword_table", "teacher_prompt"}):  # these two are no signals
             with pytest.raises(ValueError, match=f"credit method {method}: needs the signal ({wanted}), got None"):
                 weigh(Signals(), *args)
@@ -55,8 +56,9 @@ def scored(cfg):
     policy, steps, state = tiny.build(cfg)
     rollout = jax.device_get(steps.sample(state.params, tiny.prompts(), jax.random.key(1)))
     span = tiny.find_answers(rollout)
-    rows = jax.tree.map(lambda x: jnp.asarray(x)[None], (rollout, span, np.arange(16, dtype=np.int32)))
-    scores = steps.score(state.params, None, *rows, jnp.int32(1), jax.random.key(2), probe="last")
+    sampled = SampledRows(rollout, span, np.arange(16, dtype=np.int32))
+    rows = jax.tree.map(lambda x: jnp.asarray(x)[None], sampled)
+    scores = steps.score(state.params, None, rows, jax.random.key(2), 0, jnp.int32(1), probe="last")
     return policy, state.params, rollout, span, scores
 
 
@@ -100,7 +102,8 @@ def test_entropies_are_computed_for_the_methods_that_need_them_alone():
 
 def test_methods_without_attribution_score_nothing():
     for method in ("uniform", "entropy", "entropy_top", "keywords", "random"):
-        score = scorer(CreditConfig(method=method), tiny.build(tiny.config())[0], temperature=1.0, pad_id=0)
+        credit, policy = resolve_method(CreditSettings(method=method)), tiny.build(tiny.config())[0]
+        score = credit.scorer(policy, temperature=1.0, pad_id=0)
         assert score(None, None, None, None, "last") == Scored(None, None)  # pyright: ignore[reportArgumentType]
 
 

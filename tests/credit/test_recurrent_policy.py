@@ -8,11 +8,11 @@ from delta_policy import delta_policy
 from oar_rows import ROWS, batch
 
 from oarjax.config import ConfigError, parse_config
-from oarjax.credit.bind import scorer
 from oarjax.credit.clean_pass import linear_pass
 from oarjax.credit.oar.oar_l import local_importance
 from oarjax.credit.oar.oar_p import masked_token_importance
 from oarjax.credit.probe import kl_divergence, outcome_probe
+from oarjax.credit.resolved import resolve_method
 from oarjax.models.policy import positions_of
 
 MASK = 9
@@ -105,7 +105,7 @@ def test_the_linearised_completion_is_that_of_whole_forwards(x64):
 def test_oar_l_is_refused_by_name(changes, message, policy):
     tree = {"run_dir": "x", "policy": {"path": "x"}, "data": {"train": {"source": "x"}}, "credit": changes}
     with pytest.raises(ConfigError, match=message):
-        scorer(parse_config(tree).credit, policy[0], temperature=1.0, pad_id=0)
+        resolve_method(parse_config(tree).credit).scorer(policy[0], temperature=1.0, pad_id=0)
 
 
 def test_oar_l_is_refused_where_it_is_called(policy):

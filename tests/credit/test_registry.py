@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+from dataclasses import fields
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +14,14 @@ from conftest import ROOT
 from oarjax.config import (
     Config,
     ConfigError,
-    CreditConfig,
-    FisherConfig,
     LabConfig,
-    ProbeConfig,
-    ScreenConfig,
     parse_config,
 )
 from oarjax.costs import Row, clean_flops
-from oarjax.credit.bind import draws_noise, scorer, signals, weigher
 from oarjax.credit.method import KINDS, SIGNALS, CreditMethod, resolve
 from oarjax.credit.registry import METHODS, choices, label
+from oarjax.credit.resolved import resolve_method
+from oarjax.credit.settings import CreditSettings, FisherSettings, ProbeSettings, ScreenSettings
 from oarjax.credit.signals import Signals
 from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import QwenConfig
@@ -98,14 +96,14 @@ def config(method: str, **changes) -> Config:
 def test_entries_say_what_exists(method):
     assert method.kind in KINDS
     assert set(method.needs) <= set(SIGNALS)
-    assert set(method.sections) <= set(CreditConfig.model_fields)
+    assert set(method.sections) <= {field.name for field in fields(CreditSettings)}
     assert method.about
     for function in (method.weigh, method.check, method.forwards, method.noisy):
         assert not isinstance(function, str) or callable(resolve(function))
     if method.score is None:
         assert "importance" not in method.needs
         assert method.forwards == 0
-    elif method.score not in CreditConfig.model_fields:
+    elif method.score != "permuted_of":
         assert callable(resolve(method.score))
         assert method.forwards != 0
     LabConfig(methods={name: {"method": method.name, **fields} for name, fields in (method.lab or {}).items()})
@@ -119,12 +117,13 @@ def test_labels_are_different():
 
 
 def test_which_methods_draw_noise():
-    drawn = {name for name in METHODS if draws_noise(CreditConfig(method=name))}
+    drawn = {name for name in METHODS if resolve_method(CreditSettings(method=name)).draws_noise}
     assert drawn == {"oar_g", "random", "permuted"}
-    sampled = FisherConfig(sampled=2)
-    assert draws_noise(CreditConfig(method="oar_f", fisher=sampled))
-    assert draws_noise(CreditConfig(method="oar_screened", screen=ScreenConfig(by="oar_f"), fisher=sampled))
-    assert not draws_noise(CreditConfig(method="oar_g", probe=ProbeConfig(mode="answer_joint")))
+    sampled = FisherSettings(sampled=2)
+    screened = CreditSettings(method="oar_screened", screen=ScreenSettings(by="oar_f"), fisher=sampled)
+    assert resolve_method(CreditSettings(method="oar_f", fisher=sampled)).draws_noise
+    assert resolve_method(screened).draws_noise
+    assert not resolve_method(CreditSettings(method="oar_g", probe=ProbeSettings(mode="answer_joint"))).draws_noise
 
 
 def test_a_new_entry_is_in_config_lab_study_and_label(mine):
@@ -156,20 +155,22 @@ def test_a_new_entry_is_in_mfu_and_plan(mine):
         "reasoning_length": 16.0,
         "rows_used": 16.0,
     }
-    plain, more = (metrics_flops(config(name), MODEL, metrics, None) for name in ("uniform", "mine"))
+    plain, more = (
+        metrics_flops(cfg, MODEL, metrics, resolve_method(cfg.credit)) for cfg in (config("uniform"), config("mine"))
+    )
     assert more - plain == pytest.approx(cost)
 
 
 def test_a_new_entry_scores_and_weighs(mine):
-    cfg = CreditConfig(method="mine")
-    assert signals(cfg) == {"importance"}
+    method = resolve_method(CreditSettings(method="mine"))
+    assert method.signals == {"importance"}
     mask = jnp.ones((2, 4), bool)
     span = AnswerSpan(mask.at[:, 3].set(False), mask, jnp.ones(2, bool))
     rollout = Rollout(jnp.ones((2, 6), int), jnp.ones((2, 6), bool), mask, mask * 0.0, mask * 0.0, jnp.ones(2, bool))
-    score = scorer(cfg, make_policy(MODEL), temperature=1.0, pad_id=0)
+    score = method.scorer(make_policy(MODEL), temperature=1.0, pad_id=0)
     scores = score({}, rollout, span, jax.random.split(jax.random.key(0)), "last").importance
     np.testing.assert_array_equal(scores, [[1, 1, 1, 0]] * 2)
-    w = weigher(cfg)(Signals(importance=scores), span, jnp.ones(2), mask, jax.random.key(0))
+    w = method.weigher()(Signals(importance=scores), span, jnp.ones(2), mask, jax.random.key(0))
     np.testing.assert_array_equal(w, [[0, 2, 0, 0]] * 2)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from oar_rows import ROWS, batch, single
 from toy_policy import toy_params, toy_policy
 
-from oarjax.credit.grail import answer_saliency
+from oarjax.credit.methods.grail import answer_saliency
 from oarjax.models.policy import positions_of
 from oarjax.rollout.logps import logits_logps
 

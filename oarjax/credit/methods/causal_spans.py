@@ -9,10 +9,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from oarjax.config import ConfigError, CreditConfig
 from oarjax.credit.oar.oar_p import score as masked_score
 from oarjax.credit.probe import Probe, Reading, answer_logp
+from oarjax.credit.settings import CreditSettings
 from oarjax.credit.signals import Context, Scored
+from oarjax.errors import ConfigError
 from oarjax.models.policy import Policy
 from oarjax.types import AnswerSpan, Params, Rollout
 
@@ -27,7 +28,7 @@ def answer_probability(*, temperature: float) -> Probe:
     return Probe(read, kind="scalar", reads="answer")
 
 
-def check(cfg: CreditConfig, probe: Probe | None) -> None:
+def check(cfg: CreditSettings, probe: Probe | None) -> None:
     """Refuse single tokens, which are no spans, and a probe of another outcome.
 
     Raises:

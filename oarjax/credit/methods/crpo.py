@@ -9,16 +9,22 @@ here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from oarjax.config import AdvantageConfig
 from oarjax.rl.advantages import weighted_group_advantages
 
 
 def decoupled_advantages(
-    rewards: Float[Array, "B K"], weights: Sequence[float], *, group_size: int, advantage: AdvantageConfig
+    rewards: Float[Array, "B K"],
+    weights: Sequence[float],
+    *,
+    group_size: int,
+    scale: Literal["group", "batch", "none"],
+    ddof: Literal[0, 1],
+    eps: float,
 ) -> Float[Array, "B"]:
     """Compute A_i = sum_k weight_k (r_ik - mean_k) / (std_k + eps), mean and std of each reward in the group.
 
@@ -35,7 +41,7 @@ def decoupled_advantages(
         columns,
         jnp.asarray(weights, jnp.float32),
         group_size=group_size,
-        scale=advantage.scale,
-        ddof=advantage.ddof,
-        eps=advantage.eps,
+        scale=scale,
+        ddof=ddof,
+        eps=eps,
     )

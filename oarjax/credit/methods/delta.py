@@ -95,4 +95,4 @@ def weigh(
 ) -> Float[Array, "B T"]:
     """Weigh the tokens by the side of the batch that their gradient is on."""
     hidden, logps = all_required(signals, ("hidden", "logps"), context)
-    return delta_weights(hidden, logps, completion, advantages, **context.credit.delta.model_dump())
+    return delta_weights(hidden, logps, completion, advantages, **vars(context.credit.delta))

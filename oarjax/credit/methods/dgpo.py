@@ -53,4 +53,4 @@ def weigh(
 ) -> Float[Array, "B T"]:
     """Weigh the tokens by their distance from the reference and by their entropy."""
     hellinger, spread = all_required(signals, ("hellinger", "spread"), context)
-    return dgpo_weights(hellinger, spread, completion, **context.credit.dgpo.model_dump())
+    return dgpo_weights(hellinger, spread, completion, **vars(context.credit.dgpo))

@@ -50,4 +50,4 @@ def reweigh(logps: Float[Array, "B T"], batch: TrainBatch, context: Context) -> 
     """Weigh the tokens of a microbatch by what has changed since the rollout."""
     if batch.old_logps is None:
         raise ValueError("fipo: needs the log-probs of the rollout, got None; give TrainBatch(old_logps=...)")
-    return future_weights(logps, batch.old_logps, batch.completion, **context.credit.fipo.model_dump())
+    return future_weights(logps, batch.old_logps, batch.completion, **vars(context.credit.fipo))

@@ -135,5 +135,5 @@ def weigh(
 ) -> Float[Array, "B T"]:
     """Add to every token the bonus of its id in its group."""
     tokens, groups = all_required(signals, ("tokens", "groups"), context)
-    settings = context.credit.ktae.model_dump()
+    settings = vars(context.credit.ktae)
     return key_token_bonus(tokens, completion, advantages > 0, advantages < 0, groups, **settings)

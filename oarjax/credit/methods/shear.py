@@ -126,4 +126,4 @@ def weigh(
 ) -> Float[Array, "B T"]:
     """Weigh the tokens by how far the states of their windows are from opposing rows."""
     hidden, groups = all_required(signals, ("hidden", "groups"), context)
-    return divergence_weights(hidden, completion, advantages, groups, **context.credit.shear.model_dump())
+    return divergence_weights(hidden, completion, advantages, groups, **vars(context.credit.shear))

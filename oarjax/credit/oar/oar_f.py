@@ -15,16 +15,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from oarjax.config import ConfigError, CreditConfig
 from oarjax.credit.clean_pass import LinearPass, linear_pass
 from oarjax.credit.counterfactual import Counterfactual, replacement_embeddings
 from oarjax.credit.oar.oar_p import check_units
 from oarjax.credit.probe import Probe, from_inputs, reading_of, scored_tokens, to_inputs
+from oarjax.credit.settings import CreditSettings
 from oarjax.credit.signals import Context, Scored, probe_of
+from oarjax.errors import ConfigError
 from oarjax.models.policy import Policy
+from oarjax.rl.checked import checked
 from oarjax.types import AnswerSpan, Params, Rollout
 
 
+@checked
 def fisher_importance(
     policy: Policy,
     params: Params,
@@ -42,12 +45,19 @@ def fisher_importance(
     """Compute OAR-F scores in nats, >= 0 for a distribution; 0 outside the reasoning and in rows with no answer.
 
     A scalar probe has a first order, and one pass: s_t = -<grad_{e_t} phi, d_t>, the expansion of clean minus changed.
-    No gradient flows to ``params``.
 
     Args:
+        policy: the model's functions, such as ``make_policy`` gives.
+        params: its parameters; no gradient flows to them.
+        tokens: prompt and completion, N = S + T.
+        valid: positions that hold a token.
+        span: reasoning and answer of the completions, [B, T], as ``find_answers`` gives them.
         keys: one per row (``oarjax.credit.oar.oar_g.row_keys``), used where ``sampled`` > 0.
-        outcomes: backward passes for the likeliest outcomes, at most V.
-        sampled: further passes for outcomes drawn from the rest, in proportion to their probability.
+        probe: the outcome, see ``outcome_probe``.
+        mask_id: id that replaces a token, for counterfactual mask; the paper's is the pad id.
+        outcomes: backward passes for the likeliest outcomes, 1 to V.
+        sampled: further passes for outcomes drawn from the rest, in proportion to their probability, >= 0.
+        counterfactual: mask, second_choice or mean_embedding, see ``oarjax.credit.counterfactual``; default mask.
 
     Raises:
         ValueError: outcomes below 1, sampled below 0, a counterfactual without an embedding, or no prompt position.
@@ -162,7 +172,7 @@ def score(
     return Scored(importance, clean.hidden)
 
 
-def check(cfg: CreditConfig, custom_probe: Probe | None) -> None:
+def check(cfg: CreditSettings, custom_probe: Probe | None) -> None:
     """Refuse settings that the expansion does not have.
 
     Raises:
@@ -176,6 +186,6 @@ def check(cfg: CreditConfig, custom_probe: Probe | None) -> None:
     check_units(cfg, custom_probe)
 
 
-def noisy(cfg: CreditConfig) -> bool:
+def noisy(cfg: CreditSettings) -> bool:
     """Return whether outcomes are drawn."""
     return cfg.fisher.sampled > 0

@@ -24,11 +24,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from oarjax.config import CreditConfig
 from oarjax.credit.clean_pass import LinearPass, linear_pass
 from oarjax.credit.probe import Probe, divergence, from_inputs, reading_of, scored_tokens, to_inputs
+from oarjax.credit.settings import CreditSettings
 from oarjax.credit.signals import Context, Scored, probe_of
 from oarjax.models.policy import Policy
+from oarjax.rl.checked import Count, Positive, Scalar, checked
 from oarjax.types import AnswerSpan, Params, Rollout
 
 Estimator = Literal["noisy", "linearised"]
@@ -36,6 +37,7 @@ Gradient = Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]]
 """From noise on the inputs' embeddings to the gradient of J by them."""
 
 
+@checked
 def gradient_importance(
     policy: Policy,
     params: Params,
@@ -46,25 +48,31 @@ def gradient_importance(
     *,
     probe: Probe,
     estimator: Estimator,
-    sigma: float,
-    draws: int,
+    sigma: Positive,
+    draws: Count,
 ) -> Float[Array, "B T"]:
     """Compute OAR-G scores, >= 0, averaged over ``draws`` noise draws that run as one batch.
 
-    0 outside the reasoning and in rows with no answer. No gradient flows to ``params``.
+    0 outside the reasoning and in rows with no answer.
 
     Args:
+        policy: the model's functions, such as ``make_policy`` gives.
+        params: its parameters; no gradient flows to them.
+        tokens: prompt and completion, N = S + T.
+        valid: positions that hold a token.
+        span: reasoning and answer of the completions, [B, T], as ``find_answers`` gives them.
         keys: one per row (``row_keys``), so that a row's noise depends neither on its neighbours nor on microbatches.
-        sigma: standard deviation of the noise, in the units of the embeddings.
-        draws: one draw is in good part a random ranking. Linearised with a scalar probe has no noise and ignores it.
+        probe: the outcome, see ``outcome_probe``.
+        estimator: ``noisy`` as published (arXiv 2601.07408), or ``linearised``, its limit for small sigma (ours).
+        sigma: standard deviation of the noise, in the units of the embeddings, > 0: without noise all scores are 0.
+            May be traced.
+        draws: noise draws, >= 1; one is in good part a random ranking. Linearised with a scalar probe has no noise and
+            ignores it.
 
     Raises:
-        ValueError: unknown estimator, sigma or draws not positive, or no prompt position.
+        ArgumentError: an argument does not fit the signature.
+        ValueError: no prompt position.
     """
-    if draws < 1:
-        raise ValueError(f"draws: expected at least 1, got {draws}")
-    if sigma <= 0:
-        raise ValueError(f"sigma: expected a positive standard deviation, got {sigma}; without noise all scores are 0")
     params = policy.head(jax.lax.stop_gradient(params))
     clean = linear_pass(policy, params, tokens, valid, completion_length=span.answer.shape[1])
     return gradient_scores(
@@ -83,7 +91,7 @@ def gradient_scores(
     *,
     probe: Probe,
     estimator: Estimator,
-    sigma: float,
+    sigma: Scalar,
     draws: int,
 ) -> Float[Array, "B T"]:
     """Compute ``gradient_importance`` after a clean pass."""
@@ -156,13 +164,19 @@ def linearised_gradient(clean: LinearPass, probe: Probe, read: Callable[[Float[A
     return gradient
 
 
+@checked
 def row_keys(key: Key[Array, ""], rows: Int[Array, "B"]) -> Key[Array, "B"]:
-    """Derive one key per row from the number that the row has in the whole rollout batch."""
+    """Derive one key per row from the number that the row has in the whole rollout batch.
+
+    Args:
+        key: the iteration's.
+        rows: numbers of the rows.
+    """
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows)
 
 
 def embedding_noise(
-    keys: Key[Array, "B"], *, length: int, width: int, sigma: float, dtype: DTypeLike
+    keys: Key[Array, "B"], *, length: int, width: int, sigma: Scalar, dtype: DTypeLike
 ) -> Float[Array, "B T D"]:
     """Draw sigma times standard normal numbers. A longer row of the same key begins with the same numbers."""
 
@@ -211,6 +225,6 @@ def score_shared(
     )
 
 
-def noisy(cfg: CreditConfig) -> bool:
+def noisy(cfg: CreditSettings) -> bool:
     """Return whether another key gives other scores: not where the limit of a scalar probe is taken."""
     return cfg.estimator == "noisy" or cfg.probe.mode != "answer_joint"

@@ -17,19 +17,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from oarjax.config import ConfigError, CreditConfig
 from oarjax.credit.clean_pass import StoredPass, stored_pass
 from oarjax.credit.counterfactual import Counterfactual, replacement_embeddings
 from oarjax.credit.oar.oar_p import check_units, masked_positions
 from oarjax.credit.probe import Probe, Reading, divergence, reading_of, scored_tokens
+from oarjax.credit.settings import CreditSettings
 from oarjax.credit.signals import Context, Scored, probe_of
+from oarjax.errors import ConfigError
 from oarjax.models.policy import Policy
+from oarjax.rl.checked import checked
 from oarjax.types import AnswerSpan, Params, Rollout
 
 SCOPE = "oar_l"
 """The name of its loop in compiled programs."""
 
 
+@checked
 def local_importance(
     policy: Policy,
     params: Params,
@@ -46,12 +49,18 @@ def local_importance(
 ) -> Float[Array, "B T"]:
     """Compute OAR-L scores of the reasoning tokens, as those of ``masked_token_importance``; 0 elsewhere.
 
-    No gradient flows to ``params``.
-
     Args:
-        window: tokens after the changed one that are recomputed too.
-        answers: answer tokens that are read, the first ones; longer answers are read in part.
-        chunk: as for OAR-P, counterfactuals per row and forward if they had to run over the whole completion.
+        policy: the model's functions, such as ``make_policy`` gives.
+        params: its parameters; no gradient flows to them.
+        tokens: prompt and completion, N = S + T.
+        valid: positions that hold a token.
+        span: reasoning and answer of the completions, [B, T], as ``find_answers`` gives them.
+        probe: the outcome, one that reads the answer alone, see ``outcome_probe``.
+        mask_id: id that replaces a token, for counterfactual mask.
+        window: tokens after the changed one that are recomputed too, >= 0.
+        answers: answer tokens that are read, the first ones, >= 1; longer answers are read in part.
+        chunk: as for OAR-P, counterfactuals per row and forward if they had to run over the whole completion, >= 1.
+        counterfactual: see ``masked_token_importance``; default mask.
 
     Raises:
         ValueError: window, answers or chunk out of range, a probe that reads more than the answer, or no prompt
@@ -200,7 +209,7 @@ def settings_of(context: Context) -> dict[str, Any]:
     }
 
 
-def check(cfg: CreditConfig, custom_probe: Probe | None) -> None:
+def check(cfg: CreditSettings, custom_probe: Probe | None) -> None:
     """Refuse whole lines, and probes that read more than the answer.
 
     Raises:

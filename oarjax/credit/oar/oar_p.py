@@ -21,18 +21,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from oarjax.config import ConfigError, CreditConfig
 from oarjax.credit.clean_pass import StoredPass, stored_pass
 from oarjax.credit.counterfactual import Counterfactual, first_of_unit, replacement_embeddings
 from oarjax.credit.probe import Probe, Reading, divergence, reading_of, scored_tokens, to_inputs
+from oarjax.credit.settings import CreditSettings
 from oarjax.credit.signals import Context, Scored, probe_of
+from oarjax.errors import ConfigError
 from oarjax.models.policy import Policy
+from oarjax.rl.checked import checked
 from oarjax.types import AnswerSpan, KVCache, Params, Rollout
 
 Find = Callable[[Float[Array, "BK L D"], int, int], Float[Array, "BK"]]
 """(states of the last L inputs, L, K) -> what is found of each of the K counterfactuals of each row."""
 
 
+@checked
 def masked_token_importance(
     policy: Policy,
     params: Params,
@@ -51,12 +54,21 @@ def masked_token_importance(
     Each reasoning token in turn is changed (by default replaced by ``mask_id``, still attended to), positions
     unchanged. A distribution gives a KL, >= 0 up to rounding; a scalar clean minus changed, which may be negative.
     Where ``span.units`` says which tokens belong together, they are changed together and share the unit's score
-    evenly. No gradient flows to ``params``.
+    evenly.
 
     Args:
+        policy: the model's functions, such as ``make_policy`` gives.
+        params: its parameters; no gradient flows to them.
+        tokens: prompt and completion, N = S + T.
+        valid: positions that hold a token.
+        span: reasoning and answer of the completions, [B, T], as ``find_answers`` gives them.
+        probe: the outcome, see ``outcome_probe``.
+        mask_id: id that replaces a token, for counterfactual mask; the paper's is the pad id.
         chunk: counterfactuals per row and forward if they had to run over the whole completion; shorter suffixes run
-            more at once. Memory is that of chunk * B forwards.
-        buckets: lengths of suffix that are compiled.
+            more at once. >= 1; memory is that of chunk * B forwards.
+        buckets: lengths of suffix that are compiled, >= 1.
+        counterfactual: mask (the paper's), second_choice, mean_embedding or deleted, see
+            ``oarjax.credit.counterfactual``; default mask.
 
     Raises:
         ValueError: chunk or buckets below 1, an unknown counterfactual, or no prompt position.
@@ -313,7 +325,7 @@ def settings_of(context: Context) -> dict[str, Any]:
     }
 
 
-def check_units(cfg: CreditConfig, custom_probe: Probe | None) -> None:
+def check_units(cfg: CreditSettings, custom_probe: Probe | None) -> None:
     """Refuse whole lines and sentences, for the methods that change single tokens.
 
     Raises:

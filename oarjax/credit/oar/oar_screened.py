@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
-from oarjax.config import CreditConfig
 from oarjax.credit.clean_pass import stored_pass
 from oarjax.credit.method import resolve
 from oarjax.credit.oar import oar_l, oar_p
@@ -14,26 +13,30 @@ from oarjax.credit.oar.oar_l import local_scores
 from oarjax.credit.oar.oar_p import check_units, masked_scores
 from oarjax.credit.probe import Probe, reading_of, scored_tokens
 from oarjax.credit.registry import METHODS
+from oarjax.credit.settings import CreditSettings
 from oarjax.credit.signals import Context, Scored, probe_of, required
 from oarjax.models.policy import Policy
+from oarjax.rl.checked import Share, checked
 from oarjax.rl.masked import masked_count, masked_quantile, masked_sum, widened
 from oarjax.types import AnswerSpan, Params, Rollout
 
 
-def top_share(scores: Float[Array, "B T"], mask: Bool[Array, "B T"], *, share: float) -> Bool[Array, "B T"]:
+@checked
+def top_share(scores: Float[Array, "B T"], mask: Bool[Array, "B T"], *, share: Share) -> Bool[Array, "B T"]:
     """Mark the ceil(share * n) highest of each row's n valid scores; of equals the earlier token.
 
-    Raises:
-        ValueError: share outside [0, 1].
+    Args:
+        scores: of each token.
+        mask: tokens that count, n in a row.
+        share: in [0, 1]. May be traced.
     """
-    if not 0 <= share <= 1:
-        raise ValueError(f"share: expected a number in [0, 1], got {share}")
     order = jnp.argsort(jnp.where(mask, -widened(scores), jnp.inf), axis=-1, stable=True)
     rank = jnp.argsort(order, axis=-1)
     count = jnp.ceil(share * masked_count(mask) * (1 - 1e-6))
     return mask & (rank < count[:, None])
 
 
+@checked
 def screened_scores(
     exact: Float[Array, "B T"], estimate: Float[Array, "B T"], chosen: Bool[Array, "B T"], scored: Bool[Array, "B T"]
 ) -> Float[Array, "B T"]:
@@ -42,6 +45,12 @@ def screened_scores(
     A row's factor is sum(exact) / sum(estimate) over its chosen tokens, and less where the highest of the others
     would pass the median of the chosen. The others keep their order among themselves. Where the factor is undefined
     (nothing chosen, nothing above 0) they keep their estimates. Absolute values, for scores that may be negative.
+
+    Args:
+        exact: scores of the chosen tokens; unused elsewhere.
+        estimate: cheaper scores of all tokens.
+        chosen: tokens with exact scores, such as those of ``top_share``.
+        scored: tokens that get a score.
     """
     exact, estimate = jnp.where(chosen, exact, 0), jnp.abs(estimate).astype(exact.dtype)
     others = scored & ~chosen
@@ -80,7 +89,7 @@ def score(
     return Scored(screened_scores(exact, estimate, chosen, scored), clean.hidden)
 
 
-def check(cfg: CreditConfig, custom_probe: Probe | None) -> None:
+def check(cfg: CreditSettings, custom_probe: Probe | None) -> None:
     """Refuse what the screening method refuses, and whole lines.
 
     Raises:
@@ -90,6 +99,6 @@ def check(cfg: CreditConfig, custom_probe: Probe | None) -> None:
     resolve(screening or check_units)(cfg, custom_probe)
 
 
-def noisy(cfg: CreditConfig) -> bool:
+def noisy(cfg: CreditSettings) -> bool:
     """Return whether another key gives other estimates."""
     return cfg.screen.by == "oar_f" and cfg.fisher.sampled > 0

@@ -195,7 +195,7 @@ def test_no_gradient_reaches_the_parameters():
 
 def test_errors_say_what_was_expected():
     args = batch()
-    with pytest.raises(ValueError, match="draws: expected at least 1, got 0"):
+    with pytest.raises(ValueError, match="draws must be an integer >= 1, got 0"):
         importance(*args, draws=0)
-    with pytest.raises(ValueError, match="sigma: expected a positive standard deviation, got 0"):
+    with pytest.raises(ValueError, match="sigma must be a number > 0, got 0"):
         importance(*args, sigma=0.0)

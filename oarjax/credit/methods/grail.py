@@ -129,5 +129,5 @@ def weigh(
 ) -> Float[Array, "B T"]:
     """Weigh tokens by their standardised log saliency."""
     saliency = required(signals, "importance", context)
-    settings = context.credit.grail.model_dump()
+    settings = vars(context.credit.grail)
     return grail_weights(saliency, span.reasoning, span.answer, completion, **settings)

@@ -1,0 +1,278 @@
+"""A credit method that a run has resolved: the method, its settings, and the functions that score and weigh tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Key
+
+from oarjax.credit.clean_pass import LinearPass
+from oarjax.credit.diagnose import ess_ratio, top_mass
+from oarjax.credit.gate import polarised
+from oarjax.credit.method import KINDS, MEASURES, OF_REFERENCE, SIGNALS, CreditMethod, Kind, resolve
+from oarjax.credit.probe import Probe, ProbeMode, outcome_probe
+from oarjax.credit.registry import CUSTOM, METHODS
+from oarjax.credit.settings import CreditSettings
+from oarjax.credit.signals import Context, KeywordTable, Scored, Signals, required
+from oarjax.errors import ConfigError
+from oarjax.models.policy import Policy
+from oarjax.types import AnswerSpan, Mean, Params, Rollout, TrainBatch
+
+Scorer = Callable[[Params, Rollout, AnswerSpan, Key[Array, "B"], ProbeMode], Scored]
+"""(params, rollout, span, row keys, probe mode) -> scores."""
+
+SharedScorer = Callable[[Params, LinearPass, Rollout, AnswerSpan, Key[Array, "B"], ProbeMode], Float[Array, "B T"]]
+"""(params, clean pass, rollout, span, row keys, probe mode) -> importance."""
+
+TokenCredit = Callable[
+    [Signals, AnswerSpan, Float[Array, "B"], Bool[Array, "B T"], Key[Array, ""]], Float[Array, "B T"]
+]
+"""(signals, span, advantages, completion, key) -> what the method's kind says; outside the completion unused."""
+
+Reweigher = Callable[[Float[Array, "B T"], TrainBatch], TrainBatch]
+"""(current log-probs, microbatch) -> the microbatch with token advantages of this update."""
+
+Auxiliary = Callable[[Params, Float[Array, "B T D"], TrainBatch], Float[Array, "B T"]]
+"""(params, final states that predict the tokens, microbatch) -> a term for every token's loss, 0 outside."""
+
+
+@dataclass(frozen=True)
+class ResolvedMethod:
+    """A credit method with its settings; ``resolve_method`` makes it, once per run."""
+
+    method: CreditMethod
+    settings: CreditSettings
+    attribution: CreditMethod
+    """The method whose importance is computed: itself, or the one whose scores it reads."""
+    probe: Probe | None = None
+    """A custom probe, which replaces the built-in modes, except for GRAIL and causal spans, which have their own."""
+
+    @property
+    def kind(self) -> Kind:
+        return self.method.kind
+
+    @property
+    def signals(self) -> frozenset[str]:
+        """The signals that the method needs beside spans, advantages and masks."""
+        return frozenset(self.method.needs)
+
+    @property
+    def measures(self) -> frozenset[str]:
+        """The signals that are read off the policy's states; see ``oarjax.credit.measures``."""
+        return self.signals & set(MEASURES)
+
+    @property
+    def draws_noise(self) -> bool:
+        """Return True if another key gives other scores or weights; a custom method may draw."""
+        if self.method.noisy is True or self.settings.method == CUSTOM:
+            return True
+        noisy = self.attribution.noisy
+        return noisy if isinstance(noisy, bool) else resolve(noisy)(self.settings)
+
+    def needs_reference(self, *, kl_beta: float) -> bool:
+        """Return whether rollouts are scored under the reference policy too: for the KL term, or for a signal."""
+        return kl_beta > 0 or bool(self.signals & OF_REFERENCE)
+
+    def teacher_work(self) -> dict[str, bool]:
+        """Return the uses of a teacher's prompts, as fields of ``oarjax.costs.Work``."""
+        return {"teacher": "teacher_logps" in self.signals, "distilled": "teacher_prompt" in self.signals}
+
+    def check_updates(self, *, epochs: int, minibatches: int) -> None:
+        """Reject numbers of updates that the method cannot work with.
+
+        Raises:
+            ConfigError: several minibatches where it reads whole groups, whose rows are dealt to all of them; one
+                update per rollout where it weighs anew in every one.
+        """
+        if self.method.reweigh is not None and epochs * minibatches == 1:
+            raise ConfigError(
+                f"update.epochs: 1 with update.minibatches 1 and credit.method {self.method.name}, which weighs tokens "
+                "by what has changed since the rollout; raise one of the two"
+            )
+        if self.method.coupling == "group" and minibatches > 1:
+            raise ConfigError(
+                f"update.minibatches: {minibatches} with credit.method {self.method.name}, which compares the rows of "
+                "a group and needs them in one minibatch; set update.minibatches=1, and update.epochs for more updates"
+            )
+
+    def scorer(self, policy: Policy, *, temperature: float, pad_id: int) -> Scorer:
+        """Return a function (params, rollout, span, row keys, probe mode) -> importance and clean states, or None.
+
+        No gradient flows to ``params``, and scores outside the reasoning are 0.
+
+        Raises:
+            ConfigError: the method reads an answer and the config looks for none, its settings cannot go together, or
+                the policy cannot compute what it needs.
+        """
+        method = self.attribution
+        if "importance" not in method.needs or method.score is None:
+            return lambda params, rollout, span, keys, mode: Scored(None)
+        self._check_answer()
+        self._check_policy(policy)
+        if method.check is not None:
+            resolve(method.check)(self.settings, self.probe)
+        score, context_for = resolve(method.score), partial(self._context, temperature, pad_id)
+
+        def scores(params: Params, r: Rollout, span: AnswerSpan, keys: Key[Array, "B"], mode: ProbeMode) -> Scored:
+            context = context_for(mode)
+            result = score(policy, jax.lax.stop_gradient(params), r, span, keys, context)
+            scored = result if isinstance(result, Scored) else Scored(result)
+            importance = required(scored, "importance", context)
+            return scored._replace(importance=jnp.where(span.reasoning, importance, 0))
+
+        return scores
+
+    def shared_scorer(self, policy: Policy, *, temperature: float, pad_id: int) -> SharedScorer | None:
+        """Return the ``scorer`` that starts from a clean pass shared with an update; None if the method has none."""
+        if self.method.shared is None:
+            return None
+        score, context_for = resolve(self.method.shared), partial(self._context, temperature, pad_id)
+
+        def scores(
+            params: Params, clean: LinearPass, r: Rollout, span: AnswerSpan, keys: Key[Array, "B"], mode: ProbeMode
+        ) -> Float[Array, "B T"]:
+            importance = score(policy, jax.lax.stop_gradient(params), clean, r, span, keys, context_for(mode))
+            return jnp.where(span.reasoning, importance, 0)
+
+        return scores
+
+    def _context(self, temperature: float, pad_id: int, mode: ProbeMode) -> Context:
+        """Return what a score function receives; masks are the pad token unless masking.mask_id is set."""
+        mask_id = pad_id if self.settings.masking.mask_id is None else self.settings.masking.mask_id
+        probe = self.probe or outcome_probe(mode, temperature=temperature)
+        return Context(self.settings, temperature=temperature, mask_id=mask_id, probe=probe)
+
+    def _check_policy(self, policy: Policy) -> None:
+        screened = self.attribution.name == "oar_screened"
+        used = METHODS.get(self.settings.screen.by, self.attribution) if screened else self.attribution
+        if policy.first_slots is None and used.cuts:
+            raise ConfigError(
+                f"credit.{'screen.by' if screened else 'method'}: {used.name} computes places inside a row again, "
+                "and this policy's gated delta nets depend on every token before; set credit.method to oar_p, oar_g or "
+                "oar_f, or credit.screen.by to oar_f"
+            )
+
+    def _check_answer(self) -> None:
+        probed, answer = self.attribution.answer == "probed", self.settings.answer
+        reads = probed and (self.probe is None or self.probe.reads == "answer")
+        if (self.attribution.answer == "read" or reads) and answer.style == "none" and answer.source == "own":
+            probe = "a credit.probe.function that reads the completion, " if probed else ""
+            raise ConfigError(
+                f"credit.method: {self.attribution.name} needs an answer and credit.answer.style is none; set the "
+                f"style of your completions' answers, {probe}or a method such as entropy"
+            )
+
+    def weigher(self, *, keyword_table: KeywordTable | None = None) -> TokenCredit:
+        """Return a function (signals, span, advantages, completion, key) -> the method's result [B, T], under polarity.
+
+        Rows without reasoning or answer get ones from the methods that reweight the reasoning. ``entropy_top`` over a
+        batch leaves rows of advantage 0 out of its share: they teach nothing, and a run that skips them weighs the
+        same.
+
+        Raises:
+            ConfigError: the method needs what is not there.
+        """
+        if "keyword_table" in self.signals and keyword_table is None:
+            raise ConfigError(
+                f"credit.method: {self.method.name} needs the words as token ids; give make_steps or weigher a "
+                "keyword_table (oarjax.credit.keywords.keyword_table)"
+            )
+        weigh, context = resolve(self.method.weigh), Context(self.settings, keyword_table=keyword_table)
+
+        def weights(
+            signals: Signals,
+            span: AnswerSpan,
+            advantages: Float[Array, "B"],
+            completion: Bool[Array, "B T"],
+            key: Key[Array, ""],
+        ) -> Float[Array, "B T"]:
+            raw = weigh(signals, span, advantages, completion, key, context)
+            return polarised(raw, advantages, polarity=self.settings.polarity, kind=self.kind)
+
+        return weights
+
+    def reweigher(self) -> Reweigher | None:
+        """Return the method's weights per update; None where it has none."""
+        if self.method.reweigh is None:
+            return None
+        function, context = resolve(self.method.reweigh), Context(self.settings)
+
+        def reweighed(logps: Float[Array, "B T"], batch: TrainBatch) -> TrainBatch:
+            weights = jax.lax.stop_gradient(function(jax.lax.stop_gradient(logps), batch, context))
+            return replace(batch, advantages=jnp.where(batch.completion, weights * batch.advantages, 0))
+
+        return reweighed
+
+    def auxiliary_loss(self, policy: Policy, *, temperature: float, head_chunk: int) -> Auxiliary | None:
+        """Return the method's term of the loss; None where it has none."""
+        if self.method.loss is None:
+            return None
+        function = resolve(self.method.loss)
+        context = Context(self.settings, temperature=temperature, head_chunk=head_chunk)
+
+        def term(params: Params, hidden: Float[Array, "B T D"], batch: TrainBatch) -> Float[Array, "B T"]:
+            return jnp.where(batch.completion, function(policy, params, hidden, batch, context), 0)
+
+        return term
+
+
+def resolve_method(
+    settings: CreditSettings, *, custom: CreditMethod | None = None, probe: Probe | None = None
+) -> ResolvedMethod:
+    """Resolve the configured method, with the ``custom`` one where credit.method is custom, and a custom probe.
+
+    Raises:
+        ConfigError: credit.method is custom, and there is no custom method.
+    """
+    if settings.method != CUSTOM:
+        method = METHODS[settings.method]
+    elif custom is None:
+        raise ConfigError(
+            "credit.method: custom needs a method; set credit.function, or give "
+            "oarjax.credit.resolved.resolve_method a custom one (oarjax.CreditMethod)"
+        )
+    else:
+        method = custom
+    source = method.score if "importance" in method.needs else None
+    if not isinstance(source, str) or ":" in source:
+        return ResolvedMethod(method, settings, method, probe)
+    return ResolvedMethod(method, settings, METHODS[settings.permuted_of if source == "permuted_of" else source], probe)
+
+
+def check_method(method: CreditMethod, *, place: str) -> None:
+    """Reject a custom method with an unknown signal, kind or score.
+
+    Raises:
+        ConfigError: naming ``place``.
+    """
+    if unknown := set(method.needs) - set(SIGNALS):
+        raise ConfigError(
+            f"{place}: needs {', '.join(map(repr, sorted(unknown)))}; expected some of {', '.join(SIGNALS)}"
+        )
+    if method.kind not in KINDS:
+        raise ConfigError(f"{place}: kind {method.kind!r}; expected one of {', '.join(KINDS)}")
+    score, scored = method.score, [name for name, m in METHODS.items() if m.score is not None and ":" in str(m.score)]
+    if isinstance(score, str) and ":" not in score and score not in scored:
+        raise ConfigError(f"{place}: score {score!r}; expected {', '.join(scored)}, module:function or a function")
+    if "importance" in method.needs and score is None:
+        raise ConfigError(f"{place}: needs importance and has no score; expected {', '.join(scored)} or a function")
+
+
+def credit_metrics(w: Float[Array, "B T"], span: AnswerSpan, completion: Bool[Array, "B T"]) -> dict[str, Mean]:
+    """Measure the concentration of the weights over rows that reason, and the share of rows without an answer."""
+    rows = completion.any(-1)
+    counted = rows & span.reasoning.any(-1)
+
+    def row_mean(values: Float[Array, "B"], among: Bool[Array, "B"]) -> Mean:
+        known = among & jnp.isfinite(values)  # weights of 0 throughout have no concentration
+        return Mean(jnp.sum(jnp.where(known, values, 0)), jnp.sum(known).astype(jnp.float32))
+
+    return {
+        "ess": row_mean(ess_ratio(w, span.reasoning), counted),
+        "top10": row_mean(top_mass(w, span.reasoning, share=0.1), counted),
+        "no_answer": row_mean((~span.has_answer).astype(jnp.float32), rows),
+    }

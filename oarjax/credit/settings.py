@@ -1,0 +1,260 @@
+"""Settings of the credit methods, of the gate, the probe and what else credit reads, with their defaults and ranges.
+
+Standard dataclasses: a formula needs no config to be called. A config nests ``CreditSettings`` and validates it;
+``oarjax.config.changed`` validates changes to one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from oarjax.credit.accepted import Count, MethodName, NotEmpty, Positive, Preset, Range, Rate, Share, Word, setting
+from oarjax.credit.registry import CUSTOM
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Base of all settings: a config refuses unknown fields, NaN and infinities."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {
+        "extra": "forbid",
+        "validate_default": True,
+        "allow_inf_nan": False,
+    }
+
+
+@dataclass(frozen=True)
+class ProbeSettings(Settings):
+    mode: Literal["last", "answer_mean", "answer_joint"] = setting(
+        "answer_mean",
+        "the outcome: distribution where the answer begins, mean over the answer, or its log-probability",
+    )
+    warmup_mode: Literal["last", "answer_mean", "answer_joint"] = setting("last", "mode of the first warmup_iterations")
+    warmup_iterations: Count = setting(0, "iterations before mode applies")
+    function: str | None = setting(
+        None,
+        "custom probe instead of these modes, file.py:name or module:name; see oarjax.credit.probe.Probe",
+    )
+
+
+GATE_PRESETS = {"paper": {"tau": 0.4, "boost": 2.0}, "readme": {"tau": 0.25, "boost": 1.0}}
+"""Settings of the paper's main experiments, and of the README of the released code."""
+
+
+@dataclass(frozen=True)
+class GateSettings(Settings):
+    """Mapping from importance to weights; in YAML also the name of a preset, ``gate: readme``."""
+
+    rule: Literal["quantile", "level"] = setting("quantile", "threshold: the tau-quantile of the row, or tau itself")
+    levels: Literal["both", "boost", "suppress"] = setting(
+        "both", "before the mass is kept, boost: no weight below 1; suppress: no weight above 1"
+    )
+    tau: Share = setting(0.4, "quantile or level of the threshold below which tokens are suppressed")
+    boost: Rate = setting(2.0, "the most important token's weight is 1 + boost, before the mass is kept")
+    floor: Share = setting(0.1, "lowest weight before the mass is kept")
+    mass: Literal["kept", "free"] = setting("kept", "kept: the weights of a row have mean 1")
+
+
+@dataclass(frozen=True)
+class AnswerSettings(Settings):
+    style: Literal["boxed", "hash", "tag", "regex", "none"] = setting(
+        "boxed",
+        "none: no answer is extracted, the whole completion is reasoning (custom probes)",
+    )
+    pattern: str | None = setting(None, "for style regex; group 1, or the whole match, is the answer")
+    source: Literal["own", "reference"] = setting(
+        "own", "answer to probe: that of the completion, or the cue and the reference answer"
+    )
+    cue: str | None = setting(
+        None, "for source reference: text between reasoning and answer; null = the style's marker"
+    )
+
+
+@dataclass(frozen=True)
+class MaskingSettings(Settings):
+    """OAR-P, and the exact part of oar_screened."""
+
+    counterfactual: Literal["mask", "second_choice", "mean_embedding", "deleted"] = setting(
+        "mask", "replacement of a token; deleted: hidden from attention"
+    )
+    mask_id: Count | None = setting(None, "for counterfactual mask; null = the pad id")
+    unit: Literal["token", "line", "sentence"] = setting(
+        "token", "line, sentence: one counterfactual per span; its score is spread over its tokens"
+    )
+    chunk: Positive = setting(
+        4, "counterfactuals of a whole completion per row and forward; shorter suffixes have more"
+    )
+    buckets: Annotated[int, Range(ge=1, le=64)] = setting(
+        8, "number of compiled suffix lengths; more = fewer FLOPs and longer compilation"
+    )
+
+
+@dataclass(frozen=True)
+class FisherSettings(Settings):
+    """OAR-F, and the screening part of oar_screened."""
+
+    outcomes: Positive = setting(4, "likeliest answers to treat exactly, one backward pass each")
+    sampled: Count = setting(0, "further backward passes, for answers drawn from the others")
+
+
+@dataclass(frozen=True)
+class LocalSettings(Settings):
+    """OAR-L, and the screening part of oar_screened."""
+
+    window: Count = setting(2, "tokens after the changed token that are also recomputed")
+    answers: Positive = setting(4, "maximum answer tokens to read")
+
+
+@dataclass(frozen=True)
+class ScreenSettings(Settings):
+    share: Share = setting(0.2, "share of a row's reasoning to score exactly")
+    by: Annotated[str, MethodName("screen.by", "random")] = setting(
+        "oar_l", "method whose scores choose that share; random: the control"
+    )
+
+
+@dataclass(frozen=True)
+class EntropySettings(Settings):
+    share: Annotated[float, Range(gt=0, le=1)] = setting(0.2, "tokens that entropy_top keeps")
+    scope: Literal["sequence", "batch"] = setting("batch", "tokens that the share refers to")
+    mass: Literal["kept", "free"] = setting("kept", "kept: the weights have mean 1 over the scope")
+
+
+@dataclass(frozen=True)
+class KeywordSettings(Settings):
+    words: Annotated[tuple[Word, ...], NotEmpty()] = setting(
+        (
+            "therefore",
+            "so",
+            "thus",
+            "hence",
+            "because",
+            "since",
+            "but",
+            "wait",
+            "=",
+        ),
+        "texts whose tokens are boosted",
+    )
+    boost: Rate = setting(2.0, "added to the weight of a keyword's tokens, before the mass is kept")
+
+
+@dataclass(frozen=True)
+class GrailSettings(Settings):
+    mean: Rate = setting(1.0, "weight of average saliency")
+    spread: Rate = setting(0.5, "weight per standard deviation of log saliency")
+    low: Rate = setting(0.5, "lowest weight")
+    high: Rate = setting(5.0, "highest weight")
+
+    def __post_init__(self) -> None:
+        if self.low > self.high:
+            raise ValueError(f"low = {self.low} exceeds high = {self.high}; lower it, or raise high")
+
+
+@dataclass(frozen=True)
+class KtaeSettings(Settings):
+    fisher: Rate = setting(1.0, "weight of Fisher's test in an id's strength")
+    gain: Rate = setting(1.0, "weight of its information gain")
+    scale: Rate = setting(1.0, "the largest bonus, in units of the advantage")
+
+    def __post_init__(self) -> None:
+        if self.fisher + self.gain == 0:
+            raise ValueError("fisher and gain are both 0; raise one of them")
+
+
+@dataclass(frozen=True)
+class DgpoSettings(Settings):
+    tau: Annotated[float, Range(gt=0)] = setting(0.5, "temperature: weights differ by exp(1 / tau)")
+    kappa: Rate = setting(1.0, "power of the relative entropy")
+
+
+@dataclass(frozen=True)
+class FipoSettings(Settings):
+    gamma: Share = setting(0.99, "discount of later tokens' changes; ours")
+    clip: Share = setting(0.2, "weights lie in 1 - clip .. 1 + clip; ours")
+
+
+@dataclass(frozen=True)
+class CriticSearchSettings(Settings):
+    share: Share = setting(0.25, "of the advantage that comes from the labels of turns")
+
+
+@dataclass(frozen=True)
+class ShearSettings(Settings):
+    window: Positive = setting(100, "tokens whose states are compared as a set")
+    stride: Positive = setting(25, "tokens from one window to the next")
+    epsilon: Annotated[float, Range(gt=0)] = setting(
+        0.05, "Sinkhorn's regularisation, in units of the states' mean norm; ours"
+    )
+    iterations: Positive = setting(50, "Sinkhorn's; ours")
+
+    def __post_init__(self) -> None:
+        if self.stride > self.window:
+            raise ValueError(f"stride = {self.stride} exceeds window = {self.window}; lower it, or raise window")
+
+
+@dataclass(frozen=True)
+class RlsdSettings(Settings):
+    """RLSD and SERL."""
+
+    strength: Share = setting(0.5, "of the teacher at the first iteration")
+    iterations: Positive = setting(50, "over which it falls to 0, where the method is GRPO")
+    clip: Share = setting(0.2, "the teacher's ratio lies in 1 - clip .. 1 + clip")
+
+
+@dataclass(frozen=True)
+class SdpgSettings(Settings):
+    beta: Rate = setting(1e-3, "coefficient of the KL term towards the teacher")
+    rows: Literal["all", "correct"] = setting("all", "rows that have it; correct: of advantage > 0")
+
+
+@dataclass(frozen=True)
+class DeltaSettings(Settings):
+    low: Rate = setting(0.8, "weight of a token far on the other side, before the mass is kept")
+    high: Rate = setting(1.2, "weight of one far on its own side")
+    rounds: Count = setting(1, "times that the centroids are taken anew")
+
+    def __post_init__(self) -> None:
+        if self.low > self.high:
+            raise ValueError(f"low = {self.low} exceeds high = {self.high}; lower it, or raise high")
+
+
+@dataclass(frozen=True)
+class CreditSettings(Settings):
+    method: Annotated[str, MethodName(None, CUSTOM)] = setting("oar_g", "a method of oarjax.credit.registry, or custom")
+    function: str | None = setting(None, "for method custom: file.py:name or module:name of an oarjax.CreditMethod")
+    permuted_of: Annotated[str, MethodName("permuted_of")] = setting("oar_g", "method whose weights permuted shuffles")
+    polarity: Literal["both", "correct", "wrong"] = setting(
+        "both", "rows to reweight: all, or those of positive or of negative advantage"
+    )
+    estimator: Literal["linearised", "noisy"] = setting("linearised", "estimator of OAR-G")
+    sigma: Annotated[float, Range(gt=0)] = setting(1e-3, "std of OAR-G's embedding noise")
+    draws: Positive = setting(1, "draws of OAR-G's noise, one backward pass each")
+    masking: MaskingSettings = MaskingSettings()
+    fisher: FisherSettings = FisherSettings()
+    local: LocalSettings = LocalSettings()
+    screen: ScreenSettings = ScreenSettings()
+    entropy: EntropySettings = EntropySettings()
+    keywords: KeywordSettings = KeywordSettings()
+    grail: GrailSettings = GrailSettings()
+    ktae: KtaeSettings = KtaeSettings()
+    delta: DeltaSettings = DeltaSettings()
+    dgpo: DgpoSettings = DgpoSettings()
+    fipo: FipoSettings = FipoSettings()
+    critic_search: CriticSearchSettings = CriticSearchSettings()
+    shear: ShearSettings = ShearSettings()
+    rlsd: RlsdSettings = RlsdSettings()
+    sdpg: SdpgSettings = SdpgSettings()
+    marks: str | None = setting(
+        None,
+        "for egca, critic_search, serl: file.py:name or module:name of (prompt, completion, reference) -> "
+        "list of (start, end, value) in characters",
+    )
+    teacher: str = setting(
+        "{prompt}\n\nThe answer is {answer}.",
+        "for rlsd, serl, sdpg: the prompt under which the policy is its own teacher",
+    )
+    probe: ProbeSettings = ProbeSettings()
+    gate: Annotated[GateSettings, Preset(GATE_PRESETS)] = GateSettings()
+    answer: AnswerSettings = AnswerSettings()
