@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from rich.console import Console
 
 from oarjax.config import ConfigError, LoraConfig
 from oarjax.data.hf_files import CheckpointError
@@ -35,8 +36,10 @@ def trained_shapes(lora: LoraConfig, model: QwenConfig) -> Params:
         raise ConfigError(f"lora.{error}") from error
 
 
-def start_adapters(lora: LoraConfig, model: QwenConfig) -> Params | None:
+def start_adapters(lora: LoraConfig, model: QwenConfig, console: Console | None = None) -> Params | None:
     """Read the adapters of lora.start; None: training starts from fresh ones.
+
+    On the console, say that dropout of their training is not applied.
 
     Raises:
         ConfigError: they cannot be read, or are not of the config's rank, alpha and targets.
@@ -54,6 +57,8 @@ def start_adapters(lora: LoraConfig, model: QwenConfig) -> Params | None:
             f"lora.start: {lora.start} has rank {start.rank}, alpha {start.alpha:g} and targets "
             f"{', '.join(start.targets)}; set lora.rank, lora.alpha and lora.targets to these"
         )
+    if start.dropout and console is not None:
+        console.print(f"lora.start: lora_dropout = {start.dropout:g} is not applied: training here has no dropout")
     return start.params
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib.util import find_spec
 
-from oarjax.config import Config, ConfigError
+from oarjax.config import CheckpointConfig, Config, ConfigError, ReportConfig
 from oarjax.credit.answer_text import check_pattern
 from oarjax.grading.rewards import calls_of, find_rewards, load_plugins
 from oarjax.grading.sandbox import IsolationError, prove_isolation
@@ -45,13 +45,12 @@ def check_grading(cfg: Config) -> None:
         raise ConfigError(str(error)) from error
 
 
-def check_report(cfg: Config) -> None:
+def check_report(report: ReportConfig) -> None:
     """Check early for the optional packages that reports need."""
-    needs = {"matplotlib": ("report.html", "false", "log", cfg.report.html)}
-    needs["pyarrow"] = ("report.groups", "0", "hub", cfg.report.groups > 0)
-    rest = ", ".join(name for name in cfg.report.to if name not in PACKAGES)
+    needs = {"pyarrow": ("report.groups", "0", "hub", report.groups > 0)}
+    rest = ", ".join(name for name in report.to if name not in PACKAGES)
     for name, (package, extra) in PACKAGES.items():
-        needs[package] = ("report.to", f"[{rest}]", extra, name in cfg.report.to)
+        needs[package] = ("report.to", f"[{rest}]", extra, name in report.to)
     for package, (field, instead, extra, wanted) in needs.items():
         if wanted and find_spec(package) is None:
             raise ConfigError(
@@ -84,7 +83,7 @@ def check_lengths(cfg: Config, model: QwenConfig) -> None:
             )
 
 
-def check_failures(cfg: Config, *, processes: int) -> None:
+def check_failures(checkpoint: CheckpointConfig, *, processes: int) -> None:
     """Reject ``on_failure: warn`` for several processes: they would wait for the process without its file."""
-    if processes > 1 and cfg.checkpoint.on_failure == "warn":
+    if processes > 1 and checkpoint.on_failure == "warn":
         raise ConfigError(f"checkpoint.on_failure: warn needs a single process, got {processes}; set stop")

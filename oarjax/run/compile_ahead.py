@@ -21,8 +21,8 @@ from oarjax.credit.probe import ProbeMode
 from oarjax.models.lora import all_params
 from oarjax.rollout.sampler import rollout_key
 from oarjax.run.run import Run
-from oarjax.run.shapes import Program, learning_programs, programs
-from oarjax.step.minibatches import Bucket, buckets, prompt_step
+from oarjax.run.shapes import Program, ProgramShapes
+from oarjax.step.minibatches import Bucket, buckets
 from oarjax.types import PromptBatch, TrainState
 
 
@@ -32,11 +32,12 @@ def compile_known(run: Run, state: TrainState, console: Console) -> int:
     Several are compiled at once if there are cores for it: the compiler works outside Python's lock, and takes 1 to 2
     GiB each for a large policy. Those of rollouts are then called on prompts of padding, and decode nothing.
     """
-    known = sorted(by_length(run), key=lambda program: -program.static["bucket"].completion)
-    known += [program for program in programs(run) if program.phase in ("credit", "apply")]
+    shapes = ProgramShapes(run)
+    known = sorted(by_length(shapes), key=lambda program: -program.static["bucket"].completion)
+    known += [program for program in shapes.programs() if program.phase in ("credit", "apply")]
     with console.status("compiling every program of the run, or reading it from the cache"):
         compile_all([program.lower() for program in known])
-        count = len(known) + _call_samplers(run, state) + _call_small(run)
+        count = len(known) + _call_samplers(run, state) + _call_small(shapes)
     console.print(f"{count} programs are compiled; none will be later")
     return count
 
@@ -48,16 +49,16 @@ def compile_all(lowered: Sequence[Any]) -> None:
             waiting.result()
 
 
-def by_length(run: Run) -> Iterator[Program]:
+def by_length(shapes: ProgramShapes) -> Iterator[Program]:
     """List the programs of scores and updates, or of both in one, for every number of completion positions."""
-    cfg = run.cfg.credit.probe
+    cfg = shapes.cfg.credit.probe
     modes: set[ProbeMode] = {cfg.mode, cfg.warmup_mode} if cfg.warmup_iterations > 0 else {cfg.mode}
-    for program in learning_programs(run):
+    for program in shapes.learning_programs():
         if "bucket" not in program.static:
             continue
         largest: Bucket = program.static["bucket"]
         for probe in [{"probe": mode} for mode in sorted(modes)] if "probe" in program.static else [{}]:
-            for length in buckets(run.cfg.rollout.completion_bucket, largest.completion):
+            for length in buckets(shapes.cfg.rollout.completion_bucket, largest.completion):
                 yield program._replace(static=probe | {"bucket": Bucket(largest.prompt, length)})
 
 
@@ -67,34 +68,35 @@ def _call_samplers(run: Run, state: TrainState) -> int:
     samplers: list[tuple[Any, int, Any]] = [(run.steps.sample, run.cfg.rollout.prompts, key)]
     if run.cfg.data.eval is not None:
         samplers.append((run.steps.evaluate, run.cfg.eval.batch, jax.random.key(run.cfg.seed)))
-    called = (
-        sampler.warm_up(params, _padding(run, count), own, compile_all=compile_all) for sampler, count, own in samplers
-    )
-    return sum(called)
+    width, called = run.prompt_step, 0
+    for sampler, count, own in samplers:
+        prompts = run.place(_padding(count, width, pad_id=run.pad_id), "prompts")
+        called += sampler.warm_up(params, prompts, own, compile_all=compile_all)
+    return called
 
 
-def _padding(run: Run, count: int) -> PromptBatch:
+def _padding(count: int, width: int, *, pad_id: int) -> PromptBatch:
     """Return prompts of one token behind padding."""
-    width = prompt_step(run.cfg, run.mesh)
-    tokens: Any = np.full((count, width), run.pad_id, np.int32)
+    tokens: Any = np.full((count, width), pad_id, np.int32)
     valid: Any = np.broadcast_to(np.arange(width) == width - 1, tokens.shape).copy()
     numbers: Any = np.arange(count, dtype=np.int32)
-    return run.place(PromptBatch(tokens, valid, numbers), "prompts")
+    return PromptBatch(tokens, valid, numbers)
 
 
-def _call_small(run: Run) -> int:
+def _call_small(shapes: ProgramShapes) -> int:
     """Call the small programs: advantages, denominators, and the sum of scores of several buckets."""
-    steps, cfg = run.steps, run.cfg
+    steps, cfg = shapes.steps, shapes.cfg
     rows = cfg.rollout.prompts * cfg.rollout.group_size
     rewards = jnp.zeros((rows,), jnp.float32)
     names = [*(reward.name for reward in cfg.grading.rewards), *(["overlong"] if cfg.grading.overlong_window else [])]
     steps.advantages(rewards, {name: np.zeros(rows, np.float32) for name in names})
     steps.equal_groups(rewards)
     steps.denominator(jnp.zeros((rows, cfg.rollout.max_new), bool))
-    *others, last = learning_programs(run)
-    _, state, read, *_ = last.args
-    zeros: Any = steps.fused_zeros or steps.zeros
-    zeros.lower(state, read).compile()
+    *others, last = shapes.learning_programs()
+    if steps.fused_zeros is None:
+        steps.zeros.lower(*last.args[1:3]).compile()
+    else:
+        steps.fused_zeros.lower(*last.args[1:4]).compile()
     for shape in jax.tree.leaves([program.args[0] for program in others if program.phase == "credit"]):
         empty = jax.jit(lambda s=shape: jnp.zeros(s.shape, s.dtype), out_shardings=shape.sharding)()
         jnp.add(empty, empty)

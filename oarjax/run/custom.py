@@ -9,18 +9,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from oarjax.config import Config, ConfigError, CreditConfig
-from oarjax.credit.bind import TokenCredit, check_method, scorer, weigher
+from oarjax.config import Config, ConfigError
 from oarjax.credit.keywords import KeywordTable
 from oarjax.credit.method import MEASURES, CreditMethod
 from oarjax.credit.probe import Probe, Reading
 from oarjax.credit.registry import CUSTOM
+from oarjax.credit.resolved import ResolvedMethod, TokenCredit, check_method, resolve_method
 from oarjax.credit.signals import Signals
 from oarjax.models.policy import Policy
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import abstract_params
 from oarjax.rl.advantages import AdvantageFunction
-from oarjax.step.programs import TokenLoss
+from oarjax.step.loss import TokenLoss
 from oarjax.system.plugins import import_object
 from oarjax.types import AnswerSpan, Mean, TrainBatch
 
@@ -66,6 +66,15 @@ def find_method(cfg: Config) -> CreditMethod | None:
     return method
 
 
+def find_credit(cfg: Config) -> ResolvedMethod:
+    """Resolve the credit method of a config, with its custom parts.
+
+    Raises:
+        ConfigError: one cannot be imported, or is not what its field expects.
+    """
+    return resolve_method(cfg.credit, custom=find_method(cfg), probe=find_probe(cfg))
+
+
 def find_loss(cfg: Config) -> TokenLoss | None:
     """Import the loss that loss.function names.
 
@@ -97,29 +106,23 @@ def _find_function(place: str | None, field: str) -> Any:
 
 
 def check_credit(
-    cfg: CreditConfig,
-    policy: Policy,
-    model: QwenConfig,
-    *,
-    pad_id: int,
-    probe: Probe | None,
-    method: CreditMethod | None,
-    keyword_table: KeywordTable | None,
+    credit: ResolvedMethod, policy: Policy, model: QwenConfig, *, pad_id: int, keyword_table: KeywordTable | None
 ) -> None:
-    """Build a credit method from its parts, and trace its custom parts; compute nothing.
+    """Build the functions of a credit method, and trace its custom parts; compute nothing.
 
     Raises:
         ConfigError: the method cannot run.
     """
-    mask_id = cfg.masking.mask_id
+    settings, probe = credit.settings, credit.probe
+    mask_id = settings.masking.mask_id
     if mask_id is not None and not 0 <= mask_id < model.vocab_size:
         raise ConfigError(f"credit.masking.mask_id: expected a token id below {model.vocab_size}, got {mask_id}")
-    scorer(cfg, policy, temperature=1.0, pad_id=pad_id, custom_probe=probe, custom_method=method)
+    credit.scorer(policy, temperature=1.0, pad_id=pad_id)
     if probe is not None:
-        check_probe(probe, policy, model, place=f"credit.probe.function: {cfg.probe.function}")
-    weigh = weigher(cfg, keyword_table=keyword_table, custom_method=method)
-    if method is not None:
-        check_weights(weigh, method, place=f"credit.function: {cfg.function}")
+        check_probe(probe, policy, model, place=f"credit.probe.function: {settings.probe.function}")
+    weigh = credit.weigher(keyword_table=keyword_table)
+    if settings.method == CUSTOM:
+        check_weights(weigh, credit.method, place=f"credit.function: {settings.function}")
 
 
 def check_probe(probe: Probe, policy: Policy, model: QwenConfig, *, place: str) -> None:

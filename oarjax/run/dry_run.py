@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from oarjax.grading.grader import GraderError
-from oarjax.grading.mixed import RunGrader
+from oarjax.grading.grader import Grader
+from oarjax.grading.pool import GraderError
 from oarjax.grading.rewards import Sample
 from oarjax.report.console import OnceWarnings
 from oarjax.run.run import Run
@@ -19,7 +19,7 @@ READERS = ("exact", "math")
 """Rewards that must be 1 for the reference answer."""
 
 
-def try_rewards(run: Run, grader: RunGrader) -> None:
+def try_rewards(run: Run, grader: Grader) -> None:
     """Grade the first problem's reference answer, and nonsense; warn if the former is not rewarded as expected.
 
     Raises:

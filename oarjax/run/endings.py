@@ -6,15 +6,16 @@ from collections.abc import Mapping
 
 from transformers import PreTrainedTokenizerFast
 
-from oarjax.config import AnswerConfig, ConfigError
+from oarjax.config import ConfigError
 from oarjax.credit.answer_text import CUES
+from oarjax.credit.settings import AnswerSettings
 from oarjax.data.problems import Problem
 from oarjax.data.tokenizer import encode
 from oarjax.step.spans import Ending
 
 
 def reference_endings(
-    answer: AnswerConfig, tokenizer: PreTrainedTokenizerFast, problems: Mapping[int, Problem]
+    answer: AnswerSettings, tokenizer: PreTrainedTokenizerFast, problems: Mapping[int, Problem]
 ) -> dict[int, Ending]:
     """Encode the cue and the reference answer of every problem, for ``credit.answer.source: reference``.
 

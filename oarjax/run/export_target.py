@@ -14,7 +14,7 @@ from oarjax.config import ConfigError
 from oarjax.models.weights import parameter_count
 from oarjax.run.policy import stored_dtype_of
 from oarjax.run.run import Run
-from oarjax.storage.durable import DISK, StorageError, cannot_write, exists
+from oarjax.storage.durable import DISK, NO_PATH, StorageError, cannot_write, exists
 
 
 def check_export(run: Run, target: Path) -> None:
@@ -26,7 +26,9 @@ def check_export(run: Run, target: Path) -> None:
     """
     remedy = "give another export.folder, or null for no export"
     check_new_folder(target, field="export.folder", remedy=remedy)
-    size = np.dtype(run.cfg.export.dtype or stored_dtype_of(run.cfg, run.mesh)).itemsize * parameter_count(run.model)
+    size = np.dtype(
+        run.cfg.export.dtype or stored_dtype_of(run.cfg.policy, run.cfg.lora, run.mesh)
+    ).itemsize * parameter_count(run.model)
     if not exists(target) and size > (free := shutil.disk_usage(_above(target)).free):
         raise StorageError(
             f"export.folder: {target} will take {size / 1e9:.2g} GB, and its disk has {free / 1e9:.2g} GB left; free "
@@ -49,7 +51,7 @@ def check_new_folder(target: Path, *, field: str, remedy: str) -> None:
             file.write(bytes(4096))
             file.flush()
     except OSError as error:
-        if error.errno in DISK - {errno.EACCES, errno.EPERM, errno.EROFS}:
+        if error.errno in DISK - NO_PATH - {errno.EACCES, errno.EPERM, errno.EROFS}:
             raise cannot_write(target, error) from error
         raise ConfigError(f"{field}: cannot write to {target}: {error}; {remedy}") from error
 

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from oarjax.config import Config
+from oarjax.config import GradingConfig, RolloutConfig
+from oarjax.credit.settings import AnswerSettings
 from oarjax.data.problems import Problem
 from oarjax.data.tokenizer import text_of
-from oarjax.grading.mixed import RunGrader, make_grader
+from oarjax.grading.grader import Grader
 from oarjax.grading.recorded import Grading
 from oarjax.grading.rewards import Sample, calls_of
 from oarjax.rl.advantages import overlong_penalty
@@ -25,10 +26,9 @@ from oarjax.system.processes import gather_grades, share, values_here
 from oarjax.types import Grades, Rollout
 
 
-def grader_of(cfg: Config) -> RunGrader:
+def grader_of(grading: GradingConfig, answer: AnswerSettings) -> Grader:
     """Make the grader that a config asks for."""
-    grading, answer = cfg.grading, cfg.credit.answer
-    return make_grader(
+    return Grader(
         tuple((r.name, r.weight) for r in grading.rewards),
         settings={r.name: r.settings for r in grading.rewards if r.settings},
         plugins=grading.plugins,
@@ -55,10 +55,18 @@ class RolloutGrading:
     """
 
     def __init__(
-        self, cfg: Config, grader: Grading, problems: Sequence[Problem], table: Sequence[bytes], *, group: int
+        self,
+        rollout: RolloutConfig,
+        grading: GradingConfig,
+        grader: Grading,
+        problems: Sequence[Problem],
+        table: Sequence[bytes],
+        *,
+        group: int,
     ):
-        self._cfg, self._grader, self._problems, self._table, self._group = cfg, grader, problems, table, group
-        self._together = any(calls_of(r.name) != "sample" for r in cfg.grading.rewards)
+        self._rollout, self._grading, self._grader = rollout, grading, grader
+        self._problems, self._table, self._group = problems, table, group
+        self._together = any(calls_of(r.name) != "sample" for r in grading.rewards)
         self._share = share(len(problems))
         self._submitted: list[tuple[Int[np.ndarray, "r"], Future[Grades]]] = []
 
@@ -99,13 +107,13 @@ class RolloutGrading:
         samples = [
             Sample(
                 prompt=self._problems[b].prompt,
-                completion=cut_text(text_of(tokens, self._table), self._cfg.rollout.stop),
+                completion=cut_text(text_of(tokens, self._table), self._rollout.stop),
                 answer=self._problems[b].reference,
                 ended=bool(has_ended),
                 tokens=len(tokens),
                 columns=self._problems[b].columns,
                 group=int(b) // self._group,
-                limit=self._cfg.rollout.max_new,
+                limit=self._rollout.max_new,
             )
             for b, tokens, has_ended in zip(rows, ids, ended, strict=True)
         ]
@@ -118,15 +126,15 @@ class RolloutGrading:
         return join_grades(parts, order)
 
     def _penalised(self, grades: Grades, lengths: Int[np.ndarray, "B"]) -> Grades:
-        window = self._cfg.grading.overlong_window
+        window = self._grading.overlong_window
         if window == 0:
             return grades
         cut = np.asarray(
             overlong_penalty(
                 jnp.asarray(lengths),
-                max_length=self._cfg.rollout.max_new,
+                max_length=self._rollout.max_new,
                 window=window,
-                penalty=self._cfg.grading.overlong_penalty,
+                penalty=self._grading.overlong_penalty,
             ),
             np.float32,
         )

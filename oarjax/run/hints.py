@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from oarjax.config import ConfigError
-from oarjax.credit.bind import signals
 from oarjax.credit.method import OF_MARKS, OF_TEACHER
 from oarjax.data.problems import Problem
 from oarjax.data.streams import bucketed, encode_problems, left_pad
@@ -29,7 +28,7 @@ def hints_of(run: Any, problems: Sequence[Problem] | None = None) -> Callable[[R
     Raises:
         ConfigError: the method reads marks, and no function provides them.
     """
-    wants = signals(run.cfg.credit, run.custom_method)
+    wants = run.credit.signals
     marker = find_marker(run) if wants & OF_MARKS else None
     if marker is None and not wants & OF_TEACHER:
         return None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from oarjax.data.hf import commit_of
 from oarjax.data.streams import Encoded
-from oarjax.grading.mixed import local_digests
+from oarjax.grading.grader import local_digests
 from oarjax.run.run import Run
 from oarjax.storage.folder import Differences
 from oarjax.storage.inputs import (
@@ -20,7 +20,7 @@ from oarjax.storage.inputs import (
     record_inputs,
     rows_digest,
 )
-from oarjax.storage.trust import code_digests
+from oarjax.storage.trust import code_digests, code_places
 from oarjax.system.devices import pin_cpu_threads
 
 
@@ -44,7 +44,7 @@ def _inputs(run: Run, known: dict[str, Stat]) -> tuple[dict[str, str], dict[str,
     now = machine_inputs(cpu=run.mesh.devices.flat[0].platform == "cpu")
     rows = {"data.train": run.train, "data.eval": run.held_out, "sft.data": run.pairs}
     now |= {f"rows/{name}": _digest(encoded) for name, encoded in rows.items() if encoded is not None}
-    now |= {f"code/{place}": digest for place, digest in code_digests(run.cfg).items()}
+    now |= {f"code/{place}": digest for place, digest in code_digests(code_places(run.cfg)).items()}
     names = [reward.name for reward in run.cfg.grading.rewards]
     now |= {f"code/reward {name}": digest for name, digest in local_digests(names).items()}
     paths = {}
@@ -65,18 +65,18 @@ def _digest(encoded: Encoded) -> str:
     return rows_digest((p.index, p.prompt, p.answer, p.columns) for p in encoded.problems)
 
 
-def seal_start(run: Run, warm: Path) -> None:
+def seal_start(folder: Path, warm: Path) -> None:
     """Record the files of the warm start's policy, or compare them with the record.
 
     Raises:
         DamagedError: a file differs; names the first.
     """
     files = {f"start/{path.name}": path for path in policy_files(warm)}
-    known = read_inputs(run.folder)
+    known = read_inputs(folder)
     if known is not None and any(name.startswith("start/") for name in known.inputs):
-        check_files(run.folder, files)
+        check_files(folder, files)
     else:
-        add_inputs(run.folder, digests(files)[0])
+        add_inputs(folder, digests(files)[0])
 
 
 def pin_threads(folder: Path) -> None:

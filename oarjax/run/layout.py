@@ -10,7 +10,7 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from oarjax.config import Config, ConfigError, LoraConfig
+from oarjax.config import Config, ConfigError, LoraConfig, LossConfig, PolicyConfig, RolloutConfig
 from oarjax.models.lora import merge_adapters
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.sharding import (
@@ -41,16 +41,16 @@ def check_layouts(cfg: Config, model: QwenConfig, mesh: Mesh) -> None:
     """
     rules = training_rules(kv_heads=model.num_key_value_heads, tensor=mesh.shape["tensor"])
     if model.experts is None:
-        _refuse_experts(cfg, mesh)
+        _refuse_experts(cfg.policy, cfg.loss, mesh)
     check_divisible(logical_axes(model), divisible_pieces(model), dict(mesh.shape), rules=rules)
-    sampling = rollout_mesh(mesh, tensor=_rollout_tensor(cfg, mesh))
+    sampling = rollout_mesh(mesh, tensor=cfg.rollout.tensor or mesh.shape["tensor"])
     wide = sampling_model(model, tensor=sampling.shape["tensor"])
     what = "the mesh of rollouts (rollout.tensor)"
     check_divisible(logical_axes(wide), divisible_pieces(wide), dict(sampling.shape), rules=ROLLOUT, what=what)
     check_batches(cfg, dict(mesh.shape), dict(sampling.shape))
 
 
-def _refuse_experts(cfg: Config, mesh: Mesh) -> None:
+def _refuse_experts(policy: PolicyConfig, loss: LossConfig, mesh: Mesh) -> None:
     """Refuse what only a mixture of experts has.
 
     Raises:
@@ -58,8 +58,8 @@ def _refuse_experts(cfg: Config, mesh: Mesh) -> None:
     """
     settings = {
         "mesh.expert": (mesh.shape["expert"], 1),
-        "policy.router": (cfg.policy.router, "recompute"),
-        "loss.router_balance": (cfg.loss.router_balance, 0.0),
+        "policy.router": (policy.router, "recompute"),
+        "loss.router_balance": (loss.router_balance, 0.0),
     }
     for field, (value, other) in settings.items():
         if value != other:
@@ -110,25 +110,26 @@ def sampling_model(model: QwenConfig, *, tensor: int) -> QwenConfig:
     return replace(model, num_key_value_heads=repeated_kv_heads(model.num_key_value_heads, tensor=tensor))
 
 
-def rollout_layout(cfg: Config, model: QwenConfig, mesh: Mesh) -> RolloutLayout:
+def rollout_layout(
+    settings: PolicyConfig, rollout: RolloutConfig, lora: LoraConfig, model: QwenConfig, mesh: Mesh
+) -> RolloutLayout:
     """Lay out a whole policy on each group of rollout.tensor devices, so that decoding a token gathers no weights.
 
     The policy has the compute dtype, and the devices and their order are those of ``mesh``. The samples equal those of
     the training params. Adapters are merged into their matrices, so decoding does not see them.
     """
-    sampling = rollout_mesh(mesh, tensor=_rollout_tensor(cfg, mesh))
+    sampling = rollout_mesh(mesh, tensor=rollout.tensor or mesh.shape["tensor"])
     wide = sampling_model(model, tensor=sampling.shape["tensor"])
-    policy, compute = bind_policy(cfg, wide, sampling), compute_dtype_of(cfg, sampling)
+    policy = bind_policy(settings, wide, sampling, adapter_scale=lora.scale)
+    compute = compute_dtype_of(settings, sampling)
     before = param_shardings(model, mesh)
     specs = param_specs(logical_axes(wide), rules=ROLLOUT)
     after = jax.tree.map(lambda spec: NamedSharding(sampling, spec), specs, is_leaf=_is_spec)
     other = sampling.shape["tensor"] != mesh.shape["tensor"]
 
     def prepare(params: Params) -> Params:
-        if cfg.lora.rank:
-            params = jax.tree.map(
-                jax.lax.with_sharding_constraint, merge_adapters(params, scale=cfg.lora.scale), before
-            )
+        if lora.rank:
+            params = jax.tree.map(jax.lax.with_sharding_constraint, merge_adapters(params, scale=lora.scale), before)
         cast = sampling_params(model, params, kv_heads=model.num_key_value_heads, dtype=compute)
         cast = jax.tree.map(_constrained, params, cast, before)  # cast before the move: half the bytes
         if other:
@@ -157,10 +158,6 @@ def _gathered(mesh: Mesh, sampling: Mesh, repeated: bool, x: Any, names: tuple[s
     for on, axes in ((mesh, ("fsdp", "tensor")), (sampling, "tensor")):
         x = jax.lax.with_sharding_constraint(x, NamedSharding(on, PartitionSpec(*before, axes)))
     return x
-
-
-def _rollout_tensor(cfg: Config, mesh: Mesh) -> int:
-    return cfg.rollout.tensor or mesh.shape["tensor"]
 
 
 def _is_spec(x: Any) -> bool:

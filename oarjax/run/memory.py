@@ -18,8 +18,7 @@ from rich.table import Table
 
 from oarjax.config import Config
 from oarjax.credit.registry import reads_reference
-from oarjax.run.run import Run
-from oarjax.run.shapes import Part, Phase, Program, beside, programs, resident
+from oarjax.run.shapes import Part, Phase, Program, ProgramShapes
 from oarjax.storage.durable import write_durably
 from oarjax.system.devices import DeviceError, memory_limit
 from oarjax.system.processes import only_first
@@ -70,7 +69,7 @@ class PhaseMemory(NamedTuple):
         return limit is None or self.peak <= limit
 
 
-def phase_memory(run: Run, program: Program) -> PhaseMemory:
+def phase_memory(shapes: ProgramShapes, program: Program) -> PhaseMemory:
     """Compile a program and add the memory of other arrays alive while it runs.
 
     Raises:
@@ -81,11 +80,11 @@ def phase_memory(run: Run, program: Program) -> PhaseMemory:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        message, remedies = str(error).splitlines()[0], remedy(program.phase, run.cfg)
+        message, remedies = str(error).splitlines()[0], remedy(program.phase, shapes.cfg)
         raise DeviceError(f"phase {program.phase} does not fit: {message}; {remedies}") from error
-    peak = peak_bytes(memory, platform=run.mesh.devices.flat[0].platform)
-    others = beside(run, program, read=memory.argument_size_in_bytes)
-    return PhaseMemory(program.phase, resident(run, program.phase), peak + others, program.name)
+    peak = peak_bytes(memory, platform=shapes.mesh.devices.flat[0].platform)
+    others = shapes.beside(program, read=memory.argument_size_in_bytes)
+    return PhaseMemory(program.phase, shapes.resident(program.phase), peak + others, program.name)
 
 
 def peak_bytes(memory: Any, *, platform: str) -> int:
@@ -96,22 +95,22 @@ def peak_bytes(memory: Any, *, platform: str) -> int:
     return whole + memory.temp_size_in_bytes
 
 
-def report_memory(run: Run, folder: Path, console: Console) -> list[PhaseMemory]:
+def report_memory(shapes: ProgramShapes, folder: Path, console: Console) -> list[PhaseMemory]:
     """Compile every program, print the table, write memory.json, and warn of phases that will not fit.
 
     Raises:
         DeviceError: the compiler refuses a program for its size.
     """
-    limit = memory_limit(run.mesh.local_devices[0])
+    limit = memory_limit(shapes.mesh.local_devices[0])
     with console.status("compiling the largest programs"):
-        phases = [phase_memory(run, program) for program in programs(run)]
+        phases = [phase_memory(shapes, program) for program in shapes.programs()]
     console.print(memory_table(phases, limit))
     largest = {each.phase: each for each in sorted(phases, key=lambda each: each.peak)}  # of a phase's programs
     for each in largest.values():
         if limit is not None and not each.fits(limit):
             console.print(
                 f"phase {each.title} needs {gib(each.peak)} of {gib(limit)} GiB and will not fit; "
-                f"{remedy(each.phase, run.cfg)}",
+                f"{remedy(each.phase, shapes.cfg)}",
                 style="yellow",
             )
     tree = {"limit": limit, "phases": [each._asdict() for each in phases]}

@@ -24,15 +24,13 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from oarjax.config import Config, ConfigError
-from oarjax.credit.bind import check_updates, signals
 from oarjax.credit.keywords import KeywordTable, keyword_table
-from oarjax.credit.method import CreditMethod
-from oarjax.credit.probe import Probe
+from oarjax.credit.resolved import ResolvedMethod
 from oarjax.data.hf import load_params, read_config
 from oarjax.data.problems import Problem
 from oarjax.data.streams import Encoded, PromptStream
 from oarjax.data.tokenizer import encode, load_tokenizer, pad_id, stop_ids, text_of, token_bytes
-from oarjax.grading.mixed import RunGrader
+from oarjax.grading.grader import Grader
 from oarjax.grading.recorded import Grading
 from oarjax.models.policy import Policy
 from oarjax.models.qwen_config import QwenConfig
@@ -42,22 +40,19 @@ from oarjax.report.files import token_texts
 from oarjax.rollout.stop_strings import cut_text
 from oarjax.run.adapters import start_adapters, trained_count, trained_shapes
 from oarjax.run.checks import check_failures, check_grading, check_lengths, check_report
-from oarjax.run.custom import check_credit, check_custom, find_advantages, find_loss, find_method, find_probe
+from oarjax.run.custom import check_credit, check_custom, find_advantages, find_credit, find_loss
 from oarjax.run.endings import reference_endings
 from oarjax.run.grades import RolloutGrading, grader_of
 from oarjax.run.hints import hints_of
-from oarjax.run.layout import (
-    check_layouts,
-    param_shardings,
-    rollout_layout,
-    training_layout,
-)
+from oarjax.run.layout import check_layouts, param_shardings, rollout_layout, training_layout
 from oarjax.run.policy import bind_policy, compute_dtype_of, stored_dtype_of
 from oarjax.run.source import policy_path, read_pairs, read_prompts
-from oarjax.step.minibatches import bucket, prompt_step
-from oarjax.step.programs import RolloutLayout, Shardings, Steps, TokenLoss, make_optimizer, make_steps
+from oarjax.step.loss import TokenLoss
+from oarjax.step.minibatches import bucket, widest_prompt
+from oarjax.step.programs import RolloutLayout, Shardings, make_optimizer, make_steps
 from oarjax.step.spans import Ending, find_spans, with_endings
 from oarjax.step.state import new_state
+from oarjax.step.steps import Steps
 from oarjax.system.devices import choose_platform, use_compilation_cache
 from oarjax.system.mesh import make_mesh
 from oarjax.system.processes import is_first, join_processes, to_devices, to_host
@@ -116,7 +111,7 @@ class Run:
     @cached_property
     def _checkpoint(self) -> tuple[QwenConfig, Path]:
         option = "--out" if self._evaluates else "run_dir=..."
-        path = policy_path(self.cfg, self.folder, option=option)
+        path = policy_path(self.cfg.policy, self.folder, seed=self.cfg.seed, option=option)
         return read_config(path, revision=self.cfg.policy.revision)
 
     @cached_property
@@ -160,30 +155,31 @@ class Run:
     def train(self) -> Encoded:
         """The problems to train on, or to evaluate on."""
         where = "data.eval" if self._evaluates else "data.train"
-        return read_prompts(self.cfg, self.cfg.data.train, self.tokenizer, where=where)
+        return read_prompts(self.cfg.data, self.cfg.data.train, self.tokenizer, where=where)
 
     @cached_property
     def held_out(self) -> Encoded | None:
         """The held-out problems of data.eval."""
         data = self.cfg.data.eval
-        return None if data is None else read_prompts(self.cfg, data, self.tokenizer, where="data.eval")
+        return None if data is None else read_prompts(self.cfg.data, data, self.tokenizer, where="data.eval")
 
     @cached_property
     def pairs(self) -> Encoded | None:
         """Prompts and completions to imitate in the warm start."""
-        return read_pairs(self.cfg, self.tokenizer, self.stop_ids)
+        sft, tokenizer = self.cfg.sft, self.tokenizer
+        return None if sft is None else read_pairs(sft, self.cfg.data, tokenizer, self.stop_ids)
 
     # Device programs -------------------------------------------------------------------------------------------------
 
     @cached_property
     def compute_dtype(self) -> Any:
         """The dtype of matmul operands."""
-        return compute_dtype_of(self.cfg, self.mesh)
+        return compute_dtype_of(self.cfg.policy, self.mesh)
 
     @cached_property
     def policy(self) -> Policy:
         """The policy's functions, for training."""
-        return bind_policy(self.cfg, self.model, self.mesh)
+        return bind_policy(self.cfg.policy, self.model, self.mesh, adapter_scale=self.cfg.lora.scale)
 
     @cached_property
     def _optimizer(self) -> tuple[optax.GradientTransformation, optax.Schedule]:
@@ -207,7 +203,7 @@ class Run:
     @cached_property
     def rollout_layout(self) -> RolloutLayout:
         """The policy for sampling, with the layout of its arrays."""
-        return rollout_layout(self.cfg, self.model, self.mesh)
+        return rollout_layout(self.cfg.policy, self.cfg.rollout, self.cfg.lora, self.model, self.mesh)
 
     @cached_property
     def steps(self) -> Steps:
@@ -222,15 +218,14 @@ class Run:
             token_bytes=self.table if self.cfg.rollout.stop else (),
             rollout=self.rollout_layout,
             keyword_table=self.keyword_table,
-            custom_probe=self.custom_probe,
-            custom_method=self.custom_method,
+            method=self.credit,
             custom_loss=self.custom_loss,
             custom_advantages=find_advantages(self.cfg),
         )
 
     def load(self, *, source: Path | None = None) -> Params:
         """Read the policy's weights, or those of another folder, into the training layout."""
-        dtype = stored_dtype_of(self.cfg, self.mesh)
+        dtype = stored_dtype_of(self.cfg.policy, self.cfg.lora, self.mesh)
         shardings = param_shardings(self.model, self.mesh)
         return load_params(source or self.source, self.model, dtype=dtype, shardings=shardings)
 
@@ -258,6 +253,18 @@ class Run:
         return to_host(tree)
 
     @property
+    def compiles_ahead(self) -> bool:
+        """True if every program is compiled before the first iteration."""
+        on_accelerators = self.mesh.devices.flat[0].platform != "cpu"
+        return self.cfg.compile_ahead == "on" or (self.cfg.compile_ahead == "auto" and on_accelerators)
+
+    @property
+    def prompt_step(self) -> int:
+        """Step of prompt widths: the whole width if programs are compiled ahead."""
+        rollout = self.cfg.rollout
+        return widest_prompt(self.cfg.data, rollout) if self.compiles_ahead else rollout.prompt_bucket
+
+    @property
     def first(self) -> bool:
         """True in the process that writes the run's files; the others compute the same but write nothing."""
         return is_first()
@@ -271,14 +278,9 @@ class Run:
     # Credit ----------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def custom_probe(self) -> Probe | None:
-        """The probe of credit.probe.function."""
-        return find_probe(self.cfg)
-
-    @cached_property
-    def custom_method(self) -> CreditMethod | None:
-        """The method of credit.function if credit.method is custom, else None."""
-        return find_method(self.cfg)
+    def credit(self) -> ResolvedMethod:
+        """The method of credit.method, with its settings and the probe of credit.probe.function."""
+        return find_credit(self.cfg)
 
     @cached_property
     def custom_loss(self) -> TokenLoss | None:
@@ -288,11 +290,10 @@ class Run:
     @cached_property
     def keyword_table(self) -> KeywordTable | None:
         """The tokenizer's spellings of the configured keywords; None for methods without keywords."""
-        cfg = self.cfg.credit
-        if "keyword_table" not in signals(cfg, self.custom_method):
+        if "keyword_table" not in self.credit.signals:
             return None
         try:
-            return keyword_table(cfg.keywords.words, partial(encode, self.tokenizer), self.table)
+            return keyword_table(self.cfg.credit.keywords.words, partial(encode, self.tokenizer), self.table)
         except ValueError as error:
             raise ConfigError(f"credit.keywords.words: {error}; set words that its tokens can spell") from error
 
@@ -324,18 +325,9 @@ class Run:
         Raises:
             ConfigError: the method cannot run; the message begins with ``where``.
         """
-        cfg = self.cfg.credit
         try:
-            check_credit(
-                cfg,
-                self.policy,
-                self.model,
-                pad_id=self.pad_id,
-                probe=self.custom_probe,
-                method=self.custom_method,
-                keyword_table=self.keyword_table,
-            )
-            if cfg.answer.source == "reference":
+            check_credit(self.credit, self.policy, self.model, pad_id=self.pad_id, keyword_table=self.keyword_table)
+            if self.cfg.credit.answer.source == "reference":
                 _ = self.endings
         except ConfigError as error:
             raise ConfigError(f"{where}{error}") from error
@@ -347,7 +339,7 @@ class Run:
         return PromptStream(
             self.train,
             prompts=self.cfg.rollout.prompts,
-            bucket=prompt_step(self.cfg, self.mesh),
+            bucket=self.prompt_step,
             pad_id=self.pad_id,
             seed=self.cfg.seed,
             shuffle=self.cfg.data.shuffle,
@@ -367,16 +359,16 @@ class Run:
         ids = np.asarray(rollout.tokens)[:, -completion.shape[1] :]
         return [row[mask].tolist() for row, mask in zip(ids, completion)]
 
-    def grader(self) -> RunGrader:
+    def grader(self) -> Grader:
         """Start the workers that grade completions."""
-        return grader_of(self.cfg)
+        return grader_of(self.cfg.grading, self.cfg.credit.answer)
 
     def grading(
         self, grader: Grading, problems: Mapping[int, Problem], batch: PromptBatch, *, group: int
     ) -> RolloutGrading:
         """Open the grading of ``group`` completions of every prompt; each process grades its share of them."""
         asked = [problems[int(p)] for p in np.repeat(batch.problem, group)]
-        return RolloutGrading(self.cfg, grader, asked, self.table, group=group)
+        return RolloutGrading(self.cfg.rollout, self.cfg.grading, grader, asked, self.table, group=group)
 
     def submit(
         self, grader: Grading, problems: Mapping[int, Problem], batch: PromptBatch, rollout: Rollout
@@ -420,12 +412,12 @@ def open_run(
         DeviceError, UnsupportedModel, CheckpointError, TokenizerError, DataError: raised by the parts.
     """
     check_grading(cfg)
-    check_report(cfg)
+    check_report(cfg.report)
     join_processes(**cfg.distributed.model_dump())
     choose_platform(cfg.device)
     run = Run(cfg, console, evaluates=evaluates)
     run.console.quiet = run.console.quiet or not run.first
-    check_failures(cfg, processes=jax.process_count())
+    check_failures(cfg.checkpoint, processes=jax.process_count())
     use_compilation_cache(cfg.compilation_cache)
     if hold is not None and run.first:
         hold()
@@ -433,11 +425,11 @@ def open_run(
     check_layouts(cfg, run.model, mesh)
     check_lengths(cfg, run.model)
     trained_shapes(cfg.lora, run.model)  # fails on adapters that the policy cannot have
-    start_adapters(cfg.lora, run.model)
+    start_adapters(cfg.lora, run.model, run.console)
     for part in ("table", "pairs", "train", "held_out"):
         getattr(run, part)
     run.check_credit()
-    check_updates(cfg, run.custom_method)
+    run.credit.check_updates(epochs=cfg.update.epochs, minibatches=cfg.update.minibatches)
     hints_of(run)  # fails on what cannot be read
     check_custom(cfg)
     return run

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from oarjax.config import Config, ConfigError, DatasetConfig
+from oarjax.config import ConfigError, DataConfig, DatasetConfig, PolicyConfig, SFTConfig
 from oarjax.data.hf import read_tokenizer_folder
 from oarjax.data.problems import load_problems
 from oarjax.data.streams import Encoded, encode_pairs, encode_problems
@@ -19,7 +19,7 @@ from oarjax.storage.folder import has_progress
 from oarjax.system.processes import check_shared, from_first, only_first
 
 
-def policy_path(cfg: Config, folder: Path, *, option: str) -> str:
+def policy_path(policy: PolicyConfig, folder: Path, *, seed: int, option: str) -> str:
     """Return the path to read the policy from; a built-in policy is first written below the run's folder.
 
     When a run resumes, its built-in policy is kept.
@@ -41,48 +41,48 @@ def policy_path(cfg: Config, folder: Path, *, option: str) -> str:
         "builtin:stories": _write_stories,
         "builtin:random": _write_random,
     }
-    write = writers.get(cfg.policy.path)
-    if write is None or (cfg.policy.path == "builtin:random" and cfg.policy.tokenizer is None):
-        return cfg.policy.path
+    write = writers.get(policy.path)
+    if write is None or (policy.path == "builtin:random" and policy.tokenizer is None):
+        return policy.path
     if not from_first(lambda: has_progress(folder) and exists(target / "config.json")):
         with storage_errors(target):
-            only_first(lambda: write(cfg, target))
+            only_first(lambda: write(policy, target, seed))
     return str(target)
 
 
-def _write_arithmetic(cfg: Config, target: Path) -> None:
+def _write_arithmetic(policy: PolicyConfig, target: Path, seed: int) -> None:
     check_guards(target)
-    builtin.write_builtin_policy(target, seed=cfg.seed)
+    builtin.write_builtin_policy(target, seed=seed)
 
 
-def _write_forks(cfg: Config, target: Path) -> None:
+def _write_forks(policy: PolicyConfig, target: Path, seed: int) -> None:
     check_guards(target)
-    write_forks_policy(target, seed=cfg.seed)
+    write_forks_policy(target, seed=seed)
 
 
-def _write_stories(cfg: Config, target: Path) -> None:
+def _write_stories(policy: PolicyConfig, target: Path, seed: int) -> None:
     check_guards(target)
-    write_stories_policy(target, seed=cfg.seed)
+    write_stories_policy(target, seed=seed)
 
 
-def _write_random(cfg: Config, target: Path) -> None:
+def _write_random(policy: PolicyConfig, target: Path, seed: int) -> None:
     check_guards(target)
-    tokenizer = read_tokenizer_folder(str(cfg.policy.tokenizer), revision=cfg.policy.revision)
-    builtin.write_random_policy(target, tokenizer=tokenizer, seed=cfg.seed)
+    tokenizer = read_tokenizer_folder(str(policy.tokenizer), revision=policy.revision)
+    builtin.write_random_policy(target, tokenizer=tokenizer, seed=seed)
 
 
-def read_prompts(cfg: Config, data: DatasetConfig, tokenizer: PreTrainedTokenizerFast, *, where: str) -> Encoded:
+def read_prompts(cfg: DataConfig, data: DatasetConfig, tokenizer: PreTrainedTokenizerFast, *, where: str) -> Encoded:
     """Load problems and encode their prompts; errors name ``where``, the config's section."""
     problems = load_problems(data, where=where)
-    return encode_problems(problems, tokenizer, **_rendering(cfg), max_prompt=cfg.data.max_prompt)
+    return encode_problems(problems, tokenizer, **_rendering(cfg), max_prompt=cfg.max_prompt)
 
 
-def read_pairs(cfg: Config, tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> Encoded | None:
-    """Load and encode the warm start's prompts and completions; None without an sft section."""
-    if cfg.sft is None:
-        return None
-    problems, stop = load_problems(cfg.sft.data, where="sft.data"), stop_token(tokenizer, stop_ids)
-    return encode_pairs(problems, tokenizer, **_rendering(cfg), max_length=cfg.sft.max_length, stop_id=stop)
+def read_pairs(
+    sft: SFTConfig, cfg: DataConfig, tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]
+) -> Encoded:
+    """Load and encode the warm start's prompts and completions."""
+    problems, stop = load_problems(sft.data, where="sft.data"), stop_token(tokenizer, stop_ids)
+    return encode_pairs(problems, tokenizer, **_rendering(cfg), max_length=sft.max_length, stop_id=stop)
 
 
 def stop_token(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> int:
@@ -91,5 +91,5 @@ def stop_token(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) ->
     return int(end) if end in stop_ids else stop_ids[0]
 
 
-def _rendering(cfg: Config) -> dict[str, Any]:
-    return {name: getattr(cfg.data, name) for name in ("template", "system_prompt", "prompt_format", "thinking")}
+def _rendering(cfg: DataConfig) -> dict[str, Any]:
+    return {name: getattr(cfg, name) for name in ("template", "system_prompt", "prompt_format", "thinking")}

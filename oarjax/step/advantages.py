@@ -8,8 +8,9 @@ from functools import partial
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from oarjax.config import Config
-from oarjax.credit.bind import reward_columns
+from oarjax.config import Config, GradingConfig
+from oarjax.credit.method import resolve
+from oarjax.credit.resolved import ResolvedMethod
 from oarjax.rl.advantages import (
     AdvantageFunction,
     group_advantages,
@@ -37,7 +38,7 @@ def bound_advantages(
         return leave_one_out_advantages(rewards, group_size=group, scale=scale, ddof=a.ddof, eps=a.eps)
 
     def gdpo(rewards: Float[Array, "B"], values: Values) -> Float[Array, "B"]:
-        columns, weights = reward_columns(cfg, rewards, values)
+        columns, weights = reward_columns(cfg.grading, rewards, values)
         scales = jnp.asarray(weights, jnp.float32)
         return per_reward_advantages(columns.T, scales, group_size=group, ddof=a.ddof, eps=a.eps)
 
@@ -46,9 +47,36 @@ def bound_advantages(
     return lambda rewards, values: jnp.where(jnp.isnan(rewards), 0, custom(rewards, values, group))
 
 
-def bound_kl_penalty(cfg: Config) -> Callable[..., Float[Array, "B"]]:
+def row_advantages(
+    cfg: Config, credit: ResolvedMethod
+) -> Callable[[Float[Array, "B"], Values], Float[Array, "B"]] | None:
+    """Return (rewards, values of each reward) -> A [B] of a method of kind sequence; None for the others."""
+    if credit.method.advantage is None:
+        return None
+    function, a = resolve(credit.method.advantage), cfg.advantage
+    settings = {"group_size": cfg.rollout.group_size, "scale": a.scale, "ddof": a.ddof, "eps": a.eps}
+
+    def advantages(rewards: Float[Array, "B"], values: Values) -> Float[Array, "B"]:
+        return function(*reward_columns(cfg.grading, rewards, values), **settings)
+
+    return advantages
+
+
+def reward_columns(
+    grading: GradingConfig, rewards: Float[Array, "B"], values: Values
+) -> tuple[Float[Array, "B K"], list[float]]:
+    """Return the value of each reward in a column, NaN in rows without a reward, and the weights of the columns."""
+    weights = {reward.name: reward.weight for reward in grading.rewards} | {"overlong": 1.0}
+    names = [name for name in weights if name in values]
+    columns = jnp.stack([jnp.where(jnp.isfinite(rewards), values[name], jnp.nan) for name in names], axis=1)
+    return columns, [weights[name] for name in names]
+
+
+def bound_kl_penalty(
+    beta: float,
+) -> Callable[[Float[Array, "B"], Rollout, Float[Array, "B T"]], Float[Array, "B"]]:
     """Return a function (rewards, rollout, reference log-probs) -> rewards minus the KL term of ``loss.kl_in``."""
-    after = partial(reward_after_kl, beta=cfg.loss.kl_beta)
+    after = partial(reward_after_kl, beta=beta)
 
     def penalise(rewards: Float[Array, "B"], rollout: Rollout, ref_logps: Float[Array, "B T"]) -> Float[Array, "B"]:
         return after(rewards, rollout.behaviour_logps, ref_logps, rollout.completion)

@@ -7,37 +7,27 @@ over the same residuals, gives the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
-from oarjax.config import Config
-from oarjax.credit.bind import SharedScorer, method_of
+from oarjax.config import Config, OffPolicyConfig
 from oarjax.credit.clean_pass import shared_pass
-from oarjax.credit.method import CreditMethod
 from oarjax.credit.oar.oar_g import row_keys
 from oarjax.credit.probe import ProbeMode
+from oarjax.credit.resolved import ResolvedMethod, SharedScorer
 from oarjax.models.lora import join_params
 from oarjax.models.policy import Policy
 from oarjax.rl.masked import widened
 from oarjax.rollout.logps import hidden_logps
-from oarjax.step.loss import Metrics, Sums, TokenLoss, loss_filters, sampler_logps
+from oarjax.step.gradients import Sums
+from oarjax.step.loss import Head, Metrics, TokenLoss, sampler_logps
 from oarjax.step.minibatches import Bucket, cut
-from oarjax.types import AnswerSpan, Credit, Mean, Params, Rollout, Scores, TrainBatch, TrainState
-
-
-class FusedRows(NamedTuple):
-    """Inputs of score, credit and update: of a minibatch [M, b, ...], or of a microbatch without the M."""
-
-    rollout: Rollout
-    span: AnswerSpan
-    numbers: Int[Array, "*M b"]
-    advantages: Float[Array, "*M b"]
-    completion: Bool[Array, "*M b T"]
+from oarjax.types import Credit, GradedRows, Mean, Params, SampledRows, Scores, TrainBatch, TrainState
 
 
 class FusedSums(NamedTuple):
@@ -49,7 +39,7 @@ class FusedSums(NamedTuple):
     metrics: Metrics  # of credit
 
 
-def fuses(cfg: Config, custom_method: CreditMethod | None = None, *, experts: bool = False) -> bool:
+def fuses(cfg: Config, credit: ResolvedMethod, *, experts: bool = False) -> bool:
     """Decide if a run scores and updates in one pass: by config and policy, so that a resumed run does the same.
 
     Both must be at the same params (one update per rollout) and read the same rows (no reference policy, no reference
@@ -58,7 +48,7 @@ def fuses(cfg: Config, custom_method: CreditMethod | None = None, *, experts: bo
     anyway, to skip groups or to refill them: otherwise workers grade while the device scores, and saving a pass may
     cost more than it gains. A policy with ``experts`` updates in a pass of its own, which reports their load.
     """
-    method = method_of(cfg.credit, custom_method)
+    method = credit.method
     shares = method.shared is not None and method.kind == "weights" and method.coupling == "row"
     alone = method.loss is None and set(method.needs) <= {"importance", "tokens", "keyword_table"}
     return (
@@ -73,44 +63,57 @@ def fuses(cfg: Config, custom_method: CreditMethod | None = None, *, experts: bo
     )
 
 
-def make_fused(
-    policy: Policy,
-    cfg: Config,
-    *,
-    importance: SharedScorer,
-    credit: Callable[..., tuple[Credit, Metrics]],
-    loss: TokenLoss,
-) -> tuple[Callable[..., FusedSums], Callable[..., FusedSums]]:
-    """Return (the sums over no microbatch, the sums with those of one bucket added): see ``Steps.fused``."""
-    head = {
-        "temperature": cfg.rollout.temperature,
-        "head_chunk": cfg.policy.head_chunk,
-        "filters": loss_filters(cfg),
-    }
+@runtime_checkable
+class CreditRows(Protocol):
+    """Compute weights and advantages of the tokens of microbatches [M, b, ...] from their scores."""
+
+    def __call__(
+        self, scores: Scores, rows: SampledRows, graded: GradedRows, key: Key[Array, ""], iteration: Any, /
+    ) -> tuple[Credit, Metrics]: ...
+
+
+@dataclass(frozen=True)
+class FusedPass:
+    """Score, credit and gradient of a microbatch in one pass, and their sums."""
+
+    policy: Policy
+    importance: SharedScorer
+    credit: CreditRows
+    loss: TokenLoss
+    off_policy: OffPolicyConfig
+    head: Head
 
     def microbatch(
-        state: TrainState, rows: FusedRows, noise_key: Key[Array, ""], order_key: Key[Array, ""], probe: ProbeMode
+        self,
+        state: TrainState,
+        rows: SampledRows,
+        graded: GradedRows,
+        noise_key: Key[Array, ""],
+        order_key: Key[Array, ""],
+        probe: ProbeMode,
     ) -> FusedSums:
-        r, span, length = rows.rollout, rows.span, rows.completion.shape[-1]
+        """Return the sums and the credit of one microbatch [b, ...]."""
+        r, length = rows.rollout, graded.completion.shape[-1]
         params_of = partial(join_params, state.frozen)
-        shared = shared_pass(policy, params_of, state.params, r.tokens, r.valid, completion_length=length)
+        shared = shared_pass(self.policy, params_of, state.params, r.tokens, r.valid, completion_length=length)
         keys = row_keys(noise_key, rows.numbers)
-        scores = Scores(None, None, importance(params_of(state.params), shared.linear, r, span, keys, probe))
-        single = jax.tree.map(lambda x: x[None], (scores, *rows))
-        shaped, metrics = credit(*single[:3], *single[4:], order_key, single[3])
+        scores = Scores(None, None, self.importance(params_of(state.params), shared.linear, r, rows.span, keys, probe))
+        single = partial(jax.tree.map, lambda x: x[None])
+        shaped, metrics = self.credit(single(scores), single(rows), single(graded), order_key, 1)
 
         def total(params: Params, hidden: Float[Array, "b T D"]) -> tuple[Float[Array, ""], tuple[Mean, Metrics]]:
-            logps, entropies = hidden_logps(policy, params_of(params), hidden, r.tokens[:, -length:], **head)
+            ids = r.tokens[:, -length:]
+            logps, entropies = hidden_logps(self.policy, params_of(params), hidden, ids, **self.head)
             batch = TrainBatch(
                 tokens=r.tokens,
                 valid=r.valid,
-                completion=rows.completion,
+                completion=graded.completion,
                 advantages=shaped.advantages[0],
                 old_logps=None,
                 ref_logps=None,
-                behaviour_logps=sampler_logps(cfg.loss, r),
+                behaviour_logps=sampler_logps(self.off_policy, r),
             )
-            mean, metrics = loss(logps, entropies, batch)
+            mean, metrics = self.loss(logps, entropies, batch)
             return mean.total, (mean, metrics)
 
         by_both = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)
@@ -119,33 +122,35 @@ def make_fused(
         sums = Sums(jax.tree.map(widened, grads), mean, measured)
         return FusedSums(sums, shaped.importance[0], shaped.weights[0], metrics)
 
-    def zeros(state: TrainState, rows: FusedRows) -> FusedSums:
+    def zeros(self, state: TrainState, rows: SampledRows, graded: GradedRows) -> FusedSums:
         """Return the sums over no microbatch of [M, b, ...]."""
-        M = rows.numbers.shape[0]
         key = jax.eval_shape(lambda: jax.random.key(0))
-        shapes = jax.eval_shape(partial(microbatch, probe="last"), state, jax.tree.map(lambda x: x[0], rows), key, key)
+        first = jax.tree.map(lambda x: x[0], (rows, graded))
+        shapes = jax.eval_shape(partial(self.microbatch, probe="last"), state, *first, key, key)
         empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        every = partial(jnp.broadcast_to, shape=(M, *empty.weights.shape))
+        every = partial(jnp.broadcast_to, shape=(rows.numbers.shape[0], *empty.weights.shape))
         return empty._replace(importance=every(empty.importance), weights=every(empty.weights) + 1)
 
     def add(
+        self,
         so_far: FusedSums,
         state: TrainState,
-        rows: FusedRows,
+        rows: SampledRows,
+        graded: GradedRows,
         noise_key: Key[Array, ""],
         order_key: Key[Array, ""],
-        start: int | Int[Array, ""],
+        start: Int[Array, ""],
         stop: Int[Array, ""],
         *,
         probe: ProbeMode,
         bucket: Bucket | None = None,
     ) -> FusedSums:
         """Add microbatches start .. stop - 1, each cut to ``bucket``; bounds are traced, see ``add_microbatches``."""
-        full = rows.completion.shape[-1]
+        full = graded.completion.shape[-1]
 
         def step(i: Int[Array, ""], so_far: FusedSums) -> FusedSums:
-            own = cut(jax.tree.map(lambda x: x[i], rows), bucket, length=full)
-            more = microbatch(state, own, noise_key, order_key, probe)
+            its_rows, its_grades = cut(jax.tree.map(lambda x: x[i], (rows, graded)), bucket, length=full)
+            more = self.microbatch(state, its_rows, its_grades, noise_key, order_key, probe)
 
             def placed(every: Array, x: Array, outside: int) -> Array:
                 return every.at[i].set(jnp.pad(x, ((0, 0), (0, full - x.shape[-1])), constant_values=outside))
@@ -158,5 +163,3 @@ def make_fused(
             )
 
         return jax.lax.fori_loop(start, stop, step, so_far)
-
-    return zeros, add

@@ -2,49 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial, reduce
-from typing import Any, NamedTuple
+from functools import reduce
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int, Key
 
-from oarjax.config import Config
-from oarjax.credit.probe import ProbeMode, probe_mode
+from oarjax.config import Config, OffPolicyConfig, RolloutConfig, UpdateConfig
+from oarjax.credit.probe import probe_mode
+from oarjax.credit.settings import ProbeSettings
 from oarjax.models.lora import all_params
 from oarjax.rl.loss import without_truncated
 from oarjax.rollout.sampler import rollout_key
-from oarjax.step.fused import FusedRows
-from oarjax.step.host_callbacks import HostCallbacks, PhaseRecord
-from oarjax.step.loss import Sums, sampler_logps
-from oarjax.step.metrics import NONFINITE, rollout_metrics, unsound_rows
+from oarjax.step.host_callbacks import HostCallbacks
+from oarjax.step.learning import Credited, Minibatch, OnePass, Purpose, TwoPasses, Watched
+from oarjax.step.loss import Metrics
+from oarjax.step.metrics import rollout_metrics
 from oarjax.step.minibatches import (
     MinibatchPlan,
-    Piece,
     informative_first,
     join,
     join_grades,
     padding_share,
     sizes_of,
     take,
-    widen,
     widest_prompt,
 )
-from oarjax.step.programs import Steps
-from oarjax.types import (
-    AnswerSpan,
-    Evidence,
-    Grades,
-    Hints,
-    Mean,
-    Params,
-    Rollout,
-    Scores,
-    TrainBatch,
-    TrainState,
-)
+from oarjax.step.steps import Steps
+from oarjax.types import AnswerSpan, GradedRows, Grades, Mean, Params, Rollout, SampledRows, Scores, TrainState
 
 NOISE, ORDER = 2**31 - 1, 2**31 - 2
 """Batch numbers that no rollout has: the keys of OAR-G's noise and of the order of permuted weights."""
@@ -66,213 +55,256 @@ class Iteration(NamedTuple):
 
 
 def iterate(
-    state: TrainState, ref_params: Params | None, iteration: int, *, steps: Steps, host: HostCallbacks, cfg: Config
+    state: TrainState, reference: Params | None, iteration: int, *, steps: Steps, host: HostCallbacks, cfg: Config
 ) -> tuple[TrainState, Iteration]:
-    """Run one iteration: prompts -> rollouts -> rewards -> group advantages -> credit per token -> updated policy."""
-    group = cfg.rollout.group_size
-    capacity = cfg.rollout.prompts * group
-    probe = probe_mode(
-        iteration - 1,
-        mode=cfg.credit.probe.mode,
-        warmup_mode=cfg.credit.probe.warmup_mode,
-        warmup_iterations=cfg.credit.probe.warmup_iterations,
-    )
-    noise_key, order_key = (rollout_key(state.key, step=iteration, batch=b) for b in (NOISE, ORDER))
+    """Run one iteration: prompts -> rollouts -> rewards -> group advantages -> credit per token -> updated policy.
 
-    problems, rollout, grading, everything = draw(state, iteration, steps=steps, host=host, cfg=cfg)
+    Args:
+        state: of training; its memory is taken.
+        reference: its params; None where no KL needs them.
+        iteration: number, from 1.
+        steps: the programs, from ``make_steps``.
+        host: prompts, grades and clocks.
+        cfg: of the run.
+    """
+    learner = learner_of(state, iteration, steps, host, probe=cfg.credit.probe, off_policy=cfg.loss.off_policy)
+
+    # Prompts -> rollouts, which are being graded -> what a credit method reads of them.
+    draws = draw(state, iteration, steps=steps, host=host, rollout=cfg.rollout, refills=cfg.update.refills)
     with host.phase("spans"):
-        span = host.find_answers(rollout)
-        probed = host.probed(rollout, span, problems) if host.probed else None
-        if probed:
-            length = rollout.completion.shape[1]
-            span = replace(span, reasoning=probed[1].reasoning[:, :length], has_answer=probed[1].has_answer)
-        hints = host.hints(rollout, problems) if host.hints else None
+        rows = read_rows(draws, host)
 
-    # Which rows are worth scoring. Without skipping that needs no reward, so workers grade while the device scores.
-    rows = np.arange(capacity)
-    if cfg.update.skip_zero_variance:
-        with host.phase(WAITING):
-            rewards = grading().rewards
-        constant = np.asarray(steps.equal_groups(jnp.asarray(rewards)))
-        rows = np.flatnonzero(~np.repeat(constant, group))
-    width = widest_prompt(cfg)
-    step = host.prompt_step or cfg.rollout.prompt_bucket
-    sizes = sizes_of(rollout, prompt_bucket=step, completion_bucket=cfg.rollout.completion_bucket)
-    plan = MinibatchPlan(rows, cfg.update.minibatches, cfg.update.microbatch, capacity, sizes)
-    numbers = np.arange(capacity, dtype=np.int32)
-    arrays = widen(rollout, width), span, numbers, probed and (widen(probed[0], width), probed[1]), hints
-    minibatches = [host.place(minibatch, "microbatches") for minibatch in plan.split(arrays)]
-    if host.watch and (unsound := unsound_rows(rollout)).any():
-        everyone = MinibatchPlan(numbers, 1, cfg.update.microbatch, capacity)
-        ((r, s, n, instead, h),) = everyone.split((rollout, span, numbers, probed, hints))
-        count = {f"{NONFINITE}behaviour_logps": Mean(jnp.float32(unsound.sum()), jnp.float32(capacity))}
-        host.watch(
-            PhaseRecord(
-                "sample",
-                iteration,
-                0,
-                count,
-                state,
-                probe,
-                Evidence(r, s, n, jnp.asarray(everyone.used[0]), instead, hints=h),
-            )
-        )
+    # Rollouts -> minibatches of the rows that are worth it -> their scores, while workers grade.
+    plan = plan_minibatches(
+        rows.rollout,
+        unequal_rows(draws, steps, host) if cfg.update.skip_zero_variance else every_row(draws),
+        cfg.update,
+        cfg.rollout,
+        prompt_step=host.prompt_step,
+    )
+    minibatches = learner.divide(state, rows, plan, width=widest_prompt(cfg.data, cfg.rollout))
+    scores = learner.score(state, reference, minibatches)
 
-    scores: list[Scores] = []
-    if steps.fused_add is None:
-        with host.phase("score"):
-            reference = None if ref_params is None else host.load_reference(ref_params)
-            scores = [
-                score(steps, all_params(state), reference, *minibatch, pieces=pieces, key=noise_key, probe=probe)
-                for minibatch, pieces in zip(minibatches, plan.pieces)
-            ]
-            jax.block_until_ready(scores)
-            del reference  # the update needs the memory
-
+    # Grades -> rewards -> group advantages.
     with host.phase(WAITING):
-        grades = grading()
-    graded = np.isfinite(grades.rewards)
-    rewards = jnp.asarray(np.where(graded, grades.rewards, np.nan))
+        grades = draws.grades()
+    rewards = finite_rewards(grades)
     if cfg.loss.kl_in == "reward":
-        reference = plan.collect(
-            host.fetch([each.ref_logps for each in scores]), np.zeros(rollout.completion.shape, np.float32)
-        )
-        rewards = steps.after_kl(rewards, rollout, reference)
-    advantages = np.asarray(steps.advantages(rewards, grades.per_reward))
-    # Ungraded rows teach nothing, and neither do truncated ones where the config says so.
-    trained = rollout.completion & graded[:, None]
-    if cfg.loss.mask_truncated:
-        trained = np.asarray(without_truncated(jnp.asarray(trained), jnp.asarray(rollout.ended)))
-    trains = [bool(trained[chosen].any()) for chosen in plan.chosen]
-    # The mean is over all graded rows, trained on or not: leaving rows out changes the work, not the loss.
-    denominator = steps.denominator(jnp.asarray(trained))
-    gradients: list[Callable[[TrainState], Sums]] = []
-    row_weights, records, metrics = [], [], {}
-    with host.phase("credit" if scores else "update"):
-        for k, arrays in enumerate(plan.split((advantages, trained))):
-            a, completion = host.place(arrays, "microbatches")
-            (r, s, n, instead, h), pieces = minibatches[k], plan.pieces[k]
-            once = steps.fused(state, FusedRows(r, s, n, a, completion), pieces, (noise_key, order_key), probe=probe)
-            if once is None:
-                row_scores = scores[k]
-                credit, measured = steps.credit(row_scores, r, s, a, completion, order_key, n, h, np.int32(iteration))
-                weights, returned = credit.weights, credit.weights if credit.returned is None else credit.returned
-                batch = TrainBatch(
-                    tokens=r.tokens,
-                    valid=r.valid,
-                    completion=completion,
-                    advantages=credit.advantages,
-                    old_logps=row_scores.old_logps,
-                    ref_logps=row_scores.ref_logps,
-                    behaviour_logps=sampler_logps(cfg.loss, r),
-                    teacher=h and h.teacher,
-                    experts=r.experts,
-                )
-                gradients.append(partial(steps.sums, batch=batch, pieces=pieces))
-            else:
-                row_scores, weights, measured = Scores(importance=once.importance), once.weights, once.metrics
-                returned = weights
-                gradients.append(lambda _, sums=once.sums: sums)
-            metrics = add_metrics(metrics, measured)
-            row_weights.append(weights)
-            used = jnp.asarray(plan.used[k])
-            evidence = Evidence(r, s, n, used, instead, row_scores, a, completion, returned, denominator, h)
-            records.append(PhaseRecord("credit", iteration, k, measured, state, probe, evidence))
-            if host.watch:
-                host.watch(records[k])
+        rewards = steps.after_kl(rewards, rows.rollout, collect_reference(scores, rows.rollout, plan, host))
+    graded = grade_rows(
+        steps.advantages(rewards, grades.per_reward), rows.rollout, grades, mask_truncated=cfg.loss.mask_truncated
+    )
 
-    updates = [0] * cfg.update.minibatches
+    # Group advantages -> credit of every token. The loss is a mean over all graded rows, chosen or not: leaving rows
+    # out changes the work, not the loss.
+    denominator = steps.denominator(jnp.asarray(graded.completion))
+    with host.phase(learner.credit_phase):
+        credited = [
+            learner.credit(state, minibatch, row_scores, its_grades, denominator)
+            for minibatch, row_scores, its_grades in zip(minibatches, scores, plan.split(graded), strict=True)
+        ]
+
+    # Credit -> updated policy.
+    order = update_order(credited, epochs=cfg.update.epochs, seed=(cfg.seed, iteration))
     with host.phase("update"):
-        for epoch in range(cfg.update.epochs):
-            for k in np.random.default_rng((cfg.seed, iteration, epoch)).permutation(cfg.update.minibatches):
-                if trains[k]:  # an update without a trained token would still move the weights
-                    state, measured = steps.apply(state, gradients[k](state), denominator)
-                    updates[k] += 1
-                    metrics = add_metrics(metrics, measured)
-                    if host.watch:
-                        host.watch(records[k]._replace(phase="update", metrics=measured, state=state))
-        jax.block_until_ready(state)
+        state, updates = update_policy(state, learner, [(minibatches[k], credited[k]) for k in order])
 
-    weights = plan.collect(host.fetch(row_weights), np.ones(rollout.completion.shape, np.float32))
-    measured = {name: float(mean.value) for name, mean in host.fetch(metrics).items() if mean.count > 0}
-    measured |= rollout_metrics(*everything(), group_size=group) | steps.decoding()
-    measured |= {"rows_used": float(len(rows)), "reasoning_length": float(span.reasoning.sum(1).mean())}
-    scored = [int(bool(jax.tree.leaves(each))) for each in scores]
-    for phase, times in (("score", scored), ("update", updates)):
-        measured |= {f"padding_share/{phase}": padding_share(plan, rollout, times)} if any(times) else {}
-    return state, Iteration(measured, rollout, span, grades, problems, advantages, weights)
+    metrics = measure_learning([*(each.metrics for each in credited), *updates], host)
+    metrics |= rollout_metrics(*draws.all_drawn(), group_size=cfg.rollout.group_size) | steps.decoding()
+    metrics |= {"rows_used": float(len(plan.rows)), "reasoning_length": float(rows.span.reasoning.sum(1).mean())}
+    metrics |= padding_shares(plan, rows.rollout, scores, order)
+    return state, Iteration(
+        metrics=metrics,
+        rollout=rows.rollout,
+        span=rows.span,
+        grades=grades,
+        problems=draws.problems,
+        advantages=np.asarray(graded.advantages),
+        weights=collect_weights(credited, rows.rollout, plan, host),
+    )
+
+
+def learner_of(
+    state: TrainState,
+    iteration: int,
+    steps: Steps,
+    host: HostCallbacks,
+    *,
+    probe: ProbeSettings,
+    off_policy: OffPolicyConfig,
+) -> TwoPasses:
+    """Return how an iteration learns: in one pass or two, and watched if the host asks."""
+    mode = probe_mode(
+        iteration - 1,
+        mode=probe.mode,
+        warmup_mode=probe.warmup_mode,
+        warmup_iterations=probe.warmup_iterations,
+    )
+    noise_key, order_key = (rollout_key(state.key, step=iteration, batch=batch) for batch in (NOISE, ORDER))
+    kind = TwoPasses if steps.fused_add is None else OnePass
+    learner = kind(steps, host, Purpose(iteration, mode, noise_key, order_key), off_policy)
+    return learner if host.watch is None else Watched(learner, host.watch)
+
+
+# Rollouts ----------------------------------------------------------------------------------------------------------
+
+
+class Draws(NamedTuple):
+    """Groups of rollouts, and their grades once they are there."""
+
+    problems: np.ndarray  # [P]
+    rollout: Rollout
+    grades: Callable[[], Grades]
+    all_drawn: Callable[[], tuple[Rollout, Grades]]
+    # for the log: groups picked for their unequal rewards would give a reward that no policy has
 
 
 def draw(
-    state: TrainState, iteration: int, *, steps: Steps, host: HostCallbacks, cfg: Config
-) -> tuple[np.ndarray, Rollout, Callable[[], Grades], Callable[[], tuple[Rollout, Grades]]]:
-    """Sample groups and grade them as they end; refill groups of equal rewards from fresh prompts if asked to.
-
-    Returns the problems [P], the rollout [P * G], the grades to wait for, and all that was drawn, for the log: groups
-    picked for their unequal rewards would give a reward that no policy has.
-    """
-    group, wanted = cfg.rollout.group_size, cfg.rollout.prompts
-    constant = np.ones(0, bool)
-    drawn: list[tuple[np.ndarray, Rollout, Callable[[], Grades]]] = []
+    state: TrainState, iteration: int, *, steps: Steps, host: HostCallbacks, rollout: RolloutConfig, refills: int
+) -> Draws:
+    """Sample groups and grade them as they end; refill groups of equal rewards from fresh prompts if asked to."""
     with host.phase("sample"):
         params = steps.rollout_params(all_params(state))  # freed on return: scores and updates need the memory
-    for attempt in range(1 + cfg.update.refills):
-        with host.phase("sample"):
-            prompts = host.next_prompts()
-            submission = host.submit(prompts)
-            early = {"report": submission.report} if submission.report else {}
-            key = rollout_key(state.key, step=iteration, batch=attempt)
-            rollout = host.fetch(steps.sample(params, host.place(prompts, "prompts"), key, **early))
-        drawn.append((np.asarray(prompts.problem), rollout, submission.rest(rollout)))
-        if cfg.update.refills == 0:
-            return *drawn[0], lambda: (drawn[0][1], drawn[0][2]())
+    keys = [rollout_key(state.key, step=iteration, batch=attempt) for attempt in range(1 + refills)]
+    if refills == 0:
+        return sample_groups(params, keys[0], steps=steps, host=host)
+    sampled: list[Draws] = []
+    equal = np.ones(0, bool)
+    for key in keys:
+        sampled.append(sample_groups(params, key, steps=steps, host=host))
         with host.phase(WAITING):
-            rewards = np.concatenate([grades().rewards for *_, grades in drawn])
-        constant = np.asarray(steps.equal_groups(jnp.asarray(rewards)))
-        if (~constant).sum() >= wanted:
+            rewards = np.concatenate([each.grades().rewards for each in sampled])
+        equal = np.asarray(steps.equal_groups(jnp.asarray(rewards)))
+        if (~equal).sum() >= rollout.prompts:
             break
-    rows = informative_first(constant, prompts=wanted, group_size=group)
-    problems = np.concatenate([p for p, *_ in drawn])[rows[::group] // group]
-    rollouts, parts = join([r for _, r, _ in drawn]), [g() for *_, g in drawn]
-    grades, all_grades = join_grades(parts, rows), join_grades(parts, np.arange(len(rollouts.ended)))
-    return problems, take(rollouts, rows), lambda: grades, lambda: (rollouts, all_grades)
+    rows = informative_first(equal, prompts=rollout.prompts, group_size=rollout.group_size)
+    groups = rows[:: rollout.group_size] // rollout.group_size
+    rollouts, grades = join([each.rollout for each in sampled]), [each.grades() for each in sampled]
+    chosen, every = join_grades(grades, rows), join_grades(grades, np.arange(len(rollouts.ended)))
+    problems = np.concatenate([each.problems for each in sampled])[groups]
+    return Draws(problems, take(rollouts, rows), lambda: chosen, lambda: (rollouts, every))
 
 
-def score(
-    steps: Steps,
-    params: Params,
-    reference: Params | None,
+def sample_groups(params: Params, key: Key[Array, ""], *, steps: Steps, host: HostCallbacks) -> Draws:
+    """Sample the groups of one batch of prompts, and have them graded."""
+    with host.phase("sample"):
+        prompts = host.next_prompts()
+        submission = host.submit(prompts)
+        early = {"report": submission.report} if submission.report else {}
+        rollout = host.fetch(steps.sample(params, host.place(prompts, "prompts"), key, **early))
+    grades = submission.rest(rollout)
+    return Draws(np.asarray(prompts.problem), rollout, grades, lambda: (rollout, grades()))
+
+
+def read_rows(draws: Draws, host: HostCallbacks) -> SampledRows:
+    """Find the answers of rollouts, and what else a credit method reads of them on the host."""
+    rollout, problems = draws.rollout, draws.problems
+    span = host.find_answers(rollout)
+    probed = host.probed(rollout, span, problems) if host.probed else None
+    if probed:
+        length = rollout.completion.shape[1]
+        span = replace(span, reasoning=probed[1].reasoning[:, :length], has_answer=probed[1].has_answer)
+    hints = host.hints(rollout, problems) if host.hints else None
+    numbers = np.arange(len(rollout.ended), dtype=np.int32)
+    return SampledRows(rollout, span, numbers, probed, hints)  # pyright: ignore[reportArgumentType]
+
+
+def unequal_rows(draws: Draws, steps: Steps, host: HostCallbacks) -> Int[np.ndarray, "R"]:
+    """Wait for the grades, and return the rows of groups with unequal rewards: the others have no gradient."""
+    with host.phase(WAITING):
+        rewards = draws.grades().rewards
+    equal = np.asarray(steps.equal_groups(jnp.asarray(rewards)))
+    return np.flatnonzero(~np.repeat(equal, len(rewards) // len(equal)))
+
+
+def every_row(draws: Draws) -> Int[np.ndarray, "B"]:
+    """Return all rows: no reward is needed to choose them, so workers grade while the device scores."""
+    return np.arange(len(draws.rollout.ended))
+
+
+def plan_minibatches(
     rollout: Rollout,
-    span: AnswerSpan,
-    numbers: Any,
-    probed: tuple[Rollout, AnswerSpan] | None = None,
-    hints: Hints | None = None,
+    chosen: Int[np.ndarray, "R"],
+    update: UpdateConfig,
+    lengths: RolloutConfig,
     *,
-    pieces: Sequence[Piece],
-    key: Any,
-    probe: ProbeMode,
-) -> Scores:
-    """Score a minibatch [M, b, ...] piece by piece, each padded to its own bucket."""
-    parts = [
-        steps.score(
-            params,
-            reference,
-            rollout,
-            span,
-            numbers,
-            p.stop,
-            key,
-            probed,
-            p.start,
-            hints,
-            probe=probe,
-            bucket=p.bucket,
-        )
-        for p in pieces
-    ]
-    return reduce(partial(jax.tree.map, jnp.add), parts)  # each is zero where the others are not
+    prompt_step: int | None,
+) -> MinibatchPlan:
+    """Plan the minibatches of the chosen rows, sorted by length."""
+    step = prompt_step or lengths.prompt_bucket
+    sizes = sizes_of(rollout, prompt_bucket=step, completion_bucket=lengths.completion_bucket)
+    return MinibatchPlan(chosen, update.minibatches, update.microbatch, len(rollout.ended), sizes)
+
+
+# Rewards and credit ------------------------------------------------------------------------------------------------
+
+
+def finite_rewards(grades: Grades) -> Float[Array, "B"]:
+    """Return the rewards, NaN where a row is not graded."""
+    return jnp.asarray(np.where(np.isfinite(grades.rewards), grades.rewards, np.nan))
+
+
+def grade_rows(advantages: Float[Array, "B"], rollout: Rollout, grades: Grades, *, mask_truncated: bool) -> GradedRows:
+    """Put the tokens in the loss beside the advantages, on the host: graded rows, without truncated ones if asked."""
+    trained = rollout.completion & np.isfinite(grades.rewards)[:, None]
+    if mask_truncated:
+        trained = without_truncated(jnp.asarray(trained), jnp.asarray(rollout.ended))
+    return GradedRows(np.asarray(advantages), np.asarray(trained))  # pyright: ignore[reportArgumentType]
+
+
+def collect_reference(
+    scores: list[Scores], rollout: Rollout, plan: MinibatchPlan, host: HostCallbacks
+) -> Float[np.ndarray, "B T"]:
+    """Collect the reference log-probs of all rows; 0 in those that were not scored."""
+    return plan.collect(host.fetch([each.ref_logps for each in scores]), np.zeros(rollout.completion.shape, np.float32))
+
+
+def collect_weights(
+    credited: list[Credited], rollout: Rollout, plan: MinibatchPlan, host: HostCallbacks
+) -> Float[np.ndarray, "B T"]:
+    """Collect the weights of all rows; 1 in those that were left out."""
+    return plan.collect(host.fetch([each.weights for each in credited]), np.ones(rollout.completion.shape, np.float32))
+
+
+# Updates -----------------------------------------------------------------------------------------------------------
+
+
+def update_order(credited: list[Credited], *, epochs: int, seed: tuple[int, int]) -> list[int]:
+    """Return the minibatches in the order of their updates, each epoch shuffled anew.
+
+    One without a trained token has no update: momentum and weight decay would still move the weights.
+    """
+    orders = [np.random.default_rng((*seed, epoch)).permutation(len(credited)) for epoch in range(epochs)]
+    return [int(k) for order in orders for k in order if credited[k].trains]
+
+
+def update_policy(
+    state: TrainState, learner: TwoPasses, minibatches: list[tuple[Minibatch, Credited]]
+) -> tuple[TrainState, list[Metrics]]:
+    """Make one optimizer update per entry, in turn."""
+    updates = []
+    for minibatch, credited in minibatches:
+        state, metrics = learner.update(state, minibatch, credited)
+        updates.append(metrics)
+    return jax.block_until_ready(state), updates
+
+
+# Metrics -----------------------------------------------------------------------------------------------------------
+
+
+def measure_learning(parts: list[Metrics], host: HostCallbacks) -> dict[str, float]:
+    """Return the means over minibatches and updates, of what occurred at all."""
+    totals: Metrics = reduce(add_metrics, parts, {})
+    return {name: float(mean.value) for name, mean in host.fetch(totals).items() if mean.count > 0}
 
 
 def add_metrics(a: dict[str, Mean], b: dict[str, Mean]) -> dict[str, Mean]:
     """Add the sums and counts of both, name by name."""
     return a | {name: a[name] + mean if name in a else mean for name, mean in b.items()}
+
+
+def padding_shares(plan: MinibatchPlan, rollout: Rollout, scores: list[Scores], order: list[int]) -> dict[str, float]:
+    """Return the shares of padding of what was scored and of what was updated, each if there was any."""
+    times = {"score": [len(jax.tree.leaves(each)) > 0 for each in scores]}
+    times |= {"update": [order.count(k) for k in range(plan.minibatches)]}
+    return {f"padding_share/{name}": padding_share(plan, rollout, t) for name, t in times.items() if any(t)}

@@ -1,31 +1,25 @@
-"""Compute losses of a microbatch, sum gradients over microbatches, and apply them in one optimizer update."""
+"""Bind the losses of a microbatch: of the policy with its credit method, and of the warm start."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
-import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from oarjax.config import Config, LossConfig
-from oarjax.credit.method import CreditMethod
-from oarjax.credit.update import auxiliary_loss, reweigher
-from oarjax.models.lora import join_params
+from oarjax.config import Config, LossConfig, OffPolicyConfig, RolloutConfig
+from oarjax.credit.resolved import ResolvedMethod
 from oarjax.models.moe import balance_loss
 from oarjax.models.policy import Policy, positions_of
 from oarjax.rl.loss import aggregate, policy_loss
-from oarjax.rl.masked import widened
 from oarjax.rl.off_policy import Importance
 from oarjax.rollout.filters import Filters
 from oarjax.rollout.logps import hidden_logps, last_states, token_logps
-from oarjax.step.metrics import NONFINITE, all_finite
-from oarjax.step.minibatches import Bucket, cut
-from oarjax.types import Mean, Params, Rollout, Routing, TrainBatch, TrainState
+from oarjax.types import Mean, Params, Rollout, Routing, TrainBatch
 
 Metrics = dict[str, Mean]
 Loss = Callable[[Params, TrainBatch], tuple[Mean, Metrics]]
@@ -38,124 +32,18 @@ Its sums are added over microbatches and divided by what ``loss.aggregation`` co
 """
 
 
-class Sums(NamedTuple):
-    """Sums over microbatches before an update."""
-
-    grads: Params  # of the summed losses, float32 or wider
-    loss: Mean
-    metrics: Metrics
-
-
-Summed = Callable[[Params, Params | None, TrainBatch], Sums]
-"""(params, frozen params, microbatch [b, ...]) -> loss, gradient and metrics of one microbatch."""
-
-
-def gradient_sums(loss: Loss) -> Summed:
-    """Return the gradient of a loss, traced once for its shapes and for the loop; frozen params have no gradient."""
-
-    def sums_of(params: Params, frozen: Params | None, rows: TrainBatch) -> Sums:
-        def total(params: Params) -> tuple[Float[Array, ""], tuple[Mean, Metrics]]:
-            mean, metrics = loss(join_params(frozen, params), rows)
-            return mean.total, (mean, metrics)
-
-        (_, (mean, metrics)), grads = jax.value_and_grad(total, has_aux=True)(params)
-        return Sums(jax.tree.map(widened, grads), mean, metrics)
-
-    return jax.jit(sums_of, inline=True)
-
-
-def no_sums(sums_of: Summed, state: TrainState, batch: TrainBatch) -> Sums:
-    """Return the sums over no microbatch of a batch [M, b, ...]: zeros."""
-    shapes = jax.eval_shape(sums_of, state.params, state.frozen, jax.tree.map(lambda x: x[0], batch))
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-
-def add_microbatches(
-    sums_of: Summed,
-    sums: Sums,
-    state: TrainState,
-    batch: TrainBatch,
-    start: int | Int[Array, ""],
-    stop: Int[Array, ""],
-    *,
-    bucket: Bucket | None = None,
-) -> Sums:
-    """Add microbatches start .. stop - 1 of [M, b, ...] to the sums, each cut to ``bucket``; None: as wide as they are.
-
-    The microbatches are looped over with traced bounds (``fori_loop``) and not scanned: rows are left out and sorted by
-    length, so every iteration has other counts, and a scan of each would be compiled. The gradient is taken inside the
-    loop, which needs no gradient of its own.
-    """
-
-    def add(i: Int[Array, ""], sums: Sums) -> Sums:
-        rows = cut(jax.tree.map(lambda x: x[i], batch), bucket, length=batch.completion.shape[-1])
-        return jax.tree.map(jnp.add, sums, sums_of(state.params, state.frozen, rows))
-
-    return jax.lax.fori_loop(start, stop, add, sums)
-
-
-def apply_sums(
-    tx: optax.GradientTransformation, state: TrainState, sums: Sums, denominator: Float[Array, ""] | None
-) -> tuple[TrainState, Metrics]:
-    """Make one optimizer update from the summed gradients; the loss is sum(total) / denominator, or / sum(count).
-
-    An update whose loss or gradient is not finite, or that would leave such params, is skipped: params, optimizer and
-    step stay, and the metric ``skipped`` is 1; so is ``nonfinite/loss``, ``/gradient`` or, where these two are finite,
-    ``/params``. What the state holds frozen comes back as it was.
-    """
-    mean = sums.loss
-    count = jnp.maximum(mean.count if denominator is None else denominator, 1e-20)
-    grads = jax.tree.map(lambda g, p: (g / count).astype(p.dtype), sums.grads, state.params)
-    norm = optax.tree.norm(grads)
-    updates, opt_state = tx.update(grads, state.opt_state, state.params)
-    moved = replace(state, step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state)
-    sound = jnp.isfinite(norm) & jnp.isfinite(mean.total)
-    finite = sound & all_finite(moved.params)
-    kept = replace(
-        state,
-        **{
-            name: jax.tree.map(partial(jnp.where, finite), getattr(moved, name), getattr(state, name))
-            for name in ("step", "params", "opt_state")
-        },
-    )
-    once = jnp.ones((), jnp.float32)
-    wrong = {"loss": ~jnp.isfinite(mean.total), "gradient": ~jnp.isfinite(norm), "params": sound & ~finite}
-    return kept, sums.metrics | {
-        **{f"{NONFINITE}{name}": Mean(flag.astype(jnp.float32), once) for name, flag in wrong.items()},
-        "loss": Mean(mean.total, count),
-        "grad_norm": Mean(norm, once),
-        "skipped": Mean(1 - finite.astype(jnp.float32), once),
-    }
-
-
-def descend(
-    tx: optax.GradientTransformation,
-    loss: Loss,
-    state: TrainState,
-    batch: TrainBatch,
-    used: Int[Array, ""],
-    denominator: Float[Array, ""] | None,
-) -> tuple[TrainState, Metrics]:
-    """Make one optimizer update from the first ``used`` microbatches of [M, b, ...], all of one width."""
-    sums_of = gradient_sums(loss)
-    sums = add_microbatches(sums_of, no_sums(sums_of, state, batch), state, batch, 0, used)
-    return apply_sums(tx, state, sums, denominator)
-
-
-def policy_gradient(
-    policy: Policy, cfg: Config, custom_loss: TokenLoss | None = None, custom_method: CreditMethod | None = None
-) -> Loss:
+def policy_gradient(policy: Policy, cfg: Config, method: ResolvedMethod, custom_loss: TokenLoss | None = None) -> Loss:
     """Return the loss of training for one microbatch, with the credit method's part in every update."""
     length = cfg.rollout.max_new
     of_tokens = custom_loss or bound_loss(cfg.loss, max_length=length)
-    head = {"temperature": cfg.rollout.temperature, "head_chunk": cfg.policy.head_chunk}
-    reweighed = reweigher(cfg.credit, custom_method)
-    auxiliary = auxiliary_loss(cfg.credit, policy, **head, custom=custom_method)
+    head = loss_head(cfg.rollout, cfg.loss.off_policy, head_chunk=cfg.policy.head_chunk)
+    reweighed = method.reweigher()
+    auxiliary = method.auxiliary_loss(policy, temperature=head["temperature"], head_chunk=head["head_chunk"])
 
     def loss(params: Params, batch: TrainBatch) -> tuple[Mean, Metrics]:
         T = batch.completion.shape[-1]
         hidden, routing = _states(policy, params, batch)
-        logps, entropies = hidden_logps(policy, params, hidden, batch.tokens[:, -T:], **head, filters=loss_filters(cfg))
+        logps, entropies = hidden_logps(policy, params, hidden, batch.tokens[:, -T:], **head)
         mean, metrics = of_tokens(logps, entropies, batch if reweighed is None else reweighed(logps, batch))
         terms = {} if auxiliary is None else {"auxiliary": auxiliary(params, hidden, batch)}
         if routing is not None:
@@ -229,19 +117,27 @@ def imitation(policy: Policy, *, head_chunk: int) -> Loss:
     return loss
 
 
-def loss_filters(cfg: Config) -> Filters | None:
-    """Return the filters of the distributions that the loss compares; None: they are whole."""
-    if cfg.loss.off_policy.support == "whole":
-        return None
-    return Filters(cfg.rollout.top_k, cfg.rollout.top_p, cfg.rollout.min_p)
+class Head(TypedDict):
+    """Settings of the head whose log-probs the loss compares."""
+
+    temperature: float
+    head_chunk: int
+    filters: Filters | None  # None: the distributions are whole
 
 
-def sampler_logps(cfg: LossConfig, rollout: Rollout) -> Float[Array, "*rows T"]:
+def loss_head(rollout: RolloutConfig, off_policy: OffPolicyConfig, *, head_chunk: int) -> Head:
+    """Return the head of the distributions that the loss compares: those the sampler drew from, or whole ones."""
+    whole = off_policy.support == "whole"
+    filters = None if whole else Filters(rollout.top_k, rollout.top_p, rollout.min_p)
+    return Head(temperature=rollout.temperature, head_chunk=head_chunk, filters=filters)
+
+
+def sampler_logps(off_policy: OffPolicyConfig, rollout: Rollout) -> Float[Array, "*rows T"]:
     """Return the sampler's log-probs of the distribution that the loss compares with."""
-    return rollout.behaviour_logps if cfg.off_policy.support == "whole" else rollout.filtered_logps
+    return rollout.behaviour_logps if off_policy.support == "whole" else rollout.filtered_logps
 
 
-def bound_loss(cfg: LossConfig, *, max_length: int) -> Callable[..., tuple[Mean, Metrics]]:
+def bound_loss(cfg: LossConfig, *, max_length: int) -> TokenLoss:
     """Bind ``policy_loss`` to a run's settings."""
     off = cfg.off_policy
     return partial(
@@ -262,33 +158,3 @@ def bound_loss(cfg: LossConfig, *, max_length: int) -> Callable[..., tuple[Mean,
         max_drift=off.max_drift,
         max_length=max_length,
     )
-
-
-class RowCheck(NamedTuple):
-    """The contribution of one row to an update."""
-
-    loss: Mean
-    metrics: Metrics
-    grad_norm: Float[Array, ""]
-    nonfinite: Params  # per array of the params: numbers of its gradient that are not finite, along its first axis
-
-
-def make_row_check(loss: Loss) -> Callable[..., tuple[Params, RowCheck]]:
-    """Return a jitted (params, frozen, gradients so far, one row, denominator) -> (gradients with it, RowCheck).
-
-    ``frozen`` are the params below adapters, or None.
-    """
-
-    def check(
-        params: Params, frozen: Params | None, so_far: Params, row: TrainBatch, denominator: Float[Array, ""]
-    ) -> tuple[Params, RowCheck]:
-        def total(params: Params) -> tuple[Float[Array, ""], tuple[Mean, Metrics]]:
-            mean, metrics = loss(join_params(frozen, params), row)
-            return mean.total, (mean, metrics)
-
-        (_, (mean, metrics)), grads = jax.value_and_grad(total, has_aux=True)(params)
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / denominator, grads)
-        wrong = jax.tree.map(lambda g: jnp.sum(~jnp.isfinite(g), axis=tuple(range(1, g.ndim))), grads)
-        return jax.tree.map(jnp.add, so_far, grads), RowCheck(mean, metrics, optax.tree.norm(grads), wrong)
-
-    return jax.jit(check, donate_argnums=2)

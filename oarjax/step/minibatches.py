@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Bool, Int
 
-from oarjax.config import Config
+from oarjax.config import DataConfig, RolloutConfig
 from oarjax.types import AnswerSpan, Evidence, Grades, Privileged, Rollout
 
 
@@ -28,20 +27,9 @@ def bucket(length: int, step: int, limit: int | None = None) -> int:
     return size if limit is None else min(limit, size)
 
 
-def widest_prompt(cfg: Config) -> int:
+def widest_prompt(data: DataConfig, rollout: RolloutConfig) -> int:
     """Return the positions that the longest prompt of a config is padded to."""
-    return bucket(cfg.data.max_prompt, cfg.rollout.prompt_bucket)
-
-
-def compiles_ahead(cfg: Config, mesh: Mesh) -> bool:
-    """Return True if every program is compiled before the first iteration."""
-    on_accelerators = mesh.devices.flat[0].platform != "cpu"
-    return cfg.compile_ahead == "on" or (cfg.compile_ahead == "auto" and on_accelerators)
-
-
-def prompt_step(cfg: Config, mesh: Mesh) -> int:
-    """Return the step of prompt widths: the whole width if programs are compiled ahead."""
-    return widest_prompt(cfg) if compiles_ahead(cfg, mesh) else cfg.rollout.prompt_bucket
+    return bucket(data.max_prompt, rollout.prompt_bucket)
 
 
 def buckets(step: int, limit: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The device programs of training, built once per run from a policy, an optimizer and a config.
+"""Build the device programs of training, once per run from a policy, an optimizer and a config.
 
 Rows travel as [M, b, ...]: M microbatches of b rows, as wide as the longest row of a run may be. A program takes those
 of one bucket of lengths, cuts them to it, and loops over them with traced bounds. So there is one compilation per
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,22 +17,12 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from oarjax.config import Config, OptimConfig, SFTConfig
-from oarjax.credit.bind import (
-    check_updates,
-    credit_metrics,
-    measures,
-    method_of,
-    row_advantages,
-    scorer,
-    shared_scorer,
-    weigher,
-)
 from oarjax.credit.keywords import KeywordTable
 from oarjax.credit.kinds import neutral, relative, token_advantages
 from oarjax.credit.measures import measure
-from oarjax.credit.method import CreditMethod
 from oarjax.credit.oar.oar_g import row_keys
-from oarjax.credit.probe import Probe, ProbeMode
+from oarjax.credit.probe import ProbeMode
+from oarjax.credit.resolved import ResolvedMethod, credit_metrics, resolve_method
 from oarjax.credit.signals import signals_of
 from oarjax.models.lora import without_adapters
 from oarjax.models.policy import Policy, replaying
@@ -40,80 +30,24 @@ from oarjax.rl.advantages import AdvantageFunction, zero_variance_groups
 from oarjax.rl.loss import aggregate
 from oarjax.rl.optimizer import adamw, learning_rate
 from oarjax.rollout.logps import last_states, token_logps
-from oarjax.step.advantages import bound_advantages, bound_kl_penalty
-from oarjax.step.fused import FusedRows, FusedSums, fuses, make_fused
-from oarjax.step.loss import (
-    Metrics,
-    Sums,
-    TokenLoss,
-    add_microbatches,
-    apply_sums,
-    bound_loss,
-    descend,
-    gradient_sums,
-    imitation,
-    loss_filters,
-    no_sums,
-    policy_gradient,
-)
+from oarjax.step.advantages import bound_advantages, bound_kl_penalty, row_advantages
+from oarjax.step.fused import FusedPass, FusedSums, fuses
+from oarjax.step.gradients import Sums, add_microbatches, apply_sums, descend, gradient_sums, no_sums
+from oarjax.step.loss import Metrics, TokenLoss, bound_loss, imitation, loss_head, policy_gradient
 from oarjax.step.metrics import nonfinite_rows
-from oarjax.step.minibatches import Bucket, Piece, cut
+from oarjax.step.minibatches import Bucket, cut
 from oarjax.step.sampling import evaluation_sampler, group_sampler
-from oarjax.types import AnswerSpan, Credit, Hints, Params, Rollout, Scores, TrainBatch, TrainState
+from oarjax.step.steps import Steps
+from oarjax.types import Credit, GradedRows, Params, SampledRows, Scores, TrainBatch, TrainState
 
 
-class Steps(NamedTuple):
-    """The device programs of a run. The params of ``sample`` and ``evaluate`` are those of ``rollout_params``."""
+@runtime_checkable
+class ImitateBatch(Protocol):
+    """Make one update from the first ``used`` microbatches of [M, b, ...]; takes the state's memory."""
 
-    rollout_params: Callable[[Params], Params]  # the policy's, as it samples
-    sample: Callable[..., Rollout]  # (params, prompts, key)
-    evaluate: Callable[..., Rollout]  # the same as cfg.eval says, every problem and sample with noise of its own
-    equal_groups: Callable[..., Bool[Array, "P"]]  # (rewards): groups that teach nothing
-    advantages: Callable[..., Float[Array, "B"]]  # (rewards, NaN where not graded; values of each reward by name)
-    after_kl: Callable[..., Float[Array, "B"]]  # (rewards, rollout, ref log-probs): the rewards less the KL term
-    score: Callable[..., Scores]
-    # (params, ref_params, rollout, span, row numbers, stop, key[, probed, start, hints], probe=mode, bucket=)
-    credit: Callable[..., tuple[Credit, Metrics]]
-    # (scores, rollout, span, advantages, completion, key, row numbers[, hints, iteration])
-    denominator: Callable[..., Float[Array, ""]]  # (completion of the whole rollout)
-    zeros: Callable[..., Sums]  # (state, batch): the sums to begin an update with
-    accumulate: Callable[..., Sums]  # (sums, state, batch, start, stop, bucket=): takes the sums' memory
-    apply: Callable[..., tuple[TrainState, Metrics]]  # (state, sums, denominator): takes the state's memory
-    fused_zeros: Callable[..., FusedSums] | None = None  # (state, rows): None where score and update are two passes
-    fused_add: Callable[..., FusedSums] | None = None
-    # (sums, state, rows, noise key, order key, start, stop, probe=, bucket=): takes the sums' memory
-    decoding: Callable[[], dict[str, float]] = dict  # metrics of what ``sample`` did since this was last called
-    decode_programs: Callable[[], int] = int  # decode programs that ``sample`` has run in this process
+    def __call__(self, state: TrainState, batch: TrainBatch, used: Any, /) -> tuple[TrainState, Metrics]: ...
 
-    def update(
-        self, state: TrainState, batch: TrainBatch, pieces: Sequence[Piece], denominator: Float[Array, ""]
-    ) -> tuple[TrainState, Metrics]:
-        """Make one optimizer update from a minibatch [M, b, ...], each piece of it padded to its own bucket."""
-        return self.apply(state, self.sums(state, batch, pieces), denominator)
-
-    def fused(
-        self,
-        state: TrainState,
-        rows: FusedRows,
-        pieces: Sequence[Piece],
-        keys: tuple[Key[Array, ""], Key[Array, ""]],
-        *,
-        probe: ProbeMode,
-    ) -> FusedSums | None:
-        """Score a minibatch [M, b, ...] and add up its gradients in one pass; None where these are two."""
-        if self.fused_zeros is None or self.fused_add is None:
-            return None
-        sums = self.fused_zeros(state, rows)
-        for piece in pieces:
-            sums = self.fused_add(sums, state, rows, *keys, piece.start, piece.stop, probe=probe, bucket=piece.bucket)
-        return sums
-
-    def sums(self, state: TrainState, batch: TrainBatch, pieces: Sequence[Piece]) -> Sums:
-        """Add up the losses and gradients of a minibatch [M, b, ...], each piece of it padded to its own bucket."""
-        sums = self.zeros(state, batch)
-        for piece in pieces:
-            sums = self.accumulate(sums, state, batch, piece.start, piece.stop, bucket=piece.bucket)
-        return sums
+    def lower(self, *args: Any) -> Any: ...
 
 
 class Shardings(NamedTuple):
@@ -136,7 +70,11 @@ class RolloutLayout(NamedTuple):
 
 
 def make_optimizer(cfg: Config) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """Build the run's optimizer and its schedule (updates -> learning rate)."""
+    """Build the run's optimizer and its schedule (updates -> learning rate).
+
+    Args:
+        cfg: of the run; its ``optim`` section, and the number of updates.
+    """
     return _optimizer(cfg.optim, cfg.iterations * cfg.update.epochs * cfg.update.minibatches)
 
 
@@ -162,62 +100,70 @@ def make_steps(
     token_bytes: Sequence[bytes] = (),
     rollout: RolloutLayout | None = None,
     keyword_table: KeywordTable | None = None,
-    custom_probe: Probe | None = None,
-    custom_method: CreditMethod | None = None,
+    method: ResolvedMethod | None = None,
     custom_loss: TokenLoss | None = None,
     custom_advantages: AdvantageFunction | None = None,
 ) -> Steps:
     """Bind policy, optimizer and config into jitted programs. Compiles nothing yet.
 
-    Without ``rollout`` the policy samples as it trains.
+    Args:
+        policy: the model's functions, as it trains.
+        tx: optimizer, such as ``make_optimizer`` gives.
+        shardings: of the training layout.
+        cfg: of the run.
+        stop_ids: ids that end a completion.
+        pad_id: fills tokens after the end.
+        token_bytes: bytes of every id, for stop strings; default ().
+        rollout: layout of sampling; default None: the policy samples as it trains.
+        keyword_table: for credit methods that read it; default None.
+        method: that of ``cfg.credit``, resolved by a caller to add a custom method or probe; default None.
+        custom_loss: in the place of ``loss.surrogate``; default None.
+        custom_advantages: in the place of ``advantage.estimator``; default None.
 
     Raises:
         ConfigError: the method of credit needs what is not there, such as ``keyword_table`` for keywords.
     """
-    check_updates(cfg, custom_method)
+    method = method or resolve_method(cfg.credit)
+    method.check_updates(epochs=cfg.update.epochs, minibatches=cfg.update.minibatches)
     roll = cfg.rollout
     if rollout is None:
         rollout = RolloutLayout(policy, lambda params: params, None, shardings.rows)
     where = {"rows": rollout.rows, "stop_ids": stop_ids, "pad_id": pad_id, "token_bytes": token_bytes}
-    groups, evaluation = group_sampler(rollout.policy, cfg, **where), evaluation_sampler(rollout.policy, cfg, **where)
-    head = {"temperature": roll.temperature, "head_chunk": cfg.policy.head_chunk, "filters": loss_filters(cfg)}
+    groups = group_sampler(rollout.policy, roll, record_experts=cfg.policy.router == "replay", **where)
+    evaluation = evaluation_sampler(rollout.policy, roll, cfg.eval, **where)
+    head = loss_head(roll, cfg.loss.off_policy, head_chunk=cfg.policy.head_chunk)
     logps_of = partial(token_logps, policy, **head)
     # With one update per rollout the ratio is 1: old = stop_gradient(new), no pass of its own.
     wants_old = cfg.update.epochs * cfg.update.minibatches > 1
-    read, kind = measures(cfg.credit, custom_method), method_of(cfg.credit, custom_method).kind
+    read, kind = method.measures, method.kind
     wanted = {"logps", *read} if wants_old else read
-    own = {"custom_probe": custom_probe, "custom_method": custom_method}
-    score_of = scorer(cfg.credit, policy, temperature=roll.temperature, pad_id=pad_id, **own)
-    weights_of = weigher(cfg.credit, keyword_table=keyword_table, custom_method=custom_method)
+    score_of = method.scorer(policy, temperature=roll.temperature, pad_id=pad_id)
+    weights_of = method.weigher(keyword_table=keyword_table)
 
     def score(
         params: Params,
         ref_params: Params | None,
-        rollout: Rollout,
-        span: AnswerSpan,
-        numbers: Int[Array, "M b"],
-        stop: Int[Array, ""],
+        rows: SampledRows,
         key: Key[Array, ""],
-        probed: tuple[Rollout, AnswerSpan] | None = None,
-        start: int | Int[Array, ""] = 0,
-        hints: Hints | None = None,
+        start: Int[Array, ""],
+        stop: Int[Array, ""],
         *,
         probe: ProbeMode,
         bucket: Bucket | None = None,
     ) -> Scores:
-        full = rollout.completion.shape[-1]
+        full = rows.rollout.completion.shape[-1]
         # Below adapters lies what training started from: the reference is there already.
         reference = without_adapters(params) if cfg.lora.rank else ref_params
 
         def score_microbatch(xs: Any) -> Scores:
-            (r, s), rows, instead, teacher = cut(xs[:2], bucket, length=full), *xs[2:]
-            if instead is not None:
-                instead = cut(instead, bucket, length=full, room=instead[0].completion.shape[-1] - full)
+            (r, s), numbers, probed, teacher = cut(xs[:2], bucket, length=full), *xs[2:]
+            if probed is not None:
+                probed = cut(probed, bucket, length=full, room=probed[0].completion.shape[-1] - full)
             length = r.completion.shape[-1]
             logps = partial(logps_of, tokens=r.tokens, valid=r.valid, completion_length=length)
-            probed_rows, marked = (r, s) if instead is None else instead
-            attributed = score_of(params, probed_rows, marked, row_keys(key, rows), probe)
-            if instead is not None:  # its reasoning stands where the rollout's does; its clean states do not
+            probed_rows, marked = probed or (r, s)
+            attributed = score_of(params, probed_rows, marked, row_keys(key, numbers), probe)
+            if probed is not None:  # its reasoning stands where the rollout's does; its clean states do not
                 importance = None if attributed.importance is None else attributed.importance[:, :length]
                 attributed = attributed._replace(importance=importance, hidden=None)
             if r.experts is not None and wanted:  # the attribution's router chose for itself
@@ -243,25 +189,24 @@ def make_steps(
             )
             return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, full - length), *((0, 0),) * (x.ndim - 2))), scores)
 
-        return map_between(score_microbatch, (rollout, span, numbers, probed, hints and hints.teacher), start, stop)
+        teacher = rows.hints and rows.hints.teacher
+        arrays = rows.rollout, rows.span, rows.numbers, rows.probed, teacher
+        return map_between(score_microbatch, arrays, start, stop)
 
     def credit(
-        scores: Scores,
-        rollout: Rollout,
-        span: AnswerSpan,
-        advantages: Float[Array, "M b"],
-        completion: Bool[Array, "M b T"],
-        key: Key[Array, ""],
-        numbers: Int[Array, "M b"],
-        hints: Hints | None = None,
-        iteration: int | Int[Array, ""] = 1,
+        scores: Scores, rows: SampledRows, graded: GradedRows, key: Key[Array, ""], iteration: int | Int[Array, ""]
     ) -> tuple[Credit, Metrics]:
-        M, b = advantages.shape
+        M, b = graded.advantages.shape
         flat = partial(jax.tree.map, lambda x: x.reshape(M * b, *x.shape[2:]))
-        s, mask, a = flat(span), flat(completion), flat(advantages)
+        s, mask, a = flat(rows.span), flat(graded.completion), flat(graded.advantages)
         scored = flat(scores)
-        rest = {"length": mask.shape[1], "group_size": roll.group_size, "hints": flat(hints), "iteration": iteration}
-        inputs = signals_of(scored, flat(rollout.tokens), flat(numbers), **rest)
+        rest = {
+            "length": mask.shape[1],
+            "group_size": roll.group_size,
+            "hints": flat(rows.hints),
+            "iteration": iteration,
+        }
+        inputs = signals_of(scored, flat(rows.rollout.tokens), flat(rows.numbers), **rest)
         returned = weights_of(inputs, s, a, mask, key)
         per_token = {"old_logps": scored.old_logps, "ref_logps": scored.ref_logps, **(scored.measured or {})}
         per_token["weights"] = returned
@@ -274,16 +219,16 @@ def make_steps(
         returned = jnp.where(sound, returned, neutral(kind, a))
         advantages = token_advantages(kind, returned, a, mask)
         w = relative(kind, returned, advantages, a, mask)
-        rows = Credit(
+        tokens = Credit(
             importance=jnp.zeros_like(w) if inputs.importance is None else inputs.importance,
             weights=w,
             advantages=advantages,
             returned=returned,
         )
-        shaped = jax.tree.map(lambda x: x.reshape(M, b, *x.shape[1:]), rows)
+        shaped = jax.tree.map(lambda x: x.reshape(M, b, *x.shape[1:]), tokens)
         return shaped, credit_metrics(jnp.abs(w), s, mask) | wrong
 
-    sums_of = gradient_sums(policy_gradient(policy, cfg, custom_loss, custom_method))
+    sums_of = gradient_sums(policy_gradient(policy, cfg, method, custom_loss))
 
     def denominator(completion: Bool[Array, "B T"]) -> Float[Array, ""]:
         zeros = jnp.zeros(completion.shape, jnp.float32)
@@ -308,21 +253,23 @@ def make_steps(
     trained = shardings.state.params if isinstance(shardings.state, TrainState) else shardings.state
     summed = Sums(trained, shardings.replicated, shardings.replicated)
     fused: dict[str, Any] = {}
-    shared = shared_scorer(cfg.credit, policy, temperature=roll.temperature, pad_id=pad_id, **own)
-    if shared is not None and fuses(cfg, custom_method, experts=policy.routed is not None):
+    shared = method.shared_scorer(policy, temperature=roll.temperature, pad_id=pad_id)
+    if shared is not None and fuses(cfg, method, experts=policy.routed is not None):
         of_tokens = custom_loss or bound_loss(cfg.loss, max_length=roll.max_new)
-        empty, add = make_fused(policy, cfg, importance=shared, credit=credit, loss=of_tokens)
+        both = FusedPass(policy, shared, credit, of_tokens, cfg.loss.off_policy, head)
         where = FusedSums(summed, shardings.microbatches, shardings.microbatches, shardings.replicated)
-        fused["fused_zeros"] = jax.jit(empty, out_shardings=where)
-        fused["fused_add"] = jax.jit(add, static_argnames=("probe", "bucket"), donate_argnums=0, out_shardings=where)
+        fused["fused_zeros"] = jax.jit(both.zeros, out_shardings=where)
+        fused["fused_add"] = jax.jit(
+            both.add, static_argnames=("probe", "bucket"), donate_argnums=0, out_shardings=where
+        )
     return Steps(
         **fused,
         rollout_params=jax.jit(rollout.prepare, out_shardings=rollout.params),
         sample=groups,
         evaluate=evaluation,
         equal_groups=jax.jit(partial(zero_variance_groups, group_size=roll.group_size)),
-        advantages=jax.jit(row_advantages(cfg, custom_method) or bound_advantages(cfg, custom_advantages)),
-        after_kl=jax.jit(bound_kl_penalty(cfg)),
+        advantages=jax.jit(row_advantages(cfg, method) or bound_advantages(cfg, custom_advantages)),
+        after_kl=jax.jit(bound_kl_penalty(cfg.loss.kl_beta)),
         score=jax.jit(score, static_argnames=("probe", "bucket"), out_shardings=shardings.microbatches),
         credit=jax.jit(credit, out_shardings=(shardings.microbatches, shardings.replicated)),
         denominator=jax.jit(denominator),
@@ -336,8 +283,8 @@ def make_steps(
 
 def make_sft_step(
     policy: Policy, tx: optax.GradientTransformation, shardings: Shardings, *, head_chunk: int
-) -> Callable[..., tuple[TrainState, Metrics]]:
-    """Return a step (state, batch, used) -> (state, metrics) on the mean negative log-prob of completions."""
+) -> ImitateBatch:
+    """Return the jitted step on the mean negative log-prob of completions."""
     loss = imitation(policy, head_chunk=head_chunk)
 
     def step(state: TrainState, batch: TrainBatch, used: Int[Array, ""]) -> tuple[TrainState, Metrics]:
@@ -346,7 +293,7 @@ def make_sft_step(
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings.state, shardings.replicated))
 
 
-def map_between(fn: Callable[[Any], Any], xs: Any, start: int | Int[Array, ""], stop: Int[Array, ""]) -> Any:
+def map_between(fn: Callable[[Any], Any], xs: Any, start: Int[Array, ""], stop: Int[Array, ""]) -> Any:
     """Apply fn to the entries start .. stop - 1 of axis 0 of every array of ``xs``; zeros elsewhere."""
     fn = jax.jit(fn, inline=True)  # traced once, for its shapes and for the loop
     count = jax.tree.leaves(xs)[0].shape[0]

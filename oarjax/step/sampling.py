@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxtyping import Array, Key
 
-from oarjax.config import Config
+from oarjax.config import EvalConfig, RolloutConfig
 from oarjax.models.policy import Policy
 from oarjax.rollout.sampler import Decoding, group_keys, problem_keys
 from oarjax.rollout.segments import SegmentedSampler
@@ -18,8 +18,9 @@ from oarjax.types import PromptBatch
 
 def group_sampler(
     policy: Policy,
-    cfg: Config,
+    roll: RolloutConfig,
     *,
+    record_experts: bool,
     rows: Any,
     stop_ids: tuple[int, ...],
     pad_id: int,
@@ -29,10 +30,10 @@ def group_sampler(
 ) -> SegmentedSampler:
     """Return (params, prompts, key) -> ``group`` completions per prompt, by default ``rollout.group_size``.
 
-    ``token_bytes`` are the bytes of every token id, for ``rollout.stop``; ``changes`` are fields of ``Decoding`` that
-    differ from the config's.
+    With ``record_experts`` the rollout holds the experts of every input. ``token_bytes`` are the bytes of every token
+    id, for ``rollout.stop``; ``changes`` are fields of ``Decoding`` that differ from the config's.
     """
-    roll, size = cfg.rollout, group or cfg.rollout.group_size
+    size = group or roll.group_size
     decoding = Decoding(
         roll.max_new,
         roll.temperature,
@@ -43,15 +44,16 @@ def group_sampler(
         roll.min_p,
         roll.repetition_penalty,
         stop_table(roll.stop, token_bytes),
-        record_experts=cfg.policy.router == "replay",
+        record_experts=record_experts,
     )
     keys = partial(group_keys, group_size=size)
-    return _sampler(policy, cfg, decoding._replace(**changes), keys_of=keys, group=size, rows=rows)
+    return _sampler(policy, roll, decoding._replace(**changes), keys_of=keys, group=size, rows=rows)
 
 
 def evaluation_sampler(
     policy: Policy,
-    cfg: Config,
+    roll: RolloutConfig,
+    evaluation: EvalConfig,
     *,
     rows: Any,
     stop_ids: tuple[int, ...],
@@ -60,25 +62,24 @@ def evaluation_sampler(
 ) -> SegmentedSampler:
     """Return (params, prompts, key) -> ``eval.samples`` completions per prompt, with noise by problem and sample."""
     decoding = Decoding(
-        cfg.rollout.max_new,
-        cfg.eval.temperature,
-        cfg.eval.top_k,
-        cfg.eval.top_p,
+        roll.max_new,
+        evaluation.temperature,
+        evaluation.top_k,
+        evaluation.top_p,
         stop_ids,
         pad_id,
-        cfg.eval.min_p,
-        cfg.eval.repetition_penalty,
-        stop_table(cfg.rollout.stop, token_bytes),
+        evaluation.min_p,
+        evaluation.repetition_penalty,
+        stop_table(roll.stop, token_bytes),
     )
 
     def keys(prompts: PromptBatch, key: Key[Array, ""]) -> Key[Array, "B"]:
-        return problem_keys(key, prompts.problem, samples=cfg.eval.samples)
+        return problem_keys(key, prompts.problem, samples=evaluation.samples)
 
-    return _sampler(policy, cfg, decoding, keys_of=keys, group=cfg.eval.samples, rows=rows)
+    return _sampler(policy, roll, decoding, keys_of=keys, group=evaluation.samples, rows=rows)
 
 
-def _sampler(policy: Policy, cfg: Config, decoding: Decoding, **options: Any) -> SegmentedSampler:
-    roll = cfg.rollout
+def _sampler(policy: Policy, roll: RolloutConfig, decoding: Decoding, **options: Any) -> SegmentedSampler:
     return SegmentedSampler(
         policy, decoding, segment=roll.segment, cache_bucket=roll.cache_bucket, slots=roll.slots, **options
     )

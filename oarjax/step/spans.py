@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from oarjax.config import CreditConfig
 from oarjax.credit.answer_span import find_answers, find_units, whole_completion, with_reference
+from oarjax.credit.settings import CreditSettings
 from oarjax.types import AnswerSpan, Rollout
 
 Ending = tuple[list[int], list[int]]
 """Token ids of the cue and of the reference answer."""
 
 
-def find_spans(credit: CreditConfig, rollout: Rollout, token_bytes: Sequence[bytes]) -> AnswerSpan:
+def find_spans(credit: CreditSettings, rollout: Rollout, token_bytes: Sequence[bytes]) -> AnswerSpan:
     """Find the reasoning and the answer of every completion, and the reasoning's lines or sentences if configured."""
     ids, completion = _completion_ids(rollout)
     if credit.answer.style == "none":
@@ -26,7 +26,7 @@ def find_spans(credit: CreditConfig, rollout: Rollout, token_bytes: Sequence[byt
 
 
 def with_endings(
-    credit: CreditConfig,
+    credit: CreditSettings,
     rollout: Rollout,
     span: AnswerSpan,
     endings: Sequence[Ending],
@@ -39,7 +39,7 @@ def with_endings(
     return probed, _with_units(credit, span, probed, token_bytes)
 
 
-def _with_units(credit: CreditConfig, span: AnswerSpan, rollout: Rollout, token_bytes: Sequence[bytes]) -> AnswerSpan:
+def _with_units(credit: CreditSettings, span: AnswerSpan, rollout: Rollout, token_bytes: Sequence[bytes]) -> AnswerSpan:
     unit = credit.masking.unit
     if unit == "token":
         return span

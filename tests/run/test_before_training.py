@@ -12,7 +12,7 @@ import pytest
 from oarjax.cli import main
 from oarjax.config import ConfigError, load_config
 from oarjax.errors import UserError
-from oarjax.grading.grader import GraderError
+from oarjax.grading.pool import GraderError
 from oarjax.report.files import make_console
 from oarjax.run.dry_run import try_rewards
 from oarjax.run.export_target import check_export

@@ -6,6 +6,7 @@ from tiny_programs import built
 
 from oarjax.run.compile_ahead import by_length
 from oarjax.run.run import open_run
+from oarjax.run.shapes import ProgramShapes
 from oarjax.step.minibatches import Bucket
 from oarjax.storage.folder import changed
 from oarjax.storage.stop import Stop, Stopped
@@ -29,7 +30,7 @@ def test_every_length_has_its_program(fused):
     """Scores and updates of every bucket, for both probes where the run changes from one to the other."""
     probe = {"mode": "last", "warmup_mode": "answer_mean", "warmup_iterations": 2}
     run = built(credit={"method": "oar_g", "probe": probe}, rollout__completion_bucket=5, update__fused=fused)
-    found = [(p.phase, p.static.get("probe"), p.static["bucket"]) for p in by_length(run)]
+    found = [(p.phase, p.static.get("probe"), p.static["bucket"]) for p in by_length(ProgramShapes(run))]
     sizes = [Bucket(6, 5), Bucket(6, 10)]
     phase = "score" if run.steps.fused_add is None else "fused"
     scored = [(phase, mode, size) for mode in ("answer_mean", "last") for size in sizes]

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -14,9 +15,10 @@ import yaml
 from conftest import CACHE, ROOT
 
 from oarjax.cli import main
-from oarjax.config import ConfigError, CreditConfig, parse_config
-from oarjax.credit.bind import attribution, check_method, scorer, signals, weigher
+from oarjax.config import ConfigError, parse_config
 from oarjax.credit.method import CreditMethod
+from oarjax.credit.resolved import check_method, resolve_method
+from oarjax.credit.settings import CreditSettings
 from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.grading.rewards import Sample, Unparseable
 from oarjax.rl.loss import aggregate
@@ -53,15 +55,21 @@ def steps_of(cfg, **own):
 # Credit
 
 
+SETTINGS = CreditSettings(method="custom", function="x.py:y")
+
+
+def resolved(method, **changes):
+    return resolve_method(replace(SETTINGS, **changes), custom=method)
+
+
 def test_what_a_method_needs_and_whose_importance_it_reads():
-    cfg = CreditConfig(method="custom", function="x.py:y")
-    assert signals(cfg, credit.later) == frozenset()
-    assert attribution(cfg, credit.later).name == "custom"
-    assert signals(cfg, credit.proportional) == {"importance"}
-    assert attribution(cfg, credit.proportional).name == "oar_p"
-    assert attribution(cfg, credit.surprising).name == "custom"
+    assert resolved(credit.later).signals == frozenset()
+    assert resolved(credit.later).attribution.name == "custom"
+    assert resolved(credit.proportional).signals == {"importance"}
+    assert resolved(credit.proportional).attribution.name == "oar_p"
+    assert resolved(credit.surprising).attribution.name == "custom"
     with pytest.raises(ConfigError, match=r"credit.method: custom needs a method; set credit.function, or"):
-        weigher(cfg)
+        resolve_method(SETTINGS)
     with pytest.raises(ConfigError, match=r"credit.function: needed when credit.method is custom"):
         tiny.config(credit__method="custom")
     with pytest.raises(ConfigError, match=r"credit.method: own was renamed to custom; set custom"):
@@ -73,7 +81,7 @@ def test_what_a_method_needs_and_whose_importance_it_reads():
 )
 def test_the_example_methods_keep_the_mass_and_train(name):
     cfg = tiny.config(credit={"method": "custom", "function": "x.py:y"})
-    steps, state = steps_of(cfg, custom_method=getattr(credit, name))
+    steps, state = steps_of(cfg, method=resolve_method(cfg.credit, custom=getattr(credit, name)))
     state, done = iterate(state, None, 1, steps=steps, host=tiny.host(), cfg=cfg)
     w, reasoning = done.weights, done.span.reasoning
     assert (w != 1).any()
@@ -85,29 +93,25 @@ def test_the_example_methods_keep_the_mass_and_train(name):
 @pytest.mark.slow
 def test_importance_of_ones_own_is_computed_by_the_rollout_policy_on_the_reasoning_alone():
     policy, _, state = tiny.build(tiny.config())
-    cfg = CreditConfig(method="custom", function="x.py:y")
     steps, _ = steps_of(tiny.config())
     rollout = jax.device_get(steps.sample(state.params, tiny.prompts(), jax.random.key(1)))
     span = tiny.find_answers(rollout)
     rollout, span = jax.tree.map(jnp.asarray, (rollout, span))
     keys = jax.random.split(jax.random.key(0), len(rollout.ended))
-    score = scorer(cfg, policy, temperature=1.0, pad_id=0, custom_method=credit.surprising)
+    score = resolved(credit.surprising).scorer(policy, temperature=1.0, pad_id=0)
     found = score(state.params, rollout, span, keys, "last").importance
-    expected = credit._surprisal(policy, state.params, rollout, span, keys, credit.Context(cfg))
+    expected = credit._surprisal(policy, state.params, rollout, span, keys, credit.Context(SETTINGS))
     np.testing.assert_array_equal(np.asarray(found), np.where(span.reasoning, expected, 0))
     gradient = jax.grad(lambda p: score(p, rollout, span, keys, "last").importance.sum())(state.params)
     assert all((np.asarray(g) == 0).all() for g in jax.tree.leaves(gradient))
 
 
 def test_polarity_holds_for_own_methods():
-    cfg = CreditConfig(method="custom", function="x.py:y", polarity="correct")
+    later = resolved(credit.later, polarity="correct")
     mask = jnp.ones((2, 4), bool)
     span = AnswerSpan(mask, ~mask, jnp.ones(2, bool))
-    given = signals(cfg, credit.later)
-    assert not given
-    w = weigher(cfg, custom_method=credit.later)(
-        credit.Signals(), span, jnp.array([1.0, -1.0]), mask, jax.random.key(0)
-    )
+    assert not later.signals
+    w = later.weigher()(credit.Signals(), span, jnp.array([1.0, -1.0]), mask, jax.random.key(0))
     assert (np.asarray(w) != 1).any(1).tolist() == [True, False]
 
 

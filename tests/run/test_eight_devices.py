@@ -12,7 +12,6 @@ import json, sys
 import jax, jax.numpy as jnp, numpy as np, optax
 from jax.sharding import NamedSharding, PartitionSpec
 from oarjax.step.minibatches import MinibatchPlan, Piece
-from oarjax.step.fused import FusedRows
 from oarjax.run.layout import check_layouts, rollout_layout, training_layout
 from oarjax.run.policy import bind_policy
 from oarjax.step.state import new_state
@@ -20,7 +19,7 @@ from oarjax.system.mesh import make_mesh
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import init_params
 from oarjax.step.programs import make_steps
-from oarjax.types import TrainBatch
+from oarjax.types import GradedRows, SampledRows, TrainBatch
 import tiny
 
 # Two key heads: fewer than the tensor axis of most meshes here.
@@ -42,8 +41,9 @@ def outcome(shape, rollout_tensor):
                           rollout__group_size=2, rollout__tensor=rollout_tensor, update__microbatch=8,
                           policy__head_chunk=24, eval__batch=8)
         check_layouts(cfg, model, mesh)
-        rollouts = rollout_layout(cfg, model, mesh)
-        steps = make_steps(bind_policy(cfg, model, mesh), one, layout, cfg, stop_ids=(tiny.STOP,), pad_id=tiny.PAD,
+        rollouts = rollout_layout(cfg.policy, cfg.rollout, cfg.lora, model, mesh)
+        policy = bind_policy(cfg.policy, model, mesh, adapter_scale=1.0)
+        steps = make_steps(policy, one, layout, cfg, stop_ids=(tiny.STOP,), pad_id=tiny.PAD,
                            rollout=rollouts)
         if method == "oar_p":
             sampling, asked = steps.rollout_params(params), jax.device_put(prompts, rollouts.rows)
@@ -51,15 +51,17 @@ def outcome(shape, rollout_tensor):
             rollout = drawn[0]
             span = tiny.find_answers(rollout)
             plan = MinibatchPlan(np.arange(16), 1, 8, 16)
-            r, s, numbers = place(plan.split((rollout, span, np.arange(16, dtype=np.int32)))[0])
+            sampled = place(plan.split(SampledRows(rollout, span, np.arange(16, dtype=np.int32)))[0])
+            r = sampled.rollout
             used = plan.used[0]
             a = np.random.default_rng(7).normal(size=16).astype(np.float32)
-            a, mask = place(plan.split((a, rollout.completion))[0])
-        scores = steps.score(params, None, r, s, numbers, used, jax.random.key(5), probe="answer_mean")
+            graded = place(plan.split(GradedRows(a, rollout.completion))[0])
+            mask = graded.completion
+        scores = steps.score(params, None, sampled, jax.random.key(5), np.int32(0), used, probe="answer_mean")
         pieces = scores.importance.sharding.devices_indices_map(scores.importance.shape).values()
         assert len({str(piece) for piece in pieces}) == np.prod(shape[:3])
         found[f"importance/{method}"] = scores.importance
-        found[f"weights/{method}"] = steps.credit(scores, r, s, a, mask, jax.random.key(6), numbers)[0].weights
+        found[f"weights/{method}"] = steps.credit(scores, sampled, graded, jax.random.key(6), 1)[0].weights
     # Every program is given the same: the credit's own rounding is not to show in the gradients.
     per_token = np.random.default_rng(8).normal(size=rollout.completion.shape).astype(np.float32)
     (per_token,) = place(plan.split((per_token * rollout.completion,))[0])
@@ -68,7 +70,7 @@ def outcome(shape, rollout_tensor):
     state = new_state(params, one, layout, seed=0, lora=cfg.lora)
     pieces = (Piece(None, np.int32(0), used),)
     keys = jax.random.key(5), jax.random.key(6)
-    fused = steps.fused(state, FusedRows(r, s, numbers, a, mask), pieces, keys, probe="answer_mean")
+    fused = steps.fused(state, sampled, graded, pieces, keys, probe="answer_mean")
     found |= {"importance/fused": fused.importance, "gradients/fused": fused.sums.grads}
     denominator = steps.denominator(jnp.asarray(rollout.completion))
     moved, metrics = steps.update(state, batch, pieces, denominator)

@@ -44,7 +44,7 @@ def test_short_completions_are_graded_before_the_longest_has_ended(monkeypatch):
 
     def submit(batch):
         graders.append(SlowGrader(logs[-1]))
-        return RolloutGrading(cfg, graders[-1], PROBLEMS, TABLE, group=2)
+        return RolloutGrading(cfg.rollout, cfg.grading, graders[-1], PROBLEMS, TABLE, group=2)
 
     def logged_decode(*args):
         logs[-1].append(("decode", None))
@@ -54,7 +54,7 @@ def test_short_completions_are_graded_before_the_longest_has_ended(monkeypatch):
     for _ in range(2):  # what a resumed run submits is found among the recorded verdicts: it must be the same
         logs.append([])
         host = tiny.host(batches=[tiny.prompts()])._replace(submit=submit)
-        _, rollout, wait, _ = draw(state, 1, steps=steps, host=host, cfg=cfg)
+        _, rollout, wait, _ = draw(state, 1, steps=steps, host=host, rollout=cfg.rollout, refills=cfg.update.refills)
     assert logs[0] == logs[1]
 
     lengths = rollout.completion.sum(1)
@@ -68,7 +68,7 @@ def test_short_completions_are_graded_before_the_longest_has_ended(monkeypatch):
 
     graders[-1].finish()
     grades, whole = wait(), SlowGrader([])
-    at_once = RolloutGrading(cfg, whole, PROBLEMS, TABLE, group=2).rest(rollout)
+    at_once = RolloutGrading(cfg.rollout, cfg.grading, whole, PROBLEMS, TABLE, group=2).rest(rollout)
     whole.finish()
     want = at_once()
     assert (grades.verdicts, grades.answers, grades.notes) == (want.verdicts, want.answers, want.notes)
@@ -80,7 +80,7 @@ def test_short_completions_are_graded_before_the_longest_has_ended(monkeypatch):
 def test_a_rollout_that_ends_at_once_has_nothing_left_to_grade():
     """Every row was reported: the rest is empty, and the grades are still there."""
     cfg, grader = tiny.config(), SlowGrader([])
-    grading = RolloutGrading(cfg, grader, PROBLEMS[:2], TABLE, group=1)
+    grading = RolloutGrading(cfg.rollout, cfg.grading, grader, PROBLEMS[:2], TABLE, group=1)
     tokens, lengths = jnp.asarray([[3, 1, 0], [4, 5, 1]]), jnp.asarray([2, 3])
     for rows in ([1], [0]):
         grading.report(EndedRows(np.asarray(rows), tokens, lengths, lengths > 0))
@@ -96,7 +96,7 @@ def test_a_rollout_that_ends_at_once_has_nothing_left_to_grade():
 def test_rewards_of_a_group_see_all_of_it():
     """Nothing is submitted before the end; then all rows at once, with their group, columns and limit."""
     cfg, grader = tiny.config(grading__rewards=[{"name": "length"}], rollout__stop=["b"]), SlowGrader([])
-    grading = RolloutGrading(cfg, grader, PROBLEMS[:2], TABLE, group=2)
+    grading = RolloutGrading(cfg.rollout, cfg.grading, grader, PROBLEMS[:2], TABLE, group=2)
     tokens, lengths = jnp.asarray([[3, 1, 0], [4, 5, 1]]), jnp.asarray([2, 3])
     grading.report(EndedRows(np.asarray([1]), tokens, lengths, lengths > 0))
     assert not grader.submitted

@@ -95,7 +95,7 @@ PROGRAM = """
 import json, math, sys
 import jax
 from oarjax.run.run import Run
-from oarjax.run.shapes import programs
+from oarjax.run.shapes import ProgramShapes
 from oarjax.tools.plan.hlo import COLLECTIVES, parse
 from oarjax.system.mesh import make_mesh
 from oarjax.models.qwen_config import QwenConfig
@@ -127,7 +127,8 @@ def built(axes, **changes):
     return Run(cfg, model=model, mesh=mesh, stop_ids=(1,), pad_id=0)
 
 def compiled(phase, axes, name="", **changes):
-    (program,) = (p for p in programs(built(axes, **changes)) if p.phase == phase and p.name.startswith(name))
+    programs = ProgramShapes(built(axes, **changes)).programs()
+    (program,) = (p for p in programs if p.phase == phase and p.name.startswith(name))
     return instructions(program.lower().compile().as_text())
 
 def collectives(found):
@@ -143,7 +144,8 @@ for phase in ("score", "update"):
 # The memory table of a run lowers all of them, and sampling may have another mesh than training.
 apart = built({"fsdp": 8, "tensor": 1}, rollout__tensor=2, rollout__cache_bucket=5, data__eval={"source": "unused"},
               eval__batch=8)
-print(json.dumps({"phase": "lowered", "phases": [[p.phase, p.name] for p in programs(apart) if p.lower()]}))
+lowered = [[p.phase, p.name] for p in ProgramShapes(apart).programs() if p.lower()]
+print(json.dumps({"phase": "lowered", "phases": lowered}))
 
 found = compiled("sample", {"fsdp": 2, "tensor": 4}, "decode")
 print(json.dumps({

@@ -14,7 +14,7 @@ from oarjax.config import ConfigError
 from oarjax.models.weights import parameter_count
 from oarjax.run import memory as memory_estimate
 from oarjax.run.memory import memory_facts, report_memory
-from oarjax.run.shapes import sample_program
+from oarjax.run.shapes import ProgramShapes
 from oarjax.step.iteration import iterate
 from oarjax.system.devices import DeviceError, to_host_memory
 
@@ -27,7 +27,7 @@ def printed():
 def test_every_phase_is_compiled_and_told_with_what_lies_beside_it(tmp_path, monkeypatch):
     console, weights = printed(), 4 * parameter_count(tiny.model())
     everything = built(loss__kl_beta=0.1, data__eval={"source": "unused"}, eval__batch=4, rollout__cache_bucket=5)
-    found = {each.title: each for each in report_memory(everything, tmp_path, console)}
+    found = {each.title: each for each in report_memory(ProgramShapes(everything), tmp_path, console)}
     sampling = {
         "sample": ["prefill", "decode 16 rows, 9 slots", "grow from 5 to 9 slots", "take 8 of 16 rows"],
         "evaluate": ["prefill", "decode 4 rows, 9 slots", "grow from 5 to 9 slots"],
@@ -53,7 +53,7 @@ def test_every_phase_is_compiled_and_told_with_what_lies_beside_it(tmp_path, mon
 
     console = printed()
     monkeypatch.setattr(memory_estimate, "memory_limit", lambda device: found["update"].peak - 1)
-    report_memory(built(loss__kl_beta=0.1), tmp_path, console)
+    report_memory(ProgramShapes(built(loss__kl_beta=0.1)), tmp_path, console)
     said = " ".join(console.file.getvalue().split())
     assert "phase update needs" in said
     assert "and will not fit; try a lower update.microbatch, a lower policy.head_chunk" in said
@@ -68,9 +68,9 @@ def test_a_program_that_the_compiler_refuses_is_told_with_the_remedy():
         def compile(self):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM, needs 27.91G of 15.75G")
 
-    b = built()
+    b = ProgramShapes(built())
     with pytest.raises(DeviceError, match=r"phase sample does not fit: RESOURCE_EXHAUSTED.*27\.91G.*lower rollout\.p"):
-        memory_estimate.phase_memory(b, sample_program(b)._replace(jitted=Refused()))
+        memory_estimate.phase_memory(b, b.sample_program()._replace(jitted=Refused()))
 
 
 def test_a_reference_in_host_memory_gives_the_same_numbers_and_is_on_the_device_only_to_score():

@@ -10,7 +10,7 @@ from tiny_programs import built
 
 from oarjax.models.lora import all_params
 from oarjax.models.weights import init_params, parameter_count
-from oarjax.run.shapes import apply_program, bytes_per_device, programs, resident
+from oarjax.run.shapes import ProgramShapes, bytes_per_device
 from oarjax.step.iteration import iterate
 
 
@@ -20,7 +20,7 @@ from oarjax.step.iteration import iterate
 )
 def test_an_iteration_compiles_nothing_that_was_compiled_before(changes, caplog):
     b = built(**changes, data__eval={"source": "unused"}, eval__batch=4)
-    for program in programs(b):
+    for program in ProgramShapes(b).programs():
         program.lower().compile()
     start = init_params(tiny.model(), jax.random.key(3), dtype=jnp.float32)
     start = jax.device_put(start, b.layout.params)
@@ -42,7 +42,7 @@ def test_an_iteration_compiles_nothing_that_was_compiled_before(changes, caplog)
 
 def test_an_update_reuses_the_memory_of_its_state():
     b = built()
-    program = apply_program(b)
+    program = ProgramShapes(b).apply_program()
     state = bytes_per_device(program.args[0])
     assert state == 3 * 4 * parameter_count(tiny.model()) + 3 * 4  # params, two moments, three counters
     memory = program.lower().compile().memory_analysis()
@@ -51,7 +51,7 @@ def test_an_update_reuses_the_memory_of_its_state():
 
 def test_an_update_of_adapters_reuses_the_memory_of_the_frozen_weights():
     b = built(lora__rank=2, loss__kl_beta=0.1)
-    program = apply_program(b)
+    program = ProgramShapes(b).apply_program()
     state = bytes_per_device(program.args[0])
     assert state > 4 * parameter_count(tiny.model())
     assert program.lower().compile().memory_analysis().alias_size_in_bytes >= 0.99 * state
@@ -60,11 +60,11 @@ def test_an_update_of_adapters_reuses_the_memory_of_the_frozen_weights():
 def test_what_is_resident():
     weights = 4 * parameter_count(tiny.model())
     trained = {"params": weights, "optimizer": 2 * weights + 2 * 4}
-    assert resident(built(), "credit") == trained
-    assert resident(built(), "sample") == {**trained, "rollout": weights}
-    assert resident(built(optim__moments="bfloat16"), "update")["optimizer"] == weights + 2 * 4
-    assert resident(built(loss__kl_beta=0.1), "score")["reference"] == weights
-    lora = resident(built(lora__rank=2, loss__kl_beta=0.1, policy__compute_dtype="bfloat16"), "score")
+    assert ProgramShapes(built()).resident("credit") == trained
+    assert ProgramShapes(built()).resident("sample") == {**trained, "rollout": weights}
+    assert ProgramShapes(built(optim__moments="bfloat16")).resident("update")["optimizer"] == weights + 2 * 4
+    assert ProgramShapes(built(loss__kl_beta=0.1)).resident("score")["reference"] == weights
+    lora = ProgramShapes(built(lora__rank=2, loss__kl_beta=0.1, policy__compute_dtype="bfloat16")).resident("score")
     assert lora["frozen"] == weights // 2
     assert lora["optimizer"] == 2 * lora["params"] + 2 * 4
     assert "reference" not in lora

@@ -7,14 +7,15 @@ import optax
 import pytest
 import tiny
 
+from oarjax.credit.resolved import resolve_method
 from oarjax.models.qwen import make_policy
 from oarjax.models.weights import init_params
-from oarjax.step.fused import FusedRows, fuses
+from oarjax.step.fused import fuses
 from oarjax.step.iteration import iterate
 from oarjax.step.programs import make_steps
 from oarjax.step.state import new_state
 from oarjax.tools.plan.jaxpr_flops import executed_flops
-from oarjax.types import TrainBatch
+from oarjax.types import GradedRows, SampledRows, TrainBatch
 
 BUCKETS = {"rollout__completion_bucket": 5, "rollout__prompt_bucket": 6, "update__microbatch": 4}
 ONE_BUCKET = {"rollout__completion_bucket": 10}
@@ -103,7 +104,8 @@ def test_one_pass_is_two_in_float32_with_adapters_and_where_it_is_not_finite():
 
 def test_config_and_policy_decide():
     def decided(experts=False, **changes):
-        return fuses(tiny.config(**{"credit__method": "oar_g"} | changes), experts=experts)
+        cfg = tiny.config(**{"credit__method": "oar_g"} | changes)
+        return fuses(cfg, resolve_method(cfg.credit), experts=experts)
 
     assert decided()
     assert decided(update__skip_zero_variance=False, update__refills=1)
@@ -133,19 +135,21 @@ def test_one_pass_executes_fewer_products(remat, share):
     state = new_state(params, optax.sgd(0.1), tiny.one_device(), seed=0, lora=tiny.config().lora)
     rollout = tiny.drawn(params, tiny.prompts(), None)
     span = tiny.find_answers(rollout)
-    every = rollout, span, np.arange(16), np.ones(16, np.float32), rollout.completion
-    pieces = jax.tree.map(lambda x: jnp.asarray(x)[None, :2], every)
-    r, s, n, a, mask = pieces
+    every = SampledRows(rollout, span, np.arange(16)), GradedRows(np.ones(16, np.float32), rollout.completion)
+    inputs = jax.tree.map(lambda x: jnp.asarray(x)[None, :2], every)
     key, steps = jax.random.key(0), programs["auto"]
-    rows = FusedRows(*pieces)
-    one = executed_flops(
-        lambda state: steps.fused_add(steps.fused_zeros(state, rows), state, rows, key, key, 0, 1, probe="last"), state
-    )
+
+    def one_pass(state):
+        return steps.fused_add(steps.fused_zeros(state, *inputs), state, *inputs, key, key, 0, 1, probe="last")
+
+    one = executed_flops(one_pass, state)
     steps = programs["never"]
 
     def two_passes(state):
-        scores = steps.score(state.params, None, r, s, n, 1, key, probe="last")
-        credit, _ = steps.credit(scores, r, s, a, mask, key, n)
+        rows, graded = inputs
+        scores = steps.score(state.params, None, rows, key, 0, 1, probe="last")
+        credit, _ = steps.credit(scores, rows, graded, key, 1)
+        r, mask = rows.rollout, graded.completion
         batch = TrainBatch(r.tokens, r.valid, mask, credit.advantages, None, None, r.behaviour_logps)
         return steps.accumulate(steps.zeros(state, batch), state, batch, 0, 1)
 

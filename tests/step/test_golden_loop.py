@@ -101,7 +101,7 @@ def test_every_key_of_an_iteration():
         return call
 
     steps = steps._replace(sample=tiny.drawn)
-    spies = steps._replace(sample=spied("sample", 2), score=spied("score", 6), credit=spied("credit", 5))
+    spies = steps._replace(sample=spied("sample", 2), score=spied("score", 3), credit=spied("credit", 3))
     for iteration in (1, 2):
         host = tiny.host(reward=lambda r: np.ones(16))  # equal rewards: both refills are drawn
         state, _ = iterate(state, None, iteration, steps=spies, host=host, cfg=cfg)

@@ -11,8 +11,9 @@ import tiny
 import unsound
 
 from oarjax.credit.probe import Probe
+from oarjax.credit.resolved import resolve_method
+from oarjax.step.gradients import descend
 from oarjax.step.iteration import iterate
-from oarjax.step.loss import descend
 from oarjax.step.metrics import QUANTITIES, all_finite, nonfinite_rows, rollout_metrics
 from oarjax.step.programs import make_optimizer, make_steps
 from oarjax.types import Mean, TrainBatch, TrainState
@@ -111,9 +112,8 @@ def built(cfg, read):
     policy, _, state = tiny.build(cfg)
     tx, _ = make_optimizer(cfg)
     probe = Probe(read=read, kind="scalar", reads="completion")
-    return make_steps(
-        policy, tx, tiny.one_device(), cfg, stop_ids=(tiny.STOP,), pad_id=tiny.PAD, custom_probe=probe
-    ), state
+    method = resolve_method(cfg.credit, probe=probe)
+    return make_steps(policy, tx, tiny.one_device(), cfg, stop_ids=(tiny.STOP,), pad_id=tiny.PAD, method=method), state
 
 
 def run(steps, state, cfg, **changes):
