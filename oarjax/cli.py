@@ -38,6 +38,7 @@ from oarjax.cli_options import (
     Version,
     check_configs,
     check_target,
+    refuse_addresses,
 )
 from oarjax.errors import UserError
 
@@ -329,9 +330,7 @@ def study(
 
 @app.command(help=REPLAY_HELP, epilog="Example: oarjax replay runs/demo/bad_batches/iteration-000012.safetensors")
 def replay(
-    file: Annotated[
-        Path, typer.Argument(metavar="BATCH.safetensors", help="In bad_batches/ of a run folder.", show_default=False)
-    ],
+    file: Annotated[Path, typer.Argument(metavar="BATCH.safetensors", help="In RUN/bad_batches/.", show_default=False)],
     device: Annotated[Device, typer.Option(help="auto: the best that JAX finds.")] = Device.AUTO,
     as_json: AsJson = False,
     trust_code: TrustCode = False,
@@ -422,6 +421,7 @@ def accept(
 def main() -> None:
     """Run the command; a user's error prints a message without traceback and exits with 2 (75 for storage)."""
     try:
+        refuse_addresses(sys.argv[1:])
         app()
     except SystemExit as error:
         wrapped = getattr(sys.exit, "__code__", None)  # of a tracker: W&B replaces sys.exit and leaves it so

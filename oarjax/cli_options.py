@@ -12,6 +12,8 @@ from typing import Annotated
 import typer
 
 from oarjax.credit.registry import summary
+from oarjax.errors import UserError
+from oarjax.system.paths import path_problem
 
 
 class Template(StrEnum):
@@ -162,3 +164,11 @@ def print_version(wanted: bool) -> bool:
 Version = Annotated[
     bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print versions and exit.")
 ]
+
+
+def refuse_addresses(arguments: list[str]) -> None:
+    """Refuse an address of a bucket where a file or folder is meant: Python would write into a folder of that name."""
+    for argument in arguments:
+        text = argument.partition("=")[2] if argument.startswith("--") else argument
+        if text.startswith(("gs://", "s3://")) and (problem := path_problem(text)) is not None:
+            raise UserError(problem)

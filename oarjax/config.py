@@ -10,10 +10,14 @@ import difflib
 import json
 import os
 import re
+import tomllib
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields, is_dataclass
+from fnmatch import fnmatchcase
 from functools import lru_cache
+from importlib.resources import files
 from pathlib import Path, PurePath
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -21,22 +25,22 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
+    TypeAdapter,
     ValidationError,
     field_validator,
     model_validator,
 )
-from pydantic_core import CoreSchema
-from pydantic_core.core_schema import no_info_after_validator_function
 
-from oarjax.credit.method import Role
-from oarjax.credit.registry import CUSTOM, choices, lab_methods, reads_reference
-from oarjax.errors import UserError
+from oarjax.credit.accepted import MethodName, a_number
+from oarjax.credit.registry import CUSTOM, lab_methods, reads_reference
+from oarjax.credit.settings import CreditSettings
+from oarjax.errors import ConfigError
+from oarjax.system.paths import path_problem
 from oarjax.system.yaml_tree import LONGEST, YamlError, read_yaml
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Word = Annotated[str, Field(min_length=1)]
@@ -56,10 +60,6 @@ def _word_of_switch(value: Any) -> Any:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-class ConfigError(UserError, ValueError):
-    """Raised for a config that cannot run; the message lists every bad field with its path and the remedy."""
-
-
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
@@ -68,9 +68,7 @@ class Section(BaseModel):
     def _no_truth_as_a_number(cls, value: Any, info: Any) -> Any:
         """Refuse true and false for a number, which Python takes for 1 and 0; YAML reads yes, no, on and off so."""
         kinds = _kinds(cls.model_fields[str(info.field_name)].annotation)
-        if isinstance(value, bool) and kinds & {int, float} and bool not in kinds and str not in kinds:
-            raise ValueError(f"expected a number, got {str(value).lower()}")
-        return value
+        return a_number(value) if kinds & {int, float} and bool not in kinds and str not in kinds else value
 
 
 def _kinds(annotation: Any) -> set[Any]:
@@ -142,7 +140,7 @@ class ArithmeticConfig(Section):
     terms: Annotated[int, Field(ge=2)] = Field(default=5, description="numbers in a chain")
     highest: Positive = Field(default=99, description="running totals lie in 0..highest")
     written: Share = Field(default=0.5, description="of the sft split: share of completions that write the steps out")
-    seed: Count = Field(default=0, description="of the problems")
+    seed: Seed = Field(default=0, description="of the problems")
 
 
 class ForksConfig(Section):
@@ -152,7 +150,7 @@ class ForksConfig(Section):
     forks: Annotated[int, Field(ge=1, le=4)] = Field(default=2, description="choices in a completion")
     filler: Count = Field(default=8, description="letters without meaning per fork")
     right: Share = Field(default=0.45, description="of the sft split: share of choices that are right")
-    seed: Count = Field(default=0, description="of the problems")
+    seed: Seed = Field(default=0, description="of the problems")
 
 
 class StoriesConfig(Section):
@@ -161,7 +159,7 @@ class StoriesConfig(Section):
     highest: Annotated[int, Field(ge=10, le=99)] = Field(default=20, description="all numbers lie in 1..highest")
     right: Share = Field(default=1.0, description="of the sft split: share of steps that are right")
     written: Share = Field(default=1.0, description="of the sft split: share of completions that write the steps out")
-    seed: Count = Field(default=0, description="of the problems")
+    seed: Seed = Field(default=0, description="of the problems")
 
 
 class DatasetConfig(Section):
@@ -375,279 +373,6 @@ class LossConfig(Section):
         return value
 
 
-class ProbeConfig(Section):
-    mode: Literal["last", "answer_mean", "answer_joint"] = Field(
-        default="answer_mean",
-        description="the outcome: distribution where the answer begins, mean over the answer, or its log-probability",
-    )
-    warmup_mode: Literal["last", "answer_mean", "answer_joint"] = Field(
-        default="last", description="mode of the first warmup_iterations"
-    )
-    warmup_iterations: Count = Field(default=0, description="iterations before mode applies")
-    function: str | None = Field(
-        default=None,
-        description="custom probe instead of these modes, file.py:name or module:name; see oarjax.credit.probe.Probe",
-    )
-
-
-GATE_PRESETS = {"paper": {"tau": 0.4, "boost": 2.0}, "readme": {"tau": 0.25, "boost": 1.0}}
-"""Settings of the paper's main experiments, and of the README of the released code."""
-
-
-class GateConfig(Section):
-    """Mapping from importance to weights; in YAML also the name of a preset, ``gate: readme``."""
-
-    rule: Literal["quantile", "level"] = Field(
-        default="quantile", description="threshold: the tau-quantile of the row, or tau itself"
-    )
-    levels: Literal["both", "boost", "suppress"] = Field(
-        default="both", description="before the mass is kept, boost: no weight below 1; suppress: no weight above 1"
-    )
-    tau: Share = Field(default=0.4, description="quantile or level of the threshold below which tokens are suppressed")
-    boost: Rate = Field(
-        default=2.0, description="the most important token's weight is 1 + boost, before the mass is kept"
-    )
-    floor: Share = Field(default=0.1, description="lowest weight before the mass is kept")
-    mass: Literal["kept", "free"] = Field(default="kept", description="kept: the weights of a row have mean 1")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _preset(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        if value not in GATE_PRESETS:
-            raise ValueError(f"expected fields, or one of the presets {', '.join(GATE_PRESETS)}, got {value!r}")
-        return GATE_PRESETS[value]
-
-
-class AnswerConfig(Section):
-    style: Literal["boxed", "hash", "tag", "regex", "none"] = Field(
-        default="boxed",
-        description="none: no answer is extracted, the whole completion is reasoning (custom probes)",
-    )
-    pattern: str | None = Field(default=None, description="for style regex; group 1, or the whole match, is the answer")
-    source: Literal["own", "reference"] = Field(
-        default="own", description="answer to probe: that of the completion, or the cue and the reference answer"
-    )
-    cue: str | None = Field(
-        default=None, description="for source reference: text between reasoning and answer; null = the style's marker"
-    )
-
-
-class MaskingConfig(Section):
-    """OAR-P, and the exact part of oar_screened."""
-
-    counterfactual: Literal["mask", "second_choice", "mean_embedding", "deleted"] = Field(
-        default="mask", description="replacement of a token; deleted: hidden from attention"
-    )
-    mask_id: Count | None = Field(default=None, description="for counterfactual mask; null = the pad id")
-    unit: Literal["token", "line", "sentence"] = Field(
-        default="token", description="line, sentence: one counterfactual per span; its score is spread over its tokens"
-    )
-    chunk: Positive = Field(
-        default=4, description="counterfactuals of a whole completion per row and forward; shorter suffixes have more"
-    )
-    buckets: Annotated[int, Field(ge=1, le=64)] = Field(
-        default=8, description="number of compiled suffix lengths; more = fewer FLOPs and longer compilation"
-    )
-
-
-class FisherConfig(Section):
-    """OAR-F, and the screening part of oar_screened."""
-
-    outcomes: Positive = Field(default=4, description="likeliest answers to treat exactly, one backward pass each")
-    sampled: Count = Field(default=0, description="further backward passes, for answers drawn from the others")
-
-
-class LocalConfig(Section):
-    """OAR-L, and the screening part of oar_screened."""
-
-    window: Count = Field(default=2, description="tokens after the changed token that are also recomputed")
-    answers: Positive = Field(default=4, description="maximum answer tokens to read")
-
-
-class _OneOf:
-    """Accept ``others`` and the names of built-in methods; the registry is read when the field is validated."""
-
-    def __init__(self, role: Role | None, *others: str) -> None:
-        self._role: Role | None = role
-        self._others = others
-
-    def _accepted(self) -> list[str]:
-        return [*choices(self._role), *self._others]
-
-    def _check(self, name: str) -> str:
-        accepted = self._accepted()
-        if self._role is None and name == "own":
-            raise ValueError("own was renamed to custom; set custom")
-        if name not in accepted:
-            near = difflib.get_close_matches(name, accepted, n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            raise ValueError(f"expected one of {', '.join(accepted)}, got {name!r}{hint}")
-        return name
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return no_info_after_validator_function(self._check, handler(source))
-
-    def __get_pydantic_json_schema__(self, _: CoreSchema, __: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"enum": self._accepted()}
-
-
-class ScreenConfig(Section):
-    share: Share = Field(default=0.2, description="share of a row's reasoning to score exactly")
-    by: Annotated[str, _OneOf("screen.by", "random")] = Field(
-        default="oar_l", description="method whose scores choose that share; random: the control"
-    )
-
-
-class EntropyConfig(Section):
-    share: Annotated[float, Field(gt=0, le=1)] = Field(default=0.2, description="tokens that entropy_top keeps")
-    scope: Literal["sequence", "batch"] = Field(default="batch", description="tokens that the share refers to")
-    mass: Literal["kept", "free"] = Field(default="kept", description="kept: the weights have mean 1 over the scope")
-
-
-class KeywordConfig(Section):
-    words: Annotated[tuple[Word, ...], Field(min_length=1)] = Field(
-        default=(
-            "therefore",
-            "so",
-            "thus",
-            "hence",
-            "because",
-            "since",
-            "but",
-            "wait",
-            "=",
-        ),
-        description="texts whose tokens are boosted",
-    )
-    boost: Rate = Field(default=2.0, description="added to the weight of a keyword's tokens, before the mass is kept")
-
-
-class GrailConfig(Section):
-    mean: Rate = Field(default=1.0, description="weight of average saliency")
-    spread: Rate = Field(default=0.5, description="weight per standard deviation of log saliency")
-    low: Rate = Field(default=0.5, description="lowest weight")
-    high: Rate = Field(default=5.0, description="highest weight")
-
-    @model_validator(mode="after")
-    def _ordered(self) -> GrailConfig:
-        if self.low > self.high:
-            raise ValueError(f"low = {self.low} exceeds high = {self.high}; lower it, or raise high")
-        return self
-
-
-class KtaeConfig(Section):
-    fisher: Rate = Field(default=1.0, description="weight of Fisher's test in an id's strength")
-    gain: Rate = Field(default=1.0, description="weight of its information gain")
-    scale: Rate = Field(default=1.0, description="the largest bonus, in units of the advantage")
-
-    @model_validator(mode="after")
-    def _weighted(self) -> KtaeConfig:
-        if self.fisher + self.gain == 0:
-            raise ValueError("fisher and gain are both 0; raise one of them")
-        return self
-
-
-class DgpoConfig(Section):
-    tau: Annotated[float, Field(gt=0)] = Field(default=0.5, description="temperature: weights differ by exp(1 / tau)")
-    kappa: Rate = Field(default=1.0, description="power of the relative entropy")
-
-
-class FipoConfig(Section):
-    gamma: Share = Field(default=0.99, description="discount of later tokens' changes; ours")
-    clip: Share = Field(default=0.2, description="weights lie in 1 - clip .. 1 + clip; ours")
-
-
-class CriticSearchConfig(Section):
-    share: Share = Field(default=0.25, description="of the advantage that comes from the labels of turns")
-
-
-class ShearConfig(Section):
-    window: Positive = Field(default=100, description="tokens whose states are compared as a set")
-    stride: Positive = Field(default=25, description="tokens from one window to the next")
-    epsilon: Annotated[float, Field(gt=0)] = Field(
-        default=0.05, description="Sinkhorn's regularisation, in units of the states' mean norm; ours"
-    )
-    iterations: Positive = Field(default=50, description="Sinkhorn's; ours")
-
-    @model_validator(mode="after")
-    def _overlapping(self) -> ShearConfig:
-        if self.stride > self.window:
-            raise ValueError(f"stride = {self.stride} exceeds window = {self.window}; lower it, or raise window")
-        return self
-
-
-class RlsdConfig(Section):
-    """RLSD and SERL."""
-
-    strength: Share = Field(default=0.5, description="of the teacher at the first iteration")
-    iterations: Positive = Field(default=50, description="over which it falls to 0, where the method is GRPO")
-    clip: Share = Field(default=0.2, description="the teacher's ratio lies in 1 - clip .. 1 + clip")
-
-
-class SdpgConfig(Section):
-    beta: Rate = Field(default=1e-3, description="coefficient of the KL term towards the teacher")
-    rows: Literal["all", "correct"] = Field(default="all", description="rows that have it; correct: of advantage > 0")
-
-
-class DeltaConfig(Section):
-    low: Rate = Field(default=0.8, description="weight of a token far on the other side, before the mass is kept")
-    high: Rate = Field(default=1.2, description="weight of one far on its own side")
-    rounds: Count = Field(default=1, description="times that the centroids are taken anew")
-
-    @model_validator(mode="after")
-    def _ordered(self) -> DeltaConfig:
-        if self.low > self.high:
-            raise ValueError(f"low = {self.low} exceeds high = {self.high}; lower it, or raise high")
-        return self
-
-
-class CreditConfig(Section):
-    method: Annotated[str, _OneOf(None, CUSTOM)] = Field(
-        default="oar_g", description="a method of oarjax.credit.registry, or custom"
-    )
-    function: str | None = Field(
-        default=None, description="for method custom: file.py:name or module:name of an oarjax.CreditMethod"
-    )
-    permuted_of: Annotated[str, _OneOf("permuted_of")] = Field(
-        default="oar_g", description="method whose weights permuted shuffles"
-    )
-    polarity: Literal["both", "correct", "wrong"] = Field(
-        default="both", description="rows to reweight: all, or those of positive or of negative advantage"
-    )
-    estimator: Literal["linearised", "noisy"] = Field(default="linearised", description="estimator of OAR-G")
-    sigma: Annotated[float, Field(gt=0)] = Field(default=1e-3, description="std of OAR-G's embedding noise")
-    draws: Positive = Field(default=1, description="draws of OAR-G's noise, one backward pass each")
-    masking: MaskingConfig = MaskingConfig()
-    fisher: FisherConfig = FisherConfig()
-    local: LocalConfig = LocalConfig()
-    screen: ScreenConfig = ScreenConfig()
-    entropy: EntropyConfig = EntropyConfig()
-    keywords: KeywordConfig = KeywordConfig()
-    grail: GrailConfig = GrailConfig()
-    ktae: KtaeConfig = KtaeConfig()
-    delta: DeltaConfig = DeltaConfig()
-    dgpo: DgpoConfig = DgpoConfig()
-    fipo: FipoConfig = FipoConfig()
-    critic_search: CriticSearchConfig = CriticSearchConfig()
-    shear: ShearConfig = ShearConfig()
-    rlsd: RlsdConfig = RlsdConfig()
-    sdpg: SdpgConfig = SdpgConfig()
-    marks: str | None = Field(
-        default=None,
-        description="for egca, critic_search, serl: file.py:name or module:name of (prompt, completion, reference) -> "
-        "list of (start, end, value) in characters",
-    )
-    teacher: str = Field(
-        default="{prompt}\n\nThe answer is {answer}.",
-        description="for rlsd, serl, sdpg: the prompt under which the policy is its own teacher",
-    )
-    probe: ProbeConfig = ProbeConfig()
-    gate: GateConfig = GateConfig()
-    answer: AnswerConfig = AnswerConfig()
-
-
 class OptimConfig(Section):
     lr: Rate = Field(default=1e-6, description="learning rate")
     schedule: Literal["constant", "linear", "cosine"] = Field(
@@ -776,8 +501,8 @@ class ReportConfig(Section):
     groups: Count = Field(
         default=0, description="iterations between Parquet files of all completions, groups/NNNNNN.parquet; 0 = none"
     )
-    html: bool = Field(default=True, description="write report.html and the curves")
-    controls: tuple[Annotated[str, _OneOf(None)], ...] = Field(
+    html: bool = Field(default=True, description="write report.html, and the curves if matplotlib is installed")
+    controls: tuple[Annotated[str, MethodName(None)], ...] = Field(
         default=(),
         description="credit methods to train as well, from the same start with the same prompts and noise, as further "
         "rows of the final table; each in a folder of its name below run_dir",
@@ -858,7 +583,7 @@ class Config(Section):
     """A whole run; each section is a class in ``oarjax.config`` that documents its fields."""
 
     run_dir: str = Field(description="folder for everything that the run writes")
-    seed: Count = Field(default=0, description="of all noise: order of the data, sampling, importance")
+    seed: Seed = Field(default=0, description="of all noise: order of the data, sampling, importance")
     iterations: Count = Field(default=100, description="prompts, rollout and update, this many times")
     device: Literal["auto", "cpu", "gpu", "tpu"] = Field(default="auto", description="a missing device is an error")
     compilation_cache: str | None = Field(default="~/.cache/oarjax/xla", description="null = off")
@@ -876,7 +601,7 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     grading: GradingConfig = GradingConfig()
     advantage: AdvantageConfig = AdvantageConfig()
-    credit: CreditConfig = CreditConfig()
+    credit: CreditSettings = CreditSettings()
     loss: LossConfig = LossConfig()
     update: UpdateConfig = UpdateConfig()
     optim: OptimConfig = OptimConfig()
@@ -902,9 +627,23 @@ RUN_FOLDERS += ("groups",)
 """Folders that a run writes below its run folder."""
 
 
+RUN_FILES = ("config.yaml", "run.json", "metrics.jsonl", "completions.jsonl", "start.json", "sft.json", "inputs.json")
+RUN_FILES += ("checkpoints.json", "memory.json", "tracking.json", "summary.json", "facts.json", "report.html", "lock")
+RUN_FILES += ("evaluate", "samples", "logs", "tpu", "accept")
+"""Other names that a run, or a command that reads one, writes there; ``curve*.png`` are further ones."""
+
+PATHS = ("run_dir", "compilation_cache", "policy.path", "policy.tokenizer", "data.train.source", "data.eval.source")
+PATHS += ("sft.data.source", "lora.start", "export.folder", "plan.lengths.completions", "grading.plugins")
+PATHS += ("credit.function", "credit.marks", "credit.probe.function", "advantage.function", "loss.function")
+"""Fields that may hold the path of a file or folder."""
+
+
 def _contradictions(c: Config) -> Iterator[str]:
     """Report fields that are valid alone and contradict each other."""
     for name, value in flatten(c.model_dump(mode="json")).items():
+        for text in value if isinstance(value, list) else [value]:
+            if name in PATHS and isinstance(text, str) and (problem := path_problem(text)) is not None:
+                yield f"{name}: {problem}"
         if isinstance(value, str) and value.startswith("~") and os.path.expanduser(value) == value:
             yield f"{name}: {value} names the home folder of a user whom this machine does not know; write the path out"
     path, tokenizer = c.policy.path, c.policy.tokenizer
@@ -968,7 +707,7 @@ def _contradictions(c: Config) -> Iterator[str]:
         yield f"profile: expected 1 <= first <= last <= iterations = {c.iterations}, got {list(c.profile)}"
     if c.export.folder is not None and not _is_below(c.export.folder):
         yield f"export.folder: expected a folder below run_dir such as export, got {c.export.folder!r}"
-    elif c.export.folder is not None and PurePath(c.export.folder).parts[0] in (*RUN_FOLDERS, *c.report.controls):
+    elif c.export.folder is not None and _is_reserved(PurePath(c.export.folder).parts[0], c.report.controls):
         yield f"export.folder: {c.export.folder} is reserved for other files of the run; choose another such as export"
     if c.checkpoint.best in ("pass_at_k", "maj_at_k") and c.eval.samples == 1:
         yield f"checkpoint.best: {c.checkpoint.best} needs several samples, but eval.samples is 1; raise eval.samples"
@@ -1017,14 +756,17 @@ def _bad_lab_methods(c: Config) -> Iterator[str]:
         try:
             answer = changed(c.credit, changes).answer
         except ValidationError as error:
-            lines = "; ".join(" ".join(line.split()) for e in error.errors() for line in [_explain(e, CreditConfig)])
+            lines = "; ".join(" ".join(line.split()) for e in error.errors() for line in [_explain(e, CreditSettings)])
             yield f"lab.methods.{name}: {lines}"
         else:
             if answer != c.credit.answer:
                 yield f"lab.methods.{name}: all methods read the same answers; set credit.answer instead"
 
 
-def changed(credit: CreditConfig, changes: dict[str, Any]) -> CreditConfig:
+CREDIT = TypeAdapter(CreditSettings)
+
+
+def changed(credit: CreditSettings, changes: dict[str, Any]) -> CreditSettings:
     """Change some fields of a credit section; nested mappings change fields of its sections.
 
     Raises:
@@ -1032,16 +774,15 @@ def changed(credit: CreditConfig, changes: dict[str, Any]) -> CreditConfig:
     """
 
     try:
-        hashable: Any = credit  # since it is frozen, which its type does not say
-        return _changed(hashable, json.dumps(changes))
+        return _changed(credit, json.dumps(changes))
     except TypeError:  # a value that JSON has no form for
-        return CreditConfig.model_validate(_merged(credit.model_dump(), changes))
+        return CREDIT.validate_python(_merged(asdict(credit), changes))
 
 
 @lru_cache(maxsize=1024)
-def _changed(credit: CreditConfig, changes: str) -> CreditConfig:
+def _changed(credit: CreditSettings, changes: str) -> CreditSettings:
     """Validate each pair once: every config names the lab's methods, most of them the same."""
-    return CreditConfig.model_validate(_merged(credit.model_dump(), json.loads(changes)))
+    return CREDIT.validate_python(_merged(asdict(credit), json.loads(changes)))
 
 
 def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
@@ -1057,8 +798,17 @@ def _is_below(folder: str) -> bool:
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
 
+def _is_reserved(name: str, controls: tuple[str, ...]) -> bool:
+    """Return True for the names of a run's other files; those that begin with a dot are files half written."""
+    return name in (*RUN_FOLDERS, *RUN_FILES, *controls) or name.startswith(".") or fnmatchcase(name, "curve*.png")
+
+
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
-    """Read a YAML file, apply ``key.sub=value`` overrides (values are YAML) and validate.
+    """Read a YAML file, apply overrides and validate.
+
+    Args:
+        path: of a file, or the name of a shipped config, such as ``demo``.
+        overrides: ``key.sub=value``, values in YAML; default ().
 
     Raises:
         ConfigError: the file is missing or not YAML, an override has no ``=`` or no such parent, or fields are invalid;
@@ -1088,8 +838,14 @@ def read_tree(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> 
     return tree
 
 
-SHIPPED = Path(__file__).parent / "configs"
-"""The configs that come with the package; in a checkout, its folder ``configs``."""
+def shipped_configs() -> dict[str, Path]:
+    """Return the shipped configs by name: those of the package, or in a checkout those beside its pyproject.toml."""
+    package = Path(str(files("oarjax")))
+    folder, project = package / "configs", package.parent / "pyproject.toml"
+    if not folder.is_dir() and project.is_file():
+        named = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {}).get("name")
+        folder = package.parent / "configs" if named == "oarjax" else folder
+    return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
 
 
 def find_config(path: str | Path) -> Path:
@@ -1106,16 +862,16 @@ def find_config(path: str | Path) -> Path:
 
 def _shipped(path: Path) -> Path:
     name, inside = path.name.removesuffix(".yaml"), path.parent in (Path(), Path("configs"))
-    names = sorted(file.stem for file in SHIPPED.glob("*.yaml"))
-    if inside and name in names:
-        return SHIPPED / f"{name}.yaml"
+    shipped = shipped_configs()
+    if inside and name in shipped:
+        return shipped[name]
     if path.is_dir():
         own = path / "config.yaml"
         hint = f"a run's own config is {own}" if own.is_file() else "expected a YAML file or the name of a shipped one"
         raise ConfigError(f"config {path}: a folder; {hint}")
-    nearest = difflib.get_close_matches(name, names, n=1)
+    nearest = difflib.get_close_matches(name, shipped, n=1)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
-    raise ConfigError(f"config {path}: no such file; {hint}shipped ones: {', '.join(names)}")
+    raise ConfigError(f"config {path}: no such file; {hint}shipped ones: {', '.join(shipped) or 'none'}")
 
 
 def copy_shipped(name: str, target: Path | None = None) -> Path:
@@ -1144,7 +900,7 @@ def parse_config(tree: dict[str, Any], *, source: str = "config") -> Config:
         raise explained(error, Config, source=source) from None
 
 
-def explained(error: ValidationError, root: type[Section], *, source: str) -> ConfigError:
+def explained(error: ValidationError, root: type[Any], *, source: str) -> ConfigError:
     """Turn validation errors of a ``root`` into one error that lists every bad field with the accepted values."""
     lines = [line for e in error.errors() for line in _explain(e, root).splitlines()]
     rest = [f"  and {len(lines) - 20} more"] if len(lines) > 20 else []
@@ -1173,13 +929,13 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     tree[leaf] = value
 
 
-def _explain(error: Any, root: type[Section]) -> str:
+def _explain(error: Any, root: type[Any]) -> str:
     path = ".".join(str(part) for part in error["loc"]) or "config"
-    if error["type"] == "extra_forbidden":
+    if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         section: Any = root
         for part in error["loc"][:-1]:
             section = _section(section, str(part))
-        known = sorted(section.model_fields) if section is not None else []
+        known = sorted(fields_of(section))
         near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         if ":" in str(error["loc"][-1]):
@@ -1193,15 +949,20 @@ def _explain(error: Any, root: type[Section]) -> str:
     return f"  {path}: {error['msg']}, got {error['input']!r:.200}"
 
 
+def fields_of(section: Any) -> dict[str, Any]:
+    """Return the annotations of a section's fields by name; none of what is not a section."""
+    if isinstance(section, type) and is_dataclass(section):
+        hints = get_type_hints(section)
+        return {field.name: hints[field.name] for field in fields(section)}
+    return {name: field.annotation for name, field in getattr(section, "model_fields", {}).items()}
+
+
 def _section(section: Any, name: str) -> Any:
-    """Return the config class of a field; None if it is not a section."""
-    field = getattr(section, "model_fields", {}).get(name)
-    if field is None:
+    """Return the class of a section's field; None if it is not a section."""
+    if name not in fields_of(section):
         return section if name.isdigit() else None
-    for candidate in (field.annotation, *getattr(field.annotation, "__args__", ())):
-        if isinstance(candidate, type) and issubclass(candidate, Section):
-            return candidate
-    return None
+    annotation = fields_of(section)[name]
+    return next((c for c in (annotation, *get_args(annotation)) if fields_of(c)), None)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from oarjax.config import CreditConfig
 from oarjax.credit.method import CreditMethod, resolve
 from oarjax.credit.registry import CUSTOM, METHODS
+from oarjax.credit.settings import CreditSettings
 from oarjax.models.decoder import Decoder
 
 Number = int | float
@@ -151,30 +151,30 @@ def local_flops(d: Decoder, row: Row, *, window: int, answers: int, padded: bool
 
 # For the registry: (credit section, row, decoder) -> clean passes -----------------------------------------------------
 
-Forwards = Callable[[CreditConfig, Row, Decoder], float]
+Forwards = Callable[[CreditSettings, Row, Decoder], float]
 
 
-def oar_p_forwards(credit: CreditConfig, row: Row, d: Decoder) -> float:
+def oar_p_forwards(credit: CreditSettings, row: Row, d: Decoder) -> float:
     """Count OAR-P; units of whole lines or sentences count as if every token were changed."""
     return masked_flops(d, row, share=1.0) / clean_flops(d, row)
 
 
-def oar_l_forwards(credit: CreditConfig, row: Row, d: Decoder) -> float:
+def oar_l_forwards(credit: CreditSettings, row: Row, d: Decoder) -> float:
     """Count OAR-L."""
     return local_flops(d, row, window=credit.local.window, answers=credit.local.answers) / clean_flops(d, row)
 
 
-def oar_f_forwards(credit: CreditConfig, row: Row, d: Decoder) -> float:
+def oar_f_forwards(credit: CreditSettings, row: Row, d: Decoder) -> float:
     """Count OAR-F."""
     return fisher_flops(d, row, outcomes=credit.fisher.outcomes + credit.fisher.sampled) / clean_flops(d, row)
 
 
-def oar_g_forwards(credit: CreditConfig, row: Row, d: Decoder) -> float:
+def oar_g_forwards(credit: CreditSettings, row: Row, d: Decoder) -> float:
     """Count OAR-G."""
     return gradient_flops(d, row, draws=credit.draws) / clean_flops(d, row)
 
 
-def oar_screened_forwards(credit: CreditConfig, row: Row, d: Decoder) -> float:
+def oar_screened_forwards(credit: CreditSettings, row: Row, d: Decoder) -> float:
     """Count screened OAR-P: the estimates and the exact part, each with a clean pass; with OAR-L they share it."""
     exact = masked_flops(d, row, share=credit.screen.share) / clean_flops(d, row)
     if credit.screen.by == "random":
@@ -183,12 +183,12 @@ def oar_screened_forwards(credit: CreditConfig, row: Row, d: Decoder) -> float:
     return exact + screening - (credit.screen.by == "oar_l")
 
 
-def grail_forwards(credit: CreditConfig, row: Row, d: Decoder) -> float:
+def grail_forwards(credit: CreditSettings, row: Row, d: Decoder) -> float:
     """Count GRAIL."""
     return saliency_flops(d, row) / clean_flops(d, row)
 
 
-def forwards(method: CreditMethod, credit: CreditConfig, row: Row, d: Decoder) -> float:
+def forwards(method: CreditMethod, credit: CreditSettings, row: Row, d: Decoder) -> float:
     """Count the scoring of one row by a method, in clean passes over that row."""
     if isinstance(method.forwards, int | float):
         return float(method.forwards)
@@ -216,7 +216,7 @@ class Work:
     fused: bool = False  # the update starts from the credit method's clean pass
 
 
-def iteration_flops(d: Decoder, work: Work, credit: CreditConfig, method: CreditMethod) -> dict[str, float]:
+def iteration_flops(d: Decoder, work: Work, credit: CreditSettings, method: CreditMethod) -> dict[str, float]:
     """Count the phases of one iteration: sample, score (credit included) and update.
 
     ``method`` computes the importance. Its clean pass also serves log-probabilities and signals; a custom method

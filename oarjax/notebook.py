@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from oarjax.config import Config, parse_config
-from oarjax.grading.mixed import local_rewards
+from oarjax.grading.grader import local_rewards
 from oarjax.report.colours import LIGHT
 from oarjax.report.curves import PANELS, Record, points
 from oarjax.report.files import CompletionRow, ShownConsole, read_completions, read_metrics, short, visible
@@ -39,10 +39,12 @@ def train(
     """Train as ``oarjax train`` does; return the run's folder. A stopped run resumes; a finished one is kept.
 
     Args:
+        cfg: of the run, see ``load_config``.
         rewards: instead of those of ``grading.rewards``: functions that take an ``oarjax.Sample`` and return a float,
-            names of registered rewards, or pairs of either with a weight, as ``[(brief, 0.2), "math"]``. Functions run
-            in this process, in a thread: nothing can stop one that hangs, and a later command knows them only by name.
-        watch: called with the metrics so far, one record per iteration, whenever there are new ones.
+            names of registered rewards, or pairs of either with a weight, as ``[(brief, 0.2), "math"]``; default None.
+            Functions run in this process, in a thread: nothing can stop one that hangs, and a later command knows them
+            only by name.
+        watch: called with the metrics so far, one record per iteration, whenever there are new ones; default None.
 
     Raises:
         KeyboardInterrupt: the cell was interrupted; finished work is saved, and the same call resumes it.
@@ -71,12 +73,19 @@ def train(
 
 
 def credit_lab(cfg: Config) -> LabResult:
-    """Run ``oarjax credit``: compare credit methods on a policy's completions, and write the lab's files."""
+    """Run ``oarjax credit``: compare credit methods on a policy's completions, and write the lab's files.
+
+    Args:
+        cfg: its section ``lab`` says what is measured.
+    """
     return measure_credit(cfg, _WarningsOnly())
 
 
 def open_run(cfg: Config) -> Run:
     """Open a run for a custom training loop: its policy, data, tokenizer and programs, each built on first use.
+
+    Args:
+        cfg: of the run.
 
     Raises:
         ConfigError: see ``oarjax.run.run.open_run``.
@@ -113,7 +122,7 @@ def show_curves(runs: Mapping[str, Path | Sequence[Record]], *, metrics: Sequenc
 
     Args:
         runs: folders or records ``{"iteration": n, metric: value, ...}``, by run name.
-        metrics: to show, in this order; by default the report's metrics that the runs have.
+        metrics: to show, in this order; default (): the report's metrics that the runs have.
 
     Raises:
         ValueError: a metric has no chart.
@@ -133,9 +142,11 @@ def show_curves(runs: Mapping[str, Path | Sequence[Record]], *, metrics: Sequenc
 
 
 def show_completions(run: Path | Sequence[tuple[int, CompletionRow]], *, count: int = 2) -> Shown:
-    """Show completions of a run's folder (or rows of ``read_completions``), each token coloured by its weight.
+    """Show a run's completions, each token coloured by its weight.
 
-    Selects ``count`` of them from the earliest and the latest iterations, those with uneven weights first.
+    Args:
+        run: folder, or rows of ``read_completions``.
+        count: completions, >= 1, from the earliest and latest iterations, those of uneven weights first; default 2.
     """
     rows = read_completions(run / "completions.jsonl") if isinstance(run, Path) else run
     picked = pick_completions(rows, count=count)
@@ -154,9 +165,14 @@ def show_tokens(
     answer: Sequence[bool] = (),
     title: str = "",
 ) -> Shown:
-    """Show a completion once for each set of weights: by name, a weight per token, 1 = as in plain GRPO.
+    """Show a completion once for each set of weights.
 
-    ``reasoning`` and ``answer`` mark these tokens, by default all and none.
+    Args:
+        tokens: texts of the completion's tokens.
+        weights: by name, a weight per token, 1 = as in plain GRPO.
+        reasoning: marks the reasoning; default (): all tokens.
+        answer: marks the answer; default (): none.
+        title: above the completion; default ''.
 
     Raises:
         ValueError: the lengths differ.
@@ -168,8 +184,9 @@ def show_credit(result: LabResult, *, methods: Sequence[str] = (), count: int = 
     """Show completions of a credit lab, each coloured by every method in turn.
 
     Args:
-        methods: names of the lab's methods, in the order to show; by default all.
-        count: maximum number of completions.
+        result: of ``credit_lab``.
+        methods: names of the lab's methods, in the order to show; default (): all.
+        count: maximum number of completions; default 2.
 
     Raises:
         ValueError: the lab has not measured a method.
@@ -187,7 +204,11 @@ def show_credit(result: LabResult, *, methods: Sequence[str] = (), count: int = 
 
 
 def show_lab(result: LabResult) -> Shown:
-    """Show the tables of a credit lab, with the meaning of their columns, and its figures."""
+    """Show the tables of a credit lab, with the meaning of their columns, and its figures.
+
+    Args:
+        result: of ``credit_lab``.
+    """
     shown = []
     for title, columns, part in tables(result):
         chosen = shown_columns(part, columns)
@@ -198,7 +219,11 @@ def show_lab(result: LabResult) -> Shown:
 
 
 def show_lab_figure(result: LabResult) -> Shown:
-    """Plot each method's recall against its cost, and its ranking beside exact OAR-P (needs matplotlib)."""
+    """Plot each method's recall against its cost, and its ranking beside exact OAR-P (needs matplotlib).
+
+    Args:
+        result: of ``credit_lab``.
+    """
     target = io.BytesIO()
     draw_lab(result).savefig(target, format="png", dpi=110)
     return _shown(picture=base64.b64encode(target.getvalue()).decode(), label="credit lab: recall against cost")

@@ -84,6 +84,25 @@ class Hints:
     teacher: Privileged | None = None
 
 
+@struct.dataclass
+class SampledRows:
+    """Rows [B, ...] as the programs of credit read them, or those of a minibatch in microbatches [M, b, ...]."""
+
+    rollout: Rollout
+    span: AnswerSpan
+    numbers: Int32[Array, "B"]  # row numbers within the whole rollout batch
+    probed: tuple[Rollout, AnswerSpan] | None = None  # rows that importance is measured on, if not ``rollout``
+    hints: Hints | None = None
+
+
+@struct.dataclass
+class GradedRows:
+    """Group advantages of rows [B, ...] or [M, b, ...], and their tokens in the loss."""
+
+    advantages: Float[Array, "B"]
+    completion: Bool[Array, "B T"]
+
+
 Verdict = Literal["graded", "unparseable", "ungraded", "timeout", "crash"]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-import oarjax.grading.mixed
+import oarjax.run.grades
 from oarjax.config import Config
 from oarjax.models.weights import init_params
 from oarjax.run.run import Run, open_run
@@ -78,7 +78,7 @@ def lab(cfg: Config, *, grader: Any) -> Any:
     """Return the calls and the result of a whole lab with fake programs and a fake grader, without the timings."""
     log: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(oarjax.grading.mixed, "Grader", grader)
+        patch.setattr(oarjax.run.grades, "Grader", grader)
         run = open_run(cfg, Console(file=io.StringIO()))
         programs = fake_programs(log, run)
         completions = sample_completions(run, programs)

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import re
 import shutil
 import sys
 
@@ -9,10 +11,11 @@ import ml_dtypes  # noqa: F401
 import numpy as np
 import pytest
 import yaml
-from conftest import CACHE
+from conftest import CACHE, ROOT
 from safetensors.numpy import load_file, save_file
 
 from oarjax.cli import main
+from oarjax.config import _is_reserved
 from oarjax.data.hf import export, load_params, read_config
 from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.tools.bench.measure import counted_compilations
@@ -147,6 +150,17 @@ def missing_sums(policy):
     (policy / "SHA256SUMS").write_text("0" * 64 + "  model-00009.safetensors\n")
 
 
+def sums_of_one(policy):
+    changed_bits(policy)
+    first, *_ = (policy / "SHA256SUMS").read_text().splitlines()
+    (policy / "SHA256SUMS").write_text(f"{hashlib.sha256(first_shard(policy).read_bytes()).hexdigest()}{first[64:]}\n")
+
+
+def a_pipe(policy):
+    (policy / "config.json").unlink()
+    os.mkfifo(policy / "config.json")
+
+
 def whole_numbers(policy):
     tensors(first_shard(policy), lambda t: t.update({k: v.astype(np.int8) for k, v in t.items()}))
 
@@ -178,6 +192,8 @@ def pickled(policy):
         (changed_bits, "expected SHA-256 "),
         (unknown_sums, "SHA256SUMS line 1: expected a SHA-256 and a file name; write it again or delete it"),
         (missing_sums, "model-00009.safetensors is missing, and SHA256SUMS names it; fetch the folder again"),
+        (sums_of_one, "SHA256SUMS does not name model-00002-of-"),
+        (a_pipe, "config.json is no file; fetch the folder again"),
         (
             whole_numbers,
             "expected a dtype of F64, F32, F16, BF16, got I8; use a checkpoint that is not quantised",
@@ -233,6 +249,10 @@ def test_folders_that_are_no_whole_checkpoint(train, policy, harm, says):
         ),
         ("generation_config.json", b'{"eos_token_id": ["2"]}', "(up to 26), got '2'"),
         ("generation_config.json", b"[]", "is not a JSON object"),
+        *(
+            (file, b'{"a":' * 20_000, "")
+            for file in ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
+        ),
     ],
 )
 def test_tokenizers_that_do_not_fit(train, policy, file, content, says):
@@ -337,7 +357,45 @@ def test_rows_that_cannot_be_used(train, tmp_path, content, says):
         ),
         (["mesh={data:1}"], "mesh.data:1: no such field (in YAML a space must follow the colon)"),
         (["credit.method=oar_h"], "credit.method: expected one of oar_p, oar_screened"),
+        (["seed=9223372036854775808"], "seed: Input should be less than 9223372036854775808"),
+        (["export.folder=metrics.jsonl"], "export.folder: metrics.jsonl is reserved for other files of the run"),
+        (
+            ["run_dir=gs://b/runs/x"],
+            "run_dir: gs://b/runs/x is an address, and only paths are read and written here; mo",
+        ),
+        (["run_dir=gs://b/runs/x"], "mount the bucket (gcsfuse --implicit-dirs b ~/b) and set a path below ~/b"),
+        (["data.train.source=s3://b/rows.jsonl"], "data.train.source: s3://b/rows.jsonl is an address"),
+        (["data.eval.source=hf://datasets/x"], "set its hub name"),
+        (["compilation_cache=gs:/b"], "compilation_cache: gs:/b is an address"),
+        (["lora={rank: 1, start: 'gs://b/a'}"], "lora.start: gs://b/a is an address"),
+        (["grading.plugins=['gs://b/a.py']"], "grading.plugins: gs://b/a.py is an address"),
+        (['policy.path="a\\0b"'], r"policy.path: 'a\x00b' holds a NUL, which no path may; remove it"),
+        (["data.train.source=" + "a" * 5000], "is longer than a path may be (255 bytes a name, 4000 in all)"),
     ],
 )
 def test_configs_that_cannot_run(train, overrides, says):
     assert says in train(*overrides)
+
+
+def test_every_name_of_a_run_is_refused_as_an_export():
+    """Those that docs/run_folder.md lists, but the export itself and the folders of controls."""
+    lines = (ROOT / "docs" / "run_folder.md").read_text().splitlines()
+    cells = [line.split("|")[1] for line in lines if line.startswith("| `")]
+    names = {name.split("/")[0] for cell in cells for name in re.findall(r"`([^`]+)`", cell)} - {"export", "uniform"}
+    assert len(names) > 20
+    refused = {name for name in names if _is_reserved(name.replace("*", "1"), ())}
+    assert refused == names
+
+
+@pytest.mark.parametrize("case", ["loop", "long", "through a file"])
+def test_a_folder_that_cannot_be_is_not_tried_again(train, tmp_path, case):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "file").write_text("")
+    deep = "/".join("a" * 250 for _ in range(15))  # each name may be, and the whole by itself
+    folder = {
+        "loop": tmp_path / "loop",
+        "long": tmp_path / deep / ("b" * 200),
+        "through a file": tmp_path / "file" / "x",
+    }
+    said = train(f"run_dir={folder[case]}")  # ends with 2
+    assert "set another" in said or "choose another path" in said or "set a shorter one" in said

@@ -270,7 +270,6 @@ def test_tokenizer_larger_than_the_vocabulary(oarjax, config, policy, tmp_path):
 @pytest.mark.parametrize(
     ("package", "extra", "change", "instead"),
     [
-        ("matplotlib", "log", "report.html=true", "report.html=false"),
         ("tensorboardX", "log", "report.to=[tensorboard]", "report.to=[]"),
         ("wandb", "wandb", "report.to=[jsonl, wandb]", "report.to=[jsonl]"),
         ("trackio", "trackio", "report.to=[jsonl, trackio]", "report.to=[jsonl]"),

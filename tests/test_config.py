@@ -236,13 +236,6 @@ def test_several_contradictions_come_together():
     assert re.match(r"config: 3 bad field\(s\)", text)
 
 
-def test_the_shipped_configs_are_valid():
-    from conftest import ROOT
-
-    for path in sorted((ROOT / "configs").glob("[!s]*.yaml")):  # study_*.yaml are no runs, see test_readme.py
-        load_config(path)
-
-
 def test_shipped_configs_are_known_by_name_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("demo", "demo.yaml", "configs/demo.yaml"):

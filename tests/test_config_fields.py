@@ -30,14 +30,14 @@ from conftest import CACHE, ROOT
 from fake_lab import lab, lab_sampler
 from rich.console import Console
 
-import oarjax.grading.mixed
+import oarjax.run.grades
 import oarjax.run.run
 import oarjax.storage.checkpoint
 import oarjax.training.command
 import oarjax.training.trainer
 import oarjax.training.warm_start
-from oarjax.config import Config, Section, parse_config
-from oarjax.credit.bind import measures
+from oarjax.config import Config, fields_of, parse_config
+from oarjax.credit.resolved import resolve_method
 from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.data.tasks.forks import write_forks_policy
 from oarjax.data.tasks.stories import write_stories_policy
@@ -51,8 +51,9 @@ from oarjax.run.adapters import trained_shapes
 from oarjax.run.hints import hints_of
 from oarjax.run.layout import training_layout
 from oarjax.run.run import Run, open_run
-from oarjax.step.loss import Sums
-from oarjax.step.programs import Steps, make_sft_optimizer, make_sft_step
+from oarjax.step.gradients import Sums
+from oarjax.step.programs import make_sft_optimizer, make_sft_step
+from oarjax.step.steps import Steps
 from oarjax.storage.checkpoint import Checkpoints
 from oarjax.storage.durable import StorageError
 from oarjax.storage.stop import Stop
@@ -63,12 +64,14 @@ from oarjax.training.health import Health
 from oarjax.types import (
     AnswerSpan,
     Credit,
+    GradedRows,
     Grades,
     Hints,
     Mean,
     Privileged,
     PromptBatch,
     Rollout,
+    SampledRows,
     Scores,
     TrainBatch,
     TrainState,
@@ -414,11 +417,11 @@ def fields() -> dict[str, Field]:
     }
 
 
-def leaves(section: type[Section], prefix: str = "") -> list[str]:
+def leaves(section: type, prefix: str = "") -> list[str]:
     """Dotted paths of all fields that are not sections; lists of sections count as one."""
     found = []
-    for name, field in section.model_fields.items():
-        inner = [t for t in parts(field.annotation) if isinstance(t, type) and issubclass(t, Section)]
+    for name, annotation in fields_of(section).items():
+        inner = [t for t in parts(annotation) if fields_of(t)]
         found += leaves(inner[0], f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
     return found
 
@@ -432,12 +435,12 @@ def parts(annotation: Any) -> list[Any]:
 
 
 def expected_lengths(cfg: Config) -> list[float] | None:
-    survival = survival_of(cfg)
+    survival = survival_of(cfg.plan.lengths, limit=cfg.rollout.max_new)
     return None if survival is None else survival.tolist()
 
 
 def planned_for(cfg: Config) -> str:
-    return topology_of(cfg, None).name
+    return topology_of(cfg.plan.topology).name
 
 
 def build(cfg: Config) -> Run:
@@ -476,14 +479,13 @@ def program(cfg: Config, *, name: str) -> str:
         return getattr(steps, name).lower(params, batch, key).as_text()
     rollout = Rollout(tokens, valid, mask, values, values, spec((M, b), jnp.bool_))
     if name == "score":
-        numbers = spec((M, b), jnp.int32)
-        return steps.score.lower(params, params, rollout, span, numbers, count, key, probe="last").as_text()
+        rows = SampledRows(rollout, span, spec((M, b), jnp.int32))
+        return steps.score.lower(params, params, rows, key, count, count, probe="last").as_text()
     if name == "credit":
-        found = {n: spec((M, b, T, 4)) if n == "hidden" else values for n in measures(cfg.credit)}
-        scores, numbers = Scores(values, values, values, found or None), spec((M, b), jnp.int32)
-        hints = Hints(values, spec((M, b, T), jnp.int32))
-        rest = mask, key, numbers, hints, count
-        return steps.credit.lower(scores, rollout, span, spec((M, b)), *rest).as_text()
+        found = {n: spec((M, b, T, 4)) if n == "hidden" else values for n in resolve_method(cfg.credit).measures}
+        scores, hints = Scores(values, values, values, found or None), Hints(values, spec((M, b, T), jnp.int32))
+        sampled = SampledRows(rollout, span, spec((M, b), jnp.int32), None, hints)
+        return steps.credit.lower(scores, sampled, GradedRows(spec((M, b)), mask), key, count).as_text()
     if name == "advantages":
         return steps.advantages.lower(spec((rows,)), {"exact": spec((rows,))}).as_text()
     if name == "denominator":
@@ -539,15 +541,15 @@ def gradients(cfg: Config) -> Any:
         def submit(self, samples: Any) -> Any:
             raise AssertionError("nothing is drawn that could be graded")
 
-    def draw(state: Any, number: int, *, steps: Any, host: Any, cfg: Config) -> Any:
-        log.append((number, cfg.rollout.prompts))
-        rows = cfg.rollout.prompts * cfg.rollout.group_size
+    def draw(state: Any, number: int, *, steps: Any, host: Any, rollout: Any, refills: int) -> Any:
+        log.append((number, rollout.prompts))
+        problems, rows = np.zeros(rollout.prompts, np.int32), rollout.prompts * rollout.group_size
         made, zeros = np.ones((rows, 10), bool), np.zeros((rows, 10), np.float32)
-        rollout = Rollout(np.zeros((rows, 18), np.int32), np.ones((rows, 18), bool), made, zeros, zeros, made[:, 0])
+        completions = Rollout(np.zeros((rows, 18), np.int32), np.ones((rows, 18), bool), made, zeros, zeros, made[:, 0])
         rewards = (np.arange(rows) % 2).astype(np.float32)
         return (
-            np.zeros(cfg.rollout.prompts, np.int32),
-            rollout,
+            problems,
+            completions,
             lambda: types.SimpleNamespace(rewards=rewards, per_reward={}),
             None,
         )
@@ -645,7 +647,7 @@ def command(cfg: Config) -> Any:
     """A whole run with fake device programs and a fake grader: what they were asked, and what was written."""
     log: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(oarjax.grading.mixed, "Grader", FakeGrader)
+        patch.setattr(oarjax.run.grades, "Grader", FakeGrader)
         patch.setattr(oarjax.run.run, "make_steps", partial(fake_steps, log))
         patch.setattr(oarjax.training.warm_start, "make_sft_step", partial(fake_sft_step, log))
         patch.setattr(oarjax.training.trainer, "peak_flops", lambda dtype: (1e9, "fake"))
@@ -765,12 +767,14 @@ def fake_steps(log: list[Any], policy: Any, tx: Any, layout: Any, cfg: Config, *
             np.arange(rows) % 3 != 0,
         )
 
-    def score(params, ref, rollout, span, numbers, stop, key, probed, start, hints, *, probe, bucket):
+    def score(params, ref, rows, key, start, stop, *, probe, bucket):
+        rollout = rows.rollout
         log.append(("score", shapes(rollout), int(start), int(stop), bucket, probe))
         ref_logps = np.zeros(rollout.completion.shape, np.float32) if cfg.loss.kl_in == "reward" else None
         return Scores(ref_logps=ref_logps)
 
-    def credit(scores, rollout, span, advantages, completion, key, numbers, hints, iteration):
+    def credit(scores, rows, graded, key, iteration):
+        advantages, completion = graded.advantages, graded.completion
         log.append(("credit", np.asarray(advantages).tolist(), np.asarray(completion).sum().item()))
         return Credit(completion * 0.0, completion * 1.0, completion * 1.0), {}
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from conftest import ROOT
 
-from oarjax.config import CreditConfig, MaskingConfig, ScreenConfig, load_config
+from oarjax.config import changed, load_config
 from oarjax.costs import (
     Row,
     Work,
@@ -24,8 +24,9 @@ from oarjax.costs import (
     scoring_flops,
     update_flops,
 )
-from oarjax.credit.bind import attribution, scorer
 from oarjax.credit.registry import METHODS
+from oarjax.credit.resolved import resolve_method
+from oarjax.credit.settings import CreditSettings, MaskingSettings, ScreenSettings
 from oarjax.models.decoder import Decoder
 from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import QwenConfig
@@ -83,13 +84,13 @@ def test_an_iteration_by_hand():
     """One parameter in the layers, no attention, no head: 2 per token and pass."""
     d = Decoder(layers=0, trunk_params=1.0, head_params=0, heads_width=1, kv_width=1)
     work = Work(Row(10, 5), prompts=1, rows=4, used=2, epochs=2, old_logps=True, reference=True)
-    found = iteration_flops(d, work, CreditConfig(), METHODS["uniform"])
+    found = iteration_flops(d, work, CreditSettings(), METHODS["uniform"])
     assert found == {"sample": 2 * (10 + 4 * 4), "score": 2 * 2 * (15 + 15), "update": 2 * 2 * 3 * 2 * 15}
     entropies = Work(Row(10, 5), prompts=1, rows=4, used=2, measured=True)
-    assert iteration_flops(d, entropies, CreditConfig(), METHODS["entropy"])["score"] == 2 * 2 * 15
-    gradient = iteration_flops(d, work, CreditConfig(), METHODS["oar_g"])["score"]
+    assert iteration_flops(d, entropies, CreditSettings(), METHODS["entropy"])["score"] == 2 * 2 * 15
+    gradient = iteration_flops(d, work, CreditSettings(), METHODS["oar_g"])["score"]
     shared = Work(Row(10, 5), prompts=1, rows=4, used=2, fused=True)
-    assert iteration_flops(d, shared, CreditConfig(), METHODS["oar_g"])["score"] == 2 * 2 * 2 * 5
+    assert iteration_flops(d, shared, CreditSettings(), METHODS["oar_g"])["score"] == 2 * 2 * 2 * 5
     assert gradient == 2 * 2 * (15 + 2 * 5 + 15)  # the clean pass serves old log-probs, the reference has its own
 
 
@@ -119,7 +120,7 @@ def executed(remat: Literal["none", "full"] = "none", **credit) -> float:
     span = AnswerSpan(place < 12, place >= 12, jnp.ones(1, bool))
     made = jnp.ones((1, 16), bool)
     rollout = Rollout(tokens, jnp.ones((1, 21), bool), made, jnp.zeros((1, 16)), jnp.zeros((1, 16)), jnp.ones(1, bool))
-    score = scorer(CreditConfig(**credit), policy, temperature=1.0, pad_id=0)
+    score = resolve_method(changed(CreditSettings(), credit)).scorer(policy, temperature=1.0, pad_id=0)
     params = init_params(model, jax.random.key(0), dtype=jnp.float32)
     keys = jax.random.split(jax.random.key(0), 1)
     return executed_flops(lambda p: score(p, rollout, span, keys, "answer_mean").importance, params)
@@ -138,15 +139,15 @@ CASES = [
 @pytest.mark.parametrize("credit", CASES, ids=lambda c: "-".join(map(str, c.values()))[:20])
 def test_what_programs_execute(credit):
     """Within 5%: attention is dense here where the count is causal, 1.2% of these sizes, more in derivatives."""
-    cfg = CreditConfig(**credit)
+    cfg = changed(CreditSettings(), credit)
     d = decoder_of(QwenConfig.from_hf(SMALL))
-    expected = forwards(attribution(cfg), cfg, LONG, d) * clean_flops(d, LONG)
+    expected = forwards(resolve_method(cfg).attribution, cfg, LONG, d) * clean_flops(d, LONG)
     assert executed(**credit) == pytest.approx(expected, rel=0.05)
 
 
 def test_what_masking_executes():
     """Within 5% of the count in buckets, whose limit of many buckets is the model's count; that is less."""
-    cfg = CreditConfig(method="oar_p", masking=MaskingConfig(chunk=1, buckets=4))
+    cfg = CreditSettings(method="oar_p", masking=MaskingSettings(chunk=1, buckets=4))
     d = decoder_of(QwenConfig.from_hf(SMALL))
     found = executed(method="oar_p", masking={"chunk": 1, "buckets": 4})
     assert found == pytest.approx(masked_flops(d, LONG, share=1.0, buckets=4), rel=0.05)
@@ -160,7 +161,7 @@ def test_screening_adds_up():
     d = decoder_of(QwenConfig.from_hf(SMALL))
     exact = masked_flops(d, LONG, share=0.2) / clean_flops(d, LONG)
     for by, estimate in (("random", 1), ("oar_l", None), ("oar_f", None), ("oar_g", None)):
-        cfg = CreditConfig(method="oar_screened", screen=ScreenConfig(by=by))
+        cfg = CreditSettings(method="oar_screened", screen=ScreenSettings(by=by))
         estimate = estimate or forwards(METHODS[by], cfg, LONG, d)
         shared = 1 if by in ("random", "oar_l") else 0  # the clean pass
         assert forwards(METHODS["oar_screened"], cfg, LONG, d) == pytest.approx(exact + estimate - shared)
@@ -197,4 +198,4 @@ def test_metrics_and_plan_count_alike(name, changes):
     minibatches, updates = cfg.update.minibatches, cfg.update.minibatches * cfg.update.epochs
     planned = {"reshard": 1, "sample": 1, "score": minibatches, "update": updates}
     step = sum(times * model_flops(phase, model, cfg) for phase, times in planned.items())
-    assert metrics_flops(cfg, model, metrics, None) == pytest.approx(step, rel=0.01)
+    assert metrics_flops(cfg, model, metrics, resolve_method(cfg.credit)) == pytest.approx(step, rel=0.01)

@@ -46,6 +46,6 @@ def test_the_navigation_names_pages_that_exist():
 
 def test_the_version_has_one_place():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "oarjax.__version__"}
+    assert project["tool"]["hatch"]["version"] == {"path": "oarjax/__init__.py"}
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == oarjax.__version__
     assert f"## {oarjax.__version__}" in (ROOT / "CHANGELOG.md").read_text()

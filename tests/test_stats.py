@@ -154,6 +154,8 @@ def test_clustered_shares_of_one_seed_are_wilsons_and_repeats_add_nothing():
 def test_clustered_shares_count_no_more_than_the_scores_and_leave_ungraded_out():
     alternating = scores([1, 0], [0, 1], [1, 0])  # every problem 1/2: no spread between problems
     assert astuple(clustered_share_interval(alternating)) == pytest.approx((0.5, *wilson_interval(0.5, 6), 3))
+    alike = np.array([[1.0, 0.0]] * 9 + [[1.0, 1.0]])  # their spread is that of 110 coin tosses; there were 20
+    assert astuple(clustered_share_interval(alike)) == pytest.approx((0.55, *wilson_interval(0.55, 20), 10))
     with_gaps = clustered_share_interval(scores([1], [0], [nan]))
     assert astuple(with_gaps) == pytest.approx((0.5, *wilson_interval(0.5, 2), 2))
     assert astuple(clustered_share_interval(np.ones((9, 2)))) == pytest.approx((1, *wilson_interval(1.0, 9), 9))

@@ -16,6 +16,7 @@ LOADERS = {("torch", "load"), ("yaml", "load"), ("yaml", "load_all"), ("yaml", "
 LOADERS |= {("jax", "pure_callback"), ("joblib", "load"), ("np", "fromfile"), ("jnp", "fromfile")}
 ALLOWED = {("grading/no_eval.py", "builtins.compile"), ("grading/sandbox_child.py", "compile")}
 ALLOWED |= {("grading/sandbox_child.py", "exec")}
+ALLOWED |= {("grading/crossing.py", name) for name in ("compile", "exec", "__import__")}
 """Of what lambdify wrote, after it was found to be arithmetic; of programs to grade, in a process locked in first."""
 
 

@@ -18,7 +18,8 @@ from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import init_params
 from oarjax.step.host_callbacks import GradedAtOnce, HostCallbacks
-from oarjax.step.programs import Shardings, Steps, make_optimizer, make_steps
+from oarjax.step.programs import Shardings, make_optimizer, make_steps
+from oarjax.step.steps import Steps
 from oarjax.types import AnswerSpan, Grades, Params, PromptBatch, Rollout, TrainState
 
 STOP, PAD, MARK = 1, 0, 2

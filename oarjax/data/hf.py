@@ -66,6 +66,10 @@ def read_config(path: str | Path, *, revision: str | None = None) -> tuple[QwenC
     config.json is read first, so that an unsupported model is rejected before any weight is fetched or read; then the
     headers of the weights. All files of a download are from one commit, even if the revision is a moving branch.
 
+    Args:
+        path: local folder, or name on the Hugging Face hub.
+        revision: branch, tag or commit on the hub; default None, its main branch.
+
     Raises:
         CheckpointError: there is no such folder, hub name or config.json, or the weights do not match it.
         UnsupportedModel: see QwenConfig.from_hf.
@@ -129,10 +133,15 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def load_params(folder: Path, cfg: QwenConfig, *, dtype: DTypeLike = jnp.float32, shardings: Any = None) -> Params:
-    """Load the params of a folder, cast to ``dtype`` and laid out by ``shardings`` (same tree).
+    """Load the params of a folder.
 
-    With shardings this process reads only the slices of its devices: one device's share of one stacked tensor at a
-    time, so the host never holds more than that besides the placed arrays.
+    Args:
+        folder: of the checkpoint, as ``read_config`` returns it.
+        cfg: sizes that the tensors must have.
+        dtype: of the params; default jnp.float32.
+        shardings: tree like the params. This process then reads only the slices of its devices: one device's share of
+            one stacked tensor at a time, so the host never holds more than that besides the placed arrays. Default
+            None: whole arrays on the default device.
 
     Raises:
         CheckpointError: a shard or tensor is missing, a tensor is not expected, or a shape differs. The head of a tied
@@ -207,10 +216,17 @@ def export(
     """Write params as an HF folder: safetensors shards, config.json and tokenizer files of ``source``.
 
     The write is atomic: the folder is written under another name, synced and renamed; it replaces an earlier export.
-    ``dtype`` None keeps the dtype of the params. ``stop_ids`` become the end tokens of generation_config.json, so that
-    any generator stops where the policy was trained to stop. Returns the folder.
-
     Every process takes part, tensor by tensor; the first process writes and holds one output shard at a time.
+
+    Args:
+        folder: to write; returned.
+        cfg: sizes of the params.
+        params: as ``load_params`` gives them.
+        source: checkpoint whose config.json and tokenizer files are copied.
+        dtype: of the files; default None, that of the params.
+        shard_bytes: size at which another file begins.
+        stop_ids: end tokens of generation_config.json, so that any generator stops where the policy was trained to
+            stop; default (), those of the source.
 
     Raises:
         FileExistsError: the folder is not empty and not a checkpoint.

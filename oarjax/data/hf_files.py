@@ -132,8 +132,8 @@ def check_weights(folder: Path, cfg: QwenConfig) -> None:
     The head of a tied model and stored RoPE frequencies are ignored, as transformers does.
 
     Raises:
-        CheckpointError: a shard is missing, truncated or changed; a tensor is missing, not expected or not in the
-            shard that the index names; a shape differs, or a dtype is not floating-point.
+        CheckpointError: a shard is missing, truncated, changed or not among the checksums; a tensor is missing, not
+            expected or not in the shard that the index names; a shape differs, or a dtype is not floating-point.
     """
     _check_sums(folder)
     check_headers(folder, cfg)
@@ -233,6 +233,8 @@ def open_tensors(file: Path) -> Any:
 
 def _json(path: Path, *, missing: str) -> Any:
     try:
+        if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+            raise CheckpointError(f"{path} is no file; fetch the folder again")
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(missing) from None
@@ -260,6 +262,7 @@ def _check_sums(folder: Path) -> None:
     sums = folder / SUMS
     if not sums.is_file():
         return
+    named = set()
     lines = sums.read_text(encoding="utf-8", errors="replace").splitlines()
     if not any(line.strip() for line in lines):
         raise CheckpointError(f"{sums} names no file, so that it checks nothing; write it again or delete it")
@@ -270,6 +273,7 @@ def _check_sums(folder: Path) -> None:
                 f"{sums} line {number}: expected a SHA-256 and a file name; write it again or delete it"
             )
         expected, file = match[1], folder / match[2]
+        named.add(file)
         if not file.is_file():
             raise CheckpointError(f"{folder}: {file.name} is missing, and {SUMS} names it; fetch the folder again")
         with file.open("rb") as content:
@@ -278,3 +282,5 @@ def _check_sums(folder: Path) -> None:
             raise CheckpointError(
                 f"{file}: expected SHA-256 {expected[:12]}... as in {SUMS}, got {digest[:12]}...; fetch the file again"
             )
+    if missing := sorted(file.name for file in set(tensor_files(folder).values()) - named):
+        raise CheckpointError(f"{sums} does not name {missing[0]}, so that its weights are not checked; write it again")

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
-from oarjax.data.hf_files import CheckpointError
+from oarjax.data.hf_files import DTYPES, CheckpointError, open_tensors
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import Weight, at, weight_table
 from oarjax.storage.durable import cannot_write
@@ -27,19 +27,41 @@ from oarjax.types import Params
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 PLAIN = {
-    "bias": "none",
-    "use_dora": False,
-    "modules_to_save": None,
-    "rank_pattern": {},
+    "alora_invocation_tokens": None,
     "alpha_pattern": {},
+    "arrow_config": None,
+    "bias": "none",
+    "corda_config": None,
+    "ensure_weight_tying": False,
+    "eva_config": None,
+    "exclude_modules": None,
     "fan_in_fan_out": False,
-    "layers_to_transform": None,
+    "kasa_config": None,
     "layer_replication": None,
+    "layers_pattern": None,
+    "layers_to_transform": None,
+    "loftq_config": {},
     "lora_bias": False,
+    "lora_ga_config": None,
+    "megatron_config": None,
+    "megatron_core": "megatron.core",
+    "modules_to_save": None,
+    "monteclora_config": None,
+    "qalora_group_size": 16,
+    "rank_pattern": {},
     "target_parameters": None,
     "trainable_token_indices": None,
+    "use_bdlora": None,
+    "use_dora": False,
+    "use_qalora": False,
+    "velora_config": None,
 }
-"""Fields of adapter_config.json whose other values mean something else than low-rank products of whole matrices."""
+"""PEFT's defaults. Other values mean something else than low-rank products of whole matrices."""
+READ = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "init_lora_weights", "lora_dropout")
+READ += ("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode")
+"""Fields that are read, or that say nothing about the product."""
+INITIAL = (True, False, "gaussian")
+"""Values of init_lora_weights that leave the weights below the adapters as they are."""
 
 
 class Adapters(NamedTuple):
@@ -49,6 +71,7 @@ class Adapters(NamedTuple):
     rank: int
     alpha: float  # as this package scales: alpha / rank
     targets: tuple[str, ...]
+    dropout: float  # lora_dropout, which acted while they were trained and means nothing here
 
 
 def write_adapters(folder: Path, cfg: QwenConfig, params: Params, *, alpha: float, base: str) -> Path:
@@ -76,7 +99,8 @@ def write_adapters(folder: Path, cfg: QwenConfig, params: Params, *, alpha: floa
             tensors[f"{stem}.lora_B.weight"] = np.ascontiguousarray(b[place].T)
     if not tensors:
         raise CheckpointError(f"{folder}: this policy has no adapters; train with lora.rank, or export whole weights")
-    fields = PLAIN | {
+    shared = ("bias", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out")
+    fields = {name: PLAIN[name] for name in shared} | {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -104,10 +128,7 @@ def read_adapters(folder: Path, cfg: QwenConfig) -> Adapters:
         CheckpointError: a file is missing or damaged, the adapters are of another kind, or do not fit the policy.
     """
     fields = _fields(folder)
-    try:
-        tensors = load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder / WEIGHTS}: cannot be read: {error}") from error
+    tensors = _tensors(folder / WEIGHTS)
     rank, alpha = int(fields["r"]), float(fields["lora_alpha"])
     if fields.get("use_rslora"):
         alpha *= math.sqrt(rank)  # it scales by alpha / sqrt(rank)
@@ -132,31 +153,71 @@ def read_adapters(folder: Path, cfg: QwenConfig) -> Adapters:
     if tensors:
         name = next(iter(tensors))
         raise CheckpointError(f"{folder / WEIGHTS}: {len(tensors)} tensors fit no matrix of this policy, first {name}")
-    return Adapters(tree, rank, alpha, tuple(sorted(targets)))
+    return Adapters(tree, rank, alpha, tuple(sorted(targets)), float(fields.get("lora_dropout") or 0.0))
+
+
+def _tensors(file: Path) -> dict[str, np.ndarray]:
+    if not file.is_file():
+        raise CheckpointError(f"{file}: cannot be read: no such file; expected a folder that PEFT wrote")
+    content = open_tensors(file)
+    for name in content.keys():  # noqa: SIM118
+        if (dtype := content.get_slice(name).get_dtype()) not in DTYPES:
+            raise CheckpointError(f"{file}: {name}: expected a dtype of {', '.join(DTYPES)}, got {dtype}")
+    return {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
 
 
 def _fields(folder: Path) -> dict[str, Any]:
+    file = folder / CONFIG
     try:
-        fields = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder / CONFIG}: cannot be read: {error}; expected a folder that PEFT wrote"
-        ) from error
+        if not file.is_file():
+            raise FileNotFoundError("no such file")
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}; expected a folder that PEFT wrote") from error
     if not isinstance(fields, dict) or fields.get("peft_type") != "LORA":
         kind = fields.get("peft_type") if isinstance(fields, dict) else type(fields).__name__
-        raise CheckpointError(f"{folder / CONFIG}: peft_type is {kind}; only LORA can be read")
+        raise CheckpointError(f"{file}: peft_type is {kind!r:.60}; only 'LORA' can be read")
     if fields.get("target_parameters"):
         raise CheckpointError(
-            f"{folder / CONFIG}: target_parameters is {fields['target_parameters']!r}; adapters of whole stacks of "
+            f"{file}: target_parameters is {fields['target_parameters']!r:.100}; adapters of whole stacks of "
             "experts cannot be read, train with target_modules gate_proj, up_proj and down_proj instead"
         )
-    for name, plain in PLAIN.items():
-        if fields.get(name, plain) not in (plain, None, [], {}, False):
-            raise CheckpointError(f"{folder / CONFIG}: {name} is {fields[name]!r}; only {plain!r} can be read")
+    for name, value in fields.items():
+        if name not in PLAIN and name not in READ:
+            raise CheckpointError(
+                f"{file}: {name:.60} is {value!r:.60}, a field that is not known here; convert to plain LoRA"
+            )
+        if name in PLAIN and value not in (PLAIN[name], None, [], {}, False):
+            raise CheckpointError(
+                f"{file}: {name} is {value!r:.60}; only {PLAIN[name]!r} can be read: convert to plain LoRA"
+            )
+    initial, rs, dropout = fields.get("init_lora_weights", True), fields.get("use_rslora"), fields.get("lora_dropout")
+    if not isinstance(initial, bool | str) or initial not in INITIAL:
+        raise CheckpointError(
+            f"{file}: init_lora_weights is {initial!r:.60}, which changes the weights below the adapters; convert to "
+            "plain LoRA (PEFT's path_initial_model_for_weight_conversion)"
+        )
+    if rs is not None and not isinstance(rs, bool):
+        raise CheckpointError(f"{file}: use_rslora is {rs!r:.60}; expected true or false")
+    if dropout is not None and not _is_positive(dropout) and dropout != 0:
+        raise CheckpointError(f"{file}: lora_dropout is {dropout!r:.60}; expected a share")
     rank, alpha = fields.get("r"), fields.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
-        raise CheckpointError(f"{folder / CONFIG}: r = {rank!r} and lora_alpha = {alpha!r}; expected positive numbers")
+    if not _is_positive(rank) or not isinstance(rank, int) or not _is_positive(alpha):
+        shown = f"r = {_shown(rank)} and lora_alpha = {_shown(alpha)}"
+        raise CheckpointError(f"{file}: {shown}; expected positive numbers up to {LARGEST:g}")
     return fields
+
+
+LARGEST = 1e9  # of rank and alpha
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= LARGEST
+
+
+def _shown(value: Any) -> str:
+    """Format a value, which may be an integer of more digits than Python prints."""
+    return "a huge integer" if isinstance(value, int) and abs(value) > LARGEST else f"{value!r:.60}"
 
 
 def _matrices(cfg: QwenConfig) -> list[Weight]:
@@ -184,4 +245,6 @@ def _tensor(tensors: dict[str, np.ndarray], name: str, shape: tuple[int, ...], f
     values = tensors.pop(name)
     if values.shape != shape:
         raise CheckpointError(f"{folder / WEIGHTS}: {name} is {list(values.shape)}; expected {list(shape)}")
+    if not np.isfinite(values.astype(np.float32)).all():
+        raise CheckpointError(f"{folder / WEIGHTS}: {name} holds values that are not finite in float32; train it again")
     return values.astype(np.float32)

@@ -89,7 +89,7 @@ def stop_ids(folder: Path | str, tokenizer: PreTrainedTokenizerFast) -> tuple[in
     if path.exists():
         try:
             declared = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, RecursionError) as error:
             raise TokenizerError(f"{path} is not a JSON object ({error}); fetch it again") from None
         if declared is not None:
             stops |= _known_ids(declared, set(vocab.values()), path)

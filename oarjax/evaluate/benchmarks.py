@@ -31,7 +31,11 @@ class Benchmark:
 
 
 BENCHMARKS = {
-    "gsm8k": Benchmark({"source": "openai/gsm8k", "name": "main", "split": "test"}, max_new=1024),
+    "gsm8k": Benchmark(
+        {"source": "openai/gsm8k", "name": "main", "split": "test"},
+        max_new=1024,
+        settings={"grading.rewards": [{"name": "math", "settings": {"percent_as_unit": True}}]},
+    ),
     "math500": Benchmark({"source": "HuggingFaceH4/MATH-500", "split": "test", "prompt_field": "problem"}),
     "aime24": Benchmark({"source": "HuggingFaceH4/aime_2024", "split": "train", "prompt_field": "problem"}),
     "aime25": Benchmark({"source": "math-ai/aime25", "split": "test", "prompt_field": "problem"}),

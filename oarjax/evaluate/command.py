@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from rich.console import Console
 
 from oarjax.config import (
@@ -37,10 +38,11 @@ from oarjax.run.run import Run, open_run
 from oarjax.storage.durable import cannot_read, exists, storage_errors, write_durably
 from oarjax.storage.folder import locked
 from oarjax.storage.stop import Stop
-from oarjax.storage.trust import check_trust
-from oarjax.system.json import to_json
+from oarjax.storage.trust import check_trust, code_places
+from oarjax.system.json import number, to_json
 from oarjax.system.processes import from_first, only_first
 from oarjax.training.held_out import Graded, first_rewards, graded_batches
+from oarjax.training.votes import number_votes
 from oarjax.types import Params
 
 SETTINGS = (
@@ -109,7 +111,7 @@ def run(
     configs = [config_of(tree) for _, _, tree in trees]
     if found.folder is not None and not any(o.startswith("grading.plugins=") for o in overrides):
         for cfg in configs:
-            check_trust(cfg, found.folder, source=str(found.folder / "config.yaml"), trusted=trust_code)
+            check_trust(code_places(cfg), found.folder, source=str(found.folder / "config.yaml"), trusted=trust_code)
     if not any(o.startswith("eval.batch=") for o in overrides):
         configs = [with_batch(cfg, batch_of(configs[0])) for cfg in configs]
     parts = [Part(name, asks, open_run(cfg, console, evaluates=True)) for (name, asks, _), cfg in zip(trees, configs)]
@@ -127,9 +129,10 @@ def run(
         samples = stack.enter_context(closing(SampleLines(folder / "samples.jsonl"))) if first.first else None
         params = load_target(found, first)
         for part in parts:
-            records = evaluate_part(part, params, samples)
+            records, cfg = evaluate_part(part, params, samples), part.run.cfg
             if samples is not None:
-                result["benchmarks"][part.name] |= benchmark_result(records, samples=part.run.cfg.eval.samples)
+                figures = benchmark_result(with_votes(records, cfg), samples=cfg.eval.samples)
+                result["benchmarks"][part.name] |= figures
     if first.first:
         text = to_json(result, indent=1)
         with storage_errors(folder):
@@ -148,6 +151,14 @@ def run_compare(ours: Path, theirs: Path, *, as_json: bool) -> None:
         print(to_json(found, indent=1))
     else:
         print_comparison(make_console(), found)
+
+
+def with_votes(records: list[dict[str, Any]], cfg: Config) -> list[dict[str, Any]]:
+    """Return samples in order, with the number of each one's answer among those of its problem."""
+    rows, n = sorted(records, key=lambda r: (r["problem"], r["sample"])), cfg.eval.samples
+    answers = [[r["answer"] for r in rows[at : at + n]] for at in range(0, len(rows), n)]
+    votes = number_votes(answers, np.asarray([number(r["score"]) for r in rows], float).reshape(-1, n), cfg)
+    return [r | {"vote": int(vote)} for r, vote in zip(rows, votes.ravel())]
 
 
 def evaluate_part(part: Part, params: Params, samples: SampleLines | None) -> list[dict[str, Any]]:
@@ -185,7 +196,7 @@ def evaluate_part(part: Part, params: Params, samples: SampleLines | None) -> li
 def sample_records(part: Part, batch: Graded) -> list[dict[str, Any]]:
     """Make the lines of samples.jsonl for a batch."""
     run, rollout, grades = part.run, batch.rollout, batch.grades
-    scores = first_rewards(run, batch).reshape(-1)
+    scores = first_rewards(batch, run.cfg.grading.rewards[0].name).reshape(-1)
     texts = run.texts(rollout)
     count = run.cfg.eval.samples
     problems = [part.encoded.by_index[int(p)] for p in batch.problems for _ in range(count)]

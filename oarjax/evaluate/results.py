@@ -24,12 +24,11 @@ INTERVALS = "95% intervals over problems, Student's t (Wilson's where all proble
 
 
 def benchmark_result(records: Sequence[dict[str, Any]], *, samples: int) -> dict[str, Any]:
-    """Compute the figures of one benchmark from its samples in any order."""
+    """Compute the figures of one benchmark from its samples, with the numbers of their votes, in any order."""
     rows = sorted(records, key=lambda r: (r["problem"], r["sample"]))
     groups = [rows[at : at + samples] for at in range(0, len(rows), samples)]
     scores = np.asarray([[number(r["score"]) for r in group] for group in groups], float)
-    answers = [[r["answer"] for r in group] for group in groups]
-    by_problem = per_problem(scores, answers)
+    by_problem = per_problem(scores, np.asarray([[r["vote"] for r in group] for group in groups], int))
     within = bool(((scores >= 0) & (scores <= 1) | np.isnan(scores)).all())
     figures = {
         name: (share_interval if within or name != f"avg@{samples}" else mean_interval)(values)
@@ -88,7 +87,7 @@ def read_result(path: Path) -> dict[str, Any]:
     path = path / "results.json" if path.is_dir() else path
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); expected results.json of oarjax evaluate") from None
     found = tree.get("benchmarks") if isinstance(tree, dict) else None
     if not isinstance(found, dict) or not all(map(_is_compared, found.values())):

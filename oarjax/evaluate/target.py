@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from oarjax.config import BUILTIN_POLICIES, Config, ConfigError, load_config
+from oarjax.config import BUILTIN_POLICIES, Config, ConfigError, PolicyConfig, load_config
 from oarjax.data.hf import load_params, stored_dtype
 from oarjax.evaluate.early import EXPECTED, check_exists
 from oarjax.models.lora import all_params
@@ -49,7 +49,7 @@ def find_target(text: str) -> Target:
         if (export / "config.json").is_file():
             return Target(str(export), cfg, folder=path)
         newest = _newest(path)
-        return Target(policy_of(path, cfg), cfg, newest, revision_of(cfg, newest), path)
+        return Target(policy_of(path, cfg), cfg, newest, revision_of(cfg.policy, newest), path)
     if path.name.isdecimal() and (path / MANIFEST).is_file():
         folder = path.absolute().parent.parent
         if not (folder / "config.yaml").is_file():
@@ -57,7 +57,7 @@ def find_target(text: str) -> Target:
         if (wrong := misplaced(path, run_id(folder)) or damage(path)) is not None:
             raise ConfigError(f"{path}: this checkpoint cannot be trusted: {wrong}; take another")
         cfg = load_config(folder / "config.yaml")
-        return Target(policy_of(folder, cfg), cfg, path.absolute(), revision_of(cfg, path), folder)
+        return Target(policy_of(folder, cfg), cfg, path.absolute(), revision_of(cfg.policy, path), folder)
     _check_policy(path, text)
     return Target(text)
 
@@ -72,7 +72,7 @@ def find_checkpoint(text: str) -> Target:
     if not (path / "config.yaml").is_file():
         return find_target(text)
     cfg, newest = load_config(path / "config.yaml"), _newest(path)
-    return Target(policy_of(path, cfg), cfg, newest, revision_of(cfg, newest), path)
+    return Target(policy_of(path, cfg), cfg, newest, revision_of(cfg.policy, newest), path)
 
 
 def _check_policy(path: Path, text: str) -> None:
@@ -104,10 +104,10 @@ def policy_of(folder: Path, cfg: Config) -> str:
     return str(start_folder(folder, name) or folder / name)
 
 
-def revision_of(cfg: Config, checkpoint: Path) -> str | None:
+def revision_of(policy: PolicyConfig, checkpoint: Path) -> str | None:
     """Return the hub revision that a run started from: the commit in its checkpoint, or the config's."""
     noted = read_manifest(checkpoint)
-    return (noted or {}).get("record", {}).get("commit") or cfg.policy.revision
+    return (noted or {}).get("record", {}).get("commit") or policy.revision
 
 
 def _newest(folder: Path) -> Path:

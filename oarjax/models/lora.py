@@ -118,7 +118,9 @@ def without_adapters(params: Params) -> Params:
 
 
 def merge_adapters(params: Params, *, scale: float, dtype: DTypeLike | None = None) -> Params:
-    """Merge adapters into plain params: W + scale * A B, added in float32, then rounded to ``dtype`` or W's own.
+    """Merge adapters into plain params: W + scale * A B, rounded to ``dtype`` or W's own.
+
+    Products and sum are computed in float32, or in W's dtype where that is wider.
 
     Params without adapters are returned unchanged, or cast to ``dtype``. In bfloat16 a change of a weight by less than
     half a unit of its last place, a share of 2^-9 to 2^-8, is lost.
@@ -132,9 +134,10 @@ def merge_adapters(params: Params, *, scale: float, dtype: DTypeLike | None = No
             return plain
         kernel = tree["kernel"]
         if "lora_a" in tree:
-            a, b = (tree[name].astype(jnp.float32) for name in ("lora_a", "lora_b"))
+            wide = jnp.promote_types(jnp.float32, kernel.dtype)
+            a, b = (tree[name].astype(wide) for name in ("lora_a", "lora_b"))
             change = scale * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
-            kernel = (kernel.astype(jnp.float32) + change).astype(kernel.dtype if dtype is None else dtype)
+            kernel = (kernel.astype(wide) + change).astype(kernel.dtype if dtype is None else dtype)
         return {**plain, "kernel": node(kernel)}
 
     return node(params)

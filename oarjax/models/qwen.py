@@ -46,23 +46,26 @@ def make_policy(
 ) -> Policy:
     """Build the Policy of a Qwen, ``head`` included; params are the dict that ``models.weights`` describes.
 
-    Matmul operands are in ``compute_dtype`` and accumulate in float32; the residual stream, norms, softmax,
-    RoPE angles and logits are float32 (all float64 where compute_dtype is). With compute_dtype float32 the products are
-    float32 on every platform, see ``oarjax.models.precision``. ``remat`` sets what the backward
-    pass recomputes of each layer: nothing, all but the matmuls without batch axes, or everything. The cache is
-    in ``compute_dtype``; its caller keeps cache.length + N within its slots. Matrices with adapters in the params
-    (``oarjax.models.lora``) use them with ``adapter_scale``; params without adapters are the plain model.
+    The residual stream, norms, softmax, RoPE angles and logits are float32 (all float64 where compute_dtype is). The
+    caller of a cache keeps cache.length + N within its slots. Params without adapters are the plain model.
 
-    ``mesh``, with the training or rollout axes of ``sharding``, sets the sharding of activations, for each axis that it
-    divides: rows of states, logits and caches over the row axes, key heads and vocabulary over ``tensor``; ``head`` is
-    gathered along all axes but the vocabulary. Otherwise the compiler may shard states along the embedding like the
-    weights, and sum them over all devices in every layer.
-
-    ``attention``: "splash" uses Pallas' TPU kernels over ``mesh`` for causal self-attention, with or without a prefix
-    of as many rows: training, scoring, prefill, linearised passes. Decode steps, prefixes shared by a group of rows and
-    ``visible`` stay with "xla", one program for every platform. ``attention_for`` chooses by the mesh.
-
-    ``experts``: how a mixture computes its experts; ``moe.experts_for`` chooses by the mesh.
+    Args:
+        cfg: sizes of the decoder, such as ``read_config`` gives them.
+        compute_dtype: dtype of matmul operands, which accumulate in float32, and of the cache; default jnp.float32,
+            whose products are float32 on every platform, see ``oarjax.models.precision``.
+        remat: what the backward pass recomputes of each layer: ``none``, ``dots`` (all but the matmuls without batch
+            axes) or ``full``; default full.
+        attention: ``splash`` uses Pallas' TPU kernels over the mesh for causal self-attention, with or without a prefix
+            of as many rows: training, scoring, prefill, linearised passes. Decode steps, prefixes shared by a group of
+            rows and ``visible`` stay with ``xla``, one program for every platform. ``attention_for`` chooses by the
+            mesh; default xla.
+        mesh: with the training or rollout axes of ``sharding``, sets the sharding of activations, for each axis that it
+            divides: rows of states, logits and caches over the row axes, key heads and vocabulary over ``tensor``;
+            ``head`` is gathered along all axes but the vocabulary. Default None: the compiler may shard states along
+            the embedding like the weights, and sum them over all devices in every layer.
+        adapter_scale: factor of adapters in the params (``oarjax.models.lora``); default 1.0.
+        experts: how a mixture computes its experts, ``grouped`` or ``dense``; ``moe.experts_for`` chooses by the mesh;
+            default grouped.
 
     Raises:
         ValueError: splash without a mesh, in float64, or on a mesh whose "tensor" axis does not divide the heads.

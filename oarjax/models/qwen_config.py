@@ -189,18 +189,26 @@ def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
             _refuse("text_config", fields["text_config"], "expected an object", "fetch the file again")
         return
     layers = _required(fields, "num_hidden_layers")
+    window = fields.get("sliding_window", 4096) if fields.get("use_sliding_window") else None
+    if kind == "qwen3_moe" and window is not None:  # transformers applies it to every layer of this family
+        _refuse(
+            "use_sliding_window",
+            True,
+            f"the window of {window} would act on all {layers} layers",
+            "set use_sliding_window to false and train below the window",
+        )
     kinds = None if kind.startswith("qwen3_5") else fields.get("layer_types")
     if kinds is not None:
         other = sorted(set(kinds) - {"full_attention"})
         if other:
             _refuse("layer_types", other, "only full_attention is supported")
-    elif fields.get("use_sliding_window") and fields.get("sliding_window", 4096) is not None:
+    elif window is not None:
         first = fields.get("max_window_layers", 28)
         if first < layers:
             _refuse(
                 "use_sliding_window",
                 True,
-                f"the window of {fields.get('sliding_window', 4096)} would act on layers {first}..{layers - 1}",
+                f"the window of {window} would act on layers {first}..{layers - 1}",
                 "set use_sliding_window to false and train below the window",
             )
 

@@ -84,7 +84,7 @@ def _facts(folder: Path, first: Path) -> dict[str, str]:
         facts = {}
     except OSError as error:
         raise cannot_read(folder / FACTS, error) from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise DamagedError(f"{folder / FACTS} is not what a run wrote ({error}); remove it") from None
     status = run_status(first)
     if not (folder / "summary.json").is_file():

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from oarjax.report.colours import DASHES, LIGHT, styles
+from oarjax.report.figures import new_figure
 
 Record = Mapping[str, Any]
 """A line of metrics.jsonl, see ``oarjax.report.files.read_metrics``."""
@@ -82,21 +83,13 @@ def curves(runs: Mapping[str, Sequence[Record]], folder: Path) -> list[Path]:
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            'curves need matplotlib, which is not installed; pip install "oarjax[log]", or set report.html=false'
-        ) from None
     panels = drawn_panels(runs)
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for path, shown in [(folder / "curves.png", panels), *((folder / _file_name(p), [p]) for p in panels)]:
         across = min(len(shown), 3) or 1
         down = -(-len(shown) // across) or 1
-        figure = Figure(figsize=(4.2 * across, 2.9 * down + 0.5), dpi=150, layout="constrained", facecolor="white")
-        FigureCanvasAgg(figure)  # its own canvas, not the global backend
+        figure = new_figure(4.2 * across, 2.9 * down + 0.5, dpi=150)
         axes = figure.subplots(down, across, squeeze=False).ravel()
         first, last = iteration_range(runs)
         for axis, panel in zip(axes, shown):

@@ -28,6 +28,7 @@ from rich.text import Text
 from oarjax.errors import UserError
 from oarjax.storage.durable import DamagedError, Lines, read_lines, storage_errors
 from oarjax.system.json import number
+from oarjax.system.secrets import masked
 
 Metrics = Mapping[str, SupportsFloat]
 
@@ -45,17 +46,29 @@ def make_console(stream: io.TextIOWrapper | None = None, *, markup: bool = False
 
 
 class ShownConsole(Console):
-    """A console that shows what a terminal would act on, in all that is printed with it, instead of sending it."""
+    """A console that shows what a terminal would act on instead of sending it, and masks secrets."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print with secrets masked before lines are wrapped, which could divide one."""
+        super().print(*map(_without_secrets, objects), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+            yield segment if segment.control else Segment(visible(masked(segment.text)), segment.style)
 
     def status(self, status: RenderableType, **options: Any) -> Status:
         """Show a spinner with this text; without a terminal, print it once."""
         if not self.is_terminal:
             self.print(f"{status} ...", markup=False)
         return super().status(status, **options)
+
+
+def _without_secrets(printed: Any) -> Any:
+    if isinstance(printed, str):
+        return masked(printed)
+    if isinstance(printed, Text) and (plain := masked(printed.plain)) != printed.plain:
+        return Text(plain, printed.style)
+    return printed
 
 
 def print_error(error: BaseException) -> int:

@@ -94,7 +94,7 @@ def read_shown(folder: Path) -> list[ShownGroup]:
             shown += [_group(int(tree["iteration"]), group) for group in tree["groups"]]
         except OSError as error:
             raise cannot_read(path, error) from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedError(
                 f"{path} is not what a run wrote ({error}); put a good copy there, or remove it"
             ) from None

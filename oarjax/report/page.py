@@ -21,7 +21,7 @@ from oarjax.report.curves import Panel, Record, drawn_panels, iteration_range, m
 from oarjax.report.files import CompletionRow, cut, short, visible
 from oarjax.report.groups import TIMES, ShownCompletion, ShownGroup
 from oarjax.report.summary import NOTE, SummaryRow, summary_cells, summary_title
-from oarjax.storage.durable import DISK, cannot_write
+from oarjax.storage.durable import DISK, NO_PATH, cannot_write
 from oarjax.system.json import number
 
 WIDTH, HEIGHT = 340, 200  # of a chart, in its own units
@@ -109,7 +109,7 @@ def write_page(
         # Lone surrogates of a broken tokenizer cannot be written as UTF-8; ``visible`` has escaped all others.
         path.write_text(html, encoding="utf-8", errors="replace")
     except OSError as error:
-        if error.errno in DISK:  # the storage fails, not the path
+        if error.errno in DISK - NO_PATH:  # the storage fails, not the path
             raise cannot_write(path, error) from error
         raise ConfigError(
             f"report: cannot write {path}: {error.strerror}; expected a path for a file, pass another one with --out"

@@ -148,7 +148,7 @@ def _devices(folder: Path) -> tuple[int, str] | None:
     try:
         inputs = json.loads((folder / "inputs.json").read_text(encoding="utf-8"))["inputs"]
         return int(inputs["device/count"]), str(inputs["device/kind"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -156,5 +156,5 @@ def _newest_checkpoint(folder: Path) -> int | None:
     try:
         newest = json.loads((folder / "checkpoints.json").read_text(encoding="utf-8"))["newest"]
         return int(newest)
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
         return None

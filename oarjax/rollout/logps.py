@@ -17,10 +17,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from oarjax.models.policy import Policy, positions_of
+from oarjax.rl.checked import Scalar, checked, is_traced
 from oarjax.rollout.filters import Filters, filter_logits
 from oarjax.types import Params
 
 
+@checked
 def token_logps(
     policy: Policy,
     params: Params,
@@ -28,7 +30,7 @@ def token_logps(
     valid: Bool[Array, "B N"],
     *,
     completion_length: int,
-    temperature: float,
+    temperature: Scalar,
     head_chunk: int,
     filters: Filters | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
@@ -38,10 +40,15 @@ def token_logps(
     before the completion. Values at invalid positions are finite and mean nothing: mask them.
 
     Args:
-        completion_length: T, the number of positions at the right end to score; T < N.
-        temperature: divides the logits; the sampler's own, so that both mean the same distribution.
-        head_chunk: token positions per chunk of the head; peak memory is about head_chunk * V floats.
-        filters: renormalise over what these keep, and the token itself: the sampler's truncated distribution.
+        policy: the model's functions, such as ``make_policy`` gives.
+        params: its parameters.
+        tokens: prompt and completion, N = S + T.
+        valid: positions that hold a token.
+        completion_length: T, the number of positions at the right end to score, in 1 .. N - 1.
+        temperature: divides the logits, > 0; the sampler's own, so that both mean the same distribution. May be traced.
+        head_chunk: token positions per chunk of the head, >= 1; peak memory is about head_chunk * V floats.
+        filters: renormalise over what these keep, and the token itself: the sampler's truncated distribution; default
+            None, the whole vocabulary.
 
     Raises:
         ValueError: completion_length outside 1 .. N - 1, temperature or head_chunk not positive.
@@ -82,7 +89,7 @@ def hidden_logps(
     hidden: Float[Array, "B T D"],
     targets: Int[Array, "B T"],
     *,
-    temperature: float,
+    temperature: Scalar,
     head_chunk: int,
     filters: Filters | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
@@ -91,7 +98,7 @@ def hidden_logps(
     Raises:
         ValueError: temperature or head_chunk not positive.
     """
-    if temperature <= 0:
+    if not is_traced(temperature) and temperature <= 0:
         raise ValueError(
             f"temperature: expected a positive number, got {temperature}; greedy sampling is scored at temperature 1"
         )
@@ -148,7 +155,7 @@ def logits_logps(
     logits: Float[Array, "*rows V"],
     targets: Int[Array, "*rows"],
     *,
-    temperature: float,
+    temperature: Scalar,
     filters: Filters | None = None,
 ) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
     """Compute log-softmax of logits / temperature at the targets, and its entropy -sum p log p, both in nats.
@@ -164,7 +171,7 @@ def logits_logps(
 
 
 def scaled_logits(
-    logits: Float[Array, "*rows V"], targets: Int[Array, "*rows"], *, temperature: float, filters: Filters | None
+    logits: Float[Array, "*rows V"], targets: Int[Array, "*rows"], *, temperature: Scalar, filters: Filters | None
 ) -> Float[Array, "*rows V"]:
     """Divide by the temperature, in float32 at least, and set -inf where the filters drop a token but the target."""
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32)) / temperature

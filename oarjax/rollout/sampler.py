@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32, Key
 
 from oarjax.models.policy import Policy, positions_of
+from oarjax.rl.checked import checked
 from oarjax.rollout.filters import Filters, filter_logits, penalise_repeated, seen_tokens
 from oarjax.types import KVCache, Params, PromptBatch, Rollout
 
@@ -224,6 +225,7 @@ class _Loop(NamedTuple):
     drawn: Drawn  # [T, B] each
 
 
+@checked
 def sample(
     policy: Policy,
     params: Params,
@@ -247,6 +249,23 @@ def sample(
     One pure program, to be jitted, vmapped or taken apart; every row is computed until the last one has finished. If
     completions differ in length, ``oarjax.rollout.segments.SegmentedSampler`` draws the same ones several times as
     fast, with a loop on the host over jitted programs; training, evaluation and the lab use it.
+
+    Args:
+        policy: the model's functions, such as ``make_policy`` gives.
+        params: its parameters.
+        prompts: left-padded.
+        key: of the noise; different batches need different keys, see ``rollout_key``.
+        group_size: G, completions per prompt, >= 1.
+        max_new: T, the maximum number of tokens of a completion, >= 1.
+        temperature: divides the logits, >= 0; 0 = greedy. Static, as all keywords are.
+        top_k: keep the k likeliest tokens; 0 = off.
+        top_p: keep the likeliest tokens that have this mass, in (0, 1]; 1 = off.
+        stop_ids: ids that end a row.
+        pad_id: fills tokens after the end.
+        min_p: keep tokens with at least this share of the likeliest one's probability, in [0, 1]; default 0.0, off.
+        repetition_penalty: > 0; default 1.0, off.
+        stop_table: of stop strings; default None.
+        record_experts: keep every router's choice; default False.
 
     Raises:
         ValueError: a keyword outside its range.

@@ -15,7 +15,9 @@ from oarjax.errors import UserError
 from oarjax.system.json import to_json
 
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE}
-DISK |= {errno.ENOTCONN, errno.ENODEV, errno.ETIMEDOUT}  # of a mount whose server is gone
+NO_PATH = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR}
+"""Errors of a path that no storage can have: it will not work later either."""
+DISK |= NO_PATH | {errno.ENOTCONN, errno.ENODEV, errno.ETIMEDOUT}  # of a mount whose server is gone
 """Errors of a full, unwritable or lost disk."""
 
 
@@ -38,9 +40,17 @@ class DamagedError(StorageError):
     exit_code = 2
 
 
+class ImpossiblePath(StorageError):
+    """Raised for a path that is too long, a loop of links, or leads through a file. Exit code 2."""
+
+    exit_code = 2
+
+
 def cannot_write(path: Path, error: BaseException) -> StorageError:
     """Return the error for a failed write."""
     cause = str(error).strip() or type(error).__name__
+    if isinstance(error, OSError) and error.errno in NO_PATH:
+        return ImpossiblePath(f"cannot write {path!s:.200}: {cause:.200}; choose another path")
     return StorageError(
         f"cannot write {path}: {cause}; free space, or make the folder writable and mounted again, and resume with the "
         "same command (checkpoint.on_failure=warn trains on without it)"
@@ -50,6 +60,8 @@ def cannot_write(path: Path, error: BaseException) -> StorageError:
 def cannot_read(path: Path, error: BaseException) -> StorageError:
     """Return the error for a failed read: the file may be intact, so nothing may be changed because of it."""
     cause = str(error).strip() or type(error).__name__
+    if isinstance(error, OSError) and error.errno in NO_PATH:
+        return ImpossiblePath(f"cannot read {path!s:.200}: {cause:.200}; choose another path")
     return StorageError(
         f"cannot read {path}: {cause}; nothing was changed. Make it readable, or mount its disk again, and resume with "
         "the same command"

@@ -250,6 +250,25 @@ def claim(folder: Path, cfg: Config) -> Path:
 ID = "run.json"
 
 
+def mend_id(folder: Path) -> str | None:
+    """Write run.json again if it holds no id; return what was done, None if nothing. Call with the lock held.
+
+    Raises:
+        StorageError: the file cannot be read or written.
+    """
+    if not exists(folder / ID) or run_id(folder) is not None:
+        return None
+    sealed = _sealed_id(folder)
+    try:
+        write_durably(folder / ID, json.dumps({"id": sealed or secrets.token_hex(16)}) + "\n")
+    except OSError as error:
+        raise cannot_write(folder / ID, error) from error
+    taken = (
+        "the id of its checkpoints is in it again" if sealed else "it has a new id, since no checkpoint has the old one"
+    )
+    return f"{folder / ID} held no id, as after an interrupted copy: {taken}"
+
+
 def _sealed_id(folder: Path) -> str | None:
     """Return the run id that all checkpoints of a folder carry, whose own file was lost; None without such an id."""
     manifests = (read_manifest(folder / "checkpoints" / name) for name in names_in(folder / "checkpoints"))

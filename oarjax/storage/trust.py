@@ -14,6 +14,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from oarjax.config import Config
@@ -40,13 +41,13 @@ def code_places(cfg: Config) -> list[str]:
     return places + [f"{field}={place}" for field, place in named.items() if place is not None]
 
 
-def code_digests(cfg: Config) -> dict[str, str]:
-    """Return place -> ``code_digest``; nothing is imported.
+def code_digests(places: Sequence[str]) -> dict[str, str]:
+    """Return the ``code_digest`` of ``code_places``; nothing is imported.
 
     Raises:
         StorageError: a file exists but cannot be read.
     """
-    return {place: code_digest(place.partition("=")[2]) for place in code_places(cfg)}
+    return {place: code_digest(place.partition("=")[2]) for place in places}
 
 
 def code_digest(place: str) -> str:
@@ -101,12 +102,12 @@ def state_folder() -> Path:
     return (Path(home) if os.path.isabs(home) else Path("~/.local/state").expanduser()) / "oarjax"
 
 
-def note_trusted(folder: Path, cfg: Config) -> str | None:
-    """Record a run folder and the code that its config names as trusted; runs without code need no record.
+def note_trusted(folder: Path, places: Sequence[str]) -> str | None:
+    """Record a run folder and the code at ``places`` as trusted; runs without code need no record.
 
     Returns the reason if it could not be recorded, else None; a run does not depend on it.
     """
-    digests = code_digests(cfg)
+    digests = code_digests(places)
     known = run_id(folder)
     if not digests or known is None:
         return None
@@ -136,12 +137,13 @@ def is_trusted(folder: Path, digests: dict[str, str]) -> bool:
     return all(digest != "absent" and noted.get(place) == digest for place, digest in digests.items())
 
 
-def check_trust(cfg: Config, folder: Path, *, source: str, trusted: bool) -> None:
+def check_trust(places: Sequence[str], folder: Path, *, source: str, trusted: bool) -> None:
     """Check that a config names no code but the user's, or that the user allows it; call before anything is imported.
 
     Asks the user on a terminal; without a terminal it never waits.
 
     Args:
+        places: the code that the config names, see ``code_places``.
         folder: the run that the config claims to belong to.
         source: the config's file, for the message.
         trusted: True with --trust-code.
@@ -149,7 +151,7 @@ def check_trust(cfg: Config, folder: Path, *, source: str, trusted: bool) -> Non
     Raises:
         UntrustedCode: the config names other code; lists it.
     """
-    digests = code_digests(cfg)
+    digests = code_digests(places)
     if not digests or trusted or is_trusted(folder, digests):
         return
     listed = "; ".join(f"{place} ({digest[:12]})" for place, digest in digests.items())

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import sys
 import threading
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 from jaxtyping import Int
 
+from oarjax.errors import UserError
 from oarjax.system.devices import DeviceError
 from oarjax.types import Grades
 
@@ -166,6 +169,41 @@ def leave_others(code: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+class PeerLost(UserError, RuntimeError):
+    """Raised when another process of the run has ended; exit code 75 if the same commands resume, else 1."""
+
+
+LOST = re.compile(r"gloo|connection (closed|reset)|socket closed|broken pipe|heartbeat|coordination|unavailable", re.I)
+"""Words of JAX's errors after another process has ended."""
+
+
+@contextmanager
+def peers_watched(resumable: Callable[[], bool]) -> Iterator[None]:
+    """Turn JAX's errors after the loss of another process into one sentence.
+
+    Only errors of a program that waits for the other process come here. Where JAX's own heartbeat notices first, it
+    ends this process with a signal (exit code 128 or above).
+
+    Args:
+        resumable: returns True if the run has a checkpoint, from which the same commands resume.
+
+    Raises:
+        PeerLost: instead of JAX's error.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1 or not LOST.search(str(error)):
+            raise
+        saved, cause = resumable(), " ".join(str(error).split())[:160]
+        remedy = "the same command on every host resumes the run" if saved else "no checkpoint is there: start again"
+        lost = PeerLost(
+            f"distributed: another process of the run ended or cannot be reached ({cause}); see its log; {remedy}"
+        )
+        lost.exit_code = 75 if saved else 1
+        raise lost from None
 
 
 def share(rows: int) -> Int[np.ndarray, "r"]:

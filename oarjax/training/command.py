@@ -28,10 +28,10 @@ from oarjax.run.inputs import check_inputs, pin_threads, seal_start
 from oarjax.run.run import Run, open_run
 from oarjax.storage.checkpoint import remove_all
 from oarjax.storage.durable import DamagedError, cannot_read, check_guards, exists, storage_errors, write_durably
-from oarjax.storage.folder import changed, claim, locked, put_aside, put_back, refuse_another_run
+from oarjax.storage.folder import changed, claim, has_progress, locked, mend_id, put_aside, put_back, refuse_another_run
 from oarjax.storage.stop import Stop
-from oarjax.storage.trust import note_trusted
-from oarjax.system.processes import from_first, join_processes, only_first
+from oarjax.storage.trust import code_places, note_trusted
+from oarjax.system.processes import from_first, join_processes, only_first, peers_watched
 from oarjax.training.held_out import Evaluation, evaluate, evaluation_from, plain_evaluation
 from oarjax.training.results import show_results
 from oarjax.training.run_files import check_checkpoint
@@ -51,14 +51,15 @@ def run(config: Path, overrides: Sequence[str], *, compare: bool, seeds: str = "
         raise ConfigError("--seeds needs --compare; for a single run set seed=N")
     if compare and cfg.data.eval is None:
         raise ConfigError("data.eval: --compare needs held-out problems; set data.eval")
-    folder = _compared(cfg) if compare else _folder(cfg)
+    folder = _compared(cfg.run_dir) if compare else _folder(cfg.run_dir)
     with Stop() as stop, _put_aside(cfg, folder, console) if restart else nullcontext():
         if not restart:
             pin_threads(next(folder.glob("seed*"), folder) if compare else folder)
-        if compare:
-            _compare(cfg, _seeds(seeds) or [cfg.seed], console, stop)
-        else:
-            train_once(cfg, console, stop)
+        with peers_watched(lambda: has_progress(folder)):
+            if compare:
+                _compare(cfg, _seeds(seeds) or [cfg.seed], console, stop)
+            else:
+                train_once(cfg, console, stop)
 
 
 @contextmanager
@@ -84,7 +85,7 @@ def _put_aside(cfg: Config, folder: Path, console: Console) -> Iterator[None]:
 def _seeds(text: str) -> list[int]:
     """Parse ``0,1,2`` as numbers."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
+    if not all(part.isdecimal() and len(part) <= 18 for part in parts) or len(set(parts)) < len(parts):
         raise ConfigError(f"--seeds: expected different whole numbers such as 0,1,2, got {text!r}")
     return [int(part) for part in parts]
 
@@ -107,13 +108,15 @@ def train_once(cfg: Config, console: Console, stop: Stop, on_lines: Callable[[],
             target = folder / cfg.export.folder
             only_first(lambda: remove_half_written(target))
             only_first(lambda: check_export(run, target))
-        only_first(lambda: _claim(folder, cfg, console))
         banner(console, run_lines(cfg, run.facts()))
-        only_first(lambda: write_facts(folder, run.facts()))
         if changes.words():
             console.print(f"resuming with a changed config or changed inputs: {changes.words()}", markup=False)
         with run.grader() as grader:
             try_rewards(run, grader)
+            if run.first and exists(folder / "start" / "config.json"):
+                seal_start(folder, folder / "start")
+            only_first(lambda: _claim(folder, cfg, console))  # only now: a run that is refused changes nothing
+            only_first(lambda: write_facts(folder, run.facts()))
             start, before = start_policy(run, grader, stop)
             trained = train(run, grader, start, before, folder, stop, on_lines, keep_start=bool(controls))
             if cfg.export.folder is not None:
@@ -150,7 +153,7 @@ def _with_method(run: Run, method: str) -> Run:
     """Return the run with another credit method and no controls."""
     cfg = run.cfg
     return run.with_config(
-        changed(cfg, credit=changed(cfg.credit, method=method), report=changed(cfg.report, controls=()))
+        changed(cfg, credit=replace(cfg.credit, method=method), report=changed(cfg.report, controls=()))
     )
 
 
@@ -172,34 +175,35 @@ def _hold(stack: ExitStack, folder: Path, cfg: Config) -> None:
 
 def _claim(folder: Path, cfg: Config, console: Console) -> None:
     """Create the run's folder, or resume it, and record its code as trusted, since the user's command names it."""
+    mended = mend_id(folder)
     claim(folder, cfg)
-    if (problem := note_trusted(folder, cfg)) is not None:
+    for problem in filter(None, (mended, note_trusted(folder, code_places(cfg)))):
         console.print(problem, markup=False)
 
 
-def _folder(cfg: Config) -> Path:
+def _folder(run_dir: str) -> Path:
     """Return the run's folder as an absolute path, which has a name.
 
     Raises:
         ConfigError: it is the root of the file system.
     """
-    folder = Path(os.path.abspath(Path(cfg.run_dir).expanduser()))
+    folder = Path(os.path.abspath(Path(run_dir).expanduser()))
     if not folder.name:
-        raise ConfigError(f"run_dir: expected a folder for the run's files, got {cfg.run_dir}; set another run_dir=...")
+        raise ConfigError(f"run_dir: expected a folder for the run's files, got {run_dir}; set another run_dir=...")
     return folder
 
 
-def _compared(cfg: Config) -> Path:
+def _compared(run_dir: str) -> Path:
     """Return the folder of the runs of --compare."""
-    root = _folder(cfg)
+    root = _folder(run_dir)
     return root.with_name(f"{root.name}-compare")
 
 
 def _compare(cfg: Config, seeds: list[int], console: Console, stop: Stop) -> None:
     """Train every method from the same warm start, with the same prompts and noise, seed by seed."""
-    root = _compared(cfg)
+    root = _compared(cfg.run_dir)
     if cfg.credit.method in choices("permuted_of"):
-        cfg = changed(cfg, credit=changed(cfg.credit, permuted_of=cfg.credit.method))
+        cfg = changed(cfg, credit=replace(cfg.credit, permuted_of=cfg.credit.method))
     refuse_another_run(root, cfg)
     methods = list(dict.fromkeys([cfg.credit.method, *cfg.report.controls, "uniform", "permuted"]))
     befores: list[Evaluation | None] = []
@@ -243,12 +247,12 @@ def start_policy(run: Run, grader: Grading, stop: Stop | None = None) -> tuple[P
         only_first(lambda: remove_half_written(warm))
         if from_first(lambda: exists(warm / "config.json")):
             run.console.print(f"reading the finished warm start from {warm}", markup=False)
-            only_first(lambda: seal_start(run, warm))
+            only_first(lambda: seal_start(run.folder, warm))
             params = run.load(source=warm)
         else:
             params = warm_start(run, run.load(), stop)
             export(warm, run.model, params, source=run.source)
-            only_first(lambda: seal_start(run, warm))
+            only_first(lambda: seal_start(run.folder, warm))
         only_first(lambda: remove_all(run.folder / "sft"))
     stop.check()
     if run.held_out is None:

@@ -6,7 +6,7 @@ batches nor earlier evaluations change a result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,9 +17,11 @@ from jaxtyping import Float, Int
 from oarjax.data.streams import Encoded, eval_batches, eval_order
 from oarjax.grading.recorded import Grading
 from oarjax.run.run import Run
-from oarjax.stats import answer_numbers, majority_correct, mean_score, pass_at_k, powers_up_to
-from oarjax.step.minibatches import prompt_step, take
+from oarjax.stats import majority_correct, mean_score, pass_at_k, powers_up_to
+from oarjax.step.minibatches import take
 from oarjax.system.json import number, numbers, to_plain
+from oarjax.system.processes import gather, is_first
+from oarjax.training.votes import number_votes
 from oarjax.types import Grades, Params, Rollout
 
 
@@ -73,11 +75,14 @@ def evaluate(run: Run, grader: Grading, params: Params) -> Evaluation:
         raise ValueError("evaluate: the config has no data.eval")
     batches = list(graded_batches(run, grader, params, held_out))
     samples = run.cfg.eval.samples
-    rewards = np.concatenate([first_rewards(run, batch) for batch in batches])
+    reward = run.cfg.grading.rewards[0].name
+    rewards = np.concatenate([first_rewards(batch, reward) for batch in batches])
     answers = [answer for batch in batches for answer in batch.grades.answers]
     order = np.argsort(eval_order(held_out))  # from the order of the batches to that of the problems
     scores = rewards[order]
-    figures = per_problem(scores, [answers[at * samples : (at + 1) * samples] for at in order])
+    by_problem = [answers[at * samples : (at + 1) * samples] for at in order]
+    votes = gather(number_votes(by_problem, scores, run.cfg).tolist() if is_first() else [])[0]
+    figures = per_problem(scores, np.asarray(votes, int))
     names = {"pass_at_k": f"pass@{samples}", "maj_at_k": f"maj@{samples}"} if samples > 1 else {}
     return Evaluation(
         scores=mean_score(scores),
@@ -98,7 +103,7 @@ def graded_batches(run: Run, grader: Grading, params: Params, encoded: Encoded, 
     cfg = run.cfg
     key = jax.random.fold_in(jax.random.key(cfg.seed), 2**31 - 1)
     waiting, sampling = None, run.steps.rollout_params(params)
-    settings = {"batch": cfg.eval.batch, "bucket": prompt_step(cfg, run.mesh), "pad_id": run.pad_id}
+    settings = {"batch": cfg.eval.batch, "bucket": run.prompt_step, "pad_id": run.pad_id}
     for prompts, _, real in eval_batches(encoded, **settings, order=eval_order(encoded)[skip:]):
         rollout = run.fetch(run.steps.evaluate(sampling, run.place(prompts, "prompts"), key))
         wait = run.submit(grader, encoded.by_index, prompts, rollout)
@@ -109,23 +114,23 @@ def graded_batches(run: Run, grader: Grading, params: Params, encoded: Encoded, 
         yield _leading(*waiting, samples=cfg.eval.samples)
 
 
-def first_rewards(run: Run, batch: Graded) -> Float[np.ndarray, "P n"]:
-    """Return the first reward of every sample, the score of evaluations; NaN if it could not be graded."""
-    name = run.cfg.grading.rewards[0].name
+def first_rewards(batch: Graded, name: str) -> Float[np.ndarray, "P n"]:
+    """Return a reward of every sample, the first of which is the score of evaluations; NaN if not graded."""
     return batch.grades.per_reward[name].reshape(len(batch.problems), -1).astype(float)
 
 
-def per_problem(
-    scores: Float[np.ndarray, "P n"], answers: Sequence[Sequence[str | None]]
-) -> dict[str, Float[np.ndarray, "P"]]:
-    """Compute every figure for every problem. A sample is right if its score is 1 or more."""
+def per_problem(scores: Float[np.ndarray, "P n"], votes: Int[np.ndarray, "P n"]) -> dict[str, Float[np.ndarray, "P"]]:
+    """Compute every figure for every problem. A sample is right if its score is 1 or more.
+
+    ``votes`` are the numbers of the answers, see ``oarjax.training.votes``.
+    """
     samples = scores.shape[1]
     correct = np.where(np.isnan(scores), np.nan, scores >= 1)
     if samples == 1:
         return {"pass@1": pass_at_k(correct, k=1)}
     figures = {f"pass@{k}": pass_at_k(correct, k=k) for k in powers_up_to(samples)}
     figures[f"avg@{samples}"] = mean_score(scores)
-    figures[f"maj@{samples}"] = majority_correct(answer_numbers(answers), correct)
+    figures[f"maj@{samples}"] = majority_correct(votes, correct)
     return figures
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from oarjax.config import CreditConfig
 from oarjax.credit.registry import label
+from oarjax.credit.settings import CreditSettings
 from oarjax.report.command import curve_of, folders_of, write_facts, write_report
 from oarjax.report.curves import curves
+from oarjax.report.figures import NOT_DRAWN, can_draw
 from oarjax.report.summary import SummaryRow, print_summary, summarise, write_summary
 from oarjax.run.memory import memory_facts
 from oarjax.run.run import Run
@@ -38,7 +39,10 @@ def show_results(
         return
     shown = next(iter(runs.values()))[0]
     write_facts(folder, run.facts() | memory_facts(shown.folder) | best_checkpoint(shown.folder, cfg.checkpoint.best))
-    curves({name: curve_of(places) for name, places in folders_of(folder, cfg).items()}, folder)
+    if can_draw():
+        curves({name: curve_of(places) for name, places in folders_of(folder, cfg).items()}, folder)
+    else:
+        console.print(f"curves  {NOT_DRAWN}", markup=False)
     write_report(folder)
     console.print(f"report  {folder / 'report.html'}", markup=False)
 
@@ -50,7 +54,7 @@ def best_checkpoint(run: Path, metric: str | None) -> dict[str, str]:
 
 
 def _table(
-    befores: Sequence[Evaluation | None], runs: Mapping[str, Sequence[Trained]], credit: CreditConfig, *, start: str
+    befores: Sequence[Evaluation | None], runs: Mapping[str, Sequence[Trained]], credit: CreditSettings, *, start: str
 ) -> list[SummaryRow]:
     known = [b for b in befores if b is not None]
     if not known:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from oarjax.config import ConfigError
 from oarjax.data.hf import commit_of
 from oarjax.data.streams import PromptStream
-from oarjax.grading.mixed import local_digests
+from oarjax.grading.grader import local_digests
 from oarjax.grading.recorded import Grading, RecordedGrader, setup_of
 from oarjax.report.console import OnceWarnings
 from oarjax.report.files import CompletionRow, CompletionsWriter, Metrics, MetricsWriter
@@ -120,7 +121,7 @@ class RunFiles:
             return grader
         cfg = self._run.cfg
         settings = {"grading": cfg.grading.model_dump(mode="json", exclude={"workers"})}
-        settings["answer"] = cfg.credit.answer.model_dump(mode="json")
+        settings["answer"] = asdict(cfg.credit.answer)
         settings["local"] = local_digests([r.name for r in cfg.grading.rewards])
         self._verdicts = RecordedGrader(
             grader,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -14,10 +14,10 @@ import numpy as np
 
 from oarjax.config import Config
 from oarjax.costs import Row, Work, iteration_flops
-from oarjax.credit.bind import attribution, measures, needs_reference, taught
-from oarjax.credit.method import CreditMethod
 from oarjax.credit.registry import label
-from oarjax.grading.grader import GraderError
+from oarjax.credit.resolved import ResolvedMethod
+from oarjax.data.problems import Problem
+from oarjax.grading.pool import GraderError
 from oarjax.grading.recorded import Grading
 from oarjax.models.lora import all_params
 from oarjax.models.qwen_config import QwenConfig
@@ -29,10 +29,10 @@ from oarjax.run.compile_ahead import compile_known
 from oarjax.run.hints import hints_of
 from oarjax.run.memory import report_memory
 from oarjax.run.run import Run
+from oarjax.run.shapes import ProgramShapes
 from oarjax.step.fused import fuses
 from oarjax.step.host_callbacks import HostCallbacks
 from oarjax.step.iteration import Iteration, iterate
-from oarjax.step.minibatches import compiles_ahead, prompt_step
 from oarjax.storage.stop import Stop
 from oarjax.system.devices import peak_flops, to_host_memory
 from oarjax.training.health import Health
@@ -75,7 +75,7 @@ def train(
     """
     cfg, console = run.cfg, run.console
     reference = None
-    if needs_reference(cfg, run.custom_method) and cfg.lora.rank == 0:  # adapters: the frozen weights
+    if run.credit.needs_reference(kl_beta=cfg.loss.kl_beta) and cfg.lora.rank == 0:  # adapters: the frozen weights
         reference = to_host_memory(start) if cfg.loss.reference == "host" else start
     state = run.new_state(start, copy=keep_start or reference is start)
     stream = run.prompts()
@@ -101,13 +101,13 @@ def train(
             probed=run.probed if cfg.credit.answer.source == "reference" else None,
             hints=hints_of(run),
             load_reference=partial(jax.device_put, device=run.layout.params),
-            prompt_step=prompt_step(cfg, run.mesh),
+            prompt_step=run.prompt_step,
         )
-        if compiles_ahead(cfg, run.mesh):
+        if run.compiles_ahead:
             compile_known(run, state, console)
             stop.check()
         if run.wants_memory:
-            report_memory(run, folder, console)
+            report_memory(ProgramShapes(run), folder, console)
             stop.check()
         name = label(cfg.credit.method, cfg.credit.permuted_of, cfg.credit.function)
         baseline = None if before is None else before.metrics["pass_at_1"]
@@ -139,7 +139,7 @@ def train(
             stopped = health.after(iteration)
             if cfg.profile is not None and tracing and iteration >= cfg.profile[1]:
                 tracing.close()
-            if _due(cfg, iteration):
+            if cfg.data.eval is not None and _due(iteration, cfg.iterations, every=cfg.eval.every):
                 with timer.phase("evaluate"):
                     last = evaluate(run, grader, all_params(state))
             phases = timer.lap()
@@ -149,11 +149,11 @@ def train(
             metrics["skipped_in_a_row"] = float(health.skipped_in_a_row)
             metrics["lr"] = float(np.asarray(run.schedule(max(int(state.step) - 1, 0))))
             metrics["tokens_per_second"] = metrics["completion_tokens"] / training
-            metrics["flops"] = model_flops(cfg, run.model, metrics, run.custom_method)
+            metrics["flops"] = model_flops(cfg, run.model, metrics, run.credit)
             metrics["mfu"] = metrics["flops"] / (training * peak)
             if last is not None and "evaluate" in phases:
                 metrics |= last.metrics
-            rows = completion_rows(run, done, cfg.report.completions)
+            rows = completion_rows(done, run.train.by_index, run.texts(done.rollout), run.table, cfg.report.completions)
             files.write(iteration, metrics, rows)
             files.write_groups(iteration, done)
             if on_lines is not None:
@@ -178,14 +178,15 @@ def train(
     return Trained(folder, all_params(state), last, spent or time.perf_counter() - began)
 
 
-def completion_rows(run: Run, done: Iteration, count: int) -> list[CompletionRow]:
+def completion_rows(
+    done: Iteration, problems: Mapping[int, Problem], texts: Sequence[str], table: Sequence[bytes], count: int
+) -> list[CompletionRow]:
     """Collect the first completion of each of the first ``count`` groups, with its grades, advantage and weights."""
-    rollout, group = done.rollout, run.cfg.rollout.group_size
+    rollout, group = done.rollout, len(texts) // len(done.problems)
     first = slice(0, count * group, group)
-    texts = run.texts(rollout)
     rows = []
     for b in range(len(texts))[first]:
-        problem = run.train.by_index[int(done.problems[b // group])]
+        problem = problems[int(done.problems[b // group])]
         positions = np.flatnonzero(rollout.completion[b])
         ids = rollout.tokens[b, -rollout.completion.shape[1] :]
         rows.append(
@@ -199,7 +200,7 @@ def completion_rows(run: Run, done: Iteration, count: int) -> list[CompletionRow
                 rewards={name: float(values[b]) for name, values in done.grades.per_reward.items()},
                 advantage=float(done.advantages[b]),
                 reference=problem.reference,
-                tokens=token_texts([run.table[ids[t]] for t in positions]),
+                tokens=token_texts([table[int(ids[t])] for t in positions]),
                 weights=[float(w) for w in done.weights[b, positions]],
                 is_reasoning=[bool(x) for x in done.span.reasoning[b, positions]],
                 is_answer=[bool(x) for x in done.span.answer[b, positions]],
@@ -208,7 +209,7 @@ def completion_rows(run: Run, done: Iteration, count: int) -> list[CompletionRow
     return rows
 
 
-def model_flops(cfg: Config, model: QwenConfig, metrics: dict[str, float], custom: CreditMethod | None) -> float:
+def model_flops(cfg: Config, model: QwenConfig, metrics: dict[str, float], credit: ResolvedMethod) -> float:
     """Count the FLOPs of an iteration from its metrics; see ``oarjax.costs``."""
     rows = metrics["groups_drawn"] * cfg.rollout.group_size
     work = Work(
@@ -218,20 +219,18 @@ def model_flops(cfg: Config, model: QwenConfig, metrics: dict[str, float], custo
         used=metrics["rows_used"],
         epochs=cfg.update.epochs,
         old_logps=cfg.update.epochs * cfg.update.minibatches > 1,
-        measured=bool(measures(cfg.credit, custom)),
-        reference=needs_reference(cfg, custom),
-        **taught(cfg.credit, custom),
+        measured=bool(credit.measures),
+        reference=credit.needs_reference(kl_beta=cfg.loss.kl_beta),
+        **credit.teacher_work(),
         adapters=trained_count(cfg.lora, model) if cfg.lora.rank else None,
-        fused=fuses(cfg, custom, experts=model.experts is not None),
+        fused=fuses(cfg, credit, experts=model.experts is not None),
     )
-    return sum(iteration_flops(decoder_of(model), work, cfg.credit, attribution(cfg.credit, custom)).values())
+    return sum(iteration_flops(decoder_of(model), work, credit.settings, credit.attribution).values())
 
 
-def _due(cfg: Config, iteration: int) -> bool:
+def _due(iteration: int, last: int, *, every: int) -> bool:
     """Return True if an evaluation follows this iteration: at intervals, and always after the last."""
-    if cfg.data.eval is None:
-        return False
-    return iteration == cfg.iterations or (cfg.eval.every > 0 and iteration % cfg.eval.every == 0)
+    return iteration == last or (every > 0 and iteration % every == 0)
 
 
 def _explain_crashes(grades: Grades, warnings: OnceWarnings) -> None:

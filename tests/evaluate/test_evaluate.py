@@ -237,8 +237,8 @@ def test_checkpoints_of_compared_runs_find_the_policy_beside_them(tmp_path):
     (run / "policy").mkdir()
     assert benchmark_target.policy_of(run, cfg) == str(run / "policy")
     write_manifest(run, {"record": {"commit": "abc"}})
-    assert benchmark_target.revision_of(cfg, run) == "abc"
-    assert benchmark_target.revision_of(cfg, tmp_path) is None
+    assert benchmark_target.revision_of(cfg.policy, run) == "abc"
+    assert benchmark_target.revision_of(cfg.policy, tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -412,7 +412,7 @@ def test_a_file_of_ones_own(oarjax_json, policy, tmp_path):
 def lines(scores, answers):
     return [
         {"problem": p, "sample": s, "score": score, "answer": answers[p][s], "tokens": 10, "ended": s > 0}
-        | {"verdict": "timeout" if score is None else "graded"}
+        | {"verdict": "timeout" if score is None else "graded", "vote": -1 if answers[p][s] is None else s % 2}
         for p, row in enumerate(scores)
         for s, score in enumerate(row)
     ]

@@ -1,6 +1,7 @@
 """Adapters leave and enter as PEFT folders: torch gets equal logits with them, by hand and by peft."""
 
 import json
+import os
 import shutil
 
 import jax
@@ -17,6 +18,7 @@ from oarjax.data.peft import CONFIG, WEIGHTS, read_adapters, write_adapters
 from oarjax.models.lora import init_adapters, join_params
 from oarjax.models.policy import positions_of
 from oarjax.models.qwen import make_policy
+from oarjax.report.files import make_console
 from oarjax.run.adapters import start_adapters
 
 ALPHA, RANK = 6.0, 3
@@ -118,12 +120,25 @@ def test_what_is_no_plain_lora_is_refused(trained, tmp_path):
         return folder
 
     for name, changes, message in (
-        ("kind", {"peft_type": "IA3"}, "peft_type is IA3; only LORA"),
+        ("kind", {"peft_type": "IA3"}, "peft_type is 'IA3'; only 'LORA'"),
         ("dora", {"use_dora": True}, "use_dora is True; only False"),
         ("bias", {"bias": "all"}, "bias is 'all'; only 'none'"),
         ("stacks", {"target_parameters": ["mlp.experts.gate_up_proj"]}, "adapters of whole stacks of experts cannot"),
         ("ranks", {"rank_pattern": {"q_proj": 8}}, "rank_pattern is"),
         ("rank", {"r": 0}, "r = 0 and lora_alpha = 6.0; expected positive"),
+        ("truth", {"r": True}, "r = True and"),
+        ("digits", {"lora_alpha": int("9" * 400)}, "lora_alpha = a huge integer; expected positive"),
+        ("nan", {"lora_alpha": float("nan")}, "lora_alpha = nan; expected positive"),
+        ("pissa", {"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4', which changes the weights below"),
+        ("olora", {"init_lora_weights": "olora"}, "convert to plain LoRA"),
+        ("eva", {"eva_config": {"rho": 2.0}}, "eva_config is"),
+        ("loftq", {"loftq_config": {"loftq_bits": 4}}, "loftq_config is"),
+        ("qalora", {"use_qalora": True}, "use_qalora is True; only False"),
+        ("alora", {"alora_invocation_tokens": [1]}, "alora_invocation_tokens is"),
+        ("layers", {"layers_pattern": "blocks"}, "layers_pattern is 'blocks'"),
+        ("rslora", {"use_rslora": "false"}, "use_rslora is 'false'; expected true or false"),
+        ("later", {"use_tomorrow": False}, "use_tomorrow is False, a field that is not known here"),
+        ("dropout", {"lora_dropout": "0.1"}, "lora_dropout is '0.1'"),
     ):
         with pytest.raises(CheckpointError, match=message):
             read_adapters(written(name, fields | changes), cfg)
@@ -133,9 +148,31 @@ def test_what_is_no_plain_lora_is_refused(trained, tmp_path):
         read_adapters(written("other", tensors=tensors | {"other": tensors[first]}), cfg)
     with pytest.raises(CheckpointError, match=r"expected \[3, "):
         read_adapters(written("shape", tensors=tensors | {first: tensors[first][:, :-1].copy()}), cfg)
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        read_adapters(tmp_path, cfg)
+    broken = tensors[first].copy()
+    broken.flat[0] = np.inf
+    with pytest.raises(CheckpointError, match="holds values that are not finite"):
+        read_adapters(written("infinite", tensors=tensors | {first: broken}), cfg)
+    with pytest.raises(CheckpointError, match=r"expected a dtype of F64, F32, F16, BF16, got F8_E4M3"):
+        read_adapters(written("fp8", tensors=tensors | {first: tensors[first].astype(jnp.float8_e4m3fn)}), cfg)
+    (nested := written("nested")).joinpath(CONFIG).write_text('{"a":' * 20_000)
+    (pipe := written("pipe")).joinpath(WEIGHTS).unlink()
+    os.mkfifo(pipe / WEIGHTS)
+    for folder in (tmp_path, nested, pipe):
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            read_adapters(folder, cfg)
     with pytest.raises(CheckpointError, match="has no adapters"):
         write_adapters(tmp_path / "none", cfg, {}, alpha=1.0, base="x")
     rs = read_adapters(written("rs", fields | {"use_rslora": True}), cfg)
     np.testing.assert_allclose(rs.alpha / rs.rank, ALPHA / RANK**0.5)
+
+
+def test_what_peft_writes_by_default_is_read(trained, tmp_path, capsys):
+    """With dropout, which means nothing when adapters are loaded: one line says so."""
+    peft = pytest.importorskip("peft", reason="peft is not installed (extra parity)")
+    cfg, _, _, targets, _, out = trained
+    shutil.copytree(out, tmp_path / "out")
+    fields = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.1, target_modules=["q_proj"]).to_dict()
+    (tmp_path / "out" / CONFIG).write_text(json.dumps(fields, default=sorted))
+    lora = LoraConfig(rank=RANK, alpha=ALPHA, targets=targets, start=str(tmp_path / "out"))
+    start_adapters(lora, cfg, make_console())
+    assert capsys.readouterr().out == "lora.start: lora_dropout = 0.1 is not applied: training here has no dropout\n"

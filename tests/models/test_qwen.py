@@ -305,6 +305,17 @@ def test_refusals(change, message):
         QwenConfig.from_hf(QWEN3 | change)
 
 
+@pytest.mark.parametrize("listed", [{}, {"layer_types": ["full_attention"] * 4}])
+def test_a_sliding_window_of_a_mixture_acts_on_every_layer(listed):
+    """Transformers' Qwen3 MoE reads neither max_window_layers nor layer_types."""
+    moe = QWEN3 | {"model_type": "qwen3_moe", "architectures": None, "num_experts": 4, "num_experts_per_tok": 2}
+    moe |= {"moe_intermediate_size": 8, "sliding_window": 16, "max_window_layers": 4, **listed}
+    assert QwenConfig.from_hf(moe | {"use_sliding_window": False}).experts
+    assert QwenConfig.from_hf(moe | {"use_sliding_window": True, "sliding_window": None}).experts
+    with pytest.raises(UnsupportedModel, match="window of 16 would act on all 4 layers"):
+        QwenConfig.from_hf(moe | {"use_sliding_window": True})
+
+
 def test_idle_sliding_window_is_accepted():
     """Qwen2.5 ships sliding_window and max_window_layers with the window switched off, or acting on no layer."""
     off = QwenConfig.from_hf({**QWEN2, "use_sliding_window": False, "sliding_window": 16, "max_window_layers": 2})

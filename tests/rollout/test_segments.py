@@ -343,7 +343,8 @@ static = jax.jit(lambda p, b, k: sample_rows(one, p, b, keys(b, k), **how._asdic
 want = jax.device_get(static(params, prompts, jax.random.key(1)))
 for axes, options in json.loads(sys.argv[1]):
     mesh = make_mesh(slice=1, **axes)
-    where = rollout_layout(tiny.config(rollout__prompts=8), model, mesh)
+    cfg = tiny.config(rollout__prompts=8)
+    where = rollout_layout(cfg.policy, cfg.rollout, cfg.lora, model, mesh)
     wide = sampling_model(model, tensor=axes["tensor"])
     policy = make_policy(wide, compute_dtype=jnp.float64, mesh=where.rows.mesh)
     laid = sampling_params(model, params, kv_heads=wide.num_key_value_heads, dtype=jnp.float64)

@@ -7,9 +7,9 @@ import pytest
 import tiny
 from conftest import ROOT
 
-from oarjax.config import Config, Section
+from oarjax.report.fields import field_rows
 from oarjax.storage.folder import claim
-from oarjax.storage.trust import UntrustedCode, check_trust, code_digests, note_trusted, state_folder
+from oarjax.storage.trust import UntrustedCode, check_trust, code_digests, code_places, note_trusted, state_folder
 from oarjax.system.plugins import plugin_file
 
 
@@ -30,12 +30,12 @@ def refused(cfg, run):
     with pytest.raises(
         UntrustedCode, match=r"names Python code that is not known to be yours: .*pass --trust-code"
     ) as e:
-        check_trust(cfg, run, source="x", trusted=False)
+        check_trust(code_places(cfg), run, source="x", trusted=False)
     return str(e.value)
 
 
 def test_without_code_there_is_no_question(tmp_path):
-    check_trust(tiny.config(), tmp_path, source="x", trusted=False)
+    check_trust(code_places(tiny.config()), tmp_path, source="x", trusted=False)
 
 
 def test_own_is_what_was_noted_and_is_unchanged(tmp_path):
@@ -43,33 +43,23 @@ def test_own_is_what_was_noted_and_is_unchanged(tmp_path):
     cfg = tiny.config(loss__function=f"{file}:loss")
     run = claim(tmp_path / "run", cfg)
     assert f"loss.function={file}:loss" in refused(cfg, run)
-    assert note_trusted(run, cfg) is None
-    check_trust(cfg, run, source="x", trusted=False)
+    assert note_trusted(run, code_places(cfg)) is None
+    check_trust(code_places(cfg), run, source="x", trusted=False)
     run = run.rename(tmp_path / "moved")
-    check_trust(cfg, run, source="x", trusted=False)
+    check_trust(code_places(cfg), run, source="x", trusted=False)
     refused(tiny.config(loss__function=f"{file}:another"), run)  # another name in the same file
     refused(tiny.config(grading__plugins=[str(file)]), run)
     refused(tiny.config(loss__function="os:system"), run)
     refused(cfg, tmp_path)  # of another run, or of none
     file.write_text("print('changed')")
     refused(cfg, run)
-    check_trust(cfg, run, source="x", trusted=True)
+    check_trust(code_places(cfg), run, source="x", trusted=True)
     file.unlink()
     refused(cfg, run)
 
 
-def naming_code(section, prefix=""):
-    """Yield the fields of a config that say that they name Python code."""
-    for name, field in section.model_fields.items():
-        if "file.py:name" in (field.description or ""):
-            yield prefix + name
-        for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
-            if isinstance(kind, type) and issubclass(kind, Section):
-                yield from naming_code(kind, f"{prefix}{name}.")
-
-
 def test_every_field_that_names_code_is_asked_about(tmp_path):
-    place, named = f"{code(tmp_path)}:loss", sorted(naming_code(Config))
+    place, named = f"{code(tmp_path)}:loss", sorted(row.path for row in field_rows() if "file.py:name" in row.about)
     assert named == ["advantage.function", "credit.function", "credit.marks", "credit.probe.function", "loss.function"]
     settings = {name.replace(".", "__"): place for name in named}
     cfg = tiny.config(**settings, credit__method="custom", grading__plugins=[str(tmp_path / "rewards.py")])
@@ -85,7 +75,7 @@ def test_an_id_that_is_none_is_not_looked_up(tmp_path, known):
     run = claim(tmp_path / "run", cfg)
     notes = state_folder() / "runs"
     notes.mkdir(parents=True)
-    place, digest = next(iter(code_digests(cfg).items()))
+    place, digest = next(iter(code_digests(code_places(cfg)).items()))
     text = f'{{"code": {{"{place}": "{digest}"}}}}'
     (state_folder().parent / "escape.json").write_text(text)
     (run / "run.json").write_text(f'{{"id": "{known}"}}')
@@ -96,7 +86,7 @@ def test_a_state_folder_that_cannot_be_written_is_a_word(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     cfg = tiny.config(loss__function=f"{code(tmp_path)}:loss")
-    assert "will ask for --trust-code" in note_trusted(claim(tmp_path / "run", cfg), cfg)
+    assert "will ask for --trust-code" in note_trusted(claim(tmp_path / "run", cfg), code_places(cfg))
     refused(cfg, tmp_path / "run")
 
 
@@ -109,7 +99,7 @@ def test_a_terminal_is_asked(tmp_path, monkeypatch, capsys, answer, runs):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     cfg = tiny.config(grading__plugins=[f"{tmp_path}/\x1b[2Jmine.py"])
     if runs:
-        check_trust(cfg, tmp_path, source="x", trusted=False)
+        check_trust(code_places(cfg), tmp_path, source="x", trusted=False)
     else:
         refused(cfg, tmp_path)
     said = capsys.readouterr().err
@@ -128,16 +118,16 @@ def test_files_are_found_without_an_import(tmp_path, monkeypatch):
     assert plugin_file(str(tmp_path / "none.py")) is None
     assert "trust_package" not in sys.modules
     cfg = tiny.config(loss__function="trust_package.inner:loss")
-    before = code_digests(cfg)
+    before = code_digests(code_places(cfg))
     code(tmp_path, "trust_package/__init__.py", "print('other')")  # it runs before the module
-    assert code_digests(cfg) != before
+    assert code_digests(code_places(cfg)) != before
     assert Path(str(module)).exists()
 
 
 def test_what_a_file_imports_from_its_own_folder_counts(tmp_path):
     mine = code(tmp_path, "mine.py", "import json\nfrom near import x\nimport parts.one\n")
     cfg = tiny.config(loss__function=f"{mine}:loss")
-    alone = code_digests(cfg)
+    alone = code_digests(code_places(cfg))
     seen = [alone]
     for name, text in (
         ("near.py", "from far import y"),
@@ -147,9 +137,9 @@ def test_what_a_file_imports_from_its_own_folder_counts(tmp_path):
         ("far.py", "y = 2"),
     ):
         code(tmp_path, name, text)
-        assert code_digests(cfg) not in seen
-        seen.append(code_digests(cfg))
+        assert code_digests(code_places(cfg)) not in seen
+        seen.append(code_digests(code_places(cfg)))
     code(tmp_path, "other.py", "nobody imports it")
-    assert code_digests(cfg) == seen[-1]
+    assert code_digests(code_places(cfg)) == seen[-1]
     code(tmp_path, "far.py", "y = (")  # no Python any more
-    assert code_digests(cfg) not in seen
+    assert code_digests(code_places(cfg)) not in seen

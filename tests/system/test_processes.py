@@ -195,7 +195,27 @@ def test_grades_of_all_shares(monkeypatch):
 def test_several_processes_stop_where_one_cannot_write():
     tree = {"run_dir": "r", "policy": {"path": "p"}, "data": {"train": {"source": "s"}}}
     cfg = parse_config(tree | {"checkpoint": {"on_failure": "warn"}})
-    check_failures(cfg, processes=1)
+    check_failures(cfg.checkpoint, processes=1)
     with pytest.raises(ConfigError, match=r"checkpoint.on_failure: warn needs a single process, got 2; set stop"):
-        check_failures(cfg, processes=2)
-    check_failures(parse_config(tree), processes=2)
+        check_failures(cfg.checkpoint, processes=2)
+    check_failures(parse_config(tree).checkpoint, processes=2)
+
+
+def test_a_lost_process_is_said_in_a_sentence(monkeypatch):
+    """75 where there is a checkpoint to resume from; other errors, and those of a single process, stay as they are."""
+    text = "INTERNAL: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
+
+    def failing(error, *, saved=True):
+        with processes.peers_watched(lambda: saved):
+            raise error
+
+    lost = jax.errors.JaxRuntimeError(text)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="gloo"):
+        failing(lost)
+    monkeypatch.setattr(processes.jax, "process_count", lambda: 2)
+    for saved, code in ((True, 75), (False, 1)):
+        with pytest.raises(processes.PeerLost, match="another process of the run ended") as error:
+            failing(lost, saved=saved)
+        assert error.value.exit_code == code
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        failing(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"))

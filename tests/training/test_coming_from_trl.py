@@ -10,8 +10,9 @@ import yaml
 from conftest import CACHE, ROOT
 
 from oarjax.cli import main
-from oarjax.config import Config, Section, parse_config
+from oarjax.config import parse_config
 from oarjax.data.tasks.arithmetic import write_builtin_policy
+from oarjax.report.fields import field_rows
 
 PAGE = (ROOT / "docs" / "coming_from_trl.md").read_text(encoding="utf-8")
 
@@ -74,17 +75,10 @@ def test_the_run_of_the_page(tmp_path, monkeypatch, capsys):
     assert {name.replace("NAME", "brief") for name in named} - optional - {"verdict/brief"} <= logged[0].keys()
 
 
-def leaves(section, prefix=""):
-    for name, field in section.model_fields.items():
-        yield f"{prefix}{name}"
-        for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
-            if isinstance(kind, type) and issubclass(kind, Section):
-                yield from leaves(kind, f"{prefix}{name}.")
-
-
 def test_the_fields_of_the_page_exist():
     table = PAGE[PAGE.index("## Settings") : PAGE.index("## Metrics")]
-    known = set(leaves(Config))
+    fields = {row.path for row in field_rows()}
+    known = fields | {field.rpartition(".")[0] for field in fields}  # and their sections
     named = [
         n
         for row in table.splitlines()

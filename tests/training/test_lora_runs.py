@@ -153,8 +153,9 @@ rows = {"tokens": draw.integers(3, 24, (1, 8, 16)).astype(np.int32), "valid": np
 def outcome(fsdp, tensor):
     mesh = make_mesh(slice=1, data=1, fsdp=fsdp, tensor=tensor, devices=jax.devices()[: fsdp * tensor])
     layout = training_layout(cfg.lora, model, mesh, sgd)
-    steps = make_steps(bind_policy(cfg, model, mesh), sgd, layout, cfg, stop_ids=(1,), pad_id=0,
-                       rollout=rollout_layout(cfg, model, mesh))
+    policy = bind_policy(cfg.policy, model, mesh, adapter_scale=cfg.lora.scale)
+    steps = make_steps(policy, sgd, layout, cfg, stop_ids=(1,), pad_id=0,
+                       rollout=rollout_layout(cfg.policy, cfg.rollout, cfg.lora, model, mesh))
     state = new_state(jax.device_put(init_params(model, jax.random.key(3)), layout.params), sgd, layout, seed=0,
                       lora=cfg.lora)
     batch = TrainBatch(**jax.device_put(rows, layout.microbatches), old_logps=None, ref_logps=None,

@@ -1,5 +1,6 @@
 """Two-step accidents: a second command, another input, somebody else's files."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -17,30 +18,32 @@ import yaml
 import oarjax.evaluate.command
 import oarjax.tools.replay.command
 from oarjax.cli import main
-from oarjax.config import load_config
+from oarjax.config import Config, load_config
 from oarjax.data.hf import read_config
 from oarjax.data.peft import write_adapters
 from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.errors import UserError
 from oarjax.evaluate.export import run as export
-from oarjax.grading.mixed import local_rewards
+from oarjax.grading.grader import local_rewards
 from oarjax.models.lora import init_adapters
 from oarjax.models.weights import abstract_params
 from oarjax.report.files import make_console
 from oarjax.run.inputs import check_inputs, pin_threads, seal_start
 from oarjax.run.run import open_run
-from oarjax.storage.bad_batches import Header, write_bad_batch, write_params
+from oarjax.storage.bad_batches import Header, read_bad_batch, write_bad_batch, write_params
 from oarjax.storage.durable import storage_errors
-from oarjax.storage.folder import claim, locked
+from oarjax.storage.folder import claim, locked, run_id
 from oarjax.storage.inputs import read_inputs
 from oarjax.storage.stop import Stop
-from oarjax.storage.trust import note_trusted
-from oarjax.training.command import start_policy, train_once
+from oarjax.storage.trust import code_places, note_trusted
+from oarjax.tools.replay.command import open_replay
+from oarjax.training.command import _claim, start_policy, train_once
 
 
 @pytest.fixture(autouse=True)
 def state(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("NPROC", raising=False)
 
 
@@ -79,7 +82,7 @@ def begun(tmp_path):
         assert check_inputs(run).words() == ""
         claim(run.folder, cfg)
         write_builtin_policy(run.folder / "start", seed=3, hidden=16, layers=1, heads=2, kv_heads=2, ffn=16)
-        seal_start(run, run.folder / "start")
+        seal_start(run.folder, run.folder / "start")
     return config, run.folder
 
 
@@ -157,8 +160,7 @@ def test_an_input_that_changed_since_is_refused_and_nothing_touched(begun, tmp_p
         train_once(load_config(config), make_console(), Stop())
     assert error.value.exit_code == 2
     changed = {p for p, what in everything(folder).items() if before.get(p) != what}
-    begun_files = {folder / name for name in ("config.yaml", "inputs.json", "facts.json")}
-    assert changed <= (begun_files if change is flip_start else set())
+    assert changed <= ({folder / "inputs.json"} if change is flip_start else set())
 
 
 def test_adapters_to_start_from_are_an_input(tmp_path):
@@ -215,6 +217,17 @@ def test_threads_are_those_that_the_run_began_with(begun, monkeypatch):
     monkeypatch.setenv("NPROC", str(int(began) + 1))
     pin_threads(folder)
     assert os.environ["NPROC"] == str(int(began) + 1)  # the user's word
+
+
+def test_a_lost_id_is_written_again_and_said(begun, capsys):
+    config, folder = begun
+    cfg, known = load_config(config), (folder / "run.json").read_text()
+    _claim(folder, cfg, make_console())
+    assert (folder / "run.json").read_text() == known
+    (folder / "run.json").write_text("")
+    _claim(folder, cfg, make_console())
+    assert len(run_id(folder)) == 32
+    assert "held no id, as after an interrupted copy: it has a new id" in " ".join(capsys.readouterr().out.split())
 
 
 def test_restart_puts_the_old_run_aside(tmp_path, monkeypatch):
@@ -323,7 +336,7 @@ def test_code_of_others_is_not_imported(foreign, monkeypatch, capsys, what):
 def test_code_that_is_trusted_or_own_is_run(foreign, what, how):
     run, batch, cfg, canary = foreign
     if how == "noted":
-        assert note_trusted(run, cfg) is None
+        assert note_trusted(run, code_places(cfg)) is None
     trust = how == "--trust-code"
     settings = {"data": None, "k": None, "temperature": None, "prompt": "auto", "out": None, "overrides": []}
     commands = {
@@ -333,6 +346,21 @@ def test_code_that_is_trusted_or_own_is_run(foreign, what, how):
     with pytest.raises(UserError, match="imported"):  # what the file raises
         commands[what]()
     assert canary.exists()
+
+
+def test_a_replay_ignores_what_a_file_says_about_its_machine(foreign, tmp_path):
+    """JAX executes what lies in a compilation cache, and the folder may come with the file."""
+    run, batch, _, _ = foreign
+    header = read_bad_batch(batch)[0]
+    hostile = {"compilation_cache": str(run / "cache"), "run_dir": str(tmp_path / "elsewhere"), "device": "tpu"}
+    hostile |= {"distributed": {"coordinator": "10.0.0.1:1", "processes": 2, "process": 1}, "profile": [1, 1]}
+    hostile |= {"report": {"to": ["wandb"]}, "export": {"folder": "export/../.."}, "mesh": {"fsdp": 64}}
+    header = dataclasses.replace(header, config={**header.config, **hostile})
+    cfg = open_replay(header, batch, device="cpu", console=make_console(), trust_code=True).cfg
+    assert not (run / "cache").exists()
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "home" / ".cache" / "oarjax" / "xla")
+    plain = Config(run_dir=str(run), policy=cfg.policy, data=cfg.data)
+    assert all(getattr(cfg, name) == getattr(plain, name) for name in hostile)
 
 
 def test_an_export_imports_nothing(foreign, tmp_path):

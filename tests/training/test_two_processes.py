@@ -7,9 +7,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -283,3 +285,35 @@ def test_an_error_on_one_process_ends_them_all(config, tmp_path):
     assert "is in use by" in said[0]
     assert "Traceback" not in said[0]
     assert codes[1] != 0, said[1]
+
+
+def test_a_lost_process_is_one_sentence_and_75_or_a_signal(config, tmp_path):
+    """The other one is killed once there is a checkpoint; the same two commands then go on."""
+    run = tmp_path / "run"
+    command = ["train", str(config), f"run_dir={run}", "iterations=40", "checkpoint.keep=2", "distributed.processes=2"]
+    told = f"distributed.coordinator=127.0.0.1:{free_port()}"
+    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": virtual_devices(4), "PYTHONPATH": str(ROOT)}
+    logs = [tmp_path / f"{number}.log" for number in range(2)]
+    pair = [
+        starts.Started([*command, told, f"distributed.process={n}"], log=log, environment=environment)
+        for n, log in enumerate(logs)
+    ]
+    try:
+        end = time.monotonic() + 500
+        while not (run / "checkpoints" / "000001").exists():
+            assert time.monotonic() < end
+            assert pair[0].poll() is None, logs[0].read_text()
+            time.sleep(0.2)
+        pair[1].kill()
+        code, said = pair[0].wait(300), " ".join(logs[0].read_text().split())
+    finally:
+        for process in pair:
+            process.kill()
+            process.wait()
+    if code == -signal.SIGABRT:  # JAX's heartbeat was first, as where the programs wait in silence; scripts restart it
+        assert "Terminating process because the JAX distributed service detected fatal errors" in said
+        return
+    assert code == 75, said
+    assert "another process of the run ended or cannot be reached" in said
+    assert "the same command on every host resumes the run" in said
+    assert "Traceback" not in said

@@ -21,7 +21,7 @@ from oarjax.report.console import PhaseTimer
 from oarjax.run.layout import param_shardings
 from oarjax.run.memory import phase_memory
 from oarjax.run.run import Run, open_run
-from oarjax.run.shapes import programs
+from oarjax.run.shapes import ProgramShapes
 from oarjax.step.host_callbacks import GradedAtOnce, HostCallbacks
 from oarjax.step.iteration import iterate
 from oarjax.system.devices import memory_limit
@@ -83,8 +83,9 @@ def _compile(s: Setting) -> tuple[float, int, dict[str, int]]:
     with _misses() as missed:
         began = time.perf_counter()
         sizes: dict[str, int] = {}
-        for program in programs(run):
-            sizes[program.phase] = max(sizes.get(program.phase, 0), phase_memory(run, program).peak)
+        shapes = ProgramShapes(run)
+        for program in shapes.programs():
+            sizes[program.phase] = max(sizes.get(program.phase, 0), phase_memory(shapes, program).peak)
         return time.perf_counter() - began, missed(), sizes
 
 
@@ -125,7 +126,7 @@ def phases(s: Setting) -> list[Check]:
     checks = [
         holds("every metric is finite", bool(finite)),
         holds("the trace has files", bool(files), value=len(files)),
-        _peak_memory(s, run),
+        _peak_memory(s, ProgramShapes(run)),
     ]
     rate = s.peaks.flops or _rate_of_products()
     for name in [name for name in ("sample", "score", "update") if name in laps[-1]]:
@@ -197,12 +198,12 @@ def _rate_of_products() -> float:
     return 2 * 512**3 / best_seconds(lambda: product(x), repeats=5)
 
 
-def _peak_memory(s: Setting, run: Run) -> Check:
+def _peak_memory(s: Setting, shapes: ProgramShapes) -> Check:
     """Compare the peak of memory in use with the largest estimate."""
     name = "memory in use over estimate"
     used = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     if s.small or used is None:
         return not_applicable(name, "this device does not report its memory")
-    estimate = max(phase_memory(run, program).peak for program in programs(run))
+    estimate = max(phase_memory(shapes, program).peak for program in shapes.programs())
     note = f"{used / 2**30:.3g} GiB, estimated {estimate / 2**30:.3g} GiB"
     return at_most(name, used / estimate, 1.1, note=note)

@@ -14,7 +14,7 @@ from rich.table import Table
 from oarjax.credit.probe import Probe, divergence, outcome_probe, reading_of
 from oarjax.models.policy import Policy, positions_of
 from oarjax.models.qwen import make_policy
-from oarjax.step.programs import Steps
+from oarjax.step.steps import Steps
 from oarjax.tools.bench.measure import Compilations, Peak, measure, spread
 from oarjax.tools.bench.work import PAD, Ours, Shapes, draw_tokens, spans, unchanged
 from oarjax.tools.plan.jaxpr_flops import executed_flops

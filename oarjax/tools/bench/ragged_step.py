@@ -30,7 +30,7 @@ from oarjax.models.weights import decoder_of
 from oarjax.run.run import Run
 from oarjax.step.iteration import Iteration, iterate
 from oarjax.step.minibatches import Bucket, bucket
-from oarjax.step.programs import Steps
+from oarjax.step.steps import Steps
 from oarjax.system.mesh import make_mesh
 from oarjax.tools.bench.measure import Compilations, Peak, seconds_of, spread, warm
 from oarjax.tools.bench.ragged import Ragged, TorchSettings, draw_prompts, ragged_config

@@ -22,14 +22,13 @@ from oarjax.costs import Row, scoring_flops, update_flops
 from oarjax.data.hf import load_params, read_config
 from oarjax.models.weights import decoder_of
 from oarjax.run.run import Run
-from oarjax.step.iteration import score
 from oarjax.step.minibatches import MinibatchPlan, bucket, padding_share, sizes_of
 from oarjax.system.mesh import make_mesh
 from oarjax.tools.bench.measure import Compilations, Peak, seconds_of, spread, warm
 from oarjax.tools.bench.ragged import Ragged, TorchSettings, draw_prompts, ragged_config
 from oarjax.tools.bench.sides import compare
 from oarjax.tools.bench.work import PAD
-from oarjax.types import AnswerSpan, Rollout, TrainBatch
+from oarjax.types import AnswerSpan, Rollout, SampledRows, TrainBatch
 
 if TYPE_CHECKING:
     from oarjax.tools.bench.ragged_against import RaggedTorch
@@ -126,12 +125,10 @@ class RaggedUpdates:
     def log_probs(self, plan: MinibatchPlan, rollout: Rollout) -> Callable[[], Any]:
         steps, none = self.scores.steps, np.zeros(rollout.completion.shape, bool)
         span: Any = AnswerSpan(none, none, np.ones(len(none), bool))  # type: ignore[arg-type]
-        tree = (rollout, span, np.arange(len(none), dtype=np.int32))
+        tree = SampledRows(rollout, span, np.arange(len(none), dtype=np.int32))  # type: ignore[arg-type]
         (arrays,) = (self.scores.place(each, "microbatches") for each in plan.split(tree))
         key, probe = jax.random.key(0), self.scores.cfg.credit.probe.mode
-        return lambda: jax.block_until_ready(
-            score(steps, self.params, None, *arrays, pieces=plan.pieces[0], key=key, probe=probe)
-        )
+        return lambda: jax.block_until_ready(steps.scores(self.params, None, arrays, plan.pieces[0], key, probe=probe))
 
 
 def torch_works(draw: Draw, torch_side: RaggedTorch, shapes: Ragged) -> tuple[dict[str, Works], dict[str, float]]:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from oarjax.data.tasks.arithmetic import builtin_config
-from oarjax.step.programs import Steps
+from oarjax.step.steps import Steps
 from oarjax.tools.bench.credit import SCORES
 from oarjax.tools.bench.measure import Compilations, Peak, measure, spread
 from oarjax.tools.bench.work import Ours, Shapes, draw_tokens, half_constant, half_right

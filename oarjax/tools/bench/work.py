@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from oarjax.config import Config, CreditConfig, parse_config
+from oarjax.config import Config, parse_config
 from oarjax.costs import Row as Place
 from oarjax.costs import Work, clean_flops, forwards, iteration_flops, pass_flops
 from oarjax.credit.registry import METHODS
+from oarjax.credit.settings import CreditSettings
 from oarjax.data.hf import load_params, read_config
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import decoder_of
@@ -23,9 +24,9 @@ from oarjax.run.run import Run
 from oarjax.step.host_callbacks import GradedAtOnce, HostCallbacks
 from oarjax.step.iteration import iterate
 from oarjax.step.minibatches import Piece
-from oarjax.step.programs import Steps
+from oarjax.step.steps import Steps
 from oarjax.system.mesh import make_mesh
-from oarjax.types import AnswerSpan, Grades, Params, PromptBatch, Rollout, TrainBatch
+from oarjax.types import AnswerSpan, Grades, Params, PromptBatch, Rollout, SampledRows, TrainBatch
 
 PAD = 0
 
@@ -94,11 +95,11 @@ def make_rows(model: QwenConfig, shapes: Shapes) -> list[Row]:
     forward = pass_flops(d, tokens=s.prompts * full, context=full / 2, read=s.prompts * full)
     drawn = s.groups * s.group_size
     work = Work(Place(s.prompt_tokens, s.new_tokens), prompts=s.groups, rows=drawn, used=drawn)
-    iteration = sum(iteration_flops(d, work, CreditConfig(), METHODS["oar_g"]).values())
+    iteration = sum(iteration_flops(d, work, CreditSettings(), METHODS["oar_g"]).values())
 
     def scores(method: str) -> float:
         row = Place(s.prompt_tokens, s.reasoning + s.cue + s.answer, s.reasoning)
-        return s.credit_rows * clean_flops(d, row) * forwards(METHODS[method], CreditConfig(), row, d)
+        return s.credit_rows * clean_flops(d, row) * forwards(METHODS[method], CreditSettings(), row, d)
 
     return [
         Row("W1", "rollout", many, "tokens/s", s.prompts * s.new_tokens, forward),
@@ -277,10 +278,10 @@ class Ours:
         numbers = np.arange(rows, dtype=np.int32)
         arrays = jax.tree.map(
             lambda x: jnp.asarray(x).reshape(-1, b, *x.shape[1:]),
-            (rollout, spans(rows, length, self.shapes), numbers),
+            SampledRows(rollout, spans(rows, length, self.shapes), numbers),  # type: ignore[arg-type]
         )
         used, probe = jnp.int32(rows // b), cfg.credit.probe.mode
-        return lambda: jax.block_until_ready(steps.score(self.params, None, *arrays, used, keys.next(), probe=probe))
+        return lambda: jax.block_until_ready(steps.score(self.params, None, arrays, keys.next(), 0, used, probe=probe))
 
     def changed(self, **sections: dict[str, Any]) -> Config:
         """Return the workloads' config with other fields."""

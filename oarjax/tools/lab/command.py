@@ -9,6 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 from oarjax.config import BUILTIN_POLICIES, Config, ConfigError, changed, load_config
+from oarjax.credit.settings import AnswerSettings
+from oarjax.report.figures import NOT_DRAWN, can_draw
 from oarjax.report.files import make_console, visible
 from oarjax.run.run import open_run
 from oarjax.tools.lab.completions import sample_completions, saved_completions
@@ -51,8 +53,8 @@ def measure_credit(
     Raises:
         ConfigError: the policy does not exist, or the config extracts no answers.
     """
-    check_policy(cfg)
-    check_answers(cfg)
+    check_policy(cfg.policy.path)
+    check_answers(cfg.credit.answer)
     run = open_run(cfg, console)
     for name, value in run.facts().items():
         console.print(f"{name:<12}{visible(str(value))}", markup=False)
@@ -68,19 +70,22 @@ def measure_credit(
             result = replace(result, gradients=measure_gradients(run, params, grader))
     write_lab(run.folder / "credit.json", result)
     if cfg.report.html:
-        plot_lab(run.folder / "credit.png", result)
+        if can_draw():
+            plot_lab(run.folder / "credit.png", result)
+        else:
+            console.print(f"credit.png is {NOT_DRAWN}", markup=False)
         write_lab_page(run.folder / "credit.html", result)
     return result
 
 
-def check_policy(cfg: Config) -> None:
+def check_policy(policy: str) -> None:
     """Check that a run's export exists, so that a missing folder is not mistaken for a Hugging Face name.
 
     Raises:
         ConfigError: it does not exist; the message names the command that creates it.
     """
-    path = Path(cfg.policy.path).expanduser()
-    if cfg.policy.path in BUILTIN_POLICIES or path.is_dir() or path.name not in ("export", "start"):
+    path = Path(policy).expanduser()
+    if policy in BUILTIN_POLICIES or path.is_dir() or path.name not in ("export", "start"):
         return
     alone = " iterations=0" if path.name == "start" else ""  # the warm start needs no iteration
     raise ConfigError(
@@ -89,13 +94,12 @@ def check_policy(cfg: Config) -> None:
     )
 
 
-def check_answers(cfg: Config) -> None:
+def check_answers(answer: AnswerSettings) -> None:
     """Check that answers are extracted from the completions: the lab needs them.
 
     Raises:
         ConfigError: credit.answer extracts no answers, or not from the completions.
     """
-    answer = cfg.credit.answer
     if answer.style == "none":
         raise ConfigError("credit.answer.style: the lab needs answers, got none; set the style of your answers")
     if answer.source != "own":

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
-from oarjax.config import ConfigError
+from oarjax.config import ConfigError, DataConfig
 from oarjax.credit.answer_text import extract_answer
+from oarjax.credit.settings import AnswerSettings
 from oarjax.data.problems import Problem
 from oarjax.data.streams import eval_batches, left_pad, right_pad
 from oarjax.data.tokenizer import chat_ids, encode, errors_at, render_prompt, rendered_ids, text_of
@@ -61,7 +63,8 @@ def sample_completions(run: Run, programs: Programs) -> Completions:
         raise ConfigError(_nothing_to_compare(considered, cfg.lab.shortest, cfg.credit.answer.style))
     rollout = join(rollouts)
     span = jax.tree.map(lambda *parts: np.concatenate(parts), *spans)
-    return _trimmed(run, rollout, span, problems, np.ones(len(problems), bool), len(problems), considered)
+    step = min(cfg.rollout.completion_bucket, 8)
+    return _trimmed(step, rollout, span, problems, np.ones(len(problems), bool), len(problems), considered)
 
 
 def saved_completions(run: Run, saved: Sequence[SavedRollout]) -> Completions:
@@ -102,7 +105,8 @@ def saved_completions(run: Run, saved: Sequence[SavedRollout]) -> Completions:
     indices = [numbers.setdefault(tuple(prompts[r]), len(numbers)) for r in rows]
     problems = [Problem(texts[r], saved[r].reference or "", index=n) for n, r in zip(indices, rows)]
     referenced = np.array([saved[r].reference is not None for r in rows])
-    return _trimmed(run, take(rollout, rows), take(span, rows), problems, referenced, len(usable), len(saved))
+    step = min(cfg.rollout.completion_bucket, 8)
+    return _trimmed(step, take(rollout, rows), take(span, rows), problems, referenced, len(usable), len(saved))
 
 
 def _ids(run: Run, saved: SavedRollout, number: int) -> tuple[list[int], list[int], bool]:
@@ -114,7 +118,7 @@ def _ids(run: Run, saved: SavedRollout, number: int) -> tuple[list[int], list[in
     """
     place, completion = f"--rollouts: {saved.place or f'rollout {number}'}", saved.completion
     with errors_at(place):
-        prompt, restored = _prompt_ids(run, saved)
+        prompt, restored = _prompt_ids(saved, run.cfg.data, run.tokenizer, run.table)
         completion = encode(run.tokenizer, completion) if isinstance(completion, str) else completion
     tokens, vocabulary = [*prompt, *completion], run.model.vocab_size
     foreign = next((i for i in tokens if not 0 <= i < vocabulary), None)
@@ -131,12 +135,14 @@ def _ids(run: Run, saved: SavedRollout, number: int) -> tuple[list[int], list[in
     return prompt, completion, restored
 
 
-def _prompt_ids(run: Run, saved: SavedRollout) -> tuple[list[int], bool]:
+def _prompt_ids(
+    saved: SavedRollout, data: DataConfig, tokenizer: PreTrainedTokenizerFast, table: list[bytes]
+) -> tuple[list[int], bool]:
     """Encode a saved prompt; also return whether its special tokens were restored."""
-    data, tokenizer, prompt = run.cfg.data, run.tokenizer, saved.prompt
+    prompt = saved.prompt
     if isinstance(prompt, str):
         if saved.rendered:
-            return rendered_ids(tokenizer, prompt, run.table)
+            return rendered_ids(tokenizer, prompt, table)
         settings = data.model_dump(include={"template", "system_prompt", "prompt_format", "thinking"})
         return render_prompt(tokenizer, prompt, **settings), False
     if isinstance(prompt[0], dict):
@@ -159,7 +165,7 @@ def _nothing_to_compare(considered: int, shortest: int, style: str) -> str:
 
 
 def _trimmed(
-    run: Run,
+    step: int,
     rollout: Rollout,
     span: AnswerSpan,
     problems: list[Problem],
@@ -170,7 +176,7 @@ def _trimmed(
     """Trim the positions that no completion reaches."""
     full = rollout.completion.shape[1]
     longest = int(np.asarray(rollout.completion).sum(1).max())
-    length = bucket(longest, min(run.cfg.rollout.completion_bucket, 8), full)
+    length = bucket(longest, step, full)
     short, cut = trim(rollout, span, np.arange(len(problems)), length=length)
     return Completions(short, cut, problems, referenced, answered, considered)
 
@@ -181,12 +187,11 @@ def completion_ids(rollout: Rollout) -> list[list[int]]:
     return [row[mask].tolist() for row, mask in zip(np.asarray(rollout.tokens)[:, -is_token.shape[1] :], is_token)]
 
 
-def read_answer(run: Run, ids: Sequence[int]) -> str | None:
+def read_answer(answer: AnswerSettings, table: Sequence[bytes], ids: Sequence[int]) -> str | None:
     """Extract a completion's answer; None if it has none, or if extraction takes too long."""
-    answer = run.cfg.credit.answer
     if answer.style == "none":
         return None
     try:
-        return extract_answer(text_of(list(ids), run.table), style=answer.style, pattern=answer.pattern)
+        return extract_answer(text_of(list(ids), table), style=answer.style, pattern=answer.pattern)
     except TimeoutError:
         return None

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from oarjax.config import ConfigError, CreditConfig, changed
-from oarjax.credit.bind import draws_noise, measures, method_of, signals, weigher
+from oarjax.config import ConfigError, DatasetConfig, changed
 from oarjax.credit.controls import random_scores
 from oarjax.credit.diagnose import spearman
 from oarjax.credit.kinds import relative, token_advantages
 from oarjax.credit.oar.oar_g import row_keys
+from oarjax.credit.settings import CreditSettings
 from oarjax.credit.signals import Signals
 from oarjax.data.problems import Problem
 from oarjax.data.streams import right_pad
@@ -98,7 +98,7 @@ def oracles(
         rollout,
         completions.span,
         choice,
-        answer_of=partial(read_answer, run),
+        answer_of=partial(read_answer, run.cfg.credit.answer, run.table),
         answer_tokens=lab.answer_tokens,
         batch=lab.batch,
         rows=lab.branches,
@@ -134,8 +134,8 @@ def _in_batches(fn: Callable[..., Any], trees: tuple[Any, ...], batch: int) -> A
 
 
 def score_methods(
-    run: Run, programs: Programs, completions: Completions, credits: Sequence[CreditConfig]
-) -> dict[CreditConfig, Scored]:
+    run: Run, programs: Programs, completions: Completions, credits: Sequence[CreditSettings]
+) -> dict[CreditSettings, Scored]:
     """Score by every method that needs the policy, and measure time and FLOPs: batch by batch, methods in turn.
 
     Raises:
@@ -143,16 +143,18 @@ def score_methods(
     """
     lab, rollout = run.cfg.lab, completions.rollout
     scorers: dict[Any, tuple[Callable[..., Any], AnswerSpan | Hints]] = {}
+    noisy: dict[Any, bool] = {}
     for credit in credits:
-        custom = with_method(run, credit).custom_method
-        needed, read = signals(credit, custom), measures(credit, custom)
+        method = with_method(run, credit)
+        needed, read = method.credit.signals, method.credit.measures
+        noisy[credit] = method.credit.draws_noise
         if "importance" in needed and read:
             raise ConfigError(
                 f"lab.methods: expected methods with one signal, got {credit.function}, which needs importance and "
                 f"{', '.join(sorted(read))}; leave it out, or compute one of the two in the method itself"
             )
         if "importance" in needed:
-            scorers[credit] = programs.attribute(credit), with_method(run, credit).find_answers(rollout)
+            scorers[credit] = programs.attribute(credit), method.find_answers(rollout)
         elif read:
             scorers[credit] = programs.measure(read), lab_hints(run, completions, credit)
     jitted = {credit: jax.jit(fn) for credit, (fn, _) in scorers.items()}
@@ -175,7 +177,7 @@ def score_methods(
             start = time.perf_counter()
             scores = jax.block_until_ready(jitted[credit](*args, first))
             seconds = (time.perf_counter() - start) / lab.batch
-            repeated = jitted[credit](*args, second) if draws_noise(credit) else scores
+            repeated = jitted[credit](*args, second) if noisy[credit] else scores
             forwards = counters[credit](*args, first) / unit
             out[credit].append((*jax.device_get((scores, repeated)), seconds, forwards))
     rows = len(completions.problems)
@@ -194,7 +196,7 @@ def score_methods(
     }
 
 
-def lab_hints(run: Run, completions: Completions, credit: CreditConfig) -> Hints:
+def lab_hints(run: Run, completions: Completions, credit: CreditSettings) -> Hints:
     """Return the marks and teacher's prompts that a method reads, of the completions to compare on."""
     hints = hints_of(with_method(run, credit), completions.problems)
     return Hints() if hints is None else hints(completions.rollout, np.arange(len(completions.problems)))
@@ -209,12 +211,12 @@ class MethodCredit(NamedTuple):
 
 
 def credit_tokens(
-    run: Run, completions: Completions, credit: CreditConfig, scored: Scored | None, rewards: np.ndarray
+    run: Run, completions: Completions, credit: CreditSettings, scored: Scored | None, rewards: np.ndarray
 ) -> MethodCredit:
     """Compute a method's weights and its ranking: its raw scores, or its weights if it has no scores."""
     method = with_method(run, credit)
-    weigh = weigher(credit, keyword_table=method.keyword_table, custom_method=method.custom_method)
-    rollout, kind = completions.rollout, method_of(credit, method.custom_method).kind
+    weigh = method.credit.weigher(keyword_table=method.keyword_table)
+    rollout, kind = completions.rollout, method.credit.kind
     span, is_token = jax.tree.map(jnp.asarray, (completions.span, rollout.completion))
     advantages = jnp.where(jnp.asarray(rewards) > 0, 1.0, -1.0)
     hints = lab_hints(run, completions, credit)
@@ -264,7 +266,9 @@ def run_lab(run: Run, programs: Programs, grader: Grading, completions: Completi
     credited = {name: credit_tokens(run, completions, c, scored.get(c), rewards) for name, c in methods.items()}
     reasoning = np.asarray(completions.span.reasoning)
     texts = [token_texts([run.table[i] for i in ids]) for ids in completion_ids(completions.rollout)]
-    known, wrong_step = known_tokens(run, completions.problems, texts, reasoning, rewards) or (None, None)
+    known, wrong_step = known_tokens(
+        cfg.data.eval or cfg.data.train, completions.problems, texts, reasoning, rewards
+    ) or (None, None)
     evidence = Evidence(
         jnp.asarray(reasoning),
         jnp.asarray(scored[exact].scores),
@@ -287,7 +291,7 @@ def run_lab(run: Run, programs: Programs, grader: Grading, completions: Completi
     results = []
     for name, credit in methods.items():
         values = measured(evidence, *map(jnp.asarray, credited[name]))
-        if not draws_noise(credit):
+        if not with_method(run, credit).credit.draws_noise:
             del values["repeat"]
         figures = {k: over_problems(np.asarray(v, np.float64)) for k, v in values.items()}
         cost, no_cost = scored.get(credit), np.zeros(1)
@@ -323,7 +327,16 @@ def run_lab(run: Run, programs: Programs, grader: Grading, completions: Completi
         best=best,
         methods=results,
         completions=collect_completions(
-            run, completions, rewards, texts, credited, direct.flips, total.flips, known, wrong_step
+            completions,
+            lab.shown,
+            partial(read_answer, cfg.credit.answer, run.table),
+            rewards,
+            texts,
+            credited,
+            direct.flips,
+            total.flips,
+            known,
+            wrong_step,
         ),
     )
 
@@ -344,7 +357,7 @@ def _units_text(completions: Completions) -> str:
 
 
 def known_tokens(
-    run: Run,
+    data: DatasetConfig,
     problems: Sequence[Problem],
     texts: Sequence[Sequence[str]],
     reasoning: np.ndarray,
@@ -356,7 +369,7 @@ def known_tokens(
     """
     known, wrong_step = np.zeros(reasoning.shape, bool), np.zeros(reasoning.shape, bool)
     for row, (problem, tokens) in enumerate(zip(problems, texts)):
-        truth = token_truth(run.cfg.data.eval or run.cfg.data.train, problem.prompt, tokens)
+        truth = token_truth(data, problem.prompt, tokens)
         if truth is None:
             return None
         known[row, : len(tokens)] = truth.computed
@@ -365,8 +378,9 @@ def known_tokens(
 
 
 def collect_completions(
-    run: Run,
     completions: Completions,
+    shown: int,
+    answer_of: Callable[[Sequence[int]], str | None],
     rewards: np.ndarray,
     texts: Sequence[Sequence[str]],
     credited: Mapping[str, MethodCredit],
@@ -375,18 +389,18 @@ def collect_completions(
     known: np.ndarray | None,
     wrong_step: np.ndarray | None,
 ) -> list[LabCompletion]:
-    """Collect the first ``lab.shown`` completions for the page."""
-    shown, ids = [], completion_ids(completions.rollout)
-    for row, tokens in enumerate(texts[: run.cfg.lab.shown]):
+    """Collect the first ``shown`` completions for the page."""
+    collected, ids = [], completion_ids(completions.rollout)
+    for row, tokens in enumerate(texts[:shown]):
         n = len(tokens)
 
         def short(x: np.ndarray, row: int = row, n: int = n) -> list[float]:
             return [float(f"{v:.4g}") for v in x[row, :n]]
 
-        shown.append(
+        collected.append(
             LabCompletion(
                 prompt=completions.problems[row].prompt,
-                answer=read_answer(run, ids[row]),
+                answer=answer_of(ids[row]),
                 reference=completions.problems[row].reference if completions.referenced[row] else None,
                 reward=float(rewards[row]),
                 tokens=list(tokens),
@@ -400,4 +414,4 @@ def collect_completions(
                 weights={name: short(c.weights) for name, c in credited.items()},
             )
         )
-    return shown
+    return collected

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from oarjax.config import Config, ConfigError, CreditConfig, changed
-from oarjax.credit.bind import needs_reference
+from oarjax.config import Config, ConfigError, DatasetConfig, RolloutConfig, changed
 from oarjax.credit.diagnose import ess_ratio
 from oarjax.credit.gate import oar_weights, polarised, reshape
+from oarjax.credit.settings import CreditSettings
 from oarjax.data.tasks.truth import token_truth
 from oarjax.grading.recorded import Grading
 from oarjax.models.lora import all_params
@@ -31,11 +31,12 @@ from oarjax.rollout.sampler import rollout_key
 from oarjax.run.hints import hints_of
 from oarjax.run.run import Run
 from oarjax.stats import Interval, jackknife_interval, mean_interval
+from oarjax.step.gradients import Sums
 from oarjax.step.host_callbacks import HostCallbacks
-from oarjax.step.iteration import NOISE, ORDER, draw, score
-from oarjax.step.loss import Sums, sampler_logps
+from oarjax.step.iteration import NOISE, ORDER, draw
+from oarjax.step.loss import sampler_logps
 from oarjax.step.minibatches import MinibatchPlan, Piece, sizes_of, widen, widest_prompt
-from oarjax.step.programs import Steps
+from oarjax.step.steps import Steps
 from oarjax.tools.lab.gradients import (
     Grams,
     WeightMoments,
@@ -49,13 +50,13 @@ from oarjax.tools.lab.gradients import (
     weight_moments,
 )
 from oarjax.tools.lab.results import GradientResult, MethodResult
-from oarjax.types import AnswerSpan, Params, Rollout, TrainBatch, TrainState
+from oarjax.types import AnswerSpan, GradedRows, Params, Rollout, SampledRows, TrainBatch, TrainState
 
 PLAIN = "uniform (GRPO)"
 TRUTH, GATED = "truth", "truth through the gate"
 
 
-class Minibatch(NamedTuple):
+class DrawnMinibatch(NamedTuple):
     """Graded groups of rollouts on the host, and the plan that splits their rows into microbatches."""
 
     problems: np.ndarray  # [P]
@@ -81,7 +82,7 @@ class Placed:
     denominator: jax.Array
 
 
-def gradient_config(cfg: Config, credit: CreditConfig) -> Config:
+def gradient_config(cfg: Config, credit: CreditSettings) -> Config:
     """Return a run's config with a credit method, one update per rollout, and no loss terms without credit."""
     prompts = cfg.lab.gradients.prompts or cfg.rollout.prompts
     microbatch = gcd(prompts * cfg.rollout.group_size, cfg.update.microbatch)
@@ -142,14 +143,14 @@ def measure_gradients(run: Run, params: Params, grader: Grading) -> GradientResu
     outside = np.array([float(x) for x in (outside_share(p) for p in placed)])
     overall = {"reward": mean_interval(np.array(rewards)), "outside": mean_interval(outside)}
     return GradientResult(
-        facts=_facts(plain, minibatches, state, known),
+        facts=_facts(plain.cfg.rollout, cfg.lab.gradients.sketch, minibatches, state, known),
         interval=f"±: half of a 95% interval, delete-one jackknife over {count} minibatches",
         figures=overall | ({} if rho is None else {"rho": rho}),
         methods=results,
     )
 
 
-def with_credit(run: Run, credit: CreditConfig) -> Run:
+def with_credit(run: Run, credit: CreditSettings) -> Run:
     """Return the run with a credit method and one update per rollout."""
     return run.with_config(gradient_config(run.cfg, credit))
 
@@ -157,7 +158,7 @@ def with_credit(run: Run, credit: CreditConfig) -> Run:
 # Minibatches -------------------------------------------------------------------------------------------------------
 
 
-def draw_minibatches(run: Run, steps: Steps, state: TrainState, grader: Grading) -> list[Minibatch]:
+def draw_minibatches(run: Run, steps: Steps, state: TrainState, grader: Grading) -> list[DrawnMinibatch]:
     """Sample and grade minibatches of the training problems; the state is not updated."""
     cfg, stream = run.cfg, run.prompts()
     capacity = cfg.rollout.prompts * cfg.rollout.group_size
@@ -169,9 +170,10 @@ def draw_minibatches(run: Run, steps: Steps, state: TrainState, grader: Grading)
         place=run.place,
         phase=lambda name: nullcontext(),
     )
-    width = widest_prompt(cfg)
+    width = widest_prompt(cfg.data, cfg.rollout)
     by_length = {"prompt_bucket": cfg.rollout.prompt_bucket, "completion_bucket": cfg.rollout.completion_bucket}
-    drawn = [draw(state, n, steps=steps, host=host, cfg=cfg) for n in range(1, cfg.lab.gradients.minibatches + 1)]
+    options = {"steps": steps, "host": host, "rollout": cfg.rollout, "refills": cfg.update.refills}
+    drawn = [draw(state, n, **options) for n in range(1, cfg.lab.gradients.minibatches + 1)]
     out = []
     for problems, rollout, grading, _ in drawn:
         grades = grading()
@@ -186,24 +188,26 @@ def draw_minibatches(run: Run, steps: Steps, state: TrainState, grader: Grading)
         if cfg.loss.mask_truncated:
             trained = trained & np.asarray(rollout.ended)[:, None]
         plan = MinibatchPlan(rows, 1, cfg.update.microbatch, capacity, sizes_of(rollout, **by_length))
-        pivotal = pivotal_tokens(run, rollout, np.repeat(problems, cfg.rollout.group_size))
-        out.append(Minibatch(problems, widen(rollout, width), advantages, trained, rewards, plan, pivotal))
+        questions = [run.train.by_index[int(p)].prompt for p in np.repeat(problems, cfg.rollout.group_size)]
+        pivotal = pivotal_tokens(cfg.data.train, run.tokens(rollout), questions, shape=rollout.completion.shape)
+        out.append(DrawnMinibatch(problems, widen(rollout, width), advantages, trained, rewards, plan, pivotal))
     return out
 
 
-def pivotal_tokens(run: Run, rollout: Rollout, problems: np.ndarray) -> np.ndarray | None:
+def pivotal_tokens(
+    data: DatasetConfig, tokens: Sequence[Sequence[str]], questions: Sequence[str], *, shape: tuple[int, ...]
+) -> np.ndarray | None:
     """Mark the tokens that decide the outcome, [B, T]; None where the task does not define them."""
-    out = np.zeros(rollout.completion.shape, bool)
-    for row, texts in enumerate(run.tokens(rollout)):
-        question = run.train.by_index[int(problems[row])].prompt
-        truth = token_truth(run.cfg.data.train, question, texts)
+    out = np.zeros(shape, bool)
+    for row, (question, texts) in enumerate(zip(questions, tokens, strict=True)):
+        truth = token_truth(data, question, texts)
         if truth is None:
             return None
         out[row, : len(texts)] = truth.pivotal
     return out
 
 
-def read_spans(run: Run, m: Minibatch) -> tuple[AnswerSpan, tuple[Rollout, AnswerSpan] | None]:
+def read_spans(run: Run, m: DrawnMinibatch) -> tuple[AnswerSpan, tuple[Rollout, AnswerSpan] | None]:
     """Return the spans that a method reads, and the probed rollout with its spans; None if it is the rollout itself."""
     span = run.find_answers(m.rollout)
     if run.cfg.credit.answer.source != "reference":
@@ -213,7 +217,7 @@ def read_spans(run: Run, m: Minibatch) -> tuple[AnswerSpan, tuple[Rollout, Answe
     return replace(span, reasoning=reasoning, has_answer=probed[1].has_answer), probed
 
 
-def place(run: Run, m: Minibatch, steps: Steps) -> Placed:
+def place(run: Run, m: DrawnMinibatch, steps: Steps) -> Placed:
     """Split a minibatch's rows into microbatches and send them to the devices."""
     span, _ = read_spans(run, m)
     numbers = np.arange(len(m.advantages), dtype=np.int32)
@@ -228,7 +232,7 @@ def place(run: Run, m: Minibatch, steps: Steps) -> Placed:
         advantages=per_token,
         old_logps=None,
         ref_logps=None,
-        behaviour_logps=sampler_logps(run.cfg.loss, rollout),
+        behaviour_logps=sampler_logps(run.cfg.loss.off_policy, rollout),
         experts=rollout.experts,
     )
     return Placed(
@@ -267,7 +271,7 @@ def gradient_program(steps: Steps, *, by_piece: bool, size: int) -> Callable[...
 
 
 def weigh_minibatches(
-    run: Run, state: TrainState, minibatches: Sequence[Minibatch], placed: Sequence[Placed]
+    run: Run, state: TrainState, minibatches: Sequence[DrawnMinibatch], placed: Sequence[Placed]
 ) -> Iterator[Weighed]:
     """Yield every minibatch with a method's token advantages, computed as in training."""
     cfg, params, hints_for = run.cfg, all_params(state), hints_of(run)
@@ -275,25 +279,15 @@ def weigh_minibatches(
         noise_key, order_key = (rollout_key(state.key, step=number, batch=b) for b in (NOISE, ORDER))
         (arrays,) = m.plan.split((*read_spans(run, m), hints_for and hints_for(m.rollout, m.problems)))
         span, probed, hints = run.place(arrays, "microbatches")
-        scores = score(
-            run.steps,
-            params,
-            params if needs_reference(cfg, run.custom_method) else None,  # where training starts
-            p.rollout,
-            span,
-            p.rows,
-            probed,
-            hints,
-            pieces=p.pieces,
-            key=noise_key,
-            probe=cfg.credit.probe.mode,
-        )
-        rows = p.row_advantages, p.batch.completion
-        credit, _ = run.steps.credit(scores, p.rollout, span, *rows, order_key, p.rows, hints, np.int32(1))
+        rows = SampledRows(p.rollout, span, p.rows, probed, hints)  # type: ignore[arg-type]
+        reference = params if run.credit.needs_reference(kl_beta=cfg.loss.kl_beta) else None  # where training starts
+        scores = run.steps.scores(params, reference, rows, p.pieces, noise_key, probe=cfg.credit.probe.mode)
+        graded = GradedRows(p.row_advantages, p.batch.completion)
+        credit, _ = run.steps.credit(scores, rows, graded, order_key, np.int32(1))
         yield p, credit.advantages, credit.weights
 
 
-def weigh_by_truth(credit: CreditConfig, placed: Sequence[Placed], *, gated: bool) -> Iterator[Weighed]:
+def weigh_by_truth(credit: CreditSettings, placed: Sequence[Placed], *, gated: bool) -> Iterator[Weighed]:
     """Yield every minibatch with weights that know the pivotal tokens."""
     for p in placed:
         if p.pivotal is None:
@@ -303,7 +297,7 @@ def weigh_by_truth(credit: CreditConfig, placed: Sequence[Placed], *, gated: boo
             flat, (p.pivotal, p.span.reasoning, p.row_advantages, p.batch.completion)
         )
         if gated:
-            weights = oar_weights((pivotal & reasoning).astype(jnp.float32), reasoning, **credit.gate.model_dump())
+            weights = oar_weights((pivotal & reasoning).astype(jnp.float32), reasoning, **vars(credit.gate))
         else:
             weights = perfect_weights(pivotal, reasoning)
         weights = polarised(weights, advantages, polarity=credit.polarity)
@@ -406,13 +400,14 @@ def _with_intervals(statistic: Callable[[np.ndarray], Mapping[str, float]], coun
     return {name: jackknife_interval(v, np.array([x[name] for x in left_out])) for name, v in values.items()}
 
 
-def _facts(run: Run, minibatches: Sequence[Minibatch], state: TrainState, known: bool) -> dict[str, str]:
-    cfg, size = run.cfg, run.cfg.lab.gradients.sketch
+def _facts(
+    rollout: RolloutConfig, size: int, minibatches: Sequence[DrawnMinibatch], state: TrainState, known: bool
+) -> dict[str, str]:
     numbers = sum(x.size for x in jax.tree.leaves(state.params))
     exact = numbers <= size
     rows = [np.count_nonzero(m.advantages) for m in minibatches]
     return {
-        "minibatches": f"{len(minibatches)} of {cfg.rollout.prompts} prompts x {cfg.rollout.group_size} rollouts, "
+        "minibatches": f"{len(minibatches)} of {rollout.prompts} prompts x {rollout.group_size} rollouts, "
         f"{np.mean(rows):.1f} rows with a gradient",
         "gradients": f"{numbers:,} numbers, inner products "
         + ("exact" if exact else f"estimated from count sketches of {size:,}: ±{size**-0.5:.1e} of the norms' product"),

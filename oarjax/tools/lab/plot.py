@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from oarjax.report.colours import LIGHT, styles
+from oarjax.report.figures import new_figure
 from oarjax.report.files import visible
 from oarjax.stats import Interval
 from oarjax.tools.lab.results import LabResult, MethodResult
@@ -26,15 +27,7 @@ def draw_lab(result: LabResult) -> Any:
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure as Canvas
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            'credit.png needs matplotlib, which is not installed; pip install "oarjax[log]", or set report.html=false'
-        ) from None
-    figure = Canvas(figsize=(14, 5.2), dpi=150, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)  # its own canvas, not the global backend
+    figure = new_figure(14.0, 5.2, dpi=150)
     top = f"top {100 * result.share:g}%"
     panels = figure.subplots(1, 3)
     _against_cost(panels[0], result, "recall_exact", f"{top} of exact OAR-P found in the method's {top}")

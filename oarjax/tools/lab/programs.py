@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from oarjax.config import CreditConfig
-from oarjax.credit.bind import scorer
 from oarjax.credit.measures import measure
+from oarjax.credit.settings import CreditSettings
 from oarjax.models.policy import positions_of
 from oarjax.run.run import Run
 from oarjax.step.sampling import group_sampler
@@ -29,7 +28,7 @@ class Programs(NamedTuple):
     changes: Callable[..., Any]  # see oarjax.tools.lab.oracles.AnswerChanges
     forward: Callable[..., Any]  # (params, rollout, span, row keys) -> states: the unit of cost
     measure: Callable[[frozenset[str]], Callable[..., Any]]  # signals -> (params, rollout, hints, row keys) -> by name
-    attribute: Callable[[CreditConfig], Callable[..., Any]]  # -> (params, rollout, span, row keys) -> [b, T]
+    attribute: Callable[[CreditSettings], Callable[..., Any]]  # -> (params, rollout, span, row keys) -> [b, T]
 
 
 def make_programs(run: Run, params: Params) -> Programs:
@@ -40,7 +39,8 @@ def make_programs(run: Run, params: Params) -> Programs:
     temperature = roll.temperature if cfg.lab.temperature is None else cfg.lab.temperature
     rows = run.rollout_layout.rows
     everywhere = NamedSharding(rows.mesh, PartitionSpec())  # there may be fewer branches than devices
-    draw = partial(group_sampler, run.rollout_layout.policy, cfg, stop_ids=run.stop_ids, pad_id=pad, group=1)
+    options = {"record_experts": cfg.policy.router == "replay", "stop_ids": run.stop_ids, "pad_id": pad, "group": 1}
+    draw = partial(group_sampler, run.rollout_layout.policy, roll, **options)
     greedy = cache(partial(draw, rows=everywhere, temperature=0.0, top_k=0, top_p=1.0))
 
     @jax.jit
@@ -81,10 +81,8 @@ def make_programs(run: Run, params: Params) -> Programs:
 
         return signals
 
-    def attribute(credit: CreditConfig) -> Callable[..., Any]:
-        method = with_method(run, credit)
-        custom = {"custom_probe": method.custom_probe, "custom_method": method.custom_method}
-        score = scorer(credit, policy, temperature=roll.temperature, pad_id=pad, **custom)
+    def attribute(credit: CreditSettings) -> Callable[..., Any]:
+        score = with_method(run, credit).credit.scorer(policy, temperature=roll.temperature, pad_id=pad)
         return lambda params, r, span, keys: score(params, r, span, keys, credit.probe.mode).importance
 
     return Programs(
@@ -99,6 +97,6 @@ def make_programs(run: Run, params: Params) -> Programs:
     )
 
 
-def with_method(run: Run, credit: CreditConfig) -> Run:
+def with_method(run: Run, credit: CreditSettings) -> Run:
     """Return the run with this credit method, and the method's reasoning units, keywords and probe."""
     return run.with_config(run.cfg.model_copy(update={"credit": credit}))

@@ -69,7 +69,7 @@ def run(
     plans = []
     for name in configs:
         cfg = load_config(name, overrides)
-        where = topology_of(cfg, topology)
+        where = topology_of(topology or cfg.plan.topology)
         console.print(f"{name}: compiling for {where.name}, minutes for a large policy", markup=False)
         fields = architecture_fields(cfg.policy.path, revision=cfg.policy.revision)
         experts = QwenConfig.from_hf(fields).experts is not None
@@ -147,14 +147,13 @@ def work_of(
     return found
 
 
-def topology_of(cfg: Config, given: str | None) -> Slice:
-    """Return the slice that a config is planned for.
+def topology_of(name: str | None) -> Slice:
+    """Return the slice of a name, from the option or the config.
 
     Raises:
         ConfigError: neither the option nor the config names one.
         TopologyError: an unknown name.
     """
-    name = given or cfg.plan.topology
     if name is None:
         raise ConfigError("plan: no topology; give --topology v5e-16, or set plan.topology")
     return find_slice(name)
@@ -278,7 +277,7 @@ def document(
         "shapes": s._asdict(),
         "resident": there,
         "phases": phases,
-        "step": step_of(own, times_of(cfg), chip=where.chip, chips=chips) if whole else None,
+        "step": step_of(own, times_of(cfg.update), chip=where.chip, chips=chips) if whole else None,
         "expected": next((analytic_flops(cfg, model, s, p) for p in own if p["name"] == "update"), None),
         "expected_fused": next((analytic_flops(cfg, model, s, p) for p in own if p["name"] == "fused"), None),
         "fits": fits,
@@ -287,7 +286,7 @@ def document(
     }
     seconds = None if found["step"] is None else found["step"]["seconds_expected"]
     found["needs"] = needs_of(cfg, model, where, seconds=seconds)
-    survival = survival_of(cfg)
+    survival = survival_of(cfg.plan.lengths, limit=cfg.rollout.max_new)
     if survival is not None and found["step"] is not None:
         found["lengths"] = expected_step(cfg, model, found, survival, tensor=tensor)
     return found

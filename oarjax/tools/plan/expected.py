@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from oarjax.config import Config, ConfigError
+from oarjax.config import Config, ConfigError, LengthsConfig
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.rollout.row_schedule import cache_step, make_plan
 from oarjax.step.minibatches import bucket
@@ -33,17 +33,16 @@ from oarjax.tools.plan.programs import shapes_of, times_of
 from oarjax.tools.plan.sums import model_flops, read_bytes
 
 
-def survival_of(cfg: Config) -> np.ndarray | None:
+def survival_of(lengths: LengthsConfig | None, *, limit: int) -> np.ndarray | None:
     """Return P(length > t) of the config's ``plan.lengths``; None where it names none.
 
     Raises:
         ConfigError: the file of measured lengths holds none.
     """
-    lengths = cfg.plan.lengths
     if lengths is None:
         return None
     if lengths.completions is None:
-        return lognormal_survival(mean=float(lengths.mean or 0), sigma=lengths.sigma, limit=cfg.rollout.max_new)
+        return lognormal_survival(mean=float(lengths.mean or 0), sigma=lengths.sigma, limit=limit)
     path = Path(lengths.completions).expanduser()
     measured = [len(line["tokens"]) for line in read_lines(path) if line.get("tokens")]
     if not measured:
@@ -51,7 +50,7 @@ def survival_of(cfg: Config) -> np.ndarray | None:
             f"plan.lengths.completions: {path} holds no completions; give the completions.jsonl of a run, or mean and "
             "sigma"
         )
-    return empirical_survival(measured, limit=cfg.rollout.max_new)
+    return empirical_survival(measured, limit=limit)
 
 
 def expected_step(
@@ -84,7 +83,7 @@ def expected_step(
     longest = sorted_lengths(survival, rows=rows_of_minibatch, microbatch=s.microbatch)
     padded = [bucket(n, cfg.rollout.completion_bucket, s.completion) for n in longest]
     worst = float(s.completion)
-    times = times_of(cfg)
+    times = times_of(cfg.update)
     seconds: dict[str, float] = {}
     scale = _sampling_scales(decoding, model, cfg, chips=chips, tensor=tensor)
     for phase in plan["phases"]:

@@ -6,22 +6,14 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh
 
-from oarjax.config import Config, changed, parse_config
+from oarjax.config import Config, UpdateConfig, changed, parse_config
 from oarjax.credit.registry import METHODS
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.run.checks import check_lengths
-from oarjax.run.custom import find_method
+from oarjax.run.custom import find_credit
 from oarjax.run.layout import check_layouts
 from oarjax.run.run import Run
-from oarjax.run.shapes import (
-    Program,
-    apply_program,
-    fused_program,
-    reshard_program,
-    sample_program,
-    score_program,
-    update_program,
-)
+from oarjax.run.shapes import ProgramShapes
 from oarjax.step.fused import fuses
 from oarjax.step.minibatches import widest_prompt
 
@@ -29,12 +21,12 @@ STOPS, PAD = (151645, 151643), 151643
 """Qwen's. They are constants of a program, which costs the same whatever they are."""
 
 PROGRAMS = {
-    "reshard": reshard_program,
-    "sample": sample_program,
-    "score": score_program,
-    "fused": fused_program,
-    "update": update_program,
-    "apply": apply_program,
+    "reshard": ProgramShapes.reshard_program,
+    "sample": ProgramShapes.sample_program,
+    "score": ProgramShapes.score_program,
+    "fused": ProgramShapes.fused_program,
+    "update": ProgramShapes.update_program,
+    "apply": ProgramShapes.apply_program,
 }
 """Phases in the order of a step. An update adds up gradients (``update``, or with the scores in ``fused``) and changes
 the weights (``apply``)."""
@@ -42,14 +34,14 @@ the weights (``apply``)."""
 
 def phases_of_step(cfg: Config, *, experts: bool = False) -> tuple[str, ...]:
     """Return the phases that an iteration runs: score and update, or both in one pass; of a policy with ``experts``."""
-    learning = ("fused",) if fuses(cfg, find_method(cfg), experts=experts) else ("score", "update")
+    learning = ("fused",) if fuses(cfg, find_credit(cfg), experts=experts) else ("score", "update")
     return ("reshard", "sample", *learning, "apply")
 
 
-def times_of(cfg: Config) -> dict[str, int]:
+def times_of(update: UpdateConfig) -> dict[str, int]:
     """Return how often an iteration runs each phase, were it among those of its step."""
-    updates = cfg.update.minibatches * cfg.update.epochs
-    return {"reshard": 1, "sample": 1, "score": cfg.update.minibatches} | dict.fromkeys(
+    updates = update.minibatches * update.epochs
+    return {"reshard": 1, "sample": 1, "score": update.minibatches} | dict.fromkeys(
         ("fused", "update", "apply"), updates
     )
 
@@ -71,7 +63,7 @@ def shapes_of(cfg: Config) -> Shapes:
     return Shapes(
         prompts=cfg.rollout.prompts,
         rows=rows,
-        prompt=widest_prompt(cfg),
+        prompt=widest_prompt(cfg.data, cfg.rollout),
         completion=cfg.rollout.max_new,
         microbatches=rows // cfg.update.minibatches // cfg.update.microbatch,
         microbatch=cfg.update.microbatch,
@@ -87,7 +79,7 @@ def with_method(cfg: Config, method: str | None) -> Config:
     name = method or cfg.credit.method
     spelled = name in METHODS and "keyword_table" in METHODS[name].needs
     credit = changed(cfg.credit, {"method": "uniform" if spelled else name})
-    return parse_config(cfg.model_dump() | {"credit": credit.model_dump()})
+    return parse_config(cfg.model_dump() | {"credit": credit})
 
 
 def planned(cfg: Config, model: QwenConfig, mesh: Mesh) -> Run:
@@ -99,8 +91,3 @@ def planned(cfg: Config, model: QwenConfig, mesh: Mesh) -> Run:
     check_lengths(cfg, model)
     check_layouts(cfg, model, mesh)
     return Run(cfg, model=model, mesh=mesh, stop_ids=STOPS, pad_id=PAD)
-
-
-def program_of(run: Run, phase: str) -> Program:
-    """Return the program of a phase, with the shapes that it is called with."""
-    return PROGRAMS[phase](run)

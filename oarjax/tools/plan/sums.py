@@ -9,19 +9,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from oarjax.config import Config, CreditConfig
+from oarjax.config import Config
 from oarjax.costs import Row, Work, iteration_flops
-from oarjax.credit.bind import attribution, measures, needs_reference, taught
-from oarjax.credit.method import CreditMethod
 from oarjax.credit.oar.oar_l import SCOPE, chunk_size
 from oarjax.credit.oar.oar_p import bucket_sizes
-from oarjax.credit.registry import CUSTOM
+from oarjax.credit.resolved import ResolvedMethod
+from oarjax.credit.settings import CreditSettings
 from oarjax.models.grouped_dot import LOOP, even_blocks
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.splash import block_of
 from oarjax.models.weights import decoder_of, matmul_parameters
 from oarjax.run.adapters import trained_count
-from oarjax.run.custom import find_method
+from oarjax.run.custom import find_credit
 from oarjax.system.chips import Chip
 from oarjax.tools.plan.hlo import Executed, executed
 from oarjax.tools.plan.links import Ways, collective_seconds
@@ -42,7 +41,7 @@ ANSWER = 16
 """Tokens of cue and answer at the end of a planned completion; all before are reasoning."""
 
 
-def work_of(model: QwenConfig, cfg: Config, custom: CreditMethod | None) -> Work:
+def work_of(model: QwenConfig, cfg: Config, credit: ResolvedMethod) -> Work:
     """Return what an iteration computes with every prompt and completion at its longest and every row used."""
     s, updates = shapes_of(cfg), cfg.update.epochs * cfg.update.minibatches
     return Work(
@@ -52,9 +51,9 @@ def work_of(model: QwenConfig, cfg: Config, custom: CreditMethod | None) -> Work
         used=s.rows,
         epochs=cfg.update.epochs,
         old_logps=updates > 1,
-        measured=bool(measures(cfg.credit, custom)),
-        reference=needs_reference(cfg, custom),
-        **taught(cfg.credit, custom),
+        measured=bool(credit.measures),
+        reference=credit.needs_reference(kl_beta=cfg.loss.kl_beta),
+        **credit.teacher_work(),
         adapters=trained_count(cfg.lora, model) if cfg.lora.rank else None,
     )
 
@@ -63,18 +62,18 @@ def model_flops(phase: str, model: QwenConfig, cfg: Config) -> float:
     """Count what one run of a phase's program asks for, over all chips."""
     if phase not in ("sample", "score", "update", "fused"):
         return 0.0
-    custom = find_method(cfg)
-    work = replace(work_of(model, cfg, custom), fused=phase == "fused")
-    found = iteration_flops(decoder_of(model), work, cfg.credit, attribution(cfg.credit, custom))
+    credit = find_credit(cfg)
+    work = replace(work_of(model, cfg, credit), fused=phase == "fused")
+    found = iteration_flops(decoder_of(model), work, credit.settings, credit.attribution)
     asked = found["score"] + found["update"] if phase == "fused" else found[phase]
-    return asked / times_of(cfg)[phase]
+    return asked / times_of(cfg.update)[phase]
 
 
-def count(text: str, s: Shapes, credit: CreditConfig, model: QwenConfig) -> Executed:
+def count(text: str, s: Shapes, credit: CreditSettings, model: QwenConfig) -> Executed:
     """Count the work of a phase's program on one chip, all rows in use and every token of a completion credited."""
     masking = credit.masking
     share, chunk = 1.0, masking.chunk
-    if credit.method != CUSTOM and attribution(credit).name == "oar_screened":
+    if "oar_screened" in (credit.method, credit.method == "permuted" and credit.permuted_of):
         share, chunk = credit.screen.share, max(1, round(chunk * credit.screen.share))
     lows, sizes = bucket_sizes(s.completion, chunk=chunk, buckets=1 if model.delta else masking.buckets)
     ends = [*lows[1:], s.completion]

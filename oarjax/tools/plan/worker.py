@@ -21,10 +21,10 @@ import jax
 from oarjax.config import parse_config
 from oarjax.errors import UserError
 from oarjax.models.qwen_config import QwenConfig
-from oarjax.run.shapes import beside, resident
+from oarjax.run.shapes import ProgramShapes
 from oarjax.system.mesh import make_mesh, rollout_mesh
 from oarjax.tools.plan.links import link_table
-from oarjax.tools.plan.programs import planned, program_of, with_method
+from oarjax.tools.plan.programs import PROGRAMS, planned, with_method
 from oarjax.tools.plan.topology import compiler_version, find_slice, slice_devices
 
 TOO_LARGE = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)")
@@ -43,14 +43,14 @@ def plan(job: dict[str, Any]) -> dict[str, Any]:
     cfg = with_method(parse_config(job["config"]), job["method"])
     devices = slice_devices(wanted, slices=job["slices"])
     mesh = make_mesh(**cfg.mesh.model_dump(), devices=devices)
-    run = planned(cfg, QwenConfig.from_hf(job["fields"]), mesh)
-    program = program_of(run, job["phase"])
+    shapes = ProgramShapes(planned(cfg, QwenConfig.from_hf(job["fields"]), mesh))
+    program = PROGRAMS[job["phase"]](shapes)
     lowered = program.lower()
     versions = {"jax": jax.__version__, "libtpu": compiler_version()}
     # The mesh's order is part of the program, and the text names devices by number only.
     made_of = [lowered.as_text(), wanted.name, str(mesh.devices.flatten().tolist()), versions, job["options"]]
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
-    found = {"key": key, "resident": resident(run, program.phase), "versions": versions, "mesh": dict(mesh.shape)}
+    found = {"key": key, "resident": shapes.resident(program.phase), "versions": versions, "mesh": dict(mesh.shape)}
     sampling = rollout_mesh(mesh, tensor=cfg.rollout.tensor or mesh.shape["tensor"])
     ways = link_table(mesh, wanted) if program.phase != "sample" else {}
     ways = link_table(sampling, wanted) | ways if program.phase in ("sample", "reshard") else ways
@@ -59,7 +59,7 @@ def plan(job: dict[str, Any]) -> dict[str, Any]:
     known = folder / f"{key}.json"
     if known.is_file():
         result = json.loads(known.read_text())
-        return found | result | {"beside": beside(run, program, read=_read(result)), "cached": True}
+        return found | result | {"beside": shapes.beside(program, read=_read(result)), "cached": True}
     traced, cpu = time.perf_counter() - began, time.process_time()
     began = time.perf_counter()
     try:
@@ -85,7 +85,7 @@ def plan(job: dict[str, Any]) -> dict[str, Any]:
         "lower_seconds": traced,
     }
     _write(known, json.dumps(result).encode())
-    return found | result | {"beside": beside(run, program, read=_read(result)), "cached": False}
+    return found | result | {"beside": shapes.beside(program, read=_read(result)), "cached": False}
 
 
 def _read(result: dict[str, Any]) -> int | None:

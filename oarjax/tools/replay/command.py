@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from oarjax.config import parse_config
-from oarjax.credit.bind import needs_reference
 from oarjax.data.hf import load_params, read_config
 from oarjax.models.qwen import make_policy
 from oarjax.report.files import make_console, short
@@ -20,13 +19,18 @@ from oarjax.run.run import Run
 from oarjax.storage.bad_batches import BadBatchError, Header, read_bad_batch, read_params
 from oarjax.storage.checkpoint import finished
 from oarjax.storage.folder import changed, start_folder
-from oarjax.storage.trust import check_trust
+from oarjax.storage.trust import check_trust, code_places
 from oarjax.system.devices import choose_platform, use_compilation_cache
 from oarjax.system.json import to_json
 from oarjax.system.mesh import make_mesh
 from oarjax.tools.replay.replay import Finding, listed_layers, replay
 from oarjax.training.run_files import restored_state
 from oarjax.types import Params
+
+MACHINE = ("compilation_cache", "compile_ahead", "device", "mesh", "distributed", "profile", "run_dir")
+MACHINE += ("report", "export", "checkpoint", "plan", "lab")
+"""Fields of a kept batch's config that are about the machine it was made on. A replay ignores them: the file may be
+somebody else's, and what lies in a compilation cache is executed."""
 
 SHOWN = 20
 """Maximum number of rows in a table."""
@@ -39,7 +43,7 @@ def run(file: Path, *, device: str, as_json: bool, trust_code: bool = False) -> 
     run = open_replay(header, file, device=device, console=console, trust_code=trust_code)
     params, step = load_batch_params(header, file, run)
     frozen = load_frozen(header, run)
-    compared = header.kind != "sft" and needs_reference(run.cfg, run.custom_method)
+    compared = header.kind != "sft" and run.credit.needs_reference(kl_beta=run.cfg.loss.kl_beta)
     reference = load_reference(run) if compared and frozen is None else None
     _show_header(console, header, step)
     with jax.default_matmul_precision("highest"):  # TPUs and GPUs multiply float32 in fewer bits by default
@@ -51,17 +55,18 @@ def run(file: Path, *, device: str, as_json: bool, trust_code: bool = False) -> 
 
 
 def open_replay(header: Header, file: Path, *, device: str, console: Console, trust_code: bool = False) -> Run:
-    """Open the run that kept the batch, in float32 on one device.
+    """Open the run that kept the batch, in float32 on one device, with the user's own compilation cache.
 
     Raises:
         UntrustedCode: the file names code that is not known to be the user's, and ``trust_code`` is not set.
     """
-    cfg = parse_config(header.config, source=str(file))
-    check_trust(cfg, file.absolute().parent.parent, source=str(file), trusted=trust_code)
+    folder = file.absolute().parent.parent
+    kept = {name: value for name, value in header.config.items() if name not in MACHINE}
+    cfg = parse_config(kept | {"run_dir": str(folder)}, source=str(file))
+    check_trust(code_places(cfg), folder, source=str(file), trusted=trust_code)
     cfg = changed(cfg, policy=changed(cfg.policy, compute_dtype="float32"), rollout=changed(cfg.rollout, tensor=None))
     choose_platform(device)
     use_compilation_cache(cfg.compilation_cache)
-    folder = file.absolute().parent.parent
     places = [Path(header.policy), folder / "policy", folder.parent / "policy"]  # folders may have been moved
     policy = next((place for place in places if (place / "config.json").is_file()), None)
     model, source = read_config(policy or cfg.policy.path, revision=cfg.policy.revision)

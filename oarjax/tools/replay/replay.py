@@ -5,25 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from oarjax.credit.bind import method_of, weigher
+from oarjax.config import LoraConfig
 from oarjax.credit.kinds import neutral, token_advantages
+from oarjax.credit.probe import ProbeMode
 from oarjax.credit.signals import signals_of
 from oarjax.models.lora import join_params
+from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import at, weight_table
 from oarjax.report.files import short
 from oarjax.rollout.sampler import rollout_key
 from oarjax.run.run import Run
+from oarjax.step.gradients import RowCheck, make_row_check
 from oarjax.step.iteration import NOISE, ORDER
-from oarjax.step.loss import RowCheck, imitation, make_row_check, policy_gradient, sampler_logps
+from oarjax.step.loss import imitation, policy_gradient, sampler_logps
 from oarjax.storage.bad_batches import Header
-from oarjax.types import AnswerSpan, Evidence, Params, Scores, TrainBatch
+from oarjax.types import AnswerSpan, Evidence, Params, SampledRows, Scores, TrainBatch
 
 
 @dataclass(frozen=True)
@@ -83,10 +86,10 @@ def replay(
         loss = imitation(run.policy, head_chunk=run.cfg.policy.head_chunk)
         scores, weights = Scores(), jnp.ones(completion.shape)
     else:
-        loss = policy_gradient(run.policy, run.cfg, run.custom_loss, run.custom_method)
+        loss = policy_gradient(run.policy, run.cfg, run.credit, run.custom_loss)
         scores = flat(_scores(header, e, params, run, frozen, reference))
         weights = _weights(header, e, scores, rollout.tokens, span, advantages, completion, run)
-    kind = "weights" if header.kind == "sft" else method_of(run.cfg.credit, run.custom_method).kind
+    kind = "weights" if header.kind == "sft" else run.credit.kind
     safe = jnp.where(jnp.isfinite(weights).all(-1, keepdims=True), weights, neutral(kind, advantages))
     batch = TrainBatch(
         tokens=rollout.tokens,
@@ -95,7 +98,7 @@ def replay(
         advantages=token_advantages(kind, safe, advantages, completion),
         old_logps=scores.old_logps,
         ref_logps=scores.ref_logps,
-        behaviour_logps=None if header.kind == "sft" else sampler_logps(run.cfg.loss, rollout),
+        behaviour_logps=None if header.kind == "sft" else sampler_logps(run.cfg.loss.off_policy, rollout),
         teacher=None if e.hints is None else flat(e.hints).teacher,
         experts=rollout.experts,
     )
@@ -121,9 +124,10 @@ def replay(
         )
         for i in filled
     ]
-    groups = _groups(run, params, gradient, list(checks.values()))
+    groups = _groups(run.model, run.cfg.lora, params, gradient, list(checks.values()))
     norm = float(optax.tree.norm(gradient))
-    return Finding(_place(header, run, findings, groups, norm), findings, groups)
+    rate = run.cfg.sft.optim.lr if header.kind == "sft" and run.cfg.sft else run.cfg.optim.lr
+    return Finding(_place(header, findings, groups, norm, rate=rate), findings, groups)
 
 
 def _scores(
@@ -132,8 +136,8 @@ def _scores(
     """Compute scores with the run's program."""
     noise = rollout_key(_key(header), step=header.number, batch=NOISE)
     whole = join_params(frozen, params)
-    rows = e.rollout, e.span, e.numbers, e.used
-    return run.steps.score(whole, reference, *rows, noise, e.probed, hints=e.hints, probe=header.probe)
+    rows = SampledRows(e.rollout, e.span, e.numbers, e.probed, e.hints)
+    return run.steps.score(whole, reference, rows, noise, 0, e.used, probe=cast(ProbeMode, header.probe))
 
 
 def _weights(
@@ -151,8 +155,7 @@ def _weights(
     numbers, hints = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (e.numbers, e.hints))
     sizes = {"length": completion.shape[1], "group_size": run.cfg.rollout.group_size}
     signals = signals_of(scores, tokens, numbers, **sizes, hints=hints, iteration=header.number)
-    weigh = weigher(run.cfg.credit, keyword_table=run.keyword_table, custom_method=run.custom_method)
-    return weigh(signals, span, advantages, completion, order)
+    return run.credit.weigher(keyword_table=run.keyword_table)(signals, span, advantages, completion, order)
 
 
 def _key(header: Header) -> jax.Array:
@@ -203,9 +206,11 @@ def _score_stages(i: int, scores: Scores, mask: Any, reasoning: Any) -> list[tup
     ]
 
 
-def _groups(run: Run, params: Params, gradient: Params, checks: list[RowCheck]) -> list[GroupFinding]:
-    groups, layers = [], {weight.path[:-1]: weight.layers for weight in weight_table(run.model)}
-    for path in _trained(run, params):
+def _groups(
+    model: QwenConfig, lora: LoraConfig, params: Params, gradient: Params, checks: list[RowCheck]
+) -> list[GroupFinding]:
+    groups, layers = [], {weight.path[:-1]: weight.layers for weight in weight_table(model)}
+    for path in _trained(model, lora, params):
         values = np.asarray(at(params, path))
         nonfinite = (~np.isfinite(values)).reshape(len(values), -1).sum(1)
         by_row = np.stack([np.asarray(at(c.nonfinite, path)) for c in checks]) if checks else np.zeros((0, 1))
@@ -223,17 +228,17 @@ def _groups(run: Run, params: Params, gradient: Params, checks: list[RowCheck]) 
     return groups
 
 
-def _trained(run: Run, params: Params) -> list[tuple[str, ...]]:
+def _trained(model: QwenConfig, lora: LoraConfig, params: Params) -> list[tuple[str, ...]]:
     """List the paths of the trained arrays in the weight table's order, adapters in place of their matrix."""
-    paths = [weight.path for weight in weight_table(run.model)]
-    if run.cfg.lora.rank == 0:
+    paths = [weight.path for weight in weight_table(model)]
+    if lora.rank == 0:
         return paths
     pairs = [(*path[:-1], name) for path in paths if path[-1] == "kernel" for name in ("lora_a", "lora_b")]
     present = {tuple(key.key for key in path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]}
     return [path for path in pairs if path in present]
 
 
-def _place(header: Header, run: Run, rows: list[RowFinding], groups: list[GroupFinding], grad_norm: float) -> str:
+def _place(header: Header, rows: list[RowFinding], groups: list[GroupFinding], grad_norm: float, *, rate: float) -> str:
     """Describe where it begins, with a remedy."""
     damaged = [g for g in groups if g.params]
     if damaged:
@@ -262,9 +267,8 @@ def _place(header: Header, run: Run, rows: list[RowFinding], groups: list[GroupF
             f"{jax.default_backend()} everything is finite ({dtype}): set policy.compute_dtype=float32"
         )
     if any("params" in names for names in header.wrong.values()):
-        lr = run.cfg.sft.optim.lr if header.kind == "sft" and run.cfg.sft else run.cfg.optim.lr
         finite = f"the gradient is finite (norm {short(grad_norm)})"
-        return f"the optimizer's step: {finite}, but with a learning rate of {lr:g} the step is not: lower the rate"
+        return f"the optimizer's step: {finite}, but with a learning rate of {rate:g} the step is not: lower the rate"
     return (
         f"nowhere: in float32 on {jax.default_backend()} everything is finite and the gradient's norm is "
         f"{short(grad_norm)} ({dtype}); if the dtypes differ, set policy.compute_dtype=float32"

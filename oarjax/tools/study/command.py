@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,25 @@ from rich.console import Console
 
 from oarjax.config import BUILTIN_POLICIES, Config, ConfigError
 from oarjax.report.console import resumable
+from oarjax.report.figures import NOT_DRAWN, can_draw
 from oarjax.report.files import make_console, read_metrics
 from oarjax.storage.durable import exists, storage_errors, write_durably
-from oarjax.storage.folder import refuse_another_run
+from oarjax.storage.folder import locked, refuse_another_run
 from oarjax.storage.stop import Stop
 from oarjax.system.json import to_json
-from oarjax.tools.study.config import Plan, load_study
+from oarjax.tools.study.config import Plan, StudyConfig, load_study
 from oarjax.tools.study.figures import draw_curves, draw_frontier
 from oarjax.tools.study.jobs import Job, Outcome, StudyError, cores, run_jobs, study_remedy
 from oarjax.tools.study.page import around, machine, markdown, paste
 from oarjax.tools.study.results import collect, finished, plan_so_far
 
-WORKER = (sys.executable, "-m", "oarjax.tools.study.worker")
+WORKER = (
+    sys.executable,
+    "-c",
+    "import os; from oarjax.grading.process_tree import end_with; end_with(int(os.environ['OARJAX_STUDY'])); "
+    "from oarjax.tools.study.worker import main; main()",
+)
+"""A worker follows its parent before it imports jax: a killed study leaves no run that writes to its folder."""
 
 
 def run(
@@ -41,7 +48,7 @@ def run(
         page: a Markdown page to paste the results into, with the figures beside it.
 
     Raises:
-        ConfigError: the study or one of its runs is invalid, or matplotlib is not installed.
+        ConfigError: the study or one of its runs is invalid.
         PageError: ``page`` has no marks to paste between.
         Stopped: a signal stopped the study; its workers have ended.
         StudyError: runs failed; the results hold the others.
@@ -49,15 +56,18 @@ def run(
     console = make_console()
     study = load_study(config, list(overrides), quick=quick)
     plan = plan_so_far(study)
-    if find_spec("matplotlib") is None:
-        raise ConfigError(
-            'oarjax study: the figures need matplotlib, which is not installed; pip install "oarjax[log]"'
-        )
     for each in [*plan.starts.values(), *(planned.config for planned in plan.runs)]:
         _refuse_another_run(each)
     if page is not None:
         around(page, plan.root.name)
     workers = _workers(plan, jobs)
+    shown = shlex.join(["oarjax", "study", str(config), *overrides, *(["--quick"] if quick else [])])
+    with locked(plan.root, option="run_dir=...") if workers else nullcontext():
+        _run(study, plan, workers, shown, page, console)
+
+
+def _run(study: StudyConfig, plan: Plan, workers: int, shown: str, page: Path | None, console: Console) -> None:
+    """Train what is left and write the results; call with the study's folder locked."""
     todo: list[Job] = []
     failed: list[Outcome] = []
     while not failed:
@@ -76,8 +86,7 @@ def run(
         known, plan = len(plan.runs), plan_so_far(study)
         if len(plan.runs) == known or not workers:
             break
-    command = shlex.join(["oarjax", "study", str(config), *overrides, *(["--quick"] if quick else [])])
-    write_results(plan, command=command, failed=[outcome.name for outcome in failed], page=page, console=console)
+    write_results(plan, command=shown, failed=[outcome.name for outcome in failed], page=page, console=console)
     if failed:
         raise StudyError(
             f"{len(failed)} of {len(todo)} failed; the same command retries them:\n"
@@ -144,11 +153,13 @@ def write_results(
         write_durably(plan.root / "study.json", to_json(tree, indent=1) + "\n")
     figures: dict[str, Path] = {}
     name = plan.root.name.replace("-", "_")
-    if tree["arms"]:
+    if not can_draw():
+        console.print(f"figures  {NOT_DRAWN}", markup=False)
+    if tree["arms"] and can_draw():
         draw_curves(tree, plan.root / "curves.png")
         figures[f"{name}.png"] = plan.root / "curves.png"
     sweep = tree.get("sweep")
-    if sweep is not None and sweep["cells"] and len(sweep["fields"]) == 2:
+    if sweep is not None and sweep["cells"] and len(sweep["fields"]) == 2 and can_draw():
         draw_frontier(sweep, plan.root / "frontier.png")
         figures[f"{name}_frontier.png"] = plan.root / "frontier.png"
     text = markdown(tree, command=command, figures=[path.name for path in figures.values()])

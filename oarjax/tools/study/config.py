@@ -23,6 +23,7 @@ from oarjax.config import (
     Section,
     apply_override,
     explained,
+    fields_of,
     find_config,
     parse_config,
     read_tree,
@@ -329,10 +330,10 @@ def _content(cfg: Config) -> str:
 def _check_equal(base: Config, arm: Config, where: str) -> None:
     """Check that an arm differs only in how the policy learns from rollouts, and in how many it has."""
     changed = [
-        f"{section}.{field}" if isinstance(before, Section) else section
+        f"{section}.{field}" if fields_of(type(before)) else section
         for section in type(base).model_fields
         if section != "run_dir" and (before := getattr(base, section)) != (now := getattr(arm, section))
-        for field in (type(before).model_fields if isinstance(before, Section) else [""])
+        for field in (fields_of(type(before)) or [""])
         if field == "" or getattr(before, field) != getattr(now, field)
     ]
     forbidden = [p for p in changed if p not in COUNTS and (p.split(".")[0] not in FREE or p in FIXED)]

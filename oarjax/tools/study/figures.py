@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from oarjax.report.colours import DASHES, LIGHT, styles
+from oarjax.report.figures import new_figure
 
 DPI = 80
 """Low: the figures are committed beside a page."""
@@ -108,15 +109,6 @@ def _plain(axis: Any, *, grid: str) -> None:
 
 
 def _figure(panels: int, *, across: int) -> tuple[Any, list[Any]]:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            'the figures need matplotlib, which is not installed; pip install "oarjax[log]"'
-        ) from None
     down = -(-panels // across)
-    size = (4.6 * across, 3.1 * down + 0.4)
-    figure = Figure(figsize=size, dpi=DPI, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)  # its own canvas, not the global backend
+    figure = new_figure(4.6 * across, 3.1 * down + 0.4, dpi=DPI)
     return figure, figure.subplots(down, across, squeeze=False).ravel().tolist()

@@ -178,7 +178,7 @@ def _settle(board: _Board, outcome: Outcome, report: Callable[[Outcome, int], No
 
 
 def _start(command: Sequence[str], mine: list[int], output: Any) -> subprocess.Popen[str]:
-    # A worker ends with its standard input, so it needs no signal when the parent dies.
+    # The thread that calls this lives as long as the worker, whose death signal follows it.
     worker = subprocess.Popen(
         list(command),
         stdin=subprocess.PIPE,
@@ -186,7 +186,7 @@ def _start(command: Sequence[str], mine: list[int], output: Any) -> subprocess.P
         stderr=output,
         text=True,
         process_group=0,
-        env=with_large_pages(os.environ),
+        env={**with_large_pages(os.environ), "OARJAX_STUDY": str(os.getpid())},
     )
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(worker.pid, mine)  # before it imports a package that counts cores

@@ -10,8 +10,6 @@ import json
 import os
 import shutil
 import sys
-import threading
-import time
 import traceback
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,15 +20,15 @@ from rich.console import Console
 
 from oarjax.config import Config, parse_config
 from oarjax.errors import UserError
-from oarjax.grading.mixed import RunGrader
+from oarjax.grading.grader import Grader
 from oarjax.report.files import ShownConsole
 from oarjax.run.inputs import check_inputs
 from oarjax.run.run import Run, open_run
-from oarjax.step.programs import Steps
+from oarjax.step.steps import Steps
 from oarjax.storage.checkpoint import remove_all
 from oarjax.storage.durable import DamagedError, cannot_read, storage_errors, write_durably
-from oarjax.storage.folder import changed, claim, locked, refuse_another_run
-from oarjax.storage.trust import code_digests, note_trusted
+from oarjax.storage.folder import changed, claim, locked, mend_id, refuse_another_run
+from oarjax.storage.trust import code_digests, code_places, note_trusted
 from oarjax.tools.study.jobs import study_remedy
 from oarjax.training.command import start_policy
 from oarjax.training.held_out import Evaluation, evaluation_from, plain_evaluation
@@ -41,10 +39,9 @@ BEFORE = "before.json"
 
 
 def main() -> None:
-    """Serve until the standard input or the parent process ends."""
+    """Serve until the standard input ends; ``WORKER`` of the command ends this process with its parent."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the output of libraries must not mix with the replies
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     with ExitStack() as stack:
         graders, programs = Graders(stack), Programs()
         for line in sys.stdin:
@@ -83,7 +80,7 @@ class Programs:
 
     def lend(self, run: Run) -> None:
         """Give a run the last one's programs, traced and compiled, if they are its own; else forget them."""
-        of = changed(run.cfg, run_dir="any", seed=0), run.model, code_digests(run.cfg)
+        of = changed(run.cfg, run_dir="any", seed=0), run.model, code_digests(code_places(run.cfg))
         if self._last is not None and self._last[0] == of:
             run.steps = self._last[1]
         else:
@@ -101,12 +98,12 @@ class Graders:
 
     def __init__(self, stack: ExitStack):
         self._stack = stack
-        self._graders: dict[str, RunGrader] = {}
+        self._graders: dict[str, Grader] = {}
 
-    def of(self, run: Run) -> RunGrader:
+    def of(self, run: Run) -> Grader:
         """Return the grader of a run's settings, started on first use."""
         cfg = run.cfg
-        settings = cfg.grading.model_dump_json() + cfg.credit.answer.model_dump_json()
+        settings = cfg.grading.model_dump_json() + repr(cfg.credit.answer)
         if settings not in self._graders:
             self._graders[settings] = self._stack.enter_context(run.grader())
         return self._graders[settings]
@@ -141,8 +138,9 @@ def _claim(run: Run, folder: Path, console: Console) -> None:
     refuse_another_run(folder, run.cfg)
     if changes := check_inputs(run, folder).words():
         console.print(f"resuming with other inputs: {changes}")
+    mended = mend_id(folder)
     claim(folder, run.cfg)
-    if (problem := note_trusted(folder, run.cfg)) is not None:
+    for problem in filter(None, (mended, note_trusted(folder, code_places(run.cfg)))):
         console.print(problem)
 
 
@@ -181,14 +179,3 @@ def read_before(path: Path) -> Evaluation | None:
             f"{path} is not the evaluation that was written ({type(error).__name__}: {error}); remove it, and the same "
             "command writes it again"
         ) from None
-
-
-def _end_with(parent: int) -> None:
-    """End this process with its parent: a killed study must not leave a run that writes to its folder."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
-
-
-if __name__ == "__main__":
-    main()

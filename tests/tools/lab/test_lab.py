@@ -14,15 +14,17 @@ from fake_lab import fake_programs
 from rich.console import Console
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-import oarjax.grading.mixed
+import oarjax.run.grades
 from oarjax.cli import main
-from oarjax.config import CreditConfig, changed, parse_config
+from oarjax.config import changed, parse_config
+from oarjax.credit.resolved import resolve_method
+from oarjax.credit.settings import CreditSettings
 from oarjax.data.hf import write_random_checkpoint
 from oarjax.data.problems import Problem
 from oarjax.data.tasks.arithmetic import SPECIAL, write_builtin_policy
 from oarjax.run.run import open_run
 from oarjax.tools.lab.completions import sample_completions, saved_completions, usable_rows
-from oarjax.tools.lab.lab import draws_noise, grade_continuations, known_tokens, run_lab
+from oarjax.tools.lab.lab import grade_continuations, known_tokens, run_lab
 from oarjax.tools.lab.oracles import Continuation
 from oarjax.tools.lab.results import read_lab
 from oarjax.tools.lab.saved_rollouts import SavedRollout, read_rollouts
@@ -125,7 +127,9 @@ def test_known_tokens_are_the_digits_of_results(tmp_path, policy):
     problems = [Problem("3+9-4=", "8", n) for n in range(6)]
     reasoning = np.zeros((6, 17), bool)
     reasoning[::2, :14] = True
-    found = known_tokens(run, problems, texts, reasoning, np.array([1.0, 0, 0, 1, 1, 1], np.float32))
+    found = known_tokens(
+        run.cfg.data.eval or run.cfg.data.train, problems, texts, reasoning, np.array([1.0, 0, 0, 1, 1, 1], np.float32)
+    )
     assert found is not None
     known, wrong = found
     assert np.flatnonzero(known[0]).tolist() == [4, 5, 12]
@@ -143,7 +147,7 @@ def test_the_same_completion_is_graded_once(tmp_path, policy, monkeypatch):
             seen.extend(samples)
             return super().submit(samples)
 
-    monkeypatch.setattr(oarjax.grading.mixed, "Grader", Counting)
+    monkeypatch.setattr(oarjax.run.grades, "Grader", Counting)
     run = run_of(tmp_path, policy)
     completions = sample_completions(run, fake_programs([], run))
     completions.referenced[1] = False
@@ -175,7 +179,7 @@ def test_the_same_completion_is_graded_once(tmp_path, policy, monkeypatch):
     ],
 )
 def test_methods_that_draw_noise(credit, draws):
-    assert draws_noise(changed(CreditConfig(), credit)) is draws
+    assert resolve_method(changed(CreditSettings(), credit)).draws_noise is draws
 
 
 def test_saved_text_and_ids_come_to_the_same(tmp_path, policy):
@@ -197,7 +201,7 @@ def test_saved_text_and_ids_come_to_the_same(tmp_path, policy):
 def test_rollouts_of_one_prompt_are_one_problem(tmp_path, policy, monkeypatch):
     from test_config_fields import FakeGrader
 
-    monkeypatch.setattr(oarjax.grading.mixed, "Grader", FakeGrader)
+    monkeypatch.setattr(oarjax.run.grades, "Grader", FakeGrader)
     run = run_of(tmp_path, policy)
     completions = ["3+4=7;#### 7", "7", "3+4=7;;#### 7"]
     saved = [SavedRollout(f"3+{n}=", text, "7") for n in (4, 5, 6, 4, 7) for text in completions]

@@ -16,11 +16,13 @@ from conftest import CACHE
 from rich.console import Console
 
 from oarjax.config import ConfigError, parse_config
+from oarjax.credit.resolved import resolve_method
 from oarjax.data.tasks.forks import write_forks_policy
 from oarjax.grading.rewards import Sample
 from oarjax.models.weights import init_params
 from oarjax.run.run import open_run
-from oarjax.step.loss import descend, policy_gradient
+from oarjax.step.gradients import descend
+from oarjax.step.loss import policy_gradient
 from oarjax.step.minibatches import Bucket, Piece
 from oarjax.tools.lab.command import measure_credit
 from oarjax.tools.lab.minibatch_gradients import gradient_config, gradient_program, measure_gradients
@@ -73,7 +75,7 @@ def test_gradients_are_those_of_an_update(aggregation):
     denominator = steps.denominator(jnp.asarray(mask.reshape(12, 10)))
     pieces = Piece(Bucket(6, 4), np.int32(0), np.int32(1)), Piece(Bucket(6, 10), np.int32(1), np.int32(2))
     gradient = gradient_program(steps, by_piece=aggregation == "bnpo", size=10**6)
-    found, loss = gradient(state, batch, pieces, denominator), policy_gradient(policy, cfg)
+    found, loss = gradient(state, batch, pieces, denominator), policy_gradient(policy, cfg, resolve_method(cfg.credit))
     sgd = optax.sgd(1.0)
     start = TrainState(state.step, state.params, sgd.init(state.params), state.key)
     given = None if aggregation == "bnpo" else denominator

@@ -17,7 +17,7 @@ PLANS = {p["config"]: p for p in json.loads((ROOT / "docs/data/plans.json").read
 def expected(name, *overrides):
     plan = PLANS[f"configs/{name}.yaml"]
     cfg = load_config(ROOT / plan["config"], list(overrides))
-    survival = survival_of(cfg)
+    survival = survival_of(cfg.plan.lengths, limit=cfg.rollout.max_new)
     assert survival is not None
     model = QwenConfig.from_hf(PUBLISHED[plan["policy"]])
     step = expected_step(cfg, model, plan, survival, tensor=cfg.rollout.tensor or plan["mesh"]["tensor"])

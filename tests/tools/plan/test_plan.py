@@ -124,7 +124,7 @@ def test_what_a_plan_refuses_before_it_compiles(monkeypatch):
     monkeypatch.setattr(planning, "compile_apart", lambda *a, **k: pytest.fail("compiled"))
     settings = {"work": [("update", None)], "cache": "unused", "timeout": 1, "jobs": 1}
     with pytest.raises(ConfigError, match=r"no topology; give --topology v5e-16, or set plan.topology"):
-        planning.topology_of(config(plan={}), None)
+        planning.topology_of(None)
     long = config("Qwen/Qwen2.5-Math-7B", rollout={"prompts": 8, "group_size": 4, "max_new": 4096})
     with pytest.raises(ConfigError, match=r"= 4224 tokens, more than the checkpoint's max_position_embeddings = 4096"):
         planning.plan("x", long, where=find_slice("v5e-4"), fields=PUBLISHED["Qwen/Qwen2.5-Math-7B"], **settings)

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import subprocess
 import sys
 import time
 from contextlib import ExitStack
@@ -23,7 +24,7 @@ from oarjax.report.files import MetricsWriter, make_console, read_metrics
 from oarjax.run.run import Run
 from oarjax.storage.checkpoint import finished
 from oarjax.storage.durable import StorageError
-from oarjax.storage.folder import changed
+from oarjax.storage.folder import changed, locked
 from oarjax.tools.bench.measure import counted_compilations
 from oarjax.tools.study import command
 from oarjax.tools.study.config import load_study, make_plan
@@ -175,6 +176,15 @@ def test_a_worker_that_dies_or_babbles_is_replaced(echo):
     assert outcomes["babbles"] is not None
     assert outcomes["babbles"].startswith("the worker does not answer: ")
     assert outcomes["after"] is None
+
+
+def test_a_worker_follows_its_parent_before_it_imports_jax():
+    program = "import sys; from oarjax.grading.process_tree import end_with; end_with(int(sys.argv[1])); "
+    program += "print('jax' in sys.modules)"
+    for parent, said in ((os.getpid(), "False\n"), (os.getpid() + 1, "")):  # the second has ended by now
+        done = subprocess.run([sys.executable, "-c", program, str(parent)], capture_output=True, text=True, check=False)
+        assert (done.stdout, done.returncode) == (said, int(not said))
+    assert "end_with" in command.WORKER[-1].split("study.worker")[0]
 
 
 def test_no_worker(tmp_path):
@@ -332,6 +342,11 @@ def test_another_config_does_not_touch_a_study(file, tmp_path):
         command.run(file, ["base.optim.lr=0.5"], jobs=0)
 
 
+def test_two_studies_in_a_folder_are_refused(file, tmp_path):
+    with locked(tmp_path / "study-x"), pytest.raises(ConfigError, match=r"study-x is in use by process"):
+        command.run(file, [])
+
+
 def test_results_of_runs_made_up(file, tmp_path, capsys):
     root = tmp_path / "study-x"
     for folder, last in {
@@ -376,6 +391,15 @@ def test_results_of_runs_made_up(file, tmp_path, capsys):
     assert "![study_x](study_x.png)" in pasted
     assert (tmp_path / "study_x_frontier.png").is_file()
     assert "permuted" in capsys.readouterr().out
+
+
+def test_without_matplotlib_the_tables_come_without_figures(file, tmp_path, capsys, monkeypatch):
+    make_up(tmp_path / "study-x/seed0/grpo", 0.5)
+    monkeypatch.setattr(command, "can_draw", lambda: False)
+    command.run(file, [], jobs=0)
+    assert "figures  not drawn: matplotlib is not installed; pip install" in capsys.readouterr().out
+    assert "![" not in (tmp_path / "study-x" / "study.md").read_text()
+    assert not list((tmp_path / "study-x").glob("*.png"))
 
 
 def test_a_full_disk_leaves_the_results_and_the_page_as_they_were(file, tmp_path, monkeypatch):
@@ -485,8 +509,6 @@ def test_a_study_from_end_to_end(file, tmp_path, monkeypatch, capfd):
 
 @pytest.mark.slow
 def test_a_killed_study_leaves_no_run_behind_and_goes_on(file, tmp_path):
-    import subprocess
-
     root = tmp_path / "study-x"
     arms = {"GRPO": {"credit.method": "uniform"}, "slower": {"credit.method": "uniform", "optim.lr": 1e-7}}
     tree = yaml.safe_load(file.read_text()) | {"arms": arms, "sweep": None, "seeds": [0]}

@@ -1,0 +1,73 @@
+"""Count answers that are equal as the reward ``math`` compares them as one candidate of a majority vote."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from oarjax.config import Config, GradingConfig
+from oarjax.grading.everyday import bare
+from oarjax.grading.grader import Grader
+from oarjax.grading.rewards import Sample, plainly_equal
+from oarjax.stats import answer_numbers
+
+COMPARING = ("math", "exact")
+"""Rewards that say whether two answers are equal; with any other first reward, equal texts are one answer."""
+
+
+class _Pair(NamedTuple):
+    problem: int
+    earlier: str
+    later: str
+
+
+def number_votes(
+    answers: Sequence[Sequence[str | None]], scores: Float[np.ndarray, "P n"], cfg: Config
+) -> Int[np.ndarray, "P n"]:
+    """Number each problem's answers so that equal ones have equal numbers; -1 for no answer.
+
+    Right answers equal the reference, and so each other. Others are compared where that can change the majority, in
+    grading workers unless both are plain numbers.
+    """
+    numbers = answer_numbers(answers)
+    if scores.shape[1] == 1 or cfg.grading.rewards[0].name not in COMPARING:
+        return numbers
+    right = (scores >= 1) & (numbers >= 0)
+    for row, known in zip(numbers, right):
+        if known.any():
+            row[np.isin(row, row[known])] = row[known].min()
+    pairs = []
+    for p, texts in enumerate(answers):
+        others = list(dict.fromkeys(t for t, known in zip(texts, right[p]) if t is not None and not known))
+        votes = (numbers[p] >= 0).sum() - right[p].sum()
+        if right[p].sum() <= votes and (right[p].any() or np.isnan(scores[p]).any()):
+            pairs += [_Pair(p, a, b) for a, b in combinations(others, 2)]
+    for pair, same in zip(pairs, _equal(pairs, cfg.grading)):
+        if same:
+            texts, row = list(answers[pair.problem]), numbers[pair.problem]
+            both = row[[texts.index(pair.earlier), texts.index(pair.later)]]
+            row[np.isin(row, both)] = both.min()
+    return numbers
+
+
+def _equal(pairs: Sequence[_Pair], grading: GradingConfig) -> list[bool]:
+    """Compare answers, those that are not plain numbers in workers; what cannot be compared differs."""
+    first = grading.rewards[0]
+    plain = [plainly_equal(bare(pair.earlier), bare(pair.later)) for pair in pairs]
+    open_pairs = [i for i, same in enumerate(plain) if same is None]
+    if first.name != "math" or not open_pairs:
+        return [bool(same) for same in plain]
+    limits = {"workers": grading.workers, "deadline": grading.deadline, "memory_mb": grading.memory_mb}
+    with Grader((("math", 1.0),), settings={"math": first.settings}, **limits) as grader:
+        samples = [Sample("", _boxed(pairs[i].later), _boxed(pairs[i].earlier)) for i in open_pairs]
+        for i, reward in zip(open_pairs, grader.grade(samples).rewards):
+            plain[i] = bool(reward == 1)
+    return [bool(same) for same in plain]
+
+
+def _boxed(answer: str) -> str:
+    return f"\\boxed{{{answer}}}"
