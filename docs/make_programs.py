@@ -27,7 +27,7 @@ from oarjax.config import load_config  # noqa: E402
 from oarjax.data.tasks.arithmetic import builtin_config  # noqa: E402
 from oarjax.models.qwen_config import QwenConfig  # noqa: E402
 from oarjax.run.memory import peak_bytes  # noqa: E402
-from oarjax.run.shapes import beside, program_counts, programs  # noqa: E402
+from oarjax.run.shapes import ProgramShapes  # noqa: E402
 from oarjax.system.mesh import make_mesh  # noqa: E402
 from oarjax.tools.plan.programs import planned  # noqa: E402
 from oarjax.tools.plan.published_sizes import PUBLISHED  # noqa: E402
@@ -55,15 +55,16 @@ def measure(name: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     devices = jax.devices()[: 1 if fields is None else DEVICES]
     run = planned(cfg, model, make_mesh(**cfg.mesh.model_dump(), devices=devices))
     found = {}
-    for program in programs(run):
+    shapes = ProgramShapes(run)
+    for program in shapes.programs():
         if name in PHASES and program.phase not in PHASES[name]:
             continue
         compiled = program.lower().compile()
         memory = compiled.memory_analysis()
-        peak = peak_bytes(memory, platform="cpu") + beside(run, program, read=memory.argument_size_in_bytes)
+        peak = peak_bytes(memory, platform="cpu") + shapes.beside(program, read=memory.argument_size_in_bytes)
         title = f"{program.phase}: {program.name}" if program.name else program.phase
         found[title] = {"peak": peak, "flops": compiled.cost_analysis().get("flops", 0.0)}
-    return {"programs": found, "at_most": program_counts(run)}
+    return {"programs": found, "at_most": shapes.program_counts()}
 
 
 def grown(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -35,7 +35,7 @@ def _weigh(
 ) -> Float[Array, "B T"]:
     """Send the group's mean through the configured gate."""
     mean = group_mean(jnp.asarray(signals.importance), span.reasoning, jnp.asarray(signals.groups))
-    return oarjax.oar_weights(mean, span.reasoning, **context.credit.gate.model_dump())
+    return oarjax.oar_weights(mean, span.reasoning, **vars(context.credit.gate))
 
 
 agreed_p = CreditMethod(_weigh, coupling="group", needs=("importance", "groups"), score="oar_p")

@@ -39,7 +39,7 @@ def _gated(
 ) -> Float[Array, "B T"]:
     """Weigh the reasoning tokens by their marks, 0 or 1, through the configured gate."""
     marks = (jnp.asarray(signals.marks) > 0) & span.reasoning
-    return oar_weights(marks.astype(jnp.float32), span.reasoning, **context.credit.gate.model_dump())
+    return oar_weights(marks.astype(jnp.float32), span.reasoning, **vars(context.credit.gate))
 
 
 gated = CreditMethod(_gated, needs=("marks",))
