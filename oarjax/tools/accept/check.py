@@ -6,7 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-State = Literal["ok", "failed", "not applicable", "measured"]
+State = Literal["ok", "slow", "failed", "not applicable", "measured"]
+SLOW = 0.6
+"""A speed between this share of its bound and the bound is slow, not failed: worth a look, and no reason to stop."""
+
 Number = float | int
 Value = Number | str | bool | None
 
@@ -25,12 +28,24 @@ class Check(NamedTuple):
 
 def at_least(name: str, value: Number, bound: Number, *, unit: str = "", note: str = "") -> Check:
     """Fail below the bound; a value that is not finite fails too."""
-    return _compared(name, value, bound, value >= bound, unit, note)
+    return _compared(name, value, bound, "ok" if value >= bound else "failed", unit, note)
 
 
 def at_most(name: str, value: Number, bound: Number, *, unit: str = "", note: str = "") -> Check:
     """Fail above the bound; a value that is not finite fails too."""
-    return _compared(name, value, bound, value <= bound, unit, note)
+    return _compared(name, value, bound, "ok" if value <= bound else "failed", unit, note)
+
+
+def fast(name: str, value: Number, bound: Number, *, unit: str = "", note: str = "") -> Check:
+    """Compare a speed: slow below the bound, failed below the share ``SLOW`` of it."""
+    state: State = "ok" if value >= bound else "slow" if value >= SLOW * bound else "failed"
+    return _compared(name, value, bound, state, unit, note)
+
+
+def quick(name: str, value: Number, bound: Number, *, unit: str = "", note: str = "") -> Check:
+    """Compare a time: slow above the bound, failed above the bound divided by ``SLOW``."""
+    state: State = "ok" if value <= bound else "slow" if value <= bound / SLOW else "failed"
+    return _compared(name, value, bound, state, unit, note)
 
 
 def holds(name: str, condition: bool, *, value: Value = None, note: str = "") -> Check:
@@ -48,9 +63,9 @@ def not_applicable(name: str, reason: str, *, value: Value = None, unit: str = "
     return Check(name, "not applicable", value, unit, note=reason)
 
 
-def _compared(name: str, value: Number, bound: Number, good: bool, unit: str, note: str) -> Check:
+def _compared(name: str, value: Number, bound: Number, state: State, unit: str, note: str) -> Check:
     ratio = value / bound if bound else None
-    return Check(name, "ok" if good and math.isfinite(value) else "failed", value, unit, bound, ratio, note)
+    return Check(name, state if math.isfinite(value) else "failed", value, unit, bound, ratio, note)
 
 
 def cells(check: Mapping[str, Any]) -> tuple[str, str, str, str, str]:

@@ -26,7 +26,7 @@ from oarjax.tools.accept.check import cells
 from oarjax.tools.accept.page import write_accept_page
 from oarjax.tools.accept.stages import Stage, chosen, state_of
 
-STYLES = {"ok": "green", "failed": "bold red", "not applicable": "dim", "measured": ""}
+STYLES = {"ok": "green", "slow": "yellow", "failed": "bold red", "not applicable": "dim", "measured": ""}
 
 
 def run(out: Path, *, only: str, device: str, folder: Path | None, bucket: Path | None, scale: float = 1.0) -> bool:
@@ -57,6 +57,10 @@ def run(out: Path, *, only: str, device: str, folder: Path | None, bucket: Path 
                 out.write_text(to_json(document(results), indent=1) + "\n", encoding="utf-8")
                 write_accept_page(out.with_suffix(".html"), document(results))
     report = document(results)
+    for each in report["notable"]:
+        console.print(
+            f"{each['state']}: {each['stage']}: {visible(each['text'])}", style=STYLES[each["state"]], markup=False
+        )
     console.print(f"{report['summary']}; {out} and {out.with_suffix('.html')}", markup=False)
     return report["state"] != "failed"
 
@@ -147,11 +151,26 @@ def _line(stream: Any, until: float) -> str:
 
 
 def document(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the report: the stages, and a summary in one line."""
-    count = {state: sum(r["state"] == state for r in results) for state in ("ok", "failed", "not applicable")}
-    state = "failed" if count["failed"] else "ok"
+    """Return the report: the stages, a summary in one line, and what failed or was slow, in this order."""
+    states = ("failed", "slow", "ok", "not applicable")
+    count = {state: sum(r["state"] == state for r in results) for state in states}
+    state = next((state for state in ("failed", "slow") if count[state]), "ok")
     summary = ", ".join(f"{number} {name}" for name, number in count.items() if number)
-    return {"state": state, "summary": f"{len(results)} stages: {summary}", "stages": results}
+    notable = [
+        {"state": state, "stage": result["stage"], "text": text}
+        for state in ("failed", "slow")
+        for result in results
+        for text in _notable(result, state)
+    ]
+    summary = f"{len(results)} stages: {summary}"
+    return {"state": state, "summary": summary, "notable": notable, "stages": results}
+
+
+def _notable(result: dict[str, Any], state: str) -> list[str]:
+    """Return a line for every check of a stage in this state, and for what ended the stage."""
+    lines = [result["error"]] if result["error"] is not None and state == "failed" else []
+    found = [cells(check) for check in result["checks"] if check["state"] == state]
+    return lines + [f"{name}: {value}, bound {bound or 'yes'}; {note}" for name, _, value, bound, note in found]
 
 
 def show(console: Console, result: dict[str, Any]) -> None:

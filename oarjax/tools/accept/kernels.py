@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -18,9 +19,10 @@ from oarjax.tools.accept.setting import Setting, best_seconds
 
 ERRORS = {"forward": 0.01, "backward": 0.02, "linearised": 0.02}
 """Bounds on errors of bfloat16 kernels, as shares of the largest number; docs/numerics.md has the interpreter's."""
-WIDTHS = (64, 128)
-LENGTHS = (576, 640, 1344, 1536)
-BLOCKS = (128, 512)
+CASES = (*itertools.product((64, 128), (576, 640, 1344, 1536), (128, 512)),)
+CASES += ((128, 1536, 256), (128, 1536, 384), (128, 1280, 640), (256, 1344, 256), (256, 1536, 512))
+"""Widths of a head, tokens, and sizes of blocks; the last ones are what the shipped configs use."""
+SMALL = ((64, 130, 128), (128, 130, 128))
 
 
 def attention(s: Setting) -> list[Check]:
@@ -28,10 +30,8 @@ def attention(s: Setting) -> list[Check]:
     if s.platform == "gpu":
         return [not_applicable("splash attention", "its kernels are for TPUs; GPUs use plain attention")]
     checks = []
-    for width in WIDTHS:
-        for length in (130,) if s.small else LENGTHS:
-            for block in (128,) if s.small else BLOCKS:
-                checks += _compare(s, width, length, block)
+    for width, length, block in SMALL if s.small else CASES:
+        checks += _compare(s, width, length, block)
     return checks
 
 
@@ -68,7 +68,12 @@ def _compare(s: Setting, width: int, length: int, block: int) -> list[Check]:
         side: best_seconds(partial(_gradient(function), inputs, cotangent), repeats=5)
         for side, function in (("splash", kernel), ("plain", plain))
     }
-    return [*checks, measured(f"{name}: plain over splash, forward and backward", seconds["plain"] / seconds["splash"])]
+    computed = 7 * rows * heads * length**2 * width  # 2 products forward, 5 backward, over the half that is seen
+    return [
+        *checks,
+        measured(f"{name}: forward and backward", computed / seconds["splash"] / 1e12, unit="TFLOP/s"),
+        measured(f"{name}: time of plain attention over splash", seconds["plain"] / seconds["splash"]),
+    ]
 
 
 def _three(function: Any, inputs: Any, tangents: Any, cotangent: Any) -> dict[str, Any]:

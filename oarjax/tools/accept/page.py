@@ -29,6 +29,9 @@ def write_accept_page(path: Path, report: Mapping[str, Any]) -> None:
         for stage in report["stages"]
     ]
     html = template.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        state=report["state"], summary=visible(report["summary"]), stages=stages
+        state=report["state"],
+        summary=visible(report["summary"]),
+        notable=[{name: visible(text) for name, text in each.items()} for each in report["notable"]],
+        stages=stages,
     )
     path.write_text(html, encoding="utf-8", errors="replace")

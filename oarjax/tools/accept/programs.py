@@ -25,16 +25,17 @@ from oarjax.run.shapes import ProgramShapes
 from oarjax.step.host_callbacks import GradedAtOnce, HostCallbacks
 from oarjax.step.iteration import iterate
 from oarjax.system.devices import memory_limit
-from oarjax.tools.accept.check import Check, at_most, holds, measured, not_applicable
-from oarjax.tools.accept.setting import Setting, best_seconds, mesh, mesh_sizes, run_config
+from oarjax.tools.accept.check import Check, at_most, holds, measured, not_applicable, quick
+from oarjax.tools.accept.setting import RATES, Peaks, Setting, best_seconds, mesh, mesh_sizes, run_config
 from oarjax.tools.bench.work import Shapes, half_right, spans
 from oarjax.tools.plan.programs import shapes_of
 from oarjax.tools.plan.published_sizes import PUBLISHED
 from oarjax.tools.plan.sums import model_flops, read_bytes
 from oarjax.types import PromptBatch
 
-SLOWER = 2.0
-"""A phase fails above this multiple of the plan's arithmetic."""
+SLOWER = 2.5
+"""A phase is slow above this multiple of its arithmetic at the measured rates of products and copies. The plan expects
+2.1 times the arithmetic at the data sheet's rates for this policy on a v5e: passes over memory between the products."""
 FILE = "compilation.json"
 REPEATS = 5
 
@@ -105,7 +106,7 @@ def _misses():
 
 
 def phases(s: Setting) -> list[Check]:
-    """Run an iteration on random tokens several times, and compare each phase with its arithmetic at peak rates."""
+    """Run an iteration on random tokens several times, and compare each phase with its arithmetic at measured rates."""
     cfg = phase_config(s)
     model = QwenConfig.from_hf(builtin_config() if s.small else PUBLISHED["Qwen/Qwen2.5-0.5B"])
     run = Run(cfg, model=model, mesh=mesh(), stop_ids=(), pad_id=0)
@@ -128,16 +129,18 @@ def phases(s: Setting) -> list[Check]:
         holds("the trace has files", bool(files), value=len(files)),
         _peak_memory(s, ProgramShapes(run)),
     ]
-    rate = s.peaks.flops or _rate_of_products()
+    rates = _measured_rates(s)
     for name in [name for name in ("sample", "score", "update") if name in laps[-1]]:
         seconds = statistics.median(lap[name] for lap in laps[1:])
         one_pass = name == "update" and "score" not in laps[-1]
-        planned = planned_seconds(s, cfg, model, "fused" if one_pass else name, rate)
-        note = f"{seconds:.4g} s, {planned:.4g} s at peak"
+        planned = planned_seconds(rates, cfg, model, "fused" if one_pass else name)
+        note = f"{seconds:.4g} s, {planned:.4g} s at the measured rates"
         if s.small or s.peaks.flops is None:
-            checks.append(not_applicable(f"{name} against plan", f"{note}, measured", value=seconds / planned))
+            checks.append(not_applicable(f"{name} against plan", note, value=seconds / planned))
         else:
-            checks.append(at_most(f"{name} against plan", seconds / planned, SLOWER, note=note))
+            checks.append(quick(f"{name} against plan", seconds / planned, SLOWER, note=note))
+        if name == "sample":
+            checks += _decoding(cfg, model, seconds, rates)
     return checks
 
 
@@ -181,14 +184,36 @@ def host_of(run: Run, phase: Any) -> HostCallbacks:
     )
 
 
-def planned_seconds(s: Setting, cfg: Config, model: QwenConfig, name: str, rate: float) -> float:
-    """Return the seconds of a phase at peak rates without overlap; an update recomputes its forward."""
+def planned_seconds(rates: Peaks, cfg: Config, model: QwenConfig, name: str) -> float:
+    """Return the seconds of a phase at these rates without overlap; an update recomputes its forward."""
     count = len(jax.devices())
     again = 4 / 3 if name in ("update", "fused") and cfg.policy.remat == "full" else 1.0
-    products = again * model_flops(name, model, cfg) / (count * rate)
-    if name != "sample" or s.peaks.bandwidth is None:
+    products = again * model_flops(name, model, cfg) / (count * (rates.flops or 1.0))
+    if name != "sample" or rates.bandwidth is None:
         return products
-    return max(products, read_bytes(model, shapes_of(cfg), chips=count, tensor=1) / s.peaks.bandwidth)
+    return max(products, read_bytes(model, shapes_of(cfg), chips=count, tensor=1) / rates.bandwidth)
+
+
+def _decoding(cfg: Config, model: QwenConfig, seconds: float, rates: Peaks) -> list[Check]:
+    """State how fast rows are decoded, and the share of the memory's measured speed that this needs."""
+    count, tokens = len(jax.devices()), cfg.rollout.prompts * cfg.rollout.group_size * cfg.rollout.max_new
+    checks = [measured("decoded tokens per second and device", tokens / seconds / count)]
+    if rates.bandwidth is not None:
+        read = read_bytes(model, shapes_of(cfg), chips=count, tensor=1)
+        note = "weights and keys and values at full length"
+        checks.append(measured("of the memory's speed, decoding", read / seconds / rates.bandwidth, note=note))
+    return checks
+
+
+def _measured_rates(s: Setting) -> Peaks:
+    """Return the rates that the stage peaks measured; without it the data sheet's, or those of a small product."""
+    record = s.folder / RATES
+    if record.is_file():
+        rates = json.loads(record.read_text())
+        return Peaks(rates["products"], None if s.small else rates["copies"], s.peaks.link)
+    if s.peaks.flops is not None:
+        return s.peaks
+    return Peaks(_rate_of_products(), None, None)
 
 
 def _rate_of_products() -> float:

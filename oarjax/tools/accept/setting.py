@@ -15,6 +15,9 @@ from oarjax.system.chips import CHIPS
 from oarjax.system.devices import GPU_BANDWIDTH, PEAK_FLOPS, TPU_KINDS
 from oarjax.system.mesh import make_mesh
 
+RATES = "rates.json"
+"""File of the measured rates of products and copies, for later stages."""
+
 
 class Peaks(NamedTuple):
     """Published peaks of one device; None if unknown or absent."""

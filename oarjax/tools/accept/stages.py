@@ -26,7 +26,9 @@ class Stage(NamedTuple):
 
 STAGES = (
     Stage("facts", "Versions and devices", "oarjax.tools.accept.device:facts", 300),
-    Stage("peaks", "Products, copies and all-reduces against the data sheet", "oarjax.tools.accept.device:peaks", 300),
+    Stage(
+        "peaks", "Products, copies and all-reduces against what they can reach", "oarjax.tools.accept.device:peaks", 300
+    ),
     Stage("attention", "Splash against plain attention", "oarjax.tools.accept.kernels:attention", 900),
     Stage("numerics", "Log-probs, draws and random bits against a CPU", "oarjax.tools.accept.numerics:numerics", 600),
     Stage("compilation", "Compilation, cold and warm", "oarjax.tools.accept.programs:compilation", 1200),
@@ -57,8 +59,10 @@ def chosen(names: str) -> tuple[Stage, ...]:
 
 
 def state_of(checks: Sequence[Any], error: str | None) -> str:
-    """Return ok, failed, or not applicable where every check is."""
+    """Return failed or slow if a check is, not applicable where every check is, else ok."""
     states = {check["state"] if isinstance(check, dict) else check.state for check in checks}
     if error is not None or not states or "failed" in states:
         return "failed"
+    if "slow" in states:
+        return "slow"
     return "not applicable" if states == {"not applicable"} else "ok"

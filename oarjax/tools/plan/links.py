@@ -70,14 +70,14 @@ def link_table(mesh: Mesh, where: Slice) -> dict[int, Ways]:
     found: dict[int, Ways] = {}
     for count in range(1, len(inner_first) + 1):
         for chosen in itertools.combinations(inner_first, count):
-            groups = [g for g in _groups(mesh, chosen) if len({getattr(d, "slice_index", 0) for d in g}) == 1]
+            groups = [g for g in groups_of(mesh, chosen) if len({getattr(d, "slice_index", 0) for d in g}) == 1]
             ways = [ways_of([tuple(d.coords)[: len(sides)] for d in g], sides=sides, closed=closed) for g in groups]
             if ways:  # of groups that lie differently the slowest counts
                 found.setdefault(len(groups[0]), min(ways, key=lambda w: (w.ring, -w.hops)))
     return found
 
 
-def _groups(mesh: Mesh, chosen: Sequence[str]) -> list[list[Any]]:
+def groups_of(mesh: Mesh, chosen: Sequence[str]) -> list[list[Any]]:
     """Divide a mesh's devices into the groups of a collective over the chosen axes."""
     axes = sorted(mesh.axis_names.index(name) for name in chosen)
     rest = [i for i in range(mesh.devices.ndim) if i not in axes]

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +16,11 @@ import numpy as np
 import pytest
 from conftest import ROOT, TESTS, virtual_devices
 from hostile_page import EVIL, Reader
+from jax.sharding import Mesh
 
 from oarjax.storage.checkpoint import Checkpoints
 from oarjax.tools.accept import command, device, kernels, numerics, programs, runs
-from oarjax.tools.accept.check import at_least, at_most, holds, not_applicable
+from oarjax.tools.accept.check import at_least, at_most, fast, holds, not_applicable, quick
 from oarjax.tools.accept.page import write_accept_page
 from oarjax.tools.accept.setting import Peaks, Setting, peaks_of
 from oarjax.tools.accept.stages import STAGES, Stage, StageError, chosen, state_of
@@ -32,6 +34,26 @@ def test_bounds():
     assert state_of([], None) == state_of([holds("x", True)], "boom") == "failed"
     assert state_of([not_applicable("x", "cpu")], None) == "not applicable"
     assert state_of([not_applicable("x", "cpu"), holds("y", True)], None) == "ok"
+
+
+def test_a_speed_near_its_bound_is_slow_and_no_failure():
+    assert [fast("x", value, 1.0).state for value in (1.0, 0.99, 0.6, 0.59, math.nan)] == [
+        "ok",
+        "slow",
+        "slow",
+        "failed",
+        "failed",
+    ]
+    assert [quick("x", value, 0.9).state for value in (0.9, 1.0, 1.5, 1.51)] == ["ok", "slow", "slow", "failed"]
+    assert state_of([holds("x", True), fast("y", 0.7, 1.0)], None) == "slow"
+    results = [
+        {"stage": name, "title": name, "state": check.state, "seconds": 1.0, "checks": [check._asdict()], "error": None}
+        for name, check in (("a", fast("x", 0.7, 1.0)), ("b", fast("y", 0.1, 1.0)), ("c", fast("z", 2.0, 1.0)))
+    ]
+    assert command.document(results[:1])["state"] == "slow"
+    report = command.document(results)
+    assert report["summary"] == "3 stages: 1 failed, 1 slow, 1 ok"
+    assert [(each["state"], each["stage"]) for each in report["notable"]] == [("failed", "b"), ("slow", "a")]
 
 
 def test_stages_by_name():
@@ -155,9 +177,83 @@ def test_a_device_below_its_peak_is_red(setting):
     """What is not applicable on a CPU is a bound where the peak is known."""
     slow = device.peaks(Setting(setting.folder, None, "cpu", Peaks(1e18, 1e18, 1e18)))
     assert [check.name for check in slow if check.state == "failed"] == [
-        "bfloat16 products, of peak",
-        "copies in memory, of peak",
+        "bfloat16 products, of what can be reached",
+        "copies in memory, of what can be reached",
     ]
+
+
+EIGHT = """
+import sys
+from types import SimpleNamespace
+from pathlib import Path
+from oarjax.tools.accept import device
+from oarjax.tools.accept.setting import Peaks, Setting
+
+measure, rates = device.on_device, []
+kinds = {d: SimpleNamespace(id=d.id, coords=(d.id % 2, d.id // 2, 0)) for d in device.jax.local_devices()}
+device.place_of = lambda d, name=device.place_of: name(kinds[d])
+device.coordinates = lambda d: kinds[d].coords
+device.TPU_KINDS = {"cpu": "v5e"}
+
+def unsound(s, d):  # one device computes something else, one is slow
+    digest, _ = measure(s, d)
+    return ("other" if d.id == 3 else digest), (9.0 if d.id == 5 else 1.0)
+
+def reduced(peaks):
+    s = Setting(Path(sys.argv[1]), None, "cpu", peaks)
+    return [c for c in device._all_reduces(s, device.mesh()) if "reached" in c.name]
+
+small = Peaks(1.0, 1.0, 1.0)
+for check in reduced(small):
+    rates.append((check.name, check.value))
+    print(check.state, check.name, check.note, sep="|")
+device.on_device = lambda s, d: (measure(s, d)[0], 1.0)
+for check in device._each_device(Setting(Path(sys.argv[1]), None, "cpu", small)):
+    print(check.state, check.name, check.note, sep="|")
+device.on_device = unsound
+for check in device._each_device(Setting(Path(sys.argv[1]), None, "cpu", small)):
+    print(check.state, check.name, check.note, sep="|")
+"""
+
+
+def test_of_eight_devices_the_wrong_and_the_slow_one_are_named(tmp_path):
+    """And all-reduces are compared with the links of their axis: a pair has one, a block of 2 x 4 closes a ring."""
+    environment = dict(os.environ) | {"XLA_FLAGS": virtual_devices(8), "JAX_PLATFORMS": "cpu"}
+    environment["PYTHONPATH"] = f"{ROOT}:{TESTS}"
+    command = [sys.executable, "-c", EIGHT, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line.split("|") for line in done.stdout.splitlines()]
+    assert [(state, name) for state, name, _ in lines[:2]] == [
+        ("ok", "all-reduce over fsdp, of what can be reached"),
+        ("ok", "all-reduce over tensor, of what can be reached"),
+    ]
+    assert [state for state, *_ in lines[2:4]] == ["ok", "ok"]
+    assert lines[4] == ["failed", "equal results on every device", "others on device 3 at 1,1,0"]
+    assert lines[5] == ["failed", "slowest device over the median", "device 5 at 1,2,0"]
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Stand for a chip of a v5e-8, 2 x 4."""
+
+    id: int
+    slice_index: int = 0
+    device_kind: str = "TPU v5 lite"
+
+    @property
+    def coords(self) -> tuple[int, int, int]:
+        return (self.id % 2, self.id // 2, 0)
+
+
+def test_a_ring_has_two_links_and_a_line_one():
+    """The whole block is a ring, a row of four a line."""
+    chips = np.asarray([Chip(i) for i in range(8)], dtype=object)
+    whole, rows = Mesh(chips, ("fsdp",)), Mesh(chips.reshape(4, 2), ("fsdp", "tensor"))
+    found = [device.ways_over(*each) for each in ((whole, "fsdp"), (rows, "fsdp"), (rows, "tensor"))]
+    assert [ways.ring for ways in found if ways] == [2, 1, 1]
+    apart = np.asarray([Chip(i, slice_index=i // 4) for i in range(8)], dtype=object)
+    assert device.ways_over(Mesh(apart, ("fsdp",)), "fsdp") is None
 
 
 # The command -------------------------------------------------------------------------------------------------------
