@@ -35,7 +35,7 @@ Options of every script:
   --settings FILE    default: tpu/settings.env
   --project P  --zone Z  --name N  --accelerator A  --runtime R  --bucket B  --run R  --config C
                      instead of the setting of that name
-  --spot, --on-demand
+  --spot, --on-demand, --reserved, --flex-start
   --dry-run          print every command, do nothing
   --help
 TEXT
@@ -48,8 +48,7 @@ load() { # a script's arguments: settings into variables, options that all scrip
     case "$1" in
       --help | -h) usage; exit 0 ;;
       --dry-run) DRY_RUN=yes; PASS+=("$1") ;;
-      --spot) given+=(SPOT=yes); PASS+=("$1") ;;
-      --on-demand) given+=(SPOT=no); PASS+=("$1") ;;
+      --spot | --on-demand | --reserved | --flex-start) given+=("PROVISIONING=${1#--}"); PASS+=("$1") ;;
       --settings | --project | --zone | --name | --accelerator | --runtime | --bucket | --run | --config)
         (($# > 1)) || die "$1 needs a value; see --help"
         case "$1" in
@@ -66,10 +65,12 @@ load() { # a script's arguments: settings into variables, options that all scrip
   done
   [[ -f $settings ]] || die "no settings in $settings: cp tpu/settings.example.env tpu/settings.env, then fill it in"
   # What an older settings file may not have:
-  SERVICE_ACCOUNT="" RUNTIME="" SPOT=no VALID_UNTIL="" OVERRIDES=() MAX_RESTARTS=20 EXTRAS=tpu,log,hub
+  SERVICE_ACCOUNT="" RUNTIME="" PROVISIONING=on-demand MAX_DURATION=7d AUTOCHECKPOINT=no VALID_UNTIL="" OVERRIDES=() MAX_RESTARTS=20 EXTRAS=tpu,log,hub
   DISK_GB=80 GCSFUSE_FLAGS="" POLL_SECONDS=20 GRACE_SECONDS=120 DELETE_SECONDS=600 STEADY_SECONDS=60
+  unset SPOT
   # shellcheck source=settings.example.env
   source "$settings"
+  [[ -z ${SPOT:-} ]] || die "$settings: SPOT is not read: write PROVISIONING=spot, or on-demand, reserved, flex-start"
   for assignment in "${given[@]}"; do declare -g "$assignment"; done
   BUCKET="${BUCKET#gs://}" BUCKET="${BUCKET%/}"
   check_settings "$settings"
@@ -90,7 +91,9 @@ ZONE [a-z]+-[a-z0-9]+-[a-z0-9]+
 BUCKET [a-z0-9][a-z0-9._-]+
 TPU_NAME [a-z]([a-z0-9-]*[a-z0-9])?
 ACCELERATOR [a-z0-9]+-[0-9]+
-SPOT yes|no
+PROVISIONING spot|on-demand|reserved|flex-start
+MAX_DURATION [0-9]+[smhd]
+AUTOCHECKPOINT yes|no
 RUN [A-Za-z0-9][A-Za-z0-9._-]*
 CONFIG .+\.yaml
 MAX_RESTARTS [0-9]+

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Request a TPU, spot or on demand, and wait until it runs.
+# Request a TPU, spot, on demand, reserved or flex-start, and wait until it runs.
 #
 #   tpu/create.sh [--no-wait] [--any-bucket] [--any-disk] [options]
 #
@@ -81,9 +81,9 @@ check_disk() { # by the table "What the runs need" of docs/plans.md: weights, an
 explain() { # gcloud's words: what they mean and what to do
   case "${1,,}" in
     *quota* | *resource_exhausted*)
-      say "REFUSED: quota. Project $PROJECT may not have $ACCELERATOR (spot: $SPOT) in $ZONE. Try, in this order:"
+      say "REFUSED: quota. Project $PROJECT may not have $ACCELERATOR ($PROVISIONING) in $ZONE. Try, in this order:"
       say "  - remove old entries, failed and suspended ones count too: tpu/status.sh lists them, tpu/delete.sh --name"
-      say "  - another zone, or the other kind (--spot, --on-demand: separate quotas)"
+      say "  - another zone, or another kind (--spot, --on-demand, --reserved, --flex-start: spot and flex-start share a quota)"
       say "  - ask for more: https://console.cloud.google.com/iam-admin/quotas?project=$PROJECT (service Cloud TPU API;"
       say "    v5litepod-1, -4 and -8 come from the 'serving' quotas of v5e)"
       ;;
@@ -92,7 +92,7 @@ explain() { # gcloud's words: what they mean and what to do
       say "  have roles/tpu.admin, and roles/iam.serviceAccountUser on ${SERVICE_ACCOUNT:-the default service account}?"
       ;;
     *capacity* | *stockout*)
-      say "REFUSED: no free machines of this kind in $ZONE now. Another zone, --spot, or try again later."
+      say "REFUSED: no free machines of this kind in $ZONE now. Another zone, --spot, --flex-start (it waits), or try again later."
       ;;
     *accelerator*type* | *"runtime version"* | *runtime_version* | *invalid_argument*)
       say "REFUSED: $ACCELERATOR with runtime $RUNTIME is not offered in $ZONE. What is:"
@@ -104,10 +104,17 @@ explain() { # gcloud's words: what they mean and what to do
 }
 
 request() {
-  local command=(gcloud compute tpus queued-resources create "$TPU_NAME" "${WHERE[@]}" --node-id="$TPU_NAME"
+  local track=() # flex-start and automatic checkpoints are options of gcloud alpha only
+  if [[ $PROVISIONING == flex-start || $AUTOCHECKPOINT == yes ]]; then track=(alpha); fi
+  local command=(gcloud "${track[@]}" compute tpus queued-resources create "$TPU_NAME" "${WHERE[@]}" --node-id="$TPU_NAME"
     --accelerator-type="$ACCELERATOR" --runtime-version="$RUNTIME"
     --scopes=https://www.googleapis.com/auth/cloud-platform)
-  if [[ $SPOT == yes ]]; then command+=(--spot); fi
+  case "$PROVISIONING" in
+    spot) command+=(--spot) ;;
+    reserved) command+=(--reserved) ;;
+    flex-start) command+=(--provisioning-model=flex-start --max-run-duration="$MAX_DURATION") ;;
+  esac
+  if [[ $AUTOCHECKPOINT == yes ]]; then command+=(--autocheckpoint-enabled); fi
   if [[ -n $SERVICE_ACCOUNT ]]; then command+=(--service-account="$SERVICE_ACCOUNT"); fi
   if [[ -n $VALID_UNTIL ]]; then command+=(--valid-until-duration="$VALID_UNTIL"); fi
   local code=0
@@ -149,7 +156,7 @@ case "$STATE" in
     check_bucket
     check_topology
     check_disk
-    say "requesting $ACCELERATOR '$TPU_NAME' in $ZONE (spot: $SPOT), runtime $RUNTIME"
+    say "requesting $ACCELERATOR '$TPU_NAME' in $ZONE ($PROVISIONING), runtime $RUNTIME"
     request
     ;;
   ACTIVE) say "$TPU_NAME runs already" && exit 0 ;;

@@ -79,7 +79,7 @@ follow() { # until the run ends or the machine goes; a connection that breaks is
     if [[ $VERDICT == complete || $VERDICT == preempted ]]; then return; fi
     # A machine that is being taken away is called ACTIVE for a while after its run has ended.
     if [[ $VERDICT != running ]]; then
-      if [[ $SPOT == yes ]] && wait_for "PREEMPTED|SUSPENDED|SUSPENDING|DELETING|FAILED|NONE" "$GRACE_SECONDS"; then
+      if [[ $PROVISIONING =~ ^(spot|flex-start)$ ]] && wait_for "PREEMPTED|SUSPENDED|SUSPENDING|DELETING|FAILED|NONE" "$GRACE_SECONDS"; then
         VERDICT=preempted
       fi
       return

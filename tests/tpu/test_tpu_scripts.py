@@ -25,7 +25,7 @@ BUCKET=gs://bucket/
 SERVICE_ACCOUNT=oarjax@my-project.iam.gserviceaccount.com
 TPU_NAME=t
 ACCELERATOR=v5litepod-16
-SPOT=yes
+PROVISIONING=spot
 RUN=first
 CONFIG=configs/a.yaml
 OVERRIDES=(optim.lr=2e-6 "data.prompt_format={prompt} Think.")
@@ -200,7 +200,9 @@ def test_the_example_settings_are_complete(cloud):
         ("ZONE=us-west4", "ZONE: expected"),
         ("TPU_NAME='a b'", "TPU_NAME: expected"),
         ("RUN=../x", "RUN: expected"),
-        ("SPOT=maybe", "SPOT: expected yes|no, got 'maybe'"),
+        ("SPOT=yes", "SPOT is not read: write PROVISIONING=spot"),
+        ("MAX_DURATION=week", "MAX_DURATION: expected [0-9]+[smhd], got 'week'"),
+        ("PROVISIONING=maybe", "PROVISIONING: expected spot|on-demand|reserved|flex-start, got 'maybe'"),
         ("PROJECT=", "PROJECT: expected"),
     ],
 )
@@ -296,6 +298,38 @@ def test_the_runtime_fits_the_accelerator(cloud, accelerator, runtime):
     assert "--runtime-version=new" in cloud.run("create", "--dry-run", "--accelerator", "v9-4", "--runtime", "new")
 
 
+@pytest.mark.parametrize(
+    ("kind", "asked"),
+    [
+        ("--spot", "gcloud compute tpus queued-resources create t .* --spot "),
+        ("--reserved", "gcloud compute tpus queued-resources create t .* --reserved "),
+        ("--flex-start", "gcloud alpha compute .* --provisioning-model=flex-start --max-run-duration=3d "),
+    ],
+)
+def test_machines_are_requested_as_the_settings_say(cloud, kind, asked):
+    cloud.put("settings.env", SETTINGS + "MAX_DURATION=3d\n")
+    cloud.run("create", kind)
+    (request,) = cloud.calls("queued-resources create")
+    assert re.search(asked, request + " ")
+    assert sum(word in request for word in ("--spot", "--reserved", "flex-start")) == 1
+
+
+def test_minutes_for_a_checkpoint_before_maintenance(cloud):
+    said = cloud.run("create", "--dry-run")
+    assert "autocheckpoint" not in said
+    cloud.put("settings.env", SETTINGS + "AUTOCHECKPOINT=yes\n")
+    cloud.run("create")
+    (request,) = cloud.calls("queued-resources create")
+    assert re.search("^gcloud alpha compute .* --spot .*--autocheckpoint-enabled", request)
+
+
+def test_a_flex_start_machine_that_is_gone_is_replaced(cloud):
+    cloud.put("codes", "preempt\n0\n")
+    cloud.put("settings.env", SETTINGS.replace("PROVISIONING=spot", "PROVISIONING=flex-start"))
+    assert "DONE" in cloud.run("resume", "--times", "1")
+    assert len(cloud.calls("alpha", "queued-resources create", "flex-start")) == 2
+
+
 def test_the_name_of_a_plan_is_translated(cloud):
     assert "ACCELERATOR: gcloud calls it v5litepod-8" in cloud.run("create", "--accelerator", "v5e-8", code=1)
     assert not cloud.calls()
@@ -324,7 +358,7 @@ def test_quota_refused(cloud):
     cloud.put("refuse", "ERROR: RESOURCE_EXHAUSTED: Quota 'TPUV5sPreemptibleLitepod' exhausted. Limit 0\n")
     said = cloud.run("create", code=1)
     assert "Limit 0" in said
-    assert "REFUSED: quota. Project my-project may not have v5litepod-16 (spot: yes) in us-west4-a" in said
+    assert "REFUSED: quota. Project my-project may not have v5litepod-16 (spot) in us-west4-a" in said
     assert "https://console.cloud.google.com/iam-admin/quotas?project=my-project" in said
     assert NOT_BILLED in said
 
