@@ -440,8 +440,8 @@ def _fail(error: Exception) -> NoReturn:
     from oarjax.report.files import print_error
 
     code = print_error(error)
-    if processes := sys.modules.get("oarjax.system.processes"):  # else no others have been joined
-        processes.leave_others(code)
+    if peers := sys.modules.get("oarjax.system.peers"):  # else no others have been joined
+        peers.leave_others(code, agreed=isinstance(error, sys.modules["oarjax.storage.stop"].Stopped))
     sys.exit(code)
 
 

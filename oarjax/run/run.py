@@ -55,6 +55,7 @@ from oarjax.step.state import new_state
 from oarjax.step.steps import Steps
 from oarjax.system.devices import choose_platform, use_compilation_cache
 from oarjax.system.mesh import make_mesh
+from oarjax.system.peers import PEERS
 from oarjax.system.processes import is_first, join_processes, to_devices, to_host
 from oarjax.types import AnswerSpan, Grades, Params, PromptBatch, Rollout, TrainState
 
@@ -419,6 +420,7 @@ def open_run(
     run.console.quiet = run.console.quiet or not run.first
     check_failures(cfg.checkpoint, processes=jax.process_count())
     use_compilation_cache(cfg.compilation_cache)
+    PEERS.link()
     if hold is not None and run.first:
         hold()
     mesh = run.mesh

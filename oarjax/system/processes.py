@@ -159,18 +159,6 @@ def check_shared(folder: Path) -> None:
         )
 
 
-def leave_others(code: int) -> None:
-    """End this process at once if it is one of several; do nothing if it is alone.
-
-    The others wait for this process's next program, and an orderly exit would wait for them in turn. JAX ends them, as
-    it does when a host is lost.
-    """
-    if jax.distributed.is_initialized():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
 class PeerLost(UserError, RuntimeError):
     """Raised when another process of the run has ended; exit code 75 if the same commands resume, else 1."""
 
@@ -183,8 +171,9 @@ LOST = re.compile(r"gloo|connection (closed|reset)|socket closed|broken pipe|hea
 def peers_watched(resumable: Callable[[], bool]) -> Iterator[None]:
     """Turn JAX's errors after the loss of another process into one sentence.
 
-    Only errors of a program that waits for the other process come here. Where JAX's own heartbeat notices first, it
-    ends this process with a signal (exit code 128 or above).
+    Only errors of a program that waits for the other process come here; ``oarjax.system.peers`` notices the others.
+    Where JAX notices first, as after the loss of the process that coordinates the others, it ends this process with a
+    signal (exit code 128 or above).
 
     Args:
         resumable: returns True if the run has a checkpoint, from which the same commands resume.
@@ -197,13 +186,18 @@ def peers_watched(resumable: Callable[[], bool]) -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         if jax.process_count() == 1 or not LOST.search(str(error)):
             raise
-        saved, cause = resumable(), " ".join(str(error).split())[:160]
-        remedy = "the same command on every host resumes the run" if saved else "no checkpoint is there: start again"
-        lost = PeerLost(
-            f"distributed: another process of the run ended or cannot be reached ({cause}); see its log; {remedy}"
-        )
-        lost.exit_code = 75 if saved else 1
+        code, message = lost_message(resumable, " ".join(str(error).split())[:160])
+        lost = PeerLost(message)
+        lost.exit_code = code
         raise lost from None
+
+
+def lost_message(resumable: Callable[[], bool], cause: str) -> tuple[int, str]:
+    """Return an exit code, 75 if the same commands resume the run, and a sentence on the loss of another process."""
+    saved = resumable()
+    remedy = "the same command on every host resumes the run" if saved else "no checkpoint is there: start again"
+    said = f"distributed: another process of the run ended or cannot be reached ({cause}); see its log; {remedy}"
+    return (75 if saved else 1), said
 
 
 def share(rows: int) -> Int[np.ndarray, "r"]:

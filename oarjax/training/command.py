@@ -31,6 +31,7 @@ from oarjax.storage.durable import DamagedError, cannot_read, check_guards, exis
 from oarjax.storage.folder import changed, claim, has_progress, locked, mend_id, put_aside, put_back, refuse_another_run
 from oarjax.storage.stop import Stop
 from oarjax.storage.trust import code_places, note_trusted
+from oarjax.system.peers import resumes
 from oarjax.system.processes import from_first, join_processes, only_first, peers_watched
 from oarjax.training.held_out import Evaluation, evaluate, evaluation_from, plain_evaluation
 from oarjax.training.results import show_results
@@ -55,7 +56,8 @@ def run(config: Path, overrides: Sequence[str], *, compare: bool, seeds: str = "
     with Stop() as stop, _put_aside(cfg, folder, console) if restart else nullcontext():
         if not restart:
             pin_threads(next(folder.glob("seed*"), folder) if compare else folder)
-        with peers_watched(lambda: has_progress(folder)):
+        progress = partial(has_progress, folder)
+        with peers_watched(progress), resumes(progress):
             if compare:
                 _compare(cfg, _seeds(seeds) or [cfg.seed], console, stop)
             else:

@@ -284,10 +284,12 @@ def test_an_error_on_one_process_ends_them_all(config, tmp_path):
     assert codes[0] == 2, said[0]
     assert "is in use by" in said[0]
     assert "Traceback" not in said[0]
-    assert codes[1] != 0, said[1]
+    assert codes[1] == 1, said[1]
+    assert "no checkpoint is there: start again" in said[1]
 
 
-def test_a_lost_process_is_one_sentence_and_75_or_a_signal(config, tmp_path):
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_lost_process_is_one_sentence_and_75(config, tmp_path, killed):
     """The other one is killed once there is a checkpoint; the same two commands then go on."""
     run = tmp_path / "run"
     command = ["train", str(config), f"run_dir={run}", "iterations=40", "checkpoint.keep=2", "distributed.processes=2"]
@@ -304,14 +306,14 @@ def test_a_lost_process_is_one_sentence_and_75_or_a_signal(config, tmp_path):
             assert time.monotonic() < end
             assert pair[0].poll() is None, logs[0].read_text()
             time.sleep(0.2)
-        pair[1].kill()
-        code, said = pair[0].wait(300), " ".join(logs[0].read_text().split())
+        pair[killed].kill()
+        code, said = pair[1 - killed].wait(60), " ".join(logs[1 - killed].read_text().split())
     finally:
         for process in pair:
             process.kill()
             process.wait()
-    if code == -signal.SIGABRT:  # JAX's heartbeat was first, as where the programs wait in silence; scripts restart it
-        assert "Terminating process because the JAX distributed service detected fatal errors" in said
+    # The first one coordinates the others, which JAX may end before they do; the scripts start them again after both.
+    if killed == 0 and code == -signal.SIGABRT:
         return
     assert code == 75, said
     assert "another process of the run ended or cannot be reached" in said
