@@ -35,7 +35,7 @@ from oarjax.credit.diagnose import (
 
 # custom credit methods
 from oarjax.credit.method import CreditMethod as CreditMethod
-from oarjax.credit.signals import Context as Context, Scored as Scored, Signals as Signals
+from oarjax.credit.signals import Context as Context, CreditInputs as CreditInputs, Scored as Scored, Signals as Signals
 
 # policies and sampling
 from oarjax.models.policy import Policy as Policy

@@ -32,7 +32,8 @@ from pydantic import (
 )
 
 from oarjax.credit.accepted import MethodName, a_number
-from oarjax.credit.registry import CUSTOM, lab_methods, reads_reference
+from oarjax.credit.record import CUSTOM
+from oarjax.credit.registry import lab_methods, reads_reference
 from oarjax.credit.settings import CreditSettings
 from oarjax.errors import ConfigError
 from oarjax.system.paths import path_problem

@@ -8,12 +8,9 @@ not count, so a utilisation computed from these numbers is the share of the hard
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
-from oarjax.credit.method import CreditMethod, resolve
-from oarjax.credit.registry import CUSTOM, METHODS
-from oarjax.credit.settings import CreditSettings
 from oarjax.models.decoder import Decoder
 
 Number = int | float
@@ -149,52 +146,6 @@ def local_flops(d: Decoder, row: Row, *, window: int, answers: int, padded: bool
     return clean_flops(d, row) + row.reasoning * each
 
 
-# For the registry: (credit section, row, decoder) -> clean passes -----------------------------------------------------
-
-Forwards = Callable[[CreditSettings, Row, Decoder], float]
-
-
-def oar_p_forwards(credit: CreditSettings, row: Row, d: Decoder) -> float:
-    """Count OAR-P; units of whole lines or sentences count as if every token were changed."""
-    return masked_flops(d, row, share=1.0) / clean_flops(d, row)
-
-
-def oar_l_forwards(credit: CreditSettings, row: Row, d: Decoder) -> float:
-    """Count OAR-L."""
-    return local_flops(d, row, window=credit.local.window, answers=credit.local.answers) / clean_flops(d, row)
-
-
-def oar_f_forwards(credit: CreditSettings, row: Row, d: Decoder) -> float:
-    """Count OAR-F."""
-    return fisher_flops(d, row, outcomes=credit.fisher.outcomes + credit.fisher.sampled) / clean_flops(d, row)
-
-
-def oar_g_forwards(credit: CreditSettings, row: Row, d: Decoder) -> float:
-    """Count OAR-G."""
-    return gradient_flops(d, row, draws=credit.draws) / clean_flops(d, row)
-
-
-def oar_screened_forwards(credit: CreditSettings, row: Row, d: Decoder) -> float:
-    """Count screened OAR-P: the estimates and the exact part, each with a clean pass; with OAR-L they share it."""
-    exact = masked_flops(d, row, share=credit.screen.share) / clean_flops(d, row)
-    if credit.screen.by == "random":
-        return exact
-    screening = forwards(METHODS[credit.screen.by], credit, row, d)
-    return exact + screening - (credit.screen.by == "oar_l")
-
-
-def grail_forwards(credit: CreditSettings, row: Row, d: Decoder) -> float:
-    """Count GRAIL."""
-    return saliency_flops(d, row) / clean_flops(d, row)
-
-
-def forwards(method: CreditMethod, credit: CreditSettings, row: Row, d: Decoder) -> float:
-    """Count the scoring of one row by a method, in clean passes over that row."""
-    if isinstance(method.forwards, int | float):
-        return float(method.forwards)
-    return float(resolve(method.forwards)(credit, row, d))
-
-
 # An iteration ---------------------------------------------------------------------------------------------------------
 
 
@@ -216,16 +167,26 @@ class Work:
     fused: bool = False  # the update starts from the credit method's clean pass
 
 
-def iteration_flops(d: Decoder, work: Work, credit: CreditSettings, method: CreditMethod) -> dict[str, float]:
-    """Count the phases of one iteration: sample, score (credit included) and update.
+@runtime_checkable
+class Scoring(Protocol):
+    """The scoring of a credit method; ``oarjax.credit.resolved.ResolvedMethod`` is one."""
 
-    ``method`` computes the importance. Its clean pass also serves log-probabilities and signals; a custom method
-    computes no states for them.
-    """
+    @property
+    def keeps_states(self) -> bool:
+        """True if its clean pass also serves log-probabilities and signals."""
+        ...
+
+    def forwards(self, row: Row, d: Decoder) -> float:
+        """Count the scoring of one row, in clean passes over that row."""
+        ...
+
+
+def iteration_flops(d: Decoder, work: Work, method: Scoring) -> dict[str, float]:
+    """Count the phases of one iteration: sample, score (credit included) and update."""
     row, clean = work.row, clean_flops(d, work.row)
-    score = forwards(method, credit, row, d) * clean
+    score = method.forwards(row, d) * clean
     if work.old_logps or work.measured:
-        score += scoring_flops(d, row) - (clean if score and method.name != CUSTOM else 0)
+        score += scoring_flops(d, row) - (clean if score and method.keeps_states else 0)
     score += (work.reference + work.teacher) * scoring_flops(d, row)
     if work.fused:
         score -= clean

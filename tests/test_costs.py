@@ -1,5 +1,6 @@
 """FLOPs by hand on round numbers, against those that programs execute, and the same in metrics and plans."""
 
+from dataclasses import replace
 from typing import Literal
 
 import jax
@@ -14,7 +15,6 @@ from oarjax.costs import (
     adapted_update_flops,
     clean_flops,
     fisher_flops,
-    forwards,
     gradient_flops,
     iteration_flops,
     local_flops,
@@ -24,7 +24,6 @@ from oarjax.costs import (
     scoring_flops,
     update_flops,
 )
-from oarjax.credit.registry import METHODS
 from oarjax.credit.resolved import resolve_method
 from oarjax.credit.settings import CreditSettings, MaskingSettings, ScreenSettings
 from oarjax.models.decoder import Decoder
@@ -84,13 +83,13 @@ def test_an_iteration_by_hand():
     """One parameter in the layers, no attention, no head: 2 per token and pass."""
     d = Decoder(layers=0, trunk_params=1.0, head_params=0, heads_width=1, kv_width=1)
     work = Work(Row(10, 5), prompts=1, rows=4, used=2, epochs=2, old_logps=True, reference=True)
-    found = iteration_flops(d, work, CreditSettings(), METHODS["uniform"])
+    found = iteration_flops(d, work, resolve_method(CreditSettings(method="uniform")))
     assert found == {"sample": 2 * (10 + 4 * 4), "score": 2 * 2 * (15 + 15), "update": 2 * 2 * 3 * 2 * 15}
     entropies = Work(Row(10, 5), prompts=1, rows=4, used=2, measured=True)
-    assert iteration_flops(d, entropies, CreditSettings(), METHODS["entropy"])["score"] == 2 * 2 * 15
-    gradient = iteration_flops(d, work, CreditSettings(), METHODS["oar_g"])["score"]
+    assert iteration_flops(d, entropies, resolve_method(CreditSettings(method="entropy")))["score"] == 2 * 2 * 15
+    gradient = iteration_flops(d, work, resolve_method(CreditSettings(method="oar_g")))["score"]
     shared = Work(Row(10, 5), prompts=1, rows=4, used=2, fused=True)
-    assert iteration_flops(d, shared, CreditSettings(), METHODS["oar_g"])["score"] == 2 * 2 * 2 * 5
+    assert iteration_flops(d, shared, resolve_method(CreditSettings(method="oar_g")))["score"] == 2 * 2 * 2 * 5
     assert gradient == 2 * 2 * (15 + 2 * 5 + 15)  # the clean pass serves old log-probs, the reference has its own
 
 
@@ -141,7 +140,7 @@ def test_what_programs_execute(credit):
     """Within 5%: attention is dense here where the count is causal, 1.2% of these sizes, more in derivatives."""
     cfg = changed(CreditSettings(), credit)
     d = decoder_of(QwenConfig.from_hf(SMALL))
-    expected = forwards(resolve_method(cfg).attribution, cfg, LONG, d) * clean_flops(d, LONG)
+    expected = resolve_method(cfg).forwards(LONG, d) * clean_flops(d, LONG)
     assert executed(**credit) == pytest.approx(expected, rel=0.05)
 
 
@@ -151,7 +150,7 @@ def test_what_masking_executes():
     d = decoder_of(QwenConfig.from_hf(SMALL))
     found = executed(method="oar_p", masking={"chunk": 1, "buckets": 4})
     assert found == pytest.approx(masked_flops(d, LONG, share=1.0, buckets=4), rel=0.05)
-    model = forwards(METHODS["oar_p"], cfg, LONG, d)
+    model = resolve_method(cfg).forwards(LONG, d)
     # 12 tokens, 15 to 4 inputs from each on: 114 positions beside the clean pass over 21, and hardly any head.
     assert model == pytest.approx((21 + 114) / 21, rel=0.01)
     assert model * clean_flops(d, LONG) < found
@@ -162,9 +161,9 @@ def test_screening_adds_up():
     exact = masked_flops(d, LONG, share=0.2) / clean_flops(d, LONG)
     for by, estimate in (("random", 1), ("oar_l", None), ("oar_f", None), ("oar_g", None)):
         cfg = CreditSettings(method="oar_screened", screen=ScreenSettings(by=by))
-        estimate = estimate or forwards(METHODS[by], cfg, LONG, d)
+        estimate = estimate or resolve_method(replace(cfg, method=by)).forwards(LONG, d)
         shared = 1 if by in ("random", "oar_l") else 0  # the clean pass
-        assert forwards(METHODS["oar_screened"], cfg, LONG, d) == pytest.approx(exact + estimate - shared)
+        assert resolve_method(cfg).forwards(LONG, d) == pytest.approx(exact + estimate - shared)
 
 
 @pytest.mark.slow

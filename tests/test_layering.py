@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "oarjax"
 
 ORDER = (
     *("errors", "types", "system", "stats"),
-    *("rl", "models", "rollout", "credit", "config", "costs"),
+    *("rl", "models", "rollout", "costs", "credit", "config"),
     *("storage", "data", "grading", "report"),
     *("step", "run", "training", "evaluate", "tools"),
     *("notebook", "cli_options", "cli"),

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from oarjax.config import Config, parse_config
 from oarjax.credit.keywords import KeywordTable
+from oarjax.credit.method import built_in
 from oarjax.credit.registry import METHODS
 from oarjax.models.policy import Policy
 from oarjax.models.qwen import make_policy
@@ -103,7 +104,7 @@ def _shared(steps: Steps, cfg: Config) -> Steps:
     if cfg == plain:
         return steps
     names = ["rollout_params", "sample", "decoding", "decode_programs", "equal_groups", "apply"]
-    method = METHODS.get(cfg.credit.method)
+    method = built_in(cfg.credit.method) if cfg.credit.method in METHODS else None
     if method is not None and method.loss is None and method.reweigh is None:
         names += ["denominator", "zeros", "accumulate"]
     common = _programs(plain.model_dump_json())[1]

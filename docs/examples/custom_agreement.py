@@ -8,10 +8,10 @@ averages tokens that have nothing in common. Figures: docs/results.md.
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int
 
 import oarjax
-from oarjax import AnswerSpan, Context, CreditMethod, Signals
+from oarjax import Context, CreditInputs, CreditMethod
 
 
 def group_mean(
@@ -25,17 +25,10 @@ def group_mean(
     return jnp.where(reasoning, same @ scores / jnp.maximum(count, 1), 0.0)
 
 
-def _weigh(
-    signals: Signals,
-    span: AnswerSpan,
-    advantages: Float[Array, "B"],
-    completion: Bool[Array, "B T"],
-    key: Key[Array, ""],
-    context: Context,
-) -> Float[Array, "B T"]:
+def _weigh(inputs: CreditInputs, context: Context) -> Float[Array, "B T"]:
     """Send the group's mean through the configured gate."""
-    mean = group_mean(jnp.asarray(signals.importance), span.reasoning, jnp.asarray(signals.groups))
-    return oarjax.oar_weights(mean, span.reasoning, **vars(context.credit.gate))
+    mean = group_mean(jnp.asarray(inputs.signals.importance), inputs.span.reasoning, jnp.asarray(inputs.signals.groups))
+    return oarjax.oar_weights(mean, inputs.span.reasoning, **vars(context.credit.gate))
 
 
 agreed_p = CreditMethod(_weigh, coupling="group", needs=("importance", "groups"), score="oar_p")

@@ -4,36 +4,22 @@ oarjax train configs/demo.yaml credit.method=custom credit.function=docs/example
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Float, Key
 
 import oarjax
-from oarjax import AnswerSpan, Context, CreditMethod, Params, Policy, Rollout, Signals
+from oarjax import AnswerSpan, Context, CreditInputs, CreditMethod, Params, Policy, Rollout
 
 
-def _later(
-    signals: Signals,
-    span: AnswerSpan,
-    advantages: Float[Array, "B"],
-    completion: Bool[Array, "B T"],
-    key: Key[Array, ""],
-    context: Context,
-) -> Float[Array, "B T"]:
+def _later(inputs: CreditInputs, context: Context) -> Float[Array, "B T"]:
     """From 0.5 at the first reasoning token to 1.5 at the last."""
-    place = jnp.cumsum(span.reasoning, axis=1) / jnp.maximum(span.reasoning.sum(1, keepdims=True), 1)
-    return oarjax.preserve_mass(jnp.where(span.reasoning, 0.5 + place, 1.0), span.reasoning)
+    place = jnp.cumsum(inputs.span.reasoning, axis=1) / jnp.maximum(inputs.span.reasoning.sum(1, keepdims=True), 1)
+    return oarjax.preserve_mass(jnp.where(inputs.span.reasoning, 0.5 + place, 1.0), inputs.span.reasoning)
 
 
-def _proportional(
-    signals: Signals,
-    span: AnswerSpan,
-    advantages: Float[Array, "B"],
-    completion: Bool[Array, "B T"],
-    key: Key[Array, ""],
-    context: Context,
-) -> Float[Array, "B T"]:
+def _proportional(inputs: CreditInputs, context: Context) -> Float[Array, "B T"]:
     """In proportion to the importance, instead of through OAR's gate; a tenth is shared evenly."""
-    h = oarjax.normalise(signals.importance, span.reasoning)
-    return oarjax.preserve_mass(jnp.where(span.reasoning, 0.1 + 0.9 * h, 1.0), span.reasoning)
+    h = oarjax.normalise(inputs.signals.importance, inputs.span.reasoning)
+    return oarjax.preserve_mass(jnp.where(inputs.span.reasoning, 0.1 + 0.9 * h, 1.0), inputs.span.reasoning)
 
 
 def _surprisal(

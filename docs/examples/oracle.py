@@ -10,9 +10,9 @@ EGCA puts the whole advantage on the marked tokens; ``gated`` sends the marks th
 import re
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Float
 
-from oarjax import AnswerSpan, Context, CreditMethod, Signals, oar_weights
+from oarjax import Context, CreditInputs, CreditMethod, oar_weights
 from oarjax.config import DatasetConfig, ForksConfig
 from oarjax.data.tasks.truth import token_truth
 
@@ -29,17 +29,10 @@ def deciding(prompt: str, completion: str, reference: str) -> list[tuple[int, in
     return [(n, n + 1, 1.0) for n, mark in enumerate(truth.pivotal) if mark]
 
 
-def _gated(
-    signals: Signals,
-    span: AnswerSpan,
-    advantages: Float[Array, "B"],
-    completion: Bool[Array, "B T"],
-    key: Key[Array, ""],
-    context: Context,
-) -> Float[Array, "B T"]:
+def _gated(inputs: CreditInputs, context: Context) -> Float[Array, "B T"]:
     """Weigh the reasoning tokens by their marks, 0 or 1, through the configured gate."""
-    marks = (jnp.asarray(signals.marks) > 0) & span.reasoning
-    return oar_weights(marks.astype(jnp.float32), span.reasoning, **vars(context.credit.gate))
+    marks = (jnp.asarray(inputs.signals.marks) > 0) & inputs.span.reasoning
+    return oar_weights(marks.astype(jnp.float32), inputs.span.reasoning, **vars(context.credit.gate))
 
 
 gated = CreditMethod(_gated, needs=("marks",))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from oarjax.credit.method import Role
+from oarjax.credit.record import Role
 from oarjax.credit.registry import choices
 
 Schema = dict[str, Any]

@@ -10,11 +10,11 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Bool, Float
 
 from oarjax.credit.kinds import neutral
-from oarjax.credit.method import Kind
-from oarjax.credit.signals import Context, Signals, required
+from oarjax.credit.record import Kind
+from oarjax.credit.signals import Context, CreditInputs, required
 from oarjax.rl.checked import NonNegative, Share, checked
 from oarjax.rl.masked import masked_count, masked_minmax, masked_quantile, masked_sum, widened
 from oarjax.types import AnswerSpan
@@ -188,16 +188,9 @@ def polarised(
     return jnp.where(reweighted_rows(advantages, polarity=polarity)[:, None], weights, neutral(kind, advantages))
 
 
-def weigh(
-    signals: Signals,
-    span: AnswerSpan,
-    advantages: Float[Array, "B"],
-    completion: Bool[Array, "B T"],
-    key: Key[Array, ""],
-    context: Context,
-) -> Float[Array, "B T"]:
+def weigh(inputs: CreditInputs, context: Context) -> Float[Array, "B T"]:
     """Weigh the reasoning tokens by their importance through the configured gate."""
-    return gated(required(signals, "importance", context), span, context)
+    return gated(required(inputs.signals, "importance", context), inputs.span, context)
 
 
 def gated(scores: Float[Array, "B T"], span: AnswerSpan, context: Context) -> Float[Array, "B T"]:

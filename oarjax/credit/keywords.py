@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from oarjax.credit.gate import preserve_mass
-from oarjax.credit.signals import Context, KeywordTable, Signals, required
-from oarjax.types import AnswerSpan
+from oarjax.credit.method import CreditMethod
+from oarjax.credit.signals import Context, CreditInputs, KeywordTable, required
 
 NONE = -1
 """Fills an n-gram up to the longest one."""
@@ -140,16 +140,12 @@ def _in_word(byte: bytes) -> bool:
     return byte.isalnum() or byte >= b"\x80"
 
 
-def weigh(
-    signals: Signals,
-    span: AnswerSpan,
-    advantages: Float[Array, "B"],
-    completion: Bool[Array, "B T"],
-    key: Key[Array, ""],
-    context: Context,
-) -> Float[Array, "B T"]:
+def weigh(inputs: CreditInputs, context: Context) -> Float[Array, "B T"]:
     """Give more of the advantage to the words of the configured list."""
     if context.keyword_table is None:
         raise ValueError("keywords: needs the words as token ids, got None; give Context(keyword_table=...)")
-    keyword = keyword_tokens(required(signals, "tokens", context), completion, context.keyword_table)
-    return keyword_weights(keyword, span.reasoning, boost=context.credit.keywords.boost)
+    keyword = keyword_tokens(required(inputs.signals, "tokens", context), inputs.completion, context.keyword_table)
+    return keyword_weights(keyword, inputs.span.reasoning, boost=context.credit.keywords.boost)
+
+
+METHOD = CreditMethod(weigh, name="keywords", needs=("tokens", "keyword_table"))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from oarjax.credit.method import Kind
+from oarjax.credit.record import Kind
 
 
 def token_advantages(

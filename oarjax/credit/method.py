@@ -1,48 +1,32 @@
-"""The record of a credit method, the same for built-in and custom ones. It imports no JAX.
+"""A credit method: pure functions that score and weigh tokens, the same for built-in and custom ones.
 
 A method has up to two halves. ``score`` reads the policy, where the rollout is scored, and gives every token an
 importance. ``weigh`` reads signals, answer spans, group advantages and masks, and returns what its kind says: token
-weights, bonuses or advantages. Functions are given as such, or by dotted path ("module:function"), which is imported
-when the method is first used. ``oarjax.credit.signals`` has what they receive.
+weights, bonuses or advantages. ``oarjax.credit.signals`` has what they receive.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
-Measure = Literal["logps", "entropies", "score_norms", "hidden", "hellinger", "spread", "teacher_logps"]
-"""Signals that are read off the policy's states; ``oarjax.credit.measures`` computes them."""
+import jax.numpy as jnp
+from jaxtyping import Array, Float
 
-Signal = (
-    Literal["importance", "tokens", "keyword_table", "groups", "marks", "turns", "teacher_prompt", "iteration"]
-    | Measure
-)
-"""Signals that a method may need beside spans, advantages and masks; a run computes only these."""
+from oarjax.costs import Row
+from oarjax.credit.probe import Probe
+from oarjax.credit.record import CUSTOM, Coupling, Kind
+from oarjax.credit.registry import METHODS
+from oarjax.credit.settings import CreditSettings
+from oarjax.credit.signals import Advantage, Context, CreditInputs, Loss, Reweigh, Score, Scored, SharedScore, Weigh
+from oarjax.models.decoder import Decoder
 
-Kind = Literal["weights", "bonus", "advantages", "sequence", "auxiliary"]
-"""What a method changes. The first three are what ``weigh`` returns, [B, T]; see ``oarjax.credit.kinds``.
 
-weights     w >= 0, which multiply the row's advantage
-bonus       b, which is added to it
-advantages  the tokens' own advantages, in its place
-sequence    the row's advantage itself (``advantage``); weights of 1
-auxiliary   a term of the loss (``loss``); weights of 1
-"""
-
-Coupling = Literal["row", "group", "batch"]
-"""The rows that a row's credit depends on: itself, those of its prompt, or all of the minibatch."""
-
-Role = Literal["permuted_of", "screen.by"]
-"""Fields of credit that name another method, for those that may stand there."""
-
-KINDS: tuple[str, ...] = get_args(Kind)
-MEASURES: tuple[str, ...] = get_args(Measure)
-OF_REFERENCE, OF_TEACHER, OF_MARKS = {"hellinger"}, {"teacher_logps", "teacher_prompt"}, {"marks", "turns"}
-"""Signals that need the reference policy, ``credit.teacher`` and ``credit.marks``."""
-SIGNALS: tuple[str, ...] = (*get_args(get_args(Signal)[0]), *MEASURES)
+def weigh_uniform(inputs: CreditInputs, context: Context) -> Float[Array, "B T"]:
+    """Leave every token the advantage of its row."""
+    return jnp.ones(inputs.completion.shape, jnp.float32)
 
 
 @dataclass(frozen=True)
@@ -53,53 +37,58 @@ class CreditMethod:
     ``CreditMethod(weigh, needs=("importance",), score="oar_p")``; one that scores tokens itself gives a function.
     """
 
-    weigh: str | Callable[..., Any] = "oarjax.credit.controls:weigh_uniform"
-    """(signals, span, advantages [B], completion [B, T], key, context) -> [B, T]; see ``signals.Weigh``."""
+    weigh: Weigh = weigh_uniform
+    """(inputs, context) -> [B, T]; see ``signals.CreditInputs``."""
     needs: tuple[str, ...] = ()
-    """The signals (``SIGNALS``) that ``weigh`` reads; others are None."""
-    score: str | Callable[..., Any] | None = None
+    """The signals (``record.SIGNALS``) that ``weigh`` reads; others are None."""
+    score: Score | str | None = None
     """(policy, params, rollout, span, row keys, context) -> importance [B, T]; see ``signals.Score``. Or the name of
     a built-in method, or of a field of credit that holds one, whose importance this method reads."""
-    shared: str | Callable[..., Any] | None = None
+    shared: SharedScore | None = None
     """(policy, params, ``clean_pass.LinearPass``, rollout, span, row keys, context) -> the importance that ``score``
     gives, from a pass that the update shares. Only for methods whose weights of a row depend on that row alone."""
-    reweigh: str | Callable[..., Any] | None = None
-    """(log-probs [B, T], batch, context) -> weights [B, T] on top, taken anew in every update; see ``signals.Reweigh``.
-    There must be several updates per rollout, or there is nothing to tell them by."""
-    advantage: str | Callable[..., Any] | None = None
+    reweigh: Reweigh | None = None
+    """(log-probs [B, T], batch, context) -> weights [B, T] on top, recomputed in every update; see ``signals.Reweigh``.
+    It needs several updates per rollout: in the first one nothing has changed."""
+    advantage: Advantage | None = None
     """Of kind sequence: (rewards [B, K], their weights [K], group size, advantage section) -> A [B]."""
-    loss: str | Callable[..., Any] | None = None
+    loss: Loss | None = None
     """Of kind auxiliary: (policy, params, states [B, T, D], batch, context) -> [B, T], added to the tokens' losses."""
-    name: str = "custom"
+    name: str = CUSTOM
     """The value of credit.method."""
-    label: str = "custom"
-    """What tables and curves call it."""
-    about: str = ""
-    """One line for help texts."""
     kind: Kind = "weights"
     coupling: Coupling = "row"
-    """Of ``group`` a minibatch must hold whole groups: there can be one per iteration only."""
+    """With ``group``, a minibatch must contain whole groups, so only one minibatch per iteration is allowed."""
     answer: Literal["unread", "probed", "read"] = "unread"
-    """Whether scoring needs an answer in the completion: never, unless the probe reads something else, always."""
-    check: str | Callable[..., Any] | None = None
-    """(credit section, custom probe or None) -> None; raises ConfigError for settings that cannot go together."""
-    forwards: float | str | Callable[..., float] = 0.0
-    """What scoring costs, in forward passes over the row: a number, or (credit section, row, decoder) -> number, with
-    ``oarjax.costs.Row`` and ``Decoder``. What signals cost (log-probs, entropies) is not part of it."""
-    noisy: bool | str | Callable[..., bool] = False
-    """Whether another key gives other scores, or (credit section) -> bool."""
+    """Use of the completion's answer in scoring: never, unless the probe reads something else, always."""
+    check: Callable[[CreditSettings, Probe | None], None] | None = None
+    """(settings, custom probe or None) -> None; raises ConfigError for settings that cannot go together."""
+    forwards: float | Callable[[CreditSettings, Row, Decoder], float] = 0.0
+    """Cost of scoring, in forward passes over the row: a number, or (settings, row, decoder) -> number. The cost of
+    signals (log-probs, entropies) is not part of it."""
+    noisy: bool | Callable[[CreditSettings], bool] = False
+    """True if another key gives other scores, or (settings) -> bool."""
     cuts: bool = False
-    """Whether scoring computes places in the middle of a row again, which no policy with recurrent states allows."""
-    roles: tuple[Role, ...] = ()
-    sections: tuple[str, ...] = ()
-    """Sections and fields of credit that it reads."""
-    lab: Mapping[str, Mapping[str, Any]] | None = field(default=None, hash=False)
-    """Its rows in the lab: name to show -> fields of credit to change. None: one row, named after the label."""
+    """True if scoring recomputes positions inside a row, which policies with recurrent states do not allow."""
+
+    def forwards_of(self, settings: CreditSettings, row: Row, d: Decoder) -> float:
+        """Count the scoring of one row, in clean passes over that row."""
+        return float(self.forwards(settings, row, d) if callable(self.forwards) else self.forwards)
 
 
-def resolve(function: str | Callable[..., Any]) -> Callable[..., Any]:
-    """Import the function that a dotted path names; return functions as they are."""
-    if not isinstance(function, str):
-        return function
-    module, _, name = function.partition(":")
-    return getattr(importlib.import_module(module), name)
+def built_in(name: str) -> CreditMethod:
+    """Import the module of a built-in method, and return its ``METHOD``."""
+    return importlib.import_module(METHODS[name].module).METHOD
+
+
+def scorer_of(method: CreditMethod) -> Callable[..., Scored]:
+    """Return the function that scores tokens for a method, which must have one of its own; see ``signals.Score``."""
+    score = method.score
+    if not callable(score):
+        raise TypeError(f"{method.name}: score is {score!r}, expected a function")
+
+    def scores(*args: Any) -> Scored:
+        result = score(*args)
+        return result if isinstance(result, Scored) else Scored(result)
+
+    return scores

@@ -1,30 +1,27 @@
 """Every built-in credit method, in the order of help texts and the lab. Importing this imports no JAX.
 
-A new method is a file with its functions and an entry here. Config choices, help texts, the lab, studies, ``mfu`` and
-``oarjax plan`` read these entries.
+A new method is a file that ends in its ``METHOD``, and an entry here. Config choices, help texts, the lab and studies
+read these entries; a run imports the module of its method (``oarjax.credit.method.built_in``).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from oarjax.credit.method import OF_REFERENCE, CreditMethod, Role
+from oarjax.credit.record import CUSTOM, OF_REFERENCE, MethodRecord, Role
 
-_GATE = "oarjax.credit.gate:weigh"
 _EXACT = ("masking", "probe", "gate", "answer")
 
-METHODS: dict[str, CreditMethod] = {
+METHODS: dict[str, MethodRecord] = {
     method.name: method
     for method in (
-        CreditMethod(
+        MethodRecord(
             name="oar_p",
             label="OAR-P",
             about="how far the outcome moves when a token is changed",
+            module="oarjax.credit.oar.oar_p",
+            evidence="released code",
             needs=("importance",),
-            score="oarjax.credit.oar.oar_p:score",
-            weigh=_GATE,
-            answer="probed",
-            forwards="oarjax.costs:oar_p_forwards",
             roles=("permuted_of",),
             sections=_EXACT,
             lab={
@@ -34,61 +31,40 @@ METHODS: dict[str, CreditMethod] = {
                 "OAR-P, deleted": {"masking": {"counterfactual": "deleted"}},
             },
         ),
-        CreditMethod(
+        MethodRecord(
             name="oar_screened",
             label="OAR-P screened",
             about="OAR-P of the tokens that a cheaper method puts first",
+            module="oarjax.credit.oar.oar_screened",
             needs=("importance",),
-            score="oarjax.credit.oar.oar_screened:score",
-            weigh=_GATE,
-            answer="probed",
-            check="oarjax.credit.oar.oar_screened:check",
-            forwards="oarjax.costs:oar_screened_forwards",
-            noisy="oarjax.credit.oar.oar_screened:noisy",
             roles=("permuted_of",),
             sections=(*_EXACT, "screen", "fisher", "local", "estimator", "sigma", "draws"),
             lab={"OAR-P, screened": {}},
         ),
-        CreditMethod(
+        MethodRecord(
             name="oar_l",
             label="OAR-L",
             about="OAR-P that recomputes only the nearest tokens and the answer",
+            module="oarjax.credit.oar.oar_l",
             needs=("importance",),
-            score="oarjax.credit.oar.oar_l:score",
-            weigh=_GATE,
-            answer="probed",
-            check="oarjax.credit.oar.oar_l:check",
-            forwards="oarjax.costs:oar_l_forwards",
-            cuts=True,
             roles=("permuted_of", "screen.by"),
             sections=(*_EXACT, "local"),
         ),
-        CreditMethod(
+        MethodRecord(
             name="oar_f",
             label="OAR-F",
             about="OAR-P to second order, by backward passes",
+            module="oarjax.credit.oar.oar_f",
             needs=("importance",),
-            score="oarjax.credit.oar.oar_f:score",
-            weigh=_GATE,
-            answer="probed",
-            check="oarjax.credit.oar.oar_f:check",
-            forwards="oarjax.costs:oar_f_forwards",
-            noisy="oarjax.credit.oar.oar_f:noisy",
             roles=("permuted_of", "screen.by"),
             sections=(*_EXACT, "fisher"),
         ),
-        CreditMethod(
+        MethodRecord(
             name="oar_g",
             label="OAR-G",
             about="the outcome's gradient by the embeddings, under noise",
+            module="oarjax.credit.oar.oar_g",
             needs=("importance",),
-            score="oarjax.credit.oar.oar_g:score",
-            shared="oarjax.credit.oar.oar_g:score_shared",
-            weigh=_GATE,
-            answer="probed",
-            check="oarjax.credit.oar.oar_p:check_units",
-            forwards="oarjax.costs:oar_g_forwards",
-            noisy="oarjax.credit.oar.oar_g:noisy",
             roles=("permuted_of", "screen.by"),
             sections=("estimator", "sigma", "draws", "probe", "gate", "answer"),
             lab={
@@ -99,210 +75,213 @@ METHODS: dict[str, CreditMethod] = {
                 "OAR-G noisy, 4 draws": {"estimator": "noisy", "draws": 4},
             },
         ),
-        CreditMethod(
+        MethodRecord(
             name="grail",
             label="GRAIL",
             about="the saliency of the answer's likelihood, standardised and clipped",
+            module="oarjax.credit.methods.grail",
+            evidence="released code",
             needs=("importance",),
-            score="oarjax.credit.methods.grail:score",
-            weigh="oarjax.credit.methods.grail:weigh",
-            answer="read",
-            forwards="oarjax.costs:grail_forwards",
             sections=("grail", "answer"),
         ),
-        CreditMethod(
+        MethodRecord(
             name="ktae",
             label="KTAE",
             about="a bonus for token ids that tell a group's correct completions from its wrong ones",
+            module="oarjax.credit.methods.ktae",
+            evidence="released code",
             kind="bonus",
             coupling="group",
             needs=("tokens", "groups"),
-            weigh="oarjax.credit.methods.ktae:weigh",
             sections=("ktae",),
         ),
-        CreditMethod(
+        MethodRecord(
             name="gtpo",
             label="GTPO",
             about="rewards shared out by entropy among a group's rows at a position",
+            module="oarjax.credit.methods.gtpo",
+            evidence="secondary description",
             kind="advantages",
             coupling="group",
             needs=("entropies", "groups"),
-            weigh="oarjax.credit.methods.gtpo:weigh",
         ),
-        CreditMethod(
+        MethodRecord(
             name="token_baseline",
             label="token baseline",
             about="the group's optimal baseline at every position",
+            module="oarjax.credit.methods.token_baseline",
+            evidence="released code",
             kind="advantages",
             coupling="group",
             needs=("score_norms", "groups"),
-            weigh="oarjax.credit.methods.token_baseline:weigh",
         ),
-        CreditMethod(
+        MethodRecord(
             name="delta",
             label="DelTA",
             about="more for tokens whose gradient lies on their own side of the batch",
+            module="oarjax.credit.methods.delta",
+            evidence="released code",
             coupling="batch",
             needs=("hidden", "logps"),
-            weigh="oarjax.credit.methods.delta:weigh",
             sections=("delta",),
         ),
-        CreditMethod(
+        MethodRecord(
             name="causal_spans",
             label="causal spans",
             about="the drop in the answer's probability when a line or sentence is masked",
+            module="oarjax.credit.methods.causal_spans",
+            evidence="secondary description",
             needs=("importance",),
-            score="oarjax.credit.methods.causal_spans:score",
-            weigh=_GATE,
-            answer="read",
-            check="oarjax.credit.methods.causal_spans:check",
-            forwards="oarjax.costs:oar_p_forwards",
             sections=("masking", "gate", "answer"),
             lab={},
         ),
-        CreditMethod(
+        MethodRecord(
             name="dgpo",
             label="DGPO",
             about="more where the policy has moved from the reference and is undecided",
+            module="oarjax.credit.methods.dgpo",
+            evidence="secondary description",
             needs=("hellinger", "spread"),
-            weigh="oarjax.credit.methods.dgpo:weigh",
             sections=("dgpo",),
             lab={},
         ),
-        CreditMethod(
+        MethodRecord(
             name="fipo",
             label="FIPO",
             about="more where what follows has become likelier since the rollout, anew in every update",
-            reweigh="oarjax.credit.methods.fipo:reweigh",
+            module="oarjax.credit.methods.fipo",
+            evidence="secondary description",
             sections=("fipo",),
             lab={},
         ),
-        CreditMethod(
+        MethodRecord(
             name="crpo",
             label="CRPO",
             about="several rewards, each normalised in the group before they are added",
+            module="oarjax.credit.methods.crpo",
+            evidence="released code",
             kind="sequence",
-            advantage="oarjax.credit.methods.crpo:decoupled_advantages",
             lab={},
         ),
-        CreditMethod(
+        MethodRecord(
             name="egca",
             label="EGCA",
             about="the whole advantage on marked tokens",
+            module="oarjax.credit.methods.egca",
+            evidence="secondary description",
             needs=("marks",),
-            weigh="oarjax.credit.methods.egca:weigh",
             sections=("marks",),
             lab={},
         ),
-        CreditMethod(
+        MethodRecord(
             name="critic_search",
             label="CriticSearch",
             about="a share of the advantage from labels of the turns",
+            module="oarjax.credit.methods.critic_search",
+            evidence="secondary description",
             kind="advantages",
             needs=("marks", "turns"),
-            weigh="oarjax.credit.methods.critic_search:weigh",
             sections=("critic_search", "marks"),
             lab={},
         ),
-        CreditMethod(
+        MethodRecord(
             name="shear",
             label="SHEAR",
             about="windows weigh by the distance of their states from opposing rows",
+            module="oarjax.credit.methods.shear",
+            evidence="secondary description",
             coupling="group",
             needs=("hidden", "groups"),
-            weigh="oarjax.credit.methods.shear:weigh",
             sections=("shear",),
             lab={},
         ),
-        CreditMethod(
+        MethodRecord(
             name="rlsd",
             label="RLSD",
             about="a teacher who is told the answer sets the size of a token's credit",
+            module="oarjax.credit.methods.rlsd",
+            evidence="released code",
             needs=("teacher_logps", "logps", "iteration"),
-            weigh="oarjax.credit.methods.rlsd:weigh",
             sections=("rlsd", "teacher"),
             lab={},
         ),
-        CreditMethod(
+        MethodRecord(
             name="serl",
             label="SERL",
             about="the same on marked tokens alone",
+            module="oarjax.credit.methods.serl",
+            evidence="released code",
             needs=("teacher_logps", "logps", "iteration", "marks"),
-            weigh="oarjax.credit.methods.rlsd:weigh_marked",
             sections=("rlsd", "teacher", "marks"),
             lab={},
         ),
-        CreditMethod(
+        MethodRecord(
             name="sdpg",
             label="SDPG",
             about="GRPO and a KL term towards the policy that is told the answer",
+            module="oarjax.credit.methods.sdpg",
+            evidence="released code",
             kind="auxiliary",
             needs=("teacher_prompt",),
-            loss="oarjax.credit.methods.sdpg:loss",
             sections=("sdpg", "teacher"),
             lab={},
         ),
-        CreditMethod(
+        MethodRecord(
             name="entropy_top",
             label="entropy, top share",
             about="the share of highest entropy alone",
+            module="oarjax.credit.methods.entropy_top",
+            evidence="secondary description",
             coupling="batch",
             needs=("entropies",),
-            weigh="oarjax.credit.entropy:weigh_top",
             sections=("entropy",),
             lab={},
         ),
-        CreditMethod(
+        MethodRecord(
             name="entropy",
             label="entropy, gated",
             about="entropies through OAR's gate",
+            module="oarjax.credit.entropy",
             needs=("entropies",),
-            weigh="oarjax.credit.entropy:weigh",
             sections=("gate",),
             lab={"entropy": {}},
         ),
-        CreditMethod(
+        MethodRecord(
             name="keywords",
             label="keywords",
             about="more for the words of a list",
+            module="oarjax.credit.keywords",
             needs=("tokens", "keyword_table"),
-            weigh="oarjax.credit.keywords:weigh",
             sections=("keywords",),
             lab={},
         ),
-        CreditMethod(
+        MethodRecord(
             name="random",
             label="random, gated",
             about="random scores through OAR's gate, a control",
-            weigh="oarjax.credit.controls:weigh_random",
-            noisy=True,
+            module="oarjax.credit.controls.random_scores",
             sections=("gate",),
             lab={"random": {}},
         ),
-        CreditMethod(
+        MethodRecord(
             name="permuted",
             label="permuted",
             about="another method's weights on the wrong tokens, the control",
+            module="oarjax.credit.controls.permuted",
             needs=("importance",),
-            score="permuted_of",
-            weigh="oarjax.credit.controls:weigh_permuted",
-            noisy=True,
             sections=("permuted_of", "gate"),
             lab={},
         ),
-        CreditMethod(
+        MethodRecord(
             name="uniform",
             label="GRPO",
             about="plain GRPO",
-            weigh="oarjax.credit.controls:weigh_uniform",
+            module="oarjax.credit.controls.uniform",
             lab={"uniform (GRPO)": {}},
         ),
     )
 }
 """Name -> record."""
-
-CUSTOM = "custom"
-"""The value of credit.method for the method that credit.function names."""
 
 
 def choices(role: Role | None = None) -> tuple[str, ...]:

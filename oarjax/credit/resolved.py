@@ -10,15 +10,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
+from oarjax.costs import Row
 from oarjax.credit.clean_pass import LinearPass
 from oarjax.credit.diagnose import ess_ratio, top_mass
 from oarjax.credit.gate import polarised
-from oarjax.credit.method import KINDS, MEASURES, OF_REFERENCE, SIGNALS, CreditMethod, Kind, resolve
+from oarjax.credit.method import CreditMethod, built_in, scorer_of
 from oarjax.credit.probe import Probe, ProbeMode, outcome_probe
-from oarjax.credit.registry import CUSTOM, METHODS
+from oarjax.credit.record import CUSTOM, KINDS, MEASURES, OF_REFERENCE, SIGNALS, Kind
+from oarjax.credit.registry import METHODS
 from oarjax.credit.settings import CreditSettings
-from oarjax.credit.signals import Context, KeywordTable, Scored, Signals, required
+from oarjax.credit.signals import Context, CreditInputs, KeywordTable, Scored, required
 from oarjax.errors import ConfigError
+from oarjax.models.decoder import Decoder
 from oarjax.models.policy import Policy
 from oarjax.types import AnswerSpan, Mean, Params, Rollout, TrainBatch
 
@@ -28,10 +31,8 @@ Scorer = Callable[[Params, Rollout, AnswerSpan, Key[Array, "B"], ProbeMode], Sco
 SharedScorer = Callable[[Params, LinearPass, Rollout, AnswerSpan, Key[Array, "B"], ProbeMode], Float[Array, "B T"]]
 """(params, clean pass, rollout, span, row keys, probe mode) -> importance."""
 
-TokenCredit = Callable[
-    [Signals, AnswerSpan, Float[Array, "B"], Bool[Array, "B T"], Key[Array, ""]], Float[Array, "B T"]
-]
-"""(signals, span, advantages, completion, key) -> what the method's kind says; outside the completion unused."""
+TokenCredit = Callable[[CreditInputs], Float[Array, "B T"]]
+"""What ``weigh`` receives -> what the method's kind says; outside the completion unused."""
 
 Reweigher = Callable[[Float[Array, "B T"], TrainBatch], TrainBatch]
 """(current log-probs, microbatch) -> the microbatch with token advantages of this update."""
@@ -71,7 +72,16 @@ class ResolvedMethod:
         if self.method.noisy is True or self.settings.method == CUSTOM:
             return True
         noisy = self.attribution.noisy
-        return noisy if isinstance(noisy, bool) else resolve(noisy)(self.settings)
+        return noisy if isinstance(noisy, bool) else noisy(self.settings)
+
+    @property
+    def keeps_states(self) -> bool:
+        """Return True if the clean pass of scoring also serves log-probabilities and signals."""
+        return self.attribution.name != CUSTOM
+
+    def forwards(self, row: Row, d: Decoder) -> float:
+        """Count the scoring of one row, in clean passes over that row."""
+        return self.attribution.forwards_of(self.settings, row, d)
 
     def needs_reference(self, *, kl_beta: float) -> bool:
         """Return whether rollouts are scored under the reference policy too: for the KL term, or for a signal."""
@@ -114,13 +124,12 @@ class ResolvedMethod:
         self._check_answer()
         self._check_policy(policy)
         if method.check is not None:
-            resolve(method.check)(self.settings, self.probe)
-        score, context_for = resolve(method.score), partial(self._context, temperature, pad_id)
+            method.check(self.settings, self.probe)
+        score, context_for = scorer_of(method), partial(self._context, temperature, pad_id)
 
         def scores(params: Params, r: Rollout, span: AnswerSpan, keys: Key[Array, "B"], mode: ProbeMode) -> Scored:
             context = context_for(mode)
-            result = score(policy, jax.lax.stop_gradient(params), r, span, keys, context)
-            scored = result if isinstance(result, Scored) else Scored(result)
+            scored = score(policy, jax.lax.stop_gradient(params), r, span, keys, context)
             importance = required(scored, "importance", context)
             return scored._replace(importance=jnp.where(span.reasoning, importance, 0))
 
@@ -130,7 +139,7 @@ class ResolvedMethod:
         """Return the ``scorer`` that starts from a clean pass shared with an update; None if the method has none."""
         if self.method.shared is None:
             return None
-        score, context_for = resolve(self.method.shared), partial(self._context, temperature, pad_id)
+        score, context_for = self.method.shared, partial(self._context, temperature, pad_id)
 
         def scores(
             params: Params, clean: LinearPass, r: Rollout, span: AnswerSpan, keys: Key[Array, "B"], mode: ProbeMode
@@ -148,7 +157,9 @@ class ResolvedMethod:
 
     def _check_policy(self, policy: Policy) -> None:
         screened = self.attribution.name == "oar_screened"
-        used = METHODS.get(self.settings.screen.by, self.attribution) if screened else self.attribution
+        used = (
+            built_in(self.settings.screen.by) if screened and self.settings.screen.by != "random" else self.attribution
+        )
         if policy.first_slots is None and used.cuts:
             raise ConfigError(
                 f"credit.{'screen.by' if screened else 'method'}: {used.name} computes places inside a row again, "
@@ -167,7 +178,7 @@ class ResolvedMethod:
             )
 
     def weigher(self, *, keyword_table: KeywordTable | None = None) -> TokenCredit:
-        """Return a function (signals, span, advantages, completion, key) -> the method's result [B, T], under polarity.
+        """Return a function (inputs) -> the method's result [B, T], under polarity.
 
         Rows without reasoning or answer get ones from the methods that reweight the reasoning. ``entropy_top`` over a
         batch leaves rows of advantage 0 out of its share: they teach nothing, and a run that skips them weighs the
@@ -181,17 +192,11 @@ class ResolvedMethod:
                 f"credit.method: {self.method.name} needs the words as token ids; give make_steps or weigher a "
                 "keyword_table (oarjax.credit.keywords.keyword_table)"
             )
-        weigh, context = resolve(self.method.weigh), Context(self.settings, keyword_table=keyword_table)
+        weigh, context = self.method.weigh, Context(self.settings, keyword_table=keyword_table)
 
-        def weights(
-            signals: Signals,
-            span: AnswerSpan,
-            advantages: Float[Array, "B"],
-            completion: Bool[Array, "B T"],
-            key: Key[Array, ""],
-        ) -> Float[Array, "B T"]:
-            raw = weigh(signals, span, advantages, completion, key, context)
-            return polarised(raw, advantages, polarity=self.settings.polarity, kind=self.kind)
+        def weights(inputs: CreditInputs) -> Float[Array, "B T"]:
+            raw = weigh(inputs, context)
+            return polarised(raw, inputs.advantages, polarity=self.settings.polarity, kind=self.kind)
 
         return weights
 
@@ -199,7 +204,7 @@ class ResolvedMethod:
         """Return the method's weights per update; None where it has none."""
         if self.method.reweigh is None:
             return None
-        function, context = resolve(self.method.reweigh), Context(self.settings)
+        function, context = self.method.reweigh, Context(self.settings)
 
         def reweighed(logps: Float[Array, "B T"], batch: TrainBatch) -> TrainBatch:
             weights = jax.lax.stop_gradient(function(jax.lax.stop_gradient(logps), batch, context))
@@ -211,8 +216,7 @@ class ResolvedMethod:
         """Return the method's term of the loss; None where it has none."""
         if self.method.loss is None:
             return None
-        function = resolve(self.method.loss)
-        context = Context(self.settings, temperature=temperature, head_chunk=head_chunk)
+        function, context = self.method.loss, Context(self.settings, temperature=temperature, head_chunk=head_chunk)
 
         def term(params: Params, hidden: Float[Array, "B T D"], batch: TrainBatch) -> Float[Array, "B T"]:
             return jnp.where(batch.completion, function(policy, params, hidden, batch, context), 0)
@@ -229,7 +233,7 @@ def resolve_method(
         ConfigError: credit.method is custom, and there is no custom method.
     """
     if settings.method != CUSTOM:
-        method = METHODS[settings.method]
+        method = built_in(settings.method)
     elif custom is None:
         raise ConfigError(
             "credit.method: custom needs a method; set credit.function, or give "
@@ -238,9 +242,10 @@ def resolve_method(
     else:
         method = custom
     source = method.score if "importance" in method.needs else None
-    if not isinstance(source, str) or ":" in source:
+    if not isinstance(source, str):
         return ResolvedMethod(method, settings, method, probe)
-    return ResolvedMethod(method, settings, METHODS[settings.permuted_of if source == "permuted_of" else source], probe)
+    name = settings.permuted_of if source == "permuted_of" else source
+    return ResolvedMethod(method, settings, built_in(name), probe)
 
 
 def check_method(method: CreditMethod, *, place: str) -> None:
@@ -255,9 +260,12 @@ def check_method(method: CreditMethod, *, place: str) -> None:
         )
     if method.kind not in KINDS:
         raise ConfigError(f"{place}: kind {method.kind!r}; expected one of {', '.join(KINDS)}")
-    score, scored = method.score, [name for name, m in METHODS.items() if m.score is not None and ":" in str(m.score)]
-    if isinstance(score, str) and ":" not in score and score not in scored:
-        raise ConfigError(f"{place}: score {score!r}; expected {', '.join(scored)}, module:function or a function")
+    score, scored = (
+        method.score,
+        [name for name, m in METHODS.items() if "importance" in m.needs and name != "permuted"],
+    )
+    if isinstance(score, str) and score not in scored:
+        raise ConfigError(f"{place}: score {score!r}; expected {', '.join(scored)} or a function")
     if "importance" in method.needs and score is None:
         raise ConfigError(f"{place}: needs importance and has no score; expected {', '.join(scored)} or a function")
 

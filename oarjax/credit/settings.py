@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from oarjax.credit.accepted import Count, MethodName, NotEmpty, Positive, Preset, Range, Rate, Share, Word, setting
-from oarjax.credit.registry import CUSTOM
+from oarjax.credit.record import CUSTOM
 
 
 @dataclass(frozen=True)

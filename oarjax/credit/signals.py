@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from oarjax.credit.clean_pass import LinearPass
 from oarjax.credit.probe import Probe
 from oarjax.credit.settings import CreditSettings
 from oarjax.models.policy import Policy
@@ -54,6 +55,16 @@ class Context(NamedTuple):
     keyword_table: KeywordTable | None = None
 
 
+class CreditInputs(NamedTuple):
+    """Hold what ``weigh`` receives of a minibatch. Rows that only fill it up have empty spans and masks."""
+
+    signals: Signals  # those that the method needs
+    span: AnswerSpan  # reasoning and answer of every completion, bool[B, T]
+    advantages: Float[Array, "B"]  # of the rows, from their group's rewards
+    completion: Bool[Array, "B T"]  # tokens that count; what stands elsewhere is unused
+    key: Key[Array, ""]  # of the iteration, for methods that draw
+
+
 class Scored(NamedTuple):
     """Scores of the tokens, and the clean states computed on the way: a run then needs no other pass for log-probs."""
 
@@ -64,15 +75,20 @@ class Scored(NamedTuple):
 Score = Callable[[Policy, Params, Rollout, AnswerSpan, Key[Array, "B"], Context], Scored | Float[Array, "B T"]]
 """(policy, params, rollout, span, row keys, context) -> importance; outside ``span.reasoning`` unused."""
 
-Weigh = Callable[
-    [Signals, AnswerSpan, Float[Array, "B"], Bool[Array, "B T"], Key[Array, ""], Context], Float[Array, "B T"]
-]
-"""(signals, span, advantages, completion, key, context) -> what the method's kind says, finite; outside the completion
-unused. The span and the mask are False throughout in rows that only fill a minibatch."""
+SharedScore = Callable[[Policy, Params, LinearPass, Rollout, AnswerSpan, Key[Array, "B"], Context], Float[Array, "B T"]]
+"""(policy, params, clean pass, rollout, span, row keys, context) -> importance."""
 
+Weigh = Callable[[CreditInputs, Context], Float[Array, "B T"]]
+"""(inputs, context) -> what the method's kind says, finite; outside the completion unused."""
 
 Reweigh = Callable[[Float[Array, "B T"], TrainBatch, Context], Float[Array, "B T"]]
 """(current log-probs, microbatch, context) -> weights >= 0 of this update, detached; outside the completion unused."""
+
+Advantage = Callable[..., Float[Array, "B"]]
+"""(rewards [B, K], weights [K], group_size, scale, ddof, eps) -> A [B]; NaN rewards are of rows without a grade."""
+
+Loss = Callable[[Policy, Params, Float[Array, "B T D"], TrainBatch, Context], Float[Array, "B T"]]
+"""(policy, params, states that predict the tokens, batch, context) -> a term for every token's loss."""
 
 
 def signals_of(

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oarjax.config import Config
-from oarjax.credit.method import MEASURES
+from oarjax.credit.record import MEASURES
 from oarjax.credit.registry import label
 from oarjax.report.files import Metrics, make_console, short, visible
 from oarjax.storage.stop import Stopped

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 from oarjax.config import Config, ConfigError
 from oarjax.credit.keywords import KeywordTable
-from oarjax.credit.method import MEASURES, CreditMethod
+from oarjax.credit.method import CreditMethod
 from oarjax.credit.probe import Probe, Reading
-from oarjax.credit.registry import CUSTOM
+from oarjax.credit.record import CUSTOM, MEASURES
 from oarjax.credit.resolved import ResolvedMethod, TokenCredit, check_method, resolve_method
-from oarjax.credit.signals import Signals
+from oarjax.credit.signals import CreditInputs, Signals
 from oarjax.models.policy import Policy
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import abstract_params
@@ -161,14 +161,14 @@ def check_weights(weigh: TokenCredit, method: CreditMethod, *, place: str) -> No
     signals |= {"hidden": _spec(jnp.float32, ROWS, LENGTH, 4), "groups": _spec(jnp.int32, ROWS)}
     signals |= {"marks": values, "turns": _spec(jnp.int32), "iteration": 1}
     span = AnswerSpan(mask, mask, _spec(bool, ROWS))
-    args = (
+    inputs = CreditInputs(
         Signals(**{name: signals[name] for name in method.needs if name in signals}),
         span,
-        _spec(jnp.float32, ROWS),
-        mask,
+        advantages=_spec(jnp.float32, ROWS),
+        completion=mask,
+        key=jax.eval_shape(lambda: jax.random.key(0)),
     )
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    weights = _traced(weigh, place, f"token weights [{ROWS}, {LENGTH}]", *args, key)
+    weights = _traced(weigh, place, f"token weights [{ROWS}, {LENGTH}]", inputs)
     shape, dtype = getattr(weights, "shape", None), getattr(weights, "dtype", jnp.int32)
     if shape != (ROWS, LENGTH) or not jnp.issubdtype(dtype, jnp.floating):
         raise ConfigError(

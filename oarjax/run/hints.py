@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from oarjax.config import ConfigError
-from oarjax.credit.method import OF_MARKS, OF_TEACHER
+from oarjax.credit.record import OF_MARKS, OF_TEACHER
 from oarjax.data.problems import Problem
 from oarjax.data.streams import bucketed, encode_problems, left_pad
 from oarjax.errors import UserError

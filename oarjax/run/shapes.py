@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from oarjax.credit.method import OF_MARKS, OF_TEACHER
 from oarjax.credit.probe import ProbeMode
+from oarjax.credit.record import OF_MARKS, OF_TEACHER
 from oarjax.data.streams import bucketed
 from oarjax.models.lora import all_params
 from oarjax.models.moe import index_dtype

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from oarjax.config import Config, GradingConfig
-from oarjax.credit.method import resolve
 from oarjax.credit.resolved import ResolvedMethod
 from oarjax.rl.advantages import (
     AdvantageFunction,
@@ -53,7 +52,7 @@ def row_advantages(
     """Return (rewards, values of each reward) -> A [B] of a method of kind sequence; None for the others."""
     if credit.method.advantage is None:
         return None
-    function, a = resolve(credit.method.advantage), cfg.advantage
+    function, a = credit.method.advantage, cfg.advantage
     settings = {"group_size": cfg.rollout.group_size, "scale": a.scale, "ddof": a.ddof, "eps": a.eps}
 
     def advantages(rewards: Float[Array, "B"], values: Values) -> Float[Array, "B"]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from oarjax.credit.method import MEASURES
+from oarjax.credit.record import MEASURES
 from oarjax.types import Grades, Mean, Params, Rollout
 
 NONFINITE = "nonfinite/"

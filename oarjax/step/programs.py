@@ -23,7 +23,7 @@ from oarjax.credit.measures import measure
 from oarjax.credit.oar.oar_g import row_keys
 from oarjax.credit.probe import ProbeMode
 from oarjax.credit.resolved import ResolvedMethod, credit_metrics, resolve_method
-from oarjax.credit.signals import signals_of
+from oarjax.credit.signals import CreditInputs, signals_of
 from oarjax.models.lora import without_adapters
 from oarjax.models.policy import Policy, replaying
 from oarjax.rl.advantages import AdvantageFunction, zero_variance_groups
@@ -206,12 +206,12 @@ def make_steps(
             "hints": flat(rows.hints),
             "iteration": iteration,
         }
-        inputs = signals_of(scored, flat(rows.rollout.tokens), flat(rows.numbers), **rest)
-        returned = weights_of(inputs, s, a, mask, key)
+        signals = signals_of(scored, flat(rows.rollout.tokens), flat(rows.numbers), **rest)
+        returned = weights_of(CreditInputs(signals, s, a, mask, key))
         per_token = {"old_logps": scored.old_logps, "ref_logps": scored.ref_logps, **(scored.measured or {})}
         per_token["weights"] = returned
         wrong = nonfinite_rows(
-            {**per_token, "importance": inputs.importance, "advantages": a},
+            {**per_token, "importance": signals.importance, "advantages": a},
             {**dict.fromkeys(per_token, mask), "importance": s.reasoning, "advantages": jnp.ones(a.shape, bool)},
             mask.any(-1),
         )
@@ -220,7 +220,7 @@ def make_steps(
         advantages = token_advantages(kind, returned, a, mask)
         w = relative(kind, returned, advantages, a, mask)
         tokens = Credit(
-            importance=jnp.zeros_like(w) if inputs.importance is None else inputs.importance,
+            importance=jnp.zeros_like(w) if signals.importance is None else signals.importance,
             weights=w,
             advantages=advantages,
             returned=returned,

@@ -21,7 +21,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from oarjax.credit.method import MEASURES
+from oarjax.credit.record import MEASURES
 from oarjax.errors import UserError
 from oarjax.storage.durable import check_guards
 from oarjax.system.json import to_json

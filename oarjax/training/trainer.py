@@ -225,7 +225,7 @@ def model_flops(cfg: Config, model: QwenConfig, metrics: dict[str, float], credi
         adapters=trained_count(cfg.lora, model) if cfg.lora.rank else None,
         fused=fuses(cfg, credit, experts=model.experts is not None),
     )
-    return sum(iteration_flops(decoder_of(model), work, credit.settings, credit.attribution).values())
+    return sum(iteration_flops(decoder_of(model), work, credit).values())
 
 
 def _due(iteration: int, last: int, *, every: int) -> bool:

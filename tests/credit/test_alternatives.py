@@ -7,17 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from oarjax.credit.controls import permuted_weights, random_scores, uniform_weights
+from oarjax.credit.controls.permuted import permuted_weights
+from oarjax.credit.controls.random_scores import random_scores
 from oarjax.credit.diagnose import ess_ratio
-from oarjax.credit.entropy import entropy_top_weights
 from oarjax.credit.gate import polarised, reweighted_rows
 from oarjax.credit.groups import peer_sum, peers_of
 from oarjax.credit.keywords import NONE, keyword_table, keyword_tokens, keyword_weights
+from oarjax.credit.method import weigh_uniform
+from oarjax.credit.methods.entropy_top import entropy_top_weights
 from oarjax.credit.methods.grail import grail_weights, log_zscores
 from oarjax.credit.settings import CreditSettings
-from oarjax.credit.signals import Context, Signals, required
+from oarjax.credit.signals import Context, CreditInputs, Signals, required
 from oarjax.data.tokenizer import encode as tokenizer_encode
 from oarjax.data.tokenizer import load_tokenizer, token_bytes
+from oarjax.types import AnswerSpan
 
 RNG = np.random.default_rng(0)
 WEIGHTS = jnp.asarray(RNG.lognormal(size=(5, 16)), jnp.float32)
@@ -25,7 +28,10 @@ REASONING = jnp.asarray(RNG.random((5, 16)) < 0.6).at[4].set(False)
 
 
 def test_uniform():
-    np.testing.assert_array_equal(uniform_weights(REASONING), np.ones((5, 16)))
+    inputs = CreditInputs(
+        Signals(), AnswerSpan(REASONING, ~REASONING, jnp.ones(5, bool)), jnp.ones(5), REASONING, jax.random.key(0)
+    )
+    np.testing.assert_array_equal(weigh_uniform(inputs, Context(CreditSettings())), np.ones((5, 16)))
 
 
 # Permuted, random

@@ -17,7 +17,7 @@ from oarjax.credit.keywords import keyword_table
 from oarjax.credit.kinds import neutral, token_advantages
 from oarjax.credit.resolved import resolve_method
 from oarjax.credit.settings import CreditSettings
-from oarjax.credit.signals import Signals
+from oarjax.credit.signals import CreditInputs, Signals
 from oarjax.types import AnswerSpan
 
 ROWS, TOKENS, VOCAB = 4, 9, 6
@@ -159,7 +159,9 @@ def cases(draw, *, broken: bool = False):
 @cache
 def compiled(name: str):
     weigh = resolve_method(changed(CreditSettings(), METHODS[name].changes)).weigher(keyword_table=TABLE)
-    return jax.jit(lambda signals, span, advantages, completion: weigh(signals, span, advantages, completion, KEY))
+    return jax.jit(
+        lambda signals, span, advantages, completion: weigh(CreditInputs(signals, span, advantages, completion, KEY))
+    )
 
 
 def weights(name: str, case: Case, signals: Signals | None = None) -> np.ndarray:
@@ -313,7 +315,7 @@ def test_no_gradient_flows_through_weights(name):
 
     def total(scores):
         signals = signals_from(scores, scores, jnp.zeros(shape, jnp.int32))
-        credit = weigh(signals, span, advantages, completion, KEY)
+        credit = weigh(CreditInputs(signals, span, advantages, completion, KEY))
         return jnp.sum(token_advantages(METHODS[name].record.kind, credit, advantages, completion) ** 2)
 
     scores = jnp.asarray(rng.random(shape), jnp.float32)

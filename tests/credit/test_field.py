@@ -15,8 +15,8 @@ from toy_policy import toy_params, toy_policy
 from oarjax.config import ConfigError
 from oarjax.credit.gate import oar_weights
 from oarjax.credit.measures import measure
-from oarjax.credit.method import MEASURES
-from oarjax.credit.methods import causal_spans, delta, gtpo, ktae, rlsd, shear
+from oarjax.credit.method import built_in
+from oarjax.credit.methods import causal_spans, delta, gtpo, ktae, rlsd, serl, shear
 from oarjax.credit.methods.critic_search import turn_advantages
 from oarjax.credit.methods.crpo import decoupled_advantages
 from oarjax.credit.methods.dgpo import dgpo_weights
@@ -26,9 +26,10 @@ from oarjax.credit.methods.rlsd import teacher_weights
 from oarjax.credit.methods.sdpg import teacher_kl
 from oarjax.credit.methods.token_baseline import baseline_advantages
 from oarjax.credit.probe import Reading
+from oarjax.credit.record import MEASURES
 from oarjax.credit.registry import METHODS
 from oarjax.credit.settings import CreditSettings
-from oarjax.credit.signals import Context, Signals
+from oarjax.credit.signals import Context, CreditInputs, Signals
 from oarjax.rollout.filters import Filters
 from oarjax.rollout.logps import last_states, token_logps
 from oarjax.step.hints import marked_tokens
@@ -43,7 +44,6 @@ divergence_weights = jax.jit(shear.divergence_weights, static_argnames=("window"
 wasserstein = jax.jit(shear.wasserstein, static_argnames=("epsilon", "iterations"))
 """One program for each shape, instead of one for each operation."""
 
-NAMES = [name for name, m in METHODS.items() if ".methods." in f"{m.weigh}{m.score}{m.reweigh}{m.advantage}{m.loss}"]
 
 # One iteration of training each -------------------------------------------------------------------------------------
 
@@ -71,7 +71,7 @@ def world():
 @pytest.mark.parametrize("method", ["ktae", "dgpo", "shear", "egca", "crpo", "fipo", "sdpg"])
 def test_one_iteration_of_training(method):
     """One method of each kind and source of signals; where it allows that, with the programs of plain GRPO."""
-    record = METHODS[method]
+    record = built_in(method)
     cfg = tiny.config(credit__method=method, update__skip_zero_variance=False, **CHANGES.get(method, {}))
     _, plain, state = tiny.build(tiny.config(update__skip_zero_variance=False))
     _, own, _ = tiny.build(cfg)
@@ -94,7 +94,7 @@ def test_one_iteration_of_training(method):
     assert any((a != b).any() for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after)))
 
 
-@pytest.mark.parametrize("method", [name for name in NAMES if METHODS[name].coupling == "group"])
+@pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name].coupling == "group"])
 def test_methods_of_groups_need_them_whole(method):
     with pytest.raises(ConfigError, match=rf"update.minibatches: 2 with credit.method {method}, which compares"):
         tiny.build(tiny.config(credit__method=method, update__minibatches=2))
@@ -351,8 +351,9 @@ def test_the_oracle_marks_what_decides_on_every_built_in_task():
     assert marked(story, "We add as it says: 7 + 2 = 9. It is \\boxed{9}.") == "add7+29"
     reasoning = jnp.arange(6)[None] < 5
     signals = Signals(marks=jnp.array([[0.0, 1, 0, 0, 1, 1]]))
-    args = jnp.ones(1), reasoning, jax.random.key(0), Context(CreditSettings())
-    weights = gated.weigh(signals, AnswerSpan(reasoning, ~reasoning, jnp.ones(1, bool)), *args)
+    span, context = AnswerSpan(reasoning, ~reasoning, jnp.ones(1, bool)), Context(CreditSettings())
+    args = jnp.ones(1), reasoning, jax.random.key(0)
+    weights = gated.weigh(CreditInputs(signals, span, *args), context)
     expected = oar_weights(jnp.array([[0.0, 1, 0, 0, 1, 0]]), reasoning)
     np.testing.assert_allclose(weights, expected)
     assert weights[0, 1] > weights[0, 0]
@@ -368,8 +369,10 @@ def test_the_example_of_agreement_averages_a_group_at_each_place():
     expected = [[0.75, 0.625, 0.0], [0.75, 0.625, 0.0], [1.0, 0.5, 0.0]]
     np.testing.assert_allclose(group_mean(scores, reasoning, groups), expected, rtol=1e-5)
     span = AnswerSpan(reasoning, ~reasoning, jnp.ones(3, bool))
-    rest = jnp.ones(3), jnp.ones((3, 3), bool), jax.random.key(0), Context(CreditSettings())
-    weights = agreed.weigh(Signals(importance=scores, groups=groups), span, *rest)
+    rest = jnp.ones(3), jnp.ones((3, 3), bool), jax.random.key(0)
+    weights = agreed.weigh(
+        CreditInputs(Signals(importance=scores, groups=groups), span, *rest), Context(CreditSettings())
+    )
     np.testing.assert_allclose(weights, oar_weights(jnp.array(expected), reasoning), rtol=1e-5)
     assert agreed.coupling == "group"
 
@@ -384,9 +387,11 @@ def test_rlsd_by_hand():
     np.testing.assert_allclose(teacher_weights(*args, 0.5), [[1.1, 1.05], [0.9, 0.954545]], rtol=1e-5)
     signals = Signals(teacher_logps=teacher, logps=logps, iteration=26, marks=jnp.array([[1.0, 0], [0, -1]]))
     span, key = AnswerSpan(args[2], args[2], jnp.ones(2, bool)), jax.random.key(0)
-    rest = (span, args[3], args[2], key, Context(CreditSettings(method="serl")))  # half-way: a quarter of each
-    np.testing.assert_allclose(rlsd.weigh_marked(signals, *rest), [[1.05, 1], [1, 0.977273]], rtol=1e-5)
-    np.testing.assert_array_equal(rlsd.weigh(signals._replace(iteration=51), *rest), np.ones((2, 2)))
+    rest, context = (span, args[3], args[2], key), Context(CreditSettings(method="serl"))
+    weights = serl.weigh(CreditInputs(signals, *rest), context)  # half-way: a quarter of each
+    np.testing.assert_allclose(weights, [[1.05, 1], [1, 0.977273]], rtol=1e-5)
+    late = CreditInputs(signals._replace(iteration=51), *rest)
+    np.testing.assert_array_equal(rlsd.weigh(late, context), np.ones((2, 2)))
 
 
 def test_sdpg_is_the_kl_of_the_whole_distributions_and_moves_the_student_alone():

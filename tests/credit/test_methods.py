@@ -8,10 +8,11 @@ import tiny
 
 from oarjax.config import ConfigError
 from oarjax.credit.keywords import keyword_table
+from oarjax.credit.method import built_in
 from oarjax.credit.registry import METHODS, choices, label
 from oarjax.credit.resolved import resolve_method
 from oarjax.credit.settings import CreditSettings
-from oarjax.credit.signals import Scored, Signals
+from oarjax.credit.signals import CreditInputs, Scored, Signals
 from oarjax.rollout.logps import token_logps
 from oarjax.step.iteration import iterate
 from oarjax.types import AnswerSpan, SampledRows
@@ -24,8 +25,8 @@ def test_every_method_says_what_it_needs_and_has_a_name():
     assert label("permuted", "oar_f") == "OAR-F permuted"
     assert (label("oar_g", "oar_f"), label("custom", "oar_f")) == ("OAR-G", "custom")
     assert resolve_method(CreditSettings(method="entropy_top")).signals == {"entropies"}
-    assert resolve_method(CreditSettings(method="permuted", permuted_of="oar_p")).attribution is METHODS["oar_p"]
-    assert resolve_method(CreditSettings(method="random")).attribution is METHODS["random"]
+    assert resolve_method(CreditSettings(method="permuted", permuted_of="oar_p")).attribution is built_in("oar_p")
+    assert resolve_method(CreditSettings(method="random")).attribution is built_in("random")
 
 
 def test_what_a_method_lacks_is_told_when_the_run_is_built():
@@ -48,7 +49,7 @@ def test_a_signal_that_a_caller_forgot_is_named():
         weigh = resolve_method(CreditSettings(method=method)).weigher(keyword_table=TABLE)
         if wanted := "|".join(set(record.needs) - {"keyword_table", "teacher_prompt"}):  # these two are no signals
             with pytest.raises(ValueError, match=f"credit method {method}: needs the signal ({wanted}), got None"):
-                weigh(Signals(), *args)
+                weigh(CreditInputs(Signals(), *args))
 
 
 def scored(cfg):

@@ -18,11 +18,12 @@ from oarjax.config import (
     parse_config,
 )
 from oarjax.costs import Row, clean_flops
-from oarjax.credit.method import KINDS, SIGNALS, CreditMethod, resolve
+from oarjax.credit.method import built_in
+from oarjax.credit.record import KINDS, SIGNALS, MethodRecord
 from oarjax.credit.registry import METHODS, choices, label
 from oarjax.credit.resolved import resolve_method
 from oarjax.credit.settings import CreditSettings, FisherSettings, ProbeSettings, ScreenSettings
-from oarjax.credit.signals import Signals
+from oarjax.credit.signals import CreditInputs, Signals
 from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import decoder_of
@@ -33,24 +34,21 @@ from oarjax.tools.study.config import StudyConfig, make_plan
 from oarjax.training.trainer import model_flops as metrics_flops
 from oarjax.types import AnswerSpan, Rollout
 
-ENTRY = """CreditMethod(
-    name="mine",
-    label="Mine",
-    about="every other token",
-    needs=("importance",),
-    score="mine_method:score",
-    weigh="mine_method:weigh",
-    forwards=2.0,
+ENTRY = """MethodRecord(
+    name="mine", label="Mine", about="every other token", module="mine_method", needs=("importance",)
 )"""
 
 FUNCTIONS = """
 import jax.numpy as jnp
+from oarjax import CreditMethod
 
 def score(policy, params, rollout, span, keys, context):
     return jnp.ones(span.reasoning.shape)
 
-def weigh(signals, span, advantages, completion, key, context):
-    return signals.importance * (jnp.arange(completion.shape[1]) % 2 * 2)
+def weigh(inputs, context):
+    return inputs.signals.importance * (jnp.arange(inputs.completion.shape[1]) % 2 * 2)
+
+METHOD = CreditMethod(weigh, name="mine", needs=("importance",), score=score, forwards=2.0)
 """
 
 TREE = {
@@ -83,7 +81,7 @@ def mine(tmp_path, monkeypatch):
     """A method in a file of its own and one entry."""
     (tmp_path / "mine_method.py").write_text(FUNCTIONS)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(METHODS, "mine", eval(ENTRY, {"CreditMethod": CreditMethod}))
+    monkeypatch.setitem(METHODS, "mine", eval(ENTRY, {"MethodRecord": MethodRecord}))
     yield METHODS["mine"]
     sys.modules.pop("mine_method", None)
 
@@ -98,14 +96,15 @@ def test_entries_say_what_exists(method):
     assert set(method.needs) <= set(SIGNALS)
     assert set(method.sections) <= {field.name for field in fields(CreditSettings)}
     assert method.about
-    for function in (method.weigh, method.check, method.forwards, method.noisy):
-        assert not isinstance(function, str) or callable(resolve(function))
-    if method.score is None:
+    functions = built_in(method.name)
+    for name in ("name", "kind", "needs", "coupling"):
+        assert getattr(functions, name) == getattr(method, name), name
+    if functions.score is None:
         assert "importance" not in method.needs
-        assert method.forwards == 0
-    elif method.score != "permuted_of":
-        assert callable(resolve(method.score))
-        assert method.forwards != 0
+        assert functions.forwards == 0
+    elif functions.score != "permuted_of":
+        assert callable(functions.score)
+        assert functions.forwards != 0
     LabConfig(methods={name: {"method": method.name, **fields} for name, fields in (method.lab or {}).items()})
 
 
@@ -170,14 +169,14 @@ def test_a_new_entry_scores_and_weighs(mine):
     score = method.scorer(make_policy(MODEL), temperature=1.0, pad_id=0)
     scores = score({}, rollout, span, jax.random.split(jax.random.key(0)), "last").importance
     np.testing.assert_array_equal(scores, [[1, 1, 1, 0]] * 2)
-    w = method.weigher()(Signals(importance=scores), span, jnp.ones(2), mask, jax.random.key(0))
+    w = method.weigher()(CreditInputs(Signals(importance=scores), span, jnp.ones(2), mask, jax.random.key(0)))
     np.testing.assert_array_equal(w, [[0, 2, 0, 0]] * 2)
 
 
 def test_help_names_a_new_entry_and_nothing_of_it_imports_jax():
     program = f"""
     import sys
-    from oarjax.credit.method import CreditMethod
+    from oarjax.credit.record import MethodRecord
     from oarjax.credit.registry import METHODS
     import oarjax.config, oarjax.costs
     METHODS["mine"] = {" ".join(ENTRY.split())}

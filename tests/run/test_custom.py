@@ -19,6 +19,7 @@ from oarjax.config import ConfigError, parse_config
 from oarjax.credit.method import CreditMethod
 from oarjax.credit.resolved import check_method, resolve_method
 from oarjax.credit.settings import CreditSettings
+from oarjax.credit.signals import CreditInputs, Signals
 from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.grading.rewards import Sample, Unparseable
 from oarjax.rl.loss import aggregate
@@ -111,7 +112,7 @@ def test_polarity_holds_for_own_methods():
     mask = jnp.ones((2, 4), bool)
     span = AnswerSpan(mask, ~mask, jnp.ones(2, bool))
     assert not later.signals
-    w = later.weigher()(credit.Signals(), span, jnp.array([1.0, -1.0]), mask, jax.random.key(0))
+    w = later.weigher()(CreditInputs(Signals(), span, jnp.array([1.0, -1.0]), mask, jax.random.key(0)))
     assert (np.asarray(w) != 1).any(1).tolist() == [True, False]
 
 
@@ -136,14 +137,14 @@ def test_methods_that_ask_for_what_there_is_not(method, says):
 
 
 def test_methods_that_give_the_wrong_shape_or_fail():
-    def per_row(signals, span, advantages, completion, key):
-        return advantages
+    def per_row(inputs):
+        return inputs.advantages
 
-    def whole(signals, span, advantages, completion, key):
-        return span.reasoning
+    def whole(inputs):
+        return inputs.span.reasoning
 
-    def greedy(signals, span, advantages, completion, key):
-        return signals.entropies + 1
+    def greedy(inputs):
+        return inputs.signals.entropies + 1
 
     for weigh, says in (
         (per_row, r"here: expected one weight per token, .*, got float32\[2\]"),

@@ -10,7 +10,7 @@ import unsound
 from rich.console import Console
 
 from oarjax.config import parse_config
-from oarjax.credit.method import MEASURES
+from oarjax.credit.record import MEASURES
 from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.report.console import WARNINGS, OnceWarnings
 from oarjax.run.run import open_run

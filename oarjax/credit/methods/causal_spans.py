@@ -9,6 +9,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from oarjax.credit.gate import weigh
+from oarjax.credit.method import CreditMethod
+from oarjax.credit.oar.oar_p import forwards
 from oarjax.credit.oar.oar_p import score as masked_score
 from oarjax.credit.probe import Probe, Reading, answer_logp
 from oarjax.credit.settings import CreditSettings
@@ -48,3 +51,8 @@ def score(
     """Score the spans of a rollout by the drop in the probability of its answer when they are masked."""
     probe = answer_probability(temperature=context.temperature)
     return masked_score(policy, params, r, span, keys, context._replace(probe=probe))
+
+
+METHOD = CreditMethod(
+    weigh, name="causal_spans", needs=("importance",), score=score, answer="read", check=check, forwards=forwards
+)

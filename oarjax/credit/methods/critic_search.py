@@ -7,10 +7,10 @@ custom function, ``credit.marks``, which marks every turn with a value above 0 (
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int
 
-from oarjax.credit.signals import Context, Signals, all_required
-from oarjax.types import AnswerSpan
+from oarjax.credit.method import CreditMethod
+from oarjax.credit.signals import Context, CreditInputs, all_required
 
 EPS = 1e-8
 """Added to the number of good turns."""
@@ -42,14 +42,12 @@ def turn_advantages(
     return jnp.where(inside.any(-1, keepdims=True), mixed, advantages[:, None])
 
 
-def weigh(
-    signals: Signals,
-    span: AnswerSpan,
-    advantages: Float[Array, "B"],
-    completion: Bool[Array, "B T"],
-    key: Key[Array, ""],
-    context: Context,
-) -> Float[Array, "B T"]:
+def weigh(inputs: CreditInputs, context: Context) -> Float[Array, "B T"]:
     """Mix the labels of turns into the advantage."""
-    labels, turns = all_required(signals, ("marks", "turns"), context)
-    return turn_advantages(labels, turns, completion, advantages, share=context.credit.critic_search.share)
+    labels, turns = all_required(inputs.signals, ("marks", "turns"), context)
+    return turn_advantages(
+        labels, turns, inputs.completion, inputs.advantages, share=context.credit.critic_search.share
+    )
+
+
+METHOD = CreditMethod(weigh, name="critic_search", kind="advantages", needs=("marks", "turns"))

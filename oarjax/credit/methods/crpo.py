@@ -14,6 +14,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from oarjax.credit.method import CreditMethod
 from oarjax.rl.advantages import weighted_group_advantages
 
 
@@ -45,3 +46,6 @@ def decoupled_advantages(
         ddof=ddof,
         eps=eps,
     )
+
+
+METHOD = CreditMethod(name="crpo", kind="sequence", advantage=decoupled_advantages)

@@ -12,11 +12,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Bool, Float
 
-from oarjax.credit.signals import Context, Signals, all_required
+from oarjax.credit.method import CreditMethod
+from oarjax.credit.signals import Context, CreditInputs, all_required
 from oarjax.rl.masked import widened
-from oarjax.types import AnswerSpan
 
 EPS = 1e-8
 """The least variance of margins and sum of centroid weights, as released; here of states scaled to at most 1."""
@@ -85,14 +85,10 @@ def delta_weights(
     return jnp.where(counted, weights * counted.sum() / jnp.where(total > 0, total, 1), 1)
 
 
-def weigh(
-    signals: Signals,
-    span: AnswerSpan,
-    advantages: Float[Array, "B"],
-    completion: Bool[Array, "B T"],
-    key: Key[Array, ""],
-    context: Context,
-) -> Float[Array, "B T"]:
+def weigh(inputs: CreditInputs, context: Context) -> Float[Array, "B T"]:
     """Weigh the tokens by the side of the batch that their gradient is on."""
-    hidden, logps = all_required(signals, ("hidden", "logps"), context)
-    return delta_weights(hidden, logps, completion, advantages, **vars(context.credit.delta))
+    hidden, logps = all_required(inputs.signals, ("hidden", "logps"), context)
+    return delta_weights(hidden, logps, inputs.completion, inputs.advantages, **vars(context.credit.delta))
+
+
+METHOD = CreditMethod(weigh, name="delta", coupling="batch", needs=("hidden", "logps"))

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Bool, Float
 
-from oarjax.credit.signals import Context, Signals, all_required
+from oarjax.credit.method import CreditMethod
+from oarjax.credit.signals import Context, CreditInputs, all_required
 from oarjax.rl.masked import masked_count, widened
-from oarjax.types import AnswerSpan
 
 
 def dgpo_weights(
@@ -43,14 +43,10 @@ def dgpo_weights(
     return jnp.where(completion & usable[:, None], weights, 1)
 
 
-def weigh(
-    signals: Signals,
-    span: AnswerSpan,
-    advantages: Float[Array, "B"],
-    completion: Bool[Array, "B T"],
-    key: Key[Array, ""],
-    context: Context,
-) -> Float[Array, "B T"]:
+def weigh(inputs: CreditInputs, context: Context) -> Float[Array, "B T"]:
     """Weigh the tokens by their distance from the reference and by their entropy."""
-    hellinger, spread = all_required(signals, ("hellinger", "spread"), context)
-    return dgpo_weights(hellinger, spread, completion, **vars(context.credit.dgpo))
+    hellinger, spread = all_required(inputs.signals, ("hellinger", "spread"), context)
+    return dgpo_weights(hellinger, spread, inputs.completion, **vars(context.credit.dgpo))
+
+
+METHOD = CreditMethod(weigh, name="dgpo", needs=("hellinger", "spread"))

@@ -7,11 +7,11 @@ trace against the reference program). A row without a mark (correct, or at fault
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Bool, Float
 
 from oarjax.credit.gate import preserve_mass
-from oarjax.credit.signals import Context, Signals, required
-from oarjax.types import AnswerSpan
+from oarjax.credit.method import CreditMethod
+from oarjax.credit.signals import Context, CreditInputs, required
 
 
 def span_weights(marked: Bool[Array, "B T"], completion: Bool[Array, "B T"]) -> Float[Array, "B T"]:
@@ -21,13 +21,9 @@ def span_weights(marked: Bool[Array, "B T"], completion: Bool[Array, "B T"]) -> 
     return jnp.where(completion & inside.any(-1, keepdims=True), weights, 1)
 
 
-def weigh(
-    signals: Signals,
-    span: AnswerSpan,
-    advantages: Float[Array, "B"],
-    completion: Bool[Array, "B T"],
-    key: Key[Array, ""],
-    context: Context,
-) -> Float[Array, "B T"]:
+def weigh(inputs: CreditInputs, context: Context) -> Float[Array, "B T"]:
     """Put the advantage of a row on its marked tokens."""
-    return span_weights(required(signals, "marks", context) > 0, completion)
+    return span_weights(required(inputs.signals, "marks", context) > 0, inputs.completion)
+
+
+METHOD = CreditMethod(weigh, name="egca", needs=("marks",))

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from oarjax.credit.method import CreditMethod
 from oarjax.credit.signals import Context
 from oarjax.rl.masked import widened
 from oarjax.types import TrainBatch
@@ -51,3 +52,6 @@ def reweigh(logps: Float[Array, "B T"], batch: TrainBatch, context: Context) -> 
     if batch.old_logps is None:
         raise ValueError("fipo: needs the log-probs of the rollout, got None; give TrainBatch(old_logps=...)")
     return future_weights(logps, batch.old_logps, batch.completion, **vars(context.credit.fipo))
+
+
+METHOD = CreditMethod(name="fipo", reweigh=reweigh)

@@ -11,9 +11,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from oarjax.costs import Row, clean_flops, saliency_flops
 from oarjax.credit.clean_pass import LinearPass, linear_pass
+from oarjax.credit.method import CreditMethod
 from oarjax.credit.probe import answer_logp, from_inputs, reading_of
-from oarjax.credit.signals import Context, Scored, Signals, required
+from oarjax.credit.settings import CreditSettings
+from oarjax.credit.signals import Context, CreditInputs, Scored, required
+from oarjax.models.decoder import Decoder
 from oarjax.models.policy import Policy
 from oarjax.rl.masked import masked_mean, masked_min, widened
 from oarjax.types import AnswerSpan, Params, Rollout
@@ -119,15 +123,16 @@ def score(
     return Scored(saliency, clean.hidden)
 
 
-def weigh(
-    signals: Signals,
-    span: AnswerSpan,
-    advantages: Float[Array, "B"],
-    completion: Bool[Array, "B T"],
-    key: Key[Array, ""],
-    context: Context,
-) -> Float[Array, "B T"]:
+def weigh(inputs: CreditInputs, context: Context) -> Float[Array, "B T"]:
     """Weigh tokens by their standardised log saliency."""
-    saliency = required(signals, "importance", context)
+    saliency = required(inputs.signals, "importance", context)
     settings = vars(context.credit.grail)
-    return grail_weights(saliency, span.reasoning, span.answer, completion, **settings)
+    return grail_weights(saliency, inputs.span.reasoning, inputs.span.answer, inputs.completion, **settings)
+
+
+def forwards(settings: CreditSettings, row: Row, d: Decoder) -> float:
+    """Count the passes."""
+    return saliency_flops(d, row) / clean_flops(d, row)
+
+
+METHOD = CreditMethod(weigh, name="grail", needs=("importance",), score=score, answer="read", forwards=forwards)

@@ -9,12 +9,12 @@ source's two coefficients all but cancel: they are constants here, and only the 
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int
 
 from oarjax.credit.groups import peer_sum, peers_of
-from oarjax.credit.signals import Context, Signals, all_required
+from oarjax.credit.method import CreditMethod
+from oarjax.credit.signals import Context, CreditInputs, all_required
 from oarjax.rl.masked import widened
-from oarjax.types import AnswerSpan
 
 OUTCOME, SHAPED = 1.0, 0.1
 """The source's alpha_1 and alpha_2."""
@@ -55,14 +55,10 @@ def gtpo_advantages(
     return jnp.where(usable[:, None], centred / (std[:, None] + EPS), advantages[:, None])
 
 
-def weigh(
-    signals: Signals,
-    span: AnswerSpan,
-    advantages: Float[Array, "B"],
-    completion: Bool[Array, "B T"],
-    key: Key[Array, ""],
-    context: Context,
-) -> Float[Array, "B T"]:
+def weigh(inputs: CreditInputs, context: Context) -> Float[Array, "B T"]:
     """Give the tokens the normalised shaped rewards of their group."""
-    entropies, groups = all_required(signals, ("entropies", "groups"), context)
-    return gtpo_advantages(entropies, completion, advantages, groups)
+    entropies, groups = all_required(inputs.signals, ("entropies", "groups"), context)
+    return gtpo_advantages(entropies, inputs.completion, inputs.advantages, groups)
+
+
+METHOD = CreditMethod(weigh, name="gtpo", kind="advantages", coupling="group", needs=("entropies", "groups"))

@@ -11,11 +11,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax.lax import lgamma
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int
 
 from oarjax.credit.groups import peer_sum, peers_of
-from oarjax.credit.signals import Context, Signals, all_required
-from oarjax.types import AnswerSpan
+from oarjax.credit.method import CreditMethod
+from oarjax.credit.signals import Context, CreditInputs, all_required
 
 K1, B = 2.0, 0.5
 """Of the term frequency, as in BM25."""
@@ -125,15 +125,11 @@ def _angle(held: Array, not_held: Array) -> Float[Array, "B T"]:
     return jnp.arcsin(jnp.sqrt(share))
 
 
-def weigh(
-    signals: Signals,
-    span: AnswerSpan,
-    advantages: Float[Array, "B"],
-    completion: Bool[Array, "B T"],
-    key: Key[Array, ""],
-    context: Context,
-) -> Float[Array, "B T"]:
+def weigh(inputs: CreditInputs, context: Context) -> Float[Array, "B T"]:
     """Add to every token the bonus of its id in its group."""
-    tokens, groups = all_required(signals, ("tokens", "groups"), context)
+    tokens, groups = all_required(inputs.signals, ("tokens", "groups"), context)
     settings = vars(context.credit.ktae)
-    return key_token_bonus(tokens, completion, advantages > 0, advantages < 0, groups, **settings)
+    return key_token_bonus(tokens, inputs.completion, inputs.advantages > 0, inputs.advantages < 0, groups, **settings)
+
+
+METHOD = CreditMethod(weigh, name="ktae", kind="bonus", coupling="group", needs=("tokens", "groups"))

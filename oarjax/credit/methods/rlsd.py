@@ -1,4 +1,4 @@
-"""RLSD (arXiv 2604.03128) and SERL (2605.19447): a teacher who knows the answer sets the size of a token's credit.
+"""RLSD (arXiv 2604.03128): a teacher who knows the answer sets the size of a token's credit.
 
 Evidence: released code read (RLSD as reimplemented in the code of SDPG). The teacher is the policy itself under a
 privileged prompt, ``credit.teacher``. Departures: the teacher has the weights that generated the rollout, where the
@@ -9,11 +9,11 @@ code takes the current ones: the two agree at the first update of a rollout.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Bool, Float
 
-from oarjax.credit.signals import Context, Signals, all_required, required
+from oarjax.credit.method import CreditMethod
+from oarjax.credit.signals import Context, CreditInputs, Signals, all_required
 from oarjax.rl.masked import widened
-from oarjax.types import AnswerSpan
 
 BOUND = 20.0
 """Differences of log-probs are clipped to this, as released."""
@@ -45,7 +45,7 @@ def teacher_weights(
     return jnp.where(taught & usable, weights, 1)
 
 
-def _taught(
+def taught_weights(
     signals: Signals, taught: Bool[Array, "B T"], advantages: Float[Array, "B"], context: Context
 ) -> Float[Array, "B T"]:
     """Weigh by the teacher, whose strength falls to 0 over ``iterations``: then the method is GRPO."""
@@ -55,26 +55,9 @@ def _taught(
     return teacher_weights(teacher, logps, taught, advantages, strength, clip=cfg.clip)
 
 
-def weigh(
-    signals: Signals,
-    span: AnswerSpan,
-    advantages: Float[Array, "B"],
-    completion: Bool[Array, "B T"],
-    key: Key[Array, ""],
-    context: Context,
-) -> Float[Array, "B T"]:
+def weigh(inputs: CreditInputs, context: Context) -> Float[Array, "B T"]:
     """Weigh all tokens by the teacher's log-probs (RLSD)."""
-    return _taught(signals, completion, advantages, context)
+    return taught_weights(inputs.signals, inputs.completion, inputs.advantages, context)
 
 
-def weigh_marked(
-    signals: Signals,
-    span: AnswerSpan,
-    advantages: Float[Array, "B"],
-    completion: Bool[Array, "B T"],
-    key: Key[Array, ""],
-    context: Context,
-) -> Float[Array, "B T"]:
-    """Weigh the marked tokens, the actions, by the teacher's log-probs (SERL)."""
-    marked = required(signals, "marks", context) != 0
-    return _taught(signals, completion & marked, advantages, context)
+METHOD = CreditMethod(weigh, name="rlsd", needs=("teacher_logps", "logps", "iteration"))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from oarjax.credit.measures import privileged_rows
+from oarjax.credit.method import CreditMethod
 from oarjax.credit.signals import Context
 from oarjax.models.policy import Policy
 from oarjax.rl.masked import widened
@@ -65,3 +66,6 @@ def loss(
     term = teacher_kl(policy, params, hidden, teacher, temperature=context.temperature, head_chunk=context.head_chunk)
     among = batch.completion & ((batch.advantages > 0) | (cfg.rows == "all"))
     return cfg.beta * jnp.where(among, term, 0)
+
+
+METHOD = CreditMethod(name="sdpg", kind="auxiliary", needs=("teacher_prompt",), loss=loss)

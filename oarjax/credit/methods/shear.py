@@ -12,12 +12,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.nn import logsumexp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int
 
 from oarjax.credit.groups import peer_sum, peers_of
-from oarjax.credit.signals import Context, Signals, all_required
+from oarjax.credit.method import CreditMethod
+from oarjax.credit.signals import Context, CreditInputs, all_required
 from oarjax.rl.masked import widened
-from oarjax.types import AnswerSpan
 
 FAR = 1e9
 """The log-weight of a point that is not there."""
@@ -116,14 +116,10 @@ def divergence_weights(
     return jnp.where(counted & opposing.any(1, keepdims=True), spread, 1)
 
 
-def weigh(
-    signals: Signals,
-    span: AnswerSpan,
-    advantages: Float[Array, "B"],
-    completion: Bool[Array, "B T"],
-    key: Key[Array, ""],
-    context: Context,
-) -> Float[Array, "B T"]:
+def weigh(inputs: CreditInputs, context: Context) -> Float[Array, "B T"]:
     """Weigh the tokens by how far the states of their windows are from opposing rows."""
-    hidden, groups = all_required(signals, ("hidden", "groups"), context)
-    return divergence_weights(hidden, completion, advantages, groups, **vars(context.credit.shear))
+    hidden, groups = all_required(inputs.signals, ("hidden", "groups"), context)
+    return divergence_weights(hidden, inputs.completion, inputs.advantages, groups, **vars(context.credit.shear))
+
+
+METHOD = CreditMethod(weigh, name="shear", coupling="group", needs=("hidden", "groups"))

@@ -9,12 +9,12 @@ and the row keeps its A, where verl leaves its uncentred return.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int
 
 from oarjax.credit.groups import peer_sum, peers_of
-from oarjax.credit.signals import Context, Signals, all_required
+from oarjax.credit.method import CreditMethod
+from oarjax.credit.signals import Context, CreditInputs, all_required
 from oarjax.rl.masked import widened
-from oarjax.types import AnswerSpan
 
 
 def baseline_advantages(
@@ -39,14 +39,12 @@ def baseline_advantages(
     return advantages[:, None] - jnp.where(several & alive, baseline, 0)
 
 
-def weigh(
-    signals: Signals,
-    span: AnswerSpan,
-    advantages: Float[Array, "B"],
-    completion: Bool[Array, "B T"],
-    key: Key[Array, ""],
-    context: Context,
-) -> Float[Array, "B T"]:
+def weigh(inputs: CreditInputs, context: Context) -> Float[Array, "B T"]:
     """Take the position's baseline from the group advantages."""
-    norms, groups = all_required(signals, ("score_norms", "groups"), context)
-    return baseline_advantages(norms, completion, advantages, groups)
+    norms, groups = all_required(inputs.signals, ("score_norms", "groups"), context)
+    return baseline_advantages(norms, inputs.completion, inputs.advantages, groups)
+
+
+METHOD = CreditMethod(
+    weigh, name="token_baseline", kind="advantages", coupling="group", needs=("score_norms", "groups")
+)

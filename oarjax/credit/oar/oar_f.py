@@ -15,13 +15,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from oarjax.costs import Row, clean_flops, fisher_flops
 from oarjax.credit.clean_pass import LinearPass, linear_pass
 from oarjax.credit.counterfactual import Counterfactual, replacement_embeddings
+from oarjax.credit.gate import weigh
+from oarjax.credit.method import CreditMethod
 from oarjax.credit.oar.oar_p import check_units
 from oarjax.credit.probe import Probe, from_inputs, reading_of, scored_tokens, to_inputs
 from oarjax.credit.settings import CreditSettings
 from oarjax.credit.signals import Context, Scored, probe_of
 from oarjax.errors import ConfigError
+from oarjax.models.decoder import Decoder
 from oarjax.models.policy import Policy
 from oarjax.rl.checked import checked
 from oarjax.types import AnswerSpan, Params, Rollout
@@ -189,3 +193,20 @@ def check(cfg: CreditSettings, custom_probe: Probe | None) -> None:
 def noisy(cfg: CreditSettings) -> bool:
     """Return whether outcomes are drawn."""
     return cfg.fisher.sampled > 0
+
+
+def forwards(settings: CreditSettings, row: Row, d: Decoder) -> float:
+    """Count the passes."""
+    return fisher_flops(d, row, outcomes=settings.fisher.outcomes + settings.fisher.sampled) / clean_flops(d, row)
+
+
+METHOD = CreditMethod(
+    weigh,
+    name="oar_f",
+    needs=("importance",),
+    score=score,
+    answer="probed",
+    check=check,
+    forwards=forwards,
+    noisy=noisy,
+)

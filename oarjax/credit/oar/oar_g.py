@@ -24,10 +24,15 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from oarjax.costs import Row, clean_flops, gradient_flops
 from oarjax.credit.clean_pass import LinearPass, linear_pass
+from oarjax.credit.gate import weigh
+from oarjax.credit.method import CreditMethod
+from oarjax.credit.oar.oar_p import check_units
 from oarjax.credit.probe import Probe, divergence, from_inputs, reading_of, scored_tokens, to_inputs
 from oarjax.credit.settings import CreditSettings
 from oarjax.credit.signals import Context, Scored, probe_of
+from oarjax.models.decoder import Decoder
 from oarjax.models.policy import Policy
 from oarjax.rl.checked import Count, Positive, Scalar, checked
 from oarjax.types import AnswerSpan, Params, Rollout
@@ -228,3 +233,21 @@ def score_shared(
 def noisy(cfg: CreditSettings) -> bool:
     """Return whether another key gives other scores: not where the limit of a scalar probe is taken."""
     return cfg.estimator == "noisy" or cfg.probe.mode != "answer_joint"
+
+
+def forwards(settings: CreditSettings, row: Row, d: Decoder) -> float:
+    """Count the passes."""
+    return gradient_flops(d, row, draws=settings.draws) / clean_flops(d, row)
+
+
+METHOD = CreditMethod(
+    weigh,
+    name="oar_g",
+    needs=("importance",),
+    score=score,
+    shared=score_shared,
+    answer="probed",
+    check=check_units,
+    forwards=forwards,
+    noisy=noisy,
+)

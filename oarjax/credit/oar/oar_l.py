@@ -17,13 +17,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from oarjax.costs import Row, clean_flops, local_flops
 from oarjax.credit.clean_pass import StoredPass, stored_pass
 from oarjax.credit.counterfactual import Counterfactual, replacement_embeddings
+from oarjax.credit.gate import weigh
+from oarjax.credit.method import CreditMethod
 from oarjax.credit.oar.oar_p import check_units, masked_positions
 from oarjax.credit.probe import Probe, Reading, divergence, reading_of, scored_tokens
 from oarjax.credit.settings import CreditSettings
 from oarjax.credit.signals import Context, Scored, probe_of
 from oarjax.errors import ConfigError
+from oarjax.models.decoder import Decoder
 from oarjax.models.policy import Policy
 from oarjax.rl.checked import checked
 from oarjax.types import AnswerSpan, Params, Rollout
@@ -221,3 +225,13 @@ def check(cfg: CreditSettings, custom_probe: Probe | None) -> None:
             "credit.probe.function: OAR-L recomputes only the answer's positions and this probe reads the "
             "whole completion; set credit.method to oar_p, oar_g or oar_f, or credit.screen.by to oar_f"
         )
+
+
+def forwards(settings: CreditSettings, row: Row, d: Decoder) -> float:
+    """Count the passes."""
+    return local_flops(d, row, **vars(settings.local)) / clean_flops(d, row)
+
+
+METHOD = CreditMethod(
+    weigh, name="oar_l", needs=("importance",), score=score, answer="probed", check=check, forwards=forwards, cuts=True
+)

@@ -21,12 +21,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from oarjax.costs import Row, clean_flops, masked_flops
 from oarjax.credit.clean_pass import StoredPass, stored_pass
 from oarjax.credit.counterfactual import Counterfactual, first_of_unit, replacement_embeddings
+from oarjax.credit.gate import weigh
+from oarjax.credit.method import CreditMethod
 from oarjax.credit.probe import Probe, Reading, divergence, reading_of, scored_tokens, to_inputs
 from oarjax.credit.settings import CreditSettings
 from oarjax.credit.signals import Context, Scored, probe_of
 from oarjax.errors import ConfigError
+from oarjax.models.decoder import Decoder
 from oarjax.models.policy import Policy
 from oarjax.rl.checked import checked
 from oarjax.types import AnswerSpan, KVCache, Params, Rollout
@@ -334,3 +338,11 @@ def check_units(cfg: CreditSettings, custom_probe: Probe | None) -> None:
     unit = cfg.masking.unit
     if unit != "token":
         raise ConfigError(f"credit.masking.unit: {unit} is for oar_p; set token, or credit.method to oar_p")
+
+
+def forwards(settings: CreditSettings, row: Row, d: Decoder) -> float:
+    """Count the passes; units of whole lines or sentences count as if every token were changed."""
+    return masked_flops(d, row, share=1.0) / clean_flops(d, row)
+
+
+METHOD = CreditMethod(weigh, name="oar_p", needs=("importance",), score=score, answer="probed", forwards=forwards)

@@ -6,15 +6,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
+from oarjax.costs import Row, clean_flops, masked_flops
 from oarjax.credit.clean_pass import stored_pass
-from oarjax.credit.method import resolve
+from oarjax.credit.gate import weigh
+from oarjax.credit.method import CreditMethod, built_in, scorer_of
 from oarjax.credit.oar import oar_l, oar_p
 from oarjax.credit.oar.oar_l import local_scores
 from oarjax.credit.oar.oar_p import check_units, masked_scores
 from oarjax.credit.probe import Probe, reading_of, scored_tokens
-from oarjax.credit.registry import METHODS
 from oarjax.credit.settings import CreditSettings
 from oarjax.credit.signals import Context, Scored, probe_of, required
+from oarjax.models.decoder import Decoder
 from oarjax.models.policy import Policy
 from oarjax.rl.checked import Share, checked
 from oarjax.rl.masked import masked_count, masked_quantile, masked_sum, widened
@@ -82,7 +84,7 @@ def score(
     elif screen.by == "oar_l":  # starts from the same clean pass
         estimate = local_scores(policy, head, clean, reading, scored, probe=probe, **oar_l.settings_of(context))
     else:
-        screened = resolve(METHODS[screen.by].score or "")(policy, params, r, span, keys, context)
+        screened = scorer_of(built_in(screen.by))(policy, params, r, span, keys, context)
         estimate = required(screened, "importance", context)
     chosen = top_share(jnp.abs(estimate), scored, share=screen.share)
     exact = masked_scores(policy, head, clean, reading, chosen, units=None, probe=probe, **settings)
@@ -95,10 +97,30 @@ def check(cfg: CreditSettings, custom_probe: Probe | None) -> None:
     Raises:
         ConfigError: from that method.
     """
-    screening = None if cfg.screen.by == "random" else METHODS[cfg.screen.by].check
-    resolve(screening or check_units)(cfg, custom_probe)
+    screening = None if cfg.screen.by == "random" else built_in(cfg.screen.by).check
+    (screening or check_units)(cfg, custom_probe)
 
 
 def noisy(cfg: CreditSettings) -> bool:
     """Return whether another key gives other estimates."""
     return cfg.screen.by == "oar_f" and cfg.fisher.sampled > 0
+
+
+def forwards(settings: CreditSettings, row: Row, d: Decoder) -> float:
+    """Count the passes of the estimates and of the exact part, each with a clean pass; with OAR-L they share it."""
+    screen, exact = settings.screen, masked_flops(d, row, share=settings.screen.share) / clean_flops(d, row)
+    if screen.by == "random":
+        return exact
+    return exact + built_in(screen.by).forwards_of(settings, row, d) - (screen.by == "oar_l")
+
+
+METHOD = CreditMethod(
+    weigh,
+    name="oar_screened",
+    needs=("importance",),
+    score=score,
+    answer="probed",
+    check=check,
+    forwards=forwards,
+    noisy=noisy,
+)

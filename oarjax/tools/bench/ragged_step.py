@@ -24,7 +24,7 @@ from jaxtyping import Int
 
 from oarjax.config import Config
 from oarjax.costs import Row, Work, iteration_flops
-from oarjax.credit.registry import METHODS
+from oarjax.credit.resolved import resolve_method
 from oarjax.data.hf import load_params, read_config
 from oarjax.models.weights import decoder_of
 from oarjax.run.run import Run
@@ -204,5 +204,4 @@ def step_flops(ours: RaggedIterations, lengths: Int[np.ndarray, "B"]) -> float:
     s, mean = ours.shapes, float(lengths.mean())
     row = Row(s.prompt_tokens, mean, float((lengths - s.answer).clip(min=0).mean()))
     work = Work(row, prompts=len(ours.ids), rows=s.rows, used=s.rows)
-    credit = ours.cfg.credit
-    return sum(iteration_flops(decoder_of(ours.model), work, credit, METHODS[credit.method]).values())
+    return sum(iteration_flops(decoder_of(ours.model), work, resolve_method(ours.cfg.credit)).values())

@@ -14,8 +14,8 @@ import numpy as np
 
 from oarjax.config import Config, parse_config
 from oarjax.costs import Row as Place
-from oarjax.costs import Work, clean_flops, forwards, iteration_flops, pass_flops
-from oarjax.credit.registry import METHODS
+from oarjax.costs import Work, clean_flops, iteration_flops, pass_flops
+from oarjax.credit.resolved import resolve_method
 from oarjax.credit.settings import CreditSettings
 from oarjax.data.hf import load_params, read_config
 from oarjax.models.qwen_config import QwenConfig
@@ -95,11 +95,11 @@ def make_rows(model: QwenConfig, shapes: Shapes) -> list[Row]:
     forward = pass_flops(d, tokens=s.prompts * full, context=full / 2, read=s.prompts * full)
     drawn = s.groups * s.group_size
     work = Work(Place(s.prompt_tokens, s.new_tokens), prompts=s.groups, rows=drawn, used=drawn)
-    iteration = sum(iteration_flops(d, work, CreditSettings(), METHODS["oar_g"]).values())
+    iteration = sum(iteration_flops(d, work, resolve_method(CreditSettings(method="oar_g"))).values())
 
     def scores(method: str) -> float:
         row = Place(s.prompt_tokens, s.reasoning + s.cue + s.answer, s.reasoning)
-        return s.credit_rows * clean_flops(d, row) * forwards(METHODS[method], CreditSettings(), row, d)
+        return s.credit_rows * clean_flops(d, row) * resolve_method(CreditSettings(method=method)).forwards(row, d)
 
     return [
         Row("W1", "rollout", many, "tokens/s", s.prompts * s.new_tokens, forward),

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from oarjax.config import ConfigError, DatasetConfig, changed
-from oarjax.credit.controls import random_scores
+from oarjax.credit.controls.random_scores import random_scores
 from oarjax.credit.diagnose import spearman
 from oarjax.credit.kinds import relative, token_advantages
 from oarjax.credit.oar.oar_g import row_keys
 from oarjax.credit.settings import CreditSettings
-from oarjax.credit.signals import Signals
+from oarjax.credit.signals import CreditInputs, Signals
 from oarjax.data.problems import Problem
 from oarjax.data.streams import right_pad
 from oarjax.data.tasks.truth import token_truth
@@ -228,7 +228,7 @@ def credit_tokens(
     def weights_of(
         inputs: dict[str, Any], span: AnswerSpan, advantages: jax.Array, is_token: jax.Array, key: jax.Array
     ) -> jax.Array:
-        returned = weigh(Signals(**inputs, iteration=1), span, advantages, is_token, key)
+        returned = weigh(CreditInputs(Signals(**inputs, iteration=1), span, advantages, is_token, key))
         shaped = token_advantages(kind, returned, advantages, is_token)
         return relative(kind, returned, shaped, advantages, is_token)
 

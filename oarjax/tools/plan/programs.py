@@ -7,7 +7,6 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 
 from oarjax.config import Config, UpdateConfig, changed, parse_config
-from oarjax.credit.registry import METHODS
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.run.checks import check_lengths
 from oarjax.run.custom import find_credit
@@ -76,10 +75,10 @@ def with_method(cfg: Config, method: str | None) -> Config:
     A method that reads keywords needs a tokenizer for its weights alone, which are no program of a plan: it scores as
     uniform does.
     """
-    name = method or cfg.credit.method
-    spelled = name in METHODS and "keyword_table" in METHODS[name].needs
-    credit = changed(cfg.credit, {"method": "uniform" if spelled else name})
-    return parse_config(cfg.model_dump() | {"credit": credit})
+    other = parse_config(cfg.model_dump() | {"credit": changed(cfg.credit, {"method": method or cfg.credit.method})})
+    if "keyword_table" not in find_credit(other).signals:
+        return other
+    return parse_config(cfg.model_dump() | {"credit": changed(cfg.credit, {"method": "uniform"})})
 
 
 def planned(cfg: Config, model: QwenConfig, mesh: Mesh) -> Run:

@@ -64,7 +64,7 @@ def model_flops(phase: str, model: QwenConfig, cfg: Config) -> float:
         return 0.0
     credit = find_credit(cfg)
     work = replace(work_of(model, cfg, credit), fused=phase == "fused")
-    found = iteration_flops(decoder_of(model), work, credit.settings, credit.attribution)
+    found = iteration_flops(decoder_of(model), work, credit)
     asked = found["score"] + found["update"] if phase == "fused" else found[phase]
     return asked / times_of(cfg.update)[phase]
 

@@ -15,7 +15,7 @@ import optax
 from oarjax.config import LoraConfig
 from oarjax.credit.kinds import neutral, token_advantages
 from oarjax.credit.probe import ProbeMode
-from oarjax.credit.signals import signals_of
+from oarjax.credit.signals import CreditInputs, signals_of
 from oarjax.models.lora import join_params
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import at, weight_table
@@ -155,7 +155,9 @@ def _weights(
     numbers, hints = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (e.numbers, e.hints))
     sizes = {"length": completion.shape[1], "group_size": run.cfg.rollout.group_size}
     signals = signals_of(scores, tokens, numbers, **sizes, hints=hints, iteration=header.number)
-    return run.credit.weigher(keyword_table=run.keyword_table)(signals, span, advantages, completion, order)
+    return run.credit.weigher(keyword_table=run.keyword_table)(
+        CreditInputs(signals, span, advantages, completion, order)
+    )
 
 
 def _key(header: Header) -> jax.Array:
