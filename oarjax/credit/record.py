@@ -42,8 +42,11 @@ OF_REFERENCE, OF_TEACHER, OF_MARKS = {"hellinger"}, {"teacher_logps", "teacher_p
 SIGNALS: tuple[str, ...] = (*get_args(get_args(Signal)[0]), *MEASURES)
 
 
-Evidence = Literal["released code", "secondary description", "ours"]
+Evidence = Literal["released code", "description", "ours"]
 """What a method was written from: its authors' code, somebody's description of it, or our own formula."""
+
+EXPERIMENTAL = "experimental (written from a description, not matched against the authors' code)"
+"""Meaning of ``oarjax/credit/experimental/``, where the methods whose evidence is a description are."""
 
 CUSTOM = "custom"
 """The value of credit.method for the method that credit.function names."""
@@ -71,3 +74,8 @@ class MethodRecord:
     """Sections and fields of credit that it reads."""
     lab: Mapping[str, Mapping[str, Any]] | None = field(default=None, hash=False)
     """Its rows in the lab: name to show -> fields of credit to change. None: one row, named after the label."""
+
+    @property
+    def experimental(self) -> bool:
+        """Return True if the method was written from a description, not matched against the authors' code."""
+        return self.evidence == "description"

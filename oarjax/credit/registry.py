@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from oarjax.credit.record import CUSTOM, OF_REFERENCE, MethodRecord, Role
+from oarjax.credit.record import CUSTOM, EXPERIMENTAL, OF_REFERENCE, MethodRecord, Role
 
 _EXACT = ("masking", "probe", "gate", "answer")
 
@@ -99,8 +99,8 @@ METHODS: dict[str, MethodRecord] = {
             name="gtpo",
             label="GTPO",
             about="rewards shared out by entropy among a group's rows at a position",
-            module="oarjax.credit.methods.gtpo",
-            evidence="secondary description",
+            module="oarjax.credit.experimental.gtpo",
+            evidence="description",
             kind="advantages",
             coupling="group",
             needs=("entropies", "groups"),
@@ -129,8 +129,8 @@ METHODS: dict[str, MethodRecord] = {
             name="causal_spans",
             label="causal spans",
             about="the drop in the answer's probability when a line or sentence is masked",
-            module="oarjax.credit.methods.causal_spans",
-            evidence="secondary description",
+            module="oarjax.credit.experimental.causal_spans",
+            evidence="description",
             needs=("importance",),
             sections=("masking", "gate", "answer"),
             lab={},
@@ -139,8 +139,8 @@ METHODS: dict[str, MethodRecord] = {
             name="dgpo",
             label="DGPO",
             about="more where the policy has moved from the reference and is undecided",
-            module="oarjax.credit.methods.dgpo",
-            evidence="secondary description",
+            module="oarjax.credit.experimental.dgpo",
+            evidence="description",
             needs=("hellinger", "spread"),
             sections=("dgpo",),
             lab={},
@@ -149,8 +149,8 @@ METHODS: dict[str, MethodRecord] = {
             name="fipo",
             label="FIPO",
             about="more where what follows has become likelier since the rollout, anew in every update",
-            module="oarjax.credit.methods.fipo",
-            evidence="secondary description",
+            module="oarjax.credit.experimental.fipo",
+            evidence="description",
             sections=("fipo",),
             lab={},
         ),
@@ -167,8 +167,8 @@ METHODS: dict[str, MethodRecord] = {
             name="egca",
             label="EGCA",
             about="the whole advantage on marked tokens",
-            module="oarjax.credit.methods.egca",
-            evidence="secondary description",
+            module="oarjax.credit.experimental.egca",
+            evidence="description",
             needs=("marks",),
             sections=("marks",),
             lab={},
@@ -177,8 +177,8 @@ METHODS: dict[str, MethodRecord] = {
             name="critic_search",
             label="CriticSearch",
             about="a share of the advantage from labels of the turns",
-            module="oarjax.credit.methods.critic_search",
-            evidence="secondary description",
+            module="oarjax.credit.experimental.critic_search",
+            evidence="description",
             kind="advantages",
             needs=("marks", "turns"),
             sections=("critic_search", "marks"),
@@ -188,8 +188,8 @@ METHODS: dict[str, MethodRecord] = {
             name="shear",
             label="SHEAR",
             about="windows weigh by the distance of their states from opposing rows",
-            module="oarjax.credit.methods.shear",
-            evidence="secondary description",
+            module="oarjax.credit.experimental.shear",
+            evidence="description",
             coupling="group",
             needs=("hidden", "groups"),
             sections=("shear",),
@@ -230,8 +230,8 @@ METHODS: dict[str, MethodRecord] = {
             name="entropy_top",
             label="entropy, top share",
             about="the share of highest entropy alone",
-            module="oarjax.credit.methods.entropy_top",
-            evidence="secondary description",
+            module="oarjax.credit.experimental.entropy_top",
+            evidence="description",
             coupling="batch",
             needs=("entropies",),
             sections=("entropy",),
@@ -315,4 +315,9 @@ def reads_reference(method: str) -> bool:
 
 def summary() -> str:
     """Describe every method in one line, for help texts."""
-    return "; ".join(f"{name}: {m.about}" for name, m in METHODS.items())
+    return "; ".join(f"{name}{' (experimental)' * m.experimental}: {m.about}" for name, m in METHODS.items())
+
+
+def shelf() -> str:
+    """Name the experimental methods and say what that means, for the reference of the config."""
+    return f"{EXPERIMENTAL}: {', '.join(name for name, m in METHODS.items() if m.experimental)}"

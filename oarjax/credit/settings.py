@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from oarjax.credit.accepted import Count, MethodName, NotEmpty, Positive, Preset, Range, Rate, Share, Word, setting
 from oarjax.credit.record import CUSTOM
+from oarjax.credit.registry import shelf
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,9 @@ class DeltaSettings(Settings):
 
 @dataclass(frozen=True)
 class CreditSettings(Settings):
-    method: Annotated[str, MethodName(None, CUSTOM)] = setting("oar_g", "a method of oarjax.credit.registry, or custom")
+    method: Annotated[str, MethodName(None, CUSTOM)] = setting(
+        "oar_g", f"a method of oarjax.credit.registry, or custom; {shelf()}"
+    )
     function: str | None = setting(None, "for method custom: file.py:name or module:name of an oarjax.CreditMethod")
     permuted_of: Annotated[str, MethodName("permuted_of")] = setting("oar_g", "method whose weights permuted shuffles")
     polarity: Literal["both", "correct", "wrong"] = setting(

@@ -13,15 +13,16 @@ from scipy.stats import fisher_exact
 from toy_policy import toy_params, toy_policy
 
 from oarjax.config import ConfigError
+from oarjax.credit.experimental import causal_spans, gtpo, shear
+from oarjax.credit.experimental.critic_search import turn_advantages
+from oarjax.credit.experimental.dgpo import dgpo_weights
+from oarjax.credit.experimental.egca import span_weights
+from oarjax.credit.experimental.fipo import future_weights
 from oarjax.credit.gate import oar_weights
 from oarjax.credit.measures import measure
 from oarjax.credit.method import built_in
-from oarjax.credit.methods import causal_spans, delta, gtpo, ktae, rlsd, serl, shear
-from oarjax.credit.methods.critic_search import turn_advantages
+from oarjax.credit.methods import delta, ktae, rlsd, serl
 from oarjax.credit.methods.crpo import decoupled_advantages
-from oarjax.credit.methods.dgpo import dgpo_weights
-from oarjax.credit.methods.egca import span_weights
-from oarjax.credit.methods.fipo import future_weights
 from oarjax.credit.methods.rlsd import teacher_weights
 from oarjax.credit.methods.sdpg import teacher_kl
 from oarjax.credit.methods.token_baseline import baseline_advantages

@@ -20,13 +20,14 @@ from oarjax.config import (
 from oarjax.costs import Row, clean_flops
 from oarjax.credit.method import built_in
 from oarjax.credit.record import KINDS, SIGNALS, MethodRecord
-from oarjax.credit.registry import METHODS, choices, label
+from oarjax.credit.registry import METHODS, choices, label, summary
 from oarjax.credit.resolved import resolve_method
 from oarjax.credit.settings import CreditSettings, FisherSettings, ProbeSettings, ScreenSettings
 from oarjax.credit.signals import CreditInputs, Signals
 from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import decoder_of
+from oarjax.report.fields import field_rows
 from oarjax.tools.plan.command import methods_of
 from oarjax.tools.plan.programs import with_method
 from oarjax.tools.plan.sums import model_flops
@@ -96,6 +97,7 @@ def test_entries_say_what_exists(method):
     assert set(method.needs) <= set(SIGNALS)
     assert set(method.sections) <= {field.name for field in fields(CreditSettings)}
     assert method.about
+    assert method.experimental == (".experimental." in method.module)
     functions = built_in(method.name)
     for name in ("name", "kind", "needs", "coupling"):
         assert getattr(functions, name) == getattr(method, name), name
@@ -106,6 +108,15 @@ def test_entries_say_what_exists(method):
         assert callable(functions.score)
         assert functions.forwards != 0
     LabConfig(methods={name: {"method": method.name, **fields} for name, fields in (method.lab or {}).items()})
+
+
+def test_the_experimental_shelf_is_named_in_help_and_in_the_table():
+    shelf = [name for name, m in METHODS.items() if m.experimental]
+    assert shelf
+    assert f"not matched against the authors' code): {', '.join(shelf)}" in field_rows("credit.method")[0].about
+    assert [name for name in METHODS if f"{name} (experimental): " in summary()] == shelf
+    rows = [row for row in (ROOT / "docs/credit.md").read_text().splitlines() if row.startswith("| `")]
+    assert {row.split("`")[1] for row in rows if "| experimental: arXiv" in row} == set(shelf)
 
 
 def test_labels_are_different():

@@ -1,6 +1,6 @@
 """CriticSearch (arXiv 2511.12159): a share of the advantage comes from labels of the turns, good or bad.
 
-Evidence: secondary description. The labels come from a critic that sees the trajectory and the reference answer: a
+Evidence: a description. The labels come from a critic that sees the trajectory and the reference answer: a
 custom function, ``credit.marks``, which marks every turn with a value above 0 (good) or below it (bad).
 """
 

@@ -1,6 +1,6 @@
 """SHEAR (arXiv 2604.23318): windows of a row weigh as far as their states lie from those of opposing rows.
 
-Evidence: secondary description. Ours, since the source's were not read: Sinkhorn's regularisation and iterations;
+Evidence: a description. Ours, since the source's were not read: Sinkhorn's regularisation and iterations;
 windows of a short row or at its end hold what tokens there are; opposing rows are those of the group whose advantage
 has the other sign; rows without any, or with a state that is not finite, get ones. The mass is not kept.
 """

@@ -1,6 +1,6 @@
 """GTPO (arXiv 2508.04349): token rewards shaped by entropy among the rows of a group that are alive at a position.
 
-Evidence: secondary description (formulas, not the paper). Departures: a row is correct where its group advantage is
+Evidence: a description (formulas, not the paper). Departures: a row is correct where its group advantage is
 positive and wrong where it is negative; entropies have a floor of 1e-6 nats, below which 1 / H has no bound; rows with
 an entropy that is not finite are left out and keep their group advantage. As each set is normalised by itself, the
 source's two coefficients all but cancel: they are constants here, and only the differences between tokens are left.

@@ -1,6 +1,6 @@
 """FIPO (arXiv 2603.19835): a token weighs more if what follows it has become likelier since the rollout.
 
-Evidence: secondary description. The weights change with every update, so there must be several per rollout; in the
+Evidence: a description. The weights change with every update, so there must be several per rollout; in the
 first one all are 1. Settings of the source were not read: gamma and the range are ours.
 """
 

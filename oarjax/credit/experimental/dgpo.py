@@ -1,6 +1,6 @@
 """DGPO (arXiv 2605.03327): more for tokens where the policy has moved from the reference and is undecided.
 
-Evidence: secondary description, two independent reimplementations that agree. Its objective has no KL term
+Evidence: a description, two independent reimplementations that agree. Its objective has no KL term
 (``loss.kl_beta`` 0, the default). Departure: a row with a signal that is not finite gets ones. At the first update the
 policy is its reference and every weight is 1.
 """

@@ -1,6 +1,6 @@
 """Causal spans (arXiv 2602.09331): a span is masked, and its tokens weigh by the drop in the answer's probability.
 
-Evidence: secondary description, of the scores; how the source turns drops into weights was not read, so they go
+Evidence: a description, of the scores; how the source turns drops into weights was not read, so they go
 through OAR's gate as any importance does. Spans are the lines or sentences of ``credit.masking.unit``.
 """
 

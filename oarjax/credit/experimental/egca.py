@@ -1,6 +1,6 @@
 """EGCA (arXiv 2603.16158): the whole advantage on the tokens at fault, where they are known.
 
-Evidence: secondary description. A custom function, ``credit.marks``, finds the tokens (by a compiler, a debugger, a
+Evidence: a description. A custom function, ``credit.marks``, finds the tokens (by a compiler, a debugger, a
 trace against the reference program). A row without a mark (correct, or at fault as a whole) is plain GRPO.
 """
 

@@ -1,4 +1,8 @@
-"""The forking tokens: only the share of highest entropy is trained on (arXiv 2506.01939, "Beyond the 80/20 rule")."""
+"""Train on the share of tokens of highest entropy alone (arXiv 2506.01939, "Beyond the 80/20 rule").
+
+Evidence: a description. Departures: rows of advantage 0 are left out of a batch's share, and tokens tied with the
+threshold are all taken.
+"""
 
 from __future__ import annotations
 
