@@ -31,11 +31,12 @@ from pydantic import (
     model_validator,
 )
 
-from oarjax.credit.accepted import MethodName, a_number
+from oarjax.credit.accepted import MethodName
 from oarjax.credit.record import CUSTOM
 from oarjax.credit.registry import lab_methods, reads_reference
 from oarjax.credit.settings import CreditSettings
 from oarjax.errors import ConfigError
+from oarjax.rl.ranges import a_number
 from oarjax.system.paths import path_problem
 from oarjax.system.yaml_tree import LONGEST, YamlError, read_yaml
 

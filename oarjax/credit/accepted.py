@@ -1,53 +1,20 @@
-"""Annotations that say which values a setting accepts. A config validates by them; here nothing is imported for it.
-
-Pydantic asks an annotation for its schema by name, and schemas are plain dicts: settings need not know who validates.
-"""
+"""Annotations that say which values a setting accepts, beside ``oarjax.rl.ranges``. A config validates by them."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from oarjax.credit.record import Role
 from oarjax.credit.registry import choices
-
-Schema = dict[str, Any]
-Handler = Callable[[Any], Any]
-"""Pydantic's own schema of a type."""
+from oarjax.rl.ranges import Handler, Schema, before
 
 
 def setting(default: Any, about: str) -> Any:
     """Return a dataclass field with a default and one sentence for the reference of the config."""
     return field(default=default, metadata={"description": about})
-
-
-def _before(check: Callable[[Any], Any], schema: Any) -> Schema:
-    return {"type": "function-before", "function": {"type": "no-info", "function": check}, "schema": schema}
-
-
-@dataclass(frozen=True)
-class Range:
-    """Bounds of a number, which true and false are not."""
-
-    ge: int | float | None = None
-    gt: int | float | None = None
-    le: int | float | None = None
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Handler) -> Schema:
-        return _before(a_number, handler(source) | {name: n for name, n in vars(self).items() if n is not None})
-
-
-def a_number(value: Any) -> Any:
-    """Refuse true and false for a number, which Python takes for 1 and 0; YAML reads yes, no, on and off so.
-
-    Raises:
-        ValueError: it is one of them.
-    """
-    if isinstance(value, bool):
-        raise ValueError(f"expected a number, got {str(value).lower()}")
-    return value
 
 
 @dataclass(frozen=True)
@@ -65,7 +32,7 @@ class Preset:
     presets: Mapping[str, Mapping[str, Any]] = field(hash=False)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Handler) -> Schema:
-        return _before(self._fields, handler(source))
+        return before(self._fields, handler(source))
 
     def _fields(self, value: Any) -> Any:
         if not isinstance(value, str):
@@ -106,8 +73,4 @@ class MethodName:
         return {"enum": self._accepted()}
 
 
-Positive = Annotated[int, Range(gt=0)]
-Count = Annotated[int, Range(ge=0)]
-Rate = Annotated[float, Range(ge=0)]
-Share = Annotated[float, Range(ge=0, le=1)]
 Word = Annotated[str, NotEmpty()]

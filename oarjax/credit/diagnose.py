@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from oarjax.rl.checked import PositiveShare, checked
+from oarjax.rl.checked import ScalarPositiveShare, checked
 from oarjax.rl.masked import masked_count, masked_mean, masked_sum, widened
 
 
@@ -29,7 +29,7 @@ def ess_ratio(weights: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[A
 
 @checked
 def top_mass(
-    weights: Float[Array, "B T"], mask: Bool[Array, "B T"], *, share: PositiveShare = 0.1
+    weights: Float[Array, "B T"], mask: Bool[Array, "B T"], *, share: ScalarPositiveShare = 0.1
 ) -> Float[Array, "B"]:
     """Compute the share of sum(w) that lies on the ceil(share * n) largest weights, in [share, 1] for weights >= 0.
 
@@ -66,7 +66,7 @@ def recall_at_k(
     causal: Bool[Array, "B T"],
     mask: Bool[Array, "B T"],
     *,
-    share: PositiveShare = 0.1,
+    share: ScalarPositiveShare = 0.1,
 ) -> Float[Array, "B"]:
     """Compute the share of the causal tokens among the ceil(share * n) highest scores, in [0, 1].
 
@@ -101,7 +101,7 @@ def separation(scores: Float[Array, "B T"], causal: Bool[Array, "B T"], mask: Bo
     return jnp.where(defined, 0.5 + above, jnp.nan)
 
 
-def _top_count(mask: Bool[Array, "B T"], share: PositiveShare) -> Int[Array, "B"]:
+def _top_count(mask: Bool[Array, "B T"], share: ScalarPositiveShare) -> Int[Array, "B"]:
     """Return ceil(share * n), where share * n may come out a rounding above a whole number."""
     return jnp.ceil(share * masked_count(mask) * (1 - 1e-6)).astype(jnp.int32)
 

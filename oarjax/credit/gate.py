@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float
 from oarjax.credit.kinds import neutral
 from oarjax.credit.record import Kind
 from oarjax.credit.signals import Context, CreditInputs, required
-from oarjax.rl.checked import NonNegative, Share, checked
+from oarjax.rl.checked import ScalarRate, ScalarShare, checked
 from oarjax.rl.masked import masked_count, masked_minmax, masked_quantile, masked_sum, widened
 from oarjax.types import AnswerSpan
 
@@ -55,9 +55,9 @@ def gate(
     *,
     rule: Literal["quantile", "level"] = "quantile",
     levels: Levels = "both",
-    tau: Share = 0.4,
-    boost: NonNegative = 2.0,
-    floor: Share = 0.1,
+    tau: ScalarShare = 0.4,
+    boost: ScalarRate = 2.0,
+    floor: ScalarShare = 0.1,
 ) -> Float[Array, "B T"]:
     """Suppress what is below the threshold c, boost what is above it: the bi-level gate. 1 outside the reasoning.
 
@@ -110,9 +110,9 @@ def oar_weights(
     *,
     rule: Literal["quantile", "level"] = "quantile",
     levels: Levels = "both",
-    tau: Share = 0.4,
-    boost: NonNegative = 2.0,
-    floor: Share = 0.1,
+    tau: ScalarShare = 0.4,
+    boost: ScalarRate = 2.0,
+    floor: ScalarShare = 0.1,
     mass: Literal["kept", "free"] = "kept",
     signs: Literal["clamped", "signed"] = "clamped",
 ) -> Float[Array, "B T"]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from oarjax.models.policy import Policy
-from oarjax.rl.checked import Positive, Scalar, checked
+from oarjax.rl.checked import Scalar, ScalarPositive, checked
 from oarjax.rollout.logps import logits_logps
 from oarjax.types import AnswerSpan, Params
 
@@ -52,7 +52,7 @@ class Probe(NamedTuple):
 
 
 @checked
-def outcome_probe(mode: ProbeMode, *, temperature: Positive) -> Probe:
+def outcome_probe(mode: ProbeMode, *, temperature: ScalarPositive) -> Probe:
     """Return one of the paper's probes: ``last`` (LT-Logits), ``answer_mean`` (AS-Mean), ``answer_joint`` (AS-Joint).
 
     Args:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from oarjax.credit.accepted import Count, MethodName, NotEmpty, Positive, Preset, Range, Rate, Share, Word, setting
+from oarjax.credit.accepted import MethodName, NotEmpty, Preset, Word, setting
 from oarjax.credit.record import CUSTOM
 from oarjax.credit.registry import shelf
+from oarjax.rl.ranges import Count, Positive, Range, Rate, Share
 
 
 @dataclass(frozen=True)

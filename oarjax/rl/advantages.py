@@ -11,8 +11,9 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from oarjax.rl.checked import Count, NonNegative, checked
+from oarjax.rl.checked import ScalarRate, checked
 from oarjax.rl.masked import masked_count, masked_max, masked_mean, masked_min, masked_sum, widened
+from oarjax.rl.ranges import Positive
 
 AdvantageFunction = Callable[[Float[Array, "B"], dict[str, Float[Array, "B"]], int], Float[Array, "B"]]
 """(rewards, NaN where ungraded; values of each reward by name, unweighted; rows per group) -> advantages.
@@ -32,10 +33,10 @@ def zero_variance_groups(rewards: Float[Array, "B"], *, group_size: int) -> Bool
 def group_advantages(
     rewards: Float[Array, "B"],
     *,
-    group_size: Count,
+    group_size: Positive,
     scale: Literal["group", "batch", "none"] = "group",
     ddof: int = 1,
-    eps: NonNegative = 1e-4,
+    eps: ScalarRate = 1e-4,
 ) -> Float[Array, "B"]:
     """Compute A_i = (r_i - mean of its group) / (std + eps) (GRPO, arXiv 2402.03300, section 4.1.2).
 

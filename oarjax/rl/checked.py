@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -21,36 +20,19 @@ from jax.core import Tracer
 from jaxtyping import AbstractArray, Array, Bool, Float, Int, Key, Shaped
 
 from oarjax.errors import UserError
+from oarjax.rl.ranges import Range
 
 
 class ArgumentError(UserError, ValueError):
     """An argument that does not fit a function's signature; names both, what was expected and what came."""
 
 
-@dataclass(frozen=True)
-class Interval:
-    """Range of a number."""
-
-    low: float
-    high: float = math.inf
-    above: bool = False  # the lower bound itself is excluded
-
-    def __contains__(self, value: float) -> bool:
-        return (self.low < value if self.above else self.low <= value) and value <= self.high
-
-    def __str__(self) -> str:
-        if self.high < math.inf:
-            return f"in {'(' if self.above else '['}{self.low:g}, {self.high:g}]"
-        return f"{'>' if self.above else '>='} {self.low:g}"
-
-
 Scalar = float | Float[Array, ""]
 """A number, which may be traced."""
-Share = Annotated[Scalar, Interval(0.0, 1.0)]
-PositiveShare = Annotated[Scalar, Interval(0.0, 1.0, above=True)]
-NonNegative = Annotated[Scalar, Interval(0.0)]
-Positive = Annotated[Scalar, Interval(0.0, above=True)]
-Count = Annotated[int, Interval(1.0)]
+ScalarShare = Annotated[Scalar, Range(ge=0, le=1)]
+ScalarPositiveShare = Annotated[Scalar, Range(gt=0, le=1)]
+ScalarRate = Annotated[Scalar, Range(ge=0)]
+ScalarPositive = Annotated[Scalar, Range(gt=0)]
 
 KINDS: dict[Any, str] = {Float: "float", Bool: "bool", Int: "integer", Key: "key", Shaped: ""}
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -89,12 +71,12 @@ def _check(name: str, value: Any, hint: Any, sizes: dict[str, tuple[Any, str]], 
         if value is None and len(kinds) < len(parts):
             return
         if float in kinds:
-            _check_number(name, value, float, Interval(-math.inf), function)
+            _check_number(name, value, float, Range(), function)
         elif len(kinds) == 1:
             _check(name, value, kinds[0], sizes, function)
     elif origin is Annotated:
-        (interval,) = (part for part in parts if isinstance(part, Interval))
-        _check_number(name, value, int if parts[0] is int else float, interval, function)
+        (bounds,) = (part for part in parts if isinstance(part, Range))
+        _check_number(name, value, int if parts[0] is int else float, bounds, function)
     elif origin is Literal:
         if value not in parts:
             *others, last = map(str, parts)
@@ -114,8 +96,8 @@ def _field_hints(record: type) -> dict[str, Any]:
     return get_type_hints(record, include_extras=True)
 
 
-def _check_number(name: str, value: Any, kind: type, interval: Interval, function: str) -> None:
-    expected = f"{'an integer' if kind is int else 'a number'} {interval}".removesuffix(" >= -inf")
+def _check_number(name: str, value: Any, kind: type, bounds: Range, function: str) -> None:
+    expected = bounds.of("an integer" if kind is int else "a number", whole=kind is int)
     if kind is int:
         number = isinstance(value, Integral) and not isinstance(value, bool)
     else:
@@ -123,7 +105,7 @@ def _check_number(name: str, value: Any, kind: type, interval: Interval, functio
     if not number:
         remedy = "; use jax.vmap to map over an array" if hasattr(value, "shape") and kind is float else ""
         raise ArgumentError(f"{function}: {name} must be {expected}, got {_described(value)}{remedy}")
-    if not is_traced(value) and float(value) not in interval:
+    if not is_traced(value) and float(value) not in bounds:
         raise ArgumentError(f"{function}: {name} must be {expected}, got {value}")
 
 

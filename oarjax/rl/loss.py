@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float
 
-from oarjax.rl.checked import Count, Scalar, checked, is_traced
+from oarjax.rl.checked import Scalar, checked, is_traced
 from oarjax.rl.masked import masked_mean, masked_sum, widened
 from oarjax.rl.off_policy import LOG_RATIO_BOUND, Importance, importance_weights, near_policy
+from oarjax.rl.ranges import Positive
 from oarjax.rl.surrogates import cispo_surrogate, clipped_surrogate, gmpo_surrogate, policy_ratio, sapo_surrogate
 from oarjax.types import Mean, TrainBatch
 
@@ -47,7 +48,7 @@ def policy_loss(
     entropy_bonus: Scalar = 0.0,
     importance: Importance | None = None,
     max_drift: Scalar | None = None,
-    max_length: Count,
+    max_length: Positive,
     rows: Literal["filled", "all"] = "filled",
 ) -> tuple[Mean, dict[str, Mean]]:
     """Compute the loss of a (micro)batch, to be minimised, as a sum and a count, with its metrics.
@@ -150,7 +151,7 @@ def aggregate(
     mask: Bool[Array, "B T"],
     *,
     mode: Aggregation,
-    max_length: Count,
+    max_length: Positive,
     rows: Literal["filled", "all"] = "filled",
 ) -> Mean:
     """Reduce token values to a sum and a count, which add exactly over microbatches, devices and hosts.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from oarjax.rl.checked import Share, checked
+from oarjax.rl.checked import ScalarShare, checked
 
 
 def widened(values: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -55,7 +55,7 @@ def masked_minmax(values: Float[Array, "*rows T"], mask: Bool[Array, "*rows T"])
 
 @checked
 def masked_quantile(
-    values: Float[Array, "*rows T"], mask: Bool[Array, "*rows T"], *, level: Share
+    values: Float[Array, "*rows T"], mask: Bool[Array, "*rows T"], *, level: ScalarShare
 ) -> Float[Array, "*rows"]:
     """Interpolate a quantile of the valid entries linearly (numpy's default); 0 for an empty row.
 

@@ -34,7 +34,8 @@ from oarjax.credit.settings import CreditSettings
 from oarjax.credit.signals import Context, Scored, probe_of
 from oarjax.models.decoder import Decoder
 from oarjax.models.policy import Policy
-from oarjax.rl.checked import Count, Positive, Scalar, checked
+from oarjax.rl.checked import Scalar, ScalarPositive, checked
+from oarjax.rl.ranges import Positive
 from oarjax.types import AnswerSpan, Params, Rollout
 
 Estimator = Literal["noisy", "linearised"]
@@ -53,8 +54,8 @@ def gradient_importance(
     *,
     probe: Probe,
     estimator: Estimator,
-    sigma: Positive,
-    draws: Count,
+    sigma: ScalarPositive,
+    draws: Positive,
 ) -> Float[Array, "B T"]:
     """Compute OAR-G scores, >= 0, averaged over ``draws`` noise draws that run as one batch.
 

@@ -18,13 +18,13 @@ from oarjax.credit.settings import CreditSettings
 from oarjax.credit.signals import Context, Scored, probe_of, required
 from oarjax.models.decoder import Decoder
 from oarjax.models.policy import Policy
-from oarjax.rl.checked import Share, checked
+from oarjax.rl.checked import ScalarShare, checked
 from oarjax.rl.masked import masked_count, masked_quantile, masked_sum, widened
 from oarjax.types import AnswerSpan, Params, Rollout
 
 
 @checked
-def top_share(scores: Float[Array, "B T"], mask: Bool[Array, "B T"], *, share: Share) -> Bool[Array, "B T"]:
+def top_share(scores: Float[Array, "B T"], mask: Bool[Array, "B T"], *, share: ScalarShare) -> Bool[Array, "B T"]:
     """Mark the ceil(share * n) highest of each row's n valid scores; of equals the earlier token.
 
     Args:
