@@ -201,7 +201,9 @@ class DataConfig(Section):
 
 class RolloutConfig(Section):
     prompts: Positive = Field(default=32, description="prompts per iteration, over all hosts")
-    group_size: Annotated[int, Field(ge=2)] = Field(default=8, description="completions per prompt")
+    group_size: Positive = Field(
+        default=8, description="completions per prompt; 1 needs advantage.method=batch, or advantage.function"
+    )
     max_new: Positive = Field(default=1024, description="tokens of a completion at most")
     temperature: Annotated[float, Field(gt=0)] = Field(default=1.0, description="of sampling; the loss uses it too")
     top_k: Count = Field(default=0, description="0 = off")
@@ -266,10 +268,12 @@ class GradingConfig(Section):
 
 
 class AdvantageConfig(Section):
-    method: Literal["grpo", "rloo", "gdpo"] = Field(
+    method: Literal["grpo", "rloo", "batch", "gdpo"] = Field(
         default="grpo",
-        description="rloo: against the mean of the group's other rewards; gdpo: each reward normalised on its own",
+        description="rloo: against the mean of the group's other rewards; batch: of all rewards; gdpo: each reward "
+        "normalised on its own",
     )
+    leave_one_out: bool = Field(default=False, description="of batch: the mean of the other rewards, which is unbiased")
     function: str | None = Field(
         default=None,
         description="custom advantages, file.py:name or module:name, see oarjax.rl.advantages.AdvantageFunction; the "
@@ -728,6 +732,12 @@ def _bad_objective(c: Config) -> Iterator[str]:
         yield "advantage.function: replaces the other fields of advantage; leave these out, or set null"
     if a.method == "rloo" and a.scale == "group":
         yield "advantage.scale: group, and rloo divides by no group's std; set none (its paper) or batch"
+    if a.method == "batch" and a.scale == "group" and a.function is None:
+        yield "advantage.scale: group, and batch looks at no group; set batch or none"
+    if a.leave_one_out and a.method != "batch":
+        yield f"advantage.leave_one_out: read for method batch only, got {a.method}; set false, or method=batch"
+    if c.rollout.group_size == 1 and a.function is None and a.method != "batch":
+        yield f"rollout.group_size: 1, and {a.method} compares completions of a prompt; set advantage.method=batch"
     if a.method == "gdpo" and a.scale != "group":
         yield f"advantage.scale: {a.scale}, and gdpo normalises each reward by its group; leave it at group"
     if a.method == "gdpo" and skips:

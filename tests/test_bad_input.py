@@ -338,7 +338,10 @@ def test_rows_that_cannot_be_used(train, tmp_path, content, says):
     ("overrides", "says"),
     [
         (["data.max_prompt=2"], "all 8 prompts are longer than 2 tokens; raise data.max_prompt"),
-        (["rollout.group_size=1"], "rollout.group_size: Input should be greater than or equal to 2, got 1"),
+        (
+            ["rollout.group_size=1"],
+            "rollout.group_size: 1, and grpo compares completions of a prompt; set advantage.method=batch",
+        ),
         (["update.microbatch=3"], "update.microbatch: 3 does not divide the 16 rows of a minibatch"),
         (["iterations=on"], "iterations: expected a number, got true"),
         (["optim.lr=no"], "optim.lr: expected a number, got false"),

@@ -177,7 +177,10 @@ PROBES = pathlib.Path(__file__).parent / "golden" / "config" / "bad_probes.py"
     ("changes", "says"),
     [
         (["rollout.group=3"], "rollout.group: no such field (did you mean group_size?)"),
-        (["rollout.group_size=1"], "rollout.group_size: Input should be greater than or equal to 2, got 1"),
+        (
+            ["rollout.group_size=1"],
+            "rollout.group_size: 1, and grpo compares completions of a prompt; set advantage.method=batch",
+        ),
         (["update.minibatches=3"], "update.minibatches: 3 does not divide rollout.prompts = 4"),
         (
             ["device=tpu"],

@@ -146,7 +146,7 @@ def test_bad_files(tmp_path):
 
 def test_all_wrong_fields_come_in_one_message_with_paths_and_accepted_values():
     tree = changed(
-        rollout__group_size=1,
+        rollout__group_size=0,
         loss__level="word",
         credit__gate__taw=0.5,
         grading__rewards=[{"name": "math", "wieght": 2}],
@@ -161,7 +161,7 @@ def test_all_wrong_fields_come_in_one_message_with_paths_and_accepted_values():
         "  iterations: Input should be a valid integer, unable to parse string as an integer, got 'many'",
         "  mesh.data: expected a positive number of devices, or -1 for all remaining ones, got 0",
         "  data.train.source: required and missing",
-        "  rollout.group_size: Input should be greater than or equal to 2, got 1",
+        "  rollout.group_size: Input should be greater than 0, got 0",
         "  grading.rewards.0.wieght: no such field (did you mean weight?); accepted: name, settings, weight",
         "  credit.gate.taw: no such field (did you mean tau?); accepted: boost, floor, levels, mass, rule, tau",
         "  loss.level: Input should be 'token' or 'sequence', got 'word'",

@@ -261,6 +261,9 @@ def fields() -> dict[str, Field]:
         "grading.memory_mb": Field(300, grading, {"grading.rewards": [{"name": "field_large"}], **plugin}),
         "grading.overlong_window": Field(4, command),
         "grading.overlong_penalty": Field(0.5, command, {"grading.overlong_window": 4}),
+        "advantage.leave_one_out": Field(
+            True, partial(program, name="advantages"), {"advantage.method": "batch", "advantage.scale": "none"}
+        ),
         "advantage.method": Field("rloo", partial(program, name="advantages"), {"advantage.scale": "none"}),
         "advantage.function": Field(
             f"{EXAMPLES / 'custom_advantages.py'}:best_of_group", partial(program, name="advantages")

@@ -94,9 +94,13 @@ def _build(cfg: Config, keyword_table: KeywordTable | None):
     return policy, _shared(steps, cfg), tx, where
 
 
+SHARED = ("rollout", "advantage", "loss", "optim", "policy")
+"""Sections that programs without credit depend on."""
+
+
 def _shared(steps: Steps, cfg: Config) -> Steps:
     """Take the programs that credit and the choice of rows have no part in from a run of uniform credit."""
-    plain = config(**{name: getattr(cfg, name).model_dump() for name in ("rollout", "loss", "optim", "policy")})
+    plain = config(**{name: getattr(cfg, name).model_dump() for name in SHARED})
     update = plain.update.model_copy(
         update={n: getattr(cfg.update, n) for n in ("epochs", "minibatches", "microbatch")}
     )

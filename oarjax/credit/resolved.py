@@ -109,6 +109,18 @@ class ResolvedMethod:
                 "a group and needs them in one minibatch; set update.minibatches=1, and update.epochs for more updates"
             )
 
+    def check_groups(self, group_size: int) -> None:
+        """Reject groups of one row for a method that compares the rows of a group.
+
+        Raises:
+            ConfigError: it is such a method.
+        """
+        if group_size == 1 and (self.method.coupling == "group" or self.method.advantage is not None):
+            raise ConfigError(
+                f"rollout.group_size: 1 with credit.method {self.method.name}, which compares the rows of a group; "
+                "raise it, or set another method"
+            )
+
     def scorer(self, policy: Policy, *, temperature: float, pad_id: int) -> Scorer:
         """Return a function (params, rollout, span, row keys, probe mode) -> importance and clean states, or None.
 

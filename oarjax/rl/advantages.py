@@ -1,4 +1,4 @@
-"""Advantages of a row from its rewards: of its group (GRPO), leave-one-out (RLOO), per reward (GDPO); reward shaping.
+"""Advantages of a row from its rewards: of its group (GRPO), leave-one-out (RLOO), of the batch, per reward (GDPO).
 
 GRPO: arXiv 2402.03300; Dr. GRPO: 2503.20783; DAPO: 2503.14476. Rows of a group are adjacent; NaN = not graded.
 """
@@ -27,6 +27,11 @@ def zero_variance_groups(rewards: Float[Array, "B"], *, group_size: int) -> Bool
     grouped = grouped_rewards(rewards, group_size)
     graded = ~jnp.isnan(grouped)
     return masked_max(grouped, graded) <= masked_min(grouped, graded)
+
+
+def zero_advantage_groups(advantages: Float[Array, "B"], *, group_size: int) -> Bool[Array, "P"]:
+    """Mark groups without a learning signal by their advantages: all of them 0."""
+    return jnp.all(grouped_rewards(advantages, group_size) == 0, axis=-1)
 
 
 @checked
@@ -97,6 +102,29 @@ def leave_one_out_advantages(
     elif scale != "none":
         raise ValueError(f"leave_one_out_advantages: scale must be batch or none, got {scale!r}")
     return jnp.where(keep, advantages, 0)
+
+
+def batch_advantages(
+    rewards: Float[Array, "B"],
+    *,
+    leave_one_out: bool = False,
+    scale: Literal["batch", "none"] = "batch",
+    ddof: int = 1,
+    eps: float = 1e-4,
+) -> Float[Array, "B"]:
+    """Compute A_i = r_i - mean of the batch's rewards, / (their std + eps) with ``batch`` (REINFORCE with a baseline).
+
+    No group is needed: the rows may be of as many prompts, whose difficulty then stays in the advantages. The mean
+    includes the row itself, so that A is short by the factor 1 - 1/n in expectation; ``leave_one_out`` takes the mean
+    of the other rewards, which is unbiased without the std. NaN rewards are left out of every mean and get 0, and so
+    does every row of a batch of equal rewards.
+
+    Raises:
+        ValueError: an unknown scale.
+    """
+    if leave_one_out:
+        return leave_one_out_advantages(rewards, group_size=len(rewards), scale=scale, ddof=ddof, eps=eps)
+    return group_advantages(rewards, group_size=len(rewards), scale=scale, ddof=ddof, eps=eps)
 
 
 def weighted_group_advantages(

@@ -431,6 +431,7 @@ def open_run(
     for part in ("table", "pairs", "train", "held_out"):
         getattr(run, part)
     run.check_credit()
+    run.credit.check_groups(cfg.rollout.group_size)
     run.credit.check_updates(epochs=cfg.update.epochs, minibatches=cfg.update.minibatches)
     hints_of(run)  # fails on what cannot be read
     check_custom(cfg)

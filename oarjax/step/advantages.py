@@ -6,16 +6,19 @@ from collections.abc import Callable
 from functools import partial
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from oarjax.config import Config, GradingConfig
+from oarjax.config import AdvantageConfig, Config, GradingConfig
 from oarjax.credit.resolved import ResolvedMethod
 from oarjax.rl.advantages import (
     AdvantageFunction,
+    batch_advantages,
     group_advantages,
     leave_one_out_advantages,
     per_reward_advantages,
     reward_after_kl,
+    zero_advantage_groups,
+    zero_variance_groups,
 )
 from oarjax.types import Rollout
 
@@ -36,14 +39,29 @@ def bound_advantages(
         scale = "none" if a.scale == "none" else "batch"
         return leave_one_out_advantages(rewards, group_size=group, scale=scale, ddof=a.ddof, eps=a.eps)
 
+    def batch(rewards: Float[Array, "B"], values: Values) -> Float[Array, "B"]:
+        scale = "none" if a.scale == "none" else "batch"
+        return batch_advantages(rewards, leave_one_out=a.leave_one_out, scale=scale, ddof=a.ddof, eps=a.eps)
+
     def gdpo(rewards: Float[Array, "B"], values: Values) -> Float[Array, "B"]:
         columns, weights = reward_columns(cfg.grading, rewards, values)
         scales = jnp.asarray(weights, jnp.float32)
         return per_reward_advantages(columns.T, scales, group_size=group, ddof=a.ddof, eps=a.eps)
 
     if custom is None:
-        return {"grpo": grpo, "rloo": rloo, "gdpo": gdpo}[a.method]
+        return {"grpo": grpo, "rloo": rloo, "batch": batch, "gdpo": gdpo}[a.method]
     return lambda rewards, values: jnp.where(jnp.isnan(rewards), 0, custom(rewards, values, group))
+
+
+def bound_equal_groups(a: AdvantageConfig, *, group_size: int) -> Callable[[Float[Array, "B"]], Bool[Array, "P"]]:
+    """Return a function (rewards, NaN where ungraded) -> the groups that these advantages leave without a gradient."""
+    if a.method != "batch" or a.function is not None:
+        return partial(zero_variance_groups, group_size=group_size)
+
+    def equal_groups(rewards: Float[Array, "B"]) -> Bool[Array, "P"]:
+        return zero_advantage_groups(batch_advantages(rewards, scale="none"), group_size=group_size)
+
+    return equal_groups
 
 
 def row_advantages(

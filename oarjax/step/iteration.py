@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from oarjax.config import Config, OffPolicyConfig, RolloutConfig, UpdateConfig
 from oarjax.credit.probe import probe_mode
@@ -110,7 +110,7 @@ def iterate(
         state, updates = update_policy(state, learner, [(minibatches[k], credited[k]) for k in order])
 
     metrics = measure_learning([*(each.metrics for each in credited), *updates], host)
-    metrics |= rollout_metrics(*draws.all_drawn(), group_size=cfg.rollout.group_size) | steps.decoding()
+    metrics |= measure_rollouts(draws) | steps.decoding()
     metrics |= {"rows_used": float(len(plan.rows)), "reasoning_length": float(rows.span.reasoning.sum(1).mean())}
     metrics |= padding_shares(plan, rows.rollout, scores, order)
     return state, Iteration(
@@ -155,7 +155,7 @@ class Draws(NamedTuple):
     problems: np.ndarray  # [P]
     rollout: Rollout
     grades: Callable[[], Grades]
-    all_drawn: Callable[[], tuple[Rollout, Grades]]
+    all_drawn: Callable[[], tuple[Rollout, Grades, Bool[np.ndarray, "Q"]]]  # and which groups have no gradient
     # for the log: groups picked for their unequal rewards would give a reward that no policy has
 
 
@@ -173,8 +173,7 @@ def draw(
     for key in keys:
         sampled.append(sample_groups(params, key, steps=steps, host=host))
         with host.phase(WAITING):
-            rewards = np.concatenate([each.grades().rewards for each in sampled])
-        equal = np.asarray(steps.equal_groups(jnp.asarray(rewards)))
+            equal = np.concatenate([equal, equal_groups(sampled[-1].grades(), steps)])
         if (~equal).sum() >= rollout.prompts:
             break
     rows = informative_first(equal, prompts=rollout.prompts, group_size=rollout.group_size)
@@ -182,7 +181,7 @@ def draw(
     rollouts, grades = join([each.rollout for each in sampled]), [each.grades() for each in sampled]
     chosen, every = join_grades(grades, rows), join_grades(grades, np.arange(len(rollouts.ended)))
     problems = np.concatenate([each.problems for each in sampled])[groups]
-    return Draws(problems, take(rollouts, rows), lambda: chosen, lambda: (rollouts, every))
+    return Draws(problems, take(rollouts, rows), lambda: chosen, lambda: (rollouts, every, equal))
 
 
 def sample_groups(params: Params, key: Key[Array, ""], *, steps: Steps, host: HostCallbacks) -> Draws:
@@ -193,7 +192,16 @@ def sample_groups(params: Params, key: Key[Array, ""], *, steps: Steps, host: Ho
         early = {"report": submission.report} if submission.report else {}
         rollout = host.fetch(steps.sample(params, host.place(prompts, "prompts"), key, **early))
     grades = submission.rest(rollout)
-    return Draws(np.asarray(prompts.problem), rollout, grades, lambda: (rollout, grades()))
+
+    def all_drawn() -> tuple[Rollout, Grades, Bool[np.ndarray, "Q"]]:
+        return rollout, grades(), equal_groups(grades(), steps)
+
+    return Draws(np.asarray(prompts.problem), rollout, grades, all_drawn)
+
+
+def equal_groups(grades: Grades, steps: Steps) -> Bool[np.ndarray, "Q"]:
+    """Mark the groups of one batch whose rewards give no gradient."""
+    return np.asarray(steps.equal_groups(jnp.asarray(grades.rewards)))
 
 
 def read_rows(draws: Draws, host: HostCallbacks) -> SampledRows:
@@ -212,9 +220,9 @@ def read_rows(draws: Draws, host: HostCallbacks) -> SampledRows:
 def unequal_rows(draws: Draws, steps: Steps, host: HostCallbacks) -> Int[np.ndarray, "R"]:
     """Wait for the grades, and return the rows of groups with unequal rewards: the others have no gradient."""
     with host.phase(WAITING):
-        rewards = draws.grades().rewards
-    equal = np.asarray(steps.equal_groups(jnp.asarray(rewards)))
-    return np.flatnonzero(~np.repeat(equal, len(rewards) // len(equal)))
+        grades = draws.grades()
+    equal = equal_groups(grades, steps)
+    return np.flatnonzero(~np.repeat(equal, len(grades.rewards) // len(equal)))
 
 
 def every_row(draws: Draws) -> Int[np.ndarray, "B"]:
@@ -290,6 +298,12 @@ def update_policy(
 
 
 # Metrics -----------------------------------------------------------------------------------------------------------
+
+
+def measure_rollouts(draws: Draws) -> dict[str, float]:
+    """Measure all groups that were drawn, refilled ones too."""
+    rollout, grades, equal = draws.all_drawn()
+    return rollout_metrics(rollout, grades, equal=equal)
 
 
 def measure_learning(parts: list[Metrics], host: HostCallbacks) -> dict[str, float]:

@@ -29,18 +29,17 @@ QUANTITIES = ("behaviour_logps", "old_logps", "ref_logps", *MEASURES, "importanc
 QUANTITIES += ("loss", "gradient", "params")
 
 
-def rollout_metrics(rollout: Rollout, grades: Grades, *, group_size: int) -> dict[str, float]:
-    """Measure rewards, lengths and the shares that explain a loss of 0: ungraded, equal groups, truncated. Numpy."""
+def rollout_metrics(rollout: Rollout, grades: Grades, *, equal: Bool[np.ndarray, "P"]) -> dict[str, float]:
+    """Measure rewards, lengths, and shares that explain a loss of 0: ungraded, ``equal`` groups, truncated. Numpy."""
     lengths = rollout.completion.sum(1)
     rewards = grades.rewards
     graded = rewards[np.isfinite(rewards)]
-    groups = rewards.reshape(-1, group_size)
     out = {
         "reward": float(graded.mean()) if graded.size else float("nan"),
         "reward_std": float(graded.std()) if graded.size else float("nan"),
         "ungraded": 1.0 - graded.size / rewards.size,
-        "groups_drawn": float(len(groups)),
-        "zero_variance": float(np.mean(np.nanmax(_filled(groups), 1) == np.nanmin(_filled(groups), 1))),
+        "groups_drawn": float(len(equal)),
+        "zero_variance": float(np.mean(equal)),
         "length": float(lengths.mean()),
         "length_max": float(lengths.max()),
         "truncated": float(1.0 - rollout.ended.mean()),
@@ -76,11 +75,6 @@ def nonfinite_rows(
 def all_finite(tree: Params) -> Bool[Array, ""]:
     """Return True if no number of a tree is NaN or infinite."""
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
-
-
-def _filled(groups: np.ndarray) -> np.ndarray:
-    """Fill in rewards such that groups without any reward count as equal."""
-    return np.where(np.isnan(groups).all(1, keepdims=True), 0.0, groups)
 
 
 def _nanmean(values: np.ndarray) -> float:

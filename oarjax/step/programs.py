@@ -26,11 +26,11 @@ from oarjax.credit.resolved import ResolvedMethod, credit_metrics, resolve_metho
 from oarjax.credit.signals import CreditInputs, signals_of
 from oarjax.models.lora import without_adapters
 from oarjax.models.policy import Policy, replaying
-from oarjax.rl.advantages import AdvantageFunction, zero_variance_groups
+from oarjax.rl.advantages import AdvantageFunction
 from oarjax.rl.loss import aggregate
 from oarjax.rl.optimizer import adamw, learning_rate
 from oarjax.rollout.logps import last_states, token_logps
-from oarjax.step.advantages import bound_advantages, bound_kl_penalty, row_advantages
+from oarjax.step.advantages import bound_advantages, bound_equal_groups, bound_kl_penalty, row_advantages
 from oarjax.step.fused import FusedPass, FusedSums, fuses
 from oarjax.step.gradients import Sums, add_microbatches, apply_sums, descend, gradient_sums, no_sums
 from oarjax.step.loss import Metrics, TokenLoss, bound_loss, imitation, loss_head, policy_gradient
@@ -118,12 +118,13 @@ def make_steps(
         keyword_table: for credit methods that read it; default None.
         method: that of ``cfg.credit``, resolved by a caller to add a custom method or probe; default None.
         custom_loss: in the place of ``loss.surrogate``; default None.
-        custom_advantages: in the place of ``advantage.estimator``; default None.
+        custom_advantages: in the place of ``advantage.method``; default None.
 
     Raises:
         ConfigError: the method of credit needs what is not there, such as ``keyword_table`` for keywords.
     """
     method = method or resolve_method(cfg.credit)
+    method.check_groups(cfg.rollout.group_size)
     method.check_updates(epochs=cfg.update.epochs, minibatches=cfg.update.minibatches)
     roll = cfg.rollout
     if rollout is None:
@@ -267,7 +268,7 @@ def make_steps(
         rollout_params=jax.jit(rollout.prepare, out_shardings=rollout.params),
         sample=groups,
         evaluate=evaluation,
-        equal_groups=jax.jit(partial(zero_variance_groups, group_size=roll.group_size)),
+        equal_groups=jax.jit(bound_equal_groups(cfg.advantage, group_size=roll.group_size)),
         advantages=jax.jit(row_advantages(cfg, method) or bound_advantages(cfg, custom_advantages)),
         after_kl=jax.jit(bound_kl_penalty(cfg.loss.kl_beta)),
         score=jax.jit(score, static_argnames=("probe", "bucket"), out_shardings=shardings.microbatches),

@@ -1,5 +1,6 @@
 """Advantages of a group and the penalty of long completions: hand-worked cases and invariances."""
 
+import itertools
 from functools import partial
 
 import hypothesis.strategies as st
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from oarjax.rl.advantages import group_advantages, overlong_penalty, zero_variance_groups
+from oarjax.rl.advantages import batch_advantages, group_advantages, overlong_penalty, zero_variance_groups
 
 NAN = jnp.nan
 REWARDS = jnp.array([1.0, 0.0, 0.0, 1.0, 2.0, 2.0, 2.0, 2.0, 1.0, NAN, 3.0, NAN])
@@ -30,6 +31,42 @@ def test_group_advantages_hand_worked(scale, ddof, first, third):
     advantages = group_advantages(REWARDS, group_size=4, scale=scale, ddof=ddof, eps=0.0)
     expected = [first, -first, -first, first, 0, 0, 0, 0, -third, 0, third, 0]
     np.testing.assert_allclose(advantages, expected, rtol=1e-6)
+
+
+def test_batch_advantages_hand_worked():
+    """Four graded rewards of mean 1.5; the others of 0 have mean 2."""
+    rewards = jnp.array([0.0, 1.0, NAN, 2.0, 3.0])
+    of_all = batch_advantages(rewards, scale="none")
+    np.testing.assert_allclose(of_all, [-1.5, -0.5, 0, 0.5, 1.5], rtol=1e-6)
+    of_others = batch_advantages(rewards, leave_one_out=True, scale="none")
+    np.testing.assert_allclose(of_others, [-2, -2 / 3, 0, 2 / 3, 2], rtol=1e-6)
+    scaled = batch_advantages(rewards, eps=0.0)
+    np.testing.assert_allclose(scaled, np.array([-1.5, -0.5, 0, 0.5, 1.5]) / (5 / 3) ** 0.5, rtol=1e-6)
+    for equal in (jnp.full(3, 0.1), jnp.array([NAN, 2.0, NAN])):
+        assert not batch_advantages(equal).any()
+        assert not batch_advantages(equal, leave_one_out=True).any()
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_the_gradient_of_a_batch_by_enumeration(n):
+    """n draws of an action of probability p and reward 1: the true gradient by its logit is p (1 - p).
+
+    Against the mean of the others the estimate is unbiased, against the mean of all it is short by 1 - 1/n, and divided
+    by the std it is neither.
+    """
+    p, found = 0.3, {}
+    settings = {"others": {"leave_one_out": True, "scale": "none"}, "all": {"scale": "none"}, "std": {"scale": "batch"}}
+    for name, setting in settings.items():
+        total = 0.0
+        for actions in itertools.product((0.0, 1.0), repeat=n):
+            chance = np.prod([p if action else 1 - p for action in actions])
+            slopes = np.array(actions) - p  # of the log-probability by the logit
+            total += chance * float(np.mean(slopes * np.asarray(batch_advantages(jnp.array(actions), **setting))))
+        found[name] = total / (p * (1 - p))
+    assert found["others"] == pytest.approx(1, rel=1e-5)
+    assert found["all"] == pytest.approx(1 - 1 / n, rel=1e-5)
+    assert abs(found["std"] - 1) > 0.05
+    assert abs(found["std"] - (1 - 1 / n)) > 0.05
 
 
 def test_eps_is_added_to_the_std():

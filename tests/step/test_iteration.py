@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tiny
 
+from oarjax.config import ConfigError, parse_config
 from oarjax.rollout.sampler import rollout_key
 from oarjax.step.iteration import NOISE, ORDER, add_metrics, iterate
 from oarjax.types import Mean
@@ -128,6 +129,49 @@ def test_refills_replace_groups_of_equal_rewards():
     np.testing.assert_array_equal(done.problems, [0, 1, 0, 1])  # from the first draw and the second
     first, second = (tiny.prompts(seed=n).tokens[:2] for n in (0, 1))
     np.testing.assert_array_equal(done.rollout.tokens[::4, :6], [*first, *second])
+
+
+SINGLES = {"rollout__prompts": 16, "rollout__group_size": 1, "advantage__method": "batch", "advantage__scale": "none"}
+
+
+@pytest.mark.parametrize("method", ["uniform", "oar_g"])
+def test_a_batch_baseline_needs_no_groups(method):
+    """One completion per problem; rows whose advantage is 0 are left out, and nothing else changes."""
+
+    def reward(rollout):  # the batch's mean is 1/2, the reward of half the rows
+        return np.repeat([0.0, 0.5, 0.5, 1.0], 4)
+
+    cfg = {**SINGLES, "credit__method": method, "update__fused": "never"}
+    batches = [tiny.prompts(16)]
+    skip, a = run(tiny.config(**cfg), reward=reward, batches=batches)
+    keep, b = run(tiny.config(**cfg, update__skip_zero_variance=False), reward=reward, batches=batches)
+    assert (a.metrics["rows_used"], b.metrics["rows_used"]) == (8, 16)
+    assert a.metrics["zero_variance"] == b.metrics["zero_variance"] == 1 / 2
+    assert a.metrics["groups_drawn"] == 16
+    np.testing.assert_array_equal(a.advantages, np.repeat([-0.5, 0, 0, 0.5], 4))
+    _, one_pass = run(tiny.config(**cfg | {"update__fused": "auto"}), reward=reward, batches=batches)
+    assert one_pass.metrics["rows_used"] == 8
+    assert one_pass.metrics["grad_norm"] == pytest.approx(a.metrics["grad_norm"], rel=1e-4)
+    assert a.metrics["grad_norm"] == pytest.approx(b.metrics["grad_norm"], rel=1e-5)
+    assert difference(skip.params, keep.params) < 1e-6
+
+
+def test_refills_of_single_rows_go_on_until_rewards_differ():
+    batches = [tiny.prompts(16, seed=n) for n in range(2)]
+
+    def reward(rollout):  # the first batch is too easy
+        return np.ones(16) if (rollout.tokens[:, :6] == batches[0].tokens).all() else np.arange(16) % 2
+
+    _, done = run(tiny.config(**SINGLES, update__refills=3), reward=reward, batches=batches)
+    assert done.metrics["groups_drawn"] == 32
+    assert done.metrics["rows_used"] == 16
+
+
+def test_groups_of_one_are_refused_where_groups_are_compared():
+    with pytest.raises(ConfigError, match=r"rollout\.group_size: 1, and grpo compares completions of a prompt"):
+        parse_config(tiny.config().model_dump() | {"rollout": {"prompts": 16, "group_size": 1}})
+    with pytest.raises(ConfigError, match=r"rollout\.group_size: 1 with credit\.method ktae, which compares the rows"):
+        tiny.build(tiny.config(**SINGLES, credit__method="ktae"))
 
 
 def test_epochs_and_minibatches_each_update():

@@ -1,6 +1,8 @@
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from oarjax.rl.advantages import zero_variance_groups
 from oarjax.step.metrics import rollout_metrics
 from oarjax.types import Grades, Rollout
 
@@ -19,7 +21,8 @@ def test_metrics_of_a_hand_made_rollout():
     rewards = np.float32([1, 0, np.nan, 1])
     verdicts = ["graded", "graded", "timeout", "graded"]
     grades = Grades(rewards, {"math": rewards}, verdicts, ["1"] * 4, [""] * 4)
-    m = rollout_metrics(rollout, grades, group_size=2)
+    equal = np.asarray(zero_variance_groups(jnp.asarray(rewards), group_size=2))
+    m = rollout_metrics(rollout, grades, equal=equal)
     assert m["reward"] == pytest.approx(2 / 3)
     assert m["ungraded"] == 1 / 4
     assert m["verdict/timeout"] == 1 / 4
@@ -34,6 +37,6 @@ def test_all_ungraded_is_not_a_reward_of_zero():
     ones = np.ones((2, 1), bool)
     rollout = Rollout(np.zeros((2, 2)), np.ones((2, 2), bool), ones, ones * 0.0, ones * 0.0, np.ones(2, bool))
     grades = Grades(np.full(2, np.nan, np.float32), {}, ["crash"] * 2, [None] * 2, [""] * 2)
-    m = rollout_metrics(rollout, grades, group_size=2)
+    m = rollout_metrics(rollout, grades, equal=np.ones(1, bool))
     assert np.isnan(m["reward"])
     assert (m["ungraded"], m["zero_variance"]) == (1, 1)

@@ -99,12 +99,12 @@ def test_the_samplers_log_probs_are_counted_over_all_rows():
     made = unsound.evidence().rollout
     rollout = jax.tree.map(lambda x: x.reshape(4, *x.shape[2:]), made)
     grades = tiny.grades(np.array([1.0, 0.0, 1.0, 1.0]))
-    assert rollout_metrics(rollout, grades, group_size=2)["nonfinite/behaviour_logps"] == 0
+    assert rollout_metrics(rollout, grades, equal=np.zeros(2, bool))["nonfinite/behaviour_logps"] == 0
     logps = rollout.behaviour_logps.copy()
     logps[0, 4] = np.nan  # after the row's end
     logps[1, 0], logps[2, 1] = np.nan, -np.inf
     rollout = replace(rollout, behaviour_logps=logps)
-    assert rollout_metrics(rollout, grades, group_size=2)["nonfinite/behaviour_logps"] == 1 / 2
+    assert rollout_metrics(rollout, grades, equal=np.zeros(2, bool))["nonfinite/behaviour_logps"] == 1 / 2
 
 
 def built(cfg, read):
