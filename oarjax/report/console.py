@@ -288,6 +288,13 @@ WARNINGS = (
         "another credit.method, or policy.compute_dtype=float32",
     ),
     Rule(
+        "negative_weights",
+        above,
+        0.0,
+        "credit.function returned negative weights in {now:.0%} of completions, whose tokens train against their "
+        "advantage: clip them with jnp.maximum, or return the tokens' advantages and set kind='advantages'",
+    ),
+    Rule(
         "nonfinite/advantages",
         above,
         0.0,

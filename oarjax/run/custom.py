@@ -1,19 +1,21 @@
-"""Import custom probes, credit methods and losses by name, and trace them at small shapes before a run begins."""
+"""Import custom probes, credit methods and losses by name, and try them at small shapes before a run begins."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
 
 from oarjax.config import Config, ConfigError
 from oarjax.credit.keywords import KeywordTable
 from oarjax.credit.method import CreditMethod
 from oarjax.credit.probe import Probe, Reading
-from oarjax.credit.record import CUSTOM, MEASURES
+from oarjax.credit.record import CUSTOM
 from oarjax.credit.resolved import ResolvedMethod, TokenCredit, check_method, resolve_method
 from oarjax.credit.signals import CreditInputs, Signals
 from oarjax.models.policy import Policy
@@ -108,7 +110,7 @@ def _find_function(place: str | None, field: str) -> Any:
 def check_credit(
     credit: ResolvedMethod, policy: Policy, model: QwenConfig, *, pad_id: int, keyword_table: KeywordTable | None
 ) -> None:
-    """Build the functions of a credit method, and trace its custom parts; compute nothing.
+    """Build the functions of a credit method, trace a custom probe, and try custom weights on random numbers.
 
     Raises:
         ConfigError: the method cannot run.
@@ -151,30 +153,71 @@ def check_probe(probe: Probe, policy: Policy, model: QwenConfig, *, place: str) 
 
 
 def check_weights(weigh: TokenCredit, method: CreditMethod, *, place: str) -> None:
-    """Trace a custom credit method and check that it returns one weight per token.
+    """Trace a custom credit method, then call it once on random numbers: one weight per token, finite and at least 0.
 
     Raises:
         ConfigError: the method raised an error, or returned anything else.
     """
-    values, mask = _spec(jnp.float32), _spec(bool)
-    signals: dict[str, Any] = {"importance": values, **dict.fromkeys(MEASURES, values), "tokens": _spec(jnp.int32)}
-    signals |= {"hidden": _spec(jnp.float32, ROWS, LENGTH, 4), "groups": _spec(jnp.int32, ROWS)}
-    signals |= {"marks": values, "turns": _spec(jnp.int32), "iteration": 1}
-    span = AnswerSpan(mask, mask, _spec(bool, ROWS))
-    inputs = CreditInputs(
-        Signals(**{name: signals[name] for name in method.needs if name in signals}),
-        span,
-        advantages=_spec(jnp.float32, ROWS),
-        completion=mask,
-        key=jax.eval_shape(lambda: jax.random.key(0)),
-    )
-    weights = _traced(weigh, place, f"token weights [{ROWS}, {LENGTH}]", inputs)
+    inputs = random_inputs(method.needs)
+    weights = _traced(weigh, place, f"token weights [{ROWS}, {LENGTH}]", jax.tree.map(_spec_of, inputs))
     shape, dtype = getattr(weights, "shape", None), getattr(weights, "dtype", jnp.int32)
     if shape != (ROWS, LENGTH) or not jnp.issubdtype(dtype, jnp.floating):
         raise ConfigError(
             f"{place}: expected one weight per token, floats [{ROWS}, {LENGTH}], for completions [{ROWS}, {LENGTH}], "
             f"got {_shapes(weights)}"
         )
+    values = np.asarray(jax.jit(weigh)(inputs), np.float64)[np.asarray(inputs.completion)]
+    wrong = values[~np.isfinite(values)]
+    if not len(wrong) and method.kind == "weights":
+        wrong = values[values < 0]
+    if len(wrong):
+        expected, remedy = "finite numbers", "mask out what it divides by or takes the logarithm of"
+        if method.kind == "weights":
+            expected = "weights that are finite and at least 0"
+            remedy = "clip them with jnp.maximum, or return the tokens' advantages and set kind='advantages'"
+        raise ConfigError(
+            f"{place}: expected {expected}, got {wrong[0]:.4g} on random numbers, at {len(wrong)} of {len(values)} "
+            f"tokens; {remedy}"
+        )
+
+
+def random_inputs(needs: Sequence[str]) -> CreditInputs:
+    """Draw inputs of a credit method in the ranges that they have in a run; they are the same at every call."""
+    draw = np.random.default_rng(0)
+
+    def floats(low: int, high: int, *more: int) -> Array:
+        return jnp.asarray(draw.uniform(low, high, (ROWS, LENGTH, *more)), jnp.float32)
+
+    place = np.broadcast_to(np.arange(LENGTH), (ROWS, LENGTH))
+    turns = place // 3 + 1
+    entropies, logps = floats(0, 3), floats(-3, 0)
+    lengths = np.array([LENGTH, LENGTH - 2])[:, None]  # the second row ends in padding
+    signals: dict[str, Any] = {
+        "importance": floats(0, 2) * (place < lengths - 3),
+        "entropies": entropies,
+        "tokens": jnp.asarray(draw.integers(0, 99, (ROWS, LENGTH)), jnp.int32),
+        "groups": jnp.zeros(ROWS, jnp.int32),
+        "logps": logps,
+        "score_norms": floats(0, 2),
+        "hidden": floats(-1, 1, 4),
+        "hellinger": floats(0, 1),
+        "spread": entropies / 3,
+        "teacher_logps": floats(-3, 0),
+        "marks": jnp.asarray(draw.integers(-1, 2, (ROWS, LENGTH)), jnp.float32),
+        "turns": jnp.asarray(turns, jnp.int32),
+        "iteration": 1,
+    }
+    return CreditInputs(
+        Signals(rows=jnp.arange(ROWS), **{name: signals[name] for name in needs if name in signals}),
+        AnswerSpan(
+            reasoning=jnp.asarray(place < lengths - 3),
+            answer=jnp.asarray(place == lengths - 2),
+            has_answer=jnp.ones(ROWS, bool),
+        ),
+        advantages=jnp.asarray([1.0, -1.0]),
+        completion=jnp.asarray(place < lengths),
+        key=jax.random.key(0),
+    )
 
 
 def check_loss(loss: TokenLoss, cfg: Config) -> None:
@@ -255,6 +298,11 @@ def _shapes(result: Any) -> str:
     """Format a result with shapes instead of arrays."""
     text = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", result)
     return str(text) if len(str(text)) <= 200 else f"{str(text)[:200]}..."
+
+
+def _spec_of(value: Any) -> Any:
+    """Return the shape of an array; Python numbers as they are."""
+    return jax.ShapeDtypeStruct(value.shape, value.dtype) if hasattr(value, "shape") else value
 
 
 def _spec(dtype: Any, *shape: int) -> Any:

@@ -72,6 +72,12 @@ def nonfinite_rows(
     return {f"{NONFINITE}{name}": share(x, mask[name]) for name, x in values.items() if x is not None}
 
 
+def negative_rows(weights: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Mean:
+    """Return the share of rows with a weight below 0 inside the mask, which turns the sign of the advantage."""
+    rows = mask.any(-1)
+    return Mean(jnp.sum(((weights < 0) & mask).any(-1)).astype(jnp.float32), jnp.sum(rows).astype(jnp.float32))
+
+
 def all_finite(tree: Params) -> Bool[Array, ""]:
     """Return True if no number of a tree is NaN or infinite."""
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))

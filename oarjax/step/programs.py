@@ -22,6 +22,7 @@ from oarjax.credit.kinds import neutral, relative, token_advantages
 from oarjax.credit.measures import measure
 from oarjax.credit.oar.oar_g import row_keys
 from oarjax.credit.probe import ProbeMode
+from oarjax.credit.record import CUSTOM
 from oarjax.credit.resolved import ResolvedMethod, credit_metrics, resolve_method
 from oarjax.credit.signals import CreditInputs, signals_of
 from oarjax.models.lora import without_adapters
@@ -34,7 +35,7 @@ from oarjax.step.advantages import bound_advantages, bound_equal_groups, bound_k
 from oarjax.step.fused import FusedPass, FusedSums, fuses
 from oarjax.step.gradients import Sums, add_microbatches, apply_sums, descend, gradient_sums, no_sums
 from oarjax.step.loss import Metrics, TokenLoss, bound_loss, imitation, loss_head, policy_gradient
-from oarjax.step.metrics import nonfinite_rows
+from oarjax.step.metrics import negative_rows, nonfinite_rows
 from oarjax.step.minibatches import Bucket, cut
 from oarjax.step.sampling import evaluation_sampler, group_sampler
 from oarjax.step.steps import Steps
@@ -227,6 +228,8 @@ def make_steps(
             returned=returned,
         )
         shaped = jax.tree.map(lambda x: x.reshape(M, b, *x.shape[1:]), tokens)
+        if method.settings.method == CUSTOM and kind == "weights":  # built-in ones keep the contract
+            wrong["negative_weights"] = negative_rows(returned, mask)
         return shaped, credit_metrics(jnp.abs(w), s, mask) | wrong
 
     sums_of = gradient_sums(policy_gradient(policy, cfg, method, custom_loss))

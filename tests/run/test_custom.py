@@ -13,6 +13,7 @@ import pytest
 import tiny
 import yaml
 from conftest import CACHE, ROOT
+from rich.console import Console
 
 from oarjax.cli import main
 from oarjax.config import ConfigError, parse_config
@@ -22,6 +23,7 @@ from oarjax.credit.settings import CreditSettings
 from oarjax.credit.signals import CreditInputs, Signals
 from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.grading.rewards import Sample, Unparseable
+from oarjax.report.console import OnceWarnings
 from oarjax.rl.loss import aggregate
 from oarjax.run.custom import check_loss, check_weights
 from oarjax.step.iteration import iterate
@@ -154,6 +156,53 @@ def test_methods_that_give_the_wrong_shape_or_fail():
         with pytest.raises(ConfigError, match=says):
             check_weights(weigh, CreditMethod(weigh), place="here")
     check_weights(greedy, CreditMethod(greedy, needs=("entropies",)), place="here")
+
+
+def surprise(inputs, context):
+    return inputs.signals.logps
+
+
+def over_entropy(inputs, context):
+    return jnp.log(inputs.signals.entropies - inputs.signals.entropies)
+
+
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        (CreditMethod(surprise, needs=("logps",)), "finite and at least 0, got -.* at 14 of 14 tokens; clip them with"),
+        (CreditMethod(over_entropy, needs=("entropies",)), "finite and at least 0, got -inf on random numbers, at 14"),
+        (CreditMethod(over_entropy, needs=("entropies",), kind="bonus"), "expected finite numbers, got -inf on random"),
+        (CreditMethod(surprise, needs=("logps",), kind="bonus"), None),
+    ],
+)
+def test_weights_that_train_backwards_are_refused_before_a_run(method, says):
+    weigh = resolved(method).weigher()
+    if says is None:
+        check_weights(weigh, method, place="credit.function: x.py:y")
+        return
+    with pytest.raises(ConfigError, match=rf"^credit.function: x.py:y: expected .*{says.removeprefix('expected ')}"):
+        check_weights(weigh, method, place="credit.function: x.py:y")
+
+
+@pytest.mark.parametrize("name", ["custom_agreement:agreed_p", "custom_agreement:agreed_g", "oracle:gated"])
+def test_the_other_examples_pass(name):
+    file, _, method = name.partition(":")
+    method = getattr(example(file), method)
+    check_weights(resolved(method).weigher(), method, place="here")
+
+
+def test_negative_weights_are_counted_and_warned_of():
+    cfg = tiny.config(credit={"method": "custom", "function": "x.py:y"})
+    method = CreditMethod(
+        lambda inputs, context: jnp.where(inputs.advantages[:, None] > 0, -0.5, 1.0) * jnp.ones(inputs.completion.shape)
+    )
+    steps, state = steps_of(cfg, method=resolve_method(cfg.credit, custom=method))
+    _, done = iterate(state, None, 1, steps=steps, host=tiny.host(), cfg=cfg)
+    assert done.metrics["negative_weights"] == pytest.approx((done.advantages > 0).mean())
+    assert 0 < done.metrics["negative_weights"] < 1
+    (warning,) = [w for w in OnceWarnings(Console(quiet=True)).check(1, done.metrics) if "credit.function" in w]
+    assert "credit.function returned negative weights in" in warning
+    assert "clip them with jnp.maximum" in warning
 
 
 # Losses

@@ -36,6 +36,7 @@ CASES = [
     ),
     ({"nonfinite/importance": 0.25}, "25% of completions have token importance that is not finite.* weights of 1: set"),
     ({"nonfinite/weights": 0.25}, "25% of completions have token weights .* set another credit.method"),
+    ({"negative_weights": 0.25}, "credit.function returned negative weights in 25% of completions.* jnp.maximum"),
     ({"nonfinite/advantages": 0.25}, "25% of completions have an advantage .* grading.rewards weight"),
     ({"nonfinite/behaviour_logps": 1.0}, "the sampler's log-probabilities of 100% .* earlier checkpoint"),
     ({"nonfinite/old_logps": 0.5}, "the trainer's log-probabilities of 50% .* policy.compute_dtype=float32"),
