@@ -148,9 +148,9 @@ METHODS: dict[str, MethodRecord] = {
         MethodRecord(
             name="fipo",
             label="FIPO",
-            about="more where what follows has become likelier since the rollout, anew in every update",
-            module="oarjax.credit.experimental.fipo",
-            evidence="description",
+            about="more where what follows has become likelier since the rollout, recomputed in every update",
+            module="oarjax.credit.methods.fipo",
+            evidence="released code",
             sections=("fipo",),
             lab={},
         ),
@@ -311,6 +311,13 @@ def lab_methods() -> dict[str, dict[str, Any]]:
 def reads_reference(method: str) -> bool:
     """Return whether a built-in method compares the policy with the reference."""
     return method in METHODS and bool(OF_REFERENCE & set(METHODS[method].needs))
+
+
+def unread_settings(method: str) -> list[str]:
+    """List the sections of other methods, whose fields change nothing; a custom method may read any."""
+    if method == CUSTOM:
+        return []
+    return [name for name in METHODS if name not in METHODS[method].sections]
 
 
 def summary() -> str:

@@ -173,8 +173,13 @@ class DgpoSettings(Settings):
 
 @dataclass(frozen=True)
 class FipoSettings(Settings):
-    gamma: Share = setting(0.99, "discount of later tokens' changes; ours")
-    clip: Share = setting(0.2, "weights lie in 1 - clip .. 1 + clip; ours")
+    gamma: Share = setting(2 ** (-1 / 32), "discount of later tokens' changes: they halve every 32 tokens")
+    clip: Share = setting(0.2, "largest distance of a weight from 1")
+    levels: Literal["boost", "both"] = setting("boost", "boost: weights in 1 .. 1 + clip; both: 1 - clip .. 1 + clip")
+    drop: Annotated[float, Range(gt=0)] = setting(10.0, "tokens of a larger ratio to the rollout leave the sum")
+    cap: Annotated[float, Range(gt=0)] = setting(
+        10.0, "tokens of a larger ratio and a negative advantage have a weight in 0.8 .. 1"
+    )
 
 
 @dataclass(frozen=True)

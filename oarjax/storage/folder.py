@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from oarjax.config import Config, ConfigError, flatten, parse_config
+from oarjax.credit.registry import unread_settings
 from oarjax.storage.durable import FolderTaken, cannot_read, cannot_write, exists, guarded, names_in, write_durably
 from oarjax.storage.manifest import read_manifest
 from oarjax.system.yaml_tree import read_yaml
@@ -116,13 +117,13 @@ def listed(texts: list[str]) -> str:
 def differences(before: Mapping[str, Any], cfg: Config) -> Differences:
     """Compare a saved config with this one."""
     was, now = flatten(_complete(before)), flatten(cfg.model_dump(mode="json"))
-    result = Differences([], [], [])
+    result, unread = Differences([], [], []), tuple(f"credit.{name}." for name in unread_settings(cfg.credit.method))
     for name in sorted(was | now):
         if was.get(name) == now.get(name):
             continue
         # More iterations are the same run for longer, unless its learning rate was to reach 0 by the old end.
         longer = name == "iterations" and cfg.optim.schedule == "constant" and now[name] > was.get(name, 0)
-        kind = result.harmless if name.startswith(HARMLESS) else result.refused
+        kind = result.harmless if name.startswith((*HARMLESS, *unread)) else result.refused
         kind = result.rounding if longer or name.startswith(ROUNDING) else kind
         kind.append(f"{name} was {was.get(name)!r}, is {now.get(name)!r}")
     return result

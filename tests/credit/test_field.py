@@ -17,12 +17,12 @@ from oarjax.credit.experimental import causal_spans, gtpo, shear
 from oarjax.credit.experimental.critic_search import turn_advantages
 from oarjax.credit.experimental.dgpo import dgpo_weights
 from oarjax.credit.experimental.egca import span_weights
-from oarjax.credit.experimental.fipo import future_weights
 from oarjax.credit.gate import oar_weights
 from oarjax.credit.measures import measure
 from oarjax.credit.method import built_in
 from oarjax.credit.methods import delta, ktae, rlsd, serl
 from oarjax.credit.methods.crpo import decoupled_advantages
+from oarjax.credit.methods.fipo import future_weights
 from oarjax.credit.methods.rlsd import teacher_weights
 from oarjax.credit.methods.sdpg import teacher_kl
 from oarjax.credit.methods.token_baseline import baseline_advantages
@@ -274,8 +274,40 @@ def test_fipo_by_hand():
     # changes .1, 0, -.2, halved per step: sums .05, -.1, -.2, exponentials 1.0513, .9048, .8187, the last clipped
     old = jnp.array([[-1.0, -1.0, -1.0, -1.0]])
     new = old + jnp.array([[0.1, 0.0, -0.2, 5.0]])
-    weights = future_weights(new, old, jnp.arange(4)[None] < 3, gamma=0.5, clip=0.15)
+    args = new, old, jnp.arange(4)[None] < 3, jnp.ones((1, 4))
+    weights = future_weights(*args, gamma=0.5, clip=0.15, levels="both")
     np.testing.assert_allclose(weights, [[1.0513, 0.9048, 0.85, 1]], atol=1e-4)
+    np.testing.assert_allclose(future_weights(*args, gamma=0.5, clip=0.15), [[1.0513, 1, 1, 1]], atol=1e-4)
+    with pytest.raises(ValueError, match="future_weights: expected gamma and clip in"):
+        future_weights(*args, gamma=1.5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"levels": "both"}, {"gamma": 0.5, "clip": 0.5, "drop": 2.0, "cap": 1.5}])
+def test_fipo_is_the_released_formula(settings, x64):
+    """In float64, token by token: sums without ratios above drop, and the cap of unlikely tokens of A < 0."""
+    draw = np.random.default_rng(5)
+    old, new = -draw.exponential(2, (6, 40)), -draw.exponential(2, (6, 40))
+    new[:, 7], old[:, 7] = -0.1, -4.5  # a ratio of 81
+    old[4, 3], new[4, 3] = -60.0, -1.0  # beyond the bound of 20
+    completion = np.arange(40) < np.array([40, 33, 12, 8, 40, 0])[:, None]
+    advantages = np.broadcast_to(np.array([1.0, -1.0, 0.0, -0.5, -2.0, 1.0])[:, None], (6, 40))
+    gamma, clip = settings.get("gamma", 2 ** (-1 / 32)), settings.get("clip", 0.2)
+    drop, cap, low = settings.get("drop", 10), settings.get("cap", 10), 1 - clip * (settings.get("levels") == "both")
+    expected = np.ones((6, 40))
+    for i, t in zip(*np.nonzero(completion)):
+        total = 0.0
+        for k in range(t, 40):
+            change = min(max(new[i, k] - old[i, k], -20.0), 20.0)
+            if completion[i, k] and change <= np.log(drop):
+                total += gamma ** (k - t) * change
+        expected[i, t] = min(max(np.exp(total), low), 1 + clip)
+        if advantages[i, t] < 0 and np.exp(min(new[i, t] - old[i, t], 20.0)) > cap:
+            expected[i, t] = min(max(expected[i, t], 0.8), 1.0)
+    found = future_weights(*map(jnp.asarray, (new, old, completion, advantages)), **settings)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    assert found.dtype == np.float64
+    assert (expected > 1).any()
+    assert (expected[:, 7][advantages[:, 7] < 0] <= 1).all()
 
 
 def test_crpo_by_hand():

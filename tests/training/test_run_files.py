@@ -123,6 +123,14 @@ def test_what_may_differ_and_what_may_not():
         "lab.problems was 100, is 7",
         "plan.topology was None, is 'v5e-8'",
     ]
+    credit = before["credit"] | {"fipo": before["credit"]["fipo"] | {"gamma": 0.99}}
+    unread = run_folder.differences(before | {"credit": credit}, load_config(demo, ["optim.schedule=constant"]))
+    assert unread.harmless == [f"credit.fipo.gamma was 0.99, is {2 ** (-1 / 32)!r}"]
+    assert not unread.refused
+    several = ["update.epochs=2", "credit.method=fipo"]
+    fipo = load_config(demo, several).model_dump(mode="json")
+    fipo["credit"]["fipo"]["gamma"] = 0.99
+    assert len(run_folder.differences(fipo, load_config(demo, several)).refused) == 1
     older = {name: section for name, section in before.items() if name != "lora"}  # saved before there was such a field
     assert run_folder.differences(older, load_config(demo, ["optim.schedule=constant"])) == ([], [], [])
     assert differ("rollout.temperature=0.5").refused == ["rollout.temperature was 1.0, is 0.5"]
