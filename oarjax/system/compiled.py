@@ -1,4 +1,6 @@
-"""Cache compiled programs on every host. JAX reads its cache on every process, but writes it on process 0 only.
+"""Cache compiled programs on every host, and mend the cache after a kill.
+
+JAX reads its cache on every process, but writes it on process 0 only.
 
 A program's key differs between the processes of a run (it hashes the process's devices), so a copy of process 0's
 files does not help: every other host would compile everything again at each start.
@@ -6,11 +8,17 @@ files does not help: every other host would compile everything again at each sta
 
 from __future__ import annotations
 
+import json
+import os
 import types
+from contextlib import suppress
 from pathlib import Path
 
 import jax
-from jax._src import compiler
+from jax._src import compilation_cache, compiler
+
+CHECKED = "whole.json"
+"""Sizes and times of change of the entries that were found whole."""
 
 
 def cache_on_every_process(folder: Path) -> Path:
@@ -33,3 +41,38 @@ def cache_on_every_process(folder: Path) -> Path:
         names = {**write.__globals__, "distributed": first}
         compiler._cache_write = types.FunctionType(write.__code__, names, write.__name__, write.__defaults__)
     return process_folder
+
+
+def remove_broken_entries(folder: Path) -> int:
+    """Remove the entries of a cache that are not whole, and return how many there were.
+
+    A kill or a full disk leaves half an entry, which JAX can neither read nor, since it exists, replace: the program
+    would be compiled at every start. Entries are compressed; each is decompressed once and then known by size and time.
+    A folder that cannot be read or written is left as it is.
+    """
+    decompress = getattr(compilation_cache, "decompress_executable", None)
+    removed, known = 0, {}
+    if decompress is None:
+        return 0
+    with suppress(OSError, ValueError):
+        known = dict(json.loads((folder / CHECKED).read_text(encoding="utf-8")))
+    whole = {}
+    with suppress(OSError):
+        for entry in folder.glob("*-cache"):
+            state = entry.stat()
+            mark = [state.st_size, state.st_mtime_ns]
+            if known.get(entry.name) != mark:
+                try:
+                    decompress(entry.read_bytes())
+                except OSError:
+                    continue
+                except Exception:  # of zlib or zstandard, whichever is installed
+                    entry.unlink(missing_ok=True)
+                    removed += 1
+                    continue
+            whole[entry.name] = mark
+        if whole != known:
+            fresh = folder / f".{CHECKED}-{os.getpid()}"
+            fresh.write_text(json.dumps(whole), encoding="utf-8")
+            fresh.replace(folder / CHECKED)
+    return removed

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from oarjax.errors import UserError
 from oarjax.system.chips import CHIPS
-from oarjax.system.compiled import cache_on_every_process
+from oarjax.system.compiled import cache_on_every_process, remove_broken_entries
 
 TPU_KINDS = {  # JAX's device kinds -> chips of oarjax.system.chips
     "TPU v4": "v4",
@@ -119,7 +119,9 @@ def use_compilation_cache(folder: str | None) -> Path | None:
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
-    return cache_on_every_process(path)
+    own = cache_on_every_process(path)
+    remove_broken_entries(own)
+    return own
 
 
 def peak_flops(dtype: Any) -> tuple[float, str]:

@@ -9,7 +9,7 @@ import sys
 import pytest
 from conftest import ROOT, virtual_devices
 
-from oarjax.system.compiled import cache_on_every_process
+from oarjax.system.compiled import cache_on_every_process, remove_broken_entries
 
 PROGRAM = """
 import json, sys
@@ -66,3 +66,41 @@ def test_the_second_start_compiles_nothing_on_either_process(tmp_path):
 def test_one_process_keeps_its_folder(tmp_path):
     assert cache_on_every_process(tmp_path) == tmp_path
     assert not list(tmp_path.iterdir())
+
+
+ALONE = """
+import sys, warnings
+import jax, jax.numpy as jnp
+from jax import monitoring
+from oarjax.system.devices import use_compilation_cache
+
+use_compilation_cache(sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+events = []
+monitoring.register_event_listener(lambda name, **_: events.append(name.rsplit("/", 1)[-1]))
+warnings.simplefilter("error")
+jax.jit(lambda x: jnp.sin(x).sum())(jnp.ones(8))
+print(events.count("compile_requests_use_cache") - events.count("cache_hits"))
+"""
+
+
+def test_a_cache_with_torn_entries_heals(tmp_path):
+    def misses() -> int:
+        command = [sys.executable, "-c", ALONE, str(tmp_path)]
+        environment = dict(os.environ) | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return int(done.stdout)
+
+    first = misses()
+    assert first > 0
+    entries = list(tmp_path.glob("*-cache"))
+    assert len(entries) == first
+    entries[0].write_bytes(entries[0].read_bytes()[:100])
+    assert misses() == 1, "the torn one is compiled again, without a warning"
+    assert misses() == 0, "and was written again"
+    entries[0].write_bytes(b"")
+    assert remove_broken_entries(tmp_path) == 1
+    assert remove_broken_entries(tmp_path) == 0
+    assert len(list(tmp_path.glob("*-cache"))) == first - 1
+    assert remove_broken_entries(tmp_path / "nothing") == 0
