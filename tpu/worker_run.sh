@@ -82,7 +82,8 @@ loop() { # restarts at most, config, arguments: train until it is done, fails or
       "$base/venv/bin/oarjax" accept --device tpu --out "$shared/accept/worker-$number.json" \
         --folder "$shared/accept/files" &
     else
-      "$base/venv/bin/oarjax" train "$config" run_dir="$shared" "$@" &
+      # Compiled programs outlive the machine: the next one begins to train within minutes. An argument may say otherwise.
+      "$base/venv/bin/oarjax" train "$config" run_dir="$shared" compilation_cache="$base/bucket/compiled" "$@" &
     fi
     child=$!
     echo "$child" >"$here/child"

@@ -569,7 +569,8 @@ def test_a_run_to_its_end_with_two_restarts(cloud):
     for worker in range(2):
         home = cloud.folder / f"worker-{worker}"
         assert cloud.trained(worker) == 3 * [
-            f"oarjax train configs/a.yaml run_dir={home}/oarjax/bucket/runs/first device=tpu optim.lr=2e-6 "
+            f"oarjax train configs/a.yaml run_dir={home}/oarjax/bucket/runs/first "
+            f"compilation_cache={home}/oarjax/bucket/compiled device=tpu optim.lr=2e-6 "
             "data.prompt_format=\\{prompt\\}\\ Think. iterations=7"
         ]
     saved = cloud.run("logs", "--saved", "--worker", "1")
