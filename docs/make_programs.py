@@ -47,9 +47,7 @@ LAYERS = 2
 
 def measure(name: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     """Compile the programs of one config."""
-    cfg = load_config(
-        HERE.parent / "configs" / f"{name}.yaml", [*overrides, "device=cpu", "data.eval=null", "report.controls=[]"]
-    )
+    cfg = load_config(HERE.parent / "configs" / f"{name}.yaml", [*overrides, "device=cpu", "data.eval=null"])
     fields = PUBLISHED.get(cfg.policy.path)
     model = QwenConfig.from_hf(builtin_config() if fields is None else {**fields, "num_hidden_layers": LAYERS})
     devices = jax.devices()[: 1 if fields is None else DEVICES]

@@ -39,6 +39,7 @@ from oarjax.cli_options import (
     check_configs,
     check_target,
     refuse_addresses,
+    refuse_removed,
 )
 from oarjax.errors import UserError
 
@@ -74,17 +75,6 @@ def train(
         ),
     ],
     overrides: Overrides = None,
-    compare: Annotated[
-        bool,
-        typer.Option(
-            "--compare",
-            help="Train with the config's method, with plain GRPO and with the method's weights permuted within each "
-            "sequence, all from the same start with the same noise, in run_dir with -compare appended.",
-        ),
-    ] = False,
-    seeds: Annotated[
-        str, typer.Option(metavar="0,1,...", help="Seeds of --compare.", show_default="the config's seed")
-    ] = "",
     restart: Annotated[
         bool,
         typer.Option("--restart", help="Start from scratch; the old run_dir is kept as run_dir.old."),
@@ -94,7 +84,7 @@ def train(
     check_configs([config], overrides)
     from oarjax.training.command import run
 
-    run(config, overrides or [], compare=compare, seeds=seeds, restart=restart)
+    run(config, overrides or [], restart=restart)
 
 
 @app.command(epilog="Example: oarjax init demo")
@@ -422,6 +412,7 @@ def main() -> None:
     """Run the command; a user's error prints a message without traceback and exits with 2 (75 for storage)."""
     try:
         refuse_addresses(sys.argv[1:])
+        refuse_removed(sys.argv[1:])
         app()
     except SystemExit as error:
         wrapped = getattr(sys.exit, "__code__", None)  # of a tracker: W&B replaces sys.exit and leaves it so

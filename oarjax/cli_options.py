@@ -166,6 +166,20 @@ Version = Annotated[
 ]
 
 
+def refuse_removed(arguments: list[str]) -> None:
+    """Refuse options of train that a study replaces.
+
+    Raises:
+        UserError: names the study.
+    """
+    options = {argument.partition("=")[0] for argument in arguments[1:]} & {"--compare", "--seeds"}
+    if arguments[:1] == ["train"] and options:
+        raise UserError(
+            f"train {options.pop()}: replaced by a study; run oarjax study study_grpo base=CONFIG.yaml run_dir=FOLDER "
+            "'seeds=[0, 1]'"
+        )
+
+
 def refuse_addresses(arguments: list[str]) -> None:
     """Refuse an address of a bucket where a file or folder is meant: Python would write into a folder of that name."""
     for argument in arguments:

@@ -31,7 +31,6 @@ from pydantic import (
     model_validator,
 )
 
-from oarjax.credit.accepted import MethodName
 from oarjax.credit.record import CUSTOM
 from oarjax.credit.registry import lab_methods, reads_reference
 from oarjax.credit.settings import CreditSettings
@@ -508,15 +507,20 @@ class ReportConfig(Section):
         default=0, description="iterations between Parquet files of all completions, groups/NNNNNN.parquet; 0 = none"
     )
     html: bool = Field(default=True, description="write report.html, and the curves if matplotlib is installed")
-    controls: tuple[Annotated[str, MethodName(None)], ...] = Field(
-        default=(),
-        description="credit methods to train as well, from the same start with the same prompts and noise, as further "
-        "rows of the final table; each in a folder of its name below run_dir",
-    )
     memory: Annotated[Literal["auto", "on", "off"], BeforeValidator(_word_of_switch)] = Field(
         default="auto",
         description="compile the largest programs at the start and report each phase's memory; auto: on TPU and GPU",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_controls(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and "controls" in value:
+            raise ValueError(
+                "controls was replaced by a study: leave it out, and run oarjax study study_grpo base=CONFIG.yaml "
+                "run_dir=FOLDER"
+            )
+        return value
 
 
 class ExportConfig(Section):
@@ -713,15 +717,10 @@ def _contradictions(c: Config) -> Iterator[str]:
         yield f"profile: expected 1 <= first <= last <= iterations = {c.iterations}, got {list(c.profile)}"
     if c.export.folder is not None and not _is_below(c.export.folder):
         yield f"export.folder: expected a folder below run_dir such as export, got {c.export.folder!r}"
-    elif c.export.folder is not None and _is_reserved(PurePath(c.export.folder).parts[0], c.report.controls):
+    elif c.export.folder is not None and _is_reserved(PurePath(c.export.folder).parts[0]):
         yield f"export.folder: {c.export.folder} is reserved for other files of the run; choose another such as export"
     if c.checkpoint.best in ("pass_at_k", "maj_at_k") and c.eval.samples == 1:
         yield f"checkpoint.best: {c.checkpoint.best} needs several samples, but eval.samples is 1; raise eval.samples"
-    controls = c.report.controls
-    if controls and c.data.eval is None:
-        yield "report.controls: the table needs held-out problems; set data.eval, or leave controls out"
-    if len(set(controls)) < len(controls):
-        yield f"report.controls: expected each method once, got {', '.join(controls)}"
     yield from _bad_lab_methods(c)
 
 
@@ -810,9 +809,9 @@ def _is_below(folder: str) -> bool:
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
 
-def _is_reserved(name: str, controls: tuple[str, ...]) -> bool:
+def _is_reserved(name: str) -> bool:
     """Return True for the names of a run's other files; those that begin with a dot are files half written."""
-    return name in (*RUN_FOLDERS, *RUN_FILES, *controls) or name.startswith(".") or fnmatchcase(name, "curve*.png")
+    return name in (*RUN_FOLDERS, *RUN_FILES) or name.startswith(".") or fnmatchcase(name, "curve*.png")
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:

@@ -18,6 +18,7 @@ from oarjax.data.hf import load_params, read_config, stored_dtype
 from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.report.files import read_completions, read_metrics
 from oarjax.report.summary import read_summary
+from oarjax.tools.study.config import load_study, make_plan
 
 TINY = {
     "iterations": 2,
@@ -116,7 +117,7 @@ def test_versions_are_those_installed(monkeypatch, capsys):
         ),
         (
             ("train",),
-            ["CONFIG.yaml", "KEY.SUB=VALUE...", "--compare", "--seeds", "values are YAML", "rollout.group_size=16"],
+            ["CONFIG.yaml", "KEY.SUB=VALUE...", "--restart", "values are YAML", "rollout.group_size=16"],
         ),
         (
             ("sample",),
@@ -225,10 +226,9 @@ PROBES = pathlib.Path(__file__).parent / "golden" / "config" / "bad_probes.py"
         ),
         (["credit.gate=strict"], "credit.gate: expected fields, or one of the presets paper, readme, got 'strict'"),
         (["run_dir=/proc/none"], "run_dir: "),
-        (["--seeds", "1"], "--seeds needs --compare; for a single run set seed=N"),
-        (["--compare", "data.eval=null"], "data.eval: --compare needs held-out problems"),
-        (["--compare", "--seeds", "1,x"], "--seeds: expected different whole numbers such as 0,1,2, got '1,x'"),
-        (["--compare", "--seeds", "1,1"], "--seeds: expected different whole numbers such as 0,1,2, got '1,1'"),
+        (["--seeds", "1"], "train --seeds: replaced by a study; run oarjax study study_grpo base=CONFIG.yaml"),
+        (["--compare"], "train --compare: replaced by a study; run oarjax study study_grpo base=CONFIG.yaml"),
+        (["report.controls=[uniform]"], "report: controls was replaced by a study: leave it out, and run oarjax study"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_compiled(oarjax, config, tmp_path, changes, says, monkeypatch):
@@ -315,10 +315,10 @@ def test_interrupted(oarjax, config, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def run(config):
-    """The folder of a finished run with a control, and what the command printed."""
+    """The folder of a finished run, and what the command printed."""
     import subprocess
 
-    changes = ["report.to=[jsonl, tensorboard]", "report.controls=[uniform]", "profile=[2, 2]", "seed=3"]
+    changes = ["report.to=[jsonl, tensorboard]", "profile=[2, 2]", "seed=3"]
     done = subprocess.run(
         [sys.executable, "-m", "oarjax.cli", "train", str(config), *changes],
         capture_output=True,
@@ -364,16 +364,14 @@ def test_a_run_writes_what_it_promises(run):
 
 
 @pytest.mark.slow
-def test_controls_are_trained_from_the_same_start_and_are_rows_of_the_table(run):
-    folder, _ = run
-    assert [row.name for row in read_summary(folder / "summary.json")] == ["SFT policy", "OAR-G", "GRPO"]
-    assert "GRPO" in (folder / "report.html").read_text()
-    first = [read_metrics(each / "metrics.jsonl")[1] for each in (folder, folder / "uniform")]
-    assert first[0]["reward"] == first[1]["reward"]
-    assert first[0]["grad_norm"] != first[1]["grad_norm"]
-    assert load_config(folder / "uniform" / "config.yaml").credit.method == "uniform"
-    assert (folder / "export" / "config.json").is_file()
-    assert not (folder / "uniform" / "export").exists()
+def test_the_result_is_a_table_and_the_command_of_a_comparison(run):
+    folder, out = run
+    assert [row.name for row in read_summary(folder / "summary.json")] == ["SFT policy", "OAR-G"]
+    command = f"oarjax study study_grpo base={folder}/config.yaml run_dir={folder}-study"
+    assert command in out
+    assert command in (folder / "report.html").read_text()
+    plan = make_plan(load_study("study_grpo", command.split()[3:]))
+    assert [runs[0].config.credit.method for runs in plan.arms.values()] == ["oar_g", "uniform"]
 
 
 def documented(page: str) -> list[str]:
@@ -455,29 +453,6 @@ def test_a_run_is_never_written_over(oarjax, run, config):
     assert f"run_dir: {folder} holds a run of another config (" in err
     assert "seed was 3, is 4" in err
     assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
-
-
-@pytest.mark.slow
-def test_compare_has_one_row_and_one_curve_per_method(oarjax, config, tmp_path):
-    code, _, err = oarjax(
-        "train", config, f"run_dir={tmp_path / 'run'}", "--compare", "--seeds", "0,1", "iterations=1", "sft.steps=1"
-    )
-    assert code == 0, err
-    root = tmp_path / "run-compare"
-    rows = read_summary(root / "summary.json")
-    assert [r.name for r in rows] == ["SFT policy", "OAR-G", "GRPO", "OAR-G permuted"]
-    assert all(len(r.by_seed) == 2 for r in rows)
-    page = (root / "report.html").read_text()
-    for name in ("OAR-G", "GRPO", "OAR-G permuted"):
-        assert name in page
-    assert "seed0" not in page.split("<pre")[0]
-    assert (root / "curves.png").is_file()
-
-    # the same start, prompts and noise for every method: the first rollout and its rewards are the same
-    for seed in (0, 1):
-        first = [read_metrics(root / f"seed{seed}" / m / "metrics.jsonl")[1] for m in ("oar_g", "uniform", "permuted")]
-        assert first[0]["reward"] == first[1]["reward"] == first[2]["reward"]
-        assert load_config(root / f"seed{seed}" / "permuted" / "config.yaml").credit.method == "permuted"
 
 
 # sample and export by themselves

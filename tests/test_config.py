@@ -201,11 +201,7 @@ def test_field_of_an_optional_section_is_found():
         ({"export__folder": "../other"}, "export.folder: expected a folder below run_dir such as export"),
         ({"export__folder": "/tmp"}, "export.folder: expected a folder below run_dir"),
         ({"export__folder": "."}, "export.folder: expected a folder below run_dir"),
-        ({"report__controls": ["uniform"]}, "report.controls: the table needs held-out problems; set data.eval"),
-        (
-            {"report__controls": ["uniform", "uniform"], "data__eval": {"source": "e.jsonl"}},
-            "report.controls: expected each method once, got uniform, uniform",
-        ),
+        ({"report__controls": ["uniform"]}, "report: controls was replaced by a study: leave it out, and run oarjax"),
         ({"mesh": {"data": -1, "tensor": -1}}, "mesh: at most one axis can be -1"),
         (
             {"policy__path": "builtin:big"},

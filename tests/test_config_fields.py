@@ -417,7 +417,6 @@ def fields() -> dict[str, Field]:
         "report.completions": Field(2, command),
         "report.groups": Field(1, command),
         "report.html": Field(True, command),
-        "report.controls": Field(["uniform"], command),
         "export.folder": Field("trained", command),
         "export.dtype": Field("bfloat16", command),
     }

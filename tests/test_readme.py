@@ -83,7 +83,7 @@ def test_the_reward_trains_the_demo_by_the_command_beside_it(tmp_path):
     assert command[:3] == ["oarjax", "train", "demo"]
     tiny = ["policy.path=builtin:arithmetic", "data.eval=null", "iterations=1", "rollout.prompts=2", "eval.every=0"]
     tiny += ["credit.method=uniform", "report.html=false", "export.folder=null", f"compilation_cache={CACHE}"]
-    tiny += ["update.microbatch=16", "report.controls=[]"]
+    tiny += ["update.microbatch=16"]
     done = subprocess.run(
         [sys.executable, "-m", "oarjax.cli", *command[1:], *tiny],
         cwd=tmp_path,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from oarjax.config import BUILTIN_POLICIES, Config, ConfigError, PolicyConfig, load_config
+from oarjax.config import BUILTIN_POLICIES, Config, ConfigError, PolicyConfig
 from oarjax.data.hf import load_params, stored_dtype
 from oarjax.evaluate.early import EXPECTED, check_exists
 from oarjax.models.lora import all_params
@@ -19,7 +19,7 @@ from oarjax.models.qwen_config import QwenConfig
 from oarjax.run.adapters import plain_params
 from oarjax.run.run import Run
 from oarjax.storage.checkpoint import finished
-from oarjax.storage.folder import changed, run_id, start_folder
+from oarjax.storage.folder import changed, run_id, saved_config, start_folder
 from oarjax.storage.manifest import MANIFEST, damage, misplaced, read_manifest
 from oarjax.system.mesh import make_mesh
 from oarjax.training.run_files import restored_state
@@ -44,7 +44,7 @@ def find_target(text: str) -> Target:
     """
     path = Path(text).expanduser()
     if (path / "config.yaml").is_file():
-        cfg = load_config(path / "config.yaml")
+        cfg = saved_config(path)
         export = path / (cfg.export.folder or "export")
         if (export / "config.json").is_file():
             return Target(str(export), cfg, folder=path)
@@ -56,7 +56,7 @@ def find_target(text: str) -> Target:
             raise ConfigError(f"{path}: a checkpoint is read with its run's config.yaml, and {folder} has none")
         if (wrong := misplaced(path, run_id(folder)) or damage(path)) is not None:
             raise ConfigError(f"{path}: this checkpoint cannot be trusted: {wrong}; take another")
-        cfg = load_config(folder / "config.yaml")
+        cfg = saved_config(folder)
         return Target(policy_of(folder, cfg), cfg, path.absolute(), revision_of(cfg.policy, path), folder)
     _check_policy(path, text)
     return Target(text)
@@ -71,7 +71,7 @@ def find_checkpoint(text: str) -> Target:
     path = Path(text).expanduser()
     if not (path / "config.yaml").is_file():
         return find_target(text)
-    cfg, newest = load_config(path / "config.yaml"), _newest(path)
+    cfg, newest = saved_config(path), _newest(path)
     return Target(policy_of(path, cfg), cfg, newest, revision_of(cfg.policy, newest), path)
 
 

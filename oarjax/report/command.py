@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
 
-from oarjax.config import Config, ConfigError, load_config
+from oarjax.config import Config, ConfigError
 from oarjax.credit.registry import label
-from oarjax.report.curves import Record, average
 from oarjax.report.files import make_console, read_completions, read_metrics
 from oarjax.report.groups import read_shown
 from oarjax.report.page import write_page
 from oarjax.report.status import run_status
 from oarjax.report.summary import read_summary
 from oarjax.storage.durable import DamagedError, cannot_read, storage_errors, write_durably
+from oarjax.storage.folder import saved_config
 
 FACTS = "facts.json"
 """Below a run's folder: device, mesh, policy and so on, as its page shows them."""
@@ -33,41 +34,34 @@ def run(folder: Path, out: Path | None) -> None:
 
 
 def write_report(folder: Path, out: Path | None = None) -> Path:
-    """Write a run's page, or that of the runs of --compare, from the files that are there; return its path."""
-    cfg, out = load_config(folder / "config.yaml"), out or folder / "report.html"
-    runs = folders_of(folder, cfg)
-    first = next(iter(runs.values()))[0]
-    summary = folder / "summary.json"
+    """Write a run's page from the files that are there; return its path."""
+    cfg, out = saved_config(folder), out or folder / "report.html"
+    summary, compare = folder / "summary.json", compare_command(folder, cfg)
     with storage_errors(out):
         write_page(
             out,
             title=folder.absolute().name,
             summary=read_summary(summary) if summary.is_file() else [],
-            runs={name: curve_of(each) for name, each in runs.items()},
-            completions=read_completions(first / "completions.jsonl"),
-            groups=read_shown(first),
+            method=method_label(cfg),
+            records=read_metrics(folder / "metrics.jsonl"),
+            completions=read_completions(folder / "completions.jsonl"),
+            groups=read_shown(folder),
             config=cfg.model_dump(mode="json"),
-            facts=_facts(folder, first),
+            facts=_facts(folder) | ({"compare with GRPO": compare} if compare else {}),
         )
     return out
 
 
-def folders_of(folder: Path, cfg: Config) -> dict[str, list[Path]]:
-    """List the folders of a run and its controls by the name of their method; of --compare, one for every seed."""
-    seeds = sorted(folder.glob("seed*/"))
-    found: dict[str, list[Path]] = {} if seeds else {_label(cfg.credit.method, cfg): [folder]}
-    methods = [cfg.credit.method, *cfg.report.controls, "uniform", "permuted"] if seeds else cfg.report.controls
-    for method in dict.fromkeys(methods):
-        places = [place for seed in seeds or [folder] if ((place := seed / method) / "config.yaml").is_file()]
-        if places:
-            found[_label(method, cfg)] = places
-    return found or {_label(cfg.credit.method, cfg): [folder]}
+def method_label(cfg: Config) -> str:
+    """Return the name that reports show for a run's credit method."""
+    return label(cfg.credit.method, cfg.credit.permuted_of, cfg.credit.function)
 
 
-def curve_of(folders: Sequence[Path]) -> list[Record]:
-    """Read a method's metrics, averaged over its seeds."""
-    records = [read_metrics(folder / "metrics.jsonl") for folder in folders]
-    return list(records[0]) if len(records) == 1 else list(average(records))
+def compare_command(folder: Path, cfg: Config) -> str | None:
+    """Return the command that trains a run's config beside plain GRPO; None for GRPO, or without held-out problems."""
+    if cfg.credit.method == "uniform" or cfg.data.eval is None:
+        return None
+    return shlex.join(["oarjax", "study", "study_grpo", f"base={folder / 'config.yaml'}", f"run_dir={folder}-study"])
 
 
 def write_facts(folder: Path, facts: Mapping[str, object]) -> None:
@@ -76,7 +70,7 @@ def write_facts(folder: Path, facts: Mapping[str, object]) -> None:
     write_durably(folder / FACTS, json.dumps(text, indent=1) + "\n")
 
 
-def _facts(folder: Path, first: Path) -> dict[str, str]:
+def _facts(folder: Path) -> dict[str, str]:
     """Read the facts, and how far the run is unless it has finished."""
     try:
         facts = dict(json.loads((folder / FACTS).read_text(encoding="utf-8")))
@@ -86,11 +80,7 @@ def _facts(folder: Path, first: Path) -> dict[str, str]:
         raise cannot_read(folder / FACTS, error) from error
     except (ValueError, TypeError, RecursionError) as error:
         raise DamagedError(f"{folder / FACTS} is not what a run wrote ({error}); remove it") from None
-    status = run_status(first)
+    status = run_status(folder)
     if not (folder / "summary.json").is_file():
         facts["state"] = f"{status.state}, iteration {status.iteration} of {status.iterations}"
     return {str(name): str(value) for name, value in facts.items()}
-
-
-def _label(method: str, cfg: Config) -> str:
-    return label(method, cfg.credit.permuted_of, cfg.credit.function)

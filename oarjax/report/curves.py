@@ -52,20 +52,6 @@ def iteration_range(runs: Mapping[str, Sequence[Record]]) -> tuple[float, float]
     return (min(seen), max(seen)) if seen else (0.0, 1.0)
 
 
-def average(runs: Sequence[Sequence[Record]]) -> list[dict[str, float]]:
-    """Average a method's runs over seeds: the mean of every metric at every iteration.
-
-    Missing values and those that are not finite are left out of the mean.
-    """
-    by_iteration: dict[float, dict[str, list[float]]] = {}
-    for record in (record for run in runs for record in run):
-        values = by_iteration.setdefault(record["iteration"], {})
-        for name, value in record.items():
-            if value is not None and math.isfinite(value):
-                values.setdefault(name, []).append(float(value))
-    return [{name: sum(v) / len(v) for name, v in by_iteration[n].items()} for n in sorted(by_iteration)]
-
-
 def moving_mean(values: Sequence[float]) -> list[float]:
     """Smooth a series by centred means over about a fifteenth of it, less near its ends; short series stay as is."""
     half = len(values) // 30

@@ -57,7 +57,8 @@ def write_page(
     *,
     title: str,
     summary: Sequence[SummaryRow],
-    runs: Mapping[str, Sequence[Record]],
+    method: str,
+    records: Sequence[Record],
     completions: Sequence[tuple[int, CompletionRow]],
     config: Mapping[str, Any],
     facts: Mapping[str, object],
@@ -70,7 +71,8 @@ def write_page(
         path: of the HTML file.
         title: heading of the page.
         summary: rows of the final table; empty = no table.
-        runs: metrics by run name, in the order of the legend.
+        method: name of the credit method, for the curves.
+        records: metrics by iteration.
         completions: (iteration, row); ``pick_completions`` selects the ones to show.
         config: the whole config as nested dicts, shown folded.
         facts: short ``key: value`` pairs such as device, policy, seconds.
@@ -82,17 +84,17 @@ def write_page(
         StorageError: the disk is full, unwritable or lost.
     """
     header, cells = summary_cells(summary) if summary else ([], [])
+    runs = {method: records}
     html = (
         templates()
         .get_template("page.html")
         .render(
             title=visible(title),
-            tiles=_tiles(summary) or _tiles_so_far(runs),
+            tiles=_tiles(summary) or _tiles_so_far(records),
             header=header,
             cells=[[visible(cell) for cell in row] for row in cells],
             caption=summary_title(summary) if summary else "",
             note=NOTE,
-            legend=list(zip(map(visible, runs), line_classes(list(runs)))) if len(runs) > 1 else [],
             charts=[chart(panel, runs) for panel in drawn_panels(runs)],
             size=SIZE,
             scale=colour_scale(),
@@ -257,9 +259,9 @@ def _tiles(summary: Sequence[SummaryRow]) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def _tiles_so_far(runs: Mapping[str, Sequence[Record]]) -> list[tuple[str, str, str]]:
-    """Return tiles for the evaluations of the first run before it has finished: the start's and the latest."""
-    known = points(next(iter(runs.values()), []), "pass_at_1")
+def _tiles_so_far(records: Sequence[Record]) -> list[tuple[str, str, str]]:
+    """Return tiles for the evaluations of a run before it has finished: the start's and the latest."""
+    known = points(records, "pass_at_1")
     tiles = [("start", f"{100 * y:.1f}%", "held-out pass@1 before") for _, y in known[:1]]
     return tiles + [("so far", f"{100 * y:.1f}%", f"held-out pass@1, iteration {x:.0f}") for x, y in known[1:][-1:]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -16,18 +16,18 @@ from rich.table import Table
 from rich.text import Text
 
 from oarjax.report.files import visible
-from oarjax.stats import Interval, clustered_share_interval, mean_interval, mean_score, paired_difference
+from oarjax.stats import clustered_share_interval, mean_interval, paired_difference
 from oarjax.system.json import number, to_json
 
 NOTE = (
-    "±: half of a 95% interval over problems, seeds averaged; how seeds differ is in summary.json. Change: points, "
-    "paired by problem with the first row. Length: mean tokens of a completion."
+    "±: half of a 95% interval over problems. Change: points, paired by problem with the first row. Length: mean "
+    "tokens of a completion."
 )
 
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """One policy, or one method over several seeds. Shares are 0..1, changes are points (hundredths of pass@1)."""
+    """One policy. Shares are 0..1, changes are points (hundredths of pass@1)."""
 
     name: str
     pass_at_1: float
@@ -36,31 +36,30 @@ class SummaryRow:
     change: float | None  # None for the baseline's row, or if no problem was graded in both
     change_low: float | None
     change_high: float | None
-    by_seed: tuple[float, ...]  # pass@1 of each seed
     problems: int
     ungraded: int  # answers left out because they could not be graded
     mean_length: float | None  # tokens
-    seconds: float | None  # of training, all seeds together
+    seconds: float | None  # of training
 
 
 def summarise(
     name: str,
-    scores: Float[np.ndarray, "problems seeds"],
+    scores: Float[np.ndarray, "problems"],
     *,
-    baseline: Float[np.ndarray, "problems seeds"] | None = None,
+    baseline: Float[np.ndarray, "problems"] | None = None,
     mean_length: float | None = None,
     seconds: float | None = None,
 ) -> SummaryRow:
-    """Summarise the share of right answers of each problem under each seed as a row of the table.
+    """Summarise the share of right answers of each problem as a row of the table.
 
     Args:
         scores: the mean over a problem's samples; NaN = ungraded, left out and counted. Of rewards outside 0..1 the
             mean has Student's interval over problems.
-        baseline: the same problems and seeds before training; None for the baseline's row.
+        baseline: the same problems before training; None for the baseline's row.
     """
     shares = not (np.nanmin(scores, initial=0) < 0 or np.nanmax(scores, initial=1) > 1)
-    accuracy = clustered_share_interval(scores) if shares else mean_interval(mean_score(scores))
-    change = None if baseline is None else paired_change(scores, baseline)
+    accuracy = clustered_share_interval(scores[:, None]) if shares else mean_interval(scores)
+    change = None if baseline is None else paired_difference(100 * scores, 100 * baseline, quantile="normal")
     change = change if change and change.count else None  # no problem was graded in both
     return SummaryRow(
         name=name,
@@ -70,7 +69,6 @@ def summarise(
         change=change.mean if change else None,
         change_low=change.low if change else None,
         change_high=change.high if change else None,
-        by_seed=tuple(mean_score(scores.T).tolist()),
         problems=scores.shape[0],
         ungraded=int(np.isnan(scores).sum()),
         mean_length=mean_length,
@@ -78,27 +76,15 @@ def summarise(
     )
 
 
-def paired_change(
-    scores: Float[np.ndarray, "problems seeds"], baseline: Float[np.ndarray, "problems seeds_before"]
-) -> Interval:
-    """Average the change of each problem's mean, in points, with its normal 95% interval.
-
-    Raises:
-        ValueError: the two have different numbers of problems.
-    """
-    return paired_difference(100 * mean_score(scores), 100 * mean_score(baseline), quantile="normal")
-
-
 def summary_cells(rows: Sequence[SummaryRow]) -> tuple[list[str], list[list[str]]]:
     """Return the table's header and cells, for the terminal and the page. ± is half the interval's width."""
-    header = ["policy", "pass@1", "change", "seeds", "length", "seconds"]
+    header = ["policy", "pass@1", "change", "length", "seconds"]
     ungraded = any(row.ungraded for row in rows)
     cells = [
         [
             row.name,
             f"{100 * row.pass_at_1:.1f}% ±{50 * (row.high - row.low):.1f}" if math.isfinite(row.pass_at_1) else "n/a",
             _change(row),
-            str(len(row.by_seed)),
             "" if row.mean_length is None else f"{row.mean_length:.1f}",
             "" if row.seconds is None else f"{row.seconds:.0f}",
             *([str(row.ungraded)] if ungraded else []),
@@ -146,4 +132,4 @@ def write_summary(path: Path, rows: Sequence[SummaryRow]) -> None:
 
 def read_summary(path: Path) -> list[SummaryRow]:
     rows = json.loads(path.read_text())["rows"]
-    return [SummaryRow(**(row | {"by_seed": tuple(row["by_seed"])})) for row in rows]
+    return [SummaryRow(**{field.name: row[field.name] for field in fields(SummaryRow)}) for row in rows]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from oarjax.config import Config, ConfigError, flatten, parse_config
+from oarjax.config import Config, ConfigError, flatten, parse_config, read_tree
 from oarjax.credit.registry import unread_settings
 from oarjax.storage.durable import FolderTaken, cannot_read, cannot_write, exists, guarded, names_in, write_durably
 from oarjax.storage.manifest import read_manifest
@@ -60,8 +60,6 @@ PROGRESS = (
     "sft.json",
     "checkpoints.json",
     "checkpoints/*",
-    "seed*/start",
-    "seed*/sft.json",
     "*/checkpoints.json",
     "*/*/checkpoints.json",
 )
@@ -75,7 +73,7 @@ SHOWN = 5
 
 
 def start_folder(run: Path, name: str) -> Path | None:
-    """Return a run's start folder: below its own folder, or beside it for runs of --compare and of studies."""
+    """Return a run's start folder: below its own folder, or beside it for runs of studies."""
     return next((place for place in (run / name, run.parent / name) if place.is_dir()), None)
 
 
@@ -114,6 +112,29 @@ def listed(texts: list[str]) -> str:
     return "; ".join(texts[:SHOWN]) + rest
 
 
+REMOVED = ("report.controls",)
+"""Fields that saved configs may have and that a config has not; a run does not need them to resume."""
+
+
+def without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved config without removed fields."""
+    kept = dict(tree)
+    for section, _, field in (name.partition(".") for name in REMOVED):
+        if isinstance(kept.get(section), Mapping):
+            kept[section] = {name: value for name, value in kept[section].items() if name != field}
+    return kept
+
+
+def saved_config(folder: Path) -> Config:
+    """Read the config of a run's folder.
+
+    Raises:
+        ConfigError: the file is missing or is not a config.
+    """
+    path = folder / "config.yaml"
+    return parse_config(without_removed(read_tree(path)), source=str(path))
+
+
 def differences(before: Mapping[str, Any], cfg: Config) -> Differences:
     """Compare a saved config with this one."""
     was, now = flatten(_complete(before)), flatten(cfg.model_dump(mode="json"))
@@ -132,7 +153,7 @@ def differences(before: Mapping[str, Any], cfg: Config) -> Differences:
 def _complete(before: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a saved config with newer fields at their defaults, or unchanged if it cannot be read."""
     try:
-        return parse_config(dict(before)).model_dump(mode="json")
+        return parse_config(without_removed(before)).model_dump(mode="json")
     except ConfigError:
         return before
 
@@ -162,9 +183,7 @@ def has_progress(folder: Path) -> bool:
     Raises:
         StorageError: the folder cannot be read, so it may hold such work.
     """
-    return any(any(_matches(folder, part)) for part in PROGRESS) or any(
-        _counts_by_lines(run) for run in (folder, *_matches(folder, "seed*/*"))
-    )
+    return any(any(_matches(folder, part)) for part in PROGRESS) or _counts_by_lines(folder)
 
 
 def _matches(folder: Path, pattern: str) -> Iterator[Path]:
@@ -236,7 +255,7 @@ def claim(folder: Path, cfg: Config) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if exists(known) and not has_progress(folder) and known.read_bytes() != text.encode():
-            for path in (p for name in UNSEALED for at in ("", "seed*/", "seed*/*/") for p in folder.glob(at + name)):
+            for path in (p for name in UNSEALED for p in folder.glob(name)):
                 path.unlink()
         if not exists(folder / ID):
             write_durably(folder / ID, json.dumps({"id": _sealed_id(folder) or secrets.token_hex(16)}) + "\n")

@@ -59,12 +59,10 @@ def train(
     folder: Path,
     stop: Stop | None = None,
     on_lines: Callable[[], object] | None = None,
-    *,
-    keep_start: bool = True,
 ) -> Trained:
     """Iterate from ``start``; metrics, completions and checkpoints go to ``folder``.
 
-    With ``keep_start``, or if the KL term needs it, ``start`` is copied; otherwise the state reuses its memory.
+    The state reuses the memory of ``start``, unless the KL term needs it.
 
     A run with a checkpoint resumes, and ends as if it had never stopped. ``on_lines`` is called whenever its files have
     new lines.
@@ -77,7 +75,7 @@ def train(
     reference = None
     if run.credit.needs_reference(kl_beta=cfg.loss.kl_beta) and cfg.lora.rank == 0:  # adapters: the frozen weights
         reference = to_host_memory(start) if cfg.loss.reference == "host" else start
-    state = run.new_state(start, copy=keep_start or reference is start)
+    state = run.new_state(start, copy=reference is start)
     stream = run.prompts()
     timer, warnings, stop = PhaseTimer(), OnceWarnings(console), stop or Stop()
     if cfg.loss.off_policy.support == "whole":

@@ -75,7 +75,7 @@ def test_the_first_groups_of_an_iteration_are_kept_for_the_report(tmp_path):
 def test_facts_that_cannot_be_read_are_not_damaged(tmp_path):
     (tmp_path / "facts.json").mkdir()
     with pytest.raises(StorageError, match=r"cannot read .*facts\.json"):
-        _facts(tmp_path, tmp_path)
+        _facts(tmp_path)
 
 
 @pytest.mark.parametrize(("iterations", "shown"), [(3, 3), (30, 16), (1000, 14)])

@@ -11,14 +11,14 @@ from hostile_page import EVIL, Reader, completion, runs
 from oarjax.cli import main
 from oarjax.config import load_config
 from oarjax.report.colours import styles
-from oarjax.report.curves import average, curves, drawn_panels, moving_mean, points
+from oarjax.report.curves import curves, drawn_panels, moving_mean, points
 from oarjax.report.groups import ShownCompletion, ShownGroup
 from oarjax.report.page import group_cards, nice_ticks, pick_completions, token_colour, token_pieces, write_page
 from oarjax.report.summary import SummaryRow
 
 
 def summary() -> list[SummaryRow]:
-    rest = {"by_seed": (0.7,), "problems": 500, "ungraded": 0, "seconds": 70.0}
+    rest = {"problems": 500, "ungraded": 0, "seconds": 70.0}
     nothing = {"change": None, "change_low": None, "change_high": None, "mean_length": None}
     return [
         SummaryRow(name="SFT policy", pass_at_1=0.7, low=0.66, high=0.74, **nothing, **rest),
@@ -38,7 +38,8 @@ def page(tmp_path, **changes) -> tuple[str, Reader]:
     fields = {
         "title": "demo",
         "summary": summary(),
-        "runs": runs(),
+        "method": "OAR-G",
+        "records": runs()["OAR-G"],
         "completions": [(1, completion())],
         "config": {"seed": 0, "credit": {"method": "oar_g"}},
         "facts": {"device": "cpu"},
@@ -93,12 +94,12 @@ def test_several_rewards_have_a_curve_each_and_seconds_leave_the_first_iteration
     records = [{"iteration": n, "reward": 1.0, "reward/a": 0.5, "reward/b": 0.5} for n in (1, 2)]
     for record, seconds in zip(records, (90.0, 2.0)):
         record["seconds/training"] = seconds
-    _, read = page(tmp_path, runs={"OAR-G": records})
+    _, read = page(tmp_path, records=records)
     assert "mean of reward a" in read.text
     assert "mean of reward b" in read.text
     assert "iteration 2: 2.000" in read.text
     assert "iteration 1: 90.0" not in read.text
-    assert "mean of reward exact" not in page(tmp_path, runs={"x": [{"iteration": 1, "reward/exact": 1.0}]})[1].text
+    assert "mean of reward exact" not in page(tmp_path, records=[{"iteration": 1, "reward/exact": 1.0}])[1].text
 
 
 def test_a_method_has_the_same_colour_among_any_others():
@@ -111,7 +112,7 @@ def test_a_method_has_the_same_colour_among_any_others():
 
 def test_a_run_in_progress_shows_its_evaluations(tmp_path):
     records = [{"iteration": 0, "pass_at_1": 0.25}, {"iteration": 5, "pass_at_1": 0.5}, {"iteration": 6, "reward": 1.0}]
-    _, read = page(tmp_path, summary=[], runs={"x": records})
+    _, read = page(tmp_path, summary=[], records=records)
     assert "25.0%held-out pass@1 before" in read.text.replace("\n", "")
     assert "50.0%held-out pass@1, iteration 5" in read.text.replace("\n", "")
 
@@ -124,8 +125,8 @@ def test_untrusted_text_stays_text_everywhere(tmp_path, where):
     if where == "title":
         changes["title"] = EVIL
     elif where == "rest":
-        changes |= {"facts": {EVIL: EVIL}, "config": {EVIL: EVIL}, "runs": {EVIL: runs()["GRPO"], "b": []}}
-        changes["summary"] = [*summary(), SummaryRow(EVIL, *[0.5] * 6, (0.5,), 2, 0, None, None)]
+        changes |= {"facts": {EVIL: EVIL}, "config": {EVIL: EVIL}, "method": EVIL}
+        changes["summary"] = [*summary(), SummaryRow(EVIL, *[0.5] * 6, 2, 0, None, None)]
     elif where == "groups":
         changes["groups"] = [group(1, [0.0], prompt=EVIL, reference=EVIL, completion=EVIL, answer=EVIL, verdict=EVIL)]
     elif where == "tokens":
@@ -173,7 +174,7 @@ def test_a_path_that_can_hold_no_page_is_the_users_error(tmp_path, monkeypatch, 
 
 
 def test_page_of_a_run_without_anything(tmp_path):
-    _, read = page(tmp_path, summary=[], runs={"x": []}, completions=[], config={}, facts={})
+    _, read = page(tmp_path, summary=[], records=[], completions=[], config={}, facts={})
     assert {"svg", "table", "article", "details"}.isdisjoint(read.tags)
 
 
@@ -232,16 +233,6 @@ def test_points_leave_gaps_out_and_panels_need_points():
     records = [{"iteration": 1, "reward": None}, {"iteration": 2}, {"iteration": 3, "reward": 0.5}]
     assert points(records, "reward") == [(3.0, 0.5)]
     assert [p.metric for p in drawn_panels({"a": records, "b": []})] == ["reward"]
-
-
-def test_average_of_seeds_is_per_iteration_over_those_that_have_a_value():
-    first = [{"iteration": 0, "pass_at_1": 0.5}, {"iteration": 1, "reward": 0.25}]
-    second = [{"iteration": 1, "reward": 0.75, "ess": 0.5}, {"iteration": 2, "reward": None}]
-    assert average([first, second]) == [
-        {"iteration": 0.0, "pass_at_1": 0.5},
-        {"iteration": 1.0, "reward": 0.5, "ess": 0.5},
-        {"iteration": 2.0},
-    ]
 
 
 def test_moving_mean_keeps_short_series_and_narrows_at_the_ends():

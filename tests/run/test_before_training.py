@@ -121,9 +121,9 @@ def test_the_command_tries_them_before_the_warm_start(config, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("method", ["serl", "rlsd"])
-def test_a_control_that_lacks_something_is_refused_before_the_warm_start(config, tmp_path, method):
-    cfg = load_config(config, [f"run_dir={tmp_path / 'run'}", f"report.controls=[{method}]", "grading.plugins=[]"])
-    with pytest.raises(UserError, match=r"^report.controls: credit\.(marks|teacher): "):
+def test_a_method_that_lacks_something_is_refused_before_the_warm_start(config, tmp_path, method):
+    cfg = load_config(config, [f"run_dir={tmp_path / 'run'}", f"credit.method={method}", "grading.plugins=[]"])
+    with pytest.raises(UserError, match=r"^credit\.(marks|teacher): "):
         train_once(cfg, make_console(), Stop())
     assert not (tmp_path / "run" / "config.yaml").exists()
 

@@ -268,7 +268,7 @@ def test_losses_that_give_something_else_are_told():
 def test_what_is_named_must_be_there(tmp_path, monkeypatch, capsys, change, says):
     monkeypatch.chdir(ROOT)
     run = ["configs/demo.yaml", f"run_dir={tmp_path / 'run'}", f"compilation_cache={CACHE}", "credit.method=custom"]
-    run += ["sft=null", "data.eval=null", "data.train.limit=4", "report.controls=[]"]
+    run += ["sft=null", "data.eval=null", "data.train.limit=4"]
     first = "credit.function=docs/examples/custom_credit.py:later"
     monkeypatch.setattr(sys, "argv", ["oarjax", "train", *run, first, change])
     with pytest.raises(SystemExit) as done:

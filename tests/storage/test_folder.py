@@ -14,7 +14,7 @@ from oarjax.config import ConfigError
 from oarjax.storage.bad_batches import write_params
 from oarjax.storage.checkpoint import Checkpoints
 from oarjax.storage.durable import FolderTaken, Lines, StorageError, write_durably
-from oarjax.storage.folder import SHOWN, claim, differences, locked, put_aside, refuse_another_run, run_id
+from oarjax.storage.folder import SHOWN, claim, differences, locked, put_aside, refuse_another_run, run_id, saved_config
 from oarjax.storage.manifest import write_manifest
 from oarjax.types import TrainState
 
@@ -217,3 +217,17 @@ def test_a_damaged_id_counts_as_none(tmp_path):
         assert run_id(tmp_path) is None
     assert yaml.safe_load((claim(tmp_path / "new", tiny.config()) / "config.yaml").read_text())["seed"] == 0
     assert len(run_id(tmp_path / "new") or "") == 32
+
+
+@pytest.mark.parametrize("controls", [[], ["uniform"]])
+def test_a_run_whose_config_has_a_removed_field_resumes(tmp_path, controls):
+    cfg = tiny.config()
+    known = claim(tmp_path, cfg) / "config.yaml"
+    tree = yaml.safe_load(known.read_text())
+    tree["report"]["controls"] = controls
+    known.write_text(yaml.safe_dump(tree))
+    (tmp_path / "checkpoints.json").write_text("{}")
+    assert saved_config(tmp_path) == cfg
+    assert refuse_another_run(tmp_path, cfg).words() == ""
+    with pytest.raises(ConfigError, match="seed was 0, is 1"):
+        refuse_another_run(tmp_path, tiny.config(seed=1))

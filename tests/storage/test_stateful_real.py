@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import unsound
@@ -74,7 +75,8 @@ class World:
             check_inputs(self.run, folder)
             claim(folder, self.run.cfg)
             try:
-                params = trainer.train(self.run, self.grader, self.start, None, folder, self.stop).params
+                start = jax.tree.map(jnp.copy, self.start)  # whose memory the state reuses
+                params = trainer.train(self.run, self.grader, start, None, folder, self.stop).params
             except (Killed, Stopped):
                 return None
             assert not act or self.left > 0, f"{act} did nothing"

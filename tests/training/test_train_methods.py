@@ -83,7 +83,7 @@ def test_one_iteration(name, tmp_path):
     file = tmp_path / "tiny.yaml"
     file.write_text(yaml.safe_dump(TINY | {"run_dir": str(tmp_path / "run"), "policy": {"path": str(policy)}}))
     overrides = [f"credit.{field}={json.dumps(value)}" for field, value in COMBINATIONS[name].items()]
-    run(file, overrides, compare=False)
+    run(file, overrides)
     (record,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert np.isfinite(record["loss"])
     assert record["skipped"] == 0

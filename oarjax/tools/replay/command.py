@@ -18,7 +18,7 @@ from oarjax.report.files import make_console, short
 from oarjax.run.run import Run
 from oarjax.storage.bad_batches import BadBatchError, Header, read_bad_batch, read_params
 from oarjax.storage.checkpoint import finished
-from oarjax.storage.folder import changed, start_folder
+from oarjax.storage.folder import changed, start_folder, without_removed
 from oarjax.storage.trust import check_trust, code_places
 from oarjax.system.devices import choose_platform, use_compilation_cache
 from oarjax.system.json import to_json
@@ -61,7 +61,7 @@ def open_replay(header: Header, file: Path, *, device: str, console: Console, tr
         UntrustedCode: the file names code that is not known to be the user's, and ``trust_code`` is not set.
     """
     folder = file.absolute().parent.parent
-    kept = {name: value for name, value in header.config.items() if name not in MACHINE}
+    kept = {name: value for name, value in without_removed(header.config).items() if name not in MACHINE}
     cfg = parse_config(kept | {"run_dir": str(folder)}, source=str(file))
     check_trust(code_places(cfg), folder, source=str(file), trusted=trust_code)
     cfg = changed(cfg, policy=changed(cfg.policy, compute_dtype="float32"), rollout=changed(cfg.rollout, tensor=None))

@@ -89,7 +89,9 @@ class ChooseConfig(Section):
 
 class StudyConfig(Section):
     run_dir: str = Field(description="folder of the study; with --quick, -quick is appended")
-    base: dict[str, Any] = Field(description="the run config that arms change: its fields, or a file beside this one")
+    base: dict[str, Any] = Field(
+        description="the run config that arms change: its fields, or a file: beside this one, in an override here"
+    )
     arms: dict[str, Changes] = Field(description="name to show -> fields changed, in: " + ", ".join(FREE))
     seeds: Seeds
     against: tuple[str, ...] = Field(default=(), description="arms that the others are compared with, seed by seed")
@@ -192,7 +194,7 @@ def load_study(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *,
     _read_base(tree, path.parent)
     for override in overrides:
         apply_override(tree, override)
-    _read_base(tree, path.parent)
+    _read_base(tree, Path())
     study = _validate(tree, source=str(path))
     if quick and study.quick is None:
         raise ConfigError(f"{path}: --quick needs a section quick; add it, with the fields that it changes")
@@ -246,6 +248,8 @@ def make_plan(study: StudyConfig, chosen: Mapping[str, Any] | None = None) -> Pl
         return changes if choose is None else merged(changes, {choose.field: value}, where="choose")
 
     starts = {seed: config({}, seed, home(seed), "base") for seed in seeds}
+    if starts[seeds[0]].data.eval is None:
+        raise ConfigError("base.data.eval: a study compares held-out pass@1; set data.eval")
     trials = {
         name: tuple(
             tuple(

@@ -128,7 +128,7 @@ def train_run(cfg: Config, home: Path, console: Console, graders: Graders, progr
     with locked(folder):
         _claim(run, folder, console)
         programs.lend(run)
-        train(run, graders.of(run), start, read_before(home / BEFORE), folder, keep_start=False)
+        train(run, graders.of(run), start, read_before(home / BEFORE), folder)
         remove_all(folder / "checkpoints")
         shutil.rmtree(folder / "verdicts", ignore_errors=True)
 

@@ -15,7 +15,7 @@ BASE = {
     "iterations": 3,
     "device": "cpu",
     "policy": {"path": "p"},
-    "data": {"train": {"source": "t.jsonl"}},
+    "data": {"train": {"source": "t.jsonl"}, "eval": {"source": "e.jsonl"}},
     "credit": {"gate": {"tau": 0.4}},
 }
 STUDY = {
@@ -109,6 +109,19 @@ def test_base_may_be_a_file_beside_the_study(write, tmp_path):
         load_study(write(base="none.yaml"))
 
 
+def test_base_in_an_override_is_a_file_here_or_a_shipped_config(write, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here" / "mine.yaml").write_text(yaml.safe_dump(BASE | {"iterations": 7}))
+    assert load_study(write(), ["base=mine.yaml"]).base["iterations"] == 7
+    assert load_study("study_grpo", ["base=stories"]).base["run_dir"] == "runs/stories"
+
+
+def test_a_study_needs_held_out_problems(write):
+    with pytest.raises(ConfigError, match=r"base.data.eval: a study compares held-out pass@1; set data.eval"):
+        make_plan(load_study(write(), ["base.data.eval=null"]))
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -145,7 +158,7 @@ def test_bad_studies(write, changes, says):
         ({"rollout.temperature": 0.5}, "arms.bad: expected changes in advantage, .*, got rollout.temperature; "),
         ({"seed": 9, "iterations": 9}, "arms.bad: .*, got iterations; "),  # the study gives seeds
         ({"update.refills": 2}, "arms.bad: .*, got update.refills; .*same start, problems and sampling"),
-        ({"data.eval.source": "e.jsonl"}, "arms.bad: .*, got data.eval; "),
+        ({"data.eval.source": "other.jsonl"}, "arms.bad: .*, got data.eval; "),
         ({"credit.answer": {"style": "hash"}}, "arms.bad: .*, got credit.answer.style; .*set it in base"),
         ({"credit.method": "uniform"}, "arms.bad: is the same run as arms.GRPO; change one of its fields"),
         ({"iterations.x": 1}, r"arms.bad: 1 bad field\(s\)\n  iterations: .*got {'x': 1}"),

@@ -33,7 +33,7 @@ def file(tmp_path):
         "device": "cpu",
         "run_dir": "unused",
         "policy": {"path": "builtin:arithmetic"},
-        "data": {"template": "plain", "train": ARITHMETIC},
+        "data": {"template": "plain", "train": ARITHMETIC, "eval": ARITHMETIC | {"split": "eval", "limit": 4}},
         "sft": {"data": ARITHMETIC | {"split": "sft"}, "steps": 3},
         "grading": {"rewards": [{"name": "exact"}]},
     }
