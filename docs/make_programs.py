@@ -23,7 +23,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 
 import jax  # noqa: E402
 
-from oarjax.config import load_config  # noqa: E402
+from oarjax.config.loading import load_config  # noqa: E402
 from oarjax.data.tasks.arithmetic import builtin_config  # noqa: E402
 from oarjax.models.qwen_config import QwenConfig  # noqa: E402
 from oarjax.run.memory import peak_bytes  # noqa: E402

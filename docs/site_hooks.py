@@ -78,7 +78,7 @@ def config_reference() -> str:
         sections.setdefault(row.path.split(".")[0] if "." in row.path else "A run", []).append(row)
     parts = [
         "# Config reference\n\nEvery field with its default, accepted values and meaning, from the types of "
-        "`oarjax/config.py`. `oarjax config SECTION` prints the same; any field can be set on the command line: "
+        "`oarjax/config/`. `oarjax config SECTION` prints the same; any field can be set on the command line: "
         "`oarjax train demo rollout.group_size=16`.\n"
     ]
     for name, rows in sections.items():

@@ -63,7 +63,8 @@ from oarjax.types import (
 from oarjax.grading.rewards import Sample as Sample, reward as reward
 
 # training, and custom loops
-from oarjax.config import Config as Config, load_config as load_config
+from oarjax.config.loading import load_config as load_config
+from oarjax.config.schema import Config as Config
 from oarjax.step.programs import Shardings as Shardings, make_optimizer as make_optimizer, make_steps as make_steps
 from oarjax.step.iteration import HostCallbacks as HostCallbacks, iterate as iterate
 from oarjax.step.host_callbacks import GradedAtOnce as GradedAtOnce

@@ -95,7 +95,7 @@ def init(
     ] = None,
 ) -> None:
     """Copy a shipped config here, to change it. Never overwrites a file."""
-    from oarjax.config import copy_shipped
+    from oarjax.config.shipped import copy_shipped
 
     typer.echo(f"wrote {copy_shipped(name, to)}; change it, then: oarjax train {to or name + '.yaml'}")
 

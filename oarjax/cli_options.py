@@ -132,7 +132,7 @@ def check_configs(paths: Sequence[str | Path], overrides: Sequence[str] | None) 
     Raises:
         ConfigError: a file is missing or a field is wrong.
     """
-    from oarjax.config import load_config
+    from oarjax.config.loading import load_config
 
     for path in paths:
         load_config(path, list(overrides or []))

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oarjax.config import Config, parse_config
+from oarjax.config.loading import parse_config
+from oarjax.config.schema import Config
 from oarjax.grading.grader import local_rewards
 from oarjax.report.colours import LIGHT
 from oarjax.report.curves import PANELS, Record, points

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 import oarjax.run.grades
-from oarjax.config import Config
+from oarjax.config.schema import Config
 from oarjax.models.weights import init_params
 from oarjax.run.run import Run, open_run
 from oarjax.tools.lab.completions import sample_completions

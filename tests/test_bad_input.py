@@ -15,7 +15,7 @@ from conftest import CACHE, ROOT
 from safetensors.numpy import load_file, save_file
 
 from oarjax.cli import main
-from oarjax.config import _is_reserved
+from oarjax.config.rules import _is_reserved
 from oarjax.data.hf import export, load_params, read_config
 from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.tools.bench.measure import counted_compilations

@@ -13,7 +13,7 @@ import yaml
 from conftest import CACHE, ROOT
 
 from oarjax.cli import main
-from oarjax.config import load_config
+from oarjax.config.loading import load_config
 from oarjax.data.hf import load_params, read_config, stored_dtype
 from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.report.files import read_completions, read_metrics

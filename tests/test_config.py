@@ -8,7 +8,9 @@ import yaml
 from conftest import ROOT
 from pydantic import ValidationError
 
-from oarjax.config import ConfigError, copy_shipped, find_config, load_config, parse_config
+from oarjax.config.loading import find_config, load_config, parse_config
+from oarjax.config.shipped import copy_shipped
+from oarjax.errors import ConfigError
 
 SMALLEST = {"run_dir": "r", "policy": {"path": "p"}, "data": {"train": {"source": "t.jsonl"}}}
 

@@ -36,7 +36,9 @@ import oarjax.storage.checkpoint
 import oarjax.training.command
 import oarjax.training.trainer
 import oarjax.training.warm_start
-from oarjax.config import Config, fields_of, parse_config
+from oarjax.config.loading import parse_config
+from oarjax.config.schema import Config
+from oarjax.config.section import fields_of
 from oarjax.credit.resolved import resolve_method
 from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.data.tasks.forks import write_forks_policy

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 from conftest import ROOT
 
-from oarjax.config import changed, load_config
+from oarjax.config.changes import changed
+from oarjax.config.loading import load_config
 from oarjax.costs import (
     Row,
     Work,

@@ -18,7 +18,10 @@ from typing import Any
 import pytest
 import unsound
 
-from oarjax.config import Config, DatasetConfig, flatten, parse_config, read_tree
+from oarjax.config.inputs import DatasetConfig
+from oarjax.config.loading import parse_config, read_tree
+from oarjax.config.schema import Config
+from oarjax.config.section import flatten
 from oarjax.data.hf_files import check_headers, read_architecture
 from oarjax.data.problems import load_problems
 from oarjax.data.tasks.arithmetic import write_builtin_policy

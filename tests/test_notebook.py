@@ -9,7 +9,7 @@ from hostile_page import EVIL, Reader, completion, runs
 
 import oarjax
 from oarjax import notebook
-from oarjax.config import parse_config
+from oarjax.config.loading import parse_config
 from oarjax.notebook import show_completions, show_credit, show_curves, show_lab, show_lab_figure, show_tokens
 from oarjax.report.files import CompletionsWriter, MetricsWriter, read_metrics
 from oarjax.stats import Interval

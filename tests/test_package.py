@@ -16,7 +16,8 @@ from conftest import ROOT
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 PARTS = ("oarjax", "configs", "hatch_build.py", "pyproject.toml", "README.md", "LICENSE")
 SHIPPED = """import json
-from oarjax.config import load_config, shipped_configs
+from oarjax.config.loading import load_config
+from oarjax.config.shipped import shipped_configs
 print(json.dumps([list(shipped_configs()), load_config("demo").seed]))"""
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from conftest import CACHE, ROOT
 
 import oarjax
-from oarjax.config import load_config
+from oarjax.config.loading import load_config
 from oarjax.credit.registry import METHODS
 from oarjax.report.files import read_metrics
 from oarjax.tools.study.config import load_study, make_plan

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from oarjax.config import Config, parse_config
+from oarjax.config.loading import parse_config
+from oarjax.config.schema import Config
 from oarjax.credit.keywords import KeywordTable
 from oarjax.credit.method import built_in
 from oarjax.credit.registry import METHODS

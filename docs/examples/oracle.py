@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from oarjax import Context, CreditInputs, CreditMethod, oar_weights
-from oarjax.config import DatasetConfig, ForksConfig
+from oarjax.config.inputs import DatasetConfig, ForksConfig
 from oarjax.data.tasks.truth import token_truth
 
 

@@ -1,7 +1,7 @@
 """Settings of the credit methods, of the gate, the probe and what else credit reads, with their defaults and ranges.
 
 Standard dataclasses: a formula needs no config to be called. A config nests ``CreditSettings`` and validates it;
-``oarjax.config.changed`` validates changes to one.
+``oarjax.config.changes.changed`` validates changes to one.
 """
 
 from __future__ import annotations

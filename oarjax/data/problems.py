@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from oarjax.config import DatasetConfig
+from oarjax.config.inputs import DatasetConfig
 from oarjax.data.tasks.arithmetic import MARKER, SIZES, arithmetic_rows
 from oarjax.data.tasks.forks import forks_rows
 from oarjax.data.tasks.stories import stories_rows

@@ -12,9 +12,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from oarjax.config import ConfigError, DatasetConfig
+from oarjax.config.inputs import DatasetConfig
 from oarjax.data.problems import read_rows
 from oarjax.data.tokenizer import can_think
+from oarjax.errors import ConfigError
 
 STEP_BY_STEP = "Please reason step by step, and put your final answer within \\boxed{}."
 """The sentence that Qwen2.5-Math and Qwen3 were trained with."""

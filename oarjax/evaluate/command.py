@@ -13,12 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.console import Console
 
-from oarjax.config import (
-    Config,
-    ConfigError,
-    flatten,
-)
+from oarjax.config.schema import Config
+from oarjax.config.section import flatten
 from oarjax.data.streams import Encoded
+from oarjax.errors import ConfigError
 from oarjax.evaluate.benchmarks import Asked, read_names
 from oarjax.evaluate.fields import batch_of, config_of, config_tree, own_problems, sampling_preset, with_batch
 from oarjax.evaluate.results import (

@@ -8,8 +8,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from oarjax.config import Config, ConfigError, apply_override, explained
+from oarjax.config.changes import explained
+from oarjax.config.loading import apply_override
+from oarjax.config.schema import Config
 from oarjax.data.hub_name import is_hub_name
+from oarjax.errors import ConfigError
 
 EXPECTED = "a run folder (runs/demo), one of its checkpoints (runs/demo/checkpoints/000020), a Hugging Face folder"
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from oarjax.config import ConfigError
 from oarjax.data.hf import SHARD_BYTES, export, read_config
 from oarjax.data.hf_files import CheckpointError
 from oarjax.data.peft import write_adapters
 from oarjax.data.tokenizer import load_tokenizer, stop_ids
+from oarjax.errors import ConfigError
 from oarjax.evaluate.target import find_checkpoint, find_target, one_device, target_params
 from oarjax.models.weights import parameter_count
 from oarjax.report.files import make_console

@@ -8,18 +8,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from oarjax.config import (
-    SAMPLING_PRESETS,
-    Config,
-    ConfigError,
-    DatasetConfig,
-    apply_override,
-    explained,
-    flatten,
-    parse_config,
-)
+from oarjax.config.changes import explained
+from oarjax.config.inputs import DatasetConfig
+from oarjax.config.loading import apply_override, parse_config
+from oarjax.config.outputs import SAMPLING_PRESETS
+from oarjax.config.schema import Config
+from oarjax.config.section import flatten
 from oarjax.data.hf import read_config
 from oarjax.data.tokenizer import load_tokenizer
+from oarjax.errors import ConfigError
 from oarjax.evaluate.benchmarks import PROMPTS, Asked, Benchmark, family_prompt, find_fields
 from oarjax.evaluate.early import ACCEPTED, check_accepted
 from oarjax.evaluate.target import Target

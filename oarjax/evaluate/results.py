@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from oarjax.config import ConfigError
+from oarjax.errors import ConfigError
 from oarjax.report.files import visible
 from oarjax.stats import Interval, mean_interval, paired_difference, share_interval
 from oarjax.system.json import number, numbers, to_plain

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from rich.text import Text
 
-from oarjax.config import ConfigError
 from oarjax.data.hf import load_params, read_config
 from oarjax.data.streams import pad_prompts
 from oarjax.data.tokenizer import load_tokenizer, pad_id, render_prompt, stop_ids, text_of, token_bytes
+from oarjax.errors import ConfigError
 from oarjax.evaluate.fields import drawing
 from oarjax.evaluate.target import find_target, target_params
 from oarjax.models.qwen import make_policy

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from oarjax.config import BUILTIN_POLICIES, Config, ConfigError, PolicyConfig
+from oarjax.config.inputs import BUILTIN_POLICIES, PolicyConfig
+from oarjax.config.schema import Config
 from oarjax.data.hf import load_params, stored_dtype
+from oarjax.errors import ConfigError
 from oarjax.evaluate.early import EXPECTED, check_exists
 from oarjax.models.lora import all_params
 from oarjax.models.qwen_config import QwenConfig

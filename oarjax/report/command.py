@@ -7,8 +7,9 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from oarjax.config import Config, ConfigError
+from oarjax.config.schema import Config
 from oarjax.credit.registry import label
+from oarjax.errors import ConfigError
 from oarjax.report.files import make_console, read_completions, read_metrics
 from oarjax.report.groups import read_shown
 from oarjax.report.page import write_page

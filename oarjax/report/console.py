@@ -21,7 +21,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from oarjax.config import Config
+from oarjax.config.schema import Config
 from oarjax.credit.record import MEASURES
 from oarjax.credit.registry import label
 from oarjax.report.files import Metrics, make_console, short, visible

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from oarjax.config import Config, ConfigError
+from oarjax.config.schema import Config
+from oarjax.errors import ConfigError
 
 Schema = Mapping[str, Any]
 """A JSON schema, as pydantic writes it."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from oarjax.config import ConfigError
+from oarjax.errors import ConfigError
 from oarjax.report.colours import DARK, LIGHT, SVG_DASHES, styles
 from oarjax.report.curves import Panel, Record, drawn_panels, iteration_range, moving_mean, points
 from oarjax.report.files import CompletionRow, cut, short, visible

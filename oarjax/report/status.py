@@ -12,7 +12,7 @@ from typing import Any, SupportsFloat
 
 from rich.table import Table
 
-from oarjax.config import ConfigError
+from oarjax.errors import ConfigError
 from oarjax.report.files import make_console, read_metrics, short, visible
 from oarjax.storage.durable import DamagedError, cannot_read
 from oarjax.system.yaml_tree import read_yaml

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from rich.console import Console
 
-from oarjax.config import ConfigError, LoraConfig
+from oarjax.config.learning import LoraConfig
 from oarjax.data.hf_files import CheckpointError
 from oarjax.data.peft import read_adapters
+from oarjax.errors import ConfigError
 from oarjax.models.lora import adapter_axes, adapter_shapes, merge_adapters
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import abstract_params, logical_axes

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib.util import find_spec
 
-from oarjax.config import CheckpointConfig, Config, ConfigError, ReportConfig
+from oarjax.config.outputs import CheckpointConfig, ReportConfig
+from oarjax.config.schema import Config
 from oarjax.credit.answer_text import check_pattern
+from oarjax.errors import ConfigError
 from oarjax.grading.rewards import calls_of, find_rewards, load_plugins
 from oarjax.grading.sandbox import IsolationError, prove_isolation
 from oarjax.models.qwen_config import QwenConfig

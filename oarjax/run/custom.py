@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from oarjax.config import Config, ConfigError
+from oarjax.config.schema import Config
 from oarjax.credit.keywords import KeywordTable
 from oarjax.credit.method import CreditMethod
 from oarjax.credit.probe import Probe, Reading
 from oarjax.credit.record import CUSTOM
 from oarjax.credit.resolved import ResolvedMethod, TokenCredit, check_method, resolve_method
 from oarjax.credit.signals import CreditInputs, Signals
+from oarjax.errors import ConfigError
 from oarjax.models.policy import Policy
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import abstract_params

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from transformers import PreTrainedTokenizerFast
 
-from oarjax.config import ConfigError
 from oarjax.credit.answer_text import CUES
 from oarjax.credit.settings import AnswerSettings
 from oarjax.data.problems import Problem
 from oarjax.data.tokenizer import encode
+from oarjax.errors import ConfigError
 from oarjax.step.spans import Ending
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from oarjax.config import ConfigError
+from oarjax.errors import ConfigError
 from oarjax.models.weights import parameter_count
 from oarjax.run.policy import stored_dtype_of
 from oarjax.run.run import Run

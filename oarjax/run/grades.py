@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from oarjax.config import GradingConfig, RolloutConfig
+from oarjax.config.learning import GradingConfig, RolloutConfig
 from oarjax.credit.settings import AnswerSettings
 from oarjax.data.problems import Problem
 from oarjax.data.tokenizer import text_of

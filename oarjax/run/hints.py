@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from oarjax.config import ConfigError
 from oarjax.credit.record import OF_MARKS, OF_TEACHER
 from oarjax.data.problems import Problem
 from oarjax.data.streams import bucketed, encode_problems, left_pad
-from oarjax.errors import UserError
+from oarjax.errors import ConfigError, UserError
 from oarjax.step.hints import marked_tokens
 from oarjax.system.plugins import import_object
 from oarjax.types import Hints, Privileged, Rollout

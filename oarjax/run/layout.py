@@ -10,7 +10,10 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from oarjax.config import Config, ConfigError, LoraConfig, LossConfig, PolicyConfig, RolloutConfig
+from oarjax.config.inputs import PolicyConfig
+from oarjax.config.learning import LoraConfig, LossConfig, RolloutConfig
+from oarjax.config.schema import Config
+from oarjax.errors import ConfigError
 from oarjax.models.lora import merge_adapters
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.sharding import (

@@ -16,7 +16,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from oarjax.config import Config
+from oarjax.config.schema import Config
 from oarjax.credit.registry import reads_reference
 from oarjax.run.shapes import Part, Phase, Program, ProgramShapes
 from oarjax.storage.durable import write_durably

@@ -7,7 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from oarjax.config import LoraConfig, PolicyConfig
+from oarjax.config.inputs import PolicyConfig
+from oarjax.config.learning import LoraConfig
 from oarjax.models.attention import attention_for
 from oarjax.models.moe import experts_for
 from oarjax.models.policy import Policy

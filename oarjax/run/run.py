@@ -23,13 +23,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
-from oarjax.config import Config, ConfigError
+from oarjax.config.schema import Config
 from oarjax.credit.keywords import KeywordTable, keyword_table
 from oarjax.credit.resolved import ResolvedMethod
 from oarjax.data.hf import load_params, read_config
 from oarjax.data.problems import Problem
 from oarjax.data.streams import Encoded, PromptStream
 from oarjax.data.tokenizer import encode, load_tokenizer, pad_id, stop_ids, text_of, token_bytes
+from oarjax.errors import ConfigError
 from oarjax.grading.grader import Grader
 from oarjax.grading.recorded import Grading
 from oarjax.models.policy import Policy

@@ -7,13 +7,15 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from oarjax.config import ConfigError, DataConfig, DatasetConfig, PolicyConfig, SFTConfig
+from oarjax.config.inputs import DataConfig, DatasetConfig, PolicyConfig
+from oarjax.config.learning import SFTConfig
 from oarjax.data.hf import read_tokenizer_folder
 from oarjax.data.problems import load_problems
 from oarjax.data.streams import Encoded, encode_pairs, encode_problems
 from oarjax.data.tasks import arithmetic as builtin
 from oarjax.data.tasks.forks import write_forks_policy
 from oarjax.data.tasks.stories import write_stories_policy
+from oarjax.errors import ConfigError
 from oarjax.storage.durable import check_guards, exists, storage_errors
 from oarjax.storage.folder import has_progress
 from oarjax.system.processes import check_shared, from_first, only_first

@@ -8,7 +8,8 @@ from functools import partial
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from oarjax.config import AdvantageConfig, Config, GradingConfig
+from oarjax.config.learning import AdvantageConfig, GradingConfig
+from oarjax.config.schema import Config
 from oarjax.credit.resolved import ResolvedMethod
 from oarjax.rl.advantages import (
     AdvantageFunction,

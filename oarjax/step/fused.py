@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from oarjax.config import Config, OffPolicyConfig
+from oarjax.config.learning import OffPolicyConfig
+from oarjax.config.schema import Config
 from oarjax.credit.clean_pass import shared_pass
 from oarjax.credit.oar.oar_g import row_keys
 from oarjax.credit.probe import ProbeMode

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from oarjax.config import ConfigError
+from oarjax.errors import ConfigError
 from oarjax.types import Rollout
 
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from oarjax.config import Config, OffPolicyConfig, RolloutConfig, UpdateConfig
+from oarjax.config.learning import OffPolicyConfig, RolloutConfig, UpdateConfig
+from oarjax.config.schema import Config
 from oarjax.credit.probe import probe_mode
 from oarjax.credit.settings import ProbeSettings
 from oarjax.models.lora import all_params

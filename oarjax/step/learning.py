@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from oarjax.config import OffPolicyConfig
+from oarjax.config.learning import OffPolicyConfig
 from oarjax.credit.probe import ProbeMode
 from oarjax.models.lora import all_params
 from oarjax.step.gradients import Sums

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from oarjax.config import Config, LossConfig, OffPolicyConfig, RolloutConfig
+from oarjax.config.learning import LossConfig, OffPolicyConfig, RolloutConfig
+from oarjax.config.schema import Config
 from oarjax.credit.resolved import ResolvedMethod
 from oarjax.models.moe import balance_loss
 from oarjax.models.policy import Policy, positions_of

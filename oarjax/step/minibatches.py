@@ -17,7 +17,8 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
-from oarjax.config import DataConfig, RolloutConfig
+from oarjax.config.inputs import DataConfig
+from oarjax.config.learning import RolloutConfig
 from oarjax.types import AnswerSpan, Evidence, Grades, Privileged, Rollout
 
 

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from oarjax.config import Config, OptimConfig, SFTConfig
+from oarjax.config.learning import OptimConfig, SFTConfig
+from oarjax.config.schema import Config
 from oarjax.credit.keywords import KeywordTable
 from oarjax.credit.kinds import neutral, relative, token_advantages
 from oarjax.credit.measures import measure

@@ -8,7 +8,8 @@ from typing import Any
 
 from jaxtyping import Array, Key
 
-from oarjax.config import EvalConfig, RolloutConfig
+from oarjax.config.learning import RolloutConfig
+from oarjax.config.outputs import EvalConfig
 from oarjax.models.policy import Policy
 from oarjax.rollout.sampler import Decoding, group_keys, problem_keys
 from oarjax.rollout.segments import SegmentedSampler

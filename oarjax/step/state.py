@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from oarjax.config import LoraConfig
+from oarjax.config.learning import LoraConfig
 from oarjax.models.lora import init_adapters
 from oarjax.step.programs import Shardings
 from oarjax.types import Params, TrainState

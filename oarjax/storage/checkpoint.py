@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from oarjax.config import ConfigError
+from oarjax.errors import ConfigError
 from oarjax.storage.durable import (
     DamagedError,
     StorageError,

@@ -17,8 +17,11 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from oarjax.config import Config, ConfigError, flatten, parse_config, read_tree
+from oarjax.config.loading import parse_config, read_tree
+from oarjax.config.schema import Config
+from oarjax.config.section import flatten
 from oarjax.credit.registry import unread_settings
+from oarjax.errors import ConfigError
 from oarjax.storage.durable import FolderTaken, cannot_read, cannot_write, exists, guarded, names_in, write_durably
 from oarjax.storage.manifest import read_manifest
 from oarjax.system.yaml_tree import read_yaml

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from oarjax.config import ConfigError
+from oarjax.errors import ConfigError
 from oarjax.storage.durable import DamagedError, StorageError, cannot_read, check_guards, write_durably
 from oarjax.storage.folder import NO_DIFFERENCES, Differences, has_progress, listed
 from oarjax.system.devices import cpu_threads

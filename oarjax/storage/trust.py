@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from oarjax.config import Config
+from oarjax.config.schema import Config
 from oarjax.errors import UserError
 from oarjax.storage.durable import cannot_read, write_durably
 from oarjax.storage.folder import run_id

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from oarjax.config import Config, ConfigError, load_config
+from oarjax.config.loading import load_config
+from oarjax.config.schema import Config
 from oarjax.data.hf import export, remove_half_written
-from oarjax.errors import UserError
+from oarjax.errors import ConfigError, UserError
 from oarjax.grading.recorded import Grading
 from oarjax.report.command import write_facts
 from oarjax.report.console import banner, resumable, run_lines

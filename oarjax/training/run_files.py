@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from oarjax.config import ConfigError
 from oarjax.data.hf import commit_of
 from oarjax.data.streams import PromptStream
+from oarjax.errors import ConfigError
 from oarjax.grading.grader import local_digests
 from oarjax.grading.recorded import Grading, RecordedGrader, setup_of
 from oarjax.report.console import OnceWarnings

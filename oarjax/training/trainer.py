@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from oarjax.config import Config
+from oarjax.config.schema import Config
 from oarjax.costs import Row, Work, iteration_flops
 from oarjax.credit.registry import label
 from oarjax.credit.resolved import ResolvedMethod

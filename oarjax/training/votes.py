@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from oarjax.config import Config, GradingConfig
+from oarjax.config.learning import GradingConfig
+from oarjax.config.schema import Config
 from oarjax.grading.everyday import bare
 from oarjax.grading.grader import Grader
 from oarjax.grading.rewards import Sample, plainly_equal

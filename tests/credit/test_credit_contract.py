@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from oarjax.config import changed
+from oarjax.config.changes import changed
 from oarjax.credit import registry
 from oarjax.credit.keywords import keyword_table
 from oarjax.credit.kinds import neutral, token_advantages

@@ -12,7 +12,6 @@ from scipy.optimize import linear_sum_assignment
 from scipy.stats import fisher_exact
 from toy_policy import toy_params, toy_policy
 
-from oarjax.config import ConfigError
 from oarjax.credit.experimental import causal_spans, gtpo, shear
 from oarjax.credit.experimental.critic_search import turn_advantages
 from oarjax.credit.experimental.dgpo import dgpo_weights
@@ -31,6 +30,7 @@ from oarjax.credit.record import MEASURES
 from oarjax.credit.registry import METHODS
 from oarjax.credit.settings import CreditSettings
 from oarjax.credit.signals import Context, CreditInputs, Signals
+from oarjax.errors import ConfigError
 from oarjax.rollout.filters import Filters
 from oarjax.rollout.logps import last_states, token_logps
 from oarjax.step.hints import marked_tokens

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import tiny
 
-from oarjax.config import ConfigError
 from oarjax.credit.keywords import keyword_table
 from oarjax.credit.method import built_in
 from oarjax.credit.registry import METHODS, choices, label
 from oarjax.credit.resolved import resolve_method
 from oarjax.credit.settings import CreditSettings
 from oarjax.credit.signals import CreditInputs, Scored, Signals
+from oarjax.errors import ConfigError
 from oarjax.rollout.logps import token_logps
 from oarjax.step.iteration import iterate
 from oarjax.types import AnswerSpan, SampledRows

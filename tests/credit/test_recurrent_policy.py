@@ -7,12 +7,13 @@ import pytest
 from delta_policy import delta_policy
 from oar_rows import ROWS, batch
 
-from oarjax.config import ConfigError, parse_config
+from oarjax.config.loading import parse_config
 from oarjax.credit.clean_pass import linear_pass
 from oarjax.credit.oar.oar_l import local_importance
 from oarjax.credit.oar.oar_p import masked_token_importance
 from oarjax.credit.probe import kl_divergence, outcome_probe
 from oarjax.credit.resolved import resolve_method
+from oarjax.errors import ConfigError
 from oarjax.models.policy import positions_of
 
 MASK = 9

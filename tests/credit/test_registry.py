@@ -11,12 +11,9 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from oarjax.config import (
-    Config,
-    ConfigError,
-    LabConfig,
-    parse_config,
-)
+from oarjax.config.loading import parse_config
+from oarjax.config.outputs import LabConfig
+from oarjax.config.schema import Config
 from oarjax.costs import Row, clean_flops
 from oarjax.credit.method import built_in
 from oarjax.credit.record import KINDS, SIGNALS, MethodRecord
@@ -24,6 +21,7 @@ from oarjax.credit.registry import METHODS, choices, label, summary
 from oarjax.credit.resolved import resolve_method
 from oarjax.credit.settings import CreditSettings, FisherSettings, ProbeSettings, ScreenSettings
 from oarjax.credit.signals import CreditInputs, Signals
+from oarjax.errors import ConfigError
 from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import decoder_of
@@ -146,7 +144,7 @@ def test_a_new_entry_is_in_config_lab_study_and_label(mine):
     study = StudyConfig.model_validate(
         {
             "run_dir": "study",
-            "base": TREE,
+            "base": TREE | {"data": TREE["data"] | {"eval": TREE["data"]["train"]}},
             "arms": {"GRPO": {"credit.method": "uniform"}, "ours": {"credit.method": "mine"}},
             "seeds": [0],
         }
@@ -189,7 +187,7 @@ def test_help_names_a_new_entry_and_nothing_of_it_imports_jax():
     import sys
     from oarjax.credit.record import MethodRecord
     from oarjax.credit.registry import METHODS
-    import oarjax.config, oarjax.costs
+    import oarjax.config.loading, oarjax.costs
     METHODS["mine"] = {" ".join(ENTRY.split())}
     from oarjax.cli import app
     from typer.testing import CliRunner

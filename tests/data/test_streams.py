@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from oarjax.config import DatasetConfig
+from oarjax.config.inputs import DatasetConfig
 from oarjax.data.problems import DataError, Problem, load_problems, reference_answer
 from oarjax.data.streams import (
     Encoded,

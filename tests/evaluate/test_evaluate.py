@@ -21,11 +21,13 @@ from rich.console import Console
 
 import oarjax.evaluate.command
 from oarjax.cli import main
-from oarjax.config import ConfigError, DatasetConfig, load_config, parse_config
+from oarjax.config.inputs import DatasetConfig
+from oarjax.config.loading import load_config, parse_config
 from oarjax.credit.answer_text import extract_answer
 from oarjax.data.problems import load_problems
 from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.data.tokenizer import load_tokenizer
+from oarjax.errors import ConfigError
 from oarjax.evaluate import export
 from oarjax.evaluate import target as benchmark_target
 from oarjax.evaluate.benchmarks import (

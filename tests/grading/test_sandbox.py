@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tiny import config
 
-from oarjax.config import ConfigError
+from oarjax.errors import ConfigError
 from oarjax.grading import sandbox
 from oarjax.grading.code import code_passes, last_block
 from oarjax.grading.rewards import Sample, Unparseable

@@ -11,10 +11,11 @@ import pytest
 from conftest import TESTS
 from safetensors.numpy import load_file, save_file
 
-from oarjax.config import ConfigError, LoraConfig
+from oarjax.config.learning import LoraConfig
 from oarjax.data.hf import load_params, read_config
 from oarjax.data.hf_files import CheckpointError
 from oarjax.data.peft import CONFIG, WEIGHTS, read_adapters, write_adapters
+from oarjax.errors import ConfigError
 from oarjax.models.lora import init_adapters, join_params
 from oarjax.models.policy import positions_of
 from oarjax.models.qwen import make_policy

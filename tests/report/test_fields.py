@@ -2,7 +2,8 @@
 
 import pytest
 
-from oarjax.config import Config, ConfigError
+from oarjax.config.schema import Config
+from oarjax.errors import ConfigError
 from oarjax.report.fields import field_rows, markdown
 
 

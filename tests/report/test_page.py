@@ -9,7 +9,7 @@ from conftest import ROOT
 from hostile_page import EVIL, Reader, completion, runs
 
 from oarjax.cli import main
-from oarjax.config import load_config
+from oarjax.config.loading import load_config
 from oarjax.report.colours import styles
 from oarjax.report.curves import curves, drawn_panels, moving_mean, points
 from oarjax.report.groups import ShownCompletion, ShownGroup

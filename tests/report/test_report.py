@@ -10,7 +10,8 @@ import pytest
 from conftest import ROOT
 from rich.console import Console
 
-from oarjax.config import flatten, load_config
+from oarjax.config.loading import load_config
+from oarjax.config.section import flatten
 from oarjax.report.console import OnceWarnings, PhaseTimer, Progress, banner, run_lines
 from oarjax.report.files import (
     CompletionRow,

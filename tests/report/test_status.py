@@ -5,7 +5,7 @@ import json
 import pytest
 
 from oarjax.cli import app
-from oarjax.config import ConfigError
+from oarjax.errors import ConfigError
 from oarjax.report.status import duration, run_status
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from toy_policy import left_padded, toy_params, toy_policy
 
-from oarjax.config import SAMPLING_PRESETS
+from oarjax.config.outputs import SAMPLING_PRESETS
 from oarjax.evaluate.fields import drawing
 from oarjax.rollout.filters import Filters, filter_logits, penalise_repeated, seen_tokens
 from oarjax.rollout.logps import logits_logps, token_logps

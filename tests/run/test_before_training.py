@@ -10,8 +10,8 @@ import micro
 import pytest
 
 from oarjax.cli import main
-from oarjax.config import ConfigError, load_config
-from oarjax.errors import UserError
+from oarjax.config.loading import load_config
+from oarjax.errors import ConfigError, UserError
 from oarjax.grading.pool import GraderError
 from oarjax.report.files import make_console
 from oarjax.run.dry_run import try_rewards

@@ -16,12 +16,13 @@ from conftest import CACHE, ROOT
 from rich.console import Console
 
 from oarjax.cli import main
-from oarjax.config import ConfigError, parse_config
+from oarjax.config.loading import parse_config
 from oarjax.credit.method import CreditMethod
 from oarjax.credit.resolved import check_method, resolve_method
 from oarjax.credit.settings import CreditSettings
 from oarjax.credit.signals import CreditInputs, Signals
 from oarjax.data.tasks.arithmetic import write_builtin_policy
+from oarjax.errors import ConfigError
 from oarjax.grading.rewards import Sample, Unparseable
 from oarjax.report.console import OnceWarnings
 from oarjax.rl.loss import aggregate

@@ -13,7 +13,7 @@ from conftest import json_lines
 from fake_chips import Chip
 from tiny_programs import built, one_mesh
 
-from oarjax.config import ConfigError
+from oarjax.errors import ConfigError
 from oarjax.models.policy import positions_of
 from oarjax.models.qwen import make_policy
 from oarjax.models.sharding import ShardingError

@@ -10,7 +10,7 @@ import tiny
 from rich.console import Console
 from tiny_programs import built
 
-from oarjax.config import ConfigError
+from oarjax.errors import ConfigError
 from oarjax.models.weights import parameter_count
 from oarjax.run import memory as memory_estimate
 from oarjax.run.memory import memory_facts, report_memory

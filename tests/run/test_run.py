@@ -14,7 +14,7 @@ from rich.console import Console
 from tiny_programs import built
 
 import oarjax
-from oarjax.config import load_config
+from oarjax.config.loading import load_config
 from oarjax.storage.folder import changed
 from oarjax.storage.stop import Stop
 from oarjax.training.command import train_once

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import tiny
 
-from oarjax.config import ConfigError, parse_config
+from oarjax.config.loading import parse_config
+from oarjax.errors import ConfigError
 from oarjax.rollout.sampler import rollout_key
 from oarjax.step.iteration import NOISE, ORDER, add_metrics, iterate
 from oarjax.types import Mean

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from oarjax.config import ConfigError
+from oarjax.errors import ConfigError
 from oarjax.storage import checkpoint, manifest
 from oarjax.storage.checkpoint import Checkpoints, remove_all
 from oarjax.storage.durable import StorageError, in_mounted_bucket

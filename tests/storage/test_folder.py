@@ -10,7 +10,7 @@ import pytest
 import tiny
 import yaml
 
-from oarjax.config import ConfigError
+from oarjax.errors import ConfigError
 from oarjax.storage.bad_batches import write_params
 from oarjax.storage.checkpoint import Checkpoints
 from oarjax.storage.durable import FolderTaken, Lines, StorageError, write_durably

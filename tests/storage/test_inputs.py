@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from oarjax.config import ConfigError
+from oarjax.errors import ConfigError
 from oarjax.storage import inputs
 from oarjax.storage.durable import DamagedError
 from oarjax.storage.inputs import (

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from oarjax.config import ConfigError
+from oarjax.errors import ConfigError
 from oarjax.storage.durable import StorageError
 from oarjax.storage.folder import locked
 

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import unsound
 
-from oarjax.config import parse_config
+from oarjax.config.loading import parse_config
 from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.report.files import read_metrics
 from oarjax.run.inputs import check_inputs

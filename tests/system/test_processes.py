@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from oarjax.config import ConfigError, parse_config
+from oarjax.config.loading import parse_config
+from oarjax.errors import ConfigError
 from oarjax.run.checks import check_failures
 from oarjax.system import processes
 from oarjax.system.devices import DeviceError

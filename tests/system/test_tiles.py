@@ -12,7 +12,7 @@ from math import prod
 import pytest
 from conftest import ROOT
 
-from oarjax.config import load_config
+from oarjax.config.loading import load_config
 from oarjax.system.mesh import make_mesh, rollout_mesh
 from oarjax.system.tiles import column_path, compact_order, flat_path
 from oarjax.tools.plan.topology import ENVIRONMENT, TopologyError, find_slice, slice_devices

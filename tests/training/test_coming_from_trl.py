@@ -10,7 +10,7 @@ import yaml
 from conftest import CACHE, ROOT
 
 from oarjax.cli import main
-from oarjax.config import parse_config
+from oarjax.config.loading import parse_config
 from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.report.fields import field_rows
 

@@ -9,7 +9,7 @@ import pytest
 import unsound
 from rich.console import Console
 
-from oarjax.config import parse_config
+from oarjax.config.loading import parse_config
 from oarjax.credit.record import MEASURES
 from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.report.console import WARNINGS, OnceWarnings

@@ -7,7 +7,7 @@ import pytest
 from conftest import CACHE, json_lines, stopped_in
 from rich.console import Console
 
-from oarjax.config import load_config
+from oarjax.config.loading import load_config
 from oarjax.data.hf import load_params, read_config
 from oarjax.evaluate import export as export_command
 from oarjax.evaluate.target import find_target, load_target

@@ -9,8 +9,9 @@ import pytest
 from conftest import CACHE
 from rich.console import Console
 
-from oarjax.config import ConfigError, load_config
+from oarjax.config.loading import load_config
 from oarjax.data.hf import load_params, read_config
+from oarjax.errors import ConfigError
 from oarjax.report.files import read_metrics
 from oarjax.storage import folder as run_folder
 from oarjax.storage.checkpoint import finished

@@ -12,8 +12,9 @@ import tiny
 from conftest import ROOT
 
 import oarjax.training.command
-from oarjax.config import ConfigError, load_config, parse_config
+from oarjax.config.loading import load_config, parse_config
 from oarjax.data.tasks.arithmetic import write_builtin_policy
+from oarjax.errors import ConfigError
 from oarjax.storage import folder as run_folder
 from oarjax.storage.durable import Lines, StorageError, read_lines, write_durably
 from oarjax.storage.manifest import read_manifest, write_manifest

@@ -18,7 +18,8 @@ import yaml
 import oarjax.evaluate.command
 import oarjax.tools.replay.command
 from oarjax.cli import main
-from oarjax.config import Config, load_config
+from oarjax.config.loading import load_config
+from oarjax.config.schema import Config
 from oarjax.data.hf import read_config
 from oarjax.data.peft import write_adapters
 from oarjax.data.tasks.arithmetic import write_builtin_policy

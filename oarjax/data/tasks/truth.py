@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from oarjax.config import DatasetConfig
+from oarjax.config.inputs import DatasetConfig
 from oarjax.data.tasks.arithmetic import computed_tokens, first_wrong_step
 from oarjax.data.tasks.forks import fork_tokens
 from oarjax.data.tasks.stories import story_tokens

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import monitoring
 
-from oarjax.config import Config, parse_config
+from oarjax.config.loading import parse_config
+from oarjax.config.schema import Config
 from oarjax.data.tasks.arithmetic import builtin_config
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import init_params

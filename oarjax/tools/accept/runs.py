@@ -18,7 +18,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
-from oarjax.config import Config
+from oarjax.config.schema import Config
 from oarjax.report.files import read_metrics
 from oarjax.storage.checkpoint import Checkpoints
 from oarjax.storage.folder import changed

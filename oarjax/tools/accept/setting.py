@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from oarjax.config import Config, parse_config
+from oarjax.config.loading import parse_config
+from oarjax.config.schema import Config
 from oarjax.system.chips import CHIPS
 from oarjax.system.devices import GPU_BANDWIDTH, PEAK_FLOPS, TPU_KINDS
 from oarjax.system.mesh import make_mesh

@@ -13,7 +13,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from oarjax.config import DistributedConfig
+from oarjax.config.inputs import DistributedConfig
 from oarjax.system.devices import choose_platform, use_compilation_cache
 from oarjax.system.json import to_json
 from oarjax.system.processes import join_processes

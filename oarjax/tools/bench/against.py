@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from oarjax.config import Config
+from oarjax.config.schema import Config
 from oarjax.tools.bench.work import PAD, Shapes, Tokens
 
 

@@ -19,8 +19,8 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from oarjax.config import ConfigError
 from oarjax.data.hf import write_random_checkpoint
+from oarjax.errors import ConfigError
 from oarjax.models.weights import parameter_count
 from oarjax.report.files import make_console
 from oarjax.system.devices import choose_platform

@@ -19,7 +19,8 @@ import numpy as np
 from jaxtyping import Int
 from rich.table import Table
 
-from oarjax.config import Config, parse_config
+from oarjax.config.loading import parse_config
+from oarjax.config.schema import Config
 from oarjax.costs import sampling_flops
 from oarjax.data.hf import load_params, read_config
 from oarjax.models.qwen import make_policy

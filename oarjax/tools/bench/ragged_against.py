@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Int
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from oarjax.config import Config
+from oarjax.config.schema import Config
 from oarjax.tools.bench.against import TorchPolicy
 from oarjax.tools.bench.work import PAD
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from oarjax.config import Config
+from oarjax.config.schema import Config
 from oarjax.costs import Row, Work, iteration_flops
 from oarjax.credit.resolved import resolve_method
 from oarjax.data.hf import load_params, read_config

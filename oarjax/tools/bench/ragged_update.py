@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from oarjax.config import Config
+from oarjax.config.schema import Config
 from oarjax.costs import Row, scoring_flops, update_flops
 from oarjax.data.hf import load_params, read_config
 from oarjax.models.weights import decoder_of

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from oarjax.config import Config, parse_config
+from oarjax.config.loading import parse_config
+from oarjax.config.schema import Config
 from oarjax.costs import Row as Place
 from oarjax.costs import Work, clean_flops, iteration_flops, pass_flops
 from oarjax.credit.resolved import resolve_method

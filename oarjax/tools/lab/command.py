@@ -8,8 +8,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from oarjax.config import BUILTIN_POLICIES, Config, ConfigError, changed, load_config
+from oarjax.config.changes import changed
+from oarjax.config.inputs import BUILTIN_POLICIES
+from oarjax.config.loading import load_config
+from oarjax.config.schema import Config
 from oarjax.credit.settings import AnswerSettings
+from oarjax.errors import ConfigError
 from oarjax.report.figures import NOT_DRAWN, can_draw
 from oarjax.report.files import make_console, visible
 from oarjax.run.run import open_run

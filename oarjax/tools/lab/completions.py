@@ -9,12 +9,13 @@ import jax
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from oarjax.config import ConfigError, DataConfig
+from oarjax.config.inputs import DataConfig
 from oarjax.credit.answer_text import extract_answer
 from oarjax.credit.settings import AnswerSettings
 from oarjax.data.problems import Problem
 from oarjax.data.streams import eval_batches, left_pad, right_pad
 from oarjax.data.tokenizer import chat_ids, encode, errors_at, render_prompt, rendered_ids, text_of
+from oarjax.errors import ConfigError
 from oarjax.run.run import Run
 from oarjax.step.minibatches import bucket, join, take, trim
 from oarjax.tools.lab.programs import Programs

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from oarjax.config import ConfigError, DatasetConfig, changed
+from oarjax.config.changes import changed
+from oarjax.config.inputs import DatasetConfig
 from oarjax.credit.controls.random_scores import random_scores
 from oarjax.credit.diagnose import spearman
 from oarjax.credit.kinds import relative, token_advantages
@@ -22,6 +23,7 @@ from oarjax.credit.signals import CreditInputs, Signals
 from oarjax.data.problems import Problem
 from oarjax.data.streams import right_pad
 from oarjax.data.tasks.truth import token_truth
+from oarjax.errors import ConfigError
 from oarjax.grading.recorded import Grading
 from oarjax.report.files import token_texts
 from oarjax.run.hints import hints_of

@@ -20,11 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from oarjax.config import Config, ConfigError, DatasetConfig, RolloutConfig, changed
+from oarjax.config.changes import changed
+from oarjax.config.inputs import DatasetConfig
+from oarjax.config.learning import RolloutConfig
+from oarjax.config.schema import Config
 from oarjax.credit.diagnose import ess_ratio
 from oarjax.credit.gate import oar_weights, polarised, reshape
 from oarjax.credit.settings import CreditSettings
 from oarjax.data.tasks.truth import token_truth
+from oarjax.errors import ConfigError
 from oarjax.grading.recorded import Grading
 from oarjax.models.lora import all_params
 from oarjax.rollout.sampler import rollout_key

@@ -17,8 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from oarjax.config import Config, ConfigError, load_config
+from oarjax.config.loading import load_config
+from oarjax.config.schema import Config
 from oarjax.credit.registry import choices
+from oarjax.errors import ConfigError
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import parameter_count
 from oarjax.report.files import make_console

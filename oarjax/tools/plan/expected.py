@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from oarjax.config import Config, ConfigError, LengthsConfig
+from oarjax.config.outputs import LengthsConfig
+from oarjax.config.schema import Config
+from oarjax.errors import ConfigError
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.rollout.row_schedule import cache_step, make_plan
 from oarjax.step.minibatches import bucket

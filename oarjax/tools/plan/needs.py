@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from oarjax.config import Config
+from oarjax.config.schema import Config
 from oarjax.costs import Number
 from oarjax.data.hf import SHARD_BYTES
 from oarjax.models.qwen_config import QwenConfig

@@ -6,7 +6,10 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh
 
-from oarjax.config import Config, UpdateConfig, changed, parse_config
+from oarjax.config.changes import changed
+from oarjax.config.learning import UpdateConfig
+from oarjax.config.loading import parse_config
+from oarjax.config.schema import Config
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.run.checks import check_lengths
 from oarjax.run.custom import find_credit

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from oarjax.config import Config
+from oarjax.config.schema import Config
 from oarjax.costs import Row, Work, iteration_flops
 from oarjax.credit.oar.oar_l import SCOPE, chunk_size
 from oarjax.credit.oar.oar_p import bucket_sizes

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from oarjax.config import parse_config
+from oarjax.config.loading import parse_config
 from oarjax.errors import UserError
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.run.shapes import ProgramShapes

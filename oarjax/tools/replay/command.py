@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from oarjax.config import parse_config
+from oarjax.config.loading import parse_config
 from oarjax.data.hf import load_params, read_config
 from oarjax.models.qwen import make_policy
 from oarjax.report.files import make_console, short

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from oarjax.config import LoraConfig
+from oarjax.config.learning import LoraConfig
 from oarjax.credit.kinds import neutral, token_advantages
 from oarjax.credit.probe import ProbeMode
 from oarjax.credit.signals import CreditInputs, signals_of

@@ -15,7 +15,9 @@ from typing import Any
 
 from rich.console import Console
 
-from oarjax.config import BUILTIN_POLICIES, Config, ConfigError
+from oarjax.config.inputs import BUILTIN_POLICIES
+from oarjax.config.schema import Config
+from oarjax.errors import ConfigError
 from oarjax.report.console import resumable
 from oarjax.report.figures import NOT_DRAWN, can_draw
 from oarjax.report.files import make_console, read_metrics

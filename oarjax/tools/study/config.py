@@ -16,18 +16,11 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
-from oarjax.config import (
-    Config,
-    ConfigError,
-    Count,
-    Section,
-    apply_override,
-    explained,
-    fields_of,
-    find_config,
-    parse_config,
-    read_tree,
-)
+from oarjax.config.changes import explained
+from oarjax.config.loading import apply_override, find_config, parse_config, read_tree
+from oarjax.config.schema import Config
+from oarjax.config.section import Count, Section, fields_of
+from oarjax.errors import ConfigError
 
 Changes = dict[str, Any]
 """Fields to change: nested, with dotted names (``credit.gate.tau: 0.2``), or both."""

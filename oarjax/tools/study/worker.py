@@ -18,7 +18,8 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from oarjax.config import Config, parse_config
+from oarjax.config.loading import parse_config
+from oarjax.config.schema import Config
 from oarjax.errors import UserError
 from oarjax.grading.grader import Grader
 from oarjax.report.files import ShownConsole

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from oarjax.config import DatasetConfig
+from oarjax.config.inputs import DatasetConfig
 from oarjax.data.hf import load_params, read_config
 from oarjax.data.problems import DataError, load_problems, reference_answer
 from oarjax.data.tasks import forks as task

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
-from oarjax.config import DatasetConfig
+from oarjax.config.inputs import DatasetConfig
 from oarjax.data.hf import read_config
 from oarjax.data.problems import DataError, load_problems, reference_answer
 from oarjax.data.tasks.stories import HIGHEST, held_out, stories_rows, story_tokens, vocabulary, write_stories_policy

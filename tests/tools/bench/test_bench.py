@@ -13,9 +13,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from oarjax.cli import app
-from oarjax.config import ConfigError
 from oarjax.costs import pass_flops
 from oarjax.data.hf import write_random_checkpoint
+from oarjax.errors import ConfigError
 from oarjax.models.decoder import Decoder
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.tools.bench import command as bench

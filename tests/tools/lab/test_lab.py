@@ -16,7 +16,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 import oarjax.run.grades
 from oarjax.cli import main
-from oarjax.config import changed, parse_config
+from oarjax.config.changes import changed
+from oarjax.config.loading import parse_config
 from oarjax.credit.resolved import resolve_method
 from oarjax.credit.settings import CreditSettings
 from oarjax.data.hf import write_random_checkpoint

@@ -15,9 +15,10 @@ import tiny
 from conftest import CACHE
 from rich.console import Console
 
-from oarjax.config import ConfigError, parse_config
+from oarjax.config.loading import parse_config
 from oarjax.credit.resolved import resolve_method
 from oarjax.data.tasks.forks import write_forks_policy
+from oarjax.errors import ConfigError
 from oarjax.grading.rewards import Sample
 from oarjax.models.weights import init_params
 from oarjax.run.run import open_run

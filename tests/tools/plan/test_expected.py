@@ -5,7 +5,8 @@ import json
 import pytest
 from conftest import ROOT
 
-from oarjax.config import ConfigError, load_config
+from oarjax.config.loading import load_config
+from oarjax.errors import ConfigError
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.tools.plan.expected import expected_step, survival_of
 from oarjax.tools.plan.published_sizes import PUBLISHED

@@ -3,7 +3,7 @@
 import pytest
 from conftest import ROOT
 
-from oarjax.config import load_config
+from oarjax.config.loading import load_config
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.tools.plan.needs import hosts_of, needs_of
 from oarjax.tools.plan.published_sizes import PUBLISHED

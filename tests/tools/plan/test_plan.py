@@ -14,9 +14,10 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from oarjax.config import ConfigError, parse_config
+from oarjax.config.loading import parse_config
 from oarjax.costs import Row, clean_flops, masked_flops
 from oarjax.data.hf_files import CheckpointError
+from oarjax.errors import ConfigError
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import decoder_of, parameter_count
 from oarjax.system.chips import GIB

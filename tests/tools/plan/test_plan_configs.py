@@ -11,7 +11,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from oarjax.config import load_config
+from oarjax.config.loading import load_config
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.tools.plan.architecture import architecture_fields
 from oarjax.tools.plan.programs import shapes_of

@@ -17,9 +17,10 @@ import yaml
 from conftest import CACHE
 
 from oarjax.cli import main
-from oarjax.config import ConfigError, parse_config
+from oarjax.config.loading import parse_config
 from oarjax.data.hf import read_config
 from oarjax.data.tasks.arithmetic import write_builtin_policy
+from oarjax.errors import ConfigError
 from oarjax.report.files import MetricsWriter, make_console, read_metrics
 from oarjax.run.run import Run
 from oarjax.storage.checkpoint import finished

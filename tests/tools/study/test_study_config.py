@@ -6,7 +6,8 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from oarjax.config import ConfigError, parse_config
+from oarjax.config.loading import parse_config
+from oarjax.errors import ConfigError
 from oarjax.tools.study import config
 from oarjax.tools.study.config import load_study, make_plan, merged, slug
 

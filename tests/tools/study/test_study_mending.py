@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import yaml
 
-from oarjax.config import Config, ConfigError, parse_config
+from oarjax.config.loading import parse_config
+from oarjax.config.schema import Config
+from oarjax.errors import ConfigError
 from oarjax.storage.durable import DamagedError
 from oarjax.storage.folder import refuse_another_run
 from oarjax.storage.inputs import add_inputs, check_files, record_inputs

@@ -1,0 +1,70 @@
+"""Change the credit section, and turn validation errors into sentences."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import asdict
+from functools import lru_cache
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from oarjax.config.section import fields_of, section_of
+from oarjax.credit.settings import CreditSettings
+from oarjax.errors import ConfigError
+
+CREDIT = TypeAdapter(CreditSettings)
+
+
+def changed(credit: CreditSettings, changes: dict[str, Any]) -> CreditSettings:
+    """Change some fields of a credit section; nested mappings change fields of its sections.
+
+    Raises:
+        ValidationError: a field is unknown, or a value is invalid.
+    """
+
+    try:
+        return _changed(credit, json.dumps(changes))
+    except TypeError:  # a value that JSON has no form for
+        return CREDIT.validate_python(_merged(asdict(credit), changes))
+
+
+@lru_cache(maxsize=1024)
+def _changed(credit: CreditSettings, changes: str) -> CreditSettings:
+    """Validate each pair once: every config names the lab's methods, most of them the same."""
+    return CREDIT.validate_python(_merged(asdict(credit), json.loads(changes)))
+
+
+def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    both = {
+        k: _merged(old[k], v) if isinstance(v, dict) and isinstance(old.get(k), dict) else v for k, v in new.items()
+    }
+    return old | both
+
+
+def explain(error: Any, root: type[Any]) -> str:
+    path = ".".join(str(part) for part in error["loc"]) or "config"
+    if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        section: Any = root
+        for part in error["loc"][:-1]:
+            section = section_of(section, str(part))
+        known = sorted(fields_of(section))
+        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        if ":" in str(error["loc"][-1]):
+            hint = " (in YAML a space must follow the colon)"
+        return f"  {path}: no such field{hint}; accepted: {', '.join(known)}"
+    if error["type"] == "missing":
+        return f"  {path}: required and missing"
+    if error["type"] == "value_error":
+        where = f"{path}: " if error["loc"] else ""  # contradictions name their fields
+        return "\n".join(f"  {where}{line}" for line in str(error["ctx"]["error"]).splitlines())
+    return f"  {path}: {error['msg']}, got {error['input']!r:.200}"
+
+
+def explained(error: ValidationError, root: type[Any], *, source: str) -> ConfigError:
+    """Turn validation errors of a ``root`` into one error that lists every bad field with the accepted values."""
+    lines = [line for e in error.errors() for line in explain(e, root).splitlines()]
+    rest = [f"  and {len(lines) - 20} more"] if len(lines) > 20 else []
+    return ConfigError(f"{source}: {len(lines)} bad field(s)\n" + "\n".join(lines[:20] + rest))

@@ -1,0 +1,236 @@
+"""Fields that are valid alone and contradict each other: one rule per section or pair, all reported at once."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import PurePath
+from typing import Any
+
+from pydantic import ValidationError
+
+from oarjax.config.changes import changed, explain
+from oarjax.config.inputs import BUILTIN_POLICIES, DataConfig, DistributedConfig, MeshConfig, PolicyConfig
+from oarjax.config.learning import (
+    AdvantageConfig,
+    GradingConfig,
+    LoraConfig,
+    LossConfig,
+    OffPolicyConfig,
+    OptimConfig,
+    RolloutConfig,
+    SFTConfig,
+    UpdateConfig,
+)
+from oarjax.config.outputs import CheckpointConfig, EvalConfig, ExportConfig, LabConfig
+from oarjax.config.section import flatten
+from oarjax.credit.record import CUSTOM
+from oarjax.credit.registry import reads_reference
+from oarjax.credit.settings import CreditSettings
+from oarjax.system.paths import path_problem
+
+RUN_FOLDERS = ("start", "sft", "checkpoints", "verdicts", "bad_batches", "policy", "profile", "tensorboard", "wandb")
+RUN_FOLDERS += ("groups",)
+"""Folders that a run writes below its run folder."""
+
+
+RUN_FILES = ("config.yaml", "run.json", "metrics.jsonl", "completions.jsonl", "start.json", "sft.json", "inputs.json")
+RUN_FILES += ("checkpoints.json", "memory.json", "tracking.json", "summary.json", "facts.json", "report.html", "lock")
+RUN_FILES += ("evaluate", "samples", "logs", "tpu", "accept")
+"""Other names that a run, or a command that reads one, writes there; ``curve*.png`` are further ones."""
+
+PATHS = ("run_dir", "compilation_cache", "policy.path", "policy.tokenizer", "data.train.source", "data.eval.source")
+PATHS += ("sft.data.source", "lora.start", "export.folder", "plan.lengths.completions", "grading.plugins")
+PATHS += ("credit.function", "credit.marks", "credit.probe.function", "advantage.function", "loss.function")
+"""Fields that may hold the path of a file or folder."""
+
+
+def check_paths(tree: Mapping[str, Any]) -> Iterator[str]:
+    """Report texts of a config, as nested mappings, that can be no path, and homes of unknown users."""
+    for name, value in flatten(tree).items():
+        for text in value if isinstance(value, list) else [value]:
+            if name in PATHS and isinstance(text, str) and (problem := path_problem(text)) is not None:
+                yield f"{name}: {problem}"
+        if isinstance(value, str) and value.startswith("~") and os.path.expanduser(value) == value:
+            yield f"{name}: {value} names the home folder of a user whom this machine does not know; write the path out"
+
+
+def check_policy(policy: PolicyConfig) -> Iterator[str]:
+    """Report an unknown built-in policy, and a tokenizer where the policy has its own."""
+    path, tokenizer = policy.path, policy.tokenizer
+    if path.startswith("builtin:") and path not in BUILTIN_POLICIES:
+        yield f"policy.path: {path} is unknown; accepted: {', '.join(BUILTIN_POLICIES)}, an HF folder, a hub name"
+    if path == "builtin:random" and tokenizer is None:
+        yield "policy.tokenizer: builtin:random needs one; set an HF folder or a hub name"
+    if path != "builtin:random" and tokenizer is not None:
+        yield f"policy.tokenizer: {path} has its own tokenizer; set null"
+
+
+def check_devices(mesh: MeshConfig, processes: DistributedConfig) -> Iterator[str]:
+    """Report axes of unknown size, and processes that are only half described."""
+    d = processes
+    if sum(n == -1 for n in (mesh.slice, mesh.data, mesh.expert, mesh.fsdp, mesh.tensor)) > 1:
+        yield "mesh: at most one axis can be -1, which takes the remaining devices"
+    if len({d.coordinator is None, d.processes is None, d.process is None}) > 1:
+        yield "distributed: coordinator, processes and process go together; set all three or none"
+    elif d.coordinator is not None and not re.fullmatch(r".+:\d+", d.coordinator):
+        yield f"distributed.coordinator: expected host:port such as 10.0.0.2:8476, got {d.coordinator!r}"
+    elif d.processes is not None and d.process is not None and d.process >= d.processes:
+        yield f"distributed.process: expected a number below processes = {d.processes}, got {d.process}"
+
+
+def check_prompts(data: DataConfig) -> Iterator[str]:
+    """Report settings of a chat template for prompts without one."""
+    if data.thinking is not None and data.template != "chat":
+        yield f"data.thinking: needs data.template = chat, got {data.template}; set null, or data.template=chat"
+
+
+def check_batches(rollout: RolloutConfig, update: UpdateConfig, sft: SFTConfig | None) -> Iterator[str]:
+    """Report batches that do not divide into minibatches and microbatches."""
+    rows = rollout.prompts * rollout.group_size
+    if rollout.prompts % update.minibatches:
+        yield f"update.minibatches: {update.minibatches} does not divide rollout.prompts = {rollout.prompts}"
+    elif rows // update.minibatches % update.microbatch:
+        yield (
+            f"update.microbatch: {update.microbatch} does not divide the {rows // update.minibatches} rows of a "
+            "minibatch (rollout.prompts * rollout.group_size / update.minibatches)"
+        )
+    if sft is not None and sft.batch % sft.microbatch:
+        yield f"sft.microbatch: {sft.microbatch} does not divide sft.batch = {sft.batch}"
+
+
+def check_advantages(advantage: AdvantageConfig, group_size: int, update: UpdateConfig) -> Iterator[str]:
+    """Report advantages whose fields contradict each other, the size of groups, or the groups that are dropped."""
+    a = advantage
+    if a.function is not None and a != AdvantageConfig(function=a.function):
+        yield "advantage.function: replaces the other fields of advantage; leave these out, or set null"
+    if a.method == "rloo" and a.scale == "group":
+        yield "advantage.scale: group, and rloo divides by no group's std; set none (its paper) or batch"
+    if a.method == "batch" and a.scale == "group" and a.function is None:
+        yield "advantage.scale: group, and batch looks at no group; set batch or none"
+    if a.leave_one_out and a.method != "batch":
+        yield f"advantage.leave_one_out: read for method batch only, got {a.method}; set false, or method=batch"
+    if group_size == 1 and a.function is None and a.method != "batch":
+        yield f"rollout.group_size: 1, and {a.method} compares completions of a prompt; set advantage.method=batch"
+    if a.method == "gdpo" and a.scale != "group":
+        yield f"advantage.scale: {a.scale}, and gdpo normalises each reward by its group; leave it at group"
+    if a.method == "gdpo" and update.skip_zero_variance:
+        yield "advantage.method: gdpo can teach in groups of equal sums; set update.skip_zero_variance=false"
+
+
+def check_loss(loss: LossConfig, advantage: AdvantageConfig, update: UpdateConfig) -> Iterator[str]:
+    """Report terms of the loss that have no effect or no meaning with each other."""
+    if update.epochs * update.minibatches == 1 and loss.dual_clip is not None:
+        yield "loss.dual_clip: the ratio is exactly 1 with one epoch and one minibatch; set null or raise update.epochs"
+    if loss.kl_in == "reward" and loss.kl_beta == 0:
+        yield "loss.kl_in: reward, and loss.kl_beta is 0; raise it, or set loss.kl_in=loss"
+    if loss.kl_in == "reward" and update.skip_zero_variance:
+        yield "loss.kl_in: reward, which differs in groups of equal rewards; set update.skip_zero_variance=false"
+    if loss.kl_in == "reward" and advantage.method == "gdpo":
+        yield "loss.kl_in: reward, and gdpo normalises each reward on its own; set loss.kl_in=loss"
+    if loss.surrogate == "gmpo" and loss.level == "sequence":
+        yield "loss.level: sequence, and gmpo takes its own mean over a row; set token"
+
+
+def check_off_policy(loss: LossConfig, rollout: RolloutConfig) -> Iterator[str]:
+    """Report corrections of the sampler that do not fit how it draws."""
+    off = loss.off_policy
+    if off.support == "sampled" and (rollout.top_k, rollout.top_p, rollout.min_p) == (0, 1.0, 0.0):
+        yield "loss.off_policy.support: sampled, and rollout.top_k, top_p and min_p keep every token; set whole"
+    if off.support == "sampled" and loss.kl_beta > 0:
+        yield "loss.off_policy.support: sampled, and the KL term compares whole distributions; set loss.kl_beta=0"
+    if off.support == "sampled" and rollout.repetition_penalty != 1:
+        yield "loss.off_policy.support: sampled does not follow rollout.repetition_penalty; set the penalty to 1"
+    if off.weighting == "none" and (off.low, off.high) != (OffPolicyConfig().low, OffPolicyConfig().high):
+        yield "loss.off_policy.weighting: none, and low or high is set; set token_truncate, for one, or leave these out"
+
+
+def check_reference(loss: LossConfig, lora: LoraConfig, credit: CreditSettings) -> Iterator[str]:
+    """Report a place for a reference policy that nothing needs, and fields of adapters without adapters."""
+    if loss.reference == "host" and loss.kl_beta == 0 and not reads_reference(credit.method):
+        yield "loss.reference: host needs a reference, but loss.kl_beta is 0; set device, or raise loss.kl_beta"
+    if loss.reference == "host" and lora.rank:
+        yield "loss.reference: host has no use with lora.rank, whose frozen weights are the reference; set device"
+    if lora.rank == 0 and lora != LoraConfig():
+        yield "lora.rank: 0, and lora.alpha, targets or start are set; set lora.rank=32, or leave these out"
+
+
+def check_moments(where: str, optim: OptimConfig) -> Iterator[str]:
+    """Report decays, of the section named ``where``, whose changes bfloat16 rounds away."""
+    for name, decay in (("b1", optim.b1), ("b2", optim.b2)):
+        if optim.moments == "bfloat16" and decay > 0.99:
+            yield (
+                f"{where}.{name}: {decay} is too slow for {where}.moments = bfloat16, whose rounding loses the "
+                f"changes; lower {name} to .99 or less, or set {where}.moments=float32"
+            )
+
+
+def check_credit(credit: CreditSettings) -> Iterator[str]:
+    """Report fields of credit that another one asks for or makes void."""
+    answer = credit.answer
+    if credit.method == CUSTOM and credit.function is None:
+        yield "credit.function: needed when credit.method is custom; set file.py:name of an oarjax.CreditMethod"
+    if answer.style == "regex" and not answer.pattern:
+        yield "credit.answer.pattern: needed when credit.answer.style is regex"
+    if answer.style != "regex" and answer.pattern is not None:
+        yield f"credit.answer.pattern: read for style regex only, got style {answer.style}; set null"
+    if answer.cue is not None and answer.source == "own":
+        yield "credit.answer.cue: read for source reference only, got source own; set null, or source=reference"
+
+
+def check_grading(grading: GradingConfig, max_new: int) -> Iterator[str]:
+    """Report rewards named twice or not at all, and a penalty that begins before the completion."""
+    if grading.overlong_window > max_new:
+        yield f"grading.overlong_window: {grading.overlong_window} exceeds rollout.max_new = {max_new}"
+    names = [reward.name for reward in grading.rewards]
+    if not names or len(set(names)) < len(names):
+        yield f"grading.rewards: expected at least one and each once, got {names}"
+
+
+def check_profile(profile: tuple[int, int] | None, iterations: int) -> Iterator[str]:
+    """Report iterations to trace that the run does not have."""
+    if profile is not None and not 1 <= profile[0] <= profile[1] <= iterations:
+        yield f"profile: expected 1 <= first <= last <= iterations = {iterations}, got {list(profile)}"
+
+
+def check_export(export: ExportConfig) -> Iterator[str]:
+    """Report a folder of the export outside the run folder, or with a name of the run's own files."""
+    folder = export.folder
+    if folder is not None and not _is_below(folder):
+        yield f"export.folder: expected a folder below run_dir such as export, got {folder!r}"
+    elif folder is not None and _is_reserved(PurePath(folder).parts[0]):
+        yield f"export.folder: {folder} is reserved for other files of the run; choose another such as export"
+
+
+def check_best(checkpoint: CheckpointConfig, evaluation: EvalConfig) -> Iterator[str]:
+    """Report a metric of several samples where evaluations draw one."""
+    if checkpoint.best in ("pass_at_k", "maj_at_k") and evaluation.samples == 1:
+        yield f"checkpoint.best: {checkpoint.best} needs several samples, but eval.samples is 1; raise eval.samples"
+
+
+def check_lab(lab: LabConfig, credit: CreditSettings) -> Iterator[str]:
+    """Report methods of ``oarjax credit`` that are no credit sections, or that read other answers."""
+    if not lab.methods:
+        yield "lab.methods: expected at least one method"
+    for name, changes in lab.methods.items():
+        try:
+            answer = changed(credit, changes).answer
+        except ValidationError as error:
+            lines = "; ".join(" ".join(line.split()) for e in error.errors() for line in [explain(e, CreditSettings)])
+            yield f"lab.methods.{name}: {lines}"
+        else:
+            if answer != credit.answer:
+                yield f"lab.methods.{name}: all methods read the same answers; set credit.answer instead"
+
+
+def _is_below(folder: str) -> bool:
+    """Return True for a relative path to a proper subfolder."""
+    path = PurePath(folder)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+
+
+def _is_reserved(name: str) -> bool:
+    """Return True for the names of a run's other files; those that begin with a dot are files half written."""
+    return name in (*RUN_FOLDERS, *RUN_FILES) or name.startswith(".") or fnmatchcase(name, "curve*.png")

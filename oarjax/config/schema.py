@@ -1,0 +1,97 @@
+"""A whole run as one frozen config: the sections, and the rules that hold between them.
+
+A run is a YAML file plus ``key.sub=value`` overrides. Equations (``rl``, ``credit``, ``rollout``) see no config: they
+take arrays and keyword scalars.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from oarjax.config import rules
+from oarjax.config.inputs import DataConfig, DistributedConfig, MeshConfig, PolicyConfig
+from oarjax.config.learning import (
+    AdvantageConfig,
+    GradingConfig,
+    LoraConfig,
+    LossConfig,
+    OptimConfig,
+    RolloutConfig,
+    SFTConfig,
+    UpdateConfig,
+)
+from oarjax.config.outputs import (
+    CheckpointConfig,
+    EvalConfig,
+    ExportConfig,
+    HealthConfig,
+    LabConfig,
+    PlanConfig,
+    ReportConfig,
+)
+from oarjax.config.section import Count, Section, Seed
+from oarjax.credit.settings import CreditSettings
+
+
+class Config(Section):
+    """A whole run; each section is a class in ``oarjax/config`` that documents its fields."""
+
+    run_dir: str = Field(description="folder for everything that the run writes")
+    seed: Seed = Field(default=0, description="of all noise: order of the data, sampling, importance")
+    iterations: Count = Field(default=100, description="prompts, rollout and update, this many times")
+    device: Literal["auto", "cpu", "gpu", "tpu"] = Field(default="auto", description="a missing device is an error")
+    compilation_cache: str | None = Field(default="~/.cache/oarjax/xla", description="null = off")
+    compile_ahead: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="compile every program that the run may use before its first iteration, prompts padded to one "
+        "width; auto: on accelerators",
+    )
+    profile: tuple[Count, Count] | None = Field(default=None, description="[first, last] iteration to trace")
+    policy: PolicyConfig
+    mesh: MeshConfig = MeshConfig()
+    distributed: DistributedConfig = DistributedConfig()
+    data: DataConfig
+    sft: SFTConfig | None = Field(default=None, description="supervised warm start before the iterations; null = none")
+    rollout: RolloutConfig = RolloutConfig()
+    grading: GradingConfig = GradingConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    credit: CreditSettings = CreditSettings()
+    loss: LossConfig = LossConfig()
+    update: UpdateConfig = UpdateConfig()
+    optim: OptimConfig = OptimConfig()
+    lora: LoraConfig = LoraConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    health: HealthConfig = HealthConfig()
+    report: ReportConfig = ReportConfig()
+    export: ExportConfig = ExportConfig()
+    lab: LabConfig = LabConfig()
+    plan: PlanConfig = PlanConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        """Refuse fields that contradict each other; the error names all of them."""
+        problems = [
+            *rules.check_paths(self.model_dump(mode="json")),
+            *rules.check_policy(self.policy),
+            *rules.check_devices(self.mesh, self.distributed),
+            *rules.check_prompts(self.data),
+            *rules.check_batches(self.rollout, self.update, self.sft),
+            *rules.check_advantages(self.advantage, self.rollout.group_size, self.update),
+            *rules.check_loss(self.loss, self.advantage, self.update),
+            *rules.check_off_policy(self.loss, self.rollout),
+            *rules.check_reference(self.loss, self.lora, self.credit),
+            *rules.check_moments("optim", self.optim),
+            *(rules.check_moments("sft.optim", self.sft.optim) if self.sft else ()),
+            *rules.check_credit(self.credit),
+            *rules.check_grading(self.grading, self.rollout.max_new),
+            *rules.check_profile(self.profile, self.iterations),
+            *rules.check_export(self.export),
+            *rules.check_best(self.checkpoint, self.eval),
+            *rules.check_lab(self.lab, self.credit),
+        ]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self

@@ -1,0 +1,76 @@
+"""Build sections of a config: the base class, kinds of values, and what fields a section has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+
+from oarjax.rl.ranges import a_number
+
+Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Word = Annotated[str, Field(min_length=1)]
+
+
+def _axis_size(size: int) -> int:
+    if size < 1 and size != -1:
+        raise ValueError(f"expected a positive number of devices, or -1 for all remaining ones, got {size}")
+    return size
+
+
+AxisSize = Annotated[int, AfterValidator(_axis_size)]
+
+
+def word_of_switch(value: Any) -> Any:
+    """Turn true and false back into the words on and off, which YAML reads as booleans."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_as_a_number(cls, value: Any, info: Any) -> Any:
+        """Refuse true and false for a number, which Python takes for 1 and 0; YAML reads yes, no, on and off so."""
+        kinds = _kinds(cls.model_fields[str(info.field_name)].annotation)
+        return a_number(value) if kinds & {int, float} and bool not in kinds and str not in kinds else value
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """Collect the plain types of an annotation; those of Literal values count as str."""
+    inner = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return {str}
+    return set().union(*map(_kinds, inner)) if inner else {annotation}
+
+
+def fields_of(section: Any) -> dict[str, Any]:
+    """Return the annotations of a section's fields by name; none of what is not a section."""
+    if isinstance(section, type) and is_dataclass(section):
+        hints = get_type_hints(section)
+        return {field.name: hints[field.name] for field in fields(section)}
+    return {name: field.annotation for name, field in getattr(section, "model_fields", {}).items()}
+
+
+def section_of(section: Any, name: str) -> Any:
+    """Return the class of a section's field; None if it is not a section."""
+    if name not in fields_of(section):
+        return section if name.isdigit() else None
+    annotation = fields_of(section)[name]
+    return next((c for c in (annotation, *get_args(annotation)) if fields_of(c)), None)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested mappings into one dict with dotted paths."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        path = f"{prefix}.{name}" if prefix else name
+        flat |= flatten(value, path) if isinstance(value, Mapping) else {path: value}
+    return flat
