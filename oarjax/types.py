@@ -64,7 +64,7 @@ class AnswerSpan:
     reasoning: Bool[Array, "B T"]  # tokens whose advantage may be reshaped
     answer: Bool[Array, "B T"]
     has_answer: Bool[Array, "B"]  # of the style that is looked for; style none: any text
-    units: Int32[Array, "B T"] | None = None  # number of each token's line or sentence, if requested
+    units: Int32[Array, "B T"] | None = None  # number of each token's line or sentence, or its label, if requested
 
 
 @struct.dataclass

@@ -319,6 +319,10 @@ def fields() -> dict[str, Field]:
         "credit.ktae.scale": Field(0.5, credit, {"credit.method": "ktae"}),
         "credit.dgpo.tau": Field(0.9, credit, {"credit.method": "dgpo"}),
         "credit.dgpo.kappa": Field(2.0, credit, {"credit.method": "dgpo"}),
+        "credit.causal_spans.spans": Field(2, spans, {"credit.method": "causal_spans"}),
+        "credit.causal_spans.boost": Field(3.0, credit, {"credit.method": "causal_spans"}),
+        "credit.causal_spans.floor": Field(0.2, credit, {"credit.method": "causal_spans"}),
+        "credit.causal_spans.answer": Field(1.0, credit, {"credit.method": "causal_spans"}),
         "credit.fipo.gamma": Field(0.5, update, {"credit.method": "fipo", "update.epochs": 2}),
         "credit.fipo.clip": Field(0.5, update, {"credit.method": "fipo", "update.epochs": 2}),
         "credit.fipo.levels": Field("both", update, {"credit.method": "fipo", "update.epochs": 2}),
@@ -577,7 +581,7 @@ def gradients(cfg: Config) -> Any:
 
 def completed(run: Run) -> Rollout:
     """A completion with several places where an answer may stand."""
-    ids = run.tokenizer("1+2=3;#### 3", add_special_tokens=False)["input_ids"]
+    ids = run.tokenizer("1+2=3;3+0=3;#### 3", add_special_tokens=False)["input_ids"]
     tokens = np.asarray([[0, *ids]], np.int32)
     mask = np.ones((1, len(ids)), bool)
     zeros = np.zeros(mask.shape, np.float32)

@@ -22,7 +22,7 @@ METHODS: dict[str, MethodRecord] = {
             module="oarjax.credit.oar.oar_p",
             evidence="released code",
             needs=("importance",),
-            roles=("permuted_of",),
+            roles=("permuted_of", "score"),
             sections=_EXACT,
             lab={
                 "OAR-P": {},
@@ -37,7 +37,7 @@ METHODS: dict[str, MethodRecord] = {
             about="OAR-P of the tokens that a cheaper method puts first",
             module="oarjax.credit.oar.oar_screened",
             needs=("importance",),
-            roles=("permuted_of",),
+            roles=("permuted_of", "score"),
             sections=(*_EXACT, "screen", "fisher", "local", "estimator", "sigma", "draws"),
             lab={"OAR-P, screened": {}},
         ),
@@ -47,7 +47,7 @@ METHODS: dict[str, MethodRecord] = {
             about="OAR-P that recomputes only the nearest tokens and the answer",
             module="oarjax.credit.oar.oar_l",
             needs=("importance",),
-            roles=("permuted_of", "screen.by"),
+            roles=("permuted_of", "screen.by", "score"),
             sections=(*_EXACT, "local"),
         ),
         MethodRecord(
@@ -56,7 +56,7 @@ METHODS: dict[str, MethodRecord] = {
             about="OAR-P to second order, by backward passes",
             module="oarjax.credit.oar.oar_f",
             needs=("importance",),
-            roles=("permuted_of", "screen.by"),
+            roles=("permuted_of", "screen.by", "score"),
             sections=(*_EXACT, "fisher"),
         ),
         MethodRecord(
@@ -65,7 +65,7 @@ METHODS: dict[str, MethodRecord] = {
             about="the outcome's gradient by the embeddings, under noise",
             module="oarjax.credit.oar.oar_g",
             needs=("importance",),
-            roles=("permuted_of", "screen.by"),
+            roles=("permuted_of", "screen.by", "score"),
             sections=("estimator", "sigma", "draws", "probe", "gate", "answer"),
             lab={
                 "OAR-G, 1 draw": {"estimator": "linearised", "draws": 1},
@@ -82,6 +82,7 @@ METHODS: dict[str, MethodRecord] = {
             module="oarjax.credit.methods.grail",
             evidence="released code",
             needs=("importance",),
+            roles=("score",),
             sections=("grail", "answer"),
         ),
         MethodRecord(
@@ -128,11 +129,11 @@ METHODS: dict[str, MethodRecord] = {
         MethodRecord(
             name="causal_spans",
             label="causal spans",
-            about="the drop in the answer's probability when a line or sentence is masked",
-            module="oarjax.credit.experimental.causal_spans",
-            evidence="description",
+            about="the drop in the answer's log-probability when a calculation or sentence is masked",
+            module="oarjax.credit.methods.causal_spans",
+            evidence="released code",
             needs=("importance",),
-            sections=("masking", "gate", "answer"),
+            sections=("masking", "causal_spans", "answer"),
             lab={},
         ),
         MethodRecord(

@@ -17,7 +17,7 @@ from oarjax.credit.gate import polarised
 from oarjax.credit.method import CreditMethod, built_in, scorer_of
 from oarjax.credit.probe import Probe, ProbeMode, outcome_probe
 from oarjax.credit.record import CUSTOM, KINDS, MEASURES, OF_REFERENCE, SIGNALS, Kind
-from oarjax.credit.registry import METHODS
+from oarjax.credit.registry import choices
 from oarjax.credit.settings import CreditSettings
 from oarjax.credit.signals import Context, CreditInputs, KeywordTable, Scored, required
 from oarjax.errors import ConfigError
@@ -272,10 +272,7 @@ def check_method(method: CreditMethod, *, place: str) -> None:
         )
     if method.kind not in KINDS:
         raise ConfigError(f"{place}: kind {method.kind!r}; expected one of {', '.join(KINDS)}")
-    score, scored = (
-        method.score,
-        [name for name, m in METHODS.items() if "importance" in m.needs and name != "permuted"],
-    )
+    score, scored = method.score, choices("score")
     if isinstance(score, str) and score not in scored:
         raise ConfigError(f"{place}: score {score!r}; expected {', '.join(scored)} or a function")
     if "importance" in method.needs and score is None:

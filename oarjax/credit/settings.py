@@ -172,6 +172,18 @@ class DgpoSettings(Settings):
 
 
 @dataclass(frozen=True)
+class CausalSpansSettings(Settings):
+    spans: Annotated[int, Range(ge=2)] = setting(10, "calculations and sentences to mask at most; half calculations")
+    boost: Rate = setting(2.0, "weight of the most important tokens, before the mass is kept")
+    floor: Rate = setting(0.5, "weight of importance 0; that of reasoning is 0.5 to 1, and a tenth of it on =, # and -")
+    answer: Rate = setting(1.5, "weight of the tokens behind the reasoning")
+
+    def __post_init__(self) -> None:
+        if self.floor > self.boost:
+            raise ValueError(f"floor = {self.floor} exceeds boost = {self.boost}; lower it, or raise boost")
+
+
+@dataclass(frozen=True)
 class FipoSettings(Settings):
     gamma: Share = setting(2 ** (-1 / 32), "discount of later tokens' changes: they halve every 32 tokens")
     clip: Share = setting(0.2, "largest distance of a weight from 1")
@@ -250,6 +262,7 @@ class CreditSettings(Settings):
     ktae: KtaeSettings = KtaeSettings()
     delta: DeltaSettings = DeltaSettings()
     dgpo: DgpoSettings = DgpoSettings()
+    causal_spans: CausalSpansSettings = CausalSpansSettings()
     fipo: FipoSettings = FipoSettings()
     critic_search: CriticSearchSettings = CriticSearchSettings()
     shear: ShearSettings = ShearSettings()
@@ -267,3 +280,8 @@ class CreditSettings(Settings):
     probe: ProbeSettings = ProbeSettings()
     gate: Annotated[GateSettings, Preset(GATE_PRESETS)] = GateSettings()
     answer: AnswerSettings = AnswerSettings()
+
+    @property
+    def labels_tokens(self) -> bool:
+        """Return True if tokens are numbered by the line, sentence or calculation that they belong to."""
+        return self.masking.unit != "token" or self.method == "causal_spans"

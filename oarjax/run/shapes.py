@@ -300,7 +300,7 @@ class ProgramShapes:
                 experts=self._experts(N) if length == T else None,
             )
             mask, kind = of((length,), jnp.bool_), AnswerSpan
-            units = None if cfg.masking.unit == "token" else of((length,), jnp.int32)
+            units = None if not cfg.labels_tokens else of((length,), jnp.int32)
             return rollout, kind(reasoning=mask, answer=mask, has_answer=of((), jnp.bool_), units=units)
 
         kind: Any = SampledRows

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from oarjax.credit.answer_span import find_answers, find_units, whole_completion, with_reference
+from oarjax.credit.methods.calculation_spans import find_calculations
 from oarjax.credit.settings import CreditSettings
 from oarjax.types import AnswerSpan, Rollout
 
@@ -16,7 +17,7 @@ Ending = tuple[list[int], list[int]]
 
 
 def find_spans(credit: CreditSettings, rollout: Rollout, token_bytes: Sequence[bytes]) -> AnswerSpan:
-    """Find the reasoning and the answer of every completion, and the reasoning's lines or sentences if configured."""
+    """Find the reasoning and the answer of every completion, and the lines, sentences or calculations if needed."""
     ids, completion = _completion_ids(rollout)
     if credit.answer.style == "none":
         span = whole_completion(ids, completion, token_bytes)
@@ -40,10 +41,14 @@ def with_endings(
 
 
 def _with_units(credit: CreditSettings, span: AnswerSpan, rollout: Rollout, token_bytes: Sequence[bytes]) -> AnswerSpan:
-    unit = credit.masking.unit
-    if unit == "token":
+    ids, completion = _completion_ids(rollout)
+    if credit.method == "causal_spans":
+        reasoning = np.asarray(span.reasoning)
+        units = find_calculations(ids, completion, token_bytes, reasoning, most=credit.causal_spans.spans)
+    elif credit.masking.unit == "token":
         return span
-    units = find_units(*_completion_ids(rollout), token_bytes, unit=unit)
+    else:
+        units = find_units(ids, completion, token_bytes, unit=credit.masking.unit)
     return replace(span, units=units)  # pyright: ignore[reportArgumentType]
 
 

@@ -72,7 +72,7 @@ METHODS = {
     "gtpo": Law({"method": "gtpo"}, mass="free", flat=False),
     "token_baseline": Law({"method": "token_baseline"}, mass="free", flat=False),
     "delta": Law({"method": "delta"}, mass="batch"),
-    "causal_spans": Law({"method": "causal_spans"}),
+    "causal_spans": Law({"method": "causal_spans"}, mass="completion", flat=False),
     "dgpo": Law({"method": "dgpo"}, mass="completion"),
     "fipo": Law({"method": "fipo"}),
     "crpo": Law({"method": "crpo"}),

@@ -12,7 +12,7 @@ from scipy.optimize import linear_sum_assignment
 from scipy.stats import fisher_exact
 from toy_policy import toy_params, toy_policy
 
-from oarjax.credit.experimental import causal_spans, gtpo, shear
+from oarjax.credit.experimental import gtpo, shear
 from oarjax.credit.experimental.critic_search import turn_advantages
 from oarjax.credit.experimental.dgpo import dgpo_weights
 from oarjax.credit.experimental.egca import span_weights
@@ -25,14 +25,13 @@ from oarjax.credit.methods.fipo import future_weights
 from oarjax.credit.methods.rlsd import teacher_weights
 from oarjax.credit.methods.sdpg import teacher_kl
 from oarjax.credit.methods.token_baseline import baseline_advantages
-from oarjax.credit.probe import Reading
 from oarjax.credit.record import MEASURES
 from oarjax.credit.registry import METHODS
 from oarjax.credit.settings import CreditSettings
 from oarjax.credit.signals import Context, CreditInputs, Signals
 from oarjax.errors import ConfigError
 from oarjax.rollout.filters import Filters
-from oarjax.rollout.logps import last_states, token_logps
+from oarjax.rollout.logps import last_states
 from oarjax.step.hints import marked_tokens
 from oarjax.step.iteration import iterate
 from oarjax.system.plugins import import_object
@@ -443,7 +442,7 @@ def test_sdpg_is_the_kl_of_the_whole_distributions_and_moves_the_student_alone()
     assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(same)) < 1e-5
 
 
-# SHEAR, causal spans -------------------------------------------------------------------------------------------------
+# SHEAR -------------------------------------------------------------------------------------------------
 
 
 def test_sinkhorn_falls_to_the_exact_distance():
@@ -466,16 +465,3 @@ def test_shear_by_hand():
     np.testing.assert_allclose(weights, [[0, 0, 4, 4], [0, 0, 0, 0], [1, 1, 1, 1]], atol=1e-4)
     with pytest.raises(ValueError, match="expected 0 < stride <= window"):
         divergence_weights(*args, window=2, stride=3)
-
-
-def test_causal_spans_read_the_answers_probability():
-    policy, params = toy_policy(), toy_params(jax.random.key(0))
-    tokens, valid = jax.random.randint(jax.random.key(2), (2, 8), 0, 23), jnp.ones((2, 8), bool)
-    states = last_states(policy, params, tokens, valid, completion_length=5)
-    answer = jnp.array([[False, False, True, True, False], [False] * 3 + [True, False]])
-    at = Reading(tokens[:, -5:], valid[:, -5:], answer)
-    found = causal_spans.answer_probability(temperature=1.0).read(policy, params, states, at)
-    logps, _ = token_logps(policy, params, tokens, valid, completion_length=5, temperature=1.0, head_chunk=99)
-    np.testing.assert_allclose(found, jnp.exp(jnp.where(answer, logps, 0).sum(1)), rtol=1e-5)
-    with pytest.raises(ConfigError, match=r"credit.masking.unit: token, and causal_spans masks whole spans"):
-        causal_spans.check(CreditSettings(), None)

@@ -48,6 +48,7 @@ COMBINATIONS = {
     "grail": {"method": "grail"},
     "keywords": {"method": "keywords", "keywords.words": ["+", "-"]},
     "entropy_top": {"method": "entropy_top"},
+    "causal_spans": {"method": "causal_spans", "answer.source": "reference", "answer.cue": "="},
     "random": {"method": "random", "gate.levels": "suppress"},
     "permuted": {"method": "permuted", "permuted_of": "oar_f"},
     "serl": {"method": "serl", "marks": f"{__file__}:first_half", "teacher": "{prompt}({answer})"},
@@ -90,7 +91,7 @@ def test_one_iteration(name, tmp_path):
     assert record["grad_norm"] > 0
     rows = [row for _, row in read_completions(tmp_path / "run" / "completions.jsonl")]
     assert len(rows) == 4
-    kept = name not in ("entropy_top", "grail", "serl")
+    kept = name not in ("causal_spans", "entropy_top", "grail", "serl")
     for row in rows:
         weights, reasoning = np.array(row.weights), np.array(row.is_reasoning)
         assert np.isfinite(weights).all()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -219,7 +219,8 @@ def credit_tokens(
     method = with_method(run, credit)
     weigh = method.credit.weigher(keyword_table=method.keyword_table)
     rollout, kind = completions.rollout, method.credit.kind
-    span, is_token = jax.tree.map(jnp.asarray, (completions.span, rollout.completion))
+    found = replace(completions.span, units=method.find_answers(rollout).units)
+    span, is_token = jax.tree.map(jnp.asarray, (found, rollout.completion))
     advantages = jnp.where(jnp.asarray(rewards) > 0, 1.0, -1.0)
     hints = lab_hints(run, completions, credit)
     _, groups = np.unique([p.index for p in completions.problems], return_inverse=True)
