@@ -7,13 +7,13 @@ import pytest
 import tiny
 from toy_policy import toy_params, toy_policy
 
-from oarjax.config import ConfigError
 from oarjax.credit.methods import causal_spans
 from oarjax.credit.methods.calculation_spans import NO_TEXT, find_calculations, row_spans
 from oarjax.credit.methods.causal_spans import span_weights
 from oarjax.credit.probe import Probe
 from oarjax.credit.settings import AnswerSettings, CausalSpansSettings, CreditSettings, MaskingSettings
 from oarjax.credit.signals import Context
+from oarjax.errors import ConfigError
 from oarjax.rollout.logps import token_logps
 from oarjax.step.spans import find_spans
 from oarjax.types import AnswerSpan, Rollout
