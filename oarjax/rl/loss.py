@@ -5,7 +5,7 @@ and Dr. GRPO (2503.20783). Advantages are in ``rl/advantages.py``, surrogates in
 completions that another policy drew in ``rl/off_policy.py``. Log-probs and entropies are in nats.
 
 To add a loss: a function in ``rl/surrogates.py``, its name in ``policy_loss`` here and in ``LossConfig`` of
-``config.py``, its settings through ``bound_loss`` of ``step/loss.py``. A custom loss needs none of these:
+``config/learning.py``, its settings through ``bound_loss`` of ``step/loss.py``. A custom loss needs none of these:
 ``loss.function`` names it.
 """
 

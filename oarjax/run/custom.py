@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from oarjax.config.learning import AdvantageConfig, GradingConfig, LossConfig
 from oarjax.config.schema import Config
 from oarjax.credit.keywords import KeywordTable
 from oarjax.credit.method import CreditMethod
 from oarjax.credit.probe import Probe, Reading
 from oarjax.credit.record import CUSTOM
 from oarjax.credit.resolved import ResolvedMethod, TokenCredit, check_method, resolve_method
+from oarjax.credit.settings import CreditSettings
 from oarjax.credit.signals import CreditInputs, Signals
 from oarjax.errors import ConfigError
 from oarjax.models.policy import Policy
@@ -31,13 +33,13 @@ ROWS, LENGTH = 2, 8
 """Shapes for tracing custom functions."""
 
 
-def find_probe(cfg: Config) -> Probe | None:
+def find_probe(credit: CreditSettings) -> Probe | None:
     """Import the probe that credit.probe.function names.
 
     Raises:
         ConfigError: it cannot be imported, is not a Probe, or has an unknown kind.
     """
-    place = cfg.credit.probe.function
+    place = credit.probe.function
     if place is None:
         return None
     try:
@@ -52,14 +54,14 @@ def find_probe(cfg: Config) -> Probe | None:
     return probe
 
 
-def find_method(cfg: Config) -> CreditMethod | None:
+def find_method(credit: CreditSettings) -> CreditMethod | None:
     """Import the credit method that credit.function names, where credit.method is custom.
 
     Raises:
         ConfigError: it cannot be imported, is not a CreditMethod, or needs an unknown signal.
     """
-    place = cfg.credit.function
-    if cfg.credit.method != CUSTOM or place is None:
+    place = credit.function
+    if credit.method != CUSTOM or place is None:
         return None
     try:
         method = import_object(place, field="credit.function", expected=CreditMethod)
@@ -69,31 +71,31 @@ def find_method(cfg: Config) -> CreditMethod | None:
     return method
 
 
-def find_credit(cfg: Config) -> ResolvedMethod:
-    """Resolve the credit method of a config, with its custom parts.
+def find_credit(credit: CreditSettings) -> ResolvedMethod:
+    """Resolve the method of a config's credit section, with its custom parts.
 
     Raises:
         ConfigError: one cannot be imported, or is not what its field expects.
     """
-    return resolve_method(cfg.credit, custom=find_method(cfg), probe=find_probe(cfg))
+    return resolve_method(credit, custom=find_method(credit), probe=find_probe(credit))
 
 
-def find_loss(cfg: Config) -> TokenLoss | None:
+def find_loss(loss: LossConfig) -> TokenLoss | None:
     """Import the loss that loss.function names.
 
     Raises:
         ConfigError: it cannot be imported, or is not a function.
     """
-    return _find_function(cfg.loss.function, "loss.function")
+    return _find_function(loss.function, "loss.function")
 
 
-def find_advantages(cfg: Config) -> AdvantageFunction | None:
+def find_advantages(advantage: AdvantageConfig) -> AdvantageFunction | None:
     """Import the function that advantage.function names.
 
     Raises:
         ConfigError: it cannot be imported, or is not a function.
     """
-    return _find_function(cfg.advantage.function, "advantage.function")
+    return _find_function(advantage.function, "advantage.function")
 
 
 def _find_function(place: str | None, field: str) -> Any:
@@ -250,21 +252,23 @@ def check_custom(cfg: Config) -> None:
     Raises:
         ConfigError: one cannot be imported, raised an error, or returned something else.
     """
-    if loss := find_loss(cfg):
+    if loss := find_loss(cfg.loss):
         check_loss(loss, cfg)
-    if advantages := find_advantages(cfg):
-        check_advantages(advantages, cfg)
+    if advantages := find_advantages(cfg.advantage):
+        check_advantages(advantages, cfg.advantage, cfg.grading, group=cfg.rollout.group_size)
 
 
-def check_advantages(advantages: AdvantageFunction, cfg: Config) -> None:
+def check_advantages(
+    advantages: AdvantageFunction, section: AdvantageConfig, grading: GradingConfig, *, group: int
+) -> None:
     """Trace custom advantages and check that there is one per completion.
 
     Raises:
         ConfigError: they raised an error, or have another shape.
     """
-    place, group = f"advantage.function: {cfg.advantage.function}", cfg.rollout.group_size
+    place = f"advantage.function: {section.function}"
     rewards, size = _spec(jnp.float32, 2 * group), f"[{2 * group}]"
-    values = {r.name: rewards for r in cfg.grading.rewards}
+    values = {r.name: rewards for r in grading.rewards}
     result = _traced(
         lambda r, v: advantages(r, v, group), place, f"advantages {size}", rewards, values, on=f"rewards {size}"
     )

@@ -222,7 +222,7 @@ class Run:
             keyword_table=self.keyword_table,
             method=self.credit,
             custom_loss=self.custom_loss,
-            custom_advantages=find_advantages(self.cfg),
+            custom_advantages=find_advantages(self.cfg.advantage),
         )
 
     def load(self, *, source: Path | None = None) -> Params:
@@ -282,12 +282,12 @@ class Run:
     @cached_property
     def credit(self) -> ResolvedMethod:
         """The method of credit.method, with its settings and the probe of credit.probe.function."""
-        return find_credit(self.cfg)
+        return find_credit(self.cfg.credit)
 
     @cached_property
     def custom_loss(self) -> TokenLoss | None:
         """The loss of loss.function."""
-        return find_loss(self.cfg)
+        return find_loss(self.cfg.loss)
 
     @cached_property
     def keyword_table(self) -> KeywordTable | None:

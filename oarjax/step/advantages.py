@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from oarjax.config.learning import AdvantageConfig, GradingConfig
-from oarjax.config.schema import Config
 from oarjax.credit.resolved import ResolvedMethod
 from oarjax.rl.advantages import (
     AdvantageFunction,
@@ -28,30 +27,29 @@ Values = dict[str, Float[Array, "B"]]
 
 
 def bound_advantages(
-    cfg: Config, custom: AdvantageFunction | None = None
+    a: AdvantageConfig, grading: GradingConfig, *, group_size: int, custom: AdvantageFunction | None = None
 ) -> Callable[[Float[Array, "B"], Values], Float[Array, "B"]]:
     """Return a function (rewards, NaN where ungraded; values of each reward) -> advantages, with a run's settings."""
-    a, group = cfg.advantage, cfg.rollout.group_size
 
     def grpo(rewards: Float[Array, "B"], values: Values) -> Float[Array, "B"]:
-        return group_advantages(rewards, group_size=group, scale=a.scale, ddof=a.ddof, eps=a.eps)
+        return group_advantages(rewards, group_size=group_size, scale=a.scale, ddof=a.ddof, eps=a.eps)
 
     def rloo(rewards: Float[Array, "B"], values: Values) -> Float[Array, "B"]:
         scale = "none" if a.scale == "none" else "batch"
-        return leave_one_out_advantages(rewards, group_size=group, scale=scale, ddof=a.ddof, eps=a.eps)
+        return leave_one_out_advantages(rewards, group_size=group_size, scale=scale, ddof=a.ddof, eps=a.eps)
 
     def batch(rewards: Float[Array, "B"], values: Values) -> Float[Array, "B"]:
         scale = "none" if a.scale == "none" else "batch"
         return batch_advantages(rewards, leave_one_out=a.leave_one_out, scale=scale, ddof=a.ddof, eps=a.eps)
 
     def gdpo(rewards: Float[Array, "B"], values: Values) -> Float[Array, "B"]:
-        columns, weights = reward_columns(cfg.grading, rewards, values)
+        columns, weights = reward_columns(grading, rewards, values)
         scales = jnp.asarray(weights, jnp.float32)
-        return per_reward_advantages(columns.T, scales, group_size=group, ddof=a.ddof, eps=a.eps)
+        return per_reward_advantages(columns.T, scales, group_size=group_size, ddof=a.ddof, eps=a.eps)
 
     if custom is None:
         return {"grpo": grpo, "rloo": rloo, "batch": batch, "gdpo": gdpo}[a.method]
-    return lambda rewards, values: jnp.where(jnp.isnan(rewards), 0, custom(rewards, values, group))
+    return lambda rewards, values: jnp.where(jnp.isnan(rewards), 0, custom(rewards, values, group_size))
 
 
 def bound_equal_groups(a: AdvantageConfig, *, group_size: int) -> Callable[[Float[Array, "B"]], Bool[Array, "P"]]:
@@ -66,16 +64,16 @@ def bound_equal_groups(a: AdvantageConfig, *, group_size: int) -> Callable[[Floa
 
 
 def row_advantages(
-    cfg: Config, credit: ResolvedMethod
+    a: AdvantageConfig, grading: GradingConfig, credit: ResolvedMethod, *, group_size: int
 ) -> Callable[[Float[Array, "B"], Values], Float[Array, "B"]] | None:
     """Return (rewards, values of each reward) -> A [B] of a method of kind sequence; None for the others."""
     if credit.method.advantage is None:
         return None
-    function, a = credit.method.advantage, cfg.advantage
-    settings = {"group_size": cfg.rollout.group_size, "scale": a.scale, "ddof": a.ddof, "eps": a.eps}
+    function = credit.method.advantage
+    settings = {"group_size": group_size, "scale": a.scale, "ddof": a.ddof, "eps": a.eps}
 
     def advantages(rewards: Float[Array, "B"], values: Values) -> Float[Array, "B"]:
-        return function(*reward_columns(cfg.grading, rewards, values), **settings)
+        return function(*reward_columns(grading, rewards, values), **settings)
 
     return advantages
 

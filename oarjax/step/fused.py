@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from oarjax.config.learning import OffPolicyConfig
-from oarjax.config.schema import Config
+from oarjax.config.learning import OffPolicyConfig, UpdateConfig
 from oarjax.credit.clean_pass import shared_pass
 from oarjax.credit.oar.oar_g import row_keys
 from oarjax.credit.probe import ProbeMode
@@ -40,8 +39,8 @@ class FusedSums(NamedTuple):
     metrics: Metrics  # of credit
 
 
-def fuses(cfg: Config, credit: ResolvedMethod, *, experts: bool = False) -> bool:
-    """Decide if a run scores and updates in one pass: by config and policy, so that a resumed run does the same.
+def fuses(update: UpdateConfig, credit: ResolvedMethod, *, kl_beta: float, experts: bool = False) -> bool:
+    """Decide if a run scores and updates in one pass: by settings and policy, so that a resumed run does the same.
 
     Both must be at the same params (one update per rollout) and read the same rows (no reference policy, no reference
     answers), and the method must be able to share a pass: its weights of a row come from the row's importance and
@@ -53,14 +52,14 @@ def fuses(cfg: Config, credit: ResolvedMethod, *, experts: bool = False) -> bool
     shares = method.shared is not None and method.kind == "weights" and method.coupling == "row"
     alone = method.loss is None and set(method.needs) <= {"importance", "tokens", "keyword_table"}
     return (
-        cfg.update.fused == "auto"
+        update.fused == "auto"
         and not experts
-        and cfg.update.epochs * cfg.update.minibatches == 1
-        and cfg.loss.kl_beta == 0
-        and cfg.credit.answer.source == "own"
+        and update.epochs * update.minibatches == 1
+        and kl_beta == 0
+        and credit.settings.answer.source == "own"
         and shares
         and alone
-        and (cfg.update.skip_zero_variance or cfg.update.refills > 0)
+        and (update.skip_zero_variance or update.refills > 0)
     )
 
 

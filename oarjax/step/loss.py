@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from oarjax.config.learning import LossConfig, OffPolicyConfig, RolloutConfig
-from oarjax.config.schema import Config
 from oarjax.credit.resolved import ResolvedMethod
 from oarjax.models.moe import balance_loss
 from oarjax.models.policy import Policy, positions_of
@@ -33,11 +32,19 @@ Its sums are added over microbatches and divided by what ``loss.aggregation`` co
 """
 
 
-def policy_gradient(policy: Policy, cfg: Config, method: ResolvedMethod, custom_loss: TokenLoss | None = None) -> Loss:
+def policy_gradient(
+    policy: Policy,
+    rollout: RolloutConfig,
+    settings: LossConfig,
+    method: ResolvedMethod,
+    custom_loss: TokenLoss | None = None,
+    *,
+    head_chunk: int,
+) -> Loss:
     """Return the loss of training for one microbatch, with the credit method's part in every update."""
-    length = cfg.rollout.max_new
-    of_tokens = custom_loss or bound_loss(cfg.loss, max_length=length)
-    head = loss_head(cfg.rollout, cfg.loss.off_policy, head_chunk=cfg.policy.head_chunk)
+    length = rollout.max_new
+    of_tokens = custom_loss or bound_loss(settings, max_length=length)
+    head = loss_head(rollout, settings.off_policy, head_chunk=head_chunk)
     reweighed = method.reweigher()
     auxiliary = method.auxiliary_loss(policy, temperature=head["temperature"], head_chunk=head["head_chunk"])
 
@@ -51,11 +58,11 @@ def policy_gradient(policy: Policy, cfg: Config, method: ResolvedMethod, custom_
             balance = balance_loss(routing)
             shown = Mean(jax.lax.stop_gradient(balance), jnp.ones((), jnp.float32))
             metrics = metrics | router_metrics(routing) | {"router/balance": shown}
-            if cfg.loss.router_balance > 0:
+            if settings.router_balance > 0:
                 each = jnp.broadcast_to(balance, batch.completion.shape)
-                terms["router_balance"] = cfg.loss.router_balance * jnp.where(batch.completion, each, 0)
+                terms["router_balance"] = settings.router_balance * jnp.where(batch.completion, each, 0)
         for name, term in terms.items():
-            added = aggregate(term, batch.completion, mode=cfg.loss.aggregation, max_length=length)
+            added = aggregate(term, batch.completion, mode=settings.aggregation, max_length=length)
             mean = replace(mean, total=mean.total + added.total)
             shown = aggregate(jax.lax.stop_gradient(term), batch.completion, mode="dapo", max_length=1)
             metrics = metrics | {name: shown}

@@ -233,7 +233,8 @@ def make_steps(
             wrong["negative_weights"] = negative_rows(returned, mask)
         return shaped, credit_metrics(jnp.abs(w), s, mask) | wrong
 
-    sums_of = gradient_sums(policy_gradient(policy, cfg, method, custom_loss))
+    trained_loss = policy_gradient(policy, roll, cfg.loss, method, custom_loss, head_chunk=cfg.policy.head_chunk)
+    sums_of = gradient_sums(trained_loss)
 
     def denominator(completion: Bool[Array, "B T"]) -> Float[Array, ""]:
         zeros = jnp.zeros(completion.shape, jnp.float32)
@@ -259,7 +260,7 @@ def make_steps(
     summed = Sums(trained, shardings.replicated, shardings.replicated)
     fused: dict[str, Any] = {}
     shared = method.shared_scorer(policy, temperature=roll.temperature, pad_id=pad_id)
-    if shared is not None and fuses(cfg, method, experts=policy.routed is not None):
+    if shared is not None and fuses(cfg.update, method, kl_beta=cfg.loss.kl_beta, experts=policy.routed is not None):
         of_tokens = custom_loss or bound_loss(cfg.loss, max_length=roll.max_new)
         both = FusedPass(policy, shared, credit, of_tokens, cfg.loss.off_policy, head)
         where = FusedSums(summed, shardings.microbatches, shardings.microbatches, shardings.replicated)
@@ -273,7 +274,10 @@ def make_steps(
         sample=groups,
         evaluate=evaluation,
         equal_groups=jax.jit(bound_equal_groups(cfg.advantage, group_size=roll.group_size)),
-        advantages=jax.jit(row_advantages(cfg, method) or bound_advantages(cfg, custom_advantages)),
+        advantages=jax.jit(
+            row_advantages(cfg.advantage, cfg.grading, method, group_size=roll.group_size)
+            or bound_advantages(cfg.advantage, cfg.grading, group_size=roll.group_size, custom=custom_advantages)
+        ),
         after_kl=jax.jit(bound_kl_penalty(cfg.loss.kl_beta)),
         score=jax.jit(score, static_argnames=("probe", "bucket"), out_shardings=shardings.microbatches),
         credit=jax.jit(credit, out_shardings=(shardings.microbatches, shardings.replicated)),

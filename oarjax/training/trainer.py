@@ -221,7 +221,7 @@ def model_flops(cfg: Config, model: QwenConfig, metrics: dict[str, float], credi
         reference=credit.needs_reference(kl_beta=cfg.loss.kl_beta),
         **credit.teacher_work(),
         adapters=trained_count(cfg.lora, model) if cfg.lora.rank else None,
-        fused=fuses(cfg, credit, experts=model.experts is not None),
+        fused=fuses(cfg.update, credit, kl_beta=cfg.loss.kl_beta, experts=model.experts is not None),
     )
     return sum(iteration_flops(decoder_of(model), work, credit).values())
 

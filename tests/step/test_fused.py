@@ -105,7 +105,7 @@ def test_one_pass_is_two_in_float32_with_adapters_and_where_it_is_not_finite():
 def test_config_and_policy_decide():
     def decided(experts=False, **changes):
         cfg = tiny.config(**{"credit__method": "oar_g"} | changes)
-        return fuses(cfg, resolve_method(cfg.credit), experts=experts)
+        return fuses(cfg.update, resolve_method(cfg.credit), kl_beta=cfg.loss.kl_beta, experts=experts)
 
     assert decided()
     assert decided(update__skip_zero_variance=False, update__refills=1)

@@ -36,7 +36,8 @@ the weights (``apply``)."""
 
 def phases_of_step(cfg: Config, *, experts: bool = False) -> tuple[str, ...]:
     """Return the phases that an iteration runs: score and update, or both in one pass; of a policy with ``experts``."""
-    learning = ("fused",) if fuses(cfg, find_credit(cfg), experts=experts) else ("score", "update")
+    fused = fuses(cfg.update, find_credit(cfg.credit), kl_beta=cfg.loss.kl_beta, experts=experts)
+    learning = ("fused",) if fused else ("score", "update")
     return ("reshard", "sample", *learning, "apply")
 
 
@@ -79,7 +80,7 @@ def with_method(cfg: Config, method: str | None) -> Config:
     uniform does.
     """
     other = parse_config(cfg.model_dump() | {"credit": changed(cfg.credit, {"method": method or cfg.credit.method})})
-    if "keyword_table" not in find_credit(other).signals:
+    if "keyword_table" not in find_credit(other.credit).signals:
         return other
     return parse_config(cfg.model_dump() | {"credit": changed(cfg.credit, {"method": "uniform"})})
 

@@ -62,7 +62,7 @@ def model_flops(phase: str, model: QwenConfig, cfg: Config) -> float:
     """Count what one run of a phase's program asks for, over all chips."""
     if phase not in ("sample", "score", "update", "fused"):
         return 0.0
-    credit = find_credit(cfg)
+    credit = find_credit(cfg.credit)
     work = replace(work_of(model, cfg, credit), fused=phase == "fused")
     found = iteration_flops(decoder_of(model), work, credit)
     asked = found["score"] + found["update"] if phase == "fused" else found[phase]

@@ -86,7 +86,14 @@ def replay(
         loss = imitation(run.policy, head_chunk=run.cfg.policy.head_chunk)
         scores, weights = Scores(), jnp.ones(completion.shape)
     else:
-        loss = policy_gradient(run.policy, run.cfg, run.credit, run.custom_loss)
+        loss = policy_gradient(
+            run.policy,
+            run.cfg.rollout,
+            run.cfg.loss,
+            run.credit,
+            run.custom_loss,
+            head_chunk=run.cfg.policy.head_chunk,
+        )
         scores = flat(_scores(header, e, params, run, frozen, reference))
         weights = _weights(header, e, scores, rollout.tokens, span, advantages, completion, run)
     kind = "weights" if header.kind == "sft" else run.credit.kind

@@ -76,7 +76,9 @@ def test_gradients_are_those_of_an_update(aggregation):
     denominator = steps.denominator(jnp.asarray(mask.reshape(12, 10)))
     pieces = Piece(Bucket(6, 4), np.int32(0), np.int32(1)), Piece(Bucket(6, 10), np.int32(1), np.int32(2))
     gradient = gradient_program(steps, by_piece=aggregation == "bnpo", size=10**6)
-    found, loss = gradient(state, batch, pieces, denominator), policy_gradient(policy, cfg, resolve_method(cfg.credit))
+    found = gradient(state, batch, pieces, denominator)
+    method, head_chunk = resolve_method(cfg.credit), cfg.policy.head_chunk
+    loss = policy_gradient(policy, cfg.rollout, cfg.loss, method, head_chunk=head_chunk)
     sgd = optax.sgd(1.0)
     start = TrainState(state.step, state.params, sgd.init(state.params), state.key)
     given = None if aggregation == "bnpo" else denominator
