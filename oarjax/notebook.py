@@ -18,10 +18,10 @@ from typing import Any
 from oarjax.config.loading import parse_config
 from oarjax.config.schema import Config
 from oarjax.grading.grader import local_rewards
-from oarjax.report.colours import LIGHT
 from oarjax.report.curves import PANELS, Record, points
-from oarjax.report.files import CompletionRow, ShownConsole, read_completions, read_metrics, short, visible
-from oarjax.report.page import SIZE, card, chart, colour_scale, line_classes, pick_completions, templates, token_pieces
+from oarjax.report.files import CompletionRow, ShownConsole, read_completions, read_metrics, short
+from oarjax.report.html import render
+from oarjax.report.page import SIZE, card, chart, colour_scale, line_classes, pick_completions, token_pieces
 from oarjax.run import run as training
 from oarjax.run.run import Run
 from oarjax.storage.stop import Stop, Stopped
@@ -137,7 +137,7 @@ def show_curves(runs: Mapping[str, Path | Sequence[Record]], *, metrics: Sequenc
     drawn = [panels[name] for name in metrics or panels if has[name]]
     return _shown(
         charts=[chart(panel, records) for panel in drawn],
-        legend=list(zip(map(visible, records), line_classes(list(records)))) if len(records) > 1 else [],
+        legend=list(zip(records, line_classes(list(records)))) if len(records) > 1 else [],
         empty="" if drawn else "No iteration has been finished yet.",
     )
 
@@ -213,7 +213,7 @@ def show_lab(result: LabResult) -> Shown:
     shown = []
     for title, columns, part in tables(result):
         chosen = shown_columns(part, columns)
-        lines = [[visible(cell) for cell in line] for line in table_cells(part, chosen)]
+        lines = table_cells(part, chosen)
         header = ["method", *(column.heading for column in chosen)]
         shown.append({"title": title, "header": header, "lines": lines, "note": legend(part, chosen)})
     return _shown(tables=shown, note=f"{result.interval}.")
@@ -243,11 +243,11 @@ def _view(
             prompt="", completion="", reward=0.0, answer=None, verdict="", tokens=tokens, weights=values,
             is_reasoning=reasoning, is_answer=answer,
         )  # fmt: skip
-        lines.append((visible(name), token_pieces(row)))
-    return {"title": visible(title), "lines": lines}
+        lines.append((name, token_pieces(row)))
+    return {"title": title, "lines": lines}
 
 
 def _shown(**parts: Any) -> Shown:
     empty: dict[str, Any] = {"charts": [], "legend": [], "cards": [], "views": [], "tables": [], "scale": []}
     empty |= {"note": "", "empty": "", "picture": "", "label": ""}
-    return Shown(templates().get_template("shown.html").render(empty | {"size": SIZE, "light": LIGHT} | parts))
+    return Shown(render("report/shown.html", **(empty | {"size": SIZE} | parts)))

@@ -1,25 +1,20 @@
-"""Write report.html: a run on one self-contained page without scripts.
-
-All text from a model or a dataset goes through ``visible`` and the template's escaping. The page loads nothing; its
-content policy enforces that.
-"""
+"""Write report.html: a run on one self-contained page without scripts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from oarjax.errors import ConfigError
-from oarjax.report.colours import DARK, LIGHT, SVG_DASHES, styles
+from oarjax.report.colours import SVG_DASHES, styles
 from oarjax.report.curves import Panel, Record, drawn_panels, iteration_range, moving_mean, points
-from oarjax.report.files import CompletionRow, cut, short, visible
+from oarjax.report.files import CompletionRow, cut, short
 from oarjax.report.groups import TIMES, ShownCompletion, ShownGroup
+from oarjax.report.html import write_html
 from oarjax.report.summary import NOTE, SummaryRow, summary_cells, summary_title
 from oarjax.storage.durable import DISK, NO_PATH, cannot_write
 from oarjax.system.json import number
@@ -85,49 +80,30 @@ def write_page(
     """
     header, cells = summary_cells(summary) if summary else ([], [])
     runs = {method: records}
-    html = (
-        templates()
-        .get_template("page.html")
-        .render(
-            title=visible(title),
+    try:
+        write_html(
+            path,
+            "report/page.html",
+            title=title,
             tiles=_tiles(summary) or _tiles_so_far(records),
             header=header,
-            cells=[[visible(cell) for cell in row] for row in cells],
+            cells=cells,
             caption=summary_title(summary) if summary else "",
             note=NOTE,
             charts=[chart(panel, runs) for panel in drawn_panels(runs)],
             size=SIZE,
             scale=colour_scale(),
-            light=LIGHT,
-            dark=DARK,
             groups=group_cards(groups),
             completions=[card(iteration, row) for iteration, row in pick_completions(completions, count=shown)],
-            facts={visible(k): visible(str(v)) for k, v in facts.items()},
-            config=visible(yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)) if config else "",
+            facts={k: str(v) for k, v in facts.items()},
+            config=yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True) if config else "",
         )
-    )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Lone surrogates of a broken tokenizer cannot be written as UTF-8; ``visible`` has escaped all others.
-        path.write_text(html, encoding="utf-8", errors="replace")
     except OSError as error:
         if error.errno in DISK - NO_PATH:  # the storage fails, not the path
             raise cannot_write(path, error) from error
         raise ConfigError(
             f"report: cannot write {path}: {error.strerror}; expected a path for a file, pass another one with --out"
         ) from error
-
-
-@cache
-def templates() -> Environment:
-    """Load the HTML templates beside this file; every value in them is escaped."""
-    return Environment(
-        loader=FileSystemLoader(Path(__file__).parent, encoding="utf-8"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
 
 
 def pick_completions(
@@ -160,7 +136,7 @@ def token_pieces(row: CompletionRow) -> list[Piece]:
         ValueError: the per-token fields differ in length.
     """
     if not row.tokens:
-        return [Piece(visible(row.completion), "", "plain", "")]
+        return [Piece(row.completion, "", "plain", "")]
     lengths = {"tokens": len(row.tokens), "weights": len(row.weights)}
     lengths |= {"is_reasoning": len(row.is_reasoning) or len(row.tokens)}
     lengths |= {"is_answer": len(row.is_answer) or len(row.tokens)}
@@ -170,7 +146,7 @@ def token_pieces(row: CompletionRow) -> list[Piece]:
     answer = row.is_answer or [False] * len(row.tokens)
     return [
         Piece(
-            visible(text).replace("\n", "↵\n"),
+            text.replace("\n", "↵\n"),
             token_colour(weight),
             "answer" if a else "reasoning" if r else "plain",
             f"weight {short(weight)}" + (", answer" if a else "" if r else ", outside the reasoning"),
@@ -182,19 +158,19 @@ def token_pieces(row: CompletionRow) -> list[Piece]:
 def card(iteration: int, row: CompletionRow) -> dict[str, Any]:
     """Collect the template's fields of a completion."""
     chips = []
-    chips += [(visible(name), short(value)) for name, value in row.rewards.items() if len(row.rewards) > 1]
+    chips += [(name, short(value)) for name, value in row.rewards.items() if len(row.rewards) > 1]
     if math.isfinite(row.advantage):
         chips.append(("advantage", f"{row.advantage:+.2f}"))
-    chips.append(("answer", visible(row.answer)[:80] if row.answer is not None else "none found"))
+    chips.append(("answer", row.answer[:80] if row.answer is not None else "none found"))
     if row.reference is not None:
-        chips.append(("expected", visible(row.reference)[:80]))
+        chips.append(("expected", row.reference[:80]))
     return {
         "iteration": iteration,
-        "verdict": visible(row.verdict),
+        "verdict": row.verdict,
         "reward": short(row.reward),
         "good": row.reward > 0,
         "chips": chips,
-        "prompt": visible(row.prompt),
+        "prompt": row.prompt,
         "pieces": token_pieces(row),
     }
 
@@ -220,19 +196,19 @@ def _by_reward(reward: float) -> float:
 
 def _group_card(group: ShownGroup) -> dict[str, Any]:
     rows = sorted(group.completions, key=lambda row: _by_reward(row.reward))
-    prompt = " ".join(visible(group.prompt).split())
+    prompt = " ".join(group.prompt.split())
     return {
         "mean": short(group.mean_reward),
-        "reference": cut(visible(group.reference), 80),
+        "reference": cut(group.reference, 80),
         "short": cut(prompt, 100),
-        "prompt": cut(visible(group.prompt), LONGEST),
+        "prompt": cut(group.prompt, LONGEST),
         "rows": [
             {
                 "reward": short(row.reward),
                 "good": row.reward > 0,
-                "verdict": visible(row.verdict),
-                "chips": [(name, visible(value)) for name, value in _chips(row)],
-                "text": cut(visible(row.completion), LONGEST),
+                "verdict": row.verdict,
+                "chips": _chips(row),
+                "text": cut(row.completion, LONGEST),
             }
             for row in rows
         ],
@@ -240,7 +216,7 @@ def _group_card(group: ShownGroup) -> dict[str, Any]:
 
 
 def _chips(row: ShownCompletion) -> list[tuple[str, str]]:
-    each = [(visible(name), short(value)) for name, value in row.rewards.items() if len(row.rewards) > 1]
+    each = [(name, short(value)) for name, value in row.rewards.items() if len(row.rewards) > 1]
     ended = [] if row.ended else [("cut at", f"{row.tokens} tokens")]
     return [*each, ("advantage", f"{row.advantage:+.2f}"), ("answer", cut(row.answer or "none found", 80)), *ended]
 
@@ -250,9 +226,9 @@ def _tiles(summary: Sequence[SummaryRow]) -> list[tuple[str, str, str]]:
     if not summary:
         return []
     first = summary[0]
-    tiles = [(visible(first.name), f"{100 * first.pass_at_1:.1f}%", "held-out pass@1 before")]
+    tiles = [(first.name, f"{100 * first.pass_at_1:.1f}%", "held-out pass@1 before")]
     for row in [row for row in summary[1:] if row.change is not None][:1]:
-        tiles.append((visible(row.name), f"{100 * row.pass_at_1:.1f}%", "held-out pass@1 after"))
+        tiles.append((row.name, f"{100 * row.pass_at_1:.1f}%", "held-out pass@1 after"))
         low, high = number(row.change_low), number(row.change_high)
         span = f"95% interval {low:+.1f} to {high:+.1f}" if math.isfinite(low) else "one problem: no interval"
         tiles.append(("change", f"{row.change:+.1f} points", span))
@@ -291,9 +267,7 @@ def chart(panel: Panel, runs: Mapping[str, Sequence[Record]]) -> Chart:
             continue
         smooth = list(zip([x for x, _ in line], moving_mean([y for _, y in line])))
         unit = "%" if panel.percent else ""
-        dots = [
-            (f"{px(x):.1f}", f"{py(y):.1f}", f"{visible(name)}, iteration {x:.0f}: {short(y)}{unit}") for x, y in line
-        ]
+        dots = [(f"{px(x):.1f}", f"{py(y):.1f}", f"{name}, iteration {x:.0f}: {short(y)}{unit}") for x, y in line]
         lines.append(Line(style, trace(smooth), "" if smooth == line else trace(line), dots))
     return Chart(
         panel.title + (" (%)" if panel.percent else ""),

@@ -7,10 +7,7 @@ from conftest import ROOT
 
 from oarjax.report.colours import DARK, LIGHT
 
-PAGES = {
-    name: (ROOT / "oarjax" / name).read_text()
-    for name in ("report/page.html", "report/shown.html", "tools/lab/page.html", "tools/accept/page.html")
-}
+PAGES = {name: (ROOT / "oarjax" / name).read_text() for name in ("report/shell.html", "report/shown.html")}
 TINT = 0.62
 """Opacity of the strongest tint behind a token, as in the templates."""
 Colour = tuple[float, float, float]

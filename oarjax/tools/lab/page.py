@@ -1,7 +1,6 @@
 """credit.html: every method's weights on the same completions, on one self-contained page without scripts.
 
-Radio buttons and style rules alone switch the method, and a second one beside it. Text from a model or a dataset
-passes ``visible`` and the template's escaping. The page loads nothing; its content policy enforces that.
+Radio buttons and style rules alone switch the method, and a second one beside it.
 """
 
 from __future__ import annotations
@@ -10,9 +9,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-
-from oarjax.report.files import short, visible
+from oarjax.report.files import short
+from oarjax.report.html import write_html
 from oarjax.tools.lab.results import (
     BEST,
     LabCompletion,
@@ -24,29 +22,27 @@ from oarjax.tools.lab.results import (
     tables,
 )
 
-TEMPLATE = Path(__file__).with_name("page.html")
 LEVELS = 8
 """Shades of each of the two colours."""
 
 
 def write_lab_page(path: Path, result: LabResult) -> None:
     """Write credit.html, which opens on the first method."""
-    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     names = [m.name for m in result.methods]
-    html = template.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        title=visible(result.title),
-        facts={visible(k): visible(v) for k, v in result.facts.items()},
+    write_html(
+        path,
+        "tools/lab/page.html",
+        title=f"{result.title}: token credit",
+        facts=result.facts,
         tables=[_table(shown, title, columns) for title, columns, shown in tables(result)],
-        oracles={visible(k): f"{100 * v.mean:.1f}%" for k, v in result.oracles.items() if math.isfinite(v.mean)},
+        oracles={k: f"{100 * v.mean:.1f}%" for k, v in result.oracles.items() if math.isfinite(v.mean)},
         interval=result.interval,
-        notes=[] if result.gradients is None else [visible(note) for note in gradient_notes(result.gradients)],
-        methods=[visible(name) for name in names],
+        notes=[] if result.gradients is None else gradient_notes(result.gradients),
+        methods=names,
         levels=[(level, f"{0.62 * level / LEVELS:.2f}") for level in range(1, LEVELS + 1)],
         scale=[(f"{w:g}", level_class(w, method=None)) for w in (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0)],
         completions=[_card(c, names) for c in result.completions],
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(html, encoding="utf-8", errors="replace")  # lone surrogates of a broken tokenizer
 
 
 def level_class(weight: float, *, method: int | None) -> str:
@@ -68,7 +64,7 @@ def token_title(c: LabCompletion, at: int, names: list[str]) -> str:
         notes.append("answer" if c.is_answer[at] else "outside the reasoning")
     lines = ["; ".join(notes)] if notes else []
     lines += [f"{name}: weight {short(c.weights[name][at])}, score {short(c.scores[name][at])}" for name in names]
-    return visible("\n".join(lines))
+    return "\n".join(lines)
 
 
 def _card(c: LabCompletion, names: list[str]) -> dict[str, Any]:
@@ -86,13 +82,13 @@ def _card(c: LabCompletion, names: list[str]) -> dict[str, Any]:
         if not c.is_reasoning[at]:
             classes = ["answer" if c.is_answer[at] else "plain"]
         classes += ["direct"] * c.direct[at] + ["total"] * c.total[at]
-        pieces.append((visible(text).replace("\n", "↵\n"), " ".join(filter(None, classes)), token_title(c, at, names)))
+        pieces.append((text.replace("\n", "↵\n"), " ".join(filter(None, classes)), token_title(c, at, names)))
     return {
-        "prompt": visible(c.prompt),
+        "prompt": c.prompt,
         "reward": short(c.reward),
         "good": c.reward > 0,
-        "answer": "none" if c.answer is None else visible(c.answer)[:80],
-        "reference": None if c.reference is None else visible(c.reference)[:80],
+        "answer": "none" if c.answer is None else c.answer[:80],
+        "reference": None if c.reference is None else c.reference[:80],
         "pieces": pieces,
     }
 
@@ -102,7 +98,7 @@ def _table(result: LabResult, title: str, columns: Any) -> dict[str, Any]:
     return {
         "title": title,
         "header": ["method", *(c.heading for c in chosen)],
-        "lines": [[visible(text) for text in line] for line in table_cells(result, chosen)],
+        "lines": table_cells(result, chosen),
         "best": BEST,
         "note": legend(result, chosen),
     }
