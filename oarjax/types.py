@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -220,6 +220,26 @@ class HybridCache(KVCache):
     """Keys and values of the attention layers, and the state of the others after the slots that are written."""
 
     state: DeltaState
+
+
+class Window(NamedTuple):
+    """The part of a cache that a program reads and writes; static."""
+
+    blocks: int  # that the cache's rows are divided into
+    rows: int  # the first ones of each block
+    slots: int  # the first ones
+
+
+@struct.dataclass
+class DecodeCache:
+    """Keys (rotated) and values of every layer; ``valid`` and ``length`` as in ``KVCache``."""
+
+    k: Float[Array, "L kv B h C"]
+    v: Float[Array, "L kv B C h"]
+    valid: Bool[Array, "B C"]
+    length: Int32[Array, ""]
+    state: DeltaState | None = None  # of layers with delta nets; of the window's rows alone where there is a window
+    window: Window | None = struct.field(pytree_node=False, default=None)  # None: all rows and slots
 
 
 @struct.dataclass

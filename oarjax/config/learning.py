@@ -42,8 +42,8 @@ class RolloutConfig(Section):
     )
     cache_bucket: Positive | None = Field(
         default=None,
-        description="slots that the KV cache starts with and grows by; null = an eighth of max_new, at least 128. "
-        "While it grows, the old and the new cache are both in memory; max_new = full size from the start",
+        description="slots of the KV cache that decoding reads at first, and by which they grow; null = an eighth of "
+        "max_new, at least 128",
     )
     slots: Positive | None = Field(
         default=None,

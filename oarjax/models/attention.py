@@ -33,11 +33,16 @@ def attention_for(wanted: Literal["auto", "xla", "splash"], mesh: Mesh) -> Atten
 
 
 class Segment(NamedTuple):
-    """Keys and values of R rows, shared by the G = B / R query rows r*G .. r*G + G-1."""
+    """Keys and values of R rows, heads first, shared by the G = B / R query rows r*G .. r*G + G-1."""
 
-    k: Float[Array, "R M kv h"]
-    v: Float[Array, "R M kv h"]
+    k: Float[Array, "kv R h M"]
+    v: Float[Array, "kv R M h"]
     mask: Bool[Array, "R #GN M"]  # True where a query may attend; G*N rows of queries, or 1 for all alike
+
+    @staticmethod
+    def of(k: Float[Array, "R M kv h"], v: Float[Array, "R M kv h"], mask: Bool[Array, "R #GN M"]) -> Segment:
+        """Return the segment of keys and values as projections give them."""
+        return Segment(k.transpose(2, 0, 3, 1), v.transpose(2, 0, 1, 3), mask)
 
 
 def attend(q: Float[Array, "B N heads h"], segments: tuple[Segment, ...]) -> Float[Array, "B N heads h"]:
@@ -48,8 +53,8 @@ def attend(q: Float[Array, "B N heads h"], segments: tuple[Segment, ...]) -> Flo
     gives 0. Scores are [B, heads, N, M] at once: no blocking.
     """
     rows, new, heads, width = q.shape
-    kv = segments[0].k.shape[2]
-    q = q.reshape(rows, new, kv, heads // kv, width).transpose(0, 2, 3, 1, 4)
+    kv = segments[0].k.shape[0]
+    q = q.reshape(rows, new, kv, heads // kv, width).transpose(2, 0, 3, 1, 4)
     scored = [_scores(q, s) for s in segments]
     # One common peak: the softmax does not depend on it, so no gradient flows through it.
     peak = jax.lax.stop_gradient(reduce(jnp.maximum, [top for _, top in scored]))
@@ -57,69 +62,69 @@ def attend(q: Float[Array, "B N heads h"], segments: tuple[Segment, ...]) -> Flo
     total = reduce(jnp.add, [weight for weight, _ in parts])
     out = reduce(jnp.add, [value for _, value in parts])
     out = out / jnp.where(total > 0, total, 1.0)[..., None]
-    return out.transpose(0, 3, 1, 2, 4).reshape(rows, new, heads, width).astype(q.dtype)
+    return out.transpose(1, 3, 0, 2, 4).reshape(rows, new, heads, width).astype(q.dtype)
 
 
 def segment_mixer(masks: Sequence[Array], valid: Bool[Array, "B N"]) -> Callable[..., Array]:
-    """Return a function (keys and values stored under each mask, q, own k, own v) -> attention, causal for the new."""
+    """Return a function (stored keys and values, heads first, q, own k, own v) -> attention, causal for the new."""
     new = valid.shape[1]
     own = valid[:, None, :] & jnp.tril(jnp.ones((new, new), bool))
 
     def mix(stored: Sequence[tuple[Array, Array]], q: Array, k: Array, v: Array) -> Array:
         earlier = tuple(Segment(*kv, mask) for kv, mask in zip(stored, masks))
-        return attend(q.astype(k.dtype), (*earlier, Segment(k, v, own)))
+        return attend(q.astype(k.dtype), (*earlier, Segment.of(k, v, own)))
 
     return mix
 
 
 def _scores(
-    q: Float[Array, "B kv g N h"], segment: Segment
-) -> tuple[Float[Array, "R kv g GN M"], Float[Array, "B kv g N"]]:
+    q: Float[Array, "kv B g N h"], segment: Segment
+) -> tuple[Float[Array, "kv R g GN M"], Float[Array, "kv B g N"]]:
     """Compute the scores of one segment, lowest where masked, and their maximum per query."""
     accumulate = jnp.promote_types(q.dtype, jnp.float32)
-    folded = _fold(q, segment.k.shape[0])
-    scores = _matmul(folded, segment.k.transpose(0, 2, 3, 1), accumulate)
+    folded = _fold(q, segment.k.shape[1])
+    scores = _matmul(folded, segment.k, accumulate)
     scores = scores * jnp.asarray(q.shape[-1] ** -0.5, accumulate)
-    scores = jnp.where(segment.mask[:, None, None], scores, jnp.finfo(accumulate).min)
-    return scores, _unfold(scores.max(-1), q.shape[0])
+    scores = jnp.where(segment.mask[None, :, None], scores, jnp.finfo(accumulate).min)
+    return scores, _unfold(scores.max(-1), q.shape[1])
 
 
 def _weighted_values(
-    scores: Float[Array, "R kv g GN M"], peak: Float[Array, "B kv g N"], segment: Segment
-) -> tuple[Float[Array, "B kv g N"], Float[Array, "B kv g N h"]]:
+    scores: Float[Array, "kv R g GN M"], peak: Float[Array, "kv B g N"], segment: Segment
+) -> tuple[Float[Array, "kv B g N"], Float[Array, "kv B g N h"]]:
     """Compute the sum of exp(score - peak) and the values weighted with it."""
-    rows = peak.shape[0]
-    weights = jnp.exp(scores - _fold(peak, scores.shape[0])[..., None])
-    weights = jnp.where(segment.mask[:, None, None], weights, 0.0)
-    value = _matmul(weights.astype(segment.v.dtype), segment.v.transpose(0, 2, 1, 3), scores.dtype)
+    rows = peak.shape[1]
+    weights = jnp.exp(scores - _fold(peak, scores.shape[1])[..., None])
+    weights = jnp.where(segment.mask[None, :, None], weights, 0.0)
+    value = _matmul(weights.astype(segment.v.dtype), segment.v, scores.dtype)
     return _unfold(weights.sum(-1), rows), _unfold(value, rows)
 
 
 def _matmul(
-    a: Float[Array, "R kv g GN x"], b: Float[Array, "R kv x y"], accumulate: DTypeLike
-) -> Float[Array, "R kv g GN y"]:
-    """Multiply once per key head over all its queries, batch axes first, which is fast on every backend."""
-    owners, kv, group, queries, inner = a.shape
-    merged = a.reshape(owners, kv, group * queries, inner)
+    a: Float[Array, "kv R g GN x"], b: Float[Array, "kv R x y"], accumulate: DTypeLike
+) -> Float[Array, "kv R g GN y"]:
+    """Multiply once per key head and row over all its queries, batch axes first, which is fast on every backend."""
+    kv, owners, group, queries, inner = a.shape
+    merged = a.reshape(kv, owners, group * queries, inner)
     out = jnp.matmul(merged, b, preferred_element_type=accumulate)
-    return out.reshape(owners, kv, group, queries, b.shape[-1])
+    return out.reshape(kv, owners, group, queries, b.shape[-1])
 
 
-def _fold(x: Float[Array, "B kv g N *rest"], owners: int) -> Float[Array, "R kv g GN *rest"]:
+def _fold(x: Float[Array, "kv B g N *rest"], owners: int) -> Float[Array, "kv R g GN *rest"]:
     """Put the queries of rows that share a segment side by side."""
-    rows, kv, group, new, *rest = x.shape
+    kv, rows, group, new, *rest = x.shape
     share = rows // owners
     if share == 1:
         return x
-    split = x.reshape(owners, share, kv, group, new, *rest)
-    return jnp.moveaxis(split, 1, 3).reshape(owners, kv, group, share * new, *rest)
+    split = x.reshape(kv, owners, share, group, new, *rest)
+    return jnp.moveaxis(split, 2, 3).reshape(kv, owners, group, share * new, *rest)
 
 
-def _unfold(x: Float[Array, "R kv g GN *rest"], rows: int) -> Float[Array, "B kv g N *rest"]:
+def _unfold(x: Float[Array, "kv R g GN *rest"], rows: int) -> Float[Array, "kv B g N *rest"]:
     """Invert ``_fold``."""
-    owners, kv, group, queries, *rest = x.shape
+    kv, owners, group, queries, *rest = x.shape
     share = rows // owners
     if share == 1:
         return x
-    split = x.reshape(owners, kv, group, share, queries // share, *rest)
-    return jnp.moveaxis(split, 3, 1).reshape(rows, kv, group, queries // share, *rest)
+    split = x.reshape(kv, owners, group, share, queries // share, *rest)
+    return jnp.moveaxis(split, 3, 2).reshape(kv, rows, group, queries // share, *rest)

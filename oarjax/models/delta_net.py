@@ -15,18 +15,16 @@ with full-precision products, since errors of a state persist; only projections 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
-from oarjax.models import policy
 from oarjax.models.qwen_config import DeltaSizes, QwenConfig
-from oarjax.types import DeltaState, HybridCache
+from oarjax.types import DeltaState
 
 CHUNK = 64
 """Tokens per chunk of the chunked form."""
@@ -208,10 +206,3 @@ def state_before(
     if own is None or begun is None:
         return before
     return jax.tree.map(lambda x, y: jnp.where(begun.reshape(-1, *[1] * (x.ndim - 1)), x, y), own, before)
-
-
-def take_rows(cache: HybridCache, rows: Int[Array, "*D r"]) -> HybridCache:
-    """Return the rows of a cache, as ``policy.take_rows``; a row that holds nothing starts from its prefix again."""
-    state = jax.tree.map(lambda x: policy.taken(x, rows, axis=1), cache.state)
-    taken: Any = policy.take_rows(cache, rows)
-    return replace(taken, state=state)

@@ -4,20 +4,21 @@ To add a model: write a ``Policy`` and pass it to ``oarjax.make_steps`` (docs/ex
 Qwen family instead: see ``models/qwen_config.py``; ``models/qwen.py`` builds the Policy of all of them.
 
 Parameters are an opaque pytree, and so is a cache to its users: ``init_cache`` creates it, ``trunk`` fills it, and
-only ``take_rows``, ``grow``, ``first_slots`` and ``extend`` change it. Their defaults are for a ``KVCache``; a policy
-with another cache, such as a recurrent state, provides its own.
+only ``first_slots``, ``extend`` and the functions of ``caches`` change it. Their defaults are for a ``KVCache``; a
+policy with another cache, such as a recurrent state, provides its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from oarjax.models.decode_cache import Window, moved, moved_marks, taken
 from oarjax.types import KVCache, Params, Routing
 
 
@@ -92,18 +93,6 @@ class InitCache(Protocol):
         ...
 
 
-class TakeRows(Protocol):
-    def __call__(self, cache: KVCache, rows: Int[Array, "*D r"]) -> KVCache:
-        """Return some rows of a cache, in the given order: see ``take_rows``."""
-        ...
-
-
-class Grow(Protocol):
-    def __call__(self, cache: KVCache, slots: int, *, drop: int = 0) -> KVCache:
-        """Make room for more tokens in a full cache: see ``grow``."""
-        ...
-
-
 class FirstSlots(Protocol):
     def __call__(self, cache: KVCache, count: int) -> KVCache:
         """Return the part of a cache that its first tokens wrote: see ``first_slots``."""
@@ -141,32 +130,46 @@ def take_rows(cache: KVCache, rows: Int[Array, "*D r"]) -> KVCache:
     )
 
 
-def taken(x: Array, rows: Int[Array, "*D r"], *, axis: int) -> Array:
-    """Take rows of one array, as ``take_rows`` does."""
-    if rows.ndim == 1 or rows.shape[0] == 1:
-        return jnp.take(x, rows.reshape(-1), axis=axis, mode="clip")
-    split = x.reshape(*x.shape[:axis], rows.shape[0], -1, *x.shape[axis + 1 :])
-    out = jax.vmap(partial(jnp.take, axis=axis, mode="clip"), in_axes=(axis, 0), out_axes=axis)(split, rows)
-    return out.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+def move_rows(cache: KVCache, rows: Int[Array, "D R"], drop: Int[Array, ""] | None) -> KVCache:
+    """Return a cache of the same shape with its rows in another order, as in ``take_rows``, in the same memory.
+
+    With ``drop`` all slots move forward by so many: the first ones, the oldest tokens, are lost, and the caller ensures
+    that no row has tokens in them.
+    """
+    k, v = (moved(x, rows, drop, axis=1, slots=2) for x in (cache.k, cache.v))
+    return replace(cache, k=k, v=v, **moved_marks(cache, rows, drop))
 
 
-def grow(cache: KVCache, slots: int, *, drop: int = 0) -> KVCache:
-    """Return a full cache without its first ``drop`` slots, the oldest tokens, and with ``slots`` empty ones behind.
+def window_of(cache: KVCache, window: Window) -> KVCache:
+    """Return the first rows of every block and the first slots as a cache, which ``trunk`` fills further."""
+    rows = jnp.broadcast_to(jnp.arange(window.rows), (window.blocks, window.rows))
+    k, v, valid = cache.k[:, :, : window.slots], cache.v[:, :, : window.slots], cache.valid[:, : window.slots]
+    return take_rows(replace(cache, k=k, v=v, valid=valid), rows)
 
-    All slots have been written when this is called. The caller ensures that no row has tokens in the dropped slots.
+
+def with_window(cache: KVCache, part: KVCache, window: Window) -> KVCache:
+    """Write what ``window_of`` gave back into the cache: its inverse."""
+
+    def written(x: Array, new: Array, axis: int) -> Array:
+        split, first = (y.reshape(*y.shape[:axis], window.blocks, -1, *y.shape[axis + 1 :]) for y in (x, new))
+        return jax.lax.dynamic_update_slice(split, first, [0] * split.ndim).reshape(x.shape)
+
+    k, v = written(cache.k, part.k, 1), written(cache.v, part.v, 1)
+    return replace(part, k=k, v=v, valid=written(cache.valid, part.valid, 0))
+
+
+class RowCaches(NamedTuple):
+    """Keep the caches of prompts and of rows that are being decoded; the defaults are for a KVCache.
+
+    A policy with another cache replaces all but ``init`` and ``prefix``.
     """
 
-    def moved(x: Array, axis: int) -> Array:
-        kept = jax.lax.slice_in_dim(x, drop, x.shape[axis], axis=axis)
-        return jnp.pad(kept, [(0, slots if i == axis else 0) for i in range(x.ndim)])
-
-    return replace(
-        cache,
-        k=moved(cache.k, 2),
-        v=moved(cache.v, 2),
-        valid=moved(cache.valid, 1),
-        length=cache.length - drop,
-    )
+    init: InitCache | None = None  # of rows being decoded; None: Policy.init_cache
+    prefix: Callable[[Any], Any] = lambda cache: cache  # the prompts' filled cache -> what decoding reads as a prefix
+    take: Callable[[Any, Array], Any] = take_rows  # copies rows of a prefix
+    move: Callable[[Any, Array, Array | None], Any] = move_rows  # rows within the cache, and slots forward
+    window: Callable[[Any, Window], Any] = window_of  # the part that one program decodes
+    restore: Callable[[Any, Any, Window], Any] = with_window  # (cache, part after decoding) -> cache
 
 
 def first_slots(cache: KVCache, count: int) -> KVCache:
@@ -193,8 +196,7 @@ class Policy(NamedTuple):
     unembed: Unembed
     init_cache: InitCache
     head: Head = unchanged
-    take_rows: TakeRows = take_rows
-    grow: Grow = grow
+    caches: RowCaches = RowCaches()
     first_slots: FirstSlots | None = first_slots  # None: a cache that cannot be cut, such as a recurrent state
     routed: Routed | None = None  # of a policy with experts
     extend: Extend | None = None  # of caches that cannot be cut but joined: a state is that of the later one

@@ -19,12 +19,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from oarjax.models import delta_net, policy
+from oarjax.models import decode_cache, policy
 from oarjax.models.attention import AttentionKind, segment_mixer
+from oarjax.models.decode_cache import Cache, DecodeCache, Window, written
 from oarjax.models.delta_net import empty_state, state_before
 from oarjax.models.layers import Qwen
 from oarjax.models.moe import ExpertsKind
-from oarjax.models.policy import Policy
+from oarjax.models.policy import Policy, RowCaches
 from oarjax.models.precision import in_full, precision_of
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.remat import Remat, rematerialised
@@ -93,12 +94,12 @@ def make_policy(
     def embed(params: Params, tokens: Int[Array, "B N"]) -> Float[Array, "B N D"]:
         return params["embed"]["embedding"][tokens].astype(stream)
 
-    def trunk(*rows: Any, **caches: Any) -> tuple[Float[Array, "B N D"], KVCache | None]:
+    def trunk(*rows: Any, **caches: Any) -> tuple[Float[Array, "B N D"], Any]:
         return run(*rows, **caches)[:2]
 
     def routed(
         *rows: Any, counted: Bool[Array, "B N"] | None = None, **options: Any
-    ) -> tuple[Float[Array, "B N D"], KVCache | None, Any]:
+    ) -> tuple[Float[Array, "B N D"], Any, Any]:
         valid = rows[-1]
         hidden, after, routing = run(*rows, counted=valid if counted is None else counted, **options)
         return hidden, after, replace(routing, chosen=jnp.moveaxis(routing.chosen, 0, 2))
@@ -109,18 +110,18 @@ def make_policy(
         positions: Int[Array, "B N"],
         valid: Bool[Array, "B N"],
         *,
-        cache: KVCache | None = None,
-        prefix: KVCache | None = None,
+        cache: Cache | None = None,
+        prefix: Cache | None = None,
         visible: Bool[Array, "B N C"] | None = None,
         experts: Int[Array, "B N L k"] | None = None,
         counted: Bool[Array, "B N"] | None = None,
-    ) -> tuple[Float[Array, "B N D"], KVCache | None, Any]:
+    ) -> tuple[Float[Array, "B N D"], Cache | None, Any]:
         """Run all layers; with ``counted`` return the routing, too."""
         layer_def, norm_def, delta_def = definitions(_adapted(params))
         new = valid.shape[1]
         cos, sin = rotation(positions, frequencies, scale=scale, dtype=stream)
         # A cache of exactly N slots can only be empty.
-        filled = cache if cache is not None and cache.k.shape[2] > new else None
+        filled = cache if isinstance(cache, DecodeCache) or (cache and cache.k.shape[2] > new) else None
 
         if sizes is not None and visible is not None:
             raise ValueError(
@@ -128,21 +129,22 @@ def make_policy(
                 "cannot be recomputed; compute whole suffixes, as OAR-P does"
             )
         stores = [c for c in (prefix, filled) if c is not None]
-        plain = filled is None and visible is None and (prefix is None or prefix.k.shape[1] == valid.shape[0])
+        plain = filled is None and visible is None and (prefix is None or prefix.valid.shape[0] == valid.shape[0])
         if attention == "splash" and mesh is not None and plain:
-            mixer = causal_mixer([_written(c) for c in stores], valid, mesh)
+            mixer, read = causal_mixer([written(c) for c in stores], valid, mesh), lambda cache, kv: kv
         else:
-            masks = [_written(c)[:, None, :] for c in stores]
+            masks = [written(c)[:, None, :] for c in stores]
             if visible is not None:  # of the prefix, by row and query
                 masks[0] = masks[0] & visible.reshape(masks[0].shape[0], -1, visible.shape[-1])
-            mixer = segment_mixer(masks, valid)
+            mixer, read = segment_mixer(masks, valid), _heads_first
 
         def body(x, xs):
-            weights, chosen, *stored = xs
+            weights, chosen, *layers = xs
+            stored = [read(c, of) for c, of in zip(stores, layers, strict=True)]
             options = {"chosen": chosen, "counted": valid if counted is None else counted, "compute_dtype": compute}
             x, kv, routing = nnx.merge(layer_def, weights)(x, cos, sin, partial(mixer, stored), **options)
-            kept = kv if cache is not None else None, routing if counted is not None else None
-            return place(x, ROWS, None, None), kept
+            kept = None if cache is None else _stored_as(cache, *kv)
+            return place(x, ROWS, None, None), (kept, routing if counted is not None else None)
 
         def delta_body(x, xs):
             weights, own, before = xs
@@ -155,12 +157,12 @@ def make_policy(
         )  # decoding has no derivative
         x = place(embeddings.astype(stream), ROWS, None, None)
         by_layer = None if experts is None else jnp.moveaxis(experts, 2, 0)
-        layers, state = (params["layers"], by_layer, *((c.k, c.v) for c in stores)), None
+        layers, state = (params["layers"], by_layer, *map(_by_layer, stores)), None
         if sizes is None:
             x, (kv, routing) = jax.lax.scan(remat_of(body), x, layers)
         else:
-            begun = _written(filled).any(axis=1) if filled is not None else None
-            own, before = (c.state if isinstance(c, HybridCache) else None for c in (filled, prefix))
+            begun = written(filled).any(axis=1) if filled is not None else None
+            own, before = (getattr(c, "state", None) for c in (filled, prefix))
             deltas = (params["delta_layers"], own, before)
             x, (kv, routing), state = _scan_blocks(
                 remat_of(body), remat_of(delta_body), x, layers, deltas, sizes.interval - 1
@@ -168,7 +170,8 @@ def make_policy(
         hidden = place(nnx.merge(norm_def, params["norm"])(x), ROWS, None, None)
         if cache is None or kv is None:
             return hidden, None, routing
-        after = _append(cache, kv[0], kv[1], valid)
+        k, v = kv
+        after = _append(cache, k, v, valid)
         return hidden, place_cache(after if state is None else replace(after, state=state)), routing
 
     def head(params: Params) -> Params:
@@ -197,26 +200,53 @@ def make_policy(
         state = empty_state(cfg.delta, len(cfg.delta_layers), rows, dtype=stream)
         return place_cache(HybridCache(**empty, state=state))
 
-    def place_cache(cache: KVCache) -> KVCache:
-        k, v = (place(x, None, ROWS, None, "tensor", None) for x in (cache.k, cache.v))
+    def place_cache(cache: Any) -> Any:
+        by_head = isinstance(cache, DecodeCache)
+        axes = (None, "tensor", ROWS, None, None) if by_head else (None, ROWS, None, "tensor", None)
+        k, v = (place(x, *axes) for x in (cache.k, cache.v))
         cache = replace(cache, k=k, v=v, valid=place(cache.valid, ROWS, None))
-        if not isinstance(cache, HybridCache):
+        if getattr(cache, "state", None) is None:
             return cache
         return replace(cache, state=jax.tree.map(lambda x: place(x, None, ROWS, *[None] * (x.ndim - 2)), cache.state))
 
-    def take_rows(cache: KVCache, rows: Int[Array, "*D r"]) -> KVCache:
-        if isinstance(cache, HybridCache):
-            return place_cache(delta_net.take_rows(cache, rows))
-        return place_cache(policy.take_rows(cache, rows))
+    def init_rows(rows: int, slots: int) -> Any:
+        kv, width = cfg.num_key_value_heads, cfg.head_dim
+        return place_cache(
+            DecodeCache(
+                k=jnp.zeros((len(cfg.attention_layers), kv, rows, width, slots), compute),
+                v=jnp.zeros((len(cfg.attention_layers), kv, rows, slots, width), compute),
+                valid=jnp.zeros((rows, slots), bool),
+                length=jnp.zeros((), jnp.int32),
+                state=empty_state(cfg.delta, len(cfg.delta_layers), rows, dtype=stream) if cfg.delta else None,
+            )
+        )
 
-    def grow(cache: KVCache, slots: int, *, drop: int = 0) -> KVCache:
-        return place_cache(policy.grow(cache, slots, drop=drop))
+    def restore(cache: DecodeCache, part: DecodeCache, window: Window) -> DecodeCache:
+        return place_cache(decode_cache.closed(cache, part))
+
+    def as_prefix(cache: KVCache) -> DecodeCache:
+        return place_cache(decode_cache.heads_first(cache))
+
+    def take_rows(cache: DecodeCache, rows: Array) -> DecodeCache:
+        return place_cache(decode_cache.take_rows(cache, rows))
+
+    def move_rows(cache: DecodeCache, rows: Array, drop: Array | None) -> DecodeCache:
+        return place_cache(decode_cache.move(cache, rows, drop))
+
+    caches = RowCaches(
+        init=init_rows,
+        prefix=as_prefix,
+        take=take_rows,
+        move=move_rows,
+        window=decode_cache.opened,
+        restore=restore,
+    )
 
     def extend(cache: KVCache, more: KVCache) -> KVCache:
         return place_cache(policy.extend(cache, more))
 
     cut, joined = (policy.first_slots, None) if cfg.delta is None else (None, extend)
-    whole = Policy(embed, in_full(trunk, compute), unembed, init_cache, head, take_rows, grow, cut, extend=joined)
+    whole = Policy(embed, in_full(trunk, compute), unembed, init_cache, head, caches, cut, extend=joined)
     return whole if cfg.experts is None else whole._replace(routed=in_full(routed, compute))
 
 
@@ -313,12 +343,28 @@ def _transposed(kernel: Float[Array, "V D"]) -> Float[Array, "D V"]:
 _transposed.defvjp(lambda kernel: (kernel.T, None), lambda _, ct: (jax.lax.optimization_barrier(ct).T,))
 
 
-def _written(cache: KVCache) -> Bool[Array, "B C"]:
-    return cache.valid & (jnp.arange(cache.valid.shape[1]) < cache.length)
+def _by_layer(cache: Cache) -> Any:
+    """Return what a scan over layers gives of a cache to each layer: its keys and values, or its number."""
+    return jnp.arange(cache.k.shape[0]) if isinstance(cache, DecodeCache) else (cache.k, cache.v)
 
 
-def _append(cache: KVCache, k: Array, v: Array, valid: Bool[Array, "B N"]) -> KVCache:
+def _heads_first(cache: Cache, of: Any) -> tuple[Float[Array, "kv B h C"], Float[Array, "kv B C h"]]:
+    """Return a layer's keys and values of a cache, of which the scan gave ``of``."""
+    if isinstance(cache, DecodeCache):
+        return decode_cache.layer(cache, of)
+    k, v = of
+    return k.transpose(2, 0, 3, 1), v.transpose(2, 0, 1, 3)
+
+
+def _stored_as(cache: Cache, k: Float[Array, "B N kv h"], v: Float[Array, "B N kv h"]) -> tuple[Array, Array]:
+    """Return new keys and values in a cache's order of axes."""
+    return (k.transpose(2, 0, 3, 1), v.transpose(2, 0, 1, 3)) if isinstance(cache, DecodeCache) else (k, v)
+
+
+def _append(cache: Cache, k: Array, v: Array, valid: Bool[Array, "B N"]) -> Any:
     """Write all layers' new keys and values at once, so that a decode step touches only the new slots."""
+    if isinstance(cache, DecodeCache):
+        return decode_cache.append(cache, k, v, valid)
     zero = jnp.zeros_like(cache.length)  # indices of one type, with 64-bit types on too
     at = (zero, zero, cache.length, zero, zero)
     return replace(

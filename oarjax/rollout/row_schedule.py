@@ -5,13 +5,17 @@ Plain numpy, a function of the shapes and of which rows are done, so every proce
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 FEWEST = 8
 """Rows below which none are dropped: a matrix product of fewer takes a CPU or a TPU just as long."""
+
+
+TILE = 128
+"""Slots of a cache are whole multiples of this, if there are so many: the lanes of a TPU."""
 
 
 def cache_step(max_new: int, wanted: int | None) -> int:
@@ -50,6 +54,26 @@ class Plan(NamedTuple):
     def rounded(self, slots: int) -> int:
         """Round slots up to whole buckets of the cache."""
         return -(-slots // self.cache_bucket) * self.cache_bucket
+
+    def largest(self) -> tuple[int, int]:
+        """Return the rows and slots of the cache, whole tiles of a TPU: it stores others in another order of axes."""
+        slots = self.sizes()[0][1]
+        return self.blocks * self.buckets[0].rows, slots if slots < TILE else -(-slots // TILE) * TILE
+
+    @property
+    def no_drop(self) -> Any:
+        """Return the slots to drop where none are; None where none ever are."""
+        return None if self.together else np.int32(0)
+
+    def in_place(self) -> Int[np.ndarray, "D R"]:
+        """Return for every row of the cache its own place."""
+        rows = np.arange(self.buckets[0].rows, dtype=np.int32)
+        return np.broadcast_to(rows, (self.blocks, len(rows)))
+
+    def padded(self, places: Int[np.ndarray, "D r"]) -> Int[np.ndarray, "D R"]:
+        """Return the places of all rows of the cache, -1 for those behind ``places``."""
+        behind = self.buckets[0].rows - places.shape[1]
+        return np.pad(places, ((0, 0), (0, behind)), constant_values=-1)
 
     def sizes(self) -> list[tuple[Bucket, int]]:
         """List (bucket, slots) of every possible decode program, the largest first."""

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32, Key
 from oarjax.models.policy import Policy, positions_of
 from oarjax.rl.checked import checked
 from oarjax.rollout.filters import Filters, filter_logits, penalise_repeated, seen_tokens
-from oarjax.types import KVCache, Params, PromptBatch, Rollout
+from oarjax.types import Params, PromptBatch, Rollout
 
 BLOCK = 128
 """Tokens per block of the two-level draw (the lane width of a TPU; it divides Qwen's vocabulary)."""
@@ -112,7 +112,7 @@ class Drawn(NamedTuple):
 class Prefilled(NamedTuple):
     rows: Rows  # without a token yet
     logits: Float[Array, "B V"]  # of their first one
-    cache: KVCache  # of the prompts
+    cache: Any  # of the prompts, as decoding reads it
     experts: Int[Array, "P S L k"] | None  # chosen at the prompts' tokens; None: not recorded
 
 
@@ -142,7 +142,7 @@ def prefill(
         start = start._replace(seen=jnp.repeat(seen, group_size, axis=0))
     if decoding.stop_table is not None:
         start = start._replace(matched=zeros)
-    return Prefilled(start, logits, prefix, experts)
+    return Prefilled(start, logits, policy.caches.prefix(prefix), experts)
 
 
 def _filled(
@@ -153,9 +153,9 @@ def _filled(
     valid: Bool[Array, "B N"],
     decoding: Decoding,
     *,
-    cache: KVCache,
-    prefix: KVCache | None = None,
-) -> tuple[Float[Array, "B N D"], KVCache, Int[Array, "B N L k"] | None]:
+    cache: Any,
+    prefix: Any = None,
+) -> tuple[Float[Array, "B N D"], Any, Int[Array, "B N L k"] | None]:
     """Run the trunk; return states, the filled cache, and the experts chosen if they are recorded."""
     rows, experts = (params, policy.embed(params, tokens), positions, valid), None
     if decoding.record_experts:
@@ -168,6 +168,11 @@ def _filled(
     if after is None:
         raise ValueError("policy.trunk: expected the filled cache as second result of a call with cache=, got None")
     return hidden, after, experts
+
+
+def empty_cache(policy: Policy, rows: int, slots: int) -> Any:
+    """Create the cache of rows that are decoded."""
+    return (policy.caches.init or policy.init_cache)(rows, slots)
 
 
 def first_drawn(begun: Prefilled, decoding: Decoding) -> tuple[Rows, Drawn]:
@@ -208,8 +213,8 @@ def draw_next(rows: Rows, logits: Float[Array, "B V"], decoding: Decoding) -> tu
 
 
 def decode_step(
-    policy: Policy, params: Params, rows: Rows, cache: KVCache, prefix: KVCache, decoding: Decoding
-) -> tuple[Rows, KVCache, Drawn]:
+    policy: Policy, params: Params, rows: Rows, cache: Any, prefix: Any, decoding: Decoding
+) -> tuple[Rows, Any, Drawn]:
     """Feed every row its last token and draw the next. Finished rows get padding, which nothing attends to."""
     positions = (rows.prompts + rows.lengths - 1)[:, None]
     inputs = rows.token[:, None], positions, rows.alive[:, None]
@@ -221,7 +226,7 @@ def decode_step(
 class _Loop(NamedTuple):
     step: Int32[Array, ""]  # tokens drawn so far by unfinished rows
     rows: Rows
-    cache: KVCache
+    cache: Any
     drawn: Drawn  # [T, B] each
 
 
@@ -344,7 +349,7 @@ def sample_rows(
     start = _Loop(
         step=jnp.ones((), jnp.int32),
         rows=rows,
-        cache=policy.init_cache(keys.shape[0], max(max_new - 1, 1)),  # the last token is never fed back
+        cache=empty_cache(policy, keys.shape[0], max(max_new - 1, 1)),  # the last token is never fed back
         drawn=jax.tree.map(lambda every, x: every.at[0].set(x), empty, first),
     )
 

@@ -1,14 +1,15 @@
-"""Continuous batching: finished rows leave the batch, waiting ones take their slots, the cache grows as needed.
+"""Continuous batching: finished rows leave the batch, waiting ones take their slots, in one cache of the largest size.
 
 ``SegmentedSampler`` is a loop on the host over a few jitted programs. It draws what ``sampler.sample_rows`` draws:
 noise belongs to row and token, so it does not matter which rows are decoded together.
 
     prefill   prompts -> their cache, the first token of every row
     decode    up to ``segment`` tokens of the rows in use; ends early once so few are left that a smaller batch fits
-    take      rows in use -> fewer rows, or the same number with waiting rows in place of finished ones
-    grow      a full cache -> one with ``cache_bucket`` more slots
+    take      the prompts' cache -> copies of some of its rows, for the rows in use once they are fewer or others
+    move      rows in use to the front of the cache, waiting ones in place of finished ones, in the same memory
     finish    -> Rollout
 
+A decode program reads a window of the cache: the first rows of every block, and as many of its slots as are needed.
 Rows and slots of a program take few values (powers of two, multiples of ``cache_bucket``), so that programs are few;
 ``row_schedule`` has them. The next program depends only on which rows have finished, and every process reads that from
 the same array: all run the same programs in the same order, whatever their clocks say.
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +31,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Int32, Key
 
+from oarjax.models.decode_cache import Window
 from oarjax.models.policy import Policy
 from oarjax.rollout.row_schedule import (
     FEWEST,
@@ -40,9 +43,9 @@ from oarjax.rollout.row_schedule import (
     make_plan,
     next_layout,
 )
-from oarjax.rollout.sampler import Decoding, Drawn, Rows, decode_step, first_drawn, prefill, sample_rows
+from oarjax.rollout.sampler import Decoding, Drawn, Rows, decode_step, empty_cache, first_drawn, prefill, sample_rows
 from oarjax.rollout.table import Table, copied, finish, seated, written_back
-from oarjax.types import KVCache, Params, PromptBatch, Rollout
+from oarjax.types import Params, PromptBatch, Rollout
 
 Keys = Callable[[PromptBatch, Key[Array, ""]], Key[Array, "B"]]
 """(prompts, key of the batch) -> the noise key of every row."""
@@ -92,8 +95,10 @@ class Program(NamedTuple):
     name: str
     jitted: Any
     args: tuple[Any, ...]
-    static: Mapping[str, int]  # keyword arguments
+    static: Mapping[str, Any]  # keyword arguments
     held: Any  # arrays of the rollout that are not arguments
+    largest: bool = True  # may need more memory than the others
+    worst: bool = False  # runs where every row is decoded to the end, as long as the cache is full
 
     def lower(self) -> Any:
         return self.jitted.lower(*self.args, **self.static)
@@ -106,7 +111,8 @@ class SegmentedSampler:
         keys_of: returns the noise keys of all rows, from prompts and a key; traced.
         group: rows per prompt.
         segment: maximum number of decode steps of one program, after which the host looks at the rows.
-        cache_bucket: slots that the cache begins with and grows by; None: an eighth of max_new, at least 128.
+        cache_bucket: slots of the cache that are read at first, and by which they grow; None: an eighth of max_new, at
+            least 128.
         slots: rows decoded at once, over all devices; None: all. Waiting rows take the place of finished ones.
         rows: sharding of rows; their first axis is divided into as many blocks as it has devices.
         fewest: rows below which none are dropped.
@@ -145,13 +151,15 @@ class SegmentedSampler:
 
         everywhere = None if rows is None else NamedSharding(rows.mesh, PartitionSpec())
         self._prefill = jitted(self._prefill_rows, (None, rows, everywhere))
-        self._decode = jitted(self._decode_rows, (rows, None, everywhere), donate_argnums=(1, 2))
+        self._decode = jitted(
+            self._decode_rows, (rows, None, everywhere), donate_argnums=(1, 2), static_argnames="slots"
+        )
         self._finish = jitted(finish, rows)
         self._copied = jitted(copied, rows)
         self._whole = jitted(self._sample_rows, rows)
-        self._init_cache = jax.jit(policy.init_cache, static_argnums=(0, 1))
-        self._take_rows = jax.jit(policy.take_rows)
-        self._grow = jax.jit(policy.grow, static_argnames=("slots", "drop"))
+        self._empty = jax.jit(partial(empty_cache, policy), static_argnums=(0, 1))
+        self._take = jax.jit(policy.caches.take)
+        self._move = jax.jit(policy.caches.move, donate_argnums=0)
 
     def __call__(
         self,
@@ -183,20 +191,21 @@ class SegmentedSampler:
             if after is not layout:
                 began[waiting & after.among(plan.block)] = now
                 waiting &= ~after.among(plan.block)
-                cache = None if cache is None else self._take_rows(cache, after.places(layout))
-                prefix = self._take_rows(prompt_cache, after.prompts(plan.group))
+                if cache is not None:
+                    cache = self._move(cache, plan.padded(after.places(layout)), plan.no_drop)
+                prefix = self._take(prompt_cache, after.prompts(plan.group))
                 layout = after
             if filled == slots:
                 written = int((now - began)[alive & ~waiting].max())
                 grown, kept = plan.slots_after(slots, written), slots if plan.together else plan.rounded(written)
                 if cache is None:
-                    cache = self._first_cache(plan.blocks * layout.bucket.rows, grown, like=prompt_cache)
-                else:
-                    cache = self._grow(cache, grown - kept, drop=slots - kept)
+                    cache = self._first_cache(plan, like=prompt_cache)
+                elif kept < slots:
+                    cache = self._move(cache, plan.in_place(), np.int32(slots - kept))
                 slots, filled = grown, kept
             limit = np.int32(min(self._segment, slots - filled))
             floor = fewest_left(plan, layout, alive, waiting)
-            table, cache, flags = self._decode(params, table, cache, prefix, layout.rows, floor, limit)
+            table, cache, flags = self._decode(params, table, cache, prefix, layout.rows, floor, limit, slots=slots)
             if report and news:
                 report(news)  # nobody waits for the device yet
             flags = jax.device_get(flags)
@@ -229,55 +238,53 @@ class SegmentedSampler:
         """Number of decode programs so far in this process, at most row buckets times cache buckets."""
         return len(self._programs)
 
-    def lower(self, params: Params, prompts: PromptBatch, key: Any) -> Any:
-        """Lower the same work at its largest as one program: every row decoded to the end in a full cache.
-
-        Arithmetic and traffic are counted in it; it never runs. ``programs`` lists the largest programs that do.
-        """
-        return self._whole.lower(params, prompts, key)
-
     def whole(self, params: Params, prompts: PromptBatch, key: Key[Array, ""]) -> Rollout:
         """Draw the same rollout in one program, whose work can be traced: every row until max_new."""
         return self._whole(params, prompts, key)
 
     def programs(self, params: Params, prompts: PromptBatch, key: Any) -> list[Program]:
-        """List the largest possible programs, with arguments as shapes that are laid out as in a rollout.
+        """List every program that such prompts may need, with arguments as shapes that are laid out as in a rollout.
 
-        Prefill; decode with the most rows and slots; the growth of the cache to that size; and the copy of its rows
-        when rows are dropped, or when waiting ones take their place.
+        ``largest`` are, of each kind, those that no other needs more memory than: the decode programs of most slots, of
+        all rows and of most copies of prompts.
         """
         plan = self.plan(prompts)
-        (bucket, slots), *smaller = plan.sizes()
-        rows, (count, width) = plan.blocks * bucket.rows, prompts.tokens.shape
+        count, width = prompts.tokens.shape
         _, table, _ = jax.eval_shape(self._prefill, params, prompts, key)
         table = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._rows), table)
-        prompt_cache, cache = self._cache_shapes(count, width), self._cache_shapes(rows, slots)
-        # Until rows are dropped all read the prompts' own cache; with fewer slots than rows, copies of it.
-        prefix = prompt_cache if plan.together else self._cache_shapes(rows // bucket.share, width)
-        whole = () if plan.together else prompt_cache
-
-        def integers(*shape: int) -> Any:
-            return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-        layout = integers(plan.blocks, bucket.rows)
-        decode = (params, table, cache, prefix, layout, integers(plan.blocks), integers())
-        listed = [
-            Program("prefill", self._prefill, (params, prompts, key), {}, ()),
-            Program(f"decode {rows} rows, {slots} slots", self._decode, decode, {}, whole),
-        ]
-        held = (table, prefix, whole)
-        if smaller and smaller[0][0] == bucket:
-            before = smaller[0][1]
-            growth = {"slots": slots - before}
-            name = f"grow from {before} to {slots} slots"
-            listed.append(Program(name, self._grow, (self._cache_shapes(rows, before),), growth, held))
-        if fewer := plan.buckets[1:2] if plan.together else (bucket,):
-            places = integers(plan.blocks, fewer[0].rows)
-            listed.append(
-                Program(
-                    f"take {plan.blocks * fewer[0].rows} of {rows} rows", self._take_rows, (cache, places), {}, held
+        prompt_cache, cache = self._cache_shapes(count, width), self._cache_shapes(*plan.largest())
+        listed = [Program("prefill", self._prefill, (params, prompts, key), {}, (), worst=True)]
+        copied = [bucket.rows // bucket.share for bucket in plan.buckets]
+        most = max(copied[1:] if plan.together else copied, default=0)
+        for number, bucket in enumerate(plan.buckets):
+            rows, first = plan.blocks * bucket.rows, plan.together and number == 0
+            copies = rows // bucket.share
+            prefix = prompt_cache if first else self._cache_shapes(copies, width)
+            held = () if first else prompt_cache
+            if not first:
+                prompts_of = _integers(plan.blocks, bucket.rows // bucket.share)
+                name, beside = f"take {copies} of {count} prompts", (table, cache)
+                if name not in {each.name for each in listed}:
+                    listed.append(Program(name, self._take, (prompt_cache, prompts_of), {}, beside, copies == most))
+            layout, floor, limit = _integers(plan.blocks, bucket.rows), _integers(plan.blocks), _integers()
+            sizes = [slots for each, slots in plan.sizes() if each == bucket]
+            longest = max(sizes)
+            for slots in sizes:
+                listed.append(
+                    Program(
+                        f"decode {rows} rows, {slots} slots",
+                        self._decode,
+                        (params, table, cache, prefix, layout, floor, limit),
+                        {"slots": slots},
+                        held,
+                        largest=slots == longest and (first or copied.index(most, plan.together) == number),
+                        worst=number == 0 and slots == longest,
+                    )
                 )
-            )
+        if len(plan.buckets) > 1 or not plan.together:
+            most_rows = max(bucket.rows for bucket in plan.buckets)
+            places, drop = _integers(plan.blocks, most_rows), None if plan.together else _integers()
+            listed.append(Program("move rows", self._move, (cache, places, drop), {}, (table, prompt_cache)))
         return listed
 
     def warm_up(
@@ -296,42 +303,42 @@ class SegmentedSampler:
         plan = self.plan(prompts)
         prompt_cache, table, _ = self._prefill(params, prompts, key)
         floor, limit = np.zeros(plan.blocks, np.int32), np.int32(0)
+        cache, places = self._first_cache(plan, like=prompt_cache), plan.in_place()
 
-        def decode_shapes(bucket: Bucket, slots: int) -> tuple[Any, ...]:
-            rows = plan.blocks * bucket.rows
-            places = np.full((plan.blocks, bucket.rows), -1, np.int32)
-            cache = jax.eval_shape(lambda: self._policy.init_cache(rows, slots))
-            prefix = jax.eval_shape(self._policy.take_rows, prompt_cache, places[:, : bucket.rows // bucket.share])
-            held = jax.tree.map(_laid_as, (cache, prefix), (prompt_cache, prompt_cache))
-            return (params, table, *held, places, floor, limit)
+        def decode_shapes(bucket: Bucket) -> tuple[Any, ...]:
+            rows = np.full((plan.blocks, bucket.rows), -1, np.int32)
+            first = plan.together and bucket == plan.buckets[0]
+            prompts_of = rows[:, : bucket.rows // bucket.share]
+            prefix = prompt_cache if first else jax.eval_shape(self._take, prompt_cache, prompts_of)
+            held = jax.tree.map(_laid_as, (cache, prefix), (cache, prompt_cache))
+            return (params, table, *held, rows, floor, limit)
 
-        compile_all([self._decode.lower(*decode_shapes(*size)) for size in plan.sizes()])
+        compile_all([self._decode.lower(*decode_shapes(bucket), slots=slots) for bucket, slots in plan.sizes()])
         for number, bucket in enumerate(plan.buckets):
             rows = np.full((plan.blocks, bucket.rows), -1, np.int32)
             first = plan.together and number == 0
-            prefix = prompt_cache if first else self._take_rows(prompt_cache, rows[:, : bucket.rows // bucket.share])
-            sizes = [slots for each, slots in plan.sizes() if each == bucket]
-            for slots in sizes:
-                cache = self._first_cache(plan.blocks * bucket.rows, slots, like=prompt_cache)
-                table, cache, _ = self._decode(params, table, cache, prefix, rows, floor, limit)
-                for smaller in plan.buckets[number + plan.together :]:
-                    self._take_rows(cache, np.full((plan.blocks, smaller.rows), -1, np.int32))
-                for kept in (slots,) if plan.together else range(0, slots + 1, plan.cache_bucket):
-                    if (grown := plan.slots_after(slots, kept)) in sizes and grown > kept:
-                        self._grow(cache, grown - kept, drop=slots - kept)
+            prefix = prompt_cache if first else self._take(prompt_cache, rows[:, : bucket.rows // bucket.share])
+            for slots in (slots for each, slots in plan.sizes() if each == bucket):
+                table, cache, _ = self._decode(params, table, cache, prefix, rows, floor, limit, slots=slots)
+        if len(plan.buckets) > 1 or not plan.together:
+            self._move(cache, places, plan.no_drop)
         self._copied(table)
         self._finish(prompts, table)
         return 1 + len(plan.sizes())
 
-    def _first_cache(self, rows: int, slots: int, *, like: KVCache) -> KVCache:
-        """Create an empty cache with the sharding of the others: the first segment needs no program of its own."""
-        empty = self._init_cache(rows, slots)
+    def _first_cache(self, plan: Plan, *, like: Any) -> Any:
+        """Create the empty cache of a rollout, with the sharding of the prompts'."""
+        empty = self._empty(*plan.largest())
         return jax.device_put(empty, jax.tree.map(lambda x: x.sharding, like)) if self._placed else empty
 
     def _cache_shapes(self, rows: int, slots: int) -> Any:
         """Describe an empty cache as shapes, with the sharding that the policy gives it."""
-        shapes = jax.eval_shape(lambda: self._policy.init_cache(rows, slots))
-        where = self._init_cache.lower(rows, slots).compile().output_shardings
+        shapes = jax.eval_shape(lambda: empty_cache(self._policy, rows, slots))
+        layout = self._rows
+        if layout is not None and layout.mesh.size == 1:  # nothing else says which device it is
+            where = jax.tree.map(lambda _: NamedSharding(layout.mesh, PartitionSpec()), shapes)
+        else:
+            where = self._empty.lower(rows, slots).compile().output_shardings
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, where)
 
     def _count(self, plan: Plan, bucket: Bucket, slots: int, flags: Flags) -> None:
@@ -344,7 +351,7 @@ class SegmentedSampler:
     def _sample_rows(self, params: Params, prompts: PromptBatch, key: Key[Array, ""]) -> Rollout:
         return sample_rows(self._policy, params, prompts, self._keys_of(prompts, key), **self._decoding._asdict())
 
-    def _prefill_rows(self, params: Params, prompts: PromptBatch, key: Key[Array, ""]) -> tuple[KVCache, Table, Flags]:
+    def _prefill_rows(self, params: Params, prompts: PromptBatch, key: Key[Array, ""]) -> tuple[Any, Table, Flags]:
         """Return the cache of the prompts, and every row with its first token."""
         keys = self._keys_of(prompts, key)
         begun = prefill(self._policy, self._policy.head(params), prompts, keys, self._decoding)
@@ -361,35 +368,46 @@ class SegmentedSampler:
         self,
         params: Params,
         table: Table,
-        cache: KVCache,
-        prefix: KVCache,
+        cache: Any,
+        prefix: Any,
         layout: Int32[Array, "D r"],
         floor: Int32[Array, "D"],
         limit: Int32[Array, ""],
-    ) -> tuple[Table, KVCache, Flags]:
-        """Draw up to ``limit`` tokens, until no block has more than ``floor`` unfinished rows."""
-        params = self._policy.head(params)
+        *,
+        slots: int,
+    ) -> tuple[Table, Any, Flags]:
+        """Draw up to ``limit`` tokens in the first slots, until no block has more than ``floor`` unfinished rows."""
+        params, caches = self._policy.head(params), self._policy.caches
         blocks = layout.shape[0]
+        window = Window(blocks, layout.shape[1], slots)
         rows = seated(table.rows, layout)
         count = rows.token.shape[0]
         drawn = jax.tree.map(lambda x: jnp.zeros((self._segment, count, *x.shape[2:]), x.dtype), table.drawn)
 
-        def wanted(loop: tuple[Array, Rows, KVCache, Drawn]) -> Bool[Array, ""]:
+        def wanted(loop: tuple[Array, Rows, Any, Drawn]) -> Bool[Array, ""]:
             step, rows, _, _ = loop
             left = jnp.sum(rows.alive.reshape(blocks, -1), axis=1, dtype=jnp.int32)
             return (step < limit) & jnp.any(left > floor)
 
-        def advance(loop: tuple[Array, Rows, KVCache, Drawn]) -> tuple[Array, Rows, KVCache, Drawn]:
+        def advance(loop: tuple[Array, Rows, Any, Drawn]) -> tuple[Array, Rows, Any, Drawn]:
             step, rows, cache, drawn = loop
             rows, cache, new = decode_step(self._policy, params, rows, cache, prefix, self._decoding)
             return step + 1, rows, cache, jax.tree.map(lambda every, x: every.at[step].set(x), drawn, new)
 
-        start = (jnp.zeros((), jnp.int32), rows, cache, drawn)
-        step, rows, cache, drawn = jax.lax.while_loop(wanted, advance, start)
+        start = (jnp.zeros((), jnp.int32), rows, caches.window(cache, window), drawn)
+        step, rows, part, drawn = jax.lax.while_loop(wanted, advance, start)
         after = written_back(table, layout, rows, drawn)
         before, lengths = (x.astype(jnp.float32) for x in (table.rows.lengths, after.rows.lengths))
         attended = jnp.sum(lengths * (lengths - 1) - before * (before - 1)) / 2
-        return after, cache, Flags(after.rows.alive, step, jnp.sum(lengths - before), attended)
+        return (
+            after,
+            caches.restore(cache, part, window),
+            Flags(after.rows.alive, step, jnp.sum(lengths - before), attended),
+        )
+
+
+def _integers(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def _laid_as(shape: Any, array: Array) -> Any:

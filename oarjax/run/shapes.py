@@ -61,6 +61,7 @@ class Program(NamedTuple):
     takes: frozenset[Part]  # of what is resident, the parts that are among the arguments
     name: str = ""  # of one of several programs of a phase
     held: Any = ()  # shapes of this phase's arrays that are not arguments
+    worst: bool = True  # runs where every completion is as long as it may be
 
     def lower(self) -> Any:
         """Lower the program for these shapes; ``.compile()`` asks the compiler of the mesh's devices."""
@@ -145,10 +146,6 @@ class ProgramShapes:
         """Describe the program that lays out trained params for sampling."""
         return Program("reshard", self.steps.rollout_params, (self._params(),), {}, frozenset({"params", "frozen"}))
 
-    def sample_program(self) -> Program:
-        """Describe sampling as one program that decodes every row to the end, to count its work; it is never run."""
-        return Program("sample", self.steps.sample, self._sampling_arguments("sample"), {}, frozenset({"rollout"}))
-
     def sampling_programs(self, phase: Literal["sample", "evaluate"]) -> tuple[Program, ...]:
         """Describe the largest programs that sample rollouts, or eval.samples completions of held-out prompts."""
         params, prompts, key = self._sampling_arguments(phase)
@@ -161,8 +158,10 @@ class ProgramShapes:
                 frozenset({"rollout"}) if each.args[0] is params else frozenset(),
                 each.name,
                 each.held,
+                each.worst,
             )
             for each in self._sampler(phase).programs(params, prompts, key)
+            if each.largest
         )
 
     def _sampler(self, phase: Literal["sample", "evaluate"]) -> Any:

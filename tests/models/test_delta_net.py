@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from delta_policy import VOCAB, delta_policy
 
+from oarjax.models.decode_cache import Window
 from oarjax.models.delta_net import CHUNK, chunked, inverse_of, recurrent
 from oarjax.models.policy import positions_of
 from oarjax.rollout.logps import token_logps
@@ -118,23 +119,26 @@ def test_decoding_behind_a_shared_prefix_equals_teacher_forcing(tiny, step):
 
 def test_rows_of_a_cache_and_a_row_that_starts_anew(tiny):
     """After one token: rows 4 and 0 go on, and a new row of prompt 0 takes the slot between them."""
+    caches, window = tiny.policy.caches, Window(1, 3, 2)
     where = (tiny.positions[:, 5:6], jnp.ones((6, 1), bool))
     embeddings = tiny.policy.embed(tiny.params, tiny.completion)
-    cache = tiny.policy.init_cache(6, 3)
-    _, cache = tiny.trunk(tiny.params, embeddings[:, :1], *where, cache=cache, prefix=tiny.prefix)
-    rows, prompts = jnp.array([4, -1, 0]), jnp.array([1, 0, 0])
-    fewer = tiny.policy.grow(tiny.policy.take_rows(cache, rows), 2)
-    prefix = tiny.policy.take_rows(tiny.prefix, prompts)
-    hidden, _ = tiny.trunk(
+    prefix = caches.prefix(tiny.prefix)
+    _, cache = tiny.trunk(tiny.params, embeddings[:, :1], *where, cache=caches.init(6, 3), prefix=prefix)
+    moved = caches.move(cache, jnp.array([[4, -1, 0, -1, -1, -1]]), None)
+    hidden, part = tiny.trunk(
         tiny.params,
         jnp.stack([embeddings[4, 1], embeddings[1, 0], embeddings[0, 1]])[:, None],
         jnp.stack([tiny.positions[4, 6], tiny.positions[1, 5], tiny.positions[0, 6]])[:, None],
         jnp.ones((3, 1), bool),
-        cache=fewer,
-        prefix=prefix,
+        cache=caches.window(moved, window),
+        prefix=caches.take(prefix, jnp.array([1, 0, 0])),
     )
     want = jnp.stack([tiny.hidden[4, 6], tiny.hidden[1, 5], tiny.hidden[0, 6]])
     np.testing.assert_allclose(hidden[:, 0], want, atol=1e-5)
+    after = caches.restore(moved, part, window)
+    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, cache)
+    np.testing.assert_array_equal(after.state.memory[:, :3], part.state.memory)
+    np.testing.assert_array_equal(after.state.memory[:, 3:], moved.state.memory[:, 3:])
 
 
 def test_no_place_in_the_middle_can_be_computed_again(tiny):

@@ -56,8 +56,8 @@ def plain(q, k, v, valid, prefix):
     new = q.shape[1]
     own = valid[:, None, prefix:] & jnp.tril(jnp.ones((new, new), bool))
     segments = (
-        Segment(k[:, :prefix], v[:, :prefix], valid[:, None, :prefix]),
-        Segment(k[:, prefix:], v[:, prefix:], own),
+        Segment.of(k[:, :prefix], v[:, :prefix], valid[:, None, :prefix]),
+        Segment.of(k[:, prefix:], v[:, prefix:], own),
     )
     return attend(q.astype(k.dtype), segments[prefix == 0 :])
 

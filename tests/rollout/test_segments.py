@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_policy import left_padded, toy_params, toy_policy
 
-from oarjax.models.policy import grow, take_rows
+from oarjax.models import decode_cache
+from oarjax.models.decode_cache import Window, append, heads_first, layer, opened
+from oarjax.models.policy import move_rows, take_rows, window_of, with_window
 from oarjax.rollout.row_schedule import Bucket, arrange, fewest_left, first_layout, make_plan, next_layout
 from oarjax.rollout.sampler import BLOCK, Decoding, sample_rows
 from oarjax.rollout.segments import SegmentedSampler
@@ -88,6 +90,44 @@ def test_the_same_bits_again_and_as_few_programs_as_the_plan_has(toy):
             assert used <= set(plan.sizes())
             assert 1 < len(used) == sampler._decode._cache_size()
             assert sampler.decode_programs == len(used)
+
+
+def arguments(args, more):
+    """Shapes and types of a call's arguments, and its keywords."""
+    leaves, tree = jax.tree.flatten(args)
+    return str(tree), tuple((x.shape, str(x.dtype)) for x in leaves), tuple(sorted(more.items()))
+
+
+def test_the_programs_that_run_are_those_that_are_listed(toy, monkeypatch):
+    """Those of a few rollouts, with all rows and with some of them; a plan and the table of memory read the list."""
+    _, segmented, made = toy
+    with jax.enable_x64(True):
+        for options in SETTINGS:
+            run = segmented(**options)
+            sampler, called = made[str(options)], {}
+            batch, key = prompt_batch(5), jax.random.key(2)
+            params = toy_params(jax.random.key(3), scale=0.7, dtype=jnp.float64)
+            listed = sampler.programs(params, batch, key)
+            assert len({each.name for each in listed}) == len(listed)
+            known = {id(each.jitted): set() for each in listed}
+            for each in listed:
+                known[id(each.jitted)].add(arguments(each.args, each.static))
+            for name in ("_prefill", "_decode", "_take", "_move"):
+                jitted = getattr(sampler, name)
+
+                def record(*args, jitted=jitted, called=called, **more):
+                    called.setdefault(id(jitted), set()).add(arguments(args, more))
+                    return jitted(*args, **more)
+
+                monkeypatch.setattr(sampler, name, record)
+            for seed in range(4):
+                run(batch, jax.random.key(seed))
+            monkeypatch.undo()
+            assert all(shapes <= known[jitted] for jitted, shapes in called.items())
+            assert len(called) == 4
+            decode = [each for each in listed if each.name.startswith("decode")]
+            assert len(decode) == len(sampler.plan(batch).sizes())
+            assert sum(each.worst for each in decode) == 1 < sum(each.largest for each in decode) + 1 < len(decode)
 
 
 def test_what_decoding_took(toy):
@@ -302,16 +342,57 @@ def test_rows_of_a_cache():
     np.testing.assert_array_equal(blocks.k, cache.k[:, jnp.array([2, 3])])
 
 
-def test_a_cache_that_grows():
+def test_rows_move_within_a_cache_and_old_slots_are_dropped():
     cache = filled_cache()
-    more = grow(cache, 2)
-    np.testing.assert_array_equal(more.k[:, :, :3], cache.k)
-    np.testing.assert_array_equal(more.valid, np.pad(cache.valid, ((0, 0), (0, 2))))
-    assert int(more.length) == 3
-    moved = grow(cache, 1, drop=2)
-    np.testing.assert_array_equal(moved.v[:, :, 0], cache.v[:, :, 2])
-    assert moved.v.shape[2] == 2
-    assert int(moved.length) == 1
+    moved = jax.jit(move_rows)(cache, jnp.array([[1, 2, -1], [0, 1, 2]]), None)
+    np.testing.assert_array_equal(moved.k, cache.k[:, jnp.array([1, 2, 0, 3, 4, 5])])
+    np.testing.assert_array_equal(moved.valid, np.array(cache.valid)[[1, 2, 0, 3, 4, 5]] & (np.arange(6) != 2)[:, None])
+    assert int(moved.length) == 3
+    dropped = move_rows(cache, jnp.arange(6)[None], jnp.int32(2))
+    np.testing.assert_array_equal(dropped.v[:, :, 0], cache.v[:, :, 2])
+    assert int(dropped.length) == 1
+
+
+def test_the_window_of_a_cache_and_back():
+    cache, window = filled_cache(), Window(2, 2, 2)
+    part = window_of(cache, window)
+    np.testing.assert_array_equal(part.k, cache.k[:, jnp.array([0, 1, 3, 4]), :2])
+    after = with_window(cache, part.replace(k=part.k + 1, valid=~part.valid), window)
+    mine = np.isin(np.arange(6), [0, 1, 3, 4])[:, None] & (np.arange(3) < 2)
+    np.testing.assert_array_equal(after.k, cache.k + mine[None, :, :, None, None])
+    np.testing.assert_array_equal(after.valid, np.array(cache.valid) ^ mine)
+
+
+def assert_same(cache, other):
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(cache), jax.tree.leaves(other))
+
+
+@pytest.mark.parametrize("window", [Window(2, 3, 3), Window(2, 2, 3), Window(1, 4, 2)])
+def test_a_decode_cache_is_the_same_cache_heads_first(window):
+    """Reads, writes and moves through a window are those of a plain cache."""
+    cache = filled_cache().replace(length=jnp.asarray(1, jnp.int32))
+    other, plain = opened(heads_first(cache), window), window_of(cache, window)
+    k, v = layer(other, jnp.int32(1))
+    np.testing.assert_array_equal(k.transpose(1, 3, 0, 2), plain.k[1])
+    np.testing.assert_array_equal(v.transpose(1, 2, 0, 3), plain.v[1])
+    np.testing.assert_array_equal(decode_cache.written(other), plain.valid & (jnp.arange(window.slots) < 1))
+    rows = window.blocks * window.rows
+    new = jnp.full((2, rows, 1, 1, 4), 7.0, jnp.float32)
+    after = decode_cache.closed(
+        heads_first(cache),
+        append(other, new.transpose(0, 3, 1, 4, 2), -new.transpose(0, 3, 1, 2, 4), jnp.ones((rows, 1), bool)),
+    )
+    part = plain.replace(
+        k=plain.k.at[:, :, 1].set(7.0),
+        v=plain.v.at[:, :, 1].set(-7.0),
+        valid=plain.valid.at[:, 1].set(True),
+        length=jnp.int32(2),
+    )
+    want = heads_first(with_window(cache, part, window))
+    assert_same(after, want)
+    places, drop = jnp.array([[1, 2, 0], [2, -1, 0]]), jnp.int32(1)
+    moved = decode_cache.move(want, places, drop)
+    assert_same(moved, heads_first(move_rows(with_window(cache, part, window), places, drop)))
 
 
 @pytest.mark.parametrize("name", ["segment", "cache_bucket", "slots"])

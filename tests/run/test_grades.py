@@ -46,9 +46,9 @@ def test_short_completions_are_graded_before_the_longest_has_ended(monkeypatch):
         graders.append(SlowGrader(logs[-1]))
         return RolloutGrading(cfg.rollout, cfg.grading, graders[-1], PROBLEMS, TABLE, group=2)
 
-    def logged_decode(*args):
+    def logged_decode(*args, **static):
         logs[-1].append(("decode", None))
-        return decode(*args)
+        return decode(*args, **static)
 
     monkeypatch.setattr(steps.sample, "_decode", logged_decode)
     for _ in range(2):  # what a resumed run submits is found among the recorded verdicts: it must be the same

@@ -29,15 +29,16 @@ def test_every_phase_is_compiled_and_told_with_what_lies_beside_it(tmp_path, mon
     everything = built(loss__kl_beta=0.1, data__eval={"source": "unused"}, eval__batch=4, rollout__cache_bucket=5)
     found = {each.title: each for each in report_memory(ProgramShapes(everything), tmp_path, console)}
     sampling = {
-        "sample": ["prefill", "decode 16 rows, 9 slots", "grow from 5 to 9 slots", "take 8 of 16 rows"],
-        "evaluate": ["prefill", "decode 4 rows, 9 slots", "grow from 5 to 9 slots"],
+        "sample": ["prefill", "decode 16 rows, 9 slots", "take 8 of 4 prompts", "decode 8 rows, 9 slots", "move rows"],
+        "evaluate": ["prefill", "decode 4 rows, 9 slots"],
     }
     titles = [f"{phase}: {name}" for phase, names in sampling.items() for name in names]
     assert list(found) == ["reshard", *titles, "score", "credit", "update", "apply"]
     a_slot = 2 * 2 * 8 * 4  # keys and values of two layers, one key head of 8 numbers
-    growing = found["sample: grow from 5 to 9 slots"]
-    prompt_cache = 4 * 6 * a_slot
-    assert growing.peak >= sum(growing.resident.values()) + 16 * (5 + 9) * a_slot + prompt_cache  # both, for a moment
+    moving = found["sample: move rows"]
+    rows, prompts = 16 * 9 * a_slot, 4 * 6 * a_slot
+    assert moving.peak >= sum(moving.resident.values()) + rows + prompts
+    assert moving.peak < sum(moving.resident.values()) + 2 * rows + prompts  # in the same memory
     for each in found.values():
         assert each.peak >= sum(each.resident.values())  # whether the program takes them or not
         assert each.resident["optimizer"] == 2 * weights + 2 * 4
@@ -70,7 +71,7 @@ def test_a_program_that_the_compiler_refuses_is_told_with_the_remedy():
 
     b = ProgramShapes(built())
     with pytest.raises(DeviceError, match=r"phase sample does not fit: RESOURCE_EXHAUSTED.*27\.91G.*lower rollout\.p"):
-        memory_estimate.phase_memory(b, b.sample_program()._replace(jitted=Refused()))
+        memory_estimate.phase_memory(b, b.sampling_programs("sample")[0]._replace(jitted=Refused()))
 
 
 def test_a_reference_in_host_memory_gives_the_same_numbers_and_is_on_the_device_only_to_score():

@@ -21,7 +21,7 @@ from oarjax.training.command import train_once
 
 PACKAGE = Path(oarjax.__file__).parent
 PROGRAMS = ("prepare", "score", "credit", "denominator", "accumulate", "apply", "step")
-DECODING = ("_decode_rows", "take_rows", "grow", "init_cache")
+DECODING = ("_decode_rows", "take_rows", "move_rows", "empty_cache")
 """Compiled when a rollout first needs them with so many rows and slots."""
 
 

@@ -52,7 +52,7 @@ def _compare(s: Setting, width: int, length: int, block: int) -> list[Check]:
 
     def plain(q: Any, k: Any, v: Any) -> Any:
         mask = valid[:, None, :] & jnp.tril(jnp.ones((length, length), bool))
-        return attend(q, (Segment(k, v, mask),))
+        return attend(q, (Segment.of(k, v, mask),))
 
     ours = _three(kernel, inputs, tangents, cotangent)
     wide = partial(jax.tree.map, lambda x: x.astype(jnp.float32))

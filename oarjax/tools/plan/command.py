@@ -29,6 +29,7 @@ from oarjax.run.memory import remedy
 from oarjax.storage.durable import storage_errors
 from oarjax.tools.plan.architecture import architecture_fields
 from oarjax.tools.plan.expected import expected_step, survival_of
+from oarjax.tools.plan.hlo import Executed
 from oarjax.tools.plan.needs import needs_of
 from oarjax.tools.plan.programs import PROGRAMS, phases_of_step, shapes_of, times_of, with_method
 from oarjax.tools.plan.sums import (
@@ -243,9 +244,11 @@ def document(
     for (phase, method), result in zip(work, results):
         asked = with_method(cfg, method)
         found = None
-        if "memory" in result:
-            text = gzip.decompress((cache / f"{result['key']}.hlo.gz").read_bytes()).decode()
-            found = count(text, s, asked.credit, model)
+        if all("memory" in program for program in result["programs"]):
+            found = Executed()
+            for program in (each for each in result["programs"] if each["worst"]):
+                text = gzip.decompress((cache / f"{program['key']}.hlo.gz").read_bytes()).decode()
+                found.add(count(text, s, asked.credit, model), 1)
         phases.append(
             phase_of(
                 result,

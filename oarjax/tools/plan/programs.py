@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from jax.sharding import Mesh
@@ -15,20 +16,20 @@ from oarjax.run.checks import check_lengths
 from oarjax.run.custom import find_credit
 from oarjax.run.layout import check_layouts
 from oarjax.run.run import Run
-from oarjax.run.shapes import ProgramShapes
+from oarjax.run.shapes import Program, ProgramShapes
 from oarjax.step.fused import fuses
 from oarjax.step.minibatches import widest_prompt
 
 STOPS, PAD = (151645, 151643), 151643
 """Qwen's. They are constants of a program, which costs the same whatever they are."""
 
-PROGRAMS = {
-    "reshard": ProgramShapes.reshard_program,
-    "sample": ProgramShapes.sample_program,
-    "score": ProgramShapes.score_program,
-    "fused": ProgramShapes.fused_program,
-    "update": ProgramShapes.update_program,
-    "apply": ProgramShapes.apply_program,
+PROGRAMS: dict[str, Callable[[ProgramShapes], tuple[Program, ...]]] = {
+    "reshard": lambda shapes: (shapes.reshard_program(),),
+    "sample": lambda shapes: shapes.sampling_programs("sample"),
+    "score": lambda shapes: (shapes.score_program(),),
+    "fused": lambda shapes: (shapes.fused_program(),),
+    "update": lambda shapes: (shapes.update_program(),),
+    "apply": lambda shapes: (shapes.apply_program(),),
 }
 """Phases in the order of a step. An update adds up gradients (``update``, or with the scores in ``fused``) and changes
 the weights (``apply``)."""

@@ -41,6 +41,10 @@ ANSWER = 16
 """Tokens of cue and answer at the end of a planned completion; all before are reasoning."""
 
 
+DECODE = "jit(_decode_rows)/"
+"""Names of loops of ``SegmentedSampler``'s decode programs, which draw every token but a row's first."""
+
+
 def work_of(model: QwenConfig, cfg: Config, credit: ResolvedMethod) -> Work:
     """Return what an iteration computes with every prompt and completion at its longest and every row used."""
     s, updates = shapes_of(cfg), cfg.update.epochs * cfg.update.minibatches
@@ -86,6 +90,8 @@ def count(text: str, s: Shapes, credit: CreditSettings, model: QwenConfig) -> Ex
         if outer := re.search(rf"{LOOP}_(\d+)_(\d+)\)*/while$", op_name):
             rows, held = map(int, outer.groups())
             return float(even_blocks(rows, held, min(held / experts, 1.0)))
+        if op_name.startswith(DECODE):
+            return s.completion - 1
         if branching:
             return sum(runs)
         if op_name.count("while") == 1:
@@ -112,21 +118,22 @@ def phase_of(
 ) -> dict[str, Any]:
     """Return one column of a plan, per chip except ``model``, which is for all; ``work`` is None if it does not fit.
 
+    Memory is that of the phase's program that needs most with what lies beside it, compile time that of all.
     ``experts`` is the policy's number of experts, 0 without.
     """
-    beside = result["beside"]
-    program = result["memory"]["peak"] if "memory" in result else result["needs"]
-    total = None if program is None else program + beside
+    programs = [_memory(each) for each in result["programs"]]
+    largest = max(programs, key=lambda each: math.inf if each["total"] is None else each["total"])
+    program, beside, total = (largest[part] for part in ("program", "beside", "total"))
     line: dict[str, Any] = {
         "name": name,
         "method": method,
         "fits": work is not None and total is not None and total <= chip.memory,
         "hbm": {"program": program, "beside": beside, "total": total, "limit": chip.memory},
-        "compile_seconds": result["seconds"],
-        "compile_cpu_seconds": result["cpu_seconds"],
-        "cached": result["cached"],
-        "key": result["key"],
-        "message": result.get("message"),
+        "programs": programs,
+        "compile_seconds": sum(each["seconds"] for each in result["programs"]),
+        "compile_cpu_seconds": sum(each["cpu_seconds"] for each in result["programs"]),
+        "cached": all(each["cached"] for each in result["programs"]),
+        "message": next((each["message"] for each in result["programs"] if each.get("message")), None),
     }
     if work is None:
         return line
@@ -159,9 +166,16 @@ def phase_of(
         "seconds_expected": expected,
         "utilisation_in_turn": utilisation(chip, model_flops=model, chips=chips, seconds=times.in_turn),
         "utilisation_together": utilisation(chip, model_flops=model, chips=chips, seconds=times.together),
-        "aliased": result["memory"]["aliased"],
+        "aliased": max(each["memory"]["aliased"] for each in result["programs"]),
         "chips": chips,
     }
+
+
+def _memory(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the bytes of a program and of what lies beside it; None where the compiler did not say."""
+    program, beside = result["memory"]["peak"] if "memory" in result else result["needs"], result["beside"]
+    total = None if program is None else program + beside
+    return {"name": result["name"], "key": result["key"], "program": program, "beside": beside, "total": total}
 
 
 def read_bytes(model: QwenConfig, s: Shapes, *, chips: int, tensor: int) -> float:

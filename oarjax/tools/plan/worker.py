@@ -1,4 +1,4 @@
-"""One executable of a plan, in a process of its own: ``python -m oarjax.tools.plan.worker`` with a job on its input.
+"""One phase's executables, in a process of their own: ``python -m oarjax.tools.plan.worker`` with a job on its input.
 
 A compiler that runs out of memory, crashes or hangs takes this process with it and no other. The last line of the
 output is the result as JSON; what the compiler printed before it does not matter.
@@ -21,40 +21,54 @@ import jax
 from oarjax.config.loading import parse_config
 from oarjax.errors import UserError
 from oarjax.models.qwen_config import QwenConfig
-from oarjax.run.shapes import ProgramShapes
+from oarjax.run.shapes import Program, ProgramShapes
 from oarjax.system.mesh import make_mesh, rollout_mesh
 from oarjax.tools.plan.links import link_table
 from oarjax.tools.plan.programs import PROGRAMS, planned, with_method
-from oarjax.tools.plan.topology import compiler_version, find_slice, slice_devices
+from oarjax.tools.plan.topology import Slice, compiler_version, find_slice, slice_devices
 
 TOO_LARGE = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)")
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def plan(job: dict[str, Any]) -> dict[str, Any]:
-    """Lower one phase, and compile it unless the cache knows the same program.
+    """Lower the programs of one phase, and compile each unless the cache knows the same program.
 
-    Gives ``key``, what is ``resident`` (bytes per chip), how much of it lies ``beside`` the program, the ``ways`` of
-    collectives by the devices of a group, and ``memory`` and ``seconds`` or, where it does not fit, ``needs`` and
-    ``has`` (bytes). The optimized program is in the cache as <key>.hlo.gz.
+    Gives what is ``resident`` (bytes per chip), the ``ways`` of collectives by the devices of a group, and the
+    ``programs``, see ``compile_program``.
     """
-    began = time.perf_counter()
     wanted = find_slice(job["topology"])
     cfg = with_method(parse_config(job["config"]), job["method"])
     devices = slice_devices(wanted, slices=job["slices"])
     mesh = make_mesh(**cfg.mesh.model_dump(), devices=devices)
-    shapes = ProgramShapes(planned(cfg, QwenConfig.from_hf(job["fields"]), mesh))
-    program = PROGRAMS[job["phase"]](shapes)
+    shapes, phase = ProgramShapes(planned(cfg, QwenConfig.from_hf(job["fields"]), mesh)), job["phase"]
+    sampling = rollout_mesh(mesh, tensor=cfg.rollout.tensor or mesh.shape["tensor"])
+    ways = link_table(mesh, wanted) if phase != "sample" else {}
+    ways = link_table(sampling, wanted) | ways if phase in ("sample", "reshard") else ways
+    return {
+        "resident": shapes.resident(phase),
+        "versions": {"jax": jax.__version__, "libtpu": compiler_version()},
+        "mesh": dict(mesh.shape),
+        "ways": [[members, asdict(way)] for members, way in sorted(ways.items())],
+        "programs": [compile_program(each, shapes, wanted, job) for each in PROGRAMS[phase](shapes)],
+    }
+
+
+def compile_program(program: Program, shapes: ProgramShapes, wanted: Slice, job: dict[str, Any]) -> dict[str, Any]:
+    """Compile one program, or read what is known of it.
+
+    Gives its ``name`` and ``key``, whether it is among the ``worst``, the bytes that lie ``beside`` it, and ``memory``
+    and ``seconds`` or, where it does not fit, ``needs`` and ``has`` (bytes). The optimized program is in the cache as
+    <key>.hlo.gz.
+    """
+    began = time.perf_counter()
     lowered = program.lower()
     versions = {"jax": jax.__version__, "libtpu": compiler_version()}
     # The mesh's order is part of the program, and the text names devices by number only.
-    made_of = [lowered.as_text(), wanted.name, str(mesh.devices.flatten().tolist()), versions, job["options"]]
+    order = str(shapes.mesh.devices.flatten().tolist())
+    made_of = [lowered.as_text(), wanted.name, order, versions, job["options"]]
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
-    found = {"key": key, "resident": shapes.resident(program.phase), "versions": versions, "mesh": dict(mesh.shape)}
-    sampling = rollout_mesh(mesh, tensor=cfg.rollout.tensor or mesh.shape["tensor"])
-    ways = link_table(mesh, wanted) if program.phase != "sample" else {}
-    ways = link_table(sampling, wanted) | ways if program.phase in ("sample", "reshard") else ways
-    found["ways"] = [[members, asdict(way)] for members, way in sorted(ways.items())]
+    found = {"name": program.name, "key": key, "worst": program.worst}
     folder = Path(job["cache"])
     known = folder / f"{key}.json"
     if known.is_file():

@@ -179,21 +179,27 @@ def test_the_compilers_refusal_is_read():
 
 def answer(tmp_path: Path, phase: str, *, peak: float = 3.0, text: str | None = LOOP, beside: float = 1.0) -> dict:
     key = f"{phase}-{peak}"
-    found = {
+    program = {
+        "name": "",
         "key": key,
-        "resident": {"params": 1 * GIB, "optimizer": 2 * GIB, "gradients": 1 * GIB},
+        "worst": True,
         "beside": beside * GIB,
-        "versions": {"jax": "1.2", "libtpu": "3.4"},
-        "mesh": {"slice": 1, "data": 1, "fsdp": 4, "tensor": 1},
-        "ways": [[4, {"ring": 2, "every": 2, "hops": 2}]],
         "seconds": 5.0,
         "cpu_seconds": 4.0,
         "cached": False,
     }
+    found = {
+        "resident": {"params": 1 * GIB, "optimizer": 2 * GIB, "gradients": 1 * GIB},
+        "versions": {"jax": "1.2", "libtpu": "3.4"},
+        "mesh": {"slice": 1, "data": 1, "fsdp": 4, "tensor": 1},
+        "ways": [[4, {"ring": 2, "every": 2, "hops": 2}]],
+    }
     if text is None:
-        return found | {"needs": peak * GIB, "has": 15.75 * GIB, "message": "RESOURCE_EXHAUSTED"}
-    (tmp_path / f"{key}.hlo.gz").write_bytes(gzip.compress(text.replace("splash_mha_fwd.7", "other").encode()))
-    return found | {"memory": {"peak": peak * GIB, "arguments": 0, "outputs": 0, "aliased": 0}}
+        program |= {"needs": peak * GIB, "has": 15.75 * GIB, "message": "RESOURCE_EXHAUSTED"}
+    else:
+        (tmp_path / f"{key}.hlo.gz").write_bytes(gzip.compress(text.replace("splash_mha_fwd.7", "other").encode()))
+        program |= {"memory": {"peak": peak * GIB, "arguments": 0, "outputs": 0, "aliased": 0}}
+    return found | {"programs": [program]}
 
 
 def planned(tmp_path: Path, answers: list[dict], work: list[tuple[str, str | None]]) -> dict:
@@ -259,6 +265,19 @@ def test_a_program_that_fits_alone_and_not_beside_the_state(tmp_path, no_kernels
     found = planned(tmp_path, [answer(tmp_path, "sample", peak=14.0, beside=3.0)], [("sample", None)])
     assert not found["fits"]
     assert "rollout.tensor" in found["remedies"][0]
+
+
+def test_a_phase_of_several_programs_needs_what_the_largest_does_and_does_what_the_worst_do(tmp_path, no_kernels):
+    small, large = (answer(tmp_path, "sample", peak=peak) for peak in (3.0, 7.0))
+    both = small | {"programs": [*small["programs"], large["programs"][0] | {"worst": False}]}
+    (one,), (two,) = (planned(tmp_path, [found], [("sample", None)])["phases"] for found in (small, both))
+    assert one["hbm"]["total"] == 4 * GIB
+    assert two["hbm"]["total"] == 8 * GIB
+    assert one["executed"] == two["executed"] > 0
+    assert two["compile_seconds"] == 2 * one["compile_seconds"]
+    refused = answer(tmp_path, "sample", peak=20.0, text=None)["programs"][0]
+    found = planned(tmp_path, [small | {"programs": [*small["programs"], refused]}], [("sample", None)])
+    assert not found["fits"]
 
 
 def test_little_room_is_said(tmp_path, no_kernels):
