@@ -487,7 +487,7 @@ def program(cfg: Config, *, name: str) -> str:
         if name == "decode":
             found = steps.sample.programs(params, batch, key)
             return "\n".join([*(p.name for p in found), found[1].lower().as_text()])
-        return getattr(steps, name).lower(params, batch, key).as_text()
+        return jax.jit(getattr(steps, name).whole).lower(params, batch, key).as_text()
     rollout = Rollout(tokens, valid, mask, values, values, spec((M, b), jnp.bool_))
     if name == "score":
         rows = SampledRows(rollout, span, spec((M, b), jnp.int32))

@@ -63,8 +63,8 @@ def test_a_stranger_is_turned_away(monkeypatch):
     for other in (b"GET / HTTP/1.1\r\nHost:", token[:-1] + b"\x00\x00\x00\x00\x01"):
         with socket.create_connection((address, port)) as stranger:
             stranger.sendall(other)
-            stranger.shutdown(socket.SHUT_WR)
-            with suppress(ConnectionResetError):  # the system's word for a connection closed with bytes unread
+            with suppress(OSError):  # the connection may be closed before these, with bytes unread
+                stranger.shutdown(socket.SHUT_WR)
                 assert stranger.recv(1) == b""
     ours = peers.called(address, port, token)
     thread.join(10)
