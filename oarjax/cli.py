@@ -432,7 +432,8 @@ def _fail(error: Exception) -> NoReturn:
 
     code = print_error(error)
     if peers := sys.modules.get("oarjax.system.peers"):  # else no others have been joined
-        peers.leave_others(code, agreed=isinstance(error, sys.modules["oarjax.storage.stop"].Stopped))
+        stop = sys.modules.get("oarjax.storage.stop")
+        peers.leave_others(code, agreed=stop is not None and isinstance(error, stop.Stopped))
     sys.exit(code)
 
 
