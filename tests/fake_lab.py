@@ -96,4 +96,4 @@ def lab_sampler(cfg: Config) -> str:
     programs = make_programs(run, params)
     spec = jax.ShapeDtypeStruct
     prompts = PromptBatch(spec((2, 8), jnp.int32), spec((2, 8), jnp.bool_), spec((2,), jnp.int32))  # type: ignore[arg-type]
-    return programs.sample.func.lower(params, prompts, jax.eval_shape(lambda: jax.random.key(0))).as_text()  # type: ignore[attr-defined]
+    return programs.sample.func._whole.lower(params, prompts, jax.eval_shape(lambda: jax.random.key(0))).as_text()  # type: ignore[attr-defined]

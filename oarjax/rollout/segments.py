@@ -265,7 +265,8 @@ class SegmentedSampler:
                 prompts_of = _integers(plan.blocks, bucket.rows // bucket.share)
                 name, beside = f"take {copies} of {count} prompts", (table, cache)
                 if name not in {each.name for each in listed}:
-                    listed.append(Program(name, self._take, (prompt_cache, prompts_of), {}, beside, copies == most))
+                    largest = copied[number] == most
+                    listed.append(Program(name, self._take, (prompt_cache, prompts_of), {}, beside, largest))
             layout, floor, limit = _integers(plan.blocks, bucket.rows), _integers(plan.blocks), _integers()
             sizes = [slots for each, slots in plan.sizes() if each == bucket]
             longest = max(sizes)

@@ -295,7 +295,7 @@ def test_the_page_shows_everything_and_runs_nothing(tmp_path):
     assert not [value for _, name, value in page.attributes if name in ("src", "onload")]
 
 
-ALLOWED = ("peak", "reduce", "products", "copies", "time", "bucket", "estimated", "memory", "against plan")
+ALLOWED = ("peak", "reduce", "products", "copies", "time", "bucket", "estimated", "memory", "against plan", "slowest")
 """What may be not applicable on a CPU: thresholds of peaks, kernels' times, and buckets that are not there."""
 
 
