@@ -4,6 +4,10 @@ Inside (``grading/sandbox_child.py``) there are the standard library and a scrat
 no file outside, none of this process's environment. ``prove_isolation`` tests that by attacking a sandbox on this
 machine; if an attack succeeds, or the kernel lacks a feature, no program is run.
 
+No program writes to a disk. Its input and outputs are files in memory, and the scratch folder is a file system in
+memory of limited size, which only the program sees and which ends with it. Where the kernel lets nobody mount one
+(unprivileged user namespaces are switched off), the folder is read-only.
+
 Linux on x86-64 with Landlock (5.19 or later) and seccomp. Other machines have no sandbox.
 """
 
@@ -20,15 +24,15 @@ import sysconfig
 import tempfile
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from oarjax.errors import UserError
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 LOCK_FAILED = 97
 POLL = 0.02
-MAX_FILES = 256
 MAX_OUTPUT = 1 << 20
 
 
@@ -64,7 +68,7 @@ def run_program(
     Args:
         seconds: wall-clock time, start-up included; processor time is limited to the same.
         memory_mb: address space.
-        disk_mb: of the scratch folder, and of each output.
+        disk_mb: of the scratch folder, and of each output; memory beside ``memory_mb``.
         fds: open files that the program inherits; closed here.
         stop: ends the program when set.
 
@@ -73,11 +77,12 @@ def run_program(
     """
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         raise IsolationError(f"programs are run only on Linux with x86-64, and this is {platform.system()}")
-    with tempfile.TemporaryDirectory(prefix="oarjax-sandbox-") as folder:
-        scratch = Path(folder, "scratch")
-        scratch.mkdir()
+    with ExitStack() as stack, ExitStack() as inherited:
+        for fd in fds:
+            inherited.callback(os.close, fd)
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="oarjax-sandbox-"))  # stays empty
         job = {
-            "scratch": str(scratch),
+            "scratch": scratch,
             "read": _readable(),
             "memory_mb": memory_mb,
             "seconds": seconds,
@@ -85,35 +90,36 @@ def run_program(
             "program": program,
             "parent": os.getpid(),
         }
-        paths = [Path(folder, name) for name in ("in", "out", "err")]
-        paths[0].write_text(json.dumps(job) + "\n" + stdin, encoding="utf-8")
-        with paths[0].open("rb", 0) as stdin_file, paths[1].open("wb") as out, paths[2].open("wb") as err:
-            try:
-                process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(CHILD)],
-                    stdin=stdin_file,
-                    stdout=out,
-                    stderr=err,
-                    cwd=scratch,
-                    env={"LANG": "C.UTF-8", "HOME": str(scratch), "TMPDIR": str(scratch)},
-                    process_group=0,
-                    pass_fds=fds,
-                )
-            finally:
-                for fd in fds:
-                    os.close(fd)
-            try:
-                stopped = _watch(process, scratch, seconds, disk_mb, stop or threading.Event())
-            finally:
-                process.kill()
-                code = process.wait()
-        output, errors = (_head(path) for path in paths[1:])
-    if code == LOCK_FAILED and errors.startswith("sandbox: "):
-        raise IsolationError(f"this machine cannot confine a program: {errors.strip()}")
-    return ProgramResult(code, output, errors, stopped)
+        given, output, errors = (stack.enter_context(_memory_file(name)) for name in ("in", "out", "err"))
+        given.write((json.dumps(job) + "\n" + stdin).encode())
+        given.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(CHILD)],
+            stdin=given,
+            stdout=output,
+            stderr=errors,
+            cwd=scratch,
+            env={"LANG": "C.UTF-8", "HOME": scratch, "TMPDIR": scratch},
+            process_group=0,
+            pass_fds=fds,
+        )
+        try:
+            inherited.close()
+            stopped = _watch(process, seconds, stop or threading.Event())
+        finally:
+            process.kill()
+            code = process.wait()
+        printed, said = (os.pread(file.fileno(), MAX_OUTPUT, 0).decode(errors="replace") for file in (output, errors))
+    if code == LOCK_FAILED and said.startswith("sandbox: "):
+        raise IsolationError(f"this machine cannot confine a program: {said.strip()}")
+    return ProgramResult(code, printed, said, stopped)
 
 
-def _watch(process: subprocess.Popen[bytes], scratch: Path, seconds: float, disk_mb: int, stop: threading.Event) -> str:
+def _memory_file(name: str) -> BinaryIO:
+    return open(os.memfd_create(name), "w+b", buffering=0)
+
+
+def _watch(process: subprocess.Popen[bytes], seconds: float, stop: threading.Event) -> str:
     """Wait for the end; return the reason to kill the process, or ""."""
     end = time.monotonic() + seconds
     while True:
@@ -126,28 +132,6 @@ def _watch(process: subprocess.Popen[bytes], scratch: Path, seconds: float, disk
             return "it was no longer needed"
         if time.monotonic() > end:
             return f"it took more than {seconds:g} s"
-        if (problem := _size_problem(scratch, disk_mb)) is not None:
-            return problem
-
-
-def _size_problem(scratch: Path, disk_mb: int) -> str | None:
-    """Describe how the scratch folder exceeds its limits; None if it does not."""
-    count = total = 0
-    for root, folders, files in os.walk(scratch):
-        count += len(folders) + len(files)
-        if count > MAX_FILES:
-            return f"it created more than {MAX_FILES} files"
-        for name in files:
-            try:
-                total += os.lstat(os.path.join(root, name)).st_size
-            except OSError:  # removed meanwhile
-                continue
-    return f"it wrote more than {disk_mb} MB" if total > disk_mb * 2**20 else None
-
-
-def _head(path: Path) -> str:
-    with path.open("rb") as file:
-        return file.read(MAX_OUTPUT).decode(errors="replace")
 
 
 def _readable() -> list[str]:
@@ -209,7 +193,7 @@ def raw(number, *arguments):
     return libc.syscall(ctypes.c_long(number), *[ctypes.c_long(a) for a in arguments]) >= 0
 
 
-def own_files():  # must work, or the proof proves nothing
+def own_files():  # must work, or be refused: otherwise the proof proves nothing
     with open("mine", "w") as file:
         file.write("x")
     thread = threading.Thread(target=os.remove, args=("mine",))
@@ -266,6 +250,9 @@ ATTEMPTS = {
     "namespaces": lambda: raw(272, 0x10000000),
     "bpf": lambda: raw(321, 0, 0, 0),
     "more memory": lambda: bytearray(1 << 32),
+    "more disk": lambda: [open(str(n), "wb").write(bytes(1 << 20)) for n in range(64)],
+    "more files": lambda: [open("n" + str(n), "wb").close() for n in range(1000)],
+    "a mount": lambda: raw(165, 0, 0, 0, 0, 0),
 }
 breaches = []
 for name, attempt in ATTEMPTS.items():

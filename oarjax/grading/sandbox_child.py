@@ -1,8 +1,9 @@
 """Confine this process, then run a program in it. Run by path; imports nothing of the package.
 
-Linux on x86-64 only. In this order: limits of the process; Landlock, so that the file system is the interpreter's
-library (to read) and the scratch folder (to write); a seccomp filter that allows only the system calls of an
-interpreter that computes, reads and writes. There are threads, but no sockets, no other processes, no signals to
+Linux on x86-64 only. In this order: a file system in memory over the scratch folder, in a mount namespace of its own;
+no capabilities; limits of the process; Landlock, so that the file system is the interpreter's library (to read) and the
+scratch folder (to write; where it could not be mounted, to read); a seccomp filter that allows only the system calls of
+an interpreter that computes, reads and writes. There are threads, but no sockets, no other processes, no signals to
 others, no new programs, and no way to lift any of this. Standard input: a JSON line {"scratch", "read", "memory_mb",
 "seconds", "file_mb", "program", "parent"}, then the program's own input.
 
@@ -17,6 +18,14 @@ import struct
 import sys
 
 LOCK_FAILED = 97
+MAX_FILES = 256  # and folders
+
+# Namespaces and mounts (include/uapi/linux/sched.h, mount.h), capabilities (capability.h)
+UNSHARE, MOUNT, CAPGET, CAPSET = 272, 165, 125, 126
+NEWNS, NEWUSER = 0x00020000, 0x10000000
+NOSUID, NODEV, NOEXEC, RECURSIVE, PRIVATE = 2, 4, 8, 1 << 14, 1 << 18
+CAPABILITIES = struct.pack("Ii", 0x20080522, 0)  # version 3, of this thread
+READING = 0b110  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH: root may need them to read its interpreter
 
 # Landlock (include/uapi/linux/landlock.h)
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
@@ -60,12 +69,14 @@ NUMBER, ARCH, FIRST, SECOND = 0, 4, 16, 24  # offsets in struct seccomp_data; th
 def main() -> None:
     job = json.loads(sys.stdin.buffer.readline())
     try:
+        writable = mount_scratch(job["scratch"], job["file_mb"])
+        drop_capabilities()
         prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: the program ends with the thread that started it
         if os.getppid() != job["parent"]:
             os._exit(LOCK_FAILED)
         os.chdir(job["scratch"])
         limit(job)
-        lock_files(job["scratch"], job["read"])
+        lock_files(job["scratch"], WRITES if writable else READS, job["read"])
         lock_calls()
     except BaseException as error:
         os.write(2, f"sandbox: {type(error).__name__}: {error}\n".encode())
@@ -108,8 +119,37 @@ def prctl(option: int, *arguments) -> None:
         raise OSError(ctypes.get_errno(), f"prctl {option}: {os.strerror(ctypes.get_errno())}")
 
 
-def lock_files(scratch: str, readable) -> None:
-    """Restrict the file system to the readable paths and the scratch folder."""
+def mount_scratch(folder: str, size_mb: int) -> bool:
+    """Mount a limited file system in memory over a folder, seen by this process alone; False where nobody may."""
+    user, group = os.getuid(), os.getgid()
+    options = f"size={size_mb}m,nr_inodes={MAX_FILES},mode=700".encode()
+    try:
+        try:
+            call(UNSHARE, ctypes.c_ulong(NEWNS))
+        except PermissionError:  # not root: in a user namespace of its own it may
+            call(UNSHARE, ctypes.c_ulong(NEWUSER | NEWNS))
+            maps = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
+            for name, text in maps.items():
+                with open(f"/proc/self/{name}", "w") as file:
+                    file.write(text)
+        call(MOUNT, b"none", b"/", None, ctypes.c_ulong(RECURSIVE | PRIVATE), None)
+        flags = ctypes.c_ulong(NOSUID | NODEV | NOEXEC)
+        call(MOUNT, b"tmpfs", folder.encode(), b"tmpfs", flags, options)
+    except OSError:
+        return False
+    return True
+
+
+def drop_capabilities() -> None:
+    """Give up all capabilities but those to read files."""
+    held = ctypes.create_string_buffer(24)
+    call(CAPGET, CAPABILITIES, held)
+    effective, permitted, *_ = struct.unpack("6I", held.raw)
+    call(CAPSET, CAPABILITIES, struct.pack("6I", effective & READING, permitted & READING, 0, 0, 0, 0))
+
+
+def lock_files(scratch: str, inside: int, readable) -> None:
+    """Restrict the file system to the readable paths, and the rights ``inside`` the scratch folder."""
     abi = call(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(1))
     if abi < MIN_ABI:
         raise OSError(f"Landlock ABI {abi}, expected at least {MIN_ABI}")
@@ -117,7 +157,7 @@ def lock_files(scratch: str, readable) -> None:
     scoped = 3 if abi >= 6 else 0  # abstract sockets and signals
     attributes = struct.pack("QQQ", HANDLED_FILES, network, scoped)[: 24 if abi >= 6 else 16 if abi >= 4 else 8]
     rules = call(CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint(0))
-    for path, rights in [(scratch, WRITES), *((path, READS | EXECUTE) for path in readable)]:
+    for path, rights in [(scratch, inside), *((path, READS | EXECUTE) for path in readable)]:
         if not os.path.exists(path):
             continue
         handle = os.open(path, os.O_PATH | os.O_CLOEXEC)

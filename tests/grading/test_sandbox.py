@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def test_the_attacks_of_the_proof_fail_one_by_one(tmp_path, monkeypatch):
         listener.setblocking(False)
         with pytest.raises(BlockingIOError):
             listener.accept()
-    assert json.loads(ran.output) == {"tried": 40, "breaches": []}, ran
+    assert json.loads(ran.output) == {"tried": 43, "breaches": []}, ran
     assert (canary.read_text(), list(tmp_path.iterdir())) == ("secret", [canary])
     assert canary.stat().st_mode & 0o777 != 0
     prove_isolation()
@@ -71,29 +72,53 @@ def test_the_attacks_get_through_where_nothing_is_locked(tmp_path):
 
 
 THREADS = "import threading, time\nfor n in range(10**6): threading.Thread(target=time.sleep, args=(9,)).start()"
-MANY_FILES = "import time\nfor n in range(300): open(str(n), 'w').close()\ntime.sleep(5)"
-LARGE_FILES = "import time\nfor n in range(5): open(str(n), 'wb').write(b'x' * 600_000)\ntime.sleep(5)"
+MANY_FILES = "for n in range(300): open(str(n), 'w').close()"
+LARGE_FILES = "for n in range(5): open(str(n), 'wb').write(b'x' * 600_000)"
+UNLINKED = """
+import os
+for n in range(5):
+    file = open('f', 'wb')
+    os.unlink('f')
+    file.write(b'x' * 600_000)
+    globals()[f'held{n}'] = file
+"""
+DEEP = "import os\nfor n in range(1500):\n    os.mkdir('d' * 100)\n    os.chdir('d' * 100)"
+FULL = "No space left on device"
 
 
 @pytest.mark.parametrize(
-    ("program", "limits", "stopped", "said"),
+    ("program", "limits", "stopped", "says"),
     [
         ("while True: pass", {"seconds": 0.7}, "more than 0.7 s", ""),
         ("x = [0] * 10**9", {"memory_mb": 256}, "", "MemoryError"),
-        ("open('f', 'wb').write(b'x' * 10**8)", {"disk_mb": 1}, "", ""),
-        (MANY_FILES, {}, "more than 256 files", ""),
-        (LARGE_FILES, {"disk_mb": 1}, "more than 1 MB", ""),
+        ("open('f', 'wb').write(b'x' * 10**8)", {"disk_mb": 1}, "", "File too large"),
+        (MANY_FILES, {}, "", FULL),
+        (LARGE_FILES, {"disk_mb": 1}, "", FULL),
+        (UNLINKED, {"disk_mb": 1}, "", FULL),
+        (DEEP, {}, "", FULL),
         (THREADS, {"seconds": 3.0}, "more than 3 s", "can't start new thread"),
         ("print('x' * 10**8)", {"disk_mb": 1}, "", ""),
     ],
 )
-def test_limits(program, limits, stopped, said):
+def test_limits(program, limits, stopped, says, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     ran = run_program(program, **limits)
     assert not ran.passed
     assert stopped in ran.stopped
     assert bool(ran.stopped) == bool(stopped)
-    assert said in ran.errors
+    assert says in ran.errors
     assert len(ran.output) <= sandbox.MAX_OUTPUT
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_nothing_can_be_mounted_no_file_is_created(tmp_path, monkeypatch):
+    child = tmp_path / "child.py"
+    child.write_text(sandbox.CHILD.read_text().replace("UNSHARE, MOUNT", "MOUNT, UNSHARE"))
+    monkeypatch.setattr(sandbox, "CHILD", child)
+    for program in ("open('f', 'w')", "import os\nos.mkdir('d')"):
+        assert "Permission denied" in run_program(program).errors
+    assert run_program("import os\nprint(os.listdir())").output == "[]\n"
+    prove_isolation.__wrapped__()
 
 
 def test_nothing_is_left_behind():
@@ -171,6 +196,12 @@ def value(completion, tests):
             1.0,
         ),
         ("```py\nprint(4)\n```", [{"input": "2", "output": "4"}, {"input": "5", "output": "10"}], 0.0),
+        (f"```python\n{DEEP}\n```", "assert True", 0.0),  # its files, not this machine, are the failure
+        (
+            ADD.replace("def", "try:\n    open('f', 'wb').write(bytes(10**8))\nexcept OSError:\n    pass\n\n\ndef"),
+            "assert add(1, 2) == 3",
+            1.0,
+        ),
         ("```python\nprint(1)\n```\nNo:\n```python\nprint(2)\n```", [{"input": "", "output": "2"}], 1.0),  # the last
     ],
 )
