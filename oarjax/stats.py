@@ -239,6 +239,23 @@ def jackknife_interval(value: float, left_out: Float[np.ndarray, "n"]) -> Interv
 # Tests ------------------------------------------------------------------------------------------------------------
 
 
+def detectable_effect(sd: float, count: int, *, power: float = 0.8) -> float:
+    """Return the mean that a two-sided paired t test at 5% finds with this power, in the units of ``sd``.
+
+    (t_.975 + t_power) * sd / sqrt(count), both quantiles with count - 1 degrees of freedom; NaN for fewer than 2 pairs.
+
+    Args:
+        sd: standard deviation of one pair's difference.
+        count: pairs.
+        power: chance to find it, default 0.8.
+    """
+    if count < 2:
+        return math.nan
+    freedom = count - 1
+    quantiles = float(stdtrit(freedom, (1 + LEVEL) / 2)) + float(stdtrit(freedom, power))
+    return quantiles * sd / math.sqrt(count)
+
+
 def paired_p_value(ours: Float[np.ndarray, "P"], theirs: Float[np.ndarray, "P"]) -> float:
     """Return the two-sided p-value of Student's paired t-test; NaN for fewer than two pairs or equal differences."""
     differences = ours - theirs

@@ -1,12 +1,14 @@
 """The docs say what the code says: messages, links, the site's pages, the version."""
 
 import re
+import runpy
 import tomllib
 
 import yaml
 from conftest import ROOT
 
 import oarjax
+from oarjax.config.loading import load_config
 
 DOCS = ROOT / "docs"
 MADE = {"api.md", "config_reference.md", "commands.md", "contributing.md", "changelog.md", "tpu.md"}
@@ -49,3 +51,28 @@ def test_the_version_has_one_place():
     assert project["tool"]["hatch"]["version"] == {"path": "oarjax/__init__.py"}
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == oarjax.__version__
     assert f"## {oarjax.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_table_of_what_the_races_could_have_shown_is_computed_from_their_data():
+    made = runpy.run_path(str(DOCS / "make_power.py"))
+    page = (DOCS / "results.md").read_text(encoding="utf-8")
+    written = page.split(made["FIRST"])[1].split(made["LAST"])[0]
+    assert written.strip() == made["table"]().strip()
+
+
+def test_the_papers_config_is_the_7b_one_with_the_released_loss():
+    """What is the paper's or its code's differs from our config for the same policy and slice; all else is the same."""
+    ours, paper = (load_config(ROOT / f"configs/{name}qwen2.5-7b_v5e-64.yaml") for name in ("", "paper_"))
+    assert (paper.loss.aggregation, paper.loss.clip_low, paper.loss.clip_high) == ("grpo", 0.2, 0.2)
+    assert (paper.loss.kl_beta, paper.loss.entropy_bonus) == (0, 0)
+    credit = paper.credit
+    assert (credit.estimator, credit.sigma, credit.draws, credit.gate.tau, credit.gate.boost) == (
+        "noisy",
+        1e-3,
+        1,
+        0.4,
+        2,
+    )
+    assert (credit.probe.warmup_mode, credit.probe.mode) == ("last", "answer_mean")
+    same = ("policy", "data", "rollout", "optim", "update", "advantage", "grading")
+    assert [name for name in same if getattr(ours, name) != getattr(paper, name)] == []

@@ -9,7 +9,7 @@ from math import comb, nan, sqrt
 
 import numpy as np
 import pytest
-from scipy.stats import bootstrap, norm
+from scipy.stats import bootstrap, nct, norm, t
 
 from oarjax.credit.answer_text import extract_answer
 from oarjax.grading.rewards import Sample, Unparseable, find_rewards
@@ -19,6 +19,7 @@ from oarjax.stats import (
     bootstrap_interval,
     chi_square_tail,
     clustered_share_interval,
+    detectable_effect,
     holm,
     jackknife_interval,
     majority_correct,
@@ -282,3 +283,14 @@ def test_jackknife_of_a_mean_is_students_interval():
 @pytest.mark.parametrize(("square", "freedom", "chance"), [(44.985, 31, 0.05), (61.098, 31, 0.001), (30.336, 31, 0.5)])
 def test_chi_square_tail_is_that_of_a_table(square, freedom, chance):
     assert chi_square_tail(square, freedom=freedom) == pytest.approx(chance, rel=1e-3)
+
+
+@pytest.mark.parametrize("count", [6, 24])
+@pytest.mark.parametrize("power", [0.8, 0.95])
+def test_the_test_finds_a_detectable_effect_as_often_as_said(count, power):
+    """By the noncentral t distribution, which the sum of two quantiles approximates."""
+    effect = detectable_effect(2.0, count, power=power)
+    beyond = t.ppf(0.975, count - 1)
+    found = nct.sf(beyond, count - 1, effect / 2.0 * sqrt(count))
+    assert found == pytest.approx(power, abs=0.02)
+    assert np.isnan(detectable_effect(2.0, 1))
