@@ -93,12 +93,15 @@ class StoriesConfig(Section):
 
 class DatasetConfig(Section):
     source: str = Field(
-        description="builtin:arithmetic, builtin:forks, builtin:stories, a .jsonl or .parquet file, a hub dataset name"
+        description="builtin:arithmetic, builtin:forks, builtin:stories; a .jsonl, .json, .csv or .parquet file; a "
+        "folder of Dataset.save_to_disk; or a hub dataset name"
     )
     name: str | None = Field(default=None, description="hub dataset configuration, e.g. main")
-    split: str = Field(default="train", description="of a hub dataset or built-in task")
+    split: str = Field(default="train", description="of a hub or saved dataset, or a built-in task")
     revision: str | None = Field(default=None, description="hub revision (commit, tag or branch) of the dataset")
-    prompt_field: str = Field(default="question", description="field of a row with the problem")
+    prompt_field: str = Field(
+        default="question", description="field of a row with the problem: text, or chat messages that end in the user's"
+    )
     answer_field: str = Field(default="answer", description="field of a row with the reference answer")
     columns: tuple[Word, ...] | Literal["all"] = Field(
         default="all", description="fields of a row that rewards see as Sample.columns; all: those that JSON can hold"

@@ -1,37 +1,27 @@
-"""Load problems and their answers from a built-in task, JSON lines, Parquet or a Hugging Face dataset."""
+"""Turn the rows of a dataset into problems: a prompt or a chat, a reference answer, and columns for rewards."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from oarjax.config.inputs import DatasetConfig
-from oarjax.data.tasks.arithmetic import MARKER, SIZES, arithmetic_rows
-from oarjax.data.tasks.forks import forks_rows
-from oarjax.data.tasks.stories import stories_rows
-from oarjax.errors import UserError
-
-Row = tuple[str, dict[str, Any]]
-"""A row's place (for errors) and its fields."""
-
-
-class DataError(UserError, ValueError):
-    """Raised for a dataset that cannot be read or holds no usable row; the message ends with the remedy."""
+from oarjax.data.rows import DataError, read_rows
+from oarjax.data.tasks.arithmetic import MARKER
 
 
 @dataclass(frozen=True)
 class Problem:
-    prompt: str
+    prompt: str  # of a chat, its last user's turn
     answer: str  # the answer field unchanged; for SFT the whole completion
     index: int  # row number in the dataset
     place: str = field(default="", compare=False)  # file and line, for errors
     columns: dict[str, Any] = field(default_factory=dict, compare=False)  # of its row, for rewards
+    chat: tuple[dict[str, str], ...] = ()  # its turns, where the row has messages instead of a text
 
     @property
     def reference(self) -> str:
@@ -44,8 +34,7 @@ def reference_answer(answer: str) -> str:
     return answer.rpartition(MARKER)[2].strip()
 
 
-LONGEST = 2**26
-"""Bytes of a line."""
+ROLES = ("system", "user", "assistant", "tool")
 
 
 def load_problems(config: DatasetConfig, *, where: str = "data.train") -> list[Problem]:
@@ -59,39 +48,19 @@ def load_problems(config: DatasetConfig, *, where: str = "data.train") -> list[P
     """
     rows = read_rows(config, where=where)
     limited = islice(rows, config.limit) if config.limit else rows
-    problems = [
-        Problem(
-            prompt=_field(row, config.prompt_field, place, f"{where}.prompt_field"),
-            answer=_field(row, config.answer_field, place, f"{where}.answer_field"),
-            index=index,
-            place=place,
-            columns=_columns(row, config.columns, place, f"{where}.columns"),
-        )
-        for index, (place, row) in enumerate(limited)
-    ]
+    problems = []
+    for index, (place, row) in enumerate(limited):
+        chat = _chat(row.get(config.prompt_field), config.prompt_field, place)
+        asked = {config.prompt_field: chat[-1]["content"]} if chat else {}
+        prompt = _field(row | asked, config.prompt_field, place, f"{where}.prompt_field")
+        answer = _field(row, config.answer_field, place, f"{where}.answer_field")
+        columns = _columns(row, config.columns, place, f"{where}.columns")
+        problems.append(Problem(prompt, answer, index, place, columns, chat))
     if not problems:
         raise DataError(f"{where}.source: {config.source} holds no rows; set another source")
     _reject_blank([p.prompt for p in problems], config.prompt_field, config.source, f"{where}.prompt_field")
     _reject_blank([p.answer for p in problems], config.answer_field, config.source, f"{where}.answer_field")
     return problems
-
-
-def read_rows(config: DatasetConfig, *, where: str) -> Iterator[Row]:
-    """Iterate over the rows of a dataset with all their fields.
-
-    Raises:
-        DataError: the source or a package is missing, or a line is damaged.
-    """
-    if config.source.startswith("builtin:"):
-        return _builtin_rows(config, where)
-    path = Path(config.source).expanduser()
-    if config.source.endswith((".jsonl", ".parquet")):
-        if not path.is_file():
-            raise DataError(f"{where}.source: no file {path}; set the path of an existing .jsonl or .parquet file")
-        return _jsonl_rows(path) if path.suffix == ".jsonl" else parquet_rows(path, f"{where}.source")
-    if path.exists():
-        raise DataError(f"{where}.source: {config.source} is neither .jsonl nor .parquet; convert it to one of these")
-    return _hub_rows(config, where)
 
 
 def _field(row: dict[str, Any], name: str, place: str, setting: str) -> str:
@@ -107,6 +76,29 @@ def _field(row: dict[str, Any], name: str, place: str, setting: str) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         raise DataError(f"{place}: field {name!r} is {value}; expected text or a number; mend the row or leave it out")
     return str(value)
+
+
+def _chat(value: Any, name: str, place: str) -> tuple[dict[str, str], ...]:
+    """Return the turns of a prompt that is a list of messages, () for any other value.
+
+    Raises:
+        DataError: a message has no known role or no text, or the last one is not the user's.
+    """
+    if not isinstance(value, list) or not value:
+        return ()
+    for number, turn in enumerate(value):
+        role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, dict) else (None, None)
+        if role not in ROLES or not isinstance(content, str):
+            raise DataError(
+                f"{place}: field {name!r}, message {number} is {turn!r:.100}; expected a role ({', '.join(ROLES)}) and "
+                "a content of text; correct the row, or leave it out"
+            )
+    if value[-1]["role"] != "user":
+        raise DataError(
+            f"{place}: field {name!r} ends in a message of role {value[-1]['role']!r}; expected one of role 'user', "
+            "which the policy answers"
+        )
+    return tuple({"role": turn["role"], "content": turn["content"]} for turn in value)
 
 
 def _columns(row: dict[str, Any], wanted: Sequence[str] | str, place: str, setting: str) -> dict[str, Any]:
@@ -144,91 +136,3 @@ def _reject_blank(values: list[str], name: str, source: str, setting: str) -> No
     """Reject a field that is blank in every row. The grader counts single blank rows."""
     if not any(value.strip() for value in values):
         raise DataError(f"{source}: field {name!r} is blank in all {len(values)} rows; set {setting} to another field")
-
-
-def _builtin_rows(config: DatasetConfig, where: str) -> Iterator[Row]:
-    generators = {"builtin:forks": (forks_rows, config.forks), "builtin:stories": (stories_rows, config.stories)}
-    if config.source in generators:
-        generate, settings = generators[config.source]
-        try:
-            rows = list(generate(config.split, rows=config.limit, **settings.model_dump()))
-        except ValueError as error:
-            raise DataError(f"{where}: {error}") from None
-        return ((f"{config.source} row {number}", row) for number, row in enumerate(rows))
-    if config.source != "builtin:arithmetic":
-        raise DataError(
-            f"{where}.source: expected one of builtin:arithmetic, {', '.join(generators)}, got {config.source!r}; set "
-            "one of these"
-        )
-    if config.split not in SIZES:
-        raise DataError(
-            f"{where}.split: builtin:arithmetic has no split {config.split!r}; set one of {', '.join(SIZES)}"
-        )
-    task = config.arithmetic
-    rows = arithmetic_rows(
-        config.split,
-        rows=config.limit or SIZES[config.split],
-        terms=task.terms,
-        highest=task.highest,
-        written=task.written,
-        seed=task.seed,
-    )
-    return ((f"{config.source} row {number}", row) for number, row in enumerate(rows))
-
-
-def _jsonl_rows(path: Path) -> Iterator[Row]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(iter(partial(lines.readline, LONGEST + 1), b""), start=1):
-            if not line.strip():
-                continue
-            place = f"{path} line {number}"
-            if len(line) > LONGEST:
-                raise DataError(f"{place}: longer than {LONGEST:,} bytes; is it a file of JSON lines?")
-            try:
-                row = json.loads(line.decode())
-            except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
-                raise DataError(f"{place}: not JSON ({error}); expected one object per line") from None
-            if not isinstance(row, dict):
-                raise DataError(f"{place}: expected one object per line, got a {type(row).__name__}")
-            yield place, row
-
-
-def parquet_rows(path: Path, setting: str) -> Iterator[Row]:
-    """Iterate over the rows of a Parquet file; errors name the ``setting`` that its path comes from.
-
-    Raises:
-        DataError: pyarrow is missing, or cannot read the file.
-    """
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError:
-        raise DataError(
-            f"{setting}: reading {path} needs pyarrow; install oarjax[hub], or convert it to .jsonl"
-        ) from None
-    number = 0
-    try:
-        for batch in parquet.ParquetFile(path).iter_batches():
-            for row in batch.to_pylist():
-                yield f"{path} row {number}", row
-                number += 1
-    except (OSError, ValueError) as error:  # pyarrow's errors derive from these
-        raise DataError(f"{path}: not readable as Parquet after {number} rows ({error})") from None
-
-
-def _hub_rows(config: DatasetConfig, where: str) -> Iterator[Row]:
-    try:
-        import datasets  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise DataError(
-            f"{where}.source: {config.source!r} is not a local file, and a hub dataset needs the package datasets; "
-            "install oarjax[hub], or set a .jsonl or .parquet file"
-        ) from None
-    try:
-        dataset = datasets.load_dataset(config.source, config.name, split=config.split, revision=config.revision)
-    except Exception as error:  # offline, unknown, gated, bad configuration or split: each has its own type
-        raise DataError(
-            f"{where}.source: cannot load {config.source!r} (name {config.name!r}, split {config.split!r}, revision "
-            f"{config.revision!r}) from the hub: {type(error).__name__}: {error}. Check these fields and the network, "
-            "or set a .jsonl or .parquet file"
-        ) from error
-    return ((f"{config.source} row {number}", dict(row)) for number, row in enumerate(dataset))

@@ -18,7 +18,8 @@ import numpy as np
 from jaxtyping import Bool, Int32
 from transformers import PreTrainedTokenizerFast
 
-from oarjax.data.problems import DataError, Problem
+from oarjax.data.problems import Problem
+from oarjax.data.rows import DataError
 from oarjax.data.tokenizer import encode, errors_at, render_prompt
 from oarjax.types import PromptBatch
 
@@ -290,4 +291,5 @@ def _render(
             system_prompt=system_prompt,
             prompt_format=prompt_format,
             thinking=thinking,
+            chat=problem.chat,
         )

@@ -183,13 +183,15 @@ def render_prompt(
     system_prompt: str | None,
     prompt_format: str,
     thinking: bool | None = None,
+    chat: Sequence[dict[str, str]] = (),
 ) -> list[int]:
     """Render a prompt to ids, up to where the completion begins.
 
     ``prompt_format`` is applied first; only ``{prompt}`` is replaced, so other braces (``\\boxed{}``) stay.
     chat: the tokenizer's chat template with the system prompt if there is one, the prompt as the user's turn and the
     opening of the assistant's turn, with Qwen3's ``enable_thinking`` if ``thinking`` is set. plain: the text, after the
-    system prompt and a blank line if there is one.
+    system prompt and a blank line if there is one. A ``chat`` whose last turn is the prompt is rendered whole, with the
+    system prompt if it has none.
 
     Raises:
         TokenizerError: the chat template is missing, fails or lacks enable_thinking, the format has no ``{prompt}``,
@@ -204,8 +206,9 @@ def render_prompt(
         switch: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
         if switch and not can_think(tokenizer):
             raise TokenizerError("data.thinking: the chat template has no enable_thinking; set data.thinking to null")
-        turns = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
-        turns.append({"role": "user", "content": text})
+        turns = [*chat[:-1], {"role": "user", "content": text}]
+        if system_prompt is not None and all(turn["role"] != "system" for turn in turns):
+            turns.insert(0, {"role": "system", "content": system_prompt})
         try:
             with time_limit(TEMPLATE_SECONDS):
                 rendered = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, **switch)
@@ -215,6 +218,8 @@ def render_prompt(
                 "set data.template to plain, or correct the template"
             ) from error
         ids = encode(tokenizer, str(rendered))
+    elif chat:
+        raise TokenizerError("the prompt is a list of messages; set data.template to chat")
     else:
         ids = encode(tokenizer, text if system_prompt is None else f"{system_prompt}\n\n{text}")
     if not ids:

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from oarjax.config.inputs import DatasetConfig
-from oarjax.data.problems import read_rows
+from oarjax.data.rows import read_rows
 from oarjax.data.tokenizer import can_think
 from oarjax.errors import ConfigError
 

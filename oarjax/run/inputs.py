@@ -62,7 +62,7 @@ def _inputs(run: Run, known: dict[str, Stat]) -> tuple[dict[str, str], dict[str,
 
 def _digest(encoded: Encoded) -> str:
     """Digest the rows, with the columns that rewards see."""
-    return rows_digest((p.index, p.prompt, p.answer, p.columns) for p in encoded.problems)
+    return rows_digest((p.index, p.prompt, p.answer, p.columns, *p.chat) for p in encoded.problems)
 
 
 def seal_start(folder: Path, warm: Path) -> None:

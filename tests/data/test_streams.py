@@ -4,12 +4,14 @@ import json
 import sys
 import types
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from oarjax.config.inputs import DatasetConfig
-from oarjax.data.problems import DataError, Problem, load_problems, reference_answer
+from oarjax.data.problems import Problem, load_problems, reference_answer
+from oarjax.data.rows import DataError
 from oarjax.data.streams import (
     Encoded,
     PromptStream,
@@ -132,9 +134,102 @@ def test_bad_lines_are_named(tmp_path, text, message):
 def test_missing_and_unknown_files(tmp_path):
     with pytest.raises(DataError, match=r"data.train.source: no file .*nowhere.jsonl"):
         load(tmp_path / "nowhere.jsonl")
-    (tmp_path / "rows.csv").write_text("question,answer\n")
-    with pytest.raises(DataError, match=r"rows.csv is neither .jsonl nor .parquet"):
-        load(tmp_path / "rows.csv")
+    (tmp_path / "rows.xml").write_text("<rows/>")
+    with pytest.raises(DataError, match=r"expected a .jsonl, .json, .csv, .parquet file or a folder .*rows.xml"):
+        load(tmp_path / "rows.xml")
+
+
+def test_csv_and_json_hold_the_same_problems(jsonl, tmp_path):
+    lines = ["\ufeffquestion,answer", *(f'{row["question"]},"{row["answer"]}"' for row in ROWS)]
+    (tmp_path / "rows.csv").write_text("\n".join(lines) + "\n")
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
+    assert load(tmp_path / "rows.csv") == load(tmp_path / "rows.json") == load(jsonl)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.csv", b"question,answer\n1+2=,3,4\n", r"line 2: expected 2 values, one per column"),
+        ("rows.csv", b"question,answer\n1+2=\n", r"line 2: expected 2 values, one per column"),
+        ("rows.csv", b"question,question\n1,2\n", r"expected each name once"),
+        ("rows.csv", b"", r"expected each name once"),
+        ("rows.csv", b'question,answer\n1+2=,"3\n', r"line 2: not CSV in UTF-8"),
+        ("rows.csv", b"question,answer\n1+2=,\xff\n", r"not CSV in UTF-8"),
+        ("rows.json", b'{"question": "1"}\n{"question": "2"}', r"one object per line is called .jsonl"),
+        ("rows.json", b'{"question": "1"}', r"expected a list of objects, got a dict"),
+        ("rows.json", b"[1]", r"row 0: expected an object, got a int"),
+    ],
+)
+def test_bad_csv_and_json_are_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        load(tmp_path / name)
+
+
+def test_a_saved_dataset(tmp_path, monkeypatch):
+    """With the library's one call replaced: a dataset, one per split, and a folder that holds none."""
+
+    def load_from_disk(path):
+        if path.endswith("splits"):
+            return {"train": ROWS, "test": ROWS[:1]}
+        if path.endswith("empty"):
+            raise FileNotFoundError("neither a dataset nor a dataset dict")
+        return ROWS
+
+    library = types.ModuleType("datasets")
+    library.load_from_disk = load_from_disk
+    for name in ("rows", "splits", "empty"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    assert [p.reference for p in load(tmp_path / "rows")] == ["3", "30", "4"]
+    assert [p.reference for p in load(tmp_path / "splits", split="test")] == ["3"]
+    with pytest.raises(DataError, match=r"data.train.split: .*splits has no split 'val'; set one of train, test"):
+        load(tmp_path / "splits", split="val")
+    with pytest.raises(DataError, match=r"cannot read the folder .*empty as a saved dataset .*save_to_disk"):
+        load(tmp_path / "empty")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"rows' is a folder, and reading it needs the package datasets"):
+        load(tmp_path / "rows")
+
+
+CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+2="}]
+
+
+def test_a_chat_is_rendered_whole(tmp_path):
+    write_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }};{% endfor %}="
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": CHAT, "answer": "3"}))
+    (problem,) = load(tmp_path / "rows.jsonl")
+    assert (problem.prompt, problem.reference, problem.columns["question"]) == ("1+2=", "3", CHAT)
+    asked = {"prompt_format": "{prompt}0", "max_prompt": 99}
+
+    def rendered(problems, **changes):
+        settings = {"template": "chat", "system_prompt": "9", **asked} | changes
+        (ids,) = encode_problems(problems, tokenizer, **settings).prompts
+        return tokenizer.decode(ids)
+
+    own = replace(problem, chat=({"role": "system", "content": "7"}, *problem.chat[1:]))
+    assert rendered([own]) == "7;1+2=0;="  # its own system prompt
+    assert rendered([replace(problem, chat=problem.chat[1:])]) == "9;1+2=0;="  # the config's
+    with pytest.raises(TokenizerError, match=r"list of messages; set data.template to chat"):
+        rendered([problem], template="plain")
+
+
+@pytest.mark.parametrize(
+    ("chat", "message"),
+    [
+        ([{"role": "user", "content": 1}], r"line 1: field 'question', message 0 is .*expected a role"),
+        ([{"role": "robot", "content": "1"}], r"message 0 is .*expected a role"),
+        (["1+2="], r"message 0 is '1\+2='; expected a role"),
+        ([*CHAT, {"role": "assistant", "content": "3"}], r"ends in a message of role 'assistant'"),
+        ([], r"field 'question' is \[\]; expected text or a number"),
+    ],
+)
+def test_bad_chats_are_named(tmp_path, chat, message):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": chat, "answer": "3"}))
+    with pytest.raises(DataError, match=message):
+        load(tmp_path / "rows.jsonl")
 
 
 def test_missing_packages_name_the_extra(tmp_path, monkeypatch):

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from oarjax.data.problems import DataError, parquet_rows, reference_answer
+from oarjax.data.problems import reference_answer
+from oarjax.data.rows import DataError, parquet_rows
 
 Format = Literal["auto", "oarjax", "trl", "verl"]
 Messages = list[dict[str, str]]

@@ -10,7 +10,8 @@ import pytest
 
 from oarjax.config.inputs import DatasetConfig
 from oarjax.data.hf import load_params, read_config
-from oarjax.data.problems import DataError, load_problems, reference_answer
+from oarjax.data.problems import load_problems, reference_answer
+from oarjax.data.rows import DataError
 from oarjax.data.tasks import forks as task
 from oarjax.data.tasks.arithmetic import first_wrong_step
 from oarjax.data.tasks.forks import (

@@ -9,7 +9,8 @@ import pytest
 
 from oarjax.config.inputs import DatasetConfig
 from oarjax.data.hf import read_config
-from oarjax.data.problems import DataError, load_problems, reference_answer
+from oarjax.data.problems import load_problems, reference_answer
+from oarjax.data.rows import DataError
 from oarjax.data.tasks.stories import HIGHEST, held_out, stories_rows, story_tokens, vocabulary, write_stories_policy
 from oarjax.data.tasks.stories_grammar import (
     FORMS,

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from oarjax.data.problems import DataError
+from oarjax.data.rows import DataError
 from oarjax.data.tokenizer import TokenizerError, chat_ids, encode, rendered_ids, token_bytes
 from oarjax.report.files import CompletionRow, CompletionsWriter
 from oarjax.tools.lab.saved_rollouts import SavedRollout, read_rollouts
