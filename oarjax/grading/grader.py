@@ -209,7 +209,7 @@ def local_rewards(rewards: Sequence[Any]) -> Iterator[list[tuple[str, float]]]:
                 raise ValueError(f"rewards: expected a function, a reward's name, or (either, weight), got {item!r}")
             name = register_local(function)
             stack.callback(unregister_local, name)
-            _local[name] = function
+            (_local[name],) = find_rewards([name])
             stack.callback(_local.pop, name, None)
             pairs.append((name, float(weight)))
         yield pairs

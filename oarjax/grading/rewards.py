@@ -40,6 +40,7 @@ from oarjax.grading.bounds import exceeds_bounds
 from oarjax.grading.everyday import bare, in_percent, with_commas, without_unit
 from oarjax.grading.no_eval import forbid_evaluation
 from oarjax.grading.strict import has_extra_values, is_list, without_percent
+from oarjax.grading.trl import has_trl_signature, per_batch
 from oarjax.system.plugins import import_plugin
 
 
@@ -58,6 +59,8 @@ class Sample:
         columns: of the dataset row, by name: those of ``data.*.columns``, by default all that JSON can hold.
         group: number of the prompt within the rollout; shared by the completions of a prompt.
         limit: ``rollout.max_new``, the maximum number of tokens of a completion; 0 if unknown.
+        chat: turns of a prompt that is a list of messages, else empty; ``prompt`` is its last turn's text.
+        completion_ids: tokens of the completion, for rewards of TRL's signature alone, else empty.
     """
 
     prompt: str
@@ -69,6 +72,8 @@ class Sample:
     columns: dict[str, Any] = field(default_factory=dict)
     group: int = 0
     limit: int = 0
+    chat: Sequence[dict[str, str]] = ()
+    completion_ids: Sequence[int] = ()
 
 
 Reward = Callable[..., Any]
@@ -126,7 +131,7 @@ def reward(name: str, *, per: Per = "sample") -> Callable[[Registered], Register
 
 def _place(function: Any) -> str:
     """Return where a reward is defined; of a callable object, such as an ``HttpJudge``, its plugin and class."""
-    code = getattr(function, "__code__", None)
+    code = getattr(inspect.unwrap(function), "__code__", None)
     if code is not None:
         return f"{code.co_filename}:{function.__qualname__}"
     return f"{_loading[-1]}:{type(function).__qualname__}" if _loading else repr(function)
@@ -135,13 +140,15 @@ def _place(function: Any) -> str:
 def load_plugins(plugins: Sequence[str]) -> None:
     """Import the Python files (``path/to/mine.py``) and modules (``package.mine``) that register rewards.
 
+    Their functions of TRL's signature are registered under their own names.
+
     Raises:
         ValueError: a plugin cannot be found or fails during its import.
     """
     for plugin in plugins:
         _loading.append(plugin)
         try:
-            import_plugin(plugin)
+            module = import_plugin(plugin)
         except Exception as error:
             raise ValueError(
                 f"grading.plugins: {plugin!r} cannot be imported ({type(error).__name__}: {error}); "
@@ -149,6 +156,9 @@ def load_plugins(plugins: Sequence[str]) -> None:
             ) from error
         finally:
             _loading.pop()
+        for name, function in vars(module).items():
+            if has_trl_signature(function) and function.__module__ == module.__name__:
+                reward(name, per="batch")(per_batch(function))
 
 
 def find_rewards(names: Sequence[str], settings: Mapping[str, dict[str, Any]] | None = None) -> tuple[Reward, ...]:
@@ -180,6 +190,12 @@ def _import_built_in() -> None:
         importlib.import_module(module)
 
 
+def wants_ids(name: str) -> bool:
+    """Return True for a registered reward that is given the ids of the completions' tokens."""
+    _import_built_in()
+    return has_trl_signature(inspect.unwrap(_registry[name]))
+
+
 def is_joint(name: str) -> bool:
     """Return True for a reward that runs outside the pool: per batch, per group, or async."""
     return calls_of(name) != "sample" or is_async(_registry[name])
@@ -192,12 +208,15 @@ def register_local(function: Reward) -> str:
         ValueError: it has no name, or another reward has the same one.
     """
     for name, known in _registry.items():
-        if known is function:
+        if inspect.unwrap(known) is function:
             return name
     name = getattr(function, "__name__", type(function).__name__)
     if name == "<lambda>":
         raise ValueError("rewards: a lambda has no name for the config and the log; define a function")
-    reward(name)(function)
+    if has_trl_signature(function):
+        reward(name, per="batch")(per_batch(function))
+    else:
+        reward(name)(function)
     _temporary.add(name)
     return name
 
@@ -207,6 +226,7 @@ def unregister_local(name: str) -> None:
     if name in _temporary:
         _temporary.remove(name)
         del _registry[name]
+        _per.pop(name, None)
 
 
 def is_async(function: Any) -> bool:

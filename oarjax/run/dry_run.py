@@ -38,6 +38,8 @@ def try_rewards(run: Run, grader: Grader) -> None:
                 tokens=len(text),
                 columns=problem.columns,
                 limit=run.cfg.rollout.max_new,
+                chat=problem.chat,
+                completion_ids=tuple(range(len(text))),
             )
             for text in texts
         ]

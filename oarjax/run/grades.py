@@ -17,7 +17,7 @@ from oarjax.data.problems import Problem
 from oarjax.data.tokenizer import text_of
 from oarjax.grading.grader import Grader
 from oarjax.grading.recorded import Grading
-from oarjax.grading.rewards import Sample, calls_of
+from oarjax.grading.rewards import Sample, calls_of, wants_ids
 from oarjax.rl.advantages import overlong_penalty
 from oarjax.rollout.segments import EndedRows
 from oarjax.rollout.stop_strings import cut_text
@@ -67,6 +67,7 @@ class RolloutGrading:
         self._rollout, self._grading, self._grader = rollout, grading, grader
         self._problems, self._table, self._group = problems, table, group
         self._together = any(calls_of(r.name) != "sample" for r in grading.rewards)
+        self._ids = any(wants_ids(r.name) for r in grading.rewards)
         self._share = share(len(problems))
         self._submitted: list[tuple[Int[np.ndarray, "r"], Future[Grades]]] = []
 
@@ -114,6 +115,8 @@ class RolloutGrading:
                 columns=self._problems[b].columns,
                 group=int(b) // self._group,
                 limit=self._rollout.max_new,
+                chat=self._problems[b].chat,
+                completion_ids=tokens if self._ids else (),
             )
             for b, tokens, has_ended in zip(rows, ids, ended, strict=True)
         ]

@@ -31,6 +31,8 @@ def _import_plugin(plugin: str) -> ModuleType:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
+    if str(path.parent) not in sys.path:  # its neighbours, after everything that is installed
+        sys.path.append(str(path.parent))
     spec.loader.exec_module(module)
     return module
 

@@ -254,3 +254,61 @@ def test_recorded_verdicts_of_a_judge_are_not_asked_for_again(tmp_path):
     assert again[:1] == first
     assert sorted(log.read_text().split()) == ["a", "bb", "ccc", "dddd"]
     assert run(2) == again
+
+
+TRL_PLUGIN = """
+from neighbour import boxed
+
+
+def correct(completions, answer, **columns):
+    return [float(boxed(c[0]["content"]) == a.split("####")[1].strip()) for c, a in zip(completions, answer)]
+
+
+def brief(prompts, completions, completion_ids, *, limit=2):
+    assert prompts == [[{"role": "user", "content": "p"}]] * len(completions)
+    return [None if len(ids) == 9 else float(len(ids) < limit) for ids in completion_ids]
+
+
+async def sorted_columns(completions, hard, easy=None):
+    return [float(h or 0) for h in hard]
+
+
+def helper(text):
+    return text
+"""
+
+
+def test_rewards_of_trls_signature_are_found_and_called_as_there(tmp_path):
+    """They get chats as messages, ids and columns; a neighbour of their file can be imported."""
+    (tmp_path / "trl_kinds.py").write_text(TRL_PLUGIN)
+    (tmp_path / "neighbour.py").write_text("def boxed(text):\n    return text.partition('{')[2].partition('}')[0]\n")
+    chat = ({"role": "user", "content": "p"},)
+
+    def chatted(text, ids, **columns):
+        return Sample(prompt="p", completion=text, answer="7", columns=columns, chat=chat, completion_ids=ids)
+
+    samples = [
+        chatted(r"\\boxed{7}", (4, 5, 6), answer="so #### 7", hard=1, prompt="p"),
+        chatted("7", (4,), answer="so #### 7"),
+        chatted("7", (0,) * 9, answer="so #### 7", hard=2),
+    ]
+    names = [("correct", 1.0), ("brief", 0.0), ("sorted_columns", 0.0)]
+    grades = graded(str(tmp_path / "trl_kinds.py"), names, samples, settings={"brief": {"limit": 3}})
+    np.testing.assert_array_equal(grades.per_reward["correct"], [1, 0, 0])
+    np.testing.assert_array_equal(grades.per_reward["brief"], [0, 1, np.nan])
+    np.testing.assert_array_equal(grades.per_reward["sorted_columns"], [1, 0, 2])
+    with pytest.raises(ValueError, match="no reward is called 'helper'"):
+        Grader([("helper", 1.0)], plugins=[str(tmp_path / "trl_kinds.py")])
+
+
+def test_a_function_of_trls_signature_grades_in_this_process():
+    def loud(completions, **kwargs):
+        return [float(c.isupper()) for c in completions]
+
+    def tracked(completions, trainer_state):
+        return [0.0 for _ in completions]
+
+    with local_rewards([loud]) as pairs, Grader(pairs) as grader:
+        np.testing.assert_array_equal(grader.grade([sample("A"), sample("b")]).rewards, [1, 0])
+    with pytest.raises(ValueError, match="'tracked': trainer_state is not available here"), local_rewards([tracked]):
+        pass

@@ -1,0 +1,64 @@
+"""Call rewards that have the signature of TRL's: ``(completions, **columns)``, lists of all completions of a batch.
+
+A function of a plugin with a parameter ``completions`` is registered under its own name, without ``@reward``. It is
+called per batch, with ``prompts``, ``completions``, ``completion_ids`` and every column of the dataset's rows by
+keyword, as many of them as it takes. Chats are given as lists of messages, texts as texts. Its keyword-only arguments
+are settings, as of any reward; TRL's ``trainer_state`` and loggers are not there.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+ABSENT = ("trainer_state", "log_extra", "log_metric")
+"""Arguments of TRL's rewards that only its trainer has."""
+
+
+def has_trl_signature(function: Any) -> bool:
+    """Return True for a function that takes the lists that TRL gives to rewards."""
+    if not inspect.isfunction(function):
+        return False
+    return "completions" in inspect.signature(function).parameters
+
+
+def per_batch(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a reward per batch, of ``Sample``s, that calls a function of TRL's signature.
+
+    Raises:
+        ValueError: the function needs an argument that only TRL's trainer has.
+    """
+    parameters = inspect.signature(function).parameters
+    needed = [name for name in ABSENT if name in parameters and parameters[name].default is inspect.Parameter.empty]
+    if needed:
+        raise ValueError(
+            f"reward {function.__name__!r}: {', '.join(needed)} is not available here; give it a default"
+        )
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+    def arguments(samples: Sequence[Any], settings: dict[str, Any]) -> dict[str, Any]:
+        lists: dict[str, list[Any]] = {
+            "prompts": [list(s.chat) or s.prompt for s in samples],
+            "completions": [
+                [{"role": "assistant", "content": s.completion}] if s.chat else s.completion for s in samples
+            ],
+            "completion_ids": [list(s.completion_ids) for s in samples],
+        }
+        names = {name for s in samples for name in s.columns} - {"prompt", "completion"} - lists.keys()
+        lists |= {name: [s.columns.get(name) for s in samples] for name in sorted(names)}
+        return {name: values for name, values in lists.items() if takes_all or name in parameters} | settings
+
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def reward(samples: Sequence[Any], **settings: Any) -> Any:
+            return await function(**arguments(samples, settings))
+    else:
+
+        @functools.wraps(function)
+        def reward(samples: Sequence[Any], **settings: Any) -> Any:
+            return function(**arguments(samples, settings))
+
+    return reward
