@@ -8,7 +8,10 @@ import yaml
 from conftest import ROOT
 from pydantic import ValidationError
 
+from oarjax.config.foreign import NAMES
 from oarjax.config.loading import find_config, load_config, parse_config
+from oarjax.config.schema import Config
+from oarjax.config.section import fields_of, section_of
 from oarjax.config.shipped import copy_shipped
 from oarjax.errors import ConfigError
 
@@ -120,11 +123,31 @@ def test_overrides_are_yaml_and_the_last_one_counts(file):
         ),
         ("rolout.group_size=16", r"rolout: no such field \(did you mean rollout\?\); accepted: .*rollout, run_dir"),
         ("rollout=3", r"rollout: .*got 3"),
+        ("rollout.num_generations=8", r"no such field \(here it is rollout.group_size\); accepted"),
+        ("lr=1", r"lr: no such field \(here it is optim.lr\)"),
     ],
 )
 def test_bad_overrides(file, override, says):
     with pytest.raises(ConfigError, match=says):
         load_config(file, [override])
+
+
+def test_names_of_other_trainers_lead_to_fields_that_exist():
+    def exists(path):
+        section = Config
+        for part in path.split("."):
+            if part not in fields_of(section):
+                return False
+            section = section_of(section, part)
+        return True
+
+    named = [
+        name
+        for text in NAMES.values()
+        for name in re.findall(r"\b[a-z]\w*(?:\.[a-z]\w*)+|^(?:run_dir|iterations)\b", text)
+    ]
+    assert len(named) > 60
+    assert [name for name in named if not exists(name)] == []
 
 
 def test_bad_files(tmp_path):
@@ -158,7 +181,7 @@ def test_all_wrong_fields_come_in_one_message_with_paths_and_accepted_values():
     )
     del tree["run_dir"], tree["data"]["train"]["source"]
     assert message(tree).splitlines() == [
-        "config: 9 bad field(s)",
+        "config: 9 bad fields",
         "  run_dir: required and missing",
         "  iterations: Input should be a valid integer, unable to parse string as an integer, got 'many'",
         "  mesh.data: expected a positive number of devices, or -1 for all remaining ones, got 0",
@@ -220,7 +243,7 @@ def test_field_of_an_optional_section_is_found():
 def test_contradictions_name_the_field_and_the_remedy(fields, says):
     text = message(changed(**fields))
     assert says in text
-    assert text.startswith("config: 1 bad field(s)\n  ")
+    assert text.startswith("config: 1 bad field\n  ")
 
 
 def test_several_contradictions_come_together():
@@ -231,7 +254,7 @@ def test_several_contradictions_come_together():
         "  update.minibatches",
         "  profile",
     ]
-    assert re.match(r"config: 3 bad field\(s\)", text)
+    assert re.match(r"config: 3 bad fields", text)
 
 
 def test_shipped_configs_are_known_by_name_from_anywhere(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from oarjax.config.foreign import NAMES
 from oarjax.config.section import fields_of, section_of
 from oarjax.credit.settings import CreditSettings
 from oarjax.errors import ConfigError
@@ -52,6 +53,8 @@ def explain(error: Any, root: type[Any]) -> str:
         known = sorted(fields_of(section))
         near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
+        if (ours := NAMES.get(str(error["loc"][-1]))) is not None:
+            hint = f" (here it is {ours})"
         if ":" in str(error["loc"][-1]):
             hint = " (in YAML a space must follow the colon)"
         return f"  {path}: no such field{hint}; accepted: {', '.join(known)}"
@@ -67,4 +70,5 @@ def explained(error: ValidationError, root: type[Any], *, source: str) -> Config
     """Turn validation errors of a ``root`` into one error that lists every bad field with the accepted values."""
     lines = [line for e in error.errors() for line in explain(e, root).splitlines()]
     rest = [f"  and {len(lines) - 20} more"] if len(lines) > 20 else []
-    return ConfigError(f"{source}: {len(lines)} bad field(s)\n" + "\n".join(lines[:20] + rest))
+    count = "1 bad field" if len(lines) == 1 else f"{len(lines)} bad fields"
+    return ConfigError(f"{source}: {count}\n" + "\n".join(lines[:20] + rest))

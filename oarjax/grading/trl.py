@@ -33,9 +33,7 @@ def per_batch(function: Callable[..., Any]) -> Callable[..., Any]:
     parameters = inspect.signature(function).parameters
     needed = [name for name in ABSENT if name in parameters and parameters[name].default is inspect.Parameter.empty]
     if needed:
-        raise ValueError(
-            f"reward {function.__name__!r}: {', '.join(needed)} is not available here; give it a default"
-        )
+        raise ValueError(f"reward {function.__name__!r}: {', '.join(needed)} is not available here; give it a default")
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     def arguments(samples: Sequence[Any], settings: dict[str, Any]) -> dict[str, Any]:

@@ -155,14 +155,14 @@ def test_bad_studies(write, changes, says):
 @pytest.mark.parametrize(
     ("arm", "says"),
     [
-        ({"credit.metod": "x"}, r"arms.bad: 1 bad field\(s\)\n  credit.metod: no such field \(did you mean method\?\)"),
+        ({"credit.metod": "x"}, r"arms.bad: 1 bad field\n  credit.metod: no such field \(did you mean method\?\)"),
         ({"rollout.temperature": 0.5}, "arms.bad: expected changes in advantage, .*, got rollout.temperature; "),
         ({"seed": 9, "iterations": 9}, "arms.bad: .*, got iterations; "),  # the study gives seeds
         ({"update.refills": 2}, "arms.bad: .*, got update.refills; .*same start, problems and sampling"),
         ({"data.eval.source": "other.jsonl"}, "arms.bad: .*, got data.eval; "),
         ({"credit.answer": {"style": "hash"}}, "arms.bad: .*, got credit.answer.style; .*set it in base"),
         ({"credit.method": "uniform"}, "arms.bad: is the same run as arms.GRPO; change one of its fields"),
-        ({"iterations.x": 1}, r"arms.bad: 1 bad field\(s\)\n  iterations: .*got {'x': 1}"),
+        ({"iterations.x": 1}, r"arms.bad: 1 bad field\n  iterations: .*got {'x': 1}"),
     ],
 )
 def test_arms_that_would_not_be_comparable(write, arm, says):
