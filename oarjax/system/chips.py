@@ -2,8 +2,8 @@
 
 Peaks and HBM bandwidths come from the vendor's data sheets (cloud.google.com/tpu/docs, page of each generation).
 ``link`` is one direction of one link between chips, as measured in "How to Scale Your Model" (jax-ml.github.io): 10%
-below the data sheets. ``memory`` is the HBM that libtpu 0.0.42 allows a program (the data sheets' 16, 95, 32 and
-32 GiB less its own share).
+below the data sheets. ``memory`` is the HBM that libtpu 0.0.42 allows a program (the data sheets' 16, 95, 32, 32 and
+192 GiB less its own share). JAX sees a v7x chip as two devices, one per TensorCore: its entry is half a chip.
 """
 
 from __future__ import annotations
@@ -29,4 +29,5 @@ CHIPS = {
     "v5p": Chip("TPU v5p", flops=459e12, bandwidth=2765e9, link=90e9, memory=95.74 * GIB),
     "v6e": Chip("TPU v6e", flops=918e12, bandwidth=1638e9, link=90e9, memory=31.25 * GIB),
     "v4": Chip("TPU v4", flops=275e12, bandwidth=1228e9, link=45e9, memory=30.75 * GIB),
+    "v7x": Chip("half a TPU v7x", flops=2307e12 / 2, bandwidth=7380e9 / 2, link=90e9, memory=94.75 * GIB),
 }

@@ -23,6 +23,7 @@ TPU_KINDS = {  # JAX's device kinds -> chips of oarjax.system.chips
     "TPU v5p": "v5p",
     "TPU v6 lite": "v6e",
     "TPU v6e": "v6e",
+    "TPU7x": "v7x",
 }
 PEAK_FLOPS = {  # dense bf16, per jax device, from the vendors' data sheets
     **{kind: CHIPS[chip].flops for kind, chip in TPU_KINDS.items()},

@@ -24,7 +24,7 @@ from oarjax.system.devices import TPU_KINDS, memory_limit
 from oarjax.tools.accept.check import Check, at_least, at_most, fast, holds, measured, not_applicable, quick
 from oarjax.tools.accept.setting import RATES, Setting, best_seconds, mesh
 from oarjax.tools.plan.links import Ways, closed_sides, groups_of, ways_of
-from oarjax.tools.plan.topology import SHAPES, Slice
+from oarjax.tools.plan.topology import DEVICES, SHAPES, Slice
 
 PACKAGES = ("oarjax", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "orbax-checkpoint")
 PRODUCTS, COPIES, LINKS = 0.85, 0.8, 0.8
@@ -207,7 +207,9 @@ def ways_over(devices: Mesh, axis: str) -> Ways | None:
     if any(len({getattr(d, "slice_index", 0) for d in group}) > 1 for group in groups):
         return None
     own = [[(coordinates(d) or ())[: len(sides)] for d in group] for group in groups]
-    return min((ways_of(group, sides=sides, closed=closed) for group in own), key=lambda w: (w.ring, -w.hops))
+    devices = DEVICES.get(family, 1)
+    found = [ways_of(group, sides=sides, closed=closed, devices=devices) for group in own]
+    return min(found, key=lambda w: (w.ring, -w.hops))
 
 
 def coordinates(device: Any) -> tuple[int, ...] | None:

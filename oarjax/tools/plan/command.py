@@ -231,7 +231,7 @@ def document(
 ) -> dict[str, Any]:
     """Return the plan for JSON: one entry per phase, the step, and remedies for phases that do not fit."""
     model, s = QwenConfig.from_hf(fields), shapes_of(cfg)
-    chips = where.chips * max(cfg.mesh.slice, 1)
+    chips = where.devices * max(cfg.mesh.slice, 1)
     mesh, there = results[0]["mesh"], {k: v for r in results for k, v in r["resident"].items()}
     tensor = cfg.rollout.tensor or mesh["tensor"]
 

@@ -2,7 +2,9 @@
 
 Which sides of a slice are closed to a ring is the vendor's word: v4 and v5p slices of whole 4 x 4 x 4 cubes are full
 tori (cloud.google.com/tpu/docs/v5p), of v5e and v6e the sides of 16, a pod's (jax-ml.github.io/scaling-book/tpus). Any
-other side is a line; a ring goes around a block of chips all the same, if two of its sides are longer than 1.
+other side is a line; a ring goes around a block of chips all the same, if two of its sides are longer than 1. v7x is
+taken to close its sides as v5p does; its chips have two devices, which share the chip's links and are joined by one six
+times as fast (cloud.google.com/tpu/docs/tpu7x).
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from oarjax.costs import Number
 from oarjax.tools.plan.topology import Slice
 
 POD_SIDE = 16  # of v5e and v6e
-CUBE_SIDE = 4  # of v4 and v5p
+CUBE_SIDE = 4  # of v4, v5p and v7x
+WITHIN = 6  # links that the one between the two devices of a chip is as fast as
 
 Place = tuple[int, ...]
 
@@ -41,18 +44,25 @@ def closed_sides(where: Slice) -> tuple[bool, ...]:
     return (all(side % CUBE_SIDE == 0 for side in sides),) * len(sides)
 
 
-def ways_of(places: Sequence[Place], *, sides: Sequence[int], closed: Sequence[bool]) -> Ways:
-    """Find the ways of one group of chips: a block of the slice, or a block with equal gaps. Others count as a line."""
+def ways_of(places: Sequence[Place], *, sides: Sequence[int], closed: Sequence[bool], devices: int = 1) -> Ways:
+    """Find the ways of one group of chips: a block of the slice, or a block with equal gaps. Others count as a line.
+
+    Of a chip's ``devices`` as many are in the group as its place occurs; other groups share the links with the rest.
+    """
+    group, places = len(places), sorted(set(places))
+    if len(places) == 1:
+        return Ways(ring=WITHIN, every=WITHIN, hops=1)
+    shared = max(devices * len(places) // group, 1)
     axes = [sorted(set(axis)) for axis in zip(*places, strict=True)]
     gaps = [{b - a for a, b in itertools.pairwise(axis)} for axis in axes]
     if math.prod(len(axis) for axis in axes) != len(places) or any(len(gap) > 1 for gap in gaps):
-        return Ways(ring=1, every=1, hops=len(places) - 1)
+        return Ways(ring=1 / shared, every=1 / shared, hops=len(places) - 1)
     used = []
     for axis, gap, side, closes in zip(axes, gaps, sides, closed, strict=True):
         if len(axis) > 1:
             (step,) = gap
             used.append((len(axis), step, closes and len(axis) > 2 and len(axis) * step == side))
-    passed = max(step for _, step, _ in used)
+    passed = max(step for _, step, _ in used) * shared
     ring = 2 if any(looped for *_, looped in used) or (len(used) > 1 and len(places) % 2 == 0) else 1
     every = sum(2 if looped else 1 for *_, looped in used)
     hops = sum(step * (n // 2 if looped else n - 1) for n, step, looped in used)
@@ -71,7 +81,9 @@ def link_table(mesh: Mesh, where: Slice) -> dict[int, Ways]:
     for count in range(1, len(inner_first) + 1):
         for chosen in itertools.combinations(inner_first, count):
             groups = [g for g in groups_of(mesh, chosen) if len({getattr(d, "slice_index", 0) for d in g}) == 1]
-            ways = [ways_of([tuple(d.coords)[: len(sides)] for d in g], sides=sides, closed=closed) for g in groups]
+            each = where.devices // where.chips
+            places = [[tuple(d.coords)[: len(sides)] for d in group] for group in groups]
+            ways = [ways_of(group, sides=sides, closed=closed, devices=each) for group in places]
             if ways:  # of groups that lie differently the slowest counts
                 found.setdefault(len(groups[0]), min(ways, key=lambda w: (w.ring, -w.hops)))
     return found

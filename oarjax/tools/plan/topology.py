@@ -1,7 +1,7 @@
 """TPU slices that are not here: the real compiler of libtpu on a machine without a TPU.
 
 A topology has devices that programs can be compiled for and not run on. Names are libtpu's (``v5e:4x4``) or the
-products' (``v5e-16``; of v4 and v5p the product's number counts cores, two per chip).
+products' (``v5e-16``; of v4, v5p and v7x the product's number counts cores, two per chip).
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ SHAPES: Mapping[str, tuple[str, ...]] = {
     "v6e": ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
     "v5p": ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16"),
     "v4": ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
+    "v7x": ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16"),
 }
 """Slices that are sold. libtpu itself takes any shape."""
 
-CORES = {"v5e": 1, "v6e": 1, "v5p": 2, "v4": 2}
+CORES = {"v5e": 1, "v6e": 1, "v5p": 2, "v4": 2, "v7x": 2}
 """What a product's number counts per chip."""
+
+DEVICES = {"v7x": 2}
+"""JAX's devices per chip where there are several."""
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -55,7 +59,7 @@ class Slice:
     @property
     def name(self) -> str:
         """libtpu's name."""
-        return f"{self.family}:{self.shape}"
+        return f"{'tpu7x' if self.family == 'v7x' else self.family}:{self.shape}"
 
     @property
     def product(self) -> str:
@@ -70,20 +74,24 @@ class Slice:
         return count
 
     @property
+    def devices(self) -> int:
+        return self.chips * DEVICES.get(self.family, 1)
+
+    @property
     def chip(self) -> Chip:
         return CHIPS[self.family]
 
 
 def find_slice(name: str) -> Slice:
-    """Find a slice by libtpu's or the product's name; v5litepod is v5e.
+    """Find a slice by libtpu's or the product's name; v5litepod is v5e, tpu7x is v7x.
 
     Raises:
         TopologyError: it is not one that is sold, with those that are.
     """
-    wanted = name.strip().lower().replace("v5litepod", "v5e")
+    wanted = name.strip().lower().replace("v5litepod", "v5e").replace("tpu7x", "v7x")
     known = [Slice(family, shape) for family, shapes in SHAPES.items() for shape in shapes]
     for found in known:
-        if wanted in (found.name, found.product):
+        if wanted in (f"{found.family}:{found.shape}", found.product):
             return found
     family = wanted.replace(":", "-").split("-")[0]
     near = [s for s in known if s.family == family] or known

@@ -48,6 +48,20 @@ def test_ways_of_a_group(places, sides, closed, ways):
         assert ways_of(places, sides=sides, closed=closed) == ways
 
 
+@pytest.mark.parametrize(
+    ("places", "ways"),
+    [
+        (block(2, 2, 1) * 2, Ways(2, 2, 2)),  # both devices of every chip
+        (block(2, 2, 1), Ways(1, 1, 2)),  # one of every chip: the others send over the same links
+        ([(0, 0, 0)] * 2, Ways(6, 6, 1)),  # within a chip
+        ([(0, 0, 0), (1, 0, 0)] * 2, Ways(1, 1, 1)),
+        ([(0, 0, 0), (1, 0, 0)], Ways(0.5, 0.5, 1)),
+    ],
+)
+def test_two_devices_of_a_chip_share_its_links(places, ways):
+    assert ways_of(places, sides=(2, 2, 1), closed=(False,) * 3, devices=2) == ways
+
+
 def test_seconds_of_collectives():
     ways = {4: Ways(ring=2, every=2, hops=2)}
     found = collective_seconds({4: 400.0, 2: 30.0}, {4: 5, 2: 1}, ways, link=10.0, hop=0.5)
@@ -60,6 +74,7 @@ def test_seconds_of_collectives():
         ("v5e-64", 64, 4, {4: Ways(2, 2, 2), 64: Ways(2, 2, 14)}),
         ("v5p-128", 64, 8, {8: Ways(2, 3, 3), 64: Ways(2, 6, 6)}),
         ("v6e-16", 16, 4, {4: Ways(2, 2, 2), 16: Ways(2, 2, 6)}),
+        ("v7x-16", 16, 4, {4: Ways(1, 1, 1), 16: Ways(2, 3, 3)}),  # two devices per chip
     ],
 )
 def test_groups_of_shipped_slices(name, fsdp, tensor, ways, monkeypatch):

@@ -72,6 +72,9 @@ def test_slices_by_both_of_their_names():
     assert (find_slice("v5p-32").name, find_slice("v5p-32").chips) == ("v5p:2x2x4", 16)  # it counts cores
     assert find_slice("v5p:4x4x4").product == "v5p-128"
     assert find_slice("v6e-16").name == "v6e:4x4"
+    for name in ("v7x-8", "tpu7x-8", "v7x:2x2x1", "tpu7x:2x2x1"):
+        ironwood = find_slice(name)
+        assert (ironwood.name, ironwood.product, ironwood.chips, ironwood.devices) == ("tpu7x:2x2x1", "v7x-8", 4, 8)
     with pytest.raises(TopologyError, match=r"topology v6e-12 is not known; accepted: v6e-1 or v6e:1x1, v6e-4"):
         find_slice("v6e-12")
 
@@ -341,14 +344,16 @@ def test_a_small_run_is_compiled_for_a_tpu(tmp_path, libtpu):
 
 
 @pytest.mark.slow
-def test_two_slices_are_compiled_for(tmp_path, libtpu):
-    """Eight chips, a row on each: the sum of the gradients goes over the network between the slices."""
+@pytest.mark.parametrize(("topology", "slices"), [("v5e-4", 2), ("v7x-8", 1)])
+def test_eight_devices_are_compiled_for(topology, slices, tmp_path, libtpu):
+    """A row on each: the sum of the gradients goes over the network between two slices, or four chips have them all."""
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy" / "config.json").write_text(json.dumps(TINY))
-    tree = config(str(tmp_path / "policy"), mesh={"slice": 2, "data": 1, "fsdp": 4}).model_dump(mode="json")
+    mesh = {"slice": slices, "data": 1, "fsdp": 8 // slices}
+    tree = config(str(tmp_path / "policy"), mesh=mesh).model_dump(mode="json")
     (tmp_path / "slices.yaml").write_text(yaml.safe_dump(tree))
     out = tmp_path / "plan.json"
-    settings = ("--json", str(out), "--cache", str(tmp_path / "cache"), "--phases", "update")
+    settings = ("--json", str(out), "--cache", str(tmp_path / "cache"), "--phases", "update", "--topology", topology)
     done = command(str(tmp_path / "slices.yaml"), *settings)
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = json.loads(out.read_text())

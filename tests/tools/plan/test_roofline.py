@@ -86,4 +86,5 @@ def test_decoding_reads_weights_and_all_slots():
 
 
 def test_the_chips_are_the_data_sheets():
-    assert {name: chip.flops / 1e12 for name, chip in CHIPS.items()} == {"v5e": 197, "v5p": 459, "v6e": 918, "v4": 275}
+    flops = {name: chip.flops / 1e12 for name, chip in CHIPS.items()}
+    assert flops == {"v5e": 197, "v5p": 459, "v6e": 918, "v4": 275, "v7x": 2307 / 2}
