@@ -42,8 +42,8 @@ class RolloutConfig(Section):
     )
     cache_bucket: Positive | None = Field(
         default=None,
-        description="slots of the KV cache that decoding reads at first, and by which they grow; null = an eighth of "
-        "max_new, at least 128",
+        description="slots of the KV cache that decoding reads at first; they double until completions fit; null = an "
+        "eighth of max_new, at least 128",
     )
     slots: Positive | None = Field(
         default=None,

@@ -19,7 +19,7 @@ TILE = 128
 
 
 def cache_step(max_new: int, wanted: int | None) -> int:
-    """Return the slots by which a cache grows: ``wanted``, or an eighth of max_new and at least 128."""
+    """Return the slots that are read at first: ``wanted``, or an eighth of max_new and at least 128."""
     return min(wanted or max(128, -(-max_new // 8)), max(max_new - 1, 1))
 
 
@@ -47,9 +47,18 @@ class Plan(NamedTuple):
 
     def slots_after(self, slots: int, written: int) -> int:
         """Return the next size of a full cache of ``slots``, of which rows still need the last ``written``."""
-        if self.together:
-            return min(slots + self.cache_bucket, max(self.max_new - 1, 1))
-        return self.rounded(written) + self.cache_bucket
+        return self.size_of(slots + 1 if self.together else self.rounded(written) + self.cache_bucket)
+
+    def size_of(self, needed: int) -> int:
+        """Return the smallest size of a cache with ``needed`` slots."""
+        return next(size for size in self.cache_sizes() if size >= needed)
+
+    def cache_sizes(self) -> list[int]:
+        """List the numbers of slots that programs read: each is twice the one before, but for the last."""
+        most = max(self.max_new - 1, 1)
+        end = most if self.together else self.rounded(most) + self.cache_bucket
+        doublings = max(-(-end // self.cache_bucket) - 1, 0).bit_length()
+        return [self.cache_bucket << number for number in range(doublings)] + [end]
 
     def rounded(self, slots: int) -> int:
         """Round slots up to whole buckets of the cache."""
@@ -77,10 +86,7 @@ class Plan(NamedTuple):
 
     def sizes(self) -> list[tuple[Bucket, int]]:
         """List (bucket, slots) of every possible decode program, the largest first."""
-        most = max(self.max_new - 1, 1)
-        end = self.rounded(most) + (0 if self.together else self.cache_bucket)
-        caches = range(end, 0, -self.cache_bucket)
-        return [(b, min(slots, most) if self.together else slots) for b in self.buckets for slots in caches]
+        return [(bucket, slots) for bucket in self.buckets for slots in reversed(self.cache_sizes())]
 
 
 def make_plan(

@@ -267,13 +267,15 @@ def test_rows_halve_and_share_their_prefix_where_a_group_is_likely_whole():
     assert plan_of(blocks=4, slots=12).buckets == (Bucket(3, 1), Bucket(2, 1))
 
 
-def test_slots_grow_by_buckets():
+def test_slots_double():
     plan = plan_of()
-    assert [plan.slots_after(s, s) for s in (0, 16, 32, 48)] == [16, 32, 48, 63]
-    assert [s for b, s in plan.sizes() if b.rows == 8] == [63, 48, 32, 16]
+    assert [plan.slots_after(s, s) for s in (0, 16, 32)] == [16, 32, 63]
+    assert [s for b, s in plan.sizes() if b.rows == 8] == [63, 32, 16]
+    assert plan_of(max_new=2, cache_bucket=1).cache_sizes() == plan_of(max_new=1, cache_bucket=1).cache_sizes() == [1]
+    assert plan_of(cache_bucket=63).cache_sizes() == [63]
     few = plan_of(slots=8)
-    assert few.slots_after(48, 20) == 48  # 20 slots are needed, 32 are kept, 16 are new
-    assert max(s for _, s in few.sizes()) == 80
+    assert few.slots_after(64, 20) == 64  # 20 slots are needed, 32 are kept, at least 16 are new
+    assert few.slots_after(64, 64) == max(s for _, s in few.sizes()) == 80
 
 
 def test_rows_are_dropped_as_soon_as_the_rest_fits():

@@ -79,7 +79,7 @@ def expected_step(
         rows=s.rows,
         segment=1,  # rows are dropped as soon as that fits the next bucket
         row_bucket=lambda n: rows.blocks * next(size for size in sizes if size * rows.blocks >= min(n, s.rows)),
-        slots_at=lambda step: min(rows.rounded(step + 1), s.completion),
+        slots_at=lambda step: rows.size_of(min(step + 1, rows.cache_sizes()[-1])),
     )
     rows_of_minibatch = s.rows // cfg.update.minibatches
     longest = sorted_lengths(survival, rows=rows_of_minibatch, microbatch=s.microbatch)
