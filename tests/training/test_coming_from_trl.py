@@ -75,6 +75,32 @@ def test_the_run_of_the_page(tmp_path, monkeypatch, capsys):
     assert {name.replace("NAME", "brief") for name in named} - optional - {"verdict/brief"} <= logged[0].keys()
 
 
+GRPO_CONFIG = """learning_rate model_init_kwargs trust_remote_code router_aux_loss_coef disable_dropout
+cast_lm_head_to_fp32 remove_unused_columns num_generations num_generations_eval max_completion_length
+ds3_gather_for_generation shuffle_dataset pad_to_multiple_of generation_batch_size steps_per_generation temperature
+top_p top_k min_p generation_kwargs chat_template_kwargs repetition_penalty cache_implementation use_vllm vllm_mode
+vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url vllm_server_host
+vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length
+vllm_tensor_parallel_size beta num_iterations epsilon delta epsilon_high sapo_temperature_neg sapo_temperature_pos
+vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg importance_sampling_level reward_weights
+multi_objective_aggregation scale_rewards loss_type mask_truncated_completions sync_ref_model ref_model_mixup_alpha
+ref_model_sync_steps top_entropy_quantile entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max
+entropy_coef_delta entropy_target max_tool_calling_iterations vllm_importance_sampling_correction
+vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
+off_policy_mask_threshold use_bias_correction_kl log_completions log_multimodal num_completions_to_print
+log_unique_prompts log_completions_hub_repo use_transformers_continuous_batching
+transformers_continuous_batching_config use_transformers_paged vllm_importance_sampling_cap"""
+"""The fields that GRPOConfig of TRL 1.16 declares itself."""
+
+
+def test_every_field_of_grpo_config_is_on_the_page():
+    table = PAGE[PAGE.index("## Settings") : PAGE.index("## Metrics")]
+    named = set(
+        re.findall(r"`(\w+)(?:=[^`]*)?`", "".join(row.split("|")[1] for row in table.splitlines() if "|" in row))
+    )
+    assert [name for name in GRPO_CONFIG.split() if name not in named] == []
+
+
 def test_the_fields_of_the_page_exist():
     table = PAGE[PAGE.index("## Settings") : PAGE.index("## Metrics")]
     fields = {row.path for row in field_rows()}
