@@ -44,12 +44,14 @@ class Reply(NamedTuple):
 
 
 def request_of(sample: Sample) -> dict[str, Any]:
-    """Return the request's JSON: prompt, completion, answer and columns."""
+    """Return the request's JSON: prompt, answer and columns of the dataset, and apart from them what the policy wrote.
+
+    A completion may hold text that asks a judge that is a language model for a high score. JSON keeps it in its field;
+    the service must keep it out of its instructions.
+    """
     return {
-        "prompt": sample.prompt,
-        "completion": sample.completion,
-        "answer": sample.answer,
-        "columns": sample.columns,
+        "trusted": {"prompt": sample.prompt, "answer": sample.answer, "columns": sample.columns},
+        "untrusted": {"completion": sample.completion},
     }
 
 
