@@ -247,14 +247,13 @@ def claim(folder: Path, cfg: Config) -> Path:
     """Create the run's folder with its whole config and its id, or resume it with the same config.
 
     Call with the folder's lock held. A folder without progress accepts any config; files of an earlier attempt with
-    another config are removed.
+    another config are removed. A folder with progress keeps its config.yaml until ``record_config``.
 
     Raises:
         ConfigError: the folder holds another run, or cannot be written to.
     """
     refuse_another_run(folder, cfg)
-    text = yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False)
-    known = folder / "config.yaml"
+    text, known = _as_text(cfg), folder / "config.yaml"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if exists(known) and not has_progress(folder) and known.read_bytes() != text.encode():
@@ -262,12 +261,22 @@ def claim(folder: Path, cfg: Config) -> Path:
                 path.unlink()
         if not exists(folder / ID):
             write_durably(folder / ID, json.dumps({"id": _sealed_id(folder) or secrets.token_hex(16)}) + "\n")
-        write_durably(known, text)
+        if not exists(known) or not has_progress(folder):
+            write_durably(known, text)
     except OSError as error:
         if error.errno not in IMPOSSIBLE or has_progress(folder):  # it starts or resumes once its storage is back
             raise cannot_write(known, error) from error
         raise ConfigError(f"run_dir: cannot write to {folder}: {error}; set another run_dir=...") from error
     return folder
+
+
+def record_config(folder: Path, cfg: Config) -> None:
+    """Write the config of a run that resumes, once nothing can refuse it any more."""
+    write_durably(folder / "config.yaml", _as_text(cfg))
+
+
+def _as_text(cfg: Config) -> str:
+    return yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False)
 
 
 ID = "run.json"
@@ -277,6 +286,7 @@ def mend_id(folder: Path) -> str | None:
     """Write run.json again if it holds no id; return what was done, None if nothing. Call with the lock held.
 
     Raises:
+        ConfigError: its checkpoints are of several runs.
         StorageError: the file cannot be read or written.
     """
     if not exists(folder / ID) or run_id(folder) is not None:
@@ -293,10 +303,20 @@ def mend_id(folder: Path) -> str | None:
 
 
 def _sealed_id(folder: Path) -> str | None:
-    """Return the run id that all checkpoints of a folder carry, whose own file was lost; None without such an id."""
+    """Return the run id that all checkpoints of a folder carry, whose own file was lost; None without such an id.
+
+    Raises:
+        ConfigError: they are of several runs.
+    """
     manifests = (read_manifest(folder / "checkpoints" / name) for name in names_in(folder / "checkpoints"))
-    ids = {manifest.get("run") for manifest in manifests if manifest is not None}
-    return ids.pop() if len(ids) == 1 else None
+    ids = {manifest.get("run") for manifest in manifests if manifest is not None} - {None}
+    if len(ids) > 1:
+        shown = ", ".join(sorted(str(each)[:8] for each in ids))
+        raise ConfigError(
+            f"run_dir: {folder / ID} holds no id, and checkpoints beside it are of several runs ({shown}); remove "
+            "those that were copied there"
+        )
+    return ids.pop() if ids else None
 
 
 def run_id(folder: Path) -> str | None:

@@ -98,7 +98,7 @@ def train_once(cfg: Config, console: Console, stop: Stop, on_lines: Callable[[],
             if run.first and exists(folder / "start" / "config.json"):
                 seal_start(folder, folder / "start")
             only_first(lambda: _claim(folder, cfg, console))  # only now: a run that is refused changes nothing
-            only_first(lambda: write_facts(folder, run.facts()))
+            only_first(lambda: has_progress(folder) or write_facts(folder, run.facts()))
             start, before = start_policy(run, grader, stop)
             trained = train(run, grader, start, before, folder, stop, on_lines)
             if cfg.export.folder is not None:

@@ -21,6 +21,7 @@ from oarjax.data.streams import PromptStream
 from oarjax.errors import ConfigError
 from oarjax.grading.grader import local_digests
 from oarjax.grading.recorded import Grading, RecordedGrader, setup_of
+from oarjax.report.command import write_facts
 from oarjax.report.console import OnceWarnings
 from oarjax.report.files import CompletionRow, CompletionsWriter, Metrics, MetricsWriter
 from oarjax.report.groups import group_table, shows_groups, write_groups, write_shown
@@ -30,7 +31,10 @@ from oarjax.run.run import Run
 from oarjax.step.iteration import Iteration
 from oarjax.storage.checkpoint import Checkpoints, arrays, check_arrays, finished
 from oarjax.storage.durable import Failures, read_lines, storage_errors
-from oarjax.storage.folder import refuse_another_config
+from oarjax.storage.folder import record_config, refuse_another_config
+from oarjax.storage.folder import run_id as saved_id
+from oarjax.storage.manifest import misplaced
+from oarjax.system.processes import only_first
 from oarjax.training.held_out import Evaluation, evaluation_from, plain_evaluation
 from oarjax.types import TrainState
 
@@ -91,6 +95,8 @@ class RunFiles:
             for _ in read_lines(self._folder / f"{name}.jsonl"):
                 pass
         report, writes = self._run.cfg.report, self._run.first
+        with storage_errors(self._folder):
+            only_first(self._record)
         self._metrics = self._stack.enter_context(
             MetricsWriter(self._folder if writes and "jsonl" in report.to else None, position=positions["metrics"])
         )
@@ -108,6 +114,11 @@ class RunFiles:
             )
         )
         return state, first, last
+
+    def _record(self) -> None:
+        """Write the config and the facts of this start, now that the run resumes."""
+        record_config(self._folder, self._run.cfg)
+        write_facts(self._folder, self._run.facts())
 
     def _tracked(self, first: int) -> TrackedRun:
         """Return the run's names for trackers; they stay the same when it resumes."""
@@ -233,11 +244,14 @@ def check_checkpoint(run: Run, folder: Path) -> None:
     """Check that this run can resume from the newest checkpoint in a folder; compiles nothing.
 
     Raises:
-        ConfigError: the checkpoint belongs to another config or model; names the differences.
+        ConfigError: the checkpoint belongs to another config, model or run, or was renamed; names the differences.
     """
     known = finished(folder / "checkpoints")
     if not known:
         return
+    for iteration in known:
+        if (problem := misplaced(folder / "checkpoints" / f"{iteration:06d}", saved_id(folder))) is not None:
+            raise ConfigError(f"run_dir: {problem}")
     newest = max(known)
     refuse_another_config(known[newest]["record"]["config"], run.cfg, what=f"{folder}, checkpoint {newest:06d}")
     params = trained_shapes(run.cfg.lora, run.model)

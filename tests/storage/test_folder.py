@@ -14,7 +14,18 @@ from oarjax.errors import ConfigError
 from oarjax.storage.bad_batches import write_params
 from oarjax.storage.checkpoint import Checkpoints
 from oarjax.storage.durable import FolderTaken, Lines, StorageError, write_durably
-from oarjax.storage.folder import SHOWN, claim, differences, locked, put_aside, refuse_another_run, run_id, saved_config
+from oarjax.storage.folder import (
+    SHOWN,
+    claim,
+    differences,
+    locked,
+    mend_id,
+    put_aside,
+    record_config,
+    refuse_another_run,
+    run_id,
+    saved_config,
+)
 from oarjax.storage.manifest import write_manifest
 from oarjax.types import TrainState
 
@@ -190,6 +201,32 @@ def test_a_lost_id_is_that_of_the_checkpoints(tmp_path):
     (tmp_path / "run.json").unlink()
     claim(tmp_path, tiny.config())
     assert run_id(tmp_path) == first
+
+
+def test_no_id_is_guessed_where_checkpoints_are_of_several_runs(tmp_path):
+    """A new one would refuse all of them for ever, also once the foreign one is removed."""
+    claim(tmp_path, tiny.config())
+    for name in ("000001", "000002"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        write_manifest(tmp_path / "checkpoints" / name, {"run": name * 5, "iteration": int(name)})
+    (tmp_path / "run.json").write_text("")
+    before = everything(tmp_path)
+    with pytest.raises(ConfigError, match=r"several runs \(00000100, 00000200\); remove those that were copied there"):
+        mend_id(tmp_path)
+    assert everything(tmp_path) == before
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(ConfigError, match="several runs"):
+        claim(tmp_path, tiny.config())
+
+
+def test_the_config_of_a_run_with_progress_is_written_once_it_resumes(tmp_path):
+    claim(tmp_path, tiny.config())
+    (tmp_path / "start").mkdir()
+    before = everything(tmp_path)
+    claim(tmp_path, tiny.config(checkpoint__keep=9))
+    assert everything(tmp_path) == before
+    record_config(tmp_path, tiny.config(checkpoint__keep=9))
+    assert saved_config(tmp_path).checkpoint.keep == 9
 
 
 def test_the_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path, monkeypatch):

@@ -35,6 +35,7 @@ from oarjax.storage.bad_batches import Header, read_bad_batch, write_bad_batch, 
 from oarjax.storage.durable import storage_errors
 from oarjax.storage.folder import claim, locked, run_id
 from oarjax.storage.inputs import read_inputs
+from oarjax.storage.manifest import write_manifest
 from oarjax.storage.stop import Stop
 from oarjax.storage.trust import code_places, note_trusted
 from oarjax.tools.replay.command import open_replay
@@ -162,6 +163,48 @@ def test_an_input_that_changed_since_is_refused_and_nothing_touched(begun, tmp_p
     assert error.value.exit_code == 2
     changed = {p for p, what in everything(folder).items() if before.get(p) != what}
     assert changed <= ({folder / "inputs.json"} if change is flip_start else set())
+
+
+def damage_evaluation(folder):
+    (folder / "start.json").write_text("{")
+
+
+def damage_line(folder):
+    (folder / "metrics.jsonl").write_text('{"iteration": 1}\nx\n{"iteration": 2}\n')
+
+
+def lose_checkpoints(folder):
+    (folder / "checkpoints.json").write_text('{"newest": 2}')
+    (folder / "checkpoints").mkdir()
+
+
+def rename_checkpoint(folder):
+    (folder / "run.json").write_text("")
+    (folder / "checkpoints" / "000009").mkdir(parents=True)
+    write_manifest(folder / "checkpoints" / "000009", {"run": "a" * 32, "iteration": 2})
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        pytest.param(damage_evaluation, r"start\.json is not the evaluation that was written", marks=pytest.mark.slow),
+        pytest.param(damage_line, r"metrics\.jsonl, line 2: not JSON", marks=pytest.mark.slow),
+        pytest.param(lose_checkpoints, "no checkpoint is left that can be trusted", marks=pytest.mark.slow),
+        (rename_checkpoint, "is of iteration 2: it was renamed"),
+    ],
+)
+def test_a_refused_resume_changes_no_byte(begun, harm, says):
+    """But of inputs.json, which may note that files have been read."""
+    config, folder = begun
+    (folder / "start.json").write_text("null")
+    (folder / "facts.json").write_text("{}")
+    harm(folder)
+    before = everything(folder)
+    with pytest.raises(UserError, match=says) as error:
+        train_once(load_config(config, ["checkpoint.keep=9"]), make_console(), Stop())
+    assert error.value.exit_code == 2
+    after = everything(folder)
+    assert {p for p in before | after if before.get(p) != after.get(p)} <= {folder / "inputs.json"}
 
 
 def test_adapters_to_start_from_are_an_input(tmp_path):
