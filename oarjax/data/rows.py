@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -170,7 +170,7 @@ def _saved_rows(config: DatasetConfig, folder: Path, where: str) -> Iterator[Row
         if config.split not in dataset:
             raise DataError(f"{where}.split: {folder} has no split {config.split!r}; set one of {', '.join(dataset)}")
         dataset = dataset[config.split]
-    return ((f"{folder} row {number}", dict(row)) for number, row in enumerate(dataset))
+    return _decoded(dataset, str(folder))
 
 
 def _hub_rows(config: DatasetConfig, where: str) -> Iterator[Row]:
@@ -183,7 +183,24 @@ def _hub_rows(config: DatasetConfig, where: str) -> Iterator[Row]:
             f"{config.revision!r}) from the hub: {type(error).__name__}: {error}. Check these fields and the network, "
             "or set a .jsonl or .parquet file"
         ) from error
-    return ((f"{config.source} row {number}", dict(row)) for number, row in enumerate(dataset))
+    return _decoded(dataset, config.source)
+
+
+def _decoded(dataset: Iterable[Any], source: str) -> Iterator[Row]:
+    """Iterate over a dataset whose columns decode only now, such as pictures; no row is trusted."""
+    number, rows = 0, iter(dataset)
+    while True:
+        try:
+            row = dict(next(rows))
+        except StopIteration:
+            return
+        except Exception as error:  # every kind of column has its own
+            raise DataError(
+                f"{source} row {number}: cannot be read ({type(error).__name__}: {error!s:.200}); set another dataset, "
+                "or a .jsonl or .parquet file with the columns that are needed"
+            ) from error
+        yield f"{source} row {number}", row
+        number += 1
 
 
 def _datasets(config: DatasetConfig, where: str) -> Any:

@@ -250,7 +250,11 @@ def test_hub_dataset(monkeypatch):
         asked.update(path=path, name=name, split=split, revision=revision)
         if split == "nope":
             raise ConnectionError("no route to host")
-        return iter(ROWS)
+        return iter(ROWS) if split == "test" else pictures()
+
+    def pictures():  # a column that decodes only when its row is read
+        yield ROWS[0]
+        raise OSError("cannot identify image file '/etc/passwd'")
 
     hub = types.ModuleType("datasets")
     hub.load_dataset = load_dataset
@@ -260,6 +264,10 @@ def test_hub_dataset(monkeypatch):
     assert [p.reference for p in problems] == ["3", "30"]
     with pytest.raises(DataError, match=r"cannot load 'openai/gsm8k' .*split 'nope'.*ConnectionError: no route"):
         load("openai/gsm8k", split="nope")
+    with pytest.raises(
+        DataError, match=r"gsm8k row 1: cannot be read \(OSError: cannot identify image file '/etc/pass"
+    ):
+        load("openai/gsm8k", split="train")
 
 
 def test_builtin_source():
