@@ -360,6 +360,9 @@ def test_rows_that_cannot_be_used(train, tmp_path, content, says):
         ),
         (["mesh={data:1}"], "mesh.data:1: no such field (in YAML a space must follow the colon)"),
         (["credit.method=oar_h"], "credit.method: expected one of oar_p, oar_screened"),
+        (["iterations=1" + "0" * 400], "iterations: expected at most 2147483647"),
+        (["rollout.prompts=2147483648"], "rollout.prompts: expected at most 2147483647"),
+        (["grading.workers=9000"], "Input should be less than or equal to 1024"),
         (["seed=9223372036854775808"], "seed: Input should be less than 9223372036854775808"),
         (["export.folder=metrics.jsonl"], "export.folder: metrics.jsonl is reserved for other files of the run"),
         (

@@ -64,7 +64,7 @@ class GradingConfig(Section):
         description="by name; their weighted sum is the reward, the first one decides pass@1",
     )
     plugins: tuple[str, ...] = Field(default=(), description="Python files or modules that register rewards")
-    workers: Positive | Literal["auto"] = Field(
+    workers: Annotated[int, Field(gt=0, le=1024)] | Literal["auto"] = Field(
         default="auto", description="processes on each host; auto: half as many as it has cores, 2 to 32"
     )
     deadline: Annotated[float, Field(gt=0)] = Field(default=5.0, description="seconds per answer")

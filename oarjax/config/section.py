@@ -10,8 +10,18 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 
 from oarjax.rl.ranges import a_number
 
-Positive = Annotated[int, Field(gt=0)]
-Count = Annotated[int, Field(ge=0)]
+LARGEST = 2**31 - 1
+"""Of whole numbers: sizes and counts become 32-bit integers of arrays and of loops."""
+
+
+def _countable(size: int) -> int:
+    if size > LARGEST:
+        raise ValueError(f"expected at most {LARGEST}")
+    return size
+
+
+Positive = Annotated[int, Field(gt=0), AfterValidator(_countable)]
+Count = Annotated[int, Field(ge=0), AfterValidator(_countable)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -21,7 +31,7 @@ Word = Annotated[str, Field(min_length=1)]
 def _axis_size(size: int) -> int:
     if size < 1 and size != -1:
         raise ValueError(f"expected a positive number of devices, or -1 for all remaining ones, got {size}")
-    return size
+    return _countable(size)
 
 
 AxisSize = Annotated[int, AfterValidator(_axis_size)]

@@ -15,7 +15,7 @@ from oarjax.errors import UserError
 from oarjax.system.json import to_json
 
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE}
-NO_PATH = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR}
+NO_PATH = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}
 """Errors of a path that no storage can have: it will not work later either."""
 DISK |= NO_PATH | {errno.ENOTCONN, errno.ENODEV, errno.ETIMEDOUT}  # of a mount whose server is gone
 """Errors of a full, unwritable or lost disk."""
@@ -41,7 +41,7 @@ class DamagedError(StorageError):
 
 
 class ImpossiblePath(StorageError):
-    """Raised for a path that is too long, a loop of links, or leads through a file. Exit code 2."""
+    """Raised for a path that is too long, a loop of links, leads through a file, or to a folder. Exit code 2."""
 
     exit_code = 2
 
