@@ -51,12 +51,13 @@ def per_batch(function: Callable[..., Any]) -> Callable[..., Any]:
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
-        async def reward(samples: Sequence[Any], **settings: Any) -> Any:
+        async def awaited(samples: Sequence[Any], **settings: Any) -> Any:
             return await function(**arguments(samples, settings))
-    else:
 
-        @functools.wraps(function)
-        def reward(samples: Sequence[Any], **settings: Any) -> Any:
-            return function(**arguments(samples, settings))
+        return awaited
 
-    return reward
+    @functools.wraps(function)
+    def called(samples: Sequence[Any], **settings: Any) -> Any:
+        return function(**arguments(samples, settings))
+
+    return called

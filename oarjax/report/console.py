@@ -25,7 +25,7 @@ from oarjax.config.schema import Config
 from oarjax.credit.record import MEASURES
 from oarjax.credit.registry import label
 from oarjax.report.files import Metrics, make_console, short, visible
-from oarjax.storage.stop import Stopped
+from oarjax.storage.stop import Stop, Stopped
 
 LIVE = (
     {
@@ -93,6 +93,7 @@ class Progress:
     Args:
         compiles: the first step compiles programs: say so until it is done.
         baseline: held-out pass@1 of the start, shown before the latest.
+        stop: whose notice of a signal stands below the bar until the run has stopped.
     """
 
     def __init__(
@@ -104,7 +105,9 @@ class Progress:
         every: int = 1,
         compiles: bool = False,
         baseline: float | None = None,
+        stop: Stop | None = None,
     ):
+        self._lines, self._stop = list[Text](), stop
         self.console = make_console() if console is None else console
         known = baseline if baseline is not None and math.isfinite(baseline) else None
         self._compiles, self._baseline, self._latest = compiles, known, None
@@ -120,7 +123,8 @@ class Progress:
             expand=True,
         )
         self._task = self._bar.add_task(label, total=total)
-        self._live = Live(self._bar, console=self.console, refresh_per_second=2) if self.console.is_terminal else None
+        live = self.console.is_terminal
+        self._live = Live(get_renderable=self._drawn, console=self.console, refresh_per_second=2) if live else None
 
     def update(self, done: int, metrics: Metrics, phases: Mapping[str, float] | None = None) -> None:
         """Show that ``done`` of the total are finished, with the latest metrics and seconds per phase."""
@@ -137,11 +141,15 @@ class Progress:
         if self._live is not None:
             self._bar.update(self._task, completed=done)
             styled = [*((part, "bold") for part in values), (seconds, "dim")]
-            lines = [_one_line("   ".join(part), style) for part, style in styled if part]
-            self._live.update(Group(self._bar, *lines))
+            self._lines = [_one_line("   ".join(part), style) for part, style in styled if part]
         elif (self._updates - 1) % self._every == 0 or done == self._total:
             line = f"{self._label} {done}/{self._total}  " + "  ".join([*chain.from_iterable(values), *seconds])
             self.console.print(Text(line.rstrip()), soft_wrap=True)
+
+    def _drawn(self) -> Group:
+        """Draw the bar and the latest lines, and the notice of a signal that the run will obey."""
+        notice = self._stop.notice if self._stop else ""
+        return Group(self._bar, *self._lines, *([_one_line(notice, "bold yellow")] if notice else []))
 
     def _value(self, name: str, label: str, metrics: Metrics) -> str | None:
         """Format a metric with its label; held-out pass@1 as "45.6% to 73.6%", from the start's to the latest."""
@@ -155,9 +163,10 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._live is not None:
+            self._lines = [_one_line(COMPILING, "dim")] if self._compiles else []
             self._live.start(refresh=True)
-        if self._compiles and self._live is not None:
-            self._live.update(Group(self._bar, _one_line(COMPILING, "dim")), refresh=True)
+            if self._stop:
+                self._stop.displayed = True
         elif self._compiles:
             self.console.print(Text(f"{self._label} {COMPILING}"), soft_wrap=True)
         return self
@@ -165,6 +174,8 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
+            if self._stop:
+                self._stop.displayed = False
 
 
 def _one_line(text: str, style: str) -> Text:

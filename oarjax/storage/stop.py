@@ -39,6 +39,8 @@ class Stop:
     def __init__(self) -> None:
         self._signalled = self._held = self._ending = False
         self._asked = 0
+        self.notice = ""  # of a signal that waits for the end of a phase
+        self.displayed = False  # True while a live display shows the notice
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Stop:
@@ -103,7 +105,10 @@ class Stop:
         self._signalled, self._ending = True, number != signal.SIGINT  # a notebook's process survives that
         if not self._held:
             raise Stopped
+        key = "Ctrl-C" if number == signal.SIGINT else "signal"
+        self.notice = f"{signal.Signals(number).name}: saving at the end of this phase; {key} again to end at once"
+        if self.displayed:  # which would draw over it
+            return
         # print() is not reentrant; without a terminal the write fails and nobody reads it.
-        text = f"\n{signal.Signals(number).name}: saving at the end of this phase; signal again to end at once\n"
         with contextlib.suppress(OSError):
-            os.write(2, text.encode())
+            os.write(2, f"\n{self.notice}\n".encode())

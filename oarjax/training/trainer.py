@@ -110,7 +110,14 @@ def train(
         name = label(cfg.credit.method, cfg.credit.permuted_of, cfg.credit.function)
         baseline = None if before is None else before.metrics["pass_at_1"]
         progress = stack.enter_context(
-            Progress(cfg.iterations, label=name, console=console, compiles=first < cfg.iterations, baseline=baseline)
+            Progress(
+                cfg.iterations,
+                label=name,
+                console=console,
+                compiles=first < cfg.iterations,
+                baseline=baseline,
+                stop=stop,
+            )
         )
         health = Health(run, folder, warnings)
         health.remember(read_metrics(folder / "metrics.jsonl"), until=first)

@@ -70,7 +70,7 @@ def warm_start(run: Run, params: Params, stop: Stop) -> Params:
             first = newest
             run.console.print(f"the warm start resumes after step {first}", markup=False)
         progress = stack.enter_context(
-            Progress(cfg.steps, label="sft", console=run.console, compiles=first < cfg.steps)
+            Progress(cfg.steps, label="sft", console=run.console, compiles=first < cfg.steps, stop=stop)
         )
         tokens, since = 0, time.perf_counter()
         for number in range(first + 1, cfg.steps + 1):

@@ -1,9 +1,12 @@
 """Metrics and completions files, printable text, progress, timing, warnings, and the table with its intervals."""
 
+import contextlib
 import io
 import json
 import math
+import os
 import re
+import signal
 
 import numpy as np
 import pytest
@@ -33,6 +36,7 @@ from oarjax.report.summary import (
     write_summary,
 )
 from oarjax.storage.durable import StorageError
+from oarjax.storage.stop import Stop, Stopped
 
 
 def console(**options) -> Console:
@@ -226,6 +230,16 @@ def test_live_progress_survives_any_width(width):
     if width == 120:
         assert "reward 0.500   length 40.0" in printed(c)
         assert "sample 1.0s   update 2.0s   total 3.0s" in printed(c)
+
+
+def test_a_signal_stays_below_the_live_bar(capfd):
+    c = console(force_terminal=True, width=120)
+    with Stop() as stop, contextlib.suppress(Stopped), stop.held(), Progress(2, console=c, stop=stop) as progress:
+        os.kill(os.getpid(), signal.SIGTERM)
+        progress.update(1, {"reward": 0.5})
+    last = printed(c).rpartition("reward 0.500")[2]
+    assert "SIGTERM: saving at the end of this phase; signal again to end at once" in last
+    assert capfd.readouterr().err == ""  # written nowhere else, or the bar would be drawn over it
 
 
 def test_phases_add_up_and_inner_time_is_not_counted_twice():
