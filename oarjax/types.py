@@ -42,19 +42,34 @@ class PromptBatch:
 
 
 @struct.dataclass
+class Origin:
+    """Where the positions after a prompt come from. On the host alone."""
+
+    turns: Int32[Array, "B T"]  # number of the turn that each belongs to, from 0
+    versions: Int32[Array, "B T"]  # iterations that the policy that drew it had learned from; -1: it drew none
+    episode: Int32[Array, "B"]
+
+
+@struct.dataclass
 class Rollout:
     """Sampled completions beside their prompts, G rows per prompt.
 
-    Both log-probs are at the sampling temperature and 0 where ``completion`` is False.
+    A row ends where ``valid`` does. Both log-probs are at the sampling temperature and 0 where ``completion`` is False.
     """
 
     tokens: Int32[Array, "B N"]
     valid: Bool[Array, "B N"]
-    completion: Bool[Array, "B T"]  # generated tokens, the stop token included
+    completion: Bool[Array, "B T"]  # tokens that the policy wrote, the stop token included
     behaviour_logps: Float[Array, "B T"]  # under the whole distribution, before top-k and top-p
     filtered_logps: Float[Array, "B T"]  # under the distribution that was drawn from, after top-k and top-p
     ended: Bool[Array, "B"]  # a stop id was sampled; False = cut at T
     experts: Int[Array, "B N L k"] | None = None  # chosen at each input while sampling, for policy.router replay
+    origin: Origin | None = None
+
+    @property
+    def extent(self) -> Bool[Array, "B T"]:
+        """Mark the row's positions after its prompt, whoever wrote them."""
+        return self.valid[..., -self.completion.shape[-1] :]
 
 
 @struct.dataclass

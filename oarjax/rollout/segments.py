@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, Int32, Key
+from jaxtyping import Array, Bool, Float, Int32, Key
 
 from oarjax.models.decode_cache import Window
 from oarjax.models.policy import Policy
@@ -44,6 +44,7 @@ from oarjax.rollout.row_schedule import (
     next_layout,
 )
 from oarjax.rollout.sampler import Decoding, Drawn, Rows, decode_step, empty_cache, first_drawn, prefill, sample_rows
+from oarjax.rollout.source import EndedRows, Spent
 from oarjax.rollout.table import Table, copied, finish, seated, written_back
 from oarjax.types import Params, PromptBatch, Rollout
 
@@ -58,35 +59,6 @@ class Flags(NamedTuple):
     steps: Int32[Array, ""]  # decode steps of this program
     tokens: Float[Array, ""]  # drawn in these steps
     attended: Float[Array, ""]  # slots of their own cache that these tokens attended to
-
-
-class EndedRows(NamedTuple):
-    """Completions that ended while others are still being decoded. The arrays hold all B rows, on the device."""
-
-    rows: Int[np.ndarray, "r"]  # those that ended since the last report
-    tokens: Int32[Array, "B T"]
-    lengths: Int32[Array, "B"]
-    ended: Bool[Array, "B"]
-
-
-class Spent(NamedTuple):
-    """Counts of decoding that add up."""
-
-    steps: float = 0
-    tokens: float = 0.0
-    row_steps: float = 0  # rows in the batch, step by step
-    attended: float = 0.0
-    slots_read: float = 0  # slots of the rows' own caches, step by step
-
-    def metrics(self) -> dict[str, float]:
-        """Return decode steps, the share of their rows that were unfinished, and the share of slots read in vain."""
-        if self.steps == 0:
-            return {"decode_steps": 0.0}
-        return {
-            "decode_steps": float(self.steps),
-            "decode_occupancy": self.tokens / self.row_steps,
-            "decode_padding": 1 - self.attended / self.slots_read,
-        }
 
 
 class Program(NamedTuple):
@@ -228,10 +200,10 @@ class SegmentedSampler:
             fewest=self._fewest,
         )
 
-    def spent(self) -> dict[str, float]:
-        """Return the metrics of the rollouts since the last call."""
-        metrics, self._spent = self._spent.metrics(), Spent()
-        return metrics
+    def spent(self) -> Spent:
+        """Return the counts of the rollouts since the last call."""
+        spent, self._spent = self._spent, Spent()
+        return spent
 
     @property
     def decode_programs(self) -> int:
@@ -345,8 +317,7 @@ class SegmentedSampler:
     def _count(self, plan: Plan, bucket: Bucket, slots: int, flags: Flags) -> None:
         steps = int(flags.steps)
         rows = plan.blocks * bucket.rows * steps
-        more = Spent(steps, float(flags.tokens), rows, float(flags.attended), rows * slots)
-        self._spent = Spent(*(a + b for a, b in zip(self._spent, more)))
+        self._spent = self._spent.plus(Spent(steps, float(flags.tokens), rows, float(flags.attended), rows * slots))
         self._programs.add((Bucket(plan.blocks * bucket.rows, bucket.share), slots))
 
     def _sample_rows(self, params: Params, prompts: PromptBatch, key: Key[Array, ""]) -> Rollout:

@@ -19,7 +19,7 @@ from oarjax.grading.grader import Grader
 from oarjax.grading.recorded import Grading
 from oarjax.grading.rewards import Sample, calls_of, wants_ids
 from oarjax.rl.advantages import overlong_penalty
-from oarjax.rollout.segments import EndedRows
+from oarjax.rollout.source import EndedRows
 from oarjax.rollout.stop_strings import cut_text
 from oarjax.step.minibatches import join_grades
 from oarjax.system.processes import gather_grades, share, values_here

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from oarjax.credit.settings import ProbeSettings
 from oarjax.models.lora import all_params
 from oarjax.rl.loss import without_truncated
 from oarjax.rollout.sampler import rollout_key
+from oarjax.rollout.source import Batch, SamplerSource, Source, Spent, rollout_of
 from oarjax.step.host_callbacks import HostCallbacks
 from oarjax.step.learning import Credited, Minibatch, OnePass, Purpose, TwoPasses, Watched
 from oarjax.step.loss import Metrics
@@ -34,7 +36,18 @@ from oarjax.step.minibatches import (
     widest_prompt,
 )
 from oarjax.step.steps import Steps
-from oarjax.types import AnswerSpan, GradedRows, Grades, Mean, Params, Rollout, SampledRows, Scores, TrainState
+from oarjax.types import (
+    AnswerSpan,
+    GradedRows,
+    Grades,
+    Mean,
+    Params,
+    PromptBatch,
+    Rollout,
+    SampledRows,
+    Scores,
+    TrainState,
+)
 
 NOISE, ORDER = 2**31 - 1, 2**31 - 2
 """Batch numbers that no rollout has: the keys of OAR-G's noise and of the order of permuted weights."""
@@ -111,12 +124,12 @@ def iterate(
         state, updates = update_policy(state, learner, [(minibatches[k], credited[k]) for k in order])
 
     metrics = measure_learning([*(each.metrics for each in credited), *updates], host)
-    metrics |= measure_rollouts(draws) | steps.decoding()
+    metrics |= measure_rollouts(draws) | draws.spent.metrics()
     metrics |= {"rows_used": float(len(plan.rows)), "reasoning_length": float(rows.span.reasoning.sum(1).mean())}
     metrics |= padding_shares(plan, rows.rollout, scores, order)
     return state, Iteration(
         metrics=metrics,
-        rollout=rows.rollout,
+        rollout=draws.rollout,
         span=rows.span,
         grades=grades,
         problems=draws.problems,
@@ -158,21 +171,46 @@ class Draws(NamedTuple):
     grades: Callable[[], Grades]
     all_drawn: Callable[[], tuple[Rollout, Grades, Bool[np.ndarray, "Q"]]]  # and which groups have no gradient
     # for the log: groups picked for their unequal rewards would give a reward that no policy has
+    spent: Spent = Spent()
 
 
 def draw(
     state: TrainState, iteration: int, *, steps: Steps, host: HostCallbacks, rollout: RolloutConfig, refills: int
 ) -> Draws:
     """Sample groups and grade them as they end; refill groups of equal rewards from fresh prompts if asked to."""
-    with host.phase("sample"):
-        params = steps.rollout_params(all_params(state))  # freed on return: scores and updates need the memory
-    keys = [rollout_key(state.key, step=iteration, batch=attempt) for attempt in range(1 + refills)]
-    if refills == 0:
-        return sample_groups(params, keys[0], steps=steps, host=host)
+
+    def place(prompts: PromptBatch) -> PromptBatch:
+        return host.place(prompts, "prompts")
+
+    sampler = SamplerSource(steps.sample, steps.decoding, steps.rollout_params, place, host.fetch)
+    with closing(sampler):  # scores and updates need the memory of its params
+        source = host.source(sampler)
+        with host.phase("sample"):
+            source.sync(all_params(state), iteration - 1)
+        draws = draw_groups(source, state.key, iteration, steps=steps, host=host, rollout=rollout, refills=refills)
+        return draws._replace(spent=source.spent())
+
+
+def draw_groups(
+    source: Source,
+    root: Key[Array, ""],
+    iteration: int,
+    *,
+    steps: Steps,
+    host: HostCallbacks,
+    rollout: RolloutConfig,
+    refills: int,
+) -> Draws:
+    """Draw the groups of an iteration from a source; see ``draw``."""
     sampled: list[Draws] = []
     equal = np.ones(0, bool)
-    for key in keys:
-        sampled.append(sample_groups(params, key, steps=steps, host=host))
+    for attempt in range(1 + refills):
+        key = rollout_key(root, step=iteration, batch=attempt)
+        batch = partial(Batch, key=key, iteration=iteration, attempt=attempt)
+        batch = partial(batch, group_size=rollout.group_size, max_new=rollout.max_new)
+        sampled.append(sample_groups(source, batch, steps=steps, host=host))
+        if refills == 0:
+            return sampled[0]
         with host.phase(WAITING):
             equal = np.concatenate([equal, equal_groups(sampled[-1].grades(), steps)])
         if (~equal).sum() >= rollout.prompts:
@@ -185,13 +223,15 @@ def draw(
     return Draws(problems, take(rollouts, rows), lambda: chosen, lambda: (rollouts, every, equal))
 
 
-def sample_groups(params: Params, key: Key[Array, ""], *, steps: Steps, host: HostCallbacks) -> Draws:
-    """Sample the groups of one batch of prompts, and have them graded."""
+def sample_groups(
+    source: Source, batch_of: Callable[[PromptBatch], Batch], *, steps: Steps, host: HostCallbacks
+) -> Draws:
+    """Draw the groups of one batch of prompts, and have them graded."""
     with host.phase("sample"):
         prompts = host.next_prompts()
-        submission = host.submit(prompts)
-        early = {"report": submission.report} if submission.report else {}
-        rollout = host.fetch(steps.sample(params, host.place(prompts, "prompts"), key, **early))
+        submission, batch = host.submit(prompts), batch_of(prompts)
+        turns = source.draw(batch, submission.report)
+        rollout = rollout_of(batch, list(zip(batch.requests, turns, strict=True)), pad_id=steps.pad_id)
     grades = submission.rest(rollout)
 
     def all_drawn() -> tuple[Rollout, Grades, Bool[np.ndarray, "Q"]]:
@@ -207,7 +247,7 @@ def equal_groups(grades: Grades, steps: Steps) -> Bool[np.ndarray, "Q"]:
 
 def read_rows(draws: Draws, host: HostCallbacks) -> SampledRows:
     """Find the answers of rollouts, and what else a credit method reads of them on the host."""
-    rollout, problems = draws.rollout, draws.problems
+    rollout, problems = replace(draws.rollout, origin=None), draws.problems  # no program reads where rows come from
     span = host.find_answers(rollout)
     probed = host.probed(rollout, span, problems) if host.probed else None
     if probed:

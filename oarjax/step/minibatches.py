@@ -81,7 +81,7 @@ def sizes_of(rollout: Rollout, *, prompt_bucket: int, completion_bucket: int) ->
     """Return the bucket of every row: positions of its prompt and of its completion."""
     length = rollout.completion.shape[1]
     width = rollout.tokens.shape[1] - length
-    tokens = np.stack([rollout.valid[:, :width].sum(1), rollout.completion.sum(1)], 1)
+    tokens = np.stack([rollout.valid[:, :width].sum(1), rollout.extent.sum(1)], 1)
     limits = [buckets(prompt_bucket, width), buckets(completion_bucket, length)]
     return np.stack([np.asarray(b)[np.searchsorted(b, n)] for b, n in zip(limits, tokens.T)], 1)
 
@@ -111,8 +111,8 @@ def trim(rollout: Rollout, span: AnswerSpan, rows: Int[np.ndarray, "R"], *, leng
     cut = rollout.completion.shape[1] - length
     if cut == 0:
         return rollout, span
-    if rollout.completion[rows, length:].any():
-        raise ValueError(f"trim: completions reach {rollout.completion[rows].sum(1).max()} tokens, more than {length}")
+    if rollout.extent[rows, length:].any():
+        raise ValueError(f"trim: completions reach {rollout.extent[rows].sum(1).max()} tokens, more than {length}")
     end = rollout.tokens.shape[1] - cut
     short = replace(
         rollout,
@@ -122,6 +122,7 @@ def trim(rollout: Rollout, span: AnswerSpan, rows: Int[np.ndarray, "R"], *, leng
         completion=rollout.completion[:, :length],
         behaviour_logps=rollout.behaviour_logps[:, :length],
         filtered_logps=rollout.filtered_logps[:, :length],
+        origin=None,
     )
     units = None if span.units is None else span.units[:, :length]
     return short, replace(span, reasoning=span.reasoning[:, :length], answer=span.answer[:, :length], units=units)
@@ -131,11 +132,11 @@ def join(rollouts: list[Rollout]) -> Rollout:
     """Join rollouts of several prompt batches; shorter prompts get more left padding."""
     width = max(r.tokens.shape[1] for r in rollouts)
 
-    def joined(name: str) -> np.ndarray | None:
+    def joined(name: str) -> Any:
         parts = [vars(r)[name] for r in rollouts]
         if name in WHOLE_ROWS:
             parts = [_left_padded(x, width - r.tokens.shape[1]) for x, r in zip(parts, rollouts)]
-        return None if parts[0] is None else np.concatenate(parts)
+        return jax.tree.map(lambda *each: np.concatenate(each), *parts)  # None stays None
 
     return Rollout(**{name: joined(name) for name in vars(rollouts[0])})  # pyright: ignore[reportArgumentType]
 
@@ -246,7 +247,7 @@ def trim_evidence(evidence: Evidence) -> Evidence:
     length = e.rollout.completion.shape[-1]
     prompt = e.rollout.tokens.shape[-1] - length
     filled = np.flatnonzero(np.asarray(e.rollout.valid)[..., :prompt].any((0, 1)))
-    generated = np.flatnonzero(np.asarray(e.rollout.completion).any((0, 1)))
+    generated = np.flatnonzero(np.asarray(e.rollout.extent).any((0, 1)))
     least = Bucket(prompt - int(filled.min(initial=prompt - 1)), 1 + int(generated.max(initial=0)))
 
     def narrow(tree: Any, room: int = 0) -> Any:

@@ -286,6 +286,7 @@ def make_steps(
         accumulate=jax.jit(accumulate, static_argnames="bucket", donate_argnums=0, out_shardings=summed),
         apply=jax.jit(apply, donate_argnums=0, out_shardings=(shardings.state, shardings.replicated)),
         decoding=groups.spent,
+        pad_id=pad_id,
         decode_programs=lambda: groups.decode_programs,
     )
 

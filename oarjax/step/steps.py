@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from oarjax.credit.probe import ProbeMode
 from oarjax.rollout.segments import SegmentedSampler
+from oarjax.rollout.source import Spent
 from oarjax.step.fused import CreditRows, FusedSums
 from oarjax.step.gradients import Sums
 from oarjax.step.loss import Metrics
@@ -158,7 +159,8 @@ class Steps(NamedTuple):
     apply: ApplyUpdate
     fused_zeros: StartFused | None = None  # None where score and update are two passes
     fused_add: AddFused | None = None
-    decoding: Callable[[], dict[str, float]] = dict  # metrics of what ``sample`` did since this was last called
+    decoding: Callable[[], Spent] = Spent  # counts of what ``sample`` did since this was last called
+    pad_id: int = 0  # fills completions after their ends
     decode_programs: Callable[[], int] = int  # decode programs that ``sample`` has run in this process
 
     def scores(

@@ -144,10 +144,10 @@ def test_what_decoding_took(toy):
     assert spent.attended == (lengths * (lengths - 1) / 2).sum()
     assert spent.tokens < spent.row_steps < len(lengths) * spent.steps
     assert spent.attended < spent.slots_read < spent.row_steps * (HOW.max_new - 1)
-    found = made[str(options)].spent()
+    found = made[str(options)].spent().metrics()
     assert found["decode_occupancy"] == spent.tokens / spent.row_steps
     assert found["decode_padding"] == 1 - spent.attended / spent.slots_read
-    assert made[str(options)].spent() == {"decode_steps": 0.0}
+    assert made[str(options)].spent().metrics() == {"decode_steps": 0.0}
 
 
 def test_rows_are_reported_once_as_they_ended(toy):
@@ -242,7 +242,7 @@ def test_one_new_token_needs_no_decoding(toy):
         run = SegmentedSampler(policy, HOW._replace(max_new=1), keys_of=keys_of, group=GROUP)
         rollout = run(params, prompt_batch(0), jax.random.key(0))
     assert rollout.completion.all()
-    assert run.spent() == {"decode_steps": 0.0}
+    assert run.spent().metrics() == {"decode_steps": 0.0}
     assert run.decode_programs == 0
 
 
@@ -442,7 +442,7 @@ for axes, options in json.loads(sys.argv[1]):
         "again": bool((got.behaviour_logps == again.behaviour_logps).all()),
         "logps": float(abs(got.behaviour_logps - want.behaviour_logps).max()),
         "decode_programs": run.decode_programs,
-        **run.spent(),
+        **run.spent().metrics(),
     }), flush=True)
 """
 MESHES = [

@@ -8,7 +8,7 @@ import numpy as np
 import tiny
 
 from oarjax.data.problems import Problem
-from oarjax.rollout.segments import EndedRows
+from oarjax.rollout.source import EndedRows
 from oarjax.run.grades import RolloutGrading
 from oarjax.step.iteration import draw
 from oarjax.types import Grades, Rollout

@@ -57,6 +57,15 @@ def test_buckets_are_few_and_end_with_the_limit():
     assert buckets(16, 40) == [16, 32, 40]
 
 
+def test_a_row_reaches_as_far_as_its_ids_not_as_its_trained_tokens():
+    r = rollout(3, [8, 2], room=8)
+    r.completion[0, 1:5] = False  # written by an environment
+    np.testing.assert_array_equal(sizes_of(r, prompt_bucket=2, completion_bucket=2), [[2, 8], [2, 2]])
+    r.completion[0] = np.arange(8) < 1
+    with pytest.raises(ValueError, match="reach 8 tokens, more than 4"):
+        trim(r, span_of(r), np.array([0]), length=4)
+
+
 def test_rows_are_sorted_into_microbatches_by_length_and_never_across_minibatches():
     # prompts of 2 of 3 tokens; completions of 1 .. 8 tokens have buckets 2, 2, 4, 4, 6, 6, 8, 8
     r = rollout(3, [8, 1, 7, 2, 3, 6, 4, 5], room=8)

@@ -122,7 +122,7 @@ def bench_ragged(
         elapsed, lengths = ours(seed)
         seconds.append(elapsed)
         tokens.append(int(lengths.sum()))
-        spent.append(sampler.spent())
+        spent.append(sampler.spent().metrics())
         if theirs is not None:
             began = time.perf_counter()
             theirs(lengths)

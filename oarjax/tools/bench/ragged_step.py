@@ -27,6 +27,7 @@ from oarjax.costs import Row, Work, iteration_flops
 from oarjax.credit.resolved import resolve_method
 from oarjax.data.hf import load_params, read_config
 from oarjax.models.weights import decoder_of
+from oarjax.rollout.source import Spent
 from oarjax.run.run import Run
 from oarjax.step.iteration import Iteration, iterate
 from oarjax.step.minibatches import Bucket, bucket
@@ -74,7 +75,7 @@ def as_before(steps: Steps, cfg: Config) -> Steps:
         return lambda *args, bucket, **static: program(*args, bucket=longest, **static)
 
     changed = {name: padded(getattr(steps, name)) for name in ("score", "accumulate")}
-    return steps._replace(sample=sample, decoding=dict, fused_zeros=None, fused_add=None, **changed)
+    return steps._replace(sample=sample, decoding=Spent, fused_zeros=None, fused_add=None, **changed)
 
 
 class Measurement(NamedTuple):

@@ -179,7 +179,7 @@ def draw_minibatches(run: Run, steps: Steps, state: TrainState, grader: Grading)
     options = {"steps": steps, "host": host, "rollout": cfg.rollout, "refills": cfg.update.refills}
     drawn = [draw(state, n, **options) for n in range(1, cfg.lab.gradients.minibatches + 1)]
     out = []
-    for problems, rollout, grading, _ in drawn:
+    for problems, rollout, grading, *_ in drawn:
         grades = grading()
         rewards = np.asarray(grades.rewards)
         graded = np.isfinite(rewards)
@@ -194,7 +194,8 @@ def draw_minibatches(run: Run, steps: Steps, state: TrainState, grader: Grading)
         plan = MinibatchPlan(rows, 1, cfg.update.microbatch, capacity, sizes_of(rollout, **by_length))
         questions = [run.train.by_index[int(p)].prompt for p in np.repeat(problems, cfg.rollout.group_size)]
         pivotal = pivotal_tokens(cfg.data.train, run.tokens(rollout), questions, shape=rollout.completion.shape)
-        out.append(DrawnMinibatch(problems, widen(rollout, width), advantages, trained, rewards, plan, pivotal))
+        rollout = replace(widen(rollout, width), origin=None)
+        out.append(DrawnMinibatch(problems, rollout, advantages, trained, rewards, plan, pivotal))
     return out
 
 

@@ -1,0 +1,258 @@
+"""The seam between training and whatever draws its rollouts: the run's own sampler, an engine, or records.
+
+A row is a list of ids to which turns are only ever appended: the prompt, what the policy writes in turn 0, perhaps what
+an environment answers, what the policy writes in turn 1, and so on. ``rollout_of`` lays rows out as the arrays that are
+trained on: ``Rollout.extent`` marks all that follows the prompt, ``Rollout.completion`` what the policy wrote of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Int32, Key
+
+from oarjax.types import Origin, Params, PromptBatch, Rollout
+
+
+class RowId(NamedTuple):
+    """What a turn is known by: the iteration, the batch drawn in it (refills are further ones), row and turn."""
+
+    iteration: int
+    attempt: int
+    row: int
+    turn: int = 0
+
+
+class Request(NamedTuple):
+    """One turn to be drawn."""
+
+    id: RowId
+    tokens: Int32[np.ndarray, "n"]  # of the row so far
+    prompt_length: int  # the first of them, which no turn wrote
+    key: tuple[int, ...]  # words of the batch's key; the noise is that of ``fold_in(key, row)``
+    max_new: int
+
+
+class Turn(NamedTuple):
+    """One turn as it was drawn."""
+
+    id: RowId
+    tokens: Int32[np.ndarray, "T"]  # the stop token included
+    logps: Float[np.ndarray, "T"]  # under the distribution that was drawn from, after the filters
+    versions: Int32[np.ndarray, "T"]  # iterations that the policy had learned from
+    finish: Literal["stop", "length", "error"]
+    whole_logps: Float[np.ndarray, "T"] | None = None  # before the filters; None: equal to ``logps``, or not known
+    experts: Int[np.ndarray, "n L k"] | None = None  # chosen at each input of prompt and completion, if recorded
+
+
+class Batch(NamedTuple):
+    """The first turns of ``group_size`` rows of every prompt."""
+
+    prompts: PromptBatch  # numpy
+    key: Key[Array, ""]
+    iteration: int
+    attempt: int
+    group_size: int
+    max_new: int
+
+    @property
+    def requests(self) -> list[Request]:
+        """Return a request per row."""
+        words = tuple(int(word) for word in np.asarray(jax.random.key_data(self.key)).reshape(-1))
+        prompts = [ids[valid] for ids, valid in zip(np.asarray(self.prompts.tokens), np.asarray(self.prompts.valid))]
+        return [
+            Request(RowId(self.iteration, self.attempt, b), ids, len(ids), words, self.max_new)
+            for b, ids in enumerate(ids for ids in prompts for _ in range(self.group_size))
+        ]
+
+
+class EndedRows(NamedTuple):
+    """Completions that ended while others are still being drawn. The arrays hold all B rows, on the device or host."""
+
+    rows: Int[np.ndarray, "r"]  # those that ended since the last report
+    tokens: Int32[Array, "B T"]
+    lengths: Int32[Array, "B"]
+    ended: Bool[Array, "B"]
+    turns: tuple[Turn, ...] = ()  # theirs, from sources that draw row by row
+
+
+class Spent(NamedTuple):
+    """Counts of draws that add up."""
+
+    steps: float = 0
+    tokens: float = 0.0
+    row_steps: float = 0  # rows in the batch, step by step
+    attended: float = 0.0
+    slots_read: float = 0  # slots of the rows' own caches, step by step
+    redrawn: float = 0  # rows drawn again because the record of their batch was not complete
+
+    def plus(self, other: Spent) -> Spent:
+        return Spent(*(a + b for a, b in zip(self, other)))
+
+    def metrics(self) -> dict[str, float]:
+        """Return decode steps, the share of their rows that were unfinished, and the share of slots read in vain."""
+        redrawn = {"rows_redrawn": float(self.redrawn)} if self.redrawn else {}
+        if self.steps == 0:
+            return {"decode_steps": 0.0, **redrawn}
+        return redrawn | {
+            "decode_steps": float(self.steps),
+            "decode_occupancy": self.tokens / self.row_steps,
+            "decode_padding": 1 - self.attended / self.slots_read,
+        }
+
+
+Report = Callable[[EndedRows], object]
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Draws turns."""
+
+    @property
+    def together(self) -> bool:
+        """True if all rows of a batch are drawn together, the same ones at every attempt."""
+        ...
+
+    def draw(
+        self, batch: Batch, report: Report | None = None, *, rows: Int[np.ndarray, "r"] | None = None
+    ) -> list[Turn]:
+        """Draw a batch and return its turns in the order of their rows.
+
+        Args:
+            report: called with rows as they end, those that end last perhaps left out.
+            rows: the only ones wanted, ascending; None: all. A source that draws rows together returns all of them.
+        """
+        ...
+
+    def sync(self, params: Params, version: int) -> None:
+        """Draw with these parameters from now on; ``version`` counts the iterations that they have learned from."""
+        ...
+
+    def spent(self) -> Spent:
+        """Return the counts of the draws since the last call."""
+        ...
+
+    def probe(self) -> None:
+        """Raise an error if this source cannot draw what it is asked to; called before anything is computed."""
+        ...
+
+    def close(self) -> None:
+        """Let go of parameters and connections."""
+        ...
+
+
+class SamplerSource:
+    """The run's own sampler, which draws a batch together.
+
+    Args:
+        sample: (params, prompts, key, report=) -> rollout.
+        spent: returns the counts of its draws since the last call.
+        prepare: training layout -> params as ``sample`` reads them.
+        place, fetch: numpy -> device, laid out for the sampler; and back.
+    """
+
+    together = True
+
+    def __init__(
+        self,
+        sample: Callable[..., Rollout],
+        spent: Callable[[], Spent],
+        prepare: Callable[[Params], Params],
+        place: Callable[[Any], Any],
+        fetch: Callable[[Any], Any],
+    ) -> None:
+        self._sample, self._prepare, self._place, self._fetch = sample, prepare, place, fetch
+        self.spent = spent
+        self._params, self._prepared, self._version = None, None, 0
+
+    def sync(self, params: Params, version: int) -> None:
+        """Draw with these parameters from now on; they are prepared once something is drawn."""
+        self._params, self._prepared, self._version = params, None, version
+
+    def draw(
+        self, batch: Batch, report: Report | None = None, *, rows: Int[np.ndarray, "r"] | None = None
+    ) -> list[Turn]:
+        """Draw all rows of a batch."""
+        if self._prepared is None:
+            self._prepared = self._prepare(self._params)
+        early = {"report": report} if report else {}
+        drawn = self._fetch(self._sample(self._prepared, self._place(batch.prompts), batch.key, **early))
+        return turns_of(batch, drawn, version=self._version)
+
+    def probe(self) -> None:
+        """Return: what a config asks of this sampler was checked when the sampler was built."""
+
+    def close(self) -> None:
+        """Free the parameters."""
+        self._params = self._prepared = None
+
+
+def turns_of(batch: Batch, rollout: Rollout, *, version: int) -> list[Turn]:
+    """Take a rollout of single turns apart; all arrays are numpy."""
+    extent, width = np.asarray(rollout.extent), rollout.tokens.shape[1] - rollout.completion.shape[1]
+    turns = []
+    for b, inside in enumerate(extent):
+        logps, whole = (np.asarray(x[b])[inside] for x in (rollout.filtered_logps, rollout.behaviour_logps))
+        turns.append(
+            Turn(
+                RowId(batch.iteration, batch.attempt, b),
+                np.asarray(rollout.tokens[b, width:])[inside],
+                logps,
+                np.full(len(logps), version, np.int32),
+                "stop" if rollout.ended[b] else "length",
+                None if np.array_equal(logps, whole, equal_nan=True) else whole,
+                None if rollout.experts is None else np.asarray(rollout.experts[b])[np.asarray(rollout.valid[b])],
+            )
+        )
+    return turns
+
+
+def rollout_of(batch: Batch, drawn: Sequence[tuple[Request, Turn]], *, pad_id: int) -> Rollout:
+    """Lay the turns of a batch's rows out as arrays, ``batch.max_new`` positions after the prompts.
+
+    Between two turns of a row stand the ids that the later request adds; the policy did not write them.
+
+    Raises:
+        ValueError: a request does not continue its row, or a row is too long or has no turn.
+    """
+    tokens, valid = (
+        np.repeat(np.asarray(x), batch.group_size, axis=0) for x in (batch.prompts.tokens, batch.prompts.valid)
+    )
+    count, T = len(tokens), batch.max_new
+    ids, completion = np.full((count, T), pad_id, np.int32), np.zeros((count, T), bool)
+    whole, logps = np.zeros((2, count, T), np.float32)
+    turns, versions = np.zeros((count, T), np.int32), np.full((count, T), -1, np.int32)
+    ended, lengths, experts = np.zeros(count, bool), np.zeros(count, np.int32), None
+    for request, turn in sorted(drawn, key=lambda each: each[0].id):
+        b, prompt, before = request.id.row, request.prompt_length, lengths[request.id.row]
+        start, stop = len(request.tokens) - prompt, len(request.tokens) - prompt + len(turn.tokens)
+        if start < before or not np.array_equal(request.tokens[prompt : prompt + before], ids[b, :before]):
+            raise ValueError(f"{request.id}: the request does not continue its row; ids are only ever appended")
+        if stop > T:
+            raise ValueError(f"{request.id}: {stop} ids after the prompt, room for {T}")
+        new = slice(start, stop)
+        ids[b, before:start], ids[b, new], completion[b, new] = request.tokens[prompt + before :], turn.tokens, True
+        logps[b, new], whole[b, new] = turn.logps, turn.logps if turn.whole_logps is None else turn.whole_logps
+        turns[b, before:stop], versions[b, new] = request.id.turn, turn.versions
+        lengths[b], ended[b] = stop, turn.finish == "stop"
+        if turn.experts is not None:
+            if experts is None:
+                experts = np.zeros((count, tokens.shape[1] + T, *turn.experts.shape[1:]), turn.experts.dtype)
+            at = tokens.shape[1] - prompt
+            experts[b, at : at + len(turn.experts)] = turn.experts
+    if missing := set(range(count)) - {request.id.row for request, _ in drawn}:
+        raise ValueError(f"rows {sorted(missing)} of {count} have no turn")
+    episode = (batch.attempt * count + np.arange(count)).astype(np.int32)
+    return Rollout(
+        tokens=np.concatenate([tokens, ids], axis=1),  # pyright: ignore[reportArgumentType]
+        valid=np.concatenate([valid, np.arange(T) < lengths[:, None]], axis=1),  # pyright: ignore[reportArgumentType]
+        completion=completion,  # pyright: ignore[reportArgumentType]
+        behaviour_logps=whole,  # pyright: ignore[reportArgumentType]
+        filtered_logps=logps,  # pyright: ignore[reportArgumentType]
+        ended=ended,  # pyright: ignore[reportArgumentType]
+        experts=experts,  # pyright: ignore[reportArgumentType]
+        origin=Origin(turns, versions, episode),  # pyright: ignore[reportArgumentType]
+    )
