@@ -127,15 +127,15 @@ StopTexts = Annotated[
 
 
 def check_configs(paths: Sequence[str | Path], overrides: Sequence[str] | None) -> None:
-    """Validate configs before a command imports jax, so that a typo is reported at once.
+    """Validate configs before a command imports jax, so that a typo or a missing file is reported at once.
 
     Raises:
         ConfigError: a file is missing or a field is wrong.
     """
-    from oarjax.config.loading import load_config
+    from oarjax.config.loading import check_files, load_config
 
     for path in paths:
-        load_config(path, list(overrides or []))
+        check_files(load_config(path, list(overrides or [])))
 
 
 def check_target(text: str, overrides: Sequence[str] | None = None) -> None:

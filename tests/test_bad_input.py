@@ -264,7 +264,7 @@ def test_tokenizers_that_do_not_fit(train, policy, file, content, says):
 
 
 def test_a_line_without_end(train, tmp_path, monkeypatch):
-    monkeypatch.setattr("oarjax.data.problems.LONGEST", 50)
+    monkeypatch.setattr("oarjax.data.rows.LONGEST", 50)
     (tmp_path / "long.jsonl").write_text(json.dumps({"question": "1+1=" * 20, "answer": "2"}))
     assert "long.jsonl line 1: longer than 50 bytes" in train(f"data.train.source={tmp_path / 'long.jsonl'}")
 
@@ -312,7 +312,7 @@ def test_chat_templates_that_fail(train, policy, template, says, monkeypatch):
         ),
         (
             b'{"question": ["1+1="], "answer": "2"}\n',
-            "line 1: field 'question' is ['1+1=']; expected text or a number",
+            "line 1: field 'question', message 0 is '1+1='; expected a role",
         ),
         (b"", "rows.jsonl holds no rows"),
         (b'{"question": NaN, "answer": "2"}\n', "line 1: field 'question' is nan; expected text or a number"),

@@ -203,7 +203,7 @@ PROBES = pathlib.Path(__file__).parent / "golden" / "config" / "bad_probes.py"
         ),
         (["data.train.source=nothing.jsonl"], "data.train.source: no file nothing.jsonl"),
         (["data.template=chat"], "the tokenizer has no chat template; set data.template to plain"),
-        (["grading.plugins=[nothing.py]"], "grading.plugins: 'nothing.py' cannot be imported"),
+        (["grading.plugins=[nothing.py]"], "grading.plugins: no file nothing.py"),
         (["credit.answer.pattern=("], "is not a regular expression"),
         (["credit.masking.mask_id=32"], "credit.masking.mask_id: expected a token id below 32, got 32"),
         (

@@ -9,7 +9,7 @@ from conftest import ROOT
 from pydantic import ValidationError
 
 from oarjax.config.foreign import NAMES
-from oarjax.config.loading import find_config, load_config, parse_config
+from oarjax.config.loading import check_files, find_config, load_config, parse_config
 from oarjax.config.schema import Config
 from oarjax.config.section import fields_of, section_of
 from oarjax.config.shipped import copy_shipped
@@ -280,3 +280,22 @@ def test_a_shipped_config_is_copied_and_never_over_a_file(tmp_path, monkeypatch)
         copy_shipped("demo", Path("no/demo.yaml"))
     with pytest.raises(ConfigError, match=r"did you mean demo\?"):
         copy_shipped("demoo")
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("data.train.source=nowhere.csv", r"data.train.source: no file nowhere.csv; set the path"),
+        ("grading.plugins=[oarjax, nowhere.py]", r"grading.plugins: no file nowhere.py"),
+        ("loss.function=nowhere.py:loss", r"loss.function: no file nowhere.py"),
+    ],
+)
+def test_a_missing_file_is_named_before_jax_is_imported(override, says):
+    with pytest.raises(ConfigError, match=says):
+        check_files(load_config("demo", [override]))
+
+
+def test_files_that_are_there_and_hub_names_are_no_missing_files(tmp_path):
+    (tmp_path / "rows.csv").write_text("question,answer\n")
+    for source in (tmp_path / "rows.csv", "openai/gsm8k"):
+        check_files(load_config("demo", [f"data.train.source={source}", "loss.function=module:loss"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from pydantic import ValidationError
 
 from oarjax.config.changes import explained
 from oarjax.config.schema import Config
+from oarjax.config.section import flatten
 from oarjax.config.shipped import shipped_config
 from oarjax.errors import ConfigError
 from oarjax.system.yaml_tree import LONGEST, YamlError, read_yaml
@@ -67,6 +69,25 @@ def parse_config(tree: dict[str, Any], *, source: str = "config") -> Config:
         return Config.model_validate(tree)
     except ValidationError as error:
         raise explained(error, Config, source=source) from None
+
+
+FILE_FIELDS = ("source", "plugins", "function", "marks")
+"""Last names of the fields that may name a file of data or of Python."""
+
+FILE = re.compile(r"(.+\.(?:jsonl|json|csv|parquet|py))(?::\w+)?")
+
+
+def check_files(cfg: Config) -> None:
+    """Check that the local files of data and code that a config names exist, before minutes of work.
+
+    Raises:
+        ConfigError: one is missing; names the field.
+    """
+    for field, value in flatten(cfg.model_dump(mode="json")).items():
+        for text in value if isinstance(value, list) else [value]:
+            found = FILE.fullmatch(text) if isinstance(text, str) else None
+            if found and field.rpartition(".")[2] in FILE_FIELDS and not Path(found[1]).expanduser().is_file():
+                raise ConfigError(f"{field}: no file {found[1]}; set the path of an existing file")
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
