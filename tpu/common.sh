@@ -18,7 +18,8 @@ DRY_RUN=no
 USED=no      # yes: this script has asked about a machine, so its end has to say what is billed
 STATE=NONE   # see find_state
 GIVE_BACK=no # yes: --delete-after was given and nothing runs on the machine, so a failure deletes it
-WORKERS=0
+WORKERS=0 # of all slices
+EACH=0    # of one
 export CLOUDSDK_CORE_DISABLE_PROMPTS=1  # a question nobody answers would hang a script while the machine costs money
 exec 3>&1    # commands are shown here, also where standard output is caught
 
@@ -33,7 +34,7 @@ usage() { # a script's help is its first comment
 
 Options of every script:
   --settings FILE    default: tpu/settings.env
-  --project P  --zone Z  --name N  --accelerator A  --runtime R  --bucket B  --run R  --config C
+  --project P  --zone Z  --name N  --accelerator A  --slices N  --runtime R  --bucket B  --run R  --config C
                      instead of the setting of that name
   --spot, --on-demand, --reserved, --flex-start
   --dry-run          print every command, do nothing
@@ -49,7 +50,7 @@ load() { # a script's arguments: settings into variables, options that all scrip
       --help | -h) usage; exit 0 ;;
       --dry-run) DRY_RUN=yes; PASS+=("$1") ;;
       --spot | --on-demand | --reserved | --flex-start) given+=("PROVISIONING=${1#--}"); PASS+=("$1") ;;
-      --settings | --project | --zone | --name | --accelerator | --runtime | --bucket | --run | --config)
+      --settings | --project | --zone | --name | --accelerator | --slices | --runtime | --bucket | --run | --config)
         (($# > 1)) || die "$1 needs a value; see --help"
         case "$1" in
           --settings) settings="$2" ;;
@@ -65,7 +66,7 @@ load() { # a script's arguments: settings into variables, options that all scrip
   done
   [[ -f $settings ]] || die "no settings in $settings: cp tpu/settings.example.env tpu/settings.env, then fill it in"
   # What an older settings file may not have:
-  SERVICE_ACCOUNT="" RUNTIME="" PROVISIONING=on-demand MAX_DURATION=7d AUTOCHECKPOINT=no VALID_UNTIL="" OVERRIDES=() MAX_RESTARTS=20 EXTRAS=tpu,log,hub
+  SERVICE_ACCOUNT="" RUNTIME="" SLICES=1 PROVISIONING=on-demand MAX_DURATION=7d AUTOCHECKPOINT=no VALID_UNTIL="" OVERRIDES=() MAX_RESTARTS=20 EXTRAS=tpu,log,hub
   DISK_GB=80 GCSFUSE_FLAGS="" POLL_SECONDS=20 GRACE_SECONDS=120 DELETE_SECONDS=600 STEADY_SECONDS=60
   unset SPOT
   # shellcheck source=settings.example.env
@@ -76,6 +77,11 @@ load() { # a script's arguments: settings into variables, options that all scrip
   check_settings "$settings"
   WHERE=(--project="$PROJECT" --zone="$ZONE")
   SHARED="gs://$BUCKET/runs/$RUN"
+  NODES=("$TPU_NAME") MACHINES="$ACCELERATOR" # of several slices one each, as the queue names them
+  if ((SLICES > 1)); then
+    MACHINES="$SLICES x $ACCELERATOR"
+    for ((NODE = 0; NODE < SLICES; NODE++)); do NODES[NODE]="$TPU_NAME-$NODE"; done
+  fi
   if [[ $DRY_RUN == no ]]; then
     command -v gcloud >/dev/null || die "gcloud is not installed: https://cloud.google.com/sdk/docs/install"
   fi
@@ -91,6 +97,7 @@ ZONE [a-z]+-[a-z0-9]+-[a-z0-9]+
 BUCKET [a-z0-9][a-z0-9._-]+
 TPU_NAME [a-z]([a-z0-9-]*[a-z0-9])?
 ACCELERATOR [a-z0-9]+-[0-9]+
+SLICES [1-9][0-9]*
 PROVISIONING spot|on-demand|reserved|flex-start
 MAX_DURATION [0-9]+[smhd]
 AUTOCHECKPOINT yes|no
@@ -151,17 +158,21 @@ find_state() { # state to assume with --dry-run: what there is of the machine, i
   fi
   if [[ $DRY_RUN == yes ]]; then STATE="$1"; fi
   if [[ $STATE != ACTIVE && $STATE != NONE ]]; then return; fi
-  if ask gcloud compute tpus tpu-vm describe "$TPU_NAME" "${WHERE[@]}" '--format=value(state)'; then
-    if [[ $DRY_RUN == yes ]]; then return; fi
-    case "$STATE $ANSWER" in
-      "ACTIVE PREEMPTED" | "ACTIVE TERMINATED" | "ACTIVE STOPPED") STATE=PREEMPTED ;;
-      NONE*) STATE=STRAY ;;
-    esac
-  elif [[ $PROBLEM != *NOT_FOUND* ]]; then
-    STATE=UNKNOWN
-  elif [[ $STATE == ACTIVE ]]; then
-    STATE=PREEMPTED
-  fi
+  local node
+  for node in "${NODES[@]}"; do # a run needs all of them: the first that is gone decides
+    if ask gcloud compute tpus tpu-vm describe "$node" "${WHERE[@]}" '--format=value(state)'; then
+      if [[ $DRY_RUN == yes ]]; then continue; fi
+      case "$STATE $ANSWER" in
+        "ACTIVE PREEMPTED" | "ACTIVE TERMINATED" | "ACTIVE STOPPED") STATE=PREEMPTED ;;
+        NONE*) STATE=STRAY ;;
+      esac
+    elif [[ $PROBLEM != *NOT_FOUND* ]]; then
+      STATE=UNKNOWN
+    elif [[ $STATE == ACTIVE ]]; then
+      STATE=PREEMPTED
+    fi
+    if [[ $STATE != ACTIVE && $STATE != NONE ]]; then return; fi
+  done
 }
 
 wait_for() { # states as a pattern (A|B), seconds: ask again and again; fails when the time is over
@@ -186,18 +197,49 @@ need_machine() { # go on only with a machine that runs; counts its workers
     STRAY) die "there is a machine '$TPU_NAME' that the queue does not know of: tpu/delete.sh" ;;
     *) die "$TPU_NAME is $STATE, not ready yet: tpu/create.sh waits for it" ;;
   esac
-  ask gcloud compute tpus tpu-vm describe "$TPU_NAME" "${WHERE[@]}" '--flatten=networkEndpoints[]' \
+  ask gcloud compute tpus tpu-vm describe "${NODES[0]}" "${WHERE[@]}" '--flatten=networkEndpoints[]' \
     '--format=value(networkEndpoints.ipAddress)' || die "gcloud cannot list the workers of $TPU_NAME: $PROBLEM"
-  WORKERS="$(grep -c . <<<"$ANSWER" || true)"
-  if [[ $DRY_RUN == yes ]]; then WORKERS=1; fi
+  EACH="$(grep -c . <<<"$ANSWER" || true)" # slices are alike
+  if [[ $DRY_RUN == yes ]]; then EACH=1; fi
+  WORKERS=$((EACH * SLICES))
   ((WORKERS > 0)) || die "gcloud lists no workers of $TPU_NAME; look at tpu/status.sh"
+}
+
+on_node() { # node, command: with what tells a worker of one of several slices its number among all
+  if ((SLICES > 1)); then echo "export OARJAX_FIRST_WORKER=$(($1 * EACH)); $2"; else echo "$2"; fi
+}
+
+everywhere() { # command: on all workers of all slices at once; fails where one of the connections does
+  local node jobs=() code=0
+  if ((SLICES == 1)); then # in front, where Ctrl-C reaches it
+    run gcloud compute tpus tpu-vm ssh "$TPU_NAME" "${WHERE[@]}" --worker=all --command="$1"
+    return
+  fi
+  for node in "${!NODES[@]}"; do
+    run gcloud compute tpus tpu-vm ssh "${NODES[node]}" "${WHERE[@]}" --worker=all --command="$(on_node "$node" "$1")" &
+    jobs+=("$!")
+  done
+  for node in "${jobs[@]}"; do wait "$node" || code=$?; done
+  return "$code"
+}
+
+on_worker() { # number among all, options of ssh, command
+  local node=$(($1 / EACH))
+  run gcloud compute tpus tpu-vm ssh "${NODES[node]}" "${WHERE[@]}" --worker="$(($1 % EACH))" "${@:2:$#-2}" \
+    --command="$(on_node "$node" "${!#}")"
+}
+
+to_workers() { # file: into the home of every worker
+  local node
+  for node in "${NODES[@]}"; do
+    run gcloud compute tpus tpu-vm scp "$1" "$node:" "${WHERE[@]}" --worker=all || return
+  done
 }
 
 on_workers() { # what it is, command: run it on all workers; each has to print "oarjax-worker N: ok" when it is done
   # gcloud's exit code is not enough: it does not say which worker failed, and a worker out of reach may not show in it.
   local code=0 worker failed=()
-  run gcloud compute tpus tpu-vm ssh "$TPU_NAME" "${WHERE[@]}" --worker=all --command="$2" 2>&1 |
-    tee "$SCRATCH/said" || code=$?
+  everywhere "$2" 2>&1 | tee "$SCRATCH/said" || code=$?
   if [[ $DRY_RUN == yes ]]; then return; fi
   for ((worker = 0; worker < WORKERS; worker++)); do
     grep -q "^oarjax-worker $worker: ok" "$SCRATCH/said" || failed+=("$worker")
@@ -210,7 +252,7 @@ on_workers() { # what it is, command: run it on all workers; each has to print "
 # What is billed -------------------------------------------------------------------------------------------------------
 
 tell_bill() { # say what STATE costs, and how to stop that
-  local machine="TPU $ACCELERATOR '$TPU_NAME' in $ZONE"
+  local machine="TPU $MACHINES '$TPU_NAME' in $ZONE"
   case "$STATE" in
     ACTIVE | STRAY)
       say "BILLED: $machine is there and costs money until it is deleted, whether or not it trains."

@@ -104,9 +104,11 @@ explain() { # gcloud's words: what they mean and what to do
 }
 
 request() {
+  local nodes=(--node-id="$TPU_NAME")
+  if ((SLICES > 1)); then nodes=(--node-count="$SLICES" --node-prefix="$TPU_NAME"); fi
   local track=() # flex-start and automatic checkpoints are options of gcloud alpha only
   if [[ $PROVISIONING == flex-start || $AUTOCHECKPOINT == yes ]]; then track=(alpha); fi
-  local command=(gcloud "${track[@]}" compute tpus queued-resources create "$TPU_NAME" "${WHERE[@]}" --node-id="$TPU_NAME"
+  local command=(gcloud "${track[@]}" compute tpus queued-resources create "$TPU_NAME" "${WHERE[@]}" "${nodes[@]}"
     --accelerator-type="$ACCELERATOR" --runtime-version="$RUNTIME"
     --scopes=https://www.googleapis.com/auth/cloud-platform)
   case "$PROVISIONING" in
@@ -156,7 +158,7 @@ case "$STATE" in
     check_bucket
     check_topology
     check_disk
-    say "requesting $ACCELERATOR '$TPU_NAME' in $ZONE ($PROVISIONING), runtime $RUNTIME"
+    say "requesting $MACHINES '$TPU_NAME' in $ZONE ($PROVISIONING), runtime $RUNTIME"
     request
     ;;
   ACTIVE) say "$TPU_NAME runs already" && exit 0 ;;

@@ -30,7 +30,7 @@ if [[ $STATE != STRAY ]]; then
   wait_for "NONE|STRAY" "$DELETE_SECONDS" || true
 fi
 if [[ $STATE == STRAY ]]; then # a machine that the queue does not know of
-  run gcloud compute tpus tpu-vm delete "$TPU_NAME" "${WHERE[@]}" --quiet || true
+  for node in "${NODES[@]}"; do run gcloud compute tpus tpu-vm delete "$node" "${WHERE[@]}" --quiet || true; done
   wait_for NONE "$DELETE_SECONDS" || true
 fi
 if [[ $DRY_RUN == no && $STATE != NONE ]]; then

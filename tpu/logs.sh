@@ -32,6 +32,5 @@ if [[ $saved == yes ]]; then
   exit 0
 fi
 need_machine
-run gcloud compute tpus tpu-vm ssh "$TPU_NAME" "${WHERE[@]}" --worker="$worker" \
-  --command="bash oarjax/src/tpu/worker_run.sh follow $(printf %q "$RUN")" ||
+on_worker "$worker" "bash oarjax/src/tpu/worker_run.sh follow $(printf %q "$RUN")" ||
   die "the log broke off; if the machine is gone, tpu/logs.sh --saved prints the copy in the bucket"

@@ -65,8 +65,7 @@ follow() { # until the run ends or the machine goes; a connection that breaks is
   while :; do
     began=$SECONDS
     # Without questions of its own, ssh waits for hours on a connection whose other end vanished.
-    run gcloud compute tpus tpu-vm ssh "$TPU_NAME" "${WHERE[@]}" --worker=0 --ssh-flag=-oServerAliveInterval=30 \
-      --ssh-flag=-oServerAliveCountMax=4 --command="$(worker follow "$RUN")" || true
+    on_worker 0 --ssh-flag=-oServerAliveInterval=30 --ssh-flag=-oServerAliveCountMax=4 "$(worker follow "$RUN")" || true
     if [[ $DRY_RUN == yes ]]; then VERDICT=unknown && return; fi
     if ((SECONDS - began >= STEADY_SECONDS)); then tries=0 news=""; fi
     judge
@@ -138,7 +137,7 @@ send_environment() { # the variables that reach trackers and the hub, never on a
   if [[ -z $names ]]; then return; fi
   (umask 077 && for name in $names; do printf '%s=%q\n' "$name" "${!name}"; done >"$SCRATCH/oarjax-environment")
   say "to the workers: ${names//$'\n'/ }"
-  run gcloud compute tpus tpu-vm scp "$SCRATCH/oarjax-environment" "$TPU_NAME:" "${WHERE[@]}" --worker=all ||
+  to_workers "$SCRATCH/oarjax-environment" ||
     die "the workers did not get these variables; unset them, or try again"
 }
 
@@ -172,6 +171,8 @@ if [[ $what == start ]]; then need_config; fi
 # tpu/resume.sh knows that it has just made the machine.
 if [[ $after == delete && ${OARJAX_TPU_FRESH:-} == yes ]]; then GIVE_BACK=yes; fi
 need_machine
+slices=()
+if ((SLICES > 1)) && [[ $action == start ]]; then slices=("mesh.slice=$SLICES"); fi
 
 if [[ $what == stop ]]; then
   on_workers "stopping the run" "$(worker stop "$RUN")" || die "some workers may still train: tpu/status.sh"
@@ -183,7 +184,7 @@ commit="$(git -C "$CHECKOUT" rev-parse --short=12 HEAD 2>/dev/null || true)"
 say "run $RUN: $CONFIG on $WORKERS worker(s), into $SHARED"
 send_environment
 if ! on_workers "starting the run" \
-  "$(worker "$action" "$RUN" "$commit" "$MAX_RESTARTS" "$CONFIG" device=tpu "${OVERRIDES[@]}" "${overrides[@]}")"; then
+  "$(worker "$action" "$RUN" "$commit" "$MAX_RESTARTS" "$CONFIG" device=tpu "${slices[@]}" "${OVERRIDES[@]}" "${overrides[@]}")"; then
   if [[ $after == delete ]]; then
     GIVE_BACK="$(unused && echo yes || echo no)"
     if [[ $GIVE_BACK == yes ]]; then die "the run needs all workers"; fi

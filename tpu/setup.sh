@@ -21,10 +21,6 @@ pack() { # the committed checkout, named by its commit so that a worker cannot u
   run git -C "$CHECKOUT" archive --format=tar.gz --output="$SCRATCH/$tarball" HEAD
 }
 
-send() {
-  run gcloud compute tpus tpu-vm scp "$SCRATCH/$tarball" "$TPU_NAME:" "${WHERE[@]}" --worker=all
-}
-
 unpack() { # the command that replaces a worker's checkout, unless it is in use
   echo "mkdir -p oarjax && if ! flock --nonblock oarjax/lock true; then" \
     "echo 'a run is going on here: tpu/run.sh --stop first'; exit 1; fi;" \
@@ -45,7 +41,7 @@ need_machine
 pack
 for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
   say "setting up $WORKERS worker(s) of $TPU_NAME, attempt $attempt of $ATTEMPTS"
-  if send && on_workers installing "$(unpack) && $(worker install)" && on_workers checking "$(worker check)"; then
+  if to_workers "$SCRATCH/$tarball" && on_workers installing "$(unpack) && $(worker install)" && on_workers checking "$(worker check)"; then
     say "ready. Next: tpu/run.sh"
     exit 0
   fi

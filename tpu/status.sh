@@ -12,7 +12,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 progress() { # by worker 0 where the machine runs, else by an oarjax that is installed here, from copies of four files
   local copy="$SCRATCH/run" name
   if [[ $machine == ACTIVE ]]; then
-    run gcloud compute tpus tpu-vm ssh "$TPU_NAME" "${WHERE[@]}" --worker=0 \
+    run gcloud compute tpus tpu-vm ssh "${NODES[0]}" "${WHERE[@]}" --worker=0 \
       --command="oarjax/venv/bin/oarjax status oarjax/bucket/runs/$(printf %q "$RUN")" && return
     say "worker 0 does not answer"
   fi

@@ -13,6 +13,7 @@ set -euo pipefail
 base="$HOME/oarjax"
 attributes=http://metadata.google.internal/computeMetadata/v1/instance/attributes
 number="$(curl -sSf -H 'Metadata-Flavor: Google' "$attributes/agent-worker-number")"
+number=$((number + ${OARJAX_FIRST_WORKER:-0})) # among the workers of all slices
 action="$1" run="$2"
 here="$base/runs/$run"
 shared="$base/bucket/runs/$run"

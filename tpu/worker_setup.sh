@@ -10,6 +10,7 @@ set -Eeuo pipefail
 base="$HOME/oarjax"
 attributes=http://metadata.google.internal/computeMetadata/v1/instance/attributes
 number="$(curl -sSf -H 'Metadata-Flavor: Google' "$attributes/agent-worker-number")"
+number=$((number + ${OARJAX_FIRST_WORKER:-0})) # among the workers of all slices
 
 step() { echo "oarjax-worker $number: $*"; }
 trap 'step "FAILED in line $LINENO: $BASH_COMMAND"' ERR

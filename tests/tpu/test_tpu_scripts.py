@@ -330,6 +330,27 @@ def test_a_flex_start_machine_that_is_gone_is_replaced(cloud):
     assert len(cloud.calls("alpha", "queued-resources create", "flex-start")) == 2
 
 
+def test_several_slices_are_one_run(cloud):
+    """Of two workers each: their numbers are those among all, and the mesh is told how many slices there are."""
+    cloud.put("settings.env", SETTINGS + "SLICES=2\n")
+    cloud.put("workers", "2\n")
+    said = cloud.run("create")
+    (request,) = cloud.calls("queued-resources create")
+    assert "--node-count=2 --node-prefix=t" in request
+    assert "--node-id" not in request
+    assert "2 x v5litepod-16 't' in us-west4-a is there and costs money" in said
+    assert "4 worker(s)" in cloud.run("setup")
+    assert "DONE" in cloud.run("run")
+    for worker in range(4):
+        (trained,) = cloud.trained(worker)
+        assert " mesh.slice=2 optim.lr=2e-6 " in trained
+    codes = {path.name: path.read_text() for path in (cloud.folder / "bucket" / "runs" / "first" / "tpu").iterdir()}
+    assert codes == {f"worker-{worker}.exit": f"worker {worker}: 0\n" for worker in range(4)}
+    assert "training on worker 3" in cloud.run("logs", "--worker", "3")
+    cloud.put("node-t-1", "PREEMPTED\n")
+    assert "was taken away (PREEMPTED)" in cloud.run("run", code=1)
+
+
 def test_the_name_of_a_plan_is_translated(cloud):
     assert "ACCELERATOR: gcloud calls it v5litepod-8" in cloud.run("create", "--accelerator", "v5e-8", code=1)
     assert not cloud.calls()
