@@ -31,6 +31,7 @@ from oarjax.data.hf_files import (
     SINGLE,
     SUMS,
     CheckpointError,
+    as_stored,
     check_files,
     check_headers,
     check_weights,
@@ -41,7 +42,7 @@ from oarjax.data.hf_files import (
     tensor_files,
 )
 from oarjax.data.hub_name import is_hub_name
-from oarjax.models.qwen_config import QwenConfig
+from oarjax.models.qwen_config import QwenConfig, exported_as
 from oarjax.models.weights import Weight, build_tree, init_params, lookup, weight_table
 from oarjax.storage.durable import cannot_write, sync_files, sync_folder
 from oarjax.system.processes import is_first, to_host, wait_for_all
@@ -84,6 +85,7 @@ def read_config(path: str | Path, *, revision: str | None = None) -> tuple[QwenC
             cfg = read_architecture(commit)
             patterns = ["*.safetensors", "config.json", INDEX, SUMS, *COPIED]
             folder = Path(snapshot_download(name, revision=commit.name, allow_patterns=patterns))
+    cfg = as_stored(folder, cfg)
     check_weights(folder, cfg)
     check_files(folder, tokenizer_files(folder))
     return cfg, folder
@@ -187,16 +189,23 @@ def _read(weight: Weight, files: dict[str, Path], index: tuple[slice, ...], *, d
 
     The file is mapped again every few rows: the pages read through a mapping count as memory until it is closed.
     """
-    outer, inner = index[: len(weight.stack)], index[len(weight.stack) :]
+    outer, inner = index[: len(weight.stack)], list(index[len(weight.stack) :])
     names = np.array(weight.names).reshape(weight.stack)[outer]
     transposed = weight.layout == "transposed"
-    rows, *columns = inner[::-1] if transposed else inner
-    size = weight.shape[len(weight.shape) - len(inner) :]
+    size = weight.shape[len(weight.stack) :]
     block = np.empty((*names.shape, *(len(range(n)[s]) for n, s in zip(size, inner))), dtype)
+    if transposed:
+        inner[-2:] = inner[:-3:-1]
+    number, parts = weight.part
+    if parts > 1:
+        own = weight.file_shape[-2] // parts
+        first, end, _ = inner[-2].indices(own)
+        inner[-2] = slice(number * own + first, number * own + end)
+    rows, *columns = inner
     first, end, _ = rows.indices(weight.file_shape[0])
     step = max(1, MAPPED // (4 * math.prod(weight.file_shape[1:])))
     for at, name in np.ndenumerate(names):
-        out = block[at].T if transposed else block[at]
+        out = np.swapaxes(block[at], -1, -2) if transposed else block[at]
         for start in range(first, end, step):
             piece = slice(start, min(start + step, end))
             out[start - first : piece.stop - first] = open_tensors(files[name]).get_slice(name)[(piece, *columns)]
@@ -222,7 +231,7 @@ def export(
         folder: to write; returned.
         cfg: sizes of the params.
         params: as ``load_params`` gives them.
-        source: checkpoint whose config.json and tokenizer files are copied.
+        source: checkpoint whose config.json and tokenizer files are copied; of a Qwen3-VL the text model's part.
         dtype: of the files; default None, that of the params.
         shard_bytes: size at which another file begins.
         stop_ids: end tokens of generation_config.json, so that any generator stops where the policy was trained to
@@ -232,7 +241,7 @@ def export(
         FileExistsError: the folder is not empty and not a checkpoint.
     """
     out = np.dtype(dtype) if dtype is not None else np.dtype(params["embed"]["embedding"].dtype)
-    fields = read_fields(source)
+    cfg, fields = exported_as(cfg, read_fields(source))
     fields.pop("torch_dtype", None)
     if is_first():
         fields |= {"dtype": out.name}
@@ -240,9 +249,8 @@ def export(
         more = {"files_of": source, "shard_bytes": shard_bytes, "stop_ids": stop_ids, "kept": kept}
         _write(folder, cfg, params, fields, out, **more)
     else:
-        for weight in weight_table(cfg):
-            for at in np.ndindex(weight.stack):
-                _tensor(params, weight, at, out)
+        for parts in _stored_tensors(cfg).values():
+            _tensor(params, parts, out)
     wait_for_all("export")
     return folder
 
@@ -317,9 +325,8 @@ def _write_shards(
     After them come the ``kept`` tensors, byte for byte as they are in their files.
     """
     entries = [
-        (name, math.prod(weight.file_shape) * dtype.itemsize, partial(_tensor, params, weight, at, dtype))
-        for weight in weight_table(cfg)
-        for at, name in zip(np.ndindex(weight.stack), weight.names)
+        (name, math.prod(parts[0][0].file_shape) * dtype.itemsize, partial(_tensor, params, parts, dtype))
+        for name, parts in _stored_tensors(cfg).items()
     ]
     entries += [(name, _stored_bytes(file, name), partial(_stored, file, name)) for name, file in kept.items()]
     shards: list[dict[str, Callable[[], np.ndarray]]] = [{}]
@@ -354,7 +361,22 @@ def _stored_bytes(file: Path, name: str) -> int:
     return math.prod(piece.get_shape()) * (int(bits[0]) // 8 if bits else 1)
 
 
-def _tensor(params: Params, weight: Weight, at: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return a tensor, by its place in the stack, as the checkpoint stores it."""
-    tensor = np.asarray(to_host(lookup(params, weight)[at].astype(dtype)))
-    return np.ascontiguousarray(tensor.T if weight.layout == "transposed" else tensor)
+Parts = list[tuple[Weight, tuple[int, ...]]]
+"""What one tensor of a checkpoint consists of: weights of the table, and places in their stacks."""
+
+
+def _stored_tensors(cfg: QwenConfig) -> dict[str, Parts]:
+    """Map each tensor of a checkpoint to its parts, in the order in which all processes write them."""
+    tensors: dict[str, Parts] = {}
+    for weight in weight_table(cfg):
+        for at, name in zip(np.ndindex(weight.stack), weight.names):
+            tensors.setdefault(name, []).append((weight, at))
+    return tensors
+
+
+def _tensor(params: Params, parts: Parts, dtype: np.dtype) -> np.ndarray:
+    """Return a tensor as the checkpoint stores it."""
+    arrays = [np.asarray(to_host(lookup(params, weight)[at].astype(dtype))) for weight, at in parts]
+    if parts[0][0].layout == "transposed":
+        arrays = [np.swapaxes(x, -1, -2) for x in arrays]
+    return np.ascontiguousarray(arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-2))

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ SIZES = {
     **dict.fromkeys(("hidden_size", "head_dim"), 2**20),
     **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2**13),
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), 2**13),
-    "moe_intermediate_size": 2**28,
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 2**28),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "full_attention_interval"), 2**13),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"), 2**20),
 }
@@ -69,6 +70,13 @@ def read_architecture(folder: Path) -> QwenConfig:
             f"{folder}/config.json: {name} = {_part(part, name)!r:.100}, expected {wanted}; fetch it again"
         )
     return QwenConfig.from_hf(fields)
+
+
+def as_stored(folder: Path, cfg: QwenConfig) -> QwenConfig:
+    """Return the architecture with its experts packed if the folder's tensors are: config.json does not say it."""
+    if cfg.experts is None or not any(name.endswith(".mlp.experts.gate_up_proj") for name in tensor_files(folder)):
+        return cfg
+    return replace(cfg, experts=replace(cfg.experts, packed=True))
 
 
 def _misfits(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -213,9 +221,10 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 def kept_tensors(cfg: QwenConfig, files: dict[str, Path]) -> dict[str, Path]:
     """Return the tensors that are not of the text model but belong to its checkpoint: vision, multi-token prediction.
 
-    They are neither read nor trained, and an export copies them.
+    They are neither read nor trained, and an export copies them with a whole checkpoint, not with a text model alone.
     """
-    beside = ("model.visual.", "mtp.") if cfg.delta else ()
+    beside = ("model.visual.",) if cfg.prefix != "model." else ()
+    beside += ("mtp.",) if cfg.delta else ()
     return {name: file for name, file in files.items() if name.startswith(beside)}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -221,7 +222,9 @@ def _shown(value: Any) -> str:
 
 
 def _matrices(cfg: QwenConfig) -> list[Weight]:
-    """List the matrices of the layers, which adapters may change."""
+    """List the matrices of the layers, which adapters may change, each expert's by its own name."""
+    if cfg.experts is not None:
+        cfg = replace(cfg, experts=replace(cfg.experts, packed=False))
     return [w for w in weight_table(cfg) if w.path[-1] == "kernel" and w.stack]
 
 

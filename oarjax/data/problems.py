@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from oarjax.config.inputs import DatasetConfig
-from oarjax.data.rows import DataError, read_rows
+from oarjax.data.rows import DataError, Row, read_rows
 from oarjax.data.tasks.arithmetic import MARKER
 
 
@@ -36,6 +36,10 @@ def reference_answer(answer: str) -> str:
 
 ROLES = ("system", "user", "assistant", "tool")
 
+PICTURES = ("image", "images", "video", "videos")
+"""Fields of rows with pictures, which no policy here sees."""
+PICTURE_MARKS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>")
+
 
 def load_problems(config: DatasetConfig, *, where: str = "data.train") -> list[Problem]:
     """Load the problems of a dataset, in its order.
@@ -49,7 +53,7 @@ def load_problems(config: DatasetConfig, *, where: str = "data.train") -> list[P
     rows = read_rows(config, where=where)
     limited = islice(rows, config.limit) if config.limit else rows
     problems = []
-    for index, (place, row) in enumerate(limited):
+    for index, (place, row) in enumerate(map(_without_pictures, limited)):
         chat = _chat(row.get(config.prompt_field), config.prompt_field, place)
         asked = {config.prompt_field: chat[-1]["content"]} if chat else {}
         prompt = _field(row | asked, config.prompt_field, place, f"{where}.prompt_field")
@@ -61,6 +65,20 @@ def load_problems(config: DatasetConfig, *, where: str = "data.train") -> list[P
     _reject_blank([p.prompt for p in problems], config.prompt_field, config.source, f"{where}.prompt_field")
     _reject_blank([p.answer for p in problems], config.answer_field, config.source, f"{where}.answer_field")
     return problems
+
+
+def _without_pictures(of: Row) -> Row:
+    """Return a row unchanged, after checking that it has no picture: only text reaches a policy."""
+    place, row = of
+    fields = [name for name in PICTURES if name in row and row[name] not in (None, "", [], {})]
+    texts = {name: str(value) for name, value in row.items() if isinstance(value, str | list)}
+    fields += [name for name, text in texts.items() if any(mark in text for mark in PICTURE_MARKS)]
+    if fields:
+        raise DataError(
+            f"{place}: field {fields[0]!r} holds a picture, and policies are trained on text alone, of Qwen3-VL too; "
+            "remove the field if the text does without it, or leave the row out"
+        )
+    return of
 
 
 def _field(row: dict[str, Any], name: str, place: str, setting: str) -> str:

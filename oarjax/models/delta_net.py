@@ -144,10 +144,8 @@ class DeltaNet(nnx.Module):
     def __init__(self, cfg: QwenConfig, sizes: DeltaSizes, *, linear: Any, rngs: nnx.Rngs):
         self.sizes = sizes
         make = partial(linear, use_bias=False, rngs=rngs)
-        self.qkv = make("qkv", cfg.hidden_size, sizes.channels)
-        self.z = make("z", cfg.hidden_size, sizes.value_width)
-        self.a = make("a", cfg.hidden_size, sizes.value_heads)
-        self.b = make("b", cfg.hidden_size, sizes.value_heads)
+        for name, width in sizes.projections.items():
+            setattr(self, name, make(name, cfg.hidden_size, width))
         self.out = make("out", sizes.value_width, cfg.hidden_size)
         self.conv = nnx.Param(jnp.zeros((sizes.channels, 1, sizes.taps)))
         self.dt_bias = nnx.Param(jnp.zeros((sizes.value_heads,)))
@@ -159,7 +157,8 @@ class DeltaNet(nnx.Module):
     ) -> tuple[Float[Array, "B N D"], DeltaState]:
         """Mix N tokens that follow a state; return the state after them as well."""
         sizes, flat, real = self.sizes, x.reshape(-1, x.shape[-1]), valid[..., None]
-        mixed, z, a, b = (p(flat).reshape(*x.shape[:2], -1) for p in (self.qkv, self.z, self.a, self.b))
+        projected = {name: getattr(self, name)(flat).reshape(*x.shape[:2], -1) for name in sizes.projections}
+        mixed, z, a, b = _by_key_head(projected, sizes) if sizes.joined else projected.values()
         inputs = jnp.concatenate([state.tail, jnp.where(real, mixed, 0)], axis=1)
         taps = self.conv[...].astype(mixed.dtype)
         mixed = sum(inputs[:, i : i + x.shape[1]] * taps[:, 0, i] for i in range(sizes.taps))
@@ -179,6 +178,16 @@ class DeltaNet(nnx.Module):
         )
         out = self.norm(mix, z.reshape(mix.shape)).reshape(flat.shape[0], -1)
         return self.out(out).reshape(x.shape), DeltaState(memory, inputs[:, x.shape[1] :])
+
+
+def _by_key_head(projected: dict[str, Array], sizes: DeltaSizes) -> tuple[Array, ...]:
+    """Take apart Qwen3-Next's projections, which hold each key head with the values and rates that belong to it."""
+    share, rows = sizes.value_heads // sizes.key_heads, projected["ba"].shape[:2]
+    heads = {name: x.reshape(*rows, sizes.key_heads, -1) for name, x in projected.items()}
+    ends = [sizes.key_dim, 2 * sizes.key_dim, 2 * sizes.key_dim + share * sizes.value_dim]
+    q, k, v, z = (part.reshape(*rows, -1) for part in jnp.split(heads["qkvz"], ends, axis=-1))
+    b, a = (part.reshape(*rows, -1) for part in jnp.split(heads["ba"], 2, axis=-1))
+    return jnp.concatenate([q, k, v], axis=-1), z, a, b
 
 
 def _unit(x: Float[Array, "*B h"]) -> Float[Array, "*B h"]:

@@ -61,7 +61,7 @@ class CentredNorm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query self-attention with rotary positions; from Qwen3 on q and k are normalised per head.
 
-    In Qwen3.5 each head's output is multiplied by the sigmoid of a gate, stored beside the head's query in q.
+    From Qwen3-Next on each head's output is multiplied by the sigmoid of a gate, stored beside the head's query in q.
     """
 
     def __init__(self, cfg: QwenConfig, *, linear: Any, norm: Any, rngs: nnx.Rngs):
@@ -104,14 +104,24 @@ class MLP(nnx.Module):
     three-dimensional operands take twice as long on a CPU.
     """
 
-    def __init__(self, cfg: QwenConfig, *, linear: Any, rngs: nnx.Rngs):
-        self.gate = linear("gate", cfg.hidden_size, cfg.intermediate_size, use_bias=False, rngs=rngs)
-        self.up = linear("up", cfg.hidden_size, cfg.intermediate_size, use_bias=False, rngs=rngs)
-        self.down = linear("down", cfg.intermediate_size, cfg.hidden_size, use_bias=False, rngs=rngs)
+    def __init__(self, cfg: QwenConfig, *, linear: Any, width: int, rngs: nnx.Rngs):
+        self.gate = linear("gate", cfg.hidden_size, width, use_bias=False, rngs=rngs)
+        self.up = linear("up", cfg.hidden_size, width, use_bias=False, rngs=rngs)
+        self.down = linear("down", width, cfg.hidden_size, use_bias=False, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         flat = x.reshape(-1, x.shape[-1])
         return self.down(jax.nn.silu(self.gate(flat)) * self.up(flat)).reshape(x.shape)
+
+
+def _fed(
+    layer: Any, x: Float[Array, "B N D"], counted: Bool[Array, "B N"], chosen: Int[Array, "B N k"] | None
+) -> tuple[Float[Array, "B N D"], Routing | None]:
+    """Add a layer's MLP, or its experts, to the stream; ``counted`` and ``chosen`` as in ``MoE``."""
+    if not isinstance(layer.mlp, MoE):
+        return x + layer.mlp(layer.mlp_norm(x)), None
+    added, routing = layer.mlp(layer.mlp_norm(x), counted=counted, chosen=chosen)
+    return x + added, routing
 
 
 class Layer(nnx.Module):
@@ -136,11 +146,8 @@ class Layer(nnx.Module):
     ) -> tuple[Float[Array, "B N D"], tuple[Float[Array, "B N kv h"], Float[Array, "B N kv h"]], Routing | None]:
         """Return the stream, keys and values, and the routing of experts; ``counted`` and ``chosen`` as in ``MoE``."""
         mixed, kv = self.attention(self.attention_norm(x), cos, sin, mix, compute_dtype=compute_dtype)
-        x = x + mixed
-        if not isinstance(self.mlp, MoE):
-            return x + self.mlp(self.mlp_norm(x)), kv, None
-        added, routing = self.mlp(self.mlp_norm(x), counted=counted, chosen=chosen)
-        return x + added, kv, routing
+        x, routing = _fed(self, x + mixed, counted, chosen)
+        return x, kv, routing
 
 
 class DeltaLayer(nnx.Module):
@@ -153,11 +160,18 @@ class DeltaLayer(nnx.Module):
         self.mlp = mlp(rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "B N D"], valid: Bool[Array, "B N"], state: DeltaState
-    ) -> tuple[Float[Array, "B N D"], DeltaState]:
+        self,
+        x: Float[Array, "B N D"],
+        valid: Bool[Array, "B N"],
+        state: DeltaState,
+        *,
+        counted: Bool[Array, "B N"],
+        chosen: Int[Array, "B N k"] | None = None,
+    ) -> tuple[Float[Array, "B N D"], DeltaState, Routing | None]:
+        """Return the stream, the state after it, and the routing of experts as ``Layer`` does."""
         mixed, after = self.delta(self.attention_norm(x), valid, state)
-        x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), after
+        x, routing = _fed(self, x + mixed, counted, chosen)
+        return x, after, routing
 
 
 class Qwen(nnx.Module):
@@ -180,10 +194,11 @@ class Qwen(nnx.Module):
             kind = partial(Adapted, scale=adapter_scale) if name in adapted else nnx.Linear
             return kind(into, out, dtype=compute_dtype, preferred_element_type=stream, **options)
 
-        mlp = partial(MLP, cfg, linear=linear)
+        dense = partial(MLP, cfg, linear=linear)
+        mlp = partial(dense, width=cfg.intermediate_size)
         if cfg.experts is not None:
             more = {"dtype": compute_dtype, "adapted": adapted, "scale": adapter_scale, "kind": experts, "mesh": mesh}
-            mlp = partial(MoE, cfg, cfg.experts, linear=linear, **more)
+            mlp = partial(MoE, cfg, cfg.experts, linear=linear, shared=dense, **more)
         norm = partial(CentredNorm if cfg.delta else nnx.RMSNorm, epsilon=cfg.rms_norm_eps, dtype=stream)
         self.embed = nnx.Embed(cfg.vocab_size, cfg.hidden_size, rngs=rngs)
         self.norm = norm(cfg.hidden_size, rngs=rngs)

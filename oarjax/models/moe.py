@@ -1,8 +1,9 @@
 """Mixture of experts: a router sends every token to ``per_token`` of ``count`` small MLPs and adds up their outputs.
 
 p = softmax(x W_router) in float32; the likeliest k experts e_1 .. e_k have weights p_e, divided by their sum where the
-config says so; y = sum_i p_{e_i} * down_{e_i}(silu(gate_{e_i} x) * up_{e_i} x). Experts have no capacity limit: no
-token is dropped, padding is computed like any token, and a row's result does not depend on the rows beside it.
+config says so; y = sum_i p_{e_i} * down_{e_i}(silu(gate_{e_i} x) * up_{e_i} x). Where a shared expert is, which every
+token visits, sigmoid(x w) times its output is added. Experts have no capacity limit: no token is dropped, padding is
+computed like any token, and a row's result does not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class MoE(nnx.Module):
         experts: Experts,
         *,
         linear: Any,
+        shared: Callable[..., Callable[[Array], Array]],
         dtype: DTypeLike,
         adapted: frozenset[str],
         scale: float,
@@ -113,6 +115,9 @@ class MoE(nnx.Module):
             stacked("up", embed, ffn),
             stacked("down", ffn, embed),
         )
+        if experts.shared is not None:
+            self.shared = shared(width=experts.shared, rngs=rngs)
+            self.shared_gate = linear("shared_gate", embed, 1, use_bias=False, rngs=rngs)
 
     def __call__(
         self, x: Float[Array, "B N D"], *, counted: Bool[Array, "B N"], chosen: Int[Array, "B N k"] | None = None
@@ -137,6 +142,8 @@ class MoE(nnx.Module):
             probability=jnp.sum(probs * counts, axis=0),
             tokens=jnp.sum(counts),
         )
+        if self.experts.shared is not None:
+            out += jax.nn.sigmoid(self.shared_gate(flat)) * self.shared(flat)
         return out.reshape(x.shape), routing
 
 

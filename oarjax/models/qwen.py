@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -138,35 +139,43 @@ def make_policy(
                 masks[0] = masks[0] & visible.reshape(masks[0].shape[0], -1, visible.shape[-1])
             mixer, read = segment_mixer(masks, valid), _heads_first
 
+        count = {"counted": valid if counted is None else counted}
+
         def body(x, xs):
             weights, chosen, *layers = xs
             stored = [read(c, of) for c, of in zip(stores, layers, strict=True)]
-            options = {"chosen": chosen, "counted": valid if counted is None else counted, "compute_dtype": compute}
+            options = {"chosen": chosen, "compute_dtype": compute, **count}
             x, kv, routing = nnx.merge(layer_def, weights)(x, cos, sin, partial(mixer, stored), **options)
             kept = None if cache is None else _stored_as(cache, *kv)
             return place(x, ROWS, None, None), (kept, routing if counted is not None else None)
 
         def delta_body(x, xs):
-            weights, own, before = xs
+            weights, chosen, own, before = xs
             state = state_before(own, begun, before, empty_state(sizes, x.shape[0], dtype=stream))
-            x, after = nnx.merge(delta_def, weights)(x, valid, state)
-            return place(x, ROWS, None, None), after if cache is not None else None
+            x, after, routing = nnx.merge(delta_def, weights)(x, valid, state, chosen=chosen, **count)
+            kept = after if cache is not None else None
+            return place(x, ROWS, None, None), (kept, routing if counted is not None else None)
 
         remat_of = (
             partial(rematerialised, remat=remat) if filled is None else lambda body: body
         )  # decoding has no derivative
         x = place(embeddings.astype(stream), ROWS, None, None)
-        by_layer = None if experts is None else jnp.moveaxis(experts, 2, 0)
-        layers, state = (params["layers"], by_layer, *map(_by_layer, stores)), None
+        chosen, chosen_by_deltas = (
+            None if experts is None else jnp.moveaxis(experts[:, :, numbers], 2, 0)
+            for numbers in (np.array(cfg.attention_layers), np.array(cfg.delta_layers))
+        )
+        layers, state = (params["layers"], chosen, *map(_by_layer, stores)), None
         if sizes is None:
             x, (kv, routing) = jax.lax.scan(remat_of(body), x, layers)
         else:
             begun = written(filled).any(axis=1) if filled is not None else None
             own, before = (getattr(c, "state", None) for c in (filled, prefix))
-            deltas = (params["delta_layers"], own, before)
-            x, (kv, routing), state = _scan_blocks(
+            deltas = (params["delta_layers"], chosen_by_deltas, own, before)
+            x, (kv, routing), (state, other) = _scan_blocks(
                 remat_of(body), remat_of(delta_body), x, layers, deltas, sizes.interval - 1
             )
+            order = np.argsort(cfg.attention_layers + cfg.delta_layers)
+            routing = jax.tree.map(lambda *parts: jnp.concatenate(parts)[order], routing, other)
         hidden = place(nnx.merge(norm_def, params["norm"])(x), ROWS, None, None)
         if cache is None or kv is None:
             return hidden, None, routing

@@ -8,7 +8,7 @@ of ``models/weights.py``, its layers beside ``models/layers.py`` and in ``models
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from oarjax.errors import UserError
@@ -18,12 +18,21 @@ SUPPORTED = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
+VISION = ("qwen3_vl", "qwen3_5", "qwen3_5_moe")
+"""Kinds whose text model is described by ``text_config`` and named ``model.language_model``."""
+HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+MIXTURES = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
 REMEDY = (
-    "supported are the text models Qwen2 and Qwen2.5 (qwen2), Qwen3 (qwen3), Qwen3 MoE (qwen3_moe) and Qwen3.5 to "
-    "Qwen3.8 (qwen3_5, qwen3_5_text; of qwen3_5 the text part)"
+    "supported are the text models Qwen2 and Qwen2.5 (qwen2), Qwen3 (qwen3), Qwen3 MoE (qwen3_moe), Qwen3-Next "
+    "(qwen3_next), Qwen3.5 to Qwen3.8 (qwen3_5, qwen3_5_text, qwen3_5_moe, qwen3_5_moe_text) and the text part of "
+    "Qwen3-VL (qwen3_vl)"
 )
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -40,6 +49,8 @@ class Experts:
     count: int  # num_experts
     per_token: int  # num_experts_per_tok
     normalised: bool  # norm_topk_prob: the weights of a token's experts add up to 1
+    shared: int | None = None  # shared_expert_intermediate_size: width of an expert that every token visits
+    packed: bool = False  # files hold all experts of a layer as one tensor, gate and up together
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,7 @@ class DeltaSizes:
     key_dim: int  # linear_key_head_dim
     value_dim: int  # linear_value_head_dim
     taps: int  # linear_conv_kernel_dim
+    joined: bool = False  # Qwen3-Next: two projections, whose outputs are sorted by key head
 
     @property
     def key_width(self) -> int:
@@ -65,6 +77,13 @@ class DeltaSizes:
     def channels(self) -> int:
         """Width of queries, keys and values together."""
         return 2 * self.key_width + self.value_width
+
+    @property
+    def projections(self) -> dict[str, int]:
+        """Widths of the projections of the input, by their names in the checkpoint."""
+        if self.joined:
+            return {"qkvz": self.channels + self.value_width, "ba": 2 * self.value_heads}
+        return {"qkv": self.channels, "z": self.value_width, "a": self.value_heads, "b": self.value_heads}
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -93,7 +112,7 @@ class QwenConfig:
     yarn: Yarn | None = None
     initializer_range: float = 0.02
     experts: Experts | None = None
-    delta: DeltaSizes | None = None  # Qwen3.5, whose attention has a gate and whose norms multiply by 1 + w
+    delta: DeltaSizes | None = None  # from Qwen3-Next on; attention has a gate, norms multiply by 1 + w
     rotary_dim: int | None = None  # leading numbers of a head that are rotated; None: all
     prefix: str = "model."  # of the names of the decoder's tensors
 
@@ -119,7 +138,7 @@ class QwenConfig:
         """
         _refuse_unsupported(fields)
         kind, outer = fields["model_type"], fields
-        if kind == "qwen3_5":
+        if kind in VISION:
             fields = {**fields["text_config"], "model_type": kind, "architectures": None}
             _refuse_unsupported(fields)
         heads = _required(fields, "num_attention_heads")
@@ -129,14 +148,14 @@ class QwenConfig:
         head_dim = _required(fields, "head_dim") if three else fields.get("head_dim") or hidden // heads
         if heads % kv_heads:
             _refuse("num_key_value_heads", kv_heads, f"it does not divide num_attention_heads = {heads}", "correct it")
-        delta = _read_delta(fields) if kind.startswith("qwen3_5") else None
+        delta = _read_delta(fields) if kind in HYBRID else None
         share = _rotary_share(fields) if delta else 1.0
         if int(head_dim * share) % 2:
             name, value = ("partial_rotary_factor", share) if share != 1 else ("head_dim", head_dim)
             _refuse(name, value, "rotary embedding turns pairs", "use an even head_dim")
         theta, yarn = _read_rope(fields)
         bias = three and bool(fields.get("attention_bias", False))
-        experts = _read_experts(fields) if kind == "qwen3_moe" else None
+        experts = _read_experts(fields) if kind in MIXTURES else None
         return QwenConfig(
             vocab_size=_required(fields, "vocab_size"),
             hidden_size=hidden,
@@ -157,8 +176,25 @@ class QwenConfig:
             experts=experts,
             delta=delta,
             rotary_dim=int(head_dim * share) if share != 1 else None,
-            prefix="model.language_model." if kind == "qwen3_5" else "model.",
+            prefix="model.language_model." if kind in VISION else "model.",
         )
+
+
+def exported_as(cfg: QwenConfig, fields: Mapping[str, Any]) -> tuple[QwenConfig, dict[str, Any]]:
+    """Return the sizes and the config.json of an export of a checkpoint with these fields.
+
+    Of a Qwen3-VL only the text model is exported: the Qwen3 that computes the same for text.
+    """
+    if fields["model_type"] != "qwen3_vl":
+        return cfg, dict(fields)
+    text = {name: value for name, value in fields["text_config"].items() if name not in ("model_type", "dtype")}
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = {part: value for part, value in (text.pop(name, None) or {}).items() if not part.startswith("mrope")}
+        text |= {name: rope} if rope else {}
+    whole = {"model_type": "qwen3", "architectures": [SUPPORTED["qwen3"]], "tie_word_embeddings": False}
+    shared = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version")
+    text = whole | text | {name: fields[name] for name in shared if name in fields}
+    return replace(cfg, prefix="model."), text
 
 
 def _refuse(field: str, value: Any, why: str, remedy: str = REMEDY) -> None:
@@ -175,7 +211,7 @@ def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
     kind = _required(fields, "model_type")
     if kind not in SUPPORTED:
         _refuse("model_type", kind, "this architecture is not supported")
-    if kind != "qwen3_moe" and (names := [n for n in EXPERTS if fields.get(n)]):
+    if kind not in MIXTURES and (names := [n for n in EXPERTS if fields.get(n)]):
         _refuse(names[0], fields[names[0]], f"experts in a {kind} are not supported")
     architectures = fields.get("architectures")
     if architectures and SUPPORTED[kind] not in architectures:
@@ -184,20 +220,20 @@ def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
         _refuse("quantization_config", fields["quantization_config"], "quantised weights are not supported")
     if fields.get("hidden_act", "silu") != "silu":
         _refuse("hidden_act", fields["hidden_act"], "only silu is supported")
-    if kind == "qwen3_5" and fields.get("num_hidden_layers") is None:
+    if kind in VISION and fields.get("num_hidden_layers") is None:
         if not isinstance(_required(fields, "text_config"), Mapping):
             _refuse("text_config", fields["text_config"], "expected an object", "fetch the file again")
         return
     layers = _required(fields, "num_hidden_layers")
     window = fields.get("sliding_window", 4096) if fields.get("use_sliding_window") else None
-    if kind == "qwen3_moe" and window is not None:  # transformers applies it to every layer of this family
+    if kind in MIXTURES and window is not None:  # transformers applies it to every layer of this family
         _refuse(
             "use_sliding_window",
             True,
             f"the window of {window} would act on all {layers} layers",
             "set use_sliding_window to false and train below the window",
         )
-    kinds = None if kind.startswith("qwen3_5") else fields.get("layer_types")
+    kinds = None if kind in HYBRID else fields.get("layer_types")
     if kinds is not None:
         other = sorted(set(kinds) - {"full_attention"})
         if other:
@@ -214,7 +250,7 @@ def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
 
 
 def _read_experts(fields: Mapping[str, Any]) -> Experts:
-    """Read the experts, which every layer has: Qwen3's released mixtures have no dense layers."""
+    """Read the experts, which every layer has: the released mixtures have no dense layers."""
     for name, allowed in (("mlp_only_layers", ([], None)), ("decoder_sparse_step", (1, None))):
         if fields.get(name) not in allowed:
             _refuse(name, fields[name], "dense layers among those with experts are not supported")
@@ -222,7 +258,10 @@ def _read_experts(fields: Mapping[str, Any]) -> Experts:
     chosen = _required(fields, "num_experts_per_tok")
     if not 0 < chosen <= count:
         _refuse("num_experts_per_tok", chosen, f"expected 1 to num_experts = {count}", "correct it")
-    return Experts(count, chosen, bool(fields.get("norm_topk_prob", False)))
+    kind = fields["model_type"]
+    shared = _required(fields, "shared_expert_intermediate_size") if kind in HYBRID else None
+    normalised = kind.startswith("qwen3_5") or bool(fields.get("norm_topk_prob", kind == "qwen3_next"))
+    return Experts(count, chosen, normalised, shared)
 
 
 def _read_delta(fields: Mapping[str, Any]) -> DeltaSizes:
@@ -246,7 +285,7 @@ def _read_delta(fields: Mapping[str, Any]) -> DeltaSizes:
     sizes = [_required(fields, name) for name in (*names, "linear_conv_kernel_dim")]
     if sizes[1] % sizes[0]:
         _refuse(names[0], sizes[0], f"it does not divide {names[1]} = {sizes[1]}", "correct it")
-    return DeltaSizes(interval, *sizes)
+    return DeltaSizes(interval, *sizes, joined=fields["model_type"] == "qwen3_next")
 
 
 def _rotary_share(fields: Mapping[str, Any], default: float = 0.25) -> float:
@@ -266,7 +305,7 @@ def _read_rope(fields: Mapping[str, Any]) -> tuple[float, Yarn | None]:
             "config.json: field rope_theta is missing, at top level and in rope_parameters; "
             "take the checkpoint's own config.json whole"
         )
-    if not fields["model_type"].startswith("qwen3_5") and (share := _rotary_share(fields, 1.0)) != 1.0:
+    if fields["model_type"] not in HYBRID and (share := _rotary_share(fields, 1.0)) != 1.0:
         _refuse("partial_rotary_factor", share, "in this family only whole heads are rotated")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":

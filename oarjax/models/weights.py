@@ -24,21 +24,25 @@ from oarjax.types import Params
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor, or the same tensor of all layers, and of all experts of a layer, stacked along leading axes."""
+    """A tensor, or the same tensor of all layers, and of all experts of a layer, stacked along leading axes.
+
+    A checkpoint may hold several as one, part after part of its rows: the gates and ups of a layer's packed experts.
+    """
 
     name: str  # in the checkpoint; {layer} and {expert} stand for their numbers
     path: tuple[str, ...]  # in the tree
     shape: tuple[int, ...]  # in the tree, layers and experts included
     axes: tuple[str, ...]  # logical name of every axis, for sharding
     pieces: tuple[int, ...]  # that each axis may be sharded into: whole heads, not their numbers
-    layout: Literal["same", "transposed"]  # checkpoint matrices are [out, in], ours [in, out]
+    layout: Literal["same", "transposed"]  # checkpoint matrices are [..., out, in], ours [..., in, out]
     init: Literal["normal", "ones", "zeros", "decay"]
     layers: tuple[int, ...] = ()  # numbers of the layers that are stacked
+    part: tuple[int, int] = (0, 1)  # of the checkpoint tensor's rows: its number, and how many there are
 
     @property
     def stack(self) -> tuple[int, ...]:
         """Sizes of the axes along which checkpoint tensors are stacked here: layers and experts, or neither."""
-        return self.shape[: sum(axis in ("layers", "expert") for axis in self.axes)]
+        return self.shape[: ("{layer}" in self.name) + ("{expert}" in self.name)]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -50,9 +54,13 @@ class Weight:
 
     @property
     def file_shape(self) -> tuple[int, ...]:
-        """The shape of one tensor in the checkpoint."""
-        shape = self.shape[len(self.stack) :]
-        return shape[::-1] if self.layout == "transposed" else shape
+        """The shape of one tensor in the checkpoint, all of its parts together."""
+        shape = list(self.shape[len(self.stack) :])
+        if self.layout == "transposed":
+            shape[-2:] = shape[:-3:-1]
+        if self.part[1] > 1:
+            shape[-2] *= self.part[1]
+        return tuple(shape)
 
 
 Axis = tuple[str, int, int]
@@ -82,11 +90,11 @@ class _Stack:
     def __init__(self, cfg: QwenConfig, path: str, layers: tuple[int, ...]):
         self.cfg, self.path, self.numbers, self.table = cfg, path, layers, list[Weight]()
 
-    def add(self, name: str, path: str, layout: str, init: str, *axes: Axis) -> None:
+    def add(self, name: str, path: str, layout: str, init: str, *axes: Axis, part: tuple[int, int] = (0, 1)) -> None:
         count = len(self.numbers)
         labels, sizes, pieces = zip(("layers", count, count), *axes)
         name, where = f"{self.cfg.prefix}layers.{{layer}}.{name}", (self.path, *path.split("."))
-        self.table.append(Weight(name, where, sizes, labels, pieces, layout, init, self.numbers))  # type: ignore[arg-type]
+        self.table.append(Weight(name, where, sizes, labels, pieces, layout, init, self.numbers, part))  # type: ignore[arg-type]
 
     def linear(self, name: str, path: str, into: Axis, out: Axis, *, bias: bool = False) -> None:
         self.add(f"{name}.weight", f"{path}.kernel", "transposed", "normal", into, out)
@@ -130,10 +138,8 @@ class _Stack:
 
         heads, values = axis("delta", sizes.value_heads), axis("delta", sizes.value_width)
         channels, taps = axis("delta", sizes.channels), axis("tap", sizes.taps)
-        self.linear("linear_attn.in_proj_qkv", "delta.qkv", d, channels)
-        self.linear("linear_attn.in_proj_z", "delta.z", d, values)
-        self.linear("linear_attn.in_proj_a", "delta.a", d, heads)
-        self.linear("linear_attn.in_proj_b", "delta.b", d, heads)
+        for name, width in sizes.projections.items():
+            self.linear(f"linear_attn.in_proj_{name}", f"delta.{name}", d, axis("delta", width))
         self.linear("linear_attn.out_proj", "delta.out", values, d)
         self.add("linear_attn.conv1d.weight", "delta.conv", "same", "normal", channels, axis("tap", 1), taps)
         self.add("linear_attn.dt_bias", "delta.dt_bias", "same", "ones", heads)
@@ -141,15 +147,30 @@ class _Stack:
         self.add("linear_attn.norm.weight", "delta.norm.scale", "same", "ones", axis("head", sizes.value_dim))
 
     def mlp(self, d: Axis) -> None:
-        """List an MLP, or the router and the experts."""
-        cfg, ffn = self.cfg, self.cfg.intermediate_size
-        f, expert, stack = ("ffn", ffn, ffn), "", ()
-        if cfg.experts is not None:
-            count = cfg.experts.count
-            self.linear("mlp.gate", "mlp.router", d, ("router", count, count))
-            expert, stack = "experts.{expert}.", (("expert", count, count),)
-        for name, into, out in (("gate", d, f), ("up", d, f), ("down", f, d)):
-            self.add(f"mlp.{expert}{name}_proj.weight", f"mlp.{name}.kernel", "transposed", "normal", *stack, into, out)
+        """List an MLP, or the router, the experts and the one that all tokens share."""
+        cfg, experts = self.cfg, self.cfg.experts
+        if experts is None:
+            self.gated("mlp", "mlp", d, cfg.intermediate_size)
+            return
+        stack = ("expert", experts.count, experts.count)
+        self.linear("mlp.gate", "mlp.router", d, ("router", experts.count, experts.count))
+        if not experts.packed:
+            self.gated("mlp.experts.{expert}", "mlp", d, cfg.intermediate_size, stack)
+        else:
+            f = ("ffn", cfg.intermediate_size, cfg.intermediate_size)
+            for number, name in enumerate(("gate", "up")):
+                where = ("mlp.experts.gate_up_proj", f"mlp.{name}.kernel", "transposed", "normal")
+                self.add(*where, stack, d, f, part=(number, 2))
+            self.add("mlp.experts.down_proj", "mlp.down.kernel", "transposed", "normal", stack, f, d)
+        if experts.shared is not None:
+            self.gated("mlp.shared_expert", "mlp.shared", d, experts.shared)
+            self.linear("mlp.shared_expert_gate", "mlp.shared_gate", d, ("router", 1, 1))
+
+    def gated(self, name: str, path: str, d: Axis, ffn: int, *stack: Axis) -> None:
+        f = ("ffn", ffn, ffn)
+        for part, into, out in (("gate", d, f), ("up", d, f), ("down", f, d)):
+            where = (f"{name}.{part}_proj.weight", f"{path}.{part}.kernel", "transposed", "normal")
+            self.add(*where, *stack, into, out)
 
 
 def build_tree(cfg: QwenConfig, leaf: Callable[[Weight], Any]) -> dict[str, Any]:
@@ -252,7 +273,7 @@ def init_params(cfg: QwenConfig, key: Key[Array, ""], *, dtype: DTypeLike = jnp.
     def leaf(w: Weight) -> Array:
         if w.init in ("ones", "zeros"):
             return jnp.full(w.shape, 1.0 if w.init == "ones" else 0.0, dtype)
-        own = jax.random.fold_in(key, zlib.crc32(w.name.encode()))
+        own = jax.random.fold_in(key, zlib.crc32(f"{w.name}{w.part[0] or ''}".encode()))
         if w.init == "decay":
             return jnp.log(jax.random.uniform(own, w.shape, jnp.float32, 0.01, 16.0)).astype(dtype)
         return (jax.random.normal(own, w.shape, jnp.float32) * cfg.initializer_range).astype(dtype)

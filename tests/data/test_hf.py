@@ -34,7 +34,7 @@ def same_bits(a, b):
         np.testing.assert_array_equal(a[name].view(np.uint8), b[name].view(np.uint8), err_msg=name)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_tied", "qwen3_untied", "moe_untied", "delta_untied"])
+@pytest.mark.parametrize("kind", ["qwen2_tied", "qwen3_untied", "moe_untied", "delta_untied", "next_untied"])
 @pytest.mark.parametrize("shard_bytes", [5 * 10**9, 20_000])
 def test_load_then_export_gives_the_same_bits(kind, shard_bytes, data, tmp_path):
     source = data / "policy" / kind

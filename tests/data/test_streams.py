@@ -123,6 +123,8 @@ def test_missing_field_names_line_fields_and_setting(jsonl):
         ('{"question": "1", "answer": null}\n', r"line 1: field 'answer' is None; expected text or a number"),
         ('{"question": "1", "answer": true}\n', r"line 1: field 'answer' is True; expected text or a number"),
         ("\n \n", r"bad.jsonl holds no rows"),
+        ('{"question": "1", "answer": "1", "image": "a.png"}\n', r"line 1: field 'image' holds a picture"),
+        ('{"question": "<|image_pad|> 1", "answer": "1"}\n', r"line 1: field 'question' holds a picture"),
     ],
 )
 def test_bad_lines_are_named(tmp_path, text, message):

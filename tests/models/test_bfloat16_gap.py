@@ -10,6 +10,7 @@ from oarjax.models.qwen import make_policy
 from oarjax.rollout.logps import token_logps
 
 KINDS = {"qwen2_untied": 0.02, "qwen3_untied": 0.02, "moe_untied": 0.1, "delta_untied": 0.1}
+KINDS |= {"moe_delta_untied": 0.1, "next_untied": 0.1}
 """Checkpoint -> bound on the mean difference, in nats: amplified random weights, far from a trained model's."""
 
 

@@ -47,6 +47,15 @@ DELTA = {
     "linear_num_value_heads": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
 }
+MOE_DELTA = {
+    **{name: value for name, value in DELTA.items() if name != "intermediate_size"},
+    "model_type": "qwen3_5_moe_text",
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "rms_norm_eps": 1e-2,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 12,
+}
+NEXT = {**DELTA, "model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "rms_norm_eps": 1e-2}
 KINDS = {
     "qwen2_tied": {**QWEN2, "tie_word_embeddings": True, "rope_theta": 1e6},
     "qwen2_untied": {
@@ -92,6 +101,47 @@ KINDS = {
         "linear_num_value_heads": 3,
         "num_key_value_heads": 1,
     },
+    "moe_delta_untied": {
+        **MOE_DELTA,
+        "tie_word_embeddings": False,
+        "num_hidden_layers": 3,
+        "full_attention_interval": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+    },
+    "moe_delta_tied": {
+        **MOE_DELTA,
+        "tie_word_embeddings": True,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_key_heads": 4,
+        "shared_expert_intermediate_size": 28,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+    },
+    "next_untied": {
+        **NEXT,
+        "tie_word_embeddings": False,
+        "num_hidden_layers": 3,
+        "full_attention_interval": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24,
+        "num_experts": 7,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
+    "next_tied": {
+        **NEXT,
+        "tie_word_embeddings": True,
+        "num_hidden_layers": 5,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 3,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 12,
+        "num_experts": 4,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": False,
+    },
 }
 
 
@@ -101,13 +151,14 @@ def torch_model(fields: dict, seed: int):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**json.loads(json.dumps(fields)))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    options = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float32}
+    model = AutoModelForCausalLM.from_config(config, **options).eval()
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             noise = torch.randn(tensor.shape, generator=random)
             if "norm" in name:
-                centred = fields["model_type"].startswith("qwen3_5") and "linear_attn" not in name  # times 1 + w
+                centred = "linear_num_key_heads" in fields and "linear_attn" not in name  # times 1 + w
                 tensor.copy_(0.2 * noise + (not centred))
             else:
                 tensor.copy_(noise * (0.3 if "bias" in name else 0.6 if "conv1d" in name else 0.25))
@@ -155,6 +206,7 @@ def all_in_float64(torch, x64, monkeypatch):
 
 
 IN_LONG = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2_untied", "qwen3_untied", "delta_untied")]
+IN_LONG += [pytest.param(kind, marks=pytest.mark.slow) for kind in ("moe_delta_tied", "next_untied")]
 
 
 @pytest.mark.parametrize("kind", ["moe_tied", *IN_LONG])
@@ -175,10 +227,10 @@ def test_gradients_equal_transformers(kind, torch, tmp_path, highest_precision, 
     model.save_pretrained(tmp_path / "model")
     ids = np.random.default_rng(8).integers(0, 64, (2, 20), dtype=np.int32)
     dtype, single = jnp.dtype(jnp.float32), torch.float32
-    if kind.startswith("delta"):
+    if "linear_num_key_heads" in KINDS[kind]:
         request.getfixturevalue("all_in_float64")
         dtype, model = jnp.dtype(jnp.float64), model.double()
-    targets, routed = torch.tensor(ids[:, 1:, None], dtype=torch.long), kind.startswith("moe")
+    targets, routed = torch.tensor(ids[:, 1:, None], dtype=torch.long), "num_experts" in KINDS[kind]
     more = {"output_router_logits": True} if routed else {}
     out = model(torch.tensor(ids[:, :-1], dtype=torch.long), **more)
     total = torch.log_softmax(out.logits, -1).gather(-1, targets).mean()
@@ -210,7 +262,14 @@ def test_gradients_equal_transformers(kind, torch, tmp_path, highest_precision, 
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("qwen2_tied", "float32"), ("qwen3_untied", "bfloat16"), ("moe_untied", "float32"), ("delta_untied", "float32")],
+    [
+        ("qwen2_tied", "float32"),
+        ("qwen3_untied", "bfloat16"),
+        ("moe_untied", "float32"),
+        ("delta_untied", "float32"),
+        ("moe_delta_untied", "float32"),
+        ("next_untied", "bfloat16"),
+    ],
 )
 def test_transformers_loads_our_export(kind, dtype, torch, tmp_path, data):
     """Sharded export, read back by transformers: the same tensors bit for bit, and the same logits."""
@@ -234,23 +293,48 @@ def test_transformers_loads_our_export(kind, dtype, torch, tmp_path, data):
     assert (folder / "model.safetensors.index.json").is_file()
 
 
-def test_the_text_of_a_vision_model_trains_and_the_rest_is_kept(torch, tmp_path, highest_precision):
-    """Logits and export of a folder with vision and multi-token prediction, which transformers reads back."""
-    import jax.numpy as jnp
-    from safetensors.numpy import load_file, save_file
+def vision_model(kind: str, text: dict):
+    """A transformers model of text and vision with random weights; its text part has the fields ``text``."""
+    import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
-
-    from oarjax.data.hf import export, load_params, read_config
 
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4}
     vision |= {"out_hidden_size": 32, "num_position_embeddings": 16}
-    text = {k: v for k, v in KINDS["delta_tied"].items() if k != "architectures"}
-    fields = {"text_config": text, "vision_config": vision, "tie_word_embeddings": True}
-    config = AutoConfig.for_model("qwen3_5", **json.loads(json.dumps(fields)))
-    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    vision |= {"deepstack_visual_indexes": [0]} if kind == "qwen3_vl" else {}
+    text = {k: v for k, v in text.items() if k != "architectures"}
+    fields = {"text_config": text, "vision_config": vision, "tie_word_embeddings": text["tie_word_embeddings"]}
+    config = AutoConfig.for_model(kind, **json.loads(json.dumps(fields)))
+    options = {"attn_implementation": "eager", "dtype": torch.float32}
+    model = AutoModelForImageTextToText.from_config(config, **options).eval()
+    random = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if "norm" not in name:
+                tensor.copy_(0.2 * torch.randn(tensor.shape, generator=random))
+    return model
+
+
+@pytest.mark.parametrize(("kind", "text"), [("qwen3_5", "delta_tied"), ("qwen3_5_moe", "moe_delta_tied")])
+def test_the_text_of_a_vision_model_trains_and_the_rest_is_kept(kind, text, torch, tmp_path, highest_precision):
+    """Logits and export of a folder with vision and multi-token prediction, which transformers reads back.
+
+    The published mixtures hold the experts of a layer packed, as transformers holds them in memory.
+    """
+    import jax.numpy as jnp
+    from safetensors.numpy import load_file, save_file
+    from transformers import AutoModelForImageTextToText
+
+    from oarjax.data.hf import export, load_params, read_config
+
+    model = vision_model(kind, KINDS[text])
     model.save_pretrained(tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
-    stored = load_file(file) | {"mtp.fc.weight": np.arange(6, dtype=np.float16).reshape(2, 3)}
+    stored = load_file(file)
+    if kind == "qwen3_5_moe":
+        packed = {name: x.numpy() for name, x in model.state_dict().items() if ".mlp.experts." in name}
+        assert {name.rpartition(".")[2] for name in packed} == {"gate_up_proj", "down_proj"}
+        stored = packed | {name: x for name, x in stored.items() if ".mlp.experts." not in name}
+    stored |= {"mtp.fc.weight": np.arange(6, dtype=np.float16).reshape(2, 3)}
     save_file(stored, file, metadata={"format": "pt"})
 
     ids = np.random.default_rng(7).integers(0, 64, (2, 30), dtype=np.int32)
@@ -266,6 +350,38 @@ def test_the_text_of_a_vision_model_trains_and_the_rest_is_kept(torch, tmp_path,
     theirs = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32)
     original = {name: x.bfloat16().float() for name, x in model.state_dict().items() if ".visual." not in name}
     assert all(torch.equal(x, theirs.state_dict()[name]) for name, x in original.items())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_text_of_a_qwen3_vl_is_exported_as_a_qwen3(tied, torch, tmp_path, highest_precision):
+    """Vision tensors are passed over by name; what is exported holds none, and AutoModelForCausalLM reads it."""
+    from safetensors.numpy import load_file
+    from transformers import AutoModelForCausalLM
+
+    from oarjax.data.hf import export, load_params, read_config
+
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [3, 2, 1], "mrope_interleaved": True}
+    text = {
+        **QWEN3,
+        "model_type": "qwen3_vl_text",
+        "head_dim": 12,
+        "rope_parameters": rope,
+        "tie_word_embeddings": tied,
+    }
+    model = vision_model("qwen3_vl", text)
+    model.save_pretrained(tmp_path / "model")
+    ids = np.random.default_rng(9).integers(0, 64, (2, 30), dtype=np.int32)
+    want = torch_logits(model, ids)
+    np.testing.assert_allclose(our_logits(tmp_path / "model", ids), want, atol=1e-4, rtol=0)
+    cfg, folder = read_config(tmp_path / "model")
+    params = load_params(folder, cfg)
+    out = export(tmp_path / "out", cfg, params, source=folder)
+    assert any(".visual." in name for name in load_file(folder / "model.safetensors"))
+    assert not any("visual" in name or "language_model" in name for name in load_file(out / "model.safetensors"))
+    theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, attn_implementation="eager").eval()
+    assert type(theirs).__name__ == "Qwen3ForCausalLM"
+    np.testing.assert_allclose(torch_logits(theirs, ids), want, atol=1e-5, rtol=0)
+    np.testing.assert_array_equal(our_logits(out, ids), our_logits(folder, ids))
 
 
 def our_logits(folder: Path, ids: np.ndarray) -> np.ndarray:

@@ -31,6 +31,8 @@ TRAINED = [
     ("qwen3_untied", ("q", "gate", "down")),
     ("delta_untied", ("o", "up")),  # attention alone, and layers of both kinds
     ("moe_untied", ("q", "gate", "up", "down")),  # of every expert
+    ("moe_delta_untied", ("o", "gate", "up", "down")),  # and of the shared one
+    ("next_untied", ("q", "v", "o")),
 ]
 
 
@@ -91,7 +93,9 @@ def test_torch_gets_equal_logits_from_the_folder(trained, tmp_path):
 
 def test_peft_gets_equal_logits_from_the_folder(trained):
     peft = pytest.importorskip("peft", reason="peft is not installed (extra parity)")
-    cfg, params, adapters, _, base, out = trained
+    cfg, params, adapters, targets, base, out = trained
+    if cfg.experts is not None and cfg.experts.shared is not None and "gate" in targets:
+        pytest.skip("PEFT 0.21 renames gate_proj to the packed experts', and so misses the shared expert's")
     theirs = torch_logits(peft.PeftModel.from_pretrained(torch_policy(base), out))
     np.testing.assert_allclose(logits_here(cfg, params, adapters), theirs, atol=1e-4)
 

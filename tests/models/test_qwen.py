@@ -16,6 +16,7 @@ from oarjax.models.qwen_config import Experts, QwenConfig, UnsupportedModel
 from oarjax.models.weights import init_params
 
 KINDS = ["qwen2_tied", "qwen2_untied", "qwen2_yarn", "qwen3_tied", "qwen3_untied", "moe_untied", "delta_untied"]
+KINDS += ["moe_delta_untied", "next_untied"]
 TINY = QwenConfig(
     vocab_size=31,
     hidden_size=16,
@@ -253,6 +254,8 @@ MOE |= {"num_experts": 4, "num_experts_per_tok": 2}
 DELTA = {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"]}
 DELTA |= {"head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4}
 DELTA |= {"linear_value_head_dim": 4, "linear_conv_kernel_dim": 4}
+MIXED = {**DELTA, **MOE, "model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"]}
+MIXED |= {"shared_expert_intermediate_size": 6}
 
 
 @pytest.mark.parametrize(
@@ -268,7 +271,7 @@ DELTA |= {"linear_value_head_dim": 4, "linear_conv_kernel_dim": 4}
                 {"model_type": kind},
                 f"model_type = '{kind}': this architecture is not supported; supported are .*qwen3_moe",
             )
-            for kind in ("llama", "gemma3_text", "qwen3_next", "qwen3_5_moe", "qwen4_exp", "qwen3_vl", "qwen2_moe")
+            for kind in ("llama", "gemma3_text", "qwen4_exp", "qwen3_vl_moe", "qwen2_moe")
         ),
         ({"architectures": ["Qwen3ForSequenceClassification"]}, "expected Qwen3ForCausalLM"),
         ({"quantization_config": {"bits": 4}}, "quantization_config = .*quantised weights"),
@@ -298,6 +301,11 @@ DELTA |= {"linear_value_head_dim": 4, "linear_conv_kernel_dim": 4}
         (DELTA | {"linear_num_key_heads": 3}, "linear_num_key_heads = 3: it does not divide"),
         (DELTA | {"linear_conv_kernel_dim": None}, "field linear_conv_kernel_dim is missing"),
         ({"model_type": "qwen3_5", "architectures": None, "num_hidden_layers": None}, "field text_config is missing"),
+        ({"model_type": "qwen3_vl", "architectures": None, "num_hidden_layers": None}, "field text_config is missing"),
+        (MIXED | {"shared_expert_intermediate_size": None}, "field shared_expert_intermediate_size is missing"),
+        (MIXED | {"num_experts": None}, "field num_experts is missing"),
+        (MIXED | {"model_type": "qwen3_next", "architectures": None, "mlp_only_layers": [1]}, "dense layers among"),
+        (DELTA | {"num_experts": 4}, "num_experts = 4: experts in a qwen3_5_text are not supported"),
     ],
 )
 def test_refusals(change, message):

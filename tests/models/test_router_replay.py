@@ -27,9 +27,9 @@ def prompts():
     return PromptBatch(tokens, valid, jnp.arange(3, dtype=jnp.int32))
 
 
-@pytest.fixture(scope="module")
-def mixture():
-    cfg, folder = read_config(TESTS / "golden" / "policy" / "moe_untied")
+@pytest.fixture(scope="module", params=["moe_untied", "moe_delta_untied"])
+def mixture(request):
+    cfg, folder = read_config(TESTS / "golden" / "policy" / request.param)
     return cfg, load_params(folder, cfg)
 
 
@@ -61,7 +61,8 @@ def test_the_sampler_records_what_its_router_chose(mixture):
     ends = np.asarray(rollout.valid) & ~seen  # the last token of a row is no input of another
     assert (np.asarray(rollout.experts)[ends] == 0).all()
     # Load and probabilities are sums over the inputs that count, in every layer.
-    counts = [np.bincount(found.chosen[..., layer, :][seen].ravel(), minlength=8) for layer in range(2)]
+    layers = range(cfg.num_hidden_layers)
+    counts = [np.bincount(found.chosen[..., layer, :][seen].ravel(), minlength=8) for layer in layers]
     np.testing.assert_array_equal(found.load, counts)
     np.testing.assert_allclose(found.probability.sum(-1), seen.sum(), rtol=1e-5)
     np.testing.assert_array_equal(found.tokens, seen.sum())
@@ -122,9 +123,11 @@ def test_choices_stay_with_their_tokens():
 def test_replay_keeps_log_probs_where_bfloat16_chooses_otherwise(mixture):
     """A router of nearly equal experts: the sampler's bfloat16 and float32 disagree on some; replayed, they agree."""
     cfg, params = mixture
-    router = params["layers"]["mlp"]["router"]["kernel"]
-    near = 0.2 * router[..., :1] + 2e-3 * router  # all columns almost one: choices hang on the last bits
-    params = {**params, "layers": {**params["layers"], "mlp": {**params["layers"]["mlp"], "router": {"kernel": near}}}}
+
+    def near(path, x):  # all columns of a router almost one: choices hang on the last bits
+        return 0.2 * x[..., :1] + 2e-3 * x if "'router'" in str(path) else x
+
+    params = jax.tree.map_with_path(near, params)
     rollout = drawn(make_policy(cfg, remat="none", experts="dense", compute_dtype=jnp.bfloat16), params)
     policy = make_policy(cfg, remat="none", experts="dense")
 

@@ -200,9 +200,10 @@ def test_eight_devices_give_the_golden_logits(data):
 
 
 @pytest.mark.slow
-def test_whole_experts_on_a_mesh_axis_of_four(data):
+@pytest.mark.parametrize("kind", ["moe_untied", "moe_delta_untied"])
+def test_whole_experts_on_a_mesh_axis_of_four(kind, data):
     """Logits, gradients and pullbacks of one device, and nobody gathers all experts of a matrix."""
-    assert "equal on 8 devices" in on_eight_devices(EXPERTS, str(data / "policy" / "moe_untied"))
+    assert "equal on 8 devices" in on_eight_devices(EXPERTS, str(data / "policy" / kind))
 
 
 def test_fsdp_divides_the_longer_axis_of_a_matrix_without_an_embedding():

@@ -21,6 +21,7 @@ from oarjax.models.weights import (
 )
 
 KINDS = ["qwen2_tied", "qwen2_untied", "qwen2_yarn", "qwen3_tied", "qwen3_untied", "moe_untied", "delta_untied"]
+KINDS += ["moe_delta_untied", "next_untied"]
 
 
 def config(folder):

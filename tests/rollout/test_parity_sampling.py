@@ -70,7 +70,10 @@ def generate(folder: Path, ids: np.ndarray, valid: np.ndarray, stop_ids: list[in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen2_untied", "qwen2_yarn", "qwen3_tied", "moe_untied", "delta_untied"])
+@pytest.mark.parametrize(
+    "kind",
+    ["qwen2_untied", "qwen2_yarn", "qwen3_tied", "moe_untied", "delta_untied", "moe_delta_untied", "next_untied"],
+)
 def test_greedy_equals_generate(kind, torch, data):
     """The kinds without golden tokens, other prompts."""
     import jax

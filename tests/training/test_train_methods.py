@@ -60,9 +60,11 @@ DELTA = {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], 
 DELTA |= {"num_hidden_layers": 3, "full_attention_interval": 2, "linear_conv_kernel_dim": 4}
 DELTA |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
 DELTA |= {"linear_key_head_dim": 4, "linear_value_head_dim": 4}
+MIXED = EXPERTS | DELTA | {"model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"]}
+MIXED |= {"shared_expert_intermediate_size": 8}
 FAMILIES = {
     "oar_p, sentences": DELTA,
-    "grail": DELTA,
+    "grail": MIXED,
     "oar_l, deleted": EXPERTS,
     "oar_g, joint, published": EXPERTS,
 }

@@ -46,6 +46,8 @@ QWEN3_5: Mapping[str, Any] = {
     "max_position_embeddings": 262144,
 }
 """The text part of checkpoints whose model_type is qwen3_5."""
+QWEN3_5_MOE: Mapping[str, Any] = {**QWEN3_5, "model_type": "qwen3_5_moe_text", "num_key_value_heads": 2}
+"""The text part of checkpoints whose model_type is qwen3_5_moe."""
 
 
 def _sizes(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int) -> dict[str, int]:
@@ -58,8 +60,21 @@ def _sizes(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int) -> dic
     }
 
 
+def _experts(hidden: int, layers: int, heads: int, width: int, count: int, each: int) -> dict[str, int]:
+    """Return the sizes of a mixture with delta nets, whose shared expert is as wide as each of the others."""
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "moe_intermediate_size": width,
+        "shared_expert_intermediate_size": width,
+        "num_experts": count,
+        "num_experts_per_tok": each,
+    }
+
+
 # Sizes of Qwen3.5 and of the mixtures agree with the recipes of slime and miles, those of Qwen3.6-27B with its model
-# card, and those of Qwen3.8-27B with a transcript of its config.json.
+# card, and those of Qwen3.8-27B and of Qwen3-VL with transcripts of their config.json.
 SMALL = {"tie_word_embeddings": True, "vocab_size": 151936}
 HALF = {**QWEN2, **_sizes(896, 4864, 24, 14, 2), **SMALL}
 ONE_AND_HALF = {**QWEN2, **_sizes(1536, 8960, 28, 12, 2), **SMALL}
@@ -82,6 +97,9 @@ HYBRID_2B = {**QWEN3_5, **_sizes(2048, 6144, 24, 8, 2), "linear_num_value_heads"
 HYBRID_4B = {**QWEN3_5, **_sizes(2560, 9216, 32, 16, 4), "linear_num_value_heads": 32, "tie_word_embeddings": True}
 HYBRID_9B = {**QWEN3_5, **_sizes(4096, 12288, 32, 16, 4), "linear_num_value_heads": 32}
 HYBRID_27B = {**QWEN3_5, **_sizes(5120, 17408, 64, 24, 4), "linear_num_value_heads": 48}
+HYBRID_35B = {**QWEN3_5_MOE, **_experts(2048, 40, 16, 512, 256, 8), "linear_num_value_heads": 32}
+HYBRID_397B = {**QWEN3_5_MOE, **_experts(4096, 60, 32, 1024, 512, 10), "linear_num_value_heads": 64}
+NEXT_80B = {**HYBRID_35B, **_experts(2048, 48, 16, 512, 512, 10), "model_type": "qwen3_next", "vocab_size": 151936}
 LONG = {"rope_theta": 1e7, "max_position_embeddings": 262144}
 SECOND = {"rope_theta": 5e6, "max_position_embeddings": 262144}
 MATHS = {"rope_theta": 1e4, "max_position_embeddings": 4096}
@@ -141,6 +159,12 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "Qwen/Qwen3-235B-A22B-Instruct-2507": {**MOE_235B, **SECOND},
     "Qwen/Qwen3-235B-A22B-Thinking-2507": {**MOE_235B, **SECOND},
     "Qwen/Qwen3-Coder-480B-A35B-Instruct": {**MOE_480B, **LONG},
+    "Qwen/Qwen3-VL-2B-Instruct": {**THREE_17B, **SECOND},
+    "Qwen/Qwen3-VL-4B-Instruct": {**THREE_4B, **SECOND},
+    "Qwen/Qwen3-VL-8B-Instruct": {**THREE_8B, **SECOND},
+    "Qwen/Qwen3-VL-32B-Instruct": {**THREE_32B, **SECOND},
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": NEXT_80B,
+    "Qwen/Qwen3-Next-80B-A3B-Thinking": NEXT_80B,
     "Qwen/Qwen3.5-0.8B": HYBRID_08B,
     "Qwen/Qwen3.5-0.8B-Base": HYBRID_08B,
     "Qwen/Qwen3.5-2B": HYBRID_2B,
@@ -152,5 +176,8 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "Qwen/Qwen3.5-27B": HYBRID_27B,
     "Qwen/Qwen3.6-27B": HYBRID_27B,
     "Qwen/Qwen3.8-27B": HYBRID_27B,
+    "Qwen/Qwen3.5-35B-A3B": HYBRID_35B,
+    "Qwen/Qwen3.6-35B-A3B": HYBRID_35B,
+    "Qwen/Qwen3.5-397B-A17B": HYBRID_397B,
 }
 """Hub name -> fields of its config.json."""

@@ -97,6 +97,8 @@ def test_published_sizes_add_up_to_the_published_totals():
     assert decoder_of(QwenConfig.from_hf(PUBLISHED["Qwen/Qwen2.5-7B"])) == QWEN_7B
     experts = decoder_of(QwenConfig.from_hf(PUBLISHED["Qwen/Qwen3-30B-A3B"]))
     assert 3.0e9 < experts.trunk_params + experts.head_params < 3.1e9  # A3B, without the embedding
+    mixed = decoder_of(QwenConfig.from_hf(PUBLISHED["Qwen/Qwen3.6-35B-A3B"]))
+    assert 2.9e9 < mixed.trunk_params + mixed.head_params < 3.1e9  # A3B, the shared expert among it
     hybrid = QwenConfig.from_hf(PUBLISHED["Qwen/Qwen3.5-27B"])
     assert parameter_count(hybrid) == pytest.approx(26.9e9, rel=0.001)
     # per token and delta net two reads and a write of 48 x 128 x 128 numbers, and 4 taps of 10,240 channels
