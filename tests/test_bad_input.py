@@ -229,6 +229,7 @@ def pickled(policy):
         (lambda p: (p / "SHA256SUMS").write_text("\n"), "SHA256SUMS names no file, so that it checks nothing"),
         (lambda p: leading(p, "/etc/hostname"), "is a link to /etc/hostname, outside its folder"),
         (lambda p: leading(p, "nowhere.json"), "tokenizer_note.txt is no file"),
+        (lambda p: leading(p, "tokenizer_note.txt"), "tokenizer_note.txt is no file"),
     ],
 )
 def test_folders_that_are_no_whole_checkpoint(train, policy, harm, says):
