@@ -7,6 +7,7 @@ OARJAX_STATEFUL chooses how many sequences are tried.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -25,15 +26,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+import unsound
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from oarjax.errors import UserError
+from oarjax.run.export_target import check_new_folder
 from oarjax.storage import checkpoint, durable
-from oarjax.storage.checkpoint import Checkpoints
-from oarjax.storage.durable import Lines, StorageError, read_lines, write_durably
-from oarjax.storage.folder import claim, locked, refuse_another_run
+from oarjax.storage.bad_batches import Header, read_bad_batch, write_bad_batch
+from oarjax.storage.checkpoint import Checkpoints, finished
+from oarjax.storage.durable import Lines, StorageError, check_guards, read_lines, write_durably
+from oarjax.storage.folder import claim, locked, put_aside, refuse_another_run
 from oarjax.storage.inputs import record_inputs
 from oarjax.types import TrainState
 
@@ -94,6 +98,7 @@ def train(folder: Path, seed: int, rows: str) -> Generator[int, str | None, None
         refuse_another_run(folder, cfg)
         stack.enter_context(locked(folder))
         refuse_another_run(folder, cfg)
+        check_new_folder(folder / "export", field="export.folder", remedy="give another export.folder")
         record_inputs(folder, {"rows/data.train": rows, "version/jax": "1"})
         claim(folder, cfg)
         checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", keep=10))
@@ -114,7 +119,17 @@ def train(folder: Path, seed: int, rows: str) -> Generator[int, str | None, None
             if told:
                 return
             told = yield n
+        check_guards(folder / "export")
+        (folder / "export").mkdir(exist_ok=True)
+        write_durably(folder / "export" / "config.json", json.dumps({"w": w.tolist()}))
         write_durably(folder / "summary.json", json.dumps({"w": w.tolist()}))
+
+
+def study(folder: Path) -> Generator[int, str | None, None]:
+    """What ``oarjax study`` holds while its workers train the runs below its folder, each as ``train`` does."""
+    with locked(folder):
+        while True:
+            yield 0
 
 
 @dataclass
@@ -167,6 +182,11 @@ def faulty(real: Callable[..., Any], name: str, number: int) -> Callable[..., An
     return look
 
 
+def remove_export(folder: Path) -> None:
+    at = folder / "export"
+    shutil.rmtree(at) if at.is_dir() else at.unlink()
+
+
 @contextmanager
 def failing(name: str, number: int) -> Iterator[None]:
     """Let every look at files and folders of this name fail."""
@@ -176,7 +196,12 @@ def failing(name: str, number: int) -> Iterator[None]:
         yield
 
 
-NAMES = st.sampled_from("xyz")
+NAMES = st.sampled_from(["x", "y", "z", "study/arm"])
+HEADER = {"kind": "iteration", "number": 1, "minibatch": 1, "step": 0, "wrong": {"update": ["loss"]}, "probe": "last"}
+HEADER |= {"key": [0, 0], "key_impl": "threefry2x32", "config_file": "", "policy": "", "compute_dtype": "float32"}
+HEADER |= {"platform": "cpu", "versions": {}, "params": None}
+TARGETS = ["export", "metrics.jsonl", "checkpoints", "start/policy", "lock", "curve1.png", ".half", "..", "."]
+"""Values of export.folder; the first may be."""
 
 
 class Folders(RuleBasedStateMachine):
@@ -189,6 +214,8 @@ class Folders(RuleBasedStateMachine):
         self.stack.enter_context(mock.patch.object(checkpoint, "ocp", writer))
         Writer.fault = None
         self.runs: dict[str, Run] = {}
+        self.study: Process | None = None
+        (self.root / "study").mkdir()
 
     def within(self, process: Process, act: Callable[[], Any]) -> Any:
         with mock.patch.object(durable, "_guards", process.guards):
@@ -299,6 +326,92 @@ class Folders(RuleBasedStateMachine):
             else:
                 (folder / "checkpoints.json").write_bytes(process.notes)
 
+    @rule()
+    def begin_a_study(self):
+        """A second one in the folder is refused; arms that train, or that another command trains, do not matter."""
+        before, process = everything(self.root), Process(study(self.root / "study"), self.root / "study", {})
+        error = self.attempt(process, 1)
+        assert everything(self.root) == before
+        if self.study is not None:
+            assert isinstance(error, UserError)
+            assert error.exit_code == 2
+            return
+        assert error is None
+        self.study = process
+
+    @rule()
+    def end_a_study(self):
+        """By its end or by a kill: the system frees the lock."""
+        if self.study is not None:
+            self.within(self.study, self.study.steps.close)
+            self.study = None
+
+    @rule(name=NAMES)
+    def restart(self, name):
+        """``train --restart`` puts aside what nobody uses."""
+        folder, run, before = self.root / name, self.runs.get(name), everything(self.root)
+        if run is None:
+            return
+        if run.process is not None:
+            with pytest.raises(UserError, match="in use") as e:
+                put_aside(folder)
+            assert e.value.exit_code == 2
+        else:
+            aside = put_aside(folder)
+            assert aside is not None
+            assert not folder.exists()
+            aside.rename(folder)
+        assert everything(self.root) == before
+
+    @rule()
+    def restart_in_the_folder_of_a_study(self):
+        """It is no run's, and stays."""
+        before, folder = everything(self.root), self.root / "study"
+        if set(os.listdir(folder)) - {"lock"}:
+            with pytest.raises(UserError, match="is not the folder of a run"):
+                put_aside(folder)
+        else:
+            assert put_aside(folder) is None
+        assert everything(self.root) == before
+
+    @rule(name=NAMES)
+    def replay(self, name):
+        """Read a kept batch and the checkpoints beside it, whatever happens there: that writes nothing."""
+        folder = self.root / name
+        if name not in self.runs:
+            return
+        batch = folder / "bad_batches" / "iteration-000001.safetensors"
+        if not batch.exists():
+            cfg = CONFIGS[self.runs[name].seed].model_dump(mode="json")
+            write_bad_batch(batch.parent, Header(**HEADER, config=cfg), unsound.evidence(), keep=1)
+        before = everything(self.root)
+        header, _ = read_bad_batch(batch)
+        assert header.config["seed"] == self.runs[name].seed
+        finished(folder / "checkpoints")
+        assert everything(self.root) == before
+
+    @rule(name=NAMES, folder=st.sampled_from(TARGETS))
+    def export_to(self, name, folder):
+        """Names of the run's own files are refused by the config, before any folder is looked at."""
+        before, refused = everything(self.root), folder != TARGETS[0]
+        with pytest.raises(ValueError, match=r"export\.folder") if refused else contextlib.nullcontext():
+            tiny.config(run_dir=str(self.root / name), export__folder=folder)
+        assert everything(self.root) == before
+
+    @rule(name=NAMES, kind=st.sampled_from(["file", "folder", "fifo"]))
+    def take_the_place_of_the_export(self, name, kind):
+        folder = self.root / name
+        if not self.idle(name) or self.runs[name].undo is not None or (folder / "export").exists():
+            return
+        if kind == "file":
+            (folder / "export").write_text("mine")
+        elif kind == "fifo":
+            os.mkfifo(folder / "export")
+        else:
+            (folder / "export").mkdir()
+            (folder / "export" / "mine").write_text("")
+        self.runs[name].undo = remove_export
+
     # Accidents with folders ---------------------------------------------------------------------------------------
 
     @rule(name=NAMES, to=NAMES)
@@ -364,6 +477,7 @@ class Folders(RuleBasedStateMachine):
 
     def teardown(self):
         try:
+            self.end_a_study()
             for process in [run.process for run in self.runs.values() if run.process]:
                 self.within(process, process.steps.close)
             for name, run in self.runs.items():
