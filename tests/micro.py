@@ -66,6 +66,34 @@ def micro_config(folder: Path) -> Path:
     return folder / "micro.yaml"
 
 
+KINDS = """
+import asyncio
+from oarjax import reward
+
+
+@reward("shortest", per="group")
+def shortest(samples):
+    return [float(s.tokens == min(s.tokens for s in samples)) for s in samples]
+
+
+@reward("waited")
+async def waited(sample):
+    await asyncio.sleep(0.001 * (sample.tokens % 7))
+    return float(sample.tokens % 3 == 0)
+"""
+
+
+def ragged_config(config: Path) -> Path:
+    """Write beside a micro config one whose rows take turns in fewer slots, with rewards of groups and async ones."""
+    plugin, tree = config.with_name("kinds.py"), yaml.safe_load(config.read_text())
+    plugin.write_text(KINDS)
+    tree["rollout"] |= {"slots": 8, "segment": 4}
+    others = [{"name": "shortest", "weight": 0.1}, {"name": "waited", "weight": 0.1}]
+    tree["grading"] |= {"plugins": [str(plugin)], "rewards": [*tree["grading"]["rewards"], *others]}
+    config.with_name("ragged.yaml").write_text(yaml.safe_dump(tree))
+    return config.with_name("ragged.yaml")
+
+
 def command(config: Path, run: Path, *changes: str) -> list[str]:
     return [sys.executable, "-m", "oarjax.cli", *arguments(config, run, *changes)]
 
@@ -125,9 +153,9 @@ def cpu_seconds(pid: int) -> float:
     return 0.0
 
 
-def whole_run(config: Path, run: Path) -> float:
+def whole_run(config: Path, run: Path, *changes: str) -> float:
     """Run the command to its end; return its CPU time."""
-    process, seconds = start(config, run), 0.0
+    process, seconds = start(config, run, *changes), 0.0
     while process.poll() is None:
         seconds = max(seconds, cpu_seconds(process.pid))
         time.sleep(0.005)
