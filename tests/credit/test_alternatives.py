@@ -10,11 +10,11 @@ import pytest
 from oarjax.credit.controls.permuted import permuted_weights
 from oarjax.credit.controls.random_scores import random_scores
 from oarjax.credit.diagnose import ess_ratio
-from oarjax.credit.experimental.entropy_top import entropy_top_weights
 from oarjax.credit.gate import polarised, reweighted_rows
 from oarjax.credit.groups import peer_sum, peers_of
 from oarjax.credit.keywords import NONE, keyword_table, keyword_tokens, keyword_weights
 from oarjax.credit.method import weigh_uniform
+from oarjax.credit.methods.entropy_top import entropy_top_weights, selected
 from oarjax.credit.methods.grail import grail_weights, log_zscores
 from oarjax.credit.settings import CreditSettings
 from oarjax.credit.signals import Context, CreditInputs, Signals, required
@@ -93,7 +93,7 @@ VALID = jnp.array([[True] * 5 + [False]] * 2)
 
 
 def test_entropy_top_of_each_sequence():
-    # the .8-quantile of 5 numbers lies at index 3.2, between the two largest: one of five is taken, weight 5
+    # ceil(.2 * 5): one of five is taken, weight 5
     expected = [[0, 0, 0, 5, 0, 1], [0, 0, 0, 0, 5, 1]]
     np.testing.assert_allclose(entropy_top_weights(ENTROPIES, VALID, share=0.2, scope="sequence"), expected)
     free = entropy_top_weights(ENTROPIES, VALID, share=0.2, scope="sequence", mass="free")
@@ -101,13 +101,23 @@ def test_entropy_top_of_each_sequence():
 
 
 def test_entropy_top_of_the_batch():
-    # ten numbers, index 7.2: the two largest of all, both in the second row; 10 tokens' mass on 2
+    # the two largest of ten, both in the second row; 10 tokens' mass on 2
     expected = [[0, 0, 0, 0, 0, 1], [0, 0, 0, 5, 5, 1]]
     np.testing.assert_allclose(entropy_top_weights(ENTROPIES, VALID, share=0.2, scope="batch"), expected)
     one_row = VALID.at[1].set(False)
     np.testing.assert_allclose(
         entropy_top_weights(ENTROPIES, one_row, share=0.2, scope="batch"), [[0, 0, 0, 5, 0, 1], [1] * 6]
     )
+
+
+def test_entropy_top_takes_as_many_tokens_as_its_released_code():
+    """Released: max(1, int(n share + .9999)), in float64; a quantile at 1 - share takes one of 4 at .3, not two."""
+    for share in (0.05, 0.2, 0.25, 0.3, 0.5, 0.77, 1.0):
+        counts = np.array([1, 2, 4, 7, 10, 99, 100, 1001, 3_000_001])
+        expected = [max(1, int(n * share + 0.9999)) for n in counts.tolist()]
+        np.testing.assert_array_equal(selected(jnp.asarray(counts), share), expected)
+    weights = entropy_top_weights(ENTROPIES[:1, :4], VALID[:1, :4], share=0.3, scope="sequence")
+    np.testing.assert_allclose(weights, [[0, 2, 0, 2]])
 
 
 @pytest.mark.parametrize("scope", ["sequence", "batch"])

@@ -1,7 +1,8 @@
 """Train on the share of tokens of highest entropy alone (arXiv 2506.01939, "Beyond the 80/20 rule").
 
-Evidence: a description. Departures: rows of advantage 0 are left out of a batch's share, and tokens tied with the
-threshold are all taken.
+Evidence: released code read (its authors' fork of verl). Departures: tokens tied with the last one taken are all taken;
+rows of advantage 0 are left out of a batch's share; entropies are those of the policy that generated the batch, over
+a minibatch, where the released code takes those of the policy in training, over each device's microbatch.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from oarjax.credit.gate import preserve_mass, reweighted_rows
 from oarjax.credit.method import CreditMethod
 from oarjax.credit.signals import Context, CreditInputs, required
-from oarjax.rl.masked import masked_quantile, widened
+from oarjax.rl.masked import masked_count, widened
 
 
 def entropy_top_weights(
@@ -25,12 +26,12 @@ def entropy_top_weights(
     scope: Literal["sequence", "batch"] = "batch",
     mass: Literal["kept", "free"] = "kept",
 ) -> Float[Array, "B T"]:
-    """Give 1 to tokens whose entropy is at least the (1 - share)-quantile, 0 below it; 1 outside the mask.
+    """Give 1 to the ceil(share n) tokens of largest entropy among n valid ones, 0 to the others; 1 outside the mask.
 
-    The quantile is over the valid tokens of the row (``sequence``) or of all rows (``batch``, as in the paper). Tokens
-    tied with it are all taken: equal entropies select every token. ``kept`` divides by the selected share, so the
-    weights average 1 over the scope and the loss is the paper's mean over selected tokens (weights of 0 and 5);
-    ``free`` leaves 0 and 1, which also shrinks the loss.
+    n is counted in the row (``sequence``) or in all rows (``batch``, as released); share is rounded to four decimals.
+    Tokens tied with the last one are all taken: equal entropies select every token. ``kept`` divides by the selected
+    share, so the weights average 1 over the scope and the loss is the paper's mean over selected tokens (weights of 0
+    and 5); ``free`` leaves 0 and 1, which also shrinks the loss.
 
     Rows with an entropy that is NaN or infinite get ones and count for nothing.
 
@@ -47,11 +48,20 @@ def entropy_top_weights(
     among, values = mask & finite, widened(entropies)
     if scope == "batch":
         among, values = among.reshape(1, -1), values.reshape(1, -1)
-    cut = masked_quantile(values, among, level=1 - share)[:, None]
+    ordered = jnp.sort(jnp.where(among, values, -jnp.inf), axis=-1, descending=True)
+    last = jnp.maximum(selected(masked_count(among), share) - 1, 0)
+    cut = jnp.take_along_axis(ordered, last[:, None], axis=-1)
     weights = jnp.where(among, (values >= cut).astype(values.dtype), 1)
     if mass == "kept":
         weights = preserve_mass(weights, among)
     return weights.reshape(entropies.shape)
+
+
+def selected(count: Int[Array, "B"], share: float) -> Int[Array, "B"]:
+    """Compute max(1, ceil(share count)) in integers: a float32 product of a long batch would be a token off."""
+    parts = round(share * 10_000)
+    whole, rest = jnp.divmod(count, 10_000)
+    return jnp.maximum(whole * parts + (rest * parts + 9_999) // 10_000, 1)
 
 
 def weigh(inputs: CreditInputs, context: Context) -> Float[Array, "B T"]:
