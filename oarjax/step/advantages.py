@@ -44,7 +44,7 @@ def bound_advantages(
 
     def gdpo(rewards: Float[Array, "B"], values: Values) -> Float[Array, "B"]:
         columns, weights = reward_columns(grading, rewards, values)
-        scales = jnp.asarray(weights, jnp.float32)
+        scales = jnp.asarray(weights, float)
         return per_reward_advantages(columns.T, scales, group_size=group_size, ddof=a.ddof, eps=a.eps)
 
     if custom is None:

@@ -176,6 +176,19 @@ def test_ktae_by_hand():
     assert half[0, 0] == pytest.approx(0.5 * np.tanh(0.75 * 0.311278 * 2.0298 / 2), rel=1e-4)
 
 
+def test_sums_over_groups_are_float64_in_a_float64_run(x64):
+    """The same by hand as above, and a reward's weight that float32 would round."""
+    tokens = jnp.array([[5, 7], [5, 8], [5, 8], [6, 6]])
+    bonus = key_token_bonus(tokens, ALL, CORRECT, ~CORRECT, ONE_GROUP)
+    gain = 1 + 0.75 * (2 / 3 * np.log2(2 / 3) + 1 / 3 * np.log2(1 / 3))
+    tf = 0.6, 1 / 3
+    x = np.pi / 4 + tf[0] / (tf[1] + 1e-5) - tf[1] / (tf[0] + 1e-5)
+    assert bonus[0, 0] == pytest.approx(np.tanh(gain / 2 * x / 2), rel=1e-12)
+    rewards = jnp.array([[1.0], [0.0], [0.0], [0.0]])
+    found = decoupled_advantages(rewards, [0.1], group_size=4, scale="none", ddof=1, eps=1e-4)
+    np.testing.assert_allclose(found, [0.075, -0.025, -0.025, -0.025], rtol=1e-14)
+
+
 def test_ktae_fishers_test_is_scipys():
     tables = np.array([[2, 0, 0, 2], [3, 1, 1, 3], [4, 0, 2, 2], [1, 0, 3, 4], [5, 2, 0, 1], [8, 1, 0, 7]])
     found = ktae._fisher_p(*(jnp.asarray(x, jnp.float32)[None] for x in tables.T))[0]

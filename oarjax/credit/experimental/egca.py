@@ -17,7 +17,7 @@ from oarjax.credit.signals import Context, CreditInputs, required
 def span_weights(marked: Bool[Array, "B T"], completion: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     """Give w = (T / |S|) on the marked tokens S of a row and 0 on its others; 1 in rows without a mark and outside."""
     inside = marked & completion
-    weights = preserve_mass(inside.astype(jnp.float32), completion)
+    weights = preserve_mass(inside.astype(float), completion)
     return jnp.where(completion & inside.any(-1, keepdims=True), weights, 1)
 
 

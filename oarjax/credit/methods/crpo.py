@@ -40,7 +40,7 @@ def decoupled_advantages(
     columns = jnp.where(known[:, None], rewards, jnp.nan).T
     return weighted_group_advantages(
         columns,
-        jnp.asarray(weights, jnp.float32),
+        jnp.asarray(weights, float),
         group_size=group_size,
         scale=scale,
         ddof=ddof,

@@ -46,7 +46,7 @@ def key_token_bonus(
         bonus scale * (2 sigmoid((fisher f + gain ig) x / (fisher + gain)) - 1)
     """
     peers = peers_of(groups, completion.any(-1))
-    sides = jnp.stack([correct, wrong], -1).astype(jnp.float32)
+    sides = jnp.stack([correct, wrong], -1).astype(float)  # float64 in a float64 run
     rows_of = peer_sum(peers, sides)  # [B, 2]: correct and wrong rows of the group
     tokens_of = peer_sum(peers, sides * completion.sum(-1, keepdims=True))
     holding, count = _occurrences(tokens, completion & (correct | wrong)[:, None], sides, groups)
