@@ -19,7 +19,7 @@ from oarjax.credit.probe import Probe, Reading
 from oarjax.credit.record import CUSTOM
 from oarjax.credit.resolved import ResolvedMethod, TokenCredit, check_method, resolve_method
 from oarjax.credit.settings import CreditSettings
-from oarjax.credit.signals import CreditInputs, Signals
+from oarjax.credit.signals import Context, CreditInputs, Signals
 from oarjax.errors import ConfigError
 from oarjax.models.policy import Policy
 from oarjax.models.qwen_config import QwenConfig
@@ -128,6 +128,7 @@ def check_credit(
     weigh = credit.weigher(keyword_table=keyword_table)
     if settings.method == CUSTOM:
         check_weights(weigh, credit.method, place=f"credit.function: {settings.function}")
+        check_reweighing(credit.method, Context(settings), place=f"credit.function: {settings.function}")
 
 
 def check_probe(probe: Probe, policy: Policy, model: QwenConfig, *, place: str) -> None:
@@ -169,13 +170,50 @@ def check_weights(weigh: TokenCredit, method: CreditMethod, *, place: str) -> No
             f"{place}: expected one weight per token, floats [{ROWS}, {LENGTH}], for completions [{ROWS}, {LENGTH}], "
             f"got {_shapes(weights)}"
         )
-    values = np.asarray(jax.jit(weigh)(inputs), np.float64)[np.asarray(inputs.completion)]
+    _check_values(jax.jit(weigh)(inputs), inputs.completion, place, positive=method.kind == "weights")
+
+
+def check_reweighing(method: CreditMethod, context: Context, *, place: str) -> None:
+    """Call a custom method's ``reweigh`` once on random numbers: its weights must be finite and at least 0.
+
+    Raises:
+        ConfigError: it raised an error, or returned anything else.
+    """
+    if method.reweigh is None:
+        return
+    inputs = random_inputs(("logps", "teacher_logps"))
+    now, then = inputs.signals.logps, inputs.signals.teacher_logps
+    tokens = jnp.zeros((ROWS, 2 * LENGTH), jnp.int32)
+    batch = TrainBatch(
+        tokens=tokens,
+        valid=tokens == 0,
+        completion=inputs.completion,
+        advantages=jnp.where(inputs.completion, inputs.advantages[:, None], 0.0),
+        old_logps=then,
+        ref_logps=None,
+        behaviour_logps=then,
+    )
+    expected = f"token weights [{ROWS}, {LENGTH}]"
+    function, place = method.reweigh, f"{place}: reweigh"
+
+    def reweigh(logps: Array, batch: TrainBatch) -> Array:
+        return function(logps, batch, context)
+
+    weights = _traced(reweigh, place, expected, now, batch)
+    if getattr(weights, "shape", None) != (ROWS, LENGTH):
+        raise ConfigError(f"{place}: expected {expected}, got {_shapes(weights)}")
+    _check_values(reweigh(now, batch), inputs.completion, place, positive=True)
+
+
+def _check_values(returned: Array, completion: Array, place: str, *, positive: bool) -> None:
+    """Refuse numbers that are not finite, and negative ones where weights are expected."""
+    values = np.asarray(returned, np.float64)[np.asarray(completion)]
     wrong = values[~np.isfinite(values)]
-    if not len(wrong) and method.kind == "weights":
+    if not len(wrong) and positive:
         wrong = values[values < 0]
     if len(wrong):
         expected, remedy = "finite numbers", "mask out what it divides by or takes the logarithm of"
-        if method.kind == "weights":
+        if positive:
             expected = "weights that are finite and at least 0"
             remedy = "clip them with jnp.maximum, or return the tokens' advantages and set kind='advantages'"
         raise ConfigError(

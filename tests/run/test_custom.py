@@ -20,13 +20,13 @@ from oarjax.config.loading import parse_config
 from oarjax.credit.method import CreditMethod
 from oarjax.credit.resolved import check_method, resolve_method
 from oarjax.credit.settings import CreditSettings
-from oarjax.credit.signals import CreditInputs, Signals
+from oarjax.credit.signals import Context, CreditInputs, Signals
 from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.errors import ConfigError
 from oarjax.grading.rewards import Sample, Unparseable
 from oarjax.report.console import OnceWarnings
 from oarjax.rl.loss import aggregate
-from oarjax.run.custom import check_loss, check_weights
+from oarjax.run.custom import check_loss, check_reweighing, check_weights
 from oarjax.step.iteration import iterate
 from oarjax.step.programs import make_optimizer, make_steps
 from oarjax.types import AnswerSpan, Mean
@@ -183,6 +183,25 @@ def test_weights_that_train_backwards_are_refused_before_a_run(method, says):
         return
     with pytest.raises(ConfigError, match=rf"^credit.function: x.py:y: expected .*{says.removeprefix('expected ')}"):
         check_weights(weigh, method, place="credit.function: x.py:y")
+
+
+@pytest.mark.parametrize(
+    ("reweigh", "says"),
+    [
+        (lambda logps, batch, context: logps - batch.old_logps, "finite and at least 0, got -"),
+        (lambda logps, batch, context: jnp.log(logps), "finite and at least 0, got nan"),
+        (lambda logps, batch, context: logps.sum(1), r"expected token weights \[2, 8\], got"),
+        (lambda logps, batch, context: jnp.exp(logps), None),
+    ],
+)
+def test_weights_of_every_update_are_tried_too(reweigh, says):
+    context = Context(CreditSettings())
+    check_reweighing(CreditMethod(), context, place="here")  # none
+    if says is None:
+        check_reweighing(CreditMethod(reweigh=reweigh), context, place="here")
+        return
+    with pytest.raises(ConfigError, match=rf"^here: reweigh: .*{says}"):
+        check_reweighing(CreditMethod(reweigh=reweigh), context, place="here")
 
 
 @pytest.mark.parametrize("name", ["custom_agreement:agreed_p", "custom_agreement:agreed_g", "oracle:gated"])
