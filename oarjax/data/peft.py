@@ -151,6 +151,11 @@ def read_adapters(folder: Path, cfg: QwenConfig) -> Adapters:
             node = node.setdefault(part, {})
         node |= {name: jnp.asarray(np.swapaxes(values, -1, -2)) for name, values in pair.items()}
         targets.add(weight.path[-2])
+    if not targets:
+        raise CheckpointError(
+            f"{folder / WEIGHTS}: no tensor is an adapter of this policy's matrices; target_modules is "
+            f"{fields.get('target_modules')!r:.60}"
+        )
     if tensors:
         name = next(iter(tensors))
         raise CheckpointError(f"{folder / WEIGHTS}: {len(tensors)} tensors fit no matrix of this policy, first {name}")
@@ -200,8 +205,10 @@ def _fields(folder: Path) -> dict[str, Any]:
         )
     if rs is not None and not isinstance(rs, bool):
         raise CheckpointError(f"{file}: use_rslora is {rs!r:.60}; expected true or false")
-    if dropout is not None and not _is_positive(dropout) and dropout != 0:
-        raise CheckpointError(f"{file}: lora_dropout is {dropout!r:.60}; expected a share")
+    if dropout is not None and (
+        isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout <= 1
+    ):
+        raise CheckpointError(f"{file}: lora_dropout is {dropout!r:.60}; expected a share of 0 to 1")
     rank, alpha = fields.get("r"), fields.get("lora_alpha")
     if not _is_positive(rank) or not isinstance(rank, int) or not _is_positive(alpha):
         shown = f"r = {_shown(rank)} and lora_alpha = {_shown(alpha)}"

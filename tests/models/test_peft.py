@@ -144,6 +144,9 @@ def test_what_is_no_plain_lora_is_refused(trained, tmp_path):
         ("rslora", {"use_rslora": "false"}, "use_rslora is 'false'; expected true or false"),
         ("later", {"use_tomorrow": False}, "use_tomorrow is False, a field that is not known here"),
         ("dropout", {"lora_dropout": "0.1"}, "lora_dropout is '0.1'"),
+        ("share", {"lora_dropout": 2}, "lora_dropout is 2; expected a share of 0 to 1"),
+        ("corda", {"corda_config": {"corda_method": "kpm"}}, "corda_config is"),
+        ("nothing", {"alpha_pattern": {"no_such_module": 2}}, "alpha_pattern is"),
     ):
         with pytest.raises(CheckpointError, match=message):
             read_adapters(written(name, fields | changes), cfg)
@@ -153,6 +156,8 @@ def test_what_is_no_plain_lora_is_refused(trained, tmp_path):
         read_adapters(written("other", tensors=tensors | {"other": tensors[first]}), cfg)
     with pytest.raises(CheckpointError, match=r"expected \[3, "):
         read_adapters(written("shape", tensors=tensors | {first: tensors[first][:, :-1].copy()}), cfg)
+    with pytest.raises(CheckpointError, match="no tensor is an adapter of this policy's matrices; target_modules is"):
+        read_adapters(written("empty", tensors={}), cfg)
     broken = tensors[first].copy()
     broken.flat[0] = np.inf
     with pytest.raises(CheckpointError, match="holds values that are not finite"):
