@@ -18,6 +18,8 @@ MAX_LINE = 1 << 22
 MAX_DEPTH = 50
 MAX_ITEMS = 100_000  # of an iterator
 SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+UNRAISED = AssertionError, StopIteration, StopAsyncIteration
+"""Exceptions that arrive as RuntimeError: assertions are the tests' own, ``all(map(f, values))`` ends at a stop."""
 REFUSED = 96
 """Exit code of tests whose own values cannot cross."""
 
@@ -162,7 +164,7 @@ def remote(name, replies, calls):
         reply = receive(replies)
         if "error" in reply:
             kind = getattr(builtins, str(reply["error"]), RuntimeError)
-            usable = isinstance(kind, type) and issubclass(kind, Exception) and kind is not AssertionError
+            usable = isinstance(kind, type) and issubclass(kind, Exception) and kind not in UNRAISED
             raise (kind if usable else RuntimeError)(str(reply["message"]))
         for mine, theirs in zip(arguments, reply["arguments"], strict=True):
             update(mine, theirs)

@@ -220,6 +220,7 @@ CROSSINGS = [  # program, tests, whether they pass
     ("class math:\n    isclose = staticmethod(lambda *a: True)", "assert math.isclose(1, 2)", False),
     ("import sys\nsys.modules['math'].isclose = lambda *a: True\nimport math", "assert math.isclose(1, 2)", False),
     ("def f(x):\n    raise SystemExit(0)", "assert f(1) == 1", False),
+    ("def f(x):\n    raise StopIteration", "assert all(map(f, [2, 3]))", False),
     ("def f(x):\n    return lambda: 1", "assert f(1)", False),
     ("def f(x):\n    x.sort()", "x = [3, 1]\nf(x)\nassert x == [1, 3]", True),
     ("def f(n):\n    yield from range(n)", "assert list(f(3)) == [0, 1, 2]", True),
