@@ -312,15 +312,16 @@ def same_value(sample: Sample, *, percent_as_unit: bool = False) -> float:
 
 def _as_reference(gold: str, answer: str, *, percent_as_unit: bool) -> str | None:
     """Write an answer as its reference is written: a bare number, or a list; None if it certainly differs."""
-    number = _plain_number(gold)
-    if number is None:
+    number, share = _plain_number(gold), in_percent(answer)
+    if number is None and not _RATIO.fullmatch(gold):
         return with_commas(answer) if is_list(gold) else answer
-    share = in_percent(answer)
-    if share is None:
+    if share is None or number is None:
         return without_unit(answer)
     if percent_as_unit and plainly_equal(gold, share):
         return share
-    return None if not number.fraction and number.whole not in ("", "1") else answer
+    if not number.fraction and number.whole not in ("", "1"):
+        return None
+    return f"{share}%" if answer.endswith("%") else answer
 
 
 MAX_DEPTH = 100
@@ -329,6 +330,7 @@ MAX_DEPTH = 100
 MAX_LENGTH = 2000
 """Length limit of expressions, in characters. Plain numbers are compared at any length."""
 
+_RATIO = re.compile(r"-?(?:\d+/\d+|\\[dt]?frac\s*(?:\{\d+\}\s*\{\d+\}|\d\s*\d))")
 _NUMBER = re.compile(r"([+-]?)(\d{1,3}(?:,\d{3})+|\d*)(?:\.(\d*))?")
 
 

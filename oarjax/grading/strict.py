@@ -21,6 +21,7 @@ _WORD = re.compile(
 _DOTS = re.compile(r"\\[lcv]?dots\w?\b|\.\.\.|…")
 _EQUALS = re.compile(r"(?<![\\<>!:])=|\\(?:approx|equiv|simeq|cong|sim|doteq)\b|[≈≡]")
 _REMAINDER = re.compile(r"\\[bp]?mod\b")
+_RAISED = re.compile("[²³¹⁰-₎¼-¾⅐-⅞①-⑳Ⅰ-ↈ]")
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d*)(?:\.\d*)?")
 _COMMA = re.compile(r",(?!\d{3}(?!\d))|;")
 _SUBSCRIPT = re.compile(r"(?<=[\d})\]])\s*_\s*(\{[^{}]*\}|\\?\w+)")
@@ -42,6 +43,7 @@ def has_extra_values(reference: str, answer: str) -> bool:
         return True
     return bool(
         (_DOTS.search(inner) and not _DOTS.search(reference))
+        or (_RAISED.search(inner) and not _RAISED.search(reference))
         or (_REMAINDER.search(inner) and not _REMAINDER.search(reference))
         or _words(inner) - _words(reference)
         or (_subscripts(inner) and _subscripts(inner) != _subscripts(reference))
