@@ -31,6 +31,7 @@ _OTHERWISE = re.compile(
     r"\b(?:squares?|cubes?|roots?|reverse|opposite|less|more|over|under|of\s+the\s+answer)\b", re.IGNORECASE
 )
 _MARKED = re.compile(r"(\*\*\*|\*\*|\*|__|```|`)(?!\1)(\S|\S.*?\S)\1")
+_UNPAIRED = re.compile(r"^\*\*|\*\*$")  # its partner stands outside the answer, as in **#### 8**
 _FENCED = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ('"', '"'), ("“", "”"), ("'", "'"))
 _WRAPPED = re.compile(
     r"\\(?:boxed|fbox|boldsymbol|bold|bm|mathbf|underline|(?:text)?color\s*\{\w+\})\s*\{(.*)\}", re.DOTALL
@@ -110,6 +111,7 @@ def bare(answer: str) -> str:
     text = _tidy(re.sub(r"(?<=\d)\s*°", r"^\\circ ", text))
     text = _FONT.sub(lambda font: rf"\text{{{font[1] or font[2]}}}", text)
     for _ in range(8):
+        text = _UNPAIRED.sub("", text) if text.count("**") == 1 else text
         inner = _tidy(_unfenced(_MARKED.sub(r"\2", text, count=1) if text[:1] in "*_`" else text))
         lead = _LEAD.match(inner)
         inner = inner[lead.end() :].strip() if lead is not None and lead.end() < len(inner) else inner
@@ -145,11 +147,15 @@ def without_unit(answer: str) -> str | None:
 
 def _without_statement(text: str) -> str:
     """Remove the words in front of a number that state it, unless they change its value."""
-    stated = _STATED.match(text)
+    lead = TEXT.match(text)
+    plain = text if lead is None else f"{lead[1]} {text[lead.end() :]}".strip()
+    answered, stated = _LEAD.match(plain), _STATED.match(plain)
+    if answered is not None:
+        return plain[answered.end() :].strip()
     if stated is None:
-        return text
+        return plain if _CURRENCY.match(plain) else text
     words = f"{stated['words']} {stated['name'] or ''}"
-    return text if _CHANGES.search(words) or _OTHERWISE.search(words) else text[stated.end() :]
+    return text if _CHANGES.search(words) or _OTHERWISE.search(words) else plain[stated.end() :]
 
 
 def in_percent(answer: str) -> str | None:
