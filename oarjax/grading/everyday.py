@@ -141,7 +141,7 @@ def without_unit(answer: str) -> str | None:
     head, phrase = text[:start], _flat(text[start:])
     if is_unit(phrase) and not (len(phrase) == 1 and head.rstrip().endswith("/")):  # a fraction, 8/m
         return _TRAILING.sub("", head)
-    unknown = re.search(r"(?<!\\)\b[^\W\d_eiEI]\b", text[start:]) is not None and "=" not in text
+    unknown = re.fullmatch(r"[-+]?[\d.,\s]*\d[\d.,\s]*/?\s*[^\W\d_eiEI]", text) is not None
     return None if unknown or TEXT.search(text) or re.search(r"(?<![\\A-Za-z])[A-Za-z]{2}", text[start:]) else text
 
 

@@ -19,7 +19,7 @@ from oarjax.credit.probe import Probe, Reading
 from oarjax.credit.record import CUSTOM
 from oarjax.credit.resolved import ResolvedMethod, TokenCredit, check_method, resolve_method
 from oarjax.credit.settings import CreditSettings
-from oarjax.credit.signals import Context, CreditInputs, Signals
+from oarjax.credit.signals import Context, CreditInputs, Signals, all_required
 from oarjax.errors import ConfigError
 from oarjax.models.policy import Policy
 from oarjax.models.qwen_config import QwenConfig
@@ -182,7 +182,7 @@ def check_reweighing(method: CreditMethod, context: Context, *, place: str) -> N
     if method.reweigh is None:
         return
     inputs = random_inputs(("logps", "teacher_logps"))
-    now, then = inputs.signals.logps, inputs.signals.teacher_logps
+    now, then = all_required(inputs.signals, ("logps", "teacher_logps"), context)
     tokens = jnp.zeros((ROWS, 2 * LENGTH), jnp.int32)
     batch = TrainBatch(
         tokens=tokens,
