@@ -266,6 +266,7 @@ def fields() -> dict[str, Field]:
         "advantage.leave_one_out": Field(
             True, partial(program, name="advantages"), {"advantage.method": "batch", "advantage.scale": "none"}
         ),
+        "advantage.discount": Field(0.5, remembered, {"advantage.method": "problem", "advantage.scale": "none"}),
         "advantage.method": Field("rloo", partial(program, name="advantages"), {"advantage.scale": "none"}),
         "advantage.function": Field(
             f"{EXAMPLES / 'custom_advantages.py'}:best_of_group", partial(program, name="advantages")
@@ -675,6 +676,14 @@ def command(cfg: Config) -> Any:
     return log, written, files, checkpoints, events, logged(folder / "metrics.jsonl"), completions
 
 
+def remembered(cfg: Config) -> Any:
+    """Two iterations of rewards 0 and 1 of one problem, as the trainer remembers them."""
+    history = oarjax.training.trainer.history_of(cfg.advantage)
+    for reward in (0.0, 1.0):
+        history.add(np.zeros(1, np.int32), np.array([reward]))
+    return history.state()
+
+
 def references(cfg: Config) -> Any:
     """Where the reference policy lies when an iteration begins."""
     kinds: list[Any] = []
@@ -797,8 +806,8 @@ def fake_steps(log: list[Any], policy: Any, tx: Any, layout: Any, cfg: Config, *
         rollout_params=lambda params: params,
         sample=partial(roll, "sample", cfg.rollout.group_size),
         evaluate=partial(roll, "evaluate", cfg.eval.samples),
-        equal_groups=partial(equal_groups, group_size=cfg.rollout.group_size),
-        advantages=lambda rewards, values: plain_advantages(rewards, group_size=cfg.rollout.group_size),
+        equal_groups=lambda rewards, past: equal_groups(rewards, group_size=cfg.rollout.group_size),
+        advantages=lambda rewards, values, past: plain_advantages(rewards, group_size=cfg.rollout.group_size),
         after_kl=lambda rewards, rollout, ref: log.append(("after KL", np.asarray(ref).shape)) or rewards,
         score=score,
         credit=credit,

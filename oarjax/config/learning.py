@@ -14,7 +14,8 @@ from oarjax.config.section import Count, Positive, Rate, Section, Share, Word
 class RolloutConfig(Section):
     prompts: Positive = Field(default=32, description="prompts per iteration, over all hosts")
     group_size: Positive = Field(
-        default=8, description="completions per prompt; 1 needs advantage.method=batch, or advantage.function"
+        default=8,
+        description="completions per prompt; 1 needs advantage.method=batch or problem, or advantage.function",
     )
     max_new: Positive = Field(default=1024, description="tokens of a completion at most")
     temperature: Annotated[float, Field(gt=0)] = Field(default=1.0, description="of sampling; the loss uses it too")
@@ -80,20 +81,27 @@ class GradingConfig(Section):
 
 
 class AdvantageConfig(Section):
-    method: Literal["grpo", "rloo", "batch", "gdpo"] = Field(
+    method: Literal["grpo", "rloo", "batch", "problem", "gdpo"] = Field(
         default="grpo",
-        description="rloo: against the mean of the group's other rewards; batch: of all rewards; gdpo: each reward "
-        "normalised on its own",
+        description="rloo: against the mean of the group's other rewards; batch: of all rewards; problem: of the "
+        "problem's rewards in earlier iterations, of all until it has some; gdpo: each reward normalised on its own",
     )
-    leave_one_out: bool = Field(default=False, description="of batch: the mean of the other rewards, which is unbiased")
+    leave_one_out: bool = Field(
+        default=False, description="of batch and problem: where all rewards are averaged, the row's own is left out"
+    )
+    discount: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0,
+        description="of method problem: each time a problem comes again, its earlier rewards weigh this much less",
+    )
     function: str | None = Field(
         default=None,
         description="custom advantages, file.py:name or module:name, see oarjax.rl.advantages.AdvantageFunction; the "
         "other fields of this section then do not apply",
     )
-    scale: Literal["group", "batch", "none"] = Field(
+    scale: Literal["group", "batch", "problem", "none"] = Field(
         default="group",
-        description="divide by the standard deviation of the group (GRPO), of the batch, or by nothing (Dr. GRPO)",
+        description="divide by the standard deviation of the group (GRPO), of the batch, of the problem's earlier "
+        "rewards (for method problem), or by nothing (Dr. GRPO)",
     )
     ddof: Literal[0, 1] = Field(default=1, description="1: sample standard deviation; 0: population's")
     eps: Rate = Field(default=1e-4, description="added to the standard deviation")

@@ -108,11 +108,16 @@ def check_advantages(advantage: AdvantageConfig, group_size: int, update: Update
         yield "advantage.function: replaces the other fields of advantage; leave these out, or set null"
     if a.method == "rloo" and a.scale == "group":
         yield "advantage.scale: group, and rloo divides by no group's std; set none (its paper) or batch"
-    if a.method == "batch" and a.scale == "group" and a.function is None:
-        yield "advantage.scale: group, and batch looks at no group; set batch or none"
-    if a.leave_one_out and a.method != "batch":
-        yield f"advantage.leave_one_out: read for method batch only, got {a.method}; set false, or method=batch"
-    if group_size == 1 and a.function is None and a.method != "batch":
+    whole = a.method in ("batch", "problem")
+    if whole and a.scale == "group" and a.function is None:
+        yield f"advantage.scale: group, and {a.method} looks at no group; set batch or none"
+    if a.scale == "problem" and a.method != "problem":
+        yield f"advantage.scale: problem, and {a.method} keeps no earlier rewards; set method=problem, or another scale"
+    if a.leave_one_out and not whole:
+        yield f"advantage.leave_one_out: read for methods batch and problem, got {a.method}; set false, or method=batch"
+    if a.discount != 1 and a.method != "problem":
+        yield f"advantage.discount: read for method problem only, got {a.method}; set 1, or method=problem"
+    if group_size == 1 and a.function is None and not whole:
         yield f"rollout.group_size: 1, and {a.method} compares completions of a prompt; set advantage.method=batch"
     if a.method == "gdpo" and a.scale != "group":
         yield f"advantage.scale: {a.scale}, and gdpo normalises each reward by its group; leave it at group"
@@ -130,6 +135,8 @@ def check_loss(loss: LossConfig, advantage: AdvantageConfig, update: UpdateConfi
         yield "loss.kl_in: reward, which differs in groups of equal rewards; set update.skip_zero_variance=false"
     if loss.kl_in == "reward" and advantage.method == "gdpo":
         yield "loss.kl_in: reward, and gdpo normalises each reward on its own; set loss.kl_in=loss"
+    if loss.kl_in == "reward" and advantage.method == "problem":
+        yield "loss.kl_in: reward, and method problem remembers rewards without it; set loss.kl_in=loss"
     if loss.surrogate == "gmpo" and loss.level == "sequence":
         yield "loss.level: sequence, and gmpo takes its own mean over a row; set token"
 

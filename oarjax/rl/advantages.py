@@ -1,4 +1,6 @@
-"""Advantages of a row from its rewards: of its group (GRPO), leave-one-out (RLOO), of the batch, per reward (GDPO).
+"""Advantages of a row from its rewards: against its group (GRPO), the others (RLOO), the batch, its problem's past.
+
+Also GDPO's, each reward normalised on its own.
 
 GRPO: arXiv 2402.03300; Dr. GRPO: 2503.20783; DAPO: 2503.14476. Rows of a group are adjacent; NaN = not graded.
 """
@@ -6,7 +8,7 @@ GRPO: arXiv 2402.03300; Dr. GRPO: 2503.20783; DAPO: 2503.14476. Rows of a group 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -20,6 +22,14 @@ AdvantageFunction = Callable[[Float[Array, "B"], dict[str, Float[Array, "B"]], i
 
 What ``advantage.function`` names. It is traced by jit: pure, with jax.numpy. Rows of a group are adjacent.
 """
+
+
+class Past(NamedTuple):
+    """Rewards of the rows' problems in earlier iterations; zeros where a problem has none."""
+
+    seen: Bool[Array, "B"]
+    mean: Float[Array, "B"]
+    std: Float[Array, "B"]
 
 
 def zero_variance_groups(rewards: Float[Array, "B"], *, group_size: int) -> Bool[Array, "P"]:
@@ -125,6 +135,45 @@ def batch_advantages(
     if leave_one_out:
         return leave_one_out_advantages(rewards, group_size=len(rewards), scale=scale, ddof=ddof, eps=eps)
     return group_advantages(rewards, group_size=len(rewards), scale=scale, ddof=ddof, eps=eps)
+
+
+def problem_advantages(
+    rewards: Float[Array, "B"],
+    past: Past | None,
+    *,
+    leave_one_out: bool = False,
+    scale: Literal["problem", "batch", "none"] = "batch",
+    ddof: int = 1,
+    eps: float = 1e-4,
+) -> Float[Array, "B"]:
+    """Compute A_i = r_i - mean of the earlier rewards of its problem, / a scale.
+
+    The mean is older than the row, so that A is unbiased without a scale, and no group is needed. A problem that was
+    never seen is compared with the batch, see ``batch_advantages``. ``batch`` divides by sqrt(sum A^2 / (n - ddof)) +
+    eps, the batch's std as long as no problem was seen; ``problem`` by the std of the problem's earlier rewards + eps,
+    or as ``batch`` where these were equal. A row at its baseline gets 0. NaN rewards get 0 and count for nothing.
+
+    The baseline is the value tracker of SPO (arXiv 2509.13232, eq. 5 and 7) with a fixed discount and without its prior
+    from samples of the start policy; its normalisation also subtracts the mean of A, ours does not.
+
+    Args:
+        rewards: of B rows. NaN = not graded.
+        past: of the rows' problems, before this iteration; None: no problem was seen.
+        leave_one_out: the mean of the other rewards, for problems that were not seen; default False.
+        scale: default batch.
+        ddof: subtracted from the number of advantages; default 1.
+        eps: added to the divisor; default 0.0001.
+    """
+    advantages, graded = batch_advantages(rewards, leave_one_out=leave_one_out, scale="none"), ~jnp.isnan(rewards)
+    if past is not None:
+        advantages = jnp.where(past.seen & graded, widened(rewards) - past.mean, advantages)
+    if scale == "none":
+        return advantages
+    freedom = jnp.maximum(masked_count(graded) - ddof, 1)
+    divisor = jnp.sqrt(masked_sum(advantages**2, graded) / freedom)
+    if scale == "problem" and past is not None:
+        divisor = jnp.where(past.seen & (past.std > 0), past.std, divisor)
+    return jnp.where(advantages == 0, 0, advantages / (divisor + eps))
 
 
 def weighted_group_advantages(

@@ -12,10 +12,12 @@ from oarjax.config.learning import AdvantageConfig, GradingConfig
 from oarjax.credit.resolved import ResolvedMethod
 from oarjax.rl.advantages import (
     AdvantageFunction,
+    Past,
     batch_advantages,
     group_advantages,
     leave_one_out_advantages,
     per_reward_advantages,
+    problem_advantages,
     reward_after_kl,
     zero_advantage_groups,
     zero_variance_groups,
@@ -25,54 +27,65 @@ from oarjax.types import Rollout
 Values = dict[str, Float[Array, "B"]]
 """Unweighted values of each reward, and of the overlong penalty."""
 
+Advantages = Callable[[Float[Array, "B"], Values, Past | None], Float[Array, "B"]]
+"""(rewards, NaN where ungraded; values of each reward; past of the rows' problems) -> advantages."""
+
 
 def bound_advantages(
     a: AdvantageConfig, grading: GradingConfig, *, group_size: int, custom: AdvantageFunction | None = None
-) -> Callable[[Float[Array, "B"], Values], Float[Array, "B"]]:
-    """Return a function (rewards, NaN where ungraded; values of each reward) -> advantages, with a run's settings."""
+) -> Advantages:
+    """Return the advantages of ``advantage.method``, or the custom ones, with a run's settings."""
 
-    def grpo(rewards: Float[Array, "B"], values: Values) -> Float[Array, "B"]:
+    def grpo(rewards: Float[Array, "B"], values: Values, past: Past | None = None) -> Float[Array, "B"]:
         return group_advantages(rewards, group_size=group_size, scale=a.scale, ddof=a.ddof, eps=a.eps)
 
-    def rloo(rewards: Float[Array, "B"], values: Values) -> Float[Array, "B"]:
+    def rloo(rewards: Float[Array, "B"], values: Values, past: Past | None = None) -> Float[Array, "B"]:
         scale = "none" if a.scale == "none" else "batch"
         return leave_one_out_advantages(rewards, group_size=group_size, scale=scale, ddof=a.ddof, eps=a.eps)
 
-    def batch(rewards: Float[Array, "B"], values: Values) -> Float[Array, "B"]:
+    def batch(rewards: Float[Array, "B"], values: Values, past: Past | None = None) -> Float[Array, "B"]:
         scale = "none" if a.scale == "none" else "batch"
         return batch_advantages(rewards, leave_one_out=a.leave_one_out, scale=scale, ddof=a.ddof, eps=a.eps)
 
-    def gdpo(rewards: Float[Array, "B"], values: Values) -> Float[Array, "B"]:
+    def problem(rewards: Float[Array, "B"], values: Values, past: Past | None = None) -> Float[Array, "B"]:
+        scale = "batch" if a.scale == "group" else a.scale
+        return problem_advantages(rewards, past, leave_one_out=a.leave_one_out, scale=scale, ddof=a.ddof, eps=a.eps)
+
+    def gdpo(rewards: Float[Array, "B"], values: Values, past: Past | None = None) -> Float[Array, "B"]:
         columns, weights = reward_columns(grading, rewards, values)
         scales = jnp.asarray(weights, float)
         return per_reward_advantages(columns.T, scales, group_size=group_size, ddof=a.ddof, eps=a.eps)
 
     if custom is None:
-        return {"grpo": grpo, "rloo": rloo, "batch": batch, "gdpo": gdpo}[a.method]
-    return lambda rewards, values: jnp.where(jnp.isnan(rewards), 0, custom(rewards, values, group_size))
+        return {"grpo": grpo, "rloo": rloo, "batch": batch, "problem": problem, "gdpo": gdpo}[a.method]
+    return lambda rewards, values, past=None: jnp.where(jnp.isnan(rewards), 0, custom(rewards, values, group_size))
 
 
-def bound_equal_groups(a: AdvantageConfig, *, group_size: int) -> Callable[[Float[Array, "B"]], Bool[Array, "P"]]:
-    """Return a function (rewards, NaN where ungraded) -> the groups that these advantages leave without a gradient."""
-    if a.method != "batch" or a.function is not None:
-        return partial(zero_variance_groups, group_size=group_size)
+def bound_equal_groups(
+    a: AdvantageConfig, *, group_size: int
+) -> Callable[[Float[Array, "B"], Past | None], Bool[Array, "P"]]:
+    """Return a function (rewards, NaN where ungraded; past) -> the groups that these advantages leave at 0."""
+    by_row = {"batch": lambda rewards, past: batch_advantages(rewards, scale="none")}
+    by_row |= {"problem": lambda rewards, past: problem_advantages(rewards, past, scale="none")}
 
-    def equal_groups(rewards: Float[Array, "B"]) -> Bool[Array, "P"]:
-        return zero_advantage_groups(batch_advantages(rewards, scale="none"), group_size=group_size)
+    def equal_groups(rewards: Float[Array, "B"], past: Past | None = None) -> Bool[Array, "P"]:
+        if a.method not in by_row or a.function is not None:
+            return zero_variance_groups(rewards, group_size=group_size)
+        return zero_advantage_groups(by_row[a.method](rewards, past), group_size=group_size)
 
     return equal_groups
 
 
 def row_advantages(
     a: AdvantageConfig, grading: GradingConfig, credit: ResolvedMethod, *, group_size: int
-) -> Callable[[Float[Array, "B"], Values], Float[Array, "B"]] | None:
-    """Return (rewards, values of each reward) -> A [B] of a method of kind sequence; None for the others."""
+) -> Advantages | None:
+    """Return the advantages of a method of kind sequence; None for the others."""
     if credit.method.advantage is None:
         return None
     function = credit.method.advantage
     settings = {"group_size": group_size, "scale": a.scale, "ddof": a.ddof, "eps": a.eps}
 
-    def advantages(rewards: Float[Array, "B"], values: Values) -> Float[Array, "B"]:
+    def advantages(rewards: Float[Array, "B"], values: Values, past: Past | None = None) -> Float[Array, "B"]:
         return function(*reward_columns(grading, rewards, values), **settings)
 
     return advantages

@@ -18,6 +18,7 @@ from oarjax.config.schema import Config
 from oarjax.credit.probe import probe_mode
 from oarjax.credit.settings import ProbeSettings
 from oarjax.models.lora import all_params
+from oarjax.rl.advantages import Past
 from oarjax.rl.loss import without_truncated
 from oarjax.rollout.sampler import rollout_key
 from oarjax.rollout.source import Batch, SamplerSource, Source, Spent, rollout_of
@@ -66,6 +67,7 @@ class Iteration(NamedTuple):
     problems: np.ndarray  # [P]
     advantages: np.ndarray  # [B]
     weights: np.ndarray  # [B, T], 1 in rows that were left out
+    drawn: Drawn  # refilled groups too
 
 
 def iterate(
@@ -106,7 +108,10 @@ def iterate(
     if cfg.loss.kl_in == "reward":
         rewards = steps.after_kl(rewards, rows.rollout, collect_reference(scores, rows.rollout, plan, host))
     graded = grade_rows(
-        steps.advantages(rewards, grades.per_reward), rows.rollout, grades, mask_truncated=cfg.loss.mask_truncated
+        steps.advantages(rewards, grades.per_reward, past_of(draws, host)),
+        rows.rollout,
+        grades,
+        mask_truncated=cfg.loss.mask_truncated,
     )
 
     # Group advantages -> credit of every token. The loss is a mean over all graded rows, chosen or not: leaving rows
@@ -124,7 +129,8 @@ def iterate(
         state, updates = update_policy(state, learner, [(minibatches[k], credited[k]) for k in order])
 
     metrics = measure_learning([*(each.metrics for each in credited), *updates], host)
-    metrics |= measure_rollouts(draws) | draws.spent.metrics()
+    drawn = draws.all_drawn()
+    metrics |= rollout_metrics(drawn.rollout, drawn.grades, equal=drawn.equal) | draws.spent.metrics()
     metrics |= {"rows_used": float(len(plan.rows)), "reasoning_length": float(rows.span.reasoning.sum(1).mean())}
     metrics |= padding_shares(plan, rows.rollout, scores, order)
     return state, Iteration(
@@ -135,6 +141,7 @@ def iterate(
         problems=draws.problems,
         advantages=np.asarray(graded.advantages),
         weights=collect_weights(credited, rows.rollout, plan, host),
+        drawn=drawn,
     )
 
 
@@ -163,13 +170,22 @@ def learner_of(
 # Rollouts ----------------------------------------------------------------------------------------------------------
 
 
+class Drawn(NamedTuple):
+    """All groups that an iteration drew, in order, with their grades."""
+
+    problems: np.ndarray  # [Q]
+    rollout: Rollout
+    grades: Grades
+    equal: Bool[np.ndarray, "Q"]  # no gradient
+
+
 class Draws(NamedTuple):
     """Groups of rollouts, and their grades once they are there."""
 
     problems: np.ndarray  # [P]
     rollout: Rollout
     grades: Callable[[], Grades]
-    all_drawn: Callable[[], tuple[Rollout, Grades, Bool[np.ndarray, "Q"]]]  # and which groups have no gradient
+    all_drawn: Callable[[], Drawn]
     # for the log: groups picked for their unequal rewards would give a reward that no policy has
     spent: Spent = Spent()
 
@@ -212,15 +228,17 @@ def draw_groups(
         if refills == 0:
             return sampled[0]
         with host.phase(WAITING):
-            equal = np.concatenate([equal, equal_groups(sampled[-1].grades(), steps)])
+            equal = np.concatenate([equal, equal_groups(sampled[-1], steps, host)])
         if (~equal).sum() >= rollout.prompts:
             break
     rows = informative_first(equal, prompts=rollout.prompts, group_size=rollout.group_size)
     groups = rows[:: rollout.group_size] // rollout.group_size
     rollouts, grades = join([each.rollout for each in sampled]), [each.grades() for each in sampled]
     chosen, every = join_grades(grades, rows), join_grades(grades, np.arange(len(rollouts.ended)))
-    problems = np.concatenate([each.problems for each in sampled])[groups]
-    return Draws(problems, take(rollouts, rows), lambda: chosen, lambda: (rollouts, every, equal))
+    problems = np.concatenate([each.problems for each in sampled])
+    return Draws(
+        problems[groups], take(rollouts, rows), lambda: chosen, lambda: Drawn(problems, rollouts, every, equal)
+    )
 
 
 def sample_groups(
@@ -233,16 +251,25 @@ def sample_groups(
         turns = source.draw(batch, submission.report)
         rollout = rollout_of(batch, list(zip(batch.requests, turns, strict=True)), pad_id=steps.pad_id)
     grades = submission.rest(rollout)
+    draws = Draws(
+        np.asarray(prompts.problem),
+        rollout,
+        grades,
+        lambda: Drawn(draws.problems, rollout, grades(), equal_groups(draws, steps, host)),
+    )
+    return draws
 
-    def all_drawn() -> tuple[Rollout, Grades, Bool[np.ndarray, "Q"]]:
-        return rollout, grades(), equal_groups(grades(), steps)
 
-    return Draws(np.asarray(prompts.problem), rollout, grades, all_drawn)
-
-
-def equal_groups(grades: Grades, steps: Steps) -> Bool[np.ndarray, "Q"]:
+def equal_groups(draws: Draws, steps: Steps, host: HostCallbacks) -> Bool[np.ndarray, "Q"]:
     """Mark the groups of one batch whose rewards give no gradient."""
-    return np.asarray(steps.equal_groups(jnp.asarray(grades.rewards)))
+    return np.asarray(steps.equal_groups(jnp.asarray(draws.grades().rewards), past_of(draws, host)))
+
+
+def past_of(draws: Draws, host: HostCallbacks) -> Past | None:
+    """Return the earlier rewards of the rows' problems, if the host keeps them."""
+    if host.past is None:
+        return None
+    return host.past(np.repeat(draws.problems, len(draws.rollout.ended) // len(draws.problems)))
 
 
 def read_rows(draws: Draws, host: HostCallbacks) -> SampledRows:
@@ -261,9 +288,8 @@ def read_rows(draws: Draws, host: HostCallbacks) -> SampledRows:
 def unequal_rows(draws: Draws, steps: Steps, host: HostCallbacks) -> Int[np.ndarray, "R"]:
     """Wait for the grades, and return the rows of groups with unequal rewards: the others have no gradient."""
     with host.phase(WAITING):
-        grades = draws.grades()
-    equal = equal_groups(grades, steps)
-    return np.flatnonzero(~np.repeat(equal, len(grades.rewards) // len(equal)))
+        equal = equal_groups(draws, steps, host)
+    return np.flatnonzero(~np.repeat(equal, len(draws.rollout.ended) // len(equal)))
 
 
 def every_row(draws: Draws) -> Int[np.ndarray, "B"]:
@@ -339,12 +365,6 @@ def update_policy(
 
 
 # Metrics -----------------------------------------------------------------------------------------------------------
-
-
-def measure_rollouts(draws: Draws) -> dict[str, float]:
-    """Measure all groups that were drawn, refilled ones too."""
-    rollout, grades, equal = draws.all_drawn()
-    return rollout_metrics(rollout, grades, equal=equal)
 
 
 def measure_learning(parts: list[Metrics], host: HostCallbacks) -> dict[str, float]:

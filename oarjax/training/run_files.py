@@ -28,6 +28,7 @@ from oarjax.report.groups import group_table, shows_groups, write_groups, write_
 from oarjax.report.trackers import TrackedRun, Trackers, run_id
 from oarjax.run.adapters import trained_shapes
 from oarjax.run.run import Run
+from oarjax.step.history import RewardHistory
 from oarjax.step.iteration import Iteration
 from oarjax.storage.checkpoint import Checkpoints, arrays, check_arrays, finished
 from oarjax.storage.durable import Failures, read_lines, storage_errors
@@ -66,8 +67,12 @@ class RunFiles:
         with self._stack, self._failures.handled():
             self._checkpoints.__exit__(*error)
 
-    def resume(self, state: TrainState, stream: PromptStream) -> tuple[TrainState, int, Evaluation | None]:
+    def resume(
+        self, state: TrainState, stream: PromptStream, history: RewardHistory
+    ) -> tuple[TrainState, int, Evaluation | None]:
         """Return state, iteration and evaluation of the newest checkpoint that can be trusted.
+
+        The stream of prompts and the history of rewards go to where they were.
 
         Without a checkpoint return the state unchanged and iteration 0.
 
@@ -80,6 +85,7 @@ class RunFiles:
             self._check_base(self._checkpoints.finished()[newest]["record"].get("commit"))
             state, record = self._checkpoints.restore(newest, like=state)
             stream.restore(record["data"])
+            history.restore(record.get("history", {}))
             first, last, positions = newest, evaluation_from(record["evaluation"]), record["positions"]
             self._best = max(self._checkpoints.scores().values(), default=-math.inf)
             if self._cfg.best is not None and (others := self._checkpoints.other_metrics()):
@@ -189,6 +195,7 @@ class RunFiles:
         iteration: int,
         state: TrainState,
         data: dict[str, Any],
+        history: dict[str, Any],
         last: Evaluation | None,
         metrics: Metrics,
         *,
@@ -196,8 +203,8 @@ class RunFiles:
     ) -> None:
         """Write a checkpoint if it is due: at intervals, after the last iteration, and at the best evaluation so far.
 
-        ``data`` is the position in the prompts. With ``now`` write the checkpoint in any case unless it is there, and
-        wait until it is complete.
+        ``data`` is the position in the prompts, ``history`` the rewards so far by problem. With ``now`` write the
+        checkpoint in any case unless it is there, and wait until it is complete.
         """
         every, score = self._cfg.every, float(metrics.get(self._cfg.best or "", math.nan))
         best = score > self._best  # False for NaN: not evaluated
@@ -217,6 +224,7 @@ class RunFiles:
                 "config": self._run.cfg.model_dump(mode="json"),
                 "commit": commit_of(self._run.source),
                 "data": data,
+                "history": history,
                 "evaluation": plain_evaluation(last),
                 "positions": positions,
             }

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from oarjax.config.learning import AdvantageConfig
 from oarjax.config.schema import Config
 from oarjax.costs import Row, Work, iteration_flops
 from oarjax.credit.registry import label
@@ -31,6 +32,7 @@ from oarjax.run.memory import report_memory
 from oarjax.run.run import Run
 from oarjax.run.shapes import ProgramShapes
 from oarjax.step.fused import fuses
+from oarjax.step.history import RewardHistory
 from oarjax.step.host_callbacks import HostCallbacks
 from oarjax.step.iteration import Iteration, iterate
 from oarjax.storage.stop import Stop
@@ -76,7 +78,7 @@ def train(
     if run.credit.needs_reference(kl_beta=cfg.loss.kl_beta) and cfg.lora.rank == 0:  # adapters: the frozen weights
         reference = to_host_memory(start) if cfg.loss.reference == "host" else start
     state = run.new_state(start, copy=reference is start)
-    stream = run.prompts()
+    stream, history, remembers = run.prompts(), history_of(cfg.advantage), cfg.advantage.method == "problem"
     timer, warnings, stop = PhaseTimer(), OnceWarnings(console), stop or Stop()
     if cfg.loss.off_policy.support == "whole":
         roll = cfg.rollout
@@ -87,7 +89,7 @@ def train(
     began = time.perf_counter()
     with stop.held(), ExitStack() as stack:
         files = stack.enter_context(RunFiles(run, folder, warnings))
-        state, first, last = files.resume(state, stream)
+        state, first, last = files.resume(state, stream, history)
         grader = files.recording(grader)
         host = HostCallbacks(
             next_prompts=lambda: next(stream)[0],
@@ -99,6 +101,7 @@ def train(
             probed=run.probed if cfg.credit.answer.source == "reference" else None,
             hints=hints_of(run),
             load_reference=partial(jax.device_put, device=run.layout.params),
+            past=history.of if remembers else None,
             prompt_step=run.prompt_step,
         )
         if run.compiles_ahead:
@@ -139,8 +142,10 @@ def train(
                 state, done = iterate(state, reference, iteration, steps=run.steps, host=host, cfg=cfg)
             except _StoppedWithin:  # the state is still that after the iteration before
                 if iteration > 1:
-                    files.save(iteration - 1, state, position, last, {}, now=True)
+                    files.save(iteration - 1, state, position, history.state(), last, {}, now=True)
                 stop.obey()
+            if remembers:
+                history.add(done.drawn.problems, done.drawn.grades.rewards)
             stopped = health.after(iteration)
             if cfg.profile is not None and tracing and iteration >= cfg.profile[1]:
                 tracing.close()
@@ -169,7 +174,7 @@ def train(
             warnings.check(iteration, metrics)
             _explain_crashes(done.grades, warnings)
             stopping = stop.asked()
-            files.save(iteration, state, stream.state(), last, metrics, now=stopping)
+            files.save(iteration, state, stream.state(), history.state(), last, metrics, now=stopping)
             if stopping:
                 stop.obey()
             if stopped:
@@ -181,6 +186,11 @@ def train(
         console.print(f"compiled decode programs: {programs}, one per number of rows and of cache slots")
     spent = sum(record.get("seconds/total", 0.0) for record in read_metrics(folder / "metrics.jsonl"))
     return Trained(folder, all_params(state), last, spent or time.perf_counter() - began)
+
+
+def history_of(advantage: AdvantageConfig) -> RewardHistory:
+    """Return an empty history of rewards by problem."""
+    return RewardHistory(discount=advantage.discount, ddof=advantage.ddof)
 
 
 def completion_rows(

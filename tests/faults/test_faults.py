@@ -6,6 +6,7 @@ results. Seeds are printed; OARJAX_FAULTS_SEED and OARJAX_FAULTS_KILLS choose ot
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -14,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 import micro
@@ -100,6 +102,24 @@ def ended(process: starts.Started, run: Path, whole: Path) -> None:
     assert process.wait(timeout=600) == 0, micro.output(run)
     assert_same(run, whole)
     assert ".damaged" not in micro.output(run)  # a kill leaves unfinished checkpoints, never wrong ones
+
+
+def test_a_kill_forgets_no_reward_of_a_problem(config, tmp_path):
+    """With rewards of earlier iterations as the baseline: they come back with the checkpoint, every bit."""
+    changes = ("data.train.limit=8", "advantage.method=problem", "advantage.scale=problem")
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    code, text = micro.finish(config, whole, *changes)
+    assert code == 0, text
+    process = micro.start(config, run, *changes)
+    while not (run / "checkpoints" / "000002" / "manifest.json").exists():
+        assert process.poll() is None, micro.output(run)
+        time.sleep(0.005)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    ended(micro.start(config, run, *changes), run, whole)
+    saved = [json.loads((each / "checkpoints/000006/manifest.json").read_text())["record"] for each in (whole, run)]
+    assert saved[0]["history"] == saved[1]["history"]
+    assert len(saved[0]["history"]) == 8
 
 
 def where(run: Path) -> str:

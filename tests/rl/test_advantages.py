@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from oarjax.rl.advantages import batch_advantages, group_advantages, overlong_penalty, zero_variance_groups
+from oarjax.rl.advantages import (
+    Past,
+    batch_advantages,
+    group_advantages,
+    overlong_penalty,
+    problem_advantages,
+    zero_variance_groups,
+)
+from oarjax.step.history import RewardHistory
 
 NAN = jnp.nan
 REWARDS = jnp.array([1.0, 0.0, 0.0, 1.0, 2.0, 2.0, 2.0, 2.0, 1.0, NAN, 3.0, NAN])
@@ -67,6 +75,69 @@ def test_the_gradient_of_a_batch_by_enumeration(n):
     assert found["all"] == pytest.approx(1 - 1 / n, rel=1e-5)
     assert abs(found["std"] - 1) > 0.05
     assert abs(found["std"] - (1 - 1 / n)) > 0.05
+
+
+def past(seen, mean, std) -> Past:
+    return Past(jnp.array(seen), jnp.array(mean), jnp.array(std))
+
+
+def test_problem_advantages_hand_worked():
+    """Baselines .5, .25 and, for the two that were never seen, the batch's mean 1 of the four graded rewards."""
+    rewards = jnp.array([1.0, 0.25, 2.0, 0.75, NAN])
+    before = past([True, True, False, False, True], [0.5, 0.25, 0.0, 0.0, 0.5], [0.5, 0.0, 0.0, 0.0, 0.5])
+    np.testing.assert_allclose(problem_advantages(rewards, before, scale="none"), [0.5, 0, 1, -0.25, 0], rtol=1e-6)
+    size = ((0.25 + 1 + 0.0625) / 3) ** 0.5
+    by_batch = problem_advantages(rewards, before, eps=0.0)
+    np.testing.assert_allclose(by_batch, np.array([0.5, 0, 1, -0.25, 0]) / size, rtol=1e-6)
+    by_problem = problem_advantages(rewards, before, scale="problem", eps=0.0)
+    np.testing.assert_allclose(by_problem, [1, 0, 1 / size, -0.25 / size, 0], rtol=1e-6)
+    others = problem_advantages(rewards, before, leave_one_out=True, scale="none")
+    np.testing.assert_allclose(others, [0.5, 0, 4 / 3, -1 / 3, 0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", ["batch", "none"])
+@pytest.mark.parametrize("leave_one_out", [False, True])
+def test_a_problem_that_was_never_seen_has_the_batchs_advantages(scale, leave_one_out):
+    rewards = jnp.array([0.0, 1.0, NAN, 2.0, 3.0])
+    of_batch = batch_advantages(rewards, leave_one_out=leave_one_out, scale=scale)
+    for before in (None, past([False] * 5, [0.0] * 5, [0.0] * 5)):
+        ours = problem_advantages(rewards, before, leave_one_out=leave_one_out, scale=scale)
+        np.testing.assert_allclose(ours, of_batch, rtol=1e-6)
+
+
+def test_an_older_baseline_is_unbiased_by_enumeration():
+    """Three draws of an action of probability .3 and reward 1, against any past: the gradient is exact."""
+    p, total = 0.3, 0.0
+    before = past([True] * 3, [0.9, 0.0, 0.2], [0.1] * 3)
+    for actions in itertools.product((0.0, 1.0), repeat=3):
+        chance = np.prod([p if action else 1 - p for action in actions])
+        advantages = np.asarray(problem_advantages(jnp.array(actions), before, scale="none"))
+        total += chance * float(np.mean((np.array(actions) - p) * advantages))
+    assert total == pytest.approx(p * (1 - p), rel=1e-5)
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.875])
+def test_the_history_is_the_value_tracker_of_spo(discount):
+    """alpha and beta count successes and failures, both times the discount before each reward (its eq. 7)."""
+    draw, history, alpha, beta = np.random.default_rng(0), RewardHistory(discount=discount), np.zeros(3), np.zeros(3)
+    for _ in range(20):
+        problem = draw.integers(0, 3)
+        reward = float(draw.random() < 0.4)
+        history.add(np.array([problem]), np.array([reward], np.float32))
+        alpha[problem], beta[problem] = discount * alpha[problem] + reward, discount * beta[problem] + 1 - reward
+    np.testing.assert_allclose(history.of(np.arange(3)).mean, alpha / (alpha + beta), rtol=1e-6)
+
+
+def test_a_batch_of_rows_of_one_length_is_reinforce_plus_plus():
+    """verl whitens the rewards of all N tokens by their variance over N - 1, so rows of equal length as ours do.
+
+    Ours counts rows: with ddof 0 its variance is short by (N - 1) / N.
+    """
+    rewards, tokens = np.array([0.0, 1.0, 1.0, 0.0, 1.0]), 7
+    every = np.repeat(rewards, tokens)
+    whitened = (rewards - every.mean()) / np.sqrt(every.var(ddof=1) + 1e-8)
+    ours = np.asarray(batch_advantages(jnp.array(rewards), ddof=0, eps=0.0))
+    np.testing.assert_allclose(ours * np.sqrt(1 - 1 / len(every)), whitened, rtol=1e-6)
 
 
 def test_eps_is_added_to_the_std():

@@ -9,6 +9,7 @@ import tiny
 from oarjax.config.loading import parse_config
 from oarjax.errors import ConfigError
 from oarjax.rollout.sampler import rollout_key
+from oarjax.step.history import RewardHistory
 from oarjax.step.iteration import NOISE, ORDER, add_metrics, iterate
 from oarjax.types import Mean
 
@@ -155,6 +156,37 @@ def test_a_batch_baseline_needs_no_groups(method):
     assert one_pass.metrics["grad_norm"] == pytest.approx(a.metrics["grad_norm"], rel=1e-4)
     assert a.metrics["grad_norm"] == pytest.approx(b.metrics["grad_norm"], rel=1e-5)
     assert difference(skip.params, keep.params) < 1e-6
+
+
+def test_a_problems_own_past_decides_what_is_skipped_and_refilled():
+    """Every problem was solved before: what is solved again has no gradient, wherever that is asked."""
+
+    def reward(rollout):
+        return np.repeat([0.0, 1.0, 1.0, 1.0], 4)
+
+    history = RewardHistory()
+    history.add(np.arange(16), np.ones(16))
+    cfg = SINGLES | {"advantage__method": "problem", "credit__method": "oar_g"}
+    results = {}
+    for name, changes in {
+        "skip": {"update__fused": "never"},
+        "keep": {"update__fused": "never", "update__skip_zero_variance": False},
+        "fused": {},
+    }.items():
+        world = tiny.host(reward=reward, batches=[tiny.prompts(16)])._replace(past=history.of)
+        _, steps, state = tiny.build(tiny.config(**cfg, **changes))
+        _, results[name] = iterate(state, state.params, 1, steps=steps, host=world, cfg=tiny.config(**cfg, **changes))
+    assert [done.metrics["rows_used"] for done in results.values()] == [4, 16, 4]
+    assert results["skip"].metrics["zero_variance"] == 3 / 4
+    np.testing.assert_array_equal(results["skip"].advantages, np.repeat([-1.0, 0, 0, 0], 4))
+    norms = [done.metrics["grad_norm"] for done in results.values()]
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-4)
+    world = tiny.host(reward=reward, batches=[tiny.prompts(16, seed=n) for n in range(4)])._replace(past=history.of)
+    refilled = tiny.config(**cfg, update__refills=3)
+    _, steps, state = tiny.build(refilled)
+    _, done = iterate(state, state.params, 1, steps=steps, host=world, cfg=refilled)
+    assert (done.metrics["groups_drawn"], done.metrics["rows_used"]) == (64, 16)
+    np.testing.assert_array_equal(done.drawn.problems, np.tile(np.arange(16), 4))
 
 
 def test_refills_of_single_rows_go_on_until_rewards_differ():

@@ -38,6 +38,7 @@ from oarjax.tools.plan.sums import (
     count,
     model_flops,
     phase_of,
+    prompt_costs,
     read_bytes,
     step_of,
 )
@@ -280,6 +281,7 @@ def document(
         "attention": "xla" if cfg.policy.attention == "xla" else "splash",
         "credit": cfg.credit.method,
         "shapes": s._asdict(),
+        "prompts": prompt_costs(model, cfg),
         "resident": there,
         "phases": phases,
         "step": step_of(own, times_of(cfg.update), chip=where.chip, chips=chips) if whole else None,

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from oarjax.config.schema import Config
-from oarjax.costs import Row, Work, iteration_flops
+from oarjax.costs import Row, Work, iteration_flops, sampling_flops
 from oarjax.credit.oar.oar_l import SCOPE, chunk_size
 from oarjax.credit.oar.oar_p import bucket_sizes
 from oarjax.credit.resolved import ResolvedMethod
@@ -194,6 +194,22 @@ def read_bytes(model: QwenConfig, s: Shapes, *, chips: int, tensor: int) -> floa
         position=2 * 2 * d.layers * heads * model.head_dim,
         state=4 * len(model.delta_layers) * (model.delta.value_width * model.delta.key_dim if model.delta else 0),
     )
+
+
+def prompt_costs(model: QwenConfig, cfg: Config) -> dict[str, dict[str, float]]:
+    """Compute what prompts cost in an iteration of these rows, with groups of the config's size and of one.
+
+    ``flops`` is the prefill's share of the iteration's model FLOPs, ``bytes`` the prompts' keys and values in bfloat16,
+    once over all copies of the policy.
+    """
+    s, d, credit = shapes_of(cfg), decoder_of(model), find_credit(cfg.credit)
+    found = {}
+    for name, prompts in (("group", s.prompts), ("single", s.rows)):
+        work = replace(work_of(model, cfg, credit), prompts=prompts)
+        prefill = sampling_flops(d, prompts=prompts, rows=0, prompt=s.prompt, completion=s.completion)
+        cached = 2.0 * 2 * d.layers * model.num_key_value_heads * model.head_dim * s.prompt * prompts
+        found[name] = {"flops": prefill / sum(iteration_flops(d, work, credit).values()), "bytes": cached}
+    return found
 
 
 def applied_bytes(resident: Mapping[str, int]) -> float:

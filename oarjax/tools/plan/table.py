@@ -119,6 +119,7 @@ def describe(found: dict[str, Any]) -> list[str]:
         f"{s['prompts']} prompts x {s['rows'] // s['prompts']} rollouts of {s['prompt']} + {s['completion']} tokens; "
         f"an update is {s['microbatches']} microbatches of {s['microbatch']} rows; remat {found['remat']}, attention "
         f"{found['attention']}, credit {found['credit']}.",
+        *([describe_prompts(found)] if "prompts" in found else []),
         f"Peaks of a chip: {chip['flops'] / 1e12:g} TFLOP/s, {chip['bandwidth'] / 1e9:g} GB/s of HBM, "
         f"{chip['link'] / 1e9:g} GB/s per link and direction; a collective is a ring that uses two links.",
         "On each chip: " + ", ".join(f"{n} {b / GIB:.2f} GiB" for n, b in found["resident"].items() if b) + ".",
@@ -139,6 +140,16 @@ def describe(found: dict[str, Any]) -> list[str]:
     if found.get("lengths") is not None:
         lines.append(describe_expected(found["lengths"], found))
     return lines + found["notes"]
+
+
+def describe_prompts(found: dict[str, Any]) -> str:
+    """Say what the size of groups saves: a prompt is computed and cached once for all of its group."""
+    costs, size = found["prompts"], found["shapes"]["rows"] // found["shapes"]["prompts"]
+    own, single = (
+        f"{costs[name]['flops']:.1%} of a step's model FLOPs and {costs[name]['bytes'] / GIB:.2f} GiB of keys, values"
+        for name in ("group", "single")
+    )
+    return f"Prompts, once per group of {size}: {own}" + ("." if size == 1 else f"; with groups of 1: {single}.")
 
 
 def assumptions() -> str:

@@ -285,6 +285,19 @@ def test_a_phase_of_several_programs_needs_what_the_largest_does_and_does_what_t
     assert not found["fits"]
 
 
+def test_a_plan_says_what_the_size_of_groups_saves(tmp_path, no_kernels):
+    """A position of Qwen2.5-7B has 2 * 2 * 28 * 4 * 128 bytes of keys and values, and one row prefills 1/8 of eight."""
+    found = planned(tmp_path, [answer(tmp_path, "sample")], [("sample", None)])
+    s, (own, single) = found["shapes"], found["prompts"].values()
+    assert own["bytes"] == 57344 * s["prompts"] * s["prompt"]
+    assert single["bytes"] == 57344 * s["rows"] * s["prompt"]
+    rest = own["flops"] / (1 - own["flops"])  # prefill over all else, which the size of groups does not change
+    more = s["rows"] / s["prompts"] * rest
+    assert single["flops"] == pytest.approx(more / (1 + more))
+    (line,) = (line for line in describe(found) if line.startswith("Prompts, once per group of"))
+    assert f"{single['flops']:.1%} of a step's model FLOPs" in line
+
+
 def test_little_room_is_said(tmp_path, no_kernels):
     found = planned(tmp_path, [answer(tmp_path, "sample", peak=14.5)], [("sample", None)])
     assert found["notes"] == ["sample leaves less than 5% of HBM free, and the runtime wants some for itself."]
