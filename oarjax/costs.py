@@ -163,6 +163,7 @@ class Work:
     reference: bool = False  # a KL term, or a signal that compares with the reference
     teacher: bool = False  # rows are scored under a teacher's prompts too, of the same length
     distilled: bool = False  # and compared with it in every update
+    outcome: bool = False  # the probability of the reference answer is the reward
     adapters: Number | None = None  # trained parameters; None = all
     fused: bool = False  # the update starts from the credit method's clean pass
 
@@ -187,6 +188,8 @@ def iteration_flops(d: Decoder, work: Work, method: Scoring) -> dict[str, float]
     score = method.forwards(row, d) * clean
     if work.old_logps or work.measured:
         score += scoring_flops(d, row) - (clean if score and method.keeps_states else 0)
+    if work.outcome and not (score and method.keeps_states):
+        score += clean
     score += (work.reference + work.teacher) * scoring_flops(d, row)
     if work.fused:
         score -= clean

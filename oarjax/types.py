@@ -80,6 +80,9 @@ class AnswerSpan:
     answer: Bool[Array, "B T"]
     has_answer: Bool[Array, "B"]  # of the style that is looked for; style none: any text
     units: Int32[Array, "B T"] | None = None  # number of each token's line or sentence, or its label, if requested
+    outcome: Bool[Array, "B T"] | None = (
+        None  # of rows with the reference answer: tokens whose joint probability counts
+    )
 
 
 @struct.dataclass
@@ -116,6 +119,8 @@ class GradedRows:
 
     advantages: Float[Array, "B"]
     completion: Bool[Array, "B T"]
+    scale: Float[Array, "B"] | None = None  # standard deviation of all rewards, for a method that values tokens
+    late: Float[Array, "B"] | None = None  # advantages of the answer's tokens, of advantage.soft split
 
 
 Verdict = Literal["graded", "unparseable", "ungraded", "timeout", "crash"]
@@ -137,6 +142,16 @@ class Grades:
 
 
 @struct.dataclass
+class TokenValues:
+    """Values of C tokens that could stand at a completion's places; nothing is listed elsewhere."""
+
+    ids: Int32[Array, "B T C"]
+    values: Float[Array, "B T C"]  # probability of the reference answer, with the token there and all else as it stands
+    listed: Bool[Array, "B T C"]
+    scale: Float[Array, "B"] | None = None  # that advantages are divided by; None before rows are graded
+
+
+@struct.dataclass
 class Scores:
     """Log-probs, importance and signals of a rollout under the policy that drew it; None where unused."""
 
@@ -144,6 +159,8 @@ class Scores:
     ref_logps: Float[Array, "B T"] | None = None
     importance: Float[Array, "B T"] | None = None
     measured: dict[str, Float[Array, "B T ..."]] | None = None  # by name, see oarjax.credit.measures
+    values: TokenValues | None = None
+    outcome: Float[Array, "B"] | None = None  # probability of the reference answer, see AnswerSpan
 
 
 @struct.dataclass
@@ -169,6 +186,7 @@ class TrainBatch:
     behaviour_logps: Float[Array, "B T"] | None  # None: no sampler/trainer correction
     teacher: Privileged | None = None  # read by an auxiliary loss
     experts: Int[Array, "B N L k"] | None = None  # None: the router chooses
+    values: TokenValues | None = None  # read by an auxiliary loss
 
 
 @struct.dataclass
@@ -274,4 +292,6 @@ class Evidence:
     completion: Bool[Array, "M b T"] | None = None  # tokens in the loss
     weights: Float[Array, "M b T"] | None = None  # what the credit method returned, of its kind
     denominator: Float[Array, ""] | None = None  # of the loss; None: the minibatch's count
+    scale: Float[Array, "M b"] | None = None  # see GradedRows
+    late: Float[Array, "M b"] | None = None
     hints: Hints | None = None

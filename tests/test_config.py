@@ -69,7 +69,7 @@ def test_a_gate_preset_is_a_name_for_its_values(file):
     # what is written down are the values
     written = load_config(file, ["credit.gate=readme"]).model_dump(mode="json")["credit"]["gate"]
     assert (written["tau"], written["boost"]) == (0.25, 1.0)
-    assert "  credit.gate: expected fields, or one of the presets paper, readme, got 'official'" in message(
+    assert "  credit.gate: expected fields, or one of the presets paper, readme, hard, got 'official'" in message(
         changed(credit__gate="official")
     )
 

@@ -184,6 +184,8 @@ def fields() -> dict[str, Field]:
         partial(program, name=name) for name in ("credit", "denominator", "update", "apply")
     )
     masking = {"credit.method": "oar_p"}
+    signed = {"credit.method": "signed_values", "update.skip_zero_variance": False}
+    signed |= {"credit.answer": {"style": "hash", "source": "reference"}}
     cispo, kl = {"loss.surrogate": "cispo"}, {"loss.kl_beta": 0.1}
     plugin = {"grading.plugins": [str(PLUGIN)]}
     settable = plugin | {"grading.rewards": [{"name": "field_set"}]}
@@ -271,6 +273,9 @@ def fields() -> dict[str, Field]:
         "advantage.function": Field(
             f"{EXAMPLES / 'custom_advantages.py'}:best_of_group", partial(program, name="advantages")
         ),
+        "advantage.soft": Field(
+            "reward", score, {name: value for name, value in signed.items() if name != "credit.method"}
+        ),
         "advantage.scale": Field("none", partial(program, name="advantages")),
         "advantage.ddof": Field(0, partial(program, name="advantages")),
         "advantage.eps": Field(0.5, partial(program, name="advantages")),
@@ -296,6 +301,10 @@ def fields() -> dict[str, Field]:
         "credit.local.answers": Field(1, score, {"credit.method": "oar_l"}),
         "credit.screen.share": Field(0.5, score, {"credit.method": "oar_screened"}),
         "credit.screen.by": Field("oar_f", score, {"credit.method": "oar_screened"}),
+        "credit.signed_values.by": Field("random", score, signed),
+        "credit.signed_values.places": Field(1, score, signed),
+        "credit.signed_values.candidates": Field(2, score, signed),
+        "credit.signed_values.share": Field(0.5, credit, signed),
         "credit.entropy.share": Field(0.5, credit, {"credit.method": "entropy_top"}),
         "credit.entropy.scope": Field("sequence", credit, {"credit.method": "entropy_top"}),
         "credit.entropy.mass": Field("free", credit, {"credit.method": "entropy_top"}),
@@ -491,7 +500,8 @@ def program(cfg: Config, *, name: str) -> str:
         return jax.jit(getattr(steps, name).whole).lower(params, batch, key).as_text()
     rollout = Rollout(tokens, valid, mask, values, values, spec((M, b), jnp.bool_))
     if name == "score":
-        rows = SampledRows(rollout, span, spec((M, b), jnp.int32))
+        probed = (rollout, span.replace(outcome=mask)) if run.wants_outcome else None
+        rows = SampledRows(rollout, span, spec((M, b), jnp.int32), probed)
         return steps.score.lower(params, params, rows, key, count, count, probe="last").as_text()
     if name == "credit":
         found = {n: spec((M, b, T, 4)) if n == "hidden" else values for n in resolve_method(cfg.credit).measures}

@@ -101,7 +101,9 @@ SHARED = ("rollout", "advantage", "loss", "optim", "policy")
 
 def _shared(steps: Steps, cfg: Config) -> Steps:
     """Take the programs that credit and the choice of rows have no part in from a run of uniform credit."""
-    plain = config(**{name: getattr(cfg, name).model_dump() for name in SHARED})
+    sections = {name: getattr(cfg, name).model_dump() for name in SHARED}
+    sections["advantage"]["soft"] = "off"  # without credit there is no reference answer
+    plain = config(**sections)
     update = plain.update.model_copy(
         update={n: getattr(cfg.update, n) for n in ("epochs", "minibatches", "microbatch")}
     )

@@ -93,6 +93,11 @@ class AdvantageConfig(Section):
         default=1.0,
         description="of method problem: each time a problem comes again, its earlier rewards weigh this much less",
     )
+    soft: Literal["off", "reward", "split"] = Field(
+        default="off",
+        description="reward: in place of the grade, the probability p of the reference answer given the reasoning; "
+        "split: that for the reasoning's tokens, grade - p for the answer's",
+    )
     function: str | None = Field(
         default=None,
         description="custom advantages, file.py:name or module:name, see oarjax.rl.advantages.AdvantageFunction; the "

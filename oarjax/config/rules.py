@@ -27,7 +27,7 @@ from oarjax.config.learning import (
 from oarjax.config.outputs import CheckpointConfig, EvalConfig, ExportConfig, LabConfig
 from oarjax.config.section import flatten
 from oarjax.credit.record import CUSTOM
-from oarjax.credit.registry import reads_reference
+from oarjax.credit.registry import METHODS, reads_reference
 from oarjax.credit.settings import CreditSettings
 from oarjax.system.paths import path_problem
 
@@ -185,6 +185,37 @@ def check_credit(credit: CreditSettings) -> Iterator[str]:
         yield f"credit.answer.pattern: read for style regex only, got style {answer.style}; set null"
     if answer.cue is not None and answer.source == "own":
         yield "credit.answer.cue: read for source reference only, got source own; set null, or source=reference"
+
+
+def check_soft(a: AdvantageConfig, loss: LossConfig, update: UpdateConfig, credit: CreditSettings) -> Iterator[str]:
+    """Report settings that do not go with the probability of the reference answer as the reward."""
+    if a.soft == "off":
+        return
+    where = f"advantage.soft: {a.soft}"
+    if credit.answer.source != "reference":
+        yield f"{where} reads the reference answer; set credit.answer.source=reference"
+    if update.skip_zero_variance or update.refills:
+        yield f"{where} is known after the rows are scored; set update.skip_zero_variance=false and update.refills=0"
+    if a.method in ("gdpo", "problem") or a.function is not None:
+        name = a.method if a.function is None else "advantage.function"
+        yield f"{where}, and {name} reads grades; set advantage.method to grpo, rloo or batch"
+    if a.soft == "split" and a.scale != "none":
+        yield f"{where} adds two differences in units of the reward; set advantage.scale=none"
+    if loss.kl_in == "reward":
+        yield f"{where}, and loss.kl_in=reward changes grades; set loss.kl_in=loss"
+    if credit.method in METHODS and METHODS[credit.method].kind == "sequence":
+        yield f"{where}, and credit.method {credit.method} reads each reward; set another method"
+
+
+def check_values(credit: CreditSettings, update: UpdateConfig) -> Iterator[str]:
+    """Report rows that would be left out though a method of kind values learns from them."""
+    if credit.method in METHODS and METHODS[credit.method].kind == "values":
+        if update.skip_zero_variance:
+            yield (
+                f"update.skip_zero_variance: true, and {credit.method} learns from rows of advantage 0 too; set false"
+            )
+        if update.refills:
+            yield f"update.refills: {update.refills}, and {credit.method} learns from every group; set 0"
 
 
 def check_grading(grading: GradingConfig, max_new: int) -> Iterator[str]:

@@ -86,6 +86,8 @@ class Config(Section):
             *rules.check_moments("optim", self.optim),
             *(rules.check_moments("sft.optim", self.sft.optim) if self.sft else ()),
             *rules.check_credit(self.credit),
+            *rules.check_values(self.credit, self.update),
+            *rules.check_soft(self.advantage, self.loss, self.update, self.credit),
             *rules.check_grading(self.grading, self.rollout.max_new),
             *rules.check_profile(self.profile, self.iterations),
             *rules.check_export(self.export),

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int, Int32
 
 from oarjax.credit.answer_text import Extent, Style, find_extent
 from oarjax.rl.checked import checked
-from oarjax.types import AnswerSpan, Rollout
+from oarjax.types import AnswerSpan
 
 
 @checked
@@ -107,54 +107,6 @@ def find_units(
         ends = np.array([m.end() for m in _ENDS[unit].finditer(b"".join(pieces))], np.int64)
         out[row, where] = np.searchsorted(ends, start, side="right")
     return out
-
-
-def with_reference(
-    rollout: Rollout, span: AnswerSpan, endings: Sequence[tuple[Sequence[int], Sequence[int]]], *, room: int
-) -> tuple[Rollout, AnswerSpan]:
-    """Build rollouts to probe instead: reasoning as generated, then a cue and the reference answer.
-
-    The reasoning of a row without an answer is its completion but for the stop token. Reasoning tokens keep their
-    places, so scores of the result, cut to the first T positions, are scores of the rollout.
-
-    Args:
-        endings: token ids of the cue and of the answer for every row.
-        room: positions added to the completion, at least the longest ending.
-
-    Raises:
-        ValueError: an ending that does not fit, or an empty answer.
-    """
-    tokens, completion = np.asarray(rollout.tokens), np.asarray(rollout.completion)
-    rows, length = completion.shape
-    prompt = tokens.shape[1] - length
-    out = np.zeros((rows, prompt + length + room), tokens.dtype)
-    valid = np.zeros(out.shape, bool)
-    out[:, :prompt], valid[:, :prompt] = tokens[:, :prompt], np.asarray(rollout.valid)[:, :prompt]
-    reasoning, answer = np.zeros((2, rows, length + room), bool)
-    ended = np.asarray(rollout.ended)
-    for row, (cue, target) in enumerate(endings):
-        if len(cue) + len(target) > room or not len(target):
-            raise ValueError(
-                f"with_reference: row {row} needs {len(cue)} + {len(target)} tokens for cue and answer, at least one "
-                f"of them the answer's; there is room for {room}"
-            )
-        if span.has_answer[row]:
-            end = int(np.flatnonzero(span.reasoning[row]).max(initial=-1)) + 1
-            reasoning[row, :length] = span.reasoning[row]
-        else:
-            end = int(completion[row].sum()) - int(ended[row])
-            reasoning[row, :end] = True
-        begin = end + len(cue)
-        stop = begin + len(target)
-        out[row, prompt : prompt + end] = tokens[row, prompt : prompt + end]
-        out[row, prompt + end : prompt + begin] = cue
-        out[row, prompt + begin : prompt + stop] = target
-        valid[row, prompt : prompt + stop] = True
-        answer[row, begin:stop] = True
-    filled = valid[:, prompt:]
-    zeros = np.zeros(filled.shape, np.float32)
-    probed = Rollout(out, valid, filled, zeros, zeros, ended)  # type: ignore[arg-type]
-    return probed, AnswerSpan(reasoning=reasoning, answer=answer, has_answer=reasoning.any(1))  # type: ignore[arg-type]
 
 
 def byte_extent(text: bytes, *, style: Style, pattern: str | None = None) -> Extent | None:

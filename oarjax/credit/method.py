@@ -53,7 +53,8 @@ class CreditMethod:
     advantage: Advantage | None = None
     """Of kind sequence: (rewards [B, K], their weights [K], group size, advantage section) -> A [B]."""
     loss: Loss | None = None
-    """Of kind auxiliary: (policy, params, states [B, T, D], batch, context) -> [B, T], added to the tokens' losses."""
+    """Of kinds auxiliary and values: (policy, params, states [B, T, D], batch, context) -> [B, T], added to the tokens'
+    losses."""
     name: str = CUSTOM
     """The value of credit.method."""
     kind: Kind = "weights"

@@ -169,6 +169,21 @@ def answer_logp(
     return phi(hidden)
 
 
+def outcome_probability(
+    policy: Policy,
+    params: Params,
+    hidden: Float[Array, "B T D"],
+    outcome: Bool[Array, "B T"],
+    tokens: Int[Array, "B T"],
+    *,
+    temperature: float,
+) -> Float[Array, "B"]:
+    """Compute the joint probability of the outcome's tokens; 0 in rows without any."""
+    mean = answer_logp(policy, params, hidden, outcome, tokens, temperature=temperature)
+    count = jnp.sum(outcome, axis=1)
+    return jnp.where(count > 0, jnp.exp(mean * count), 0)
+
+
 def _over_answer(
     policy: Policy,
     params: Params,

@@ -19,10 +19,11 @@ Signal = (
 )
 """Signals that a method may need beside spans, advantages and masks; a run computes only these."""
 
-Kind = Literal["weights", "bonus", "advantages", "sequence", "auxiliary"]
-"""What a method changes. The first three are what ``weigh`` returns, [B, T]; see ``oarjax.credit.kinds``.
+Kind = Literal["weights", "values", "bonus", "advantages", "sequence", "auxiliary"]
+"""What a method changes. The first four are what ``weigh`` returns, [B, T]; see ``oarjax.credit.kinds``.
 
 weights     w >= 0, which multiply the row's advantage
+values      the same, and a term of the loss that moves every token listed at a place by its own value (``loss``)
 bonus       b, which is added to it
 advantages  the tokens' own advantages, in its place
 sequence    the row's advantage itself (``advantage``); weights of 1
@@ -32,7 +33,7 @@ auxiliary   a term of the loss (``loss``); weights of 1
 Coupling = Literal["row", "group", "batch"]
 """The rows that a row's credit depends on: itself, those of its prompt, or all of the minibatch."""
 
-Role = Literal["permuted_of", "screen.by", "score"]
+Role = Literal["permuted_of", "screen.by", "signed_values.by", "score"]
 """Fields of credit, and of a custom method, that name another method, for those that may stand there."""
 
 KINDS: tuple[str, ...] = get_args(Kind)

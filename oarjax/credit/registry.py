@@ -47,7 +47,7 @@ METHODS: dict[str, MethodRecord] = {
             about="OAR-P that recomputes only the nearest tokens and the answer",
             module="oarjax.credit.oar.oar_l",
             needs=("importance",),
-            roles=("permuted_of", "screen.by", "score"),
+            roles=("permuted_of", "screen.by", "signed_values.by", "score"),
             sections=(*_EXACT, "local"),
         ),
         MethodRecord(
@@ -56,7 +56,7 @@ METHODS: dict[str, MethodRecord] = {
             about="OAR-P to second order, by backward passes",
             module="oarjax.credit.oar.oar_f",
             needs=("importance",),
-            roles=("permuted_of", "screen.by", "score"),
+            roles=("permuted_of", "screen.by", "signed_values.by", "score"),
             sections=(*_EXACT, "fisher"),
         ),
         MethodRecord(
@@ -65,7 +65,7 @@ METHODS: dict[str, MethodRecord] = {
             about="the outcome's gradient by the embeddings, under noise",
             module="oarjax.credit.oar.oar_g",
             needs=("importance",),
-            roles=("permuted_of", "screen.by", "score"),
+            roles=("permuted_of", "screen.by", "signed_values.by", "score"),
             sections=("estimator", "sigma", "draws", "probe", "gate", "answer"),
             lab={
                 "OAR-G, 1 draw": {"estimator": "linearised", "draws": 1},
@@ -82,7 +82,7 @@ METHODS: dict[str, MethodRecord] = {
             module="oarjax.credit.methods.grail",
             evidence="released code",
             needs=("importance",),
-            roles=("score",),
+            roles=("signed_values.by", "score"),
             sections=("grail", "answer"),
         ),
         MethodRecord(
@@ -236,6 +236,16 @@ METHODS: dict[str, MethodRecord] = {
             coupling="batch",
             needs=("entropies",),
             sections=("entropy",),
+            lab={},
+        ),
+        MethodRecord(
+            name="signed_values",
+            label="signed values",
+            about="what the answer's probability would be with other tokens at a few places, for and against each",
+            module="oarjax.credit.methods.signed_values",
+            kind="values",
+            needs=("importance",),
+            sections=("signed_values", *_EXACT, "local", "fisher", "estimator", "sigma", "draws", "grail"),
             lab={},
         ),
         MethodRecord(

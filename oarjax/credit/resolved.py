@@ -103,6 +103,11 @@ class ResolvedMethod:
                 f"update.epochs: 1 with update.minibatches 1 and credit.method {self.method.name}, which weighs tokens "
                 "by what has changed since the rollout; raise one of the two"
             )
+        if self.kind == "values" and epochs * minibatches > 1:
+            raise ConfigError(
+                f"update.epochs: {epochs} with update.minibatches {minibatches} and credit.method {self.method.name}, "
+                "whose values are those of the policy that drew the rows; set both to 1"
+            )
         if self.method.coupling == "group" and minibatches > 1:
             raise ConfigError(
                 f"update.minibatches: {minibatches} with credit.method {self.method.name}, which compares the rows of "

@@ -40,8 +40,12 @@ class ProbeSettings(Settings):
     )
 
 
-GATE_PRESETS = {"paper": {"tau": 0.4, "boost": 2.0}, "readme": {"tau": 0.25, "boost": 1.0}}
-"""Settings of the paper's main experiments, and of the README of the released code."""
+GATE_PRESETS = {
+    "paper": {"tau": 0.4, "boost": 2.0},
+    "readme": {"tau": 0.25, "boost": 1.0},
+    "hard": {"rule": "level", "levels": "suppress", "tau": 0.5, "floor": 0.0, "mass": "free"},
+}
+"""Settings of the paper's main experiments, of the README of the released code, and a gate that only mutes (ours)."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,16 @@ class ScreenSettings(Settings):
     by: Annotated[str, MethodName("screen.by", "random")] = setting(
         "oar_l", "method whose scores choose that share; random: the control"
     )
+
+
+@dataclass(frozen=True)
+class SignedValuesSettings(Settings):
+    by: Annotated[str, MethodName("signed_values.by", "random")] = setting(
+        "oar_l", "method whose scores choose the places; random: the control"
+    )
+    places: Positive = setting(2, "tokens of a row that get values of their own")
+    candidates: Positive = setting(4, "likeliest tokens that are tried at a place, beside the one that stands there")
+    share: Share = setting(0.3, "of the row's advantage that all other tokens receive")
 
 
 @dataclass(frozen=True)
@@ -256,6 +270,7 @@ class CreditSettings(Settings):
     fisher: FisherSettings = FisherSettings()
     local: LocalSettings = LocalSettings()
     screen: ScreenSettings = ScreenSettings()
+    signed_values: SignedValuesSettings = SignedValuesSettings()
     entropy: EntropySettings = EntropySettings()
     keywords: KeywordSettings = KeywordSettings()
     grail: GrailSettings = GrailSettings()

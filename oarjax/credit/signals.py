@@ -12,7 +12,7 @@ from oarjax.credit.clean_pass import LinearPass
 from oarjax.credit.probe import Probe
 from oarjax.credit.settings import CreditSettings
 from oarjax.models.policy import Policy
-from oarjax.types import AnswerSpan, Hints, Params, Rollout, Scores, TrainBatch
+from oarjax.types import AnswerSpan, Hints, Params, Rollout, Scores, TokenValues, TrainBatch
 
 
 class Signals(NamedTuple):
@@ -70,6 +70,8 @@ class Scored(NamedTuple):
 
     importance: Float[Array, "B T"] | None
     hidden: Float[Array, "B T D"] | None = None  # states that predict the completion's tokens
+    values: TokenValues | None = None  # of a method of kind values
+    values: TokenValues | None = None  # of a method of kind values
 
 
 Score = Callable[[Policy, Params, Rollout, AnswerSpan, Key[Array, "B"], Context], Scored | Float[Array, "B T"]]

@@ -309,7 +309,13 @@ class Run:
         """Maximum number of positions that cue and reference answer add to a completion, rounded up; 0 without data."""
         if self.cfg.credit.answer.source != "reference" or not self.has_data:
             return 0
-        return bucket(max(len(cue) + len(target) for cue, target in self.endings.values()), 8)
+        longest = max(len(cue) + len(target) for cue, target in self.endings.values())
+        return bucket(longest + self.wants_outcome, 8)
+
+    @property
+    def wants_outcome(self) -> bool:
+        """True if the joint probability of the reference answer and its end is read."""
+        return self.credit.kind == "values" or self.cfg.advantage.soft != "off"
 
     def find_answers(self, rollout: Rollout) -> AnswerSpan:
         """Find the reasoning and the answer of every completion, as credit.answer asks."""
@@ -319,7 +325,9 @@ class Run:
         """Replace the answers of completions with the cue and the reference answer."""
         group = len(rollout.ended) // len(problems)
         endings = [self.endings[int(p)] for p in np.repeat(problems, group)]
-        return with_endings(self.cfg.credit, rollout, span, endings, room=self.ending_room, token_bytes=self.table)
+        stop = self.stop_ids[0] if self.wants_outcome else None
+        more = {"room": self.ending_room, "token_bytes": self.table, "stop_id": stop}
+        return with_endings(self.cfg.credit, rollout, span, endings, **more)
 
     def check_credit(self, where: str = "") -> None:
         """Build the credit method, so that a bad config fails now and not after the warm start.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, cast
 
 import jax
@@ -74,7 +75,7 @@ class ProgramShapes:
     def __init__(self, run: Run) -> None:
         self.cfg, self.model, self.mesh, self.steps = run.cfg, run.model, run.mesh, run.steps
         self.layout, self.rollout_layout, self.optimizer = run.layout, run.rollout_layout, run.optimizer
-        self._ending_room, self._wants = run.ending_room, run.credit.signals
+        self._ending_room, self._wants, self._wants_outcome = run.ending_room, run.credit.signals, run.wants_outcome
         self._reads_reference = run.credit.needs_reference(kl_beta=run.cfg.loss.kl_beta)
         step, widest = run.prompt_step, widest_prompt(run.cfg.data, run.cfg.rollout)
         self._train_width = self._eval_width = widest  # without data, of the longest prompt that the config allows
@@ -115,7 +116,7 @@ class ProgramShapes:
         state = self.abstract_state()
         rows = self._sampled()
         rollout = rows.rollout
-        graded = GradedRows(self._microbatches((), jnp.float32), rollout.completion)
+        graded = self._graded(rollout)
         zeros, layout = jax.eval_shape(self.steps.fused_zeros, state, rows, graded), self.layout  # pyright: ignore[reportArgumentType]
         sums = FusedSums(
             Sums(_with(zeros.sums.grads, layout.state.params), *_with(tuple(zeros.sums[1:]), layout.replicated)),
@@ -190,7 +191,7 @@ class ProgramShapes:
         """Describe the program of the weights and advantages of one minibatch's tokens."""
         scores = self._scores()
         rows = self._sampled()
-        graded = GradedRows(self._microbatches((), jnp.float32), rows.rollout.completion)
+        graded = self._graded(rows.rollout)
         args = (scores, rows, graded, self._key(), _count())
         return Program("credit", self.steps.credit, args, {}, frozenset())
 
@@ -300,10 +301,19 @@ class ProgramShapes:
             )
             mask, kind = of((length,), jnp.bool_), AnswerSpan
             units = None if not cfg.labels_tokens else of((length,), jnp.int32)
-            return rollout, kind(reasoning=mask, answer=mask, has_answer=of((), jnp.bool_), units=units)
+            outcome = mask if self._wants_outcome and length != T else None
+            return rollout, kind(
+                reasoning=mask, answer=mask, has_answer=of((), jnp.bool_), units=units, outcome=outcome
+            )
 
         kind: Any = SampledRows
         return kind(*rows(T), self._numbers(), rows(T + room) if room else None, self._hints())
+
+    def _graded(self, rollout: Rollout) -> GradedRows:
+        """Describe the advantages of one minibatch's rows."""
+        row = self._microbatches((), jnp.float32)
+        late = row if self.cfg.advantage.soft == "split" else None
+        return GradedRows(row, rollout.completion, row if self.steps.values else None, late)
 
     def _experts(self, length: int) -> Any:
         """Describe the experts that the sampler records, or None."""
@@ -329,6 +339,7 @@ class ProgramShapes:
             behaviour_logps=rollout.behaviour_logps,
             teacher=self._hints() and self._hints().teacher,
             experts=rollout.experts,
+            values=scores.values and replace(scores.values, scale=self._microbatches((), jnp.float32)),
         )
 
     def _hints(self) -> Any:

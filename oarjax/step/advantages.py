@@ -37,7 +37,8 @@ def bound_advantages(
     """Return the advantages of ``advantage.method``, or the custom ones, with a run's settings."""
 
     def grpo(rewards: Float[Array, "B"], values: Values, past: Past | None = None) -> Float[Array, "B"]:
-        return group_advantages(rewards, group_size=group_size, scale=a.scale, ddof=a.ddof, eps=a.eps)
+        scale = "group" if a.scale == "problem" else a.scale  # refused with grpo, see config.rules
+        return group_advantages(rewards, group_size=group_size, scale=scale, ddof=a.ddof, eps=a.eps)
 
     def rloo(rewards: Float[Array, "B"], values: Values, past: Past | None = None) -> Float[Array, "B"]:
         scale = "none" if a.scale == "none" else "batch"
@@ -74,6 +75,24 @@ def bound_equal_groups(
         return zero_advantage_groups(by_row[a.method](rewards, past), group_size=group_size)
 
     return equal_groups
+
+
+def split_advantages(
+    advantages: Float[Array, "B T"],
+    late: Float[Array, "B"],
+    answer: Bool[Array, "B T"],
+    completion: Bool[Array, "B T"],
+    ended: Bool[Array, "B"],
+) -> Float[Array, "B T"]:
+    """Give the answer's tokens and those after it ``late``; of a row without an answer the stop token alone.
+
+    With p the probability of the one accepted answer given all before it, E[R | that] = p: the reasoning's tokens are
+    credited with p less a baseline and these with R - p, whose sum is unbiased. A row that was cut off keeps its own.
+    """
+    following = jnp.pad(completion[:, 1:], ((0, 0), (0, 1)))
+    stop = completion & ~following & ended[:, None]
+    there = jnp.where(jnp.any(answer, axis=1, keepdims=True), jnp.cumsum(answer, axis=1) > 0, stop)
+    return jnp.where(there & completion, late[:, None], advantages)
 
 
 def row_advantages(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from functools import partial, reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from oarjax.config.schema import Config
 from oarjax.credit.probe import probe_mode
 from oarjax.credit.settings import ProbeSettings
 from oarjax.models.lora import all_params
-from oarjax.rl.advantages import Past
+from oarjax.rl.advantages import Past, group_std
 from oarjax.rl.loss import without_truncated
 from oarjax.rollout.sampler import rollout_key
 from oarjax.rollout.source import Batch, SamplerSource, Source, Spent, rollout_of
@@ -107,11 +107,16 @@ def iterate(
     rewards = finite_rewards(grades)
     if cfg.loss.kl_in == "reward":
         rewards = steps.after_kl(rewards, rows.rollout, collect_reference(scores, rows.rollout, plan, host))
+    hard = rewards
+    if cfg.advantage.soft != "off":
+        rewards = soft_rewards(rewards, collect_outcomes(scores, plan, host))
     graded = grade_rows(
         steps.advantages(rewards, grades.per_reward, past_of(draws, host)),
         rows.rollout,
         grades,
         mask_truncated=cfg.loss.mask_truncated,
+        scale=reward_std(rewards, cfg.advantage.ddof) if steps.values else None,
+        late=hard - rewards if cfg.advantage.soft == "split" else None,
     )
 
     # Group advantages -> credit of every token. The loss is a mean over all graded rows, chosen or not: leaving rows
@@ -132,6 +137,8 @@ def iterate(
     drawn = draws.all_drawn()
     metrics |= rollout_metrics(drawn.rollout, drawn.grades, equal=drawn.equal) | draws.spent.metrics()
     metrics |= {"rows_used": float(len(plan.rows)), "reasoning_length": float(rows.span.reasoning.sum(1).mean())}
+    if cfg.advantage.soft != "off":
+        metrics |= {"soft_reward": float(jnp.nanmean(rewards)), "soft_gap": float(jnp.nanmean(rewards - hard))}
     metrics |= padding_shares(plan, rows.rollout, scores, order)
     return state, Iteration(
         metrics=metrics,
@@ -319,12 +326,38 @@ def finite_rewards(grades: Grades) -> Float[Array, "B"]:
     return jnp.asarray(np.where(np.isfinite(grades.rewards), grades.rewards, np.nan))
 
 
-def grade_rows(advantages: Float[Array, "B"], rollout: Rollout, grades: Grades, *, mask_truncated: bool) -> GradedRows:
+def soft_rewards(rewards: Float[Array, "B"], outcome: Float[np.ndarray, "B"]) -> Float[Array, "B"]:
+    """Return the probability of the reference answer for the rows that were graded, NaN for the others."""
+    return jnp.where(jnp.isnan(rewards), rewards, jnp.asarray(outcome))
+
+
+def collect_outcomes(scores: list[Scores], plan: MinibatchPlan, host: HostCallbacks) -> Float[np.ndarray, "B"]:
+    """Collect the probabilities of the reference answer of all rows, which all were scored."""
+    columns = [np.asarray(x)[..., None] for x in host.fetch([each.outcome for each in scores])]
+    return plan.collect(columns, np.zeros((plan.capacity, 1), np.float32))[:, 0]
+
+
+def reward_std(rewards: Float[Array, "B"], ddof: int) -> float:
+    """Return the standard deviation of all rewards that were graded; 0 for ddof or fewer of them."""
+    return float(group_std(rewards, ~jnp.isnan(rewards), ddof))
+
+
+def grade_rows(
+    advantages: Float[Array, "B"],
+    rollout: Rollout,
+    grades: Grades,
+    *,
+    mask_truncated: bool,
+    scale: float | None = None,
+    late: Float[Array, "B"] | None = None,
+) -> GradedRows:
     """Put the tokens in the loss beside the advantages, on the host: graded rows, without truncated ones if asked."""
     trained = rollout.completion & np.isfinite(grades.rewards)[:, None]
     if mask_truncated:
         trained = without_truncated(jnp.asarray(trained), jnp.asarray(rollout.ended))
-    return GradedRows(np.asarray(advantages), np.asarray(trained))  # pyright: ignore[reportArgumentType]
+    each: Any = None if scale is None else np.full(len(trained), scale, np.float32)
+    after: Any = None if late is None else np.nan_to_num(np.asarray(late))
+    return GradedRows(np.asarray(advantages), np.asarray(trained), each, after)  # pyright: ignore[reportArgumentType]
 
 
 def collect_reference(

@@ -108,6 +108,7 @@ class TwoPasses:
             behaviour_logps=sampler_logps(self.off_policy, rows.rollout),
             teacher=rows.hints and rows.hints.teacher,
             experts=rows.rollout.experts,
+            values=scores.values and replace(scores.values, scale=graded.scale),
         )
         returned = credit.weights if credit.returned is None else credit.returned
 
@@ -192,6 +193,8 @@ class Watched(TwoPasses):
                 scores=credited.scores,
                 advantages=credited.graded.advantages,
                 completion=credited.graded.completion,
+                scale=credited.graded.scale,
+                late=credited.graded.late,
                 weights=credited.returned,
                 denominator=credited.denominator,
             )

@@ -8,6 +8,7 @@ bucket, whatever the number of rows, and an update adds up the buckets' gradient
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -22,7 +23,7 @@ from oarjax.credit.keywords import KeywordTable
 from oarjax.credit.kinds import neutral, relative, token_advantages
 from oarjax.credit.measures import measure
 from oarjax.credit.oar.oar_g import row_keys
-from oarjax.credit.probe import ProbeMode
+from oarjax.credit.probe import ProbeMode, outcome_probability
 from oarjax.credit.record import CUSTOM
 from oarjax.credit.resolved import ResolvedMethod, credit_metrics, resolve_method
 from oarjax.credit.signals import CreditInputs, signals_of
@@ -32,7 +33,13 @@ from oarjax.rl.advantages import AdvantageFunction
 from oarjax.rl.loss import aggregate
 from oarjax.rl.optimizer import adamw, learning_rate
 from oarjax.rollout.logps import last_states, token_logps
-from oarjax.step.advantages import bound_advantages, bound_equal_groups, bound_kl_penalty, row_advantages
+from oarjax.step.advantages import (
+    bound_advantages,
+    bound_equal_groups,
+    bound_kl_penalty,
+    row_advantages,
+    split_advantages,
+)
 from oarjax.step.fused import FusedPass, FusedSums, fuses
 from oarjax.step.gradients import Sums, add_microbatches, apply_sums, descend, gradient_sums, no_sums
 from oarjax.step.loss import Metrics, TokenLoss, bound_loss, imitation, loss_head, policy_gradient
@@ -40,7 +47,17 @@ from oarjax.step.metrics import negative_rows, nonfinite_rows
 from oarjax.step.minibatches import Bucket, cut
 from oarjax.step.sampling import evaluation_sampler, group_sampler
 from oarjax.step.steps import Steps
-from oarjax.types import Credit, GradedRows, Params, SampledRows, Scores, TrainBatch, TrainState
+from oarjax.types import (
+    AnswerSpan,
+    Credit,
+    GradedRows,
+    Params,
+    Rollout,
+    SampledRows,
+    Scores,
+    TrainBatch,
+    TrainState,
+)
 
 
 @runtime_checkable
@@ -138,10 +155,20 @@ def make_steps(
     logps_of = partial(token_logps, policy, **head)
     # With one update per rollout the ratio is 1: old = stop_gradient(new), no pass of its own.
     wants_old = cfg.update.epochs * cfg.update.minibatches > 1
-    read, kind = method.measures, method.kind
+    read, kind, soft = method.measures, method.kind, cfg.advantage.soft != "off"
     wanted = {"logps", *read} if wants_old else read
     score_of = method.scorer(policy, temperature=roll.temperature, pad_id=pad_id)
     weights_of = method.weigher(keyword_table=keyword_table)
+
+    def outcome_of(params: Params, rows: Rollout, span: AnswerSpan, hidden: Any) -> Float[Array, "b"]:
+        """Compute the probability of the reference answer, from the clean states of an attribution if it left any."""
+        if span.outcome is None:
+            raise ValueError("advantage.soft: needs rows with the reference answer")
+        width = span.outcome.shape[-1]
+        if hidden is None:
+            hidden = last_states(policy, params, rows.tokens, rows.valid, completion_length=width)
+        more = {"temperature": roll.temperature}
+        return outcome_probability(policy, params, hidden, span.outcome, rows.tokens[:, -width:], **more)
 
     def score(
         params: Params,
@@ -166,9 +193,10 @@ def make_steps(
             logps = partial(logps_of, tokens=r.tokens, valid=r.valid, completion_length=length)
             probed_rows, marked = probed or (r, s)
             attributed = score_of(params, probed_rows, marked, row_keys(key, numbers), probe)
+            outcome = outcome_of(params, probed_rows, marked, attributed.hidden) if soft else None
             if probed is not None:  # its reasoning stands where the rollout's does; its clean states do not
-                importance = None if attributed.importance is None else attributed.importance[:, :length]
-                attributed = attributed._replace(importance=importance, hidden=None)
+                kept = jax.tree.map(lambda x: x[:, :length], (attributed.importance, attributed.values))
+                attributed = attributed._replace(importance=kept[0], values=kept[1], hidden=None)
             if r.experts is not None and wanted:  # the attribution's router chose for itself
                 own = {"tokens": r.tokens, "valid": r.valid, "completion_length": length}
                 attributed = attributed._replace(hidden=last_states(replaying(policy, r.experts), params, **own))
@@ -189,8 +217,10 @@ def make_steps(
                 ref_logps=logps(reference)[0] if cfg.loss.kl_beta > 0 else None,
                 importance=attributed.importance,
                 measured={name: measured[name] for name in sorted(read)} or None,
+                values=attributed.values,
             )
-            return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, full - length), *((0, 0),) * (x.ndim - 2))), scores)
+            wide = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, full - length), *((0, 0),) * (x.ndim - 2))), scores)
+            return replace(wide, outcome=outcome)
 
         teacher = rows.hints and rows.hints.teacher
         arrays = rows.rollout, rows.span, rows.numbers, rows.probed, teacher
@@ -221,6 +251,8 @@ def make_steps(
         sound = jnp.all(jnp.isfinite(returned) | ~mask, axis=-1)[:, None]
         returned = jnp.where(sound, returned, neutral(kind, a))
         advantages = token_advantages(kind, returned, a, mask)
+        if graded.late is not None:
+            advantages = split_advantages(advantages, flat(graded.late), s.answer, mask, flat(rows.rollout.ended))
         w = relative(kind, returned, advantages, a, mask)
         tokens = Credit(
             importance=jnp.zeros_like(w) if signals.importance is None else signals.importance,
@@ -285,6 +317,7 @@ def make_steps(
         zeros=jax.jit(partial(no_sums, sums_of), out_shardings=summed),
         accumulate=jax.jit(accumulate, static_argnames="bucket", donate_argnums=0, out_shardings=summed),
         apply=jax.jit(apply, donate_argnums=0, out_shardings=(shardings.state, shardings.replicated)),
+        values=kind == "values",
         decoding=groups.spent,
         pad_id=pad_id,
         decode_programs=lambda: groups.decode_programs,

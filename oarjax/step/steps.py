@@ -160,6 +160,7 @@ class Steps(NamedTuple):
     apply: ApplyUpdate
     fused_zeros: StartFused | None = None  # None where score and update are two passes
     fused_add: AddFused | None = None
+    values: bool = False  # the credit method values tokens, in units of the rewards' standard deviation
     decoding: Callable[[], Spent] = Spent  # counts of what ``sample`` did since this was last called
     pad_id: int = 0  # fills completions after their ends
     decode_programs: Callable[[], int] = int  # decode programs that ``sample`` has run in this process

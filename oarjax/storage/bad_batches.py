@@ -25,7 +25,7 @@ from oarjax.credit.record import MEASURES
 from oarjax.errors import UserError
 from oarjax.storage.durable import check_guards
 from oarjax.system.json import to_json
-from oarjax.types import AnswerSpan, Evidence, Hints, Params, Privileged, Rollout, Scores
+from oarjax.types import AnswerSpan, Evidence, Hints, Params, Privileged, Rollout, Scores, TokenValues
 
 FORMAT = 3
 FOLDER = "bad_batches"
@@ -144,9 +144,10 @@ def _check_header(header: Header) -> None:
 _ROLLOUT = {"tokens": "iMbN", "valid": "bMbN", "completion": "bMbT", "behaviour_logps": "fMbT"}
 _ROLLOUT |= {"filtered_logps": "fMbT", "ended": "bMb"}
 _OPTIONAL = {"rollout.experts": "iMbNLk", "span.units": "iMbT", "probed.1.units": "iMbt"}
+_OPTIONAL |= {"probed.1.outcome": "bMbt"}
 _SPAN = {"reasoning": "bMbT", "answer": "bMbT", "has_answer": "bMb"}
 _SCORES = dict.fromkeys(("old_logps", "ref_logps", "importance", *(f"measured.{name}" for name in MEASURES)), "fMbT")
-_SCORES |= {"measured.hidden": "fMbTD"}
+_SCORES |= {"measured.hidden": "fMbTD", "values.ids": "iMbTC", "values.values": "fMbTC", "values.listed": "bMbTC"}
 _HINTS = {"marks": "fMbT", "turns": "iMbT", "teacher.tokens": "iMbS", "teacher.valid": "bMbS"}
 _SHAPES = {
     **{f"rollout.{name}": shape for name, shape in _ROLLOUT.items()},
@@ -156,6 +157,7 @@ _SHAPES = {
     **{f"probed.0.{name}": shape.replace("N", "n").replace("T", "t") for name, shape in _ROLLOUT.items()},
     **{f"probed.1.{name}": shape.replace("T", "t") for name, shape in _SPAN.items()},
     **{"numbers": "iMb", "used": "i", "advantages": "fMb", "completion": "bMbT", "weights": "fMbT", "denominator": "f"},
+    **{"scale": "fMb", "late": "fMb", "scores.outcome": "fMb"},
     **_OPTIONAL,
 }
 """Arrays of a file: the kind of their numbers, and a letter for each axis."""
@@ -269,11 +271,14 @@ def _evidence(tree: dict[str, Any]) -> Evidence:
     hints = tree.get("hints")
     if hints is not None:
         hints = build(Hints, hints | {"teacher": build(Privileged, hints.get("teacher"))})
+    scores = tree.get("scores")
+    if scores is not None:
+        scores = build(Scores, scores | {"values": build(TokenValues, scores.get("values"))})
     parts = {
         "hints": hints,
         "rollout": build(Rollout, tree.get("rollout")),
         "span": build(AnswerSpan, tree.get("span")),
-        "scores": build(Scores, tree.get("scores")),
+        "scores": scores,
         "probed": None if pair is None else (build(Rollout, pair["0"]), build(AnswerSpan, pair["1"])),
     }
     return build(Evidence, tree | parts)

@@ -236,6 +236,7 @@ def model_flops(cfg: Config, model: QwenConfig, metrics: dict[str, float], credi
         old_logps=cfg.update.epochs * cfg.update.minibatches > 1,
         measured=bool(credit.measures),
         reference=credit.needs_reference(kl_beta=cfg.loss.kl_beta),
+        outcome=cfg.advantage.soft != "off",
         **credit.teacher_work(),
         adapters=trained_count(cfg.lora, model) if cfg.lora.rank else None,
         fused=fuses(cfg.update, credit, kl_beta=cfg.loss.kl_beta, experts=model.experts is not None),

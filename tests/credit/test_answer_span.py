@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from oarjax.credit.answer_span import byte_extent, find_answers, find_units, whole_completion, with_reference
+from oarjax.credit.answer_span import byte_extent, find_answers, find_units, whole_completion
 from oarjax.credit.answer_text import check_pattern, extract_answer
 from oarjax.types import Rollout
 

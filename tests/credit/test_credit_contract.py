@@ -74,6 +74,7 @@ METHODS = {
     "delta": Law({"method": "delta"}, mass="batch"),
     "causal_spans": Law({"method": "causal_spans"}, mass="completion", flat=False),
     "dgpo": Law({"method": "dgpo"}, mass="completion"),
+    "signed_values": Law({"method": "signed_values"}, mass="free", flat=False),
     "fipo": Law({"method": "fipo"}),
     "crpo": Law({"method": "crpo"}),
     "egca": Law({"method": "egca"}, mass="completion"),

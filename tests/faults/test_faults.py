@@ -117,9 +117,10 @@ def test_a_kill_forgets_no_reward_of_a_problem(config, tmp_path):
     process.kill()
     assert process.wait() == -signal.SIGKILL
     ended(micro.start(config, run, *changes), run, whole)
-    saved = [json.loads((each / "checkpoints/000006/manifest.json").read_text())["record"] for each in (whole, run)]
-    assert saved[0]["history"] == saved[1]["history"]
-    assert len(saved[0]["history"]) == 8
+    saved = [json.loads((each / "checkpoints/000006/manifest.json").read_text()) for each in (whole, run)]
+    past = [manifest["record"]["record"]["history"] for manifest in saved]
+    assert past[0] == past[1]
+    assert len(past[0]) == 8
 
 
 def where(run: Path) -> str:

@@ -94,6 +94,7 @@ def credit_flops(d: Decoder, a: Assumptions) -> dict[str, float]:
         "OAR-G, 4 draws": gradient_flops(d, row, draws=4, **again),
         "OAR-F, 4 outcomes": fisher_flops(d, row, outcomes=4, **again),
         "OAR-L": local,
+        "signed values, 2 places x 4": local + masked_flops(d, row, share=8 / row.reasoning, buckets=8) - clean,
         "screened OAR-P, 20%": local + masked_flops(d, row, share=0.2, buckets=8) - clean,
         "OAR-P": exact,
         "OAR-P, 40 spans": clean + 40 / row.reasoning * (exact - clean),

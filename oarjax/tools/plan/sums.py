@@ -11,6 +11,7 @@ from typing import Any
 
 from oarjax.config.schema import Config
 from oarjax.costs import Row, Work, iteration_flops, sampling_flops
+from oarjax.credit.methods.signed_values import SCOPE as CANDIDATES
 from oarjax.credit.oar.oar_l import SCOPE, chunk_size
 from oarjax.credit.oar.oar_p import bucket_sizes
 from oarjax.credit.resolved import ResolvedMethod
@@ -57,6 +58,7 @@ def work_of(model: QwenConfig, cfg: Config, credit: ResolvedMethod) -> Work:
         old_logps=updates > 1,
         measured=bool(credit.measures),
         reference=credit.needs_reference(kl_beta=cfg.loss.kl_beta),
+        outcome=cfg.advantage.soft != "off",
         **credit.teacher_work(),
         adapters=trained_count(cfg.lora, model) if cfg.lora.rank else None,
     )
@@ -79,6 +81,8 @@ def count(text: str, s: Shapes, credit: CreditSettings, model: QwenConfig) -> Ex
     share, chunk = 1.0, masking.chunk
     if "oar_screened" in (credit.method, credit.method == "permuted" and credit.permuted_of):
         share, chunk = credit.screen.share, max(1, round(chunk * credit.screen.share))
+    if credit.method == "signed_values":
+        share, chunk = credit.signed_values.places / s.completion, min(chunk, credit.signed_values.places)
     lows, sizes = bucket_sizes(s.completion, chunk=chunk, buckets=1 if model.delta else masking.buckets)
     ends = [*lows[1:], s.completion]
     runs = [math.ceil(share * (end - low) / size) for low, end, size in zip(lows, ends, sizes)]
@@ -92,6 +96,8 @@ def count(text: str, s: Shapes, credit: CreditSettings, model: QwenConfig) -> Ex
             return float(even_blocks(rows, held, min(held / experts, 1.0)))
         if op_name.startswith(DECODE):
             return s.completion - 1
+        if op_name.endswith(f"{CANDIDATES}/while"):
+            return float(credit.signed_values.candidates)
         if branching:
             return sum(runs)
         if op_name.count("while") == 1:

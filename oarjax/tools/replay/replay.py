@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from oarjax.models.weights import at, weight_table
 from oarjax.report.files import short
 from oarjax.rollout.sampler import rollout_key
 from oarjax.run.run import Run
+from oarjax.step.advantages import split_advantages
 from oarjax.step.gradients import RowCheck, make_row_check
 from oarjax.step.iteration import NOISE, ORDER
 from oarjax.step.loss import imitation, policy_gradient, sampler_logps
@@ -98,16 +99,20 @@ def replay(
         weights = _weights(header, e, scores, rollout.tokens, span, advantages, completion, run)
     kind = "weights" if header.kind == "sft" else run.credit.kind
     safe = jnp.where(jnp.isfinite(weights).all(-1, keepdims=True), weights, neutral(kind, advantages))
+    token_credit = token_advantages(kind, safe, advantages, completion)
+    if e.late is not None:
+        token_credit = split_advantages(token_credit, flat(e.late), span.answer, completion, rollout.ended)
     batch = TrainBatch(
         tokens=rollout.tokens,
         valid=rollout.valid,
         completion=completion,
-        advantages=token_advantages(kind, safe, advantages, completion),
+        advantages=token_credit,
         old_logps=scores.old_logps,
         ref_logps=scores.ref_logps,
         behaviour_logps=None if header.kind == "sft" else sampler_logps(run.cfg.loss.off_policy, rollout),
         teacher=None if e.hints is None else flat(e.hints).teacher,
         experts=rollout.experts,
+        values=scores.values and replace(scores.values, scale=jnp.zeros(rows) if e.scale is None else flat(e.scale)),
     )
     check = make_row_check(loss)
     denominator = jnp.float32(1 if e.denominator is None else jnp.maximum(e.denominator, 1e-20))
