@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -12,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -291,27 +293,11 @@ def test_an_error_on_one_process_ends_them_all(config, tmp_path):
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_lost_process_is_one_sentence_and_75(config, tmp_path, killed):
     """The other one is killed once there is a checkpoint; the same two commands then go on."""
-    run = tmp_path / "run"
-    command = ["train", str(config), f"run_dir={run}", "iterations=40", "checkpoint.keep=2", "distributed.processes=2"]
-    told = f"distributed.coordinator=127.0.0.1:{free_port()}"
-    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": virtual_devices(4), "PYTHONPATH": str(ROOT)}
-    logs = [tmp_path / f"{number}.log" for number in range(2)]
-    pair = [
-        starts.Started([*command, told, f"distributed.process={n}"], log=log, environment=environment)
-        for n, log in enumerate(logs)
-    ]
-    try:
-        end = time.monotonic() + 500
-        while not (run / "checkpoints" / "000001").exists():
-            assert time.monotonic() < end
-            assert pair[0].poll() is None, logs[0].read_text()
-            time.sleep(0.2)
-        pair[killed].kill()
-        code, said = pair[1 - killed].wait(60), " ".join(logs[1 - killed].read_text().split())
-    finally:
-        for process in pair:
-            process.kill()
-            process.wait()
+    run, logs = tmp_path / "run", [tmp_path / f"{number}.log" for number in range(2)]
+    with pair(config, run, logs, "iterations=40", "checkpoint.keep=2") as both:
+        wait_for(both, run / "checkpoints" / "000001", logs)
+        both[killed].kill()
+        code, said = both[1 - killed].wait(60), " ".join(logs[1 - killed].read_text().split())
     # The first one coordinates the others, which JAX may end before they do; the scripts start them again after both.
     if killed == 0 and code == -signal.SIGABRT:
         return
@@ -319,3 +305,59 @@ def test_a_lost_process_is_one_sentence_and_75(config, tmp_path, killed):
     assert "another process of the run ended or cannot be reached" in said
     assert "the same command on every host resumes the run" in said
     assert "Traceback" not in said
+
+
+@contextlib.contextmanager
+def pair(config: Path, run: Path, logs: list[Path], *overrides: str) -> Iterator[list[starts.Started]]:
+    """Start a run of two processes; none of them outlives the block."""
+    command = ["train", str(config), f"run_dir={run}", *overrides, "distributed.processes=2"]
+    told = f"distributed.coordinator=127.0.0.1:{free_port()}"
+    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": virtual_devices(4), "PYTHONPATH": str(ROOT)}
+    both = [
+        starts.Started([*command, told, f"distributed.process={n}"], log=log, environment=environment)
+        for n, log in enumerate(logs)
+    ]
+    try:
+        yield both
+    finally:
+        for process in both:
+            process.kill()
+            process.wait()
+
+
+def wait_for(both: list[starts.Started], path: Path, logs: list[Path]) -> None:
+    end = time.monotonic() + 500
+    while not path.exists():
+        assert time.monotonic() < end
+        assert both[0].poll() is None, logs[0].read_text()
+        time.sleep(0.05)
+
+
+def pause(process: starts.Started, seconds: float) -> None:
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGCONT)
+
+
+def test_a_pair_with_a_slow_host_and_a_stop_signal_ends_the_same(config, tmp_path):
+    """One host stands still for seconds, then it alone is told to stop: both save, and the same commands resume."""
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    changes = ("iterations=8", "checkpoint.keep=9")
+    trained(config, whole, *changes, processes=2)
+    logs = [tmp_path / f"{n}.log" for n in range(2)]
+    with pair(config, run, logs, *changes) as both:
+        wait_for(both, run / "checkpoints" / "000001", logs)
+        pause(both[1], 5.0)
+        wait_for(both, run / "checkpoints" / "000003", logs)
+        both[0].send_signal(signal.SIGTERM)
+        codes = [process.wait(120) for process in both]
+    said = [log.read_text() for log in logs]
+    assert codes == [75, 75], said
+    assert "stopped; the same command resumes" in said[0]
+    assert all("Traceback" not in text for text in said), said
+    assert not (run / "checkpoints" / "000008").exists()
+    with pair(config, run, logs, *changes) as both:
+        wait_for(both, run / "checkpoints" / "000006", logs)
+        pause(both[0], 5.0)
+        assert [process.wait(300) for process in both] == [0, 0], [log.read_text() for log in logs]
+    assert result(run) == result(whole)
