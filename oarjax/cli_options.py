@@ -111,12 +111,21 @@ TemplateChoice = Annotated[
     Template, typer.Option(help="auto: as in the run, else the tokenizer's chat template or plain.")
 ]
 Temperature = Annotated[float | None, typer.Option(help="0 = greedy.", min=0.0, show_default="1, or the family's")]
-TopK = Annotated[int | None, typer.Option(help="Draw among the k likeliest tokens; 0 = all.", min=0, show_default="0")]
+TopK = Annotated[
+    int | None, typer.Option(help="Sample from the k most likely tokens; 0 = off.", min=0, show_default="0")
+]
 TopP = Annotated[
-    float | None, typer.Option(help="And among those of this mass; 1 = all.", min=0.0, max=1.0, show_default="1")
+    float | None,
+    typer.Option(
+        help="Sample from the most likely tokens of this total probability; 1 = off.",
+        min=0.0,
+        max=1.0,
+        show_default="1",
+    ),
 ]
 MinP = Annotated[
-    float | None, typer.Option(help="And this share of the likeliest's.", min=0.0, max=1.0, show_default="0")
+    float | None,
+    typer.Option(help="Minimum probability, as a share of the highest; 0 = off.", min=0.0, max=1.0, show_default="0"),
 ]
 RepetitionPenalty = Annotated[
     float | None, typer.Option(help="Of tokens that occurred before; 1 = off.", min=0.01, show_default="1")

@@ -220,7 +220,7 @@ class TrainState:
 class Routing:
     """Choices of a mixture's routers, of one layer or of L, and sums over the tokens that count."""
 
-    chosen: Int[Array, "*_L B N k"]  # numbers of the experts, the likeliest first
+    chosen: Int[Array, "*_L B N k"]  # numbers of the experts, the most likely first
     load: Float[Array, "*_L E"]  # choices of each expert
     probability: Float[Array, "*_L E"]  # of each expert, before the choice
     tokens: Float[Array, "*_L"]  # that count

@@ -190,10 +190,10 @@ def pickled(policy):
         (renamed, "1 tensor(s) missing: model.norm.weight; config.json and the weights do not belong together"),
         (elsewhere, "expected the names of files beside it, got '../model-00001-of-"),
         (changed_bits, "expected SHA-256 "),
-        (unknown_sums, "SHA256SUMS line 1: expected a SHA-256 and a file name; write it again or delete it"),
+        (unknown_sums, "SHA256SUMS line 1: expected a SHA-256 and a file name; regenerate it or delete it"),
         (missing_sums, "model-00009.safetensors is missing, and SHA256SUMS names it; fetch the folder again"),
         (sums_of_one, "SHA256SUMS does not name model-00002-of-"),
-        (a_pipe, "config.json is no file; fetch the folder again"),
+        (a_pipe, "config.json is not a file; fetch the folder again"),
         (
             whole_numbers,
             "expected a dtype of F64, F32, F16, BF16, got I8; use a checkpoint that is not quantised",
@@ -226,10 +226,10 @@ def pickled(policy):
             "num_hidden_layers = 1000000000, expected a positive integer up to",
         ),
         (lambda p: edit(p, rms_norm_eps="small"), "rms_norm_eps = 'small', expected a positive number"),
-        (lambda p: (p / "SHA256SUMS").write_text("\n"), "SHA256SUMS names no file, so that it checks nothing"),
+        (lambda p: (p / "SHA256SUMS").write_text("\n"), "SHA256SUMS names no file and checks nothing"),
         (lambda p: leading(p, "/etc/hostname"), "is a link to /etc/hostname, outside its folder"),
-        (lambda p: leading(p, "nowhere.json"), "tokenizer_note.txt is no file"),
-        (lambda p: leading(p, "tokenizer_note.txt"), "tokenizer_note.txt is no file"),
+        (lambda p: leading(p, "nowhere.json"), "tokenizer_note.txt is not a file"),
+        (lambda p: leading(p, "tokenizer_note.txt"), "tokenizer_note.txt is not a file"),
     ],
 )
 def test_folders_that_are_no_whole_checkpoint(train, policy, harm, says):
@@ -341,7 +341,7 @@ def test_rows_that_cannot_be_used(train, tmp_path, content, says):
         (["data.max_prompt=2"], "all 8 prompts are longer than 2 tokens; raise data.max_prompt"),
         (
             ["rollout.group_size=1"],
-            "rollout.group_size: 1, and grpo compares completions of a prompt; set advantage.method=batch",
+            "rollout.group_size: grpo needs at least 2 completions per prompt, got 1; raise it, or set",
         ),
         (["update.microbatch=3"], "update.microbatch: 3 does not divide the 16 rows of a minibatch"),
         (["iterations=on"], "iterations: expected a number, got true"),
@@ -352,12 +352,12 @@ def test_rows_that_cannot_be_used(train, tmp_path, content, says):
         (["grading.deadlien=3"], "grading.deadlien: no such field (did you mean deadline?)"),
         (
             ["policy.path=~nouser/policy"],
-            "policy.path: ~nouser/policy names the home folder of a user whom this machine",
+            "policy.path: ~nouser/policy names the home folder of a user unknown to this machine",
         ),
         (["rolout.prompts=4"], "rolout: no such field (did you mean rollout?)"),
         (
             ["lora.targets=[q]"],
-            "lora.rank: 0, and lora.alpha, targets or start are set; set lora.rank=32, or",
+            "lora.rank: alpha, targets and start have no effect with rank 0; set lora.rank=32, or",
         ),
         (["mesh={data:1}"], "mesh.data:1: no such field (in YAML a space must follow the colon)"),
         (["credit.method=oar_h"], "credit.method: expected one of oar_p, oar_screened"),

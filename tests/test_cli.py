@@ -180,7 +180,7 @@ PROBES = pathlib.Path(__file__).parent / "golden" / "config" / "bad_probes.py"
         (["rollout.group=3"], "rollout.group: no such field (did you mean group_size?)"),
         (
             ["rollout.group_size=1"],
-            "rollout.group_size: 1, and grpo compares completions of a prompt; set advantage.method=batch",
+            "rollout.group_size: grpo needs at least 2 completions per prompt, got 1; raise it, or set",
         ),
         (["update.minibatches=3"], "update.minibatches: 3 does not divide rollout.prompts = 4"),
         (
@@ -211,8 +211,11 @@ PROBES = pathlib.Path(__file__).parent / "golden" / "config" / "bad_probes.py"
             "credit.keywords.words: none of 'so', 'wait' can be written in this vocabulary; set words that its tokens",
         ),
         (["credit.keywords.words=[so, '']"], "credit.keywords.words.1: String should have at least 1 character"),
-        (["credit.masking.unit=line", "credit.method=oar_g"], "credit.masking.unit: line is for oar_p; set token, or"),
-        (["credit.answer.cue=so "], "credit.answer.cue: read for source reference only, got source own"),
+        (
+            ["credit.masking.unit=line", "credit.method=oar_g"],
+            "credit.masking.unit: applies to oar_p only, got line; set token, or",
+        ),
+        (["credit.answer.cue=so "], "credit.answer.cue: applies to source reference only, got source own"),
         ([f"credit.probe.function={PROBES}:nothing"], "nothing"),
         ([f"credit.probe.function={PROBES}:of_kind"], "with kind 'vector' and reads 'completion'"),
         (

@@ -161,8 +161,8 @@ def test_bad_files(tmp_path):
     for text, says in [
         ("a: [", "not valid YAML"),
         ("- a", "expected a mapping of fields, got list"),
-        ("a: 1\nb: 2\na: 3", r"bad\.yaml: a stands in line 1 and again in line 3; keep one"),
-        ("a: {b: 1}\nc:\n  - {d: 1, e: 2, d: 3}", "d stands in line 3 and again in line 3"),
+        ("a: 1\nb: 2\na: 3", r"bad\.yaml: a is set in line 1 and again in line 3; keep one"),
+        ("a: {b: 1}\nc:\n  - {d: 1, e: 2, d: 3}", "d is set in line 3 and again in line 3"),
     ]:
         (tmp_path / "bad.yaml").write_text(text)
         with pytest.raises(ConfigError, match=says):
@@ -203,7 +203,7 @@ def test_field_of_an_optional_section_is_found():
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"loss__dual_clip": 3.0}, "loss.dual_clip: the ratio is exactly 1 with one epoch and one minibatch"),
+        ({"loss__dual_clip": 3.0}, "loss.dual_clip: has no effect with one epoch and one minibatch"),
         ({"update__minibatches": 5}, "update.minibatches: 5 does not divide rollout.prompts = 32"),
         (
             {"update__minibatches": 4, "update__microbatch": 48},
@@ -212,13 +212,13 @@ def test_field_of_an_optional_section_is_found():
         ({"credit__answer__style": "regex"}, "credit.answer.pattern: needed when credit.answer.style is regex"),
         (
             {"credit__answer__pattern": "x"},
-            "credit.answer.pattern: read for style regex only, got style boxed; set null",
+            "credit.answer.pattern: applies to style regex only, got style boxed; set null",
         ),
         ({"grading__overlong_window": 2000}, "grading.overlong_window: 2000 exceeds rollout.max_new = 1024"),
-        ({"grading__rewards": []}, "grading.rewards: expected at least one and each once, got []"),
+        ({"grading__rewards": []}, "grading.rewards: expected one or more distinct rewards, got []"),
         (
             {"grading__rewards": [{"name": "math"}, {"name": "math"}]},
-            "grading.rewards: expected at least one and each once, got ['math', 'math']",
+            "grading.rewards: expected one or more distinct rewards, got ['math', 'math']",
         ),
         ({"profile": [3, 2]}, "profile: expected 1 <= first <= last <= iterations = 100, got [3, 2]"),
         ({"profile": [0, 2]}, "profile: expected 1 <= first"),

@@ -133,8 +133,8 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     ("text", "says"),
     [
         (BOMB, "more than 20,000 values"),
-        ("a: &a [*a]", "an alias stands for a part of itself"),
-        ("&a {b: *a}", "an alias stands for a part of itself"),
+        ("a: &a [*a]", "an alias refers to itself"),
+        ("&a {b: *a}", "an alias refers to itself"),
         ("[" * 5000, "nested too deeply"),
         ("a: !!bool x", "a value does not fit its tag"),
         ("a: !!timestamp x", "does not fit its tag"),

@@ -13,82 +13,90 @@ BUILTIN_POLICIES = ("builtin:arithmetic", "builtin:forks", "builtin:stories", "b
 
 
 class PolicyConfig(Section):
-    path: str = Field(description="HF folder, hub name, or a tiny Qwen2 that is built at the start (builtin:...)")
+    path: str = Field(
+        description="Hugging Face folder, hub name, or a tiny Qwen2 that is built at startup (builtin:...)"
+    )
     tokenizer: str | None = Field(
-        default=None, description="for builtin:random: HF folder or hub name; other policies have one"
+        default=None,
+        description="HF folder or hub name of the tokenizer; for builtin:random only, other policies bring theirs",
     )
     revision: str | None = Field(
-        default=None, description="hub revision (commit, tag or branch) of the policy or tokenizer"
+        default=None, description="hub revision (commit, tag or branch) of the policy, or of builtin:random's tokenizer"
     )
     compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="auto: bfloat16 on TPU and GPU"
+        default="auto", description="dtype of matmul operands; auto: bfloat16 on TPU and GPU, float32 elsewhere"
     )
     remat: Literal["none", "dots", "full"] = Field(
-        default="full", description="activations that the backward pass recomputes per layer"
+        default="full",
+        description="what the backward pass recomputes of a layer: nothing, all but the matmuls (dots), or everything "
+        "(full)",
     )
     attention: Literal["auto", "xla", "splash"] = Field(
-        default="auto", description="splash: Pallas' TPU kernels (slow elsewhere: interpreted); auto: splash on TPUs"
+        default="auto",
+        description="attention kernels; splash: Pallas kernels for TPUs (interpreted, hence slow, elsewhere); auto: "
+        "splash on TPUs",
     )
     head_chunk: Positive = Field(default=2048, description="token positions per chunk of the vocabulary head")
     router: Literal["recompute", "replay"] = Field(
         default="recompute",
-        description="experts of a mixture in score and update; replay: those that the sampler chose, kept per token",
+        description="experts of a mixture in score and update: chosen again, or those that the sampler chose, stored "
+        "per token (replay)",
     )
 
 
 class MeshConfig(Section):
     """Devices per axis; one axis may be -1 and takes all remaining devices."""
 
-    slice: AxisSize = Field(default=1, description="TPU slices, which the slow network connects")
-    data: AxisSize = Field(
-        default=-1, description="devices that hold a copy of the policy each; rows are divided over them"
-    )
+    slice: AxisSize = Field(default=1, description="TPU slices, which are connected by the slower data-center network")
+    data: AxisSize = Field(default=-1, description="data-parallel copies of the policy; rows are divided among them")
     expert: AxisSize = Field(
-        default=1, description="devices that share out the experts of a mixture; rows are divided over them as well"
+        default=1, description="devices that divide the experts of a mixture among them; rows are divided too"
     )
     fsdp: AxisSize = Field(
-        default=1, description="devices that share parameters and optimizer state; rows are divided over them as well"
+        default=1, description="devices that shard parameters and optimizer state; rows are divided too"
     )
-    tensor: AxisSize = Field(default=1, description="devices that share every layer's matrices")
+    tensor: AxisSize = Field(default=1, description="devices that shard the matrices of every layer")
 
 
 class DistributedConfig(Section):
     """Processes that share the mesh. On a TPU pod they find each other; elsewhere start each with these settings."""
 
     coordinator: str | None = Field(default=None, description="host:port of process 0; null = detected on a TPU pod")
-    processes: Positive | None = Field(default=None, description="number of processes in all")
+    processes: Positive | None = Field(default=None, description="total number of processes")
     process: Count | None = Field(
-        default=None, description="number of this process; the only field that differs between processes"
+        default=None, description="index of this process; the only field that differs between processes"
     )
-    timeout: Positive = Field(default=300, description="seconds to wait for the others at the start")
+    timeout: Positive = Field(default=300, description="seconds to wait for the other processes at startup")
 
 
 class ArithmeticConfig(Section):
     """Problems of builtin:arithmetic."""
 
-    terms: Annotated[int, Field(ge=2)] = Field(default=5, description="numbers in a chain")
+    terms: Annotated[int, Field(ge=2)] = Field(default=5, description="numbers per chain")
     highest: Positive = Field(default=99, description="running totals lie in 0..highest")
-    written: Share = Field(default=0.5, description="of the sft split: share of completions that write the steps out")
-    seed: Seed = Field(default=0, description="of the problems")
+    written: Share = Field(default=0.5, description="share of completions in the sft split that write out the steps")
+    seed: Seed = Field(default=0, description="seed of the problems")
 
 
 class ForksConfig(Section):
     """Problems of builtin:forks."""
 
-    kind: Literal["copy", "echo", "chain"] = Field(default="copy", description="see oarjax.data.tasks.forks")
-    forks: Annotated[int, Field(ge=1, le=4)] = Field(default=2, description="choices in a completion")
-    filler: Count = Field(default=8, description="letters without meaning per fork")
-    right: Share = Field(default=0.45, description="of the sft split: share of choices that are right")
-    seed: Seed = Field(default=0, description="of the problems")
+    kind: Literal["copy", "echo", "chain"] = Field(
+        default="copy", description="kind of task; see oarjax.data.tasks.forks"
+    )
+    forks: Annotated[int, Field(ge=1, le=4)] = Field(default=2, description="choices per completion")
+    filler: Count = Field(default=8, description="meaningless letters per fork")
+    right: Share = Field(default=0.45, description="share of choices in the sft split that are right")
+    seed: Seed = Field(default=0, description="seed of the problems")
 
 
 class StoriesConfig(Section):
     """Problems of builtin:stories."""
 
     highest: Annotated[int, Field(ge=10, le=99)] = Field(default=20, description="all numbers lie in 1..highest")
-    right: Share = Field(default=1.0, description="of the sft split: share of steps that are right")
-    written: Share = Field(default=1.0, description="of the sft split: share of completions that write the steps out")
-    seed: Seed = Field(default=0, description="of the problems")
+    right: Share = Field(default=1.0, description="share of steps in the sft split that are right")
+    written: Share = Field(default=1.0, description="share of completions in the sft split that write out the steps")
+    seed: Seed = Field(default=0, description="seed of the problems")
 
 
 class DatasetConfig(Section):
@@ -97,33 +105,37 @@ class DatasetConfig(Section):
         "folder of Dataset.save_to_disk; or a hub dataset name"
     )
     name: str | None = Field(default=None, description="hub dataset configuration, e.g. main")
-    split: str = Field(default="train", description="of a hub or saved dataset, or a built-in task")
+    split: str = Field(default="train", description="split of a hub or saved dataset, or built-in task")
     revision: str | None = Field(default=None, description="hub revision (commit, tag or branch) of the dataset")
-    prompt_field: str = Field(
-        default="question", description="field of a row with the problem: text, or chat messages that end in the user's"
-    )
-    answer_field: str = Field(default="answer", description="field of a row with the reference answer")
+    prompt_field: str = Field(default="question", description="column of the problems")
+    answer_field: str = Field(default="answer", description="column of the reference answers")
     columns: tuple[Word, ...] | Literal["all"] = Field(
-        default="all", description="fields of a row that rewards see as Sample.columns; all: those that JSON can hold"
+        default="all", description="columns that rewards see in Sample.columns; all: every column that JSON can hold"
     )
     limit: Count = Field(
-        default=0, description="use only the first n rows; 0 = all (a built-in task has a default number)"
+        default=0, description="use only the first n rows; 0 = all (built-in tasks have a default size)"
     )
-    arithmetic: ArithmeticConfig = Field(default=ArithmeticConfig(), description="for source builtin:arithmetic")
-    forks: ForksConfig = Field(default=ForksConfig(), description="for source builtin:forks")
-    stories: StoriesConfig = Field(default=StoriesConfig(), description="for source builtin:stories")
+    arithmetic: ArithmeticConfig = Field(
+        default=ArithmeticConfig(), description="problems of source builtin:arithmetic"
+    )
+    forks: ForksConfig = Field(default=ForksConfig(), description="problems of source builtin:forks")
+    stories: StoriesConfig = Field(default=StoriesConfig(), description="problems of source builtin:stories")
 
 
 class DataConfig(Section):
     train: DatasetConfig
     eval: DatasetConfig | None = Field(default=None, description="held-out problems; null = no evaluation")
     template: Literal["chat", "plain"] = Field(
-        default="chat", description="chat: the tokenizer's chat template; plain: the prompt as it stands"
+        default="chat", description="chat: the tokenizer's chat template; plain: the prompt unchanged"
     )
-    system_prompt: str | None = Field(default=None, description="of the chat template")
+    system_prompt: str | None = Field(default=None, description="system message of the chat template")
     thinking: bool | None = Field(
-        default=None, description="for chat templates with enable_thinking (Qwen3); null = the template's default"
+        default=None,
+        description="enable_thinking of chat templates that have it (Qwen3); null = the template's default",
     )
     prompt_format: str = Field(default="{prompt}", description="applied to each prompt before the template")
-    max_prompt: Positive = Field(default=512, description="tokens; longer prompts are counted and left out, never cut")
+    max_prompt: Positive = Field(
+        default=512,
+        description="maximum prompt length in tokens; longer prompts are dropped and counted, never truncated",
+    )
     shuffle: bool = Field(default=True, description="draw problems in random order, each once before any twice")

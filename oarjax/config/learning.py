@@ -17,23 +17,29 @@ class RolloutConfig(Section):
         default=8,
         description="completions per prompt; 1 needs advantage.method=batch or problem, or advantage.function",
     )
-    max_new: Positive = Field(default=1024, description="tokens of a completion at most")
-    temperature: Annotated[float, Field(gt=0)] = Field(default=1.0, description="of sampling; the loss uses it too")
-    top_k: Count = Field(default=0, description="0 = off")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=1.0, description="draw among the likeliest tokens of this mass; 1 = all"
+    max_new: Positive = Field(default=1024, description="maximum completion length in tokens")
+    temperature: Annotated[float, Field(gt=0)] = Field(
+        default=1.0, description="sampling temperature; also applied in the loss"
     )
-    min_p: Share = Field(default=0.0, description="least probability, as a share of the likeliest token's; 0 = off")
+    top_k: Count = Field(default=0, description="sample from the k most likely tokens; 0 = off")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="sample from the most likely tokens that together have this probability; 1 = off"
+    )
+    min_p: Share = Field(
+        default=0.0, description="minimum probability of a token, as a share of the most likely token's; 0 = off"
+    )
     repetition_penalty: Annotated[float, Field(gt=0)] = Field(
-        default=1.0, description="logits of tokens of prompt and completion are divided by it, negative ones multiplied"
+        default=1.0,
+        description="divides positive logits, and multiplies negative ones, of tokens that the prompt or completion "
+        "contains",
     )
     stop: tuple[Word, ...] = Field(
-        default=(), description="strings that end a completion, of evaluations too; its text is cut before them"
+        default=(), description="strings that end a completion, also in evaluations; the text is cut before them"
     )
     tensor: Positive | None = Field(
-        default=None, description="devices that share one copy of the policy while sampling; null = mesh.tensor"
+        default=None, description="devices that shard one copy of the policy while sampling; null = mesh.tensor"
     )
-    prompt_bucket: Positive = Field(default=64, description="prompt lengths are padded up to a multiple of this")
+    prompt_bucket: Positive = Field(default=64, description="prompts are padded to a multiple of this many tokens")
     completion_bucket: Positive = Field(
         default=256, description="microbatches are padded to this times 1, 2, 3, 4, 6, 8, 12 ... tokens"
     )
@@ -43,41 +49,44 @@ class RolloutConfig(Section):
     )
     cache_bucket: Positive | None = Field(
         default=None,
-        description="slots of the KV cache that decoding reads at first; they double until completions fit; null = an "
+        description="initial slots of the KV cache that decoding reads; they double until completions fit; null = an "
         "eighth of max_new, at least 128",
     )
     slots: Positive | None = Field(
         default=None,
-        description="completions decoded at once, over all devices; null = the whole batch. Fewer need less memory and "
-        "more steps",
+        description="completions decoded at once, over all devices; null = the whole batch. Fewer need less memory "
+        "but more steps",
     )
 
 
 class RewardConfig(Section):
-    name: str = Field(description="a built-in reward, or a reward that grading.plugins register")
-    weight: float = Field(default=1.0, description="the reward of a completion is the weighted sum")
-    settings: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the reward")
+    name: str = Field(description="a built-in reward, or one that grading.plugins register")
+    weight: float = Field(default=1.0, description="weight in the sum that is a completion's reward")
+    settings: dict[str, Any] = Field(default_factory=dict, description="keyword arguments passed to the reward")
 
 
 class GradingConfig(Section):
     rewards: tuple[RewardConfig, ...] = Field(
         default=(RewardConfig(name="math"),),
-        description="by name; their weighted sum is the reward, the first one decides pass@1",
+        description="rewards by name; their weighted sum is trained on, the first one decides pass@1",
     )
     plugins: tuple[str, ...] = Field(default=(), description="Python files or modules that register rewards")
     workers: Annotated[int, Field(gt=0, le=1024)] | Literal["auto"] = Field(
-        default="auto", description="processes on each host; auto: half as many as it has cores, 2 to 32"
+        default="auto", description="grading processes per host; auto: half the number of cores, 2 to 32"
     )
-    deadline: Annotated[float, Field(gt=0)] = Field(default=5.0, description="seconds per answer")
+    deadline: Annotated[float, Field(gt=0)] = Field(default=5.0, description="time limit per answer, in seconds")
     memory_mb: Positive = Field(default=2048, description="resident memory above which a worker is killed")
     call_deadline: Annotated[float, Field(gt=0)] = Field(
-        default=60.0, description="seconds per call of a batch or group reward, and per sample of an async one"
+        default=60.0,
+        description="time limit per call of a batch or group reward, and per sample of an async one, in seconds",
     )
-    concurrency: Positive = Field(default=16, description="samples of an async reward in flight")
+    concurrency: Positive = Field(default=16, description="maximum concurrent samples of an async reward")
     overlong_window: Count = Field(
-        default=0, description="last tokens before max_new over which the penalty grows; 0 = off"
+        default=0, description="tokens before max_new over which the overlong penalty grows linearly; 0 = off"
     )
-    overlong_penalty: Rate = Field(default=1.0, description="subtracted from the reward of a completion cut at max_new")
+    overlong_penalty: Rate = Field(
+        default=1.0, description="maximum overlong penalty, subtracted from the reward of a completion cut at max_new"
+    )
 
 
 class AdvantageConfig(Section):
@@ -108,7 +117,7 @@ class AdvantageConfig(Section):
         description="divide by the standard deviation of the group (GRPO), of the batch, of the problem's earlier "
         "rewards (for method problem), or by nothing (Dr. GRPO)",
     )
-    ddof: Literal[0, 1] = Field(default=1, description="1: sample standard deviation; 0: population's")
+    ddof: Literal[0, 1] = Field(default=1, description="1: sample standard deviation; 0: population standard deviation")
     eps: Rate = Field(default=1e-4, description="added to the standard deviation")
 
 
@@ -123,10 +132,12 @@ class OffPolicyConfig(Section):
     """Corrections for tokens that another policy drew; in YAML also the name of a preset, ``off_policy: icepop``."""
 
     weighting: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
-        default="none", description="of tokens or rows, by old / behaviour; see oarjax.rl.off_policy.importance_weights"
+        default="none",
+        description="importance weights old / behaviour per token or sequence, truncated to low .. high, or masked "
+        "outside; see oarjax.rl.off_policy.importance_weights",
     )
-    low: Rate = Field(default=0.0, description="lowest importance weight")
-    high: Annotated[float, Field(gt=0)] = Field(default=2.0, description="highest importance weight")
+    low: Rate = Field(default=0.0, description="lower bound of the importance weights")
+    high: Annotated[float, Field(gt=0)] = Field(default=2.0, description="upper bound of the importance weights")
     support: Literal["whole", "sampled"] = Field(
         default="whole",
         description="sampled: log-probs of the loss and of behaviour are renormalised over what rollout.top_k, top_p "
@@ -134,7 +145,8 @@ class OffPolicyConfig(Section):
     )
     max_drift: Rate | None = Field(
         default=None,
-        description="nats per token of log(behaviour / policy) above which a row of negative advantage is left out",
+        description="exclude rows of negative advantage whose mean log(behaviour / policy) per token exceeds this, in "
+        "nats; null = off",
     )
 
     @model_validator(mode="before")
@@ -167,31 +179,34 @@ class LossConfig(Section):
     )
     aggregation: Literal["grpo", "bnpo", "dapo", "dr_grpo"] = Field(
         default="dapo",
-        description="mean over tokens (dapo; bnpo: per microbatch), of rows' means (grpo), or over max_new (dr_grpo)",
+        description="mean over all tokens (dapo), over those of each microbatch (bnpo), of row means (grpo), or sum "
+        "over rows * max_new (dr_grpo)",
     )
     clip_low: Share = Field(default=0.2, description="ratios below 1 - clip_low are clipped")
     clip_high: Rate = Field(default=0.28, description="ratios above 1 + clip_high are clipped")
-    dual_clip: Annotated[float, Field(gt=1)] | None = Field(default=None, description="cap on the ratio if A < 0")
-    ratio_cap: Annotated[float, Field(gt=0)] = Field(
-        default=5.0, description="CISPO's absolute upper bound on the ratio"
+    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
+        default=None, description="upper bound on the ratio where A < 0; null = off"
     )
+    ratio_cap: Annotated[float, Field(gt=0)] = Field(default=5.0, description="CISPO's upper bound on the ratio")
     sapo_positive: Annotated[float, Field(gt=0)] = Field(default=1.0, description="SAPO's temperature where A > 0")
-    sapo_negative: Annotated[float, Field(gt=0)] = Field(default=1.05, description="and where A is 0 or below")
-    kl_beta: Rate = Field(default=0.0, description="coefficient of the KL term to the start policy; 0 = off")
+    sapo_negative: Annotated[float, Field(gt=0)] = Field(default=1.05, description="SAPO's temperature where A <= 0")
+    kl_beta: Rate = Field(default=0.0, description="coefficient of the KL term towards the initial policy; 0 = off")
     kl_in: Literal["loss", "reward"] = Field(
-        default="loss", description="reward: kl_beta times log(policy / reference) is taken off every reward instead"
+        default="loss",
+        description="where the KL term applies; reward: kl_beta * log(policy / reference) is subtracted from the "
+        "rewards instead",
     )
     reference: Literal["device", "host"] = Field(
-        default="device", description="memory that holds the KL term's reference policy between scoring passes"
+        default="device", description="memory that holds the reference policy between scoring passes"
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="of the KL term, after Schulman")
-    entropy_bonus: float = Field(default=0.0, description="coefficient of the entropy, which is added to the objective")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="Schulman's estimator of the KL term")
+    entropy_bonus: float = Field(default=0.0, description="coefficient of the entropy, added to the objective")
     router_balance: Rate = Field(
         default=0.0,
-        description="coefficient of the load-balancing loss of experts (Switch, eq. 4), which is added to the loss",
+        description="coefficient of the experts' load-balancing loss (Switch, eq. 4), added to the loss",
     )
     off_policy: OffPolicyConfig = OffPolicyConfig()
-    mask_truncated: bool = Field(default=False, description="leave completions cut at max_new out of the loss")
+    mask_truncated: bool = Field(default=False, description="exclude completions cut at max_new from the loss")
 
     @model_validator(mode="before")
     @classmethod
@@ -205,26 +220,27 @@ class LossConfig(Section):
 
 
 class OptimConfig(Section):
-    lr: Rate = Field(default=1e-6, description="learning rate")
+    lr: Rate = Field(default=1e-6, description="peak learning rate")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="of the learning rate after the warm-up; linear and cosine end at 0"
+        default="constant", description="learning rate after the warm-up; linear and cosine decay to 0"
     )
     warmup: Count = Field(default=10, description="updates of linear warm-up")
-    b1: Share = Field(default=0.9, description="Adam's decay of the mean gradient")
-    b2: Share = Field(default=0.95, description="Adam's decay of the mean squared gradient")
-    weight_decay: Rate = Field(default=0.01, description="AdamW's")
+    b1: Share = Field(default=0.9, description="Adam's decay rate of the mean gradient")
+    b2: Share = Field(default=0.95, description="Adam's decay rate of the mean squared gradient")
+    weight_decay: Rate = Field(default=0.01, description="AdamW's weight decay")
     clip_norm: Annotated[float, Field(gt=0)] = Field(
-        default=1.0, description="gradients of a larger norm are scaled down to it"
+        default=1.0, description="maximum norm of the gradient; larger gradients are scaled down"
     )
     moments: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="dtype of Adam's moments; bfloat16 halves their memory, needs b1 and b2 <= .99"
+        default="float32",
+        description="dtype of Adam's moments; bfloat16 halves their memory and requires b1 and b2 <= .99",
     )
 
 
 class LoraConfig(Section):
     """Low-rank adapters: only they are trained, and the policy is stored once, in the compute dtype."""
 
-    rank: Count = Field(default=0, description="0 = off: every weight is trained")
+    rank: Count = Field(default=0, description="rank of the adapters; 0 = off: every weight is trained")
     alpha: Annotated[float, Field(gt=0)] = Field(default=32.0, description="adapters are scaled by alpha / rank")
     targets: Annotated[tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...], Field(min_length=1)] = Field(
         default=(
@@ -240,7 +256,7 @@ class LoraConfig(Section):
     )
 
     start: str | None = Field(
-        default=None, description="PEFT folder of adapters to start from; rank, alpha and targets must be its own"
+        default=None, description="PEFT folder of adapters to start from; rank, alpha and targets must match it"
     )
 
     @property
@@ -250,18 +266,20 @@ class LoraConfig(Section):
 
 
 class UpdateConfig(Section):
-    epochs: Positive = Field(default=1, description="passes over a rollout")
+    epochs: Positive = Field(default=1, description="passes over each rollout")
     minibatches: Positive = Field(default=1, description="optimizer updates per epoch")
     microbatch: Positive = Field(default=32, description="rows per forward and backward pass, over all devices")
     skip_zero_variance: bool = Field(
         default=True,
         description="drop groups of equal rewards before credit and update, including their KL and entropy terms",
     )
-    refills: Count = Field(default=0, description="extra rollouts of fresh prompts to replace dropped groups")
+    refills: Count = Field(
+        default=0, description="maximum extra rollouts, of fresh prompts, that replace dropped groups"
+    )
     fused: Literal["auto", "never"] = Field(
         default="auto",
-        description="score and update in one pass: for oar_g with one update per rollout, without KL or reference "
-        "answers, where grades are waited for before scoring anyway (skip_zero_variance or refills)",
+        description="auto: score and update in one pass where oar_g makes one update per rollout, without KL or "
+        "reference answers, and grades are needed before scoring anyway (skip_zero_variance or refills)",
     )
 
 
@@ -271,4 +289,6 @@ class SFTConfig(Section):
     batch: Positive = Field(default=64, description="pairs per update")
     microbatch: Positive = Field(default=64, description="rows per forward and backward pass")
     optim: OptimConfig = OptimConfig(lr=1e-3)
-    max_length: Positive = Field(default=512, description="tokens of prompt and completion; longer pairs are left out")
+    max_length: Positive = Field(
+        default=512, description="maximum tokens of prompt and completion; longer pairs are dropped"
+    )

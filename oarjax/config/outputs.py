@@ -23,8 +23,8 @@ class EvalConfig(Section):
         default=10, description="iterations between evaluations; 0 = only before the first and after the last"
     )
     samples: Positive = Field(default=1, description="completions per held-out problem")
-    temperature: Rate = Field(default=1.0, description="0 = greedy")
-    top_k: Count = Field(default=0, description="0 = off")
+    temperature: Rate = Field(default=1.0, description="sampling temperature; 0 = greedy")
+    top_k: Count = Field(default=0, description="as rollout.top_k")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="as rollout.top_p")
     min_p: Share = Field(default=0.0, description="as rollout.min_p")
     repetition_penalty: Annotated[float, Field(gt=0)] = Field(default=1.0, description="as rollout.repetition_penalty")
@@ -36,11 +36,13 @@ class CheckpointConfig(Section):
     keep: Positive = Field(default=2, description="newest checkpoints to keep")
     best: Literal["pass_at_1", "pass_at_k", "maj_at_k"] | None = Field(
         default="pass_at_1",
-        description="metric of the evaluation, k = eval.samples; the checkpoint with the highest value is also kept",
+        description="also keep the checkpoint with the highest value of this metric of the evaluation (k = "
+        "eval.samples)",
     )
     on_failure: Literal["stop", "warn"] = Field(
         default="stop",
-        description="if a file of the run cannot be written (disk full or gone): stop with an error, or continue",
+        description="when a file of the run cannot be written (disk full or gone): stop with an error, or continue "
+        "with a warning",
     )
     warm_start: Count = Field(default=500, description="sft steps between checkpoints of the warm start; 0 = none")
 
@@ -50,11 +52,11 @@ class HealthConfig(Section):
 
     stop_after: Count = Field(default=5, description="consecutive skipped updates before the run stops; 0 = never")
     bad_batches: Count = Field(
-        default=3, description="newest batches with such values to keep for oarjax replay; 0 = none"
+        default=3, description="newest batches with such values kept for oarjax replay; 0 = none"
     )
     params_mb: Count = Field(
         default=2048,
-        description="params up to this size are kept too; replay reads larger ones from a checkpoint",
+        description="save params up to this size with them; replay reads larger ones from a checkpoint",
     )
 
 
@@ -62,8 +64,10 @@ class ReportConfig(Section):
     to: tuple[Literal["jsonl", "tensorboard", "wandb", "trackio"], ...] = Field(
         default=("jsonl",), description="wandb is offline unless WANDB_MODE is set; trackio is local"
     )
-    project: Word = Field(default="oarjax", description="project in wandb and trackio")
-    name: Word | None = Field(default=None, description="name of the run in them; null = the name of its folder")
+    project: Word = Field(default="oarjax", description="project name in wandb and trackio")
+    name: Word | None = Field(
+        default=None, description="name of the run in wandb and trackio; null = the name of its folder"
+    )
     completions: Count = Field(default=4, description="completions saved and shown per iteration")
     groups: Count = Field(
         default=0, description="iterations between Parquet files of all completions, groups/NNNNNN.parquet; 0 = none"
@@ -86,16 +90,22 @@ class ReportConfig(Section):
 
 
 class ExportConfig(Section):
-    folder: str | None = Field(default="export", description="HF folder below the run folder; null = no export")
-    dtype: Literal["float32", "bfloat16"] | None = Field(default=None, description="null = as trained")
+    folder: str | None = Field(
+        default="export", description="Hugging Face folder to export to, below the run folder; null = no export"
+    )
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        default=None, description="dtype of the exported weights; null = as trained"
+    )
 
 
 class LengthsConfig(Section):
     """Expected lengths of completions: a lognormal, cut at rollout.max_new, or the lengths of a run."""
 
-    mean: Annotated[float, Field(gt=0)] | None = Field(default=None, description="tokens, before the cut")
+    mean: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="mean length in tokens, before the cut"
+    )
     sigma: Annotated[float, Field(gt=0)] = Field(default=0.6, description="standard deviation of the log length")
-    completions: str | None = Field(default=None, description="completions.jsonl of a run, instead of mean and sigma")
+    completions: str | None = Field(default=None, description="completions.jsonl of a run, in place of mean and sigma")
 
     @model_validator(mode="after")
     def _one_source(self) -> LengthsConfig:
@@ -109,7 +119,7 @@ class PlanConfig(Section):
 
     topology: str | None = Field(default=None, description="TPU slice to plan for, such as v5e-16 or v5e:4x4")
     lengths: LengthsConfig | None = Field(
-        default=None, description="also estimate the step time for completions of such lengths"
+        default=None, description="also estimate the step time for completions of these lengths"
     )
 
 
@@ -133,12 +143,12 @@ class LabConfig(Section):
     samples: Positive = Field(
         default=1, description="completions per problem; methods that compare the rows of a prompt need several"
     )
-    shortest: Positive = Field(default=10, description="reasoning tokens that a completion needs to be included")
+    shortest: Positive = Field(default=10, description="minimum reasoning tokens of a completion")
     temperature: Rate | None = Field(
-        default=None, description="temperature of the completions; null = rollout.temperature, 0 = greedy"
+        default=None, description="sampling temperature of the completions; null = rollout.temperature, 0 = greedy"
     )
     methods: dict[str, dict[str, Any]] = Field(
-        default_factory=lab_methods, description="name to show -> changed fields of credit"
+        default_factory=lab_methods, description="name to show -> fields of credit that differ"
     )
     share: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.1, description="share of a row's reasoning that counts as a method's top"

@@ -48,13 +48,13 @@ PATHS += ("credit.function", "credit.marks", "credit.probe.function", "advantage
 
 
 def check_paths(tree: Mapping[str, Any]) -> Iterator[str]:
-    """Report texts of a config, as nested mappings, that can be no path, and homes of unknown users."""
+    """Report texts that cannot be paths, and home folders of unknown users, in a config given as nested mappings."""
     for name, value in flatten(tree).items():
         for text in value if isinstance(value, list) else [value]:
             if name in PATHS and isinstance(text, str) and (problem := path_problem(text)) is not None:
                 yield f"{name}: {problem}"
         if isinstance(value, str) and value.startswith("~") and os.path.expanduser(value) == value:
-            yield f"{name}: {value} names the home folder of a user whom this machine does not know; write the path out"
+            yield f"{name}: {value} names the home folder of a user unknown to this machine; write out the path"
 
 
 def check_policy(policy: PolicyConfig) -> Iterator[str]:
@@ -72,9 +72,9 @@ def check_devices(mesh: MeshConfig, processes: DistributedConfig) -> Iterator[st
     """Report axes of unknown size, and processes that are only half described."""
     d = processes
     if sum(n == -1 for n in (mesh.slice, mesh.data, mesh.expert, mesh.fsdp, mesh.tensor)) > 1:
-        yield "mesh: at most one axis can be -1, which takes the remaining devices"
+        yield "mesh: at most one axis can be -1, which stands for all remaining devices"
     if len({d.coordinator is None, d.processes is None, d.process is None}) > 1:
-        yield "distributed: coordinator, processes and process go together; set all three or none"
+        yield "distributed: coordinator, processes and process must be set together; set all three or none"
     elif d.coordinator is not None and not re.fullmatch(r".+:\d+", d.coordinator):
         yield f"distributed.coordinator: expected host:port such as 10.0.0.2:8476, got {d.coordinator!r}"
     elif d.processes is not None and d.process is not None and d.process >= d.processes:
@@ -120,48 +120,65 @@ def check_advantages(advantage: AdvantageConfig, group_size: int, update: Update
     if group_size == 1 and a.function is None and not whole:
         yield f"rollout.group_size: 1, and {a.method} compares completions of a prompt; set advantage.method=batch"
     if a.method == "gdpo" and a.scale != "group":
-        yield f"advantage.scale: {a.scale}, and gdpo normalises each reward by its group; leave it at group"
+        yield f"advantage.scale: gdpo normalises each reward within its group, got {a.scale}; set group"
     if a.method == "gdpo" and update.skip_zero_variance:
-        yield "advantage.method: gdpo can teach in groups of equal sums; set update.skip_zero_variance=false"
+        yield (
+            "advantage.method: gdpo has nonzero advantages in groups of equal total reward; set "
+            "update.skip_zero_variance=false"
+        )
 
 
 def check_loss(loss: LossConfig, advantage: AdvantageConfig, update: UpdateConfig) -> Iterator[str]:
-    """Report terms of the loss that have no effect or no meaning with each other."""
+    """Report terms of the loss that have no effect or contradict each other."""
     if update.epochs * update.minibatches == 1 and loss.dual_clip is not None:
-        yield "loss.dual_clip: the ratio is exactly 1 with one epoch and one minibatch; set null or raise update.epochs"
+        yield (
+            "loss.dual_clip: has no effect with one epoch and one minibatch, where the ratio is exactly 1; set null, "
+            "or raise update.epochs"
+        )
     if loss.kl_in == "reward" and loss.kl_beta == 0:
-        yield "loss.kl_in: reward, and loss.kl_beta is 0; raise it, or set loss.kl_in=loss"
+        yield "loss.kl_in: reward needs loss.kl_beta > 0, got 0; raise it, or set loss.kl_in=loss"
     if loss.kl_in == "reward" and update.skip_zero_variance:
-        yield "loss.kl_in: reward, which differs in groups of equal rewards; set update.skip_zero_variance=false"
+        yield (
+            "loss.kl_in: reward gives groups of equal rewards nonzero advantages; set update.skip_zero_variance=false"
+        )
     if loss.kl_in == "reward" and advantage.method == "gdpo":
         yield "loss.kl_in: reward, and gdpo normalises each reward on its own; set loss.kl_in=loss"
     if loss.kl_in == "reward" and advantage.method == "problem":
         yield "loss.kl_in: reward, and method problem remembers rewards without it; set loss.kl_in=loss"
     if loss.surrogate == "gmpo" and loss.level == "sequence":
-        yield "loss.level: sequence, and gmpo takes its own mean over a row; set token"
+        yield "loss.level: gmpo averages over the sequence itself, got sequence; set token"
 
 
 def check_off_policy(loss: LossConfig, rollout: RolloutConfig) -> Iterator[str]:
-    """Report corrections of the sampler that do not fit how it draws."""
+    """Report corrections that do not match how rollouts are sampled."""
     off = loss.off_policy
     if off.support == "sampled" and (rollout.top_k, rollout.top_p, rollout.min_p) == (0, 1.0, 0.0):
-        yield "loss.off_policy.support: sampled, and rollout.top_k, top_p and min_p keep every token; set whole"
+        yield "loss.off_policy.support: sampled has no effect without rollout.top_k, top_p or min_p; set whole"
     if off.support == "sampled" and loss.kl_beta > 0:
-        yield "loss.off_policy.support: sampled, and the KL term compares whole distributions; set loss.kl_beta=0"
+        yield (
+            "loss.off_policy.support: sampled cannot be combined with the KL term, which compares whole distributions; "
+            "set loss.kl_beta=0"
+        )
     if off.support == "sampled" and rollout.repetition_penalty != 1:
-        yield "loss.off_policy.support: sampled does not follow rollout.repetition_penalty; set the penalty to 1"
+        yield "loss.off_policy.support: sampled ignores rollout.repetition_penalty, which must be 1; set it to 1"
     if off.weighting == "none" and (off.low, off.high) != (OffPolicyConfig().low, OffPolicyConfig().high):
-        yield "loss.off_policy.weighting: none, and low or high is set; set token_truncate, for one, or leave these out"
+        yield (
+            "loss.off_policy.weighting: low and high have no effect with none; remove them, or set another weighting "
+            "such as token_truncate"
+        )
 
 
 def check_reference(loss: LossConfig, lora: LoraConfig, credit: CreditSettings) -> Iterator[str]:
-    """Report a place for a reference policy that nothing needs, and fields of adapters without adapters."""
+    """Report a place for a reference policy that nothing needs, and settings of adapters without a rank."""
     if loss.reference == "host" and loss.kl_beta == 0 and not reads_reference(credit.method):
         yield "loss.reference: host needs a reference, but loss.kl_beta is 0; set device, or raise loss.kl_beta"
     if loss.reference == "host" and lora.rank:
-        yield "loss.reference: host has no use with lora.rank, whose frozen weights are the reference; set device"
+        yield (
+            "loss.reference: host has no effect with LoRA, where the frozen base weights are the reference already; "
+            "set device"
+        )
     if lora.rank == 0 and lora != LoraConfig():
-        yield "lora.rank: 0, and lora.alpha, targets or start are set; set lora.rank=32, or leave these out"
+        yield "lora.rank: alpha, targets and start have no effect with rank 0; set lora.rank=32, or remove them"
 
 
 def check_moments(where: str, optim: OptimConfig) -> Iterator[str]:
@@ -175,16 +192,16 @@ def check_moments(where: str, optim: OptimConfig) -> Iterator[str]:
 
 
 def check_credit(credit: CreditSettings) -> Iterator[str]:
-    """Report fields of credit that another one asks for or makes void."""
+    """Report missing fields of credit that another field requires, and fields that have no effect."""
     answer = credit.answer
     if credit.method == CUSTOM and credit.function is None:
         yield "credit.function: needed when credit.method is custom; set file.py:name of an oarjax.CreditMethod"
     if answer.style == "regex" and not answer.pattern:
         yield "credit.answer.pattern: needed when credit.answer.style is regex"
     if answer.style != "regex" and answer.pattern is not None:
-        yield f"credit.answer.pattern: read for style regex only, got style {answer.style}; set null"
+        yield f"credit.answer.pattern: applies to style regex only, got style {answer.style}; set null"
     if answer.cue is not None and answer.source == "own":
-        yield "credit.answer.cue: read for source reference only, got source own; set null, or source=reference"
+        yield "credit.answer.cue: applies to source reference only, got source own; set null, or source=reference"
 
 
 def check_soft(a: AdvantageConfig, loss: LossConfig, update: UpdateConfig, credit: CreditSettings) -> Iterator[str]:
@@ -219,12 +236,12 @@ def check_values(credit: CreditSettings, update: UpdateConfig) -> Iterator[str]:
 
 
 def check_grading(grading: GradingConfig, max_new: int) -> Iterator[str]:
-    """Report rewards named twice or not at all, and a penalty that begins before the completion."""
+    """Report missing or repeated rewards, and a penalty that begins before the completion."""
     if grading.overlong_window > max_new:
         yield f"grading.overlong_window: {grading.overlong_window} exceeds rollout.max_new = {max_new}"
     names = [reward.name for reward in grading.rewards]
     if not names or len(set(names)) < len(names):
-        yield f"grading.rewards: expected at least one and each once, got {names}"
+        yield f"grading.rewards: expected one or more distinct rewards, got {names}"
 
 
 def check_profile(profile: tuple[int, int] | None, iterations: int) -> Iterator[str]:
@@ -234,7 +251,7 @@ def check_profile(profile: tuple[int, int] | None, iterations: int) -> Iterator[
 
 
 def check_export(export: ExportConfig) -> Iterator[str]:
-    """Report a folder of the export outside the run folder, or with a name of the run's own files."""
+    """Report an export folder outside the run folder, or one that is reserved for the run's own files."""
     folder = export.folder
     if folder is not None and not _is_below(folder):
         yield f"export.folder: expected a folder below run_dir such as export, got {folder!r}"
@@ -249,7 +266,7 @@ def check_best(checkpoint: CheckpointConfig, evaluation: EvalConfig) -> Iterator
 
 
 def check_lab(lab: LabConfig, credit: CreditSettings) -> Iterator[str]:
-    """Report methods of ``oarjax credit`` that are no credit sections, or that read other answers."""
+    """Report methods of ``oarjax credit`` that are invalid credit sections, or that read other answers."""
     if not lab.methods:
         yield "lab.methods: expected at least one method"
     for name, changes in lab.methods.items():

@@ -39,16 +39,22 @@ class Config(Section):
     """A whole run; each section is a class in ``oarjax/config`` that documents its fields."""
 
     run_dir: str = Field(description="folder for everything that the run writes")
-    seed: Seed = Field(default=0, description="of all noise: order of the data, sampling, importance")
-    iterations: Count = Field(default=100, description="prompts, rollout and update, this many times")
-    device: Literal["auto", "cpu", "gpu", "tpu"] = Field(default="auto", description="a missing device is an error")
-    compilation_cache: str | None = Field(default="~/.cache/oarjax/xla", description="null = off")
+    seed: Seed = Field(default=0, description="seed of all randomness: data order, sampling, noise of credit")
+    iterations: Count = Field(default=100, description="number of iterations, each of prompts, rollouts and updates")
+    device: Literal["auto", "cpu", "gpu", "tpu"] = Field(
+        default="auto", description="devices to run on; missing ones are an error"
+    )
+    compilation_cache: str | None = Field(
+        default="~/.cache/oarjax/xla", description="folder of compiled programs; null = off"
+    )
     compile_ahead: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="compile every program that the run may use before its first iteration, prompts padded to one "
-        "width; auto: on accelerators",
+        description="compile every program that the run may use before the first iteration, with all prompts padded "
+        "to one width; auto: on accelerators",
     )
-    profile: tuple[Count, Count] | None = Field(default=None, description="[first, last] iteration to trace")
+    profile: tuple[Count, Count] | None = Field(
+        default=None, description="first and last iteration to trace with JAX's profiler; null = none"
+    )
     policy: PolicyConfig
     mesh: MeshConfig = MeshConfig()
     distributed: DistributedConfig = DistributedConfig()

@@ -56,7 +56,7 @@ def check_pattern(pattern: str | None) -> regex.Pattern:
     except regex.error as error:
         raise ValueError(f"answer pattern {pattern!r} is not a regular expression: {error}") from None
     if blank is not None:
-        raise ValueError(f"answer pattern {pattern!r} matches the empty text; make it demand at least one character")
+        raise ValueError(f"answer pattern {pattern!r} matches empty text; make it require at least one character")
     return compiled
 
 

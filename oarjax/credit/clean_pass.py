@@ -1,6 +1,6 @@
 """The clean pass over a rollout, from which every attribution starts, in the forms they need.
 
-Under causal attention the prompt does not feel a change of the completion. ``StoredPass`` keeps the keys and values
+Under causal attention the prompt is unaffected by changes to the completion. ``StoredPass`` keeps the keys and values
 of every token, so that a forward with token t changed starts at t (OAR-P). ``LinearPass`` keeps the derivative of the
 completion's states by its embeddings, in both directions (OAR-G, OAR-F). Both have the states that predict the
 completion's tokens, so a step that wants old log-probabilities too needs no forward of its own. ``SharedPass`` is a
@@ -54,8 +54,8 @@ def stored_pass(
 ) -> StoredPass:
     """Run one forward that keeps its keys and values.
 
-    A state after the completion has lost its places. So a policy whose caches cannot be cut but joined runs from edge
-    to edge and keeps the cache of each piece; another one keeps the prompt's alone.
+    A recurrent state after the completion no longer holds per-position information. A policy whose caches can be joined
+    but not cut therefore runs from edge to edge and keeps the cache of each piece; others keep the prompt's alone.
 
     Args:
         edges: inputs of the completion, in order, at which later passes may begin; every input is one where caches

@@ -31,8 +31,8 @@ def replacement_embeddings(
 ) -> Float[Array, "B T D"]:
     """Return the embedding that replaces each completion token (of which ``hidden`` are the predicting states).
 
-    ``mask``: that of ``mask_id``. ``second_choice``: of the token that the policy likes best there, the one that
-    stands there aside. ``mean_embedding``: the mean over the vocabulary. ``deleted`` has none: the token is hidden
+    ``mask``: that of ``mask_id``. ``second_choice``: of the most likely token there, excluding the
+    current one. ``mean_embedding``: the mean over the vocabulary. ``deleted`` has none: the token is hidden
     from attention.
 
     Raises:
@@ -56,7 +56,7 @@ def replacement_embeddings(
 def next_choices(
     policy: Policy, params: Params, hidden: Float[Array, "B T D"], completion: Int[Array, "B T"]
 ) -> Int[Array, "B T"]:
-    """Return the likeliest token at each position other than the one that stands there; of equals the lowest id."""
+    """Return the most likely token at each position, excluding the current one; ties go to the lowest id."""
 
     params = policy.head(params)
 

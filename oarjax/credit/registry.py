@@ -18,7 +18,7 @@ METHODS: dict[str, MethodRecord] = {
         MethodRecord(
             name="oar_p",
             label="OAR-P",
-            about="how far the outcome moves when a token is changed",
+            about="how much the outcome changes when a token is replaced",
             module="oarjax.credit.oar.oar_p",
             evidence="released code",
             needs=("importance",),
@@ -34,7 +34,7 @@ METHODS: dict[str, MethodRecord] = {
         MethodRecord(
             name="oar_screened",
             label="OAR-P screened",
-            about="OAR-P of the tokens that a cheaper method puts first",
+            about="OAR-P of the tokens that a cheaper method ranks highest",
             module="oarjax.credit.oar.oar_screened",
             needs=("importance",),
             roles=("permuted_of", "score"),
@@ -62,7 +62,7 @@ METHODS: dict[str, MethodRecord] = {
         MethodRecord(
             name="oar_g",
             label="OAR-G",
-            about="the outcome's gradient by the embeddings, under noise",
+            about="the outcome's gradient with respect to the embeddings, under noise",
             module="oarjax.credit.oar.oar_g",
             needs=("importance",),
             roles=("permuted_of", "screen.by", "signed_values.by", "score"),
@@ -119,7 +119,7 @@ METHODS: dict[str, MethodRecord] = {
         MethodRecord(
             name="delta",
             label="DelTA",
-            about="more for tokens whose gradient lies on their own side of the batch",
+            about="more for tokens whose gradient points toward their own side (correct or wrong) of the batch",
             module="oarjax.credit.methods.delta",
             evidence="released code",
             coupling="batch",
@@ -199,7 +199,7 @@ METHODS: dict[str, MethodRecord] = {
         MethodRecord(
             name="rlsd",
             label="RLSD",
-            about="a teacher who is told the answer sets the size of a token's credit",
+            about="the log-prob ratio to a teacher that sees the answer sets the size of a token's credit",
             module="oarjax.credit.methods.rlsd",
             evidence="released code",
             needs=("teacher_logps", "logps", "iteration"),
@@ -209,7 +209,7 @@ METHODS: dict[str, MethodRecord] = {
         MethodRecord(
             name="serl",
             label="SERL",
-            about="the same on marked tokens alone",
+            about="RLSD on marked tokens alone",
             module="oarjax.credit.methods.serl",
             evidence="released code",
             needs=("teacher_logps", "logps", "iteration", "marks"),
@@ -219,7 +219,7 @@ METHODS: dict[str, MethodRecord] = {
         MethodRecord(
             name="sdpg",
             label="SDPG",
-            about="GRPO and a KL term towards the policy that is told the answer",
+            about="GRPO and a KL term towards the policy that sees the answer",
             module="oarjax.credit.methods.sdpg",
             evidence="released code",
             kind="auxiliary",

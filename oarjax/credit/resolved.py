@@ -95,13 +95,13 @@ class ResolvedMethod:
         """Reject numbers of updates that the method cannot work with.
 
         Raises:
-            ConfigError: several minibatches where it reads whole groups, whose rows are dealt to all of them; one
-                update per rollout where it weighs anew in every one.
+            ConfigError: several minibatches for a method that compares the rows of a group, since minibatches divide
+                groups; or one update per rollout for a method that recomputes its weights in every update.
         """
         if self.method.reweigh is not None and epochs * minibatches == 1:
             raise ConfigError(
-                f"update.epochs: 1 with update.minibatches 1 and credit.method {self.method.name}, which weighs tokens "
-                "by what has changed since the rollout; raise one of the two"
+                f"update.epochs: credit.method {self.method.name} weighs tokens by how the policy has changed since "
+                "the rollout and needs several updates per rollout, got 1; raise it, or update.minibatches"
             )
         if self.kind == "values" and epochs * minibatches > 1:
             raise ConfigError(
@@ -110,8 +110,8 @@ class ResolvedMethod:
             )
         if self.method.coupling == "group" and minibatches > 1:
             raise ConfigError(
-                f"update.minibatches: {minibatches} with credit.method {self.method.name}, which compares the rows of "
-                "a group and needs them in one minibatch; set update.minibatches=1, and update.epochs for more updates"
+                f"update.minibatches: credit.method {self.method.name} compares the rows of a group, so a minibatch "
+                f"must contain whole groups, got {minibatches}; set 1, and raise update.epochs for more updates"
             )
 
     def check_groups(self, group_size: int) -> None:
@@ -122,8 +122,8 @@ class ResolvedMethod:
         """
         if group_size == 1 and (self.method.coupling == "group" or self.method.advantage is not None):
             raise ConfigError(
-                f"rollout.group_size: 1 with credit.method {self.method.name}, which compares the rows of a group; "
-                "raise it, or set another method"
+                f"rollout.group_size: credit.method {self.method.name} compares the rows of a group and needs at least "
+                "2, got 1; raise it, or set another method"
             )
 
     def scorer(self, policy: Policy, *, temperature: float, pad_id: int) -> Scorer:
@@ -179,9 +179,9 @@ class ResolvedMethod:
         )
         if policy.first_slots is None and used.cuts:
             raise ConfigError(
-                f"credit.{'screen.by' if screened else 'method'}: {used.name} computes places inside a row again, "
-                "and this policy's gated delta nets depend on every token before; set credit.method to oar_p, oar_g or "
-                "oar_f, or credit.screen.by to oar_f"
+                f"credit.{'screen.by' if screened else 'method'}: {used.name} recomputes single positions of a "
+                "row, but this policy's gated delta nets depend on every earlier token; set credit.method to oar_p, "
+                "oar_g or oar_f, or credit.screen.by to oar_f"
             )
 
     def _check_answer(self) -> None:
@@ -198,8 +198,8 @@ class ResolvedMethod:
         """Return a function (inputs) -> the method's result [B, T], under polarity.
 
         Rows without reasoning or answer get ones from the methods that reweight the reasoning. ``entropy_top`` over a
-        batch leaves rows of advantage 0 out of its share: they teach nothing, and a run that skips them weighs the
-        same.
+        batch leaves rows of advantage 0 out of its share: they have no gradient, and a run that skips them must get the
+        same weights.
 
         Raises:
             ConfigError: the method needs what is not there.
@@ -273,7 +273,7 @@ def check_method(method: CreditMethod, *, place: str) -> None:
     """
     if unknown := set(method.needs) - set(SIGNALS):
         raise ConfigError(
-            f"{place}: needs {', '.join(map(repr, sorted(unknown)))}; expected some of {', '.join(SIGNALS)}"
+            f"{place}: unknown needs {', '.join(map(repr, sorted(unknown)))}; expected some of {', '.join(SIGNALS)}"
         )
     if method.kind not in KINDS:
         raise ConfigError(f"{place}: kind {method.kind!r}; expected one of {', '.join(KINDS)}")

@@ -30,13 +30,16 @@ class Settings:
 class ProbeSettings(Settings):
     mode: Literal["last", "answer_mean", "answer_joint"] = setting(
         "answer_mean",
-        "the outcome: distribution where the answer begins, mean over the answer, or its log-probability",
+        "outcome that the reasoning is credited for: the distribution at the answer's first token, its "
+        "mean over the answer, or the answer's log-probability",
     )
-    warmup_mode: Literal["last", "answer_mean", "answer_joint"] = setting("last", "mode of the first warmup_iterations")
-    warmup_iterations: Count = setting(0, "iterations before mode applies")
+    warmup_mode: Literal["last", "answer_mean", "answer_joint"] = setting(
+        "last", "mode during the first warmup_iterations"
+    )
+    warmup_iterations: Count = setting(0, "iterations that use warmup_mode")
     function: str | None = setting(
         None,
-        "custom probe instead of these modes, file.py:name or module:name; see oarjax.credit.probe.Probe",
+        "custom probe in place of these modes, file.py:name or module:name; see oarjax.credit.probe.Probe",
     )
 
 
@@ -52,29 +55,30 @@ GATE_PRESETS = {
 class GateSettings(Settings):
     """Mapping from importance to weights; in YAML also the name of a preset, ``gate: readme``."""
 
-    rule: Literal["quantile", "level"] = setting("quantile", "threshold: the tau-quantile of the row, or tau itself")
+    rule: Literal["quantile", "level"] = setting("quantile", "threshold: the row's tau-quantile, or tau itself")
     levels: Literal["both", "boost", "suppress"] = setting(
-        "both", "before the mass is kept, boost: no weight below 1; suppress: no weight above 1"
+        "both", "boost: no weight below 1; suppress: no weight above 1; both before the mass is kept"
     )
-    tau: Share = setting(0.4, "quantile or level of the threshold below which tokens are suppressed")
-    boost: Rate = setting(2.0, "the most important token's weight is 1 + boost, before the mass is kept")
+    tau: Share = setting(0.4, "quantile or level of the threshold; tokens below it are suppressed")
+    boost: Rate = setting(2.0, "the most important token has weight 1 + boost, before the mass is kept")
     floor: Share = setting(0.1, "lowest weight before the mass is kept")
-    mass: Literal["kept", "free"] = setting("kept", "kept: the weights of a row have mean 1")
+    mass: Literal["kept", "free"] = setting("kept", "kept: rescale the weights of a row to mean 1; free: leave them")
 
 
 @dataclass(frozen=True)
 class AnswerSettings(Settings):
     style: Literal["boxed", "hash", "tag", "regex", "none"] = setting(
         "boxed",
-        "none: no answer is extracted, the whole completion is reasoning (custom probes)",
+        "how completions mark their answer; none: nothing is extracted and the whole completion is "
+        "reasoning (custom probes)",
     )
-    pattern: str | None = setting(None, "for style regex; group 1, or the whole match, is the answer")
+    pattern: str | None = setting(
+        None, "regular expression for style regex; group 1, or the whole match, is the answer"
+    )
     source: Literal["own", "reference"] = setting(
-        "own", "answer to probe: that of the completion, or the cue and the reference answer"
+        "own", "answer to probe: the completion's own, or the cue followed by the reference answer"
     )
-    cue: str | None = setting(
-        None, "for source reference: text between reasoning and answer; null = the style's marker"
-    )
+    cue: str | None = setting(None, "text between reasoning and reference answer; null = the style's marker")
 
 
 @dataclass(frozen=True)
@@ -82,17 +86,17 @@ class MaskingSettings(Settings):
     """OAR-P, and the exact part of oar_screened."""
 
     counterfactual: Literal["mask", "second_choice", "mean_embedding", "deleted"] = setting(
-        "mask", "replacement of a token; deleted: hidden from attention"
+        "mask", "what replaces a token; deleted: it is hidden from attention"
     )
-    mask_id: Count | None = setting(None, "for counterfactual mask; null = the pad id")
+    mask_id: Count | None = setting(None, "token id for counterfactual mask; null = the pad id")
     unit: Literal["token", "line", "sentence"] = setting(
-        "token", "line, sentence: one counterfactual per span; its score is spread over its tokens"
+        "token", "line, sentence: one counterfactual per span, whose score is spread over its tokens"
     )
     chunk: Positive = setting(
-        4, "counterfactuals of a whole completion per row and forward; shorter suffixes have more"
+        4, "counterfactuals of a whole completion per row and forward pass; shorter suffixes have more"
     )
     buckets: Annotated[int, Range(ge=1, le=64)] = setting(
-        8, "number of compiled suffix lengths; more = fewer FLOPs and longer compilation"
+        8, "number of compiled suffix lengths; more save FLOPs and take longer to compile"
     )
 
 
@@ -100,23 +104,23 @@ class MaskingSettings(Settings):
 class FisherSettings(Settings):
     """OAR-F, and the screening part of oar_screened."""
 
-    outcomes: Positive = setting(4, "likeliest answers to treat exactly, one backward pass each")
-    sampled: Count = setting(0, "further backward passes, for answers drawn from the others")
+    outcomes: Positive = setting(4, "most likely answers, treated exactly with one backward pass each")
+    sampled: Count = setting(0, "additional backward passes, for answers sampled from the rest")
 
 
 @dataclass(frozen=True)
 class LocalSettings(Settings):
     """OAR-L, and the screening part of oar_screened."""
 
-    window: Count = setting(2, "tokens after the changed token that are also recomputed")
-    answers: Positive = setting(4, "maximum answer tokens to read")
+    window: Count = setting(2, "tokens after the changed token that are recomputed as well")
+    answers: Positive = setting(4, "maximum number of answer tokens to read")
 
 
 @dataclass(frozen=True)
 class ScreenSettings(Settings):
-    share: Share = setting(0.2, "share of a row's reasoning to score exactly")
+    share: Share = setting(0.2, "share of a row's reasoning that is scored exactly")
     by: Annotated[str, MethodName("screen.by", "random")] = setting(
-        "oar_l", "method whose scores choose that share; random: the control"
+        "oar_l", "method whose scores choose that share; random: a control"
     )
 
 
@@ -132,9 +136,11 @@ class SignedValuesSettings(Settings):
 
 @dataclass(frozen=True)
 class EntropySettings(Settings):
-    share: Annotated[float, Range(gt=0, le=1)] = setting(0.2, "tokens that entropy_top keeps")
-    scope: Literal["sequence", "batch"] = setting("batch", "tokens that the share refers to")
-    mass: Literal["kept", "free"] = setting("kept", "kept: the weights have mean 1 over the scope")
+    share: Annotated[float, Range(gt=0, le=1)] = setting(0.2, "share of tokens that entropy_top keeps")
+    scope: Literal["sequence", "batch"] = setting("batch", "tokens that the share is taken of")
+    mass: Literal["kept", "free"] = setting(
+        "kept", "kept: rescale the weights to mean 1 over the scope; free: leave them"
+    )
 
 
 @dataclass(frozen=True)
@@ -151,17 +157,17 @@ class KeywordSettings(Settings):
             "wait",
             "=",
         ),
-        "texts whose tokens are boosted",
+        "words whose tokens are boosted",
     )
     boost: Rate = setting(2.0, "added to the weight of a keyword's tokens, before the mass is kept")
 
 
 @dataclass(frozen=True)
 class GrailSettings(Settings):
-    mean: Rate = setting(1.0, "weight of average saliency")
-    spread: Rate = setting(0.5, "weight per standard deviation of log saliency")
-    low: Rate = setting(0.5, "lowest weight")
-    high: Rate = setting(5.0, "highest weight")
+    mean: Rate = setting(1.0, "weight of a token of average saliency")
+    spread: Rate = setting(0.5, "increase of the weight per standard deviation of log saliency")
+    low: Rate = setting(0.5, "minimum weight")
+    high: Rate = setting(5.0, "maximum weight")
 
     def __post_init__(self) -> None:
         if self.low > self.high:
@@ -170,9 +176,9 @@ class GrailSettings(Settings):
 
 @dataclass(frozen=True)
 class KtaeSettings(Settings):
-    fisher: Rate = setting(1.0, "weight of Fisher's test in an id's strength")
-    gain: Rate = setting(1.0, "weight of its information gain")
-    scale: Rate = setting(1.0, "the largest bonus, in units of the advantage")
+    fisher: Rate = setting(1.0, "weight of Fisher's exact test in the strength of a token id")
+    gain: Rate = setting(1.0, "weight of the information gain in the strength of a token id")
+    scale: Rate = setting(1.0, "maximum bonus, in units of the advantage")
 
     def __post_init__(self) -> None:
         if self.fisher + self.gain == 0:
@@ -182,15 +188,17 @@ class KtaeSettings(Settings):
 @dataclass(frozen=True)
 class DgpoSettings(Settings):
     tau: Annotated[float, Range(gt=0)] = setting(0.5, "temperature: weights differ by exp(1 / tau)")
-    kappa: Rate = setting(1.0, "power of the relative entropy")
+    kappa: Rate = setting(1.0, "exponent of the relative entropy")
 
 
 @dataclass(frozen=True)
 class CausalSpansSettings(Settings):
-    spans: Annotated[int, Range(ge=2)] = setting(10, "calculations and sentences to mask at most; half calculations")
+    spans: Annotated[int, Range(ge=2)] = setting(
+        10, "maximum number of calculations and sentences to mask; half are calculations"
+    )
     boost: Rate = setting(2.0, "weight of the most important tokens, before the mass is kept")
-    floor: Rate = setting(0.5, "weight of importance 0; that of reasoning is 0.5 to 1, and a tenth of it on =, # and -")
-    answer: Rate = setting(1.5, "weight of the tokens behind the reasoning")
+    floor: Rate = setting(0.5, "weight of importance 0; reasoning has 0.5 to 1, and a tenth of it on =, # and -")
+    answer: Rate = setting(1.5, "weight of tokens after the reasoning")
 
     def __post_init__(self) -> None:
         if self.floor > self.boost:
@@ -199,28 +207,30 @@ class CausalSpansSettings(Settings):
 
 @dataclass(frozen=True)
 class FipoSettings(Settings):
-    gamma: Share = setting(2 ** (-1 / 32), "discount of later tokens' changes: they halve every 32 tokens")
-    clip: Share = setting(0.2, "largest distance of a weight from 1")
+    gamma: Share = setting(2 ** (-1 / 32), "discount of later tokens' changes; the default halves them every 32 tokens")
+    clip: Share = setting(0.2, "maximum distance of a weight from 1")
     levels: Literal["boost", "both"] = setting("boost", "boost: weights in 1 .. 1 + clip; both: 1 - clip .. 1 + clip")
-    drop: Annotated[float, Range(gt=0)] = setting(10.0, "tokens of a larger ratio to the rollout leave the sum")
+    drop: Annotated[float, Range(gt=0)] = setting(
+        10.0, "exclude tokens from the sum whose ratio to the rollout exceeds this"
+    )
     cap: Annotated[float, Range(gt=0)] = setting(
-        10.0, "tokens of a larger ratio and a negative advantage have a weight in 0.8 .. 1"
+        10.0, "weights of tokens with a negative advantage and a ratio above this are limited to 0.8 .. 1"
     )
 
 
 @dataclass(frozen=True)
 class CriticSearchSettings(Settings):
-    share: Share = setting(0.25, "of the advantage that comes from the labels of turns")
+    share: Share = setting(0.25, "share of the advantage that comes from the turns' labels")
 
 
 @dataclass(frozen=True)
 class ShearSettings(Settings):
-    window: Positive = setting(100, "tokens whose states are compared as a set")
-    stride: Positive = setting(25, "tokens from one window to the next")
+    window: Positive = setting(100, "tokens per window, whose states are compared as a set")
+    stride: Positive = setting(25, "tokens between the starts of two windows")
     epsilon: Annotated[float, Range(gt=0)] = setting(
         0.05, "Sinkhorn's regularisation, in units of the states' mean norm; ours"
     )
-    iterations: Positive = setting(50, "Sinkhorn's; ours")
+    iterations: Positive = setting(50, "Sinkhorn's iterations; ours")
 
     def __post_init__(self) -> None:
         if self.stride > self.window:
@@ -231,22 +241,22 @@ class ShearSettings(Settings):
 class RlsdSettings(Settings):
     """RLSD and SERL."""
 
-    strength: Share = setting(0.5, "of the teacher at the first iteration")
-    iterations: Positive = setting(50, "over which it falls to 0, where the method is GRPO")
-    clip: Share = setting(0.2, "the teacher's ratio lies in 1 - clip .. 1 + clip")
+    strength: Share = setting(0.5, "share of the teacher at the first iteration")
+    iterations: Positive = setting(50, "iterations over which that share decays to 0, where the method equals GRPO")
+    clip: Share = setting(0.2, "the teacher's ratio is clipped to 1 - clip .. 1 + clip")
 
 
 @dataclass(frozen=True)
 class SdpgSettings(Settings):
     beta: Rate = setting(1e-3, "coefficient of the KL term towards the teacher")
-    rows: Literal["all", "correct"] = setting("all", "rows that have it; correct: of advantage > 0")
+    rows: Literal["all", "correct"] = setting("all", "rows with the KL term; correct: those of advantage > 0")
 
 
 @dataclass(frozen=True)
 class DeltaSettings(Settings):
     low: Rate = setting(0.8, "weight of a token far on the other side, before the mass is kept")
-    high: Rate = setting(1.2, "weight of one far on its own side")
-    rounds: Count = setting(1, "times that the centroids are taken anew")
+    high: Rate = setting(1.2, "weight of a token far on its own side, before the mass is kept")
+    rounds: Count = setting(1, "times that the centroids are recomputed")
 
     def __post_init__(self) -> None:
         if self.low > self.high:
@@ -259,13 +269,15 @@ class CreditSettings(Settings):
         "oar_g", f"a method of oarjax.credit.registry, or custom; {shelf()}"
     )
     function: str | None = setting(None, "for method custom: file.py:name or module:name of an oarjax.CreditMethod")
-    permuted_of: Annotated[str, MethodName("permuted_of")] = setting("oar_g", "method whose weights permuted shuffles")
-    polarity: Literal["both", "correct", "wrong"] = setting(
-        "both", "rows to reweight: all, or those of positive or of negative advantage"
+    permuted_of: Annotated[str, MethodName("permuted_of")] = setting(
+        "oar_g", "method whose weights are shuffled by permuted"
     )
-    estimator: Literal["linearised", "noisy"] = setting("linearised", "estimator of OAR-G")
-    sigma: Annotated[float, Range(gt=0)] = setting(1e-3, "std of OAR-G's embedding noise")
-    draws: Positive = setting(1, "draws of OAR-G's noise, one backward pass each")
+    polarity: Literal["both", "correct", "wrong"] = setting(
+        "both", "rows to reweight: all, or only those of positive (correct) or negative (wrong) advantage"
+    )
+    estimator: Literal["linearised", "noisy"] = setting("linearised", "OAR-G's estimator of the importance")
+    sigma: Annotated[float, Range(gt=0)] = setting(1e-3, "standard deviation of OAR-G's noise on the embeddings")
+    draws: Positive = setting(1, "samples of OAR-G's noise, one backward pass each")
     masking: MaskingSettings = MaskingSettings()
     fisher: FisherSettings = FisherSettings()
     local: LocalSettings = LocalSettings()
@@ -290,7 +302,7 @@ class CreditSettings(Settings):
     )
     teacher: str = setting(
         "{prompt}\n\nThe answer is {answer}.",
-        "for rlsd, serl, sdpg: the prompt under which the policy is its own teacher",
+        "for rlsd, serl, sdpg: the prompt that turns the policy into its own teacher",
     )
     probe: ProbeSettings = ProbeSettings()
     gate: Annotated[GateSettings, Preset(GATE_PRESETS)] = GateSettings()

@@ -162,7 +162,7 @@ def check_files(folder: Path, files: Iterable[Path]) -> None:
         if not place.is_relative_to(cache):
             raise CheckpointError(f"{file} is a link to {place}, outside its folder; copy the file that is meant here")
         if not place.is_file():
-            raise CheckpointError(f"{file} is no file; fetch the folder again")
+            raise CheckpointError(f"{file} is not a file; fetch the folder again")
 
 
 def check_headers(folder: Path, cfg: QwenConfig) -> dict[str, Path]:
@@ -246,7 +246,7 @@ def open_tensors(file: Path) -> Any:
 def _json(path: Path, *, missing: str) -> Any:
     try:
         if path.exists() and not path.is_file():  # reading a pipe would wait for ever
-            raise CheckpointError(f"{path} is no file; fetch the folder again")
+            raise CheckpointError(f"{path} is not a file; fetch the folder again")
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(missing) from None
@@ -277,12 +277,12 @@ def _check_sums(folder: Path) -> None:
     named = set()
     lines = sums.read_text(encoding="utf-8", errors="replace").splitlines()
     if not any(line.strip() for line in lines):
-        raise CheckpointError(f"{sums} names no file, so that it checks nothing; write it again or delete it")
+        raise CheckpointError(f"{sums} names no file and checks nothing; regenerate it or delete it")
     for number, line in enumerate(lines, 1):
         match = re.fullmatch(r"([0-9a-f]{64}) [ *](?:\./)?([^/]+)", line)
         if match is None:
             raise CheckpointError(
-                f"{sums} line {number}: expected a SHA-256 and a file name; write it again or delete it"
+                f"{sums} line {number}: expected a SHA-256 and a file name; regenerate it or delete it"
             )
         expected, file = match[1], folder / match[2]
         named.add(file)
@@ -295,4 +295,4 @@ def _check_sums(folder: Path) -> None:
                 f"{file}: expected SHA-256 {expected[:12]}... as in {SUMS}, got {digest[:12]}...; fetch the file again"
             )
     if missing := sorted(file.name for file in set(tensor_files(folder).values()) - named):
-        raise CheckpointError(f"{sums} does not name {missing[0]}, so that its weights are not checked; write it again")
+        raise CheckpointError(f"{sums} does not name {missing[0]}, whose weights would go unchecked; regenerate it")

@@ -158,7 +158,9 @@ def read_adapters(folder: Path, cfg: QwenConfig) -> Adapters:
         )
     if tensors:
         name = next(iter(tensors))
-        raise CheckpointError(f"{folder / WEIGHTS}: {len(tensors)} tensors fit no matrix of this policy, first {name}")
+        raise CheckpointError(
+            f"{folder / WEIGHTS}: {len(tensors)} tensors match no matrix of this policy, first {name}"
+        )
     return Adapters(tree, rank, alpha, tuple(sorted(targets)), float(fields.get("lora_dropout") or 0.0))
 
 
@@ -190,9 +192,7 @@ def _fields(folder: Path) -> dict[str, Any]:
         )
     for name, value in fields.items():
         if name not in PLAIN and name not in READ:
-            raise CheckpointError(
-                f"{file}: {name:.60} is {value!r:.60}, a field that is not known here; convert to plain LoRA"
-            )
+            raise CheckpointError(f"{file}: {name:.60} is {value!r:.60}, an unknown field; convert to plain LoRA")
         if name in PLAIN and value not in (PLAIN[name], None, [], {}, False):
             raise CheckpointError(
                 f"{file}: {name} is {value!r:.60}; only {PLAIN[name]!r} can be read: convert to plain LoRA"

@@ -92,7 +92,7 @@ def _field(row: dict[str, Any], name: str, place: str, setting: str) -> str:
             f"{place}: field {name!r} is {value!r:.100}; expected text or a number; set {setting} to another"
         )
     if isinstance(value, float) and not math.isfinite(value):
-        raise DataError(f"{place}: field {name!r} is {value}; expected text or a number; mend the row or leave it out")
+        raise DataError(f"{place}: field {name!r} is {value}; expected text or a number; correct the row or remove it")
     return str(value)
 
 

@@ -154,7 +154,7 @@ def _read_name(text: str) -> Asked:
         return Asked(text, BENCHMARKS[text])
     name, sep, path = text.partition("=")
     if sep and name not in BENCHMARKS:
-        raise ConfigError(f"--data: {name!r} is no benchmark; name=file goes with {', '.join(BENCHMARKS)}")
+        raise ConfigError(f"--data: unknown benchmark {name!r}; name=file accepts {', '.join(BENCHMARKS)}")
     source = path if sep else text
     if not source.endswith((".jsonl", ".parquet")) and (sep or "/" not in source):
         raise ConfigError(
@@ -162,7 +162,7 @@ def _read_name(text: str) -> Asked:
             "hub dataset such as openai/gsm8k"
         )
     if source.endswith((".jsonl", ".parquet")) and not Path(source).expanduser().is_file():
-        raise ConfigError(f"--data: no file {source}; give the path of a .jsonl or .parquet file that is there")
+        raise ConfigError(f"--data: no file {source}; give the path of an existing .jsonl or .parquet file")
     known = BENCHMARKS[name] if sep else Benchmark({})
     return Asked(
         name if sep else Path(source).stem,

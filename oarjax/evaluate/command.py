@@ -299,7 +299,7 @@ def _claim(folder: Path, identity: dict[str, Any]) -> None:
                 f"--out: {folder} holds another evaluation ({'; '.join(differ)} differ); give another --out{resume}"
             )
     elif exists(folder / "samples.jsonl"):
-        raise ConfigError(f"--out: {folder} holds samples of something else; give another --out")
+        raise ConfigError(f"--out: {folder} holds samples of another evaluation; give another --out")
     write_durably(known, json.dumps(identity, indent=1))
 
 
@@ -317,7 +317,9 @@ def _claimed(known: Path) -> dict[str, Any]:
     except OSError as error:
         raise cannot_read(known, error) from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--out: {known} is damaged or not of an evaluation ({error}); give another --out") from None
+        raise ConfigError(
+            f"--out: {known} is damaged or belongs to no evaluation ({error}); give another --out"
+        ) from None
     return tree
 
 

@@ -48,7 +48,7 @@ def run_adapters(source: str, target: Path) -> None:
     choose_platform("cpu")
     found = find_checkpoint(source)
     if found.cfg is None or found.checkpoint is None or found.cfg.lora.rank == 0:
-        raise ConfigError(f"SOURCE: {source} is no checkpoint of a run with lora.rank; --adapters has nothing to write")
+        raise ConfigError(f"SOURCE: {source} is not a checkpoint of a LoRA run; leave out --adapters")
     model, folder = read_config(found.policy, revision=found.revision)
     run = Run(found.cfg, mesh=one_device(), model=model, source=folder)
     state = restored_state(run, found.checkpoint)

@@ -33,9 +33,7 @@ ROWS = 64  # completions sampled at once per device, where eval.batch is not giv
 def own_problems(target: Target, text: str) -> Asked:
     """Ask a run's own held-out problems as the run asks them."""
     if target.cfg is None or target.cfg.data.eval is None:
-        raise ConfigError(
-            f"--data: {text} is no run with held-out problems of its own; give names of benchmarks or files"
-        )
+        raise ConfigError(f"--data: {text} is not a run with held-out problems; give names of benchmarks or files")
     cfg = target.cfg
     taken = [name for name in ACCEPTED if name.startswith(("data.", "rollout.", "grading.", "credit."))]
     tree = {

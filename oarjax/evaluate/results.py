@@ -91,7 +91,7 @@ def read_result(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read ({error}); expected results.json of oarjax evaluate") from None
     found = tree.get("benchmarks") if isinstance(tree, dict) else None
     if not isinstance(found, dict) or not all(map(_is_compared, found.values())):
-        raise ConfigError(f"{path}: no results of oarjax evaluate; expected its results.json or its folder")
+        raise ConfigError(f"{path}: not the results of oarjax evaluate; expected its results.json or its folder")
     return tree
 
 
@@ -128,7 +128,8 @@ def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
         a, b = ours["benchmarks"][name], theirs["benchmarks"][name]
         if a["data"] != b["data"] or a["by_problem"]["problem"] != b["by_problem"]["problem"]:
             raise ConfigError(
-                f"{name}: the two evaluations have other problems and cannot be paired; give both the same"
+                f"{name}: the two evaluations have different problems and cannot be paired; evaluate both on the same "
+                "--data"
             )
         figures = [f for f in a["by_problem"] if f in b["by_problem"] and f != "problem"]
         out[name] = {

@@ -35,7 +35,7 @@ def run(
     stop: list[str],
     seed: int,
 ) -> None:
-    """Sample and print; ``asked`` holds settings of drawing that the family's, or else the plain ones, give way to."""
+    """Sample and print; ``asked`` holds sampling settings that override the family's, or else the defaults."""
     how = drawing(family, **asked)
     if template not in ("auto", "chat", "plain"):
         raise ConfigError(f"--template: expected auto, chat or plain, got {template}")

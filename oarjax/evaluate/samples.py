@@ -14,7 +14,7 @@ FIELDS = {"benchmark", "problem", "sample", "answer", "score", "verdict", "token
 
 
 class SampleLines:
-    """The samples of an evaluation on disk. A batch that a kill cut short is removed and drawn anew.
+    """The samples of an evaluation on disk. A batch that a kill cut short is removed and sampled again.
 
     Ask for ``known`` of each benchmark in order, and write what it lacks before asking for the next one.
 

@@ -57,7 +57,7 @@ def find_target(text: str) -> Target:
         if not (folder / "config.yaml").is_file():
             raise ConfigError(f"{path}: a checkpoint is read with its run's config.yaml, and {folder} has none")
         if (wrong := misplaced(path, run_id(folder)) or damage(path)) is not None:
-            raise ConfigError(f"{path}: this checkpoint cannot be trusted: {wrong}; take another")
+            raise ConfigError(f"{path}: this checkpoint is damaged: {wrong}; use another")
         cfg = saved_config(folder)
         return Target(policy_of(folder, cfg), cfg, path.absolute(), revision_of(cfg.policy, path), folder)
     _check_policy(path, text)
@@ -118,7 +118,7 @@ def _newest(folder: Path) -> Path:
         if misplaced(at, run_id(folder)) is None and damage(at) is None:
             return at
     raise ConfigError(
-        f"{folder}: this run has neither an export nor a checkpoint that can be trusted yet; let it train on"
+        f"{folder}: this run has neither an export nor a checkpoint that is intact; continue its training"
     )
 
 
@@ -172,7 +172,8 @@ def weights_digest(target: Target, folder: Path) -> str:
             digest.update((target.checkpoint / MANIFEST).read_bytes())
         except FileNotFoundError:
             raise ConfigError(
-                f"{target.checkpoint}: the run has removed this checkpoint by now; start again, or evaluate an export"
+                f"{target.checkpoint}: the run has since removed this checkpoint; run the command again, or "
+                "evaluate an export"
             ) from None
         return digest.hexdigest()
     for path in sorted(folder.glob("*.safetensors")):

@@ -2,7 +2,7 @@
 
 The source of this module is put in front of both programs in their sandboxes (``grading/code.py``), so it imports
 nothing of the package. ``serve`` runs with the untrusted program and answers calls, one line of JSON each; ``check``
-runs the tests. What arrives there has been built anew from JSON: whatever a program does to its own interpreter, it can
+runs the tests. What arrives there has been rebuilt from JSON: whatever a program does to its own interpreter, it can
 only choose values. None, bool, int, float, complex, str, bytes, list, tuple, dict, set and frozenset cross, and
 iterators as iterators of such values; subclasses cross as the plain type. The built-in exceptions cross by name.
 """

@@ -98,7 +98,7 @@ def join_params(frozen: Params | None, params: Params) -> Params:
 
     def over(under: Any, upper: Any) -> Any:
         if not isinstance(under, Mapping) or not isinstance(upper, Mapping):
-            raise ValueError("join_params: a param stands where the frozen tree has one; train one or freeze the other")
+            raise ValueError("join_params: trained and frozen params overlap; remove one of the two")
         both = {name: over(under[name], upper[name]) for name in under.keys() & upper.keys()}
         return {**under, **upper, **both}
 

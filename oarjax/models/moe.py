@@ -1,6 +1,6 @@
 """Mixture of experts: a router sends every token to ``per_token`` of ``count`` small MLPs and adds up their outputs.
 
-p = softmax(x W_router) in float32; the likeliest k experts e_1 .. e_k have weights p_e, divided by their sum where the
+p = softmax(x W_router) in float32; the k most likely experts e_1 .. e_k have weights p_e, divided by their sum if the
 config says so; y = sum_i p_{e_i} * down_{e_i}(silu(gate_{e_i} x) * up_{e_i} x). Where a shared expert is, which every
 token visits, sigmoid(x w) times its output is added. Experts have no capacity limit: no token is dropped, padding is
 computed like any token, and a row's result does not depend on the rows beside it.
@@ -40,7 +40,7 @@ def experts_for(mesh: Mesh) -> ExpertsKind:
 def route(
     probs: Float[Array, "R E"], *, per_token: int, normalised: bool, chosen: Int[Array, "R k"] | None = None
 ) -> tuple[Float[Array, "R k"], Int[Array, "R k"]]:
-    """Return every token's likeliest experts, weights and indices; ties go to the lower index.
+    """Return every token's most likely experts, weights and indices; ties go to the lower index.
 
     Given ``chosen``, these are the experts, however likely.
     """

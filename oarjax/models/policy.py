@@ -212,7 +212,7 @@ def replaying(policy: Policy, experts: Int[Array, "B N L k"] | None) -> Policy:
         return policy
     routed = policy.routed
     if routed is None:
-        raise ValueError("experts: this policy has none to choose; give None")
+        raise ValueError("experts: this policy has no experts; pass None")
 
     def trunk(params: Params, embeddings: Array, *rows: Array, **more: KVCache | None) -> tuple[Array, KVCache | None]:
         return routed(params, embeddings, *rows, experts=experts, **more)[:2]

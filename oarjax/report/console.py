@@ -35,7 +35,7 @@ LIVE = (
         "truncated": "truncated",  # share of completions
     },
     {
-        "zero_variance": "equal groups",  # share of groups that teach nothing
+        "zero_variance": "equal groups",  # share of groups without a gradient
         "grad_norm": "grad norm",
         "entropy": "entropy",  # mean, nats
         "ess": "ESS",  # effective sample size of the token weights, a share of the reasoning

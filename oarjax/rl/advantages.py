@@ -206,7 +206,7 @@ def per_reward_advantages(
 
     Rewards on different scales, or with different rates of success, then count by their weights alone. A NaN value of
     one reward counts as 0 there; a row that no reward of a weight graded gets 0. Unlike the group's advantages the
-    result is not zero in groups of equal sums: rewards that differ and cancel still teach.
+    result is not zero in groups of equal sums: rewards that differ and cancel still give advantages.
     """
     graded = jnp.any(~jnp.isnan(values) & (weights != 0)[:, None], axis=0)
     total = jnp.where(graded, weighted_group_advantages(values, weights, group_size=group_size, ddof=ddof, eps=eps), 0)

@@ -52,10 +52,10 @@ def filter_logits(
 ) -> Float[Array, "*rows V"]:
     """Set -inf where top-k, then top-p, then min-p drops a token; return the same array when all are off.
 
-    top_k keeps the k likeliest tokens, top_p the smallest set of likeliest tokens whose mass, of what is left, reaches
-    p, min_p those with at least min_p times the likeliest one's probability. Ties with the last one kept are kept
-    (``transformers`` breaks such ties by index in top-p). The likeliest token always stays. Gradients pass through the
-    logits that are kept; the choice of tokens is a constant.
+    top_k keeps the k most likely tokens; top_p the smallest set of most likely tokens whose mass, of what is left,
+    reaches p; min_p those with at least min_p times the highest probability. Ties with the last one kept are kept
+    (``transformers`` breaks such ties by index in top-p). The most likely token always stays. Gradients pass through
+    the logits that are kept; the choice of tokens is a constant.
     """
     if 0 < top_k < logits.shape[-1]:
         bound = lowest_kept(stop_gradient(logits), jnp.ones_like(logits), limit=float(top_k))

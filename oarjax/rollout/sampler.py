@@ -263,11 +263,11 @@ def sample(
         group_size: G, completions per prompt, >= 1.
         max_new: T, the maximum number of tokens of a completion, >= 1.
         temperature: divides the logits, >= 0; 0 = greedy. Static, as all keywords are.
-        top_k: keep the k likeliest tokens; 0 = off.
-        top_p: keep the likeliest tokens that have this mass, in (0, 1]; 1 = off.
+        top_k: keep the k most likely tokens; 0 = off.
+        top_p: keep the most likely tokens that have this mass, in (0, 1]; 1 = off.
         stop_ids: ids that end a row.
         pad_id: fills tokens after the end.
-        min_p: keep tokens with at least this share of the likeliest one's probability, in [0, 1]; default 0.0, off.
+        min_p: keep tokens with at least this share of the highest probability, in [0, 1]; default 0.0, off.
         repetition_penalty: > 0; default 1.0, off.
         stop_table: of stop strings; default None.
         record_experts: keep every router's choice; default False.
@@ -321,13 +321,13 @@ def sample_rows(
 
     Args:
         prompts: P prompts, left-padded; their KV is computed once and read, not copied, by their group.
-        temperature: divides the logits; 0 = greedy (argmax, the first among equals), which ignores the filters and
+        temperature: divides the logits; 0 = greedy (argmax, ties to the lowest id), which ignores the filters and
             reports log-probs at temperature 1.
-        top_k: keep the k likeliest tokens, ties with the k-th included; 0 = off.
-        top_p: then keep the smallest set of likeliest tokens whose mass, of what is left, reaches p, ties
+        top_k: keep the k most likely tokens, ties with the k-th included; 0 = off.
+        top_p: then keep the smallest set of most likely tokens whose mass, of what is left, reaches p, ties
             included; 1 = off. The order (penalty, temperature, top-k, top-p, min-p) is that of ``transformers``. A
             filter that is off leaves nothing in the program.
-        min_p: then keep tokens with at least this share of the likeliest one's probability; 0 = off.
+        min_p: then keep tokens with at least this share of the highest probability; 0 = off.
         repetition_penalty: see ``oarjax.rollout.filters``; 1 = off. ``behaviour_logps`` leave it out, as they do
             the filters; ``filtered_logps`` are of the distribution that was drawn from.
         stop_table: of ``oarjax.rollout.stop_strings.stop_table``: a row also ends with the token whose bytes complete a

@@ -378,7 +378,7 @@ def collect_weights(
 
 
 def update_order(credited: list[Credited], *, epochs: int, seed: tuple[int, int]) -> list[int]:
-    """Return the minibatches in the order of their updates, each epoch shuffled anew.
+    """Return the minibatches in the order of their updates, reshuffled every epoch.
 
     One without a trained token has no update: momentum and weight decay would still move the weights.
     """

@@ -63,7 +63,7 @@ class Credited(NamedTuple):
 
 
 class TwoPasses:
-    """Score every minibatch first; the gradients are computed from its credit, anew in every update."""
+    """Score every minibatch first; the gradients are computed from its credit, in every update."""
 
     credit_phase: Literal["credit", "update"] = "credit"
 

@@ -3,7 +3,7 @@
 Rows are divided into k minibatches of M microbatches of b rows, the used ones first. Within a minibatch they are
 sorted by length, never across, and every microbatch has its own bucket: the prompt and completion positions that its
 longest rows need. Device programs take the whole minibatch and cut microbatches to a bucket, so there is one
-compilation per bucket; leaving rows out (groups of equal rewards) saves work and never compiles anything anew.
+compilation per bucket; leaving rows out (groups of equal rewards) saves work and never recompiles.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Checkpoints:
         iteration = from_first(lambda: self._look(say))
         if iteration == LOST:
             raise DamagedError(
-                f"{self.folder}: no checkpoint is left that can be trusted, and the run had saved one. Mount the "
+                f"{self.folder}: no intact checkpoint is left, although the run had saved one. Mount the "
                 f"folder again or put a good copy of a checkpoint there; to start over from the beginning, remove "
                 f"{self.folder.name} and {_notes(self.folder).name} in {self.folder.parent}"
             )
@@ -149,7 +149,7 @@ class Checkpoints:
         at = self._at(iteration)
         noted = read_manifest(at)
         if noted is None:
-            raise DamagedError(f"{at} has no manifest: it was not finished; take another")
+            raise DamagedError(f"{at} has no manifest: it is incomplete; use another")
         check_arrays(at, noted["arrays"], arrays(like))
         shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, _plain(like))
         for array in jax.tree.leaves((like.params, like.opt_state)):
@@ -162,7 +162,7 @@ class Checkpoints:
         return replace(like, key=key, **restored), noted["record"]
 
     def best(self) -> int | None:
-        """Return the iteration of the highest score, the earliest of equals."""
+        """Return the iteration of the highest score; ties go to the earliest."""
         winner = best(self.folder, self._metric)
         return None if winner is None else winner[0]
 
@@ -287,7 +287,7 @@ def scores(folder: Path, metric: str | None) -> dict[int, float]:
 
 
 def best(folder: Path, metric: str | None) -> tuple[int, float] | None:
-    """Return the iteration and value of the highest score in a folder, the earliest of equals; None without scores."""
+    """Return the iteration and value of the highest score in a folder, the earliest in a tie; None without scores."""
     by_iteration = scores(folder, metric)
     return max(by_iteration.items(), key=lambda each: (each[1], -each[0])) if by_iteration else None
 

@@ -92,7 +92,7 @@ def pin_cpu_threads(count: int) -> None:
 def with_large_pages(environment: Mapping[str, str]) -> dict[str, str]:
     """Return an environment for new processes in which glibc asks Linux for large memory pages.
 
-    XLA's CPU client takes buffers anew in every step, and pages of 4 KiB cost a small policy two fifths of it
+    XLA's CPU client allocates new buffers in every step, and pages of 4 KiB cost a small policy two fifths of it
     (docs/speed.md). Only glibc from 2.35 on reads the setting, when a process starts; a setting that is there already
     stays.
     """

@@ -59,7 +59,7 @@ def _measure(node: yaml.Node, sizes: dict[int, int]) -> int:
     """
     size = sizes.get(id(node), 0)
     if size < 0:
-        raise YamlError(f"line {node.start_mark.line + 1}: an alias stands for a part of itself")
+        raise YamlError(f"line {node.start_mark.line + 1}: an alias refers to itself")
     if size:
         return size
     sizes[id(node)] = -1
@@ -82,5 +82,5 @@ def _reject_duplicates(node: yaml.MappingNode) -> None:
     for key, _ in node.value:
         line, name = key.start_mark.line + 1, str(key.value)
         if name in lines:
-            raise YamlError(f"{name} stands in line {lines[name]} and again in line {line}; keep one of them")
+            raise YamlError(f"{name} is set in line {lines[name]} and again in line {line}; keep one of them")
         lines[name] = line

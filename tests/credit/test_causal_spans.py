@@ -128,7 +128,9 @@ def test_a_config_finds_the_spans_and_refuses_others():
     assert CreditSettings(method="causal_spans").labels_tokens
     assert not CreditSettings().labels_tokens
     causal_spans.check(CreditSettings(method="causal_spans"), None)
-    with pytest.raises(ConfigError, match=r"credit.masking.unit: line, and causal_spans finds its own spans"):
+    with pytest.raises(
+        ConfigError, match=r"credit.masking.unit: causal_spans finds calculations and sentences by itself, got line"
+    ):
         causal_spans.check(CreditSettings(masking=MaskingSettings(unit="line")), None)
     with pytest.raises(ConfigError, match=r"credit.probe.function: causal_spans reads the answer's log-probability"):
         causal_spans.check(CreditSettings(), Probe(lambda *_: None, kind="scalar", reads="answer"))  # type: ignore

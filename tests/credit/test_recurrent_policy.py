@@ -98,7 +98,7 @@ def test_the_linearised_completion_is_that_of_whole_forwards(x64):
     [
         (
             {"method": "oar_l"},
-            r"credit.method: oar_l computes places inside a row again, .* set credit.method to oar_p",
+            r"credit.method: oar_l recomputes single positions of a row, .* set credit.method to oar_p",
         ),
         ({"method": "oar_screened", "screen": {"by": "oar_l"}}, "credit.screen.by: oar_l computes places"),
     ],

@@ -257,7 +257,7 @@ def test_checkpoints_of_compared_runs_find_the_policy_beside_them(tmp_path):
         (["--data", "demo", "rollout.max_new=0"], "rollout.max_new: Input should be greater than 0"),
         (["--data", "demo", "rollout.max_new=5000"], "more than the checkpoint's max_position_embeddings"),
         (["--data", "demo", "data.eval.splitt=test"], "splitt: no such field (did you mean split?)"),
-        ([], "is no run with held-out problems of its own"),
+        ([], "is not a run with held-out problems"),
     ],
 )
 def test_mistakes(oarjax_json, policy, tmp_path, arguments, says):
@@ -285,7 +285,7 @@ def test_a_folder_of_a_damaged_evaluation(oarjax_json, policy, tmp_path, text):
     (tmp_path / "evaluation.json").write_text(text)
     code, error = oarjax_json("evaluate", policy, "--data", "demo", *CHEAP, "--out", tmp_path)
     assert code == 2
-    assert f"--out: {tmp_path}/evaluation.json is damaged or not of an evaluation" in error
+    assert f"--out: {tmp_path}/evaluation.json is damaged or belongs to no evaluation" in error
 
 
 def test_an_evaluation_that_cannot_be_read_is_not_damaged(tmp_path, monkeypatch):
@@ -320,7 +320,7 @@ def test_samples_are_taken_up_to_the_first_damaged_line(tmp_path, damaged):
 )
 def test_results_that_are_something_else(tmp_path, benchmark):
     (tmp_path / "results.json").write_text(json.dumps({"benchmarks": {"ok": benchmark}}))
-    with pytest.raises(ConfigError, match="no results of oarjax evaluate; expected its"):
+    with pytest.raises(ConfigError, match="not the results of oarjax evaluate; expected its"):
         read_result(tmp_path)
 
 
@@ -480,7 +480,7 @@ def test_two_evaluations_are_paired(oarjax_json, policy, tmp_path):
     printed = oarjax_json("compare", tmp_path / "a", tmp_path / "b" / "results.json")
     assert set(printed["benchmarks"]["demo"]["figures"]) == {"pass@1", "pass@2", "avg@2", "maj@2"}
     b["benchmarks"]["demo"]["data"] = "other"
-    with pytest.raises(ConfigError, match="other problems and cannot be paired"):
+    with pytest.raises(ConfigError, match="different problems and cannot be paired"):
         compare(a, b)
     with pytest.raises(ConfigError, match="share no benchmark"):
         compare(a, {"benchmarks": {}})

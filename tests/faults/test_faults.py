@@ -185,7 +185,7 @@ def test_without_a_good_checkpoint_it_does_not_start_over(config, whole, tmp_pat
         flip(at)
     code, text = micro.finish(config, run)
     assert code == 2, text
-    assert "no checkpoint is left that can be trusted, and the run had saved one" in text
+    assert "no intact checkpoint is left, although the run had saved one" in text
     assert not OURS.search(text), text
     assert before == micro.result(run)
 

@@ -153,5 +153,5 @@ def test_what_cannot_be_adapted():
         adapter_shapes(shapes, rank=8, targets=ALL)
     with pytest.raises(ValueError, match="targets: this policy has no matrix gate_up"):
         adapter_shapes(shapes, rank=2, targets=("q", "gate_up"))
-    with pytest.raises(ValueError, match="join_params: a param stands where the frozen tree has one"):
+    with pytest.raises(ValueError, match="join_params: trained and frozen params overlap"):
         join_params({"w": 1}, {"w": 2})

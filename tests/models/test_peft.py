@@ -152,7 +152,7 @@ def test_what_is_no_plain_lora_is_refused(trained, tmp_path):
             read_adapters(written(name, fields | changes), cfg)
     with pytest.raises(CheckpointError, match=r"no tensor .*; every layer needs its own"):
         read_adapters(written("missing", tensors={n: t for n, t in tensors.items() if n != first}), cfg)
-    with pytest.raises(CheckpointError, match="1 tensors fit no matrix of this policy, first other"):
+    with pytest.raises(CheckpointError, match="1 tensors match no matrix of this policy, first other"):
         read_adapters(written("other", tensors=tensors | {"other": tensors[first]}), cfg)
     with pytest.raises(CheckpointError, match=r"expected \[3, "):
         read_adapters(written("shape", tensors=tensors | {first: tensors[first][:, :-1].copy()}), cfg)

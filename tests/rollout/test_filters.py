@@ -51,7 +51,7 @@ def test_equal_to_transformers_processors(settings):
 
 
 def test_min_p_and_penalty_by_hand():
-    # probabilities 16/32, 8/32, 4/32, 2/32, 2/32: a quarter of the likeliest is 4/32
+    # probabilities 16/32, 8/32, 4/32, 2/32, 2/32: a quarter of the highest is 4/32
     logits = jnp.log(jnp.array([[2.0, 16, 4, 2, 8]]))
     kept = np.isfinite(filter_logits(logits, top_k=0, top_p=1.0, min_p=0.25 - 1e-6))[0]
     np.testing.assert_array_equal(kept, [False, True, True, False, True])

@@ -201,9 +201,9 @@ def test_refills_of_single_rows_go_on_until_rewards_differ():
 
 
 def test_groups_of_one_are_refused_where_groups_are_compared():
-    with pytest.raises(ConfigError, match=r"rollout\.group_size: 1, and grpo compares completions of a prompt"):
+    with pytest.raises(ConfigError, match=r"rollout\.group_size: grpo needs at least 2 completions per prompt, got 1"):
         parse_config(tiny.config().model_dump() | {"rollout": {"prompts": 16, "group_size": 1}})
-    with pytest.raises(ConfigError, match=r"rollout\.group_size: 1 with credit\.method ktae, which compares the rows"):
+    with pytest.raises(ConfigError, match=r"rollout\.group_size: credit\.method ktae compares the rows"):
         tiny.build(tiny.config(**SINGLES, credit__method="ktae"))
 
 

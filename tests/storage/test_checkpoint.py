@@ -184,7 +184,7 @@ def test_one_that_cannot_be_read_is_not_damaged(tmp_path, monkeypatch, where, nu
 
 def test_before_the_first_is_no_loss_but_after_it_is(tmp_path):
     save(tmp_path / "c", (1,))
-    lost = "no checkpoint is left that can be trusted, and the run had saved one. Mount the folder again or put a good"
+    lost = "no intact checkpoint is left, although the run had saved one. Mount the folder again or put a good"
     flip(tmp_path / "c" / "000001")
     with pytest.raises(StorageError, match=lost) as error:
         trusted(tmp_path / "c")

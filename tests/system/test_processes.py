@@ -72,7 +72,7 @@ def test_others_that_do_not_come(monkeypatch):
 @pytest.mark.parametrize(
     ("section", "says"),
     [
-        ({"coordinator": "h:1"}, "coordinator, processes and process go together; set all three or none"),
+        ({"coordinator": "h:1"}, "coordinator, processes and process must be set together; set all three or none"),
         ({"processes": 2, "process": 0}, "set all three or none"),
         ({"coordinator": "h", "processes": 2, "process": 0}, "expected host:port such as .*, got 'h'"),
         ({"coordinator": "h:1", "processes": 2, "process": 2}, "expected a number below processes = 2, got 2"),

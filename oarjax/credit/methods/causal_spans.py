@@ -108,8 +108,8 @@ def check(cfg: CreditSettings, probe: Probe | None) -> None:
     """
     if cfg.masking.unit != "token":
         raise ConfigError(
-            f"credit.masking.unit: {cfg.masking.unit}, and causal_spans finds its own spans, calculations and "
-            "sentences; set token, or credit.method=oar_p"
+            f"credit.masking.unit: causal_spans finds calculations and sentences by itself, got {cfg.masking.unit}; "
+            "set token, or credit.method=oar_p"
         )
     if probe is not None:
         raise ConfigError(

@@ -1,9 +1,9 @@
-"""DelTA (arXiv 2605.21467): tokens on whose side of the batch their gradient lies, correct or wrong, weigh more.
+"""Up-weight tokens whose gradient points toward their own side of the batch, correct or wrong (arXiv 2605.21467).
 
 Evidence: released code read. Departures: rows with A = 0 are left out of the normaliser, where the released code
-counts them at the lowest weight, since they teach nothing and a run that skips them must weigh the same; rows with a
-signal that is not finite get ones and count for nothing; the least spread of margins is relative to the largest
-number in a state; the sums are over the whole minibatch on all devices.
+counts them at the lowest weight, since they have no gradient and a run that skips them must get the same weights;
+rows with a signal that is not finite get ones and count for nothing; the least spread of margins is relative to the
+largest number in a state; the sums are over the whole minibatch on all devices.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def delta_weights(
         m_it    |v - mu_other|^2 - |v - mu_own|^2
         q_it    sigmoid(m_it / std(m)), the std over the tokens of the same side
 
-    ``rounds`` times the centroids are taken anew with weights q |A|, and the std of the margins before; then the last
-    margins give q.
+    The centroids are recomputed ``rounds`` times with weights q |A| and the std of the margins before; the last margins
+    give q.
     """
     finite = jnp.isfinite(hidden).all(-1) & jnp.isfinite(logps)
     usable = jnp.all(finite | ~completion, axis=-1) & (advantages != 0)

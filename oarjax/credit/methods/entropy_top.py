@@ -65,7 +65,7 @@ def selected(count: Int[Array, "B"], share: float) -> Int[Array, "B"]:
 
 
 def weigh(inputs: CreditInputs, context: Context) -> Float[Array, "B T"]:
-    """Train on the configured share of highest entropy alone; a batch's share is among the rows that teach."""
+    """Train on the configured share of highest entropy alone; a batch's share is of rows with a nonzero advantage."""
     cfg, among = context.credit, inputs.completion
     if cfg.entropy.scope == "batch":
         taught = reweighted_rows(inputs.advantages, polarity=cfg.polarity) & (inputs.advantages != 0)

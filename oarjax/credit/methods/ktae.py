@@ -87,7 +87,7 @@ def _occurrences(
 
 
 def _fisher_p(a: Array, b: Array, c: Array, d: Array) -> Float[Array, "B T"]:
-    """Sum the hypergeometric probabilities of all tables with these margins that are no likelier than this one."""
+    """Sum the hypergeometric probabilities of all tables with these margins that are at most as likely as this one."""
     held, correct, n = a + b, a + c, a + b + c + d
 
     def choose(n: Array, k: Array) -> Array:

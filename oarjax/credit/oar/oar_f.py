@@ -5,7 +5,7 @@ second order, and diag p - p p^T = sum_v p_v (1_v - p)(1_v - p)^T, so
 
     s_t = 1/2 sum_v p_v <grad_{e_t} log p_v, d_t>^2.
 
-One backward pass per outcome v gives its term for every token at once. The likeliest outcomes are taken exactly,
+One backward pass per outcome v gives its term for every token at once. The most likely outcomes are exact,
 and the rest, if at all, by drawing outcomes from it.
 """
 
@@ -59,7 +59,7 @@ def fisher_importance(
         keys: one per row (``oarjax.credit.oar.oar_g.row_keys``), used where ``sampled`` > 0.
         probe: the outcome, see ``outcome_probe``.
         mask_id: id that replaces a token, for counterfactual mask; the paper's is the pad id.
-        outcomes: backward passes for the likeliest outcomes, 1 to V.
+        outcomes: backward passes for the most likely outcomes, 1 to V.
         sampled: further passes for outcomes drawn from the rest, in proportion to their probability, >= 0.
         counterfactual: mask, second_choice or mean_embedding, see ``oarjax.credit.counterfactual``; default mask.
 
@@ -128,7 +128,7 @@ def fisher_factors(
 ) -> Float[Array, "M B V"]:
     """Find vectors f_m with sum_m f_m f_m^T = diag p - p p^T, the Fisher information of a softmax by its logits.
 
-    f_v = sqrt(p_v) (1_v - p) for the ``outcomes`` likeliest v, exactly; the rest in expectation, with weights
+    f_v = sqrt(p_v) (1_v - p) for the ``outcomes`` most likely v, exactly; the rest in expectation, with weights
     sqrt(p_rest / sampled) for ``sampled`` outcomes drawn from it, or not at all. M = outcomes + sampled.
     """
     top, ids = jax.lax.top_k(p, min(outcomes, p.shape[-1]))

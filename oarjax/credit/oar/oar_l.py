@@ -1,4 +1,4 @@
-"""OAR-L: OAR-P that recomputes only the places that feel a change most (ours, not in the paper).
+"""OAR-L: OAR-P that recomputes only the positions that a change affects most (ours, not in the paper).
 
 A changed token acts on the answer directly, through its own keys and values, and through the tokens after it. Here
 the changed token, the ``window`` tokens after it and the positions that predict the answer are recomputed; every
@@ -108,7 +108,7 @@ def local_scores(
         )
     if policy.first_slots is None:
         raise ValueError(
-            "OAR-L: this policy has recurrent states, which depend on every token before; use oar_p, oar_g or oar_f"
+            "OAR-L: this policy has recurrent states, which depend on every earlier token; use oar_p, oar_g or oar_f"
         )
     if probe.reads != "answer":
         raise ValueError("OAR-L: expected a probe that reads the answer alone; for others use OAR-P")

@@ -337,7 +337,7 @@ def check_units(cfg: CreditSettings, custom_probe: Probe | None) -> None:
     """
     unit = cfg.masking.unit
     if unit != "token":
-        raise ConfigError(f"credit.masking.unit: {unit} is for oar_p; set token, or credit.method to oar_p")
+        raise ConfigError(f"credit.masking.unit: applies to oar_p only, got {unit}; set token, or credit.method=oar_p")
 
 
 def forwards(settings: CreditSettings, row: Row, d: Decoder) -> float:

@@ -25,7 +25,7 @@ from oarjax.types import AnswerSpan, Params, Rollout
 
 @checked
 def top_share(scores: Float[Array, "B T"], mask: Bool[Array, "B T"], *, share: ScalarShare) -> Bool[Array, "B T"]:
-    """Mark the ceil(share * n) highest of each row's n valid scores; of equals the earlier token.
+    """Mark the ceil(share * n) highest of each row's n valid scores; ties go to the earlier token.
 
     Args:
         scores: of each token.

@@ -321,7 +321,7 @@ def solve(equations: Sequence[Equation]) -> list[tuple[int, str, int, int]]:
         a, b = (out[x.step][3] if isinstance(x, Past) else x for x in (equation.a, equation.b))
         result = compute(equation.operation, a, b)
         if result is None:
-            raise ValueError(f"{a} {equation.operation} {b} is no whole number")
+            raise ValueError(f"{a} {equation.operation} {b} is not a whole number")
         out.append((a, equation.operation, b, result))
     return out
 

@@ -54,7 +54,7 @@ def chosen(names: str) -> tuple[Stage, ...]:
     known = [stage.name for stage in STAGES]
     unknown = [name for name in wanted if name not in known]
     if unknown:
-        raise StageError(f"--only: {', '.join(unknown)} is no stage; accepted: {', '.join(known)}")
+        raise StageError(f"--only: unknown stage {', '.join(unknown)}; accepted: {', '.join(known)}")
     return tuple(stage for stage in STAGES if not wanted or stage.name in wanted)
 
 

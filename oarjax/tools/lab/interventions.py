@@ -1,6 +1,6 @@
 """Causal oracles that credit is measured against: change one token and see if the answer or the reward changes.
 
-A token is changed to the policy's next choice, its likeliest token other than the current one: the policy could have
+A token is changed to the policy's next choice, its most likely token other than the current one: the policy could have
 written the changed text too.
 
 direct  the rest of the reasoning is kept, and the answer is decoded again: does it change?
@@ -29,8 +29,8 @@ from oarjax.types import Params, PromptBatch
 class Choices(NamedTuple):
     """Greedy choices at each completion token, from the tokens before it."""
 
-    first: Int[Array, "B T"]  # the likeliest token
-    other: Int[Array, "B T"]  # the likeliest other than the completion's token
+    first: Int[Array, "B T"]  # the most likely token
+    other: Int[Array, "B T"]  # the most likely one, excluding the completion's token
 
 
 class Branches(NamedTuple):
@@ -45,7 +45,7 @@ class Branches(NamedTuple):
 def choices(
     policy: Policy, params: Params, tokens: Int[Array, "B N"], valid: Bool[Array, "B N"], *, completion_length: int
 ) -> Choices:
-    """Compute the policy's likeliest token, and its likeliest other than the completion's, at T completion tokens."""
+    """Compute the policy's most likely token, with and without the completion's own, at T completion tokens."""
     hidden = stored_pass(policy, params, tokens, valid, completion_length=completion_length).hidden
     completion = tokens[:, -completion_length:]
     none = jnp.full_like(completion, -1)  # exclude no token

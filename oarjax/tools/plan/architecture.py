@@ -29,6 +29,6 @@ def architecture_fields(path: str, *, revision: str | None = None) -> dict[str, 
         return read_fields(Path(hf_hub_download(path, "config.json", revision=revision)).parent)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
-            f"policy.path: {path} is no folder here, not among the checkpoints whose sizes are known without a network "
+            f"policy.path: {path} is not a folder here, not among the checkpoints whose sizes are known offline "
             f"({', '.join(PUBLISHED)}), and the hub did not give its config.json: {error}; check name and network"
         ) from error

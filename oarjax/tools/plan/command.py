@@ -112,7 +112,7 @@ def methods_of(credit: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in credit.split(",") if name.strip())
     for name in names:
         if name not in choices():
-            raise ConfigError(f"--credit: {name} is no method; accepted: {', '.join(choices())}")
+            raise ConfigError(f"--credit: unknown method {name}; accepted: {', '.join(choices())}")
     return names
 
 
@@ -125,10 +125,10 @@ def phases_of(phases: str, cfg: Config, *, experts: bool = False) -> tuple[str, 
     step = phases_of_step(cfg, experts=experts)
     names = {name.strip() for name in phases.split(",") if name.strip()} or set(step)
     if names - set(PROGRAMS):
-        raise ConfigError(f"--phases: {phases!r} names no program; accepted: {', '.join(PROGRAMS)}")
+        raise ConfigError(f"--phases: unknown program in {phases!r}; accepted: {', '.join(PROGRAMS)}")
     if "fused" in names and "fused" not in step:
         raise ConfigError(
-            "--phases: fused is no program of this run, which scores and updates in two passes; give score,update"
+            "--phases: this run scores and updates in two passes and has no program fused; give score,update"
         )
     return tuple(name for name in PROGRAMS if name in names)
 

@@ -59,7 +59,7 @@ def test_a_speed_near_its_bound_is_slow_and_no_failure():
 def test_stages_by_name():
     assert [stage.name for stage in chosen("phases, facts")] == ["facts", "phases"]
     assert chosen("") == STAGES
-    with pytest.raises(StageError, match="warp is no stage; accepted: facts"):
+    with pytest.raises(StageError, match="unknown stage warp; accepted: facts"):
         chosen("warp")
 
 

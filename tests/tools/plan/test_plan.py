@@ -122,7 +122,7 @@ def test_sizes_come_from_a_folder_first(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     assert architecture_fields(str(tmp_path))["hidden_size"] == 256
     assert architecture_fields("Qwen/Qwen3-8B")["intermediate_size"] == 12288
-    with pytest.raises(CheckpointError, match="nowhere/nothing is no folder here, not among the checkpoints"):
+    with pytest.raises(CheckpointError, match="nowhere/nothing is not a folder here, not among the checkpoints"):
         architecture_fields("nowhere/nothing")
 
 
@@ -134,11 +134,11 @@ def test_what_a_plan_refuses_before_it_compiles(monkeypatch):
     long = config("Qwen/Qwen2.5-Math-7B", rollout={"prompts": 8, "group_size": 4, "max_new": 4096})
     with pytest.raises(ConfigError, match=r"= 4224 tokens, more than the checkpoint's max_position_embeddings = 4096"):
         planning.plan("x", long, where=find_slice("v5e-4"), fields=PUBLISHED["Qwen/Qwen2.5-Math-7B"], **settings)
-    with pytest.raises(ConfigError, match="--credit: oar_x is no method; accepted: oar_p, oar_screened"):
+    with pytest.raises(ConfigError, match="--credit: unknown method oar_x; accepted: oar_p, oar_screened"):
         planning.methods_of("oar_p,oar_x")
-    with pytest.raises(ConfigError, match="--phases: 'train' names no program; accepted: reshard, sample"):
+    with pytest.raises(ConfigError, match="--phases: unknown program in 'train'; accepted: reshard, sample"):
         planning.phases_of("train", config())
-    with pytest.raises(ConfigError, match="--phases: fused is no program of this run"):
+    with pytest.raises(ConfigError, match="--phases: this run scores and updates in two passes"):
         planning.phases_of("fused", config(credit={"method": "oar_p"}))
 
 
