@@ -30,8 +30,8 @@ from oarjax.cli_options import (
     RolloutFormat,
     StopTexts,
     Temperature,
-    Template,
     TemplateChoice,
+    TemplateName,
     TopK,
     TopP,
     TrustCode,
@@ -119,7 +119,7 @@ def sample(
         str, typer.Argument(metavar="POLICY", help="Run folder, checkpoint folder, HF folder or hub name.")
     ],
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="One or more prompts.")],
-    template: TemplateChoice = Template.AUTO,
+    template: TemplateChoice = TemplateName.AUTO,
     count: Annotated[int, typer.Option(help="Completions per prompt.", min=1)] = 1,
     max_new: Annotated[int, typer.Option(help="Maximum tokens of a completion.", min=1)] = 256,
     family: Family = None,

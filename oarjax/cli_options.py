@@ -16,7 +16,7 @@ from oarjax.errors import UserError
 from oarjax.system.paths import path_problem
 
 
-class Template(StrEnum):
+class TemplateName(StrEnum):
     AUTO = "auto"
     CHAT = "chat"
     PLAIN = "plain"
@@ -108,7 +108,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document an
 TrustCode = Annotated[bool, typer.Option("--trust-code", help=TRUST_HELP)]
 Family = Annotated[str | None, typer.Option("--as", metavar="FAMILY", help=AS_HELP, show_default=False)]
 TemplateChoice = Annotated[
-    Template, typer.Option(help="auto: as in the run, else the tokenizer's chat template or plain.")
+    TemplateName, typer.Option(help="auto: as in the run, else the tokenizer's chat template or plain.")
 ]
 Temperature = Annotated[float | None, typer.Option(help="0 = greedy.", min=0.0, show_default="1, or the family's")]
 TopK = Annotated[

@@ -17,7 +17,7 @@ Number = int | float
 
 
 @dataclass(frozen=True)
-class Row:
+class RowTokens:
     """Token counts of a row, or means over many rows."""
 
     prompt: Number
@@ -44,12 +44,12 @@ def pass_flops(d: Decoder, *, tokens: Number, context: Number, read: Number) -> 
     )
 
 
-def clean_flops(d: Decoder, row: Row) -> float:
+def clean_flops(d: Decoder, row: RowTokens) -> float:
     """Count the pass over a row that every attribution begins with, the unit of ``CreditMethod.forwards``."""
     return pass_flops(d, tokens=row.tokens, context=row.tokens / 2, read=1)
 
 
-def scoring_flops(d: Decoder, row: Row) -> float:
+def scoring_flops(d: Decoder, row: RowTokens) -> float:
     """Count the log-probabilities of a row's completion."""
     return pass_flops(d, tokens=row.tokens, context=row.tokens / 2, read=row.completion)
 
@@ -60,13 +60,13 @@ def sampling_flops(d: Decoder, *, prompts: Number, rows: Number, prompt: Number,
     return prefill + rows * pass_flops(d, tokens=completion - 1, context=prompt + completion / 2, read=completion - 1)
 
 
-def update_flops(d: Decoder, row: Row, *, recomputed: Number = 0) -> float:
+def update_flops(d: Decoder, row: RowTokens, *, recomputed: Number = 0) -> float:
     """Count a forward and backward of a row; a backward counts as two forwards plus ``recomputed`` of the layers."""
     trunk = pass_flops(d, tokens=row.tokens, context=row.tokens / 2, read=0)
     return (3 + recomputed) * trunk + 3 * 2.0 * d.head_params * row.completion
 
 
-def adapted_update_flops(d: Decoder, row: Row, *, adapters: Number) -> float:
+def adapted_update_flops(d: Decoder, row: RowTokens, *, adapters: Number) -> float:
     """Count an update that trains only ``adapters`` parameters: the other weights get no gradients.
 
     Matrices and head count a forward and half a backward, attention and adapters a forward and a full backward.
@@ -79,30 +79,30 @@ def adapted_update_flops(d: Decoder, row: Row, *, adapters: Number) -> float:
 # Credit methods -------------------------------------------------------------------------------------------------------
 
 
-def gradient_flops(d: Decoder, row: Row, *, draws: int, recomputed: Number = 0) -> float:
+def gradient_flops(d: Decoder, row: RowTokens, *, draws: int, recomputed: Number = 0) -> float:
     """Count OAR-G: a push and a pull through the linearised completion per draw."""
     return clean_flops(d, row) + 2 * _redone_flops(d, row, recomputed) + draws * 2 * _linear_flops(d, row)
 
 
-def fisher_flops(d: Decoder, row: Row, *, outcomes: int, recomputed: Number = 0) -> float:
+def fisher_flops(d: Decoder, row: RowTokens, *, outcomes: int, recomputed: Number = 0) -> float:
     """Count OAR-F: a pull per outcome."""
     return clean_flops(d, row) + _redone_flops(d, row, recomputed) + outcomes * _linear_flops(d, row)
 
 
-def saliency_flops(d: Decoder, row: Row, *, recomputed: Number = 0) -> float:
+def saliency_flops(d: Decoder, row: RowTokens, *, recomputed: Number = 0) -> float:
     """Count GRAIL: one pull, and the head forward and back at every token of the answer."""
     answer = max(row.completion - row.reasoning, 1)
     head = 2.0 * d.head_params * 2 * answer
     return clean_flops(d, row) + _redone_flops(d, row, recomputed) + _linear_flops(d, row) + head
 
 
-def _redone_flops(d: Decoder, row: Row, recomputed: Number) -> float:
+def _redone_flops(d: Decoder, row: RowTokens, recomputed: Number) -> float:
     """Count the recomputation of one direction through the linearised completion, once for all draws or outcomes."""
     context = row.prompt + row.completion / 2
     return recomputed * pass_flops(d, tokens=row.completion, context=context, read=0)
 
 
-def _linear_flops(d: Decoder, row: Row) -> float:
+def _linear_flops(d: Decoder, row: RowTokens) -> float:
     """Count one direction through the linearised completion: a forward, with attention's products twice.
 
     The derivative of a product of two activations has two terms; weights are constant.
@@ -111,7 +111,7 @@ def _linear_flops(d: Decoder, row: Row) -> float:
     return pass_flops(d, tokens=row.completion, context=2 * context, read=1)
 
 
-def masked_flops(d: Decoder, row: Row, *, share: float, buckets: int | None = None) -> float:
+def masked_flops(d: Decoder, row: RowTokens, *, share: float, buckets: int | None = None) -> float:
     """Count OAR-P of a ``share`` of the reasoning, spread evenly: a forward from each token to the row's end.
 
     The prompt and the tokens before it are shared. With ``buckets``, suffixes start at one of that many positions, as
@@ -131,7 +131,7 @@ def masked_flops(d: Decoder, row: Row, *, share: float, buckets: int | None = No
     return total
 
 
-def local_flops(d: Decoder, row: Row, *, window: int, answers: int, padded: bool = False) -> float:
+def local_flops(d: Decoder, row: RowTokens, *, window: int, answers: int, padded: bool = False) -> float:
     """Count OAR-L: 1 + window + answers positions per reasoning token.
 
     The changed token and its window attend to the tokens before them, the answer to the whole row. With ``padded``,
@@ -153,7 +153,7 @@ def local_flops(d: Decoder, row: Row, *, window: int, answers: int, padded: bool
 class Work:
     """The work of one iteration."""
 
-    row: Row  # the mean row
+    row: RowTokens  # the mean row
     prompts: Number  # prompts drawn, each prefilled once
     rows: Number  # completions drawn
     used: Number  # rows that are scored and trained on
@@ -177,7 +177,7 @@ class Scoring(Protocol):
         """True if its clean pass also serves log-probabilities and signals."""
         ...
 
-    def forwards(self, row: Row, d: Decoder) -> float:
+    def forwards(self, row: RowTokens, d: Decoder) -> float:
         """Count the scoring of one row, in clean passes over that row."""
         ...
 

@@ -19,11 +19,11 @@ from oarjax.run.run import Run, open_run
 from oarjax.tools.lab.completions import sample_completions
 from oarjax.tools.lab.interventions import Choices
 from oarjax.tools.lab.lab import run_lab
-from oarjax.tools.lab.programs import Programs, make_programs
+from oarjax.tools.lab.programs import LabPrograms, make_programs
 from oarjax.types import PromptBatch, Rollout
 
 
-def fake_programs(log: list[Any], run: Run) -> Programs:
+def fake_programs(log: list[Any], run: Run) -> LabPrograms:
     """Return fake programs: row r completes ``r=2;;#### 3<stop>`` in varying lengths, and every changed answer is 5."""
     tokenizer, length = run.tokenizer, run.cfg.rollout.max_new
 
@@ -71,7 +71,7 @@ def fake_programs(log: list[Any], run: Run) -> Programs:
         log.append(("attribute", credit.method))
         return by_token
 
-    return Programs({}, sample, choose, decode, changes, by_token, measure, attribute)
+    return LabPrograms({}, sample, choose, decode, changes, by_token, measure, attribute)
 
 
 def lab(cfg: Config, *, grader: Any) -> Any:

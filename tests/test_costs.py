@@ -11,7 +11,7 @@ from conftest import ROOT
 from oarjax.config.changes import changed
 from oarjax.config.loading import load_config
 from oarjax.costs import (
-    Row,
+    RowTokens,
     Work,
     adapted_update_flops,
     clean_flops,
@@ -39,7 +39,7 @@ from oarjax.training.trainer import model_flops as metrics_flops
 from oarjax.types import AnswerSpan, Rollout
 
 D = Decoder(layers=2, trunk_params=1000.0, head_params=100.0, heads_width=8, kv_width=4)
-R = Row(prompt=4, completion=8, reasoning=6)
+R = RowTokens(prompt=4, completion=8, reasoning=6)
 
 
 def test_a_pass_by_hand():
@@ -71,7 +71,7 @@ def test_masking_by_hand():
 
 
 def test_exact_suffixes_are_the_limit_of_many_buckets():
-    row = Row(prompt=40, completion=1000, reasoning=800)
+    row = RowTokens(prompt=40, completion=1000, reasoning=800)
     fine = masked_flops(D, row, share=1.0, buckets=4000)
     assert masked_flops(D, row, share=1.0) == pytest.approx(fine, rel=2e-3)
     d = Decoder(layers=0, trunk_params=1.0, head_params=0, heads_width=1, kv_width=1)
@@ -83,13 +83,13 @@ def test_exact_suffixes_are_the_limit_of_many_buckets():
 def test_an_iteration_by_hand():
     """One parameter in the layers, no attention, no head: 2 per token and pass."""
     d = Decoder(layers=0, trunk_params=1.0, head_params=0, heads_width=1, kv_width=1)
-    work = Work(Row(10, 5), prompts=1, rows=4, used=2, epochs=2, old_logps=True, reference=True)
+    work = Work(RowTokens(10, 5), prompts=1, rows=4, used=2, epochs=2, old_logps=True, reference=True)
     found = iteration_flops(d, work, resolve_method(CreditSettings(method="uniform")))
     assert found == {"sample": 2 * (10 + 4 * 4), "score": 2 * 2 * (15 + 15), "update": 2 * 2 * 3 * 2 * 15}
-    entropies = Work(Row(10, 5), prompts=1, rows=4, used=2, measured=True)
+    entropies = Work(RowTokens(10, 5), prompts=1, rows=4, used=2, measured=True)
     assert iteration_flops(d, entropies, resolve_method(CreditSettings(method="entropy")))["score"] == 2 * 2 * 15
     gradient = iteration_flops(d, work, resolve_method(CreditSettings(method="oar_g")))["score"]
-    shared = Work(Row(10, 5), prompts=1, rows=4, used=2, fused=True)
+    shared = Work(RowTokens(10, 5), prompts=1, rows=4, used=2, fused=True)
     assert iteration_flops(d, shared, resolve_method(CreditSettings(method="oar_g")))["score"] == 2 * 2 * 2 * 5
     assert gradient == 2 * 2 * (15 + 2 * 5 + 15)  # the clean pass serves old log-probs, the reference has its own
 
@@ -109,7 +109,7 @@ SMALL = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
-LONG = Row(prompt=5, completion=16, reasoning=12)
+LONG = RowTokens(prompt=5, completion=16, reasoning=12)
 
 
 def executed(remat: Literal["none", "full"] = "none", **credit) -> float:

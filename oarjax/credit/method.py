@@ -15,7 +15,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from oarjax.costs import Row
+from oarjax.costs import RowTokens
 from oarjax.credit.probe import Probe
 from oarjax.credit.record import CUSTOM, Coupling, Kind
 from oarjax.credit.registry import METHODS
@@ -64,7 +64,7 @@ class CreditMethod:
     """Use of the completion's answer in scoring: never, unless the probe reads something else, always."""
     check: Callable[[CreditSettings, Probe | None], None] | None = None
     """(settings, custom probe or None) -> None; raises ConfigError for settings that cannot go together."""
-    forwards: float | Callable[[CreditSettings, Row, Decoder], float] = 0.0
+    forwards: float | Callable[[CreditSettings, RowTokens, Decoder], float] = 0.0
     """Cost of scoring, in forward passes over the row: a number, or (settings, row, decoder) -> number. The cost of
     signals (log-probs, entropies) is not part of it."""
     noisy: bool | Callable[[CreditSettings], bool] = False
@@ -72,7 +72,7 @@ class CreditMethod:
     cuts: bool = False
     """True if scoring recomputes positions inside a row, which policies with recurrent states do not allow."""
 
-    def forwards_of(self, settings: CreditSettings, row: Row, d: Decoder) -> float:
+    def forwards_of(self, settings: CreditSettings, row: RowTokens, d: Decoder) -> float:
         """Count the scoring of one row, in clean passes over that row."""
         return float(self.forwards(settings, row, d) if callable(self.forwards) else self.forwards)
 

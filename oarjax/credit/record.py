@@ -43,7 +43,7 @@ OF_REFERENCE, OF_TEACHER, OF_MARKS = {"hellinger"}, {"teacher_logps", "teacher_p
 SIGNALS: tuple[str, ...] = (*get_args(get_args(Signal)[0]), *MEASURES)
 
 
-Evidence = Literal["released code", "description", "ours"]
+WrittenFrom = Literal["released code", "description", "ours"]
 """What a method was written from: its authors' code, somebody's description of it, or our own formula."""
 
 EXPERIMENTAL = "experimental (written from a description, not matched against the authors' code)"
@@ -65,7 +65,7 @@ class MethodRecord:
     """One line for help texts."""
     module: str
     """The module whose ``METHOD`` has the functions."""
-    evidence: Evidence = "ours"
+    evidence: WrittenFrom = "ours"
     kind: Kind = "weights"
     coupling: Coupling = "row"
     needs: tuple[str, ...] = ()

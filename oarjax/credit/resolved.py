@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
-from oarjax.costs import Row
+from oarjax.costs import RowTokens
 from oarjax.credit.clean_pass import LinearPass
 from oarjax.credit.diagnose import ess_ratio, top_mass
 from oarjax.credit.gate import polarised
@@ -79,7 +79,7 @@ class ResolvedMethod:
         """Return True if the clean pass of scoring also serves log-probabilities and signals."""
         return self.attribution.name != CUSTOM
 
-    def forwards(self, row: Row, d: Decoder) -> float:
+    def forwards(self, row: RowTokens, d: Decoder) -> float:
         """Count the scoring of one row, in clean passes over that row."""
         return self.attribution.forwards_of(self.settings, row, d)
 

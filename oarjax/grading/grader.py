@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from oarjax.credit.answer_text import Style, check_pattern
-from oarjax.grading.pool import GraderError, Pool, Scores, WorkerSettings, rows_of_calls
+from oarjax.grading.pool import GraderError, Pool, RewardScores, WorkerSettings, rows_of_calls
 from oarjax.grading.rewards import (
     Reward,
     Sample,
@@ -136,11 +136,11 @@ class Grader:
         samples = tuple(samples)
         return self._thread.submit(self._join, [pool.submit(samples) for pool in self.pools], samples)
 
-    def _join(self, graded: Sequence[Future[list[Scores]]], samples: tuple[Sample, ...]) -> Grades:
+    def _join(self, graded: Sequence[Future[list[RewardScores]]], samples: tuple[Sample, ...]) -> Grades:
         local = self._grade_here(samples) if self._local else []
         return joined([*(part for future in graded for part in future.result()), *local], self._rewards)
 
-    def _grade_here(self, samples: Sequence[Sample]) -> list[Scores]:
+    def _grade_here(self, samples: Sequence[Sample]) -> list[RewardScores]:
         """Call the callables of this process; one that hangs cannot be stopped."""
         read = [with_answer(sample, self._style, self._pattern) for sample in samples]
         ready = [sample for sample, _ in read]
@@ -157,11 +157,11 @@ class Grader:
             values = np.asarray([value for value, *_ in outcomes], np.float32)[:, None]
             verdicts: list[Verdict] = [verdict for _, verdict, _ in outcomes]
             notes = [note for *_, note in outcomes]
-            parts.append(Scores((name,), values, verdicts, [s.extracted for s in ready], notes, f"{name}: "))
+            parts.append(RewardScores((name,), values, verdicts, [s.extracted for s in ready], notes, f"{name}: "))
         return parts
 
 
-def joined(parts: Sequence[Scores], rewards: Sequence[tuple[str, float]]) -> Grades:
+def joined(parts: Sequence[RewardScores], rewards: Sequence[tuple[str, float]]) -> Grades:
     """Join the scores of all rewards, in the order of ``rewards``; a sample gets the worst of its verdicts."""
     columns = {name: part.values[:, column] for part in parts for column, name in enumerate(part.names)}
     weights = np.array([weight for _, weight in rewards], np.float32)

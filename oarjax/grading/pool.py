@@ -62,7 +62,7 @@ class GraderError(UserError, RuntimeError):
 
 
 @dataclass
-class Scores:
+class RewardScores:
     """Values and verdicts of some rewards for all samples; ``label`` introduces their notes."""
 
     names: tuple[str, ...]
@@ -123,7 +123,7 @@ class Pool:
         self._number = 0  # of samples sent so far
         self._ticked = 0.0
         self._closing = threading.Event()
-        self._waiting: deque[tuple[Sequence[Sample], Future[list[Scores]]]] = deque()
+        self._waiting: deque[tuple[Sequence[Sample], Future[list[RewardScores]]]] = deque()
         # Workers end with the thread that starts them: this one lives as long as the pool.
         self._driver = ThreadPoolExecutor(1, thread_name_prefix="grader")
         weakref.finalize(self, _end_all, self.workers)  # also at interpreter exit
@@ -140,12 +140,12 @@ class Pool:
             self._waiting.popleft()[1].cancel()
         _end_all(self.workers)
 
-    def submit(self, samples: Sequence[Sample]) -> Future[list[Scores]]:
+    def submit(self, samples: Sequence[Sample]) -> Future[list[RewardScores]]:
         """Grade in the background; futures are done in the order of submission, with the scores of each part.
 
         Samples join those in progress, so that no worker is idle while another is busy with an earlier submission.
         """
-        future: Future[list[Scores]] = Future()
+        future: Future[list[RewardScores]] = Future()
         self._waiting.append((samples, future))
         self._driver.submit(self._grade)
         return future
@@ -306,7 +306,7 @@ class _Batch:
         self.queue: deque[list[int]] = deque()
         self.open = 0
         self._parts, self._joint, self._workers, self._chunk = settings.parts, settings.joint, workers, 1
-        self._submitted: deque[tuple[list[slice], Future[list[Scores]]]] = deque()
+        self._submitted: deque[tuple[list[slice], Future[list[RewardScores]]]] = deque()
         self._tried: set[int] = set()
         self._part_of: list[int] = []
         self._values: list[Sequence[float]] = []
@@ -314,7 +314,7 @@ class _Batch:
         self._answers: list[str | None] = []
         self._notes: list[str] = []
 
-    def add(self, samples: Sequence[Sample], future: Future[list[Scores]]) -> None:
+    def add(self, samples: Sequence[Sample], future: Future[list[RewardScores]]) -> None:
         """Add the samples of a submission to the queue."""
         if not future.set_running_or_notify_cancel():
             return
@@ -377,8 +377,8 @@ class _Batch:
             self._verdicts[cell], self._notes[cell] = verdict, note
         self.open -= len(cells)
 
-    def _scores(self, names: tuple[str, ...], rows: slice) -> Scores:
-        return Scores(
+    def _scores(self, names: tuple[str, ...], rows: slice) -> RewardScores:
+        return RewardScores(
             names,
             np.asarray(self._values[rows], np.float32).reshape(-1, len(names)),
             [verdict for verdict in self._verdicts[rows] if verdict is not None],

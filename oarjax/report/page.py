@@ -40,7 +40,7 @@ class Chart(NamedTuple):
     y_ticks: list[tuple[str, str]]
 
 
-class Piece(NamedTuple):
+class TokenPiece(NamedTuple):
     text: str
     style: str  # CSS background
     kind: str  # reasoning, answer or plain
@@ -129,14 +129,14 @@ def colour_scale() -> list[tuple[float, str]]:
     return [(weight, token_colour(weight)) for weight in (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0)]
 
 
-def token_pieces(row: CompletionRow) -> list[Piece]:
+def token_pieces(row: CompletionRow) -> list[TokenPiece]:
     """Split a completion into tokens with colour, kind and hover text; one piece if its tokens are unknown.
 
     Raises:
         ValueError: the per-token fields differ in length.
     """
     if not row.tokens:
-        return [Piece(row.completion, "", "plain", "")]
+        return [TokenPiece(row.completion, "", "plain", "")]
     lengths = {"tokens": len(row.tokens), "weights": len(row.weights)}
     lengths |= {"is_reasoning": len(row.is_reasoning) or len(row.tokens)}
     lengths |= {"is_answer": len(row.is_answer) or len(row.tokens)}
@@ -145,7 +145,7 @@ def token_pieces(row: CompletionRow) -> list[Piece]:
     reasoning = row.is_reasoning or [True] * len(row.tokens)
     answer = row.is_answer or [False] * len(row.tokens)
     return [
-        Piece(
+        TokenPiece(
             text.replace("\n", "↵\n"),
             token_colour(weight),
             "answer" if a else "reasoning" if r else "plain",

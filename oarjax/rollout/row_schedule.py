@@ -23,14 +23,14 @@ def cache_step(max_new: int, wanted: int | None) -> int:
     return min(wanted or max(128, -(-max_new // 8)), max(max_new - 1, 1))
 
 
-class Bucket(NamedTuple):
+class RowBucket(NamedTuple):
     """Rows of a decode program."""
 
     rows: int  # of each block
     share: int  # neighbouring rows that read one row of the prefix
 
 
-class Plan(NamedTuple):
+class DecodePlan(NamedTuple):
     """Sizes of the programs for rollouts of one shape."""
 
     blocks: int  # of rows, each on its own devices
@@ -38,7 +38,7 @@ class Plan(NamedTuple):
     group: int  # rows per prompt
     max_new: int
     cache_bucket: int
-    buckets: tuple[Bucket, ...]  # most rows first
+    buckets: tuple[RowBucket, ...]  # most rows first
 
     @property
     def together(self) -> bool:
@@ -84,7 +84,7 @@ class Plan(NamedTuple):
         behind = self.buckets[0].rows - places.shape[1]
         return np.pad(places, ((0, 0), (0, behind)), constant_values=-1)
 
-    def sizes(self) -> list[tuple[Bucket, int]]:
+    def sizes(self) -> list[tuple[RowBucket, int]]:
         """List (bucket, slots) of every possible decode program, the largest first."""
         return [(bucket, slots) for bucket in self.buckets for slots in reversed(self.cache_sizes())]
 
@@ -99,7 +99,7 @@ def make_plan(
     slots: int | None,
     blocks: int,
     fewest: int = FEWEST,
-) -> Plan:
+) -> DecodePlan:
     """Choose buckets of rows for ``prompts`` of ``width`` positions: all rows (or ``slots``), then powers of two.
 
     Neighbouring rows of a prompt read its prefix together: half as many as remain of a group on average, so that few
@@ -110,19 +110,19 @@ def make_plan(
     block = prompts // blocks * group
     first = block if slots is None else min(block, max(slots // blocks, 1))
 
-    def memory(bucket: Bucket) -> int:
+    def memory(bucket: RowBucket) -> int:
         return bucket.rows * max_new + bucket.rows // bucket.share * width
 
-    buckets, rows = [Bucket(first, group if first == block else 1)], 1
+    buckets, rows = [RowBucket(first, group if first == block else 1)], 1
     while rows * 2 < first:
         rows *= 2
     while rows < first and rows >= 1 and blocks * rows >= fewest:
         most = group * rows // (2 * block) if first == block else 1
         share = max(s for s in range(1, max(most, 1) + 1) if group % s == 0 and rows % s == 0)
-        if memory(Bucket(rows, share)) <= memory(buckets[0]):
-            buckets.append(Bucket(rows, share))
+        if memory(RowBucket(rows, share)) <= memory(buckets[0]):
+            buckets.append(RowBucket(rows, share))
         rows //= 2
-    return Plan(blocks, block, group, max_new, cache_bucket, tuple(buckets))
+    return DecodePlan(blocks, block, group, max_new, cache_bucket, tuple(buckets))
 
 
 # --- Which rows are decoded ------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def make_plan(
 class Layout(NamedTuple):
     """Rows in the slots of a program: numbers within their block, -1 for an empty slot."""
 
-    bucket: Bucket
+    bucket: RowBucket
     rows: Int[np.ndarray, "D r"]
 
     def among(self, block: int) -> Bool[np.ndarray, "D n"]:
@@ -149,13 +149,15 @@ class Layout(NamedTuple):
         return (np.maximum(first, 0) // group).astype(np.int32)
 
 
-def first_layout(plan: Plan) -> Layout:
+def first_layout(plan: DecodePlan) -> Layout:
     """Put every row at its own place, or leave all slots empty."""
     rows = np.arange(plan.block) if plan.together else np.full(plan.buckets[0].rows, -1)
     return Layout(plan.buckets[0], np.broadcast_to(rows, (plan.blocks, len(rows))).astype(np.int32))
 
 
-def next_layout(plan: Plan, now: Layout, alive: Bool[np.ndarray, "D n"], waiting: Bool[np.ndarray, "D n"]) -> Layout:
+def next_layout(
+    plan: DecodePlan, now: Layout, alive: Bool[np.ndarray, "D n"], waiting: Bool[np.ndarray, "D n"]
+) -> Layout:
     """Return the layout of the next segment: ``now``, with waiting rows in free slots, or the smallest that fits."""
     if waiting.any():
         rows = now.rows.copy()
@@ -172,7 +174,7 @@ def next_layout(plan: Plan, now: Layout, alive: Bool[np.ndarray, "D n"], waiting
     return now
 
 
-def arrange(rows: Int[np.ndarray, "n"], bucket: Bucket, *, group: int) -> Int[np.ndarray, "r"]:
+def arrange(rows: Int[np.ndarray, "n"], bucket: RowBucket, *, group: int) -> Int[np.ndarray, "r"]:
     """Put rows into slots, those of a prompt side by side, -1 in empty ones; returns too many if they do not fit."""
     slots: list[int] = []
     for prompt in np.unique(rows // group):
@@ -182,7 +184,7 @@ def arrange(rows: Int[np.ndarray, "n"], bucket: Bucket, *, group: int) -> Int[np
 
 
 def fewest_left(
-    plan: Plan, now: Layout, alive: Bool[np.ndarray, "D n"], waiting: Bool[np.ndarray, "D n"]
+    plan: DecodePlan, now: Layout, alive: Bool[np.ndarray, "D n"], waiting: Bool[np.ndarray, "D n"]
 ) -> Int[np.ndarray, "D"]:
     """Return, per block, the rows in use at which the next bucket may fit; 0 if there is no smaller one."""
     smaller = next((b for b in plan.buckets if b.rows < now.bucket.rows), None)

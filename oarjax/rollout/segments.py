@@ -35,8 +35,8 @@ from oarjax.models.decode_cache import Window
 from oarjax.models.policy import Policy
 from oarjax.rollout.row_schedule import (
     FEWEST,
-    Bucket,
-    Plan,
+    DecodePlan,
+    RowBucket,
     cache_step,
     fewest_left,
     first_layout,
@@ -61,7 +61,7 @@ class Flags(NamedTuple):
     attended: Float[Array, ""]  # slots of their own cache that these tokens attended to
 
 
-class Program(NamedTuple):
+class RolloutProgram(NamedTuple):
     """A jitted program of a rollout, its arguments, and the other arrays alive while it runs, as shapes."""
 
     name: str
@@ -114,7 +114,7 @@ class SegmentedSampler:
         self._policy, self._decoding, self._keys_of, self._group = policy, decoding, keys_of, group
         self._segment, self._slots, self._fewest = min(segment, decoding.max_new), slots, fewest
         self._bucket = cache_step(decoding.max_new, cache_bucket)
-        self._blocks, self._spent, self._programs = row_blocks(rows), Spent(), set[tuple[Bucket, int]]()
+        self._blocks, self._spent, self._programs = row_blocks(rows), Spent(), set[tuple[RowBucket, int]]()
         self._placed = rows is not None
         self._rows = rows
 
@@ -186,7 +186,7 @@ class SegmentedSampler:
             self._count(plan, layout.bucket, slots, flags)
         return self._finish(prompts, table)
 
-    def plan(self, prompts: PromptBatch) -> Plan:
+    def plan(self, prompts: PromptBatch) -> DecodePlan:
         """Choose the sizes of the programs for these prompts."""
         count, width = prompts.tokens.shape
         return make_plan(
@@ -214,7 +214,7 @@ class SegmentedSampler:
         """Draw the same rollout in one program, whose work can be traced: every row until max_new."""
         return self._whole(params, prompts, key)
 
-    def programs(self, params: Params, prompts: PromptBatch, key: Any) -> list[Program]:
+    def programs(self, params: Params, prompts: PromptBatch, key: Any) -> list[RolloutProgram]:
         """List every program that such prompts may need, with arguments as shapes that are laid out as in a rollout.
 
         ``largest`` are, of each kind, those that no other needs more memory than: the decode programs of most slots, of
@@ -225,7 +225,7 @@ class SegmentedSampler:
         _, table, _ = jax.eval_shape(self._prefill, params, prompts, key)
         table = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._rows), table)
         prompt_cache, cache = self._cache_shapes(count, width), self._cache_shapes(*plan.largest())
-        listed = [Program("prefill", self._prefill, (params, prompts, key), {}, (), worst=True)]
+        listed = [RolloutProgram("prefill", self._prefill, (params, prompts, key), {}, (), worst=True)]
         copied = [bucket.rows // bucket.share for bucket in plan.buckets]
         most = max(copied[1:] if plan.together else copied, default=0)
         for number, bucket in enumerate(plan.buckets):
@@ -238,13 +238,13 @@ class SegmentedSampler:
                 name, beside = f"take {copies} of {count} prompts", (table, cache)
                 if name not in {each.name for each in listed}:
                     largest = copied[number] == most
-                    listed.append(Program(name, self._take, (prompt_cache, prompts_of), {}, beside, largest))
+                    listed.append(RolloutProgram(name, self._take, (prompt_cache, prompts_of), {}, beside, largest))
             layout, floor, limit = _integers(plan.blocks, bucket.rows), _integers(plan.blocks), _integers()
             sizes = [slots for each, slots in plan.sizes() if each == bucket]
             longest = max(sizes)
             for slots in sizes:
                 listed.append(
-                    Program(
+                    RolloutProgram(
                         f"decode {rows} rows, {slots} slots",
                         self._decode,
                         (params, table, cache, prefix, layout, floor, limit),
@@ -257,7 +257,7 @@ class SegmentedSampler:
         if len(plan.buckets) > 1 or not plan.together:
             most_rows = max(bucket.rows for bucket in plan.buckets)
             places, drop = _integers(plan.blocks, most_rows), None if plan.together else _integers()
-            listed.append(Program("move rows", self._move, (cache, places, drop), {}, (table, prompt_cache)))
+            listed.append(RolloutProgram("move rows", self._move, (cache, places, drop), {}, (table, prompt_cache)))
         return listed
 
     def warm_up(
@@ -278,7 +278,7 @@ class SegmentedSampler:
         floor, limit = np.zeros(plan.blocks, np.int32), np.int32(0)
         cache, places = self._first_cache(plan, like=prompt_cache), plan.in_place()
 
-        def decode_shapes(bucket: Bucket) -> tuple[Any, ...]:
+        def decode_shapes(bucket: RowBucket) -> tuple[Any, ...]:
             rows = np.full((plan.blocks, bucket.rows), -1, np.int32)
             first = plan.together and bucket == plan.buckets[0]
             prompts_of = rows[:, : bucket.rows // bucket.share]
@@ -299,7 +299,7 @@ class SegmentedSampler:
         self._finish(prompts, table)
         return 1 + len(plan.sizes())
 
-    def _first_cache(self, plan: Plan, *, like: Any) -> Any:
+    def _first_cache(self, plan: DecodePlan, *, like: Any) -> Any:
         """Create the empty cache of a rollout, with the sharding of the prompts'."""
         empty = self._empty(*plan.largest())
         return jax.device_put(empty, jax.tree.map(lambda x: x.sharding, like)) if self._placed else empty
@@ -314,11 +314,11 @@ class SegmentedSampler:
             where = self._empty.lower(rows, slots).compile().output_shardings
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, where)
 
-    def _count(self, plan: Plan, bucket: Bucket, slots: int, flags: Flags) -> None:
+    def _count(self, plan: DecodePlan, bucket: RowBucket, slots: int, flags: Flags) -> None:
         steps = int(flags.steps)
         rows = plan.blocks * bucket.rows * steps
         self._spent = self._spent.plus(Spent(steps, float(flags.tokens), rows, float(flags.attended), rows * slots))
-        self._programs.add((Bucket(plan.blocks * bucket.rows, bucket.share), slots))
+        self._programs.add((RowBucket(plan.blocks * bucket.rows, bucket.share), slots))
 
     def _sample_rows(self, params: Params, prompts: PromptBatch, key: Key[Array, ""]) -> Rollout:
         return sample_rows(self._policy, params, prompts, self._keys_of(prompts, key), **self._decoding._asdict())
@@ -394,5 +394,5 @@ def row_blocks(rows: NamedSharding | None) -> int:
     return math.prod(rows.mesh.shape[axis] for axis in axes)
 
 
-def _per_block(plan: Plan, flags: Bool[np.ndarray, "B"]) -> Bool[np.ndarray, "D n"]:
+def _per_block(plan: DecodePlan, flags: Bool[np.ndarray, "B"]) -> Bool[np.ndarray, "D n"]:
     return np.asarray(flags).reshape(plan.blocks, plan.block)

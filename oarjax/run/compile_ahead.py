@@ -22,7 +22,7 @@ from oarjax.models.lora import all_params
 from oarjax.rl.advantages import Past
 from oarjax.rollout.sampler import rollout_key
 from oarjax.run.run import Run
-from oarjax.run.shapes import Program, ProgramShapes
+from oarjax.run.shapes import PhaseProgram, ProgramShapes
 from oarjax.step.minibatches import Bucket, buckets
 from oarjax.types import PromptBatch, TrainState
 
@@ -50,7 +50,7 @@ def compile_all(lowered: Sequence[Any]) -> None:
             waiting.result()
 
 
-def by_length(shapes: ProgramShapes) -> Iterator[Program]:
+def by_length(shapes: ProgramShapes) -> Iterator[PhaseProgram]:
     """List the programs of scores and updates, or of both in one, for every number of completion positions."""
     cfg = shapes.cfg.credit.probe
     modes: set[ProbeMode] = {cfg.mode, cfg.warmup_mode} if cfg.warmup_iterations > 0 else {cfg.mode}

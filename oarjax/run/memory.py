@@ -18,7 +18,7 @@ from rich.table import Table
 
 from oarjax.config.schema import Config
 from oarjax.credit.registry import reads_reference
-from oarjax.run.shapes import Part, Phase, Program, ProgramShapes
+from oarjax.run.shapes import Part, Phase, PhaseProgram, ProgramShapes
 from oarjax.storage.durable import write_durably
 from oarjax.system.devices import DeviceError, memory_limit
 from oarjax.system.processes import only_first
@@ -69,7 +69,7 @@ class PhaseMemory(NamedTuple):
         return limit is None or self.peak <= limit
 
 
-def phase_memory(shapes: ProgramShapes, program: Program) -> PhaseMemory:
+def phase_memory(shapes: ProgramShapes, program: PhaseProgram) -> PhaseMemory:
     """Compile a program and add the memory of other arrays alive while it runs.
 
     Raises:

@@ -52,7 +52,7 @@ Part = Literal["params", "optimizer", "frozen", "gradients", "reference", "rollo
 """Arrays that outlive a phase."""
 
 
-class Program(NamedTuple):
+class PhaseProgram(NamedTuple):
     """A phase's jitted program and its arguments, as shapes with their shardings."""
 
     phase: Phase
@@ -87,7 +87,7 @@ class ProgramShapes:
                 prompts = teacher_prompts(run, run.train.problems)
                 self._teacher_width = bucketed(prompts, run.cfg.rollout.prompt_bucket)
 
-    def programs(self) -> tuple[Program, ...]:
+    def programs(self) -> tuple[PhaseProgram, ...]:
         """Return the programs of an iteration in its order; evaluate only with data.eval."""
         return (
             self.reshard_program(),
@@ -97,13 +97,13 @@ class ProgramShapes:
             self.apply_program(),
         )
 
-    def learning_programs(self) -> tuple[Program, ...]:
+    def learning_programs(self) -> tuple[PhaseProgram, ...]:
         """Return the programs of score, credit and gradients: three, or the one that does it all in one pass."""
         if self.steps.fused_add is None:
             return self.score_program(), self.credit_program(), self.update_program()
         return (self.fused_program(),)
 
-    def fused_program(self) -> Program:
+    def fused_program(self) -> PhaseProgram:
         """Describe the program that scores the longest microbatches and adds their gradients in one pass.
 
         Raises:
@@ -126,7 +126,7 @@ class ProgramShapes:
         args = (sums, state, rows, graded, self._key(), self._key(), _count(), _count())
         static = {"probe": self.cfg.credit.probe.mode, "bucket": self._bucket()}
         takes: frozenset[Part] = frozenset({"gradients", "params", "optimizer", "frozen"})
-        return Program("fused", self.steps.fused_add, args, static, takes)
+        return PhaseProgram("fused", self.steps.fused_add, args, static, takes)
 
     def program_counts(self) -> dict[str, int]:
         """Count the programs that a run may compile of each kind at most; those of an evaluation are not among them.
@@ -143,15 +143,17 @@ class ProgramShapes:
         learning = ("score", "update") if self.steps.fused_add is None else ("fused",)
         return {"prefill": widths, "decode": widths * decode, **dict.fromkeys(learning, by_length), "apply": 1}
 
-    def reshard_program(self) -> Program:
+    def reshard_program(self) -> PhaseProgram:
         """Describe the program that lays out trained params for sampling."""
-        return Program("reshard", self.steps.rollout_params, (self._params(),), {}, frozenset({"params", "frozen"}))
+        return PhaseProgram(
+            "reshard", self.steps.rollout_params, (self._params(),), {}, frozenset({"params", "frozen"})
+        )
 
-    def sampling_programs(self, phase: Literal["sample", "evaluate"]) -> tuple[Program, ...]:
+    def sampling_programs(self, phase: Literal["sample", "evaluate"]) -> tuple[PhaseProgram, ...]:
         """Describe the largest programs that sample rollouts, or eval.samples completions of held-out prompts."""
         params, prompts, key = self._sampling_arguments(phase)
         return tuple(
-            Program(
+            PhaseProgram(
                 phase,
                 each.jitted,
                 each.args,
@@ -174,7 +176,7 @@ class ProgramShapes:
         key = jax.eval_shape(lambda: jax.random.key(0))  # of no mesh: evaluations make their own
         return self.rollout_shapes(), self._prompts(self.cfg.eval.batch, self._eval_width), key
 
-    def score_program(self, *, probe: ProbeMode | None = None) -> Program:
+    def score_program(self, *, probe: ProbeMode | None = None) -> PhaseProgram:
         """Describe the program of one minibatch's old and reference log-probs and importance."""
         cfg = self.cfg
         state = self.abstract_state()
@@ -185,29 +187,29 @@ class ProgramShapes:
             takes |= {"reference"}
         args = (all_params(state), reference, self._sampled(), self._key(), _count(), _count())
         static = {"probe": probe or cfg.credit.probe.mode, "bucket": self._bucket()}
-        return Program("score", self.steps.score, args, static, frozenset(takes))
+        return PhaseProgram("score", self.steps.score, args, static, frozenset(takes))
 
-    def credit_program(self) -> Program:
+    def credit_program(self) -> PhaseProgram:
         """Describe the program of the weights and advantages of one minibatch's tokens."""
         scores = self._scores()
         rows = self._sampled()
         graded = self._graded(rows.rollout)
         args = (scores, rows, graded, self._key(), _count())
-        return Program("credit", self.steps.credit, args, {}, frozenset())
+        return PhaseProgram("credit", self.steps.credit, args, {}, frozenset())
 
-    def update_program(self) -> Program:
+    def update_program(self) -> PhaseProgram:
         """Return the program that adds the gradients of the longest microbatches of a minibatch."""
         state, batch = self.abstract_state(), self._train_batch()
         args = (self._sums(state, batch), state, batch, _count(), _count())
         takes: frozenset[Part] = frozenset({"gradients", "params", "optimizer", "frozen"})
-        return Program("update", self.steps.accumulate, args, {"bucket": self._bucket()}, takes)
+        return PhaseProgram("update", self.steps.accumulate, args, {"bucket": self._bucket()}, takes)
 
-    def apply_program(self) -> Program:
+    def apply_program(self) -> PhaseProgram:
         """Return the program of one optimizer update from summed gradients."""
         state = self.abstract_state()
         args = (state, self._sums(state, self._train_batch()), jax.ShapeDtypeStruct((), jnp.float32))
         takes: frozenset[Part] = frozenset({"gradients", "params", "optimizer", "frozen"})
-        return Program("apply", self.steps.apply, args, {}, takes)
+        return PhaseProgram("apply", self.steps.apply, args, {}, takes)
 
     def abstract_state(self) -> TrainState:
         """Return the state as shapes with shardings."""
@@ -239,7 +241,7 @@ class ProgramShapes:
             parts["gradients"] = self._sums(state, self._train_batch()).grads
         return {name: bytes_per_device(tree) for name, tree in parts.items()}
 
-    def beside(self, program: Program, *, read: int | None) -> int:
+    def beside(self, program: PhaseProgram, *, read: int | None) -> int:
         """Count the bytes per device that outlive a program's phase and are not its arguments.
 
         Args:

@@ -25,7 +25,7 @@ from oarjax.models.policy import Policy
 from oarjax.rl.masked import widened
 from oarjax.rollout.logps import hidden_logps
 from oarjax.step.gradients import Sums
-from oarjax.step.loss import Head, Metrics, TokenLoss, sampler_logps
+from oarjax.step.loss import HeadSettings, Metrics, TokenLoss, sampler_logps
 from oarjax.step.minibatches import Bucket, cut
 from oarjax.types import Credit, GradedRows, Mean, Params, SampledRows, Scores, TrainBatch, TrainState
 
@@ -81,7 +81,7 @@ class FusedPass:
     credit: CreditRows
     loss: TokenLoss
     off_policy: OffPolicyConfig
-    head: Head
+    head: HeadSettings
 
     def microbatch(
         self,

@@ -125,7 +125,7 @@ def imitation(policy: Policy, *, head_chunk: int) -> Loss:
     return loss
 
 
-class Head(TypedDict):
+class HeadSettings(TypedDict):
     """Settings of the head whose log-probs the loss compares."""
 
     temperature: float
@@ -133,11 +133,11 @@ class Head(TypedDict):
     filters: Filters | None  # None: the distributions are whole
 
 
-def loss_head(rollout: RolloutConfig, off_policy: OffPolicyConfig, *, head_chunk: int) -> Head:
+def loss_head(rollout: RolloutConfig, off_policy: OffPolicyConfig, *, head_chunk: int) -> HeadSettings:
     """Return the head of the distributions that the loss compares: those the sampler drew from, or whole ones."""
     whole = off_policy.support == "whole"
     filters = None if whole else Filters(rollout.top_k, rollout.top_p, rollout.min_p)
-    return Head(temperature=rollout.temperature, head_chunk=head_chunk, filters=filters)
+    return HeadSettings(temperature=rollout.temperature, head_chunk=head_chunk, filters=filters)
 
 
 def sampler_logps(off_policy: OffPolicyConfig, rollout: Rollout) -> Float[Array, "*rows T"]:

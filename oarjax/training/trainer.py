@@ -14,7 +14,7 @@ import numpy as np
 
 from oarjax.config.learning import AdvantageConfig
 from oarjax.config.schema import Config
-from oarjax.costs import Row, Work, iteration_flops
+from oarjax.costs import RowTokens, Work, iteration_flops
 from oarjax.credit.registry import label
 from oarjax.credit.resolved import ResolvedMethod
 from oarjax.data.problems import Problem
@@ -228,7 +228,9 @@ def model_flops(cfg: Config, model: QwenConfig, metrics: dict[str, float], credi
     """Count the FLOPs of an iteration from its metrics; see ``oarjax.costs``."""
     rows = metrics["groups_drawn"] * cfg.rollout.group_size
     work = Work(
-        row=Row(metrics["prompt_tokens"] / rows, metrics["completion_tokens"] / rows, metrics["reasoning_length"]),
+        row=RowTokens(
+            metrics["prompt_tokens"] / rows, metrics["completion_tokens"] / rows, metrics["reasoning_length"]
+        ),
         prompts=metrics["groups_drawn"],
         rows=rows,
         used=metrics["rows_used"],

@@ -14,7 +14,7 @@ from conftest import ROOT
 from oarjax.config.loading import parse_config
 from oarjax.config.outputs import LabConfig
 from oarjax.config.schema import Config
-from oarjax.costs import Row, clean_flops
+from oarjax.costs import RowTokens, clean_flops
 from oarjax.credit.method import built_in
 from oarjax.credit.record import KINDS, SIGNALS, MethodRecord
 from oarjax.credit.registry import METHODS, choices, label, summary
@@ -154,7 +154,7 @@ def test_a_new_entry_is_in_config_lab_study_and_label(mine):
 
 def test_a_new_entry_is_in_mfu_and_plan(mine):
     assert methods_of("mine, oar_p") == ("mine", "oar_p")
-    cost = 16 * 2 * clean_flops(decoder_of(MODEL), Row(16, 32))
+    cost = 16 * 2 * clean_flops(decoder_of(MODEL), RowTokens(16, 32))
     assert model_flops("score", MODEL, with_method(config("uniform"), "mine")) == pytest.approx(cost)
     metrics = {
         "groups_drawn": 4.0,

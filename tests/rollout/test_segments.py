@@ -14,7 +14,7 @@ from toy_policy import left_padded, toy_params, toy_policy
 from oarjax.models import decode_cache
 from oarjax.models.decode_cache import Window, append, heads_first, layer, opened
 from oarjax.models.policy import move_rows, take_rows, window_of, with_window
-from oarjax.rollout.row_schedule import Bucket, arrange, fewest_left, first_layout, make_plan, next_layout
+from oarjax.rollout.row_schedule import RowBucket, arrange, fewest_left, first_layout, make_plan, next_layout
 from oarjax.rollout.sampler import BLOCK, Decoding, sample_rows
 from oarjax.rollout.segments import SegmentedSampler
 from oarjax.types import KVCache, PromptBatch
@@ -255,16 +255,21 @@ def plan_of(**changes):
 
 
 def test_rows_halve_and_share_their_prefix_where_a_group_is_likely_whole():
-    assert plan_of().buckets == (Bucket(32, 4), Bucket(16, 1), Bucket(8, 1))
-    assert plan_of(prompts=32, group=16).buckets[:4] == (Bucket(512, 16), Bucket(256, 4), Bucket(128, 2), Bucket(64, 1))
-    assert plan_of(prompts=3).buckets == (Bucket(12, 4), Bucket(8, 1))
-    assert plan_of(prompts=1).buckets == (Bucket(4, 4),)
+    assert plan_of().buckets == (RowBucket(32, 4), RowBucket(16, 1), RowBucket(8, 1))
+    assert plan_of(prompts=32, group=16).buckets[:4] == (
+        RowBucket(512, 16),
+        RowBucket(256, 4),
+        RowBucket(128, 2),
+        RowBucket(64, 1),
+    )
+    assert plan_of(prompts=3).buckets == (RowBucket(12, 4), RowBucket(8, 1))
+    assert plan_of(prompts=1).buckets == (RowBucket(4, 4),)
     # Prompts of 512 positions: 16 copies of one beside 16 rows are more than 32 rows of 64 and 8 prompts.
-    assert plan_of(width=512).buckets == (Bucket(32, 4), Bucket(8, 1))
+    assert plan_of(width=512).buckets == (RowBucket(32, 4), RowBucket(8, 1))
     # Four devices: no block has fewer rows than another, and all together no fewer than 8.
-    assert plan_of(blocks=4).buckets == (Bucket(8, 4), Bucket(4, 1), Bucket(2, 1))
-    assert plan_of(slots=12).buckets == (Bucket(12, 1), Bucket(8, 1))
-    assert plan_of(blocks=4, slots=12).buckets == (Bucket(3, 1), Bucket(2, 1))
+    assert plan_of(blocks=4).buckets == (RowBucket(8, 4), RowBucket(4, 1), RowBucket(2, 1))
+    assert plan_of(slots=12).buckets == (RowBucket(12, 1), RowBucket(8, 1))
+    assert plan_of(blocks=4, slots=12).buckets == (RowBucket(3, 1), RowBucket(2, 1))
 
 
 def test_slots_double():
@@ -280,7 +285,7 @@ def test_slots_double():
 
 def test_rows_are_dropped_as_soon_as_the_rest_fits():
     plan = plan_of(prompts=4, group=8)
-    assert plan.buckets[1] == Bucket(16, 2)
+    assert plan.buckets[1] == RowBucket(16, 2)
     alive = np.ones((1, 32), bool)
     alive[0, ::2] = False
     now = first_layout(plan)
@@ -314,15 +319,15 @@ def test_every_block_keeps_its_own_rows():
     alive = np.zeros((2, 16), bool)
     alive[0, :7], alive[1, 9] = True, True
     after = next_layout(plan, first_layout(plan), alive, np.zeros_like(alive))
-    assert after.bucket == Bucket(8, 2)
+    assert after.bucket == RowBucket(8, 2)
     assert after.rows.tolist() == [[0, 1, 2, 3, 4, 5, 6, -1], [9] + [-1] * 7]
     alive[0, 8:] = True  # one block that is too full holds the other
     assert next_layout(plan, first_layout(plan), alive, np.zeros_like(alive)).rows.shape == (2, 16)
 
 
 def test_arrange_says_how_many_slots_it_needs():
-    assert len(arrange(np.array([0, 1, 4, 8]), Bucket(4, 2), group=4)) == 6
-    assert arrange(np.array([5]), Bucket(4, 2), group=4).tolist() == [5, -1, -1, -1]
+    assert len(arrange(np.array([0, 1, 4, 8]), RowBucket(4, 2), group=4)) == 6
+    assert arrange(np.array([5]), RowBucket(4, 2), group=4).tolist() == [5, -1, -1, -1]
 
 
 # Caches ---------------------------------------------------------------------------------------------------------------

@@ -10,12 +10,12 @@ from oarjax.run.shapes import ProgramShapes
 from oarjax.step.minibatches import Bucket
 from oarjax.storage.folder import changed
 from oarjax.storage.stop import Stop, Stopped
-from oarjax.tools.accept.setting import Peaks, Setting, run_config
+from oarjax.tools.accept.setting import Peaks, StageSetting, run_config
 from oarjax.training import command
 
 
 def test_a_stop_is_heard_before_the_first_evaluation(tmp_path, monkeypatch, unchecked):
-    cfg = run_config(Setting(tmp_path, None, "cpu", Peaks(None, None, None)), "run", iterations=1)
+    cfg = run_config(StageSetting(tmp_path, None, "cpu", Peaks(None, None, None)), "run", iterations=1)
     held_out = changed(cfg.data.train, split="eval", limit=8)
     run = open_run(changed(cfg, data=changed(cfg.data, eval=held_out)), Console(quiet=True))
     monkeypatch.setattr(command, "evaluate", lambda *_: pytest.fail("it was evaluated"))

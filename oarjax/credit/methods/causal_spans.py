@@ -11,7 +11,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from oarjax.costs import Row, clean_flops, masked_flops
+from oarjax.costs import RowTokens, clean_flops, masked_flops
 from oarjax.credit.clean_pass import stored_pass
 from oarjax.credit.gate import preserve_mass
 from oarjax.credit.method import CreditMethod
@@ -117,7 +117,7 @@ def check(cfg: CreditSettings, probe: Probe | None) -> None:
         )
 
 
-def forwards(settings: CreditSettings, row: Row, d: Decoder) -> float:
+def forwards(settings: CreditSettings, row: RowTokens, d: Decoder) -> float:
     """Count the passes, with as many spans as allowed, spread evenly."""
     share = min(1.0, settings.causal_spans.spans / max(row.reasoning, 1))
     return masked_flops(d, row, share=share) / clean_flops(d, row)

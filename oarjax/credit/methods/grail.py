@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from oarjax.costs import Row, clean_flops, saliency_flops
+from oarjax.costs import RowTokens, clean_flops, saliency_flops
 from oarjax.credit.clean_pass import LinearPass, linear_pass
 from oarjax.credit.method import CreditMethod
 from oarjax.credit.probe import answer_logp, from_inputs, reading_of
@@ -130,7 +130,7 @@ def weigh(inputs: CreditInputs, context: Context) -> Float[Array, "B T"]:
     return grail_weights(saliency, inputs.span.reasoning, inputs.span.answer, inputs.completion, **settings)
 
 
-def forwards(settings: CreditSettings, row: Row, d: Decoder) -> float:
+def forwards(settings: CreditSettings, row: RowTokens, d: Decoder) -> float:
     """Count the passes."""
     return saliency_flops(d, row) / clean_flops(d, row)
 

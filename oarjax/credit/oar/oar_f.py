@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from oarjax.costs import Row, clean_flops, fisher_flops
+from oarjax.costs import RowTokens, clean_flops, fisher_flops
 from oarjax.credit.clean_pass import LinearPass, linear_pass
 from oarjax.credit.counterfactual import Counterfactual, replacement_embeddings
 from oarjax.credit.gate import weigh
@@ -195,7 +195,7 @@ def noisy(cfg: CreditSettings) -> bool:
     return cfg.fisher.sampled > 0
 
 
-def forwards(settings: CreditSettings, row: Row, d: Decoder) -> float:
+def forwards(settings: CreditSettings, row: RowTokens, d: Decoder) -> float:
     """Count the passes."""
     return fisher_flops(d, row, outcomes=settings.fisher.outcomes + settings.fisher.sampled) / clean_flops(d, row)
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from oarjax.costs import Row, clean_flops, gradient_flops
+from oarjax.costs import RowTokens, clean_flops, gradient_flops
 from oarjax.credit.clean_pass import LinearPass, linear_pass
 from oarjax.credit.gate import weigh
 from oarjax.credit.method import CreditMethod
@@ -236,7 +236,7 @@ def noisy(cfg: CreditSettings) -> bool:
     return cfg.estimator == "noisy" or cfg.probe.mode != "answer_joint"
 
 
-def forwards(settings: CreditSettings, row: Row, d: Decoder) -> float:
+def forwards(settings: CreditSettings, row: RowTokens, d: Decoder) -> float:
     """Count the passes."""
     return gradient_flops(d, row, draws=settings.draws) / clean_flops(d, row)
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from oarjax.costs import Row, clean_flops, local_flops
+from oarjax.costs import RowTokens, clean_flops, local_flops
 from oarjax.credit.clean_pass import StoredPass, stored_pass
 from oarjax.credit.counterfactual import Counterfactual, replacement_embeddings
 from oarjax.credit.gate import weigh
@@ -227,7 +227,7 @@ def check(cfg: CreditSettings, custom_probe: Probe | None) -> None:
         )
 
 
-def forwards(settings: CreditSettings, row: Row, d: Decoder) -> float:
+def forwards(settings: CreditSettings, row: RowTokens, d: Decoder) -> float:
     """Count the passes."""
     return local_flops(d, row, **vars(settings.local)) / clean_flops(d, row)
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from oarjax.costs import Row, clean_flops, masked_flops
+from oarjax.costs import RowTokens, clean_flops, masked_flops
 from oarjax.credit.clean_pass import StoredPass, stored_pass
 from oarjax.credit.counterfactual import Counterfactual, first_of_unit, replacement_embeddings
 from oarjax.credit.gate import weigh
@@ -340,7 +340,7 @@ def check_units(cfg: CreditSettings, custom_probe: Probe | None) -> None:
         raise ConfigError(f"credit.masking.unit: applies to oar_p only, got {unit}; set token, or credit.method=oar_p")
 
 
-def forwards(settings: CreditSettings, row: Row, d: Decoder) -> float:
+def forwards(settings: CreditSettings, row: RowTokens, d: Decoder) -> float:
     """Count the passes; units of whole lines or sentences count as if every token were changed."""
     return masked_flops(d, row, share=1.0) / clean_flops(d, row)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
-from oarjax.costs import Row, clean_flops, masked_flops
+from oarjax.costs import RowTokens, clean_flops, masked_flops
 from oarjax.credit.clean_pass import stored_pass
 from oarjax.credit.gate import weigh
 from oarjax.credit.method import CreditMethod, built_in, scorer_of
@@ -106,7 +106,7 @@ def noisy(cfg: CreditSettings) -> bool:
     return cfg.screen.by == "oar_f" and cfg.fisher.sampled > 0
 
 
-def forwards(settings: CreditSettings, row: Row, d: Decoder) -> float:
+def forwards(settings: CreditSettings, row: RowTokens, d: Decoder) -> float:
     """Count the passes of the estimates and of the exact part, each with a clean pass; with OAR-L they share it."""
     screen, exact = settings.screen, masked_flops(d, row, share=settings.screen.share) / clean_flops(d, row)
     if screen.by == "random":

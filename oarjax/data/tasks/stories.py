@@ -40,7 +40,7 @@ from oarjax.data.tasks.stories_grammar import (
     TAILS,
     THINGS,
     WOMEN,
-    Template,
+    StoryTemplate,
     draw_facts,
     equations,
     explain,
@@ -92,7 +92,7 @@ def stories_rows(
             yield {"question": question, "answer": f"\\boxed{{{answer}}}."}
 
 
-def held_out(template: Template) -> bool:
+def held_out(template: StoryTemplate) -> bool:
     """Tell templates that only eval shows, one in eight, by a hash."""
     return hashlib.blake2b(repr(template).encode(), digest_size=8).digest()[0] % 8 == 7
 

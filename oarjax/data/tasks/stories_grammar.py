@@ -168,7 +168,7 @@ class Fact(NamedTuple):
     numbers: tuple[int, ...]
 
 
-class Template(NamedTuple):
+class StoryTemplate(NamedTuple):
     """A problem without names, things and numbers: its facts in order, and the form of every sentence."""
 
     schema: tuple[str, ...]  # kinds of the facts after the start; the last is an ending
@@ -206,7 +206,7 @@ def schemas() -> Iterator[tuple[str, ...]]:
 
 
 @functools.cache
-def templates() -> tuple[Template, ...]:
+def templates() -> tuple[StoryTemplate, ...]:
     """Return all templates, every schema in ``PHRASINGS`` distinct phrasings; always the same."""
     out = []
     for schema in schemas():
@@ -219,7 +219,7 @@ def templates() -> tuple[Template, ...]:
                 sentences.insert(draw.randint(1, len(sentences)), ("aside", form))
             question = QUESTIONS[schema[-1]]
             phrasings[*sentences, (question, draw.randrange(len(FORMS[question])))] = None
-        out += [Template(schema, sentences) for sentences in phrasings]
+        out += [StoryTemplate(schema, sentences) for sentences in phrasings]
     return tuple(out)
 
 
@@ -329,7 +329,7 @@ def solve(equations: Sequence[Equation]) -> list[tuple[int, str, int, int]]:
 # Texts -------------------------------------------------------------------------------------------------------------
 
 
-def tell(draw: random.Random, template: Template, facts: Sequence[Fact], *, highest: int) -> str:
+def tell(draw: random.Random, template: StoryTemplate, facts: Sequence[Fact], *, highest: int) -> str:
     """Write a problem by a template; draws its names, things and days, and the numbers of its asides."""
     women = draw.random() < 0.5
     name, thing = draw.choice(WOMEN if women else MEN), draw.choice(THINGS)

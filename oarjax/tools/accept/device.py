@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from oarjax.system.devices import TPU_KINDS, memory_limit
 from oarjax.tools.accept.check import Check, at_least, at_most, fast, holds, measured, not_applicable, quick
-from oarjax.tools.accept.setting import RATES, Setting, best_seconds, mesh
+from oarjax.tools.accept.setting import RATES, StageSetting, best_seconds, mesh
 from oarjax.tools.plan.links import Ways, closed_sides, groups_of, ways_of
 from oarjax.tools.plan.topology import DEVICES, SHAPES, Slice
 
@@ -36,7 +36,7 @@ SIDES = {family: shapes[0].count("x") + 1 for family, shapes in SHAPES.items()}
 NO_PEAK = "no published peak for this device"
 
 
-def facts(s: Setting) -> list[Check]:
+def facts(s: StageSetting) -> list[Check]:
     """List the machine, versions and devices, and check the disk space for a small run."""
     devices = jax.devices()
     versions = {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
@@ -65,7 +65,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def peaks(s: Setting) -> list[Check]:
+def peaks(s: StageSetting) -> list[Check]:
     """Measure products, copies and all-reduces against what this chip and its links can reach, and check their results.
 
     Writes the rates of products and copies for the stage that compares whole phases with them.
@@ -76,7 +76,7 @@ def peaks(s: Setting) -> list[Check]:
     return [*products, *copies, *_each_device(s), *_all_reduces(s, mesh())]
 
 
-def _products(s: Setting) -> tuple[list[Check], float]:
+def _products(s: StageSetting) -> tuple[list[Check], float]:
     error, rate = 0.0, 0.0
     for size, times in ((256, 2),) if s.small else ((4096, 64), (8192, 16)):  # chips differ in which is faster
         x = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16) / size**0.5
@@ -102,7 +102,7 @@ def multiplied(x: Any, y: Any) -> Any:
     return x @ y
 
 
-def _copies(s: Setting) -> tuple[list[Check], float]:
+def _copies(s: StageSetting) -> tuple[list[Check], float]:
     size, times = (2**21, 2) if s.small else (2**29, 8)
     held = [jnp.zeros((size // 4,), jnp.float32)]
 
@@ -125,7 +125,7 @@ def many_copies(x: Any, times: int) -> Any:
     return jax.lax.fori_loop(0, times, lambda _, y: y + 1, x)
 
 
-def _each_device(s: Setting) -> list[Check]:
+def _each_device(s: StageSetting) -> list[Check]:
     """Run the same products on every device of this host: their bits are equal, and no device is much slower."""
     devices = jax.local_devices()
     if len(devices) == 1:
@@ -144,7 +144,7 @@ def _each_device(s: Setting) -> list[Check]:
     ]
 
 
-def on_device(s: Setting, device: Any) -> tuple[str, float]:
+def on_device(s: StageSetting, device: Any) -> tuple[str, float]:
     """Run products on one device; return a digest of their bits, and the shortest time."""
     size, times = (256, 2) if s.small else (4096, 32)
     values = np.random.default_rng(0).standard_normal((size, size), np.float32) / size**0.5
@@ -159,7 +159,7 @@ def place_of(device: Any) -> str:
     return f"device {device.id}" + ("" if where is None else f" at {','.join(map(str, where))}")
 
 
-def _all_reduces(s: Setting, devices: Mesh) -> list[Check]:
+def _all_reduces(s: StageSetting, devices: Mesh) -> list[Check]:
     checks = []
     for axis, count in devices.shape.items():
         if count > 1:
@@ -167,7 +167,7 @@ def _all_reduces(s: Setting, devices: Mesh) -> list[Check]:
     return checks or [not_applicable("all-reduce", "a single device")]
 
 
-def _all_reduce(s: Setting, devices: Mesh, axis: str, count: int) -> list[Check]:
+def _all_reduce(s: StageSetting, devices: Mesh, axis: str, count: int) -> list[Check]:
     """Sum 64 MiB (1 MiB on a CPU) over the axis, filled with each device's own number."""
     size = 2**18 if s.small else 2**24
     where = NamedSharding(devices, PartitionSpec(axis))

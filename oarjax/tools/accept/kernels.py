@@ -15,7 +15,7 @@ from oarjax.models.attention import Segment, attend
 from oarjax.models.precision import full_precision
 from oarjax.models.splash import splash
 from oarjax.tools.accept.check import Check, at_most, measured, not_applicable
-from oarjax.tools.accept.setting import Setting, best_seconds
+from oarjax.tools.accept.setting import StageSetting, best_seconds
 
 ERRORS = {"forward": 0.01, "backward": 0.02, "linearised": 0.02}
 """Bounds on errors of bfloat16 kernels, as shares of the largest number; docs/numerics.md has the interpreter's."""
@@ -25,7 +25,7 @@ CASES += ((128, 1536, 256), (128, 1536, 384), (128, 1280, 640), (256, 1344, 256)
 SMALL = ((64, 130, 128), (128, 130, 128))
 
 
-def attention(s: Setting) -> list[Check]:
+def attention(s: StageSetting) -> list[Check]:
     """Compare splash with plain attention, and their times; a CPU interprets the kernels at one small size."""
     if s.platform == "gpu":
         return [not_applicable("splash attention", "its kernels are for TPUs; GPUs use plain attention")]
@@ -35,7 +35,7 @@ def attention(s: Setting) -> list[Check]:
     return checks
 
 
-def _compare(s: Setting, width: int, length: int, block: int) -> list[Check]:
+def _compare(s: StageSetting, width: int, length: int, block: int) -> list[Check]:
     name = f"head width {width}, {length} tokens, blocks of {block}"
     devices = np.asarray(jax.local_devices()[:1])
     place = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))

@@ -16,7 +16,7 @@ from oarjax.rollout.logps import token_logps
 from oarjax.rollout.sampler import BLOCK, draw_token, sample
 from oarjax.stats import chi_square_tail
 from oarjax.tools.accept.check import Check, at_least, at_most, holds
-from oarjax.tools.accept.setting import Setting
+from oarjax.tools.accept.setting import StageSetting
 from oarjax.types import PromptBatch
 
 ROWS, LENGTH, CHUNK = 4, 24, 32
@@ -45,7 +45,7 @@ def small_policy() -> Small:
     return Small(QwenConfig.from_hf(fields | {"initializer_range": 0.4}), tokens)
 
 
-def numerics(s: Setting) -> list[Check]:
+def numerics(s: StageSetting) -> list[Check]:
     """Compare one device with a CPU; every process compares its own."""
     own, cpu = jax.local_devices()[0], jax.local_devices(backend="cpu")[0]
     small = small_policy()

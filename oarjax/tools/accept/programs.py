@@ -27,8 +27,8 @@ from oarjax.step.host_callbacks import GradedAtOnce, HostCallbacks
 from oarjax.step.iteration import iterate
 from oarjax.system.devices import memory_limit
 from oarjax.tools.accept.check import Check, at_most, holds, measured, not_applicable, quick
-from oarjax.tools.accept.setting import RATES, Peaks, Setting, best_seconds, mesh, mesh_sizes, run_config
-from oarjax.tools.bench.work import Shapes, half_right, spans
+from oarjax.tools.accept.setting import RATES, Peaks, StageSetting, best_seconds, mesh, mesh_sizes, run_config
+from oarjax.tools.bench.work import WorkloadSizes, half_right, spans
 from oarjax.tools.plan.programs import shapes_of
 from oarjax.tools.plan.published_sizes import PUBLISHED
 from oarjax.tools.plan.sums import model_flops, read_bytes
@@ -41,7 +41,7 @@ FILE = "compilation.json"
 REPEATS = 5
 
 
-def compilation(s: Setting) -> list[Check]:
+def compilation(s: StageSetting) -> list[Check]:
     """Compile a run's programs with an empty cache, then from it; the memory estimates must fit."""
     jax.clear_caches()
     cold, misses, sizes = _compile(s)
@@ -64,7 +64,7 @@ def compilation(s: Setting) -> list[Check]:
     return checks
 
 
-def next_process(s: Setting) -> list[Check]:
+def next_process(s: StageSetting) -> list[Check]:
     """Compile the same programs in another process: all must come from the cache."""
     record = s.folder / FILE
     if not record.is_file():
@@ -77,7 +77,7 @@ def next_process(s: Setting) -> list[Check]:
     ]
 
 
-def _compile(s: Setting) -> tuple[float, int, dict[str, int]]:
+def _compile(s: StageSetting) -> tuple[float, int, dict[str, int]]:
     """Return the seconds to compile the run's programs, how many were not in the cache, and their peaks in bytes."""
     run = open_run(run_config(s, "compiled-run", iterations=1))
     # Small programs count too.
@@ -106,7 +106,7 @@ def _misses():
         monitoring.unregister_event_listener(count_event)
 
 
-def phases(s: Setting) -> list[Check]:
+def phases(s: StageSetting) -> list[Check]:
     """Run an iteration on random tokens several times, and compare each phase with its arithmetic at measured rates."""
     cfg = phase_config(s)
     model = QwenConfig.from_hf(builtin_config() if s.small else PUBLISHED["Qwen/Qwen2.5-0.5B"])
@@ -145,7 +145,7 @@ def phases(s: Setting) -> list[Check]:
     return checks
 
 
-def phase_config(s: Setting) -> Config:
+def phase_config(s: StageSetting) -> Config:
     """Return the config whose phases are timed: one chip's share of a 0.5B run, or the demo's policy on a CPU."""
     count = len(jax.devices())
     sizes = {"prompts": count, "group_size": 4, "max_new": 24} if s.small else {"prompts": 16 * count, "max_new": 384}
@@ -166,7 +166,7 @@ def host_of(run: Run, phase: Any) -> HostCallbacks:
     """Supply random prompts, half of every group right, and the same reasoning for every row."""
     cfg = run.cfg
     group, length = cfg.rollout.group_size, cfg.rollout.max_new
-    shapes = Shapes(reasoning=length - 8)
+    shapes = WorkloadSizes(reasoning=length - 8)
     ids = np.random.default_rng(0).integers(1, run.model.vocab_size, (cfg.rollout.prompts, cfg.data.max_prompt))
     numbers: Any = np.arange(len(ids), dtype=np.int32)
     tokens: Any = ids.astype(np.int32)
@@ -206,7 +206,7 @@ def _decoding(cfg: Config, model: QwenConfig, seconds: float, rates: Peaks) -> l
     return checks
 
 
-def _measured_rates(s: Setting) -> Peaks:
+def _measured_rates(s: StageSetting) -> Peaks:
     """Return the rates that the stage peaks measured; without it the data sheet's, or those of a small product."""
     record = s.folder / RATES
     if record.is_file():
@@ -224,7 +224,7 @@ def _rate_of_products() -> float:
     return 2 * 512**3 / best_seconds(lambda: product(x), repeats=5)
 
 
-def _peak_memory(s: Setting, shapes: ProgramShapes) -> Check:
+def _peak_memory(s: StageSetting, shapes: ProgramShapes) -> Check:
     """Compare the peak of memory in use with the largest estimate."""
     name = "memory in use over estimate"
     used = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

@@ -25,7 +25,7 @@ from oarjax.storage.folder import changed
 from oarjax.storage.stop import Stop, Stopped
 from oarjax.system.processes import only_first
 from oarjax.tools.accept.check import Check, at_most, holds, measured, not_applicable
-from oarjax.tools.accept.setting import Setting, mesh, run_config
+from oarjax.tools.accept.setting import StageSetting, mesh, run_config
 from oarjax.tools.bench.measure import counted_compilations
 from oarjax.training.command import train_once
 from oarjax.types import TrainState
@@ -35,7 +35,7 @@ HOST = ("grade_wait", "spans")
 """Phases in which the devices wait for the host."""
 
 
-def iterations(s: Setting) -> list[Check]:
+def iterations(s: StageSetting) -> list[Check]:
     """Train for 20 iterations: no compilation after the first one, finite metrics, a rising reward."""
     folder = s.folder / "run"
     only_first(lambda: shutil.rmtree(folder, ignore_errors=True))
@@ -59,7 +59,7 @@ def iterations(s: Setting) -> list[Check]:
     ]
 
 
-def resume(s: Setting) -> list[Check]:
+def resume(s: StageSetting) -> list[Check]:
     """Stop the same run by SIGTERM half way and resume it: its export must be the same, byte for byte."""
     whole, folder = s.folder / "run" / "export", s.folder / "stopped-run"
     if not whole.is_dir():
@@ -91,7 +91,7 @@ def resume(s: Setting) -> list[Check]:
     ]
 
 
-def run_of(s: Setting) -> Config:
+def run_of(s: StageSetting) -> Config:
     """Return the config of both stages."""
     return run_config(s, "run", iterations=ITERATIONS)
 
@@ -100,7 +100,7 @@ def _digest(path: Path) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
-def storage(s: Setting) -> list[Check]:
+def storage(s: StageSetting) -> list[Check]:
     """Save and restore a state in the stages' folder and on the bucket, and measure the speed."""
     checks = _storage(s, s.folder / "storage", "folder")
     if s.bucket is None:
@@ -108,7 +108,7 @@ def storage(s: Setting) -> list[Check]:
     return [*checks, *_storage(s, s.bucket / "oarjax-accept", "bucket")]
 
 
-def _storage(s: Setting, folder: Path, name: str) -> list[Check]:
+def _storage(s: StageSetting, folder: Path, name: str) -> list[Check]:
     only_first(lambda: shutil.rmtree(folder, ignore_errors=True))
     only_first(lambda: folder.mkdir(parents=True))
     everywhere = NamedSharding(mesh(), PartitionSpec())

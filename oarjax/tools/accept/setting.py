@@ -29,7 +29,7 @@ class Peaks(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Setting:
+class StageSetting:
     """Folders and platform of the stages."""
 
     folder: Path  # for their files
@@ -65,7 +65,7 @@ def mesh() -> Any:
     return make_mesh(**sizes)
 
 
-def run_config(s: Setting, name: str, *, iterations: int) -> Config:
+def run_config(s: StageSetting, name: str, *, iterations: int) -> Config:
     """Return the config of a short run that learns within seconds: any answer at all is rewarded."""
     rows = 8 * max(1, len(jax.devices()) // 8)
     return parse_config(

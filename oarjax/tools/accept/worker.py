@@ -17,11 +17,11 @@ from oarjax.config.inputs import DistributedConfig
 from oarjax.system.devices import choose_platform, use_compilation_cache
 from oarjax.system.json import to_json
 from oarjax.system.processes import join_processes
-from oarjax.tools.accept.setting import Setting, peaks_of
+from oarjax.tools.accept.setting import StageSetting, peaks_of
 from oarjax.tools.accept.stages import STAGES
 
 
-def prepare(job: dict[str, Any]) -> Setting:
+def prepare(job: dict[str, Any]) -> StageSetting:
     """Join the other hosts, choose the platform and describe where the stages run."""
     import jax
 
@@ -31,10 +31,10 @@ def prepare(job: dict[str, Any]) -> Setting:
     folder.mkdir(parents=True, exist_ok=True)
     use_compilation_cache(str(folder / "compiled"))
     bucket = None if job["bucket"] is None else Path(job["bucket"])
-    return Setting(folder, bucket, platform, peaks_of(jax.devices()[0].device_kind))
+    return StageSetting(folder, bucket, platform, peaks_of(jax.devices()[0].device_kind))
 
 
-def answer(name: str, setting: Setting) -> dict[str, Any]:
+def answer(name: str, setting: StageSetting) -> dict[str, Any]:
     """Run a stage; an exception becomes part of the answer."""
     stage = next(stage for stage in STAGES if stage.name == name)
     try:

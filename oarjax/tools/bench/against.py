@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from oarjax.config.schema import Config
-from oarjax.tools.bench.work import PAD, Shapes, Tokens
+from oarjax.tools.bench.work import PAD, Tokens, WorkloadSizes
 
 
 class TorchPolicy:
@@ -112,7 +112,7 @@ class TorchPolicy:
 class Torch(TorchPolicy):
     """The work of every row of the table with torch, by the row's name."""
 
-    def __init__(self, folder: Path, shapes: Shapes, tokens: Tokens, cfg: Config, *, threads: int, device: str):
+    def __init__(self, folder: Path, shapes: WorkloadSizes, tokens: Tokens, cfg: Config, *, threads: int, device: str):
         super().__init__(folder, cfg, threads=threads, device=device)
         self.shapes = shapes
         prompts, rows, credit, groups = (

@@ -32,8 +32,16 @@ from oarjax.tools.bench import ragged_step as bench_ragged_step
 from oarjax.tools.bench import ragged_update as bench_ragged_update
 from oarjax.tools.bench import sides as bench_sides
 from oarjax.tools.bench import step as bench_step
-from oarjax.tools.bench.measure import Compilations, Measured, Peak, counted_compilations, machine_peak, measure, spread
-from oarjax.tools.bench.work import Ours, Row, Shapes, draw_tokens, make_rows
+from oarjax.tools.bench.measure import (
+    Compilations,
+    Peak,
+    TimedRuns,
+    counted_compilations,
+    machine_peak,
+    measure,
+    spread,
+)
+from oarjax.tools.bench.work import BenchRow, Ours, WorkloadSizes, draw_tokens, make_rows
 
 Sides = dict[str, dict[str, Callable[[], Any]]]
 """Side (ours, torch) -> row name -> work."""
@@ -108,7 +116,14 @@ def run(model: str, only: str, repeats: int, as_json: bool, against: str | None,
     document = machine(against) | {"repeats": repeats, "peak": peak._asdict(), "models": []}
     for name in names if set(wanted) & set(WORKLOADS) else []:
         result = bench_model(
-            name, MODELS[name], Shapes(), workloads=wanted, repeats=repeats, peak=peak, against=against, console=console
+            name,
+            MODELS[name],
+            WorkloadSizes(),
+            workloads=wanted,
+            repeats=repeats,
+            peak=peak,
+            against=against,
+            console=console,
         )
         document["models"].append(result)
         if not as_json:
@@ -133,7 +148,7 @@ def run(model: str, only: str, repeats: int, as_json: bool, against: str | None,
 def bench_model(
     name: str,
     fields: dict[str, Any],
-    shapes: Shapes,
+    shapes: WorkloadSizes,
     *,
     workloads: list[str],
     repeats: int,
@@ -232,7 +247,7 @@ def bench_of_ragged(
             yield result
 
 
-def bench_row(row: Row, sides: Sides, *, repeats: int, compiled: Compilations, peak: Peak) -> dict[str, Any]:
+def bench_row(row: BenchRow, sides: Sides, *, repeats: int, compiled: Compilations, peak: Peak) -> dict[str, Any]:
     """Run one row on every side; ``speedup`` is torch's seconds over ours, pair by pair: above 1 ours is faster."""
     result = measure({side: works[row.name] for side, works in sides.items()}, repeats=repeats, compiled=compiled)
     out: dict[str, Any] = {
@@ -252,12 +267,12 @@ def bench_row(row: Row, sides: Sides, *, repeats: int, compiled: Compilations, p
     return out
 
 
-def in_unit(row: Row, seconds: float) -> float:
+def in_unit(row: BenchRow, seconds: float) -> float:
     """Convert a run's seconds to the row's unit."""
     return row.amount / seconds if row.unit == "tokens/s" else seconds / row.amount
 
 
-def pairwise(a: Measured, b: Measured) -> dict[str, Any]:
+def pairwise(a: TimedRuns, b: TimedRuns) -> dict[str, Any]:
     """Divide the seconds of a by those of b, run by run."""
     return spread([x / y for x, y in zip(a.seconds, b.seconds)])
 

@@ -16,11 +16,11 @@ from oarjax.models.policy import Policy, positions_of
 from oarjax.models.qwen import make_policy
 from oarjax.step.steps import Steps
 from oarjax.tools.bench.measure import Compilations, Peak, measure, spread
-from oarjax.tools.bench.work import PAD, Ours, Shapes, draw_tokens, spans, unchanged
+from oarjax.tools.bench.work import PAD, Ours, WorkloadSizes, draw_tokens, spans, unchanged
 from oarjax.tools.plan.jaxpr_flops import executed_flops
 from oarjax.types import AnswerSpan, Params
 
-LONG = Shapes(prompt_tokens=64, credit_rows=1, reasoning=512, cue=4, answer=4)
+LONG = WorkloadSizes(prompt_tokens=64, credit_rows=1, reasoning=512, cue=4, answer=4)
 PLAIN, SHARED = "OAR-P plain", "OAR-P shared prompt"
 SCORES: dict[str, dict[str, Any]] = {
     SHARED: {"method": "oar_p", "masking": {"buckets": 1}},
@@ -115,7 +115,7 @@ def score_flops(ours: Ours, names: Iterable[str] = tuple(SCORES)) -> dict[str, f
 def bench_long(
     folder: Path,
     vocab: int,
-    shapes: Shapes,
+    shapes: WorkloadSizes,
     *,
     repeats: int,
     compiled: Compilations,

@@ -60,7 +60,7 @@ def counted_compilations() -> Iterator[Compilations]:
 
 
 @dataclass
-class Measured:
+class TimedRuns:
     """Timed runs of one piece of work."""
 
     seconds: list[float] = field(default_factory=list)
@@ -89,12 +89,12 @@ def spread(values: list[float]) -> dict[str, Any]:
 
 def measure(
     sides: Mapping[str, Callable[[], Any]], *, repeats: int, compiled: Compilations, warm_up: int = WARM_UP
-) -> dict[str, Measured]:
+) -> dict[str, TimedRuns]:
     """Warm every side up, then run the sides in turn (A B A B ...), so that disturbances affect all of them.
 
     Each callable returns when its work is done.
     """
-    measured = {name: Measured() for name in sides}
+    measured = {name: TimedRuns() for name in sides}
     for name, work in sides.items():
         before, start = compiled.count, time.perf_counter()
         reset_peak_memory()

@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Int
 
 from oarjax.config.schema import Config
-from oarjax.costs import Row, Work, iteration_flops
+from oarjax.costs import RowTokens, Work, iteration_flops
 from oarjax.credit.resolved import resolve_method
 from oarjax.data.hf import load_params, read_config
 from oarjax.models.weights import decoder_of
@@ -203,6 +203,6 @@ def bench_ragged_step(
 def step_flops(ours: RaggedIterations, lengths: Int[np.ndarray, "B"]) -> float:
     """Count the model FLOPs of an iteration with completions of these lengths."""
     s, mean = ours.shapes, float(lengths.mean())
-    row = Row(s.prompt_tokens, mean, float((lengths - s.answer).clip(min=0).mean()))
+    row = RowTokens(s.prompt_tokens, mean, float((lengths - s.answer).clip(min=0).mean()))
     work = Work(row, prompts=len(ours.ids), rows=s.rows, used=s.rows)
     return sum(iteration_flops(decoder_of(ours.model), work, resolve_method(ours.cfg.credit)).values())

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from oarjax.config.schema import Config
-from oarjax.costs import Row, scoring_flops, update_flops
+from oarjax.costs import RowTokens, scoring_flops, update_flops
 from oarjax.data.hf import load_params, read_config
 from oarjax.models.weights import decoder_of
 from oarjax.run.run import Run
@@ -173,7 +173,7 @@ def bench_ragged_update(
             theirs, more = torch_works(draw, torch_side, shapes)
             works, shares = {name: works[name] | theirs[name] for name in works}, shares | more
         lengths.append(float(draw.lengths.mean()))
-        rows = [Row(shapes.prompt_tokens, int(n)) for n in draw.lengths]
+        rows = [RowTokens(shapes.prompt_tokens, int(n)) for n in draw.lengths]
         flops["update"].append(sum(update_flops(sizes, row) for row in rows))
         flops["log-probs"].append(sum(scoring_flops(sizes, row) for row in rows))
         for side, share in shares.items():

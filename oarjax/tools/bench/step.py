@@ -13,7 +13,7 @@ from oarjax.data.tasks.arithmetic import builtin_config
 from oarjax.step.steps import Steps
 from oarjax.tools.bench.credit import SCORES
 from oarjax.tools.bench.measure import Compilations, Peak, measure, spread
-from oarjax.tools.bench.work import Ours, Shapes, draw_tokens, half_constant, half_right
+from oarjax.tools.bench.work import Ours, WorkloadSizes, draw_tokens, half_constant, half_right
 from oarjax.tools.plan.jaxpr_flops import executed_flops
 
 GRPO = "GRPO"
@@ -26,26 +26,26 @@ PROGRAMS = ("sample", "score", "credit", "accumulate", "fused_add", "apply")
 
 
 @dataclass(frozen=True)
-class Setting:
+class StepSetting:
     """A policy and the shapes of a step."""
 
     fields: dict[str, Any]  # of its config.json
-    shapes: Shapes
+    shapes: WorkloadSizes
     microbatch: int
 
 
-def step_settings(common: dict[str, Any]) -> dict[str, Setting]:
+def step_settings(common: dict[str, Any]) -> dict[str, StepSetting]:
     """Return the demo (completions as long as its trained policy's: 34 of 38 tokens reason) and a wider policy."""
     wide = {"hidden_size": 384, "num_hidden_layers": 4, "num_attention_heads": 6, "intermediate_size": 1536}
     return {
-        "demo": Setting(
+        "demo": StepSetting(
             builtin_config(),
-            Shapes(prompt_tokens=16, new_tokens=48, reasoning=34, cue=2, answer=2, groups=32, group_size=8),
+            WorkloadSizes(prompt_tokens=16, new_tokens=48, reasoning=34, cue=2, answer=2, groups=32, group_size=8),
             microbatch=64,
         ),
-        "wide": Setting(
+        "wide": StepSetting(
             common | wide | {"vocab_size": 16384},
-            Shapes(prompt_tokens=64, new_tokens=136, reasoning=128, cue=4, answer=4, groups=2, group_size=4),
+            WorkloadSizes(prompt_tokens=64, new_tokens=136, reasoning=128, cue=4, answer=4, groups=2, group_size=4),
             microbatch=4,
         ),
     }
@@ -70,14 +70,14 @@ def counted(totals: dict[str, float]) -> Callable[[Steps], Steps]:
     return watched
 
 
-def step_flops(ours: Ours, credit: dict[str, Any], setting: Setting, *, skip: bool) -> dict[str, float]:
+def step_flops(ours: Ours, credit: dict[str, Any], setting: StepSetting, *, skip: bool) -> dict[str, float]:
     """Count the executed FLOPs of each program of one step."""
     totals: dict[str, float] = {}
     _step(ours, credit, setting, skip=skip, watch=counted(totals))()
     return totals
 
 
-def _step(ours: Ours, credit: dict[str, Any], setting: Setting, *, skip: bool, **more: Any) -> Callable[[], Any]:
+def _step(ours: Ours, credit: dict[str, Any], setting: StepSetting, *, skip: bool, **more: Any) -> Callable[[], Any]:
     """Return one iteration's work; with ``skip`` every second group has equal rewards and is skipped."""
     cfg = ours.changed(credit=credit, update={"microbatch": setting.microbatch, "skip_zero_variance": True})
     return ours.iteration(cfg, rewards=half_constant if skip else half_right, **more)
@@ -85,7 +85,7 @@ def _step(ours: Ours, credit: dict[str, Any], setting: Setting, *, skip: bool, *
 
 def bench_steps(
     name: str,
-    setting: Setting,
+    setting: StepSetting,
     folder: Path,
     *,
     repeats: int,

@@ -14,8 +14,7 @@ import numpy as np
 
 from oarjax.config.loading import parse_config
 from oarjax.config.schema import Config
-from oarjax.costs import Row as Place
-from oarjax.costs import Work, clean_flops, iteration_flops, pass_flops
+from oarjax.costs import RowTokens, Work, clean_flops, iteration_flops, pass_flops
 from oarjax.credit.resolved import resolve_method
 from oarjax.credit.settings import CreditSettings
 from oarjax.data.hf import load_params, read_config
@@ -33,7 +32,7 @@ PAD = 0
 
 
 @dataclass(frozen=True)
-class Shapes:
+class WorkloadSizes:
     """Sizes of the four workloads."""
 
     prompts: int = 32  # W1 and W2
@@ -48,7 +47,7 @@ class Shapes:
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """One line of the table: the work and its unit."""
 
     workload: str
@@ -69,7 +68,7 @@ class Tokens:
     groups: np.ndarray  # [Q, S], W4
 
 
-def draw_tokens(vocab: int, shapes: Shapes, *, seed: int) -> Tokens:
+def draw_tokens(vocab: int, shapes: WorkloadSizes, *, seed: int) -> Tokens:
     """Draw uniform ids."""
     draw = np.random.default_rng(seed)
     s = shapes
@@ -86,7 +85,7 @@ def draw_tokens(vocab: int, shapes: Shapes, *, seed: int) -> Tokens:
     )
 
 
-def make_rows(model: QwenConfig, shapes: Shapes) -> list[Row]:
+def make_rows(model: QwenConfig, shapes: WorkloadSizes) -> list[BenchRow]:
     """Return the rows of the table, in order."""
     s = shapes
 
@@ -95,25 +94,27 @@ def make_rows(model: QwenConfig, shapes: Shapes) -> list[Row]:
     spans = f"{s.credit_rows} x ({s.prompt_tokens}+{s.reasoning}+{s.cue}+{s.answer})"
     forward = pass_flops(d, tokens=s.prompts * full, context=full / 2, read=s.prompts * full)
     drawn = s.groups * s.group_size
-    work = Work(Place(s.prompt_tokens, s.new_tokens), prompts=s.groups, rows=drawn, used=drawn)
+    work = Work(RowTokens(s.prompt_tokens, s.new_tokens), prompts=s.groups, rows=drawn, used=drawn)
     iteration = sum(iteration_flops(d, work, resolve_method(CreditSettings(method="oar_g"))).values())
 
     def scores(method: str) -> float:
-        row = Place(s.prompt_tokens, s.reasoning + s.cue + s.answer, s.reasoning)
+        row = RowTokens(s.prompt_tokens, s.reasoning + s.cue + s.answer, s.reasoning)
         return s.credit_rows * clean_flops(d, row) * resolve_method(CreditSettings(method=method)).forwards(row, d)
 
     return [
-        Row("W1", "rollout", many, "tokens/s", s.prompts * s.new_tokens, forward),
-        Row("W2", "update", many, "s", 1, 3 * forward),
-        Row("W2", "log-probs", many, "s", 1, forward),
-        Row("W3", "OAR-G linearised", spans, "s/sequence", s.credit_rows, scores("oar_g")),
-        Row("W3", "OAR-G noisy", spans, "s/sequence", s.credit_rows, scores("oar_g")),
-        Row("W3", "OAR-P", spans, "s/sequence", s.credit_rows, scores("oar_p")),
-        Row("W4", "iteration", f"{s.groups} x {s.group_size} ({s.prompt_tokens}+{s.new_tokens})", "s", 1, iteration),
+        BenchRow("W1", "rollout", many, "tokens/s", s.prompts * s.new_tokens, forward),
+        BenchRow("W2", "update", many, "s", 1, 3 * forward),
+        BenchRow("W2", "log-probs", many, "s", 1, forward),
+        BenchRow("W3", "OAR-G linearised", spans, "s/sequence", s.credit_rows, scores("oar_g")),
+        BenchRow("W3", "OAR-G noisy", spans, "s/sequence", s.credit_rows, scores("oar_g")),
+        BenchRow("W3", "OAR-P", spans, "s/sequence", s.credit_rows, scores("oar_p")),
+        BenchRow(
+            "W4", "iteration", f"{s.groups} x {s.group_size} ({s.prompt_tokens}+{s.new_tokens})", "s", 1, iteration
+        ),
     ]
 
 
-def settings(shapes: Shapes) -> dict[str, Any]:
+def settings(shapes: WorkloadSizes) -> dict[str, Any]:
     """Return the fields of the workloads' config that differ from a run's defaults.
 
     Few rows at a time stay in a CPU's cache, and keep so little for the backward pass that remat is not needed.
@@ -138,7 +139,7 @@ def _microbatch(rows: int, most: int) -> int:
     return next(b for b in range(min(rows, most), 0, -1) if rows % b == 0)
 
 
-def spans(rows: int, length: int, shapes: Shapes) -> AnswerSpan:
+def spans(rows: int, length: int, shapes: WorkloadSizes) -> AnswerSpan:
     """Return the same reasoning and answer for every row; random tokens contain no answer."""
     place = np.broadcast_to(np.arange(length), (rows, length))
     answer = shapes.reasoning + shapes.cue
@@ -190,7 +191,7 @@ def host_of(
 class Ours:
     """The work of every row of the table with oarjax, by the row's name; programs are compiled at the first call."""
 
-    def __init__(self, folder: Path, shapes: Shapes, tokens: Tokens):
+    def __init__(self, folder: Path, shapes: WorkloadSizes, tokens: Tokens):
         self.shapes, self.tokens = shapes, tokens
         self.cfg = parse_config(settings(shapes))
         self.model, source = read_config(folder)

@@ -13,7 +13,7 @@ from oarjax.credit.diagnose import ess_ratio, recall_at_k, separation, spearman,
 from oarjax.credit.oar.oar_screened import top_share
 
 
-class Evidence(NamedTuple):
+class CausalEvidence(NamedTuple):
     """Evidence that scores are measured against. An unknown mask is None."""
 
     reasoning: Bool[Array, "B T"]  # tokens to rank
@@ -24,7 +24,7 @@ class Evidence(NamedTuple):
     wrong_step: Bool[Array, "B T"] | None = None  # the first wrong step of a failed completion
 
 
-def agreement(scores: Float[Array, "B T"], evidence: Evidence, *, share: float) -> dict[str, Float[Array, "B"]]:
+def agreement(scores: Float[Array, "B T"], evidence: CausalEvidence, *, share: float) -> dict[str, Float[Array, "B"]]:
     """Compare scores with exact OAR-P (Spearman), and with each set of causal tokens, exact OAR-P's top among them:
     its recall in the top ``share`` of the scores, and the AUC of the scores."""
     mask = evidence.reasoning
@@ -36,7 +36,7 @@ def agreement(scores: Float[Array, "B T"], evidence: Evidence, *, share: float) 
     return values
 
 
-def best_agreement(evidence: Evidence, *, share: float) -> dict[str, Float[Array, "B"]]:
+def best_agreement(evidence: CausalEvidence, *, share: float) -> dict[str, Float[Array, "B"]]:
     """Compute the recall of a perfect ranking: below 1 where the causal tokens outnumber the top."""
     return {
         f"recall_{name}": recall_at_k(causal.astype(evidence.exact.dtype), causal, evidence.reasoning, share=share)
@@ -44,7 +44,7 @@ def best_agreement(evidence: Evidence, *, share: float) -> dict[str, Float[Array
     }
 
 
-def _sets(evidence: Evidence) -> list[tuple[str, Bool[Array, "B T"]]]:
+def _sets(evidence: CausalEvidence) -> list[tuple[str, Bool[Array, "B T"]]]:
     """List the known sets of causal tokens."""
     masks = {"direct": evidence.direct, "total": evidence.total, "known": evidence.known, "wrong": evidence.wrong_step}
     return [(name, causal) for name, causal in masks.items() if causal is not None]

@@ -18,7 +18,7 @@ from oarjax.data.tokenizer import chat_ids, encode, errors_at, render_prompt, re
 from oarjax.errors import ConfigError
 from oarjax.run.run import Run
 from oarjax.step.minibatches import bucket, join, take, trim
-from oarjax.tools.lab.programs import Programs
+from oarjax.tools.lab.programs import LabPrograms
 from oarjax.tools.lab.saved_rollouts import SavedRollout
 from oarjax.types import AnswerSpan, Rollout
 
@@ -35,7 +35,7 @@ class Completions:
     considered: int  # completions searched for an answer
 
 
-def sample_completions(run: Run, programs: Programs) -> Completions:
+def sample_completions(run: Run, programs: LabPrograms) -> Completions:
     """Sample ``lab.samples`` completions per problem of data.eval (else data.train), until enough have an answer.
 
     Raises:

@@ -30,11 +30,11 @@ from oarjax.run.hints import hints_of
 from oarjax.run.run import Run
 from oarjax.stats import bootstrap_interval
 from oarjax.step.minibatches import take
-from oarjax.tools.lab.agreement import Evidence, agreement, best_agreement, concentration
+from oarjax.tools.lab.agreement import CausalEvidence, agreement, best_agreement, concentration
 from oarjax.tools.lab.completions import Completions, completion_ids, read_answer
 from oarjax.tools.lab.interventions import Branches
 from oarjax.tools.lab.oracles import Continuation, Direct, Total, direct_flips, total_flips
-from oarjax.tools.lab.programs import Programs, with_method
+from oarjax.tools.lab.programs import LabPrograms, with_method
 from oarjax.tools.lab.results import LabCompletion, LabResult, MethodResult
 from oarjax.tools.plan.jaxpr_flops import flop_counter
 from oarjax.types import AnswerSpan, Hints, PromptBatch, Rollout
@@ -44,7 +44,7 @@ WARM_UP = 2
 
 
 @dataclass(frozen=True)
-class Scored:
+class MethodScores:
     """Scores of one program over all completions, with their cost."""
 
     scores: Any  # [R, T], or of a method without scores its signals by name
@@ -84,7 +84,7 @@ def grade_continuations(
 
 
 def oracles(
-    run: Run, programs: Programs, grader: Grading, completions: Completions, rewards: np.ndarray
+    run: Run, programs: LabPrograms, grader: Grading, completions: Completions, rewards: np.ndarray
 ) -> tuple[Direct, Total]:
     """Apply both interventions to every reasoning token."""
     lab, rollout = run.cfg.lab, completions.rollout
@@ -136,8 +136,8 @@ def _in_batches(fn: Callable[..., Any], trees: tuple[Any, ...], batch: int) -> A
 
 
 def score_methods(
-    run: Run, programs: Programs, completions: Completions, credits: Sequence[CreditSettings]
-) -> dict[CreditSettings, Scored]:
+    run: Run, programs: LabPrograms, completions: Completions, credits: Sequence[CreditSettings]
+) -> dict[CreditSettings, MethodScores]:
     """Score by every method that needs the policy, and measure time and FLOPs: batch by batch, methods in turn.
 
     Raises:
@@ -188,7 +188,7 @@ def score_methods(
         return jax.tree.map(lambda *xs: np.concatenate(xs)[:rows], *parts)
 
     return {
-        credit: Scored(
+        credit: MethodScores(
             joined([p[0] for p in parts]),
             joined([p[1] for p in parts]),
             np.array([p[2] for p in parts]),
@@ -213,7 +213,7 @@ class MethodCredit(NamedTuple):
 
 
 def credit_tokens(
-    run: Run, completions: Completions, credit: CreditSettings, scored: Scored | None, rewards: np.ndarray
+    run: Run, completions: Completions, credit: CreditSettings, scored: MethodScores | None, rewards: np.ndarray
 ) -> MethodCredit:
     """Compute a method's weights and its ranking: its raw scores, or its weights if it has no scores."""
     method = with_method(run, credit)
@@ -255,7 +255,7 @@ def credit_tokens(
 # All of the lab ----------------------------------------------------------------------------------------------------
 
 
-def run_lab(run: Run, programs: Programs, grader: Grading, completions: Completions) -> LabResult:
+def run_lab(run: Run, programs: LabPrograms, grader: Grading, completions: Completions) -> LabResult:
     """Compute everything that ``oarjax credit`` prints and writes."""
     cfg, console = run.cfg, run.console
     lab = cfg.lab
@@ -272,7 +272,7 @@ def run_lab(run: Run, programs: Programs, grader: Grading, completions: Completi
     known, wrong_step = known_tokens(
         cfg.data.eval or cfg.data.train, completions.problems, texts, reasoning, rewards
     ) or (None, None)
-    evidence = Evidence(
+    evidence = CausalEvidence(
         jnp.asarray(reasoning),
         jnp.asarray(scored[exact].scores),
         jnp.asarray(direct.flips),
@@ -285,7 +285,7 @@ def run_lab(run: Run, programs: Programs, grader: Grading, completions: Completi
 
     @jax.jit
     def measured(
-        evidence: Evidence, ranking: jax.Array, repeated: jax.Array, weights: jax.Array
+        evidence: CausalEvidence, ranking: jax.Array, repeated: jax.Array, weights: jax.Array
     ) -> dict[str, jax.Array]:
         values = agreement(ranking, evidence, share=lab.share)
         values |= concentration(weights, evidence.reasoning, share=lab.share)

@@ -18,7 +18,7 @@ from oarjax.tools.lab.interventions import Branches, answer_choice_changes, bran
 from oarjax.types import AnswerSpan, Hints, Params, Rollout
 
 
-class Programs(NamedTuple):
+class LabPrograms(NamedTuple):
     """Programs of the lab. The programs that take params first are timed, and their FLOPs are counted."""
 
     params: Params
@@ -31,7 +31,7 @@ class Programs(NamedTuple):
     attribute: Callable[[CreditSettings], Callable[..., Any]]  # -> (params, rollout, span, row keys) -> [b, T]
 
 
-def make_programs(run: Run, params: Params) -> Programs:
+def make_programs(run: Run, params: Params) -> LabPrograms:
     """Bind the programs to a policy; nothing is compiled yet."""
     cfg, policy = run.cfg, run.policy
     roll, masking, pad = cfg.rollout, cfg.credit.masking, run.pad_id
@@ -85,7 +85,7 @@ def make_programs(run: Run, params: Params) -> Programs:
         score = with_method(run, credit).credit.scorer(policy, temperature=roll.temperature, pad_id=pad)
         return lambda params, r, span, keys: score(params, r, span, keys, credit.probe.mode).importance
 
-    return Programs(
+    return LabPrograms(
         params=params,
         sample=partial(draw(rows=rows, temperature=temperature), sampling),
         choose=partial(choose, params),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from oarjax.costs import (
     Number,
-    Row,
+    RowTokens,
     clean_flops,
     fisher_flops,
     gradient_flops,
@@ -55,8 +55,8 @@ class Assumptions:
     recomputed: Number = 1.0  # forwards that a backward pass does again: 1 with remat full, 0 without
 
     @property
-    def row(self) -> Row:
-        return Row(self.prompt, self.completion, self.completion - self.answer)
+    def row(self) -> RowTokens:
+        return RowTokens(self.prompt, self.completion, self.completion - self.answer)
 
 
 def decode_seconds(d: Decoder, chip: Chip, a: Assumptions) -> float:

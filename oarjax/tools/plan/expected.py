@@ -23,7 +23,7 @@ from oarjax.rollout.row_schedule import cache_step, make_plan
 from oarjax.step.minibatches import bucket
 from oarjax.storage.durable import read_lines
 from oarjax.tools.plan.lengths import (
-    Decoding,
+    DecodingWork,
     empirical_survival,
     expected_decoding,
     lognormal_survival,
@@ -127,7 +127,7 @@ def _flops_share(name: str, model: QwenConfig, cfg: Config, padded: list[int]) -
 
 
 def _sampling_scales(
-    decoding: Decoding, model: QwenConfig, cfg: Config, *, chips: int, tensor: int
+    decoding: DecodingWork, model: QwenConfig, cfg: Config, *, chips: int, tensor: int
 ) -> tuple[float, float, float]:
     """Return (products, HBM bytes, link bytes) of decoding over those of the worst case."""
     s = shapes_of(cfg)

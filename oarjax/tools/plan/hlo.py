@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from oarjax.tools.plan.hlo_text import Array, HloError, Instruction, Program, parse, type_of
+from oarjax.tools.plan.hlo_text import Array, HloError, HloProgram, Instruction, parse, type_of
 from oarjax.tools.plan.traffic import hbm_bytes
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
@@ -88,7 +88,7 @@ def executed(text: str, *, trips: Trips | None = None, branches: Branches | None
 
 
 def _count(
-    program: Program,
+    program: HloProgram,
     home: str,
     instruction: Instruction,
     found: Executed,
@@ -137,7 +137,7 @@ def _count(
 
 
 def _count_fusion(
-    program: Program,
+    program: HloProgram,
     called: str,
     found: Executed,
     spread: set[tuple[str, str, str]],
@@ -266,7 +266,7 @@ def _meeting_points(*, size: int, window: int, out: int, stride: int, low: int, 
 # --- Loops -----------------------------------------------------------------------------------------------------------
 
 
-def loop_trips(program: Program, home: str, loop: Instruction) -> float | None:
+def loop_trips(program: HloProgram, home: str, loop: Instruction) -> float | None:
     """Return how often the body runs: (bound - start) / step, rounded up; None where the text lacks one of them.
 
     The condition compares an entry of the carry, perhaps with a constant added, with a constant; it may be joined by

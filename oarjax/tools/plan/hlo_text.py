@@ -50,7 +50,7 @@ class Instruction:
 
 
 @dataclass(frozen=True)
-class Program:
+class HloProgram:
     computations: dict[str, dict[str, Instruction]]
     entry: str
 
@@ -60,7 +60,7 @@ LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([\d,]*)\](?:\{[^{}]*?(?:S\((\d+)\))?\})?")
 
 
-def parse(text: str) -> Program:
+def parse(text: str) -> HloProgram:
     """Parse computations and their instructions. Other lines, such as the rest of a kernel's text, are skipped.
 
     Raises:
@@ -78,7 +78,7 @@ def parse(text: str) -> Program:
                 here[instruction.name] = instruction
     if entry is None:
         raise HloError("expected optimized HLO text with an ENTRY computation")
-    return Program(computations, entry)
+    return HloProgram(computations, entry)
 
 
 def _instruction(line: str, start: re.Match[str]) -> Instruction | None:

@@ -17,7 +17,7 @@ from oarjax.costs import Number
 from oarjax.stats import binomial_exceedance, normal_cdf
 
 
-class Decoding(NamedTuple):
+class DecodingWork(NamedTuple):
     """Expected work of one rollout of ``rows`` rows on the devices that share them."""
 
     steps: float  # decode steps until the last row ends
@@ -65,7 +65,7 @@ def expected_decoding(
     segment: int,
     row_bucket: Callable[[int], int],
     slots_at: Callable[[int], int],
-) -> Decoding:
+) -> DecodingWork:
     """Compute the expected work of decoding in segments, where rows that ended leave at a segment's border.
 
     Args:
@@ -91,7 +91,7 @@ def expected_decoding(
         row_steps += computed * per_row
         slot_reads += computed * per_row * slots_at(start)
     tokens = rows * mean_length(survival)
-    return Decoding(steps, row_steps, slot_reads, tokens / row_steps if row_steps else 1.0)
+    return DecodingWork(steps, row_steps, slot_reads, tokens / row_steps if row_steps else 1.0)
 
 
 def sorted_lengths(survival: Float[np.ndarray, "T"], *, rows: int, microbatch: int) -> list[int]:

@@ -16,14 +16,14 @@ from oarjax.run.checks import check_lengths
 from oarjax.run.custom import find_credit
 from oarjax.run.layout import check_layouts
 from oarjax.run.run import Run
-from oarjax.run.shapes import Program, ProgramShapes
+from oarjax.run.shapes import PhaseProgram, ProgramShapes
 from oarjax.step.fused import fuses
 from oarjax.step.minibatches import widest_prompt
 
 STOPS, PAD = (151645, 151643), 151643
 """Qwen's. They are constants of a program, which costs the same whatever they are."""
 
-PROGRAMS: dict[str, Callable[[ProgramShapes], tuple[Program, ...]]] = {
+PROGRAMS: dict[str, Callable[[ProgramShapes], tuple[PhaseProgram, ...]]] = {
     "reshard": lambda shapes: (shapes.reshard_program(),),
     "sample": lambda shapes: shapes.sampling_programs("sample"),
     "score": lambda shapes: (shapes.score_program(),),
@@ -50,7 +50,7 @@ def times_of(update: UpdateConfig) -> dict[str, int]:
     )
 
 
-class Shapes(NamedTuple):
+class LargestShapes(NamedTuple):
     """The largest shapes of a run."""
 
     prompts: int
@@ -61,10 +61,10 @@ class Shapes(NamedTuple):
     microbatch: int  # rows
 
 
-def shapes_of(cfg: Config) -> Shapes:
+def shapes_of(cfg: Config) -> LargestShapes:
     """Return the shapes with prompts and completions at their longest, every row used."""
     rows = cfg.rollout.prompts * cfg.rollout.group_size
-    return Shapes(
+    return LargestShapes(
         prompts=cfg.rollout.prompts,
         rows=rows,
         prompt=widest_prompt(cfg.data, cfg.rollout),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from oarjax.costs import Number, Row, pass_flops
+from oarjax.costs import Number, RowTokens, pass_flops
 from oarjax.models.decoder import Decoder
 from oarjax.system.chips import Chip
 
@@ -134,7 +134,7 @@ def kernel_flops(
 
 
 def executed_update_flops(
-    d: Decoder, row: Row, *, remat: str, last_product: Number, attended: Number, attention_passes: Number
+    d: Decoder, row: RowTokens, *, remat: str, last_product: Number, attended: Number, attention_passes: Number
 ) -> float:
     """Count the products that forward and backward of one row execute, including what ``remat`` recomputes.
 
@@ -156,7 +156,14 @@ def executed_update_flops(
 
 
 def executed_fused_flops(
-    d: Decoder, row: Row, *, remat: str, last_product: Number, draws: Number, attended: Number, attention_passes: Number
+    d: Decoder,
+    row: RowTokens,
+    *,
+    remat: str,
+    last_product: Number,
+    draws: Number,
+    attended: Number,
+    attention_passes: Number,
 ) -> float:
     """Products that scores by OAR-G and the update of one row execute in one pass, see ``step.fused``.
 

@@ -25,7 +25,7 @@ from oarjax.run.custom import find_credit
 from oarjax.system.chips import Chip
 from oarjax.tools.plan.hlo import Executed, executed
 from oarjax.tools.plan.links import Ways, collective_seconds
-from oarjax.tools.plan.programs import Shapes, shapes_of, times_of
+from oarjax.tools.plan.programs import LargestShapes, shapes_of, times_of
 from oarjax.tools.plan.roofline import (
     GROUPED,
     Reached,
@@ -50,7 +50,7 @@ def work_of(model: QwenConfig, cfg: Config, credit: ResolvedMethod) -> Work:
     """Return what an iteration computes with every prompt and completion at its longest and every row used."""
     s, updates = shapes_of(cfg), cfg.update.epochs * cfg.update.minibatches
     return Work(
-        row=Row(s.prompt, s.completion, max(s.completion - ANSWER, 0)),
+        row=RowTokens(s.prompt, s.completion, max(s.completion - ANSWER, 0)),
         prompts=s.prompts,
         rows=s.rows,
         used=s.rows,
@@ -75,7 +75,7 @@ def model_flops(phase: str, model: QwenConfig, cfg: Config) -> float:
     return asked / times_of(cfg.update)[phase]
 
 
-def count(text: str, s: Shapes, credit: CreditSettings, model: QwenConfig) -> Executed:
+def count(text: str, s: LargestShapes, credit: CreditSettings, model: QwenConfig) -> Executed:
     """Count the work of a phase's program on one chip, all rows in use and every token of a completion credited."""
     masking = credit.masking
     share, chunk = 1.0, masking.chunk
@@ -184,7 +184,7 @@ def _memory(result: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": result["name"], "key": result["key"], "program": program, "beside": beside, "total": total}
 
 
-def read_bytes(model: QwenConfig, s: Shapes, *, chips: int, tensor: int) -> float:
+def read_bytes(model: QwenConfig, s: LargestShapes, *, chips: int, tensor: int) -> float:
     """Count the bytes of HBM that sampling reads on one chip: its weights and its share of the caches, for every token.
 
     ``tensor`` chips have one copy of the policy, and of its key heads at least one each.
@@ -226,7 +226,7 @@ def applied_bytes(resident: Mapping[str, int]) -> float:
     return 2.0 * sum(resident[part] for part in ("params", "optimizer", "gradients"))
 
 
-def analytic_flops(cfg: Config, model: QwenConfig, s: Shapes, line: Mapping[str, Any]) -> float | None:
+def analytic_flops(cfg: Config, model: QwenConfig, s: LargestShapes, line: Mapping[str, Any]) -> float | None:
     """Count the FLOPs that an update, alone or with OAR-G's scores, should execute over all chips; None if unknown.
 
     The part of attention's kernels is what their formula says; the rest does not depend on the program.
@@ -241,7 +241,7 @@ def analytic_flops(cfg: Config, model: QwenConfig, s: Shapes, line: Mapping[str,
         "attended": s.prompt + s.completion,
         "attention_passes": 0 if line["kernels"] else {"none": 3, "dots": 4, "full": 4}[cfg.policy.remat],
     }
-    d, row = decoder_of(model), Row(s.prompt, s.completion)
+    d, row = decoder_of(model), RowTokens(s.prompt, s.completion)
     if fused:
         products = executed_fused_flops(d, row, draws=cfg.credit.draws, **sizes)
     else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from oarjax.tools.plan.hlo_text import Array, Instruction, Program, type_of
+from oarjax.tools.plan.hlo_text import Array, HloProgram, Instruction, type_of
 
 FREE = {
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "after-all",
@@ -20,7 +20,7 @@ FREE = {
 SLICES = {"dynamic-slice", "slice", "gather"}
 
 
-def hbm_bytes(program: Program, here: dict[str, Instruction], instruction: Instruction) -> float:
+def hbm_bytes(program: HloProgram, here: dict[str, Instruction], instruction: Instruction) -> float:
     """Count the bytes that an instruction outside fusions moves between HBM and the chip."""
     opcode = instruction.opcode
     if opcode in FREE or opcode.endswith("-done"):
@@ -37,7 +37,7 @@ def hbm_bytes(program: Program, here: dict[str, Instruction], instruction: Instr
     return read + _far(written)
 
 
-def _fusion(program: Program, inside: dict[str, Instruction], instruction: Instruction) -> float:
+def _fusion(program: HloProgram, inside: dict[str, Instruction], instruction: Instruction) -> float:
     """Count the parameters of a fusion as far as they are read, and its results as far as they are written."""
     users = _users(inside)
     root = next(i for i in inside.values() if i.root)
@@ -66,7 +66,7 @@ def _users(inside: dict[str, Instruction]) -> dict[str, list[Instruction]]:
     return users
 
 
-def _read(program: Program, users: dict[str, list[Instruction]], parameter: Instruction) -> float:
+def _read(program: HloProgram, users: dict[str, list[Instruction]], parameter: Instruction) -> float:
     """Count what a fusion reads of a parameter: the slices, also those that fusions within it take, or all of it."""
     total, whole = 0.0, _size(parameter.type)
     readers = _readers(users, parameter.name)

@@ -21,7 +21,7 @@ import jax
 from oarjax.config.loading import parse_config
 from oarjax.errors import UserError
 from oarjax.models.qwen_config import QwenConfig
-from oarjax.run.shapes import Program, ProgramShapes
+from oarjax.run.shapes import PhaseProgram, ProgramShapes
 from oarjax.system.mesh import make_mesh, rollout_mesh
 from oarjax.tools.plan.links import link_table
 from oarjax.tools.plan.programs import PROGRAMS, planned, with_method
@@ -54,7 +54,7 @@ def plan(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def compile_program(program: Program, shapes: ProgramShapes, wanted: Slice, job: dict[str, Any]) -> dict[str, Any]:
+def compile_program(program: PhaseProgram, shapes: ProgramShapes, wanted: Slice, job: dict[str, Any]) -> dict[str, Any]:
     """Compile one program, or read what is known of it.
 
     Gives its ``name`` and ``key``, whether it is among the ``worst``, the bytes that lie ``beside`` it, and ``memory``

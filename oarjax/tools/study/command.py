@@ -25,7 +25,7 @@ from oarjax.storage.durable import exists, storage_errors, write_durably
 from oarjax.storage.folder import locked, refuse_another_run
 from oarjax.storage.stop import Stop
 from oarjax.system.json import to_json
-from oarjax.tools.study.config import Plan, StudyConfig, load_study
+from oarjax.tools.study.config import StudyConfig, StudyPlan, load_study
 from oarjax.tools.study.figures import draw_curves, draw_frontier
 from oarjax.tools.study.jobs import Job, Outcome, StudyError, cores, run_jobs, study_remedy
 from oarjax.tools.study.page import around, machine, markdown, paste
@@ -68,7 +68,7 @@ def run(
         _run(study, plan, workers, shown, page, console)
 
 
-def _run(study: StudyConfig, plan: Plan, workers: int, shown: str, page: Path | None, console: Console) -> None:
+def _run(study: StudyConfig, plan: StudyPlan, workers: int, shown: str, page: Path | None, console: Console) -> None:
     """Train what is left and write the results; call with the study's folder locked."""
     todo: list[Job] = []
     failed: list[Outcome] = []
@@ -96,7 +96,7 @@ def _run(study: StudyConfig, plan: Plan, workers: int, shown: str, page: Path | 
         )
 
 
-def tasks(plan: Plan) -> list[Job]:
+def tasks(plan: StudyPlan) -> list[Job]:
     """List a job for every missing start and every unfinished run."""
     left = [planned for planned in plan.runs if not finished(planned)]
     seeds = dict.fromkeys(planned.seed for planned in left)
@@ -146,7 +146,7 @@ def _refuse_another_run(cfg: Config) -> None:
 
 
 def write_results(
-    plan: Plan, *, command: str, failed: Sequence[str], page: Path | None, console: Console
+    plan: StudyPlan, *, command: str, failed: Sequence[str], page: Path | None, console: Console
 ) -> dict[str, Any]:
     """Collect the finished runs, write the files, and return the tree of study.json."""
     tree = {"command": command, "machine": machine(), "failed": list(failed)} | collect(plan)
@@ -175,14 +175,14 @@ def write_results(
     return tree
 
 
-def _workers(plan: Plan, jobs: int | None) -> int:
+def _workers(plan: StudyPlan, jobs: int | None) -> int:
     if jobs is not None:
         return jobs
     on_cpu = all(cfg.device == "cpu" for cfg in plan.starts.values())
     return len(cores()) if on_cpu else 1
 
 
-def _reporter(console: Console, plan: Plan, total: int) -> Callable[[Outcome, int], None]:
+def _reporter(console: Console, plan: StudyPlan, total: int) -> Callable[[Outcome, int], None]:
     """Return a function that prints a line for each job at its end."""
     began = time.monotonic()
     folders = {f"seed {planned.seed}, {planned.name}": planned.config.run_dir for planned in plan.runs}

@@ -154,7 +154,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StudyPlan:
     study: StudyConfig
     root: Path
     starts: dict[int, Config]  # by seed: the base config in the seed's folder
@@ -210,7 +210,7 @@ def _validate(tree: dict[str, Any], *, source: str) -> StudyConfig:
         raise explained(error, StudyConfig, source=source) from None
 
 
-def make_plan(study: StudyConfig, chosen: Mapping[str, Any] | None = None) -> Plan:
+def make_plan(study: StudyConfig, chosen: Mapping[str, Any] | None = None) -> StudyPlan:
     """Plan every run of a study; with ``choose``, the arms' own runs only for those whose value is ``chosen``.
 
     Raises:
@@ -268,7 +268,7 @@ def make_plan(study: StudyConfig, chosen: Mapping[str, Any] | None = None) -> Pl
         if twin != name:
             raise ConfigError(f"arms.{name}: is the same run as arms.{twin}; change one of its fields, or leave it out")
     if sweep is None:
-        return Plan(study, root, starts, arms, (), trials)
+        return StudyPlan(study, root, starts, arms, (), trials)
     known = {_content(run.config): run for runs in arms.values() for run in runs}
     cells = []
     for values in itertools.product(*sweep.over.values()):
@@ -277,7 +277,7 @@ def make_plan(study: StudyConfig, chosen: Mapping[str, Any] | None = None) -> Pl
         changes = merged(merged({}, study.arms[sweep.of], where=sweep.of), fields, where="sweep.over")
         runs = [planned(name, changes, seed, f"sweep/{slug(name)}", f"sweep {name}") for seed in sweep.seeds]
         cells.append(Cell(values, tuple(known.get(_content(run.config), run) for run in runs)))
-    return Plan(study, root, starts, arms, tuple(cells), trials)
+    return StudyPlan(study, root, starts, arms, tuple(cells), trials)
 
 
 def trial(arm: str, value: Any) -> str:

@@ -14,10 +14,10 @@ from oarjax.report.curves import points
 from oarjax.report.files import read_metrics
 from oarjax.stats import Interval, holm, mean_interval, paired_difference, paired_p_value
 from oarjax.system.json import to_plain
-from oarjax.tools.study.config import Plan, Planned, StudyConfig, make_plan
+from oarjax.tools.study.config import Planned, StudyConfig, StudyPlan, make_plan
 
 
-class Measured(NamedTuple):
+class RunMeasures(NamedTuple):
     """Measures of one run. pass@1 as shares, 0..1."""
 
     curve: list[tuple[float, float]]  # (iteration, held-out pass@1)
@@ -71,13 +71,13 @@ def finished(run: Planned) -> bool:
     return bool(records) and records[-1]["iteration"] == run.config.iterations and "pass_at_1" in records[-1]
 
 
-def measure(records: Sequence[Mapping[str, Any]], *, group_size: int) -> Measured:
+def measure(records: Sequence[Mapping[str, Any]], *, group_size: int) -> RunMeasures:
     """Reduce a finished run's metrics (``oarjax.report.files.read_metrics``) to a few numbers."""
     curve = points(records, "pass_at_1")
     entropies = [v for _, v in points(records, "entropy")]
     seconds = sorted(v for n, v in points(records, "seconds/training") if n > 1) or [math.nan]
     ess = [v for _, v in points(records, "ess")]
-    return Measured(
+    return RunMeasures(
         curve=curve,
         final=curve[-1][1],
         area=area_under(curve) if len(curve) > 1 else math.nan,
@@ -89,7 +89,7 @@ def measure(records: Sequence[Mapping[str, Any]], *, group_size: int) -> Measure
     )
 
 
-def measured_runs(runs: Sequence[Planned]) -> dict[int, Measured]:
+def measured_runs(runs: Sequence[Planned]) -> dict[int, RunMeasures]:
     """Measure the finished runs of an arm or a cell, by seed."""
     out = {}
     for run in runs:
@@ -99,7 +99,7 @@ def measured_runs(runs: Sequence[Planned]) -> dict[int, Measured]:
     return out
 
 
-def collect(plan: Plan) -> dict[str, Any]:
+def collect(plan: StudyPlan) -> dict[str, Any]:
     """Collect the study as a tree for JSON: every arm's measures and curve, the differences, and the sweep's cells.
 
     Intervals are [mean, low, high] over the finished seeds; with a single seed, low and high are null.
@@ -149,7 +149,7 @@ def collect(plan: Plan) -> dict[str, Any]:
     return tree
 
 
-def areas_at_equal_cost(measured: Mapping[str, Mapping[int, Measured]], cost: str) -> dict[str, dict[int, float]]:
+def areas_at_equal_cost(measured: Mapping[str, Mapping[int, RunMeasures]], cost: str) -> dict[str, dict[int, float]]:
     """Return every arm's area by seed, up to what the cheapest arm of a seed spends in all, in iterations of its own.
 
     ``cost`` is the measure of an iteration, such as its FLOPs. Arms whose cost is unknown are left out.
@@ -165,7 +165,7 @@ def areas_at_equal_cost(measured: Mapping[str, Mapping[int, Measured]], cost: st
     return out
 
 
-def tested(measured: Mapping[str, Mapping[int, Measured]], pairs: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+def tested(measured: Mapping[str, Mapping[int, RunMeasures]], pairs: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
     """Test the difference of each pair's areas by Student's paired t over seeds, and adjust by Holm over all pairs."""
     differences, p_values = [], []
     for ours, theirs in pairs:
@@ -179,7 +179,7 @@ def tested(measured: Mapping[str, Mapping[int, Measured]], pairs: Sequence[tuple
     ]
 
 
-def trial_areas(plan: Plan) -> dict[str, list[float]]:
+def trial_areas(plan: StudyPlan) -> dict[str, list[float]]:
     """Return the mean area of each arm with each value of ``choose``; NaN until all its seeds have finished."""
     out = {}
     for name, values in plan.trials.items():
@@ -191,7 +191,7 @@ def trial_areas(plan: Plan) -> dict[str, list[float]]:
     return out
 
 
-def choices(plan: Plan) -> dict[str, Any]:
+def choices(plan: StudyPlan) -> dict[str, Any]:
     """Return the value of ``choose`` with the largest mean area for each arm whose trials have all finished."""
     choose = plan.study.choose
     if choose is None:
@@ -200,14 +200,14 @@ def choices(plan: Plan) -> dict[str, Any]:
     return {name: choose.values[int(np.argmax(by_value))] for name, by_value in areas.items()}
 
 
-def plan_so_far(study: StudyConfig) -> Plan:
+def plan_so_far(study: StudyConfig) -> StudyPlan:
     """Plan a study; with ``choose``, also the runs of those arms whose value the finished trials decide."""
     plan = make_plan(study)
     chosen = choices(plan)
     return make_plan(study, chosen) if chosen else plan
 
 
-def _arm(runs: Mapping[int, Measured]) -> dict[str, Any]:
+def _arm(runs: Mapping[int, RunMeasures]) -> dict[str, Any]:
     iterations = sorted({x for run in runs.values() for x, _ in run.curve})
     heights = {x: [y for run in runs.values() for n, y in run.curve if n == x] for x in iterations}
     return {
@@ -217,11 +217,11 @@ def _arm(runs: Mapping[int, Measured]) -> dict[str, Any]:
     }
 
 
-def _by_seed(runs: Mapping[int, Measured]) -> dict[str, dict[str, float]]:
+def _by_seed(runs: Mapping[int, RunMeasures]) -> dict[str, dict[str, float]]:
     return {str(seed): {measure: getattr(run, measure) for measure in MEASURES} for seed, run in runs.items()}
 
 
-def _of(runs: Mapping[int, Measured], measure: str) -> dict[int, float]:
+def _of(runs: Mapping[int, RunMeasures], measure: str) -> dict[int, float]:
     return {seed: float(getattr(run, measure)) for seed, run in runs.items()}
 
 

@@ -44,13 +44,13 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the output of libraries must not mix with the replies
     with ExitStack() as stack:
-        graders, programs = Graders(stack), Programs()
+        graders, programs = Graders(stack), LentPrograms()
         for line in sys.stdin:
             replies.write(json.dumps({"error": attempt(json.loads(line), graders, programs)}) + "\n")
             replies.flush()
 
 
-def attempt(task: dict[str, Any], graders: Graders, programs: Programs) -> str | None:
+def attempt(task: dict[str, Any], graders: Graders, programs: LentPrograms) -> str | None:
     """Run a task; return its error, None on success. A user's error comes without a traceback."""
     folder = Path(task["folder"])
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def attempt(task: dict[str, Any], graders: Graders, programs: Programs) -> str |
     return None
 
 
-class Programs:
+class LentPrograms:
     """The device programs of the last run, for a next run that differs in seed and folder alone."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class Graders:
         return self._graders[settings]
 
 
-def make_start(cfg: Config, console: Console, graders: Graders, programs: Programs) -> None:
+def make_start(cfg: Config, console: Console, graders: Graders, programs: LentPrograms) -> None:
     """Create and evaluate the policy that all runs of a seed start from, in the seed's folder."""
     with locked(Path(cfg.run_dir)):
         run = open_run(cfg, console)
@@ -120,7 +120,7 @@ def make_start(cfg: Config, console: Console, graders: Graders, programs: Progra
         write_before(run.folder / BEFORE, before)
 
 
-def train_run(cfg: Config, home: Path, console: Console, graders: Graders, programs: Programs) -> None:
+def train_run(cfg: Config, home: Path, console: Console, graders: Graders, programs: LentPrograms) -> None:
     """Train a run from the seed's start, and remove its checkpoints at the end."""
     folder = Path(cfg.run_dir)
     run = open_run(changed(cfg, run_dir=str(home), policy=_start_of(cfg, home), sft=None), console)

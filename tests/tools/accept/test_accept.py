@@ -22,7 +22,7 @@ from oarjax.storage.checkpoint import Checkpoints
 from oarjax.tools.accept import command, device, kernels, numerics, programs, runs
 from oarjax.tools.accept.check import at_least, at_most, fast, holds, not_applicable, quick
 from oarjax.tools.accept.page import write_accept_page
-from oarjax.tools.accept.setting import Peaks, Setting, peaks_of
+from oarjax.tools.accept.setting import Peaks, StageSetting, peaks_of
 from oarjax.tools.accept.stages import STAGES, Stage, StageError, chosen, state_of
 
 
@@ -161,7 +161,7 @@ def setting(tmp_path):
     (folder / "run" / "export").mkdir(parents=True)
     (folder / "run" / "export" / "model.safetensors").write_text("another")
     (folder / programs.FILE).write_text('{"cold": 9.0}')
-    return Setting(folder, None, "cpu", Peaks(None, None, None))
+    return StageSetting(folder, None, "cpu", Peaks(None, None, None))
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
@@ -175,7 +175,7 @@ def test_a_fault_turns_its_stage_red(stage, setting, monkeypatch):
 
 def test_a_device_below_its_peak_is_red(setting):
     """What is not applicable on a CPU is a bound where the peak is known."""
-    slow = device.peaks(Setting(setting.folder, None, "cpu", Peaks(1e18, 1e18, 1e18)))
+    slow = device.peaks(StageSetting(setting.folder, None, "cpu", Peaks(1e18, 1e18, 1e18)))
     assert [check.name for check in slow if check.state == "failed"] == [
         "bfloat16 products, of what can be reached",
         "copies in memory, of what can be reached",

@@ -24,7 +24,7 @@ from oarjax.tools.bench import measure
 from oarjax.tools.bench import project as bench_project
 from oarjax.tools.bench import step as bench_step
 from oarjax.tools.bench.credit import PLAIN, SHARED, bench_long
-from oarjax.tools.bench.work import Ours, Shapes, draw_tokens, half_constant, half_right, make_rows, spans
+from oarjax.tools.bench.work import Ours, WorkloadSizes, draw_tokens, half_constant, half_right, make_rows, spans
 
 TINY = bench.COMMON | {
     "hidden_size": 16,
@@ -34,7 +34,7 @@ TINY = bench.COMMON | {
     "vocab_size": 40,
 }
 PEAK = measure.Peak(1e12, "assumed")
-SHAPES = Shapes(
+SHAPES = WorkloadSizes(
     prompts=4, prompt_tokens=3, new_tokens=8, credit_rows=2, reasoning=4, cue=1, answer=2, groups=2, group_size=2
 )
 
@@ -90,7 +90,7 @@ def test_runs_alternate_after_the_warm_up():
 
 def test_spread_and_pairs():
     assert measure.spread([3.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 3.0, "runs": [3.0, 1.0, 2.0]}
-    a, b = measure.Measured(seconds=[4.0, 9.0]), measure.Measured(seconds=[2.0, 3.0])
+    a, b = measure.TimedRuns(seconds=[4.0, 9.0]), measure.TimedRuns(seconds=[2.0, 3.0])
     assert bench.pairwise(a, b)["runs"] == [2.0, 3.0]
 
 
@@ -209,7 +209,7 @@ def test_long_credit_is_beside_whole_forwards(tmp_path):
 def test_steps_of_every_method_are_beside_grpo_with_and_without_skipping(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_step, "METHODS", {k: bench_step.METHODS[k] for k in ("GRPO", "OAR-G, 1 draw", "OAR-P")})
     folder = write_random_checkpoint(tmp_path / "tiny", TINY, seed=0)
-    setting = bench_step.Setting(TINY, SHAPES, microbatch=2)
+    setting = bench_step.StepSetting(TINY, SHAPES, microbatch=2)
     with measure.counted_compilations() as compiled:
         found = bench_step.bench_steps(
             "tiny", setting, folder, repeats=2, compiled=compiled, peak=PEAK, status=Console(quiet=True).status

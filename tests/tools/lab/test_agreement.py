@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from oarjax.credit.diagnose import separation
-from oarjax.tools.lab.agreement import Evidence, agreement, best_agreement, concentration
+from oarjax.tools.lab.agreement import CausalEvidence, agreement, best_agreement, concentration
 
 MASK = jnp.array([[True] * 10 + [False] * 2, [True] * 4 + [False] * 8])
 EXACT = jnp.array([[9.0, 8, 7, 6, 5, 4, 3, 2, 1, 0, 99, 99], [1.0, 2, 3, 4, 99, 99, 99, 99, 99, 99, 99, 99]])
@@ -20,7 +20,7 @@ def rows(*places):
 
 def evidence(**changes):
     fields = {"reasoning": MASK, "exact": EXACT, "direct": rows([0, 1], []), "total": None, "known": rows([9], [0, 1])}
-    return Evidence(**(fields | changes))
+    return CausalEvidence(**(fields | changes))
 
 
 def test_exact_scores_agree_with_themselves():

@@ -12,7 +12,7 @@ from oarjax.credit.settings import CreditSettings
 from oarjax.models import grouped_dot
 from oarjax.models.qwen_config import Experts
 from oarjax.tools.plan.hlo import HloError, Kernel, executed, group_size, parse
-from oarjax.tools.plan.programs import Shapes
+from oarjax.tools.plan.programs import LargestShapes
 from oarjax.tools.plan.sums import count
 
 LOOP = (ROOT / "tests" / "golden" / "hlo" / "loop.txt").read_text()
@@ -104,7 +104,7 @@ def test_gradients_of_experts_stop_at_the_last_group(monkeypatch):
     outer = jax.jit(lambda x, y, sizes: grouped_dot.grouped_outer(x, y, sizes, dtype=jnp.float32))
     text = outer.lower(pair, pair, jax.ShapeDtypeStruct((held,), jnp.int32)).compile().as_text()
     model = replace(tiny.model(), experts=Experts(experts, per_token=2, normalised=True))
-    found = count(text, Shapes(1, 1, 4, 8, 1, 1), CreditSettings(), model)
+    found = count(text, LargestShapes(1, 1, 4, 8, 1, 1), CreditSettings(), model)
     # A quarter of the rows in four groups: 2.5 rows a group are two blocks.
     assert found.flops == held * 2 * (2 * 2 * 8 * 8)
 

@@ -15,7 +15,7 @@ import yaml
 from conftest import ROOT
 
 from oarjax.config.loading import parse_config
-from oarjax.costs import Row, clean_flops, masked_flops
+from oarjax.costs import RowTokens, clean_flops, masked_flops
 from oarjax.data.hf_files import CheckpointError
 from oarjax.errors import ConfigError
 from oarjax.models.qwen_config import QwenConfig
@@ -165,7 +165,7 @@ def test_a_run_that_scores_and_updates_in_one_pass_is_planned_so():
     model = QwenConfig.from_hf(PUBLISHED["Qwen/Qwen2.5-7B"])
     score, update, fused = (model_flops(name, model, one_pass) for name in ("score", "update", "fused"))
     s = shapes_of(one_pass)
-    clean = s.rows * clean_flops(decoder_of(model), Row(s.prompt, s.completion))
+    clean = s.rows * clean_flops(decoder_of(model), RowTokens(s.prompt, s.completion))
     assert score + update - fused == pytest.approx(clean)  # the update's forward is the clean pass
 
 
@@ -352,7 +352,7 @@ def test_a_small_run_is_compiled_for_a_tpu(tmp_path, libtpu):
     assert all(p["seconds_expected"] > p["seconds_together"] for p in found["phases"])
     assert masked["method"] == "oar_p"
     # The method asks for each suffix from its own token on; one bucket computes all of them from the first.
-    row, sizes = Row(128, 128, 128 - ANSWER), decoder_of(QwenConfig.from_hf(TINY))
+    row, sizes = RowTokens(128, 128, 128 - ANSWER), decoder_of(QwenConfig.from_hf(TINY))
     asked, done = (masked_flops(sizes, row, share=1.0, buckets=buckets) for buckets in (None, 1))
     assert 0.5 < masked["share"] * done / asked <= 1.05
     assert sample["hbm"]["total"] < update["hbm"]["total"] < GIB

@@ -2,7 +2,7 @@
 
 import pytest
 
-from oarjax.costs import Row
+from oarjax.costs import RowTokens
 from oarjax.models.decoder import Decoder
 from oarjax.system.chips import CHIPS, Chip
 from oarjax.tools.plan.roofline import (
@@ -18,7 +18,7 @@ from oarjax.tools.plan.roofline import (
 
 CHIP = Chip("round", flops=1e3, bandwidth=1e2, link=1e1, memory=1e9)
 D = Decoder(layers=2, trunk_params=1000.0, head_params=100.0, heads_width=8, kv_width=4)
-R = Row(prompt=4, completion=8)
+R = RowTokens(prompt=4, completion=8)
 
 
 def test_times_in_turn_and_together():

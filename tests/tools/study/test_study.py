@@ -32,7 +32,7 @@ from oarjax.tools.study.config import load_study, make_plan
 from oarjax.tools.study.jobs import Job, run_jobs, share_out
 from oarjax.tools.study.page import PageError, markdown, paste
 from oarjax.tools.study.results import area_under, area_until, choices, collect, measure, plan_so_far, seed_difference
-from oarjax.tools.study.worker import Graders, Programs, attempt
+from oarjax.tools.study.worker import Graders, LentPrograms, attempt
 
 # Differences, areas
 
@@ -538,7 +538,7 @@ def test_a_killed_study_leaves_no_run_behind_and_goes_on(file, tmp_path):
 def test_runs_of_one_arm_share_their_programs(file, tmp_path):
     jobs = {job.name: dict(job.task) for job in command.tasks(make_plan(load_study(file)))}
     with ExitStack() as stack:
-        graders, programs = Graders(stack), Programs()
+        graders, programs = Graders(stack), LentPrograms()
 
         def lines(name: str) -> list[dict]:
             assert attempt(jobs[name], graders, programs) is None
@@ -576,7 +576,7 @@ def test_programs_are_shared_by_the_same_model_and_code_alone(tmp_path):
         programs.lend(run)
         return run.steps
 
-    programs = Programs()
+    programs = LentPrograms()
     first = lent()
     assert lent(run_dir="b", seed=7) is first
     second = lent(replace(small, num_hidden_layers=small.num_hidden_layers + 1))
