@@ -160,14 +160,14 @@ def check_target(text: str, overrides: Sequence[str] | None = None) -> None:
     check_fields(overrides or [])
 
 
-def print_version(wanted: bool) -> bool:
-    """Print the versions of oarjax, Python and JAX and end, if ``wanted``; imports none of them. Returns ``wanted``."""
-    if wanted:
+def print_version(requested: bool) -> bool:
+    """Print the versions of oarjax, Python and JAX and end, if ``requested``; imports none of them."""
+    if requested:
         installed = {name: version(name) for name in ("oarjax", "jax", "flax", "transformers")}
         python = f"python {sys.version.split()[0]}"
         typer.echo(", ".join([*(f"{name} {number}" for name, number in installed.items()), python]))
         raise typer.Exit
-    return wanted
+    return requested
 
 
 Version = Annotated[

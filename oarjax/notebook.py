@@ -192,14 +192,14 @@ def show_credit(result: LabResult, *, methods: Sequence[str] = (), count: int = 
     Raises:
         ValueError: the lab has not measured a method.
     """
-    known = [m.name for m in result.methods]
-    unknown = [name for name in methods if name not in known]
+    names = [m.name for m in result.methods]
+    unknown = [name for name in methods if name not in names]
     if unknown:
-        raise ValueError(f"show_credit: expected methods among {', '.join(known)}, got {', '.join(unknown)}")
+        raise ValueError(f"show_credit: expected methods among {', '.join(names)}, got {', '.join(unknown)}")
     views = []
     for c in result.completions[:count]:
         title = f"{c.prompt}   reward {short(c.reward)}"
-        chosen = {name: c.weights[name] for name in methods or known}
+        chosen = {name: c.weights[name] for name in methods or names}
         views.append(_view(title, c.tokens, chosen, c.is_reasoning, c.is_answer))
     return _shown(views=views, scale=colour_scale())
 

@@ -41,9 +41,9 @@ class Interval:
 
 def mean_score(scores: Float[np.ndarray, "P n"]) -> Float[np.ndarray, "P"]:
     """Average each problem's graded samples; NaN without any. The mean over problems is avg@n."""
-    known = np.isfinite(scores)
-    count = known.sum(1)
-    return np.where(count > 0, np.where(known, scores, 0).sum(1) / np.maximum(count, 1), np.nan)
+    graded = np.isfinite(scores)
+    count = graded.sum(1)
+    return np.where(count > 0, np.where(graded, scores, 0).sum(1) / np.maximum(count, 1), np.nan)
 
 
 def pass_at_k(correct: Float[np.ndarray, "P n"], *, k: int) -> Float[np.ndarray, "P"]:
@@ -60,8 +60,8 @@ def pass_at_k(correct: Float[np.ndarray, "P n"], *, k: int) -> Float[np.ndarray,
     """
     if not 1 <= k <= correct.shape[1]:
         raise ValueError(f"pass_at_k: expected k within 1..{correct.shape[1]}, the samples of a problem, got {k}")
-    known = np.isfinite(correct)
-    n, c = known.sum(1), np.nansum(correct, 1)
+    graded = np.isfinite(correct)
+    n, c = graded.sum(1), np.nansum(correct, 1)
     i = np.arange(1, correct.shape[1] + 1)
     factors = (i > (n - c)[:, None]) & (i <= n[:, None])
     all_wrong = np.prod(np.where(factors, np.maximum(1 - k / i, 0), 1.0), axis=1)
@@ -96,8 +96,8 @@ def majority_correct(answers: Int[np.ndarray, "P n"], correct: Float[np.ndarray,
             continue
         values, first, counts = np.unique(valid, return_index=True, return_counts=True)
         winner = values[np.lexsort((first, -counts))[0]]
-        known = right[(votes == winner) & np.isfinite(right)]
-        verdicts[p] = known[0] if len(known) else np.nan
+        grades = right[(votes == winner) & np.isfinite(right)]
+        verdicts[p] = grades[0] if len(grades) else np.nan
     return verdicts
 
 
@@ -111,15 +111,15 @@ def mean_interval(values: Float[np.ndarray, "P"], *, quantile: Literal["student"
         quantile: q is Student's t(0.975, P - 1), exact for normal values, or the normal z that it approaches (z is
             smaller by .3% at 300 values, by 19% at 6).
     """
-    known = values[np.isfinite(values)]
-    n = len(known)
+    draws = values[np.isfinite(values)]
+    n = len(draws)
     if n == 0:
         return Interval(math.nan, math.nan, math.nan, 0)
-    mean = math.fsum(known) / n
+    mean = math.fsum(draws) / n
     if n == 1:
         return Interval(mean, math.nan, math.nan, 1)
     q = Z95 if quantile == "normal" else float(stdtrit(n - 1, (1 + LEVEL) / 2))
-    half = q * float(known.std(ddof=1)) / math.sqrt(n)
+    half = q * float(draws.std(ddof=1)) / math.sqrt(n)
     return Interval(mean, mean - half, mean + half, n)
 
 
@@ -176,14 +176,14 @@ def clustered_share_interval(scores: Float[np.ndarray, "P n"]) -> Interval:
     Raises:
         ValueError: a score is not within 0..1.
     """
-    known = ~np.isnan(scores)
-    if not known.any():
+    graded = ~np.isnan(scores)
+    if not graded.any():
         return Interval(math.nan, math.nan, math.nan, 0)
-    by_problem = mean_score(scores[known.any(axis=1)])
+    by_problem = mean_score(scores[graded.any(axis=1)])
     share, problems = float(np.nanmean(scores)), len(by_problem)
     if share in (0.0, 1.0):
         return Interval(share, *wilson_interval(share, problems), problems)
-    variance, limit = float(np.var(by_problem)), float(known.sum())
+    variance, limit = float(np.var(by_problem)), float(graded.sum())
     count = limit if variance == 0 else min(problems * share * (1 - share) / variance, limit)
     return Interval(share, *wilson_interval(share, count), problems)
 
@@ -202,15 +202,15 @@ def bootstrap_interval(
             independent. None: each value has its own problem.
     """
     finite = np.isfinite(values)
-    known = np.asarray(values, np.float64)[finite]
-    if len(known) == 0:
+    draws = np.asarray(values, np.float64)[finite]
+    if len(draws) == 0:
         return Interval(math.nan, math.nan, math.nan, 0)
-    groups = np.arange(len(known)) if problems is None else np.unique(problems[finite], return_inverse=True)[1]
-    sums, counts = np.bincount(groups, known), np.bincount(groups)
-    mean, n = float(known.mean()), len(counts)
+    groups = np.arange(len(draws)) if problems is None else np.unique(problems[finite], return_inverse=True)[1]
+    sums, counts = np.bincount(groups, draws), np.bincount(groups)
+    mean, n = float(draws.mean()), len(counts)
     if n == 1:
         return Interval(mean, math.nan, math.nan, 1)
-    if np.ptp(known) == 0:
+    if np.ptp(draws) == 0:
         return Interval(mean, mean, mean, n)
     drawn = np.random.default_rng(seed).integers(0, n, (resamples, n))
     means = sums[drawn].sum(1) / counts[drawn].sum(1)

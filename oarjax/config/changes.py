@@ -50,14 +50,14 @@ def explain(error: Any, root: type[Any]) -> str:
         section: Any = root
         for part in error["loc"][:-1]:
             section = section_of(section, str(part))
-        known = sorted(fields_of(section))
-        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
+        accepted = sorted(fields_of(section))
+        near = difflib.get_close_matches(str(error["loc"][-1]), accepted, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         if (ours := NAMES.get(str(error["loc"][-1]))) is not None:
             hint = f" (here it is {ours})"
         if ":" in str(error["loc"][-1]):
             hint = " (in YAML a space must follow the colon)"
-        return f"  {path}: no such field{hint}; accepted: {', '.join(known)}"
+        return f"  {path}: no such field{hint}; accepted: {', '.join(accepted)}"
     if error["type"] == "missing":
         return f"  {path}: required and missing"
     if error["type"] == "value_error":

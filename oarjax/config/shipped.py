@@ -26,8 +26,12 @@ def shipped_config(path: Path) -> Path:
     if inside and name in shipped:
         return shipped[name]
     if path.is_dir():
-        own = path / "config.yaml"
-        hint = f"a run's own config is {own}" if own.is_file() else "expected a YAML file or the name of a shipped one"
+        config = path / "config.yaml"
+        hint = (
+            f"a run's own config is {config}"
+            if config.is_file()
+            else "expected a YAML file or the name of a shipped one"
+        )
         raise ConfigError(f"config {path}: a folder; {hint}")
     nearest = difflib.get_close_matches(name, shipped, n=1)
     hint = f"did you mean {nearest[0]}? " if nearest else ""

@@ -265,23 +265,23 @@ def resolve_method(
     return ResolvedMethod(method, settings, built_in(name), probe)
 
 
-def check_method(method: CreditMethod, *, place: str) -> None:
+def check_method(method: CreditMethod, *, field: str) -> None:
     """Reject a custom method with an unknown signal, kind or score.
 
     Raises:
-        ConfigError: naming ``place``.
+        ConfigError: naming ``field``.
     """
     if unknown := set(method.needs) - set(SIGNALS):
         raise ConfigError(
-            f"{place}: unknown needs {', '.join(map(repr, sorted(unknown)))}; expected some of {', '.join(SIGNALS)}"
+            f"{field}: unknown needs {', '.join(map(repr, sorted(unknown)))}; expected some of {', '.join(SIGNALS)}"
         )
     if method.kind not in KINDS:
-        raise ConfigError(f"{place}: kind {method.kind!r}; expected one of {', '.join(KINDS)}")
+        raise ConfigError(f"{field}: kind {method.kind!r}; expected one of {', '.join(KINDS)}")
     score, scored = method.score, choices("score")
     if isinstance(score, str) and score not in scored:
-        raise ConfigError(f"{place}: score {score!r}; expected {', '.join(scored)} or a function")
+        raise ConfigError(f"{field}: score {score!r}; expected {', '.join(scored)} or a function")
     if "importance" in method.needs and score is None:
-        raise ConfigError(f"{place}: needs importance and has no score; expected {', '.join(scored)} or a function")
+        raise ConfigError(f"{field}: needs importance and has no score; expected {', '.join(scored)} or a function")
 
 
 def credit_metrics(w: Float[Array, "B T"], span: AnswerSpan, completion: Bool[Array, "B T"]) -> dict[str, Mean]:

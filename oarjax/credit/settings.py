@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from oarjax.credit.accepted import MethodName, NotEmpty, Preset, Word, setting
 from oarjax.credit.record import CUSTOM
-from oarjax.credit.registry import shelf
+from oarjax.credit.registry import label, shelf
 from oarjax.rl.ranges import Count, Positive, Range, Rate, Share
 
 
@@ -307,6 +307,11 @@ class CreditSettings(Settings):
     probe: ProbeSettings = ProbeSettings()
     gate: Annotated[GateSettings, Preset(GATE_PRESETS)] = GateSettings()
     answer: AnswerSettings = AnswerSettings()
+
+    @property
+    def label(self) -> str:
+        """Return the method's name in tables, curves and reports."""
+        return label(self.method, self.permuted_of, self.function)
 
     @property
     def labels_tokens(self) -> bool:

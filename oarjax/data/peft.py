@@ -94,10 +94,10 @@ def write_adapters(folder: Path, cfg: QwenConfig, params: Params, *, alpha: floa
         a, b = (np.asarray(node[name], np.float32) for name in ("lora_a", "lora_b"))
         targets.add(_module(weight))
         ranks.add(a.shape[-1])
-        for place, name in zip(np.ndindex(weight.stack), weight.names, strict=True):
+        for index, name in zip(np.ndindex(weight.stack), weight.names, strict=True):
             stem = PREFIX + name.removesuffix(".weight")
-            tensors[f"{stem}.lora_A.weight"] = np.ascontiguousarray(a[place].T)
-            tensors[f"{stem}.lora_B.weight"] = np.ascontiguousarray(b[place].T)
+            tensors[f"{stem}.lora_A.weight"] = np.ascontiguousarray(a[index].T)
+            tensors[f"{stem}.lora_B.weight"] = np.ascontiguousarray(b[index].T)
     if not tensors:
         raise CheckpointError(f"{folder}: this policy has no adapters; train with lora.rank, or export whole weights")
     shared = ("bias", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out")

@@ -34,14 +34,14 @@ class TextError(TokenizerError):
 
 
 @contextlib.contextmanager
-def errors_at(place: str) -> Iterator[None]:
+def errors_at(location: str) -> Iterator[None]:
     """Put a text's place, such as a line of a file, before the messages of its errors; "" adds nothing."""
     try:
         yield
     except TextError as error:
-        if not place:
+        if not location:
             raise
-        raise TextError(f"{place}: {error}") from None
+        raise TextError(f"{location}: {error}") from None
 
 
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
@@ -104,13 +104,13 @@ def stop_ids(folder: Path | str, tokenizer: PreTrainedTokenizerFast) -> tuple[in
     return tuple(sorted(stops))
 
 
-def _known_ids(declared: Any, known: set[int], path: Path) -> set[int]:
+def _known_ids(declared: Any, vocabulary: set[int], path: Path) -> set[int]:
     ids = declared if isinstance(declared, list) else [declared]
-    unknown = [i for i in ids if isinstance(i, bool) or not isinstance(i, int) or i not in known]
+    unknown = [i for i in ids if isinstance(i, bool) or not isinstance(i, int) or i not in vocabulary]
     if unknown:
         raise TokenizerError(
-            f"{path}: eos_token_id: expected ids of the tokenizer beside it (up to {max(known)}), got {unknown[0]!r}; "
-            "fetch the folder again"
+            f"{path}: eos_token_id: expected ids of the tokenizer beside it (up to {max(vocabulary)}), got "
+            f"{unknown[0]!r}; fetch the folder again"
         )
     return set(ids)
 
@@ -321,7 +321,7 @@ def _byte_alphabet() -> dict[str, int]:
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     letters = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in set(printable))
-    return letters | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return letters | {chr(256 + number): byte for number, byte in enumerate(others)}
 
 
 def _short(text: str) -> str:

@@ -163,10 +163,10 @@ def _read_name(text: str) -> Asked:
         )
     if source.endswith((".jsonl", ".parquet")) and not Path(source).expanduser().is_file():
         raise ConfigError(f"--data: no file {source}; give the path of an existing .jsonl or .parquet file")
-    known = BENCHMARKS[name] if sep else Benchmark({})
+    benchmark = BENCHMARKS[name] if sep else Benchmark({})
     return Asked(
         name if sep else Path(source).stem,
-        Benchmark({"source": source}, max_new=known.max_new, settings=known.settings, prompt=known.prompt),
+        Benchmark({"source": source}, max_new=benchmark.max_new, settings=benchmark.settings, prompt=benchmark.prompt),
     )
 
 

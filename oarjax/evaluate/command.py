@@ -6,14 +6,16 @@ import hashlib
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from functools import reduce
 from importlib.metadata import version
+from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
 
-from oarjax.config.schema import Config
+from oarjax.config.learning import GradingConfig
 from oarjax.config.section import flatten
 from oarjax.data.streams import Encoded
 from oarjax.errors import ConfigError
@@ -129,7 +131,8 @@ def run(
         for part in parts:
             records, cfg = evaluate_part(part, params, samples), part.run.cfg
             if samples is not None:
-                figures = benchmark_result(with_votes(records, cfg), samples=cfg.eval.samples)
+                count = cfg.eval.samples
+                figures = benchmark_result(with_votes(records, cfg.grading, samples=count), samples=count)
                 result["benchmarks"][part.name] |= figures
     if first.first:
         text = to_json(result, indent=1)
@@ -151,11 +154,12 @@ def run_compare(ours: Path, theirs: Path, *, as_json: bool) -> None:
         print_comparison(make_console(), found)
 
 
-def with_votes(records: list[dict[str, Any]], cfg: Config) -> list[dict[str, Any]]:
+def with_votes(records: list[dict[str, Any]], grading: GradingConfig, *, samples: int) -> list[dict[str, Any]]:
     """Return samples in order, with the number of each one's answer among those of its problem."""
-    rows, n = sorted(records, key=lambda r: (r["problem"], r["sample"])), cfg.eval.samples
-    answers = [[r["answer"] for r in rows[at : at + n]] for at in range(0, len(rows), n)]
-    votes = number_votes(answers, np.asarray([number(r["score"]) for r in rows], float).reshape(-1, n), cfg)
+    rows = sorted(records, key=lambda r: (r["problem"], r["sample"]))
+    answers = [[r["answer"] for r in rows[at : at + samples]] for at in range(0, len(rows), samples)]
+    scores = np.asarray([number(r["score"]) for r in rows], float).reshape(-1, samples)
+    votes = number_votes(answers, scores, grading)
     return [r | {"vote": int(vote)} for r, vote in zip(rows, votes.ravel())]
 
 
@@ -184,8 +188,8 @@ def evaluate_part(part: Part, params: Params, samples: SampleLines | None) -> li
             if samples is not None:
                 samples.write(drawn)
             records += drawn
-            known = [r["score"] for r in records if r["score"] is not None]
-            shown = {"score": sum(known) / max(len(known), 1)}
+            scores = [r["score"] for r in records if r["score"] is not None]
+            shown = {"score": sum(scores) / max(len(scores), 1)}
             shown["length"] = sum(r["tokens"] for r in records) / len(records)
             progress.update(len(records) // count, shown)
     return records
@@ -258,7 +262,7 @@ def _identity(target: Target, parts: Sequence[Part]) -> dict[str, Any]:
                 "columns": _digest([p.columns for p in part.encoded.problems]),
                 "left_out": part.encoded.dropped,
                 "prompt": part.prompt,
-                "settings": _settings(part.run.cfg),
+                "settings": _settings(part.run.cfg.model_dump(mode="json")),
                 "number": number,
                 "plugins": setup_of({}, part.run.cfg.grading.plugins),
             }
@@ -267,15 +271,8 @@ def _identity(target: Target, parts: Sequence[Part]) -> dict[str, Any]:
     }
 
 
-def _settings(cfg: Config) -> dict[str, Any]:
-    tree = cfg.model_dump(mode="json")
-    out = {}
-    for name in SETTINGS:
-        value: Any = tree
-        for part in name.split("."):
-            value = value[part]
-        out[name] = value
-    return out
+def _settings(tree: dict[str, Any]) -> dict[str, Any]:
+    return {name: reduce(getitem, name.split("."), tree) for name in SETTINGS}
 
 
 def _digest(rows: list[Any]) -> str:
@@ -289,9 +286,9 @@ def _claim(folder: Path, identity: dict[str, Any]) -> None:
         ConfigError: it holds another one; names what differs.
         StorageError: it cannot be read.
     """
-    known = folder / "evaluation.json"
-    if exists(known):
-        was, now = flatten(_claimed(known)), flatten(identity)
+    identity_file = folder / "evaluation.json"
+    if exists(identity_file):
+        was, now = flatten(_claimed(identity_file)), flatten(identity)
         differ = [name for name in sorted(was | now) if was.get(name) != now.get(name)]
         if differ:
             resume = "" if "policy.weights" in differ else ", or the command that it was started with to resume it"
@@ -300,10 +297,10 @@ def _claim(folder: Path, identity: dict[str, Any]) -> None:
             )
     elif exists(folder / "samples.jsonl"):
         raise ConfigError(f"--out: {folder} holds samples of another evaluation; give another --out")
-    write_durably(known, json.dumps(identity, indent=1))
+    write_durably(identity_file, json.dumps(identity, indent=1))
 
 
-def _claimed(known: Path) -> dict[str, Any]:
+def _claimed(path: Path) -> dict[str, Any]:
     """Read which evaluation a folder belongs to.
 
     Raises:
@@ -311,14 +308,14 @@ def _claimed(known: Path) -> dict[str, Any]:
         StorageError: it cannot be read.
     """
     try:
-        tree = json.loads(known.read_text(encoding="utf-8"))
+        tree = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(tree, dict):
             raise ValueError(f"expected an object, got {type(tree).__name__}")
     except OSError as error:
-        raise cannot_read(known, error) from error
+        raise cannot_read(path, error) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"--out: {known} is damaged or belongs to no evaluation ({error}); give another --out"
+            f"--out: {path} is damaged or belongs to no evaluation ({error}); give another --out"
         ) from None
     return tree
 

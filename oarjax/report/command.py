@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from oarjax.config.schema import Config
-from oarjax.credit.registry import label
 from oarjax.errors import ConfigError
 from oarjax.report.files import make_console, read_completions, read_metrics
 from oarjax.report.groups import read_shown
@@ -43,7 +42,7 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
             out,
             title=folder.absolute().name,
             summary=read_summary(summary) if summary.is_file() else [],
-            method=method_label(cfg),
+            method=cfg.credit.label,
             records=read_metrics(folder / "metrics.jsonl"),
             completions=read_completions(folder / "completions.jsonl"),
             groups=read_shown(folder),
@@ -51,11 +50,6 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
             facts=_facts(folder) | ({"compare with GRPO": compare} if compare else {}),
         )
     return out
-
-
-def method_label(cfg: Config) -> str:
-    """Return the name that reports show for a run's credit method."""
-    return label(cfg.credit.method, cfg.credit.permuted_of, cfg.credit.function)
 
 
 def compare_command(folder: Path, cfg: Config) -> str | None:

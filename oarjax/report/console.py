@@ -23,7 +23,6 @@ from rich.text import Text
 
 from oarjax.config.schema import Config
 from oarjax.credit.record import MEASURES
-from oarjax.credit.registry import label
 from oarjax.report.files import Metrics, make_console, short, visible
 from oarjax.storage.stop import Stop, Stopped
 
@@ -109,8 +108,8 @@ class Progress:
     ):
         self._lines, self._stop = list[Text](), stop
         self.console = make_console() if console is None else console
-        known = baseline if baseline is not None and math.isfinite(baseline) else None
-        self._compiles, self._baseline, self._latest = compiles, known, None
+        start_value = baseline if baseline is not None and math.isfinite(baseline) else None
+        self._compiles, self._baseline, self._latest = compiles, start_value, None
         self._total, self._label, self._every, self._updates = total, label, every, 0
         self._bar = Bar(
             TextColumn("{task.description}"),
@@ -154,8 +153,8 @@ class Progress:
     def _value(self, name: str, label: str, metrics: Metrics) -> str | None:
         """Format a metric with its label; held-out pass@1 as "45.6% to 73.6%", from the start's to the latest."""
         if name == "pass_at_1":
-            known = [f"{share:.1%}" for share in (self._baseline, self._latest) if share is not None]
-            return f"{label} {' to '.join(known)}" if known else None
+            shares = [f"{share:.1%}" for share in (self._baseline, self._latest) if share is not None]
+            return f"{label} {' to '.join(shares)}" if shares else None
         if name not in metrics:
             return None
         value = float(metrics[name])
@@ -405,7 +404,7 @@ def banner(console: Console, facts: Mapping[str, object]) -> None:
 def run_lines(cfg: Config, facts: Mapping[str, object]) -> dict[str, str]:
     """Describe a run in at most twelve lines, from its config and ``Run.facts``; every field is in its config.yaml."""
     roll, loss, optim = cfg.rollout, cfg.loss, cfg.optim
-    method = label(cfg.credit.method, cfg.credit.permuted_of, cfg.credit.function)
+    method = cfg.credit.label
     rewards = [r.name if r.weight == 1 else f"{r.weight:g} x {r.name}" for r in cfg.grading.rewards]
     updates = cfg.update.epochs * cfg.update.minibatches
     kl = f", KL {loss.kl_beta:g}" if loss.kl_beta else ""

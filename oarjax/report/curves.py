@@ -41,8 +41,8 @@ def points(records: Sequence[Record], metric: str, *, first: int = 0) -> list[tu
 def drawn_panels(runs: Mapping[str, Sequence[Record]]) -> list[Panel]:
     """Select the panels for which a run has values; of several rewards each has one, after that of their sum."""
     names = sorted({name for records in runs.values() for r in records for name in r if name.startswith("reward/")})
-    own = [Panel(name, f"mean of reward {name.removeprefix('reward/')}") for name in names if len(names) > 1]
-    panels = [*PANELS[:1], *own, *PANELS[1:]]
+    reward_panels = [Panel(name, f"mean of reward {name.removeprefix('reward/')}") for name in names if len(names) > 1]
+    panels = [*PANELS[:1], *reward_panels, *PANELS[1:]]
     return [p for p in panels if any(points(records, p.metric, first=p.first) for records in runs.values())]
 
 

@@ -237,9 +237,10 @@ def _tiles(summary: Sequence[SummaryRow]) -> list[tuple[str, str, str]]:
 
 def _tiles_so_far(records: Sequence[Record]) -> list[tuple[str, str, str]]:
     """Return tiles for the evaluations of a run before it has finished: the start's and the latest."""
-    known = points(records, "pass_at_1")
-    tiles = [("start", f"{100 * y:.1f}%", "held-out pass@1 before") for _, y in known[:1]]
-    return tiles + [("so far", f"{100 * y:.1f}%", f"held-out pass@1, iteration {x:.0f}") for x, y in known[1:][-1:]]
+    evaluations = points(records, "pass_at_1")
+    tiles = [("start", f"{100 * y:.1f}%", "held-out pass@1 before") for _, y in evaluations[:1]]
+    latest = evaluations[1:][-1:]
+    return tiles + [("so far", f"{100 * y:.1f}%", f"held-out pass@1, iteration {x:.0f}") for x, y in latest]
 
 
 def chart(panel: Panel, runs: Mapping[str, Sequence[Record]]) -> Chart:

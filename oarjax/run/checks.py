@@ -53,11 +53,11 @@ def check_report(report: ReportConfig) -> None:
     rest = ", ".join(name for name in report.to if name not in PACKAGES)
     for name, (package, extra) in PACKAGES.items():
         needs[package] = ("report.to", f"[{rest}]", extra, name in report.to)
-    for package, (field, instead, extra, wanted) in needs.items():
-        if wanted and find_spec(package) is None:
+    for package, (field, replacement, extra, requested) in needs.items():
+        if requested and find_spec(package) is None:
             raise ConfigError(
                 f'{field}: needs {package}, which is not installed; pip install "oarjax[{extra}]", or set '
-                f"{field}={instead}"
+                f"{field}={replacement}"
             )
 
 

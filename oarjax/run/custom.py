@@ -39,17 +39,17 @@ def find_probe(credit: CreditSettings) -> Probe | None:
     Raises:
         ConfigError: it cannot be imported, is not a Probe, or has an unknown kind.
     """
-    place = credit.probe.function
-    if place is None:
+    name = credit.probe.function
+    if name is None:
         return None
     try:
-        probe = import_object(place, field="credit.probe.function", expected=Probe)
+        probe = import_object(name, field="credit.probe.function", expected=Probe)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if probe.kind not in ("distribution", "scalar") or probe.reads not in ("answer", "completion"):
         raise ConfigError(
             "credit.probe.function: expected kind distribution or scalar and reads answer or completion, got "
-            f"{place} with kind {probe.kind!r} and reads {probe.reads!r}"
+            f"{name} with kind {probe.kind!r} and reads {probe.reads!r}"
         )
     return probe
 
@@ -60,14 +60,14 @@ def find_method(credit: CreditSettings) -> CreditMethod | None:
     Raises:
         ConfigError: it cannot be imported, is not a CreditMethod, or needs an unknown signal.
     """
-    place = credit.function
-    if credit.method != CUSTOM or place is None:
+    name = credit.function
+    if credit.method != CUSTOM or name is None:
         return None
     try:
-        method = import_object(place, field="credit.function", expected=CreditMethod)
+        method = import_object(name, field="credit.function", expected=CreditMethod)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    check_method(method, place=f"credit.function: {place}")
+    check_method(method, field=f"credit.function: {name}")
     return method
 
 
@@ -98,16 +98,16 @@ def find_advantages(advantage: AdvantageConfig) -> AdvantageFunction | None:
     return _find_function(advantage.function, "advantage.function")
 
 
-def _find_function(place: str | None, field: str) -> Any:
-    if place is None:
+def _find_function(name: str | None, field: str) -> Any:
+    if name is None:
         return None
     try:
-        function: Any = import_object(place, field=field, expected=object)
+        function: Any = import_object(name, field=field, expected=object)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if callable(function):
         return function
-    raise ConfigError(f"{field}: expected a function, got {place} of type {type(function).__name__}")
+    raise ConfigError(f"{field}: expected a function, got {name} of type {type(function).__name__}")
 
 
 def check_credit(
@@ -124,14 +124,14 @@ def check_credit(
         raise ConfigError(f"credit.masking.mask_id: expected a token id below {model.vocab_size}, got {mask_id}")
     credit.scorer(policy, temperature=1.0, pad_id=pad_id)
     if probe is not None:
-        check_probe(probe, policy, model, place=f"credit.probe.function: {settings.probe.function}")
+        check_probe(probe, policy, model, field=f"credit.probe.function: {settings.probe.function}")
     weigh = credit.weigher(keyword_table=keyword_table)
     if settings.method == CUSTOM:
         check_weights(weigh, credit.method, place=f"credit.function: {settings.function}")
         check_reweighing(credit.method, Context(settings), place=f"credit.function: {settings.function}")
 
 
-def check_probe(probe: Probe, policy: Policy, model: QwenConfig, *, place: str) -> None:
+def check_probe(probe: Probe, policy: Policy, model: QwenConfig, *, field: str) -> None:
     """Trace a custom probe and check the shape of its result; compute nothing.
 
     Raises:
@@ -145,29 +145,29 @@ def check_probe(probe: Probe, policy: Policy, model: QwenConfig, *, place: str) 
         result = jax.eval_shape(partial(probe.read, policy), params, hidden, Reading(tokens, mask, mask))
     except Exception as error:
         raise ConfigError(
-            f"{place} fails on hidden states {hidden.shape}: {type(error).__name__}: {error}; for kind {probe.kind} "
+            f"{field} fails on hidden states {hidden.shape}: {type(error).__name__}: {error}; for kind {probe.kind} "
             f"it must return {expected}"
         ) from error
     shape = getattr(result, "shape", None)
     if shape is None or shape[:1] != (ROWS,) or len(shape) != rank:
         raise ConfigError(
-            f"{place}: expected {expected} for hidden states {hidden.shape} and kind {probe.kind}, got "
+            f"{field}: expected {expected} for hidden states {hidden.shape} and kind {probe.kind}, got "
             f"{shape or type(result).__name__}"
         )
 
 
-def check_weights(weigh: TokenCredit, method: CreditMethod, *, place: str) -> None:
+def check_weights(weigh: TokenCredit, method: CreditMethod, *, field: str) -> None:
     """Trace a custom credit method, then call it once on random numbers: one weight per token, finite and at least 0.
 
     Raises:
         ConfigError: the method raised an error, or returned anything else.
     """
     inputs = random_inputs(method.needs)
-    weights = _traced(weigh, place, f"token weights [{ROWS}, {LENGTH}]", jax.tree.map(_spec_of, inputs))
+    weights = _traced(weigh, field, f"token weights [{ROWS}, {LENGTH}]", jax.tree.map(_spec_of, inputs))
     shape, dtype = getattr(weights, "shape", None), getattr(weights, "dtype", jnp.int32)
     if shape != (ROWS, LENGTH) or not jnp.issubdtype(dtype, jnp.floating):
         raise ConfigError(
-            f"{place}: expected one weight per token, floats [{ROWS}, {LENGTH}], for completions [{ROWS}, {LENGTH}], "
+            f"{field}: expected one weight per token, floats [{ROWS}, {LENGTH}], for completions [{ROWS}, {LENGTH}], "
             f"got {_shapes(weights)}"
         )
     _check_values(jax.jit(weigh)(inputs), inputs.completion, place, positive=method.kind == "weights")
@@ -217,7 +217,7 @@ def _check_values(returned: Array, completion: Array, place: str, *, positive: b
             expected = "weights that are finite and at least 0"
             remedy = "clip them with jnp.maximum, or return the tokens' advantages and set kind='advantages'"
         raise ConfigError(
-            f"{place}: expected {expected}, got {wrong[0]:.4g} on random numbers, at {len(wrong)} of {len(values)} "
+            f"{field}: expected {expected}, got {wrong[0]:.4g} on random numbers, at {len(wrong)} of {len(values)} "
             f"tokens; {remedy}"
         )
 
@@ -229,12 +229,12 @@ def random_inputs(needs: Sequence[str]) -> CreditInputs:
     def floats(low: int, high: int, *more: int) -> Array:
         return jnp.asarray(draw.uniform(low, high, (ROWS, LENGTH, *more)), jnp.float32)
 
-    place = np.broadcast_to(np.arange(LENGTH), (ROWS, LENGTH))
-    turns = place // 3 + 1
+    positions = np.broadcast_to(np.arange(LENGTH), (ROWS, LENGTH))
+    turns = positions // 3 + 1
     entropies, logps = floats(0, 3), floats(-3, 0)
     lengths = np.array([LENGTH, LENGTH - 2])[:, None]  # the second row ends in padding
     signals: dict[str, Any] = {
-        "importance": floats(0, 2) * (place < lengths - 3),
+        "importance": floats(0, 2) * (positions < lengths - 3),
         "entropies": entropies,
         "tokens": jnp.asarray(draw.integers(0, 99, (ROWS, LENGTH)), jnp.int32),
         "groups": jnp.zeros(ROWS, jnp.int32),
@@ -251,37 +251,39 @@ def random_inputs(needs: Sequence[str]) -> CreditInputs:
     return CreditInputs(
         Signals(rows=jnp.arange(ROWS), **{name: signals[name] for name in needs if name in signals}),
         AnswerSpan(
-            reasoning=jnp.asarray(place < lengths - 3),
-            answer=jnp.asarray(place == lengths - 2),
+            reasoning=jnp.asarray(positions < lengths - 3),
+            answer=jnp.asarray(positions == lengths - 2),
             has_answer=jnp.ones(ROWS, bool),
         ),
         advantages=jnp.asarray([1.0, -1.0]),
-        completion=jnp.asarray(place < lengths),
+        completion=jnp.asarray(positions < lengths),
         key=jax.random.key(0),
     )
 
 
-def check_loss(loss: TokenLoss, cfg: Config) -> None:
+def check_loss(function: TokenLoss, loss: LossConfig, *, updates: int) -> None:
     """Trace a custom loss and check that it returns a sum and a count, and metrics of the same form.
+
+    ``updates`` is their number per rollout.
 
     Raises:
         ConfigError: the loss raised an error, or returned anything else.
     """
-    place, values = f"loss.function: {cfg.loss.function}", _spec(jnp.float32)
+    field, values = f"loss.function: {loss.function}", _spec(jnp.float32)
     batch = TrainBatch(
         tokens=_spec(jnp.int32, ROWS, 2 * LENGTH),
         valid=_spec(bool, ROWS, 2 * LENGTH),
         completion=_spec(bool),
         advantages=values,
-        old_logps=values if cfg.update.epochs * cfg.update.minibatches > 1 else None,
-        ref_logps=values if cfg.loss.kl_beta > 0 else None,
+        old_logps=values if updates > 1 else None,
+        ref_logps=values if loss.kl_beta > 0 else None,
         behaviour_logps=values,
     )
     expected = "(Mean(total, count), {name: Mean}) of scalars, see oarjax.aggregate"
-    result = _traced(loss, place, expected, values, values, batch)
+    result = _traced(function, field, expected, values, values, batch)
     means = [result[0], *result[1].values()] if _is_pair(result) else [None]
     if not all(isinstance(m, Mean) and m.total.shape == m.count.shape == () for m in means):
-        raise ConfigError(f"{place}: expected {expected}, got {_shapes(result)}")
+        raise ConfigError(f"{field}: expected {expected}, got {_shapes(result)}")
 
 
 def check_custom(cfg: Config) -> None:
@@ -290,8 +292,8 @@ def check_custom(cfg: Config) -> None:
     Raises:
         ConfigError: one cannot be imported, raised an error, or returned something else.
     """
-    if loss := find_loss(cfg.loss):
-        check_loss(loss, cfg)
+    if function := find_loss(cfg.loss):
+        check_loss(function, cfg.loss, updates=cfg.update.epochs * cfg.update.minibatches)
     if advantages := find_advantages(cfg.advantage):
         check_advantages(advantages, cfg.advantage, cfg.grading, group=cfg.rollout.group_size)
 
@@ -304,23 +306,23 @@ def check_advantages(
     Raises:
         ConfigError: they raised an error, or have another shape.
     """
-    place = f"advantage.function: {section.function}"
+    field = f"advantage.function: {section.function}"
     rewards, size = _spec(jnp.float32, 2 * group), f"[{2 * group}]"
     values = {r.name: rewards for r in grading.rewards}
     result = _traced(
-        lambda r, v: advantages(r, v, group), place, f"advantages {size}", rewards, values, on=f"rewards {size}"
+        lambda r, v: advantages(r, v, group), field, f"advantages {size}", rewards, values, on=f"rewards {size}"
     )
     shape, dtype = getattr(result, "shape", None), getattr(result, "dtype", jnp.int32)
     if shape != (2 * group,) or not jnp.issubdtype(dtype, jnp.floating):
         raise ConfigError(
-            f"{place} returns {_shapes(result)} for rewards {size}; expected one advantage per completion, "
+            f"{field} returns {_shapes(result)} for rewards {size}; expected one advantage per completion, "
             f"floats {size}"
         )
 
 
 def _traced(
     function: Callable[..., Any],
-    place: str,
+    field: str,
     expected: str,
     *args: Any,
     on: str = f"completions [{ROWS}, {LENGTH}]",
@@ -329,7 +331,7 @@ def _traced(
         return jax.eval_shape(function, *args)
     except Exception as error:
         raise ConfigError(
-            f"{place} fails on {on}: {type(error).__name__}: {error}; it must return {expected}"
+            f"{field} fails on {on}: {type(error).__name__}: {error}; it must return {expected}"
         ) from error
 
 

@@ -90,9 +90,9 @@ class RolloutGrading:
 
         The overlong penalty is subtracted from the rewards.
         """
-        known = [rows for rows, _ in self._submitted]
-        left = np.setdiff1d(self._share, np.concatenate(known)) if known else self._share
-        if len(left) or not known:
+        early_rows = [rows for rows, _ in self._submitted]
+        left = np.setdiff1d(self._share, np.concatenate(early_rows)) if early_rows else self._share
+        if len(left) or not early_rows:
             completion = np.asarray(rollout.completion)
             ids = np.asarray(rollout.tokens)[:, -completion.shape[1] :]
             self._submit(left, [ids[b][completion[b]].tolist() for b in left], np.asarray(rollout.ended)[left].tolist())

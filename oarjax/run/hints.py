@@ -31,15 +31,15 @@ def hints_of(run: Any, problems: Sequence[Problem] | None = None) -> Callable[[R
     marker = find_marker(run) if wants & OF_MARKS else None
     if marker is None and not wants & OF_TEACHER:
         return None
-    known = run.train.by_index if problems is None else dict(enumerate(problems))
-    prompts = teacher_prompts(run, list(known.values())) if wants & OF_TEACHER else []
-    numbered, width = dict(zip(known, prompts)), bucketed(prompts or [[]], run.cfg.rollout.prompt_bucket)
+    by_number = run.train.by_index if problems is None else dict(enumerate(problems))
+    prompts = teacher_prompts(run, list(by_number.values())) if wants & OF_TEACHER else []
+    numbered, width = dict(zip(by_number, prompts)), bucketed(prompts or [[]], run.cfg.rollout.prompt_bucket)
 
     def hints(rollout: Rollout, numbers: np.ndarray) -> Hints:
         rows = [int(p) for p in np.repeat(numbers, len(rollout.ended) // len(numbers))]
         out: dict[str, Any] = {}
         if marker is not None:
-            texts = [(known[p].prompt, known[p].reference) for p in rows]
+            texts = [(by_number[p].prompt, by_number[p].reference) for p in rows]
             out["marks"], out["turns"] = marked_tokens(run.table, rollout, texts, marker, name=run.cfg.credit.marks)
         if numbered:
             tokens, valid = left_pad([numbered[p] for p in rows], length=width, pad_id=run.pad_id)
@@ -55,19 +55,19 @@ def find_marker(run: Any) -> Callable[..., Any]:
     Raises:
         ConfigError: it is not set, or cannot be imported.
     """
-    place = run.cfg.credit.marks
-    if place is None:
+    name = run.cfg.credit.marks
+    if name is None:
         raise ConfigError(
             f"credit.marks: credit.method {run.cfg.credit.method} reads marks on completions; set file.py:name of a "
             "function (prompt, completion, reference) -> list of (start, end, value), as in "
             "docs/examples/custom_marks.py"
         )
     try:
-        function: Any = import_object(place, field="credit.marks", expected=object)
+        function: Any = import_object(name, field="credit.marks", expected=object)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if not callable(function):
-        raise ConfigError(f"credit.marks: {place} is a {type(function).__name__}; expected a function")
+        raise ConfigError(f"credit.marks: {name} is a {type(function).__name__}; expected a function")
     return function
 
 

@@ -35,16 +35,16 @@ def check_inputs(run: Run, folder: Path | None = None) -> Differences:
         DamagedError, StorageError: inputs.json or a file of the policy cannot be read.
     """
     folder = folder or run.folder
-    known = read_inputs(folder)
-    now, files = _inputs(run, known.files if known else {})
+    recorded = read_inputs(folder)
+    now, files = _inputs(run, recorded.files if recorded else {})
     return record_inputs(folder, now, files)
 
 
-def _inputs(run: Run, known: dict[str, Stat]) -> tuple[dict[str, str], dict[str, Stat]]:
+def _inputs(run: Run, recorded: dict[str, Stat]) -> tuple[dict[str, str], dict[str, Stat]]:
     now = machine_inputs(cpu=run.mesh.devices.flat[0].platform == "cpu")
     rows = {"data.train": run.train, "data.eval": run.held_out, "sft.data": run.pairs}
     now |= {f"rows/{name}": _digest(encoded) for name, encoded in rows.items() if encoded is not None}
-    now |= {f"code/{place}": digest for place, digest in code_digests(code_places(run.cfg)).items()}
+    now |= {f"code/{code}": digest for code, digest in code_digests(code_places(run.cfg)).items()}
     names = [reward.name for reward in run.cfg.grading.rewards]
     now |= {f"code/reward {name}": digest for name, digest in local_digests(names).items()}
     paths = {}
@@ -56,7 +56,7 @@ def _inputs(run: Run, known: dict[str, Stat]) -> tuple[dict[str, str], dict[str,
         now["policy/commit"] = commit
     else:
         paths |= {f"policy/{path.name}": path for path in policy_files(run.source)}
-    policy, files = digests(paths, known)
+    policy, files = digests(paths, recorded)
     return now | policy, files
 
 
@@ -72,8 +72,8 @@ def seal_start(folder: Path, warm: Path) -> None:
         DamagedError: a file differs; names the first.
     """
     files = {f"start/{path.name}": path for path in policy_files(warm)}
-    known = read_inputs(folder)
-    if known is not None and any(name.startswith("start/") for name in known.inputs):
+    recorded = read_inputs(folder)
+    if recorded is not None and any(name.startswith("start/") for name in recorded.inputs):
         check_files(folder, files)
     else:
         add_inputs(folder, digests(files)[0])
@@ -84,7 +84,7 @@ def pin_threads(folder: Path) -> None:
 
     Call it before touching a device.
     """
-    known = read_inputs(folder)
-    threads = known.inputs.get("device/cpu_threads", "") if known else ""
+    recorded = read_inputs(folder)
+    threads = recorded.inputs.get("device/cpu_threads", "") if recorded else ""
     if threads.isdecimal() and int(threads) > 0:
         pin_cpu_threads(int(threads))

@@ -46,15 +46,15 @@ def marked_tokens(
         text = b"".join(pieces).decode("utf-8", "surrogateescape")
         ends = np.cumsum([len(piece) for piece in pieces])
         starts = ends - [len(piece) for piece in pieces]
-        place = f"credit.marks: {name}"
+        field = f"credit.marks: {name}"
         try:
             marks = [Mark(*mark) for mark in marker(prompt, text, reference)]
         except Exception as error:
-            raise ConfigError(f"{place} fails on a completion: {type(error).__name__}: {error}") from error
+            raise ConfigError(f"{field} fails on a completion: {type(error).__name__}: {error}") from error
         for number, mark in enumerate(marks, start=1):
             if not 0 <= mark.start <= mark.end <= len(text) or not np.isfinite(mark.value):
                 raise ConfigError(
-                    f"{place} returns {tuple(mark)} for a completion of {len(text)} characters; expected "
+                    f"{field} returns {tuple(mark)} for a completion of {len(text)} characters; expected "
                     "0 <= start <= end <= its length, and a finite value"
                 )
             low, high = (len(text[:at].encode("utf-8", "surrogateescape")) for at in (mark.start, mark.end))

@@ -306,18 +306,18 @@ def arrays(state: TrainState) -> dict[str, str]:
     return {name: f"{leaf.dtype.name}{list(leaf.shape)}" for name, (_, leaf) in zip(names, leaves)}
 
 
-def check_arrays(at: Path, saved: dict[str, str], wanted: dict[str, str]) -> None:
+def check_arrays(at: Path, saved: dict[str, str], expected: dict[str, str]) -> None:
     """Check that a checkpoint has the arrays of this run.
 
     Raises:
         ConfigError: they differ; names the first array that differs, and their number.
     """
-    differ = [name for name in sorted(saved | wanted) if saved.get(name) != wanted.get(name)]
+    differ = [name for name in sorted(saved | expected) if saved.get(name) != expected.get(name)]
     if differ:
         name = next((name for name in differ if name.startswith("params")), differ[0])
         raise ConfigError(
             f"run_dir: checkpoint {at} is of another model or optimizer: {name} is {saved.get(name, 'absent')} there "
-            f"and {wanted.get(name, 'absent')} here ({len(differ)} of {len(saved | wanted)} arrays differ); set "
+            f"and {expected.get(name, 'absent')} here ({len(differ)} of {len(saved | expected)} arrays differ); set "
             "another run_dir=..., or the policy and optimizer that wrote it"
         )
 

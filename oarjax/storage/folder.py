@@ -226,18 +226,18 @@ def refuse_another_run(folder: Path, cfg: Config) -> Differences:
         ConfigError: the folder holds another run; lists the fields that differ.
         StorageError: the folder's config cannot be read.
     """
-    known = folder / "config.yaml"
-    if not exists(known) or not has_progress(folder):
+    config_file = folder / "config.yaml"
+    if not exists(config_file) or not has_progress(folder):
         return NO_DIFFERENCES
     try:
-        before = read_yaml(known.read_text(encoding="utf-8"))
+        before = read_yaml(config_file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise cannot_read(known, error) from error
+        raise cannot_read(config_file, error) from error
     except ValueError as error:  # not UTF-8, or not YAML
         before = str(error).splitlines()[0]
     if not isinstance(before, Mapping):
         raise ConfigError(
-            f"run_dir: {known} is not the config that the run wrote ({before}); put a good copy there, or give "
+            f"run_dir: {config_file} is not the config that the run wrote ({before}); put a good copy there, or give "
             "another run_dir=..."
         )
     return refuse_another_config(before, cfg, what=str(folder))
@@ -253,19 +253,19 @@ def claim(folder: Path, cfg: Config) -> Path:
         ConfigError: the folder holds another run, or cannot be written to.
     """
     refuse_another_run(folder, cfg)
-    text, known = _as_text(cfg), folder / "config.yaml"
+    text, config_file = _as_text(cfg), folder / "config.yaml"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if exists(known) and not has_progress(folder) and known.read_bytes() != text.encode():
+        if exists(config_file) and not has_progress(folder) and config_file.read_bytes() != text.encode():
             for path in (p for name in UNSEALED for p in folder.glob(name)):
                 path.unlink()
         if not exists(folder / ID):
             write_durably(folder / ID, json.dumps({"id": _sealed_id(folder) or secrets.token_hex(16)}) + "\n")
-        if not exists(known) or not has_progress(folder):
-            write_durably(known, text)
+        if not exists(config_file) or not has_progress(folder):
+            write_durably(config_file, text)
     except OSError as error:
         if error.errno not in IMPOSSIBLE or has_progress(folder):  # it starts or resumes once its storage is back
-            raise cannot_write(known, error) from error
+            raise cannot_write(config_file, error) from error
         raise ConfigError(f"run_dir: cannot write to {folder}: {error}; set another run_dir=...") from error
     return folder
 

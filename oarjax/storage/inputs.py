@@ -61,7 +61,7 @@ class Stat(NamedTuple):
     sha256: str
 
 
-class Known(NamedTuple):
+class RecordedInputs(NamedTuple):
     """The content of inputs.json."""
 
     inputs: dict[str, str]
@@ -77,18 +77,18 @@ def record_inputs(folder: Path, now: Mapping[str, str], files: Mapping[str, Stat
         ConfigError: the inputs belong to another run; lists the differences.
         DamagedError: inputs.json differs from what was written.
     """
-    known = read_inputs(folder)
-    if known is None or not has_progress(folder):
-        _write(folder, Known(dict(now), dict(files or {})))
+    recorded = read_inputs(folder)
+    if recorded is None or not has_progress(folder):
+        _write(folder, RecordedInputs(dict(now), dict(files or {})))
         return NO_DIFFERENCES
-    found = compare(known.inputs, now)
+    found = compare(recorded.inputs, now)
     if found.refused:
         raise ConfigError(
             f"run_dir: {folder} was trained from other inputs ({listed(found.refused)}); restore them to resume it, "
             "set another run_dir=..., or pass --restart to move it aside and start over"
         )
-    if files and files != known.files:
-        _write(folder, Known(known.inputs, {**known.files, **files}))
+    if files and files != recorded.files:
+        _write(folder, RecordedInputs(recorded.inputs, {**recorded.files, **files}))
     return found
 
 
@@ -98,8 +98,8 @@ def add_inputs(folder: Path, later: Mapping[str, str]) -> None:
     Raises:
         StorageError: they cannot be written.
     """
-    known = read_inputs(folder) or Known({}, {})
-    _write(folder, Known(known.inputs | dict(later), known.files))
+    recorded = read_inputs(folder) or RecordedInputs({}, {})
+    _write(folder, RecordedInputs(recorded.inputs | dict(later), recorded.files))
 
 
 def compare(before: Mapping[str, str], now: Mapping[str, str]) -> Differences:
@@ -124,10 +124,10 @@ def check_files(folder: Path, files: Mapping[str, Path]) -> None:
         DamagedError: a file differs; names the first.
         StorageError: a file cannot be read.
     """
-    known = read_inputs(folder)
-    if known is None:
+    recorded = read_inputs(folder)
+    if recorded is None:
         return
-    fixed = {name: value for name, value in known.inputs.items() if name.startswith(LATER)}
+    fixed = {name: value for name, value in recorded.inputs.items() if name.startswith(LATER)}
     if not fixed:
         return
     now, _ = digests(files)
@@ -140,7 +140,7 @@ def check_files(folder: Path, files: Mapping[str, Path]) -> None:
             )
 
 
-def read_inputs(folder: Path) -> Known | None:
+def read_inputs(folder: Path) -> RecordedInputs | None:
     """Return a run's recorded inputs, or None without a record.
 
     Raises:
@@ -159,7 +159,7 @@ def read_inputs(folder: Path) -> Known | None:
         body = {"inputs": dict(tree["inputs"]), "files": dict(tree["files"])}
         if tree["sha256"] != _digest_of(body):
             raise ValueError("its SHA-256 differs")
-        return Known(body["inputs"], {name: Stat(*stat) for name, stat in body["files"].items()})
+        return RecordedInputs(body["inputs"], {name: Stat(*stat) for name, stat in body["files"].items()})
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedError(
             f"{path} is not what was written ({error}); put a good copy there, or remove it to resume without the "
@@ -167,8 +167,8 @@ def read_inputs(folder: Path) -> Known | None:
         ) from None
 
 
-def _write(folder: Path, known: Known) -> None:
-    body = {"inputs": known.inputs, "files": {name: list(stat) for name, stat in known.files.items()}}
+def _write(folder: Path, recorded: RecordedInputs) -> None:
+    body = {"inputs": recorded.inputs, "files": {name: list(stat) for name, stat in recorded.files.items()}}
     text = json.dumps({"sha256": _digest_of(body), **body}, indent=1, sort_keys=True)
     try:
         check_guards(folder)

@@ -38,7 +38,7 @@ def code_places(cfg: Config) -> list[str]:
         "advantage.function": cfg.advantage.function,
         "loss.function": cfg.loss.function,
     }
-    return places + [f"{field}={place}" for field, place in named.items() if place is not None]
+    return places + [f"{field}={code}" for field, code in named.items() if code is not None]
 
 
 def code_digests(places: Sequence[str]) -> dict[str, str]:
@@ -47,10 +47,10 @@ def code_digests(places: Sequence[str]) -> dict[str, str]:
     Raises:
         StorageError: a file exists but cannot be read.
     """
-    return {place: code_digest(place.partition("=")[2]) for place in places}
+    return {code: code_digest(code.partition("=")[2]) for code in places}
 
 
-def code_digest(place: str) -> str:
+def code_digest(code: str) -> str:
     """Return the SHA-256 of the code that a place (file.py, module, or either with :name) names, "absent" without any.
 
     Of a module in a package, and of a package, all Python files of the package's folder count. Of a plain file, the
@@ -59,7 +59,7 @@ def code_digest(place: str) -> str:
     Raises:
         StorageError: a file exists but cannot be read.
     """
-    plugin = place if place.endswith(".py") or ":" not in place else place.rpartition(":")[0]
+    plugin = code if code.endswith(".py") or ":" not in code else code.rpartition(":")[0]
     file = plugin_file(plugin)
     if file is None:
         return "absent"
@@ -108,25 +108,25 @@ def note_trusted(folder: Path, places: Sequence[str]) -> str | None:
     Returns the reason if it could not be recorded, else None; a run does not depend on it.
     """
     digests = code_digests(places)
-    known = run_id(folder)
-    if not digests or known is None:
+    run = run_id(folder)
+    if not digests or run is None:
         return None
-    path = state_folder() / "runs" / f"{known}.json"
+    path = state_folder() / "runs" / f"{run}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        notes = {**_noted(known), **digests}
+        notes = {**_noted(run), **digests}
         write_durably(path, json.dumps({"folder": str(folder.absolute()), "code": notes}, indent=1) + "\n")
     except OSError as error:
         return f"{path} cannot be written ({error}): commands that read this run will ask for --trust-code"
     return None
 
 
-def _noted(known: str) -> dict[str, str]:
-    if not re.fullmatch(r"[0-9a-f]{32}", known):  # part of a path that somebody else may have written
+def _noted(run: str) -> dict[str, str]:
+    if not re.fullmatch(r"[0-9a-f]{32}", run):  # part of a path that somebody else may have written
         return {}
     try:
-        tree = json.loads((state_folder() / "runs" / f"{known}.json").read_text(encoding="utf-8"))
-        return {str(place): str(digest) for place, digest in tree["code"].items()}
+        tree = json.loads((state_folder() / "runs" / f"{run}.json").read_text(encoding="utf-8"))
+        return {str(code): str(digest) for code, digest in tree["code"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
 
@@ -134,7 +134,7 @@ def _noted(known: str) -> dict[str, str]:
 def is_trusted(folder: Path, digests: dict[str, str]) -> bool:
     """Return True if all this code was recorded for the run in ``folder``, with its current content."""
     noted = _noted(run_id(folder) or "")
-    return all(digest != "absent" and noted.get(place) == digest for place, digest in digests.items())
+    return all(digest != "absent" and noted.get(code) == digest for code, digest in digests.items())
 
 
 def check_trust(places: Sequence[str], folder: Path, *, source: str, trusted: bool) -> None:
@@ -154,7 +154,7 @@ def check_trust(places: Sequence[str], folder: Path, *, source: str, trusted: bo
     digests = code_digests(places)
     if not digests or trusted or is_trusted(folder, digests):
         return
-    listed = "; ".join(f"{place} ({digest[:12]})" for place, digest in digests.items())
+    listed = "; ".join(f"{code} ({digest[:12]})" for code, digest in digests.items())
     listed = listed.encode("unicode_escape").decode()  # it may hold a terminal's control characters
     if sys.stdin.isatty() and sys.stderr.isatty():
         sys.stderr.write(

@@ -61,16 +61,16 @@ def plugin_file(plugin: str) -> Path | None:
     return path
 
 
-def import_object(place: str, *, field: str, expected: type) -> Any:
+def import_object(target: str, *, field: str, expected: type) -> Any:
     """Import the object that ``file.py:name`` or ``module:name`` names.
 
     Raises:
-        ValueError: ``place`` has another form, its module cannot be imported or has no such name, or the object is not
+        ValueError: ``target`` has another form, its module cannot be imported or has no such name, or the object is not
             an instance of ``expected``.
     """
-    plugin, colon, name = place.rpartition(":")
+    plugin, colon, name = target.rpartition(":")
     if not colon or not plugin or not name:
-        raise ValueError(f"{field}: expected file.py:name or module:name, got {place!r}")
+        raise ValueError(f"{field}: expected file.py:name or module:name, got {target!r}")
     try:
         module = import_plugin(plugin)
     except Exception as error:
@@ -82,5 +82,5 @@ def import_object(place: str, *, field: str, expected: type) -> Any:
         raise ValueError(f"{field}: {plugin} defines no {name}; check the name")
     value = vars(module)[name]
     if not isinstance(value, expected):
-        raise ValueError(f"{field}: expected a {expected.__name__}, got {place} of type {type(value).__name__}")
+        raise ValueError(f"{field}: expected a {expected.__name__}, got {target} of type {type(value).__name__}")
     return value

@@ -22,7 +22,6 @@ from oarjax.report.files import make_console
 from oarjax.run.adapters import plain_params
 from oarjax.run.dry_run import try_rewards
 from oarjax.run.export_target import check_export
-from oarjax.run.hints import hints_of
 from oarjax.run.inputs import check_inputs, pin_threads, seal_start
 from oarjax.run.run import Run, open_run
 from oarjax.storage.checkpoint import remove_all
@@ -78,12 +77,15 @@ def train_once(cfg: Config, console: Console, stop: Stop, on_lines: Callable[[],
     folder = Path(cfg.run_dir).expanduser()
     changes = refuse_another_run(folder, cfg)
     with ExitStack() as stack:
-        run = open_run(cfg, console, hold=partial(_hold, stack, folder, cfg))
+
+        def hold() -> None:  # another command may have written since the first check
+            stack.enter_context(locked(folder))
+            refuse_another_run(folder, cfg)
+
+        run = open_run(cfg, console, hold=hold)
         stack.enter_context(resumable(console, folder))
         stack.enter_context(storage_errors(folder))
         check_checkpoint(run, folder)
-        run.check_credit()
-        hints_of(run)
         if run.first:
             changes += check_inputs(run)
         if cfg.export.folder is not None:
@@ -97,7 +99,7 @@ def train_once(cfg: Config, console: Console, stop: Stop, on_lines: Callable[[],
             try_rewards(run, grader)
             if run.first and exists(folder / "start" / "config.json"):
                 seal_start(folder, folder / "start")
-            only_first(lambda: _claim(folder, cfg, console))  # only now: a run that is refused changes nothing
+            only_first(lambda: claim_folder(folder, cfg, console))  # only now: a run that is refused changes nothing
             only_first(lambda: has_progress(folder) or write_facts(folder, run.facts()))
             start, before = start_policy(run, grader, stop)
             trained = train(run, grader, start, before, folder, stop, on_lines)
@@ -118,16 +120,7 @@ def train_once(cfg: Config, console: Console, stop: Stop, on_lines: Callable[[],
             show_results(run, folder, before, trained)
 
 
-def _hold(stack: ExitStack, folder: Path, cfg: Config) -> None:
-    """Lock the run's folder before anything is written; one process locks it for all processes that share it.
-
-    Another command may have written to it since the first check, so it is checked again under the lock.
-    """
-    stack.enter_context(locked(folder))
-    refuse_another_run(folder, cfg)
-
-
-def _claim(folder: Path, cfg: Config, console: Console) -> None:
+def claim_folder(folder: Path, cfg: Config, console: Console) -> None:
     """Create the run's folder, or resume it, and record its code as trusted, since the user's command names it."""
     mended = mend_id(folder)
     claim(folder, cfg)
@@ -170,18 +163,18 @@ def start_policy(run: Run, grader: Grading, stop: Stop | None = None) -> tuple[P
     stop.check()
     if run.held_out is None:
         return params, None
-    known = run.folder / "start.json"
-    if from_first(lambda: exists(known)):
+    start_file = run.folder / "start.json"
+    if from_first(lambda: exists(start_file)):
         try:
-            return params, evaluation_from(json.loads(known.read_text(encoding="utf-8")))
+            return params, evaluation_from(json.loads(start_file.read_text(encoding="utf-8")))
         except OSError as error:
-            raise cannot_read(known, error) from error
+            raise cannot_read(start_file, error) from error
         except (ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedError(
-                f"{known} is not the evaluation that was written ({type(error).__name__}: {error}); put a good copy "
-                "there, or remove it to evaluate the start again"
+                f"{start_file} is not the evaluation that was written ({type(error).__name__}: {error}); put a good "
+                "copy there, or remove it to evaluate the start again"
             ) from None
     before = evaluate(run, grader, params)
-    only_first(lambda: write_durably(known, json.dumps(plain_evaluation(before))))
+    only_first(lambda: write_durably(start_file, json.dumps(plain_evaluation(before))))
     stop.check()
     return params, before

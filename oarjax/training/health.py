@@ -59,8 +59,8 @@ class Health:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if not wrong:
             return
-        known = self._wrong.setdefault(record.phase, [])
-        known += [name for name in wrong if name not in known]
+        quantities = self._wrong.setdefault(record.phase, [])
+        quantities += [name for name in wrong if name not in quantities]
         self._step = int(self._run.fetch(record.state.step))
         if not self._wanted(kind, record.iteration, skipped):
             return

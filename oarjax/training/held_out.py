@@ -81,7 +81,7 @@ def evaluate(run: Run, grader: Grading, params: Params) -> Evaluation:
     order = np.argsort(eval_order(held_out))  # from the order of the batches to that of the problems
     scores = rewards[order]
     by_problem = [answers[at * samples : (at + 1) * samples] for at in order]
-    votes = gather(number_votes(by_problem, scores, run.cfg).tolist() if is_first() else [])[0]
+    votes = gather(number_votes(by_problem, scores, run.cfg.grading).tolist() if is_first() else [])[0]
     figures = per_problem(scores, np.asarray(votes, int))
     names = {"pass_at_k": f"pass@{samples}", "maj_at_k": f"maj@{samples}"} if samples > 1 else {}
     return Evaluation(

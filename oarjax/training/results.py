@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from oarjax.report.command import compare_command, method_label, write_facts, write_report
+from oarjax.report.command import compare_command, write_facts, write_report
 from oarjax.report.curves import curves
 from oarjax.report.figures import NOT_DRAWN, can_draw
 from oarjax.report.files import read_metrics
@@ -18,7 +18,7 @@ from oarjax.training.trainer import Trained
 
 def show_results(run: Run, folder: Path, before: Evaluation | None, trained: Trained) -> None:
     """Print the table of held-out accuracy; write summary.json, the curves and report.html."""
-    cfg, console, method = run.cfg, run.console, method_label(run.cfg)
+    cfg, console, method = run.cfg, run.console, run.cfg.credit.label
     if before is not None and trained.last is not None:
         rows = [
             summarise("start" if cfg.sft is None else "SFT policy", before.scores, mean_length=before.length),

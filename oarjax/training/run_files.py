@@ -254,19 +254,19 @@ def check_checkpoint(run: Run, folder: Path) -> None:
     Raises:
         ConfigError: the checkpoint belongs to another config, model or run, or was renamed; names the differences.
     """
-    known = finished(folder / "checkpoints")
-    if not known:
+    checkpoints = finished(folder / "checkpoints")
+    if not checkpoints:
         return
-    for iteration in known:
+    for iteration in checkpoints:
         if (problem := misplaced(folder / "checkpoints" / f"{iteration:06d}", saved_id(folder))) is not None:
             raise ConfigError(f"run_dir: {problem}")
-    newest = max(known)
-    refuse_another_config(known[newest]["record"]["config"], run.cfg, what=f"{folder}, checkpoint {newest:06d}")
+    newest = max(checkpoints)
+    refuse_another_config(checkpoints[newest]["record"]["config"], run.cfg, what=f"{folder}, checkpoint {newest:06d}")
     params = trained_shapes(run.cfg.lora, run.model)
     state = jax.eval_shape(
         lambda p: TrainState(jnp.zeros((), jnp.int32), p, run.optimizer.init(p), jax.random.key(0)), params
     )
-    check_arrays(folder / "checkpoints" / f"{newest:06d}", known[newest]["arrays"], arrays(state))
+    check_arrays(folder / "checkpoints" / f"{newest:06d}", checkpoints[newest]["arrays"], arrays(state))
 
 
 def restored_state(run: Run, checkpoint: Path) -> TrainState:

@@ -15,7 +15,6 @@ import numpy as np
 from oarjax.config.learning import AdvantageConfig
 from oarjax.config.schema import Config
 from oarjax.costs import RowTokens, Work, iteration_flops
-from oarjax.credit.registry import label
 from oarjax.credit.resolved import ResolvedMethod
 from oarjax.data.problems import Problem
 from oarjax.grading.pool import GraderError
@@ -110,12 +109,11 @@ def train(
         if run.wants_memory:
             report_memory(ProgramShapes(run), folder, console)
             stop.check()
-        name = label(cfg.credit.method, cfg.credit.permuted_of, cfg.credit.function)
         baseline = None if before is None else before.metrics["pass_at_1"]
         progress = stack.enter_context(
             Progress(
                 cfg.iterations,
-                label=name,
+                label=cfg.credit.label,
                 console=console,
                 compiles=first < cfg.iterations,
                 baseline=baseline,

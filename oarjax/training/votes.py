@@ -10,7 +10,6 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from oarjax.config.learning import GradingConfig
-from oarjax.config.schema import Config
 from oarjax.grading.everyday import bare
 from oarjax.grading.grader import Grader
 from oarjax.grading.rewards import Sample, plainly_equal
@@ -27,7 +26,7 @@ class _Pair(NamedTuple):
 
 
 def number_votes(
-    answers: Sequence[Sequence[str | None]], scores: Float[np.ndarray, "P n"], cfg: Config
+    answers: Sequence[Sequence[str | None]], scores: Float[np.ndarray, "P n"], grading: GradingConfig
 ) -> Int[np.ndarray, "P n"]:
     """Number each problem's answers so that equal ones have equal numbers; -1 for no answer.
 
@@ -35,19 +34,19 @@ def number_votes(
     grading workers unless both are plain numbers.
     """
     numbers = answer_numbers(answers)
-    if scores.shape[1] == 1 or cfg.grading.rewards[0].name not in COMPARING:
+    if scores.shape[1] == 1 or grading.rewards[0].name not in COMPARING:
         return numbers
     right = (scores >= 1) & (numbers >= 0)
-    for row, known in zip(numbers, right):
-        if known.any():
-            row[np.isin(row, row[known])] = row[known].min()
+    for row, is_right in zip(numbers, right):
+        if is_right.any():
+            row[np.isin(row, row[is_right])] = row[is_right].min()
     pairs = []
     for p, texts in enumerate(answers):
-        others = list(dict.fromkeys(t for t, known in zip(texts, right[p]) if t is not None and not known))
+        others = list(dict.fromkeys(t for t, is_right in zip(texts, right[p]) if t is not None and not is_right))
         votes = (numbers[p] >= 0).sum() - right[p].sum()
         if right[p].sum() <= votes and (right[p].any() or np.isnan(scores[p]).any()):
             pairs += [_Pair(p, a, b) for a, b in combinations(others, 2)]
-    for pair, same in zip(pairs, _equal(pairs, cfg.grading)):
+    for pair, same in zip(pairs, _equal(pairs, grading)):
         if same:
             texts, row = list(answers[pair.problem]), numbers[pair.problem]
             both = row[[texts.index(pair.earlier), texts.index(pair.later)]]

@@ -96,7 +96,7 @@ def test_one_iteration_of_training(method):
 
 @pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name].coupling == "group"])
 def test_methods_of_groups_need_them_whole(method):
-    with pytest.raises(ConfigError, match=rf"update.minibatches: 2 with credit.method {method}, which compares"):
+    with pytest.raises(ConfigError, match=rf"update.minibatches: credit.method {method} compares the rows of a group"):
         tiny.build(tiny.config(credit__method=method, update__minibatches=2))
 
 

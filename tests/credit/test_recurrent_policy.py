@@ -100,7 +100,7 @@ def test_the_linearised_completion_is_that_of_whole_forwards(x64):
             {"method": "oar_l"},
             r"credit.method: oar_l recomputes single positions of a row, .* set credit.method to oar_p",
         ),
-        ({"method": "oar_screened", "screen": {"by": "oar_l"}}, "credit.screen.by: oar_l computes places"),
+        ({"method": "oar_screened", "screen": {"by": "oar_l"}}, "credit.screen.by: oar_l recomputes single positions"),
     ],
 )
 def test_oar_l_is_refused_by_name(changes, message, policy):

@@ -251,7 +251,7 @@ def test_checkpoints_of_compared_runs_find_the_policy_beside_them(tmp_path):
         (["--data", "demo,demo"], "2 of 'demo,demo' are called 'demo', and results are kept by name"),
         (["--data", "gsm8k,org/gsm8k"], "rename a file, or evaluate them one at a time"),
         (["--data", "gsm9k"], "'gsm9k' is neither a benchmark (gsm8k, math500"),
-        (["--data", "mine=rows.jsonl"], "'mine' is no benchmark"),
+        (["--data", "mine=rows.jsonl"], "unknown benchmark 'mine'"),
         (["--data", "nothing.jsonl"], "--data: no file nothing.jsonl; give the path of"),
         (["--data", "demo", "optim.lr=1"], "optim.lr=1: an evaluation reads seed, device"),
         (["--data", "demo", "rollout.max_new=0"], "rollout.max_new: Input should be greater than 0"),

@@ -142,7 +142,7 @@ def test_what_is_no_plain_lora_is_refused(trained, tmp_path):
         ("alora", {"alora_invocation_tokens": [1]}, "alora_invocation_tokens is"),
         ("layers", {"layers_pattern": "blocks"}, "layers_pattern is 'blocks'"),
         ("rslora", {"use_rslora": "false"}, "use_rslora is 'false'; expected true or false"),
-        ("later", {"use_tomorrow": False}, "use_tomorrow is False, a field that is not known here"),
+        ("later", {"use_tomorrow": False}, "use_tomorrow is False, an unknown field"),
         ("dropout", {"lora_dropout": "0.1"}, "lora_dropout is '0.1'"),
         ("share", {"lora_dropout": 2}, "lora_dropout is 2; expected a share of 0 to 1"),
         ("corda", {"corda_config": {"corda_method": "kpm"}}, "corda_config is"),

@@ -136,7 +136,7 @@ def test_polarity_holds_for_own_methods():
 )
 def test_methods_that_ask_for_what_there_is_not(method, says):
     with pytest.raises(ConfigError, match=says):
-        check_method(method, place="here")
+        check_method(method, field="here")
 
 
 def test_methods_that_give_the_wrong_shape_or_fail():
@@ -155,8 +155,8 @@ def test_methods_that_give_the_wrong_shape_or_fail():
         (greedy, r"here fails on completions \[2, 8\]: TypeError"),
     ):
         with pytest.raises(ConfigError, match=says):
-            check_weights(weigh, CreditMethod(weigh), place="here")
-    check_weights(greedy, CreditMethod(greedy, needs=("entropies",)), place="here")
+            check_weights(weigh, CreditMethod(weigh), field="here")
+    check_weights(greedy, CreditMethod(greedy, needs=("entropies",)), field="here")
 
 
 def surprise(inputs, context):
@@ -179,10 +179,10 @@ def over_entropy(inputs, context):
 def test_weights_that_train_backwards_are_refused_before_a_run(method, says):
     weigh = resolved(method).weigher()
     if says is None:
-        check_weights(weigh, method, place="credit.function: x.py:y")
+        check_weights(weigh, method, field="credit.function: x.py:y")
         return
     with pytest.raises(ConfigError, match=rf"^credit.function: x.py:y: expected .*{says.removeprefix('expected ')}"):
-        check_weights(weigh, method, place="credit.function: x.py:y")
+        check_weights(weigh, method, field="credit.function: x.py:y")
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_weights_of_every_update_are_tried_too(reweigh, says):
 def test_the_other_examples_pass(name):
     file, _, method = name.partition(":")
     method = getattr(example(file), method)
-    check_weights(resolved(method).weigher(), method, place="here")
+    check_weights(resolved(method).weigher(), method, field="here")
 
 
 def test_negative_weights_are_counted_and_warned_of():
@@ -263,9 +263,9 @@ def test_losses_that_give_something_else_are_told():
         (off_policy, r"loss.function: mine.py:loss fails on completions \[2, 8\]: TypeError"),
     ):
         with pytest.raises(ConfigError, match=says):
-            check_loss(loss, cfg)
-    check_loss(off_policy, tiny.config(loss__function="mine.py:loss", update__epochs=2))
-    check_loss(losses.half_as_hard_on_failures, cfg)
+            check_loss(loss, cfg.loss, updates=1)
+    check_loss(off_policy, tiny.config(loss__function="mine.py:loss").loss, updates=2)
+    check_loss(losses.half_as_hard_on_failures, cfg.loss, updates=1)
 
 
 @pytest.mark.parametrize(

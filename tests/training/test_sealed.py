@@ -39,7 +39,7 @@ from oarjax.storage.manifest import write_manifest
 from oarjax.storage.stop import Stop
 from oarjax.storage.trust import code_places, note_trusted
 from oarjax.tools.replay.command import open_replay
-from oarjax.training.command import _claim, start_policy, train_once
+from oarjax.training.command import claim_folder, start_policy, train_once
 
 
 @pytest.fixture(autouse=True)
@@ -266,10 +266,10 @@ def test_threads_are_those_that_the_run_began_with(begun, monkeypatch):
 def test_a_lost_id_is_written_again_and_said(begun, capsys):
     config, folder = begun
     cfg, known = load_config(config), (folder / "run.json").read_text()
-    _claim(folder, cfg, make_console())
+    claim_folder(folder, cfg, make_console())
     assert (folder / "run.json").read_text() == known
     (folder / "run.json").write_text("")
-    _claim(folder, cfg, make_console())
+    claim_folder(folder, cfg, make_console())
     assert len(run_id(folder)) == 32
     assert "held no id, as after an interrupted copy: it has a new id" in " ".join(capsys.readouterr().out.split())
 

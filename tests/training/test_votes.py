@@ -11,7 +11,7 @@ NAN = float("nan")
 
 def majority(answers, scores, reward="math"):
     scores = np.asarray(scores, float)
-    votes = number_votes(answers, scores, config(grading__rewards=[{"name": reward}], grading__workers=1))
+    votes = number_votes(answers, scores, config(grading__rewards=[{"name": reward}], grading__workers=1).grading)
     return votes.tolist(), majority_correct(votes, np.where(np.isnan(scores), NAN, scores >= 1)).tolist()
 
 

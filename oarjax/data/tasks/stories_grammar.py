@@ -383,7 +383,7 @@ def explain(draw: random.Random, facts: Sequence[Fact], *, right: float, highest
     A slip changes the result, the second number or the operation of an equation, and the steps after it go on from
     there. If the numbers then no longer work out, a result is drawn at random.
     """
-    known = [number for fact in facts for number in fact.numbers]
+    numbers = [number for fact in facts for number in fact.numbers]
     results: list[int] = []
     text = [draw.choice(INTROS)]
     for equation in equations(facts):
@@ -392,7 +392,7 @@ def explain(draw: random.Random, facts: Sequence[Fact], *, right: float, highest
         if draw.random() >= right:
             slip = draw.choice(("result", "number", "operation"))
         if slip == "number":
-            b = draw.choice([n for n in (*known, *range(1, highest + 1)) if n != b])
+            b = draw.choice([n for n in (*numbers, *range(1, highest + 1)) if n != b])
         if slip == "operation":
             operation = {"+": "-", "-": "+", "*": "+", "/": "-"}[operation]
         result = compute(operation, a, b)

@@ -99,8 +99,8 @@ def run(model: str, only: str, repeats: int, as_json: bool, against: str | None,
     names = list(MODELS) if model == "both" else [model]
     if model not in (*MODELS, "both"):
         raise ConfigError(f"--model: expected {', '.join(MODELS)} or both, got {model}")
-    wanted = [w.strip().upper() for w in only.split(",") if w.strip()] or list(WORKLOADS)
-    if unknown := [w for w in wanted if w not in (*WORKLOADS, *CREDIT, GRADING, *RAGGED)]:
+    workloads = [w.strip().upper() for w in only.split(",") if w.strip()] or list(WORKLOADS)
+    if unknown := [w for w in workloads if w not in (*WORKLOADS, *CREDIT, GRADING, *RAGGED)]:
         raise ConfigError(
             f"--only: expected some of {','.join((*WORKLOADS, *CREDIT, GRADING, *RAGGED))}, got {','.join(unknown)}"
         )
@@ -114,12 +114,12 @@ def run(model: str, only: str, repeats: int, as_json: bool, against: str | None,
     console = make_console(markup=True) if not as_json else Console(stderr=True, quiet=True)
     peak = machine_peak()
     document = machine(against) | {"repeats": repeats, "peak": peak._asdict(), "models": []}
-    for name in names if set(wanted) & set(WORKLOADS) else []:
+    for name in names if set(workloads) & set(WORKLOADS) else []:
         result = bench_model(
             name,
             MODELS[name],
             WorkloadSizes(),
-            workloads=wanted,
+            workloads=workloads,
             repeats=repeats,
             peak=peak,
             against=against,
@@ -128,15 +128,15 @@ def run(model: str, only: str, repeats: int, as_json: bool, against: str | None,
         document["models"].append(result)
         if not as_json:
             console.print(table(result, against=against))
-    document["credit"] = list(bench_of_credit(wanted, repeats=repeats, peak=peak, console=console, show=not as_json))
-    if GRADING in wanted:
+    document["credit"] = list(bench_of_credit(workloads, repeats=repeats, peak=peak, console=console, show=not as_json))
+    if GRADING in workloads:
         with console.status(GRADING), counted_compilations() as compiled:
             graded = bench_grading.bench_grading(workers=threads(), repeats=repeats, compiled=compiled)
         document["grading"] = graded
         if not as_json:
             console.print(bench_grading.table(graded))
     document["ragged"] = list(
-        bench_of_ragged(wanted, repeats=repeats, peak=peak, against=against, console=console, show=not as_json)
+        bench_of_ragged(workloads, repeats=repeats, peak=peak, against=against, console=console, show=not as_json)
     )
     document["load_average_after"] = _load()
     if as_json:
@@ -196,11 +196,11 @@ def bench_model(
 
 
 def bench_of_credit(
-    wanted: list[str], *, repeats: int, peak: Peak, console: Console, show: bool
+    workloads: list[str], *, repeats: int, peak: Peak, console: Console, show: bool
 ) -> Iterator[dict[str, Any]]:
     """Measure W5 on nano, then W6 on its own policies."""
     with tempfile.TemporaryDirectory(prefix="oarjax-bench-") as scratch, counted_compilations() as compiled:
-        if "W5" in wanted:
+        if "W5" in workloads:
             folder = write_random_checkpoint(Path(scratch) / "long", LONG_MODEL, seed=0)
             with console.status("W5"):
                 result = bench_credit.bench_long(
@@ -209,7 +209,7 @@ def bench_of_credit(
             if show:
                 console.print(bench_credit.table(result))
             yield result
-        if "W6" in wanted:
+        if "W6" in workloads:
             for name, setting in bench_step.step_settings(COMMON).items():
                 folder = write_random_checkpoint(Path(scratch) / name, setting.fields, seed=0)
                 result = bench_step.bench_steps(
@@ -221,14 +221,14 @@ def bench_of_credit(
 
 
 def bench_of_ragged(
-    wanted: list[str], *, repeats: int, peak: Peak, against: str | None, console: Console, show: bool
+    workloads: list[str], *, repeats: int, peak: Peak, against: str | None, console: Console, show: bool
 ) -> Iterator[dict[str, Any]]:
     """Measure W8, W9 and W10 on nano."""
     settings = None
     if against is not None:
         settings = bench_ragged.TorchSettings(threads(), torch_device(jax.devices()[0].platform))
     with tempfile.TemporaryDirectory(prefix="oarjax-bench-") as scratch, counted_compilations() as compiled:
-        chosen = [name for name in RAGGED if name in wanted]
+        chosen = [name for name in RAGGED if name in workloads]
         folder = write_random_checkpoint(Path(scratch) / "ragged", LONG_MODEL, seed=0) if chosen else Path(scratch)
         for name in chosen:
             bench, tabulate = RAGGED[name]

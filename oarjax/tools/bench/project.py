@@ -79,6 +79,6 @@ def table(result: dict[str, Any]) -> Table:
         out.add_column(heading, justify="right")
     for name, m in result["methods"].items():
         ratios = [f"{c['of_grpo'][name]:.2f}" for c in result["chips"]]
-        known = [f"{m[key]}" if m[key] else "" for key in ("goal", "paper")]
-        out.add_row(name, f"{m['flops'] / 1e15:.3f}", *ratios, *known)
+        figures = [f"{m[key]}" if m[key] else "" for key in ("goal", "paper")]
+        out.add_row(name, f"{m['flops'] / 1e15:.3f}", *ratios, *figures)
     return out

@@ -49,11 +49,11 @@ OURS, BEFORE = "now", "before"
 
 def last_tokens(rollout: Rollout, answer: int) -> AnswerSpan:
     """Mark the last tokens of every completion as its answer, and all before as its reasoning."""
-    place, length = np.arange(rollout.completion.shape[1]), rollout.completion.sum(1)[:, None]
+    positions, length = np.arange(rollout.completion.shape[1]), rollout.completion.sum(1)[:, None]
     has_answer = length > answer
     return AnswerSpan(
-        reasoning=(place < length - answer) & has_answer,  # type: ignore[arg-type]
-        answer=(place >= length - answer) & (place < length) & has_answer,  # type: ignore[arg-type]
+        reasoning=(positions < length - answer) & has_answer,  # type: ignore[arg-type]
+        answer=(positions >= length - answer) & (positions < length) & has_answer,  # type: ignore[arg-type]
         has_answer=has_answer[:, 0],  # type: ignore[arg-type]
     )
 

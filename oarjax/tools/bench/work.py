@@ -141,11 +141,11 @@ def _microbatch(rows: int, most: int) -> int:
 
 def spans(rows: int, length: int, shapes: WorkloadSizes) -> AnswerSpan:
     """Return the same reasoning and answer for every row; random tokens contain no answer."""
-    place = np.broadcast_to(np.arange(length), (rows, length))
+    positions = np.broadcast_to(np.arange(length), (rows, length))
     answer = shapes.reasoning + shapes.cue
     return AnswerSpan(
-        reasoning=place < shapes.reasoning,  # type: ignore[arg-type]
-        answer=(place >= answer) & (place < answer + shapes.answer),  # type: ignore[arg-type]
+        reasoning=positions < shapes.reasoning,  # type: ignore[arg-type]
+        answer=(positions >= answer) & (positions < answer + shapes.answer),  # type: ignore[arg-type]
         has_answer=np.ones(rows, bool),  # type: ignore[arg-type]
     )
 

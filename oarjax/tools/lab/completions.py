@@ -117,21 +117,21 @@ def _ids(run: Run, saved: SavedRollout, number: int) -> tuple[list[int], list[in
         ConfigError: an id is outside the policy's vocabulary, or there are more tokens than its positions.
         TextError: the tokenizer cannot encode a text.
     """
-    place, completion = f"--rollouts: {saved.place or f'rollout {number}'}", saved.completion
-    with errors_at(place):
+    location, completion = f"--rollouts: {saved.place or f'rollout {number}'}", saved.completion
+    with errors_at(location):
         prompt, restored = _prompt_ids(saved, run.cfg.data, run.tokenizer, run.table)
         completion = encode(run.tokenizer, completion) if isinstance(completion, str) else completion
     tokens, vocabulary = [*prompt, *completion], run.model.vocab_size
     foreign = next((i for i in tokens if not 0 <= i < vocabulary), None)
     if foreign is not None:
         raise ConfigError(
-            f"{place}: expected the policy's token ids, 0 to {vocabulary - 1}, got {foreign}; set policy.path to the "
-            "policy that this rollout was sampled from"
+            f"{location}: expected the policy's token ids, 0 to {vocabulary - 1}, got {foreign}; set policy.path to "
+            "the policy that this rollout was sampled from"
         )
     if len(tokens) > (limit := run.model.max_position_embeddings):
         raise ConfigError(
-            f"{place}: expected at most {limit} tokens, the policy's max_position_embeddings, got {len(tokens)}; leave "
-            "this rollout out, or set policy.path to a policy with more positions"
+            f"{location}: expected at most {limit} tokens, the policy's max_position_embeddings, got {len(tokens)}; "
+            "leave this rollout out, or set policy.path to a policy with more positions"
         )
     return prompt, completion, restored
 

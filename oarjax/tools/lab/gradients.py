@@ -67,12 +67,12 @@ def alignment(grams: Grams) -> dict[str, float]:
     power, plain_power, mean2 = within(grams.method), within(grams.plain), between(grams.method)
     cosine = _over(shared, _root(power * mu2))
     plain = _over(mu2, _root(plain_power * mu2))
-    known = cosine > 0 and plain > 0
+    defined = cosine > 0 and plain > 0
     return {
         "cosine": cosine,
         "ratio": _over(cosine, plain),
         "bias": _over(shared, _root(mean2 * mu2) if mean2 > 0 and mu2 > 0 else 0.0),
-        "noise": _over(1 / cosine**2 - 1, 1 / plain**2 - 1) if known else np.nan,
+        "noise": _over(1 / cosine**2 - 1, 1 / plain**2 - 1) if defined else np.nan,
         "norm": _over(sqrt(power), sqrt(plain_power)),
     }
 

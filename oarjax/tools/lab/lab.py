@@ -231,9 +231,9 @@ def credit_tokens(
     def weights_of(
         inputs: dict[str, Any], span: AnswerSpan, advantages: jax.Array, is_token: jax.Array, key: jax.Array
     ) -> jax.Array:
-        returned = weigh(CreditInputs(Signals(**inputs, iteration=1), span, advantages, is_token, key))
-        shaped = token_advantages(kind, returned, advantages, is_token)
-        return relative(kind, returned, shaped, advantages, is_token)
+        credit_of_kind = weigh(CreditInputs(Signals(**inputs, iteration=1), span, advantages, is_token, key))
+        shaped = token_advantages(kind, credit_of_kind, advantages, is_token)
+        return relative(kind, credit_of_kind, shaped, advantages, is_token)
 
     def rank_and_weigh(scores: Any, key: jax.Array) -> tuple[np.ndarray, np.ndarray]:
         found = {} if scores is None else scores if isinstance(scores, dict) else {"importance": scores}

@@ -90,13 +90,13 @@ def gradient_config(cfg: Config, credit: CreditSettings) -> Config:
     """Return a run's config with a credit method, one update per rollout, and no loss terms without credit."""
     prompts = cfg.lab.gradients.prompts or cfg.rollout.prompts
     microbatch = gcd(prompts * cfg.rollout.group_size, cfg.update.microbatch)
-    once = {"epochs": 1, "minibatches": 1, "microbatch": microbatch, "refills": 0}
+    one_update = {"epochs": 1, "minibatches": 1, "microbatch": microbatch, "refills": 0}
     bare = {"kl_beta": 0.0, "kl_in": "loss", "entropy_bonus": 0.0, "dual_clip": None, "reference": "device"}
     return cfg.model_copy(
         update={
             "credit": credit,
             "rollout": cfg.rollout.model_copy(update={"prompts": prompts}),
-            "update": cfg.update.model_copy(update=once),
+            "update": cfg.update.model_copy(update=one_update),
             "loss": cfg.loss.model_copy(update=bare),
         }
     )
@@ -120,13 +120,13 @@ def measure_gradients(run: Run, params: Params, grader: Grading) -> GradientResu
         )
     by_piece = plain.cfg.loss.aggregation == "bnpo"
     gradient = gradient_program(steps, by_piece=by_piece, size=cfg.lab.gradients.sketch)
-    known = minibatches[0].pivotal is not None
+    has_truth = minibatches[0].pivotal is not None
     placed = [place(plain, m, steps) for m in minibatches]
     compute = partial(moments_of, gradient, state)
     baseline = compute([(p, p.batch.advantages, jnp.ones_like(p.batch.advantages)) for p in placed], None)
     methods = {name: changed(cfg.credit, changes) for name, changes in cfg.lab.methods.items()}
     results, count = [], len(placed)
-    rho = _with_intervals(lambda kept: noise_shares(baseline.grams.of(kept)), count)["rho"] if known else None
+    rho = _with_intervals(lambda kept: noise_shares(baseline.grams.of(kept)), count)["rho"] if has_truth else None
 
     def add(name: str, credit: Mapping[str, Any], moments: Moments) -> None:
         results.append(MethodResult(name, credit, _with_intervals(partial(figures_of, moments, baseline), count)))
@@ -140,14 +140,14 @@ def measure_gradients(run: Run, params: Params, grader: Grading) -> GradientResu
             add(name, cfg.lab.methods[name], compute(weighed, baseline))
     if all(credit.method != "uniform" for credit in methods.values()):
         add(PLAIN, {"method": "uniform"}, baseline)
-    if known:
+    if has_truth:
         for name in (TRUTH, GATED):
             add(name, {}, compute(list(weigh_by_truth(cfg.credit, placed, gated=name == GATED)), baseline))
     rewards = [float(np.nanmean(m.rewards)) for m in minibatches if np.isfinite(m.rewards).any()]
     outside = np.array([float(x) for x in (outside_share(p) for p in placed)])
     overall = {"reward": mean_interval(np.array(rewards)), "outside": mean_interval(outside)}
     return GradientResult(
-        facts=_facts(plain.cfg.rollout, cfg.lab.gradients.sketch, minibatches, state, known),
+        facts=_facts(plain.cfg.rollout, cfg.lab.gradients.sketch, minibatches, state, has_truth),
         interval=f"±: half of a 95% interval, delete-one jackknife over {count} minibatches",
         figures=overall | ({} if rho is None else {"rho": rho}),
         methods=results,
@@ -399,14 +399,14 @@ def figures_of(moments: Moments, baseline: Moments, kept: np.ndarray) -> dict[st
 
 
 def _with_intervals(statistic: Callable[[np.ndarray], Mapping[str, float]], count: int) -> dict[str, Interval]:
-    everything = np.arange(count)
-    values = statistic(everything)
-    left_out = [statistic(np.delete(everything, i)) for i in range(count)]
+    numbers = np.arange(count)
+    values = statistic(numbers)
+    left_out = [statistic(np.delete(numbers, i)) for i in range(count)]
     return {name: jackknife_interval(v, np.array([x[name] for x in left_out])) for name, v in values.items()}
 
 
 def _facts(
-    rollout: RolloutConfig, size: int, minibatches: Sequence[DrawnMinibatch], state: TrainState, known: bool
+    rollout: RolloutConfig, size: int, minibatches: Sequence[DrawnMinibatch], state: TrainState, has_truth: bool
 ) -> dict[str, str]:
     numbers = sum(x.size for x in jax.tree.leaves(state.params))
     exact = numbers <= size
@@ -416,5 +416,5 @@ def _facts(
         f"{np.mean(rows):.1f} rows with a gradient",
         "gradients": f"{numbers:,} numbers, inner products "
         + ("exact" if exact else f"estimated from count sketches of {size:,}: ±{size**-0.5:.1e} of the norms' product"),
-        "pivotal tokens": "known" if known else "unknown for this task",
+        "pivotal tokens": "known" if has_truth else "unknown for this task",
     }

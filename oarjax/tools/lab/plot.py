@@ -85,9 +85,9 @@ def _bars(axis: Any, result: LabResult, name: str, title: str) -> None:
         for (colour, _), m in zip(styles([m.name for m in result.methods]), result.methods)
         if name in m.figures and math.isfinite(m.figures[name].mean)
     ]
-    for place, (colour, method) in enumerate(rows):
+    for number, (colour, method) in enumerate(rows):
         interval = method.figures[name]
-        axis.barh(place, interval.mean, xerr=_half(interval), color=LIGHT[colour], height=0.7, capsize=2)
+        axis.barh(number, interval.mean, xerr=_half(interval), color=LIGHT[colour], height=0.7, capsize=2)
     axis.set_yticks(range(len(rows)), [visible(m.name) for _, m in rows])
     axis.invert_yaxis()
     axis.axvline(0, color="#555555", linewidth=0.8)

@@ -64,14 +64,14 @@ def make_programs(run: Run, params: Params) -> LabPrograms:
     def forward(params: Params, r: Rollout, span: AnswerSpan, keys: Any) -> Any:
         return policy.trunk(params, policy.embed(params, r.tokens), positions_of(r.valid), r.valid)[0]
 
-    def measured(wanted: frozenset[str]) -> Callable[..., Any]:
+    def measured(names: frozenset[str]) -> Callable[..., Any]:
         def signals(params: Params, r: Rollout, hints: Hints, keys: Any) -> Any:
             return measure(
                 policy,
                 params,
                 r.tokens,
                 r.valid,
-                wanted=wanted,
+                wanted=names,
                 completion_length=r.completion.shape[1],
                 temperature=roll.temperature,
                 head_chunk=cfg.policy.head_chunk,

@@ -56,10 +56,10 @@ def read_rollouts(path: Path, form: Format = "auto") -> list[SavedRollout]:
     """
     rollouts: list[SavedRollout] = []
     for file in _files(path):
-        for place, record in _records(file):
+        for location, record in _records(file):
             if form == "auto":
-                form = _recognised(record, place)
-            rollout = READ[form](record, place)
+                form = _recognised(record, location)
+            rollout = READ[form](record, location)
             if rollout.completion or form == "oarjax":
                 rollouts.append(rollout)
     if not rollouts:
@@ -89,17 +89,17 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise DataError(f"--rollouts: {path} cannot be read as UTF-8 text: {error}") from None
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            place = f"{path}, line {number}"
+            location = f"{path}, line {number}"
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:  # also for a number of thousands of digits
-                raise DataError(f"{place}: not JSON ({error}); {FIELDS}") from None
+                raise DataError(f"{location}: not JSON ({error}); {FIELDS}") from None
             if not isinstance(record, dict):
-                raise DataError(f"{place}: expected an object, got {type(record).__name__}; {FIELDS}")
-            yield place, record
+                raise DataError(f"{location}: expected an object, got {type(record).__name__}; {FIELDS}")
+            yield location, record
 
 
-def _recognised(record: dict[str, Any], place: str) -> Format:
+def _recognised(record: dict[str, Any], location: str) -> Format:
     """Detect the format by a record's fields. TRL's records have steps beside prompts; oarjax's have iterations."""
     if {"input", "output"} <= set(record):
         return "verl"
@@ -108,62 +108,63 @@ def _recognised(record: dict[str, Any], place: str) -> Format:
     if {"prompt", "prompt_ids", "completion", "completion_ids"} & set(record):
         return "oarjax"
     raise DataError(
-        f"{place}: expected the fields of oarjax (prompt, completion), trl (step, prompt, completion, advantage) or "
+        f"{location}: expected the fields of oarjax (prompt, completion), trl (step, prompt, completion, advantage) or "
         f"verl (input, output, gts, score), got {', '.join(map(repr, record))}; set --format, or rename the fields"
     )
 
 
-def _oarjax(record: dict[str, Any], place: str) -> SavedRollout:
+def _oarjax(record: dict[str, Any], location: str) -> SavedRollout:
     reference = record.get("reference")
     return SavedRollout(
-        _part(record, "prompt", place),
-        _completion_text(_part(record, "completion", place), place),
+        _part(record, "prompt", location),
+        _completion_text(_part(record, "completion", location), location),
         None if reference is None else str(reference),
-        place=place,
+        place=location,
     )
 
 
-def _trl(record: dict[str, Any], place: str) -> SavedRollout:
-    known = [record[name] for name in REFERENCES if isinstance(record.get(name), str | int | float)]
-    prompt, completion = _column(record, "prompt", place, "trl"), _column(record, "completion", place, "trl")
-    reference = reference_answer(str(known[0])) if known else None
-    return SavedRollout(prompt, _completion_text(completion, place), reference, rendered=True, place=place)
+def _trl(record: dict[str, Any], location: str) -> SavedRollout:
+    references = [record[name] for name in REFERENCES if isinstance(record.get(name), str | int | float)]
+    prompt, completion = _column(record, "prompt", location, "trl"), _column(record, "completion", location, "trl")
+    reference = reference_answer(str(references[0])) if references else None
+    return SavedRollout(prompt, _completion_text(completion, location), reference, rendered=True, place=location)
 
 
-def _verl(record: dict[str, Any], place: str) -> SavedRollout:
-    prompt, completion = _column(record, "input", place, "verl"), _column(record, "output", place, "verl")
+def _verl(record: dict[str, Any], location: str) -> SavedRollout:
+    prompt, completion = _column(record, "input", location, "verl"), _column(record, "output", location, "verl")
     truth = record.get("gts")
     if isinstance(truth, list) and len(truth) == 1:
         (truth,) = truth
     reference = reference_answer(str(truth)) if isinstance(truth, str | int | float) else None
-    return SavedRollout(prompt, _completion_text(completion, place), reference, rendered=True, place=place)
+    return SavedRollout(prompt, _completion_text(completion, location), reference, rendered=True, place=location)
 
 
 READ: dict[Format, Callable[[dict[str, Any], str], SavedRollout]] = {"oarjax": _oarjax, "trl": _trl, "verl": _verl}
 
 
-def _part(record: dict[str, Any], name: str, place: str) -> Any:
+def _part(record: dict[str, Any], name: str, location: str) -> Any:
     ids, value = record.get(f"{name}_ids"), record.get(name)
     if ids is not None:
         if isinstance(ids, list) and ids and all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
             return ids
-        raise DataError(f"{place}: {name}_ids: expected a list of token ids, got {ids!r:.80}")
+        raise DataError(f"{location}: {name}_ids: expected a list of token ids, got {ids!r:.80}")
     if isinstance(value, str) and value:
         return value
     if isinstance(value, list) and value:
-        return _messages(value, f"{place}: {name}")
-    raise DataError(f"{place}: no {name}; {FIELDS}")
+        return _messages(value, f"{location}: {name}")
+    raise DataError(f"{location}: no {name}; {FIELDS}")
 
 
-def _column(record: dict[str, Any], name: str, place: str, form: str) -> Any:
+def _column(record: dict[str, Any], name: str, location: str, form: str) -> Any:
     value = record.get(name)
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value:
-        return _messages(value, f"{place}: {name}")
-    known = ", ".join(map(repr, record))
+        return _messages(value, f"{location}: {name}")
+    columns = ", ".join(map(repr, record))
     raise DataError(
-        f"{place}: {name}: expected text or chat messages (format {form}), got {value!r:.80}; the fields are {known}"
+        f"{location}: {name}: expected text or chat messages (format {form}), got {value!r:.80}; the fields are "
+        f"{columns}"
     )
 
 
@@ -180,14 +181,14 @@ def _messages(turns: list[Any], where: str) -> Messages:
     return messages
 
 
-def _completion_text(completion: Any, place: str) -> str | list[int]:
+def _completion_text(completion: Any, location: str) -> str | list[int]:
     """Return a completion as it is, or the text of a completion that was saved as an assistant's turn."""
     if not (isinstance(completion, list) and completion and isinstance(completion[0], dict)):
         return completion
     if len(completion) > 1 or completion[0]["role"] != "assistant":
         roles = ", ".join(turn["role"] for turn in completion)
         raise DataError(
-            f"{place}: completion: expected one turn of the assistant, got the turns {roles}; save each turn of the "
+            f"{location}: completion: expected one turn of the assistant, got the turns {roles}; save each turn of the "
             "assistant as a separate rollout, with the turns before it in its prompt"
         )
     return completion[0]["content"]

@@ -68,7 +68,7 @@ def open_replay(header: Header, file: Path, *, device: str, console: Console, tr
     choose_platform(device)
     use_compilation_cache(cfg.compilation_cache)
     places = [Path(header.policy), folder / "policy", folder.parent / "policy"]  # folders may have been moved
-    policy = next((place for place in places if (place / "config.json").is_file()), None)
+    policy = next((path for path in places if (path / "config.json").is_file()), None)
     model, source = read_config(policy or cfg.policy.path, revision=cfg.policy.revision)
     return Run(
         cfg,

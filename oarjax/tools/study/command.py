@@ -85,8 +85,8 @@ def _run(study: StudyConfig, plan: StudyPlan, workers: int, shown: str, page: Pa
         with resumable(console, plan.root), Stop():
             outcomes = run_jobs(todo, WORKER, workers=workers, log=plan.root, report=report)
         failed = [outcome for outcome in outcomes if outcome.error is not None]
-        known, plan = len(plan.runs), plan_so_far(study)
-        if len(plan.runs) == known or not workers:
+        planned, plan = len(plan.runs), plan_so_far(study)
+        if len(plan.runs) == planned or not workers:
             break
     write_results(plan, command=shown, failed=[outcome.name for outcome in failed], page=page, console=console)
     if failed:

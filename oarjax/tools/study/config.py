@@ -224,10 +224,10 @@ def make_plan(study: StudyConfig, chosen: Mapping[str, Any] | None = None) -> St
 
     def config(changes: Changes, seed: int, folder: Path, where: str) -> Config:
         """Validate each set of changes once: a study's seeds and folders are valid for any of them."""
-        own, key = {"seed": seed, "run_dir": str(folder)}, json.dumps(changes, default=repr)
+        run_fields, key = {"seed": seed, "run_dir": str(folder)}, json.dumps(changes, default=repr)
         if key not in validated:
-            validated[key] = parse_config(merged(base, changes, where=where) | own, source=where)
-        return validated[key].model_copy(update=own)
+            validated[key] = parse_config(merged(base, changes, where=where) | run_fields, source=where)
+        return validated[key].model_copy(update=run_fields)
 
     def planned(name: str, changes: Changes, seed: int, folder: str, where: str) -> Planned:
         cfg = config(changes, seed, home(seed) / folder, where)
@@ -269,14 +269,14 @@ def make_plan(study: StudyConfig, chosen: Mapping[str, Any] | None = None) -> St
             raise ConfigError(f"arms.{name}: is the same run as arms.{twin}; change one of its fields, or leave it out")
     if sweep is None:
         return StudyPlan(study, root, starts, arms, (), trials)
-    known = {_content(run.config): run for runs in arms.values() for run in runs}
+    trained = {_content(run.config): run for runs in arms.values() for run in runs}
     cells = []
     for values in itertools.product(*sweep.over.values()):
         fields = dict(zip(sweep.over, values))
         name = ", ".join(f"{field.rpartition('.')[2]} {value}" for field, value in fields.items())
         changes = merged(merged({}, study.arms[sweep.of], where=sweep.of), fields, where="sweep.over")
         runs = [planned(name, changes, seed, f"sweep/{slug(name)}", f"sweep {name}") for seed in sweep.seeds]
-        cells.append(Cell(values, tuple(known.get(_content(run.config), run) for run in runs)))
+        cells.append(Cell(values, tuple(trained.get(_content(run.config), run) for run in runs)))
     return StudyPlan(study, root, starts, arms, tuple(cells), trials)
 
 
@@ -300,9 +300,9 @@ def merged(tree: Mapping[str, Any], changes: Mapping[str, Any], *, where: str) -
             node = node[name]
             if not isinstance(node, dict):
                 raise ConfigError(f"{where}: {key}: {name} is a value and has no field {leaf}")
-        known = node.get(leaf)
-        inside = isinstance(value, Mapping) and isinstance(known, Mapping | None)
-        node[leaf] = merged(known or {}, value, where=where) if inside else copy.deepcopy(value)
+        present = node.get(leaf)
+        inside = isinstance(value, Mapping) and isinstance(present, Mapping | None)
+        node[leaf] = merged(present or {}, value, where=where) if inside else copy.deepcopy(value)
     return out
 
 

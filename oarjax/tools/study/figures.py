@@ -92,10 +92,10 @@ def _dots(axis: Any, values: Mapping[str, Any], arms: Mapping[str, Any], title: 
     """Draw one arm per line, the first on top: mean and interval."""
     shown = {name: triple for name, triple in values.items() if triple is not None}
     colours = dict(zip(arms, styles(list(arms))))
-    for place, (name, (mean, low, high)) in enumerate(shown.items()):
+    for number, (name, (mean, low, high)) in enumerate(shown.items()):
         half = [[scale * (mean - low)], [scale * (high - mean)]] if low is not None and high is not None else None
-        axis.errorbar(scale * mean, -place, xerr=half, fmt="o", color=LIGHT[colours[name][0]], markersize=5)
-    axis.set_yticks([-place for place in range(len(shown))], list(shown))
+        axis.errorbar(scale * mean, -number, xerr=half, fmt="o", color=LIGHT[colours[name][0]], markersize=5)
+    axis.set_yticks([-number for number in range(len(shown))], list(shown))
     axis.set_title(title, fontsize=10, loc="left")
     _plain(axis, grid="x")
 

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from oarjax.config.inputs import PolicyConfig
 from oarjax.config.loading import parse_config
 from oarjax.config.schema import Config
 from oarjax.errors import UserError
@@ -28,10 +29,10 @@ from oarjax.run.run import Run, open_run
 from oarjax.step.steps import Steps
 from oarjax.storage.checkpoint import remove_all
 from oarjax.storage.durable import DamagedError, cannot_read, storage_errors, write_durably
-from oarjax.storage.folder import changed, claim, locked, mend_id, refuse_another_run
-from oarjax.storage.trust import code_digests, code_places, note_trusted
+from oarjax.storage.folder import changed, locked, refuse_another_run
+from oarjax.storage.trust import code_digests, code_places
 from oarjax.tools.study.jobs import study_remedy
-from oarjax.training.command import start_policy
+from oarjax.training.command import claim_folder, start_policy
 from oarjax.training.held_out import Evaluation, evaluation_from, plain_evaluation
 from oarjax.training.trainer import train
 
@@ -123,7 +124,8 @@ def make_start(cfg: Config, console: Console, graders: Graders, programs: LentPr
 def train_run(cfg: Config, home: Path, console: Console, graders: Graders, programs: LentPrograms) -> None:
     """Train a run from the seed's start, and remove its checkpoints at the end."""
     folder = Path(cfg.run_dir)
-    run = open_run(changed(cfg, run_dir=str(home), policy=_start_of(cfg, home), sft=None), console)
+    policy = _start_of(cfg.policy, home, warm=cfg.sft is not None)
+    run = open_run(changed(cfg, run_dir=str(home), policy=policy, sft=None), console)
     run = run.with_config(cfg)
     start = run.load()
     with locked(folder):
@@ -139,19 +141,14 @@ def _claim(run: Run, folder: Path, console: Console) -> None:
     refuse_another_run(folder, run.cfg)
     if changes := check_inputs(run, folder).words():
         console.print(f"resuming with other inputs: {changes}")
-    mended = mend_id(folder)
-    claim(folder, run.cfg)
-    for problem in filter(None, (mended, note_trusted(folder, code_places(run.cfg)))):
-        console.print(problem)
+    claim_folder(folder, run.cfg, console)
 
 
-def _start_of(cfg: Config, home: Path) -> Any:
-    """Return the policy section that reads the seed's start."""
-    if cfg.sft is None and not cfg.policy.path.startswith("builtin:"):
-        return cfg.policy
-    return changed(
-        cfg.policy, path=str(home / ("policy" if cfg.sft is None else "start")), tokenizer=None, revision=None
-    )
+def _start_of(policy: PolicyConfig, home: Path, *, warm: bool) -> PolicyConfig:
+    """Return the policy section that reads the seed's start: after its warm start, if there is one."""
+    if not warm and not policy.path.startswith("builtin:"):
+        return policy
+    return changed(policy, path=str(home / ("start" if warm else "policy")), tokenizer=None, revision=None)
 
 
 def write_before(path: Path, before: Evaluation | None) -> None:

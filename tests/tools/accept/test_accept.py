@@ -187,7 +187,7 @@ import sys
 from types import SimpleNamespace
 from pathlib import Path
 from oarjax.tools.accept import device
-from oarjax.tools.accept.setting import Peaks, Setting
+from oarjax.tools.accept.setting import Peaks, StageSetting
 
 measure, rates = device.on_device, []
 kinds = {d: SimpleNamespace(id=d.id, coords=(d.id % 2, d.id // 2, 0)) for d in device.jax.local_devices()}
@@ -200,7 +200,7 @@ def unsound(s, d):  # one device computes something else, one is slow
     return ("other" if d.id == 3 else digest), (9.0 if d.id == 5 else 1.0)
 
 def reduced(peaks):
-    s = Setting(Path(sys.argv[1]), None, "cpu", peaks)
+    s = StageSetting(Path(sys.argv[1]), None, "cpu", peaks)
     return [c for c in device._all_reduces(s, device.mesh()) if "reached" in c.name]
 
 small = Peaks(1.0, 1.0, 1.0)
@@ -208,10 +208,10 @@ for check in reduced(small):
     rates.append((check.name, check.value))
     print(check.state, check.name, check.note, sep="|")
 device.on_device = lambda s, d: (measure(s, d)[0], 1.0)
-for check in device._each_device(Setting(Path(sys.argv[1]), None, "cpu", small)):
+for check in device._each_device(StageSetting(Path(sys.argv[1]), None, "cpu", small)):
     print(check.state, check.name, check.note, sep="|")
 device.on_device = unsound
-for check in device._each_device(Setting(Path(sys.argv[1]), None, "cpu", small)):
+for check in device._each_device(StageSetting(Path(sys.argv[1]), None, "cpu", small)):
     print(check.state, check.name, check.note, sep="|")
 """
 

@@ -132,7 +132,7 @@ def test_missing_torch_names_the_extra(monkeypatch):
 
 def test_json_is_one_document_and_nothing_else(monkeypatch, capsys):
     monkeypatch.setattr(bench, "MODELS", {"nano": TINY})
-    monkeypatch.setattr(bench, "Shapes", lambda: SHAPES)
+    monkeypatch.setattr(bench, "WorkloadSizes", lambda: SHAPES)
     monkeypatch.setattr(bench.jax.config, "update", lambda *_: None)  # the tests keep their compilation cache
     bench.run("nano", "w2", 1, True, None)
     document = json.loads(capsys.readouterr().out)
