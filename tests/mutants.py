@@ -3,10 +3,10 @@
     python tests/mutants.py               run all mutants, one per core at a time
     python tests/mutants.py gate.py 12    run those of files whose path contains gate.py, and number 12
 
-mutants.txt lists them: a file of the package, a text that occurs in it exactly once, its replacement, and the tests
-that must fail. First all these tests must pass on the unchanged code. Then each mutant is applied alone to a copy of
-the checkout, and its tests run there. A mutant that breaks an import proves nothing and counts as an error. Not part
-of CI; tests/test_mutants.py keeps the list valid: each text still occurs once, and each test exists.
+mutants.txt lists them by function (or method, or constant): a text that occurs in it exactly once, its replacement, and
+the tests that must fail. First all these tests must pass on the unchanged code. Then each mutant is applied alone to a
+copy of the checkout, and its tests run there. A mutant that breaks an import proves nothing and counts as an error. Not
+part of CI; tests/test_mutants.py keeps the list valid: each function and test exists, each text still occurs once.
 
 Last result, run folder by folder, 14 minutes in all on two cores that had other work:
 
@@ -32,6 +32,7 @@ both branches of the gate give 1, and min-max makes every entry of a row with a 
 subtracts is 0 but for rounding, since every reward is centred in its group before.
 """
 
+import ast
 import contextlib
 import multiprocessing
 import os
@@ -48,28 +49,51 @@ PRELOADED = ["jax", "optax", "flax", "orbax.checkpoint", "transformers", "hypoth
 
 
 class Mutant(NamedTuple):
-    """A change of one text in a file of the package, and the tests in tests/ that must fail for it."""
+    """A change of one text in a function, method or constant of the package, and the tests that must fail for it."""
 
     file: str
+    function: str
     before: str
     after: str
     tests: tuple[str, ...]
 
 
 def read_mutants() -> list[Mutant]:
-    """Read mutants.txt: ``# file: test file``, then for each mutant ``- before``, ``+ after``, ``! names of tests``."""
-    mutants, file, tests, before, after = [], "", "", "", ""
+    """Read mutants.txt: ``# file function: test file``, then per mutant ``- before``, ``+ after``, ``! test names``."""
+    mutants, place, tests, before, after = [], ("", ""), "", "", ""
     for line in (ROOT / "tests" / "mutants.txt").read_text(encoding="utf-8").splitlines():
         sign, text = line[:1], line[2:]
         if sign == "#":
-            file, tests = text.split(": ")
+            functions, tests = text.split(": ")
+            file, function = functions.split(" ")
+            place = (file, function)
         elif sign == "-":
             before = text
         elif sign == "+":
             after = text
         elif sign == "!":
-            mutants.append(Mutant(file, before, after, tuple(f"{tests}::test_{name}" for name in text.split())))
+            mutants.append(Mutant(*place, before, after, tuple(f"{tests}::test_{name}" for name in text.split())))
     return mutants
+
+
+def lines_of(text: str, function: str) -> tuple[str, str, str]:
+    """Split a file into the lines before a function, method or constant, its own, and those after it; "" if missing."""
+    nodes: list[ast.stmt] = ast.parse(text).body
+    for name in function.split("."):
+        found = [node for node in nodes if name in names_of(node)]
+        nodes = getattr(found[0], "body", []) if found else []
+    if not found:
+        return text, "", ""
+    lines, (first, last) = text.splitlines(keepends=True), (found[0].lineno - 1, found[0].end_lineno)
+    return "".join(lines[:first]), "".join(lines[first:last]), "".join(lines[last:])
+
+
+def names_of(node: ast.stmt) -> set[str]:
+    """Return the names that a definition or an assignment binds."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
 
 
 def run_tests(checkout: Path, tests: list[str]) -> int:
@@ -88,9 +112,10 @@ def outcome_of(number: int, mutant: Mutant, copies: Path) -> str:
     home = next(path for path in sorted(copies.iterdir()) if taken(path))
     path = home / "checkout" / "oarjax" / mutant.file
     text, times = path.read_text(encoding="utf-8"), path.stat()
-    if text.count(mutant.before) != 1:
-        return f"ERROR: the text occurs {text.count(mutant.before)} times"
-    path.write_text(text.replace(mutant.before, mutant.after), encoding="utf-8")
+    above, own, below = lines_of(text, mutant.function)
+    if own.count(mutant.before) != 1:
+        return f"ERROR: the text occurs {own.count(mutant.before)} times in {mutant.function}"
+    path.write_text(above + own.replace(mutant.before, mutant.after) + below, encoding="utf-8")
     os.utime(path, (number, number))  # a distinct time, so that no cached bytecode of another text is used
     try:
         code = run_tests(home / "checkout", list(mutant.tests))
@@ -144,7 +169,7 @@ def main(words: list[str]) -> int:
         for number, mutant, result in results:
             outcomes.append(result.get())
             change = f"{mutant.before}  ->  {mutant.after or 'nothing'}"
-            print(f"{number:3d} {mutant.file}: {change}: {outcomes[-1]}", flush=True)
+            print(f"{number:3d} {mutant.file} {mutant.function}: {change}: {outcomes[-1]}", flush=True)
     killed = outcomes.count("killed")
     print(f"{killed} of {len(chosen)} mutants killed in {time.monotonic() - began:.0f} s")
     return int(killed != len(chosen))
