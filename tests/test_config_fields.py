@@ -50,7 +50,6 @@ from oarjax.models.weights import abstract_params, init_params
 from oarjax.report.console import OnceWarnings
 from oarjax.rl.advantages import group_advantages, zero_variance_groups
 from oarjax.run.adapters import trained_shapes
-from oarjax.run.hints import hints_of
 from oarjax.run.layout import training_layout
 from oarjax.run.run import Run, open_run
 from oarjax.step.gradients import Sums
@@ -619,7 +618,7 @@ def probes(cfg: Config) -> Any:
 def hints(cfg: Config) -> Any:
     """What a credit method reads beside the rollouts."""
     run = build(cfg)
-    made = hints_of(run)
+    made = run.hints
     assert made is not None
     return jax.tree.map(np.ndarray.tolist, made(completed(run), np.array([min(run.train.by_index)])))
 

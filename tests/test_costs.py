@@ -35,7 +35,7 @@ from oarjax.tools.plan.jaxpr_flops import executed_flops
 from oarjax.tools.plan.programs import shapes_of
 from oarjax.tools.plan.published_sizes import PUBLISHED
 from oarjax.tools.plan.sums import ANSWER, model_flops
-from oarjax.training.trainer import model_flops as metrics_flops
+from oarjax.training.meter import Meter
 from oarjax.types import AnswerSpan, Rollout
 
 D = Decoder(layers=2, trunk_params=1000.0, head_params=100.0, heads_width=8, kv_width=4)
@@ -198,4 +198,4 @@ def test_metrics_and_plan_count_alike(name, changes):
     minibatches, updates = cfg.update.minibatches, cfg.update.minibatches * cfg.update.epochs
     planned = {"reshard": 1, "sample": 1, "score": minibatches, "update": updates}
     step = sum(times * model_flops(phase, model, cfg) for phase, times in planned.items())
-    assert metrics_flops(cfg, model, metrics, resolve_method(cfg.credit)) == pytest.approx(step, rel=0.01)
+    assert Meter(cfg, model, resolve_method(cfg.credit), 1.0).flops(metrics) == pytest.approx(step, rel=0.01)

@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
+from walks import Walk
 
 PACKAGE = Path(__file__).parent.parent / "oarjax"
 
@@ -20,10 +21,19 @@ def takes(function: ast.FunctionDef, name: str) -> bool:
     return any(isinstance(node, ast.Name) and node.id == name for node in nodes)
 
 
-@pytest.mark.parametrize(("name", "most"), [("Config", 70), ("Run", 49)])
+@pytest.mark.parametrize(("name", "most"), [("Config", 61), ("Run", 50)])
 def test_few_functions_take_the_whole(name, most):
     found = sum(takes(function, name) for function in functions())
     assert 0 < found <= most, f"{found} functions take a {name}; pass the sections, the shapes or the parts they read"
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "parameter", "most"),
+    [("oarjax.training.trainer", "train", "run", 8), ("oarjax.step.programs", "make_steps", "cfg", 7)],
+)
+def test_the_whole_passes_through_few_files(module, function, parameter, most):
+    files = Walk(module, function, parameter).files
+    assert 3 < len(files) <= most, f"{parameter} of {function}, or a part of it, is handed to {sorted(files)}"
 
 
 def test_an_iteration_is_read_at_once():

@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from oarjax.config.schema import Config
 from oarjax.errors import ConfigError
 from oarjax.report.files import make_console, read_completions, read_metrics
 from oarjax.report.groups import read_shown
@@ -36,7 +35,8 @@ def run(folder: Path, out: Path | None) -> None:
 def write_report(folder: Path, out: Path | None = None) -> Path:
     """Write a run's page from the files that are there; return its path."""
     cfg, out = saved_config(folder), out or folder / "report.html"
-    summary, compare = folder / "summary.json", compare_command(folder, cfg)
+    summary = folder / "summary.json"
+    compare = compare_command(folder, cfg.credit.method, held_out=cfg.data.eval is not None)
     with storage_errors(out):
         write_page(
             out,
@@ -52,9 +52,9 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
     return out
 
 
-def compare_command(folder: Path, cfg: Config) -> str | None:
+def compare_command(folder: Path, method: str, *, held_out: bool) -> str | None:
     """Return the command that trains a run's config beside plain GRPO; None for GRPO, or without held-out problems."""
-    if cfg.credit.method == "uniform" or cfg.data.eval is None:
+    if method == "uniform" or not held_out:
         return None
     return shlex.join(["oarjax", "study", "study_grpo", f"base={folder / 'config.yaml'}", f"run_dir={folder}-study"])
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
+from oarjax.config.inputs import DataConfig
 from oarjax.credit.record import OF_MARKS, OF_TEACHER
+from oarjax.credit.resolved import ResolvedMethod
 from oarjax.data.problems import Problem
 from oarjax.data.streams import bucketed, encode_problems, left_pad
 from oarjax.errors import ConfigError, UserError
@@ -18,49 +20,68 @@ from oarjax.step.hints import marked_tokens
 from oarjax.system.plugins import import_object
 from oarjax.types import Hints, Privileged, Rollout
 
+Marker = Callable[[str, str, str], Sequence[tuple[int, int, float]]]
+"""(prompt, completion, reference) -> marks (start, end, value) in characters: what credit.marks names."""
 
-def hints_of(run: Any, problems: Sequence[Problem] | None = None) -> Callable[[Rollout, np.ndarray], Hints] | None:
-    """Return (rollout, numbers of problems) -> the hints of a Run's credit method; None if it reads none.
 
-    Problems are numbered as in the training dataset, or by their place in ``problems``.
+@dataclass(frozen=True)
+class HintReader:
+    """Return the hints of a rollout's rows: calling it takes the rollout and the numbers of its problems."""
+
+    problems: Mapping[int, Problem]
+    marker: Marker | None
+    marks: str | None  # the marker's name, for errors
+    teacher: Mapping[int, list[int]]  # prompts by problem; empty without a teacher
+    width: int  # positions of the teacher's prompts
+    table: Sequence[bytes]
+    pad_id: int
+
+    def __call__(self, rollout: Rollout, numbers: np.ndarray) -> Hints:
+        rows = [int(p) for p in np.repeat(numbers, len(rollout.ended) // len(numbers))]
+        out: dict[str, Any] = {}
+        if self.marker is not None:
+            texts = [(self.problems[p].prompt, self.problems[p].reference) for p in rows]
+            out["marks"], out["turns"] = marked_tokens(self.table, rollout, texts, self.marker, name=self.marks)
+        if self.teacher:
+            tokens, valid = left_pad([self.teacher[p] for p in rows], length=self.width, pad_id=self.pad_id)
+            out["teacher"] = Privileged(tokens, valid)  # pyright: ignore[reportArgumentType]
+        return Hints(**out)
+
+
+def hints_of(
+    credit: ResolvedMethod,
+    data: DataConfig,
+    problems: Mapping[int, Problem],
+    tokenizer: PreTrainedTokenizerFast,
+    table: Sequence[bytes],
+    *,
+    pad_id: int,
+    prompt_bucket: int,
+) -> HintReader | None:
+    """Return what reads a credit method's hints; None if it needs none. ``problems`` are by their numbers in rollouts.
 
     Raises:
         ConfigError: the method reads marks, and no function provides them.
     """
-    wants = run.credit.signals
-    marker = find_marker(run) if wants & OF_MARKS else None
+    settings, wants = credit.settings, credit.signals
+    marker = find_marker(settings.marks, method=settings.method) if wants & OF_MARKS else None
     if marker is None and not wants & OF_TEACHER:
         return None
-    by_number = run.train.by_index if problems is None else dict(enumerate(problems))
-    prompts = teacher_prompts(run, list(by_number.values())) if wants & OF_TEACHER else []
-    numbered, width = dict(zip(by_number, prompts)), bucketed(prompts or [[]], run.cfg.rollout.prompt_bucket)
-
-    def hints(rollout: Rollout, numbers: np.ndarray) -> Hints:
-        rows = [int(p) for p in np.repeat(numbers, len(rollout.ended) // len(numbers))]
-        out: dict[str, Any] = {}
-        if marker is not None:
-            texts = [(by_number[p].prompt, by_number[p].reference) for p in rows]
-            out["marks"], out["turns"] = marked_tokens(run.table, rollout, texts, marker, name=run.cfg.credit.marks)
-        if numbered:
-            tokens, valid = left_pad([numbered[p] for p in rows], length=width, pad_id=run.pad_id)
-            out["teacher"] = Privileged(tokens, valid)  # pyright: ignore[reportArgumentType]
-        return Hints(**out)
-
-    return hints
+    prompts = teacher_prompts(settings.teacher, data, problems.values(), tokenizer) if wants & OF_TEACHER else []
+    width = bucketed(prompts or [[]], prompt_bucket)
+    return HintReader(problems, marker, settings.marks, dict(zip(problems, prompts)), width, table, pad_id)
 
 
-def find_marker(run: Any) -> Callable[..., Any]:
+def find_marker(name: str | None, *, method: str) -> Marker:
     """Import the function that credit.marks names.
 
     Raises:
         ConfigError: it is not set, or cannot be imported.
     """
-    name = run.cfg.credit.marks
     if name is None:
         raise ConfigError(
-            f"credit.marks: credit.method {run.cfg.credit.method} reads marks on completions; set file.py:name of a "
-            "function (prompt, completion, reference) -> list of (start, end, value), as in "
-            "docs/examples/custom_marks.py"
+            f"credit.marks: credit.method {method} reads marks on completions; set file.py:name of a function (prompt, "
+            "completion, reference) -> list of (start, end, value), as in docs/examples/custom_marks.py"
         )
     try:
         function: Any = import_object(name, field="credit.marks", expected=object)
@@ -71,21 +92,20 @@ def find_marker(run: Any) -> Callable[..., Any]:
     return function
 
 
-def teacher_prompts(run: Any, problems: Sequence[Problem]) -> list[list[int]]:
+def teacher_prompts(
+    template: str, data: DataConfig, problems: Collection[Problem], tokenizer: PreTrainedTokenizerFast
+) -> list[list[int]]:
     """Encode the prompts of the teacher: credit.teacher with the problem's prompt and reference answer in it.
 
     Raises:
         ConfigError: credit.teacher has fields other than {prompt} and {answer}, or text that cannot be encoded.
     """
-    cfg = run.cfg
     try:
-        texts = [cfg.credit.teacher.format(prompt=p.prompt, answer=p.reference) for p in problems]
+        privileged = [replace(p, prompt=template.format(prompt=p.prompt, answer=p.reference)) for p in problems]
     except (KeyError, IndexError, ValueError) as error:
         raise ConfigError(f"credit.teacher: {error!r}; expected text with {{prompt}} and {{answer}} in it") from error
-    privileged = [replace(problem, prompt=text) for problem, text in zip(problems, texts)]
-    rendering = {name: getattr(cfg.data, name) for name in ("template", "system_prompt", "prompt_format", "thinking")}
-    encode = partial(encode_problems, **rendering, max_prompt=sys.maxsize)
+    rendering = {name: getattr(data, name) for name in ("template", "system_prompt", "prompt_format", "thinking")}
     try:
-        return list(encode(privileged, run.tokenizer).prompts)
+        return list(encode_problems(privileged, tokenizer, max_prompt=sys.maxsize, **rendering).prompts)
     except UserError as error:
         raise ConfigError(f"credit.teacher: {error}") from error

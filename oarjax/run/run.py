@@ -44,7 +44,7 @@ from oarjax.run.checks import check_failures, check_grading, check_lengths, chec
 from oarjax.run.custom import check_credit, check_custom, find_advantages, find_credit, find_loss
 from oarjax.run.endings import reference_endings
 from oarjax.run.grades import RolloutGrading, grader_of
-from oarjax.run.hints import hints_of
+from oarjax.run.hints import HintReader, hints_of
 from oarjax.run.layout import check_layouts, param_shardings, rollout_layout, training_layout
 from oarjax.run.policy import bind_policy, compute_dtype_of, stored_dtype_of
 from oarjax.run.source import policy_path, read_pairs, read_prompts
@@ -329,6 +329,16 @@ class Run:
         more = {"room": self.ending_room, "token_bytes": self.table, "stop_id": stop}
         return with_endings(self.cfg.credit, rollout, span, endings, **more)
 
+    @cached_property
+    def hints(self) -> HintReader | None:
+        """What the credit method reads beside rollouts of training problems; None if nothing."""
+        return self.hints_for(self.train.by_index)
+
+    def hints_for(self, problems: Mapping[int, Problem]) -> HintReader | None:
+        """Return what the credit method reads beside rollouts of these problems; None if nothing."""
+        cfg, padding = self.cfg, {"pad_id": self.pad_id, "prompt_bucket": self.cfg.rollout.prompt_bucket}
+        return hints_of(self.credit, cfg.data, problems, self.tokenizer, self.table, **padding)
+
     def check_credit(self, where: str = "") -> None:
         """Build the credit method, so that a bad config fails now and not after the warm start.
 
@@ -442,6 +452,6 @@ def open_run(
     run.check_credit()
     run.credit.check_groups(cfg.rollout.group_size)
     run.credit.check_updates(epochs=cfg.update.epochs, minibatches=cfg.update.minibatches)
-    hints_of(run)  # fails on what cannot be read
+    _ = run.hints  # fails on what cannot be read
     check_custom(cfg)
     return run

@@ -29,7 +29,6 @@ from oarjax.models.moe import index_dtype
 from oarjax.models.sharding import batch_spec
 from oarjax.models.weights import abstract_params
 from oarjax.run.adapters import trained_shapes
-from oarjax.run.hints import teacher_prompts
 from oarjax.run.policy import stored_dtype_of
 from oarjax.run.run import Run
 from oarjax.step.fused import FusedSums
@@ -83,9 +82,8 @@ class ProgramShapes:
         if run.has_data:
             self._train_width = bucketed(run.train.prompts, step)
             self._eval_width = self._train_width if run.held_out is None else bucketed(run.held_out.prompts, step)
-            if self._wants & OF_TEACHER:
-                prompts = teacher_prompts(run, run.train.problems)
-                self._teacher_width = bucketed(prompts, run.cfg.rollout.prompt_bucket)
+            if self._wants & OF_TEACHER and run.hints is not None:
+                self._teacher_width = run.hints.width
 
     def programs(self) -> tuple[PhaseProgram, ...]:
         """Return the programs of an iteration in its order; evaluate only with data.eval."""

@@ -34,6 +34,7 @@ from oarjax.system.processes import from_first, join_processes, only_first, peer
 from oarjax.training.held_out import Evaluation, evaluate, evaluation_from, plain_evaluation
 from oarjax.training.results import show_results
 from oarjax.training.run_files import check_checkpoint
+from oarjax.training.start import prepare
 from oarjax.training.trainer import train
 from oarjax.training.warm_start import warm_start
 from oarjax.types import Params
@@ -101,8 +102,8 @@ def train_once(cfg: Config, console: Console, stop: Stop, on_lines: Callable[[],
                 seal_start(folder, folder / "start")
             only_first(lambda: claim_folder(folder, cfg, console))  # only now: a run that is refused changes nothing
             only_first(lambda: has_progress(folder) or write_facts(folder, run.facts()))
-            start, before = start_policy(run, grader, stop)
-            trained = train(run, grader, start, before, folder, stop, on_lines)
+            params, before = start_policy(run, grader, stop)
+            trained = train(run, grader, prepare(run, params, before, folder, stop), folder, stop, on_lines)
             if cfg.export.folder is not None:
                 target = folder / cfg.export.folder
                 check_guards(target)

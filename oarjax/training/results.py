@@ -32,7 +32,7 @@ def show_results(run: Run, folder: Path, before: Evaluation | None, trained: Tra
         ]
         print_summary(console, rows)
         write_summary(folder / "summary.json", rows)
-    if compare := compare_command(folder, cfg):
+    if compare := compare_command(folder, cfg.credit.method, held_out=cfg.data.eval is not None):
         console.print(f"compare with plain GRPO from the same start: {compare}", markup=False, soft_wrap=True)
     facts = best_checkpoint(folder, cfg.checkpoint.best)
     for name in facts.values():

@@ -54,7 +54,7 @@ class RunFiles:
         self._run, self._cfg, self._folder, self._warnings = run, run.cfg.checkpoint, folder, warnings
         self._failures = Failures(self._cfg.on_failure, warnings.say)
         self._verdicts: RecordedGrader | None = None
-        self._best = -math.inf
+        self._best, self._iteration = -math.inf, 0
         self._stack = ExitStack()
 
     def __enter__(self) -> RunFiles:
@@ -151,11 +151,12 @@ class RunFiles:
         return self._verdicts
 
     def begin(self, iteration: int) -> None:
-        """Begin an iteration; the verdicts from now on belong to it.
+        """Begin an iteration; the verdicts and groups from now on belong to it.
 
         Raises:
             StorageError: the checkpoint in the background could not be written.
         """
+        self._iteration = iteration
         if self._verdicts is not None:
             self._verdicts.begin(iteration)
         with self._failures.handled():
@@ -167,9 +168,9 @@ class RunFiles:
             self._completions.write(iteration, rows)
         self._trackers.write(iteration, metrics, rows)
 
-    def write_groups(self, iteration: int, done: Iteration) -> None:
-        """Write an iteration's groups where they are due: some for the report, all of them as Parquet."""
-        run, report = self._run, self._run.cfg.report
+    def write_groups(self, done: Iteration) -> None:
+        """Write the iteration's groups where they are due: some for the report, all of them as Parquet."""
+        run, report, iteration = self._run, self._run.cfg.report, self._iteration
         whole = report.groups > 0 and iteration % report.groups == 0
         shown = report.completions > 0 and shows_groups(iteration, run.cfg.iterations)
         if not (run.first and (whole or shown)):

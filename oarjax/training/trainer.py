@@ -20,14 +20,8 @@ from oarjax.data.problems import Problem
 from oarjax.grading.pool import GraderError
 from oarjax.grading.recorded import Grading
 from oarjax.models.lora import all_params
-from oarjax.models.qwen_config import QwenConfig
-from oarjax.models.weights import decoder_of
 from oarjax.report.console import OnceWarnings, PhaseTimer, Progress
 from oarjax.report.files import CompletionRow, read_metrics, show_completions, token_texts
-from oarjax.run.adapters import trained_count
-from oarjax.run.compile_ahead import compile_known
-from oarjax.run.hints import hints_of
-from oarjax.run.memory import report_memory
 from oarjax.run.run import Run
 from oarjax.run.shapes import ProgramShapes
 from oarjax.step.fused import fuses
@@ -35,10 +29,10 @@ from oarjax.step.history import RewardHistory
 from oarjax.step.host_callbacks import HostCallbacks
 from oarjax.step.iteration import Iteration, iterate
 from oarjax.storage.stop import Stop
-from oarjax.system.devices import peak_flops, to_host_memory
 from oarjax.training.health import Health
 from oarjax.training.held_out import Evaluation, evaluate
 from oarjax.training.run_files import RunFiles
+from oarjax.training.start import Start
 from oarjax.types import Grades, Params
 
 
@@ -55,15 +49,12 @@ class Trained:
 def train(
     run: Run,
     grader: Grading,
-    start: Params,
-    before: Evaluation | None,
+    start: Start,
     folder: Path,
     stop: Stop | None = None,
     on_lines: Callable[[], object] | None = None,
 ) -> Trained:
     """Iterate from ``start``; metrics, completions and checkpoints go to ``folder``.
-
-    The state reuses the memory of ``start``, unless the KL term needs it.
 
     A run with a checkpoint resumes, and ends as if it had never stopped. ``on_lines`` is called whenever its files have
     new lines.
@@ -84,7 +75,6 @@ def train(
         warnings.check_sampling(
             top_k=roll.top_k, top_p=roll.top_p, min_p=roll.min_p, repetition_penalty=roll.repetition_penalty
         )
-    peak, _ = peak_flops(run.compute_dtype)
     began = time.perf_counter()
     with stop.held(), ExitStack() as stack:
         files = stack.enter_context(RunFiles(run, folder, warnings))
@@ -98,18 +88,12 @@ def train(
             place=run.place,
             phase=partial(_phase, timer, stop),
             probed=run.probed if cfg.credit.answer.source == "reference" else None,
-            hints=hints_of(run),
+            hints=run.hints,
             load_reference=partial(jax.device_put, device=run.layout.params),
             past=history.of if remembers else None,
             prompt_step=run.prompt_step,
         )
-        if run.compiles_ahead:
-            compile_known(run, state, console)
-            stop.check()
-        if run.wants_memory:
-            report_memory(ProgramShapes(run), folder, console)
-            stop.check()
-        baseline = None if before is None else before.metrics["pass_at_1"]
+        baseline = None if start.before is None else start.before.metrics["pass_at_1"]
         progress = stack.enter_context(
             Progress(
                 cfg.iterations,
@@ -123,9 +107,9 @@ def train(
         health = Health(run, folder, warnings)
         health.remember(read_metrics(folder / "metrics.jsonl"), until=first)
         host = host._replace(watch=health)
-        if before is not None and first == 0:
-            last = before
-            files.write(0, before.metrics, [])
+        if start.before is not None and first == 0:
+            last = start.before
+            files.write(0, last.metrics, [])
             if on_lines is not None:
                 on_lines()
         timer.lap()
@@ -137,7 +121,7 @@ def train(
                 tracing = stack.enter_context(closing(_Trace(folder / "profile")))
             position = stream.state()
             try:
-                state, done = iterate(state, reference, iteration, steps=run.steps, host=host, cfg=cfg)
+                state, done = iterate(state, start.reference, iteration, steps=run.steps, host=host, cfg=cfg)
             except _StoppedWithin:  # the state is still that after the iteration before
                 if iteration > 1:
                     files.save(iteration - 1, state, position, history.state(), last, {}, now=True)
@@ -151,19 +135,14 @@ def train(
                 with timer.phase("evaluate"):
                     last = evaluate(run, grader, all_params(state))
             phases = timer.lap()
-            training = phases["total"] - phases.get("evaluate", 0.0)
-            metrics = done.metrics | {f"seconds/{name}": value for name, value in phases.items()}
-            metrics["seconds/training"] = training
+            metrics = done.metrics | start.meter.measure(done.metrics, phases)
             metrics["skipped_in_a_row"] = float(health.skipped_in_a_row)
             metrics["lr"] = float(np.asarray(run.schedule(max(int(state.step) - 1, 0))))
-            metrics["tokens_per_second"] = metrics["completion_tokens"] / training
-            metrics["flops"] = model_flops(cfg, run.model, metrics, run.credit)
-            metrics["mfu"] = metrics["flops"] / (training * peak)
             if last is not None and "evaluate" in phases:
                 metrics |= last.metrics
             rows = completion_rows(done, run.train.by_index, run.texts(done.rollout), run.table, cfg.report.completions)
             files.write(iteration, metrics, rows)
-            files.write_groups(iteration, done)
+            files.write_groups(done)
             if on_lines is not None:
                 on_lines()
             progress.update(iteration, metrics, phases)

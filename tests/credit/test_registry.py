@@ -30,7 +30,7 @@ from oarjax.tools.plan.command import methods_of
 from oarjax.tools.plan.programs import with_method
 from oarjax.tools.plan.sums import model_flops
 from oarjax.tools.study.config import StudyConfig, make_plan
-from oarjax.training.trainer import model_flops as metrics_flops
+from oarjax.training.meter import Meter
 from oarjax.types import AnswerSpan, Rollout
 
 ENTRY = """MethodRecord(
@@ -164,7 +164,7 @@ def test_a_new_entry_is_in_mfu_and_plan(mine):
         "rows_used": 16.0,
     }
     plain, more = (
-        metrics_flops(cfg, MODEL, metrics, resolve_method(cfg.credit)) for cfg in (config("uniform"), config("mine"))
+        Meter(cfg, MODEL, resolve_method(cfg.credit), 1.0).flops(metrics) for cfg in (config("uniform"), config("mine"))
     )
     assert more - plain == pytest.approx(cost)
 

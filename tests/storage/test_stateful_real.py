@@ -75,8 +75,9 @@ class World:
             check_inputs(self.run, folder)
             claim(folder, self.run.cfg)
             try:
-                start = jax.tree.map(jnp.copy, self.start)  # whose memory the state reuses
-                params = trainer.train(self.run, self.grader, start, None, folder, self.stop).params
+                params = jax.tree.map(jnp.copy, self.start)  # whose memory the state reuses
+                start = prepare(self.run, params, None, folder, self.stop)
+                params = trainer.train(self.run, self.grader, start, folder, self.stop).params
             except (Killed, Stopped):
                 return None
             assert not act or self.left > 0, f"{act} did nothing"

@@ -26,7 +26,6 @@ from oarjax.data.tasks.truth import token_truth
 from oarjax.errors import ConfigError
 from oarjax.grading.recorded import Grading
 from oarjax.report.files import token_texts
-from oarjax.run.hints import hints_of
 from oarjax.run.run import Run
 from oarjax.stats import bootstrap_interval
 from oarjax.step.minibatches import take
@@ -200,7 +199,7 @@ def score_methods(
 
 def lab_hints(run: Run, completions: Completions, credit: CreditSettings) -> Hints:
     """Return the marks and teacher's prompts that a method reads, of the completions to compare on."""
-    hints = hints_of(with_method(run, credit), completions.problems)
+    hints = with_method(run, credit).hints_for(dict(enumerate(completions.problems)))
     return Hints() if hints is None else hints(completions.rollout, np.arange(len(completions.problems)))
 
 

@@ -32,7 +32,6 @@ from oarjax.errors import ConfigError
 from oarjax.grading.recorded import Grading
 from oarjax.models.lora import all_params
 from oarjax.rollout.sampler import rollout_key
-from oarjax.run.hints import hints_of
 from oarjax.run.run import Run
 from oarjax.stats import Interval, jackknife_interval, mean_interval
 from oarjax.step.gradients import Sums
@@ -279,7 +278,7 @@ def weigh_minibatches(
     run: Run, state: TrainState, minibatches: Sequence[DrawnMinibatch], placed: Sequence[Placed]
 ) -> Iterator[Weighed]:
     """Yield every minibatch with a method's token advantages, computed as in training."""
-    cfg, params, hints_for = run.cfg, all_params(state), hints_of(run)
+    cfg, params, hints_for = run.cfg, all_params(state), run.hints
     for number, (m, p) in enumerate(zip(minibatches, placed), start=1):
         noise_key, order_key = (rollout_key(state.key, step=number, batch=b) for b in (NOISE, ORDER))
         (arrays,) = m.plan.split((*read_spans(run, m), hints_for and hints_for(m.rollout, m.problems)))

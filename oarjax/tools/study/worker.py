@@ -30,10 +30,12 @@ from oarjax.step.steps import Steps
 from oarjax.storage.checkpoint import remove_all
 from oarjax.storage.durable import DamagedError, cannot_read, storage_errors, write_durably
 from oarjax.storage.folder import changed, locked, refuse_another_run
+from oarjax.storage.stop import Stop
 from oarjax.storage.trust import code_digests, code_places
 from oarjax.tools.study.jobs import study_remedy
 from oarjax.training.command import claim_folder, start_policy
 from oarjax.training.held_out import Evaluation, evaluation_from, plain_evaluation
+from oarjax.training.start import prepare
 from oarjax.training.trainer import train
 
 BEFORE = "before.json"
@@ -127,11 +129,12 @@ def train_run(cfg: Config, home: Path, console: Console, graders: Graders, progr
     policy = _start_of(cfg.policy, home, warm=cfg.sft is not None)
     run = open_run(changed(cfg, run_dir=str(home), policy=policy, sft=None), console)
     run = run.with_config(cfg)
-    start = run.load()
+    params, stop = run.load(), Stop()
     with locked(folder):
         _claim(run, folder, console)
         programs.lend(run)
-        train(run, graders.of(run), start, read_before(home / BEFORE), folder)
+        start = prepare(run, params, read_before(home / BEFORE), folder, stop)
+        train(run, graders.of(run), start, folder, stop)
         remove_all(folder / "checkpoints")
         shutil.rmtree(folder / "verdicts", ignore_errors=True)
 

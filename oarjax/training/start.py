@@ -1,0 +1,46 @@
+"""Prepare what the iterations start from: the state, the reference policy, a meter, and programs compiled ahead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from oarjax.run.compile_ahead import compile_known
+from oarjax.run.memory import report_memory
+from oarjax.run.run import Run
+from oarjax.run.shapes import ProgramShapes
+from oarjax.storage.stop import Stop
+from oarjax.system.devices import peak_flops, to_host_memory
+from oarjax.training.held_out import Evaluation
+from oarjax.training.meter import Meter
+from oarjax.types import Params, TrainState
+
+
+class Start(NamedTuple):
+    """What the iterations start from; ``state`` is taken over, and replaced by a checkpoint's when a run resumes."""
+
+    state: TrainState
+    reference: Params | None  # None if nothing compares with it; below adapters, the frozen weights serve
+    before: Evaluation | None  # of the policy; None without data.eval
+    meter: Meter
+
+
+def prepare(run: Run, params: Params, before: Evaluation | None, folder: Path, stop: Stop) -> Start:
+    """Create the state, which reuses the memory of ``params`` unless they are the reference; compile what is asked for.
+
+    Raises:
+        Stopped: ``stop`` was signalled.
+        DeviceError: a program does not fit the devices.
+    """
+    loss, reference = run.cfg.loss, None
+    if run.credit.needs_reference(kl_beta=loss.kl_beta) and run.cfg.lora.rank == 0:
+        reference = to_host_memory(params) if loss.reference == "host" else params
+    state = run.new_state(params, copy=reference is params)
+    if run.compiles_ahead:
+        compile_known(run, state, run.console)
+        stop.check()
+    if run.wants_memory:
+        report_memory(ProgramShapes(run), folder, run.console)
+        stop.check()
+    meter = Meter(run.cfg, run.model, run.credit, peak_flops(run.compute_dtype)[0])
+    return Start(state, reference, before, meter)
