@@ -33,7 +33,7 @@ from oarjax.tools.lab.agreement import CausalEvidence, agreement, best_agreement
 from oarjax.tools.lab.completions import Completions, completion_ids, read_answer
 from oarjax.tools.lab.interventions import Branches
 from oarjax.tools.lab.oracles import Continuation, Direct, Total, direct_flips, total_flips
-from oarjax.tools.lab.programs import LabPrograms, with_method
+from oarjax.tools.lab.programs import LabPrograms, RowProgram, with_method
 from oarjax.tools.lab.results import LabCompletion, LabResult, MethodResult
 from oarjax.tools.plan.jaxpr_flops import flop_counter
 from oarjax.types import AnswerSpan, Hints, PromptBatch, Rollout
@@ -143,7 +143,7 @@ def score_methods(
         ConfigError: a custom method needs importance and signals that are read off the policy's states.
     """
     lab, rollout = run.cfg.lab, completions.rollout
-    scorers: dict[Any, tuple[Callable[..., Any], AnswerSpan | Hints]] = {}
+    scorers: dict[Any, tuple[RowProgram, AnswerSpan | Hints]] = {}
     noisy: dict[Any, bool] = {}
     for credit in credits:
         method = with_method(run, credit)

@@ -257,8 +257,12 @@ Weighed = tuple[Placed, jax.Array, jax.Array]
 """A minibatch, its token advantages and its weights, [M, b, T]."""
 
 
-def gradient_program(steps: Steps, *, by_piece: bool, size: int) -> Callable[..., jax.Array]:
-    """Return (state, batch, pieces, denominator) -> the flattened gradient that an update would apply, [K].
+Gradient = Callable[[TrainState, TrainBatch, Sequence[Piece], jax.Array], jax.Array]
+"""(state, batch, pieces, denominator) -> the flattened gradient that an update would apply, [K]."""
+
+
+def gradient_program(steps: Steps, *, by_piece: bool, size: int) -> Gradient:
+    """Return the program of a minibatch's gradient.
 
     ``by_piece``: the loss is a mean over microbatches (aggregation bnpo), divided by their count instead.
     """
@@ -319,9 +323,7 @@ class Moments:
     inverse_ess: Float[np.ndarray, "M"]
 
 
-def moments_of(
-    gradient: Callable[..., jax.Array], state: TrainState, weighed: Iterable[Weighed], baseline: Moments | None
-) -> Moments:
+def moments_of(gradient: Gradient, state: TrainState, weighed: Iterable[Weighed], baseline: Moments | None) -> Moments:
     """Compute the gradients of a method's minibatches and keep their inner products."""
     vectors, pivotal, sums, inverse_ess = [], [], [], []
     for p, advantages, weights in weighed:

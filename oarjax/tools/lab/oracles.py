@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -20,9 +20,14 @@ class Continuation(NamedTuple):
     ended: bool  # by a stop token
 
 
-Decode = Callable[..., Rollout]
-"""(tokens [B, N], valid [B, N], branches, *, width, max_new) -> greedy continuations of K branches."""
-AnswerChanges = Callable[..., Any]
+@runtime_checkable
+class Decode(Protocol):
+    """Continue K branches of rows [B, N] greedily; prompts are padded to ``width``."""
+
+    def __call__(self, tokens: Any, valid: Any, branches: Branches, *, width: int, max_new: int) -> Rollout: ...
+
+
+AnswerChanges = Callable[[Rollout, Any, Any, Any], Any]
 """(rollout of b rows, reasoning, answer, other) -> result of ``answer_choice_changes``, bool [b, T]."""
 AnswerOf = Callable[[Sequence[int]], str | None]
 """Extracts a completion's answer, None if it has none."""

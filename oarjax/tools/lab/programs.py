@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -15,20 +15,33 @@ from oarjax.models.policy import positions_of
 from oarjax.run.run import Run
 from oarjax.step.sampling import group_sampler
 from oarjax.tools.lab.interventions import Branches, answer_choice_changes, branch_prompts, choices
-from oarjax.types import AnswerSpan, Hints, Params, Rollout
+from oarjax.tools.lab.oracles import AnswerChanges
+from oarjax.types import AnswerSpan, Hints, Params, PromptBatch, Rollout
+
+RowProgram = Callable[[Params, Rollout, Any, Any], Any]
+"""(params, rollout of b rows, their spans or hints, row keys) -> arrays [b, T]."""
+
+
+@runtime_checkable
+class DecodeBranches(Protocol):
+    """Continue branches greedily, as ``oarjax.tools.lab.oracles.Decode``; completions have ``length`` tokens."""
+
+    def __call__(
+        self, tokens: Any, valid: Any, branches: Branches, *, length: int, width: int, max_new: int
+    ) -> Rollout: ...
 
 
 class LabPrograms(NamedTuple):
-    """Programs of the lab. The programs that take params first are timed, and their FLOPs are counted."""
+    """Programs of the lab. Those that take params first are timed, and their FLOPs are counted."""
 
     params: Params
-    sample: Callable[..., Rollout]  # (prompts, key)
-    choose: Callable[..., Any]  # (rollout) -> Choices
-    decode: Callable[..., Rollout]  # see oarjax.tools.lab.oracles.Decode
-    changes: Callable[..., Any]  # see oarjax.tools.lab.oracles.AnswerChanges
-    forward: Callable[..., Any]  # (params, rollout, span, row keys) -> states: the unit of cost
-    measure: Callable[[frozenset[str]], Callable[..., Any]]  # signals -> (params, rollout, hints, row keys) -> by name
-    attribute: Callable[[CreditSettings], Callable[..., Any]]  # -> (params, rollout, span, row keys) -> [b, T]
+    sample: Callable[[PromptBatch, Any], Rollout]  # with a key
+    choose: Callable[[Rollout], Any]  # Choices
+    decode: DecodeBranches
+    changes: AnswerChanges
+    forward: RowProgram  # final states: the unit of cost
+    measure: Callable[[frozenset[str]], RowProgram]  # signals by name
+    attribute: Callable[[CreditSettings], RowProgram]  # scores
 
 
 def make_programs(run: Run, params: Params) -> LabPrograms:
@@ -64,7 +77,7 @@ def make_programs(run: Run, params: Params) -> LabPrograms:
     def forward(params: Params, r: Rollout, span: AnswerSpan, keys: Any) -> Any:
         return policy.trunk(params, policy.embed(params, r.tokens), positions_of(r.valid), r.valid)[0]
 
-    def measured(names: frozenset[str]) -> Callable[..., Any]:
+    def measured(names: frozenset[str]) -> RowProgram:
         def signals(params: Params, r: Rollout, hints: Hints, keys: Any) -> Any:
             return measure(
                 policy,
@@ -81,7 +94,7 @@ def make_programs(run: Run, params: Params) -> LabPrograms:
 
         return signals
 
-    def attribute(credit: CreditSettings) -> Callable[..., Any]:
+    def attribute(credit: CreditSettings) -> RowProgram:
         score = with_method(run, credit).credit.scorer(policy, temperature=roll.temperature, pad_id=pad)
         return lambda params, r, span, keys: score(params, r, span, keys, credit.probe.mode).importance
 
