@@ -13,9 +13,7 @@ BUILTIN_POLICIES = ("builtin:arithmetic", "builtin:forks", "builtin:stories", "b
 
 
 class PolicyConfig(Section):
-    path: str = Field(
-        description="Hugging Face folder, hub name, or a tiny Qwen2 that is built at startup (builtin:...)"
-    )
+    path: str = Field(description="Hugging Face folder, hub name, or a tiny Qwen2 built at startup (builtin:...)")
     tokenizer: str | None = Field(
         default=None,
         description="HF folder or hub name of the tokenizer; for builtin:random only, other policies bring theirs",
@@ -49,12 +47,8 @@ class MeshConfig(Section):
 
     slice: AxisSize = Field(default=1, description="TPU slices, which are connected by the slower data-center network")
     data: AxisSize = Field(default=-1, description="data-parallel copies of the policy; rows are divided among them")
-    expert: AxisSize = Field(
-        default=1, description="devices that divide the experts of a mixture among them; rows are divided too"
-    )
-    fsdp: AxisSize = Field(
-        default=1, description="devices that shard parameters and optimizer state; rows are divided too"
-    )
+    expert: AxisSize = Field(default=1, description="devices that divide a mixture's experts; rows are divided too")
+    fsdp: AxisSize = Field(default=1, description="devices that shard parameters and optimizer state; rows too")
     tensor: AxisSize = Field(default=1, description="devices that shard the matrices of every layer")
 
 
@@ -63,9 +57,7 @@ class DistributedConfig(Section):
 
     coordinator: str | None = Field(default=None, description="host:port of process 0; null = detected on a TPU pod")
     processes: Positive | None = Field(default=None, description="total number of processes")
-    process: Count | None = Field(
-        default=None, description="index of this process; the only field that differs between processes"
-    )
+    process: Count | None = Field(default=None, description="index of this process; the only field that differs")
     timeout: Positive = Field(default=300, description="seconds to wait for the other processes at startup")
 
 
@@ -81,9 +73,7 @@ class ArithmeticConfig(Section):
 class ForksConfig(Section):
     """Problems of builtin:forks."""
 
-    kind: Literal["copy", "echo", "chain"] = Field(
-        default="copy", description="kind of task; see oarjax.data.tasks.forks"
-    )
+    kind: Literal["copy", "echo", "chain"] = Field(default="copy", description="task; see oarjax.data.tasks.forks")
     forks: Annotated[int, Field(ge=1, le=4)] = Field(default=2, description="choices per completion")
     filler: Count = Field(default=8, description="meaningless letters per fork")
     right: Share = Field(default=0.45, description="share of choices in the sft split that are right")
@@ -112,14 +102,10 @@ class DatasetConfig(Section):
     columns: tuple[Word, ...] | Literal["all"] = Field(
         default="all", description="columns that rewards see in Sample.columns; all: every column that JSON can hold"
     )
-    limit: Count = Field(
-        default=0, description="use only the first n rows; 0 = all (built-in tasks have a default size)"
-    )
-    arithmetic: ArithmeticConfig = Field(
-        default=ArithmeticConfig(), description="problems of source builtin:arithmetic"
-    )
-    forks: ForksConfig = Field(default=ForksConfig(), description="problems of source builtin:forks")
-    stories: StoriesConfig = Field(default=StoriesConfig(), description="problems of source builtin:stories")
+    limit: Count = Field(default=0, description="use only the first n rows; 0 = all (built-in tasks: a default size)")
+    arithmetic: ArithmeticConfig = Field(default=ArithmeticConfig(), description="problems of builtin:arithmetic")
+    forks: ForksConfig = Field(default=ForksConfig(), description="problems of builtin:forks")
+    stories: StoriesConfig = Field(default=StoriesConfig(), description="problems of builtin:stories")
 
 
 class DataConfig(Section):

@@ -25,9 +25,7 @@ class RolloutConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0, description="sample from the most likely tokens that together have this probability; 1 = off"
     )
-    min_p: Share = Field(
-        default=0.0, description="minimum probability of a token, as a share of the most likely token's; 0 = off"
-    )
+    min_p: Share = Field(default=0.0, description="minimum probability, as a share of the most likely token's; 0 = off")
     repetition_penalty: Annotated[float, Field(gt=0)] = Field(
         default=1.0,
         description="divides positive logits, and multiplies negative ones, of tokens that the prompt or completion "
@@ -44,8 +42,7 @@ class RolloutConfig(Section):
         default=256, description="microbatches are padded to this times 1, 2, 3, 4, 6, 8, 12 ... tokens"
     )
     segment: Positive = Field(
-        default=128,
-        description="maximum decode steps before waiting rows may take the slots of finished rows",
+        default=128, description="maximum decode steps before waiting rows may take the slots of finished rows"
     )
     cache_bucket: Positive | None = Field(
         default=None,
@@ -174,9 +171,7 @@ class LossConfig(Section):
     surrogate: Literal["clip", "cispo", "sapo", "gmpo"] = Field(
         default="clip", description="gmpo: clip_low and clip_high bound the log-ratio; its paper has .4 for both"
     )
-    level: Literal["token", "sequence"] = Field(
-        default="token", description="ratio per token, or one per sequence (GSPO)"
-    )
+    level: Literal["token", "sequence"] = Field(default="token", description="ratio per token, or per sequence (GSPO)")
     aggregation: Literal["grpo", "bnpo", "dapo", "dr_grpo"] = Field(
         default="dapo",
         description="mean over all tokens (dapo), over those of each microbatch (bnpo), of row means (grpo), or sum "
@@ -202,8 +197,7 @@ class LossConfig(Section):
     kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="Schulman's estimator of the KL term")
     entropy_bonus: float = Field(default=0.0, description="coefficient of the entropy, added to the objective")
     router_balance: Rate = Field(
-        default=0.0,
-        description="coefficient of the experts' load-balancing loss (Switch, eq. 4), added to the loss",
+        default=0.0, description="coefficient of the experts' load-balancing loss (Switch, eq. 4), added to the loss"
     )
     off_policy: OffPolicyConfig = OffPolicyConfig()
     mask_truncated: bool = Field(default=False, description="exclude completions cut at max_new from the loss")
@@ -243,16 +237,7 @@ class LoraConfig(Section):
     rank: Count = Field(default=0, description="rank of the adapters; 0 = off: every weight is trained")
     alpha: Annotated[float, Field(gt=0)] = Field(default=32.0, description="adapters are scaled by alpha / rank")
     targets: Annotated[tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...], Field(min_length=1)] = Field(
-        default=(
-            "q",
-            "k",
-            "v",
-            "o",
-            "gate",
-            "up",
-            "down",
-        ),
-        description="matrices that get adapters",
+        default=("q", "k", "v", "o", "gate", "up", "down"), description="matrices that get adapters"
     )
 
     start: str | None = Field(
@@ -273,9 +258,7 @@ class UpdateConfig(Section):
         default=True,
         description="drop groups of equal rewards before credit and update, including their KL and entropy terms",
     )
-    refills: Count = Field(
-        default=0, description="maximum extra rollouts, of fresh prompts, that replace dropped groups"
-    )
+    refills: Count = Field(default=0, description="maximum extra rollouts of fresh prompts, to replace dropped groups")
     fused: Literal["auto", "never"] = Field(
         default="auto",
         description="auto: score and update in one pass where oar_g makes one update per rollout, without KL or "
@@ -289,6 +272,4 @@ class SFTConfig(Section):
     batch: Positive = Field(default=64, description="pairs per update")
     microbatch: Positive = Field(default=64, description="rows per forward and backward pass")
     optim: OptimConfig = OptimConfig(lr=1e-3)
-    max_length: Positive = Field(
-        default=512, description="maximum tokens of prompt and completion; longer pairs are dropped"
-    )
+    max_length: Positive = Field(default=512, description="maximum tokens of a pair; longer ones are dropped")

@@ -19,9 +19,7 @@ SAMPLING_PRESETS: dict[str, dict[str, float | int]] = {
 
 
 class EvalConfig(Section):
-    every: Count = Field(
-        default=10, description="iterations between evaluations; 0 = only before the first and after the last"
-    )
+    every: Count = Field(default=10, description="iterations between evaluations; 0 = only the first and the last")
     samples: Positive = Field(default=1, description="completions per held-out problem")
     temperature: Rate = Field(default=1.0, description="sampling temperature; 0 = greedy")
     top_k: Count = Field(default=0, description="as rollout.top_k")
@@ -51,12 +49,9 @@ class HealthConfig(Section):
     """Reaction to values that are not finite. An update with such a value is always skipped."""
 
     stop_after: Count = Field(default=5, description="consecutive skipped updates before the run stops; 0 = never")
-    bad_batches: Count = Field(
-        default=3, description="newest batches with such values kept for oarjax replay; 0 = none"
-    )
+    bad_batches: Count = Field(default=3, description="newest such batches kept for oarjax replay; 0 = none")
     params_mb: Count = Field(
-        default=2048,
-        description="save params up to this size with them; replay reads larger ones from a checkpoint",
+        default=2048, description="save params up to this size with them; replay reads larger ones from a checkpoint"
     )
 
 
@@ -65,9 +60,7 @@ class ReportConfig(Section):
         default=("jsonl",), description="wandb is offline unless WANDB_MODE is set; trackio is local"
     )
     project: Word = Field(default="oarjax", description="project name in wandb and trackio")
-    name: Word | None = Field(
-        default=None, description="name of the run in wandb and trackio; null = the name of its folder"
-    )
+    name: Word | None = Field(default=None, description="run name in wandb and trackio; null = the name of its folder")
     completions: Count = Field(default=4, description="completions saved and shown per iteration")
     groups: Count = Field(
         default=0, description="iterations between Parquet files of all completions, groups/NNNNNN.parquet; 0 = none"
@@ -101,9 +94,7 @@ class ExportConfig(Section):
 class LengthsConfig(Section):
     """Expected lengths of completions: a lognormal, cut at rollout.max_new, or the lengths of a run."""
 
-    mean: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="mean length in tokens, before the cut"
-    )
+    mean: Annotated[float, Field(gt=0)] | None = Field(default=None, description="mean length, before the cut")
     sigma: Annotated[float, Field(gt=0)] = Field(default=0.6, description="standard deviation of the log length")
     completions: str | None = Field(default=None, description="completions.jsonl of a run, in place of mean and sigma")
 
@@ -118,9 +109,7 @@ class PlanConfig(Section):
     """Settings of ``oarjax plan``; a run does not read them."""
 
     topology: str | None = Field(default=None, description="TPU slice to plan for, such as v5e-16 or v5e:4x4")
-    lengths: LengthsConfig | None = Field(
-        default=None, description="also estimate the step time for completions of these lengths"
-    )
+    lengths: LengthsConfig | None = Field(default=None, description="also estimate the step time for such completions")
 
 
 class GradientsConfig(Section):
@@ -137,8 +126,7 @@ class LabConfig(Section):
     """Settings of ``oarjax credit``: the methods to compare, and the completions to compare them on."""
 
     problems: Positive = Field(
-        default=100,
-        description="completions to compare on; with --rollouts the first ones, of any prompts",
+        default=100, description="completions to compare on; with --rollouts the first ones, of any prompts"
     )
     samples: Positive = Field(
         default=1, description="completions per problem; methods that compare the rows of a prompt need several"

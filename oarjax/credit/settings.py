@@ -33,13 +33,10 @@ class ProbeSettings(Settings):
         "outcome that the reasoning is credited for: the distribution at the answer's first token, its "
         "mean over the answer, or the answer's log-probability",
     )
-    warmup_mode: Literal["last", "answer_mean", "answer_joint"] = setting(
-        "last", "mode during the first warmup_iterations"
-    )
+    warmup_mode: Literal["last", "answer_mean", "answer_joint"] = setting("last", "mode in the first warmup_iterations")
     warmup_iterations: Count = setting(0, "iterations that use warmup_mode")
     function: str | None = setting(
-        None,
-        "custom probe in place of these modes, file.py:name or module:name; see oarjax.credit.probe.Probe",
+        None, "custom probe in place of these modes, file.py:name or module:name; see oarjax.credit.probe.Probe"
     )
 
 
@@ -72,9 +69,7 @@ class AnswerSettings(Settings):
         "how completions mark their answer; none: nothing is extracted and the whole completion is "
         "reasoning (custom probes)",
     )
-    pattern: str | None = setting(
-        None, "regular expression for style regex; group 1, or the whole match, is the answer"
-    )
+    pattern: str | None = setting(None, "regular expression of style regex; group 1, or the match, is the answer")
     source: Literal["own", "reference"] = setting(
         "own", "answer to probe: the completion's own, or the cue followed by the reference answer"
     )
@@ -93,7 +88,7 @@ class MaskingSettings(Settings):
         "token", "line, sentence: one counterfactual per span, whose score is spread over its tokens"
     )
     chunk: Positive = setting(
-        4, "counterfactuals of a whole completion per row and forward pass; shorter suffixes have more"
+        4, "counterfactuals of a whole completion per row and forward; shorter suffixes have more"
     )
     buckets: Annotated[int, Range(ge=1, le=64)] = setting(
         8, "number of compiled suffix lengths; more save FLOPs and take longer to compile"
@@ -120,7 +115,7 @@ class LocalSettings(Settings):
 class ScreenSettings(Settings):
     share: Share = setting(0.2, "share of a row's reasoning that is scored exactly")
     by: Annotated[str, MethodName("screen.by", "random")] = setting(
-        "oar_l", "method whose scores choose that share; random: a control"
+        "oar_l", "method whose scores choose it; random: a control"
     )
 
 
@@ -138,26 +133,13 @@ class SignedValuesSettings(Settings):
 class EntropySettings(Settings):
     share: Annotated[float, Range(gt=0, le=1)] = setting(0.2, "share of tokens that entropy_top keeps")
     scope: Literal["sequence", "batch"] = setting("batch", "tokens that the share is taken of")
-    mass: Literal["kept", "free"] = setting(
-        "kept", "kept: rescale the weights to mean 1 over the scope; free: leave them"
-    )
+    mass: Literal["kept", "free"] = setting("kept", "kept: rescale weights to mean 1 over the scope; free: leave them")
 
 
 @dataclass(frozen=True)
 class KeywordSettings(Settings):
     words: Annotated[tuple[Word, ...], NotEmpty()] = setting(
-        (
-            "therefore",
-            "so",
-            "thus",
-            "hence",
-            "because",
-            "since",
-            "but",
-            "wait",
-            "=",
-        ),
-        "words whose tokens are boosted",
+        ("therefore", "so", "thus", "hence", "because", "since", "but", "wait", "="), "words whose tokens are boosted"
     )
     boost: Rate = setting(2.0, "added to the weight of a keyword's tokens, before the mass is kept")
 
@@ -194,7 +176,7 @@ class DgpoSettings(Settings):
 @dataclass(frozen=True)
 class CausalSpansSettings(Settings):
     spans: Annotated[int, Range(ge=2)] = setting(
-        10, "maximum number of calculations and sentences to mask; half are calculations"
+        10, "maximum calculations and sentences to mask; half are calculations"
     )
     boost: Rate = setting(2.0, "weight of the most important tokens, before the mass is kept")
     floor: Rate = setting(0.5, "weight of importance 0; reasoning has 0.5 to 1, and a tenth of it on =, # and -")
@@ -210,9 +192,7 @@ class FipoSettings(Settings):
     gamma: Share = setting(2 ** (-1 / 32), "discount of later tokens' changes; the default halves them every 32 tokens")
     clip: Share = setting(0.2, "maximum distance of a weight from 1")
     levels: Literal["boost", "both"] = setting("boost", "boost: weights in 1 .. 1 + clip; both: 1 - clip .. 1 + clip")
-    drop: Annotated[float, Range(gt=0)] = setting(
-        10.0, "exclude tokens from the sum whose ratio to the rollout exceeds this"
-    )
+    drop: Annotated[float, Range(gt=0)] = setting(10.0, "tokens of a larger ratio to the rollout leave the sum")
     cap: Annotated[float, Range(gt=0)] = setting(
         10.0, "weights of tokens with a negative advantage and a ratio above this are limited to 0.8 .. 1"
     )
@@ -228,7 +208,7 @@ class ShearSettings(Settings):
     window: Positive = setting(100, "tokens per window, whose states are compared as a set")
     stride: Positive = setting(25, "tokens between the starts of two windows")
     epsilon: Annotated[float, Range(gt=0)] = setting(
-        0.05, "Sinkhorn's regularisation, in units of the states' mean norm; ours"
+        0.05, "Sinkhorn's regularisation, over the states' mean norm; ours"
     )
     iterations: Positive = setting(50, "Sinkhorn's iterations; ours")
 
@@ -269,9 +249,7 @@ class CreditSettings(Settings):
         "oar_g", f"a method of oarjax.credit.registry, or custom; {shelf()}"
     )
     function: str | None = setting(None, "for method custom: file.py:name or module:name of an oarjax.CreditMethod")
-    permuted_of: Annotated[str, MethodName("permuted_of")] = setting(
-        "oar_g", "method whose weights are shuffled by permuted"
-    )
+    permuted_of: Annotated[str, MethodName("permuted_of")] = setting("oar_g", "method whose weights permuted shuffles")
     polarity: Literal["both", "correct", "wrong"] = setting(
         "both", "rows to reweight: all, or only those of positive (correct) or negative (wrong) advantage"
     )

@@ -21,14 +21,7 @@ from oarjax.data.streams import Encoded
 from oarjax.errors import ConfigError
 from oarjax.evaluate.benchmarks import Asked, read_names
 from oarjax.evaluate.fields import batch_of, config_of, config_tree, own_problems, sampling_preset, with_batch
-from oarjax.evaluate.results import (
-    INTERVALS,
-    benchmark_result,
-    compare,
-    print_comparison,
-    print_results,
-    read_result,
-)
+from oarjax.evaluate.results import INTERVALS, benchmark_result, compare, print_comparison, print_results, read_result
 from oarjax.evaluate.samples import SampleLines
 from oarjax.evaluate.target import Target, find_target, load_target, weights_digest
 from oarjax.grading.recorded import setup_of
