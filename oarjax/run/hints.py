@@ -84,12 +84,12 @@ def find_marker(name: str | None, *, method: str) -> Marker:
             "completion, reference) -> list of (start, end, value), as in docs/examples/custom_marks.py"
         )
     try:
-        function: Any = import_object(name, field="credit.marks", expected=object)
+        marker: Marker = import_object(name, field="credit.marks", expected=object)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if not callable(function):
-        raise ConfigError(f"credit.marks: {name} is a {type(function).__name__}; expected a function")
-    return function
+    if not callable(marker):
+        raise ConfigError(f"credit.marks: {name} is a {type(marker).__name__}; expected a function")
+    return marker
 
 
 def teacher_prompts(
