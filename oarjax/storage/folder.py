@@ -253,7 +253,7 @@ def claim(folder: Path, cfg: Config) -> Path:
         ConfigError: the folder holds another run, or cannot be written to.
     """
     refuse_another_run(folder, cfg)
-    text, config_file = _as_text(cfg), folder / "config.yaml"
+    text, config_file = _as_text(cfg.model_dump(mode="json")), folder / "config.yaml"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if exists(config_file) and not has_progress(folder) and config_file.read_bytes() != text.encode():
@@ -272,11 +272,11 @@ def claim(folder: Path, cfg: Config) -> Path:
 
 def record_config(folder: Path, cfg: Config) -> None:
     """Write the config of a run that resumes, once nothing can refuse it any more."""
-    write_durably(folder / "config.yaml", _as_text(cfg))
+    write_durably(folder / "config.yaml", _as_text(cfg.model_dump(mode="json")))
 
 
-def _as_text(cfg: Config) -> str:
-    return yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False)
+def _as_text(fields: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(fields), sort_keys=False)
 
 
 ID = "run.json"
