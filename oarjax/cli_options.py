@@ -144,7 +144,7 @@ def check_configs(paths: Sequence[str | Path], overrides: Sequence[str] | None) 
     from oarjax.config.loading import check_files, load_config
 
     for path in paths:
-        check_files(load_config(path, list(overrides or [])))
+        check_files(load_config(path, list(overrides or [])).model_dump(mode="json"))
 
 
 def check_target(text: str, overrides: Sequence[str] | None = None) -> None:

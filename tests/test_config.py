@@ -292,10 +292,10 @@ def test_a_shipped_config_is_copied_and_never_over_a_file(tmp_path, monkeypatch)
 )
 def test_a_missing_file_is_named_before_jax_is_imported(override, says):
     with pytest.raises(ConfigError, match=says):
-        check_files(load_config("demo", [override]))
+        check_files(load_config("demo", [override]).model_dump(mode="json"))
 
 
 def test_files_that_are_there_and_hub_names_are_no_missing_files(tmp_path):
     (tmp_path / "rows.csv").write_text("question,answer\n")
     for source in (tmp_path / "rows.csv", "openai/gsm8k"):
-        check_files(load_config("demo", [f"data.train.source={source}", "loss.function=module:loss"]))
+        check_files(load_config("demo", [f"data.train.source={source}", "loss.function=module:loss"]).model_dump())

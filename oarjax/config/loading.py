@@ -77,13 +77,13 @@ FILE_FIELDS = ("source", "plugins", "function", "marks")
 FILE = re.compile(r"(.+\.(?:jsonl|json|csv|parquet|py))(?::\w+)?")
 
 
-def check_files(cfg: Config) -> None:
-    """Check that the local files of data and code that a config names exist, before minutes of work.
+def check_files(tree: dict[str, Any]) -> None:
+    """Check that the local files of data and code that a config's fields name exist, before minutes of work.
 
     Raises:
         ConfigError: one is missing; names the field.
     """
-    for field, value in flatten(cfg.model_dump(mode="json")).items():
+    for field, value in flatten(tree).items():
         for text in value if isinstance(value, list) else [value]:
             found = FILE.fullmatch(text) if isinstance(text, str) else None
             if found and field.rpartition(".")[2] in FILE_FIELDS and not Path(found[1]).expanduser().is_file():

@@ -270,9 +270,9 @@ def claim(folder: Path, cfg: Config) -> Path:
     return folder
 
 
-def record_config(folder: Path, cfg: Config) -> None:
+def record_config(folder: Path, fields: Mapping[str, Any]) -> None:
     """Write the config of a run that resumes, once nothing can refuse it any more."""
-    write_durably(folder / "config.yaml", _as_text(cfg.model_dump(mode="json")))
+    write_durably(folder / "config.yaml", _as_text(fields))
 
 
 def _as_text(fields: Mapping[str, Any]) -> str:

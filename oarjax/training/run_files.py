@@ -123,7 +123,7 @@ class RunFiles:
 
     def _record(self) -> None:
         """Write the config and the facts of this start, now that the run resumes."""
-        record_config(self._folder, self._run.cfg)
+        record_config(self._folder, self._run.cfg.model_dump(mode="json"))
         write_facts(self._folder, self._run.facts())
 
     def _tracked(self, first: int) -> TrackedRun:

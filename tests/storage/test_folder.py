@@ -225,7 +225,7 @@ def test_the_config_of_a_run_with_progress_is_written_once_it_resumes(tmp_path):
     before = everything(tmp_path)
     claim(tmp_path, tiny.config(checkpoint__keep=9))
     assert everything(tmp_path) == before
-    record_config(tmp_path, tiny.config(checkpoint__keep=9))
+    record_config(tmp_path, tiny.config(checkpoint__keep=9).model_dump(mode="json"))
     assert saved_config(tmp_path).checkpoint.keep == 9
 
 
