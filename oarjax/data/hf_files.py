@@ -158,7 +158,7 @@ def check_files(folder: Path, files: Iterable[Path]) -> None:
         try:
             place = file.resolve(strict=True)
         except (OSError, RuntimeError):  # a link to nowhere, or to itself
-            raise CheckpointError(f"{file} is no file; fetch the folder again") from None
+            raise CheckpointError(f"{file} is not a file; fetch the folder again") from None
         if not place.is_relative_to(cache):
             raise CheckpointError(f"{file} is a link to {place}, outside its folder; copy the file that is meant here")
         if not place.is_file():
