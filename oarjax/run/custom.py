@@ -127,8 +127,8 @@ def check_credit(
         check_probe(probe, policy, model, field=f"credit.probe.function: {settings.probe.function}")
     weigh = credit.weigher(keyword_table=keyword_table)
     if settings.method == CUSTOM:
-        check_weights(weigh, credit.method, place=f"credit.function: {settings.function}")
-        check_reweighing(credit.method, Context(settings), place=f"credit.function: {settings.function}")
+        check_weights(weigh, credit.method, field=f"credit.function: {settings.function}")
+        check_reweighing(credit.method, Context(settings), field=f"credit.function: {settings.function}")
 
 
 def check_probe(probe: Probe, policy: Policy, model: QwenConfig, *, field: str) -> None:
@@ -170,10 +170,10 @@ def check_weights(weigh: TokenCredit, method: CreditMethod, *, field: str) -> No
             f"{field}: expected one weight per token, floats [{ROWS}, {LENGTH}], for completions [{ROWS}, {LENGTH}], "
             f"got {_shapes(weights)}"
         )
-    _check_values(jax.jit(weigh)(inputs), inputs.completion, place, positive=method.kind == "weights")
+    _check_values(jax.jit(weigh)(inputs), inputs.completion, field, positive=method.kind == "weights")
 
 
-def check_reweighing(method: CreditMethod, context: Context, *, place: str) -> None:
+def check_reweighing(method: CreditMethod, context: Context, *, field: str) -> None:
     """Call a custom method's ``reweigh`` once on random numbers: its weights must be finite and at least 0.
 
     Raises:
@@ -194,18 +194,18 @@ def check_reweighing(method: CreditMethod, context: Context, *, place: str) -> N
         behaviour_logps=then,
     )
     expected = f"token weights [{ROWS}, {LENGTH}]"
-    function, place = method.reweigh, f"{place}: reweigh"
+    function, field = method.reweigh, f"{field}: reweigh"
 
     def reweigh(logps: Array, batch: TrainBatch) -> Array:
         return function(logps, batch, context)
 
-    weights = _traced(reweigh, place, expected, now, batch)
+    weights = _traced(reweigh, field, expected, now, batch)
     if getattr(weights, "shape", None) != (ROWS, LENGTH):
-        raise ConfigError(f"{place}: expected {expected}, got {_shapes(weights)}")
-    _check_values(reweigh(now, batch), inputs.completion, place, positive=True)
+        raise ConfigError(f"{field}: expected {expected}, got {_shapes(weights)}")
+    _check_values(reweigh(now, batch), inputs.completion, field, positive=True)
 
 
-def _check_values(returned: Array, completion: Array, place: str, *, positive: bool) -> None:
+def _check_values(returned: Array, completion: Array, field: str, *, positive: bool) -> None:
     """Refuse numbers that are not finite, and negative ones where weights are expected."""
     values = np.asarray(returned, np.float64)[np.asarray(completion)]
     wrong = values[~np.isfinite(values)]

@@ -48,6 +48,7 @@ class Meter:
             old_logps=update.epochs * update.minibatches > 1,
             measured=bool(self.credit.measures),
             reference=self.credit.needs_reference(kl_beta=beta),
+            outcome=self.cfg.advantage.soft != "off",
             **self.credit.teacher_work(),
             adapters=trained_count(lora, self.model) if lora.rank else None,
             fused=fuses(update, self.credit, kl_beta=beta, experts=self.model.experts is not None),

@@ -13,9 +13,6 @@ import jax
 import numpy as np
 
 from oarjax.config.learning import AdvantageConfig
-from oarjax.config.schema import Config
-from oarjax.costs import RowTokens, Work, iteration_flops
-from oarjax.credit.resolved import ResolvedMethod
 from oarjax.data.problems import Problem
 from oarjax.grading.pool import GraderError
 from oarjax.grading.recorded import Grading
@@ -23,8 +20,6 @@ from oarjax.models.lora import all_params
 from oarjax.report.console import OnceWarnings, PhaseTimer, Progress
 from oarjax.report.files import CompletionRow, read_metrics, show_completions, token_texts
 from oarjax.run.run import Run
-from oarjax.run.shapes import ProgramShapes
-from oarjax.step.fused import fuses
 from oarjax.step.history import RewardHistory
 from oarjax.step.host_callbacks import HostCallbacks
 from oarjax.step.iteration import Iteration, iterate
@@ -64,10 +59,6 @@ def train(
         StorageError: a file cannot be written, and checkpoint.on_failure is stop.
     """
     cfg, console = run.cfg, run.console
-    reference = None
-    if run.credit.needs_reference(kl_beta=cfg.loss.kl_beta) and cfg.lora.rank == 0:  # adapters: the frozen weights
-        reference = to_host_memory(start) if cfg.loss.reference == "host" else start
-    state = run.new_state(start, copy=reference is start)
     stream, history, remembers = run.prompts(), history_of(cfg.advantage), cfg.advantage.method == "problem"
     timer, warnings, stop = PhaseTimer(), OnceWarnings(console), stop or Stop()
     if cfg.loss.off_policy.support == "whole":
@@ -78,7 +69,7 @@ def train(
     began = time.perf_counter()
     with stop.held(), ExitStack() as stack:
         files = stack.enter_context(RunFiles(run, folder, warnings))
-        state, first, last = files.resume(state, stream, history)
+        state, first, last = files.resume(start.state, stream, history)
         grader = files.recording(grader)
         host = HostCallbacks(
             next_prompts=lambda: next(stream)[0],
@@ -199,28 +190,6 @@ def completion_rows(
             )
         )
     return rows
-
-
-def model_flops(cfg: Config, model: QwenConfig, metrics: dict[str, float], credit: ResolvedMethod) -> float:
-    """Count the FLOPs of an iteration from its metrics; see ``oarjax.costs``."""
-    rows = metrics["groups_drawn"] * cfg.rollout.group_size
-    work = Work(
-        row=RowTokens(
-            metrics["prompt_tokens"] / rows, metrics["completion_tokens"] / rows, metrics["reasoning_length"]
-        ),
-        prompts=metrics["groups_drawn"],
-        rows=rows,
-        used=metrics["rows_used"],
-        epochs=cfg.update.epochs,
-        old_logps=cfg.update.epochs * cfg.update.minibatches > 1,
-        measured=bool(credit.measures),
-        reference=credit.needs_reference(kl_beta=cfg.loss.kl_beta),
-        outcome=cfg.advantage.soft != "off",
-        **credit.teacher_work(),
-        adapters=trained_count(cfg.lora, model) if cfg.lora.rank else None,
-        fused=fuses(cfg.update, credit, kl_beta=cfg.loss.kl_beta, experts=model.experts is not None),
-    )
-    return sum(iteration_flops(decoder_of(model), work, credit).values())
 
 
 def _due(iteration: int, last: int, *, every: int) -> bool:

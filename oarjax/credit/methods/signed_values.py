@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from oarjax.costs import Row, clean_flops, masked_flops
+from oarjax.costs import RowTokens, clean_flops, masked_flops
 from oarjax.credit.clean_pass import StoredPass, stored_pass
 from oarjax.credit.method import CreditMethod, built_in, scorer_of
 from oarjax.credit.oar import oar_l
@@ -207,7 +207,7 @@ def noisy(cfg: CreditSettings) -> bool:
     return finder if isinstance(finder, bool) else finder(cfg)
 
 
-def forwards(settings: CreditSettings, row: Row, d: Decoder) -> float:
+def forwards(settings: CreditSettings, row: RowTokens, d: Decoder) -> float:
     """Count the passes of the finder and one from a place to the row's end per candidate; OAR-L shares the clean one.
 
     Places are taken to be spread evenly over the reasoning.

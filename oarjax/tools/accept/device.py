@@ -207,8 +207,8 @@ def ways_over(devices: Mesh, axis: str) -> Ways | None:
     if any(len({getattr(d, "slice_index", 0) for d in group}) > 1 for group in groups):
         return None
     own = [[(coordinates(d) or ())[: len(sides)] for d in group] for group in groups]
-    devices = DEVICES.get(family, 1)
-    found = [ways_of(group, sides=sides, closed=closed, devices=devices) for group in own]
+    per_chip = DEVICES.get(family, 1)
+    found = [ways_of(group, sides=sides, closed=closed, devices=per_chip) for group in own]
     return min(found, key=lambda w: (w.ring, -w.hops))
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from oarjax.config.schema import Config
-from oarjax.costs import Row, Work, iteration_flops, sampling_flops
+from oarjax.costs import RowTokens, Work, iteration_flops, sampling_flops
 from oarjax.credit.methods.signed_values import SCOPE as CANDIDATES
 from oarjax.credit.oar.oar_l import SCOPE, chunk_size
 from oarjax.credit.oar.oar_p import bucket_sizes
