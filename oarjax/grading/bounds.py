@@ -188,8 +188,8 @@ def _expanded(base: list[tuple[str, str]], exponent: float) -> float:
     signs = sum(kind == "sign" and before != "open" for (before, _), (kind, _) in itertools.pairwise(base))
     if signs and any(kind == "name" for kind, _ in base):
         power = round(10 ** min(exponent, 4))
-        return math.comb(power + signs, signs) if signs <= 20 else math.inf
-    return 1
+        return float(math.comb(power + signs, signs)) if signs <= 20 else math.inf
+    return 1.0
 
 
 def _factorial(size: float, signs: int) -> float:
