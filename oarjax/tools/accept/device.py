@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import statistics
+import time
 from collections import Counter
 from datetime import UTC, datetime
 from functools import partial
@@ -21,6 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from oarjax.system.devices import TPU_KINDS, memory_limit
+from oarjax.system.processes import wait_for_all
 from oarjax.tools.accept.check import Check, at_least, at_most, fast, holds, measured, not_applicable, quick
 from oarjax.tools.accept.setting import RATES, StageSetting, best_seconds, mesh
 from oarjax.tools.plan.links import Ways, closed_sides, groups_of, ways_of
@@ -33,6 +35,7 @@ UNEVEN = 1.1
 """Expected time of the slowest device, of the median's."""
 SIDES = {family: shapes[0].count("x") + 1 for family, shapes in SHAPES.items()}
 """Sides of a slice: v5e and v6e are flat."""
+BARRIERS = 20
 NO_PEAK = "no published peak for this device"
 
 
@@ -73,7 +76,8 @@ def peaks(s: StageSetting) -> list[Check]:
     products, flops = _products(s)
     copies, bandwidth = _copies(s)
     (s.folder / RATES).write_text(json.dumps({"products": flops, "copies": bandwidth}))
-    return [*products, *copies, *_each_device(s), *_all_reduces(s, mesh())]
+    firsts = [next(d for d in jax.devices() if d.process_index == host) for host in range(jax.process_count())]
+    return [*products, *copies, *_each_device(s), *_all_reduces(s, mesh()), *between_hosts(s, firsts)]
 
 
 def _products(s: StageSetting) -> tuple[list[Check], float]:
@@ -187,6 +191,20 @@ def _all_reduce(s: StageSetting, devices: Mesh, axis: str, count: int) -> list[C
         holds(f"all-reduce over {axis} adds up", right),
         _of_peak(f"all-reduce over {axis}", rate / 1e9, link, 1e9, LINKS, "GB/s"),
     ]
+
+
+def between_hosts(s: Setting, firsts: list[Any]) -> list[Check]:
+    """Sum over the first device of every host, and time how long all hosts wait for each other."""
+    if len(firsts) == 1:
+        return [not_applicable("between hosts", "a single host")]
+    wait_for_all("accept")
+    began = time.perf_counter()
+    for _ in range(BARRIERS):
+        wait_for_all("accept")
+    waited = (time.perf_counter() - began) / BARRIERS
+    devices = Mesh(np.asarray(firsts, dtype=object), ("hosts",))
+    barrier = measured("all hosts wait for each other", 1e3 * waited, unit="ms")
+    return [barrier, *_all_reduce(s, devices, "hosts", len(firsts))]
 
 
 def added(part: Any, axis: str) -> Any:

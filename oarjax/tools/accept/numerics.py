@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -29,13 +30,14 @@ GAP = {"float32": 1e-3, "bfloat16": 0.05}
 
 
 class Small(NamedTuple):
-    """A policy of two layers with Qwen's vocabulary, its logits as wide as a trained policy's."""
+    """A policy of a few layers, its logits as wide as a trained policy's."""
 
     cfg: QwenConfig
     tokens: np.ndarray
+    change: Callable[[Any], Any] = lambda params: params
 
     def params(self) -> Any:
-        return init_params(self.cfg, jax.random.key(1), dtype=jnp.float32)
+        return self.change(init_params(self.cfg, jax.random.key(1), dtype=jnp.float32))
 
 
 def small_policy() -> Small:

@@ -31,6 +31,7 @@ STAGES = (
     ),
     Stage("attention", "Splash against plain attention", "oarjax.tools.accept.kernels:attention", 900),
     Stage("numerics", "Log-probs, draws and random bits against a CPU", "oarjax.tools.accept.numerics:numerics", 600),
+    Stage("policies", "Experts and adapters", "oarjax.tools.accept.policies:policies", 900),
     Stage("compilation", "Compilation, cold and warm", "oarjax.tools.accept.programs:compilation", 1200),
     Stage("next_process", "Compilation in the next process", "oarjax.tools.accept.programs:next_process", 600, True),
     Stage("phases", "Sample, score and update against plan", "oarjax.tools.accept.programs:phases", 1800),

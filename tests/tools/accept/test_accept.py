@@ -19,7 +19,7 @@ from hostile_page import EVIL, Reader
 from jax.sharding import Mesh
 
 from oarjax.storage.checkpoint import Checkpoints
-from oarjax.tools.accept import command, device, kernels, numerics, programs, runs
+from oarjax.tools.accept import command, device, kernels, numerics, policies, programs, runs
 from oarjax.tools.accept.check import at_least, at_most, fast, holds, not_applicable, quick
 from oarjax.tools.accept.page import write_accept_page
 from oarjax.tools.accept.setting import Peaks, StageSetting, peaks_of
@@ -95,6 +95,18 @@ def biased_draw(patch):
     patch.setattr(numerics, "draw_token", biased)
 
 
+def wrong_gradient(patch):
+    patch.setattr(policies, "KINDS", policies.KINDS[:1])
+    right, factors = policies.scored, iter((1.01, 1.0))  # the device, then the CPU
+
+    def off(*given):
+        logps, gradient = right(*given)
+        factor = next(factors)
+        return logps, policies.jax.tree.map(lambda x: x * factor, gradient)
+
+    patch.setattr(policies, "scored", off)
+
+
 def forgetful_cache(patch):
     """Pretend that the second compilation finds nothing in the cache."""
     calls = iter([(9.0, 5, {"score": 1}), (9.0, 5, {"score": 1})])
@@ -146,6 +158,7 @@ FAULTS: dict[str, tuple[Any, str]] = {  # stage -> fault, the check that notices
     "peaks": (wrong_product, "error of bfloat16 products"),
     "attention": (wrong_kernel, "forward"),
     "numerics": (biased_draw, "draws of"),
+    "policies": (wrong_gradient, "experts: gradients"),
     "compilation": (forgetful_cache, "programs compiled again"),
     "next_process": (cold_process, "programs compiled again"),
     "phases": (not_a_number, "every metric is finite"),
@@ -183,21 +196,22 @@ def test_a_device_below_its_peak_is_red(setting):
 
 
 EIGHT = """
-import sys
+import os, sys
 from types import SimpleNamespace
 from pathlib import Path
 from oarjax.tools.accept import device
 from oarjax.tools.accept.setting import Peaks, StageSetting
 
-measure, rates = device.on_device, []
-kinds = {d: SimpleNamespace(id=d.id, coords=(d.id % 2, d.id // 2, 0)) for d in device.jax.local_devices()}
-device.place_of = lambda d, name=device.place_of: name(kinds[d])
-device.coordinates = lambda d: kinds[d].coords
-device.TPU_KINDS = {"cpu": "v5e"}
+if "oarjax.tools.accept.worker" in sys.orig_argv:
+    from oarjax.tools.accept import device, setting
+    from oarjax.tools.accept.setting import Peaks
 
-def unsound(s, d):  # one device computes something else, one is slow
-    digest, _ = measure(s, d)
-    return ("other" if d.id == 3 else digest), (9.0 if d.id == 5 else 1.0)
+    measure, place, unsound = device.on_device, device.place_of, "UNSOUND" in os.environ
+    chips = [SimpleNamespace(id=n, coords=(n % 2, n // 2, 0)) for n in range(8)]
+    device.place_of = lambda d: place(chips[d.id])
+    device.coordinates = lambda d: chips[d.id].coords
+    device.TPU_KINDS = {"cpu": "v5e"}
+    setting.peaks_of = lambda kind: Peaks(1.0, 1.0, 1.0)  # which a virtual device reaches by far
 
 def reduced(peaks):
     s = StageSetting(Path(sys.argv[1]), None, "cpu", peaks)
@@ -214,23 +228,49 @@ device.on_device = unsound
 for check in device._each_device(StageSetting(Path(sys.argv[1]), None, "cpu", small)):
     print(check.state, check.name, check.note, sep="|")
 """
+"""Run in the worker: virtual devices become the chips of a v5e-8 on two hosts, with a data sheet that they exceed."""
 
 
-def test_of_eight_devices_the_wrong_and_the_slow_one_are_named(tmp_path):
-    """And all-reduces are compared with the links of their axis: a pair has one, a block of 2 x 4 closes a ring."""
-    environment = dict(os.environ) | {"XLA_FLAGS": virtual_devices(8), "JAX_PLATFORMS": "cpu"}
-    environment["PYTHONPATH"] = f"{ROOT}:{TESTS}"
-    command = [sys.executable, "-c", EIGHT, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [line.split("|") for line in done.stdout.splitlines()]
-    assert [(state, name) for state, name, _ in lines[:2]] == [
-        ("ok", "all-reduce over fsdp, of what can be reached"),
-        ("ok", "all-reduce over tensor, of what can be reached"),
-    ]
-    assert [state for state, *_ in lines[2:4]] == ["ok", "ok"]
-    assert lines[4] == ["failed", "equal results on every device", "others on device 3 at 1,1,0"]
-    assert lines[5] == ["failed", "slowest device over the median", "device 5 at 1,2,0"]
+def accepted(folder, **environment):
+    """Run ``oarjax accept`` on eight virtual chips; return its exit code, report and output."""
+    (folder / "sitecustomize.py").write_text(EIGHT)
+    done = subprocess.run(
+        [sys.executable, "-m", "oarjax.cli", "accept", "--device", "cpu", "--only", "facts,peaks"],
+        cwd=folder,
+        env=dict(os.environ)
+        | {"XLA_FLAGS": virtual_devices(8), "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{folder}:{ROOT}"}
+        | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (folder / "report.json").is_file(), done.stderr[-3000:]
+    return done.returncode, json.loads((folder / "report.json").read_text()), done.stdout
+
+
+@pytest.mark.slow
+def test_healthy_chips_are_accepted_and_a_wrong_and_a_slow_one_are_named(tmp_path):
+    """All-reduces are compared with the links of their axis: a pair has one, a block of 2 x 4 closes a ring."""
+    (tmp_path / "healthy").mkdir()
+    code, report, _ = accepted(tmp_path / "healthy")
+    assert (code, report["state"], report["notable"]) == (0, "ok", [])
+    facts, peaks = ({c["name"]: c for c in stage["checks"]} for stage in report["stages"])
+    assert facts["machine"]["value"]
+    assert facts["time"]["value"].startswith("20")
+    assert "device 6 at 0,3,0; device 7 at 1,3,0" in facts["devices of this host"]["value"]
+    reached = {name: check["note"] for name, check in peaks.items() if name.endswith("of what can be reached")}
+    assert all(peaks[name]["state"] == "ok" for name in reached)
+    assert len(reached) == 5  # products, copies, and all-reduces over both axes and between hosts
+    assert peaks["all-reduce over hosts adds up"]["state"] == "ok"
+
+    (tmp_path / "unsound").mkdir()
+    code, report, said = accepted(tmp_path / "unsound", UNSOUND="1")
+    assert (code, report["state"]) == (1, "failed")
+    wrong, slow = (each["text"] for each in report["notable"])
+    assert wrong == "equal results on every device: no, bound yes; others on device 3 at 1,1,0"
+    assert slow == "slowest device over the median: 9, bound 1.1; device 5 at 1,2,0"
+    assert "others on device 3 at 1,1,0" in " ".join(said.split())
 
 
 @dataclass(frozen=True)
@@ -296,6 +336,7 @@ def test_the_page_shows_everything_and_runs_nothing(tmp_path):
 
 
 ALLOWED = ("peak", "reduce", "products", "copies", "time", "bucket", "estimated", "memory", "against plan", "slowest")
+ALLOWED += ("hosts", "forward and backward")
 """What may be not applicable on a CPU: thresholds of peaks, kernels' times, and buckets that are not there."""
 
 
@@ -303,7 +344,7 @@ ALLOWED = ("peak", "reduce", "products", "copies", "time", "bucket", "estimated"
 @pytest.mark.parametrize("devices", [1, 8])
 def test_the_whole_on_this_cpu(devices, tmp_path):
     """Every stage is green, on one device or on eight; what is not applicable is what a CPU cannot be asked."""
-    wide = {"facts", "peaks", "phases", "storage"}
+    wide = {"facts", "peaks", "phases", "storage"}  # the others are run on one device
     names = [stage.name for stage in STAGES if (stage.name in wide) == (devices == 8)]
     stages = ["--only", ",".join(names)]
     environment = {"XLA_FLAGS": virtual_devices(devices)}
