@@ -34,6 +34,7 @@ import oarjax.run.grades
 import oarjax.run.run
 import oarjax.storage.checkpoint
 import oarjax.training.command
+import oarjax.training.start
 import oarjax.training.trainer
 import oarjax.training.warm_start
 from oarjax.config.loading import parse_config
@@ -671,7 +672,7 @@ def command(cfg: Config) -> Any:
         patch.setattr(oarjax.run.grades, "Grader", FakeGrader)
         patch.setattr(oarjax.run.run, "make_steps", partial(fake_steps, log))
         patch.setattr(oarjax.training.warm_start, "make_sft_step", partial(fake_sft_step, log))
-        patch.setattr(oarjax.training.trainer, "peak_flops", lambda dtype: (1e9, "fake"))
+        patch.setattr(oarjax.training.start, "peak_flops", lambda dtype: (1e9, "fake"))
         patch.setattr(jax.profiler, "start_trace", lambda folder: log.append("trace"))
         patch.setattr(jax.profiler, "stop_trace", lambda: log.append("end of trace"))
         oarjax.training.command.train_once(cfg, Console(file=io.StringIO()), Stop())
@@ -712,7 +713,7 @@ def memory_tables(cfg: Config) -> Any:
     """The programs whose memory a run reports before its first iteration."""
     asked: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(oarjax.training.trainer, "report_memory", lambda run, *_: asked.append(run.cfg.rollout.max_new))
+        patch.setattr(oarjax.training.start, "report_memory", lambda run, *_: asked.append(run.cfg.rollout.max_new))
         command(cfg)
     return asked
 
