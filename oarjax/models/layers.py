@@ -19,6 +19,9 @@ from oarjax.models.qwen_config import DeltaSizes, QwenConfig
 from oarjax.models.rope import rotate
 from oarjax.types import DeltaState, Routing
 
+SUMMED = ("o", "down")
+"""Matrices whose input is divided over the devices of an axis ``tensor``: each has a part of every sum."""
+
 Mix = Callable[[Array, Array, Array], Array]
 """Attention of rotated q [B N heads h], not yet in the compute dtype, to stored keys and the tokens' own k and v."""
 
@@ -175,7 +178,10 @@ class DeltaLayer(nnx.Module):
 
 
 class Qwen(nnx.Module):
-    """The whole decoder, layers of a kind stacked along a first axis; the matrices in ``adapted`` have adapters."""
+    """The whole decoder, layers of a kind stacked along a first axis; the matrices in ``adapted`` have adapters.
+
+    ``sums`` is the dtype of what attention and MLP add to the stream, and of sums over devices within them.
+    """
 
     def __init__(
         self,
@@ -187,18 +193,21 @@ class Qwen(nnx.Module):
         adapter_scale: float = 1.0,
         experts: ExpertsKind = "grouped",
         mesh: Mesh | None = None,
+        sums: DTypeLike | None = None,
     ):
         stream = jnp.promote_types(compute_dtype, jnp.float32)
+        sums = stream if sums is None else jnp.dtype(sums)
 
         def linear(name: str, into: int, out: int, **options: Any) -> nnx.Linear:
             kind = partial(Adapted, scale=adapter_scale) if name in adapted else nnx.Linear
-            return kind(into, out, dtype=compute_dtype, preferred_element_type=stream, **options)
+            result = sums if name in SUMMED else stream
+            return kind(into, out, dtype=compute_dtype, preferred_element_type=result, **options)
 
         dense = partial(MLP, cfg, linear=linear)
         mlp = partial(dense, width=cfg.intermediate_size)
         if cfg.experts is not None:
             more = {"dtype": compute_dtype, "adapted": adapted, "scale": adapter_scale, "kind": experts, "mesh": mesh}
-            mlp = partial(MoE, cfg, cfg.experts, linear=linear, shared=dense, **more)
+            mlp = partial(MoE, cfg, cfg.experts, linear=linear, shared=dense, sums=sums, **more)
         norm = partial(CentredNorm if cfg.delta else nnx.RMSNorm, epsilon=cfg.rms_norm_eps, dtype=stream)
         self.embed = nnx.Embed(cfg.vocab_size, cfg.hidden_size, rngs=rngs)
         self.norm = norm(cfg.hidden_size, rngs=rngs)
