@@ -62,7 +62,7 @@ class Program(NamedTuple):
     takes: frozenset[Part]  # of what is resident, the parts that are among the arguments
     name: str = ""  # of one of several programs of a phase
     held: Any = ()  # shapes of this phase's arrays that are not arguments
-    worst: bool = True  # runs where every completion is as long as it may be
+    steps: float = 1.0  # decode steps that it stands for where every completion is as long as it may be; 0 if none
 
     def lower(self) -> Any:
         """Lower the program for these shapes; ``.compile()`` asks the compiler of the mesh's devices."""
@@ -148,7 +148,10 @@ class ProgramShapes:
         return Program("reshard", self.steps.rollout_params, (self._params(),), {}, frozenset({"params", "frozen"}))
 
     def sampling_programs(self, phase: Literal["sample", "evaluate"]) -> tuple[Program, ...]:
-        """Describe the largest programs that sample rollouts, or eval.samples completions of held-out prompts."""
+        """Describe the largest programs that sample rollouts, or eval.samples completions of held-out prompts.
+
+        The one of the fewest slots is among them: rollouts begin with it, and a plan counts its steps.
+        """
         params, prompts, key = self._sampling_arguments(phase)
         return tuple(
             Program(
@@ -159,10 +162,10 @@ class ProgramShapes:
                 frozenset({"rollout"}) if each.args[0] is params else frozenset(),
                 each.name,
                 each.held,
-                each.worst,
+                each.steps,
             )
             for each in self._sampler(phase).programs(params, prompts, key)
-            if each.largest
+            if each.largest or each.steps
         )
 
     def _sampler(self, phase: Literal["sample", "evaluate"]) -> Any:

@@ -69,6 +69,8 @@ def test_planned_figures():
     assert set(plans) == {p.name for p in SHIPPED}
     for name, found in plans.items():
         assert found["fits"], name
+        for phase in found["phases"]:
+            assert phase["hbm"]["total"] < 0.95 * phase["hbm"]["limit"], f"{name}: {phase['name']} leaves less than 5%"
         assert set(found["versions"]) >= {"jax", "libtpu"}, name
         update = next(p for p in found["phases"] if p["name"] in ("update", "fused"))
         fused = update["name"] == "fused"
