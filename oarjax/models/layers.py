@@ -122,9 +122,14 @@ def _fed(
 ) -> tuple[Float[Array, "B N D"], Routing | None]:
     """Add a layer's MLP, or its experts, to the stream; ``counted`` and ``chosen`` as in ``MoE``."""
     if not isinstance(layer.mlp, MoE):
-        return x + layer.mlp(layer.mlp_norm(x)), None
+        return x + _summed(layer.mlp(layer.mlp_norm(x)), x), None
     added, routing = layer.mlp(layer.mlp_norm(x), counted=counted, chosen=chosen)
-    return x + added, routing
+    return x + _summed(added, x), routing
+
+
+def _summed(part: Float[Array, "B N D"], stream: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
+    """Keep a narrow part as it is until its sum over devices is done: XLA would widen it before, for the stream."""
+    return part if part.dtype == stream.dtype else jax.lax.optimization_barrier(part)
 
 
 class Layer(nnx.Module):
@@ -149,7 +154,7 @@ class Layer(nnx.Module):
     ) -> tuple[Float[Array, "B N D"], tuple[Float[Array, "B N kv h"], Float[Array, "B N kv h"]], Routing | None]:
         """Return the stream, keys and values, and the routing of experts; ``counted`` and ``chosen`` as in ``MoE``."""
         mixed, kv = self.attention(self.attention_norm(x), cos, sin, mix, compute_dtype=compute_dtype)
-        x, routing = _fed(self, x + mixed, counted, chosen)
+        x, routing = _fed(self, x + _summed(mixed, x), counted, chosen)
         return x, kv, routing
 
 
