@@ -94,13 +94,13 @@ class Plan(NamedTuple):
         What a step reads grows in proportion to its window, so that the shortest and the longest one, in these shares,
         read what the programs between them do. Where rows wait for others, the longest stands for all.
         """
-        *_, short = slots = [slots for bucket, slots in self.sizes() if bucket == self.buckets[0]]
-        steps, longest = float(self.max_new - 1), slots[0]
+        sizes, steps = self.cache_sizes(), float(self.max_new - 1)
+        short, longest = sizes[0], sizes[-1]
         if not self.together:
             return {longest: steps * -(-self.block // self.buckets[0].rows)}
-        read = sum((size - before) * size for size, before in zip(slots, [*slots[1:], 0]))
         if longest == short:
             return {longest: steps}
+        read = sum((size - before) * size for size, before in zip(sizes, [0, *sizes]))
         at_longest = (read - steps * short) / (longest - short)
         return {longest: at_longest, short: steps - at_longest}
 

@@ -147,10 +147,10 @@ class ProgramShapes:
         """Describe the program that lays out trained params for sampling."""
         return Program("reshard", self.steps.rollout_params, (self._params(),), {}, frozenset({"params", "frozen"}))
 
-    def sampling_programs(self, phase: Literal["sample", "evaluate"]) -> tuple[Program, ...]:
+    def sampling_programs(self, phase: Literal["sample", "evaluate"], *, counted: bool = False) -> tuple[Program, ...]:
         """Describe the largest programs that sample rollouts, or eval.samples completions of held-out prompts.
 
-        The one of the fewest slots is among them: rollouts begin with it, and a plan counts its steps.
+        With ``counted`` those of fewer slots are among them that a plan counts the steps of.
         """
         params, prompts, key = self._sampling_arguments(phase)
         return tuple(
@@ -165,7 +165,7 @@ class ProgramShapes:
                 each.steps,
             )
             for each in self._sampler(phase).programs(params, prompts, key)
-            if each.largest or each.steps
+            if each.largest or (counted and each.steps)
         )
 
     def _sampler(self, phase: Literal["sample", "evaluate"]) -> Any:

@@ -18,8 +18,6 @@ from oarjax.run.shapes import ProgramShapes
 from oarjax.step.iteration import iterate
 from oarjax.system.devices import DeviceError, to_host_memory
 
-ALL_ROWS = ["decode 16 rows, 9 slots", "decode 16 rows, 5 slots"]
-
 
 def printed():
     return Console(file=io.StringIO(), width=120)
@@ -31,8 +29,8 @@ def test_every_phase_is_compiled_and_told_with_what_lies_beside_it(tmp_path, mon
     everything = built(loss__kl_beta=0.1, data__eval={"source": "unused"}, eval__batch=4, rollout__cache_bucket=5)
     found = {each.title: each for each in report_memory(ProgramShapes(everything), tmp_path, console)}
     sampling = {
-        "sample": ["prefill", *ALL_ROWS, "take 8 of 4 prompts", "decode 8 rows, 9 slots", "move rows"],
-        "evaluate": ["prefill", "decode 4 rows, 9 slots", "decode 4 rows, 5 slots"],
+        "sample": ["prefill", "decode 16 rows, 9 slots", "take 8 of 4 prompts", "decode 8 rows, 9 slots", "move rows"],
+        "evaluate": ["prefill", "decode 4 rows, 9 slots"],
     }
     titles = [f"{phase}: {name}" for phase, names in sampling.items() for name in names]
     assert list(found) == ["reshard", *titles, "score", "credit", "update", "apply"]

@@ -26,7 +26,7 @@ STOPS, PAD = (151645, 151643), 151643
 
 PROGRAMS: dict[str, Callable[[ProgramShapes], tuple[Program, ...]]] = {
     "reshard": lambda shapes: (shapes.reshard_program(),),
-    "sample": lambda shapes: shapes.sampling_programs("sample"),
+    "sample": lambda shapes: shapes.sampling_programs("sample", counted=True),
     "score": lambda shapes: (shapes.score_program(),),
     "fused": lambda shapes: (shapes.fused_program(),),
     "update": lambda shapes: (shapes.update_program(),),

@@ -28,17 +28,19 @@ def public_table(plans: Sequence[Mapping[str, Any]]) -> list[str]:
         "|---|---|---:|---|---:|---:|---|",
     ]
     for found in plans:
-        phases = {p["name"]: p for p in found["phases"] if p["method"] is None}
+        phases = {p["name"]: p for p in found["phases"] if p["method"] is None and "seconds_compiler" in p}
         learning = [phases[name] for name in ("score", "update", "fused") if name in phases]
         sample, s = phases.get("sample"), found["shapes"]
-        seconds = sum(p.get("seconds_expected", 0) for p in learning)
+        seconds = sum(p["seconds_expected"] for p in learning)
         rate = found["chips"] * found["chip"]["flops"] * seconds
+        if not learning:  # of an older plan
+            continue
         cells = [found["config"].removeprefix("configs/"), found["chip"]["name"]]
         cells += [
             f"{sum(p['model'] for p in learning) / rate:.0%}" if rate else "",
             TRAINING.get(found["chip"]["name"], ""),
         ]
-        if sample is None or not sample.get("seconds_expected"):
+        if sample is None:
             cells += ["", ""]
         else:
             speed = s["rows"] * s["completion"] / sample["seconds_expected"] / found["chips"]

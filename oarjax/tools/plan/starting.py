@@ -36,12 +36,12 @@ def starting_of(
     """
     own = {p["name"]: p for p in phases if p["method"] is None}
     sampling = own["sample"]["programs"] if "sample" in own else []
-    if len(own) < 4 or any("cpu_seconds" not in each for each in sampling):
+    decode = [each.get("cpu_seconds") for each in sampling if each["name"].startswith("decode")]
+    if len(own) < 4 or not decode or None in decode:
         return None
-    decode = [each["cpu_seconds"] for each in sampling if each["name"].startswith("decode")]
     each, others = sum(decode) / len(decode), sum(p["cpu_seconds"] for p in sampling) - sum(decode)
     rows = rollout_plan(cfg, blocks=blocks)
-    windows = len(rows.sizes()) // len(rows.buckets)
+    windows = len(rows.cache_sizes())
     lengths = len(buckets(cfg.rollout.completion_bucket, cfg.rollout.max_new))
     learning = {name: own[name]["compile_cpu_seconds"] for name in ("score", "update", "fused") if name in own}
     rest = own["reshard"]["compile_cpu_seconds"] + own["apply"]["compile_cpu_seconds"]
