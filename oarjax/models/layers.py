@@ -19,6 +19,9 @@ from oarjax.models.qwen_config import DeltaSizes, QwenConfig
 from oarjax.models.rope import rotate
 from oarjax.types import DeltaState, Routing
 
+SUMMED = ("o", "down")
+"""Matrices whose input is divided over the devices of an axis ``tensor``: each has a part of every sum."""
+
 Mix = Callable[[Array, Array, Array], Array]
 """Attention of rotated q [B N heads h], not yet in the compute dtype, to stored keys and the tokens' own k and v."""
 
@@ -119,9 +122,14 @@ def _fed(
 ) -> tuple[Float[Array, "B N D"], Routing | None]:
     """Add a layer's MLP, or its experts, to the stream; ``counted`` and ``chosen`` as in ``MoE``."""
     if not isinstance(layer.mlp, MoE):
-        return x + layer.mlp(layer.mlp_norm(x)), None
+        return x + _summed(layer.mlp(layer.mlp_norm(x)), x), None
     added, routing = layer.mlp(layer.mlp_norm(x), counted=counted, chosen=chosen)
-    return x + added, routing
+    return x + _summed(added, x), routing
+
+
+def _summed(part: Float[Array, "B N D"], stream: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
+    """Keep a narrow part as it is until its sum over devices is done: XLA would widen it before, for the stream."""
+    return part if part.dtype == stream.dtype else jax.lax.optimization_barrier(part)
 
 
 class Layer(nnx.Module):
@@ -146,7 +154,7 @@ class Layer(nnx.Module):
     ) -> tuple[Float[Array, "B N D"], tuple[Float[Array, "B N kv h"], Float[Array, "B N kv h"]], Routing | None]:
         """Return the stream, keys and values, and the routing of experts; ``counted`` and ``chosen`` as in ``MoE``."""
         mixed, kv = self.attention(self.attention_norm(x), cos, sin, mix, compute_dtype=compute_dtype)
-        x, routing = _fed(self, x + mixed, counted, chosen)
+        x, routing = _fed(self, x + _summed(mixed, x), counted, chosen)
         return x, kv, routing
 
 
@@ -175,7 +183,10 @@ class DeltaLayer(nnx.Module):
 
 
 class Qwen(nnx.Module):
-    """The whole decoder, layers of a kind stacked along a first axis; the matrices in ``adapted`` have adapters."""
+    """The whole decoder, layers of a kind stacked along a first axis; the matrices in ``adapted`` have adapters.
+
+    ``sums`` is the dtype of what attention and MLP add to the stream, and of sums over devices within them.
+    """
 
     def __init__(
         self,
@@ -187,18 +198,21 @@ class Qwen(nnx.Module):
         adapter_scale: float = 1.0,
         experts: ExpertsKind = "grouped",
         mesh: Mesh | None = None,
+        sums: DTypeLike | None = None,
     ):
         stream = jnp.promote_types(compute_dtype, jnp.float32)
+        sums = stream if sums is None else jnp.dtype(sums)
 
         def linear(name: str, into: int, out: int, **options: Any) -> nnx.Linear:
             kind = partial(Adapted, scale=adapter_scale) if name in adapted else nnx.Linear
-            return kind(into, out, dtype=compute_dtype, preferred_element_type=stream, **options)
+            result = sums if name in SUMMED else stream
+            return kind(into, out, dtype=compute_dtype, preferred_element_type=result, **options)
 
         dense = partial(MLP, cfg, linear=linear)
         mlp = partial(dense, width=cfg.intermediate_size)
         if cfg.experts is not None:
             more = {"dtype": compute_dtype, "adapted": adapted, "scale": adapter_scale, "kind": experts, "mesh": mesh}
-            mlp = partial(MoE, cfg, cfg.experts, linear=linear, shared=dense, **more)
+            mlp = partial(MoE, cfg, cfg.experts, linear=linear, shared=dense, sums=sums, **more)
         norm = partial(CentredNorm if cfg.delta else nnx.RMSNorm, epsilon=cfg.rms_norm_eps, dtype=stream)
         self.embed = nnx.Embed(cfg.vocab_size, cfg.hidden_size, rngs=rngs)
         self.norm = norm(cfg.hidden_size, rngs=rngs)

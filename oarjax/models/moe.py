@@ -99,11 +99,12 @@ class MoE(nnx.Module):
         scale: float,
         kind: ExpertsKind,
         mesh: Mesh | None,
+        sums: DTypeLike,
         rngs: nnx.Rngs,
     ):
         self.experts, self.kind, self.mesh = experts, kind, mesh
         self.dtype, self.stream = jnp.dtype(dtype), jnp.promote_types(dtype, jnp.float32)
-        self.scale = scale
+        self.scale, self.sums = scale, jnp.dtype(sums)
         embed, ffn = cfg.hidden_size, cfg.intermediate_size
 
         def stacked(name: str, into: int, out: int) -> ExpertLinear:
@@ -134,7 +135,7 @@ class MoE(nnx.Module):
         compute = partial(
             {"grouped": _grouped, "dense": _dense}[self.kind], scale=self.scale, dtype=self.dtype, stream=self.stream
         )
-        out = _divided(self.mesh, flat.shape[0], matrices)(compute)(flat, weights, chosen, matrices)
+        out = _divided(self.mesh, flat.shape[0], matrices, self.sums)(compute)(flat, weights, chosen, matrices)
         counts = counted.reshape(-1, 1).astype(probs.dtype)
         routing = Routing(
             chosen=chosen.reshape(*x.shape[:2], k).astype(index_dtype(self.experts.count)),
@@ -217,7 +218,7 @@ def _dense(
     return jnp.sum(out * share.T[..., None], axis=0)
 
 
-def _divided(mesh: Mesh | None, rows: int, matrices: Matrices) -> Callable[[Any], Any]:
+def _divided(mesh: Mesh | None, rows: int, matrices: Matrices, sums: DTypeLike) -> Callable[[Any], Any]:
     """Let every device sort its own rows: over the row axes, the experts' inner width over ``tensor``.
 
     Otherwise the compiler would sort the rows of all devices together. If the mesh does not divide the sizes, the
@@ -227,7 +228,7 @@ def _divided(mesh: Mesh | None, rows: int, matrices: Matrices) -> Callable[[Any]
     one another's rows, each computes what its own experts add to them, and the sums go back. Many rows are computed
     part after part, which bounds their copies in memory; few, as in decoding, at once, which reads the experts once.
     With k experts per token and E <= k + 1 that moves no more than to send every copy of a row to its expert, and needs
-    no capacity: no token is dropped.
+    no capacity: no token is dropped. Rows and their sums travel as ``sums``.
     """
     if mesh is None or mesh.size == 1:
         return lambda compute: compute
@@ -243,14 +244,14 @@ def _divided(mesh: Mesh | None, rows: int, matrices: Matrices) -> Callable[[Any]
     def divide(compute: Any) -> Any:
         def own(flat: Array, weights: Array, chosen: Array, held: Matrices) -> Array:
             if owner is None:
-                return compute(flat, weights, chosen, held)
+                return compute(flat, weights, chosen, held).astype(sums)
             first = jax.lax.axis_index(owner) * _count(held)
             # Tiled, since the batching rule of other scatters is wrong in jax 0.10.
-            every = jax.lax.all_gather((flat, weights, chosen), owner, tiled=True)
+            every = jax.lax.all_gather((flat.astype(sums), weights, chosen), owner, tiled=True)
             count = 1 if every[0].shape[0] <= ROWS_AT_ONCE else experts
             parts = jax.tree.map(lambda x: x.reshape(count, -1, x.shape[-1]), every)
             added = jax.lax.map(lambda part: compute(part[0], part[1], part[2] - first, held), parts)
-            added = added.reshape(-1, flat.shape[-1])
+            added = added.reshape(-1, flat.shape[-1]).astype(sums)
             return jax.lax.psum_scatter(added, owner, tiled=True)
 
         def shard(*args: Any) -> Array:

@@ -49,7 +49,8 @@ def make_policy(
     """Build the Policy of a Qwen, ``head`` included; params are the dict that ``models.weights`` describes.
 
     The residual stream, norms, softmax, RoPE angles and logits are float32 (all float64 where compute_dtype is). The
-    caller of a cache keeps cache.length + N within its slots. Params without adapters are the plain model.
+    caller of a cache keeps cache.length + N within its slots. Params without adapters are the plain model. On a mesh
+    that divides layers or experts, decode steps add up their parts over its devices in the compute dtype.
 
     Args:
         cfg: sizes of the decoder, such as ``read_config`` gives them.
@@ -78,12 +79,13 @@ def make_policy(
         if mesh is None:
             raise ValueError("attention: splash runs per device of a mesh, got mesh=None; give mesh= or use xla")
         check_splash(cfg.num_attention_heads, compute, mesh)
+    divided = mesh is not None and mesh.shape.get("tensor", 1) * mesh.shape.get("expert", 1) > 1
     place = partial(_placed, mesh) if mesh is not None and mesh.size > 1 else lambda x, *axes: x
 
     @cache
-    def definitions(adapted: frozenset[str]) -> tuple[Any, Any, Any]:
+    def definitions(adapted: frozenset[str], sums: Any) -> tuple[Any, Any, Any]:
         """Return the graph definitions of a layer, of the last norm, and of a layer with a delta net."""
-        options: Any = {"compute_dtype": compute, "adapted": adapted, "adapter_scale": adapter_scale}
+        options: Any = {"compute_dtype": compute, "adapted": adapted, "adapter_scale": adapter_scale, "sums": sums}
         model = nnx.eval_shape(lambda: Qwen(cfg, rngs=nnx.Rngs(0), experts=experts, mesh=mesh, **options))
         delta = nnx.split(model.delta_layers)[0] if cfg.delta else None
         return nnx.split(model.layers)[0], nnx.split(model.norm)[0], delta
@@ -118,11 +120,12 @@ def make_policy(
         counted: Bool[Array, "B N"] | None = None,
     ) -> tuple[Float[Array, "B N D"], Cache | None, Any]:
         """Run all layers; with ``counted`` return the routing, too."""
-        layer_def, norm_def, delta_def = definitions(_adapted(params))
+        decoding = isinstance(cache, DecodeCache)
+        layer_def, norm_def, delta_def = definitions(_adapted(params), compute if decoding and divided else stream)
         new = valid.shape[1]
         cos, sin = rotation(positions, frequencies, scale=scale, dtype=stream)
         # A cache of exactly N slots can only be empty.
-        filled = cache if isinstance(cache, DecodeCache) or (cache and cache.k.shape[2] > new) else None
+        filled = cache if decoding or (cache and cache.k.shape[2] > new) else None
 
         if sizes is not None and visible is not None:
             raise ValueError(

@@ -88,6 +88,22 @@ class DecodePlan(NamedTuple):
         """List (bucket, slots) of every possible decode program, the largest first."""
         return [(bucket, slots) for bucket in self.buckets for slots in reversed(self.cache_sizes())]
 
+    def full_steps(self) -> dict[int, float]:
+        """Return the steps of a rollout whose rows all go to max_new, by slots: two programs stand for all.
+
+        What a step reads grows in proportion to its window, so that the shortest and the longest one, in these shares,
+        read what the programs between them do. Where rows wait for others, the longest stands for all.
+        """
+        sizes, steps = self.cache_sizes(), float(self.max_new - 1)
+        short, longest = sizes[0], sizes[-1]
+        if not self.together:
+            return {longest: steps * -(-self.block // self.buckets[0].rows)}
+        if longest == short:
+            return {longest: steps}
+        read = sum((size - before) * size for size, before in zip(sizes, [0, *sizes]))
+        at_longest = (read - steps * short) / (longest - short)
+        return {longest: at_longest, short: steps - at_longest}
+
 
 def make_plan(
     *,

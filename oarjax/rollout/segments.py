@@ -70,7 +70,7 @@ class RolloutProgram(NamedTuple):
     static: Mapping[str, Any]  # keyword arguments
     held: Any  # arrays of the rollout that are not arguments
     largest: bool = True  # may need more memory than the others
-    worst: bool = False  # runs where every row is decoded to the end, as long as the cache is full
+    steps: float = 0.0  # decode steps that it stands for where every row is decoded to the end; 1 without a loop
 
     def lower(self) -> Any:
         return self.jitted.lower(*self.args, **self.static)
@@ -218,14 +218,14 @@ class SegmentedSampler:
         """List every program that such prompts may need, with arguments as shapes that are laid out as in a rollout.
 
         ``largest`` are, of each kind, those that no other needs more memory than: the decode programs of most slots, of
-        all rows and of most copies of prompts.
+        all rows and of most copies of prompts. ``steps`` are those of ``Plan.full_steps``.
         """
         plan = self.plan(prompts)
         count, width = prompts.tokens.shape
         _, table, _ = jax.eval_shape(self._prefill, params, prompts, key)
         table = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._rows), table)
         prompt_cache, cache = self._cache_shapes(count, width), self._cache_shapes(*plan.largest())
-        listed = [RolloutProgram("prefill", self._prefill, (params, prompts, key), {}, (), worst=True)]
+        listed = [RolloutProgram("prefill", self._prefill, (params, prompts, key), {}, (), steps=1)]
         copied = [bucket.rows // bucket.share for bucket in plan.buckets]
         most = max(copied[1:] if plan.together else copied, default=0)
         for number, bucket in enumerate(plan.buckets):
@@ -251,7 +251,7 @@ class SegmentedSampler:
                         {"slots": slots},
                         held,
                         largest=slots == longest and (first or copied.index(most, plan.together) == number),
-                        worst=number == 0 and slots == longest,
+                        steps=plan.full_steps().get(slots, 0) if number == 0 else 0,
                     )
                 )
         if len(plan.buckets) > 1 or not plan.together:

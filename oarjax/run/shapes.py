@@ -61,7 +61,7 @@ class PhaseProgram(NamedTuple):
     takes: frozenset[Part]  # of what is resident, the parts that are among the arguments
     name: str = ""  # of one of several programs of a phase
     held: Any = ()  # shapes of this phase's arrays that are not arguments
-    worst: bool = True  # runs where every completion is as long as it may be
+    steps: float = 1.0  # decode steps that it stands for where every completion is as long as it may be; 0 if none
 
     def lower(self) -> Any:
         """Lower the program for these shapes; ``.compile()`` asks the compiler of the mesh's devices."""
@@ -147,8 +147,13 @@ class ProgramShapes:
             "reshard", self.steps.rollout_params, (self._params(),), {}, frozenset({"params", "frozen"})
         )
 
-    def sampling_programs(self, phase: Literal["sample", "evaluate"]) -> tuple[PhaseProgram, ...]:
-        """Describe the largest programs that sample rollouts, or eval.samples completions of held-out prompts."""
+    def sampling_programs(
+        self, phase: Literal["sample", "evaluate"], *, counted: bool = False
+    ) -> tuple[PhaseProgram, ...]:
+        """Describe the largest programs that sample rollouts, or eval.samples completions of held-out prompts.
+
+        With ``counted`` those of fewer slots are among them that a plan counts the steps of.
+        """
         params, prompts, key = self._sampling_arguments(phase)
         return tuple(
             PhaseProgram(
@@ -159,10 +164,10 @@ class ProgramShapes:
                 frozenset({"rollout"}) if each.args[0] is params else frozenset(),
                 each.name,
                 each.held,
-                each.worst,
+                each.steps,
             )
             for each in self._sampler(phase).programs(params, prompts, key)
-            if each.largest
+            if each.largest or (counted and each.steps)
         )
 
     def _sampler(self, phase: Literal["sample", "evaluate"]) -> Any:

@@ -127,7 +127,9 @@ def test_the_programs_that_run_are_those_that_are_listed(toy, monkeypatch):
             assert len(called) == 4
             decode = [each for each in listed if each.name.startswith("decode")]
             assert len(decode) == len(sampler.plan(batch).sizes())
-            assert sum(each.worst for each in decode) == 1 < sum(each.largest for each in decode) + 1 < len(decode)
+            assert 1 < sum(each.largest for each in decode) + 1 < len(decode)
+            counted = sampler.plan(batch).full_steps()
+            assert {each.static["slots"]: each.steps for each in decode if each.steps} == counted
 
 
 def test_what_decoding_took(toy):
@@ -281,6 +283,21 @@ def test_slots_double():
     few = plan_of(slots=8)
     assert few.slots_after(64, 20) == 64  # 20 slots are needed, 32 are kept, at least 16 are new
     assert few.slots_after(64, 64) == max(s for _, s in few.sizes()) == 80
+
+
+@pytest.mark.parametrize("bucket", [16, 24, 63, 64])
+def test_two_programs_stand_for_the_steps_of_all(bucket):
+    """In steps and in slots read, of a rollout of 64 tokens a row, the first of which is the prefill's."""
+    plan = plan_of(cache_bucket=bucket)
+    slots = written = read = 0
+    while written < 63:
+        slots = plan.slots_after(slots, slots)
+        read, written = read + slots * (min(slots, 63) - written), min(slots, 63)
+    counted = plan.full_steps()
+    assert sum(counted.values()) == pytest.approx(63)
+    assert sum(each * steps for each, steps in counted.items()) == pytest.approx(read)
+    assert len(counted) == (2 if bucket < 63 else 1)
+    assert plan_of(slots=8).full_steps() == {80: 4 * 63}
 
 
 def test_rows_are_dropped_as_soon_as_the_rest_fits():
@@ -438,6 +455,18 @@ for axes, options in json.loads(sys.argv[1]):
     laid = sampling_params(model, params, kv_heads=wide.num_key_value_heads, dtype=jnp.float64)
     laid, asked = jax.device_put(laid, where.params), jax.device_put(prompts, where.rows)
     run = SegmentedSampler(policy, how, keys_of=keys, group=4, rows=where.rows, fewest=2, **options)
+    listed = {each.lower().as_text(): each.name for each in run.programs(laid, asked, jax.random.key(1))}
+    called = {}
+
+    def recorded(name, jitted):
+        def call(*args, **static):
+            called.setdefault(jitted.lower(*args, **static).as_text(), name)
+            return jitted(*args, **static)
+        call.eval_shape = jitted.eval_shape
+        return call
+
+    for name in ("_prefill", "_decode", "_take", "_move"):
+        setattr(run, name, recorded(name, getattr(run, name)))
     got, again = (run(laid, asked, jax.random.key(1)) for _ in range(2))
     blocks = len({str(s.index) for s in got.tokens.addressable_shards})
     got, again = jax.device_get((got, again))
@@ -447,6 +476,8 @@ for axes, options in json.loads(sys.argv[1]):
         "again": bool((got.behaviour_logps == again.behaviour_logps).all()),
         "logps": float(abs(got.behaviour_logps - want.behaviour_logps).max()),
         "decode_programs": run.decode_programs,
+        "kinds": len(set(called.values())),
+        "unlisted": [name for text, name in called.items() if text not in listed],
         **run.spent().metrics(),
     }), flush=True)
 """
@@ -468,3 +499,5 @@ def test_eight_devices_draw_what_one_does():
         assert line["logps"] < 1e-12, line
         assert line["decode_occupancy"] > 0.3, line
         assert line["decode_programs"] > 2, line
+        # A plan compiles those that are listed: of the same text, with the same shardings.
+        assert (line["kinds"], line["unlisted"]) == (4, []), line

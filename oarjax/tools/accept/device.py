@@ -193,7 +193,7 @@ def _all_reduce(s: StageSetting, devices: Mesh, axis: str, count: int) -> list[C
     ]
 
 
-def between_hosts(s: Setting, firsts: list[Any]) -> list[Check]:
+def between_hosts(s: StageSetting, firsts: list[Any]) -> list[Check]:
     """Sum over the first device of every host, and time how long all hosts wait for each other."""
     if len(firsts) == 1:
         return [not_applicable("between hosts", "a single host")]

@@ -18,7 +18,7 @@ from oarjax.models.weights import decoder_of, init_params
 from oarjax.rollout.logps import token_logps
 from oarjax.tools.accept.check import Check, at_most, measured, not_applicable
 from oarjax.tools.accept.numerics import GAP, LENGTH, LOGPS, ROWS, Small, sampler_gap
-from oarjax.tools.accept.setting import Setting, best_seconds
+from oarjax.tools.accept.setting import StageSetting, best_seconds
 from oarjax.tools.plan.published_sizes import PUBLISHED
 from oarjax.types import Params
 
@@ -58,7 +58,7 @@ KINDS = (
 )
 
 
-def policies(s: Setting) -> list[Check]:
+def policies(s: StageSetting) -> list[Check]:
     """Compare log-probs, gradients and draws of each kind with a CPU's; time a pass forward and backward."""
     own, cpu = jax.local_devices()[0], jax.local_devices(backend="cpu")[0]
     checks = []

@@ -31,7 +31,16 @@ from oarjax.tools.plan.architecture import architecture_fields
 from oarjax.tools.plan.expected import expected_step, survival_of
 from oarjax.tools.plan.hlo import Executed
 from oarjax.tools.plan.needs import needs_of
-from oarjax.tools.plan.programs import PROGRAMS, phases_of_step, shapes_of, times_of, with_method
+from oarjax.tools.plan.programs import (
+    PROGRAMS,
+    mean_slots,
+    phases_of_step,
+    rollout_plan,
+    shapes_of,
+    times_of,
+    with_method,
+)
+from oarjax.tools.plan.starting import starting_of
 from oarjax.tools.plan.sums import (
     analytic_flops,
     applied_bytes,
@@ -235,10 +244,11 @@ def document(
     chips = where.devices * max(cfg.mesh.slice, 1)
     mesh, there = results[0]["mesh"], {k: v for r in results for k, v in r["resident"].items()}
     tensor = cfg.rollout.tensor or mesh["tensor"]
+    slots = mean_slots(rollout_plan(cfg, blocks=chips // tensor))
 
     def read(phase: str, result: dict[str, Any]) -> float:
         if phase == "sample":
-            return read_bytes(model, s, chips=chips, tensor=tensor)
+            return read_bytes(model, s, chips=chips, tensor=tensor, slots=slots)
         return applied_bytes(result["resident"]) if phase == "apply" else 0.0
 
     phases = []
@@ -247,9 +257,9 @@ def document(
         found = None
         if all("memory" in program for program in result["programs"]):
             found = Executed()
-            for program in (each for each in result["programs"] if each["worst"]):
+            for program in (each for each in result["programs"] if each["steps"]):
                 text = gzip.decompress((cache / f"{program['key']}.hlo.gz").read_bytes()).decode()
-                found.add(count(text, s, asked.credit, model), 1)
+                found.add(count(text, s, asked.credit, model, steps=program["steps"]), 1)
         phases.append(
             phase_of(
                 result,
@@ -290,6 +300,7 @@ def document(
         "fits": fits,
         "remedies": [f"{p['name']}: {remedy(p['name'], cfg)}" for p in phases if not p["fits"]],
         "notes": notes(cfg, phases),
+        "starting": starting_of(cfg, where, phases, blocks=chips // tensor),
     }
     seconds = None if found["step"] is None else found["step"]["seconds_expected"]
     found["needs"] = needs_of(cfg, model, where, seconds=seconds)

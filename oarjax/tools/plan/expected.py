@@ -19,7 +19,6 @@ from oarjax.config.outputs import LengthsConfig
 from oarjax.config.schema import Config
 from oarjax.errors import ConfigError
 from oarjax.models.qwen_config import QwenConfig
-from oarjax.rollout.row_schedule import cache_step, make_plan
 from oarjax.step.minibatches import bucket
 from oarjax.storage.durable import read_lines
 from oarjax.tools.plan.lengths import (
@@ -31,7 +30,7 @@ from oarjax.tools.plan.lengths import (
     padding_share,
     sorted_lengths,
 )
-from oarjax.tools.plan.programs import shapes_of, times_of
+from oarjax.tools.plan.programs import mean_slots, rollout_plan, shapes_of, times_of
 from oarjax.tools.plan.sums import model_flops, read_bytes
 
 
@@ -63,16 +62,7 @@ def expected_step(
     ``tensor`` devices share one copy of the policy while sampling. Seconds are the plan's own kind: nothing overlapped.
     """
     s, chips = shapes_of(cfg), plan["chips"]
-    blocks = chips // tensor
-    rows = make_plan(
-        prompts=s.prompts,
-        width=s.prompt,
-        group=cfg.rollout.group_size,
-        max_new=s.completion,
-        cache_bucket=cache_step(s.completion, cfg.rollout.cache_bucket),
-        slots=cfg.rollout.slots,
-        blocks=blocks,
-    )
+    rows = rollout_plan(cfg, blocks=chips // tensor)
     sizes = sorted(b.rows for b in rows.buckets)
     decoding = expected_decoding(
         survival,
@@ -87,7 +77,7 @@ def expected_step(
     worst = float(s.completion)
     times = times_of(cfg.update)
     seconds: dict[str, float] = {}
-    scale = _sampling_scales(decoding, model, cfg, chips=chips, tensor=tensor)
+    scale = _sampling_scales(decoding, model, cfg, chips=chips, tensor=tensor, mean=mean_slots(rows))
     for phase in plan["phases"]:
         name = phase["name"]
         if phase["method"] is None:
@@ -127,15 +117,15 @@ def _flops_share(name: str, model: QwenConfig, cfg: Config, padded: list[int]) -
 
 
 def _sampling_scales(
-    decoding: DecodingWork, model: QwenConfig, cfg: Config, *, chips: int, tensor: int
+    decoding: DecodingWork, model: QwenConfig, cfg: Config, *, chips: int, tensor: int, mean: float
 ) -> tuple[float, float, float]:
-    """Return (products, HBM bytes, link bytes) of decoding over those of the worst case."""
+    """Return (products, HBM bytes, link bytes) of decoding over those of the worst case, which reads ``mean`` slots."""
     s = shapes_of(cfg)
     share = decoding.row_steps / (s.rows * s.completion)
-    worst = read_bytes(model, s, chips=chips, tensor=tensor)
+    worst = read_bytes(model, s, chips=chips, tensor=tensor, slots=mean)
     weights = read_bytes(model, s._replace(rows=0, prompts=0), chips=chips, tensor=tensor)
     prompts = read_bytes(model, s._replace(rows=0), chips=chips, tensor=tensor) - weights
     slots = worst - weights - prompts
     read = weights * decoding.steps / s.completion + prompts * share
-    read += slots * decoding.slot_reads / (s.rows * s.completion**2)
+    read += slots * decoding.slot_reads / (s.rows * s.completion * mean)
     return share, read / worst, share

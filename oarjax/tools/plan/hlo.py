@@ -42,12 +42,14 @@ class Executed:
     group_calls: Counter[int] = field(default_factory=Counter)  # the same -> how often
     moved: float = 0.0  # bytes between HBM and the chip, by instructions with matrix products
     passed: float = 0.0  # the same by all others: elementwise passes, copies into another layout
+    cycles: float = 0.0  # of all but kernels and collectives, as the compiler estimates them
 
     def add(self, other: Executed, times: int | float) -> None:
         """Add another's totals, so many times."""
         self.flops += times * other.flops
         self.moved += times * other.moved
         self.passed += times * other.passed
+        self.cycles += times * other.cycles
         for part in ("collectives", "calls", "kernels", "groups", "group_calls"):
             mine, theirs = getattr(self, part), getattr(other, part)
             for name, count in theirs.items():
@@ -128,6 +130,7 @@ def _count(
                 found.add(part, times)
     elif opcode in ("fusion", "call", "async") and (called := instruction.called("calls|to_apply")):
         _count_fusion(program, called, found, spread, total, fused=opcode == "fusion")
+    found.cycles += instruction.cycles
     if found.calls.total() == before[2]:  # of a collective the time is on the links
         moved = hbm_bytes(program, here, instruction)
         if (found.flops, found.kernels.total()) != before[:2]:
@@ -148,8 +151,8 @@ def _count_fusion(
     """Count a fusion's work. Pieces of one asynchronous collective repeat it, under one channel and chain."""
     part = Executed()
     part.add(total(called), 1)
-    if fused:  # between its own instructions nothing goes to HBM
-        part.moved = part.passed = 0.0
+    if fused:  # between its own instructions nothing goes to HBM, and its cycles are stated for all of it
+        part.moved = part.passed = part.cycles = 0.0
     chains = {
         (i.opcode, chain[1], channel[1])
         for i in program.computations[called].values()

@@ -44,6 +44,11 @@ class Instruction:
         """The place in the traced function, such as jit(update)/while/body."""
         return found[1] if (found := re.search(r'op_name="([^"]*)"', self.rest)) else ""
 
+    @property
+    def cycles(self) -> float:
+        """The cycles of one run as a TPU's compiler estimates them; 0 where it does not."""
+        return max(0.0, float(found[1])) if (found := re.search(r'"estimated_cycles":"(-?\d+)"', self.rest)) else 0.0
+
     def called(self, attribute: str) -> str | None:
         """Return the computation that an attribute such as ``body`` names."""
         return found[1] if (found := re.search(rf"\b(?:{attribute})=%?([\w.\-]+)", self.rest)) else None

@@ -12,6 +12,7 @@ from oarjax.config.learning import UpdateConfig
 from oarjax.config.loading import parse_config
 from oarjax.config.schema import Config
 from oarjax.models.qwen_config import QwenConfig
+from oarjax.rollout.row_schedule import DecodePlan, cache_step, make_plan
 from oarjax.run.checks import check_lengths
 from oarjax.run.custom import find_credit
 from oarjax.run.layout import check_layouts
@@ -25,7 +26,7 @@ STOPS, PAD = (151645, 151643), 151643
 
 PROGRAMS: dict[str, Callable[[ProgramShapes], tuple[PhaseProgram, ...]]] = {
     "reshard": lambda shapes: (shapes.reshard_program(),),
-    "sample": lambda shapes: shapes.sampling_programs("sample"),
+    "sample": lambda shapes: shapes.sampling_programs("sample", counted=True),
     "score": lambda shapes: (shapes.score_program(),),
     "fused": lambda shapes: (shapes.fused_program(),),
     "update": lambda shapes: (shapes.update_program(),),
@@ -72,6 +73,26 @@ def shapes_of(cfg: Config) -> LargestShapes:
         microbatches=rows // cfg.update.minibatches // cfg.update.microbatch,
         microbatch=cfg.update.microbatch,
     )
+
+
+def rollout_plan(cfg: Config, *, blocks: int) -> DecodePlan:
+    """Return the sizes of the programs of a rollout whose prompts are at their longest, on ``blocks`` of devices."""
+    s = shapes_of(cfg)
+    return make_plan(
+        prompts=s.prompts,
+        width=s.prompt,
+        group=cfg.rollout.group_size,
+        max_new=s.completion,
+        cache_bucket=cache_step(s.completion, cfg.rollout.cache_bucket),
+        slots=cfg.rollout.slots,
+        blocks=blocks,
+    )
+
+
+def mean_slots(rows: DecodePlan) -> float:
+    """Return the slots that a decode step reads of a row's cache, on average where all rows go to max_new."""
+    steps = rows.full_steps()
+    return sum(slots * each for slots, each in steps.items()) / max(sum(steps.values()), 1)
 
 
 def with_method(cfg: Config, method: str | None) -> Config:

@@ -80,16 +80,17 @@ def decoding_bytes(
     prompts: Number,
     prompt: Number,
     completion: Number,
+    slots: Number,
     position: Number,
     state: Number = 0,
 ) -> float:
     """Count the bytes of HBM that decoding reads on one chip: per token its weights and its share of the caches.
 
-    Every step reads all slots, filled or not. ``rows`` and ``prompts`` are the chip's; ``position`` is the bytes that
-    one position's keys and values of all layers take on it, ``state`` those of a row's recurrent states, which are
-    written back as well.
+    A step reads ``slots`` of a row's cache on average, filled or not. ``rows`` and ``prompts`` are the chip's;
+    ``position`` is the bytes that one position's keys and values of all layers take on it, ``state`` those of a row's
+    recurrent states, which are written back as well.
     """
-    return float(completion) * (weights + position * (rows * completion + prompts * prompt) + 2 * state * rows)
+    return float(completion) * (weights + position * (rows * slots + prompts * prompt) + 2 * state * rows)
 
 
 SPLASH = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from oarjax.config.schema import Config
-from oarjax.costs import RowTokens, Work, iteration_flops, sampling_flops
+from oarjax.costs import Number, RowTokens, Work, iteration_flops, sampling_flops
 from oarjax.credit.methods.signed_values import SCOPE as CANDIDATES
 from oarjax.credit.oar.oar_l import SCOPE, chunk_size
 from oarjax.credit.oar.oar_p import bucket_sizes
@@ -75,8 +75,11 @@ def model_flops(phase: str, model: QwenConfig, cfg: Config) -> float:
     return asked / times_of(cfg.update)[phase]
 
 
-def count(text: str, s: LargestShapes, credit: CreditSettings, model: QwenConfig) -> Executed:
-    """Count the work of a phase's program on one chip, all rows in use and every token of a completion credited."""
+def count(text: str, s: LargestShapes, credit: CreditSettings, model: QwenConfig, *, steps: Number = 1) -> Executed:
+    """Count the work of a phase's program on one chip, all rows in use and every token of a completion credited.
+
+    A decode program draws the tokens of ``steps``.
+    """
     masking = credit.masking
     share, chunk = 1.0, masking.chunk
     if "oar_screened" in (credit.method, credit.method == "permuted" and credit.permuted_of):
@@ -95,7 +98,7 @@ def count(text: str, s: LargestShapes, credit: CreditSettings, model: QwenConfig
             rows, held = map(int, outer.groups())
             return float(even_blocks(rows, held, min(held / experts, 1.0)))
         if op_name.startswith(DECODE):
-            return s.completion - 1
+            return float(steps)
         if op_name.endswith(f"{CANDIDATES}/while"):
             return float(credit.signed_values.candidates)
         if branching:
@@ -151,9 +154,9 @@ def phase_of(
     ways, reached = {members: Ways(**way) for members, way in result["ways"]}, Reached()
     links = collective_seconds(work.groups, work.group_calls, ways, link=chip.link * reached.links, hop=reached.hop)
     moved = max(work.moved, read - work.passed)  # what has to be read is, however it is counted
-    expected = expected_seconds(
-        chip, reached, flops=done, kernels=kernels, moved=moved, passed=work.passed, links=links
-    )
+    assumed = expected_seconds(chip, reached, flops=done, kernels=kernels, moved=moved, passed=work.passed, links=links)
+    compilers = work.cycles / chip.clock + kernels / (chip.flops * reached.kernels) + links
+    expected = max(assumed, compilers)
     return line | {
         "executed": done,
         "kernels": kernels,
@@ -169,7 +172,11 @@ def phase_of(
         "links_expected": links,
         "seconds_in_turn": times.in_turn,
         "seconds_together": times.together,
+        "seconds_assumed": assumed,
+        "seconds_compiler": compilers,
         "seconds_expected": expected,
+        "utilisation_expected": utilisation(chip, model_flops=model, chips=chips, seconds=expected),
+        "hbm_expected": read / (chip.bandwidth * expected) if expected else 0.0,
         "utilisation_in_turn": utilisation(chip, model_flops=model, chips=chips, seconds=times.in_turn),
         "utilisation_together": utilisation(chip, model_flops=model, chips=chips, seconds=times.together),
         "aliased": max(each["memory"]["aliased"] for each in result["programs"]),
@@ -181,13 +188,15 @@ def _memory(result: Mapping[str, Any]) -> dict[str, Any]:
     """Return the bytes of a program and of what lies beside it; None where the compiler did not say."""
     program, beside = result["memory"]["peak"] if "memory" in result else result["needs"], result["beside"]
     total = None if program is None else program + beside
-    return {"name": result["name"], "key": result["key"], "program": program, "beside": beside, "total": total}
+    sizes = {"program": program, "beside": beside, "total": total}
+    return {"name": result["name"], "key": result["key"], **sizes, "cpu_seconds": result["cpu_seconds"]}
 
 
-def read_bytes(model: QwenConfig, s: LargestShapes, *, chips: int, tensor: int) -> float:
+def read_bytes(model: QwenConfig, s: LargestShapes, *, chips: int, tensor: int, slots: float | None = None) -> float:
     """Count the bytes of HBM that sampling reads on one chip: its weights and its share of the caches, for every token.
 
-    ``tensor`` chips have one copy of the policy, and of its key heads at least one each.
+    ``tensor`` chips have one copy of the policy, and of its key heads at least one each. ``slots`` of a row's cache are
+    read for a token on average, all by default.
     """
     d, groups = decoder_of(model), chips // tensor
     heads = max(model.num_key_value_heads / tensor, 1)
@@ -197,6 +206,7 @@ def read_bytes(model: QwenConfig, s: LargestShapes, *, chips: int, tensor: int) 
         prompts=s.prompts / groups,
         prompt=s.prompt,
         completion=s.completion,
+        slots=s.completion if slots is None else slots,
         position=2 * 2 * d.layers * heads * model.head_dim,
         state=4 * len(model.delta_layers) * (model.delta.value_width * model.delta.key_dim if model.delta else 0),
     )
@@ -266,6 +276,7 @@ def step_of(phases: Sequence[Mapping[str, Any]], times: Mapping[str, int], *, ch
         "seconds_in_turn": in_turn,
         "seconds_together": together,
         "seconds_expected": expected,
+        "utilisation_expected": utilisation(chip, model_flops=model, chips=chips, seconds=expected),
         "utilisation_in_turn": utilisation(chip, model_flops=model, chips=chips, seconds=in_turn),
         "utilisation_together": utilisation(chip, model_flops=model, chips=chips, seconds=together),
         "compile_cpu_seconds": sum(p["compile_cpu_seconds"] for p in phases),

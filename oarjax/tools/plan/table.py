@@ -11,7 +11,9 @@ from rich.table import Table
 from oarjax.costs import Number
 from oarjax.system.chips import GIB
 from oarjax.tools.plan.needs import NOTICE, WRITE_RATE
+from oarjax.tools.plan.public import public_table
 from oarjax.tools.plan.roofline import Reached
+from oarjax.tools.plan.starting import starting_table
 
 WORD = (
     "The compiler's word: whether a program fits, its HBM, and the optimized program that executed FLOPs and bytes are "
@@ -57,7 +59,11 @@ def rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
     assumed = [
         row("GiB of HBM in products", known("moved", gib)),
         row("GiB of HBM in other passes and copies", known("passed", gib)),
-        row("seconds expected, by the assumptions below", known("seconds_expected", lambda n: f"{n:.2f}")),
+        row("seconds by assumed shares of the peaks", known("seconds_assumed", lambda n: f"{n:.2f}")),
+        row("seconds by the compiler's cycles", known("seconds_compiler", lambda n: f"{n:.2f}")),
+        row("seconds expected, the larger of both", known("seconds_expected", lambda n: f"{n:.2f}")),
+        row("model-FLOPs utilisation, expected", known("utilisation_expected", percent)),
+        row("share of HBM's rate for bytes that must be read, expected", known("hbm_expected", percent)),
     ]
     if not any("seconds_expected" in c for c in columns):  # of an older plan
         assumed = []
@@ -156,10 +162,12 @@ def assumptions() -> str:
     """State what expected seconds rest on."""
     r = Reached()
     return (
-        f"Expected seconds assume {r.products:.0%} of the peak in matrix products, {r.kernels:.0%} in kernels, "
+        f"Expected seconds are the larger of two estimates. One assumes {r.products:.0%} of the peak in matrix "
+        f"products, {r.kernels:.0%} in kernels, "
         f"{r.memory:.0%} of HBM's and {r.links:.0%} of the links' rate, {r.hop * 1e6:g} microsecond per link that a "
         "collective's farthest message passes, one ring or line per collective as the slice has it (full tori only "
-        "where the vendor says so), and nothing overlapped but the reading of products' operands."
+        "where the vendor says so), and nothing overlapped but the reading of products' operands. The other has the "
+        "compiler's own cycles for all but kernels and collectives."
     )
 
 
@@ -234,12 +242,15 @@ def markdown(plans: Sequence[dict[str, Any]], *, numbers: Path | None = None) ->
         "",
         WORD,
         "",
-        "Sampling is planned at its longest: every completion goes to max_new. Score, update (the sum of the "
+        "Sampling is planned at its longest: every completion goes to max_new, and a token reads as many slots of the "
+        "cache as the sampler's window has then. Score, update (the sum of the "
         "gradients), fused (both in one pass, `update.fused`) and apply (the optimizer) are for one minibatch with "
         "every row in use, times the minibatches and epochs of a step in the column *whole step*.",
     ]
     if all(found.get("needs") is not None for found in plans):
         lines += ["", "## What the runs need", "", *needs_table(plans)]
+    lines += ["", "## Until the first iteration", "", *starting_table(plans)]
+    lines += ["", "## Beside public figures", "", *public_table(plans)]
     for found in plans:
         lines += ["", f"## {found['config']}", "", f"{title(found)}.", ""]
         names = columns_of(found)

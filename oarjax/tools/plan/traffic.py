@@ -29,6 +29,9 @@ def hbm_bytes(program: HloProgram, here: dict[str, Instruction], instruction: In
         return _fusion(program, program.computations[called], instruction)
     if opcode in SLICES:
         return 2 * _far(instruction.type)
+    if opcode.removesuffix("-start") in SLICES:  # its type is its operands again, its result, and a semaphore
+        part = instruction.type[len(instruction.operands)]
+        return part.bytes * (bool(_far(type_of(here, instruction.operands[0]))) + (part.space == 0))
     if opcode == "dynamic-update-slice":
         return 2 * _far(type_of(here, instruction.operands[1]))
     read = sum(_far(type_of(here, name)) for name in instruction.operands)

@@ -57,7 +57,7 @@ def plan(job: dict[str, Any]) -> dict[str, Any]:
 def compile_program(program: PhaseProgram, shapes: ProgramShapes, wanted: Slice, job: dict[str, Any]) -> dict[str, Any]:
     """Compile one program, or read what is known of it.
 
-    Gives its ``name`` and ``key``, whether it is among the ``worst``, the bytes that lie ``beside`` it, and ``memory``
+    Gives its ``name`` and ``key``, the ``steps`` that it stands for, the bytes that lie ``beside`` it, and ``memory``
     and ``seconds`` or, where it does not fit, ``needs`` and ``has`` (bytes). The optimized program is in the cache as
     <key>.hlo.gz.
     """
@@ -68,7 +68,7 @@ def compile_program(program: PhaseProgram, shapes: ProgramShapes, wanted: Slice,
     order = str(shapes.mesh.devices.flatten().tolist())
     made_of = [lowered.as_text(), wanted.name, order, versions, job["options"]]
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
-    found = {"name": program.name, "key": key, "worst": program.worst}
+    found = {"name": program.name, "key": key, "steps": program.steps}
     folder = Path(job["cache"])
     known = folder / f"{key}.json"
     if known.is_file():

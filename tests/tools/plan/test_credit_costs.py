@@ -27,7 +27,7 @@ def test_decoding_is_bound_by_memory_or_by_products():
     step_bytes = 2200 + 32 * (16 + 8)
     step_flops = 4 * (2000 + 64 * 8 + 200)
     prefill = (4 * (2000 + 64 * 2) + 200) / (1e6 * 0.5) / 2
-    slow_memory, fast_memory = Chip("a", 1e6, 1e3, 1, 1), Chip("b", 1e6, 1e12, 1, 1)
+    slow_memory, fast_memory = Chip("a", 1e6, 1e3, 1, 1, 1), Chip("b", 1e6, 1e12, 1, 1, 1)
     assert decode_seconds(D, slow_memory, R) == pytest.approx(prefill + step_bytes / (2 * 1e3 * 0.5) * 8 * 2 / 4)
     assert decode_seconds(D, fast_memory, R) == pytest.approx(prefill + step_flops / (2 * 1e6 * 0.25) * 8 * 2 / 4)
 

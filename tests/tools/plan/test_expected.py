@@ -40,9 +40,7 @@ def test_a_lognormal_of_median_400_shortens_a_7b_step():
 def test_completions_that_all_reach_the_limit_are_the_plan_itself(tmp_path):
     lines = json.dumps({"iteration": 1, "tokens": ["x"] * 1024}) + "\n"
     (tmp_path / "completions.jsonl").write_text(lines)
-    plan, step = expected(
-        "qwen2.5-7b_v5e-64", f"plan.lengths.completions={tmp_path}/completions.jsonl", "rollout.cache_bucket=1024"
-    )
+    plan, step = expected("qwen2.5-1.5b_v5e-8", f"plan.lengths.completions={tmp_path}/completions.jsonl")
     assert (step["decode_steps"], step["occupancy"]) == (1024, 1)
     # The plan reads one slot more: the last token is never read back.
     assert sum(step["seconds"].values()) == pytest.approx(plan["step"]["seconds_in_turn"], rel=1e-3)

@@ -187,7 +187,7 @@ def answer(tmp_path: Path, phase: str, *, peak: float = 3.0, text: str | None = 
     program = {
         "name": "",
         "key": key,
-        "worst": True,
+        "steps": 1,
         "beside": beside * GIB,
         "seconds": 5.0,
         "cpu_seconds": 4.0,
@@ -272,9 +272,9 @@ def test_a_program_that_fits_alone_and_not_beside_the_state(tmp_path, no_kernels
     assert "rollout.tensor" in found["remedies"][0]
 
 
-def test_a_phase_of_several_programs_needs_what_the_largest_does_and_does_what_the_worst_do(tmp_path, no_kernels):
+def test_a_phase_needs_what_its_largest_program_does_and_does_what_those_with_steps_do(tmp_path, no_kernels):
     small, large = (answer(tmp_path, "sample", peak=peak) for peak in (3.0, 7.0))
-    both = small | {"programs": [*small["programs"], large["programs"][0] | {"worst": False}]}
+    both = small | {"programs": [*small["programs"], large["programs"][0] | {"steps": 0}]}
     (one,), (two,) = (planned(tmp_path, [found], [("sample", None)])["phases"] for found in (small, both))
     assert one["hbm"]["total"] == 4 * GIB
     assert two["hbm"]["total"] == 8 * GIB

@@ -16,7 +16,7 @@ from oarjax.tools.plan.roofline import (
     utilisation,
 )
 
-CHIP = Chip("round", flops=1e3, bandwidth=1e2, link=1e1, memory=1e9)
+CHIP = Chip("round", flops=1e3, bandwidth=1e2, link=1e1, memory=1e9, clock=1e1)
 D = Decoder(layers=2, trunk_params=1000.0, head_params=100.0, heads_width=8, kv_width=4)
 R = RowTokens(prompt=4, completion=8)
 
@@ -78,10 +78,10 @@ def test_kernels_compute_the_blocks_that_are_seen():
 
 
 def test_decoding_reads_weights_and_all_slots():
-    assert decoding_bytes(weights=100, rows=3, prompts=2, prompt=5, completion=10, position=4) == 10 * (
-        100 + 4 * (30 + 10)
+    assert decoding_bytes(weights=100, rows=3, prompts=2, prompt=5, completion=10, slots=6, position=4) == 10 * (
+        100 + 4 * (18 + 10)
     )
-    sizes = {"weights": 0, "rows": 3, "prompts": 2, "prompt": 5, "completion": 10, "position": 0}
+    sizes = {"weights": 0, "rows": 3, "prompts": 2, "prompt": 5, "completion": 10, "slots": 6, "position": 0}
     assert decoding_bytes(**sizes, state=7) == 10 * 2 * 3 * 7  # read and written
 
 

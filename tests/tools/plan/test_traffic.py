@@ -65,6 +65,9 @@ def passed(*lines):
         ("ROOT %r = f32[7,64]{1,0} fusion(%a, %near, %i), kind=kLoop, calls=%written", 64 * 4 * 2 + 4),  # in place
         ("ROOT %r = f32[7,64]{0,1} copy(%a)", 2 * 7 * 64 * 4),  # another layout
         ("ROOT %r = (f32[7,64]{1,0:S(1)}, f32[7,64]{1,0}, u32[]{:S(2)}) copy-start(%a)", 7 * 64 * 4),
+        ("ROOT %r = ((f32[7,64]{1,0}), f32[2,64]{1,0:S(1)}, s32[]{:S(2)}) slice-start(%a), slice={}", 2 * 64 * 4),
+        ("ROOT %r = ((f32[7,64]{1,0}), f32[2,64]{1,0}, s32[]{:S(2)}) slice-start(%a), slice={}", 2 * 2 * 64 * 4),
+        ("ROOT %r = ((f32[64]{0:S(1)}), f32[2]{0:S(1)}, s32[]{:S(2)}) slice-start(%near), slice={}", 0),
         ("ROOT %r = f32[64,7]{1,0} bitcast(%a)", 0),
     ],
 )
@@ -79,3 +82,13 @@ def test_products_are_counted_apart_and_collectives_left_to_the_links():
     found = executed(PROGRAM.replace("BODY", f"{gathered}\n  {product}"))
     assert found.groups == {4: 3 * 7 * 64 * 4}
     assert found.group_calls == {4: 1}
+
+
+def test_cycles_are_the_compilers_for_whole_fusions():
+    """What an instruction within a fusion would take alone does not count, nor an estimate that is not there."""
+    within = '%add.1 = f32[64]{0} add(%bitcast.1, %p.2), backend_config={"window_config":{"estimated_cycles":"50"}}'
+    inside = PROGRAM.replace("%add.1 = f32[64]{0} add(%bitcast.1, %p.2)", within)
+    costs = 'backend_config={"window_config":{"estimated_cycles":"%s"}}'
+    fusion = "%r = f32[64]{0} fusion(%a, %i, %near), kind=kLoop, calls=%sliced, " + costs % 120
+    last = "ROOT %s = f32[7,64]{0,1} copy(%a), " + costs % -1
+    assert executed(inside.replace("BODY", f"{fusion}\n  {last}")).cycles == 120

@@ -1,0 +1,50 @@
+"""Set plans beside what others measured on the same chips, and say what starting a run costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+TRAINING = {
+    "TPU v5e": "61% and 67% (MaxText, 16B and 32B)",
+    "TPU v5p": "71% (MaxText, 32B)",
+    "TPU v6e": "46% (MaxText, Llama 3.1 8B)",
+}
+"""Model-FLOPs utilisation of pretraining, from the projects' own pages; without credit, sampling or adapters."""
+
+DECODING = {"TPU v6e": "38 to 47% (sglang-jax), 53 to 59% (vLLM-TPU)"}
+"""Share of HBM's rate that weights and filled cache take while tokens are served."""
+
+
+def public_table(plans: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Tabulate shares of the peaks at expected seconds, beside the best public figures for the chip."""
+    lines = [
+        "Shares of a chip's peaks at the expected seconds: of matrix products in scores and update, of HBM in sampling "
+        "(weights and the cache in the sampler's window). Public figures are measurements of other programs on the "
+        "same chips, as their projects state them; nothing of ours is measured.",
+        "",
+        "| config | chip | scores and update, MFU | public, pretraining | sampling, tokens/s per chip | share of HBM | "
+        "public, serving |",
+        "|---|---|---:|---|---:|---:|---|",
+    ]
+    for found in plans:
+        phases = {p["name"]: p for p in found["phases"] if p["method"] is None and "seconds_compiler" in p}
+        learning = [phases[name] for name in ("score", "update", "fused") if name in phases]
+        sample, s = phases.get("sample"), found["shapes"]
+        seconds = sum(p["seconds_expected"] for p in learning)
+        rate = found["chips"] * found["chip"]["flops"] * seconds
+        if not learning:  # of an older plan
+            continue
+        cells = [found["config"].removeprefix("configs/"), found["chip"]["name"]]
+        cells += [
+            f"{sum(p['model'] for p in learning) / rate:.0%}" if rate else "",
+            TRAINING.get(found["chip"]["name"], ""),
+        ]
+        if sample is None:
+            cells += ["", ""]
+        else:
+            speed = s["rows"] * s["completion"] / sample["seconds_expected"] / found["chips"]
+            share = sample["read"] / (found["chip"]["bandwidth"] * sample["seconds_expected"])
+            cells += [f"{speed:,.0f}", f"{share:.0%}"]
+        lines.append("| " + " | ".join([*cells, DECODING.get(found["chip"]["name"], "")]) + " |")
+    return lines

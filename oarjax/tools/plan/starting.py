@@ -1,0 +1,77 @@
+"""What compiling costs before the first iteration on a machine whose compilation cache is empty. Arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from oarjax.config.schema import Config
+from oarjax.step.minibatches import buckets
+from oarjax.tools.plan.programs import rollout_plan
+from oarjax.tools.plan.topology import Slice
+
+CORES = {"v4": 240, "v5e": 112, "v5p": 208, "v6e": 180, "v7x": 224}
+"""vCPUs of a host of four chips, from the vendor's pages; a host of one v5e or v6e has 24 or 44, of eight v5e 224."""
+
+AT_ONCE = 8
+"""Programs that a process compiles at the same time, at most, each by one core; fewer on hosts of under 32."""
+
+
+def cores_of(where: Slice) -> int:
+    """Return the vCPUs of one of a slice's hosts."""
+    if where.chips == 1:
+        return {"v5e": 24, "v6e": 44}.get(where.family, CORES[where.family])
+    return CORES[where.family] * (2 if (where.family, where.chips) == ("v5e", 8) else 1)
+
+
+def starting_of(
+    cfg: Config, where: Slice, phases: Sequence[Mapping[str, Any]], *, blocks: int
+) -> dict[str, float] | None:
+    """Count the programs of a run and the seconds of compiling them; None where a phase was not compiled.
+
+    The first iteration needs every window of all rows, and the longest update; the rest are fewer rows and shorter
+    completions, and as many programs for evaluations as for rollouts. Programs of a kind are taken to cost as much as
+    those that were compiled. Every host compiles all of them.
+    """
+    own = {p["name"]: p for p in phases if p["method"] is None}
+    sampling = own["sample"]["programs"] if "sample" in own else []
+    decode = [each.get("cpu_seconds") for each in sampling if each["name"].startswith("decode")]
+    if len(own) < 4 or not decode or None in decode:
+        return None
+    each, others = sum(decode) / len(decode), sum(p["cpu_seconds"] for p in sampling) - sum(decode)
+    rows = rollout_plan(cfg, blocks=blocks)
+    windows = len(rows.cache_sizes())
+    lengths = len(buckets(cfg.rollout.completion_bucket, cfg.rollout.max_new))
+    learning = {name: own[name]["compile_cpu_seconds"] for name in ("score", "update", "fused") if name in own}
+    rest = own["reshard"]["compile_cpu_seconds"] + own["apply"]["compile_cpu_seconds"]
+    samplers = 1 if cfg.data.eval is None else 2
+    first = rest + others + windows * each + sum(learning.values())
+    whole = rest + samplers * (others + len(rows.sizes()) * each) + lengths * sum(learning.values())
+    programs = 2 + samplers * (len(sampling) - len(decode) + len(rows.sizes())) + lengths * len(learning)
+    threads, longest = max(1, min(AT_ONCE, cores_of(where) // 4)), max(*learning.values(), each)
+    return {
+        "programs": float(programs),
+        "first_cpu_seconds": first,
+        "first_seconds": max(first / threads, longest),
+        "cpu_seconds": whole,
+        "seconds": max(whole / threads, math.ceil(lengths * len(learning) / threads) * longest),
+    }
+
+
+def starting_table(plans: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Tabulate what compiling costs; configs with phases of an older plan are left out."""
+    lines = [
+        "Compiling with an empty cache, by the CPU seconds of the machine that compiled these plans, with as many "
+        f"programs at once as a quarter of a host's cores and at most {AT_ONCE}. The first iteration needs the windows "
+        "of all rows and the longest update. With a cache none of it is needed.",
+        "",
+        "| config | programs | CPU seconds for the first iteration | seconds on every host, at least | CPU seconds for "
+        "all | seconds on every host, at least |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for found in plans:
+        if costs := found.get("starting"):
+            times = [f"{costs[part]:,.0f}" for part in ("first_cpu_seconds", "first_seconds", "cpu_seconds", "seconds")]
+            lines.append("| " + " | ".join([found["config"], f"{costs['programs']:.0f}", *times]) + " |")
+    return lines
