@@ -43,7 +43,7 @@ class PromptBatch:
 
 @struct.dataclass
 class Origin:
-    """Where the positions after a prompt come from. On the host alone."""
+    """Say where the positions after a prompt come from. On the host alone."""
 
     turns: Int32[Array, "B T"]  # number of the turn that each belongs to, from 0
     versions: Int32[Array, "B T"]  # iterations that the policy that drew it had learned from; -1: it drew none

@@ -118,7 +118,10 @@ def check_advantages(advantage: AdvantageConfig, group_size: int, update: Update
     if a.discount != 1 and a.method != "problem":
         yield f"advantage.discount: read for method problem only, got {a.method}; set 1, or method=problem"
     if group_size == 1 and a.function is None and not whole:
-        yield f"rollout.group_size: 1, and {a.method} compares completions of a prompt; set advantage.method=batch"
+        yield (
+            f"rollout.group_size: {a.method} needs at least 2 completions per prompt, got 1; raise it, or set "
+            "advantage.method=batch"
+        )
     if a.method == "gdpo" and a.scale != "group":
         yield f"advantage.scale: gdpo normalises each reward within its group, got {a.scale}; set group"
     if a.method == "gdpo" and update.skip_zero_variance:

@@ -24,7 +24,7 @@ What ``advantage.function`` names. It is traced by jit: pure, with jax.numpy. Ro
 """
 
 
-class Past(NamedTuple):
+class PastRewards(NamedTuple):
     """Rewards of the rows' problems in earlier iterations; zeros where a problem has none."""
 
     seen: Bool[Array, "B"]
@@ -139,7 +139,7 @@ def batch_advantages(
 
 def problem_advantages(
     rewards: Float[Array, "B"],
-    past: Past | None,
+    past: PastRewards | None,
     *,
     leave_one_out: bool = False,
     scale: Literal["problem", "batch", "none"] = "batch",

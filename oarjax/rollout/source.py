@@ -18,7 +18,7 @@ from oarjax.types import Origin, Params, PromptBatch, Rollout
 
 
 class RowId(NamedTuple):
-    """What a turn is known by: the iteration, the batch drawn in it (refills are further ones), row and turn."""
+    """Identify a turn: the iteration, the batch drawn in it (refills are further ones), row and turn."""
 
     iteration: int
     attempt: int

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from oarjax.credit.probe import ProbeMode
 from oarjax.models.lora import all_params
-from oarjax.rl.advantages import Past
+from oarjax.rl.advantages import PastRewards
 from oarjax.rollout.sampler import rollout_key
 from oarjax.run.run import Run
 from oarjax.run.shapes import PhaseProgram, ProgramShapes
@@ -91,7 +91,7 @@ def _call_small(shapes: ProgramShapes) -> int:
     rewards = jnp.zeros((rows,), jnp.float32)
     names = [*(reward.name for reward in cfg.grading.rewards), *(["overlong"] if cfg.grading.overlong_window else [])]
     zeros = np.zeros(rows, np.float32)
-    past: Any = Past(zeros > 0, zeros, zeros) if cfg.advantage.method == "problem" else None  # pyright: ignore[reportArgumentType]
+    past: Any = PastRewards(zeros > 0, zeros, zeros) if cfg.advantage.method == "problem" else None  # pyright: ignore[reportArgumentType]
     steps.advantages(rewards, dict.fromkeys(names, zeros), past)
     steps.equal_groups(rewards, past)
     steps.denominator(jnp.zeros((rows, cfg.rollout.max_new), bool))

@@ -331,7 +331,7 @@ class Run:
 
     @cached_property
     def hints(self) -> HintReader | None:
-        """What the credit method reads beside rollouts of training problems; None if nothing."""
+        """The reader of what the credit method wants beside rollouts of training problems; None if nothing."""
         return self.hints_for(self.train.by_index)
 
     def hints_for(self, problems: Mapping[int, Problem]) -> HintReader | None:
@@ -352,18 +352,10 @@ class Run:
         except ConfigError as error:
             raise ConfigError(f"{where}{error}") from error
 
-    # Prompts, completions and grades ---------------------------------------------------------------------------------
-
     def prompts(self) -> PromptStream:
         """Return an endless stream of training problems, rollout.prompts at a time."""
-        return PromptStream(
-            self.train,
-            prompts=self.cfg.rollout.prompts,
-            bucket=self.prompt_step,
-            pad_id=self.pad_id,
-            seed=self.cfg.seed,
-            shuffle=self.cfg.data.shuffle,
-        )
+        cfg, padding = self.cfg, {"bucket": self.prompt_step, "pad_id": self.pad_id}
+        return PromptStream(self.train, prompts=cfg.rollout.prompts, seed=cfg.seed, shuffle=cfg.data.shuffle, **padding)
 
     def texts(self, rollout: Rollout) -> list[str]:
         """Decode every completion without special tokens, cut before a stop string. The texts are untrusted."""

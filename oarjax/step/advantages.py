@@ -12,7 +12,7 @@ from oarjax.config.learning import AdvantageConfig, GradingConfig
 from oarjax.credit.resolved import ResolvedMethod
 from oarjax.rl.advantages import (
     AdvantageFunction,
-    Past,
+    PastRewards,
     batch_advantages,
     group_advantages,
     leave_one_out_advantages,
@@ -27,7 +27,7 @@ from oarjax.types import Rollout
 Values = dict[str, Float[Array, "B"]]
 """Unweighted values of each reward, and of the overlong penalty."""
 
-Advantages = Callable[[Float[Array, "B"], Values, Past | None], Float[Array, "B"]]
+Advantages = Callable[[Float[Array, "B"], Values, PastRewards | None], Float[Array, "B"]]
 """(rewards, NaN where ungraded; values of each reward; past of the rows' problems) -> advantages."""
 
 
@@ -36,23 +36,23 @@ def bound_advantages(
 ) -> Advantages:
     """Return the advantages of ``advantage.method``, or the custom ones, with a run's settings."""
 
-    def grpo(rewards: Float[Array, "B"], values: Values, past: Past | None = None) -> Float[Array, "B"]:
+    def grpo(rewards: Float[Array, "B"], values: Values, past: PastRewards | None = None) -> Float[Array, "B"]:
         scale = "group" if a.scale == "problem" else a.scale  # refused with grpo, see config.rules
         return group_advantages(rewards, group_size=group_size, scale=scale, ddof=a.ddof, eps=a.eps)
 
-    def rloo(rewards: Float[Array, "B"], values: Values, past: Past | None = None) -> Float[Array, "B"]:
+    def rloo(rewards: Float[Array, "B"], values: Values, past: PastRewards | None = None) -> Float[Array, "B"]:
         scale = "none" if a.scale == "none" else "batch"
         return leave_one_out_advantages(rewards, group_size=group_size, scale=scale, ddof=a.ddof, eps=a.eps)
 
-    def batch(rewards: Float[Array, "B"], values: Values, past: Past | None = None) -> Float[Array, "B"]:
+    def batch(rewards: Float[Array, "B"], values: Values, past: PastRewards | None = None) -> Float[Array, "B"]:
         scale = "none" if a.scale == "none" else "batch"
         return batch_advantages(rewards, leave_one_out=a.leave_one_out, scale=scale, ddof=a.ddof, eps=a.eps)
 
-    def problem(rewards: Float[Array, "B"], values: Values, past: Past | None = None) -> Float[Array, "B"]:
+    def problem(rewards: Float[Array, "B"], values: Values, past: PastRewards | None = None) -> Float[Array, "B"]:
         scale = "batch" if a.scale == "group" else a.scale
         return problem_advantages(rewards, past, leave_one_out=a.leave_one_out, scale=scale, ddof=a.ddof, eps=a.eps)
 
-    def gdpo(rewards: Float[Array, "B"], values: Values, past: Past | None = None) -> Float[Array, "B"]:
+    def gdpo(rewards: Float[Array, "B"], values: Values, past: PastRewards | None = None) -> Float[Array, "B"]:
         columns, weights = reward_columns(grading, rewards, values)
         scales = jnp.asarray(weights, float)
         return per_reward_advantages(columns.T, scales, group_size=group_size, ddof=a.ddof, eps=a.eps)
@@ -64,12 +64,12 @@ def bound_advantages(
 
 def bound_equal_groups(
     a: AdvantageConfig, *, group_size: int
-) -> Callable[[Float[Array, "B"], Past | None], Bool[Array, "P"]]:
+) -> Callable[[Float[Array, "B"], PastRewards | None], Bool[Array, "P"]]:
     """Return a function (rewards, NaN where ungraded; past) -> the groups that these advantages leave at 0."""
     by_row = {"batch": lambda rewards, past: batch_advantages(rewards, scale="none")}
     by_row |= {"problem": lambda rewards, past: problem_advantages(rewards, past, scale="none")}
 
-    def equal_groups(rewards: Float[Array, "B"], past: Past | None = None) -> Bool[Array, "P"]:
+    def equal_groups(rewards: Float[Array, "B"], past: PastRewards | None = None) -> Bool[Array, "P"]:
         if a.method not in by_row or a.function is not None:
             return zero_variance_groups(rewards, group_size=group_size)
         return zero_advantage_groups(by_row[a.method](rewards, past), group_size=group_size)
@@ -104,7 +104,7 @@ def row_advantages(
     function = credit.method.advantage
     settings = {"group_size": group_size, "scale": a.scale, "ddof": a.ddof, "eps": a.eps}
 
-    def advantages(rewards: Float[Array, "B"], values: Values, past: Past | None = None) -> Float[Array, "B"]:
+    def advantages(rewards: Float[Array, "B"], values: Values, past: PastRewards | None = None) -> Float[Array, "B"]:
         return function(*reward_columns(grading, rewards, values), **settings)
 
     return advantages

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from oarjax.rl.advantages import Past
+from oarjax.rl.advantages import PastRewards
 
 
 class RewardHistory:
@@ -21,13 +21,13 @@ class RewardHistory:
         self._discount, self._ddof = discount, ddof
         self._past: dict[int, tuple[float, float, float]] = {}  # problem -> weight, mean, sum of squared deviations
 
-    def of(self, problems: Int[np.ndarray, "B"]) -> Past:
+    def of(self, problems: Int[np.ndarray, "B"]) -> PastRewards:
         """Return what is known of the problems of B rows."""
         seen = np.array([int(p) in self._past for p in problems])
         weight, mean, squares = np.array([self._past.get(int(p), (0.0, 0.0, 0.0)) for p in problems]).T
         freedom = weight - self._ddof
         std = np.sqrt(np.where(freedom > 0, squares / np.where(freedom > 0, freedom, 1), 0))
-        return Past(seen, mean.astype(np.float32), std.astype(np.float32))  # pyright: ignore[reportArgumentType]
+        return PastRewards(seen, mean.astype(np.float32), std.astype(np.float32))  # pyright: ignore[reportArgumentType]
 
     def add(self, problems: Int[np.ndarray, "Q"], rewards: Float[np.ndarray, "B"]) -> None:
         """Add the rewards of an iteration, those of a problem's groups together; NaN counts for nothing."""

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from oarjax.credit.probe import ProbeMode
-from oarjax.rl.advantages import Past
+from oarjax.rl.advantages import PastRewards
 from oarjax.rollout.source import EndedRows, Source
 from oarjax.types import AnswerSpan, Evidence, Grades, Hints, Mean, Params, PromptBatch, Rollout, TrainState
 
@@ -64,5 +64,5 @@ class HostCallbacks(NamedTuple):
     watch: Callable[[PhaseRecord], None] | None = None  # looks for values that are not finite
     load_reference: Callable[[Params], Params] = lambda params: params  # to the device, if it is kept elsewhere
     source: Callable[[Source], Source] = lambda sampler: sampler  # what rollouts are drawn from; by default the sampler
-    past: Callable[[np.ndarray], Past] | None = None  # problems of rows -> their earlier rewards
+    past: Callable[[np.ndarray], PastRewards] | None = None  # problems of rows -> their earlier rewards
     prompt_step: int | None = None  # widths of prompts are multiples of it; None: rollout.prompt_bucket

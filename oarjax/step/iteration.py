@@ -18,7 +18,7 @@ from oarjax.config.schema import Config
 from oarjax.credit.probe import probe_mode
 from oarjax.credit.settings import ProbeSettings
 from oarjax.models.lora import all_params
-from oarjax.rl.advantages import Past, group_std
+from oarjax.rl.advantages import PastRewards, group_std
 from oarjax.rl.loss import without_truncated
 from oarjax.rollout.sampler import rollout_key
 from oarjax.rollout.source import Batch, SamplerSource, Source, Spent, rollout_of
@@ -67,7 +67,7 @@ class Iteration(NamedTuple):
     problems: np.ndarray  # [P]
     advantages: np.ndarray  # [B]
     weights: np.ndarray  # [B, T], 1 in rows that were left out
-    drawn: Drawn  # refilled groups too
+    drawn: DrawnGroups  # refilled groups too
 
 
 def iterate(
@@ -104,19 +104,14 @@ def iterate(
     # Grades -> rewards -> group advantages.
     with host.phase(WAITING):
         grades = draws.grades()
-    rewards = finite_rewards(grades)
-    if cfg.loss.kl_in == "reward":
-        rewards = steps.after_kl(rewards, rows.rollout, collect_reference(scores, rows.rollout, plan, host))
-    hard = rewards
-    if cfg.advantage.soft != "off":
-        rewards = soft_rewards(rewards, collect_outcomes(scores, plan, host))
+    rewards = reward_rows(grades, scores, rows.rollout, plan, steps, host, cfg.loss.kl_in, cfg.advantage.soft)
     graded = grade_rows(
-        steps.advantages(rewards, grades.per_reward, past_of(draws, host)),
+        steps.advantages(rewards.compared, grades.per_reward, past_of(draws, host)),
         rows.rollout,
         grades,
         mask_truncated=cfg.loss.mask_truncated,
-        scale=reward_std(rewards, cfg.advantage.ddof) if steps.values else None,
-        late=hard - rewards if cfg.advantage.soft == "split" else None,
+        scale=reward_std(rewards.compared, cfg.advantage.ddof) if steps.values else None,
+        late=rewards.graded - rewards.compared if cfg.advantage.soft == "split" else None,
     )
 
     # Group advantages -> credit of every token. The loss is a mean over all graded rows, chosen or not: leaving rows
@@ -134,12 +129,9 @@ def iterate(
         state, updates = update_policy(state, learner, [(minibatches[k], credited[k]) for k in order])
 
     metrics = measure_learning([*(each.metrics for each in credited), *updates], host)
-    drawn = draws.all_drawn()
-    metrics |= rollout_metrics(drawn.rollout, drawn.grades, equal=drawn.equal) | draws.spent.metrics()
+    metrics |= measure_rollouts(draws)
     metrics |= {"rows_used": float(len(plan.rows)), "reasoning_length": float(rows.span.reasoning.sum(1).mean())}
-    if cfg.advantage.soft != "off":
-        metrics |= {"soft_reward": float(jnp.nanmean(rewards)), "soft_gap": float(jnp.nanmean(rewards - hard))}
-    metrics |= padding_shares(plan, rows.rollout, scores, order)
+    metrics |= soft_metrics(rewards, cfg.advantage.soft) | padding_shares(plan, rows.rollout, scores, order)
     return state, Iteration(
         metrics=metrics,
         rollout=draws.rollout,
@@ -148,7 +140,7 @@ def iterate(
         problems=draws.problems,
         advantages=np.asarray(graded.advantages),
         weights=collect_weights(credited, rows.rollout, plan, host),
-        drawn=drawn,
+        drawn=draws.all_drawn(),
     )
 
 
@@ -177,7 +169,7 @@ def learner_of(
 # Rollouts ----------------------------------------------------------------------------------------------------------
 
 
-class Drawn(NamedTuple):
+class DrawnGroups(NamedTuple):
     """All groups that an iteration drew, in order, with their grades."""
 
     problems: np.ndarray  # [Q]
@@ -192,7 +184,7 @@ class Draws(NamedTuple):
     problems: np.ndarray  # [P]
     rollout: Rollout
     grades: Callable[[], Grades]
-    all_drawn: Callable[[], Drawn]
+    all_drawn: Callable[[], DrawnGroups]
     # for the log: groups picked for their unequal rewards would give a reward that no policy has
     spent: Spent = Spent()
 
@@ -244,7 +236,7 @@ def draw_groups(
     chosen, every = join_grades(grades, rows), join_grades(grades, np.arange(len(rollouts.ended)))
     problems = np.concatenate([each.problems for each in sampled])
     return Draws(
-        problems[groups], take(rollouts, rows), lambda: chosen, lambda: Drawn(problems, rollouts, every, equal)
+        problems[groups], take(rollouts, rows), lambda: chosen, lambda: DrawnGroups(problems, rollouts, every, equal)
     )
 
 
@@ -262,7 +254,7 @@ def sample_groups(
         np.asarray(prompts.problem),
         rollout,
         grades,
-        lambda: Drawn(draws.problems, rollout, grades(), equal_groups(draws, steps, host)),
+        lambda: DrawnGroups(draws.problems, rollout, grades(), equal_groups(draws, steps, host)),
     )
     return draws
 
@@ -272,7 +264,7 @@ def equal_groups(draws: Draws, steps: Steps, host: HostCallbacks) -> Bool[np.nda
     return np.asarray(steps.equal_groups(jnp.asarray(draws.grades().rewards), past_of(draws, host)))
 
 
-def past_of(draws: Draws, host: HostCallbacks) -> Past | None:
+def past_of(draws: Draws, host: HostCallbacks) -> PastRewards | None:
     """Return the earlier rewards of the rows' problems, if the host keeps them."""
     if host.past is None:
         return None
@@ -319,6 +311,38 @@ def plan_minibatches(
 
 
 # Rewards and credit ------------------------------------------------------------------------------------------------
+
+
+class RowRewards(NamedTuple):
+    """Rewards of the rows, NaN where ungraded; the two differ where rewards are soft."""
+
+    compared: Float[Array, "B"]  # by the advantages
+    graded: Float[Array, "B"]
+
+
+def reward_rows(
+    grades: Grades,
+    scores: list[Scores],
+    rollout: Rollout,
+    plan: MinibatchPlan,
+    steps: Steps,
+    host: HostCallbacks,
+    kl_in: str,
+    soft: str,
+) -> RowRewards:
+    """Return the rewards of the rows."""
+    hard = finite_rewards(grades)
+    if kl_in == "reward":
+        hard = steps.after_kl(hard, rollout, collect_reference(scores, rollout, plan, host))
+    return RowRewards(hard if soft == "off" else soft_rewards(hard, collect_outcomes(scores, plan, host)), hard)
+
+
+def soft_metrics(rewards: RowRewards, soft: str) -> dict[str, float]:
+    """Return the mean of soft rewards, and of their difference to the grades; nothing where rewards are not soft."""
+    if soft == "off":
+        return {}
+    gap = rewards.compared - rewards.graded
+    return {"soft_reward": float(jnp.nanmean(rewards.compared)), "soft_gap": float(jnp.nanmean(gap))}
 
 
 def finite_rewards(grades: Grades) -> Float[Array, "B"]:
@@ -398,6 +422,12 @@ def update_policy(
 
 
 # Metrics -----------------------------------------------------------------------------------------------------------
+
+
+def measure_rollouts(draws: Draws) -> dict[str, float]:
+    """Measure all groups that were drawn, refilled ones too, and what decoding them took."""
+    drawn = draws.all_drawn()
+    return rollout_metrics(drawn.rollout, drawn.grades, equal=drawn.equal) | draws.spent.metrics()
 
 
 def measure_learning(parts: list[Metrics], host: HostCallbacks) -> dict[str, float]:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from oarjax.credit.probe import ProbeMode
-from oarjax.rl.advantages import Past
+from oarjax.rl.advantages import PastRewards
 from oarjax.rollout.segments import SegmentedSampler
 from oarjax.rollout.source import Spent
 from oarjax.step.fused import CreditRows, FusedSums
@@ -44,13 +44,15 @@ class PrepareParams(Jitted, Protocol):
 class FindEqualGroups(Jitted, Protocol):
     """Mark groups whose advantages are 0: they have no gradient."""
 
-    def __call__(self, rewards: Float[Array, "B"], past: Past | None = None, /) -> Bool[Array, "P"]: ...
+    def __call__(self, rewards: Float[Array, "B"], past: PastRewards | None = None, /) -> Bool[Array, "P"]: ...
 
 
 class ComputeAdvantages(Jitted, Protocol):
     """Turn rewards, NaN where not graded, the values of each reward and the problems' past into advantages of rows."""
 
-    def __call__(self, rewards: Float[Array, "B"], values: Any, past: Past | None = None, /) -> Float[Array, "B"]: ...
+    def __call__(
+        self, rewards: Float[Array, "B"], values: Any, past: PastRewards | None = None, /
+    ) -> Float[Array, "B"]: ...
 
 
 class SubtractKL(Jitted, Protocol):

@@ -17,7 +17,7 @@ from oarjax.types import Params, TrainState
 
 
 class Start(NamedTuple):
-    """What the iterations start from; ``state`` is taken over, and replaced by a checkpoint's when a run resumes."""
+    """Hold what the iterations start from; a checkpoint's state replaces ``state`` when a run resumes."""
 
     state: TrainState
     reference: Params | None  # None if nothing compares with it; below adapters, the frozen weights serve

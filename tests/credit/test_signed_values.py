@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from oarjax.config.loading import parse_config
-from oarjax.costs import Row, clean_flops
+from oarjax.costs import RowTokens, clean_flops
 from oarjax.credit.methods import signed_values as sv
 from oarjax.credit.resolved import resolve_method
 from oarjax.credit.settings import AnswerSettings, CreditSettings, SignedValuesSettings
@@ -245,7 +245,7 @@ def test_what_it_refuses():
 def test_its_cost_is_the_finder_and_a_suffix_per_candidate():
     """2 places x 4 candidates at half a row of reasoning alone: eight halves and a clean pass, and OAR-L's own."""
     d = Decoder(layers=2, trunk_params=1000, head_params=10, heads_width=0, kv_width=4)
-    row = Row(prompt=0, completion=101, reasoning=100)
+    row = RowTokens(prompt=0, completion=101, reasoning=100)
     settings = CreditSettings(method="signed_values", signed_values=SignedValuesSettings(by="random"))
     halves = resolve_method(settings).forwards(row, d)
     assert halves == pytest.approx(1 + 8 / 2, rel=0.02)

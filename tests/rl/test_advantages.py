@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from oarjax.rl.advantages import (
-    Past,
+    PastRewards,
     batch_advantages,
     group_advantages,
     overlong_penalty,
@@ -77,8 +77,8 @@ def test_the_gradient_of_a_batch_by_enumeration(n):
     assert abs(found["std"] - (1 - 1 / n)) > 0.05
 
 
-def past(seen, mean, std) -> Past:
-    return Past(jnp.array(seen), jnp.array(mean), jnp.array(std))
+def past(seen, mean, std) -> PastRewards:
+    return PastRewards(jnp.array(seen), jnp.array(mean), jnp.array(std))
 
 
 def test_problem_advantages_hand_worked():

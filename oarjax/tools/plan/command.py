@@ -25,6 +25,7 @@ from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import parameter_count
 from oarjax.report.files import make_console
 from oarjax.run.checks import check_lengths
+from oarjax.run.custom import find_credit
 from oarjax.run.memory import remedy
 from oarjax.storage.durable import storage_errors
 from oarjax.tools.plan.architecture import architecture_fields
@@ -45,6 +46,7 @@ from oarjax.tools.plan.sums import (
     analytic_flops,
     applied_bytes,
     count,
+    largest_work,
     model_flops,
     phase_of,
     prompt_costs,
@@ -240,11 +242,12 @@ def document(
     cache: Path,
 ) -> dict[str, Any]:
     """Return the plan for JSON: one entry per phase, the step, and remedies for phases that do not fit."""
-    model, s = QwenConfig.from_hf(fields), shapes_of(cfg)
+    model, s, credit = QwenConfig.from_hf(fields), shapes_of(cfg), find_credit(cfg.credit)
     chips = where.devices * max(cfg.mesh.slice, 1)
     mesh, there = results[0]["mesh"], {k: v for r in results for k, v in r["resident"].items()}
     tensor = cfg.rollout.tensor or mesh["tensor"]
-    slots = mean_slots(rollout_plan(cfg, blocks=chips // tensor))
+    rows = rollout_plan(s, cfg.rollout, blocks=chips // tensor)
+    slots = mean_slots(rows)
 
     def read(phase: str, result: dict[str, Any]) -> float:
         if phase == "sample":
@@ -291,7 +294,7 @@ def document(
         "attention": "xla" if cfg.policy.attention == "xla" else "splash",
         "credit": cfg.credit.method,
         "shapes": s._asdict(),
-        "prompts": prompt_costs(model, cfg),
+        "prompts": prompt_costs(model, s, largest_work(model, cfg, credit), credit),
         "resident": there,
         "phases": phases,
         "step": step_of(own, times_of(cfg.update), chip=where.chip, chips=chips) if whole else None,
@@ -300,7 +303,7 @@ def document(
         "fits": fits,
         "remedies": [f"{p['name']}: {remedy(p['name'], cfg)}" for p in phases if not p["fits"]],
         "notes": notes(cfg, phases),
-        "starting": starting_of(cfg, where, phases, blocks=chips // tensor),
+        "starting": starting_of(cfg.rollout, rows, where, phases, evaluates=cfg.data.eval is not None),
     }
     seconds = None if found["step"] is None else found["step"]["seconds_expected"]
     found["needs"] = needs_of(cfg, model, where, seconds=seconds)

@@ -62,7 +62,7 @@ def expected_step(
     ``tensor`` devices share one copy of the policy while sampling. Seconds are the plan's own kind: nothing overlapped.
     """
     s, chips = shapes_of(cfg), plan["chips"]
-    rows = rollout_plan(cfg, blocks=chips // tensor)
+    rows = rollout_plan(s, cfg.rollout, blocks=chips // tensor)
     sizes = sorted(b.rows for b in rows.buckets)
     decoding = expected_decoding(
         survival,

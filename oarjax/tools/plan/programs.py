@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 
 from oarjax.config.changes import changed
-from oarjax.config.learning import UpdateConfig
+from oarjax.config.learning import RolloutConfig, UpdateConfig
 from oarjax.config.loading import parse_config
 from oarjax.config.schema import Config
 from oarjax.models.qwen_config import QwenConfig
@@ -75,16 +75,15 @@ def shapes_of(cfg: Config) -> LargestShapes:
     )
 
 
-def rollout_plan(cfg: Config, *, blocks: int) -> DecodePlan:
+def rollout_plan(s: LargestShapes, rollout: RolloutConfig, *, blocks: int) -> DecodePlan:
     """Return the sizes of the programs of a rollout whose prompts are at their longest, on ``blocks`` of devices."""
-    s = shapes_of(cfg)
     return make_plan(
         prompts=s.prompts,
         width=s.prompt,
-        group=cfg.rollout.group_size,
+        group=rollout.group_size,
         max_new=s.completion,
-        cache_bucket=cache_step(s.completion, cfg.rollout.cache_bucket),
-        slots=cfg.rollout.slots,
+        cache_bucket=cache_step(s.completion, rollout.cache_bucket),
+        slots=rollout.slots,
         blocks=blocks,
     )
 

@@ -1,4 +1,4 @@
-"""What compiling costs before the first iteration on a machine whose compilation cache is empty. Arithmetic."""
+"""Compute what compiling costs before the first iteration, on a machine whose compilation cache is empty."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from oarjax.config.schema import Config
+from oarjax.config.learning import RolloutConfig
+from oarjax.rollout.row_schedule import DecodePlan
 from oarjax.step.minibatches import buckets
-from oarjax.tools.plan.programs import rollout_plan
 from oarjax.tools.plan.topology import Slice
 
 CORES = {"v4": 240, "v5e": 112, "v5p": 208, "v6e": 180, "v7x": 224}
@@ -26,7 +26,7 @@ def cores_of(where: Slice) -> int:
 
 
 def starting_of(
-    cfg: Config, where: Slice, phases: Sequence[Mapping[str, Any]], *, blocks: int
+    rollout: RolloutConfig, rows: DecodePlan, where: Slice, phases: Sequence[Mapping[str, Any]], *, evaluates: bool
 ) -> dict[str, float] | None:
     """Count the programs of a run and the seconds of compiling them; None where a phase was not compiled.
 
@@ -40,12 +40,11 @@ def starting_of(
     if len(own) < 4 or not decode or None in decode:
         return None
     each, others = sum(decode) / len(decode), sum(p["cpu_seconds"] for p in sampling) - sum(decode)
-    rows = rollout_plan(cfg, blocks=blocks)
     windows = len(rows.cache_sizes())
-    lengths = len(buckets(cfg.rollout.completion_bucket, cfg.rollout.max_new))
+    lengths = len(buckets(rollout.completion_bucket, rollout.max_new))
     learning = {name: own[name]["compile_cpu_seconds"] for name in ("score", "update", "fused") if name in own}
     rest = own["reshard"]["compile_cpu_seconds"] + own["apply"]["compile_cpu_seconds"]
-    samplers = 1 if cfg.data.eval is None else 2
+    samplers = 2 if evaluates else 1
     first = rest + others + windows * each + sum(learning.values())
     whole = rest + samplers * (others + len(rows.sizes()) * each) + lengths * sum(learning.values())
     programs = 2 + samplers * (len(sampling) - len(decode) + len(rows.sizes())) + lengths * len(learning)

@@ -46,7 +46,7 @@ DECODE = "jit(_decode_rows)/"
 """Names of loops of ``SegmentedSampler``'s decode programs, which draw every token but a row's first."""
 
 
-def work_of(model: QwenConfig, cfg: Config, credit: ResolvedMethod) -> Work:
+def largest_work(model: QwenConfig, cfg: Config, credit: ResolvedMethod) -> Work:
     """Return what an iteration computes with every prompt and completion at its longest and every row used."""
     s, updates = shapes_of(cfg), cfg.update.epochs * cfg.update.minibatches
     return Work(
@@ -69,7 +69,7 @@ def model_flops(phase: str, model: QwenConfig, cfg: Config) -> float:
     if phase not in ("sample", "score", "update", "fused"):
         return 0.0
     credit = find_credit(cfg.credit)
-    work = replace(work_of(model, cfg, credit), fused=phase == "fused")
+    work = replace(largest_work(model, cfg, credit), fused=phase == "fused")
     found = iteration_flops(decoder_of(model), work, credit)
     asked = found["score"] + found["update"] if phase == "fused" else found[phase]
     return asked / times_of(cfg.update)[phase]
@@ -212,16 +212,17 @@ def read_bytes(model: QwenConfig, s: LargestShapes, *, chips: int, tensor: int, 
     )
 
 
-def prompt_costs(model: QwenConfig, cfg: Config) -> dict[str, dict[str, float]]:
+def prompt_costs(
+    model: QwenConfig, s: LargestShapes, work: Work, credit: ResolvedMethod
+) -> dict[str, dict[str, float]]:
     """Compute what prompts cost in an iteration of these rows, with groups of the config's size and of one.
 
     ``flops`` is the prefill's share of the iteration's model FLOPs, ``bytes`` the prompts' keys and values in bfloat16,
     once over all copies of the policy.
     """
-    s, d, credit = shapes_of(cfg), decoder_of(model), find_credit(cfg.credit)
-    found = {}
+    d, found = decoder_of(model), {}
     for name, prompts in (("group", s.prompts), ("single", s.rows)):
-        work = replace(work_of(model, cfg, credit), prompts=prompts)
+        work = replace(work, prompts=prompts)
         prefill = sampling_flops(d, prompts=prompts, rows=0, prompt=s.prompt, completion=s.completion)
         cached = 2.0 * 2 * d.layers * model.num_key_value_heads * model.head_dim * s.prompt * prompts
         found[name] = {"flops": prefill / sum(iteration_flops(d, work, credit).values()), "bytes": cached}

@@ -4,6 +4,7 @@ import pytest
 from conftest import ROOT
 
 from oarjax.config.loading import load_config
+from oarjax.tools.plan.programs import rollout_plan, shapes_of
 from oarjax.tools.plan.public import public_table
 from oarjax.tools.plan.starting import cores_of, starting_of, starting_table
 from oarjax.tools.plan.topology import find_slice
@@ -21,7 +22,8 @@ PHASES = [phase("reshard", 2.0), phase("sample", 3.0, SAMPLING), phase("fused", 
 
 def test_compiling_costs_the_windows_of_all_rows_and_the_longest_update_first():
     cfg, where = load_config(ROOT / "configs/qwen3-4b_v6e-16.yaml"), find_slice("v6e-16")
-    found = starting_of(cfg, where, PHASES, blocks=4)
+    rows = rollout_plan(shapes_of(cfg), cfg.rollout, blocks=4)
+    found = starting_of(cfg.rollout, rows, where, PHASES, evaluates=True)
     assert found is not None
     buckets, windows, lengths = 8, 4, 4  # rows 256, 128 .. 2 of a block; 128, 256, 512, 1023 slots; 256 .. 1024
     assert found["first_cpu_seconds"] == 2 + 3 * 3 + windows * 3 + 400 + 8
@@ -29,7 +31,7 @@ def test_compiling_costs_the_windows_of_all_rows_and_the_longest_update_first():
     assert found["programs"] == 2 + 2 * (3 + buckets * windows) + lengths
     assert found["first_seconds"] == 400  # no program is compiled by two cores
     assert found["seconds"] == pytest.approx(max(found["cpu_seconds"] / 8, 400))
-    assert starting_of(cfg, where, PHASES[:-1], blocks=4) is None
+    assert starting_of(cfg.rollout, rows, where, PHASES[:-1], evaluates=True) is None
     (line,) = starting_table([{"config": "x", "starting": found}, {"config": "old"}])[4:]
     assert line.startswith("| x | ")
     assert line.endswith(f" {found['seconds']:,.0f} |")
