@@ -227,7 +227,10 @@ PROBES = pathlib.Path(__file__).parent / "golden" / "config" / "bad_probes.py"
             ["credit.gate=paper", "credit.gate.tau=0.3"],
             "gate is a value ('paper') and has no field tau; set the fields of gate",
         ),
-        (["credit.gate=strict"], "credit.gate: expected fields, or one of the presets paper, readme, got 'strict'"),
+        (
+            ["credit.gate=strict"],
+            "credit.gate: expected fields, or one of the presets paper, readme, hard, got 'strict'",
+        ),
         (["run_dir=/proc/none"], "run_dir: "),
         (["--seeds", "1"], "train --seeds: replaced by a study; run oarjax study study_grpo base=CONFIG.yaml"),
         (["--compare"], "train --compare: replaced by a study; run oarjax study study_grpo base=CONFIG.yaml"),

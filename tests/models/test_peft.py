@@ -94,10 +94,13 @@ def test_torch_gets_equal_logits_from_the_folder(trained, tmp_path):
 def test_peft_gets_equal_logits_from_the_folder(trained):
     peft = pytest.importorskip("peft", reason="peft is not installed (extra parity)")
     cfg, params, adapters, targets, base, out = trained
-    if cfg.experts is not None and cfg.experts.shared is not None and "gate" in targets:
-        pytest.skip("PEFT 0.21 renames gate_proj to the packed experts', and so misses the shared expert's")
     theirs = torch_logits(peft.PeftModel.from_pretrained(torch_policy(base), out))
-    np.testing.assert_allclose(logits_here(cfg, params, adapters), theirs, atol=1e-4)
+    difference = np.abs(logits_here(cfg, params, adapters) - theirs).max()
+    if cfg.experts is not None and cfg.experts.shared is not None and "gate" in targets:
+        # PEFT 0.21 renames gate_proj to the packed experts' and misses the shared expert's; the test above has it.
+        assert difference > 1e-4, "PEFT applies these adapters now: docs/models.md says that it does not"
+    else:
+        assert difference < 1e-4
 
 
 def test_what_leaves_comes_back(trained):
@@ -150,7 +153,9 @@ def test_what_is_no_plain_lora_is_refused(trained, tmp_path):
     ):
         with pytest.raises(CheckpointError, match=message):
             read_adapters(written(name, fields | changes), cfg)
-    with pytest.raises(CheckpointError, match=r"no tensor .*; every layer needs its own"):
+    with pytest.raises(
+        CheckpointError, match=r"no tensor .*; every layer needs its own|match no matrix of this policy"
+    ):
         read_adapters(written("missing", tensors={n: t for n, t in tensors.items() if n != first}), cfg)
     with pytest.raises(CheckpointError, match="1 tensors match no matrix of this policy, first other"):
         read_adapters(written("other", tensors=tensors | {"other": tensors[first]}), cfg)

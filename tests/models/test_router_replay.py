@@ -164,5 +164,5 @@ def test_an_even_router_has_a_balance_loss_of_k_and_even_loads():
 def test_replay_needs_experts():
     policy = toy_policy()
     assert replaying(policy, None) is policy
-    with pytest.raises(ValueError, match="experts: this policy has none to choose"):
+    with pytest.raises(ValueError, match="experts: this policy has no experts"):
         replaying(policy, jnp.zeros((1, 2, 1, 1), jnp.int8))

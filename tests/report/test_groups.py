@@ -68,7 +68,7 @@ def test_the_first_groups_of_an_iteration_are_kept_for_the_report(tmp_path):
         read_shown(tmp_path)
     path.unlink()
     path.mkdir()  # root reads any file, so permissions would not do
-    with pytest.raises(StorageError, match=r"cannot read .*000003\.json: .*; nothing was changed"):
+    with pytest.raises(StorageError, match=r"cannot read .*000003\.json: .*; choose another path"):
         read_shown(tmp_path)
 
 

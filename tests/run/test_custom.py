@@ -124,7 +124,7 @@ def test_polarity_holds_for_own_methods():
     [
         (
             CreditMethod(credit._later, needs=("logits",)),
-            r"here: needs 'logits'; expected some of importance",
+            r"here: unknown needs 'logits'; expected some of importance",
         ),
         (CreditMethod(credit._later, score="oar_x"), r"here: score 'oar_x'; expected oar_p, .* function"),
         (CreditMethod(credit._later, score="permuted"), r"here: score 'permuted'; expected oar_p, .* function"),
@@ -196,12 +196,12 @@ def test_weights_that_train_backwards_are_refused_before_a_run(method, says):
 )
 def test_weights_of_every_update_are_tried_too(reweigh, says):
     context = Context(CreditSettings())
-    check_reweighing(CreditMethod(), context, place="here")  # none
+    check_reweighing(CreditMethod(), context, field="here")  # none
     if says is None:
-        check_reweighing(CreditMethod(reweigh=reweigh), context, place="here")
+        check_reweighing(CreditMethod(reweigh=reweigh), context, field="here")
         return
     with pytest.raises(ConfigError, match=rf"^here: reweigh: .*{says}"):
-        check_reweighing(CreditMethod(reweigh=reweigh), context, place="here")
+        check_reweighing(CreditMethod(reweigh=reweigh), context, field="here")
 
 
 @pytest.mark.parametrize("name", ["custom_agreement:agreed_p", "custom_agreement:agreed_g", "oracle:gated"])

@@ -54,7 +54,8 @@ def test_short_completions_are_graded_before_the_longest_has_ended(monkeypatch):
     for _ in range(2):  # what a resumed run submits is found among the recorded verdicts: it must be the same
         logs.append([])
         host = tiny.host(batches=[tiny.prompts()])._replace(submit=submit)
-        _, rollout, wait, _ = draw(state, 1, steps=steps, host=host, rollout=cfg.rollout, refills=cfg.update.refills)
+        draws = draw(state, 1, steps=steps, host=host, rollout=cfg.rollout, refills=cfg.update.refills)
+        rollout, wait = draws.rollout, draws.grades
     assert logs[0] == logs[1]
 
     lengths = rollout.completion.sum(1)

@@ -107,5 +107,5 @@ def test_a_reference_in_host_memory_gives_the_same_numbers_and_is_on_the_device_
 def test_a_reference_that_is_not_there_waits_nowhere():
     with pytest.raises(ConfigError, match=r"loss\.reference: host needs a reference, but loss\.kl_beta is 0"):
         tiny.config(loss__reference="host")
-    with pytest.raises(ConfigError, match=r"loss\.reference: host has no use with lora\.rank"):
+    with pytest.raises(ConfigError, match=r"loss\.reference: host has no effect with LoRA"):
         tiny.config(loss__reference="host", loss__kl_beta=0.1, lora__rank=2)
