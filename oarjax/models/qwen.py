@@ -165,7 +165,7 @@ def make_policy(
         x = place(embeddings.astype(stream), ROWS, None, None)
         chosen, chosen_by_deltas = (
             None if experts is None else jnp.moveaxis(experts[:, :, numbers], 2, 0)
-            for numbers in (np.array(cfg.attention_layers), np.array(cfg.delta_layers))
+            for numbers in (np.array(cfg.attention_layers, int), np.array(cfg.delta_layers, int))
         )
         layers, state = (params["layers"], chosen, *map(_by_layer, stores)), None
         if sizes is None:

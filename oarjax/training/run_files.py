@@ -95,14 +95,15 @@ class RunFiles:
                 )
             if record["version"] != version("oarjax"):
                 self._say(f"the checkpoint was written by oarjax {record['version']}, this is {version('oarjax')}")
-            where = self._folder / "checkpoints"
-            self._run.console.print(f"resuming after iteration {first}, from {where}", markup=False)
         for name in ("metrics", "completions"):  # fails on a damaged line before anything is truncated
             for _ in read_lines(self._folder / f"{name}.jsonl"):
                 pass
         report, writes = self._run.cfg.report, self._run.first
         with storage_errors(self._folder):
             only_first(self._record)
+        if newest is not None:
+            where = self._folder / "checkpoints"
+            self._run.console.print(f"resuming after iteration {first}, from {where}", markup=False)
         self._metrics = self._stack.enter_context(
             MetricsWriter(self._folder if writes and "jsonl" in report.to else None, position=positions["metrics"])
         )

@@ -226,7 +226,7 @@ def test_a_run_its_export_and_its_checkpoint_agree(oarjax_json, policy, tmp_path
     weights = next((run / "checkpoints" / "000002").rglob("d/*"))
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
     assert find_target(str(run)).checkpoint == run / "checkpoints" / "000001"
-    with pytest.raises(ConfigError, match="this checkpoint cannot be trusted"):
+    with pytest.raises(ConfigError, match="this checkpoint is damaged"):
         find_target(str(run / "checkpoints" / "000002"))
 
 

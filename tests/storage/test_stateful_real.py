@@ -31,6 +31,7 @@ from oarjax.storage.durable import StorageError
 from oarjax.storage.folder import claim, locked, refuse_another_run
 from oarjax.storage.stop import Stop, Stopped
 from oarjax.training import trainer
+from oarjax.training.start import prepare
 
 pytestmark = pytest.mark.slow
 

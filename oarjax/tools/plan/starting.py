@@ -37,7 +37,7 @@ def starting_of(
     own = {p["name"]: p for p in phases if p["method"] is None}
     sampling = own["sample"]["programs"] if "sample" in own else []
     decode = [each.get("cpu_seconds") for each in sampling if each["name"].startswith("decode")]
-    if len(own) < 4 or not decode or None in decode:
+    if not {"reshard", "apply"} <= own.keys() or len(own) < 4 or not decode or None in decode:
         return None
     each, others = sum(decode) / len(decode), sum(p["cpu_seconds"] for p in sampling) - sum(decode)
     windows = len(rows.cache_sizes())
