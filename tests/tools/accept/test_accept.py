@@ -198,9 +198,6 @@ def test_a_device_below_its_peak_is_red(setting):
 EIGHT = """
 import os, sys
 from types import SimpleNamespace
-from pathlib import Path
-from oarjax.tools.accept import device
-from oarjax.tools.accept.setting import Peaks, StageSetting
 
 if "oarjax.tools.accept.worker" in sys.orig_argv:
     from oarjax.tools.accept import device, setting
@@ -213,20 +210,12 @@ if "oarjax.tools.accept.worker" in sys.orig_argv:
     device.TPU_KINDS = {"cpu": "v5e"}
     setting.peaks_of = lambda kind: Peaks(1.0, 1.0, 1.0)  # which a virtual device reaches by far
 
-def reduced(peaks):
-    s = StageSetting(Path(sys.argv[1]), None, "cpu", peaks)
-    return [c for c in device._all_reduces(s, device.mesh()) if "reached" in c.name]
+    def on_device(s, d):  # the machine's load is no fault of a device
+        digest, _ = measure(s, d)
+        return ("other" if unsound and d.id == 3 else digest), (9.0 if unsound and d.id == 5 else 1.0)
 
-small = Peaks(1.0, 1.0, 1.0)
-for check in reduced(small):
-    rates.append((check.name, check.value))
-    print(check.state, check.name, check.note, sep="|")
-device.on_device = lambda s, d: (measure(s, d)[0], 1.0)
-for check in device._each_device(StageSetting(Path(sys.argv[1]), None, "cpu", small)):
-    print(check.state, check.name, check.note, sep="|")
-device.on_device = unsound
-for check in device._each_device(StageSetting(Path(sys.argv[1]), None, "cpu", small)):
-    print(check.state, check.name, check.note, sep="|")
+    hosts = device.between_hosts
+    device.on_device, device.between_hosts = on_device, lambda s, _: hosts(s, device.jax.devices()[::4])
 """
 """Run in the worker: virtual devices become the chips of a v5e-8 on two hosts, with a data sheet that they exceed."""
 
@@ -254,8 +243,7 @@ def test_healthy_chips_are_accepted_and_a_wrong_and_a_slow_one_are_named(tmp_pat
     """All-reduces are compared with the links of their axis: a pair has one, a block of 2 x 4 closes a ring."""
     (tmp_path / "healthy").mkdir()
     code, report, _ = accepted(tmp_path / "healthy")
-    uneven = "slowest device over the median"  # of virtual devices, which a busy machine makes uneven
-    assert (code, [each for each in report["notable"] if not each["text"].startswith(uneven)]) == (0, [])
+    assert (code, report["state"], report["notable"]) == (0, "ok", [])
     facts, peaks = ({c["name"]: c for c in stage["checks"]} for stage in report["stages"])
     assert facts["machine"]["value"]
     assert facts["time"]["value"].startswith("20")
