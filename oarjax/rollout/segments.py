@@ -218,7 +218,7 @@ class SegmentedSampler:
         """List every program that such prompts may need, with arguments as shapes that are laid out as in a rollout.
 
         ``largest`` are, of each kind, those that no other needs more memory than: the decode programs of most slots, of
-        all rows and of most copies of prompts. ``steps`` are those of ``Plan.full_steps``.
+        all rows and of most copies of prompts. ``steps`` are those of ``DecodePlan.full_steps``.
         """
         plan = self.plan(prompts)
         count, width = prompts.tokens.shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -250,12 +250,12 @@ def sample_groups(
         turns = source.draw(batch, submission.report)
         rollout = rollout_of(batch, list(zip(batch.requests, turns, strict=True)), pad_id=steps.pad_id)
     grades = submission.rest(rollout)
-    draws = Draws(
-        np.asarray(prompts.problem),
-        rollout,
-        grades,
-        lambda: DrawnGroups(draws.problems, rollout, grades(), equal_groups(draws, steps, host)),
-    )
+
+    @cache  # read for the metrics and for the history of rewards
+    def all_drawn() -> DrawnGroups:
+        return DrawnGroups(draws.problems, rollout, grades(), equal_groups(draws, steps, host))
+
+    draws = Draws(np.asarray(prompts.problem), rollout, grades, all_drawn)
     return draws
 
 
