@@ -84,6 +84,8 @@ def test_decays_that_bfloat16_moments_cannot_follow():
 def test_on_and_off_are_words_where_a_field_wants_words(file):
     for word in ("on", "off", '"on"', "auto"):
         assert load_config(file, [f"report.memory={word}"]).report.memory == word.strip('"')
+        assert load_config(file, [f"compile_ahead={word}"]).compile_ahead == word.strip('"')
+    assert load_config(file, ["advantage.soft=off"]).advantage.soft == "off"
 
 
 def test_overrides_are_yaml_and_the_last_one_counts(file):
@@ -125,6 +127,7 @@ def test_overrides_are_yaml_and_the_last_one_counts(file):
         ("rollout=3", r"rollout: .*got 3"),
         ("rollout.num_generations=8", r"no such field \(here it is rollout.group_size\); accepted"),
         ("lr=1", r"lr: no such field \(here it is optim.lr\)"),
+        ("credit.gate.beta=2", r"credit.gate.beta: no such field; accepted: boost"),  # the paper's beta is no KL's
     ],
 )
 def test_bad_overrides(file, override, says):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from oarjax.config.section import Count, Positive, Rate, Section, Share, Word, word_of_switch
+from oarjax.config.section import Count, Positive, Rate, Section, Share, Word
 from oarjax.credit.registry import lab_methods
 
 SAMPLING_PRESETS: dict[str, dict[str, float | int]] = {
@@ -66,7 +66,7 @@ class ReportConfig(Section):
         default=0, description="iterations between Parquet files of all completions, groups/NNNNNN.parquet; 0 = none"
     )
     html: bool = Field(default=True, description="write report.html, and the curves if matplotlib is installed")
-    memory: Annotated[Literal["auto", "on", "off"], BeforeValidator(word_of_switch)] = Field(
+    memory: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="compile the largest programs at the start and report each phase's memory; auto: on TPU and GPU",
     )

@@ -37,19 +37,20 @@ def _axis_size(size: int) -> int:
 AxisSize = Annotated[int, AfterValidator(_axis_size)]
 
 
-def word_of_switch(value: Any) -> Any:
-    """Turn true and false back into the words on and off, which YAML reads as booleans."""
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-
-
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_truth_as_a_number(cls, value: Any, info: Any) -> Any:
-        """Refuse true and false for a number, which Python takes for 1 and 0; YAML reads yes, no, on and off so."""
-        kinds = _kinds(cls.model_fields[str(info.field_name)].annotation)
+    def _no_truth_by_mistake(cls, value: Any, info: Any) -> Any:
+        """Read true and false as the words on and off where these are choices, and refuse them for a number.
+
+        YAML reads yes, no, on and off as true and false, and Python takes these for 1 and 0.
+        """
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and (word := "on" if value else "off") in _choices(annotation):
+            return word
+        kinds = _kinds(annotation)
         return a_number(value) if kinds & {int, float} and bool not in kinds and str not in kinds else value
 
 
@@ -59,6 +60,12 @@ def _kinds(annotation: Any) -> set[Any]:
     if get_origin(annotation) is Literal:
         return {str}
     return set().union(*map(_kinds, inner)) if inner else {annotation}
+
+
+def _choices(annotation: Any) -> set[Any]:
+    """Collect the choices of an annotation."""
+    inner = get_args(annotation)
+    return set(inner) if get_origin(annotation) is Literal else set().union(*map(_choices, inner))
 
 
 def fields_of(section: Any) -> dict[str, Any]:
