@@ -43,9 +43,14 @@ def compile_known(run: Run, state: TrainState, console: Console) -> int:
     return count
 
 
+def compiled_at_once(cores: int) -> int:
+    """Return the programs that a process on so many cores compiles at a time: a quarter of them, 1 to 8."""
+    return max(1, min(8, cores // 4))
+
+
 def compile_all(lowered: Sequence[Any]) -> None:
-    """Compile lowered programs in threads, a quarter as many as there are cores and at most 8."""
-    with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) // 4))) as pool:
+    """Compile lowered programs in threads."""
+    with ThreadPoolExecutor(compiled_at_once(os.cpu_count() or 1)) as pool:
         for waiting in [pool.submit(each.compile) for each in lowered]:
             waiting.result()
 

@@ -8,14 +8,12 @@ from typing import Any
 
 from oarjax.config.learning import RolloutConfig
 from oarjax.rollout.row_schedule import DecodePlan
+from oarjax.run.compile_ahead import compiled_at_once
 from oarjax.step.minibatches import buckets
 from oarjax.tools.plan.topology import Slice
 
 CORES = {"v4": 240, "v5e": 112, "v5p": 208, "v6e": 180, "v7x": 224}
 """vCPUs of a host of four chips, from the vendor's pages; a host of one v5e or v6e has 24 or 44, of eight v5e 224."""
-
-AT_ONCE = 8
-"""Programs that a process compiles at the same time, at most, each by one core; fewer on hosts of under 32."""
 
 
 def cores_of(where: Slice) -> int:
@@ -48,7 +46,7 @@ def starting_of(
     first = rest + others + windows * each + sum(learning.values())
     whole = rest + samplers * (others + len(rows.sizes()) * each) + lengths * sum(learning.values())
     programs = 2 + samplers * (len(sampling) - len(decode) + len(rows.sizes())) + lengths * len(learning)
-    threads, longest = max(1, min(AT_ONCE, cores_of(where) // 4)), max(*learning.values(), each)
+    threads, longest = compiled_at_once(cores_of(where)), max(*learning.values(), each)
     return {
         "programs": float(programs),
         "first_cpu_seconds": first,
@@ -62,8 +60,9 @@ def starting_table(plans: Sequence[Mapping[str, Any]]) -> list[str]:
     """Tabulate what compiling costs; configs with phases of an older plan are left out."""
     lines = [
         "Compiling with an empty cache, by the CPU seconds of the machine that compiled these plans, with as many "
-        f"programs at once as a quarter of a host's cores and at most {AT_ONCE}. The first iteration needs the windows "
-        "of all rows and the longest update. With a cache none of it is needed.",
+        "programs at once as a quarter of a host's cores and at most 8. On a TPU a run compiles all of them before its "
+        "first iteration; with `compile_ahead=off` the first waits for the windows of all rows and the longest update, "
+        "and later ones for the others. With a cache none of it is needed.",
         "",
         "| config | programs | CPU seconds for the first iteration | seconds on every host, at least | CPU seconds for "
         "all | seconds on every host, at least |",
