@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -53,8 +53,9 @@ def explain(error: Any, root: type[Any]) -> str:
         accepted = sorted(fields_of(section))
         near = difflib.get_close_matches(str(error["loc"][-1]), accepted, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
-        if (ours := NAMES.get(str(error["loc"][-1]))) is not None:
-            hint = f" (here it is {ours})"
+        if not is_dataclass(section):  # as those of credit are, where a paper's beta is no trainer's
+            ours = NAMES.get(str(error["loc"][-1]))
+            hint = hint if ours is None else f" (here it is {ours})"
         if ":" in str(error["loc"][-1]):
             hint = " (in YAML a space must follow the colon)"
         return f"  {path}: no such field{hint}; accepted: {', '.join(accepted)}"

@@ -251,7 +251,7 @@ def _identity(target: Target, parts: Sequence[Part]) -> dict[str, Any]:
         },
         "benchmarks": {
             part.name: {
-                "data": _digest([[p.index, p.prompt, p.reference] for p in part.encoded.problems]),
+                "data": _digest([[p.index, p.prompt, p.reference, *p.chat] for p in part.encoded.problems]),
                 "columns": _digest([p.columns for p in part.encoded.problems]),
                 "left_out": part.encoded.dropped,
                 "prompt": part.prompt,

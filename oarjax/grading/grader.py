@@ -234,7 +234,7 @@ def local_digests(names: Sequence[str]) -> dict[str, str]:
             try:
                 source = inspect.getsource(_local[name])
             except (OSError, TypeError):  # defined at a prompt, or an object without source
-                code = getattr(_local[name], "__code__", None)
+                code = getattr(inspect.unwrap(_local[name]), "__code__", None)
                 source = type(_local[name]).__qualname__ if code is None else _instructions(code)
             digests[name] = hashlib.sha256(source.encode()).hexdigest()
     return digests

@@ -201,13 +201,14 @@ def test_callables_are_called_here_and_forgotten_afterwards():
 
 
 def test_a_function_typed_at_a_prompt_is_known_by_its_instructions():
-    def digest(body):
+    def digest(body, arguments="sample"):
         scope = {}
-        exec(f"def typed(sample):\n    return max({body} for _ in 'ab')", scope)
+        exec(f"def typed({arguments}):\n    return max({body} for _ in 'ab')", scope)
         with local_rewards([scope["typed"]]):
             return local_digests(["typed"])["typed"]
 
     assert digest("1.0") == digest("1.0") != digest("2.0")
+    assert digest("[1.0]", "completions") == digest("[1.0]", "completions") != digest("[2.0]", "completions")  # TRL's
 
 
 def test_what_is_no_reward_is_refused():
