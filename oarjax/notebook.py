@@ -11,12 +11,14 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from oarjax.config.loading import parse_config
 from oarjax.config.schema import Config
+from oarjax.data.rows import Rows, local_rows
 from oarjax.grading.grader import local_rewards
 from oarjax.report.curves import PANELS, Record, points
 from oarjax.report.files import CompletionRow, ShownConsole, read_completions, read_metrics, short
@@ -34,6 +36,8 @@ from oarjax.training.command import train_once
 def train(
     cfg: Config,
     *,
+    data: Rows | None = None,
+    eval_data: Rows | None = None,
     rewards: Sequence[Any] | None = None,
     watch: Callable[[list[dict[str, Any]]], object] | None = None,
 ) -> Path:
@@ -41,6 +45,11 @@ def train(
 
     Args:
         cfg: of the run, see ``load_config``.
+        data: rows to train on instead of ``data.train.source``, checked as those of a file: a list of dicts or a
+            ``datasets.Dataset``, with the columns that ``data.train.prompt_field`` and ``answer_field`` name; default
+            None. A run resumes with the same rows alone.
+        eval_data: held-out rows instead of ``data.eval.source``; default None. Without a section ``data.eval``, columns
+            are those of ``data.train``.
         rewards: instead of those of ``grading.rewards``: functions that take an ``oarjax.Sample`` and return a float,
             names of registered rewards, or pairs of either with a weight, as ``[(brief, 0.2), "math"]``; default None.
             Functions run in this process, in a thread: nothing can stop one that hangs, and a later command knows them
@@ -49,28 +58,33 @@ def train(
 
     Raises:
         KeyboardInterrupt: the cell was interrupted; finished work is saved, and the same call resumes it.
+        DataError: ``data`` or ``eval_data`` are no rows, or lack a column.
         ConfigError: see ``oarjax.training.command``; also the errors of a run's parts.
         ValueError: ``rewards`` holds anything else, or a name twice.
     """
-    if rewards is not None:
-        with local_rewards(rewards) as pairs:
-            asked = [{"name": name, "weight": weight} for name, weight in pairs]
-            tree = cfg.model_dump(mode="json")
-            tree["grading"]["rewards"] = asked
-            return train(parse_config(tree, source="oarjax.train"), watch=watch)
-    folder = Path(cfg.run_dir).expanduser()
+    with ExitStack() as stack:
+        tree = cfg.model_dump(mode="json")
+        if rewards is not None:
+            pairs = stack.enter_context(local_rewards(rewards))
+            tree["grading"]["rewards"] = [{"name": name, "weight": weight} for name, weight in pairs]
+        for argument, section, rows in (("data", "train", data), ("eval_data", "eval", eval_data)):
+            if rows is not None:
+                source = stack.enter_context(local_rows(argument, rows))
+                tree["data"][section] = (tree["data"][section] or cfg.data.train.model_dump()) | {"source": source}
+        cfg = parse_config(tree, source="oarjax.train")
+        folder = Path(cfg.run_dir).expanduser()
 
-    def report() -> None:
-        if watch is not None:
-            watch(read_metrics(folder / "metrics.jsonl"))
+        def report() -> None:
+            if watch is not None:
+                watch(read_metrics(folder / "metrics.jsonl"))
 
-    try:
-        with Stop() as stop:
-            train_once(cfg, _WarningsOnly(), stop, report)
-    except Stopped:
-        raise KeyboardInterrupt(f"{folder} is saved; run this again to resume it") from None
-    report()  # a run that was already finished reports nothing itself
-    return folder
+        try:
+            with Stop() as stop:
+                train_once(cfg, _WarningsOnly(), stop, report)
+        except Stopped:
+            raise KeyboardInterrupt(f"{folder} is saved; run this again to resume it") from None
+        report()  # a run that was already finished reports nothing itself
+        return folder
 
 
 def credit_lab(cfg: Config) -> LabResult:

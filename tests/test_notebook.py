@@ -10,6 +10,8 @@ from hostile_page import EVIL, Reader, completion, runs
 import oarjax
 from oarjax import notebook
 from oarjax.config.loading import parse_config
+from oarjax.data.problems import load_problems
+from oarjax.errors import ConfigError
 from oarjax.notebook import show_completions, show_credit, show_curves, show_lab, show_lab_figure, show_tokens
 from oarjax.report.files import CompletionsWriter, MetricsWriter, read_metrics
 from oarjax.stats import Interval
@@ -151,10 +153,25 @@ def test_the_metrics_so_far_are_watched(tmp_path, monkeypatch):
     assert watched == [[0.5], [0.5, 1.0], [0.5, 1.0]]
 
 
+def test_rows_of_the_notebook_take_the_place_of_a_file(tmp_path, monkeypatch):
+    read = []
+
+    def trained(cfg, *_):
+        read.append([[p.prompt for p in load_problems(part)] for part in (cfg.data.train, cfg.data.eval)])
+
+    monkeypatch.setattr(notebook, "train_once", trained)
+    rows = [{"ask": f"{n}+1=", "answer": n + 1} for n in range(3)]
+    data = {"train": {"source": "missing.csv", "prompt_field": "ask"}}
+    cfg = parse_config({"run_dir": str(tmp_path), "policy": {"path": "builtin:arithmetic"}, "data": data})
+    oarjax.train(cfg, data=rows, eval_data=rows[:1])
+    assert read == [[["0+1=", "1+1=", "2+1="], ["0+1="]]]
+
+
 @pytest.mark.slow
-def test_functions_of_the_notebook_are_rewards(tmp_path):
-    """A function as it stands, with a weight, beside a reward by name; columns of the dataset row reach it."""
+def test_functions_and_rows_of_the_notebook_train(tmp_path):
+    """A function as it stands, with a weight, beside a reward by name; columns of the rows reach it."""
     seen = []
+    rows = [{"question": f"{n}+1=", "answer": f"#### {n + 1}"} for n in range(4)]
 
     def brief(sample: oarjax.Sample) -> float:
         seen.append(sample.columns["question"] == sample.prompt)
@@ -162,15 +179,20 @@ def test_functions_of_the_notebook_are_rewards(tmp_path):
 
     tree = config(tmp_path).model_dump(mode="json")
     tree["data"] |= {"template": "plain", "max_prompt": 32}
-    tree["data"]["train"] |= {"limit": 4}
     tree["rollout"] |= {"prompts": 2, "group_size": 2, "max_new": 4, "prompt_bucket": 16, "completion_bucket": 4}
     tree["credit"] |= {"method": "uniform", "answer": {"style": "hash"}}
     tree |= {"iterations": 1, "compilation_cache": str(CACHE), "export": {"folder": None}, "report": {"html": False}}
     tree["update"]["microbatch"], tree["grading"]["workers"] = 4, 1
-    folder = oarjax.train(parse_config(tree), rewards=[(brief, 0.5), "exact"])
+    cfg = parse_config(tree)
+    folder = oarjax.train(cfg, data=rows, rewards=[(brief, 0.5), "exact"])
     (record,) = read_metrics(folder / "metrics.jsonl")
     assert seen == [True] * 6  # four completions, and the two of the trial before training
     assert record["reward"] == pytest.approx(0.5 * record["reward/brief"] + record["reward/exact"])
+    assert oarjax.train(cfg, data=tuple(rows), rewards=[(brief, 0.5), "exact"]) == folder  # finished: nothing to do
+    with pytest.raises(
+        ConfigError, match=r"was trained from other inputs \(rows/data.train was \w+, is \w+\); restore"
+    ):
+        oarjax.train(cfg, data=rows[:3], rewards=[(brief, 0.5), "exact"])
 
 
 def test_warnings_alone_are_printed():

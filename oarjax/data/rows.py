@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,12 @@ from oarjax.errors import UserError
 
 Row = tuple[str, dict[str, Any]]
 """A row's place (for errors) and its fields."""
+
+Rows = Iterable[Mapping[str, Any]]
+"""The rows of a dataset in Python: a list of dicts, or a ``datasets.Dataset``."""
+
+LOCAL = "python:"
+_local: dict[str, Rows] = {}
 
 LONGEST = 2**26
 """Bytes of a line, and characters of a CSV field."""
@@ -34,6 +41,14 @@ def read_rows(config: DatasetConfig, *, where: str) -> Iterator[Row]:
     """
     if config.source.startswith("builtin:"):
         return _builtin_rows(config, where)
+    if config.source.startswith(LOCAL):
+        if config.source not in _local:
+            argument = config.source.removeprefix(LOCAL)
+            raise DataError(
+                f"{where}.source: {config.source} are the rows that oarjax.train(cfg, {argument}=...) was given; pass "
+                "them again, or set a file or a hub name"
+            )
+        return _decoded(_local[config.source], config.source)
     path = Path(config.source).expanduser()
     readers: dict[str, Callable[[Path, str], Iterator[Row]]] = {
         ".jsonl": _jsonl_rows,
@@ -53,6 +68,27 @@ def read_rows(config: DatasetConfig, *, where: str) -> Iterator[Row]:
             "convert it to one of these"
         )
     return _hub_rows(config, where)
+
+
+@contextmanager
+def local_rows(argument: str, rows: object) -> Iterator[str]:
+    """Make rows of this process a source while the context lasts; yield the source's name.
+
+    Raises:
+        DataError: they are not rows, or can be read only once.
+    """
+    if isinstance(rows, Mapping):  # a DatasetDict too
+        some = ", ".join(map(repr, list(rows)[:5]))
+        raise DataError(f"{argument}: expected rows, got a {type(rows).__name__} of {some}; pass one of its values")
+    if isinstance(rows, str | bytes) or not isinstance(rows, Iterable) or isinstance(rows, Iterator):
+        kind = type(rows).__name__
+        raise DataError(f"{argument}: expected a list of dicts or a datasets.Dataset, got a {kind}; pass list(rows)")
+    source = LOCAL + argument
+    _local[source] = rows
+    try:
+        yield source
+    finally:
+        _local.pop(source, None)
 
 
 def _builtin_rows(config: DatasetConfig, where: str) -> Iterator[Row]:
@@ -191,7 +227,7 @@ def _decoded(dataset: Iterable[Any], source: str) -> Iterator[Row]:
     number, rows = 0, iter(dataset)
     while True:
         try:
-            row = dict(next(rows))
+            row = next(rows)
         except StopIteration:
             return
         except Exception as error:  # every kind of column has its own
@@ -199,7 +235,12 @@ def _decoded(dataset: Iterable[Any], source: str) -> Iterator[Row]:
                 f"{source} row {number}: cannot be read ({type(error).__name__}: {error!s:.200}); set another dataset, "
                 "or a .jsonl or .parquet file with the columns that are needed"
             ) from error
-        yield f"{source} row {number}", row
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"{source} row {number}: expected a mapping of columns to values, got a {type(row).__name__}; of a "
+                'DataFrame pass frame.to_dict("records")'
+            )
+        yield f"{source} row {number}", dict(row)
         number += 1
 
 
