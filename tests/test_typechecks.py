@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, TypeCheckError, jaxtyped
 
 def adding(shown, kind=int):
     @jaxtyped(typechecker=typechecks.check)
-    def add(x: Float[Array, "n"], y: Float[Array, "n"], number: kind = 0) -> Float[Array, "n"]:
+    def add(x: Float[Array, " n"], y: Float[Array, " n"], number: kind = 0) -> Float[Array, " n"]:
         return (x + y)[:shown]
 
     return add
