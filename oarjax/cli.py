@@ -24,10 +24,15 @@ from oarjax.cli_options import (
     Device,
     Dtype,
     Family,
+    Gradients,
+    InitColumns,
+    InitData,
     MinP,
     Overrides,
     RepetitionPenalty,
+    Restart,
     RolloutFormat,
+    SavedRollouts,
     StopTexts,
     Temperature,
     TemplateChoice,
@@ -75,10 +80,7 @@ def train(
         ),
     ],
     overrides: Overrides = None,
-    restart: Annotated[
-        bool,
-        typer.Option("--restart", help="Start from scratch; the old run_dir is kept as run_dir.old."),
-    ] = False,
+    restart: Restart = False,
 ) -> None:
     """Run ``oarjax train``; see ``TRAIN_HELP``."""
     check_configs([config], overrides)
@@ -87,17 +89,26 @@ def train(
     run(config, overrides or [], restart=restart)
 
 
-@app.command(epilog="Example: oarjax init demo")
+@app.command(epilog="Example: oarjax init --data questions.csv")
 def init(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A shipped config, such as demo.")] = "demo",
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="A shipped config, such as demo.", show_default="demo")
+    ] = None,
     to: Annotated[
         Path | None, typer.Argument(metavar="FILE.yaml", help="File to write.", show_default="NAME.yaml")
     ] = None,
+    data: InitData = None,
+    columns: InitColumns = "",
 ) -> None:
-    """Copy a shipped config here, to change it. Never overwrites a file."""
-    from oarjax.config.shipped import copy_shipped
+    """Copy a shipped config here, to change it, or write one for your own data. Never overwrites a file."""
+    if data is None:
+        from oarjax.config.shipped import copy_shipped
 
-    typer.echo(f"wrote {copy_shipped(name, to)}; change it, then: oarjax train {to or name + '.yaml'}")
+        typer.echo(f"wrote {(to := copy_shipped(name or 'demo', to))}; change it, then: oarjax train {to}")
+    else:
+        from oarjax.data.starter import write_config
+
+        typer.echo(write_config(data, to, base=name or "", columns=columns).message())
 
 
 @app.command(epilog="Example: oarjax config rollout")
@@ -253,26 +264,11 @@ def credit(
         Path, typer.Argument(metavar="CONFIG.yaml", help="Policy, problems and section lab.", show_default=False)
     ],
     overrides: Overrides = None,
-    rollouts: Annotated[
-        Path | None,
-        typer.Option(
-            help="Saved completions instead of new ones, a file or a folder of files: JSON lines with prompt and "
-            "completion, as text, chat messages or prompt_ids and completion_ids, and reference; or files of TRL "
-            "(log_completions) or verl (rollout_data_dir).",
-            show_default=False,
-        ),
-    ] = None,
+    rollouts: SavedRollouts = None,
     form: Annotated[
         RolloutFormat, typer.Option("--format", help="Format of the saved completions; auto: detected by their fields.")
     ] = RolloutFormat.AUTO,
-    gradients: Annotated[
-        bool,
-        typer.Option(
-            "--gradients",
-            help="Also compare the methods' minibatch gradients with the expected gradient of GRPO: direction, noise "
-            "and the noise's sources.",
-        ),
-    ] = False,
+    gradients: Gradients = False,
     as_json: AsJson = False,
 ) -> None:
     """Run ``oarjax credit``; see ``CREDIT_HELP``."""

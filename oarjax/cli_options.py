@@ -104,6 +104,39 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
+Restart = Annotated[bool, typer.Option("--restart", help="Start from scratch; the old run_dir is kept as run_dir.old.")]
+InitData = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        metavar="FILE",
+        help="Write a config for these rows (.csv, .json, .jsonl, .parquet) and hold a tenth of them out.",
+        show_default=False,
+    ),
+]
+InitColumns = Annotated[
+    str,
+    typer.Option(
+        "--columns", metavar="PROMPTS,ANSWERS", help="Columns of --data.", show_default="recognised by their names"
+    ),
+]
+SavedRollouts = Annotated[
+    Path | None,
+    typer.Option(
+        help="Saved completions instead of new ones, a file or a folder of files: JSON lines with prompt and "
+        "completion, as text, chat messages or prompt_ids and completion_ids, and reference; or files of TRL "
+        "(log_completions) or verl (rollout_data_dir).",
+        show_default=False,
+    ),
+]
+Gradients = Annotated[
+    bool,
+    typer.Option(
+        "--gradients",
+        help="Also compare the methods' minibatch gradients with the expected gradient of GRPO: direction, noise and "
+        "the noise's sources.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 TrustCode = Annotated[bool, typer.Option("--trust-code", help=TRUST_HELP)]
 Family = Annotated[str | None, typer.Option("--as", metavar="FAMILY", help=AS_HELP, show_default=False)]

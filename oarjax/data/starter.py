@@ -1,0 +1,171 @@
+"""Write a config for a user's own data: recognise the columns, hold some rows out, change a config's section data."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from oarjax.config.inputs import DatasetConfig
+from oarjax.config.loading import parse_config, read_tree
+from oarjax.data.problems import Problem, load_problems
+from oarjax.data.rows import DataError, read_rows
+from oarjax.errors import ConfigError
+
+PROMPTS = ("question", "prompt", "problem", "instruction", "query", "input", "text")
+ANSWERS = (
+    *("answer", "solution", "reference", "ground_truth", "target", "expected", "gold", "label"),
+    *("output", "response", "completion"),
+)
+"""Names of columns that are recognised, in any case, the first ones first."""
+
+BASE = "gsm8k_qwen2.5-0.5b"
+"""The shipped config that is changed if none is named: a small policy that reads any text."""
+
+HELD_OUT, MOST_HELD_OUT = 0.1, 256
+"""Share and maximum number of prompts that are held out for evaluations."""
+
+
+class Written(NamedTuple):
+    """Files that were written, and what is in them."""
+
+    config: Path
+    train: Path
+    eval: Path
+    rows: tuple[int, int]  # of train and eval
+    columns: tuple[str, str]  # of prompts and answers
+    policy: str
+
+    def message(self) -> str:
+        """Say what was written and what comes next."""
+        (train, held_out), (prompt, answer) = self.rows, self.columns
+        return (
+            f"wrote {self.config} for {self.policy}, {self.train} ({train} rows) and {self.eval} ({held_out} rows, "
+            f"held out); prompts are in {prompt}, answers in {answer}\nchange it, then: oarjax train {self.config}"
+        )
+
+
+def write_config(source: str, target: Path | None = None, *, base: str = "", columns: str = "") -> Written:
+    """Write a config that trains on a dataset, with a tenth of its prompts held out, and the two parts as JSON lines.
+
+    All rows of a prompt go to the same part, chosen by the prompt's digest. Nothing is overwritten.
+
+    Args:
+        source: a file or folder, see ``data.train.source``.
+        target: the config's file; None = the source's name with .yaml here.
+        base: a config, shipped or a file, whose other sections are kept; empty = ``BASE``.
+        columns: names of the columns of prompts and answers, "PROMPTS,ANSWERS"; empty = by their names.
+
+    Raises:
+        ConfigError: columns are not recognised, a file exists or cannot be written, or the base is no config.
+        DataError: the rows cannot be read, or have fewer than two prompts.
+    """
+    tree = json.loads(json.dumps(read_tree(base or BASE)))  # no part of it twice, as YAML's anchors have it
+    prompt, answer = found = _columns(source, columns)
+    config = DatasetConfig(source=source, prompt_field=prompt, answer_field=answer)
+    problems = load_problems(config, where="init --data")
+    train, held_out = _divided(problems)
+    name = Path(source).name.partition(".")[0]
+    target = target or Path(f"{name}.yaml")
+    parts = [target.with_name(f"{target.stem}.{part}.jsonl") for part in ("train", "eval")]
+    fields = {"prompt_field": prompt, "answer_field": answer}
+    tree["data"] |= {
+        "max_prompt": max(tree["data"].get("max_prompt", 0), _longest(problems)),
+        "train": {"source": str(parts[0]), **fields},
+        "eval": {"source": str(parts[1]), **fields},
+    }
+    if not base:
+        numbers = sum(any(c.isdigit() for c in p.reference) for p in problems) > len(problems) / 2
+        tree["grading"] = {"rewards": [{"name": "math" if numbers else "exact"}]}
+        tree["rollout"] |= {"prompts": 16, "max_new": 256}
+        tree["iterations"] = 100
+        del tree["plan"], tree["report"]  # of one chip, and of TensorBoard
+    tree |= {"run_dir": f"runs/{target.stem}"}
+    policy = parse_config(tree, source=base or BASE).policy.path  # whatever was changed fits the rest
+    text = _HEAD.format(source=source, base=base or BASE, target=target, policy=policy) + yaml.dump(
+        tree, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True
+    )
+    if taken := next((path for path in (target, *parts) if path.exists()), None):
+        raise ConfigError(f"init: {taken} exists; give another file, or remove it")
+    for path, content in zip((*parts, target), (*map(_lines, (train, held_out)), text)):
+        try:
+            path.write_text(content, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"init: {path} cannot be written: {error.strerror}; give another file") from error
+    return Written(target, parts[0], parts[1], (len(train), len(held_out)), found, policy)
+
+
+_HEAD = """# Train {policy} on {source}; all that is not about data is from {base}.
+#   oarjax train {target}
+#   oarjax train {target} credit.method=uniform run_dir=runs/grpo    # plain GRPO
+# The first reward decides pass@1. A reward of your own: grading.plugins=[my_rewards.py], its name in grading.rewards.
+# If memory runs out: a smaller update.microbatch, rollout.prompts or rollout.max_new.
+# A name such as Qwen/... is downloaded at the first start. 0.5B parameters take minutes an iteration on a CPU.
+"""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Write texts of several lines in quotes, on one line where they fit."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def _columns(source: str, asked: str) -> tuple[str, str]:
+    """Return the columns of prompts and answers.
+
+    Raises:
+        ConfigError: they are not recognised; lists those that are there.
+        DataError: there are no rows.
+    """
+    first = next(read_rows(DatasetConfig(source=source), where="init --data"), None)
+    if first is None:
+        raise DataError(f"init --data: {source} holds no rows; give another file")
+    names = list(first[1])
+    if asked:
+        chosen = [name.strip() for name in asked.split(",")]
+        if len(chosen) != 2 or not set(chosen) <= set(names):
+            raise ConfigError(f"init --columns: expected two of {', '.join(names)}, as PROMPTS,ANSWERS, got {asked}")
+        return chosen[0], chosen[1]
+    by_name = {name.strip().lower(): name for name in reversed(names)}
+    prompt, answer = (next((by_name[n] for n in known if n in by_name), None) for known in (PROMPTS, ANSWERS))
+    if prompt is None or answer is None:
+        raise ConfigError(
+            f"init --data: {source} has the columns {', '.join(names)}; expected one of {', '.join(PROMPTS)} for the "
+            f"prompts and one of {', '.join(ANSWERS)} for the answers; name yours with --columns PROMPTS,ANSWERS"
+        )
+    return prompt, answer
+
+
+def _divided(problems: Sequence[Problem]) -> tuple[list[Problem], list[Problem]]:
+    """Divide problems into those to train on and those held out, in the dataset's order."""
+    digests = {_key(p): sha256(_key(p).encode()).hexdigest() for p in problems}
+    if len(digests) < 2:
+        raise DataError("init --data: all rows have the same prompt; at least two are needed, one to hold out")
+    count = min(MOST_HELD_OUT, max(1, round(len(digests) * HELD_OUT)))
+    chosen = set(sorted(digests, key=digests.__getitem__)[:count])
+    return [p for p in problems if _key(p) not in chosen], [p for p in problems if _key(p) in chosen]
+
+
+def _key(problem: Problem) -> str:
+    return json.dumps([problem.prompt.strip(), *problem.chat])
+
+
+def _longest(problems: Sequence[Problem]) -> int:
+    """Bound the longest prompt's tokens, at two bytes each, in steps of 32."""
+    longest = max(sum(len(turn["content"].encode()) for turn in p.chat) or len(p.prompt.encode()) for p in problems)
+    return 32 * math.ceil(longest / 64)
+
+
+def _lines(problems: Sequence[Problem]) -> str:
+    rows: list[dict[str, Any]] = [problem.columns for problem in problems]
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

@@ -1,0 +1,92 @@
+"""A config for a user's own data: columns, what is held out, what of the base remains."""
+
+import json
+
+import pytest
+
+from oarjax.cli import main
+from oarjax.config.loading import load_config
+from oarjax.data.problems import load_problems
+from oarjax.data.rows import DataError
+from oarjax.data.starter import write_config
+from oarjax.errors import ConfigError
+from oarjax.run.run import open_run
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def csv_file(path, header="Question,Answer,level", rows=40):
+    lines = [f"What is {n} plus 3?,{n + 3},easy" for n in range(rows)]
+    path.write_text("\n".join([header, *lines]) + "\n")
+    return str(path.name)
+
+
+def test_a_config_of_ones_own_data(tmp_path):
+    written = write_config(csv_file(tmp_path / "qa.csv"))
+    cfg = load_config(written.config)
+    parts = [load_problems(part) for part in (cfg.data.train, cfg.data.eval)]
+    assert [len(part) for part in parts] == [36, 4] == list(written.rows)
+    assert len({p.prompt for part in parts for p in part}) == 40
+    assert parts[0][0].columns == {"Question": "What is 1 plus 3?", "Answer": "4", "level": "easy"}
+    assert (cfg.run_dir, cfg.policy.path) == ("runs/qa", "Qwen/Qwen2.5-0.5B-Instruct")
+    assert [reward.name for reward in cfg.grading.rewards] == ["math"]
+    assert "oarjax train qa.yaml" in written.message()
+
+
+def test_the_rest_of_a_named_config_stays(tmp_path):
+    rows = [{"prompt": "ab" * 50, "input": "x", "output": f"word {n % 2}"} for n in range(4)] + [
+        {"prompt": "b", "input": "x", "output": "word"}
+    ]
+    (tmp_path / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    written = write_config("words.jsonl", tmp_path / "mine.yaml", base="demo")
+    demo, mine = load_config("demo"), load_config(tmp_path / "mine.yaml")
+    changed = {name for name in type(demo).model_fields if getattr(demo, name) != getattr(mine, name)}
+    assert changed == {"run_dir", "data"}
+    assert mine.data.max_prompt == 64  # 100 bytes at two a token, in steps of 32
+    assert sorted(written.rows) == [1, 4]  # the rows of a prompt stay together
+    assert (mine.data.eval.prompt_field, mine.data.eval.answer_field) == ("prompt", "output")
+
+
+def test_columns_are_named_or_refused_with_those_there(tmp_path):
+    source = csv_file(tmp_path / "de.csv", header="Frage,Antwort,level")
+    with pytest.raises(ConfigError, match=r"de.csv has the columns Frage, Antwort, level; expected one of question, "):
+        write_config(source)
+    with pytest.raises(ConfigError, match="expected two of Frage, Antwort, level, as PROMPTS,ANSWERS, got Frage,Wort"):
+        write_config(source, columns="Frage,Wort")
+    assert not (tmp_path / "de.yaml").exists()
+    assert write_config(source, columns="Frage, Antwort").columns == ("Frage", "Antwort")
+
+
+def test_nothing_is_overwritten(tmp_path):
+    source = csv_file(tmp_path / "qa.csv")
+    (tmp_path / "qa.eval.jsonl").write_text("mine")
+    with pytest.raises(ConfigError, match=r"qa.eval.jsonl exists; give another file"):
+        write_config(source)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["qa.csv", "qa.eval.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("question,answer\n", "holds no rows"),
+        ("question,answer\n1+1,2\n1+1,3\n", "all rows have the same prompt"),
+        ("question,answer\n1+1\n", "expected 2 values"),
+    ],
+)
+def test_data_that_cannot_be_divided(tmp_path, text, says):
+    (tmp_path / "rows.csv").write_text(text)
+    with pytest.raises(DataError, match=says):
+        write_config("rows.csv")
+
+
+def test_a_run_opens_from_what_the_command_writes(tmp_path, monkeypatch):
+    lines = [f"{a}+{b}=,{a}+{b}={a + b}#### {a + b}" for a in range(6) for b in range(6)]
+    (tmp_path / "sums.csv").write_text("\n".join(["question,answer", *lines]) + "\n")
+    monkeypatch.setattr("sys.argv", ["oarjax", "init", "demo", "sums.yaml", "--data", "sums.csv"])
+    with pytest.raises(SystemExit):
+        main()
+    run = open_run(load_config("sums.yaml", ["sft=null", "device=cpu"]))
+    assert (len(run.train), len(run.held_out)) == (32, 4)
