@@ -186,7 +186,7 @@ def fields() -> dict[str, Field]:
     masking = {"credit.method": "oar_p"}
     signed = {"credit.method": "signed_values", "update.skip_zero_variance": False}
     signed |= {"credit.answer": {"style": "hash", "source": "reference"}}
-    cispo, kl = {"loss.surrogate": "cispo"}, {"loss.kl_beta": 0.1}
+    cispo, vespo, kl = {"loss.surrogate": "cispo"}, {"loss.surrogate": "vespo"}, {"loss.kl_beta": 0.1}
     plugin = {"grading.plugins": [str(PLUGIN)]}
     settable = plugin | {"grading.rewards": [{"name": "field_set"}]}
     waiting = plugin | {"grading.rewards": [{"name": "field_waiting"}]}
@@ -385,6 +385,10 @@ def fields() -> dict[str, Field]:
         "loss.kl_in": Field("reward", command, kl | {"update.skip_zero_variance": False}),
         "loss.sapo_positive": Field(2.0, update, {"loss.surrogate": "sapo"}),
         "loss.sapo_negative": Field(2.0, update, {"loss.surrogate": "sapo"}),
+        "loss.vespo_k_positive": Field(1.0, update, vespo),
+        "loss.vespo_lambda_positive": Field(1.0, update, vespo),
+        "loss.vespo_k_negative": Field(1.0, update, vespo),
+        "loss.vespo_lambda_negative": Field(1.0, update, vespo),
         "loss.entropy_bonus": Field(0.1, update),
         "loss.router_balance": Field(0.1, data, error="loss.router_balance: 0.1 needs a policy with experts"),
         "loss.off_policy.weighting": Field("sequence_mask", update),

@@ -168,14 +168,16 @@ class LossConfig(Section):
         description="custom loss, file.py:name or module:name, see oarjax.step.loss.TokenLoss; of the fields "
         "below, only aggregation, kl_beta and kl_in (for the reference's log-probs) and mask_truncated still apply",
     )
-    surrogate: Literal["clip", "cispo", "sapo", "gmpo"] = Field(
-        default="clip", description="gmpo: clip_low and clip_high bound the log-ratio; its paper has .4 for both"
+    surrogate: Literal["clip", "cispo", "sapo", "gmpo", "vespo", "dppo"] = Field(
+        default="clip",
+        description="gmpo: clip_low and clip_high bound the log-ratio, its paper has .4 for both; dppo: they bound the "
+        "change of the probability, .2 for both in prime-rl",
     )
     level: Literal["token", "sequence"] = Field(default="token", description="ratio per token, or per sequence (GSPO)")
-    aggregation: Literal["grpo", "bnpo", "dapo", "dr_grpo"] = Field(
+    aggregation: Literal["grpo", "bnpo", "dapo", "dr_grpo", "luspo"] = Field(
         default="dapo",
-        description="mean over all tokens (dapo), over those of each microbatch (bnpo), of row means (grpo), or sum "
-        "over rows * max_new (dr_grpo)",
+        description="mean over all tokens (dapo), over those of each microbatch (bnpo), of row means (grpo), of row "
+        "sums (luspo), or sum over rows * max_new (dr_grpo)",
     )
     clip_low: Share = Field(default=0.2, description="ratios below 1 - clip_low are clipped")
     clip_high: Rate = Field(default=0.28, description="ratios above 1 + clip_high are clipped")
@@ -185,6 +187,10 @@ class LossConfig(Section):
     ratio_cap: Annotated[float, Field(gt=0)] = Field(default=5.0, description="CISPO's upper bound on the ratio")
     sapo_positive: Annotated[float, Field(gt=0)] = Field(default=1.0, description="SAPO's temperature where A > 0")
     sapo_negative: Annotated[float, Field(gt=0)] = Field(default=1.05, description="SAPO's temperature where A <= 0")
+    vespo_k_positive: Rate = Field(default=2.0, description="VESPO's power of a row's ratio where A >= 0")
+    vespo_lambda_positive: Annotated[float, Field(gt=0)] = Field(default=3.0, description="its decay where A >= 0")
+    vespo_k_negative: Rate = Field(default=3.0, description="VESPO's power of a row's ratio where A < 0")
+    vespo_lambda_negative: Annotated[float, Field(gt=0)] = Field(default=2.0, description="its decay where A < 0")
     kl_beta: Rate = Field(default=0.0, description="coefficient of the KL term towards the initial policy; 0 = off")
     kl_in: Literal["loss", "reward"] = Field(
         default="loss",

@@ -148,8 +148,12 @@ def check_loss(loss: LossConfig, advantage: AdvantageConfig, update: UpdateConfi
         yield "loss.kl_in: reward, and gdpo normalises each reward on its own; set loss.kl_in=loss"
     if loss.kl_in == "reward" and advantage.method == "problem":
         yield "loss.kl_in: reward, and method problem remembers rewards without it; set loss.kl_in=loss"
-    if loss.surrogate == "gmpo" and loss.level == "sequence":
-        yield "loss.level: gmpo averages over the sequence itself, got sequence; set token"
+    if loss.surrogate in ("gmpo", "vespo", "dppo") and loss.level == "sequence":
+        yield f"loss.level: sequence, and {loss.surrogate} reads the ratios of tokens; set token"
+    if loss.aggregation == "luspo" and loss.level != "sequence":
+        yield "loss.aggregation: luspo weighs the ratio of a sequence by its length; set loss.level=sequence"
+    if loss.surrogate in ("vespo", "dppo") and loss.off_policy.weighting != "none":
+        yield f"loss.off_policy.weighting: {loss.surrogate} compares with the sampler itself; set none"
 
 
 def check_off_policy(loss: LossConfig, rollout: RolloutConfig) -> Iterator[str]:

@@ -22,10 +22,20 @@ from oarjax.rl.checked import Scalar, checked, is_traced
 from oarjax.rl.masked import masked_mean, masked_sum, widened
 from oarjax.rl.off_policy import LOG_RATIO_BOUND, Importance, importance_weights, near_policy
 from oarjax.rl.ranges import Positive
-from oarjax.rl.surrogates import cispo_surrogate, clipped_surrogate, gmpo_surrogate, policy_ratio, sapo_surrogate
+from oarjax.rl.surrogates import (
+    cispo_surrogate,
+    clipped_surrogate,
+    dppo_surrogate,
+    gmpo_surrogate,
+    moved_probability,
+    policy_ratio,
+    sapo_surrogate,
+    vespo_surrogate,
+)
 from oarjax.types import Mean, TrainBatch
 
-Aggregation = Literal["grpo", "bnpo", "dapo", "dr_grpo"]
+Aggregation = Literal["grpo", "bnpo", "dapo", "dr_grpo", "luspo"]
+Surrogate = Literal["clip", "cispo", "sapo", "gmpo", "vespo", "dppo"]
 
 
 @checked
@@ -34,7 +44,7 @@ def policy_loss(
     entropies: Float[Array, "B T"],
     batch: TrainBatch,
     *,
-    surrogate: Literal["clip", "cispo", "sapo", "gmpo"] = "clip",
+    surrogate: Surrogate = "clip",
     level: Literal["token", "sequence"] = "token",
     aggregation: Aggregation = "dapo",
     clip_low: Scalar = 0.2,
@@ -43,6 +53,10 @@ def policy_loss(
     ratio_cap: Scalar = 5.0,
     sapo_positive: Scalar = 1.0,
     sapo_negative: Scalar = 1.05,
+    vespo_k_positive: Scalar = 2.0,
+    vespo_lambda_positive: Scalar = 3.0,
+    vespo_k_negative: Scalar = 3.0,
+    vespo_lambda_negative: Scalar = 2.0,
     kl_beta: Scalar = 0.0,
     kl_estimator: Literal["k1", "k2", "k3"] = "k3",
     entropy_bonus: Scalar = 0.0,
@@ -58,7 +72,8 @@ def policy_loss(
     ``.total`` and divide by the summed ``.count``.
 
     Metrics are token means over the completions, detached: ``ratio``, ``entropy``, ``clip_low`` (A < 0 and the ratio
-    below the range) and ``clip_high`` (A > 0 and above it; for CISPO above the cap, for GMPO of the log-ratio), ``kl``
+    below the range) and ``clip_high`` (A > 0 and above it; for CISPO above the cap, for GMPO of the log-ratio, for DPPO
+    of the change of the probability), ``kl``
     with a reference, ``sampler_gap`` = |old - behaviour| where the sampler's log-probs are given, ``sampler_weight``
     and ``sampler_masked`` (the share of weights 0) with ``importance``, ``drifted`` with ``max_drift``: the share of
     tokens that ``near_policy`` leaves out, by the sampler's log-probs, or old ones without.
@@ -67,15 +82,21 @@ def policy_loss(
         logps: of the tokens under the current policy, nats.
         entropies: of its distributions, nats.
         batch: rows, masks, advantages and the other policies' log-probs.
-        surrogate: clip (GRPO), cispo, sapo (arXiv 2511.20347) or gmpo (2507.20673); default clip.
+        surrogate: clip (GRPO), cispo, sapo (arXiv 2511.20347), gmpo (2507.20673), vespo (2602.10693) or dppo
+            (2602.04879); the last two compare with the sampler's log-probs where the batch has them; default clip.
         level: ratio of each token, or of the whole sequence (GSPO, 2507.18071); default token.
         aggregation: mean over tokens and rows, see ``aggregate``; default dapo.
-        clip_low: for clip and gmpo, see ``clipped_surrogate``; default 0.2. GMPO's is of the log-ratio.
+        clip_low: for clip, gmpo and dppo, see ``clipped_surrogate``; default 0.2. GMPO's is of the log-ratio, DPPO's
+            of the probability.
         clip_high: the upper one; default 0.28.
         dual_clip: for clip; default None.
         ratio_cap: for cispo, > 0; default 5.0.
         sapo_positive: for sapo, > 0, where A > 0; default 1.0.
         sapo_negative: for sapo, > 0, elsewhere; default 1.05.
+        vespo_k_positive: for vespo, >= 0, where A >= 0; default 2.0.
+        vespo_lambda_positive: for vespo, > 0, where A >= 0; default 3.0.
+        vespo_k_negative: for vespo, >= 0, elsewhere; default 3.0.
+        vespo_lambda_negative: for vespo, > 0, elsewhere; default 2.0.
         kl_beta: weight of the KL to the reference, >= 0; default 0.0.
         kl_estimator: see ``kl_estimate``; default k3.
         entropy_bonus: weight of the entropy, >= 0; default 0.0.
@@ -107,6 +128,16 @@ def policy_loss(
     elif surrogate == "sapo":
         objective = sapo_surrogate(ratio, advantages, positive=sapo_positive, negative=sapo_negative)
         low = high = jnp.zeros_like(mask)
+    elif surrogate == "vespo":
+        rates = {"k_positive": vespo_k_positive, "lambda_positive": vespo_lambda_positive}
+        rates |= {"k_negative": vespo_k_negative, "lambda_negative": vespo_lambda_negative}
+        objective = vespo_surrogate(logps, old if behaviour is None else behaviour, advantages, mask, **rates)
+        low = high = jnp.zeros_like(mask)
+    elif surrogate == "dppo":
+        bounds = {"mask_low": clip_low, "mask_high": clip_high}
+        drawn = old if behaviour is None else behaviour
+        objective = dppo_surrogate(logps, drawn, advantages, mask, **bounds)
+        low, high = moved_probability(logps, drawn, advantages, **bounds)
     else:
         objective = gmpo_surrogate(logps, old, advantages, mask, clip_low=clip_low, clip_high=clip_high)
         low, high = (advantages < 0) & (logps - old < -clip_low), (advantages > 0) & (logps - old > clip_high)
@@ -160,15 +191,17 @@ def aggregate(
     dapo      sum over tokens             tokens               token mean of the WHOLE batch
     grpo      sum of the rows' means      rows                 mean of the rows' means
     dr_grpo   sum over tokens             rows * max_length    sum over a constant
+    luspo     sum over tokens             rows                 mean of the rows' sums
     bnpo      token mean of this piece    1 (0 if it's empty)  mean of the pieces' token means
 
-    The first three do not depend on how the batch is cut. bnpo does, by definition: it equals dapo for a batch in one
+    The first four do not depend on how the batch is cut. bnpo does, by definition: it equals dapo for a batch in one
     piece or in pieces with equally many tokens, and otherwise weighs tokens of short pieces more.
 
     Args:
         values: of each token.
         mask: tokens that count.
-        mode: grpo (arXiv 2402.03300, eq. 3), dapo (2503.14476, section 3.3), dr_grpo (2503.20783) or bnpo (TRL).
+        mode: grpo (arXiv 2402.03300, eq. 3), dapo (2503.14476, section 3.3), dr_grpo (2503.20783), luspo (2602.05261:
+            with ratios per sequence, GSPO times the length of each row) or bnpo (TRL).
         max_length: T of the longest possible completion, >= 1; read by dr_grpo alone.
         rows: ``filled`` counts rows with at least one token, so that empty rows (padding, ungraded, truncated and
             masked) change nothing; ``all`` counts every row, as TRL does; default filled.
@@ -182,6 +215,8 @@ def aggregate(
         return Mean(jnp.sum(masked_mean(values, mask)), used)
     if mode == "dr_grpo":
         return Mean(total, used * max_length)
+    if mode == "luspo":
+        return Mean(total, used)
     return Mean(total / jnp.maximum(tokens, 1), jnp.minimum(tokens, 1))
 
 

@@ -1,11 +1,12 @@
 """Ratios of the policy to the older one, and the surrogate objectives of a token that are built on them.
 
 Surrogates are to be MAXIMISED. GRPO's is ``clipped_surrogate``. GSPO: arXiv 2507.18071; CISPO: 2506.13585; dual clip:
-1912.09729; SAPO: 2511.20347; GMPO: 2507.20673. Log-probs are in nats.
+1912.09729; SAPO: 2511.20347; GMPO: 2507.20673; VESPO: 2602.10693; DPPO: 2602.04879. Log-probs are in nats.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import jax
@@ -117,3 +118,60 @@ def gmpo_surrogate(
     bounded = jnp.where(advantages > 0, jnp.minimum(x, clip_high), falling)
     mean = jnp.clip(masked_mean(bounded, mask), -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return jnp.exp(mean)[:, None] * advantages
+
+
+def vespo_surrogate(
+    logps: Float[Array, "B T"],
+    old_logps: Float[Array, "B T"],
+    advantages: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    *,
+    k_positive: Scalar = 2.0,
+    lambda_positive: Scalar = 3.0,
+    k_negative: Scalar = 3.0,
+    lambda_negative: Scalar = 2.0,
+) -> Float[Array, "B T"]:
+    """Compute stop_gradient(phi(w)) * A * logp with phi(w) = w^k exp(lambda (1 - w)) (VESPO, arXiv 2602.10693).
+
+    w is the product of the row's ratios, within 1e-8 .. e^20, each log-ratio within -20 .. 20, as TRL has it; phi(1) is
+    1, and the peak is at w = k / lambda. k and lambda are ``_positive`` where A >= 0. Departure: the sign is that of
+    the token's advantage where advantages differ within a row.
+    """
+    x = jnp.where(mask, stop_gradient(widened(logps)) - widened(old_logps), 0)
+    total = jnp.sum(jnp.clip(x, -LOG_RATIO_BOUND, LOG_RATIO_BOUND), axis=-1, keepdims=True)
+    log_w = jnp.clip(total, math.log(1e-8), LOG_RATIO_BOUND)
+    k = jnp.where(advantages >= 0, k_positive, k_negative)
+    rate = jnp.where(advantages >= 0, lambda_positive, lambda_negative)
+    return jnp.exp(k * log_w + rate * (1 - jnp.exp(log_w))) * advantages * logps
+
+
+def dppo_surrogate(
+    logps: Float[Array, "B T"],
+    old_logps: Float[Array, "B T"],
+    advantages: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    *,
+    mask_low: Scalar = 0.2,
+    mask_high: Scalar = 0.2,
+) -> Float[Array, "B T"]:
+    """Compute ratio * A, and 0 where the PROBABILITY has moved too far in the advantage's direction (DPPO).
+
+    With p and q the token's probabilities under the current and the older policy, tokens of A > 0 are left out where
+    p - q > mask_high, and tokens of A < 0 where p - q < -mask_low: the binary total variation of arXiv 2602.04879, as
+    prime-rl has it. A rare token's ratio may grow far without its probability moving, and stays in.
+    """
+    low, high = moved_probability(logps, old_logps, advantages, mask_low=mask_low, mask_high=mask_high)
+    return jnp.where(low | high, 0, policy_ratio(logps, old_logps, mask) * advantages)
+
+
+def moved_probability(
+    logps: Float[Array, "B T"],
+    old_logps: Float[Array, "B T"],
+    advantages: Float[Array, "B T"],
+    *,
+    mask_low: Scalar,
+    mask_high: Scalar,
+) -> tuple[Bool[Array, "B T"], Bool[Array, "B T"]]:
+    """Mark the tokens that DPPO leaves out: those of A < 0 that became too unlikely, of A > 0 too likely."""
+    change = jnp.exp(stop_gradient(widened(logps))) - jnp.exp(widened(old_logps))
+    return (advantages < 0) & (change < -mask_low), (advantages > 0) & (change > mask_high)

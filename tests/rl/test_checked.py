@@ -113,6 +113,7 @@ SWEEPS = {
     "policy_loss clip": lambda high: loss(clip_high=high, dual_clip=1 + high),
     "policy_loss cispo": lambda cap: loss(surrogate="cispo", ratio_cap=cap),
     "policy_loss sapo": lambda tau: loss(surrogate="sapo", sapo_positive=tau, sapo_negative=tau),
+    "policy_loss vespo": lambda k: loss(surrogate="vespo", vespo_k_positive=k, vespo_lambda_negative=k),
     "policy_loss gmpo": lambda low: loss(surrogate="gmpo", clip_low=low, clip_high=low),
     "policy_loss kl and entropy": lambda beta: loss(kl_beta=beta, entropy_bonus=beta, max_drift=beta),
 }  # fmt: skip

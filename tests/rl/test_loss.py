@@ -146,7 +146,7 @@ def rows_of(tree, rows):
     return jax.tree.map(lambda x: x[rows], tree)
 
 
-@pytest.mark.parametrize("surrogate", ["clip", "cispo", "sapo", "gmpo"])
+@pytest.mark.parametrize("surrogate", ["clip", "cispo", "sapo", "gmpo", "vespo", "dppo"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("aggregation", ["dapo", "grpo", "dr_grpo"])
 def test_microbatched_is_whole(surrogate, level, aggregation, x64):
@@ -291,9 +291,9 @@ def test_missing_log_probs_are_named():
 def test_unknown_modes_are_named():
     args = make_batch()
     for field, accepted in {
-        "surrogate": "clip, cispo, sapo or gmpo",
+        "surrogate": "clip, cispo, sapo, gmpo, vespo or dppo",
         "level": "token or sequence",
-        "aggregation": "grpo, bnpo, dapo or dr_grpo",
+        "aggregation": "grpo, bnpo, dapo, dr_grpo or luspo",
         "kl_estimator": "k1, k2 or k3",
         "rows": "filled or all",
     }.items():

@@ -1,9 +1,9 @@
-"""Off-policy corrections, SAPO, GMPO, RLOO, GDPO and the optimal token baseline equal TRL's and verl's numbers.
+"""Off-policy corrections, SAPO, GMPO, VESPO, LUSPO, RLOO, GDPO and the optimal token baseline are TRL's and verl's.
 
 ``golden/off_policy/trl_verl.npz`` holds float64 arrays: for each name the weights, loss and gradient in the log-probs
 that TRL 1.16.0 computes for one batch with right padding (dapo aggregation; SAPO: the rows' means), verl 0.9.1's
 geometric-mean loss and optimal token baseline, and TRL's advantages. Each was made by executing the corresponding
-source of the installed package.
+source of the installed package. DPPO's are prime-rl's formulas, without its own KL term, written in torch.
 """
 
 import jax
@@ -34,7 +34,13 @@ GOLDEN = {
     "sapo": {"surrogate": "sapo", "aggregation": "grpo"},
     "sapo_sharp": {"surrogate": "sapo", "aggregation": "grpo", "sapo_positive": 2.0, "sapo_negative": 3.0},
     "gmpo": {"surrogate": "gmpo", "aggregation": "grpo", "clip_low": 0.15, "clip_high": 0.25},
+    "vespo": {"surrogate": "vespo"},
+    "luspo": {"aggregation": "luspo", "level": "sequence"},
+    "dppo": {"surrogate": "dppo", "clip_low": 0.2, "clip_high": 0.2},
+    "dppo_narrow": {"surrogate": "dppo", "clip_low": 0.02, "clip_high": 0.03},
 }
+SHARP = {"vespo_k_positive": 1.5, "vespo_lambda_positive": 0.5, "vespo_k_negative": 0.75, "vespo_lambda_negative": 4.0}
+GOLDEN["vespo_sharp"] = {"surrogate": "vespo", **SHARP}
 
 
 @pytest.fixture
