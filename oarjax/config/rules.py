@@ -32,7 +32,7 @@ from oarjax.credit.settings import CreditSettings
 from oarjax.system.paths import path_problem
 
 RUN_FOLDERS = ("start", "sft", "checkpoints", "verdicts", "bad_batches", "policy", "profile", "tensorboard", "wandb")
-RUN_FOLDERS += ("groups",)
+RUN_FOLDERS += ("groups", "rollouts")
 """Folders that a run writes below its run folder."""
 
 

@@ -15,12 +15,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-from jaxtyping import Float32
-
 from oarjax.grading.rewards import Sample
-from oarjax.storage.durable import DamagedError, Failures, Lines, read_lines, storage_errors, sync_folder
+from oarjax.storage.durable import (
+    DamagedError,
+    Failures,
+    Lines,
+    prune_numbered,
+    read_lines,
+    storage_errors,
+    sync_folder,
+)
 from oarjax.storage.trust import code_digest
+from oarjax.system.json import floats_of, plain_floats
 from oarjax.types import Grades
 
 
@@ -99,10 +105,7 @@ class RecordedGrader:
 
     def prune(self, before: int) -> None:
         """Remove the verdicts of iterations up to ``before``, which no kept checkpoint can repeat."""
-        for path in self._folder.glob(f"[0-9]*{self._suffix}"):
-            number = path.name.removesuffix(self._suffix)
-            if number.isdecimal() and 0 < int(number) <= before:  # every resumed run needs those of the start
-                path.unlink(missing_ok=True)
+        prune_numbered(self._folder, self._suffix, before)
 
     def _read(self, path: Path) -> dict[str, Grades]:
         try:
@@ -136,8 +139,8 @@ def _append(path: Path, record: dict[str, Any]) -> None:
 
 def _plain(grades: Grades) -> dict[str, Any]:
     return {
-        "rewards": _json(grades.rewards),
-        "per_reward": {name: _json(values) for name, values in grades.per_reward.items()},
+        "rewards": plain_floats(grades.rewards),
+        "per_reward": {name: plain_floats(values) for name, values in grades.per_reward.items()},
         "verdicts": grades.verdicts,
         "answers": grades.answers,
         "notes": grades.notes,
@@ -146,19 +149,9 @@ def _plain(grades: Grades) -> dict[str, Any]:
 
 def _grades(line: dict[str, Any]) -> Grades:
     return Grades(
-        rewards=_floats(line["rewards"]),
-        per_reward={name: _floats(values) for name, values in line["per_reward"].items()},
+        rewards=floats_of(line["rewards"]),
+        per_reward={name: floats_of(values) for name, values in line["per_reward"].items()},
         verdicts=line["verdicts"],
         answers=line["answers"],
         notes=line["notes"],
     )
-
-
-def _json(values: Float32[np.ndarray, "B"]) -> list[float | str | None]:
-    """Convert to numbers that JSON has: NaN (no grade) becomes null, an overflow "inf" or "-inf"."""
-    return [None if np.isnan(v) else float(v) if np.isfinite(v) else str(float(v)) for v in values]
-
-
-def _floats(values: list[float | str | None]) -> Float32[np.ndarray, "B"]:
-    """Convert the values that ``_json`` wrote back to float32."""
-    return np.asarray([np.nan if v is None else float(v) for v in values], np.float32)

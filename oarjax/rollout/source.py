@@ -70,12 +70,13 @@ class Batch(NamedTuple):
 
 
 class EndedRows(NamedTuple):
-    """Completions that ended while others are still being drawn. The arrays hold all B rows, on the device."""
+    """Completions that ended while others are still being drawn. The arrays hold all B rows, on the device or host."""
 
     rows: Int[np.ndarray, "r"]  # those that ended since the last report
     tokens: Int32[Array, "B T"]
     lengths: Int32[Array, "B"]
     ended: Bool[Array, "B"]
+    turns: tuple[Turn, ...] = ()  # theirs, from sources that draw row by row
 
 
 class Spent(NamedTuple):
@@ -86,15 +87,17 @@ class Spent(NamedTuple):
     row_steps: float = 0  # rows in the batch, step by step
     attended: float = 0.0
     slots_read: float = 0  # slots of the rows' own caches, step by step
+    redrawn: float = 0  # rows drawn again because the record of their batch was not complete
 
     def plus(self, other: Spent) -> Spent:
         return Spent(*(a + b for a, b in zip(self, other)))
 
     def metrics(self) -> dict[str, float]:
         """Return decode steps, the share of their rows that were unfinished, and the share of slots read in vain."""
+        redrawn = {"rows_redrawn": float(self.redrawn)} if self.redrawn else {}
         if self.steps == 0:
-            return {"decode_steps": 0.0}
-        return {
+            return {"decode_steps": 0.0, **redrawn}
+        return redrawn | {
             "decode_steps": float(self.steps),
             "decode_occupancy": self.tokens / self.row_steps,
             "decode_padding": 1 - self.attended / self.slots_read,
@@ -108,11 +111,19 @@ Report = Callable[[EndedRows], object]
 class Source(Protocol):
     """Draws turns."""
 
-    def draw(self, batch: Batch, report: Report | None = None) -> list[Turn]:
+    @property
+    def together(self) -> bool:
+        """True if all rows of a batch are drawn together, the same ones at every attempt."""
+        ...
+
+    def draw(
+        self, batch: Batch, report: Report | None = None, *, rows: Int[np.ndarray, "r"] | None = None
+    ) -> list[Turn]:
         """Draw a batch and return its turns in the order of their rows.
 
         Args:
             report: called with rows as they end, those that end last perhaps left out.
+            rows: the only ones wanted, ascending; None: all. A source that draws rows together returns all of them.
         """
         ...
 
@@ -139,6 +150,8 @@ class SamplerSource:
         place, fetch: numpy -> device, laid out for the sampler; and back.
     """
 
+    together = True
+
     def __init__(
         self,
         sample: Callable[..., Rollout],
@@ -155,7 +168,9 @@ class SamplerSource:
         """Draw with these parameters from now on; they are prepared once something is drawn."""
         self._params, self._prepared, self._version = params, None, version
 
-    def draw(self, batch: Batch, report: Report | None = None) -> list[Turn]:
+    def draw(
+        self, batch: Batch, report: Report | None = None, *, rows: Int[np.ndarray, "r"] | None = None
+    ) -> list[Turn]:
         """Draw all rows of a batch."""
         if self._prepared is None:
             self._prepared = self._prepare(self._params)

@@ -283,6 +283,14 @@ class Lines:
         self._file.close()
 
 
+def prune_numbered(folder: Path, suffix: str, before: int) -> None:
+    """Remove the files NUMBER + ``suffix`` of iterations 1 .. ``before``; every resumed run needs those of number 0."""
+    for path in folder.glob(f"[0-9]*{suffix}"):
+        number = path.name.removesuffix(suffix)
+        if number.isdecimal() and 0 < int(number) <= before:
+            path.unlink(missing_ok=True)
+
+
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a file of JSON lines, none without a file; skip a half-written last line.
 

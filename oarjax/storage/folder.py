@@ -68,7 +68,7 @@ PROGRESS = (
 )
 """Files that make a run resumable: once one of them exists, the run's config and inputs are fixed."""
 
-UNSEALED = ("start.json", "metrics.jsonl", "completions.jsonl", "samples/*.json")
+UNSEALED = ("start.json", "metrics.jsonl", "completions.jsonl", "samples/*.json", "rollouts/*.jsonl")
 """Files that a run without progress may have left; another config removes them."""
 
 SHOWN = 5

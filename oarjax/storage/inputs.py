@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 
 from oarjax.errors import ConfigError
-from oarjax.storage.durable import DamagedError, StorageError, cannot_read, check_guards, write_durably
+from oarjax.storage.durable import DamagedError, StorageError, cannot_read, check_guards, storage_errors, write_durably
 from oarjax.storage.folder import NO_DIFFERENCES, Differences, has_progress, listed
 from oarjax.system.devices import cpu_threads
 
@@ -71,14 +71,20 @@ class RecordedInputs(NamedTuple):
 def record_inputs(folder: Path, now: Mapping[str, str], files: Mapping[str, Stat] | None = None) -> Differences:
     """Record a run's inputs, or compare them with the record, and return the allowed differences.
 
-    The record is final once the folder has progress: until then every call replaces it. Call with the lock held.
+    The record is final once the folder has progress: until then every call replaces it, and rollouts that were drawn
+    with other inputs are removed. Call with the lock held.
 
     Raises:
         ConfigError: the inputs belong to another run; lists the differences.
         DamagedError: inputs.json differs from what was written.
+        StorageError: a file cannot be written or removed.
     """
     recorded = read_inputs(folder)
     if recorded is None or not has_progress(folder):
+        if recorded is None or recorded.inputs != dict(now):
+            with storage_errors(folder):
+                for path in folder.glob("rollouts/*.jsonl"):
+                    path.unlink()
         _write(folder, RecordedInputs(dict(now), dict(files or {})))
         return NO_DIFFERENCES
     found = compare(recorded.inputs, now)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Float32
 
 
 def to_plain(value: Any) -> Any:
@@ -28,7 +28,23 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
     Raises:
         TypeError: it holds anything but numbers, text, lists and dicts.
     """
-    return json.dumps(to_plain(value), indent=indent, allow_nan=False)
+    try:  # converting first takes twice as long as writing
+        return json.dumps(value, indent=indent, allow_nan=False)
+    except (TypeError, ValueError):  # arrays, or numbers that are not finite
+        return json.dumps(to_plain(value), indent=indent, allow_nan=False)
+
+
+def plain_floats(values: Float[np.ndarray, "n"]) -> list[float | str | None]:
+    """Convert to numbers that JSON has, all told apart: NaN becomes null, an overflow "inf" or "-inf"."""
+    plain = values.tolist()
+    if np.isfinite(values).all():
+        return plain
+    return [None if math.isnan(v) else v if math.isfinite(v) else str(v) for v in plain]
+
+
+def floats_of(values: Iterable[float | str | None]) -> Float32[np.ndarray, "n"]:
+    """Read what ``plain_floats`` made of float32 back."""
+    return np.asarray([math.nan if v is None else float(v) for v in values], np.float32)
 
 
 def number(value: float | int | None) -> float:

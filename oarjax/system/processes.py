@@ -227,7 +227,7 @@ def values_here(tree: Any, rows: Int[np.ndarray, "r"]) -> tuple[Int[np.ndarray, 
     The arrays are divided along axis 0 alone, all in the same way. Nothing is sent between processes.
     """
     first = jax.tree.leaves(tree)[0]
-    if first.is_fully_addressable:
+    if isinstance(first, np.ndarray) or first.is_fully_addressable:
         return rows, jax.tree.map(lambda x: np.asarray(x)[rows], tree)
     starts = [shard.index[0].start or 0 for shard in first.addressable_shards]
     ends = [start + shard.data.shape[0] for start, shard in zip(starts, first.addressable_shards)]

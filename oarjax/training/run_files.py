@@ -1,4 +1,4 @@
-"""Write a run's files while it iterates (metrics, completions, verdicts, checkpoints), and resume from them.
+"""Write a run's files while it iterates (metrics, completions, rollouts, verdicts, checkpoints), and resume from them.
 
 A checkpoint records the lengths of the other files. A run that resumes from it truncates them to these lengths, so that
 they end with each line once, as if the run had never stopped.
@@ -26,8 +26,10 @@ from oarjax.report.console import OnceWarnings
 from oarjax.report.files import CompletionRow, CompletionsWriter, Metrics, MetricsWriter
 from oarjax.report.groups import group_table, shows_groups, write_groups, write_shown
 from oarjax.report.trackers import TrackedRun, Trackers, run_id
+from oarjax.rollout.source import Source
 from oarjax.run.adapters import trained_shapes
 from oarjax.run.run import Run
+from oarjax.sources.records import RecordedSource, Records
 from oarjax.step.history import RewardHistory
 from oarjax.step.iteration import Iteration
 from oarjax.storage.checkpoint import Checkpoints, arrays, check_arrays, finished
@@ -54,6 +56,7 @@ class RunFiles:
         self._run, self._cfg, self._folder, self._warnings = run, run.cfg.checkpoint, folder, warnings
         self._failures = Failures(self._cfg.on_failure, warnings.say)
         self._verdicts: RecordedGrader | None = None
+        self._rollouts: Records | None = None
         self._best, self._iteration = -math.inf, 0
         self._stack = ExitStack()
 
@@ -151,6 +154,14 @@ class RunFiles:
         )
         return self._verdicts
 
+    def source(self, source: Source) -> Source:
+        """Wrap a source to write rollouts to disk before they are used; without checkpoints return it unchanged."""
+        if self._cfg.every == 0:
+            return source
+        if self._rollouts is None:
+            self._rollouts = Records(self._folder / "rollouts", failures=self._failures, say=self._say)
+        return RecordedSource(source, self._rollouts)
+
     def begin(self, iteration: int) -> None:
         """Begin an iteration; the verdicts and groups from now on belong to it.
 
@@ -233,9 +244,10 @@ class RunFiles:
             self._checkpoints.save(iteration, state, record, score=self._best if best else None)
             if now:
                 self._checkpoints.settle()
-        if self._verdicts is not None:
+        oldest = min(self._checkpoints.finished(), default=0)
+        for records in filter(None, (self._verdicts, self._rollouts)):
             with self._failures.handled(), storage_errors(self._folder):
-                self._verdicts.prune(min(self._checkpoints.finished(), default=0))
+                records.prune(oldest)
 
     def _check_base(self, commit: str | None) -> None:
         """Refuse adapters whose base weights have changed since the run began."""

@@ -82,6 +82,7 @@ def train(
             hints=run.hints,
             load_reference=partial(jax.device_put, device=run.layout.params),
             past=history.of if remembers else None,
+            source=files.source,
             prompt_step=run.prompt_step,
         )
         baseline = None if start.before is None else start.before.metrics["pass_at_1"]

@@ -39,6 +39,16 @@ def test_until_there_is_progress_they_are_replaced_and_then_fixed(tmp_path):
     assert read_inputs(tmp_path).inputs["rows/data.train"] == "b" * 64
 
 
+def test_rollouts_of_other_inputs_go_with_them(tmp_path):
+    drawn = tmp_path / "rollouts" / "000001.jsonl"
+    drawn.parent.mkdir()
+    drawn.write_text("")
+    for seen, policy in ((False, "a"), (True, "a"), (False, "b")):
+        record_inputs(tmp_path, {"policy/model.safetensors": policy * 64})
+        assert drawn.exists() is seen
+        drawn.write_text("")
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

@@ -12,7 +12,7 @@ import errno
 import os
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -26,6 +26,7 @@ from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.report.files import read_metrics
 from oarjax.run.inputs import check_inputs
 from oarjax.run.run import open_run
+from oarjax.sources import records
 from oarjax.storage import checkpoint
 from oarjax.storage.durable import StorageError
 from oarjax.storage.folder import claim, locked, refuse_another_run
@@ -38,6 +39,7 @@ pytestmark = pytest.mark.slow
 SEQUENCES = int(os.environ.get("OARJAX_STATEFUL_REAL", "24"))
 SEED = int(os.environ.get("OARJAX_STATEFUL_SEED", "0"))
 ITERATIONS = 6
+ACCIDENTS = ["full disk", "full record", "cut record", "flip", "unfinished", "half a line", "move", "copy"]
 CLOCKS = ("seconds", "time", "tokens_per_second", "mfu")
 
 
@@ -110,6 +112,10 @@ def sealed(folder: Path) -> list[Path]:
     return sorted(at for at in found if at.name.isdecimal() and (at / "manifest.json").exists())
 
 
+def recorded(folder: Path) -> list[Path]:
+    return sorted((folder / "rollouts").glob("*.jsonl"))
+
+
 def flip(at: Path) -> None:
     path = max(at.rglob("d/*"), key=lambda path: path.stat().st_size)
     content = bytearray(path.read_bytes())
@@ -122,7 +128,7 @@ def test_any_sequence_of_accidents_ends_the_same(world, whole, tmp_path, monkeyp
     draw = random.Random(f"{SEED} {number}")
     folder = tmp_path / "run"
     for _ in range(draw.randint(2, 4)):
-        act = draw.choice(["stop", "kill", "full disk", "flip", "unfinished", "half a line", "move", "copy"])
+        act = draw.choice(["stop", "kill", *ACCIDENTS])
         print(act)
         if act in ("stop", "kill"):
             world.attempt(folder, act, draw.randint(1, ITERATIONS))
@@ -131,6 +137,13 @@ def test_any_sequence_of_accidents_ends_the_same(world, whole, tmp_path, monkeyp
                 patch.setattr(checkpoint.ocp.StandardCheckpointer, "save", full)
                 with contextlib.suppress(StorageError):
                     world.attempt(folder)
+        elif act == "full record":
+            with monkeypatch.context() as patch:
+                patch.setattr(records.Lines, "write", full_after(draw.randint(0, 40), records.Lines.write))
+                with contextlib.suppress(StorageError):
+                    world.attempt(folder)
+        elif act == "cut record" and recorded(folder):
+            os.truncate(at := draw.choice(recorded(folder)), draw.randint(0, at.stat().st_size))
         elif act in ("flip", "unfinished") and len(sealed(folder)) > 1:
             flip(sealed(folder)[-1]) if act == "flip" else (sealed(folder)[-1] / "manifest.json").unlink()
         elif act == "half a line" and folder.exists():
@@ -149,3 +162,17 @@ def test_any_sequence_of_accidents_ends_the_same(world, whole, tmp_path, monkeyp
 
 def full(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def full_after(count: int, write: Callable[..., None]) -> Callable[..., None]:
+    """Return ``Lines.write`` as it is on a disk that is full after ``count`` lines of rollouts."""
+    left = [count]
+
+    def writes(self: records.Lines, record: dict[str, object]) -> None:
+        if self.path.parent.name == "rollouts":
+            left[0] -= 1
+            if left[0] < 0:
+                raise StorageError(f"cannot write {self.path}: No space left on device")
+        write(self, record)
+
+    return writes

@@ -13,6 +13,7 @@ from oarjax.config.loading import load_config
 from oarjax.data.hf import load_params, read_config
 from oarjax.errors import ConfigError
 from oarjax.report.files import read_metrics
+from oarjax.rollout.source import SamplerSource
 from oarjax.storage import folder as run_folder
 from oarjax.storage.checkpoint import finished
 from oarjax.storage.stop import Stop, Stopped
@@ -54,7 +55,7 @@ def test_a_run_that_is_told_to_stop_within_an_iteration_saves_the_one_before_and
 
     def signalled(timer, stop, name):
         seen.append(name)
-        if seen.count("sample") == 2 * 3:  # the third iteration has laid out the weights, and samples
+        if seen.count("update") == 3:  # the third iteration has drawn and graded its rollouts, and would learn
             os.kill(os.getpid(), signal.SIGTERM)
         return phase(timer, stop, name)
 
@@ -62,10 +63,20 @@ def test_a_run_that_is_told_to_stop_within_an_iteration_saves_the_one_before_and
         patch.setattr(trainer, "_phase", signalled)
         with pytest.raises(Stopped):
             command.train_once(config(parts), Console(quiet=True), stop)
-    assert (seen.count("sample"), seen[-1]) == (6, "sample")
+    assert (seen.count("update"), seen[-1]) == (3, "update")
     assert list(finished(parts / "checkpoints")) == [2]
     assert [row["iteration"] for row in read_metrics(parts / "metrics.jsonl")] == [0, 1, 2]
+    drawn, draw = [], SamplerSource.draw
+
+    def counted(self, batch, *args, **rows):
+        drawn.append(batch.iteration)
+        return draw(self, batch, *args, **rows)
+
+    monkeypatch.setattr(SamplerSource, "draw", counted)
+    verdicts = (parts / "verdicts" / "000003.jsonl").read_bytes()
     command.train_once(config(parts), Console(quiet=True), Stop())
+    assert drawn == [4]  # the third one's were recorded, and so were their verdicts
+    assert (parts / "verdicts" / "000003.jsonl").read_bytes() == verdicts
 
     model, _ = read_config(whole / "export")
     a, b = load_params(whole / "export", model), load_params(parts / "export", model)

@@ -136,7 +136,8 @@ def train_run(cfg: Config, home: Path, console: Console, graders: Graders, progr
         start = prepare(run, params, read_before(home / BEFORE), folder, stop)
         train(run, graders.of(run), start, folder, stop)
         remove_all(folder / "checkpoints")
-        shutil.rmtree(folder / "verdicts", ignore_errors=True)
+        for records in ("rollouts", "verdicts"):
+            shutil.rmtree(folder / records, ignore_errors=True)
 
 
 def _claim(run: Run, folder: Path, console: Console) -> None:
