@@ -146,9 +146,9 @@ def sample(
     check_target(policy)
     from oarjax.evaluate.sample import run
 
-    asked = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
-    asked["temperature"] = temperature
-    run(policy, prompts, template.value, count, max_new, family, asked, stop or [], seed)
+    filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
+    filters["temperature"] = temperature
+    run(policy, prompts, template.value, count, max_new, family, filters, stop or [], seed)
 
 
 @app.command(epilog="Example: oarjax status runs/demo")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from oarjax.credit.clean_pass import linear_pass
-from oarjax.credit.oar.oar_g import noise_scores
+from oarjax.credit.oar.oar_g import gradient_times_input
 from oarjax.credit.probe import outcome_probe
 from oarjax.types import AnswerSpan
 
@@ -62,4 +62,4 @@ def noise_importance(policy, params, tokens, valid, span, noise, *, estimator, m
     """Compute OAR-G of a batch for some noise."""
     clean = linear_pass(policy, params, tokens, valid, completion_length=span.answer.shape[1])
     probe = outcome_probe(mode, temperature=temperature)
-    return noise_scores(policy, params, clean, tokens, valid, span, noise, probe=probe, estimator=estimator)
+    return gradient_times_input(policy, params, clean, tokens, valid, span, noise, probe=probe, estimator=estimator)

@@ -74,22 +74,22 @@ def stored_pass(
         hidden, stored = policy.trunk(params, embeddings[:, first], positions[:, first], valid[:, first], cache=stored)
     if stored is None:
         raise ValueError("policy.trunk: expected the filled cache as second result of a call with cache=, got None")
-    own = embeddings[:, start:], positions[:, start:], valid[:, start:-1]
+    completions = embeddings[:, start:], positions[:, start:], valid[:, start:-1]
     if policy.first_slots is not None:
-        return StoredPass(*own, hidden[:, start:], stored)
+        return StoredPass(*completions, hidden[:, start:], stored)
     prefix = stored if start else None
     if policy.extend is None or not edges:
-        return StoredPass(*own, policy.trunk(params, *own, prefix=prefix)[0], stored)
+        return StoredPass(*completions, policy.trunk(params, *completions, prefix=prefix)[0], stored)
     states, pieces = [], []
     for begin, end in pairwise((0, *edges, completion_length)):
-        rows, empty = (x[:, begin:end] for x in own), policy.init_cache(tokens.shape[0], end - begin)
+        rows, empty = (x[:, begin:end] for x in completions), policy.init_cache(tokens.shape[0], end - begin)
         part, after = policy.trunk(params, *rows, prefix=prefix, cache=empty)
         if after is None:
             raise ValueError("policy.trunk: expected the filled cache as second result of a call with cache=, got None")
         states.append(part)
         pieces.append(after)
         prefix = after if prefix is None else policy.extend(prefix, after)
-    return StoredPass(*own, jnp.concatenate(states, axis=1), stored, tuple(edges), tuple(pieces[:-1]))
+    return StoredPass(*completions, jnp.concatenate(states, axis=1), stored, tuple(edges), tuple(pieces[:-1]))
 
 
 def linear_pass(
@@ -107,12 +107,12 @@ def linear_pass(
     if start > 0:
         cache = policy.init_cache(tokens.shape[0], start)
         _, prefix = policy.trunk(params, embeddings[:, :start], positions[:, :start], valid[:, :start], cache=cache)
-    own = slice(start, start + completion_length)
+    columns = slice(start, start + completion_length)
 
     def states(e: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return policy.trunk(params, e, positions[:, own], valid[:, own], prefix=prefix)[0]
+        return policy.trunk(params, e, positions[:, columns], valid[:, columns], prefix=prefix)[0]
 
-    clean = embeddings[:, own]
+    clean = embeddings[:, columns]
     hidden, push = jax.linearize(states, clean)
     transposed = jax.linear_transpose(push, clean)
     return LinearPass(clean, hidden, push, lambda ct: transposed(ct)[0], states)
@@ -140,10 +140,10 @@ def shared_pass(
         ValueError: no prompt position before the completion.
     """
     start = prompt_slots(tokens.shape[1], completion_length)
-    positions, own = positions_of(valid), slice(start, start + completion_length)
+    positions, columns = positions_of(valid), slice(start, start + completion_length)
 
     def after(params: Params, prefix: KVCache | None, e: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return policy.trunk(params, e, positions[:, own], valid[:, own], prefix=prefix)[0]
+        return policy.trunk(params, e, positions[:, columns], valid[:, columns], prefix=prefix)[0]
 
     def states(trained: Params, e: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], KVCache | None]:
         params, prefix = params_of(trained), None
@@ -152,7 +152,7 @@ def shared_pass(
             _, prefix = policy.trunk(params, before, positions[:, :start], valid[:, :start], cache=cache)
         return after(params, prefix, e), prefix
 
-    clean, pull_embedded = jax.vjp(lambda trained: policy.embed(params_of(trained), tokens[:, own]), trained)
+    clean, pull_embedded = jax.vjp(lambda trained: policy.embed(params_of(trained), tokens[:, columns]), trained)
     hidden, pull_all, prefix = jax.vjp(states, trained, clean, has_aux=True)
     pull = _pruned(lambda ct: pull_all(ct)[1], hidden)
     pushed = jax.linear_transpose(pull, hidden)

@@ -290,8 +290,8 @@ def credit_metrics(w: Float[Array, "B T"], span: AnswerSpan, completion: Bool[Ar
     counted = rows & span.reasoning.any(-1)
 
     def row_mean(values: Float[Array, "B"], among: Bool[Array, "B"]) -> Mean:
-        known = among & jnp.isfinite(values)  # weights of 0 throughout have no concentration
-        return Mean(jnp.sum(jnp.where(known, values, 0)), jnp.sum(known).astype(jnp.float32))
+        defined = among & jnp.isfinite(values)  # weights of 0 throughout have no concentration
+        return Mean(jnp.sum(jnp.where(defined, values, 0)), jnp.sum(defined).astype(jnp.float32))
 
     return {
         "ess": row_mean(ess_ratio(w, span.reasoning), counted),

@@ -198,9 +198,9 @@ def _read(weight: Weight, files: dict[str, Path], index: tuple[slice, ...], *, d
         inner[-2:] = inner[:-3:-1]
     number, parts = weight.part
     if parts > 1:
-        own = weight.file_shape[-2] // parts
-        first, end, _ = inner[-2].indices(own)
-        inner[-2] = slice(number * own + first, number * own + end)
+        height = weight.file_shape[-2] // parts
+        first, end, _ = inner[-2].indices(height)
+        inner[-2] = slice(number * height + first, number * height + end)
     rows, *columns = inner
     first, end, _ = rows.indices(weight.file_shape[0])
     step = max(1, MAPPED // (4 * math.prod(weight.file_shape[1:])))

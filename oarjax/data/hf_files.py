@@ -65,9 +65,9 @@ def read_architecture(folder: Path) -> QwenConfig:
     fields = read_fields(folder)
     text = fields.get("text_config")
     part = text if isinstance(text, dict) else fields
-    for name, wanted in _misfits(part):
+    for name, expected in _misfits(part):
         raise CheckpointError(
-            f"{folder}/config.json: {name} = {_part(part, name)!r:.100}, expected {wanted}; fetch it again"
+            f"{folder}/config.json: {name} = {_part(part, name)!r:.100}, expected {expected}; fetch it again"
         )
     return QwenConfig.from_hf(fields)
 
@@ -84,9 +84,9 @@ def _misfits(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for name, largest in SIZES.items():
         if fields.get(name) is not None and not (_is_whole(fields[name]) and 1 <= fields[name] <= largest):
             yield name, f"a positive integer up to {largest:,}"
-    for name, wanted in (("initializer_range", "a positive number"), ("max_window_layers", "an integer")):
+    for name, expected in (("initializer_range", "a positive number"), ("max_window_layers", "an integer")):
         if name in fields and fields[name] is None:
-            yield name, wanted
+            yield name, expected
     for name in ("sliding_window", "max_window_layers"):
         if fields.get(name) is not None and not _is_whole(fields[name]):
             yield name, "an integer"
@@ -257,11 +257,11 @@ def _json(path: Path, *, missing: str) -> Any:
 
 
 def _check_names(folder: Path, cfg: QwenConfig, files: dict[str, Path]) -> None:
-    wanted = {name for weight in weight_table(cfg) for name in weight.names}
+    expected = {name for weight in weight_table(cfg) for name in weight.names}
     ignored = {"lm_head.weight"} if cfg.tie_word_embeddings else set()
-    extra = set(files) - wanted - ignored - {n for n in files if n.endswith("rotary_emb.inv_freq")}
+    extra = set(files) - expected - ignored - {n for n in files if n.endswith("rotary_emb.inv_freq")}
     extra -= set(kept_tensors(cfg, files))
-    for names, fault in ((wanted - set(files), "missing"), (extra, "not part of this architecture")):
+    for names, fault in ((expected - set(files), "missing"), (extra, "not part of this architecture")):
         if names:
             shown = ", ".join(sorted(names)[:4])
             raise CheckpointError(

@@ -55,8 +55,8 @@ def load_problems(config: DatasetConfig, *, where: str = "data.train") -> list[P
     problems = []
     for index, (place, row) in enumerate(map(_without_pictures, limited)):
         chat = _chat(row.get(config.prompt_field), config.prompt_field, place)
-        asked = {config.prompt_field: chat[-1]["content"]} if chat else {}
-        prompt = _field(row | asked, config.prompt_field, place, f"{where}.prompt_field")
+        last_turn = {config.prompt_field: chat[-1]["content"]} if chat else {}
+        prompt = _field(row | last_turn, config.prompt_field, place, f"{where}.prompt_field")
         answer = _field(row, config.answer_field, place, f"{where}.answer_field")
         columns = _columns(row, config.columns, place, f"{where}.columns")
         problems.append(Problem(prompt, answer, index, place, columns, chat))
@@ -84,8 +84,8 @@ def _without_pictures(of: Row) -> Row:
 def _field(row: dict[str, Any], name: str, place: str, setting: str) -> str:
     """Return a field as text; numbers become text."""
     if name not in row:
-        known = ", ".join(map(repr, row))
-        raise DataError(f"{place}: no field {name!r}, only {known}; set {setting} to one of them")
+        names = ", ".join(map(repr, row))
+        raise DataError(f"{place}: no field {name!r}, only {names}; set {setting} to one of them")
     value = row[name]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(

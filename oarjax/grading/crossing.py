@@ -111,8 +111,8 @@ def serve(program, read, write):
             value = encode(names[call["name"]](*arguments, **keywords))
             reply = {"value": value, "arguments": [encode(a) for a in arguments]}
         except Exception as error:
-            known = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
-            reply = {"error": known[0], "message": str(error)[:1000]}
+            builtins_of = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
+            reply = {"error": builtins_of[0], "message": str(error)[:1000]}
         send(replies, reply)
 
 

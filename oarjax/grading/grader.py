@@ -82,7 +82,7 @@ class Grader:
         per_sample = tuple(name for name in names if name not in _local and name not in together)
 
         def pool(*parts: tuple[str, ...], joint: bool, count: int, seconds: float, resident_mb: int) -> Pool:
-            asked = WorkerSettings(
+            worker_settings = WorkerSettings(
                 parts=parts,
                 joint=joint,
                 settings=dict(settings or {}),
@@ -94,7 +94,7 @@ class Grader:
                 style=style,
                 pattern=pattern,
             )
-            return Pool(asked, workers=count)
+            return Pool(worker_settings, workers=count)
 
         self.pools: list[Pool] = []
         if per_sample:

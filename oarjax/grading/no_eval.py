@@ -54,9 +54,9 @@ def read_plain(text: str, *_: Any, **__: Any) -> Any:
     if fraction := _FRACTION.fullmatch(text):
         return sympy.Rational(int(fraction[1]), int(fraction[2]))
     if text.isidentifier() and not hasattr(builtins, text) and "__" not in text:
-        known = vars(sympy).get(text)
-        if known is None or isinstance(known, sympy.Basic):
-            return sympy.Symbol(text) if known is None else known
+        constant = vars(sympy).get(text)
+        if constant is None or isinstance(constant, sympy.Basic):
+            return sympy.Symbol(text) if constant is None else constant
     return refuse(text)
 
 

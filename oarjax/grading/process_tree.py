@@ -95,8 +95,8 @@ def clock_seconds(elapsed: float, before: float, use: Usage | None) -> float:
 
 def memory_mb(pid: int) -> float:
     """Return the memory of a process and its descendants, theirs without shared pages; 0 if unknown."""
-    own, *descendants = tree(pid)
-    fields = _read(f"/proc/{own}/statm").split()
+    root, *descendants = tree(pid)
+    fields = _read(f"/proc/{root}/statm").split()
     resident = int(fields[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20 if len(fields) > 1 else 0.0
     return resident + sum(map(_proportional_mb, descendants))
 

@@ -109,9 +109,9 @@ class RecordedGrader:
 
     def _read(self, path: Path) -> dict[str, Grades]:
         try:
-            known = {line["digest"]: _grades(line) for line in read_lines(path)}
+            earlier = {line["digest"]: _grades(line) for line in read_lines(path)}
             # If all crashed, the run stopped; the cause may be fixed by now, so they are graded again.
-            return {} if {v for grades in known.values() for v in grades.verdicts} == {"crash"} else known
+            return {} if {v for grades in earlier.values() for v in grades.verdicts} == {"crash"} else earlier
         except (DamagedError, ValueError, KeyError, TypeError, AttributeError) as error:
             self._say(f"{path} cannot be read ({error}); grading iteration {self._iteration} again")
             path.unlink(missing_ok=True)

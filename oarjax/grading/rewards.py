@@ -207,8 +207,8 @@ def register_local(function: Reward) -> str:
     Raises:
         ValueError: it has no name, or another reward has the same one.
     """
-    for name, known in _registry.items():
-        if inspect.unwrap(known) is function:
+    for name, registered in _registry.items():
+        if inspect.unwrap(registered) is function:
             return name
     name = getattr(function, "__name__", type(function).__name__)
     if name == "<lambda>":
@@ -238,10 +238,10 @@ def _with_settings(name: str, settings: dict[str, Any]) -> Reward:
     function = _registry[name]
     if not settings:
         return function
-    known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    wrong = sorted(settings.keys() - set(known))
+    keywords = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    wrong = sorted(settings.keys() - set(keywords))
     if wrong:
-        takes = f"its settings are {', '.join(known)}" if known else "it has none (keyword-only arguments)"
+        takes = f"its settings are {', '.join(keywords)}" if keywords else "it has none (keyword-only arguments)"
         raise ValueError(f"grading.rewards: {name} has no setting {', '.join(wrong)}; {takes}")
     return functools.partial(function, **settings)
 
@@ -249,7 +249,7 @@ def _with_settings(name: str, settings: dict[str, Any]) -> Reward:
 def name_of(function: Reward) -> str:
     """Return the name that a reward is registered under."""
     inner = getattr(function, "func", function)  # of a partial application
-    return next((name for name, known in _registry.items() if known is inner), repr(function))
+    return next((name for name, registered in _registry.items() if registered is inner), repr(function))
 
 
 @reward("format")

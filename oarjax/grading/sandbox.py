@@ -90,12 +90,12 @@ def run_program(
             "program": program,
             "parent": os.getpid(),
         }
-        given, output, errors = (stack.enter_context(_memory_file(name)) for name in ("in", "out", "err"))
-        given.write((json.dumps(job) + "\n" + stdin).encode())
-        given.seek(0)
+        standard_input, output, errors = (stack.enter_context(_memory_file(name)) for name in ("in", "out", "err"))
+        standard_input.write((json.dumps(job) + "\n" + stdin).encode())
+        standard_input.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(CHILD)],
-            stdin=given,
+            stdin=standard_input,
             stdout=output,
             stderr=errors,
             cwd=scratch,
@@ -109,10 +109,12 @@ def run_program(
         finally:
             process.kill()
             code = process.wait()
-        printed, said = (os.pread(file.fileno(), MAX_OUTPUT, 0).decode(errors="replace") for file in (output, errors))
-    if code == LOCK_FAILED and said.startswith("sandbox: "):
-        raise IsolationError(f"this machine cannot confine a program: {said.strip()}")
-    return ProgramResult(code, printed, said, stopped)
+        printed, complaint = (
+            os.pread(file.fileno(), MAX_OUTPUT, 0).decode(errors="replace") for file in (output, errors)
+        )
+    if code == LOCK_FAILED and complaint.startswith("sandbox: "):
+        raise IsolationError(f"this machine cannot confine a program: {complaint.strip()}")
+    return ProgramResult(code, printed, complaint, stopped)
 
 
 def _memory_file(name: str) -> BinaryIO:
@@ -136,9 +138,13 @@ def _watch(process: subprocess.Popen[bytes], seconds: float, stop: threading.Eve
 
 def _readable() -> list[str]:
     """List the paths that an interpreter needs to start and to import its standard library."""
-    own = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.join(sys.base_prefix, "lib")}
+    library_folders = {
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("platstdlib"),
+        os.path.join(sys.base_prefix, "lib"),
+    }
     system = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
-    return [*sorted(own), *system, "/dev/null", "/dev/urandom"]
+    return [*sorted(library_folders), *system, "/dev/null", "/dev/urandom"]
 
 
 @functools.cache

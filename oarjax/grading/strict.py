@@ -35,7 +35,7 @@ _NAME = re.compile(
 
 def has_extra_values(reference: str, answer: str) -> bool:
     """Return True if an answer has something beyond one value that the reference does not have."""
-    inner, flat, known = _unwrapped(answer), _without_scripts(_unwrapped(answer)), _without_scripts(reference)
+    inner, flat, flat_reference = _unwrapped(answer), _without_scripts(_unwrapped(answer)), _without_scripts(reference)
     if _ENVIRONMENT.search(inner):
         return True
     value = re.sub(r"[A-Za-z]\s*\([^()]*\)", "", _LAYOUT.sub("", _EQUALS.split(inner.replace("{,}", ""))[-1]))
@@ -47,8 +47,8 @@ def has_extra_values(reference: str, answer: str) -> bool:
         or (_REMAINDER.search(inner) and not _REMAINDER.search(reference))
         or _words(inner) - _words(reference)
         or (_subscripts(inner) and _subscripts(inner) != _subscripts(reference))
-        or (not _equals(known) and not all(map(_is_value, _pieces(flat))))
-        or any(_equals(piece) > max(1, _equals(known)) for piece in _pieces(flat))
+        or (not _equals(flat_reference) and not all(map(_is_value, _pieces(flat))))
+        or any(_equals(piece) > max(1, _equals(flat_reference)) for piece in _pieces(flat))
     )
 
 

@@ -68,11 +68,11 @@ def attend(q: Float[Array, "B N heads h"], segments: tuple[Segment, ...]) -> Flo
 def segment_mixer(masks: Sequence[Array], valid: Bool[Array, "B N"]) -> Callable[..., Array]:
     """Return a function (stored keys and values, heads first, q, own k, own v) -> attention, causal for the new."""
     new = valid.shape[1]
-    own = valid[:, None, :] & jnp.tril(jnp.ones((new, new), bool))
+    causal = valid[:, None, :] & jnp.tril(jnp.ones((new, new), bool))
 
     def mix(stored: Sequence[tuple[Array, Array]], q: Array, k: Array, v: Array) -> Array:
         earlier = tuple(Segment(*kv, mask) for kv, mask in zip(stored, masks))
-        return attend(q.astype(k.dtype), (*earlier, Segment.of(k, v, own)))
+        return attend(q.astype(k.dtype), (*earlier, Segment.of(k, v, causal)))
 
     return mix
 

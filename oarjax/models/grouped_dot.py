@@ -74,11 +74,11 @@ def _outer(left: Array, right: Array, sizes: Array, *, dtype: np.dtype) -> Array
     def add(i: Any, total: Array) -> Array:
         group = jnp.sum(last <= i)
         begin = ends[group] - sizes[group] + (i - last[group] + blocks[group]) * block
-        own = (begin + jnp.arange(block) < ends[group])[:, None]
+        in_group = (begin + jnp.arange(block) < ends[group])[:, None]
         x, y = (jax.lax.dynamic_slice_in_dim(z, begin, block) for z in (left, right))
         over = (((0,), (0,)), ((), ()))
         more = jax.lax.dot_general(
-            jnp.where(own, x, 0), y, over, precision=precision_of(left.dtype), preferred_element_type=wide
+            jnp.where(in_group, x, 0), y, over, precision=precision_of(left.dtype), preferred_element_type=wide
         )
         return total.at[group].add(more)
 
@@ -160,8 +160,8 @@ def _own_groups(sizes: Array, rows: int) -> Array:
     """Return the order that puts rows of all copies into groups of their own, those of no group last."""
     copies, groups = sizes.shape
     group = _groups(sizes, rows)
-    own = jnp.where(group < groups, group + groups * jnp.arange(copies)[:, None], copies * groups)
-    return jnp.argsort(own.reshape(-1), stable=True)
+    segment = jnp.where(group < groups, group + groups * jnp.arange(copies)[:, None], copies * groups)
+    return jnp.argsort(segment.reshape(-1), stable=True)
 
 
 def _batch_dot(args: Any, dims: Any, *, dtype: np.dtype) -> tuple[Array, int]:

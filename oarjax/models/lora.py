@@ -37,7 +37,7 @@ def adapter_shapes(shapes: Params, *, rank: int, targets: Collection[str]) -> Pa
     Raises:
         ValueError: a target without a matrix, or a rank that is not below the matrices' own.
     """
-    wanted = set(targets)
+    module_names = set(targets)
 
     def shape(path: tuple[str, ...], kernel: Any) -> dict[str, Any]:
         *stack, into, out = kernel.shape
@@ -46,15 +46,15 @@ def adapter_shapes(shapes: Params, *, rank: int, targets: Collection[str]) -> Pa
                 f"rank: {rank} for {'.'.join(path)} of {into} x {out}; expected 1 to {min(into, out) - 1}; with more, "
                 "adapters are no smaller than the matrix"
             )
-        wanted.discard(path[-1])
+        module_names.discard(path[-1])
         return {
             "lora_a": jax.ShapeDtypeStruct((*stack, into, rank), jnp.float32),
             "lora_b": jax.ShapeDtypeStruct((*stack, rank, out), jnp.float32),
         }
 
     adapters = _at_targets(shape, shapes, targets)
-    if wanted:
-        raise ValueError(f"targets: this policy has no matrix {', '.join(sorted(wanted))}")
+    if module_names:
+        raise ValueError(f"targets: this policy has no matrix {', '.join(sorted(module_names))}")
     return adapters
 
 
@@ -82,8 +82,8 @@ def init_adapters(key: Key[Array, ""], shapes: Params, *, rank: int, targets: Co
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if name.endswith("lora_b"):
             return jnp.zeros(shape.shape, shape.dtype)
-        own = jax.random.fold_in(key, zlib.crc32(name.encode()))
-        return jax.random.normal(own, shape.shape, shape.dtype) / math.sqrt(shape.shape[-2])
+        weight_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        return jax.random.normal(weight_key, shape.shape, shape.dtype) / math.sqrt(shape.shape[-2])
 
     return jax.tree.unflatten(tree, [start(path, shape) for path, shape in leaves])
 

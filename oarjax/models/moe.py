@@ -129,8 +129,8 @@ class MoE(nnx.Module):
         """
         flat, k = x.reshape(-1, x.shape[-1]), self.experts.per_token
         probs = jax.nn.softmax(self.router(flat), axis=-1)
-        wanted = None if chosen is None else chosen.reshape(-1, k).astype(jnp.int32)
-        weights, chosen = route(probs, per_token=k, normalised=self.experts.normalised, chosen=wanted)
+        choice = None if chosen is None else chosen.reshape(-1, k).astype(jnp.int32)
+        weights, chosen = route(probs, per_token=k, normalised=self.experts.normalised, chosen=choice)
         matrices = tuple(m.matrices() for m in (self.gate, self.up, self.down))
         compute = partial(
             {"grouped": _grouped, "dense": _dense}[self.kind], scale=self.scale, dtype=self.dtype, stream=self.stream

@@ -292,8 +292,8 @@ def _placed(mesh: Mesh, x: Array, *axes: str | tuple[str, ...] | None) -> Array:
     """Constrain each axis of x to mesh axes, or keep it whole for None; leave it open if they do not divide it."""
 
     def place(axis: str | tuple[str, ...] | None, size: int) -> Any:
-        wanted = tuple(a for a in ((axis,) if isinstance(axis, str) else axis or ()) if a in mesh.shape)
-        return PartitionSpec.UNCONSTRAINED if size % math.prod(mesh.shape[a] for a in wanted) else wanted or None
+        mesh_axes = tuple(a for a in ((axis,) if isinstance(axis, str) else axis or ()) if a in mesh.shape)
+        return PartitionSpec.UNCONSTRAINED if size % math.prod(mesh.shape[a] for a in mesh_axes) else mesh_axes or None
 
     spec = PartitionSpec(*(place(axis, size) for axis, size in zip(axes, x.shape, strict=True)))
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))

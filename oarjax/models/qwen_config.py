@@ -272,8 +272,8 @@ def _read_delta(fields: Mapping[str, Any]) -> DeltaSizes:
     if kinds is not None:
         kinds = list(kinds) if isinstance(kinds, list | tuple) else []
         interval = kinds.index("full_attention") + 1 if "full_attention" in kinds else layers + 1
-        wanted = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
-        if kinds != wanted:
+        pattern = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
+        if kinds != pattern:
             _refuse(
                 "layer_types",
                 fields["layer_types"],

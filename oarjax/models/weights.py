@@ -273,9 +273,9 @@ def init_params(cfg: QwenConfig, key: Key[Array, ""], *, dtype: DTypeLike = jnp.
     def leaf(w: Weight) -> Array:
         if w.init in ("ones", "zeros"):
             return jnp.full(w.shape, 1.0 if w.init == "ones" else 0.0, dtype)
-        own = jax.random.fold_in(key, zlib.crc32(f"{w.name}{w.part[0] or ''}".encode()))
+        weight_key = jax.random.fold_in(key, zlib.crc32(f"{w.name}{w.part[0] or ''}".encode()))
         if w.init == "decay":
-            return jnp.log(jax.random.uniform(own, w.shape, jnp.float32, 0.01, 16.0)).astype(dtype)
-        return (jax.random.normal(own, w.shape, jnp.float32) * cfg.initializer_range).astype(dtype)
+            return jnp.log(jax.random.uniform(weight_key, w.shape, jnp.float32, 0.01, 16.0)).astype(dtype)
+        return (jax.random.normal(weight_key, w.shape, jnp.float32) * cfg.initializer_range).astype(dtype)
 
     return build_tree(cfg, leaf)

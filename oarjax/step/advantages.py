@@ -91,8 +91,8 @@ def split_advantages(
     """
     following = jnp.pad(completion[:, 1:], ((0, 0), (0, 1)))
     stop = completion & ~following & ended[:, None]
-    there = jnp.where(jnp.any(answer, axis=1, keepdims=True), jnp.cumsum(answer, axis=1) > 0, stop)
-    return jnp.where(there & completion, late[:, None], advantages)
+    from_answer = jnp.where(jnp.any(answer, axis=1, keepdims=True), jnp.cumsum(answer, axis=1) > 0, stop)
+    return jnp.where(from_answer & completion, late[:, None], advantages)
 
 
 def row_advantages(

@@ -96,10 +96,10 @@ def with_large_pages(environment: Mapping[str, str]) -> dict[str, str]:
     (docs/speed.md). Only glibc from 2.35 on reads the setting, when a process starts; a setting that is there already
     stays.
     """
-    given = environment.get("GLIBC_TUNABLES", "")
-    if "glibc.malloc.hugetlb" in given:
+    tunables = environment.get("GLIBC_TUNABLES", "")
+    if "glibc.malloc.hugetlb" in tunables:
         return dict(environment)
-    return {**environment, "GLIBC_TUNABLES": f"{given}:glibc.malloc.hugetlb=1".lstrip(":")}
+    return {**environment, "GLIBC_TUNABLES": f"{tunables}:glibc.malloc.hugetlb=1".lstrip(":")}
 
 
 def use_compilation_cache(folder: str | None) -> Path | None:

@@ -24,7 +24,8 @@ def make_mesh(
 
     On TPUs in several slices, the axis ``slice`` has one position per slice; elsewhere it is an ordinary outermost
     axis. Neighbours on the last axes are neighbours in the hardware. A slice whose devices all lie on one axis is
-    ordered tile by tile, see ``oarjax.system.tiles``: sampling divides the same order into tensor groups.
+    ordered tile by tile, see ``oarjax.system.tiles``: sampling divides the same order into tensor groups. Which axis
+    a parameter is divided over is decided in ``oarjax.models.sharding``.
 
     Raises:
         DeviceError: the axes do not multiply to the number of devices, or ``slice`` is not the number of slices.

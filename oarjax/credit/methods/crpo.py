@@ -36,8 +36,8 @@ def decoupled_advantages(
     """
     if len(weights) != rewards.shape[1]:
         raise ValueError(f"decoupled_advantages: {rewards.shape[1]} rewards and {len(weights)} weights")
-    known = jnp.all(jnp.isfinite(rewards), axis=1)
-    columns = jnp.where(known[:, None], rewards, jnp.nan).T
+    graded = jnp.all(jnp.isfinite(rewards), axis=1)
+    columns = jnp.where(graded[:, None], rewards, jnp.nan).T
     return weighted_group_advantages(
         columns,
         jnp.asarray(weights, float),

@@ -157,8 +157,8 @@ def weigh(inputs: CreditInputs, context: Context) -> Float[Array, "B T"]:
     cfg, reasoning = context.credit.signed_values, inputs.span.reasoning
     at, exists = chosen_places(required(inputs.signals, "importance", context), reasoning, count=cfg.places)
     row = jnp.arange(len(at))[:, None]
-    there = jnp.zeros(reasoning.shape, bool).at[row, at].max(exists)
-    return jnp.where(there, 0.0, cfg.share)
+    at_place = jnp.zeros(reasoning.shape, bool).at[row, at].max(exists)
+    return jnp.where(at_place, 0.0, cfg.share)
 
 
 def loss(

@@ -57,9 +57,9 @@ def gradient_importance(
     sigma: ScalarPositive,
     draws: Positive,
 ) -> Float[Array, "B T"]:
-    """Compute OAR-G scores, >= 0, averaged over ``draws`` noise draws that run as one batch.
+    """Compute OAR-G scores |<dJ/de_t, e_t>| >= 0, averaged over ``draws`` noise draws that run as one batch.
 
-    0 outside the reasoning and in rows with no answer.
+    0 outside the reasoning and in rows with no answer. The equation is ``gradient_times_input``.
 
     Args:
         policy: the model's functions, such as ``make_policy`` gives.
@@ -106,14 +106,14 @@ def gradient_scores(
     def one_draw(draw: Int[Array, ""]) -> Float[Array, "B T"]:
         per_draw = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, draw)
         noise = embedding_noise(per_draw, length=length, width=width, sigma=sigma, dtype=clean.embeddings.dtype)
-        return noise_scores(policy, params, clean, tokens, valid, span, noise, probe=probe, estimator=estimator)
+        return gradient_times_input(policy, params, clean, tokens, valid, span, noise, probe=probe, estimator=estimator)
 
     if estimator == "linearised" and probe.kind == "scalar":
         draws = 1
     return jnp.mean(jax.vmap(one_draw)(jnp.arange(draws)), axis=0)
 
 
-def noise_scores(
+def gradient_times_input(
     policy: Policy,
     params: Params,
     clean: LinearPass,
@@ -125,7 +125,7 @@ def noise_scores(
     probe: Probe,
     estimator: Estimator,
 ) -> Float[Array, "B T"]:
-    """Score by an estimator under this noise on the completion's tokens; noise outside the reasoning is unused.
+    """Compute s_t = |<dJ/de_t, e_t>| under this noise on the completion; noise outside the reasoning is unused.
 
     Raises:
         ValueError: unknown estimator.

@@ -136,24 +136,24 @@ def local_scores(
         read = jnp.broadcast_to(inputs[:, None], (rows, size, answers))
         at_read = read == near[..., :1]  # the changed token is itself where the answer is predicted
         before_read = near < jnp.where(is_read[:, :1], inputs[:, :1], length)[:, None]
-        own = jnp.concatenate([before_read, jnp.broadcast_to(is_read[:, None], read.shape)], axis=-1)
+        attended = jnp.concatenate([before_read, jnp.broadcast_to(is_read[:, None], read.shape)], axis=-1)
         changed = jnp.concatenate([near == near[..., :1], at_read], axis=-1)
         where = jnp.concatenate([near, read], axis=-1)
         inside = jnp.minimum(where, length - 1).reshape(rows, -1)
         embeddings = _take(clean.embeddings, inside).reshape(rows, size, places, -1)
         if replacement is None:
-            own = own & ~changed
+            attended = attended & ~changed
         else:
             new = _take(replacement, jnp.minimum(at, length - 1))[:, :, None]
             embeddings = jnp.where(changed[..., None], new, embeddings)
         stands = where + offset
-        redone = (jnp.arange(slots) == stands[..., None]) & (own | changed)[..., None]
+        redone = (jnp.arange(slots) == stands[..., None]) & (attended | changed)[..., None]
         visible = (jnp.arange(slots) < stands[..., None]) & ~redone.any(axis=2, keepdims=True)
         hidden, _ = policy.trunk(
             params,
             embeddings.reshape(rows * size, places, -1),
             _take(clean.positions, inside).reshape(rows * size, places),
-            own.reshape(rows * size, places),
+            attended.reshape(rows * size, places),
             prefix=clean.stored,
             visible=visible.reshape(rows * size, places, slots),
         )

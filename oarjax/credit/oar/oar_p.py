@@ -163,13 +163,13 @@ def over_counterfactuals(
     if buckets < 1:
         raise ValueError(f"buckets: expected at least 1, got {buckets}")
     length = first.shape[1]
-    here = first == jnp.arange(length)  # a change begins
-    count = jnp.max(jnp.sum(here, axis=1))
+    begins = first == jnp.arange(length)  # a change begins
+    count = jnp.max(jnp.sum(begins, axis=1))
     lows, sizes = bucket_sizes(length, chunk=chunk, buckets=buckets)
     if policy.first_slots is None:  # suffixes begin where the clean pass kept a cache
         kept = {0, *clean.edges}
         lows, sizes = map(list, zip(*(pair for pair in zip(lows, sizes) if pair[0] in kept)))
-    order = _last_together(here, spare=max(sizes))
+    order = _last_together(begins, spare=max(sizes))
     # The first input that carries a change of this chunk or a later one: input t + 1 carries token t.
     earliest = jax.lax.cummin(jnp.min(order, axis=0), reverse=True) + 1
     branches = [
@@ -197,11 +197,11 @@ def places(length: int, *, chunk: int, buckets: int) -> dict[str, Any]:
     return {"completion_length": length, "edges": bucket_sizes(length, chunk=chunk, buckets=buckets)[0][1:]}
 
 
-def _last_together(here: Bool[Array, "B T"], *, spare: int) -> Int[Array, "B slots"]:
+def _last_together(begins: Bool[Array, "B T"], *, spare: int) -> Int[Array, "B slots"]:
     """List the True entries of each row in order, the last of every row in column T - 1; T elsewhere."""
-    length = here.shape[1]
-    at = masked_positions(here, first=0, slots=length, none=length)
-    late = length - jnp.sum(here, axis=1, keepdims=True)
+    length = begins.shape[1]
+    at = masked_positions(begins, first=0, slots=length, none=length)
+    late = length - jnp.sum(begins, axis=1, keepdims=True)
     turned = jnp.take_along_axis(at, (jnp.arange(length) - late) % length, axis=1)
     return jnp.pad(turned, ((0, 0), (0, spare)), constant_values=length)
 

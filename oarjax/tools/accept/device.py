@@ -181,7 +181,7 @@ def _all_reduce(s: StageSetting, devices: Mesh, axis: str, count: int) -> list[C
 
     x = jax.make_array_from_callback((count * size,), where, shard)
     add = partial(jax.shard_map, mesh=devices, in_specs=PartitionSpec(axis), out_specs=PartitionSpec(axis))
-    summed = jax.jit(add(lambda own: added(own, axis)))
+    summed = jax.jit(add(lambda share: added(share, axis)))
     parts = [np.asarray(shard.data) for shard in summed(x).addressable_shards]
     right = all(bool((part == count * (count - 1) / 2).all()) for part in parts)
     rate = 2 * (count - 1) / count * 4 * size / best_seconds(lambda: summed(x), repeats=5)
@@ -224,9 +224,9 @@ def ways_over(devices: Mesh, axis: str) -> Ways | None:
     groups = groups_of(devices, (axis,))
     if any(len({getattr(d, "slice_index", 0) for d in group}) > 1 for group in groups):
         return None
-    own = [[(coordinates(d) or ())[: len(sides)] for d in group] for group in groups]
+    coordinates_of = [[(coordinates(d) or ())[: len(sides)] for d in group] for group in groups]
     per_chip = DEVICES.get(family, 1)
-    found = [ways_of(group, sides=sides, closed=closed, devices=per_chip) for group in own]
+    found = [ways_of(group, sides=sides, closed=closed, devices=per_chip) for group in coordinates_of]
     return min(found, key=lambda w: (w.ring, -w.hops))
 
 

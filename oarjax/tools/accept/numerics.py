@@ -49,18 +49,18 @@ def small_policy() -> Small:
 
 def numerics(s: StageSetting) -> list[Check]:
     """Compare one device with a CPU; every process compares its own."""
-    own, cpu = jax.local_devices()[0], jax.local_devices(backend="cpu")[0]
+    chip, cpu = jax.local_devices()[0], jax.local_devices(backend="cpu")[0]
     small = small_policy()
     reference = logps_of(small, cpu, "float32")
     checks = []
     for dtype in ("float32",) if s.small else ("float32", "bfloat16"):
-        error = float(np.abs(logps_of(small, own, dtype) - reference).max())
+        error = float(np.abs(logps_of(small, chip, dtype) - reference).max())
         checks.append(at_most(f"log-probs in {dtype} against a CPU's", error, LOGPS[dtype], unit="nats"))
-        gap = sampler_gap(small, own, dtype)
+        gap = sampler_gap(small, chip, dtype)
         checks.append(at_most(f"sampler against scorer in {dtype}", gap, GAP[dtype], unit="nats"))
-    bits = [random_bits(device) for device in (own, cpu)]
+    bits = [random_bits(device) for device in (chip, cpu)]
     checks.append(holds("random bits equal a CPU's", bool((bits[0] == bits[1]).all())))
-    chance = draw_chance(own, draws=512 if s.small else 16384)
+    chance = draw_chance(chip, draws=512 if s.small else 16384)
     name = f"draws of {VOCABULARY:,} tokens"
     return [*checks, at_least(name, chance, 1e-4, note="chance of so large a chi-square")]
 

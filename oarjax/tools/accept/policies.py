@@ -60,15 +60,15 @@ KINDS = (
 
 def policies(s: StageSetting) -> list[Check]:
     """Compare log-probs, gradients and draws of each kind with a CPU's; time a pass forward and backward."""
-    own, cpu = jax.local_devices()[0], jax.local_devices(backend="cpu")[0]
+    chip, cpu = jax.local_devices()[0], jax.local_devices(backend="cpu")[0]
     checks = []
     for kind in KINDS:
         small = small_policy(kind)
-        (logps, gradient), (theirs, reference) = (scored(kind, small, device) for device in (own, cpu))
+        (logps, gradient), (theirs, reference) = (scored(kind, small, device) for device in (chip, cpu))
         error = float(np.abs(logps - theirs).max())
         pairs = zip(jax.tree.leaves(gradient), jax.tree.leaves(reference), strict=True)
         largest = max(float(np.abs(x - y).max() / max(np.abs(y).max(), 1e-6)) for x, y in pairs)
-        gap = sampler_gap(small, own, "float32")
+        gap = sampler_gap(small, chip, "float32")
         checks += [
             at_most(f"{kind.name}: log-probs against a CPU's", error, LOGPS["float32"], unit="nats"),
             at_most(f"{kind.name}: gradients against a CPU's", largest, GRADIENT, note="of the largest number"),

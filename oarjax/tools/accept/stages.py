@@ -51,12 +51,12 @@ def chosen(names: str) -> tuple[Stage, ...]:
     Raises:
         StageError: an unknown name.
     """
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    known = [stage.name for stage in STAGES]
-    unknown = [name for name in wanted if name not in known]
+    requested = [name.strip() for name in names.split(",") if name.strip()]
+    stage_names = [stage.name for stage in STAGES]
+    unknown = [name for name in requested if name not in stage_names]
     if unknown:
-        raise StageError(f"--only: unknown stage {', '.join(unknown)}; accepted: {', '.join(known)}")
-    return tuple(stage for stage in STAGES if not wanted or stage.name in wanted)
+        raise StageError(f"--only: unknown stage {', '.join(unknown)}; accepted: {', '.join(stage_names)}")
+    return tuple(stage for stage in STAGES if not requested or stage.name in requested)
 
 
 def state_of(checks: Sequence[Any], error: str | None) -> str:

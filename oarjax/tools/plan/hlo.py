@@ -101,16 +101,16 @@ def _count(
 ) -> None:
     """Add one instruction, and all that it calls, to ``found``."""
     opcode = instruction.opcode.removesuffix("-start")
-    here = program.computations[home]
+    instructions = program.computations[home]
     before = found.flops, found.kernels.total(), found.calls.total()
     if opcode == "convolution":
-        found.flops += convolution_flops(instruction, *(type_of(here, o) for o in instruction.operands[:2]))
+        found.flops += convolution_flops(instruction, *(type_of(instructions, o) for o in instruction.operands[:2]))
     elif opcode == "dot":
-        found.flops += dot_flops(instruction, *(type_of(here, o) for o in instruction.operands[:2]))
+        found.flops += dot_flops(instruction, *(type_of(instructions, o) for o in instruction.operands[:2]))
     elif opcode in COLLECTIVES:
-        _count_collective(here, home, instruction, opcode, found)
+        _count_collective(instructions, home, instruction, opcode, found)
     elif opcode == "custom-call" and "tpu_custom_call" in instruction.rest:
-        operands = tuple(a.sizes for o in instruction.operands for a in type_of(here, o))
+        operands = tuple(a.sizes for o in instruction.operands for a in type_of(instructions, o))
         found.kernels[Kernel(re.sub(r"[.\d]+$", "", instruction.name), operands)] += 1
     elif opcode == "while":
         body, times = str(instruction.called("body")), loop_trips(program, home, instruction)
@@ -132,7 +132,7 @@ def _count(
         _count_fusion(program, called, found, spread, total, fused=opcode == "fusion")
     found.cycles += instruction.cycles
     if found.calls.total() == before[2]:  # of a collective the time is on the links
-        moved = hbm_bytes(program, here, instruction)
+        moved = hbm_bytes(program, instructions, instruction)
         if (found.flops, found.kernels.total()) != before[:2]:
             found.moved += moved
         else:
@@ -168,9 +168,9 @@ def _count_fusion(
 
 
 def _count_collective(
-    here: dict[str, Instruction], home: str, instruction: Instruction, kind: str, found: Executed
+    instructions: dict[str, Instruction], home: str, instruction: Instruction, kind: str, found: Executed
 ) -> None:
-    size = sum(a.bytes for o in instruction.operands for a in type_of(here, o))
+    size = sum(a.bytes for o in instruction.operands for a in type_of(instructions, o))
     if kind == "all-reduce" and home.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"  # as a TPU writes it: each device keeps its part
     members = group_size(instruction)
@@ -275,8 +275,8 @@ def loop_trips(program: HloProgram, home: str, loop: Instruction) -> float | Non
     The condition compares an entry of the carry, perhaps with a constant added, with a constant; it may be joined by
     ``and`` with others, which can only end the loop earlier. Unrolled bodies have a larger step.
     """
-    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):  # CPUs and GPUs say so
-        return float(known[1])
+    if stated := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):  # CPUs and GPUs say so
+        return float(stated[1])
     condition = program.computations[str(loop.called("condition"))]
     body = program.computations[str(loop.called("body"))]
     for compare in (i for i in condition.values() if i.opcode == "compare"):
@@ -301,35 +301,37 @@ def loop_trips(program: HloProgram, home: str, loop: Instruction) -> float | Non
     return None
 
 
-def _start(here: dict[str, Instruction], loop: Instruction, index: int) -> int | None:
-    initial = here.get(loop.operands[0])
-    return _constant(here, initial.operands[index]) if initial is not None and initial.opcode == "tuple" else None
+def _start(instructions: dict[str, Instruction], loop: Instruction, index: int) -> int | None:
+    initial = instructions.get(loop.operands[0])
+    return (
+        _constant(instructions, initial.operands[index]) if initial is not None and initial.opcode == "tuple" else None
+    )
 
 
-def _constant(here: dict[str, Instruction], name: str) -> int | None:
-    found = here.get(name)
+def _constant(instructions: dict[str, Instruction], name: str) -> int | None:
+    found = instructions.get(name)
     while found is not None and found.opcode in ("copy", "bitcast", "convert", "reshape", "copy-done", "copy-start"):
-        found = here.get(found.operands[0])
+        found = instructions.get(found.operands[0])
     if found is None or found.opcode != "constant" or not re.fullmatch(r"-?\d+", found.value):
         return None
     return int(found.value)
 
 
-def _entry(here: dict[str, Instruction], name: str) -> tuple[int | None, int]:
+def _entry(instructions: dict[str, Instruction], name: str) -> tuple[int | None, int]:
     """Return (index, n) of a value that is the carry's entry plus n."""
-    found, ahead = here.get(name), 0
+    found, ahead = instructions.get(name), 0
     while found is not None:
         if found.opcode == "get-tuple-element":
             index = re.search(r"index=(\d+)", found.rest)
             return (int(index[1]) if index else None), ahead
         if found.opcode == "add":
-            given = [_constant(here, o) for o in found.operands]
-            if (given[0] is None) == (given[1] is None):
+            constants = [_constant(instructions, o) for o in found.operands]
+            if (constants[0] is None) == (constants[1] is None):
                 return None, 0
-            ahead += next(n for n in given if n is not None)
-            found = here.get(found.operands[given.index(None)])
+            ahead += next(n for n in constants if n is not None)
+            found = instructions.get(found.operands[constants.index(None)])
         elif found.opcode in ("copy", "bitcast", "convert"):
-            found = here.get(found.operands[0])
+            found = instructions.get(found.operands[0])
         else:
             return None, 0
     return None, 0

@@ -72,15 +72,15 @@ def parse(text: str) -> HloProgram:
         HloError: there is no entry computation.
     """
     computations: dict[str, dict[str, Instruction]] = {}
-    entry, here = None, None
+    entry, instructions = None, None
     for line in text.splitlines():
         if header := HEADER.match(line):
-            here = computations.setdefault(header[2], {})
+            instructions = computations.setdefault(header[2], {})
             entry = header[2] if header[1] else entry
-        elif here is not None and (start := LINE.match(line)):
+        elif instructions is not None and (start := LINE.match(line)):
             instruction = _instruction(line, start)
             if instruction is not None:
-                here[instruction.name] = instruction
+                instructions[instruction.name] = instruction
     if entry is None:
         raise HloError("expected optimized HLO text with an ENTRY computation")
     return HloProgram(computations, entry)
@@ -121,7 +121,7 @@ def _closing(line: str, at: int) -> int:
     return len(line)
 
 
-def type_of(here: dict[str, Instruction], name: str) -> tuple[Array, ...]:
-    if name not in here:
+def type_of(instructions: dict[str, Instruction], name: str) -> tuple[Array, ...]:
+    if name not in instructions:
         raise HloError(f"operand %{name} is not defined where it is used")
-    return here[name].type
+    return instructions[name].type

@@ -84,10 +84,10 @@ def expected_decoding(
         running = 1.0 - (1.0 - survival[start:end]) ** rows
         computed = float(jumps @ binomial_exceedance(alive, draws=rows, chance=float(survival[start])))
         # A border with rows left is followed by at least one step; given that, steps run until the last row ends.
-        here = float(running.sum())
+        rows_left = float(running.sum())
         likely = float(running[0])
-        per_row = here / likely if likely > 0 else 0.0
-        steps += here
+        per_row = rows_left / likely if likely > 0 else 0.0
+        steps += rows_left
         row_steps += computed * per_row
         slot_reads += computed * per_row * slots_at(start)
     tokens = rows * mean_length(survival)

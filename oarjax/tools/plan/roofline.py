@@ -175,7 +175,7 @@ def executed_fused_flops(
     update = executed_update_flops(
         d, row, remat=remat, last_product=last_product, attended=attended, attention_passes=attention_passes
     )
-    own = pass_flops(d, tokens=row.completion, context=0, read=0)
-    again = own - 2.0 * last_product * row.completion if remat == "full" else 0.0
-    pushed = pass_flops(d, tokens=row.completion, context=attended, read=0) - own
-    return update + 2 * (draws * own + again) + 2.5 * draws * pushed
+    flops = pass_flops(d, tokens=row.completion, context=0, read=0)
+    again = flops - 2.0 * last_product * row.completion if remat == "full" else 0.0
+    pushed = pass_flops(d, tokens=row.completion, context=attended, read=0) - flops
+    return update + 2 * (draws * flops + again) + 2.5 * draws * pushed

@@ -32,16 +32,18 @@ def starting_of(
     completions, and as many programs for evaluations as for rollouts. Programs of a kind are taken to cost as much as
     those that were compiled. Every host compiles all of them.
     """
-    own = {p["name"]: p for p in phases if p["method"] is None}
-    sampling = own["sample"]["programs"] if "sample" in own else []
+    step_phases = {p["name"]: p for p in phases if p["method"] is None}
+    sampling = step_phases["sample"]["programs"] if "sample" in step_phases else []
     decode = [each.get("cpu_seconds") for each in sampling if each["name"].startswith("decode")]
-    if not {"reshard", "apply"} <= own.keys() or len(own) < 4 or not decode or None in decode:
+    if not {"reshard", "apply"} <= step_phases.keys() or len(step_phases) < 4 or not decode or None in decode:
         return None
     each, others = sum(decode) / len(decode), sum(p["cpu_seconds"] for p in sampling) - sum(decode)
     windows = len(rows.cache_sizes())
     lengths = len(buckets(rollout.completion_bucket, rollout.max_new))
-    learning = {name: own[name]["compile_cpu_seconds"] for name in ("score", "update", "fused") if name in own}
-    rest = own["reshard"]["compile_cpu_seconds"] + own["apply"]["compile_cpu_seconds"]
+    learning = {
+        name: step_phases[name]["compile_cpu_seconds"] for name in ("score", "update", "fused") if name in step_phases
+    }
+    rest = step_phases["reshard"]["compile_cpu_seconds"] + step_phases["apply"]["compile_cpu_seconds"]
     samplers = 2 if evaluates else 1
     first = rest + others + windows * each + sum(learning.values())
     whole = rest + samplers * (others + len(rows.sizes()) * each) + lengths * sum(learning.values())

@@ -71,8 +71,8 @@ def model_flops(phase: str, model: QwenConfig, cfg: Config) -> float:
     credit = find_credit(cfg.credit)
     work = replace(largest_work(model, cfg, credit), fused=phase == "fused")
     found = iteration_flops(decoder_of(model), work, credit)
-    asked = found["score"] + found["update"] if phase == "fused" else found[phase]
-    return asked / times_of(cfg.update)[phase]
+    phase_seconds = found["score"] + found["update"] if phase == "fused" else found[phase]
+    return phase_seconds / times_of(cfg.update)[phase]
 
 
 def count(text: str, s: LargestShapes, credit: CreditSettings, model: QwenConfig, *, steps: Number = 1) -> Executed:

@@ -106,13 +106,13 @@ def title(found: dict[str, Any]) -> str:
 
 def headline(found: dict[str, Any]) -> str:
     """Summarise a plan for the header of its config."""
-    most, there = found["step"]["hbm"]["total"] / GIB, found["chip"]["memory"] / GIB
+    most, capacity = found["step"]["hbm"]["total"] / GIB, found["chip"]["memory"] / GIB
     update = [p for p in found["phases"] if p["name"] in ("update", "fused", "apply") and p["method"] is None]
     what = "scores and update take" if any(p["name"] == "fused" for p in update) else "an update takes"
     plain, overlapped = (sum(p[f"seconds_{how}"] for p in update) for how in ("in_turn", "together"))
     flops = sum(p["model"] for p in update) / (found["chips"] * found["chip"]["flops"])
     return (
-        f"Planned by the TPU's compiler (docs/plans.md): at most {most:.2f} of {there:.2f} GiB of HBM "
+        f"Planned by the TPU's compiler (docs/plans.md): at most {most:.2f} of {capacity:.2f} GiB of HBM "
         f"per chip; {what} {plain:.1f} s with nothing overlapped and {overlapped:.1f} s with all, "
         f"at {flops / plain:.0%} and {flops / overlapped:.0%} model-FLOPs utilisation: bounds from peak rates."
     )

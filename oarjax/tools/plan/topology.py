@@ -88,36 +88,36 @@ def find_slice(name: str) -> Slice:
     Raises:
         TopologyError: it is not one that is sold, with those that are.
     """
-    wanted = name.strip().lower().replace("v5litepod", "v5e").replace("tpu7x", "v7x")
-    known = [Slice(family, shape) for family, shapes in SHAPES.items() for shape in shapes]
-    for found in known:
-        if wanted in (f"{found.family}:{found.shape}", found.product):
+    spelled = name.strip().lower().replace("v5litepod", "v5e").replace("tpu7x", "v7x")
+    known_slices = [Slice(family, shape) for family, shapes in SHAPES.items() for shape in shapes]
+    for found in known_slices:
+        if spelled in (f"{found.family}:{found.shape}", found.product):
             return found
-    family = wanted.replace(":", "-").split("-")[0]
-    near = [s for s in known if s.family == family] or known
+    family = spelled.replace(":", "-").split("-")[0]
+    near = [s for s in known_slices if s.family == family] or known_slices
     raise TopologyError(
         f"topology {name} is not known; accepted: {', '.join(f'{s.product} or {s.name}' for s in near)}"
     )
 
 
-def slice_devices(wanted: Slice, *, slices: int = 1) -> list[Any]:
+def slice_devices(target: Slice, *, slices: int = 1) -> list[Any]:
     """Return the devices of ``slices`` such slices, for which programs can be compiled. Nothing runs on them.
 
     Raises:
         TopologyError: libtpu is not installed.
     """
     settings: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
-    if wanted.chips == 1:
+    if target.chips == 1:
         settings["chips_per_host_bounds"] = (1, 1, 1)
-    if wanted.product in ("v5e-8", "v6e-8"):
+    if target.product in ("v5e-8", "v6e-8"):
         settings["chips_per_host_bounds"] = (2, 4, 1)  # one host
-    if wanted.family == "v4":
+    if target.family == "v4":
         settings["chip_config_name"] = "megacore"  # one device per chip
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=wanted.name, **settings)
+        found = topologies.get_topology_desc(platform="tpu", topology_name=target.name, **settings)
     except RuntimeError as error:
         raise TopologyError(
-            f'topology {wanted.name}: libtpu, the TPU compiler, does not load ({error}); pip install "oarjax[aot]", or '
+            f'topology {target.name}: libtpu, the TPU compiler, does not load ({error}); pip install "oarjax[aot]", or '
             "set TPU_LIBRARY_PATH to a libtpu.so"
         ) from error
     return list(found.devices)
@@ -129,11 +129,11 @@ def compiler_version() -> str:
     Raises:
         TopologyError: no libtpu is here.
     """
-    given = os.environ.get("TPU_LIBRARY_PATH")
-    if given:
-        library = Path(given)
+    library_path = os.environ.get("TPU_LIBRARY_PATH")
+    if library_path:
+        library = Path(library_path)
         if not library.is_file():
-            raise TopologyError(f"TPU_LIBRARY_PATH: no file {given}; name a libtpu.so, or unset it")
+            raise TopologyError(f"TPU_LIBRARY_PATH: no file {library_path}; name a libtpu.so, or unset it")
         beside = sorted(library.parent.parent.glob("libtpu-*.dist-info"))
         return beside[-1].name.removeprefix("libtpu-").removesuffix(".dist-info") if beside else f"file {library.name}"
     if find_spec("libtpu") is None:

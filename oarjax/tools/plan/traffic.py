@@ -20,7 +20,7 @@ FREE = {
 SLICES = {"dynamic-slice", "slice", "gather"}
 
 
-def hbm_bytes(program: HloProgram, here: dict[str, Instruction], instruction: Instruction) -> float:
+def hbm_bytes(program: HloProgram, instructions: dict[str, Instruction], instruction: Instruction) -> float:
     """Count the bytes that an instruction outside fusions moves between HBM and the chip."""
     opcode = instruction.opcode
     if opcode in FREE or opcode.endswith("-done"):
@@ -31,10 +31,10 @@ def hbm_bytes(program: HloProgram, here: dict[str, Instruction], instruction: In
         return 2 * _far(instruction.type)
     if opcode.removesuffix("-start") in SLICES:  # its type is its operands again, its result, and a semaphore
         part = instruction.type[len(instruction.operands)]
-        return part.bytes * (bool(_far(type_of(here, instruction.operands[0]))) + (part.space == 0))
+        return part.bytes * (bool(_far(type_of(instructions, instruction.operands[0]))) + (part.space == 0))
     if opcode == "dynamic-update-slice":
-        return 2 * _far(type_of(here, instruction.operands[1]))
-    read = sum(_far(type_of(here, name)) for name in instruction.operands)
+        return 2 * _far(type_of(instructions, instruction.operands[1]))
+    read = sum(_far(type_of(instructions, name)) for name in instruction.operands)
     # A start's type is its result, its operands again, and its semaphores.
     written = instruction.type[:1] if opcode.endswith("-start") else instruction.type
     return read + _far(written)

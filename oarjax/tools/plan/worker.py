@@ -37,24 +37,24 @@ def plan(job: dict[str, Any]) -> dict[str, Any]:
     Gives what is ``resident`` (bytes per chip), the ``ways`` of collectives by the devices of a group, and the
     ``programs``, see ``compile_program``.
     """
-    wanted = find_slice(job["topology"])
+    target = find_slice(job["topology"])
     cfg = with_method(parse_config(job["config"]), job["method"])
-    devices = slice_devices(wanted, slices=job["slices"])
+    devices = slice_devices(target, slices=job["slices"])
     mesh = make_mesh(**cfg.mesh.model_dump(), devices=devices)
     shapes, phase = ProgramShapes(planned(cfg, QwenConfig.from_hf(job["fields"]), mesh)), job["phase"]
     sampling = rollout_mesh(mesh, tensor=cfg.rollout.tensor or mesh.shape["tensor"])
-    ways = link_table(mesh, wanted) if phase != "sample" else {}
-    ways = link_table(sampling, wanted) | ways if phase in ("sample", "reshard") else ways
+    ways = link_table(mesh, target) if phase != "sample" else {}
+    ways = link_table(sampling, target) | ways if phase in ("sample", "reshard") else ways
     return {
         "resident": shapes.resident(phase),
         "versions": {"jax": jax.__version__, "libtpu": compiler_version()},
         "mesh": dict(mesh.shape),
         "ways": [[members, asdict(way)] for members, way in sorted(ways.items())],
-        "programs": [compile_program(each, shapes, wanted, job) for each in PROGRAMS[phase](shapes)],
+        "programs": [compile_program(each, shapes, target, job) for each in PROGRAMS[phase](shapes)],
     }
 
 
-def compile_program(program: PhaseProgram, shapes: ProgramShapes, wanted: Slice, job: dict[str, Any]) -> dict[str, Any]:
+def compile_program(program: PhaseProgram, shapes: ProgramShapes, target: Slice, job: dict[str, Any]) -> dict[str, Any]:
     """Compile one program, or read what is known of it.
 
     Gives its ``name`` and ``key``, the ``steps`` that it stands for, the bytes that lie ``beside`` it, and ``memory``
@@ -66,13 +66,13 @@ def compile_program(program: PhaseProgram, shapes: ProgramShapes, wanted: Slice,
     versions = {"jax": jax.__version__, "libtpu": compiler_version()}
     # The mesh's order is part of the program, and the text names devices by number only.
     order = str(shapes.mesh.devices.flatten().tolist())
-    made_of = [lowered.as_text(), wanted.name, order, versions, job["options"]]
+    made_of = [lowered.as_text(), target.name, order, versions, job["options"]]
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
     found = {"name": program.name, "key": key, "steps": program.steps}
     folder = Path(job["cache"])
-    known = folder / f"{key}.json"
-    if known.is_file():
-        result = json.loads(known.read_text())
+    answer_file = folder / f"{key}.json"
+    if answer_file.is_file():
+        result = json.loads(answer_file.read_text())
         return found | result | {"beside": shapes.beside(program, read=_read(result)), "cached": True}
     traced, cpu = time.perf_counter() - began, time.process_time()
     began = time.perf_counter()
@@ -81,7 +81,7 @@ def compile_program(program: PhaseProgram, shapes: ProgramShapes, wanted: Slice,
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        result = too_large(str(error), wanted.chip.memory)
+        result = too_large(str(error), target.chip.memory)
     else:
         m = compiled.memory_analysis()
         _write(folder / f"{key}.hlo.gz", gzip.compress(compiled.as_text().encode(), mtime=0))
@@ -98,7 +98,7 @@ def compile_program(program: PhaseProgram, shapes: ProgramShapes, wanted: Slice,
         "cpu_seconds": time.process_time() - cpu,
         "lower_seconds": traced,
     }
-    _write(known, json.dumps(result).encode())
+    _write(answer_file, json.dumps(result).encode())
     return found | result | {"beside": shapes.beside(program, read=_read(result)), "cached": False}
 
 
