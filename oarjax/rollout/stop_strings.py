@@ -2,7 +2,7 @@
 
 A string may begin in one token and end in another, in the middle of either. So a row carries a state: the longest
 prefix of a stop string that its bytes end with (Aho and Corasick, 1975). The table leads from state and token to the
-next state; its last state is "a string was completed" and is never left.
+next state; its last state is "a string was completed" and is never left. ``draw_next`` of ``sampler.py`` ends the row.
 """
 
 from __future__ import annotations
