@@ -23,6 +23,7 @@ from oarjax.cli_options import (
     AsJson,
     Device,
     Dtype,
+    Extend,
     Family,
     Gradients,
     InitColumns,
@@ -81,12 +82,13 @@ def train(
     ],
     overrides: Overrides = None,
     restart: Restart = False,
+    extend: Extend = False,
 ) -> None:
     """Run ``oarjax train``; see ``TRAIN_HELP``."""
     check_configs([config], overrides)
     from oarjax.training.command import run
 
-    run(config, overrides or [], restart=restart)
+    run(config, overrides or [], restart=restart, extend=extend)
 
 
 @app.command(epilog="Example: oarjax init --data questions.csv")

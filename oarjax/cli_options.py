@@ -105,6 +105,10 @@ Overrides = Annotated[
     ),
 ]
 Restart = Annotated[bool, typer.Option("--restart", help="Start from scratch; the old run_dir is kept as run_dir.old.")]
+Extend = Annotated[
+    bool,
+    typer.Option("--extend", help="Resume with more iterations, even if this changes its learning rates."),
+]
 InitData = Annotated[
     str | None,
     typer.Option(

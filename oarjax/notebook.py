@@ -40,6 +40,7 @@ def train(
     eval_data: Rows | None = None,
     rewards: Sequence[Any] | None = None,
     watch: Callable[[list[dict[str, Any]]], object] | None = None,
+    extend: bool = False,
 ) -> Path:
     """Train as ``oarjax train`` does; return the run's folder. A stopped run resumes; a finished one is kept.
 
@@ -55,6 +56,7 @@ def train(
             Functions run in this process, in a thread: nothing can stop one that hangs, and a later command knows them
             only by name.
         watch: called with the metrics so far, one record per iteration, whenever there are new ones; default None.
+        extend: lets a run resume with more iterations even if its learning rates change; default False.
 
     Raises:
         KeyboardInterrupt: the cell was interrupted; finished work is saved, and the same call resumes it.
@@ -80,7 +82,7 @@ def train(
 
         try:
             with Stop() as stop:
-                train_once(cfg, _WarningsOnly(), stop, report)
+                train_once(cfg, _WarningsOnly(), stop, report, extend=extend)
         except Stopped:
             raise KeyboardInterrupt(f"{folder} is saved; run this again to resume it") from None
         report()  # a run that was already finished reports nothing itself

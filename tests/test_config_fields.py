@@ -669,7 +669,7 @@ def grading(cfg: Config) -> Any:
     return grades.rewards.tolist(), grades.verdicts
 
 
-def command(cfg: Config) -> Any:
+def command(cfg: Config, *, shown: io.StringIO | None = None, extend: bool = False) -> Any:
     """A whole run with fake device programs and a fake grader: what they were asked, and what was written."""
     log: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -679,7 +679,8 @@ def command(cfg: Config) -> Any:
         patch.setattr(oarjax.training.start, "peak_flops", lambda dtype: (1e9, "fake"))
         patch.setattr(jax.profiler, "start_trace", lambda folder: log.append("trace"))
         patch.setattr(jax.profiler, "stop_trace", lambda: log.append("end of trace"))
-        oarjax.training.command.train_once(cfg, Console(file=io.StringIO()), Stop())
+        console = Console(file=shown or io.StringIO(), width=200)
+        oarjax.training.command.train_once(cfg, console, Stop(), extend=extend)
     folder = Path(cfg.run_dir)
     written = {str(p): p.stat().st_size for p in sorted(folder.rglob("*")) if p.suffix == ".safetensors"}
     checkpoints = sorted(p.name for p in folder.glob("checkpoints/*"))

@@ -131,7 +131,7 @@ def config(tmp_path):
 
 
 def test_an_interrupted_run_says_how_to_go_on(tmp_path, monkeypatch):
-    def stopped(*_):
+    def stopped(*_, **__):
         raise Stopped
 
     monkeypatch.setattr(notebook, "train_once", stopped)
@@ -140,7 +140,7 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path, monkeypatch):
 
 
 def test_the_metrics_so_far_are_watched(tmp_path, monkeypatch):
-    def trained(cfg, console, stop, seen):
+    def trained(cfg, console, stop, seen, **_):
         with MetricsWriter(tmp_path / "run") as writer:
             for n in (1, 2):
                 writer.write(n, {"reward": n / 2})
@@ -156,7 +156,7 @@ def test_the_metrics_so_far_are_watched(tmp_path, monkeypatch):
 def test_rows_of_the_notebook_take_the_place_of_a_file(tmp_path, monkeypatch):
     read = []
 
-    def trained(cfg, *_):
+    def trained(cfg, *_, **__):
         read.append([[p.prompt for p in load_problems(part)] for part in (cfg.data.train, cfg.data.eval)])
 
     monkeypatch.setattr(notebook, "train_once", trained)

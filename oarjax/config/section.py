@@ -54,6 +54,12 @@ class Section(BaseModel):
         return a_number(value) if kinds & {int, float} and bool not in kinds and str not in kinds else value
 
 
+def changed(section: Any, **changes: Any) -> Any:
+    """Return a config section with changed fields, validated again."""
+    fields = {name: getattr(section, name) for name in type(section).model_fields}
+    return type(section)(**(fields | changes))
+
+
 def _kinds(annotation: Any) -> set[Any]:
     """Collect the plain types of an annotation; those of Literal values count as str."""
     inner = get_args(annotation)

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from oarjax.config.inputs import BUILTIN_POLICIES, PolicyConfig
 from oarjax.config.schema import Config
+from oarjax.config.section import changed
 from oarjax.data.hf import load_params, stored_dtype
 from oarjax.errors import ConfigError
 from oarjax.evaluate.early import EXPECTED, check_exists
@@ -21,7 +22,7 @@ from oarjax.models.qwen_config import QwenConfig
 from oarjax.run.adapters import plain_params
 from oarjax.run.run import Run
 from oarjax.storage.checkpoint import finished
-from oarjax.storage.folder import changed, run_id, saved_config, start_folder
+from oarjax.storage.folder import run_id, saved_config, start_folder
 from oarjax.storage.manifest import MANIFEST, damage, misplaced, read_manifest
 from oarjax.system.mesh import make_mesh
 from oarjax.training.run_files import restored_state

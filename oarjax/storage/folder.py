@@ -80,12 +80,6 @@ def start_folder(run: Path, name: str) -> Path | None:
     return next((place for place in (run / name, run.parent / name) if place.is_dir()), None)
 
 
-def changed(section: Any, **changes: Any) -> Any:
-    """Return a config section with changed fields, validated again."""
-    fields = {name: getattr(section, name) for name in type(section).model_fields}
-    return type(section)(**(fields | changes))
-
-
 class Differences(NamedTuple):
     """Fields or inputs that differ, as "name was this, is that"."""
 
@@ -138,15 +132,16 @@ def saved_config(folder: Path) -> Config:
     return parse_config(without_removed(read_tree(path)), source=str(path))
 
 
-def differences(before: Mapping[str, Any], cfg: Config) -> Differences:
-    """Compare a saved config with this one."""
+def differences(before: Mapping[str, Any], cfg: Config, *, extend: bool = False) -> Differences:
+    """Compare a saved config with this one; with ``extend`` more iterations are allowed whatever the schedule."""
     was, now = flatten(_complete(before)), flatten(cfg.model_dump(mode="json"))
     result, unread = Differences([], [], []), tuple(f"credit.{name}." for name in unread_settings(cfg.credit.method))
     for name in sorted(was | now):
         if was.get(name) == now.get(name):
             continue
         # More iterations are the same run for longer, unless its learning rate was to reach 0 by the old end.
-        longer = name == "iterations" and cfg.optim.schedule == "constant" and now[name] > was.get(name, 0)
+        allowed = extend or cfg.optim.schedule == "constant"
+        longer = allowed and name == "iterations" and now[name] > was.get(name, 0)
         kind = result.harmless if name.startswith((*HARMLESS, *unread)) else result.refused
         kind = result.rounding if longer or name.startswith(ROUNDING) else kind
         kind.append(f"{name} was {was.get(name)!r}, is {now.get(name)!r}")
@@ -161,18 +156,21 @@ def _complete(before: Mapping[str, Any]) -> Mapping[str, Any]:
         return before
 
 
-def refuse_another_config(before: Mapping[str, Any], cfg: Config, *, what: str) -> Differences:
-    """Compare configs, and return the allowed differences.
+def refuse_another_config(before: Mapping[str, Any], cfg: Config, *, what: str, extend: bool = False) -> Differences:
+    """Compare configs, and return the allowed ``differences``.
 
     Raises:
         ConfigError: ``what`` holds another run; lists the fields that differ, and those that may.
     """
-    found = differences(before, cfg)
+    found = differences(before, cfg, extend=extend)
     if found.refused:
         others = f"; these may differ: {found.words()}" if found.words() else ""
+        longer = not differences(before, cfg, extend=True).refused
+        hint = f"its rates by optim.schedule={cfg.optim.schedule} end with iterations: pass --extend to train longer, "
         raise ConfigError(
-            f"run_dir: {what} holds a run of another config ({listed(found.refused)}); set another run_dir=..., "
-            f"restore that config to resume it, or pass --restart to move it aside and start over{others}"
+            f"run_dir: {what} holds a run of another config ({listed(found.refused)}); {hint if longer else ''}set "
+            "another run_dir=..., restore that config to resume it, or pass --restart to move it aside and start "
+            f"over{others}"
         )
     return found
 
@@ -219,8 +217,8 @@ def _counts_by_lines(run: Path) -> bool:
         return True
 
 
-def refuse_another_run(folder: Path, cfg: Config) -> Differences:
-    """Compare the folder's config with this one, once it has progress, and return the allowed differences.
+def refuse_another_run(folder: Path, cfg: Config, *, extend: bool = False) -> Differences:
+    """Compare the folder's config with this one, once it has progress, and return the allowed ``differences``.
 
     Raises:
         ConfigError: the folder holds another run; lists the fields that differ.
@@ -240,10 +238,10 @@ def refuse_another_run(folder: Path, cfg: Config) -> Differences:
             f"run_dir: {config_file} is not the config that the run wrote ({before}); put a good copy there, or give "
             "another run_dir=..."
         )
-    return refuse_another_config(before, cfg, what=str(folder))
+    return refuse_another_config(before, cfg, what=str(folder), extend=extend)
 
 
-def claim(folder: Path, cfg: Config) -> Path:
+def claim(folder: Path, cfg: Config, *, extend: bool = False) -> Path:
     """Create the run's folder with its whole config and its id, or resume it with the same config.
 
     Call with the folder's lock held. A folder without progress accepts any config; files of an earlier attempt with
@@ -252,7 +250,7 @@ def claim(folder: Path, cfg: Config) -> Path:
     Raises:
         ConfigError: the folder holds another run, or cannot be written to.
     """
-    refuse_another_run(folder, cfg)
+    refuse_another_run(folder, cfg, extend=extend)
     text, config_file = _as_text(cfg.model_dump(mode="json")), folder / "config.yaml"
     try:
         folder.mkdir(parents=True, exist_ok=True)

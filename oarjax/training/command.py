@@ -40,8 +40,8 @@ from oarjax.training.warm_start import warm_start
 from oarjax.types import Params
 
 
-def run(config: Path, overrides: Sequence[str], *, restart: bool = False) -> None:
-    """Train a config. ``restart`` moves the contents of the run's folder aside first."""
+def run(config: Path, overrides: Sequence[str], *, restart: bool = False, extend: bool = False) -> None:
+    """Train a config; ``restart`` moves the contents of the run's folder aside first. See also ``train_once``."""
     console = make_console()
     cfg = load_config(config, list(overrides))
     folder = _folder(cfg.run_dir)
@@ -50,7 +50,7 @@ def run(config: Path, overrides: Sequence[str], *, restart: bool = False) -> Non
             pin_threads(folder)
         progress = partial(has_progress, folder)
         with peers_watched(progress), resumes(progress):
-            train_once(cfg, console, stop)
+            train_once(cfg, console, stop, extend=extend)
 
 
 @contextmanager
@@ -73,15 +73,27 @@ def _put_aside(cfg: Config, folder: Path, console: Console) -> Iterator[None]:
         raise
 
 
-def train_once(cfg: Config, console: Console, stop: Stop, on_lines: Callable[[], object] | None = None) -> None:
-    """Train a run from its start to its report; for ``on_lines`` see ``oarjax.training.trainer.train``."""
+def train_once(
+    cfg: Config,
+    console: Console,
+    stop: Stop,
+    on_lines: Callable[[], object] | None = None,
+    *,
+    extend: bool = False,
+) -> None:
+    """Train a run from its start to its report.
+
+    Args:
+        on_lines: see ``oarjax.training.trainer.train``.
+        extend: a run that resumes may have more iterations, even if this changes its learning rates.
+    """
     folder = Path(cfg.run_dir).expanduser()
-    changes = refuse_another_run(folder, cfg)
+    changes = refuse_another_run(folder, cfg, extend=extend)
     with ExitStack() as stack:
 
         def hold() -> None:  # another command may have written since the first check
             stack.enter_context(locked(folder))
-            refuse_another_run(folder, cfg)
+            refuse_another_run(folder, cfg, extend=extend)
 
         run = open_run(cfg, console, hold=hold)
         stack.enter_context(resumable(console, folder))
@@ -100,7 +112,8 @@ def train_once(cfg: Config, console: Console, stop: Stop, on_lines: Callable[[],
             try_rewards(run, grader)
             if run.first and exists(folder / "start" / "config.json"):
                 seal_start(folder, folder / "start")
-            only_first(lambda: claim_folder(folder, cfg, console))  # only now: a run that is refused changes nothing
+            # only now: a run that is refused changes nothing
+            only_first(lambda: claim_folder(folder, cfg, console, extend=extend))
             only_first(lambda: has_progress(folder) or write_facts(folder, run.facts()))
             params, before = start_policy(run, grader, stop)
             trained = train(run, grader, prepare(run, params, before, folder, stop), folder, stop, on_lines)
@@ -121,10 +134,10 @@ def train_once(cfg: Config, console: Console, stop: Stop, on_lines: Callable[[],
             show_results(run, folder, before, trained)
 
 
-def claim_folder(folder: Path, cfg: Config, console: Console) -> None:
+def claim_folder(folder: Path, cfg: Config, console: Console, *, extend: bool = False) -> None:
     """Create the run's folder, or resume it, and record its code as trusted, since the user's command names it."""
     mended = mend_id(folder)
-    claim(folder, cfg)
+    claim(folder, cfg, extend=extend)
     for problem in filter(None, (mended, note_trusted(folder, code_places(cfg)))):
         console.print(problem, markup=False)
 

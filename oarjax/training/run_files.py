@@ -15,7 +15,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from oarjax.config.section import changed
 from oarjax.data.hf import commit_of
 from oarjax.data.streams import PromptStream
 from oarjax.errors import ConfigError
@@ -32,6 +34,7 @@ from oarjax.run.run import Run
 from oarjax.sources.records import RecordedSource, Records
 from oarjax.step.history import RewardHistory
 from oarjax.step.iteration import Iteration
+from oarjax.step.programs import make_optimizer
 from oarjax.storage.checkpoint import Checkpoints, arrays, check_arrays, finished
 from oarjax.storage.durable import Failures, read_lines, storage_errors
 from oarjax.storage.folder import record_config, refuse_another_config
@@ -90,6 +93,7 @@ class RunFiles:
             stream.restore(record["data"])
             history.restore(record.get("history", {}))
             first, last, positions = newest, evaluation_from(record["evaluation"]), record["positions"]
+            self._show_rate(int(state.step), record["config"]["iterations"])
             self._best = max(self._checkpoints.scores().values(), default=-math.inf)
             if self._cfg.best is not None and (others := self._checkpoints.other_metrics()):
                 self._say(
@@ -124,6 +128,18 @@ class RunFiles:
             )
         )
         return state, first, last
+
+    def _show_rate(self, step: int, iterations: int) -> None:
+        """Print the learning rate of a run that is longer than at its checkpoint, and what it was."""
+        cfg = self._run.cfg
+        if cfg.iterations != iterations:
+            schedules = (make_optimizer(c)[1] for c in (changed(cfg, iterations=iterations), cfg))
+            was, rate = (float(np.asarray(schedule(step))) for schedule in schedules)
+            self._run.console.print(
+                f"iterations was {iterations}, is {cfg.iterations}: the learning rate after {step} updates is "
+                f"{rate:.3g}, was {was:.3g} (optim.schedule={cfg.optim.schedule})",
+                markup=False,
+            )
 
     def _record(self) -> None:
         """Write the config and the facts of this start, now that the run resumes."""
@@ -275,7 +291,8 @@ def check_checkpoint(run: Run, folder: Path) -> None:
         if (problem := misplaced(folder / "checkpoints" / f"{iteration:06d}", saved_id(folder))) is not None:
             raise ConfigError(f"run_dir: {problem}")
     newest = max(checkpoints)
-    refuse_another_config(checkpoints[newest]["record"]["config"], run.cfg, what=f"{folder}, checkpoint {newest:06d}")
+    saved, what = checkpoints[newest]["record"]["config"], f"{folder}, checkpoint {newest:06d}"
+    refuse_another_config(saved, run.cfg, what=what, extend=True)  # else the folder's config has been refused
     params = trained_shapes(run.cfg.lora, run.model)
     state = jax.eval_shape(
         lambda p: TrainState(jnp.zeros((), jnp.int32), p, run.optimizer.init(p), jax.random.key(0)), params

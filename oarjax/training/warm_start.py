@@ -64,7 +64,8 @@ def warm_start(run: Run, params: Params, stop: Stop) -> Params:
         checkpoints = stack.enter_context(Checkpoints(run.folder / "sft", keep=saving.keep))
         if (newest := checkpoints.trusted(lambda text: warnings.say(text, text))) is not None:
             what = f"{checkpoints.folder}, checkpoint {newest:06d}"
-            refuse_another_config(checkpoints.finished()[newest]["record"]["config"], run.cfg, what=what)
+            saved = checkpoints.finished()[newest]["record"]["config"]
+            refuse_another_config(saved, run.cfg, what=what, extend=True)
             state, record = checkpoints.restore(newest, like=state)
             stream.restore(record["data"])
             first = newest

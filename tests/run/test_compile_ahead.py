@@ -4,11 +4,11 @@ import pytest
 from rich.console import Console
 from tiny_programs import built
 
+from oarjax.config.section import changed
 from oarjax.run.compile_ahead import by_length
 from oarjax.run.run import open_run
 from oarjax.run.shapes import ProgramShapes
 from oarjax.step.minibatches import Bucket
-from oarjax.storage.folder import changed
 from oarjax.storage.stop import Stop, Stopped
 from oarjax.tools.accept.setting import Peaks, StageSetting, run_config
 from oarjax.training import command

@@ -15,7 +15,7 @@ from tiny_programs import built
 
 import oarjax
 from oarjax.config.loading import load_config
-from oarjax.storage.folder import changed
+from oarjax.config.section import changed
 from oarjax.storage.stop import Stop
 from oarjax.training.command import train_once
 

@@ -8,6 +8,7 @@ from conftest import CACHE, json_lines, stopped_in
 from rich.console import Console
 
 from oarjax.config.loading import load_config
+from oarjax.config.section import changed
 from oarjax.data.hf import load_params, read_config
 from oarjax.evaluate import export as export_command
 from oarjax.evaluate.target import find_target, load_target
@@ -15,7 +16,6 @@ from oarjax.report.files import read_metrics
 from oarjax.rollout.logps import token_logps
 from oarjax.run.run import open_run
 from oarjax.storage.checkpoint import Checkpoints
-from oarjax.storage.folder import changed
 from oarjax.storage.stop import Stop
 from oarjax.training import command, trainer, warm_start
 from oarjax.training.trainer import Trained

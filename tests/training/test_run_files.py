@@ -1,6 +1,7 @@
 """What a run folder is gone on with: its checkpoints, its config, its model. Device programs and grader are fakes."""
 
 import copy
+import io
 import json
 import shutil
 from pathlib import Path
@@ -80,6 +81,27 @@ def test_a_finished_run_only_reports_again(run, config):
     log, *_ = fakes.command(config())
     assert [entry for entry in log if entry[0] in ("sample", "evaluate", "sft")] == []
     assert before == ((run / "metrics.jsonl").read_text(), (run / "completions.jsonl").read_text())
+
+
+def test_a_run_of_a_falling_rate_is_extended_only_when_asked(config):
+    """It goes on from its checkpoint with the longer schedule's rates, and says the rate where it is."""
+    falling = {"optim": {"schedule": "linear", "warmup": 0, "lr": 1.0}}
+    fakes.command(config(**falling))
+    longer, shown = config(**falling, iterations=4), io.StringIO()
+    with pytest.raises(
+        ConfigError, match=r"iterations was 2, is 4\); its rates by optim.schedule=linear end with .*--ext"
+    ):
+        fakes.command(longer)
+    log, *_, metrics, _ = fakes.command(longer, extend=True, shown=shown)
+    assert "iterations was 2, is 4: the learning rate after 2 updates is 0.5, was 0 (optim.schedule=linear)" in (
+        " ".join(shown.getvalue().split())
+    )
+    assert len([entry for entry in log if entry[0] == "sample"]) == 2
+    assert [row["iteration"] for row in metrics] == [0, 1, 2, 3, 4]
+    shutil.rmtree("run/checkpoints/000004")  # as if it had been killed before: the same command needs no option
+    fakes.command(longer)
+    with pytest.raises(ConfigError, match=r"\(iterations was 4, is 3\); set another"):
+        fakes.command(config(**falling, iterations=3), extend=True)
 
 
 def test_files_are_cut_to_what_the_checkpoint_knows(run, config):

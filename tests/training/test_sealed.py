@@ -280,7 +280,9 @@ def test_restart_puts_the_old_run_aside(tmp_path, monkeypatch):
     claim(tmp_path / "run", cfg)
     (tmp_path / "run" / "start").mkdir()
     seen = []
-    monkeypatch.setattr("oarjax.training.command.train_once", lambda cfg, *_: seen.append(Path(cfg.run_dir).exists()))
+    monkeypatch.setattr(
+        "oarjax.training.command.train_once", lambda cfg, *_, **__: seen.append(Path(cfg.run_dir).exists())
+    )
     command(monkeypatch, "train", config, "seed=5", "--restart")
     assert seen == [False]
     assert (tmp_path / "run.old" / "start").is_dir()

@@ -19,9 +19,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
 from oarjax.config.schema import Config
+from oarjax.config.section import changed
 from oarjax.report.files import read_metrics
 from oarjax.storage.checkpoint import Checkpoints
-from oarjax.storage.folder import changed
 from oarjax.storage.stop import Stop, Stopped
 from oarjax.system.processes import only_first
 from oarjax.tools.accept.check import Check, at_most, holds, measured, not_applicable

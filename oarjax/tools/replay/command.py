@@ -12,13 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from oarjax.config.loading import parse_config
+from oarjax.config.section import changed
 from oarjax.data.hf import load_params, read_config
 from oarjax.models.qwen import make_policy
 from oarjax.report.files import make_console, short
 from oarjax.run.run import Run
 from oarjax.storage.bad_batches import BadBatchError, Header, read_bad_batch, read_params
 from oarjax.storage.checkpoint import finished
-from oarjax.storage.folder import changed, start_folder, without_removed
+from oarjax.storage.folder import start_folder, without_removed
 from oarjax.storage.trust import check_trust, code_places
 from oarjax.system.devices import choose_platform, use_compilation_cache
 from oarjax.system.json import to_json

@@ -21,6 +21,7 @@ from rich.console import Console
 from oarjax.config.inputs import PolicyConfig
 from oarjax.config.loading import parse_config
 from oarjax.config.schema import Config
+from oarjax.config.section import changed
 from oarjax.errors import UserError
 from oarjax.grading.grader import Grader
 from oarjax.report.files import ShownConsole
@@ -29,7 +30,7 @@ from oarjax.run.run import Run, open_run
 from oarjax.step.steps import Steps
 from oarjax.storage.checkpoint import remove_all
 from oarjax.storage.durable import DamagedError, cannot_read, storage_errors, write_durably
-from oarjax.storage.folder import changed, locked, refuse_another_run
+from oarjax.storage.folder import locked, refuse_another_run
 from oarjax.storage.stop import Stop
 from oarjax.storage.trust import code_digests, code_places
 from oarjax.tools.study.jobs import study_remedy

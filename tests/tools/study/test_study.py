@@ -18,6 +18,7 @@ from conftest import CACHE
 
 from oarjax.cli import main
 from oarjax.config.loading import parse_config
+from oarjax.config.section import changed
 from oarjax.data.hf import read_config
 from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.errors import ConfigError
@@ -25,7 +26,7 @@ from oarjax.report.files import MetricsWriter, make_console, read_metrics
 from oarjax.run.run import Run
 from oarjax.storage.checkpoint import finished
 from oarjax.storage.durable import StorageError
-from oarjax.storage.folder import changed, locked
+from oarjax.storage.folder import locked
 from oarjax.tools.bench.measure import counted_compilations
 from oarjax.tools.study import command
 from oarjax.tools.study.config import load_study, make_plan
