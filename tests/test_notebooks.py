@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import runpy
 import shutil
 import sys
 from pathlib import Path
@@ -21,8 +22,12 @@ import oarjax
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
-COLAB = "https://colab.research.google.com/github"
-BADGE = f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({COLAB})"
+ADDRESSES = runpy.run_path(str(ROOT / "docs" / "make_address.py"))
+
+
+def badge(name):
+    target = ADDRESSES["colab"](name, ADDRESSES["ADDRESS"])
+    return f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({target})"
 
 
 def read(name):
@@ -88,19 +93,44 @@ def test_one_switch_at_the_top(name):
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_links_and_badges_lead_somewhere(name):
     on_colab = not name.startswith("kaggle")
-    assert text(name).count(BADGE) == on_colab
-    for link in re.findall(r"\]\(([^)]+)\)", text(name).replace(BADGE, "")):
+    assert text(name).count(badge(name)) == on_colab
+    for link in re.findall(r"\]\(([^)]+)\)", text(name).replace(badge(name), "")):
         assert (NOTEBOOKS[name].parent / link).exists(), link
     for config in re.findall(r"configs/[\w.-]+\.yaml", code(name)):
         assert (ROOT / config).is_file(), config
     readme = (ROOT / "README.md").read_text()
     (row,) = [line for line in readme.splitlines() if f"(notebooks/{name}.ipynb)" in line]
-    assert (BADGE in row) == on_colab
+    assert (badge(name) in row) == on_colab
 
 
-def test_nobody_is_led_to_a_repository_that_is_not_ours():
-    """Badges name a repository once pyproject.toml does; until then a name would be anybody's to take."""
-    assert "[project.urls]" not in (ROOT / "pyproject.toml").read_text()
+def test_the_address_is_where_the_script_writes_it(tmp_path):
+    """Another address goes to every place and away again; without one nobody is led to a repository of others."""
+    made = ADDRESSES
+    assert made["written"]() == made["ADDRESS"]
+    for path in made["PLACES"]:
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / path, tmp_path / path)
+    texts = {path: (tmp_path / path).read_bytes() for path in made["PLACES"]}
+    made["write"](made["ADDRESS"], tmp_path)
+    assert texts == {path: (tmp_path / path).read_bytes() for path in made["PLACES"]}
+    for address in ("https://github.com/someone/oarjax", "https://git.example.org/a/b"):
+        made["write"](address, tmp_path)
+        assert made["written"](tmp_path) == address
+        assert all(address in (tmp_path / path).read_text() for path in made["PLACES"])
+    assert "someone" not in "".join((tmp_path / path).read_text() for path in made["PLACES"])
+    made["write"](made["ADDRESS"], tmp_path)
+    assert texts == {path: (tmp_path / path).read_bytes() for path in made["PLACES"]}
+    with pytest.raises(ValueError, match="expected https://HOST/OWNER/NAME"):
+        made["write"]("github.com/someone/oarjax", tmp_path)
+
+
+def test_badges_open_the_notebook_itself_once_it_has_an_address():
+    read = ADDRESSES["rewritten"](
+        "README.md", (ROOT / "README.md").read_text(), before=ADDRESSES["ADDRESS"], address="https://github.com/x/y.git"
+    )
+    opened = re.findall(r"colab\.research\.google\.com/github/x/y/blob/main/notebooks/(\w+)\.ipynb", read)
+    assert opened == ["colab_tpu", "what_gets_credit", "compose_losses"]
+    assert "git clone https://github.com/x/y.git oarjax && cd oarjax" in read
 
 
 # Executed
