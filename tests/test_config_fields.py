@@ -389,6 +389,7 @@ def fields() -> dict[str, Field]:
         "loss.vespo_lambda_positive": Field(1.0, update, vespo),
         "loss.vespo_k_negative": Field(1.0, update, vespo),
         "loss.vespo_lambda_negative": Field(1.0, update, vespo),
+        "loss.kl_corrected": Field(True, update, kl),
         "loss.entropy_bonus": Field(0.1, update),
         "loss.router_balance": Field(0.1, data, error="loss.router_balance: 0.1 needs a policy with experts"),
         "loss.off_policy.weighting": Field("sequence_mask", update),

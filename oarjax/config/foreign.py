@@ -32,6 +32,7 @@ NAMES = {
     "importance_sampling_level": "loss.level",
     "mask_truncated_completions": "loss.mask_truncated",
     "entropy_coef": "loss.entropy_bonus",
+    "use_bias_correction_kl": "loss.kl_corrected",
     "vespo_k_pos": "loss.vespo_k_positive",
     "vespo_lambda_pos": "loss.vespo_lambda_positive",
     "vespo_k_neg": "loss.vespo_k_negative",

@@ -201,6 +201,9 @@ class LossConfig(Section):
         default="device", description="memory that holds the reference policy between scoring passes"
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="Schulman's estimator of the KL term")
+    kl_corrected: bool = Field(
+        default=False, description="multiply the KL term by the policy ratio, which makes it unbiased (DeepSeek-V3.2)"
+    )
     entropy_bonus: float = Field(default=0.0, description="coefficient of the entropy, added to the objective")
     router_balance: Rate = Field(
         default=0.0, description="coefficient of the experts' load-balancing loss (Switch, eq. 4), added to the loss"

@@ -154,6 +154,8 @@ def check_loss(loss: LossConfig, advantage: AdvantageConfig, update: UpdateConfi
         yield "loss.aggregation: luspo weighs the ratio of a sequence by its length; set loss.level=sequence"
     if loss.surrogate in ("vespo", "dppo") and loss.off_policy.weighting != "none":
         yield f"loss.off_policy.weighting: {loss.surrogate} compares with the sampler itself; set none"
+    if loss.kl_corrected and (loss.kl_beta == 0 or loss.kl_in == "reward"):
+        yield "loss.kl_corrected: needs a KL term in the loss; raise loss.kl_beta with loss.kl_in=loss, or set false"
 
 
 def check_off_policy(loss: LossConfig, rollout: RolloutConfig) -> Iterator[str]:

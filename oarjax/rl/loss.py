@@ -59,6 +59,7 @@ def policy_loss(
     vespo_lambda_negative: Scalar = 2.0,
     kl_beta: Scalar = 0.0,
     kl_estimator: Literal["k1", "k2", "k3"] = "k3",
+    kl_corrected: bool = False,
     entropy_bonus: Scalar = 0.0,
     importance: Importance | None = None,
     max_drift: Scalar | None = None,
@@ -99,6 +100,8 @@ def policy_loss(
         vespo_lambda_negative: for vespo, > 0, elsewhere; default 2.0.
         kl_beta: weight of the KL to the reference, >= 0; default 0.0.
         kl_estimator: see ``kl_estimate``; default k3.
+        kl_corrected: multiply the KL by the ratio, with its gradient, which makes both unbiased where the old policy
+            drew the tokens (DeepSeek-V3.2, arXiv 2512.02556, eq. 7); default False.
         entropy_bonus: weight of the entropy, >= 0; default 0.0.
         importance: weights for a sampler that is not the old policy, see ``oarjax.rl.off_policy``; default None.
         max_drift: nats per token beyond which a row's tokens of A < 0 are left out, > 0; default None.
@@ -160,7 +163,7 @@ def policy_loss(
     loss = -objective
 
     if ref is not None:
-        logged["kl"] = kl_estimate(logps, ref, estimator=kl_estimator)
+        logged["kl"] = kl_estimate(logps, ref, estimator=kl_estimator) * (ratio if kl_corrected else 1)
         loss = loss + kl_beta * logged["kl"]
     elif is_traced(kl_beta) or kl_beta:
         raise ValueError(f"policy_loss: kl_beta = {kl_beta} needs batch.ref_logps; score a reference or set it to 0")

@@ -165,6 +165,7 @@ def bound_loss(cfg: LossConfig, *, max_length: int) -> TokenLoss:
         vespo_lambda_negative=cfg.vespo_lambda_negative,
         kl_beta=cfg.kl_beta if cfg.kl_in == "loss" else 0.0,
         kl_estimator=cfg.kl_estimator,
+        kl_corrected=cfg.kl_corrected,
         entropy_bonus=cfg.entropy_bonus,
         importance=None if off.weighting == "none" else Importance(off.weighting, off.low, off.high),
         max_drift=off.max_drift,

@@ -38,6 +38,8 @@ GOLDEN = {
     "luspo": {"aggregation": "luspo", "level": "sequence"},
     "dppo": {"surrogate": "dppo", "clip_low": 0.2, "clip_high": 0.2},
     "dppo_narrow": {"surrogate": "dppo", "clip_low": 0.02, "clip_high": 0.03},
+    "kl_corrected": {"kl_beta": 0.3, "kl_corrected": True},
+    "kl_corrected_sequence": {"kl_beta": 0.3, "kl_corrected": True, "level": "sequence", "aggregation": "grpo"},
 }
 SHARP = {"vespo_k_positive": 1.5, "vespo_lambda_positive": 0.5, "vespo_k_negative": 0.75, "vespo_lambda_negative": 4.0}
 GOLDEN["vespo_sharp"] = {"surrogate": "vespo", **SHARP}
@@ -57,7 +59,7 @@ def test_losses_and_gradients_are_those_of_trl_and_verl(golden):
         completion=mask,
         advantages=jnp.broadcast_to(golden["advantages"][:, None], mask.shape),
         old_logps=golden["old_logps"],
-        ref_logps=None,
+        ref_logps=golden["ref_logps"],  # without kl_beta they are measured and change nothing
         behaviour_logps=golden["behaviour_logps"],
     )
     for name, settings in GOLDEN.items():
