@@ -55,6 +55,7 @@ from oarjax.run.layout import training_layout
 from oarjax.run.run import Run, open_run
 from oarjax.step.gradients import Sums
 from oarjax.step.programs import make_sft_optimizer, make_sft_step
+from oarjax.step.state import moving_reference
 from oarjax.step.steps import Steps
 from oarjax.storage.checkpoint import Checkpoints
 from oarjax.storage.durable import StorageError
@@ -390,6 +391,7 @@ def fields() -> dict[str, Field]:
         "loss.vespo_k_negative": Field(1.0, update, vespo),
         "loss.vespo_lambda_negative": Field(1.0, update, vespo),
         "loss.kl_corrected": Field(True, update, kl),
+        "loss.reference_every": Field(1, references, kl),
         "loss.entropy_bonus": Field(0.1, update),
         "loss.router_balance": Field(0.1, data, error="loss.router_balance: 0.1 needs a policy with experts"),
         "loss.off_policy.weighting": Field("sequence_mask", update),
@@ -701,12 +703,13 @@ def remembered(cfg: Config) -> Any:
 
 
 def references(cfg: Config) -> Any:
-    """Where the reference policy lies when an iteration begins."""
+    """Where the reference policy lies when an iteration begins, and whether the optimizer's state holds it."""
     kinds: list[Any] = []
     iterate = oarjax.training.trainer.iterate
 
     def looked(state: Any, reference: Any, *args: Any, **named: Any) -> Any:
         kinds.append({x.sharding.memory_kind for x in jax.tree.leaves(reference)})
+        kinds.append(moving_reference(state) is None)
         return iterate(state, reference, *args, **named)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -33,6 +33,7 @@ NAMES = {
     "mask_truncated_completions": "loss.mask_truncated",
     "entropy_coef": "loss.entropy_bonus",
     "use_bias_correction_kl": "loss.kl_corrected",
+    "ref_model_sync_steps": "loss.reference_every, in iterations",
     "vespo_k_pos": "loss.vespo_k_positive",
     "vespo_lambda_pos": "loss.vespo_lambda_positive",
     "vespo_k_neg": "loss.vespo_k_negative",

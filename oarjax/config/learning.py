@@ -191,7 +191,7 @@ class LossConfig(Section):
     vespo_lambda_positive: Annotated[float, Field(gt=0)] = Field(default=3.0, description="its decay where A >= 0")
     vespo_k_negative: Rate = Field(default=3.0, description="VESPO's power of a row's ratio where A < 0")
     vespo_lambda_negative: Annotated[float, Field(gt=0)] = Field(default=2.0, description="its decay where A < 0")
-    kl_beta: Rate = Field(default=0.0, description="coefficient of the KL term towards the initial policy; 0 = off")
+    kl_beta: Rate = Field(default=0.0, description="coefficient of the KL term towards the reference policy; 0 = off")
     kl_in: Literal["loss", "reward"] = Field(
         default="loss",
         description="where the KL term applies; reward: kl_beta * log(policy / reference) is subtracted from the "
@@ -203,6 +203,10 @@ class LossConfig(Section):
     kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="Schulman's estimator of the KL term")
     kl_corrected: bool = Field(
         default=False, description="multiply the KL term by the policy ratio, which makes it unbiased (DeepSeek-V3.2)"
+    )
+    reference_every: Count = Field(
+        default=0,
+        description="iterations after which the policy becomes the reference; 0 = the initial policy stays it",
     )
     entropy_bonus: float = Field(default=0.0, description="coefficient of the entropy, added to the objective")
     router_balance: Rate = Field(

@@ -181,6 +181,10 @@ def check_reference(loss: LossConfig, lora: LoraConfig, credit: CreditSettings) 
     """Report a place for a reference policy that nothing needs, and settings of adapters without a rank."""
     if loss.reference == "host" and loss.kl_beta == 0 and not reads_reference(credit.method):
         yield "loss.reference: host needs a reference, but loss.kl_beta is 0; set device, or raise loss.kl_beta"
+    if loss.reference_every and loss.kl_beta == 0 and not reads_reference(credit.method):
+        yield "loss.reference_every: moves a reference that nothing reads; raise loss.kl_beta, or set 0"
+    if loss.reference_every and loss.reference == "host":
+        yield "loss.reference: host holds a reference that stays, and loss.reference_every moves it; set device"
     if loss.reference == "host" and lora.rank:
         yield (
             "loss.reference: host has no effect with LoRA, where the frozen base weights are the reference already; "

@@ -83,13 +83,7 @@ def training_layout(
     if lora.rank:  # one matrix of each pair lacks the embedding axis, which fsdp shards
         trained = param_shardings(model, mesh, axes=trained_axes(lora, model))
         trained = jax.tree.map(lambda s, x: named(spread(s.spec, x.shape, mesh.shape)), trained, shapes)
-    opt_state = optax.tree_map_params(
-        optimizer,
-        lambda _, sharding: sharding,
-        jax.eval_shape(optimizer.init, shapes),
-        trained,
-        transform_non_params=lambda _: everywhere,
-    )
+    opt_state = _of_optimizer(optimizer, shapes, trained, everywhere)
     tree: Any = TrainState  # of shardings, one for every array of a state
     frozen = params if lora.rank else None
     return Shardings(
@@ -99,6 +93,21 @@ def training_layout(
         replicated=everywhere,
         microbatches=named(PartitionSpec(None, *batch_spec())),
     )
+
+
+def _of_optimizer(optimizer: optax.GradientTransformation, shapes: Any, shardings: Any, other: NamedSharding) -> Any:
+    """Shard an array of the optimizer's state like the param whose path ends its own, and shape is its own.
+
+    Everything else, such as counts and factored moments, is ``other``.
+    """
+    paths = jax.tree_util.tree_leaves_with_path(shapes)
+    params = {path: (x.shape, s) for (path, x), s in zip(paths, jax.tree.leaves(shardings), strict=True)}
+
+    def sharding(path: tuple[Any, ...], x: Any) -> NamedSharding:
+        ends = (params.get(path[start:]) for start in range(len(path)))
+        return next((end[1] for end in ends if end is not None and end[0] == x.shape), other)
+
+    return jax.tree_util.tree_map_with_path(sharding, jax.eval_shape(optimizer.init, shapes))
 
 
 def param_shardings(model: QwenConfig, mesh: Mesh, *, axes: Any = None) -> Any:

@@ -185,9 +185,9 @@ class ProgramShapes:
         state = self.abstract_state()
         takes: set[Part] = {"params", "frozen"}
         reference = None
-        if self._reads_reference and state.frozen is None:
-            reference = state.params
-            takes |= {"reference"}
+        if self._reads_reference and (state.frozen is None or cfg.loss.reference_every):
+            reference = all_params(state)
+            takes |= {"reference"} if not cfg.loss.reference_every else set()
         args = (all_params(state), reference, self._sampled(), self._key(), _count(), _count())
         static = {"probe": probe or cfg.credit.probe.mode, "bucket": self._bucket()}
         return PhaseProgram("score", self.steps.score, args, static, frozenset(takes))
@@ -232,11 +232,11 @@ class ProgramShapes:
 
     def resident(self, phase: Phase) -> dict[Part, int]:
         """Count the bytes per device that each part holds while a phase runs; rows of a batch are left out."""
-        state = self.abstract_state()
+        state, loss = self.abstract_state(), self.cfg.loss  # the optimizer's state holds a reference that moves
         parts: dict[Part, Any] = {"params": state.params, "optimizer": state.opt_state}
         if state.frozen is not None:
             parts["frozen"] = state.frozen  # the reference too
-        elif self._reads_reference and (self.cfg.loss.reference == "device" or phase == "score"):
+        elif self._reads_reference and not loss.reference_every and (loss.reference == "device" or phase == "score"):
             parts["reference"] = state.params
         if phase in ("sample", "evaluate"):
             parts["rollout"] = self.rollout_shapes()

@@ -30,6 +30,7 @@ from oarjax.credit.signals import CreditInputs, signals_of
 from oarjax.models.lora import without_adapters
 from oarjax.models.policy import Policy, replaying
 from oarjax.rl.advantages import AdvantageFunction
+from oarjax.rl.carried import keep_reference
 from oarjax.rl.loss import aggregate
 from oarjax.rl.optimizer import adamw, learning_rate
 from oarjax.rollout.logps import last_states, token_logps
@@ -94,7 +95,8 @@ def make_optimizer(cfg: Config) -> tuple[optax.GradientTransformation, optax.Sch
     Args:
         cfg: of the run; its ``optim`` section, and the number of updates.
     """
-    return _optimizer(cfg.optim, cfg.iterations * cfg.update.epochs * cfg.update.minibatches)
+    tx, schedule = _optimizer(cfg.optim, cfg.iterations * cfg.update.epochs * cfg.update.minibatches)
+    return (optax.chain(tx, keep_reference()) if cfg.loss.reference_every else tx), schedule
 
 
 def make_sft_optimizer(cfg: SFTConfig) -> tuple[optax.GradientTransformation, optax.Schedule]:
@@ -182,8 +184,8 @@ def make_steps(
         bucket: Bucket | None = None,
     ) -> Scores:
         full = rows.rollout.completion.shape[-1]
-        # Below adapters lies what training started from: the reference is there already.
-        reference = without_adapters(params) if cfg.lora.rank else ref_params
+        # Below adapters lies what training started from: a reference that does not move is there already.
+        reference = without_adapters(params) if cfg.lora.rank and not cfg.loss.reference_every else ref_params
 
         def score_microbatch(xs: Any) -> Scores:
             (r, s), numbers, probed, teacher = cut(xs[:2], bucket, length=full), *xs[2:]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import optax
 
 from oarjax.config.learning import LoraConfig
-from oarjax.models.lora import init_adapters
+from oarjax.models.lora import init_adapters, join_params
+from oarjax.rl.carried import KeptReference, carried, move_reference
 from oarjax.step.programs import Shardings
 from oarjax.types import Params, TrainState
 
@@ -49,3 +53,18 @@ def new_state(
         )
 
     return jax.jit(fresh, out_shardings=layout.state, donate_argnums=() if copy else 0)(params, adapters)
+
+
+def moving_reference(state: TrainState) -> Params | None:
+    """Return all params of the reference policy that a state keeps, or None; no array is copied."""
+    kept = carried(state.opt_state, KeptReference)
+    return None if kept is None else join_params(state.frozen, kept.params)
+
+
+def reference_mover(layout: Shardings) -> Callable[[TrainState], TrainState]:
+    """Return the program that makes the state's params the reference that it keeps; it takes the state's memory."""
+
+    def move(state: TrainState) -> TrainState:
+        return replace(state, opt_state=move_reference(state.opt_state, state.params))
+
+    return jax.jit(move, out_shardings=layout.state, donate_argnums=0)

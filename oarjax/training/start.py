@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from oarjax.run.compile_ahead import compile_known
 from oarjax.run.memory import report_memory
 from oarjax.run.run import Run
 from oarjax.run.shapes import ProgramShapes
+from oarjax.step.state import reference_mover
 from oarjax.storage.stop import Stop
 from oarjax.system.devices import peak_flops, to_host_memory
 from oarjax.training.held_out import Evaluation
@@ -20,7 +22,8 @@ class Start(NamedTuple):
     """Hold what the iterations start from; a checkpoint's state replaces ``state`` when a run resumes."""
 
     state: TrainState
-    reference: Params | None  # None if nothing compares with it; below adapters, the frozen weights serve
+    reference: Params | None  # None: nothing compares with it, adapters' frozen weights serve, or the state holds it
+    move: Callable[[TrainState], TrainState]  # makes the policy the reference that the state holds
     before: Evaluation | None  # of the policy; None without data.eval
     meter: Meter
 
@@ -33,7 +36,7 @@ def prepare(run: Run, params: Params, before: Evaluation | None, folder: Path, s
         DeviceError: a program does not fit the devices.
     """
     loss, reference = run.cfg.loss, None
-    if run.credit.needs_reference(kl_beta=loss.kl_beta) and run.cfg.lora.rank == 0:
+    if run.credit.needs_reference(kl_beta=loss.kl_beta) and run.cfg.lora.rank == 0 and not loss.reference_every:
         reference = to_host_memory(params) if loss.reference == "host" else params
     state = run.new_state(params, copy=reference is params)
     if run.compiles_ahead:
@@ -43,4 +46,4 @@ def prepare(run: Run, params: Params, before: Evaluation | None, folder: Path, s
         report_memory(ProgramShapes(run), folder, run.console)
         stop.check()
     meter = Meter(run.cfg, run.model, run.credit, peak_flops(run.compute_dtype)[0])
-    return Start(state, reference, before, meter)
+    return Start(state, reference, reference_mover(run.layout), before, meter)

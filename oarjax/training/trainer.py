@@ -23,6 +23,7 @@ from oarjax.run.run import Run
 from oarjax.step.history import RewardHistory
 from oarjax.step.host_callbacks import HostCallbacks
 from oarjax.step.iteration import Iteration, iterate
+from oarjax.step.state import moving_reference
 from oarjax.storage.stop import Stop
 from oarjax.training.health import Health
 from oarjax.training.held_out import Evaluation, evaluate
@@ -60,6 +61,7 @@ def train(
     """
     cfg, console = run.cfg, run.console
     stream, history, remembers = run.prompts(), history_of(cfg.advantage), cfg.advantage.method == "problem"
+    moves = cfg.loss.reference_every
     timer, warnings, stop = PhaseTimer(), OnceWarnings(console), stop or Stop()
     if cfg.loss.off_policy.support == "whole":
         roll = cfg.rollout
@@ -113,13 +115,16 @@ def train(
                 tracing = stack.enter_context(closing(_Trace(folder / "profile")))
             position = stream.state()
             try:
-                state, done = iterate(state, start.reference, iteration, steps=run.steps, host=host, cfg=cfg)
+                reference = moving_reference(state) if moves else start.reference
+                state, done = iterate(state, reference, iteration, steps=run.steps, host=host, cfg=cfg)
             except _StoppedWithin:  # the state is still that after the iteration before
                 if iteration > 1:
                     files.save(iteration - 1, state, position, history.state(), last, {}, now=True)
                 stop.obey()
             if remembers:
                 history.add(done.drawn.problems, done.drawn.grades.rewards)
+            if moves and iteration % moves == 0:
+                state = start.move(state)
             stopped = health.after(iteration)
             if cfg.profile is not None and tracing and iteration >= cfg.profile[1]:
                 tracing.close()

@@ -7,18 +7,21 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import tiny
 from conftest import json_lines
 from fake_chips import Chip
+from jax.sharding import PartitionSpec
 from tiny_programs import built, one_mesh
 
+from oarjax.config.learning import LoraConfig
 from oarjax.errors import ConfigError
 from oarjax.models.policy import positions_of
 from oarjax.models.qwen import make_policy
 from oarjax.models.sharding import ShardingError
 from oarjax.models.weights import init_params, sampling_params
-from oarjax.run.layout import check_layouts
+from oarjax.run.layout import check_layouts, param_shardings, training_layout
 from oarjax.system.devices import DeviceError
 from oarjax.system.mesh import make_mesh, rollout_mesh
 
@@ -194,3 +197,21 @@ def test_programs_lower_where_sampling_has_another_mesh(programs):
     phases = [["reshard", ""], *(["sample", name] for name in rollout), *(["evaluate", name] for name in held_out)]
     phases += [[phase, ""] for phase in ("score", "credit", "update", "apply")]
     assert programs["lowered"]["phases"] == phases
+
+
+def test_the_state_of_any_optimizer_is_divided_like_the_params():
+    """Moments of a param's shape lie where it lies; counts and factored moments are whole everywhere."""
+    mesh, model = one_mesh(), replace(MODEL, hidden_size=128, intermediate_size=256)
+    params = dict(jax.tree_util.tree_leaves_with_path(param_shardings(model, mesh)))
+    wanted = {path: s for path, s in params.items() if s.spec != PartitionSpec()}
+    for tx, moments in ((optax.adamw(1e-3), 2), (optax.lion(1e-3), 1), (optax.adafactor(1e-3), None)):
+        state = training_layout(LoraConfig(), model, mesh, tx).state.opt_state
+        leaves = jax.tree_util.tree_leaves_with_path(state)
+        divided = [(path, s) for path, s in leaves if s.spec != PartitionSpec()]
+        for path, sharding in divided:
+            assert sharding == next(wanted[path[n:]] for n in range(len(path)) if path[n:] in wanted)
+        if moments is None:  # adafactor factors its large matrices
+            assert 0 < len(divided) < len(wanted)
+        else:
+            assert len(divided) == moments * len(wanted)
+        assert any("count" in str(path) for path, s in leaves if s.spec == PartitionSpec())

@@ -40,12 +40,16 @@ SMALL = [
 ]
 
 
+CARRIED = ["loss.kl_beta=.01", "loss.reference_every=1"]
+"""A reference that moves, in the optimizer's state."""
+
+
 @pytest.mark.slow
 def test_a_run_that_is_told_to_stop_within_an_iteration_saves_the_one_before_and_ends_the_same(
     tmp_path, data, monkeypatch
 ):
     def config(folder):
-        settings = [*SMALL, "checkpoint.every=10", "iterations=4", f"run_dir={folder}"]
+        settings = [*SMALL, "checkpoint.every=10", "iterations=4", f"run_dir={folder}", *CARRIED]
         return load_config(data.parent.parent / "configs/demo.yaml", settings)
 
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+
 from oarjax.config.schema import Config
 from oarjax.costs import Number
 from oarjax.data.hf import SHARD_BYTES
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import parameter_count
-from oarjax.run.adapters import trained_count
+from oarjax.run.adapters import trained_count, trained_shapes
+from oarjax.step.programs import make_optimizer
 from oarjax.tools.plan.topology import Slice
 
 HOST_CHIPS = 4
@@ -29,18 +32,26 @@ def hosts_of(where: Slice, *, slices: int = 1) -> int:
     return slices * (where.chips // HOST_CHIPS)
 
 
+def _moment_bytes(cfg: Config, model: QwenConfig, trained: int) -> int:
+    """Return the bytes of the optimizer's state: Adam's two moments, and a moving reference."""
+    if not cfg.loss.reference_every:
+        return 2 * trained * (4 if cfg.optim.moments == "float32" else 2)
+    optimizer, _ = make_optimizer(cfg)
+    state = jax.eval_shape(optimizer.init, trained_shapes(cfg.lora, model))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+
+
 def needs_of(cfg: Config, model: QwenConfig, where: Slice, *, seconds: Number | None) -> dict[str, Any]:
     """Compute a run's needs, from ``seconds`` per iteration; None where they are not known.
 
-    A checkpoint holds the trained parameters and Adam's moments. Every host keeps the policy's files, of 2 bytes per
-    parameter, and what is on its way into the bucket; the bucket keeps the newest checkpoints, the best, the one that
-    is being written, and the export.
+    A checkpoint holds the trained parameters and the optimizer's moments. Every host keeps the policy's files, of 2
+    bytes per parameter, and what is on its way into the bucket; the bucket keeps the newest checkpoints, the best, the
+    one that is being written, and the export.
     """
     slices = max(cfg.mesh.slice, 1)
     parameters = parameter_count(model)
     trained = trained_count(cfg.lora, model) if cfg.lora.rank else parameters
-    moment = 4 if cfg.optim.moments == "float32" else 2
-    checkpoint = float(trained * (4 + 2 * moment))
+    checkpoint = float(trained * 4 + _moment_bytes(cfg, model, trained))
     hosts = hosts_of(where, slices=slices)
     width = {"float32": 4, "bfloat16": 2, None: 2 if cfg.lora.rank else 4}[cfg.export.dtype]
     exported = float(parameters * width) if cfg.export.folder is not None else 0.0

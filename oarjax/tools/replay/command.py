@@ -17,6 +17,7 @@ from oarjax.data.hf import load_params, read_config
 from oarjax.models.qwen import make_policy
 from oarjax.report.files import make_console, short
 from oarjax.run.run import Run
+from oarjax.step.state import moving_reference
 from oarjax.storage.bad_batches import BadBatchError, Header, read_bad_batch, read_params
 from oarjax.storage.checkpoint import finished
 from oarjax.storage.folder import start_folder, without_removed
@@ -45,7 +46,7 @@ def run(file: Path, *, device: str, as_json: bool, trust_code: bool = False) -> 
     params, step = load_batch_params(header, file, run)
     frozen = load_frozen(header, run)
     compared = header.kind != "sft" and run.credit.needs_reference(kl_beta=run.cfg.loss.kl_beta)
-    reference = load_reference(run) if compared and frozen is None else None
+    reference = load_reference(header, run) if compared and (frozen is None or run.cfg.loss.reference_every) else None
     _show_header(console, header, step)
     with jax.default_matmul_precision("highest"):  # TPUs and GPUs multiply float32 in fewer bits by default
         finding = replay(header, evidence, params, run, frozen=frozen, reference=reference)
@@ -92,16 +93,22 @@ def load_batch_params(header: Header, file: Path, run: Run) -> tuple[Params, int
     """
     if header.params is not None:
         return jax.tree.map(jnp.asarray, read_params(file.parent / header.params)), header.step
-    folder = run.folder / "checkpoints"
-    # The batch met the params of the iteration before it; a skipped update leaves them as they are.
-    near = sorted(finished(folder), key=lambda n: abs(n - header.number + 1)) if header.kind == "iteration" else []
-    if near:
-        state = restored_state(run, folder / f"{near[0]:06d}")
+    near = _nearest(header, run.folder)
+    if near is not None:
+        state = restored_state(run, near)
         return state.params, int(state.step)
     raise BadBatchError(
         f"{file}: the params were larger than health.params_mb={run.cfg.health.params_mb} and were not kept, and "
-        f"{folder} has no checkpoint; raise health.params_mb, or set checkpoint.every, before the next run"
+        f"{run.folder / 'checkpoints'} has no checkpoint; raise health.params_mb, or set checkpoint.every, before the "
+        "next run"
     )
+
+
+def _nearest(header: Header, folder: Path) -> Path | None:
+    """Return the checkpoint nearest to the params of a batch, those of the iteration before it; None without any."""
+    folder = folder / "checkpoints"
+    near = sorted(finished(folder), key=lambda n: abs(n - header.number + 1)) if header.kind == "iteration" else []
+    return folder / f"{near[0]:06d}" if near else None
 
 
 def load_frozen(header: Header, run: Run) -> Params | None:
@@ -112,9 +119,10 @@ def load_frozen(header: Header, run: Run) -> Params | None:
     return load_params(source, run.model, dtype=jnp.dtype(header.compute_dtype))
 
 
-def load_reference(run: Run) -> Params:
-    """Load the policy that the KL term compares with."""
-    return load_params(_start(run), run.model)
+def load_reference(header: Header, run: Run) -> Params:
+    """Load the policy that the KL term compares with; one that moves is read from the nearest checkpoint."""
+    near = _nearest(header, run.folder) if run.cfg.loss.reference_every else None
+    return load_params(_start(run), run.model) if near is None else moving_reference(restored_state(run, near))
 
 
 def _start(run: Run) -> Path:
