@@ -187,6 +187,7 @@ class TrainBatch:
     teacher: Privileged | None = None  # read by an auxiliary loss
     experts: Int[Array, "B N L k"] | None = None  # None: the router chooses
     values: TokenValues | None = None  # read by an auxiliary loss
+    entropy_bonus: Float[Array, ""] | None = None  # coefficient that adapts; None: the loss has its own
 
 
 @struct.dataclass

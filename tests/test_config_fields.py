@@ -393,6 +393,9 @@ def fields() -> dict[str, Field]:
         "loss.kl_corrected": Field(True, update, kl),
         "loss.reference_every": Field(1, references, kl),
         "loss.entropy_bonus": Field(0.1, update),
+        "loss.entropy_target": Field(0.5, apply),
+        "loss.entropy_step": Field(0.1, apply, {"loss.entropy_target": 0.5}),
+        "loss.entropy_highest": Field(0.1, apply, {"loss.entropy_target": 0.5}),
         "loss.router_balance": Field(0.1, data, error="loss.router_balance: 0.1 needs a policy with experts"),
         "loss.off_policy.weighting": Field("sequence_mask", update),
         "loss.off_policy.low": Field(0.5, update, {"loss.off_policy": {"weighting": "token_truncate"}}),
@@ -527,7 +530,7 @@ def program(cfg: Config, *, name: str) -> str:
     )
     if name == "apply":
         once = Mean(spec(()), spec(()))  # type: ignore[arg-type]
-        return steps.apply.lower(state, Sums(trained, once, {}), spec(())).as_text()
+        return steps.apply.lower(state, Sums(trained, once, {"entropy": once}), spec(())).as_text()
     old = values if cfg.update.epochs * cfg.update.minibatches > 1 else None
     ref = values if cfg.loss.kl_beta > 0 else None
     teacher = Privileged(tokens, valid) if cfg.credit.method == "sdpg" else None

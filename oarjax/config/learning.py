@@ -209,6 +209,13 @@ class LossConfig(Section):
         description="iterations after which the policy becomes the reference; 0 = the initial policy stays it",
     )
     entropy_bonus: float = Field(default=0.0, description="coefficient of the entropy, added to the objective")
+    entropy_target: Rate | None = Field(
+        default=None,
+        description="nats per token at or below which entropy_bonus grows, and above which it shrinks and is not "
+        "applied (Skywork-OR1); null = it is constant",
+    )
+    entropy_step: Rate = Field(default=0.005, description="change of the adaptive entropy_bonus per update")
+    entropy_highest: Rate = Field(default=1.0, description="largest adaptive entropy_bonus")
     router_balance: Rate = Field(
         default=0.0, description="coefficient of the experts' load-balancing loss (Switch, eq. 4), added to the loss"
     )

@@ -158,6 +158,17 @@ def check_loss(loss: LossConfig, advantage: AdvantageConfig, update: UpdateConfi
         yield "loss.kl_corrected: needs a KL term in the loss; raise loss.kl_beta with loss.kl_in=loss, or set false"
 
 
+def check_entropy(loss: LossConfig) -> Iterator[str]:
+    """Report settings of an adaptive entropy coefficient that nothing reads, or that begin outside their range."""
+    d = LossConfig()
+    if loss.entropy_target is None and (loss.entropy_step, loss.entropy_highest) != (d.entropy_step, d.entropy_highest):
+        yield "loss.entropy_target: null, and entropy_step or entropy_highest is set; set it, or leave these out"
+    if loss.entropy_target is not None and loss.function is not None:
+        yield "loss.entropy_target: loss.function has its own terms; set null, or leave loss.function out"
+    if loss.entropy_target is not None and not 0 <= loss.entropy_bonus <= loss.entropy_highest:
+        yield f"loss.entropy_bonus: expected 0 to entropy_highest = {loss.entropy_highest}, got {loss.entropy_bonus}"
+
+
 def check_off_policy(loss: LossConfig, rollout: RolloutConfig) -> Iterator[str]:
     """Report corrections that do not match how rollouts are sampled."""
     off = loss.off_policy

@@ -87,6 +87,7 @@ class Config(Section):
             *rules.check_batches(self.rollout, self.update, self.sft),
             *rules.check_advantages(self.advantage, self.rollout.group_size, self.update),
             *rules.check_loss(self.loss, self.advantage, self.update),
+            *rules.check_entropy(self.loss),
             *rules.check_off_policy(self.loss, self.rollout),
             *rules.check_reference(self.loss, self.lora, self.credit),
             *rules.check_moments("optim", self.optim),

@@ -1,6 +1,6 @@
 """Carry what a loss needs from update to update in the optimizer's state, which is divided, saved and resumed with it.
 
-Such a transformation leaves the updates as they are, and stands at the end of an ``optax.chain``.
+Both are optax transformations that leave the updates as they are, for the end of an ``optax.chain``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,41 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Float
+
+
+class EntropyControl(NamedTuple):
+    """State of an entropy coefficient that follows the policy's entropy."""
+
+    coefficient: Float[Array, ""]
+    applied: Float[Array, ""]  # in the next update: the coefficient, or 0 while the entropy is above its target
+
+
+def adapted(
+    coefficient: Float[Array, ""], entropy: Float[Array, ""], *, target: float, step: float, highest: float
+) -> EntropyControl:
+    """Raise the coefficient by ``step`` after an update whose entropy is at most ``target``, else lower it.
+
+    It stays within 0 .. ``highest`` and applies only in the former case (Skywork-OR1, arXiv 2505.22312, as TRL has it).
+    The entropy is the mean per token, in nats.
+    """
+    low = entropy <= target
+    moved = jnp.clip(jnp.where(low, coefficient + step, coefficient - step), 0, highest)
+    return EntropyControl(moved, jnp.where(low, moved, 0))
+
+
+def control_entropy(
+    *, start: float, target: float, step: float, highest: float
+) -> optax.GradientTransformationExtraArgs:
+    """Return a transformation whose updates take ``entropy`` and adapt the coefficient; it applies from the second."""
+
+    def init(_: Any) -> EntropyControl:
+        return EntropyControl(jnp.float32(start), jnp.float32(0))
+
+    def update(updates: Any, state: EntropyControl, params: Any = None, *, entropy: Any, **_: Any) -> Any:
+        return updates, adapted(state.coefficient, entropy, target=target, step=step, highest=highest)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 class KeptReference(NamedTuple):

@@ -102,7 +102,7 @@ def policy_loss(
         kl_estimator: see ``kl_estimate``; default k3.
         kl_corrected: multiply the KL by the ratio, with its gradient, which makes both unbiased where the old policy
             drew the tokens (DeepSeek-V3.2, arXiv 2512.02556, eq. 7); default False.
-        entropy_bonus: weight of the entropy, >= 0; default 0.0.
+        entropy_bonus: weight of the entropy, >= 0, where the batch has none of its own; default 0.0.
         importance: weights for a sampler that is not the old policy, see ``oarjax.rl.off_policy``; default None.
         max_drift: nats per token beyond which a row's tokens of A < 0 are left out, > 0; default None.
         max_length: T of the longest possible completion, >= 1; divides dr_grpo's sum.
@@ -167,6 +167,7 @@ def policy_loss(
         loss = loss + kl_beta * logged["kl"]
     elif is_traced(kl_beta) or kl_beta:
         raise ValueError(f"policy_loss: kl_beta = {kl_beta} needs batch.ref_logps; score a reference or set it to 0")
+    entropy_bonus = entropy_bonus if batch.entropy_bonus is None else batch.entropy_bonus
     if is_traced(entropy_bonus) or entropy_bonus:
         loss = loss - entropy_bonus * entropies
 

@@ -24,7 +24,7 @@ from oarjax.models.lora import join_params
 from oarjax.models.policy import Policy
 from oarjax.rl.masked import widened
 from oarjax.rollout.logps import hidden_logps
-from oarjax.step.gradients import Sums
+from oarjax.step.gradients import Sums, applied_entropy_bonus
 from oarjax.step.loss import HeadSettings, Metrics, TokenLoss, sampler_logps
 from oarjax.step.minibatches import Bucket, cut
 from oarjax.types import Credit, GradedRows, Mean, Params, SampledRows, Scores, TrainBatch, TrainState
@@ -112,6 +112,7 @@ class FusedPass:
                 old_logps=None,
                 ref_logps=None,
                 behaviour_logps=sampler_logps(self.off_policy, r),
+                entropy_bonus=applied_entropy_bonus(state),
             )
             mean, metrics = self.loss(logps, entropies, batch)
             return mean.total, (mean, metrics)

@@ -13,6 +13,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from oarjax.models.lora import join_params
+from oarjax.rl.carried import EntropyControl, carried
 from oarjax.rl.masked import widened
 from oarjax.step.loss import Loss, Metrics
 from oarjax.step.metrics import NONFINITE, all_finite
@@ -71,9 +72,16 @@ def add_microbatches(
 
     def add(i: Int[Array, ""], sums: Sums) -> Sums:
         rows = cut(jax.tree.map(lambda x: x[i], batch), bucket, length=batch.completion.shape[-1])
+        rows = replace(rows, entropy_bonus=applied_entropy_bonus(state))
         return jax.tree.map(jnp.add, sums, sums_of(state.params, state.frozen, rows))
 
     return jax.lax.fori_loop(start, stop, add, sums)
+
+
+def applied_entropy_bonus(state: TrainState) -> Float[Array, ""] | None:
+    """Return the entropy coefficient that adapts, of the next update; None where it is the config's."""
+    control = carried(state.opt_state, EntropyControl)
+    return None if control is None else control.applied
 
 
 def apply_sums(
@@ -89,7 +97,10 @@ def apply_sums(
     count = jnp.maximum(mean.count if denominator is None else denominator, 1e-20)
     grads = jax.tree.map(lambda g, p: (g / count).astype(p.dtype), sums.grads, state.params)
     norm = optax.tree.norm(grads)
-    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    bonus, more = applied_entropy_bonus(state), {}
+    if bonus is not None:
+        more = {"entropy": sums.metrics["entropy"].total / jnp.maximum(sums.metrics["entropy"].count, 1)}
+    updates, opt_state = optax.with_extra_args_support(tx).update(grads, state.opt_state, state.params, **more)
     moved = replace(state, step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state)
     sound = jnp.isfinite(norm) & jnp.isfinite(mean.total)
     finite = sound & all_finite(moved.params)
@@ -102,7 +113,9 @@ def apply_sums(
     )
     once = jnp.ones((), jnp.float32)
     wrong = {"loss": ~jnp.isfinite(mean.total), "gradient": ~jnp.isfinite(norm), "params": sound & ~finite}
+    shown = {} if bonus is None else {"entropy_bonus": Mean(bonus, once)}
     return kept, sums.metrics | {
+        **shown,
         **{f"{NONFINITE}{name}": Mean(flag.astype(jnp.float32), once) for name, flag in wrong.items()},
         "loss": Mean(mean.total, count),
         "grad_norm": Mean(norm, once),

@@ -30,7 +30,7 @@ from oarjax.credit.signals import CreditInputs, signals_of
 from oarjax.models.lora import without_adapters
 from oarjax.models.policy import Policy, replaying
 from oarjax.rl.advantages import AdvantageFunction
-from oarjax.rl.carried import keep_reference
+from oarjax.rl.carried import control_entropy, keep_reference
 from oarjax.rl.loss import aggregate
 from oarjax.rl.optimizer import adamw, learning_rate
 from oarjax.rollout.logps import last_states, token_logps
@@ -96,7 +96,13 @@ def make_optimizer(cfg: Config) -> tuple[optax.GradientTransformation, optax.Sch
         cfg: of the run; its ``optim`` section, and the number of updates.
     """
     tx, schedule = _optimizer(cfg.optim, cfg.iterations * cfg.update.epochs * cfg.update.minibatches)
-    return (optax.chain(tx, keep_reference()) if cfg.loss.reference_every else tx), schedule
+    loss, carrying = cfg.loss, []
+    if loss.reference_every:
+        carrying.append(keep_reference())
+    if loss.entropy_target is not None:
+        rates = {"step": loss.entropy_step, "highest": loss.entropy_highest}
+        carrying.append(control_entropy(start=loss.entropy_bonus, target=loss.entropy_target, **rates))
+    return (optax.chain(tx, *carrying) if carrying else tx), schedule
 
 
 def make_sft_optimizer(cfg: SFTConfig) -> tuple[optax.GradientTransformation, optax.Schedule]:
