@@ -51,6 +51,7 @@ from oarjax.models.weights import abstract_params, init_params
 from oarjax.report.console import OnceWarnings
 from oarjax.rl.advantages import group_advantages, zero_variance_groups
 from oarjax.run.adapters import trained_shapes
+from oarjax.run.custom import find_optimizer
 from oarjax.run.layout import training_layout
 from oarjax.run.run import Run, open_run
 from oarjax.step.gradients import Sums
@@ -175,6 +176,8 @@ def optimizer(where: str, sees: Any) -> dict[str, Field]:
         f"{where}.weight_decay": Field(0.3, sees),
         f"{where}.clip_norm": Field(0.3, sees),
         f"{where}.moments": Field("bfloat16", sees),
+        f"{where}.function": Field("optax.lion", sees),
+        f"{where}.settings": Field({"b1": 0.5}, sees, {f"{where}.function": "optax:lion"}),
     }
 
 
@@ -543,7 +546,7 @@ def sft_program(cfg: Config) -> str:
     """The text of the warm start's program."""
     assert cfg.sft is not None
     run = build(cfg)
-    tx, _ = make_sft_optimizer(cfg.sft)
+    tx, _ = make_sft_optimizer(cfg.sft, function=find_optimizer(cfg.sft.optim))
     step = make_sft_step(
         run.policy, tx, training_layout(cfg.lora, run.model, run.mesh, tx), head_chunk=cfg.policy.head_chunk
     )

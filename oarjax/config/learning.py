@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from oarjax.config.inputs import DatasetConfig
 from oarjax.config.section import Count, Positive, Rate, Section, Share, Word
@@ -249,6 +249,20 @@ class OptimConfig(Section):
         default="float32",
         description="dtype of Adam's moments; bfloat16 halves their memory and requires b1 and b2 <= .99",
     )
+    function: str | None = Field(
+        default=None,
+        description="another optimizer, optax.lion for one, module:name or file.py:name, see "
+        "oarjax.rl.optimizer.OptimizerFunction; b1, b2, weight_decay and moments then do not apply",
+    )
+    settings: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of that function")
+
+    @field_validator("function")
+    @classmethod
+    def _with_colon(cls, value: str | None) -> str | None:
+        """Write a dotted path as module:name, which all fields that name code have."""
+        if value is None or ":" in value or "." not in value or value.endswith(".py"):
+            return value
+        return ":".join(value.rsplit(".", 1))
 
 
 class LoraConfig(Section):

@@ -44,6 +44,7 @@ RUN_FILES += ("evaluate", "samples", "logs", "tpu", "accept")
 PATHS = ("run_dir", "compilation_cache", "policy.path", "policy.tokenizer", "data.train.source", "data.eval.source")
 PATHS += ("sft.data.source", "lora.start", "export.folder", "plan.lengths.completions", "grading.plugins")
 PATHS += ("credit.function", "credit.marks", "credit.probe.function", "advantage.function", "loss.function")
+PATHS += ("optim.function", "sft.optim.function")
 """Fields that may hold the path of a file or folder."""
 
 
@@ -213,6 +214,15 @@ def check_moments(where: str, optim: OptimConfig) -> Iterator[str]:
                 f"{where}.{name}: {decay} is too slow for {where}.moments = bfloat16, whose rounding loses the "
                 f"changes; lower {name} to .99 or less, or set {where}.moments=float32"
             )
+
+
+def check_optimizer(where: str, optim: OptimConfig) -> Iterator[str]:
+    """Report fields of AdamW, in the section named ``where``, beside another optimizer, and settings of none."""
+    if optim.function is None and optim.settings:
+        yield f"{where}.settings: read with {where}.function only; set that, or leave the settings out"
+    adam = [n for n in ("b1", "b2", "weight_decay", "moments") if getattr(optim, n) != getattr(OptimConfig(), n)]
+    if optim.function is not None and adam:
+        yield f"{where}.{adam[0]}: AdamW's, and {where}.function replaces it; leave it out, or use {where}.settings"
 
 
 def check_credit(credit: CreditSettings) -> Iterator[str]:

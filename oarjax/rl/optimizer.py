@@ -1,7 +1,8 @@
-"""The optimizer: AdamW with warm-up, a schedule, and clipping by the global norm."""
+"""The optimizer: AdamW, or another of optax, with warm-up, a schedule, and clipping by the global norm."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -51,6 +52,17 @@ def adamw(
             )
     adam = optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=decays)
     return optax.chain(optax.clip_by_global_norm(clip_norm), adam if moments == "float32" else stored_in(adam, moments))
+
+
+OptimizerFunction = Callable[..., optax.GradientTransformation]
+"""(learning_rate=schedule, **settings) -> optimizer, such as ``optax.lion``: what ``optim.function`` names."""
+
+
+def custom_optimizer(
+    function: OptimizerFunction, schedule: optax.Schedule, settings: Mapping[str, Any], *, clip_norm: float
+) -> optax.GradientTransformation:
+    """Chain clipping by the global norm and the optimizer that ``function`` builds with ``settings`` as they are."""
+    return optax.chain(optax.clip_by_global_norm(clip_norm), function(learning_rate=schedule, **settings))
 
 
 def stored_in(tx: optax.GradientTransformation, dtype: DTypeLike) -> optax.GradientTransformation:

@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import Array
 
-from oarjax.config.learning import AdvantageConfig, GradingConfig, LossConfig
+from oarjax.config.learning import AdvantageConfig, GradingConfig, LossConfig, OptimConfig
 from oarjax.config.schema import Config
 from oarjax.credit.keywords import KeywordTable
 from oarjax.credit.method import CreditMethod
@@ -25,6 +26,7 @@ from oarjax.models.policy import Policy
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import abstract_params
 from oarjax.rl.advantages import AdvantageFunction
+from oarjax.rl.optimizer import OptimizerFunction, custom_optimizer
 from oarjax.step.loss import TokenLoss
 from oarjax.system.plugins import import_object
 from oarjax.types import AnswerSpan, Mean, TrainBatch
@@ -96,6 +98,29 @@ def find_advantages(advantage: AdvantageConfig) -> AdvantageFunction | None:
         ConfigError: it cannot be imported, or is not a function.
     """
     return _find_function(advantage.function, "advantage.function")
+
+
+def find_optimizer(optim: OptimConfig, *, field: str = "optim.function") -> OptimizerFunction | None:
+    """Import the function that optim.function names, and try the optimizer that it builds on two small matrices.
+
+    Raises:
+        ConfigError: it cannot be imported, is not a function, refuses the settings, or builds no optimizer.
+    """
+    function = _find_function(optim.function, field)
+    if function is None:
+        return None
+    like = {"kernel": jnp.zeros((2, 3)), "bias": jnp.zeros(3)}
+    try:
+        tx = custom_optimizer(function, optax.constant_schedule(optim.lr), optim.settings, clip_norm=optim.clip_norm)
+        updates, _ = jax.eval_shape(lambda p: tx.update(p, tx.init(p), p), like)
+    except Exception as error:  # whatever a user's function raises
+        raise ConfigError(
+            f"{field}: {optim.function} with learning_rate and {optim.settings} fails ({type(error).__name__}: "
+            f"{error}); expected an optax optimizer, correct {field.removesuffix('function')}settings"
+        ) from error
+    if jax.tree.map(jnp.shape, updates) != jax.tree.map(jnp.shape, like):
+        raise ConfigError(f"{field}: the updates of {optim.function} have other shapes than the params; set another")
+    return function
 
 
 def _find_function(name: str | None, field: str) -> Any:
@@ -287,13 +312,16 @@ def check_loss(function: TokenLoss, loss: LossConfig, *, updates: int) -> None:
 
 
 def check_custom(cfg: Config) -> None:
-    """Check the functions that loss.function and advantage.function name.
+    """Check the functions that loss.function, advantage.function and optim.function name.
 
     Raises:
         ConfigError: one cannot be imported, raised an error, or returned something else.
     """
     if function := find_loss(cfg.loss):
         check_loss(function, cfg.loss, updates=cfg.update.epochs * cfg.update.minibatches)
+    find_optimizer(cfg.optim)
+    if cfg.sft is not None:
+        find_optimizer(cfg.sft.optim, field="sft.optim.function")
     if advantages := find_advantages(cfg.advantage):
         check_advantages(advantages, cfg.advantage, cfg.grading, group=cfg.rollout.group_size)
 

@@ -43,7 +43,7 @@ def remedy(phase: Phase, cfg: Config) -> str:
     remedies = list(HELPS[phase])
     if phase in ("update", "fused") and cfg.policy.remat != "full":
         remedies.append("policy.remat=full")
-    if phase in ("update", "fused", "apply") and cfg.optim.moments == "float32":
+    if phase in ("update", "fused", "apply") and cfg.optim.moments == "float32" and not cfg.optim.function:
         remedies.append("optim.moments=bfloat16")
     compares = cfg.loss.kl_beta > 0 or reads_reference(cfg.credit.method)
     if phase not in ("score", "credit") and compares and not cfg.lora.rank and cfg.loss.reference != "host":

@@ -41,7 +41,7 @@ from oarjax.report.files import token_texts
 from oarjax.rollout.stop_strings import cut_text
 from oarjax.run.adapters import start_adapters, trained_count, trained_shapes
 from oarjax.run.checks import check_failures, check_grading, check_lengths, check_report
-from oarjax.run.custom import check_credit, check_custom, find_advantages, find_credit, find_loss
+from oarjax.run.custom import check_credit, check_custom, find_advantages, find_credit, find_loss, find_optimizer
 from oarjax.run.endings import reference_endings
 from oarjax.run.grades import RolloutGrading, grader_of
 from oarjax.run.hints import HintReader, hints_of
@@ -185,7 +185,7 @@ class Run:
 
     @cached_property
     def _optimizer(self) -> tuple[optax.GradientTransformation, optax.Schedule]:
-        return make_optimizer(self.cfg)
+        return make_optimizer(self.cfg, function=find_optimizer(self.cfg.optim))
 
     @property
     def optimizer(self) -> optax.GradientTransformation:

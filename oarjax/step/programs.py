@@ -32,7 +32,7 @@ from oarjax.models.policy import Policy, replaying
 from oarjax.rl.advantages import AdvantageFunction
 from oarjax.rl.carried import control_entropy, keep_reference
 from oarjax.rl.loss import aggregate
-from oarjax.rl.optimizer import adamw, learning_rate
+from oarjax.rl.optimizer import OptimizerFunction, adamw, custom_optimizer, learning_rate
 from oarjax.rollout.logps import last_states, token_logps
 from oarjax.step.advantages import (
     bound_advantages,
@@ -89,13 +89,16 @@ class RolloutLayout(NamedTuple):
     rows: Any  # of prompts and rollouts
 
 
-def make_optimizer(cfg: Config) -> tuple[optax.GradientTransformation, optax.Schedule]:
+def make_optimizer(
+    cfg: Config, *, function: OptimizerFunction | None = None
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
     """Build the run's optimizer and its schedule (updates -> learning rate).
 
     Args:
         cfg: of the run; its ``optim`` section, and the number of updates.
+        function: what ``optim.function`` names, in the place of AdamW; default None.
     """
-    tx, schedule = _optimizer(cfg.optim, cfg.iterations * cfg.update.epochs * cfg.update.minibatches)
+    tx, schedule = _optimizer(cfg.optim, cfg.iterations * cfg.update.epochs * cfg.update.minibatches, function)
     loss, carrying = cfg.loss, []
     if loss.reference_every:
         carrying.append(keep_reference())
@@ -105,13 +108,19 @@ def make_optimizer(cfg: Config) -> tuple[optax.GradientTransformation, optax.Sch
     return (optax.chain(tx, *carrying) if carrying else tx), schedule
 
 
-def make_sft_optimizer(cfg: SFTConfig) -> tuple[optax.GradientTransformation, optax.Schedule]:
+def make_sft_optimizer(
+    cfg: SFTConfig, *, function: OptimizerFunction | None = None
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
     """Build the warm start's optimizer and its schedule."""
-    return _optimizer(cfg.optim, cfg.steps)
+    return _optimizer(cfg.optim, cfg.steps, function)
 
 
-def _optimizer(o: OptimConfig, updates: int) -> tuple[optax.GradientTransformation, optax.Schedule]:
+def _optimizer(
+    o: OptimConfig, updates: int, function: OptimizerFunction | None
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
     schedule = learning_rate(peak=o.lr, schedule=o.schedule, warmup=o.warmup, updates=updates)
+    if function is not None:
+        return custom_optimizer(function, schedule, o.settings, clip_norm=o.clip_norm), schedule
     tx = adamw(schedule, b1=o.b1, b2=o.b2, weight_decay=o.weight_decay, clip_norm=o.clip_norm, moments=o.moments)
     return tx, schedule
 

@@ -37,6 +37,8 @@ def code_places(cfg: Config) -> list[str]:
         "credit.probe.function": cfg.credit.probe.function,
         "advantage.function": cfg.advantage.function,
         "loss.function": cfg.loss.function,
+        "optim.function": cfg.optim.function,
+        "sft.optim.function": cfg.sft and cfg.sft.optim.function,
     }
     return places + [f"{field}={code}" for field, code in named.items() if code is not None]
 

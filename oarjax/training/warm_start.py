@@ -13,6 +13,7 @@ from oarjax.data.streams import SFTStream
 from oarjax.models.lora import all_params
 from oarjax.report.console import OnceWarnings, Progress
 from oarjax.run.adapters import plain_params
+from oarjax.run.custom import find_optimizer
 from oarjax.run.layout import training_layout
 from oarjax.run.run import Run
 from oarjax.step.minibatches import MinibatchPlan
@@ -43,7 +44,8 @@ def warm_start(run: Run, params: Params, stop: Stop) -> Params:
     cfg, pairs, saving = run.cfg.sft, run.pairs, run.cfg.checkpoint
     if cfg is None or pairs is None:
         raise ValueError("warm_start: the config has no sft section")
-    optimizer, _ = make_sft_optimizer(cfg)
+    function = find_optimizer(cfg.optim, field="sft.optim.function")
+    optimizer, _ = make_sft_optimizer(cfg, function=function)
     layout = training_layout(run.cfg.lora, run.model, run.mesh, optimizer)
     step = make_sft_step(run.policy, optimizer, layout, head_chunk=run.cfg.policy.head_chunk)
     state = new_state(params, optimizer, layout, seed=run.cfg.seed, lora=run.cfg.lora, copy=False)

@@ -4,7 +4,7 @@ import numpy as np
 import optax
 import pytest
 
-from oarjax.rl.optimizer import adamw, decays, learning_rate, stored_in
+from oarjax.rl.optimizer import adamw, custom_optimizer, decays, learning_rate, stored_in
 from oarjax.storage.checkpoint import Checkpoints
 from oarjax.types import TrainState
 
@@ -56,6 +56,15 @@ def test_two_updates_hand_worked():
     # averages .5 * .5 / (1 - .25) = 1/3 and .2 * .8 / (1 - .04) = 1/6: a step of -.1 * (1/3) / sqrt(1/6)
     step = -0.1 * (1 / 3) * 6**0.5
     np.testing.assert_allclose([second["kernel"][0], second["bias"][0]], [step - 0.06, step], rtol=1e-6)
+
+
+def test_another_optimizer_of_optax_follows_schedule_settings_and_clipping():
+    """SGD with momentum 1/2: a gradient of 5 is clipped to 1, then a gradient of 0 leaves half of the step."""
+    tx = custom_optimizer(optax.sgd, lambda count: 0.1 * (count + 1), {"momentum": 0.5}, clip_norm=1.0)
+    grads = {"a": jnp.array([5.0])}
+    first, state = tx.update(grads, tx.init(grads), grads)
+    second, _ = tx.update({"a": jnp.array([0.0])}, state, grads)
+    np.testing.assert_allclose([first["a"][0], second["a"][0]], [-0.1, -0.1], rtol=1e-6)  # .2 * .5
 
 
 def trained(moments, *, updates=200, b2=0.95):

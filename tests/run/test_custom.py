@@ -283,6 +283,10 @@ def test_losses_that_give_something_else_are_told():
             "credit.function=docs/examples/custom_probe.py:first_and_last",
             "expected a CreditMethod, got docs/",
         ),
+        ("optim.function=optax.lionn", "optim.function: optax defines no lionn"),
+        ("optim.function=optax.constant_schedule", "optim.function: optax:constant_schedule with learning_rate and {}"),
+        ("optim.b1=.8 optim.function=optax.lion", "optim.b1: AdamW's, and optim.function replaces it"),
+        ("optim.settings={b1: .8}", "optim.settings: read with optim.function only"),
     ],
 )
 def test_what_is_named_must_be_there(tmp_path, monkeypatch, capsys, change, says):
@@ -290,7 +294,8 @@ def test_what_is_named_must_be_there(tmp_path, monkeypatch, capsys, change, says
     run = ["configs/demo.yaml", f"run_dir={tmp_path / 'run'}", f"compilation_cache={CACHE}", "credit.method=custom"]
     run += ["sft=null", "data.eval=null", "data.train.limit=4"]
     first = "credit.function=docs/examples/custom_credit.py:later"
-    monkeypatch.setattr(sys, "argv", ["oarjax", "train", *run, first, change])
+    changes = [change] if change.startswith("optim.settings") else change.split()
+    monkeypatch.setattr(sys, "argv", ["oarjax", "train", *run, first, *changes])
     with pytest.raises(SystemExit) as done:
         main()
     assert done.value.code == 2

@@ -60,8 +60,10 @@ def test_own_is_what_was_noted_and_is_unchanged(tmp_path):
 
 def test_every_field_that_names_code_is_asked_about(tmp_path):
     place, named = f"{code(tmp_path)}:loss", sorted(row.path for row in field_rows() if "file.py:name" in row.about)
-    assert named == ["advantage.function", "credit.function", "credit.marks", "credit.probe.function", "loss.function"]
-    settings = {name.replace(".", "__"): place for name in named}
+    credit = ["credit.function", "credit.marks", "credit.probe.function"]
+    assert named == ["advantage.function", *credit, "loss.function", "optim.function", "sft.optim.function"]
+    warm = {"sft__data": {"source": "builtin:arithmetic"}, "sft__batch": 2, "sft__microbatch": 2, "sft__steps": 1}
+    settings = {name.replace(".", "__"): place for name in named} | warm
     cfg = tiny.config(**settings, credit__method="custom", grading__plugins=[str(tmp_path / "rewards.py")])
     asked = refused(cfg, claim(tmp_path / "run", cfg))
     page = (ROOT / "docs" / "trust.md").read_text(encoding="utf-8")

@@ -40,8 +40,8 @@ SMALL = [
 ]
 
 
-CARRIED = ["loss.kl_beta=.01", "loss.reference_every=1", "loss.entropy_target=9"]
-"""A reference that moves and a coefficient that adapts: all in the optimizer's state."""
+CARRIED = ["optim.function=optax.lion", "loss.kl_beta=.01", "loss.reference_every=1", "loss.entropy_target=9"]
+"""Another optimizer, a reference that moves and a coefficient that adapts: all in the optimizer's state."""
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import optax
 
 from oarjax.config.schema import Config
 from oarjax.costs import Number
@@ -15,6 +16,7 @@ from oarjax.data.hf import SHARD_BYTES
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import parameter_count
 from oarjax.run.adapters import trained_count, trained_shapes
+from oarjax.run.custom import find_optimizer
 from oarjax.step.programs import make_optimizer
 from oarjax.tools.plan.topology import Slice
 
@@ -32,13 +34,10 @@ def hosts_of(where: Slice, *, slices: int = 1) -> int:
     return slices * (where.chips // HOST_CHIPS)
 
 
-def _moment_bytes(cfg: Config, model: QwenConfig, trained: int) -> int:
-    """Return the bytes of the optimizer's state: Adam's two moments, and a moving reference."""
-    if not cfg.loss.reference_every:
-        return 2 * trained * (4 if cfg.optim.moments == "float32" else 2)
-    optimizer, _ = make_optimizer(cfg)
-    state = jax.eval_shape(optimizer.init, trained_shapes(cfg.lora, model))
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+def _moment_bytes(optimizer: optax.GradientTransformation, trained: Any) -> int:
+    """Return the bytes of the optimizer's state without its counts: moments, and a reference that moves."""
+    arrays = jax.tree.leaves(jax.eval_shape(optimizer.init, trained))
+    return sum(x.size * x.dtype.itemsize for x in arrays if x.ndim)
 
 
 def needs_of(cfg: Config, model: QwenConfig, where: Slice, *, seconds: Number | None) -> dict[str, Any]:
@@ -51,7 +50,8 @@ def needs_of(cfg: Config, model: QwenConfig, where: Slice, *, seconds: Number | 
     slices = max(cfg.mesh.slice, 1)
     parameters = parameter_count(model)
     trained = trained_count(cfg.lora, model) if cfg.lora.rank else parameters
-    checkpoint = float(trained * 4 + _moment_bytes(cfg, model, trained))
+    optimizer, _ = make_optimizer(cfg, function=find_optimizer(cfg.optim))
+    checkpoint = float(trained * 4 + _moment_bytes(optimizer, trained_shapes(cfg.lora, model)))
     hosts = hosts_of(where, slices=slices)
     width = {"float32": 4, "bfloat16": 2, None: 2 if cfg.lora.rank else 4}[cfg.export.dtype]
     exported = float(parameters * width) if cfg.export.folder is not None else 0.0
