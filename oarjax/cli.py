@@ -143,6 +143,9 @@ def sample(
     repetition_penalty: RepetitionPenalty = None,
     stop: StopTexts = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same completions.")] = 0,
+    record: Annotated[
+        Path | None, typer.Option(metavar="FILE.jsonl", help="Also write ids and log-probs, for rollout.from.")
+    ] = None,
 ) -> None:
     """Print completions of a policy."""
     check_target(policy)
@@ -150,7 +153,7 @@ def sample(
 
     filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
     filters["temperature"] = temperature
-    run(policy, prompts, template.value, count, max_new, family, filters, stop or [], seed)
+    run(policy, prompts, template.value, count, max_new, family, filters, stop or [], seed, record)
 
 
 @app.command(epilog="Example: oarjax status runs/demo")

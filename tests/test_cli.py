@@ -437,6 +437,11 @@ def test_the_export_is_a_policy_like_any_other(oarjax, run, config, tmp_path):
     assert stored_dtype(tmp_path / "half") == "bfloat16"
     assert oarjax("export", where, tmp_path / "half")[0] == 2
 
+    prompt = json.loads((folder / "completions.jsonl").read_text().splitlines()[0])["prompt"]
+    drawn = tmp_path / "drawn.jsonl"
+    code, out, err = oarjax("sample", where, prompt, "--count", 8, "--max-new", 6, "--record", drawn)
+    assert code == 0, err
+    assert len(drawn.read_text().splitlines()) == 8
     code, _, err = oarjax(
         "train",
         config,
@@ -445,6 +450,7 @@ def test_the_export_is_a_policy_like_any_other(oarjax, run, config, tmp_path):
         "sft=null",
         "iterations=1",
         "report.html=false",
+        *(f"rollout.from=[{drawn}]", "rollout.prompts=1", "rollout.group_size=8", "rollout.max_new=6"),
     )
     assert code == 0, err
     assert (tmp_path / "next" / "export" / "model.safetensors").is_file()
@@ -471,6 +477,7 @@ def test_sample_mistakes(oarjax, policy):
         ((policy, "1+1=", "--max-new", 600), "--max-new: 4 prompt tokens and 600 new ones exceed the checkpoint's"),
         ((policy, "1+1=", "--template", "chat"), "--template: this policy's tokenizer has no chat template; use plain"),
         ((policy, "1+1=", "--top-p", 0), "--top-p: expected a share in (0, 1], got 0.0"),
+        ((policy, "1+1=", "--record", "x.json"), "--record: expected the name of a new .jsonl file in a folder, got x"),
         ((policy, "x"), "the tokenizer cannot encode 'x'"),
     ]:
         code, _, err = oarjax("sample", *arguments)

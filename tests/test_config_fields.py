@@ -255,6 +255,7 @@ def fields() -> dict[str, Field]:
         "rollout.tensor": Field(7, data, error="rollout.tensor: 7 does not divide the 1 devices"),
         "rollout.prompt_bucket": Field(12, command),
         "rollout.completion_bucket": Field(2, command),
+        "rollout.from": Field(["nowhere.jsonl"], command, error="rollout.from: expected a .jsonl or .parquet file"),
         "rollout.segment": Field(4, decode),
         "rollout.cache_bucket": Field(4, decode),
         "rollout.slots": Field(4, decode),

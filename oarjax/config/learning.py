@@ -54,6 +54,16 @@ class RolloutConfig(Section):
         description="completions decoded at once, over all devices; null = the whole batch. Fewer need less memory "
         "but more steps",
     )
+    __annotations__["from"] = "tuple[Word, ...]"  # a keyword of Python, but the plain word in YAML
+    vars()["from"] = Field(
+        default=(),
+        description="files, or folders of them, with rollouts to train on instead of drawing any; see docs/rollouts.md",
+    )
+
+    @property
+    def recorded(self) -> tuple[str, ...]:
+        """Return the field ``from``."""
+        return getattr(self, "from")
 
 
 class RewardConfig(Section):

@@ -44,7 +44,7 @@ RUN_FILES += ("evaluate", "samples", "logs", "tpu", "accept")
 PATHS = ("run_dir", "compilation_cache", "policy.path", "policy.tokenizer", "data.train.source", "data.eval.source")
 PATHS += ("sft.data.source", "lora.start", "export.folder", "plan.lengths.completions", "grading.plugins")
 PATHS += ("credit.function", "credit.marks", "credit.probe.function", "advantage.function", "loss.function")
-PATHS += ("optim.function", "sft.optim.function")
+PATHS += ("optim.function", "sft.optim.function", "rollout.from")
 """Fields that may hold the path of a file or folder."""
 
 
@@ -187,6 +187,25 @@ def check_off_policy(loss: LossConfig, rollout: RolloutConfig) -> Iterator[str]:
             "loss.off_policy.weighting: low and high have no effect with none; remove them, or set another weighting "
             "such as token_truncate"
         )
+
+
+def check_outside(
+    rollout: RolloutConfig, off: OffPolicyConfig, update: UpdateConfig, policy: PolicyConfig
+) -> Iterator[str]:
+    """Report what rollouts from files cannot have."""
+    if not rollout.recorded:
+        return
+    if (rollout.top_k, rollout.top_p, rollout.min_p) != (0, 1.0, 0.0) and off.support != "sampled":
+        yield (
+            "rollout.from: log-probs are those after rollout.top_k, top_p and min_p; set "
+            "loss.off_policy.support=sampled, or turn these off"
+        )
+    if rollout.repetition_penalty != 1:
+        yield "rollout.from: the loss cannot follow rollout.repetition_penalty there; set the penalty to 1"
+    if policy.router == "replay":
+        yield "rollout.from: brings no choices of experts; set policy.router=recompute"
+    if update.refills:
+        yield "rollout.from: no fresh prompts can be drawn; set update.refills=0"
 
 
 def check_reference(loss: LossConfig, lora: LoraConfig, credit: CreditSettings) -> Iterator[str]:

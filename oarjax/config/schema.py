@@ -6,7 +6,8 @@ take arrays and keyword scalars.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -76,6 +77,19 @@ class Config(Section):
     lab: LabConfig = LabConfig()
     plan: PlanConfig = PlanConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _corrected(cls, tree: Any) -> Any:
+        """Correct for the sampler of recorded rollouts unless the config says otherwise."""
+        rollout = tree.get("rollout") if isinstance(tree, Mapping) else None
+        if not isinstance(rollout, Mapping) or not rollout.get("from"):
+            return tree
+        loss = tree.get("loss") or {}
+        off = loss.get("off_policy") or {} if isinstance(loss, Mapping) else None
+        if not isinstance(off, Mapping) or "weighting" in off:
+            return tree
+        return {**tree, "loss": {**loss, "off_policy": {"weighting": "token_truncate", **off}}}
+
     @model_validator(mode="after")
     def _consistent(self) -> Config:
         """Refuse fields that contradict each other; the error names all of them."""
@@ -89,6 +103,7 @@ class Config(Section):
             *rules.check_loss(self.loss, self.advantage, self.update),
             *rules.check_entropy(self.loss),
             *rules.check_off_policy(self.loss, self.rollout),
+            *rules.check_outside(self.rollout, self.loss.off_policy, self.update, self.policy),
             *rules.check_reference(self.loss, self.lora, self.credit),
             *rules.check_moments("optim", self.optim),
             *rules.check_optimizer("optim", self.optim),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,7 +22,10 @@ from oarjax.models.qwen import make_policy
 from oarjax.report.files import make_console, visible
 from oarjax.rollout.sampler import Decoding, group_keys
 from oarjax.rollout.segments import SegmentedSampler
+from oarjax.rollout.source import Batch, turns_of
 from oarjax.rollout.stop_strings import cut_text, stop_table
+from oarjax.sources.records import line_of
+from oarjax.storage.durable import Lines, storage_errors
 from oarjax.system.devices import choose_platform, use_compilation_cache
 
 
@@ -34,13 +39,16 @@ def run(
     asked: dict[str, float | None],
     stop: list[str],
     seed: int,
+    record: Path | None = None,
 ) -> None:
-    """Sample and print; ``asked`` holds sampling settings that override the family's, or else the defaults."""
+    """Sample, print and record; ``asked`` holds sampling settings that override the family's, or else the defaults."""
     how = drawing(family, **asked)
     if template not in ("auto", "chat", "plain"):
         raise ConfigError(f"--template: expected auto, chat or plain, got {template}")
     if not 0 < how["top_p"] <= 1:
         raise ConfigError(f"--top-p: expected a share in (0, 1], got {how['top_p']}")
+    if record is not None and (record.suffix != ".jsonl" or record.exists() or not record.parent.is_dir()):
+        raise ConfigError(f"--record: expected the name of a new .jsonl file in a folder, got {record}")
     target = find_target(policy)
     compute = jnp.float32 if choose_platform("auto") == "cpu" else jnp.bfloat16
     use_compilation_cache("~/.cache/oarjax/xla")
@@ -74,6 +82,12 @@ def run(
     else:
         params = jax.tree.map(lambda x: x.astype(compute), target_params(target, model, folder)[0])
     rollout = jax.device_get(draw(params, batch, jax.random.key(seed)))
+    if record is not None:
+        drawn = Batch(batch, jax.random.key(seed), 0, 0, count, max_new)
+        with storage_errors(record), closing(Lines(record)) as lines:
+            for request, turn in zip(drawn.requests, turns_of(drawn, rollout, version=0), strict=True):
+                lines.write(line_of(request, turn))
+            lines.sync()
     for row in range(len(rollout.ended)):
         if row % count == 0:
             console.print(Text(visible(prompts[row // count]), style="dim"))

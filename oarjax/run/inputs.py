@@ -8,6 +8,7 @@ from oarjax.data.hf import commit_of
 from oarjax.data.streams import Encoded
 from oarjax.grading.grader import local_digests
 from oarjax.run.run import Run
+from oarjax.sources.files import recorded_files
 from oarjax.storage.folder import Differences
 from oarjax.storage.inputs import (
     Stat,
@@ -48,6 +49,9 @@ def _inputs(run: Run, recorded: dict[str, Stat]) -> tuple[dict[str, str], dict[s
     names = [reward.name for reward in run.cfg.grading.rewards]
     now |= {f"code/reward {name}": digest for name, digest in local_digests(names).items()}
     paths = {}
+    if run.cfg.rollout.recorded:
+        rollouts = recorded_files(run.cfg.rollout.recorded)
+        paths |= {f"rows/rollout.from/{number}": path for number, path in enumerate(rollouts)}
     if run.cfg.lora.start is not None:
         adapters = Path(run.cfg.lora.start).expanduser()
         paths |= {f"policy/lora.start/{path.name}": path for path in policy_files(adapters)}

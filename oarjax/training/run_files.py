@@ -31,6 +31,7 @@ from oarjax.report.trackers import TrackedRun, Trackers, run_id
 from oarjax.rollout.source import Source
 from oarjax.run.adapters import trained_shapes
 from oarjax.run.run import Run
+from oarjax.sources.files import RecordedRollouts
 from oarjax.sources.records import RecordedSource, Records
 from oarjax.step.history import RewardHistory
 from oarjax.step.iteration import Iteration
@@ -74,7 +75,7 @@ class RunFiles:
             self._checkpoints.__exit__(*error)
 
     def resume(
-        self, state: TrainState, stream: PromptStream, history: RewardHistory
+        self, state: TrainState, stream: PromptStream | RecordedRollouts, history: RewardHistory
     ) -> tuple[TrainState, int, Evaluation | None]:
         """Return state, iteration and evaluation of the newest checkpoint that can be trusted.
 

@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 from oarjax.run.compile_ahead import compile_known
 from oarjax.run.memory import report_memory
+from oarjax.run.outside import open_recorded
 from oarjax.run.run import Run
 from oarjax.run.shapes import ProgramShapes
+from oarjax.sources.files import RecordedRollouts
 from oarjax.step.state import reference_mover
 from oarjax.storage.stop import Stop
 from oarjax.system.devices import peak_flops, to_host_memory
@@ -26,6 +28,7 @@ class Start(NamedTuple):
     move: Callable[[TrainState], TrainState]  # makes the policy the reference that the state holds
     before: Evaluation | None  # of the policy; None without data.eval
     meter: Meter
+    recorded: RecordedRollouts | None  # rollouts from files, in place of prompts and the sampler
 
 
 def prepare(run: Run, params: Params, before: Evaluation | None, folder: Path, stop: Stop) -> Start:
@@ -34,6 +37,7 @@ def prepare(run: Run, params: Params, before: Evaluation | None, folder: Path, s
     Raises:
         Stopped: ``stop`` was signalled.
         DeviceError: a program does not fit the devices.
+        DataError: the files of rollout.from do not hold what the run needs.
     """
     loss, reference = run.cfg.loss, None
     if run.credit.needs_reference(kl_beta=loss.kl_beta) and run.cfg.lora.rank == 0 and not loss.reference_every:
@@ -46,4 +50,4 @@ def prepare(run: Run, params: Params, before: Evaluation | None, folder: Path, s
         report_memory(ProgramShapes(run), folder, run.console)
         stop.check()
     meter = Meter(run.cfg, run.model, run.credit, peak_flops(run.compute_dtype)[0])
-    return Start(state, reference, reference_mover(run.layout), before, meter)
+    return Start(state, reference, reference_mover(run.layout), before, meter, open_recorded(run))

@@ -60,8 +60,8 @@ def train(
         StorageError: a file cannot be written, and checkpoint.on_failure is stop.
     """
     cfg, console = run.cfg, run.console
-    stream, history, remembers = run.prompts(), history_of(cfg.advantage), cfg.advantage.method == "problem"
-    moves = cfg.loss.reference_every
+    stream, history = start.recorded or run.prompts(), history_of(cfg.advantage)
+    remembers, moves = cfg.advantage.method == "problem", cfg.loss.reference_every
     timer, warnings, stop = PhaseTimer(), OnceWarnings(console), stop or Stop()
     if cfg.loss.off_policy.support == "whole":
         roll = cfg.rollout
@@ -84,7 +84,7 @@ def train(
             hints=run.hints,
             load_reference=partial(jax.device_put, device=run.layout.params),
             past=history.of if remembers else None,
-            source=files.source,
+            source=lambda sampler: start.recorded or files.source(sampler),
             prompt_step=run.prompt_step,
         )
         baseline = None if start.before is None else start.before.metrics["pass_at_1"]

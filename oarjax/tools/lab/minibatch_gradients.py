@@ -109,7 +109,7 @@ def measure_gradients(run: Run, params: Params, grader: Grading) -> GradientResu
         ConfigError: no minibatch has a group of unequal rewards, so there is no gradient.
     """
     cfg = run.cfg
-    plain = with_credit(run, changed(cfg.credit, {"method": "uniform"}))
+    plain = run.with_config(gradient_config(cfg, changed(cfg.credit, {"method": "uniform"})))
     state, steps = plain.new_state(params), plain.steps
     with run.console.status("gradients: sampling"):
         minibatches = draw_minibatches(plain, steps, state, grader)
@@ -136,7 +136,8 @@ def measure_gradients(run: Run, params: Params, grader: Grading) -> GradientResu
             if credit.method == "uniform":
                 add(name, cfg.lab.methods[name], baseline)
                 continue
-            weighed = weigh_minibatches(with_credit(run, credit), state, minibatches, placed)
+            arm = run.with_config(gradient_config(cfg, credit))
+            weighed = weigh_minibatches(arm, state, minibatches, placed)
             add(name, cfg.lab.methods[name], compute(weighed, baseline))
     if all(credit.method != "uniform" for credit in methods.values()):
         add(PLAIN, {"method": "uniform"}, baseline)
@@ -152,11 +153,6 @@ def measure_gradients(run: Run, params: Params, grader: Grading) -> GradientResu
         figures=overall | ({} if rho is None else {"rho": rho}),
         methods=results,
     )
-
-
-def with_credit(run: Run, credit: CreditSettings) -> Run:
-    """Return the run with a credit method and one update per rollout."""
-    return run.with_config(gradient_config(run.cfg, credit))
 
 
 # Minibatches -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,44 @@
+"""Check turns that come from outside: nothing is trained on that a policy with this tokenizer cannot have drawn."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from oarjax.rollout.source import Turn
+
+
+class Rules(NamedTuple):
+    """What a run's turns are."""
+
+    vocab: int
+    stop_ids: tuple[int, ...]
+    stops_at_text: bool = False  # a row may also end with any id, at a stop string
+
+
+def check_turn(turn: Turn, max_new: int, rules: Rules) -> None:
+    """Check ids, log-probs and the end of a turn against each other.
+
+    Raises:
+        ValueError: they do not fit; says what.
+    """
+    ids, count = turn.tokens, len(turn.tokens)
+    if not 1 <= count <= max_new:
+        raise ValueError(f"expected 1 to {max_new} tokens, got {count}")
+    if len(turn.logps) != count or np.ndim(turn.logps) != 1:
+        raise ValueError(f"{len(turn.logps)} log-probs of {count} tokens")
+    if ids.min() < 0 or ids.max() >= rules.vocab:
+        raise ValueError(f"ids reach from {ids.min()} to {ids.max()}, the vocabulary from 0 to {rules.vocab - 1}")
+    if not np.isfinite(turn.logps).all() or turn.logps.max() > 1e-3:
+        raise ValueError(f"log-probs are not finite, or above 0: {turn.logps.max():.3g}")
+    stops = np.isin(ids, rules.stop_ids)
+    if stops[:-1].any():
+        raise ValueError(f"tokens follow the stop id {ids[int(stops.argmax())]}")
+    ended = bool(stops[-1])
+    if turn.finish == "stop" and not (ended or rules.stops_at_text):
+        raise ValueError(f"finish is stop, but the last id {ids[-1]} is none of the stop ids {rules.stop_ids}")
+    if turn.finish == "length" and (ended or count != max_new):
+        raise ValueError(f"finish is length, after {count} of {max_new} tokens, the last of them {ids[-1]}")
+    if turn.finish not in ("stop", "length"):
+        raise ValueError(f"expected finish stop or length, got {turn.finish!r:.50}")
