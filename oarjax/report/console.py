@@ -418,7 +418,8 @@ def run_lines(cfg: Config, facts: Mapping[str, object]) -> dict[str, str]:
         "rollout": f"{roll.prompts} prompts x {roll.group_size} completions of up to {roll.max_new} tokens, "
         f"temperature {roll.temperature:g}",
         "rewards": ", ".join(rewards),
-        "credit": f"{method}; answers in style {cfg.credit.answer.style}",
+        "credit": f"{method}; answers in style {cfg.credit.answer.style}; ESS: share of the reasoning that its weights "
+        "use, 1 if all tokens weigh alike",
         "update": f"{updates} an iteration, {loss.surrogate} loss by {loss.aggregation}{kl}, lr {optim.lr:g}",
         "run folder": facts["run folder"],
         "settings": f"all in {facts['run folder']}/config.yaml",

@@ -323,7 +323,8 @@ def _completion_row(record: dict[str, Any]) -> CompletionRow:
 def show_completions(console: Console, iteration: int, rows: Sequence[CompletionRow], *, limit: int = 600) -> None:
     """Print completions. Untrusted text is cut and printed as plain text, without markup or control characters."""
     for row in rows:
-        head = Text(f"iteration {iteration}  {visible(row.verdict)}  reward {short(row.reward)}", style="bold")
+        verdict = "" if row.verdict == "graded" else f"  {visible(row.verdict)}"
+        head = Text(f"iteration {iteration}{verdict}  reward {short(row.reward)}", style="bold")
         if row.answer is not None:
             head.append(f"  answer {visible(row.answer)[:80]}")
         if row.reference is not None:

@@ -19,9 +19,12 @@ from oarjax.report.summary import NOTE, SummaryRow, summary_cells, summary_title
 from oarjax.storage.durable import DISK, NO_PATH, cannot_write
 from oarjax.system.json import number
 
-WIDTH, HEIGHT = 340, 200  # of a chart, in its own units
-LEFT, RIGHT, TOP, BOTTOM = 44, 12, 12, 26
+WIDTH, HEIGHT = 340, 214  # of a chart, in its own units
+LEFT, RIGHT, TOP, BOTTOM = 44, 12, 12, 40
 SIZE = (WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM)
+GRADED = "graded"
+"""The usual verdict, which the page leaves out."""
+
 LONGEST = 2000
 """Characters of a text on the page."""
 
@@ -166,7 +169,7 @@ def card(iteration: int, row: CompletionRow) -> dict[str, Any]:
         chips.append(("expected", row.reference[:80]))
     return {
         "iteration": iteration,
-        "verdict": row.verdict,
+        "verdict": row.verdict if row.verdict != GRADED else "",
         "reward": short(row.reward),
         "good": row.reward > 0,
         "chips": chips,
@@ -206,7 +209,7 @@ def _group_card(group: ShownGroup) -> dict[str, Any]:
             {
                 "reward": short(row.reward),
                 "good": row.reward > 0,
-                "verdict": row.verdict,
+                "verdict": row.verdict if row.verdict != GRADED else "",
                 "chips": _chips(row),
                 "text": cut(row.completion, LONGEST),
             }
@@ -222,16 +225,17 @@ def _chips(row: ShownCompletion) -> list[tuple[str, str]]:
 
 
 def _tiles(summary: Sequence[SummaryRow]) -> list[tuple[str, str, str]]:
-    """Return (label, number, caption) for the first policy and the first policy compared with it."""
+    """Return (label, number, caption) for the first policy and, two each, for those compared with it."""
     if not summary:
         return []
     first = summary[0]
     tiles = [(first.name, f"{100 * first.pass_at_1:.1f}%", "held-out pass@1 before")]
-    for row in [row for row in summary[1:] if row.change is not None][:1]:
+    compared = [row for row in summary[1:] if row.change is not None]
+    for row in compared:
         tiles.append((row.name, f"{100 * row.pass_at_1:.1f}%", "held-out pass@1 after"))
         low, high = number(row.change_low), number(row.change_high)
         span = f"95% interval {low:+.1f} to {high:+.1f}" if math.isfinite(low) else "one problem: no interval"
-        tiles.append(("change", f"{row.change:+.1f} points", span))
+        tiles.append((f"change by {row.name}", f"{row.change:+.1f} points", span))
     return tiles
 
 

@@ -21,7 +21,7 @@ from oarjax.system.json import number, to_json
 
 NOTE = (
     "±: half of a 95% interval over problems. Change: points, paired by problem with the first row. Length: mean "
-    "tokens of a completion."
+    "tokens of a completion. Seconds: of all iterations, compiling and evaluations included, the warm start not."
 )
 
 

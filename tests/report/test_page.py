@@ -72,6 +72,18 @@ def test_page_shows_the_numbers_it_was_given(tmp_path):
     assert "entropy, nats" not in read.text  # nothing was logged for it
 
 
+def test_every_compared_method_has_its_cards_and_the_usual_verdict_is_left_out(tmp_path):
+    grpo = SummaryRow("GRPO", 0.95, 0.9, 1.0, 25.0, 20.0, 30.0, 500, 0, None, 60.0)
+    html, read = page(tmp_path, summary=[*summary(), grpo], completions=[(1, completion(verdict="graded"))])
+    cards = read.text[: read.text.index("pass@1 on 500")]
+    assert [cards.count(text) for text in ("OAR-G", "GRPO", "+20.0 points", "+25.0 points")] == [2, 2, 1, 1]
+    assert "graded" not in read.text.replace("ungraded", "")
+    assert "timeout" in page(tmp_path, completions=[(1, completion(verdict="timeout"))])[1].text
+    assert 'data-label="change">+25.0' in html  # a narrow screen shows rows as lists
+    assert html.count(">iteration</text>") == html.count("<svg ")
+    assert "Seconds: of all iterations" in read.text
+
+
 def test_groups_come_by_iteration_with_the_lowest_rewards_first(tmp_path):
     html, read = page(tmp_path, groups=[group(1, [1.0, 0.0]), group(9, [1.0, 1.0]), group(9, [1.0, 0.0, math.nan])])
     switches = [value for tag, name, value in read.attributes if tag == "input" and name == "id"]
