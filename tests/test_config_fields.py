@@ -157,6 +157,7 @@ def dataset(where: str) -> dict[str, Field]:
         f"{where}.forks.forks": Field(3, sees, forks),
         f"{where}.forks.filler": Field(3, sees, forks | {f"{where}.split": "sft"}),
         f"{where}.forks.right": Field(1.0, sees, forks | {f"{where}.split": "sft"}),
+        f"{where}.forks.uneven": Field(0.4, sees, forks | {f"{where}.split": "sft"}),
         f"{where}.forks.seed": Field(1, sees, forks),
         f"{where}.stories.right": Field(0.0, sees, stories | {f"{where}.split": "sft"}),
         f"{where}.stories.written": Field(0.0, sees, stories | {f"{where}.split": "sft"}),
@@ -428,6 +429,7 @@ def fields() -> dict[str, Field]:
         "eval.min_p": Field(0.2, evaluation),
         "eval.repetition_penalty": Field(1.2, evaluation),
         "eval.batch": Field(4, command),
+        "eval.kl": Field("on", command),
         "checkpoint.every": Field(1, command),
         "checkpoint.keep": Field(1, command, {"checkpoint.every": 1}),
         "checkpoint.best": Field(None, command, {"checkpoint.every": 2, "eval.every": 1, "iterations": 4}),
@@ -841,6 +843,7 @@ def fake_steps(log: list[Any], policy: Any, tx: Any, layout: Any, cfg: Config, *
         zeros=lambda state, batch: Sums(state.params, Mean(jnp.zeros(()), jnp.zeros(())), {}),
         accumulate=accumulate,
         apply=lambda state, sums, denominator: (state.replace(step=state.step + 1), {}),
+        drift=lambda start, rows: np.ones(len(rows.ended)),
     )
 
 

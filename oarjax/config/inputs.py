@@ -77,6 +77,9 @@ class ForksConfig(Section):
     forks: Annotated[int, Field(ge=1, le=4)] = Field(default=2, description="choices per completion")
     filler: Count = Field(default=8, description="meaningless letters per fork")
     right: Share = Field(default=0.45, description="share of choices in the sft split that are right")
+    uneven: Share = Field(
+        default=0.0, description="added to right for half of the digits of each fork, subtracted for the others"
+    )
     seed: Seed = Field(default=0, description="seed of the problems")
 
 

@@ -27,6 +27,11 @@ class EvalConfig(Section):
     min_p: Share = Field(default=0.0, description="as rollout.min_p")
     repetition_penalty: Annotated[float, Field(gt=0)] = Field(default=1.0, description="as rollout.repetition_penalty")
     batch: Positive = Field(default=128, description="problems sampled at once")
+    kl: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="measure the KL divergence from the start with every evaluation; on: keep the start's params for "
+        "it if nothing else does; auto: where they are kept anyway, or lie below adapters",
+    )
 
 
 class CheckpointConfig(Section):

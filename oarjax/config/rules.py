@@ -208,9 +208,12 @@ def check_outside(
         yield "rollout.from: no fresh prompts can be drawn; set update.refills=0"
 
 
-def check_reference(loss: LossConfig, lora: LoraConfig, credit: CreditSettings) -> Iterator[str]:
+def check_reference(
+    loss: LossConfig, lora: LoraConfig, credit: CreditSettings, evaluation: EvalConfig
+) -> Iterator[str]:
     """Report a place for a reference policy that nothing needs, and settings of adapters without a rank."""
-    if loss.reference == "host" and loss.kl_beta == 0 and not reads_reference(credit.method):
+    held = loss.kl_beta > 0 or reads_reference(credit.method) or evaluation.kl == "on"
+    if loss.reference == "host" and not held:
         yield "loss.reference: host needs a reference, but loss.kl_beta is 0; set device, or raise loss.kl_beta"
     if loss.reference_every and loss.kl_beta == 0 and not reads_reference(credit.method):
         yield "loss.reference_every: moves a reference that nothing reads; raise loss.kl_beta, or set 0"
@@ -310,6 +313,12 @@ def check_export(export: ExportConfig) -> Iterator[str]:
         yield f"export.folder: expected a folder below run_dir such as export, got {folder!r}"
     elif folder is not None and _is_reserved(PurePath(folder).parts[0]):
         yield f"export.folder: {folder} is reserved for other files of the run; choose another such as export"
+
+
+def check_drift(evaluation: EvalConfig, data: DataConfig) -> Iterator[str]:
+    """Report a divergence to measure with evaluations that there are none of."""
+    if evaluation.kl == "on" and data.eval is None:
+        yield "eval.kl: on is measured with evaluations, and there is no data.eval; set data.eval, or eval.kl=auto"
 
 
 def check_best(checkpoint: CheckpointConfig, evaluation: EvalConfig) -> Iterator[str]:

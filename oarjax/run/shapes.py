@@ -76,6 +76,8 @@ class ProgramShapes:
         self.layout, self.rollout_layout, self.optimizer = run.layout, run.rollout_layout, run.optimizer
         self._ending_room, self._wants, self._wants_outcome = run.ending_room, run.credit.signals, run.wants_outcome
         self._reads_reference = run.credit.needs_reference(kl_beta=run.cfg.loss.kl_beta)
+        self._compares = self._reads_reference and not run.cfg.loss.reference_every
+        self._keeps_start = self._compares or run.cfg.eval.kl == "on"
         step, widest = run.prompt_step, widest_prompt(run.cfg.data, run.cfg.rollout)
         self._train_width = self._eval_width = widest  # without data, of the longest prompt that the config allows
         self._teacher_width = widest + run.cfg.rollout.prompt_bucket  # without data, a bucket wider than the policy's
@@ -236,7 +238,7 @@ class ProgramShapes:
         parts: dict[Part, Any] = {"params": state.params, "optimizer": state.opt_state}
         if state.frozen is not None:
             parts["frozen"] = state.frozen  # the reference too
-        elif self._reads_reference and not loss.reference_every and (loss.reference == "device" or phase == "score"):
+        elif self._keeps_start and (loss.reference == "device" or (self._compares and phase == "score")):
             parts["reference"] = state.params
         if phase in ("sample", "evaluate"):
             parts["rollout"] = self.rollout_shapes()

@@ -32,6 +32,7 @@ from oarjax.models.policy import Policy, replaying
 from oarjax.rl.advantages import AdvantageFunction
 from oarjax.rl.carried import control_entropy, keep_reference
 from oarjax.rl.loss import aggregate
+from oarjax.rl.masked import masked_sum, widened
 from oarjax.rl.optimizer import OptimizerFunction, adamw, custom_optimizer, learning_rate
 from oarjax.rollout.logps import last_states, token_logps
 from oarjax.step.advantages import (
@@ -243,6 +244,11 @@ def make_steps(
         arrays = rows.rollout, rows.span, rows.numbers, rows.probed, teacher
         return map_between(score_microbatch, arrays, start, stop)
 
+    def drift(start: Params, rows: Rollout) -> Float[Array, "b"]:
+        length, whole = rows.completion.shape[1], {**head, "filters": None}
+        logps, _ = token_logps(policy, start, rows.tokens, rows.valid, completion_length=length, **whole)
+        return masked_sum(widened(rows.behaviour_logps) - widened(logps), rows.completion)
+
     def credit(
         scores: Scores, rows: SampledRows, graded: GradedRows, key: Key[Array, ""], iteration: int | Int[Array, ""]
     ) -> tuple[Credit, Metrics]:
@@ -334,6 +340,7 @@ def make_steps(
         zeros=jax.jit(partial(no_sums, sums_of), out_shardings=summed),
         accumulate=jax.jit(accumulate, static_argnames="bucket", donate_argnums=0, out_shardings=summed),
         apply=jax.jit(apply, donate_argnums=0, out_shardings=(shardings.state, shardings.replicated)),
+        drift=jax.jit(drift),
         values=kind == "values",
         decoding=groups.spent,
         pad_id=pad_id,

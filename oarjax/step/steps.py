@@ -119,6 +119,12 @@ class ApplyUpdate(Jitted, Protocol):
     ) -> tuple[TrainState, Metrics]: ...
 
 
+class CompareWithStart(Jitted, Protocol):
+    """Sum log (sampler / start) over each row's completion, at the sampling temperature: KL, on average over rows."""
+
+    def __call__(self, start: Params, rows: Rollout, /) -> Float[Array, "b"]: ...
+
+
 class StartFused(Jitted, Protocol):
     """Return the sums and the credit that a pass over a minibatch begins with."""
 
@@ -160,6 +166,7 @@ class Steps(NamedTuple):
     zeros: StartSums
     accumulate: AddGradients
     apply: ApplyUpdate
+    drift: CompareWithStart
     fused_zeros: StartFused | None = None  # None where score and update are two passes
     fused_add: AddFused | None = None
     values: bool = False  # the credit method values tokens, in units of the rewards' standard deviation

@@ -6,8 +6,8 @@ batches nor earlier evaluations change a result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,8 @@ from oarjax.data.streams import Encoded, eval_batches, eval_order
 from oarjax.grading.recorded import Grading
 from oarjax.run.run import Run
 from oarjax.stats import majority_correct, mean_score, pass_at_k, powers_up_to
-from oarjax.step.minibatches import take
+from oarjax.step.host_callbacks import HostCallbacks
+from oarjax.step.minibatches import take, widen
 from oarjax.system.json import number, numbers, to_plain
 from oarjax.system.processes import gather, is_first
 from oarjax.training.votes import number_votes
@@ -112,6 +113,36 @@ def graded_batches(run: Run, grader: Grading, params: Params, encoded: Encoded, 
         waiting = (np.asarray(prompts.problem)[:real], rollout, wait)
     if waiting is not None:
         yield _leading(*waiting, samples=cfg.eval.samples)
+
+
+def measure_drift(
+    rollout: Rollout,
+    start: Params,
+    drift: Callable[[Params, Rollout], Any],
+    host: HostCallbacks,
+    *,
+    width: int,
+    microbatch: int,
+) -> dict[str, float]:
+    """Estimate KL(policy || start) of whole completions in nats, for the policy that drew a rollout.
+
+    The mean over all rows, whatever their rewards, of the sum over a completion's tokens of log (policy / start), with
+    the sampler's log-probs: unbiased.
+
+    Args:
+        rollout: of an iteration, whole.
+        start: params of the start.
+        drift: the program.
+        host: places rows and fetches numbers.
+        width: positions that prompts are padded to, so that the program is compiled once.
+        microbatch: rows at a time.
+    """
+    rows, count = widen(replace(rollout, origin=None, experts=None), width), len(rollout.ended)
+    parts = []
+    for first in range(0, count, microbatch):  # the last microbatch is filled up with its last row
+        part = take(rows, np.minimum(np.arange(first, first + microbatch), count - 1))
+        parts.append(host.fetch(drift(start, host.place(part, "rows"))))
+    return {"kl_start": float(np.concatenate(parts)[:count].mean())}
 
 
 def first_rewards(batch: Graded, name: str) -> Float[np.ndarray, "P n"]:

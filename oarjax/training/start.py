@@ -25,6 +25,7 @@ class Start(NamedTuple):
 
     state: TrainState
     reference: Params | None  # None: nothing compares with it, adapters' frozen weights serve, or the state holds it
+    first: Params | None  # those of the start, where the divergence from it is measured or scores compare with it
     move: Callable[[TrainState], TrainState]  # makes the policy the reference that the state holds
     before: Evaluation | None  # of the policy; None without data.eval
     meter: Meter
@@ -39,10 +40,11 @@ def prepare(run: Run, params: Params, before: Evaluation | None, folder: Path, s
         DeviceError: a program does not fit the devices.
         DataError: the files of rollout.from do not hold what the run needs.
     """
-    loss, reference = run.cfg.loss, None
-    if run.credit.needs_reference(kl_beta=loss.kl_beta) and run.cfg.lora.rank == 0 and not loss.reference_every:
-        reference = to_host_memory(params) if loss.reference == "host" else params
-    state = run.new_state(params, copy=reference is params)
+    loss, first = run.cfg.loss, None
+    compares = run.credit.needs_reference(kl_beta=loss.kl_beta) and not loss.reference_every
+    if (compares or run.cfg.eval.kl == "on") and run.cfg.lora.rank == 0:
+        first = to_host_memory(params) if loss.reference == "host" else params
+    state = run.new_state(params, copy=first is params)
     if run.compiles_ahead:
         compile_known(run, state, run.console)
         stop.check()
@@ -50,4 +52,5 @@ def prepare(run: Run, params: Params, before: Evaluation | None, folder: Path, s
         report_memory(ProgramShapes(run), folder, run.console)
         stop.check()
     meter = Meter(run.cfg, run.model, run.credit, peak_flops(run.compute_dtype)[0])
-    return Start(state, reference, reference_mover(run.layout), before, meter, open_recorded(run))
+    held = first if compares else None
+    return Start(state, held, first, reference_mover(run.layout), before, meter, open_recorded(run))

@@ -16,17 +16,18 @@ from oarjax.config.learning import AdvantageConfig
 from oarjax.data.problems import Problem
 from oarjax.grading.pool import GraderError
 from oarjax.grading.recorded import Grading
-from oarjax.models.lora import all_params
+from oarjax.models.lora import all_params, without_adapters
 from oarjax.report.console import OnceWarnings, PhaseTimer, Progress
 from oarjax.report.files import CompletionRow, read_metrics, show_completions, token_texts
 from oarjax.run.run import Run
 from oarjax.step.history import RewardHistory
 from oarjax.step.host_callbacks import HostCallbacks
 from oarjax.step.iteration import Iteration, iterate
+from oarjax.step.minibatches import widest_prompt
 from oarjax.step.state import moving_reference
 from oarjax.storage.stop import Stop
 from oarjax.training.health import Health
-from oarjax.training.held_out import Evaluation, evaluate
+from oarjax.training.held_out import Evaluation, evaluate, measure_drift
 from oarjax.training.run_files import RunFiles
 from oarjax.training.start import Start
 from oarjax.types import Grades, Params
@@ -68,6 +69,7 @@ def train(
         warnings.check_sampling(
             top_k=roll.top_k, top_p=roll.top_p, min_p=roll.min_p, repetition_penalty=roll.repetition_penalty
         )
+    drifts = cfg.eval.kl != "off" and not cfg.rollout.recorded and (start.first is not None or cfg.lora.rank > 0)
     began = time.perf_counter()
     with stop.held(), ExitStack() as stack:
         files = stack.enter_context(RunFiles(run, folder, warnings))
@@ -125,18 +127,23 @@ def train(
                 history.add(done.drawn.problems, done.drawn.grades.rewards)
             if moves and iteration % moves == 0:
                 state = start.move(state)
-            stopped = health.after(iteration)
+            stopped, drifted = health.after(iteration), dict[str, float]()
             if cfg.profile is not None and tracing and iteration >= cfg.profile[1]:
                 tracing.close()
             if cfg.data.eval is not None and _due(iteration, cfg.iterations, every=cfg.eval.every):
                 with timer.phase("evaluate"):
                     last = evaluate(run, grader, all_params(state))
+                    if drifts:
+                        first = start.first
+                        first = without_adapters(all_params(state)) if first is None else host.load_reference(first)
+                        size = {"width": widest_prompt(cfg.data, cfg.rollout), "microbatch": cfg.update.microbatch}
+                        drifted = measure_drift(done.rollout, first, run.steps.drift, host, **size)
             phases = timer.lap()
             metrics = done.metrics | start.meter.measure(done.metrics, phases)
             metrics["skipped_in_a_row"] = float(health.skipped_in_a_row)
             metrics["lr"] = float(np.asarray(run.schedule(max(int(state.step) - 1, 0))))
             if last is not None and "evaluate" in phases:
-                metrics |= last.metrics
+                metrics |= last.metrics | drifted
             rows = completion_rows(done, run.train.by_index, run.texts(done.rollout), run.table, cfg.report.completions)
             files.write(iteration, metrics, rows)
             files.write_groups(done)

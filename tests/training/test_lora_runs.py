@@ -124,6 +124,9 @@ def test_a_run_of_adapters_from_start_to_export(tmp_path, data, monkeypatch):
     assert kl[0] == kl[1]
     assert kl[0][1] == pytest.approx(0, abs=1e-7)  # the reference is the base itself
     assert kl[0][-1] > 0
+    drift = [row.get("kl_start") for row in read_metrics(whole / "metrics.jsonl")]
+    assert drift[:3] == [None] * 3  # measured with evaluations, of the rollout before the update
+    assert drift[3] > 0
 
 
 SHARDED = """

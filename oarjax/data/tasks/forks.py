@@ -40,18 +40,21 @@ LETTERS = "0123456789+=; " + FILLER + CHOICES
 
 
 def forks_rows(
-    split: str, *, rows: int, kind: Kind, forks: int, filler: int, right: float, seed: int
+    split: str, *, rows: int, kind: Kind, forks: int, filler: int, right: float, seed: int, uneven: float = 0.0
 ) -> list[dict[str, str]]:
     """Return problems of a split as ``question`` and ``answer`` fields.
 
     In train and eval every question comes once, with its right answer; ``rows`` selects the first questions, and
     repeats them if there are fewer (2 forks have 100 questions); 0 selects all. In sft questions are drawn at random,
     with filler and choices, ``rows`` times (0: ``PAIRS``), and the answer field is the completion to imitate. A hash
-    of the question decides its split, as in builtin:arithmetic.
+    of the question decides its split, as in builtin:arithmetic. ``uneven`` is added to ``right`` for half of the digits
+    of every fork and subtracted for the others, so that questions differ in difficulty.
 
     Raises:
-        ValueError: the split is unknown, or has no question.
+        ValueError: the split is unknown, or has no question; right + uneven or right - uneven is outside 0 .. 1.
     """
+    if not 0 <= right - uneven <= right + uneven <= 1:
+        raise ValueError(f"builtin:forks: right {right} and uneven {uneven} leave 0 .. 1; lower uneven")
     if split not in SPLITS:
         raise ValueError(f"builtin:forks has no split {split!r}; set one of {', '.join(SPLITS)}")
     digits = itertools.product("0123456789", repeat=forks + (kind == "chain"))
@@ -67,7 +70,7 @@ def forks_rows(
             for q in itertools.islice(itertools.cycle(questions), rows or len(questions))
         ]
     return [
-        {"question": q, "answer": written_out(q, draw, kind=kind, filler=filler, right=right, seed=seed)}
+        {"question": q, "answer": written_out(q, draw, kind=kind, filler=filler, right=right, seed=seed, uneven=uneven)}
         for q in draw.choices(questions, k=rows or PAIRS)
     ]
 
@@ -83,32 +86,43 @@ def right_letters(seed: int) -> tuple[tuple[str, ...], ...]:
     return tuple(table)
 
 
+@functools.cache
+def easy_digits(seed: int) -> tuple[frozenset[int], ...]:
+    """Return the 5 digits of every fork (4) that ``uneven`` makes easy."""
+    draw = random.Random(f"forks/easy/{seed}")
+    return tuple(frozenset(draw.sample(range(10), 5)) for _ in range(len(CHOICES) // OPTIONS))
+
+
 def right_answer(question: str, *, kind: Kind, table: Sequence[Sequence[str]]) -> str:
     """Return the answer of a question: the right letters, or in ``chain`` the sum of its digits modulo 10."""
     digits = [int(d) for d in question.removesuffix("=")]
     return str(sum(digits) % 10) if kind == "chain" else "".join(table[i][d] for i, d in enumerate(digits))
 
 
-def written_out(question: str, draw: random.Random, *, kind: Kind, filler: int, right: float, seed: int) -> str:
-    """Draw a completion. Each choice is right with probability ``right``, else one of the others, uniformly."""
+def written_out(
+    question: str, draw: random.Random, *, kind: Kind, filler: int, right: float, seed: int, uneven: float = 0.0
+) -> str:
+    """Draw a completion. Each choice is right with the probability of its digit, else one of the others, uniformly."""
     table, digits = right_letters(seed), [int(d) for d in question.removesuffix("=")]
+    easy = easy_digits(seed)
 
     def draw_filler(length: int) -> str:
         return "".join(draw.choices(FILLER, k=length))
 
-    def choose(right_option: str, options: str) -> str:
-        return right_option if draw.random() < right else draw.choice(options.replace(right_option, ""))
+    def choose(fork: int, digit: int, right_option: str, options: str) -> str:
+        chance = right + (uneven if digit in easy[fork] else -uneven)
+        return right_option if draw.random() < chance else draw.choice(options.replace(right_option, ""))
 
     text, answer = "", ""
     if kind == "chain":
         total = digits[0]
-        for digit in digits[1:]:
-            after = choose(str((total + digit) % 10), "0123456789")
+        for fork, digit in enumerate(digits[1:]):
+            after = choose(fork, digit, str((total + digit) % 10), "0123456789")
             text += f"{total}+{digit}={after};{draw_filler(filler)}"
             total, answer = int(after), after
     else:
         for fork, digit in enumerate(digits):
-            letter = choose(table[fork][digit], CHOICES[OPTIONS * fork : OPTIONS * (fork + 1)])
+            letter = choose(fork, digit, table[fork][digit], CHOICES[OPTIONS * fork : OPTIONS * (fork + 1)])
             before = [filler] if kind == "copy" else [filler // 2, filler - filler // 2]
             text += "".join(draw_filler(length) + letter for length in before)
             answer += letter

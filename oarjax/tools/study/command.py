@@ -5,10 +5,11 @@ Workers use the devices; this process touches none.
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ from oarjax.system.json import to_json
 from oarjax.tools.study.config import StudyConfig, StudyPlan, load_study
 from oarjax.tools.study.figures import draw_curves, draw_frontier
 from oarjax.tools.study.jobs import Job, Outcome, StudyError, cores, run_jobs, study_remedy
-from oarjax.tools.study.page import around, machine, markdown, paste
-from oarjax.tools.study.results import collect, finished, plan_so_far
+from oarjax.tools.study.page import around, budget_text, machine, markdown, paste
+from oarjax.tools.study.records import add_records, read_records
+from oarjax.tools.study.results import collect, finished, plan_so_far, record_of
 
 WORKER = (
     sys.executable,
@@ -54,6 +56,7 @@ def run(
         PageError: ``page`` has no marks to paste between.
         Stopped: a signal stopped the study; its workers have ended.
         StudyError: runs failed; the results hold the others.
+        RecordsError: the study's records cannot be read.
     """
     console = make_console()
     study = load_study(config, list(overrides), quick=quick)
@@ -72,7 +75,11 @@ def _run(study: StudyConfig, plan: StudyPlan, workers: int, shown: str, page: Pa
     """Train what is left and write the results; call with the study's folder locked."""
     todo: list[Job] = []
     failed: list[Outcome] = []
+    told = False
     while not failed:
+        if study.choose is not None and len(plan.arms) == len(study.arms) and not told:
+            console.print(budget_text(collect(plan)["budget"]), markup=False, soft_wrap=True)
+            told = True
         todo = tasks(plan) if workers else []
         starts = sum(job.task["kind"] == "start" for job in todo)
         later = f", then {plan.total - len(plan.runs)} that confirm" if plan.total > len(plan.runs) else ""
@@ -85,6 +92,7 @@ def _run(study: StudyConfig, plan: StudyPlan, workers: int, shown: str, page: Pa
         with resumable(console, plan.root), Stop():
             outcomes = run_jobs(todo, WORKER, workers=workers, log=plan.root, report=report)
         failed = [outcome for outcome in outcomes if outcome.error is not None]
+        record_finished(plan, {outcome.name: outcome.seconds for outcome in outcomes})
         planned, plan = len(plan.runs), plan_so_far(study)
         if len(plan.runs) == planned or not workers:
             break
@@ -96,9 +104,33 @@ def _run(study: StudyConfig, plan: StudyPlan, workers: int, shown: str, page: Pa
         )
 
 
+def record_finished(plan: StudyPlan, seconds: Mapping[str, float]) -> None:
+    """Add the finished runs that are not in the study's records yet.
+
+    Args:
+        seconds: that jobs took, by name; of other runs the seconds of their iterations count.
+    """
+    if plan.study.records is None:
+        return
+    path = Path(plan.study.records).expanduser()
+    kept, new = read_records(path), []
+    values = {
+        run.config.run_dir: value
+        for name, by_value in plan.trials.items()
+        for value, runs in zip(plan.tried[name], by_value)
+        for run in runs
+    }
+    for run in plan.runs:
+        if run.digest not in kept and finished(run):
+            took = seconds.get(f"seed {run.seed}, {run.name}", math.nan)
+            new.append(record_of(run, values.get(run.config.run_dir), took))
+    add_records(path, new)
+
+
 def tasks(plan: StudyPlan) -> list[Job]:
-    """List a job for every missing start and every unfinished run."""
-    left = [planned for planned in plan.runs if not finished(planned)]
+    """List a job for every missing start and every unfinished run that the study asks for now."""
+    tried = [run for values in plan.trials.values() for runs in values for run in runs]
+    left = [planned for planned in (plan.runs if plan.study.confirm else tried) if not finished(planned)]
     seeds = dict.fromkeys(planned.seed for planned in left)
     started = [seed for seed in seeds if _started(plan.starts[seed])]
     jobs = [
@@ -190,6 +222,8 @@ def _reporter(console: Console, plan: StudyPlan, total: int) -> Callable[[Outcom
 
     def report(outcome: Outcome, left: int) -> None:
         done = total - left
+        if outcome.error is None:
+            record_finished(plan, {outcome.name: outcome.seconds})
         line = f"[{done}/{total}] {outcome.name}: "
         if outcome.error is not None:
             console.print(line + "FAILED", markup=False)

@@ -6,13 +6,14 @@ A study is a YAML file plus ``key.sub=value`` overrides, like a run. Everything 
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
@@ -66,18 +67,40 @@ class SweepConfig(Section):
 class ChooseConfig(Section):
     """A field, such as the learning rate, whose value is chosen for each arm on seeds of its own.
 
-    Every arm runs with every value on these seeds, and with the value of the largest mean area on the study's seeds.
+    Every arm runs with every value on these seeds, and with the best value on the study's seeds.
     """
 
     field: str = Field(description="dotted field that no arm sets, such as optim.lr")
     values: tuple[Any, ...]
+    beyond: tuple[float, ...] = Field(
+        default=(),
+        description="numbers outside values; while the best value of an arm is the smallest or the largest of those it "
+        "ran with, it runs with the next of these on that side",
+    )
+    by: Literal["mean", "lower"] = Field(
+        default="mean", description="what is best: the largest mean area, or mean - its standard error over the seeds"
+    )
     seeds: Seeds
 
     @model_validator(mode="after")
     def _values(self) -> ChooseConfig:
         if len({json.dumps(v) for v in self.values}) < max(len(self.values), 2):
             raise ValueError(f"values: expected at least two values, each once, got {list(self.values)}")
+        if self.beyond:
+            if not all(isinstance(value, int | float) for value in self.values):
+                raise ValueError(f"beyond: expected numbers as values, got {list(self.values)}; leave beyond out")
+            inside = [value for value in self.beyond if min(self.values) <= value <= max(self.values)]
+            if inside or len(set(self.beyond)) < len(self.beyond):
+                raise ValueError(f"beyond: expected numbers outside values, each once, got {list(self.beyond)}")
+        if self.by == "lower" and len(self.seeds) < 2:
+            raise ValueError("by: lower needs two seeds for a standard error; add one, or set mean")
         return self
+
+    def with_next(self, tried: tuple[Any, ...], best: Any) -> tuple[Any, ...]:
+        """Add the next value of ``beyond`` to an arm's, in order, if its best stands at their edge."""
+        more = [value for value in self.beyond if value > best] if best == max(tried) else []
+        less = [value for value in self.beyond if value < best] if best == min(tried) else []
+        return tuple(sorted((*tried, *sorted(more)[:1], *sorted(less)[-1:]))) if more or less else tried
 
 
 class StudyConfig(Section):
@@ -92,6 +115,11 @@ class StudyConfig(Section):
         default=(), description="pairs of arms whose areas are tested against each other, by Holm over all pairs"
     )
     choose: ChooseConfig | None = None
+    confirm: bool = Field(default=True, description="false: end once values are chosen, before any other run")
+    records: str | None = Field(
+        default=None,
+        description="file with a line per finished run, to keep when run folders are gone; its runs are not run again",
+    )
     sweep: SweepConfig | None = None
     quick: Changes | None = Field(default=None, description="fields of the study that --quick changes")
 
@@ -143,6 +171,8 @@ class Planned:
     seed: int
     config: Config
     home: Path  # the seed's folder, with its warm start
+    records: Path | None = None  # of the study
+    digest: str = ""  # of the fields that the study sets for it, its seed included
 
 
 @dataclass(frozen=True)
@@ -160,7 +190,15 @@ class StudyPlan:
     starts: dict[int, Config]  # by seed: the base config in the seed's folder
     arms: dict[str, tuple[Planned, ...]]  # by arm, in the order of the seeds; only those whose value is chosen
     cells: tuple[Cell, ...]
-    trials: dict[str, tuple[tuple[Planned, ...], ...]] = field(default_factory=dict)  # by arm, per value of ``choose``
+    trials: dict[str, tuple[tuple[Planned, ...], ...]] = field(default_factory=dict)  # by arm, per value it is tried at
+    tried: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # by arm, values of ``choose``
+
+    @property
+    def values(self) -> list[Any]:
+        """List the values of ``choose`` that any arm is tried at, as they are given; with ``beyond``, in order."""
+        values = [value for tried in self.tried.values() for value in tried]
+        distinct = [value for n, value in enumerate(values) if value not in values[:n]]
+        return sorted(distinct) if self.study.choose is not None and self.study.choose.beyond else distinct
 
     @property
     def runs(self) -> list[Planned]:
@@ -210,8 +248,14 @@ def _validate(tree: dict[str, Any], *, source: str) -> StudyConfig:
         raise explained(error, StudyConfig, source=source) from None
 
 
-def make_plan(study: StudyConfig, chosen: Mapping[str, Any] | None = None) -> StudyPlan:
+def make_plan(
+    study: StudyConfig,
+    chosen: Mapping[str, Any] | None = None,
+    tried: Mapping[str, tuple[Any, ...]] | None = None,
+) -> StudyPlan:
     """Plan every run of a study; with ``choose``, the arms' own runs only for those whose value is ``chosen``.
+
+    ``tried`` are the values that arms are tried at, in the place of ``choose.values``.
 
     Raises:
         ConfigError: an arm or a cell is not a valid run, or does not share the start and the rollouts of the others.
@@ -220,19 +264,22 @@ def make_plan(study: StudyConfig, chosen: Mapping[str, Any] | None = None) -> St
     choose, chosen = study.choose, chosen or {}
     seeds = (*(choose.seeds if choose else ()), *study.seeds, *(sweep.seeds if sweep else ()))
 
-    validated: dict[str, Config] = {}
+    validated: dict[str, tuple[Config, dict[str, Any]]] = {}
+    records = None if study.records is None else Path(study.records).expanduser()
 
-    def config(changes: Changes, seed: int, folder: Path, where: str) -> Config:
+    def config(changes: Changes, seed: int, folder: Path, where: str) -> tuple[Config, dict[str, Any]]:
         """Validate each set of changes once: a study's seeds and folders are valid for any of them."""
         run_fields, key = {"seed": seed, "run_dir": str(folder)}, json.dumps(changes, default=repr)
         if key not in validated:
-            validated[key] = parse_config(merged(base, changes, where=where) | run_fields, source=where)
-        return validated[key].model_copy(update=run_fields)
+            fields = merged(base, changes, where=where)
+            validated[key] = parse_config(fields | run_fields, source=where), fields
+        cfg, fields = validated[key]
+        return cfg.model_copy(update=run_fields), fields
 
     def planned(name: str, changes: Changes, seed: int, folder: str, where: str) -> Planned:
-        cfg = config(changes, seed, home(seed) / folder, where)
+        cfg, fields = config(changes, seed, home(seed) / folder, where)
         _check_equal(starts[seed], cfg, where)
-        return Planned(name, seed, cfg, home(seed))
+        return Planned(name, seed, cfg, home(seed), records, digest_of(fields, seed) if records else "")
 
     def home(seed: int) -> Path:
         return root / f"seed{seed}"
@@ -240,16 +287,17 @@ def make_plan(study: StudyConfig, chosen: Mapping[str, Any] | None = None) -> St
     def with_value(changes: Changes, value: Any) -> Changes:
         return changes if choose is None else merged(changes, {choose.field: value}, where="choose")
 
-    starts = {seed: config({}, seed, home(seed), "base") for seed in seeds}
+    starts = {seed: config({}, seed, home(seed), "base")[0] for seed in seeds}
     if starts[seeds[0]].data.eval is None:
         raise ConfigError("base.data.eval: a study compares held-out pass@1; set data.eval")
+    tried = {} if choose is None else dict.fromkeys(study.arms, choose.values) | dict(tried or {})
     trials = {
         name: tuple(
             tuple(
                 planned(f"{name}, {value}", with_value(changes, value), seed, trial(name, value), f"arms.{name}")
                 for seed in choose.seeds
             )
-            for value in choose.values
+            for value in tried[name]
         )
         for name, changes in study.arms.items()
         if choose is not None
@@ -268,7 +316,7 @@ def make_plan(study: StudyConfig, chosen: Mapping[str, Any] | None = None) -> St
         if twin != name:
             raise ConfigError(f"arms.{name}: is the same run as arms.{twin}; change one of its fields, or leave it out")
     if sweep is None:
-        return StudyPlan(study, root, starts, arms, (), trials)
+        return StudyPlan(study, root, starts, arms, (), trials, tried)
     trained = {_content(run.config): run for runs in arms.values() for run in runs}
     cells = []
     for values in itertools.product(*sweep.over.values()):
@@ -277,7 +325,7 @@ def make_plan(study: StudyConfig, chosen: Mapping[str, Any] | None = None) -> St
         changes = merged(merged({}, study.arms[sweep.of], where=sweep.of), fields, where="sweep.over")
         runs = [planned(name, changes, seed, f"sweep/{slug(name)}", f"sweep {name}") for seed in sweep.seeds]
         cells.append(Cell(values, tuple(trained.get(_content(run.config), run) for run in runs)))
-    return StudyPlan(study, root, starts, arms, tuple(cells), trials)
+    return StudyPlan(study, root, starts, arms, tuple(cells), trials, tried)
 
 
 def trial(arm: str, value: Any) -> str:
@@ -317,6 +365,12 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def slug(name: str) -> str:
     """Turn a name into a folder name: letters, digits and dots, all else as single dashes."""
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-.")
+
+
+def digest_of(fields: Mapping[str, Any], seed: int) -> str:
+    """Return a short digest of a run's fields as they are written, but its folder: a new default changes none."""
+    text = json.dumps({**fields, "run_dir": None, "seed": seed}, sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _content(cfg: Config) -> str:

@@ -65,10 +65,15 @@ def markdown(tree: Mapping[str, Any], *, command: str, figures: Sequence[str] = 
         parts.append(_table(primaries_table(tree["primaries"])))
     if tree.get("choose"):
         parts.append(
-            f"{tree['choose']['field']} of each arm: the largest mean area over seeds "
+            f"{tree['choose']['field']} of each arm: the largest mean area"
+            f"{' less its standard error' if tree['choose'].get('by') == 'lower' else ''} over seeds "
             f"{', '.join(map(str, tree['choose']['seeds']))}, which count for nothing else:\n"
         )
         parts.append(_table(choose_table(tree["choose"])))
+        if tree["choose"].get("at_edge"):
+            parts.append("At the edge of what was tried: " + ", ".join(tree["choose"]["at_edge"]) + ".\n")
+    if tree.get("budget", {}).get("seconds"):
+        parts.append(budget_text(tree["budget"]) + "\n")
     sweep = tree.get("sweep")
     if sweep is not None and sweep["cells"] and len(sweep["fields"]) == 2:
         parts.append(
@@ -89,20 +94,45 @@ def arms_table(arms: Mapping[str, Any]) -> list[list[str]]:
 
 
 def difference_table(by_arm: Mapping[str, Any]) -> list[list[str]]:
-    measures = ("final", "area", "area_flops", "area_seconds")
+    measures = ["final", "area", "area_flops", "area_seconds"]
     rows = [["arm", "final", "area", "area, equal FLOPs", "area, equal time", "time"]]
+    for measure, title in (("area_tokens", "area, equal tokens"), ("area_kl", "area, equal KL")):
+        if any(d.get(measure) for d in by_arm.values()):
+            measures.append(measure)
+            rows[0].insert(-1, title)
     return rows + [[name, *(points_of(d.get(m)) for m in measures), number(d["seconds"])] for name, d in by_arm.items()]
 
 
 def primaries_table(primaries: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    rows = [["comparison", "area, points", "p", "p by Holm", "at 5%"]]
+    rows = [["comparison", "area, points", "median", "p", "p by Holm", "at 5%"]]
     for each in primaries:
         p_values = ["" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}" for p in (each["p"], each["holm"])]
         outcome = ""
         if each["holm"] is not None:
-            outcome = "not shown" if each["holm"] >= 0.05 else "above" if each["area"][0] > 0 else "below"
-        rows.append([f"{each['arm']} - {each['against']}", points_of(each["area"]), *p_values, outcome])
+            outcome = "above" if each["area"][0] > 0 else "below"
+            if each["holm"] >= 0.05:
+                detects = each.get("detects")
+                outcome = "undecided" + ("" if detects is None else f"; detects {100 * detects:.1f}")
+        median = "" if each.get("median") is None else f"{100 * each['median']:+.1f}"
+        rows.append([f"{each['arm']} - {each['against']}", points_of(each["area"]), median, *p_values, outcome])
     return rows
+
+
+def budget_text(budget: Mapping[str, Any]) -> str:
+    """Say what confirming takes and what it can detect, as ``study.results.budget`` foretells it."""
+    seconds = {name: each for name, each in budget["seconds"].items() if each is not None}
+    total = budget["runs"] * sum(seconds.values())
+    lines = [
+        f"Confirming: {len(seconds)} arms x {budget['runs']} seeds, {total / 3600:.1f} hours of one worker without "
+        "warm starts. Seconds of a run: " + ", ".join(f"{name} {each:.0f}" for name, each in seconds.items()) + "."
+    ]
+    for pair in budget["pairs"]:
+        lines.append(
+            f"{pair['arm']} - {pair['against']}: SD of a pair {100 * pair['sd']:.1f} points over {pair['of']} seeds, "
+            f"so {budget['runs']} seeds detect {100 * pair['detects']:.1f} points of area with 80% power (5%, "
+            "two-sided, before Holm)."
+        )
+    return "\n".join(lines)
 
 
 def choose_table(choose: Mapping[str, Any]) -> list[list[str]]:

@@ -12,9 +12,10 @@ import numpy as np
 
 from oarjax.report.curves import points
 from oarjax.report.files import read_metrics
-from oarjax.stats import Interval, holm, mean_interval, paired_difference, paired_p_value
+from oarjax.stats import Interval, detectable_effect, holm, mean_interval, paired_difference, paired_p_value
 from oarjax.system.json import to_plain
 from oarjax.tools.study.config import Planned, StudyConfig, StudyPlan, make_plan
+from oarjax.tools.study.records import commit, read_records
 
 
 class RunMeasures(NamedTuple):
@@ -28,12 +29,15 @@ class RunMeasures(NamedTuple):
     seconds: float  # per iteration without evaluation, median without the first, which compiles
     completions: float  # number sampled in all
     flops: float  # per iteration, decoding included
+    tokens: float = math.nan  # decoded per iteration, mean
+    drift: Sequence[tuple[float, float]] = ()  # (iteration, KL from the start, nats per completion) where measured
+    whole: float = math.nan  # seconds of all iterations, evaluations included
 
 
-MEASURES = ("final", "area", "entropy", "ess", "seconds", "completions", "flops")
+MEASURES = ("final", "area", "entropy", "ess", "seconds", "completions", "flops", "tokens")
 COMPARED = ("final", "area", "seconds")
 """Measures that are compared arm against arm, seed by seed."""
-COSTS = {"area_flops": "flops", "area_seconds": "seconds"}
+COSTS = {"area_flops": "flops", "area_seconds": "seconds", "area_tokens": "tokens"}
 """Areas up to an equal cost, and the measure that is the cost of an iteration."""
 
 
@@ -66,7 +70,9 @@ def area_until(curve: Sequence[tuple[float, float]], end: float) -> float:
 
 
 def finished(run: Planned) -> bool:
-    """Return True for a run with all its iterations and the last evaluation."""
+    """Return True for a run in the study's records, or with all its iterations and the last evaluation."""
+    if run.digest in read_records(run.records):
+        return True
     records = read_metrics(Path(run.config.run_dir) / "metrics.jsonl")
     return bool(records) and records[-1]["iteration"] == run.config.iterations and "pass_at_1" in records[-1]
 
@@ -86,17 +92,43 @@ def measure(records: Sequence[Mapping[str, Any]], *, group_size: int) -> RunMeas
         seconds=(seconds[len(seconds) // 2] + seconds[(len(seconds) - 1) // 2]) / 2,
         completions=group_size * sum(v for _, v in points(records, "groups_drawn")),
         flops=_mean([v for _, v in points(records, "flops")]),
+        tokens=_mean([v for _, v in points(records, "completion_tokens")]),
+        drift=points(records, "kl_start"),
+        whole=math.fsum(v for _, v in points(records, "seconds/total")),
     )
 
 
 def measured_runs(runs: Sequence[Planned]) -> dict[int, RunMeasures]:
     """Measure the finished runs of an arm or a cell, by seed."""
-    out = {}
-    for run in runs:
-        if finished(run):
-            records = read_metrics(Path(run.config.run_dir) / "metrics.jsonl")
-            out[run.seed] = measure(records, group_size=run.config.rollout.group_size)
-    return out
+    return {run.seed: measured_run(run) for run in runs if finished(run)}
+
+
+def measured_run(run: Planned) -> RunMeasures:
+    """Measure a finished run, from the study's records or from its folder."""
+    record = read_records(run.records).get(run.digest)
+    if record is not None:
+        known: dict[str, Any] = {n: math.nan if value is None else value for n, value in record["measures"].items()}
+        pairs = {name: [tuple(pair) for pair in known.get(name, [])] for name in ("curve", "drift")}
+        fields: dict[str, Any] = known | pairs
+        return RunMeasures(**fields)
+    return measure(read_metrics(Path(run.config.run_dir) / "metrics.jsonl"), group_size=run.config.rollout.group_size)
+
+
+def record_of(run: Planned, value: Any, seconds: float) -> dict[str, Any]:
+    """Return the record of a finished run, of an arm tried at a value of ``choose`` or None.
+
+    ``seconds`` are those that it took with its start; NaN where only its iterations' are known.
+    """
+    measures = measured_run(run)
+    return {
+        "arm": run.name,
+        "seed": run.seed,
+        "value": value,
+        "digest": run.digest,
+        "commit": commit(),
+        "seconds": measures.whole if math.isnan(seconds) else seconds,
+        "measures": measures._asdict(),
+    }
 
 
 def collect(plan: StudyPlan) -> dict[str, Any]:
@@ -107,6 +139,7 @@ def collect(plan: StudyPlan) -> dict[str, Any]:
     measured = {name: measured_runs(runs) for name, runs in plan.arms.items()}
     arms = {name: _arm(runs) for name, runs in measured.items() if runs}
     equal = {name: areas_at_equal_cost(measured, cost) for name, cost in COSTS.items()}
+    equal["area_kl"] = areas_at_equal_kl(measured)
     differences = {
         other: {
             name: {
@@ -129,14 +162,18 @@ def collect(plan: StudyPlan) -> dict[str, Any]:
     if plan.study.choose is not None:
         tree["choose"] = {
             "field": plan.study.choose.field,
+            "by": plan.study.choose.by,
             "seeds": list(plan.study.choose.seeds),
-            "values": list(plan.study.choose.values),
-            "areas": {name: to_plain(areas) for name, areas in trial_areas(plan).items()},
+            "values": plan.values,
+            "areas": {name: to_plain(_aligned(plan, name, areas)) for name, areas in trial_areas(plan).items()},
             "by_seed": {
-                name: [_by_seed(measured_runs(runs)) for runs in values] for name, values in plan.trials.items()
+                name: _aligned(plan, name, [_by_seed(measured_runs(runs)) for runs in values], {})
+                for name, values in plan.trials.items()
             },
             "chosen": choices(plan),
+            "at_edge": sorted(edges(plan)),
         }
+        tree["budget"] = budget(plan)
     if plan.study.sweep is not None:
         cells = [(cell.values, measured_runs(cell.runs)) for cell in plan.cells]
         tree["sweep"] = {
@@ -146,7 +183,16 @@ def collect(plan: StudyPlan) -> dict[str, Any]:
             "cells": [{"values": list(values), **_arm(runs)} for values, runs in cells if runs],
         }
     tree["runs"] = {"planned": plan.total, "finished": sum(finished(run) for run in plan.runs)}
+    if plan.study.records is not None:
+        kept = read_records(Path(plan.study.records).expanduser())
+        tree["commits"] = sorted({str(kept[run.digest]["commit"]) for run in plan.runs if run.digest in kept})
     return tree
+
+
+def _aligned(plan: StudyPlan, name: str, items: Sequence[Any], missing: Any = math.nan) -> list[Any]:
+    """Put what an arm has for each value that it was tried at in the order of the plan's values."""
+    tried = list(plan.tried[name])
+    return [items[tried.index(value)] if value in tried else missing for value in plan.values]
 
 
 def areas_at_equal_cost(measured: Mapping[str, Mapping[int, RunMeasures]], cost: str) -> dict[str, dict[int, float]]:
@@ -165,46 +211,134 @@ def areas_at_equal_cost(measured: Mapping[str, Mapping[int, RunMeasures]], cost:
     return out
 
 
+def areas_at_equal_kl(measured: Mapping[str, Mapping[int, RunMeasures]]) -> dict[str, dict[int, float]]:
+    """Return every arm's mean pass@1 over KL from the start, up to the smallest that an arm of the seed reaches.
+
+    pass@1 is joined by straight lines between evaluations, over the largest KL so far; runs without KL are left out.
+    """
+    out: dict[str, dict[int, float]] = {name: {} for name in measured}
+    for seed in {seed for runs in measured.values() for seed in runs}:
+        paths = {name: kl_path(by_seed[seed]) for name, by_seed in measured.items() if seed in by_seed}
+        paths = {name: path for name, path in paths.items() if len(path) > 1}
+        if paths:
+            end = min(path[-1][0] for path in paths.values())
+            for name, path in paths.items():
+                out[name][seed] = area_until(path, end)
+    return out
+
+
+def kl_path(run: RunMeasures) -> list[tuple[float, float]]:
+    """Return (KL from the start, pass@1) of a run's evaluations; only those that drift further than all before."""
+    drift, path = dict(run.drift), list[tuple[float, float]]()
+    for iteration, share in run.curve:
+        kl = drift.get(iteration, 0.0 if iteration == run.curve[0][0] else math.nan)
+        if not path or kl > path[-1][0]:
+            path.append((kl, share))
+    return path if run.drift else []
+
+
+def budget(plan: StudyPlan) -> dict[str, Any]:
+    """Foretell the runs that confirm: arms x runs x seconds, and what differences of areas they can detect.
+
+    Both are read off the runs that chose: a pair's SD is that of its areas at the chosen values, seed by seed. Few
+    seeds tell an SD badly: of 4, its 95% interval is .57 to 3.7 times what is seen.
+    """
+    seeds, chosen, areas, seconds = plan.study.seeds, choices(plan), dict[str, dict[int, float]](), dict[str, float]()
+    for name, value in chosen.items():
+        runs = plan.trials[name][plan.tried[name].index(value)]
+        areas[name] = _of(measured_runs(runs), "area")
+        seconds[name] = _mean([_seconds(run) for run in runs])
+    pairs = []
+    for ours, theirs in plan.study.primaries:
+        both = [seed for seed in areas.get(ours, {}) if seed in areas.get(theirs, {})]
+        if len(both) > 1:
+            sd = float(np.std([areas[ours][seed] - areas[theirs][seed] for seed in both], ddof=1))
+            pairs.append(
+                {
+                    "arm": ours,
+                    "against": theirs,
+                    "sd": sd,
+                    "of": len(both),
+                    "detects": detectable_effect(sd, len(seeds)),
+                }
+            )
+    return {"runs": len(seeds), "seconds": to_plain(seconds), "pairs": to_plain(pairs)}
+
+
+def _seconds(run: Planned) -> float:
+    record = read_records(run.records).get(run.digest)
+    return measured_run(run).whole if record is None else float(record["seconds"])
+
+
 def tested(measured: Mapping[str, Mapping[int, RunMeasures]], pairs: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
     """Test the difference of each pair's areas by Student's paired t over seeds, and adjust by Holm over all pairs."""
-    differences, p_values = [], []
+    differences, p_values, more = [], [], list[dict[str, float]]()
     for ours, theirs in pairs:
         a, b = (_of(measured.get(name, {}), "area") for name in (ours, theirs))
         both = [seed for seed in a if seed in b]
         differences.append(_plain(seed_difference(a, b)))
         p_values.append(paired_p_value(np.array([a[s] for s in both]), np.array([b[s] for s in both])))
+        each = np.array([a[s] - b[s] for s in both])
+        more.append(
+            {
+                "median": float(np.median(each)) if len(each) else math.nan,
+                "detects": detectable_effect(float(each.std(ddof=1)), len(each)) if len(each) > 1 else math.nan,
+            }
+        )
     return [
         {"arm": ours, "against": theirs, "area": difference, "p": to_plain(p), "holm": to_plain(adjusted)}
-        for (ours, theirs), difference, p, adjusted in zip(pairs, differences, p_values, holm(p_values))
+        | to_plain(others)
+        for (ours, theirs), difference, p, adjusted, others in zip(pairs, differences, p_values, holm(p_values), more)
     ]
 
 
 def trial_areas(plan: StudyPlan) -> dict[str, list[float]]:
-    """Return the mean area of each arm with each value of ``choose``; NaN until all its seeds have finished."""
-    out = {}
-    for name, values in plan.trials.items():
-        measured = [measured_runs(runs) for runs in values]
-        out[name] = [
-            _mean([run.area for run in runs.values()]) if len(runs) == len(planned) else math.nan
-            for runs, planned in zip(measured, values)
-        ]
-    return out
+    """Return the mean area of each arm at each value that it is tried at; NaN until all its seeds have finished."""
+    return {name: [_mean(areas) for areas in values] for name, values in _areas_tried(plan).items()}
 
 
 def choices(plan: StudyPlan) -> dict[str, Any]:
-    """Return the value of ``choose`` with the largest mean area for each arm whose trials have all finished."""
+    """Return the best value of ``choose`` for each arm whose trials have all finished, see ``ChooseConfig.by``."""
     choose = plan.study.choose
     if choose is None:
         return {}
-    areas = {name: by_value for name, by_value in trial_areas(plan).items() if all(map(math.isfinite, by_value))}
-    return {name: choose.values[int(np.argmax(by_value))] for name, by_value in areas.items()}
+    out = {}
+    for name, values in _areas_tried(plan).items():
+        if all(values):
+            errors = [np.std(areas, ddof=1) / math.sqrt(len(areas)) if choose.by == "lower" else 0 for areas in values]
+            worth = [_mean(areas) - float(error) for areas, error in zip(values, errors)]
+            out[name] = plan.tried[name][int(np.argmax(worth))]
+    return out
+
+
+def edges(plan: StudyPlan) -> set[str]:
+    """Return the arms whose chosen value is the smallest or the largest of those they were tried at."""
+    chosen = {name: value for name, value in choices(plan).items() if isinstance(value, int | float)}
+    return {name for name, value in chosen.items() if value in (min(plan.tried[name]), max(plan.tried[name]))}
+
+
+def _areas_tried(plan: StudyPlan) -> dict[str, list[list[float]]]:
+    """Return the areas of each arm at each value that it is tried at; none until all seeds have finished."""
+    out = {}
+    for name, values in plan.trials.items():
+        areas = [list(_of(measured_runs(runs), "area").values()) for runs in values]
+        out[name] = [each if len(each) == len(planned) else [] for each, planned in zip(areas, values)]
+    return out
 
 
 def plan_so_far(study: StudyConfig) -> StudyPlan:
-    """Plan a study; with ``choose``, also the runs of those arms whose value the finished trials decide."""
-    plan = make_plan(study)
-    chosen = choices(plan)
-    return make_plan(study, chosen) if chosen else plan
+    """Plan a study; with ``choose``, also further values at an edge, and the runs of arms whose value is decided."""
+    plan, choose = make_plan(study), study.choose
+    if choose is None:
+        return plan
+    while True:
+        chosen = choices(plan)
+        tried = {name: choose.with_next(plan.tried[name], value) for name, value in chosen.items() if choose.beyond}
+        grown = {name for name, values in tried.items() if values != plan.tried[name]}
+        if not grown:  # where grids may grow, no arm confirms before all have chosen: see ``budget``
+            decided = len(chosen) == len(study.arms) if choose.beyond else chosen
+            return make_plan(study, chosen, plan.tried) if decided else plan
+        plan = make_plan(study, None, plan.tried | tried)
 
 
 def _arm(runs: Mapping[int, RunMeasures]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from oarjax.data.tasks.arithmetic import first_wrong_step
 from oarjax.data.tasks.forks import (
     CHOICES,
     FILLER,
+    easy_digits,
     fork_tokens,
     forks_rows,
     right_answer,
@@ -63,6 +64,22 @@ def test_with_every_choice_right_the_answer_is_the_reference(kind):
         assert marked(question, text, kind)[1] == []
         wrong = written_out(question, draw, kind=kind, filler=3, right=0.0, seed=0)
         assert marked(question, wrong, kind)[1] == marked(question, wrong, kind)[0][:1]
+
+
+def test_uneven_forks_have_easy_and_hard_digits_and_the_same_mean():
+    table, easy = right_letters(3), easy_digits(3)
+    pairs = forks_rows("sft", rows=8000, kind="copy", forks=2, filler=1, right=0.45, seed=3, uneven=0.35)
+    found: dict[bool, list[bool]] = {True: [], False: []}
+    for row in pairs:
+        for fork, (digit, letter) in enumerate(zip(row["question"], reference_answer(row["answer"]))):
+            found[int(digit) in easy[fork]].append(table[fork][int(digit)] == letter)
+    assert np.mean(found[True]) == pytest.approx(0.8, abs=0.02)  # over four standard deviations
+    assert np.mean(found[False]) == pytest.approx(0.1, abs=0.015)
+    assert [len(digits) for digits in easy] == [5] * 4
+    even = forks_rows("sft", rows=50, kind="copy", forks=2, filler=1, right=0.45, seed=3)
+    assert even == rows("sft", 50, filler=1, seed=3)
+    with pytest.raises(ValueError, match=r"right 0.45 and uneven 0.5 leave 0 .. 1; lower uneven"):
+        forks_rows("sft", rows=1, kind="copy", forks=2, filler=1, right=0.45, seed=3, uneven=0.5)
 
 
 def test_choices_are_right_as_often_as_asked():

@@ -327,7 +327,7 @@ def test_a_rate_is_chosen_for_each_arm_and_then_confirmed_on_other_seeds(file, t
     assert tree["differences"]["GRPO"]["permuted"]["area_flops"][0] == pytest.approx(expected)
     assert tree["differences"]["GRPO"]["permuted"]["area_seconds"] is None  # the only iteration compiles
     text = markdown(tree | {"machine": "m"}, command="oarjax study x")
-    assert "| permuted - GRPO | +10.0 ±12.4 | 0.074 | 0.074 | not shown |" in text
+    assert "| permuted - GRPO | +10.0 ±12.4 | +10.0 | 0.074 | 0.074 | undecided; detects 15.5 |" in text
     (primary,) = tree["primaries"]
     for p, sign, words in ((0.0004, -1, "< 0.001 | < 0.001 | below"), (0.02, 1, "0.020 | 0.020 | above")):
         tree["primaries"] = [primary | {"p": p, "holm": p, "area": [sign * 0.1] * 3}]

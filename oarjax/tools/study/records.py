@@ -1,0 +1,90 @@
+"""Keep a study's finished runs in one small file: a line each, with the commit that it ran from.
+
+A line stands for a run as long as the study sets the same fields for it (its digest). Run folders may then go, and the
+study resumes from the file alone, in another checkout or on another machine.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterable
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import oarjax
+from oarjax.errors import UserError
+from oarjax.storage.durable import storage_errors
+from oarjax.system.json import to_plain
+
+
+class RecordsError(UserError, ValueError):
+    """Raised for a file of records that cannot be read."""
+
+
+def read_records(path: Path | None) -> dict[str, dict[str, Any]]:
+    """Read a file's runs by digest, the last of equals; none without the file.
+
+    Raises:
+        RecordsError: a line is not a record.
+    """
+    try:
+        changed = None if path is None else path.stat()
+    except OSError:
+        return {}
+    return {} if path is None or changed is None else _read(path, changed.st_mtime_ns, changed.st_size)
+
+
+@lru_cache(maxsize=8)
+def _read(path: Path, _changed: int, _size: int) -> dict[str, dict[str, Any]]:
+    out: dict[str, dict[str, Any]] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            out[record["digest"]] = {**record, "measures": dict(record["measures"])}
+        except (ValueError, KeyError, TypeError):
+            raise RecordsError(
+                f"records: line {number} of {path} is not a run; remove the line, and the study runs it again"
+            ) from None
+    return out
+
+
+def add_records(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Append runs to a file of records; numbers keep six digits.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    text = "".join(json.dumps(_short(to_plain(record))) + "\n" for record in records)
+    if text:
+        with storage_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(text)
+
+
+def _short(tree: Any) -> Any:
+    """Round floats to six significant digits."""
+    if isinstance(tree, dict):
+        return {name: _short(value) for name, value in tree.items()}
+    if isinstance(tree, list):
+        return [_short(value) for value in tree]
+    return float(f"{tree:.6g}") if isinstance(tree, float) else tree
+
+
+@cache
+def commit() -> str | None:
+    """Return the commit of this checkout, with a + where files differ from it; None outside one."""
+    git = ["git", "-C", str(Path(oarjax.__file__).parent)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=60)
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "--untracked-files=no", "--", "."],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return head.stdout.strip() + "+" * bool(changed.stdout.strip()) if head.returncode == 0 else None
