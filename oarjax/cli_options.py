@@ -11,7 +11,6 @@ from typing import Annotated
 
 import typer
 
-from oarjax.credit.registry import summary
 from oarjax.errors import UserError
 from oarjax.system.paths import path_problem
 
@@ -46,8 +45,8 @@ TRAIN_HELP = (
     "Train a policy and report how much it improved.\n\n"
     "Every iteration samples completions, grades them, assigns credit to every token and updates the policy. The run "
     "folder holds the whole config, metrics.jsonl, completions.jsonl, the trained policy as an HF folder and "
-    "report.html. The same command resumes a stopped run; a different config needs another folder.\n\n"
-    f"Values of credit.method: {summary()}; custom: the method that credit.function names."
+    "report.html. The same command resumes a stopped run; a different config needs another folder. oarjax config lists "
+    "the fields, and oarjax config credit.method the methods of credit."
 )
 
 AS_HELP = "Sampling as model cards recommend it: qwen3-thinking, qwen3-instruct or qwen2.5."

@@ -331,9 +331,9 @@ def unread_settings(method: str) -> list[str]:
     return [name for name in METHODS if name not in METHODS[method].sections]
 
 
-def summary() -> str:
-    """Describe every method in one line, for help texts."""
-    return "; ".join(f"{name}{' (experimental)' * m.experimental}: {m.about}" for name, m in METHODS.items())
+def described() -> dict[str, str]:
+    """Return what every method does, in a few words, by name."""
+    return {name: m.about + " (experimental)" * m.experimental for name, m in METHODS.items()}
 
 
 def shelf() -> str:

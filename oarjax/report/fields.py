@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from oarjax.config.schema import Config
+from oarjax.credit.registry import described
 from oarjax.errors import ConfigError
 
 Schema = Mapping[str, Any]
@@ -54,11 +55,16 @@ def show_fields(section: str, *, as_json: bool) -> None:
         print(json.dumps([row._asdict() for row in rows], indent=2))
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name, width in (("field", None), ("default", 24), ("accepted", 34), ("meaning", None)):
-        table.add_column(name, max_width=width, overflow="fold")
+    for name, width in (("field", None), ("default", 18), ("accepted", 34), ("meaning", None)):
+        table.add_column(name, max_width=width, overflow="fold", no_wrap=name == "field")
     for row in rows:
         table.add_row(*(cell.replace("[", "\\[") for cell in row))
     Console().print(table)
+    if any(row.path == "credit.method" for row in rows):
+        methods = Table("credit.method", "what it does", box=None, pad_edge=False, header_style="bold")
+        for name, about in (described() | {"custom": "the method that credit.function names"}).items():
+            methods.add_row(name, about)
+        Console().print(methods)
 
 
 def markdown(rows: list[FieldRow]) -> str:

@@ -3,8 +3,9 @@
 import pytest
 
 from oarjax.config.schema import Config
+from oarjax.credit.registry import described
 from oarjax.errors import ConfigError
-from oarjax.report.fields import field_rows, markdown
+from oarjax.report.fields import field_rows, markdown, show_fields
 
 
 def test_every_field_has_a_row_with_its_default_and_accepted_values():
@@ -28,6 +29,15 @@ def test_a_section_a_field_and_a_wrong_name():
     assert [row.path for row in field_rows("credit.gate.tau")] == ["credit.gate.tau"]
     with pytest.raises(ConfigError, match=r"no section or field 'rolout'; did you mean rollout\?"):
         field_rows("rolout")
+
+
+def test_methods_of_credit_are_explained_below_their_field(capsys):
+    show_fields("credit.method", as_json=False)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(f"{name} {about}" in shown for name, about in described().items())
+    assert "custom the method that credit.function names" in shown
+    show_fields("optim", as_json=False)
+    assert "what it does" not in capsys.readouterr().out
 
 
 def test_the_markdown_table_escapes_what_would_split_a_cell():
