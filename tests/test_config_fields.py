@@ -8,6 +8,7 @@ where a view looks at the host's side.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import io
 import json
@@ -32,6 +33,7 @@ from rich.console import Console
 
 import oarjax.run.grades
 import oarjax.run.run
+import oarjax.sources.engine
 import oarjax.storage.checkpoint
 import oarjax.training.command
 import oarjax.training.start
@@ -50,10 +52,13 @@ from oarjax.grading.rewards import Sample
 from oarjax.models.weights import abstract_params, init_params
 from oarjax.report.console import OnceWarnings
 from oarjax.rl.advantages import group_advantages, zero_variance_groups
+from oarjax.rollout.source import Batch
 from oarjax.run.adapters import trained_shapes
 from oarjax.run.custom import find_optimizer
 from oarjax.run.layout import training_layout
+from oarjax.run.outside import open_outside
 from oarjax.run.run import Run, open_run
+from oarjax.sources.engine import EngineError
 from oarjax.step.gradients import Sums
 from oarjax.step.programs import make_sft_optimizer, make_sft_step
 from oarjax.step.state import moving_reference
@@ -201,6 +206,7 @@ def fields() -> dict[str, Field]:
     rlsd = {"credit.method": "rlsd", "credit.teacher": "{prompt}{answer}"}
     sdpg = rlsd | {"credit.method": "sdpg"}
     small_lab = {"lab": {"shortest": 3, "methods": {"OAR-P": {"method": "oar_p"}, "random": {"method": "random"}}}}
+    engine = {"rollout.engine": {"url": "http://127.0.0.1:1"}, "iterations": 1}
     return {
         "run_dir": Field("elsewhere", command),
         "seed": Field(5, command),
@@ -257,6 +263,11 @@ def fields() -> dict[str, Field]:
         "rollout.prompt_bucket": Field(12, command),
         "rollout.completion_bucket": Field(2, command),
         "rollout.from": Field(["nowhere.jsonl"], command, error="rollout.from: expected a .jsonl or .parquet file"),
+        "rollout.engine.url": Field("http://other:1", asked, engine),
+        "rollout.engine.model": Field("policy", asked, engine),
+        "rollout.engine.deadline": Field(3.0, asked, engine),
+        "rollout.engine.retries": Field(0, asked, engine),
+        "rollout.engine.concurrency": Field(2, asked, engine),
         "rollout.segment": Field(4, decode),
         "rollout.cache_bucket": Field(4, decode),
         "rollout.slots": Field(4, decode),
@@ -663,6 +674,33 @@ def unhealthy(cfg: Config) -> Any:
 def prompt_width(cfg: Config) -> Any:
     """The width of the first prompts."""
     return next(build(cfg).prompts())[0].tokens.shape[1]
+
+
+def asked(cfg: Config) -> Any:
+    """What an engine that cannot be reached is asked, how often, for how long and by how many at once."""
+    sent: list[Any] = []
+    running = [0, 0]
+
+    async def post(address: Any, body: bytes, headers: Any, *, timeout: float, most: int, threads: Any) -> Any:
+        running[0] += 1
+        running[1] = max(running)
+        await asyncio.sleep(0.01)
+        running[0] -= 1
+        sent.append((address.netloc, json.loads(body), timeout))
+        raise OSError("nobody there")
+
+    run = build(cfg)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(oarjax.sources.engine, "post", post)
+        patch.setattr(oarjax.sources.engine, "PAUSE", 0.0)
+        source = open_outside(run).engine
+        assert source is not None
+        batch = Batch(next(run.prompts())[0], jax.random.key(0), 1, 0, cfg.rollout.group_size, cfg.rollout.max_new)
+        with pytest.raises(EngineError):
+            source.draw(batch)
+    rows = {body["request_id"] for _, body, _ in sent}
+    first = [body for _, body, _ in sent if body["request_id"] == "1-0-0-0"]
+    return {place for place, *_ in sent}, first, {timeout for *_, timeout in sent}, running[1], len(rows) > 0
 
 
 def settings(cfg: Config) -> Any:

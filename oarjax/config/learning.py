@@ -11,6 +11,16 @@ from oarjax.config.inputs import DatasetConfig
 from oarjax.config.section import Count, Positive, Rate, Section, Share, Word
 
 
+class EngineConfig(Section):
+    """A vLLM server that draws the rollouts of training; evaluations draw with the run's own sampler."""
+
+    url: str = Field(description="http://host:port; served with --enable-scale-out --logprobs-mode processed_logprobs")
+    model: str | None = Field(default=None, description="the server's name of the policy; null = its only one")
+    deadline: Annotated[float, Field(gt=0)] = Field(default=600.0, description="seconds per completion and attempt")
+    retries: Count = Field(default=3, description="further attempts at a completion that failed")
+    concurrency: Positive = Field(default=256, description="completions asked for at once")
+
+
 class RolloutConfig(Section):
     prompts: Positive = Field(default=32, description="prompts per iteration, over all hosts")
     group_size: Positive = Field(
@@ -54,6 +64,7 @@ class RolloutConfig(Section):
         description="completions decoded at once, over all devices; null = the whole batch. Fewer need less memory "
         "but more steps",
     )
+    engine: EngineConfig | None = Field(default=None, description="draws in place of the run's sampler; null = none")
     __annotations__["from"] = "tuple[Word, ...]"  # a keyword of Python, but the plain word in YAML
     vars()["from"] = Field(
         default=(),
@@ -64,6 +75,11 @@ class RolloutConfig(Section):
     def recorded(self) -> tuple[str, ...]:
         """Return the field ``from``."""
         return getattr(self, "from")
+
+    @property
+    def outside(self) -> str | None:
+        """Return the field that names another source than the run's sampler."""
+        return "rollout.engine" if self.engine else "rollout.from" if self.recorded else None
 
 
 class RewardConfig(Section):

@@ -190,22 +190,33 @@ def check_off_policy(loss: LossConfig, rollout: RolloutConfig) -> Iterator[str]:
 
 
 def check_outside(
-    rollout: RolloutConfig, off: OffPolicyConfig, update: UpdateConfig, policy: PolicyConfig
+    rollout: RolloutConfig, off: OffPolicyConfig, update: UpdateConfig, policy: PolicyConfig, iterations: int
 ) -> Iterator[str]:
-    """Report what rollouts from files cannot have."""
-    if not rollout.recorded:
+    """Report what rollouts from outside the run cannot have."""
+    name, engine = rollout.outside, rollout.engine
+    if name is None:
         return
     if (rollout.top_k, rollout.top_p, rollout.min_p) != (0, 1.0, 0.0) and off.support != "sampled":
         yield (
-            "rollout.from: log-probs are those after rollout.top_k, top_p and min_p; set "
-            "loss.off_policy.support=sampled, or turn these off"
+            f"{name}: log-probs are those after rollout.top_k, top_p and min_p; set loss.off_policy.support=sampled, "
+            "or turn these off"
         )
     if rollout.repetition_penalty != 1:
-        yield "rollout.from: the loss cannot follow rollout.repetition_penalty there; set the penalty to 1"
+        yield f"{name}: the loss cannot follow rollout.repetition_penalty there; set the penalty to 1"
     if policy.router == "replay":
-        yield "rollout.from: brings no choices of experts; set policy.router=recompute"
-    if update.refills:
+        yield f"{name}: brings no choices of experts; set policy.router=recompute"
+    if rollout.recorded and update.refills:
         yield "rollout.from: no fresh prompts can be drawn; set update.refills=0"
+    if engine is None:
+        return
+    if rollout.recorded:
+        yield "rollout.from: rollouts come from files, and rollout.engine is set; set one of them"
+    if not re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", engine.url):
+        yield f"rollout.engine.url: expected an address such as http://127.0.0.1:8000, got {engine.url!r}"
+    if rollout.stop:
+        yield "rollout.stop: an engine cannot be told to end at the token that completes a string; leave it out"
+    if iterations > 1:
+        yield "rollout.engine: the engine keeps the weights that it was started with; set iterations=1"
 
 
 def check_reference(

@@ -80,9 +80,9 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _corrected(cls, tree: Any) -> Any:
-        """Correct for the sampler of recorded rollouts unless the config says otherwise."""
+        """Correct for a sampler from outside unless the config says otherwise."""
         rollout = tree.get("rollout") if isinstance(tree, Mapping) else None
-        if not isinstance(rollout, Mapping) or not rollout.get("from"):
+        if not isinstance(rollout, Mapping) or not (rollout.get("engine") or rollout.get("from")):
             return tree
         loss = tree.get("loss") or {}
         off = loss.get("off_policy") or {} if isinstance(loss, Mapping) else None
@@ -103,7 +103,7 @@ class Config(Section):
             *rules.check_loss(self.loss, self.advantage, self.update),
             *rules.check_entropy(self.loss),
             *rules.check_off_policy(self.loss, self.rollout),
-            *rules.check_outside(self.rollout, self.loss.off_policy, self.update, self.policy),
+            *rules.check_outside(self.rollout, self.loss.off_policy, self.update, self.policy, self.iterations),
             *rules.check_reference(self.loss, self.lora, self.credit, self.eval),
             *rules.check_drift(self.eval, self.data),
             *rules.check_moments("optim", self.optim),

@@ -19,10 +19,11 @@ import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 from oarjax.grading.rewards import Sample
+from oarjax.system.http import Reply, post
 from oarjax.system.secrets import hide, mark_secret
 
 MAX_BYTES = 1 << 20
@@ -33,14 +34,6 @@ THREADS = 128  # requests at once, whatever grading.concurrency says
 
 class JudgeError(RuntimeError):
     """Raised when a judge gives no valid score, with the failure of the last attempt."""
-
-
-class Reply(NamedTuple):
-    """A reply of the service."""
-
-    status: int
-    body: bytes
-    retry_after: float | None  # seconds that it asks to wait
 
 
 def request_of(sample: Sample) -> dict[str, Any]:
@@ -156,22 +149,9 @@ class HttpJudge:
         raise AssertionError("unreachable")
 
     async def _post(self, body: bytes) -> Reply:
-        """Send a request; when it takes too long or is cancelled, its socket is shut and its thread ends."""
-        kind = http.client.HTTPSConnection if self._place.scheme == "https" else http.client.HTTPConnection
-        link = kind(str(self._place.hostname), self._place.port, timeout=self._timeout)
-        target = (self._place.path or "/") + (f"?{self._place.query}" if self._place.query else "")
-
-        def send() -> Reply:
-            link.request("POST", target, body, self._headers)
-            reply = link.getresponse()
-            content = reply.read(MAX_BYTES + 1)
-            return Reply(reply.status, content, _seconds(reply.headers.get("Retry-After")))
-
-        try:
-            async with asyncio.timeout(self._timeout):
-                return await asyncio.get_running_loop().run_in_executor(self._threads, send)
-        finally:
-            _shut(link)
+        return await post(
+            self._place, body, self._headers, timeout=self._timeout, most=MAX_BYTES, threads=self._threads
+        )
 
     def _checked(self, body: bytes) -> float:
         if len(body) > MAX_BYTES:
@@ -198,22 +178,3 @@ def _is_finite(score: int | float) -> bool:
         return math.isfinite(score)
     except OverflowError:  # an integer of hundreds of digits
         return False
-
-
-def _seconds(header: str | None) -> float | None:
-    """Read a Retry-After in seconds; a date, or nonsense, is not obeyed."""
-    try:
-        seconds = float(header or "")
-    except ValueError:
-        return None
-    return seconds if 0 <= seconds < 1e6 else None
-
-
-def _shut(link: http.client.HTTPConnection) -> None:
-    """Close a connection that a thread may be reading from: shutting the socket wakes it."""
-    if link.sock is not None:
-        try:
-            link.sock.shutdown(2)
-        except OSError:  # it was closed by the other side
-            return
-    link.close()

@@ -1,23 +1,47 @@
-"""Open what a run's rollouts come from in place of its own sampler."""
+"""Open what a run's rollouts come from in place of its own sampler: files, or an engine."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from oarjax.data.rows import DataError
 from oarjax.run.run import Run
+from oarjax.sources.engine import EngineSource
 from oarjax.sources.files import RecordedRollouts, read_groups, recorded_files
 from oarjax.sources.turns import Rules
+from oarjax.system.processes import only_first
 
 
-def open_recorded(run: Run) -> RecordedRollouts | None:
-    """Read the rollouts that ``rollout.from`` names; None without it.
+class Outside(NamedTuple):
+    """What replaces a run's sampler; both None if nothing does."""
+
+    recorded: RecordedRollouts | None
+    engine: EngineSource | None
+
+    def probe(self) -> None:
+        """Fail early on an engine that cannot draw; the first process asks."""
+        if self.engine is not None:
+            only_first(self.engine.probe)
+            self.engine.close()
+
+    def close(self) -> None:
+        """Stop waiting for an engine."""
+        if self.engine is not None:
+            self.engine.close()
+
+
+def open_outside(run: Run) -> Outside:
+    """Open what ``rollout.from`` or ``rollout.engine`` names.
 
     Raises:
         DataError: the files do not hold what the run needs.
     """
     cfg, rollout = run.cfg, run.cfg.rollout
-    if not rollout.recorded:
-        return None
     rules = Rules(run.model.vocab_size, run.stop_ids, stops_at_text=bool(rollout.stop))
+    if rollout.engine is not None:
+        return Outside(None, EngineSource(rollout.engine, rollout, rules))
+    if not rollout.recorded:
+        return Outside(None, None)
     files, sizes = recorded_files(rollout.recorded), {"group_size": rollout.group_size, "max_new": rollout.max_new}
     groups = read_groups(files, run.train, **sizes, rules=rules)
     if len(groups) < cfg.iterations * rollout.prompts:
@@ -25,4 +49,5 @@ def open_recorded(run: Run) -> RecordedRollouts | None:
             f"rollout.from: expected iterations x rollout.prompts = {cfg.iterations * rollout.prompts} groups, got "
             f"{len(groups)}; lower iterations, or add files"
         )
-    return RecordedRollouts(groups, prompts=rollout.prompts, bucket=run.prompt_step, pad_id=run.pad_id)
+    recorded = RecordedRollouts(groups, prompts=rollout.prompts, bucket=run.prompt_step, pad_id=run.pad_id)
+    return Outside(recorded, None)

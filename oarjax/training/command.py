@@ -23,7 +23,7 @@ from oarjax.run.adapters import plain_params
 from oarjax.run.dry_run import try_rewards
 from oarjax.run.export_target import check_export
 from oarjax.run.inputs import check_inputs, pin_threads, seal_start
-from oarjax.run.outside import open_recorded
+from oarjax.run.outside import open_outside
 from oarjax.run.run import Run, open_run
 from oarjax.storage.checkpoint import remove_all
 from oarjax.storage.durable import DamagedError, cannot_read, check_guards, exists, storage_errors, write_durably
@@ -100,7 +100,7 @@ def train_once(
         stack.enter_context(resumable(console, folder))
         stack.enter_context(storage_errors(folder))
         check_checkpoint(run, folder)
-        open_recorded(run)  # fails on rollouts that the run cannot have
+        open_outside(run).probe()
         if run.first:
             changes += check_inputs(run)
         if cfg.export.folder is not None:

@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 from oarjax.run.compile_ahead import compile_known
 from oarjax.run.memory import report_memory
-from oarjax.run.outside import open_recorded
+from oarjax.run.outside import Outside, open_outside
 from oarjax.run.run import Run
 from oarjax.run.shapes import ProgramShapes
-from oarjax.sources.files import RecordedRollouts
 from oarjax.step.state import reference_mover
 from oarjax.storage.stop import Stop
 from oarjax.system.devices import peak_flops, to_host_memory
@@ -29,7 +28,7 @@ class Start(NamedTuple):
     move: Callable[[TrainState], TrainState]  # makes the policy the reference that the state holds
     before: Evaluation | None  # of the policy; None without data.eval
     meter: Meter
-    recorded: RecordedRollouts | None  # rollouts from files, in place of prompts and the sampler
+    outside: Outside  # rollouts from files or an engine
 
 
 def prepare(run: Run, params: Params, before: Evaluation | None, folder: Path, stop: Stop) -> Start:
@@ -53,4 +52,4 @@ def prepare(run: Run, params: Params, before: Evaluation | None, folder: Path, s
         stop.check()
     meter = Meter(run.cfg, run.model, run.credit, peak_flops(run.compute_dtype)[0])
     held = first if compares else None
-    return Start(state, held, first, reference_mover(run.layout), before, meter, open_recorded(run))
+    return Start(state, held, first, reference_mover(run.layout), before, meter, open_outside(run))

@@ -61,7 +61,8 @@ def train(
         StorageError: a file cannot be written, and checkpoint.on_failure is stop.
     """
     cfg, console = run.cfg, run.console
-    stream, history = start.recorded or run.prompts(), history_of(cfg.advantage)
+    outside = start.outside
+    stream, history = outside.recorded or run.prompts(), history_of(cfg.advantage)
     remembers, moves = cfg.advantage.method == "problem", cfg.loss.reference_every
     timer, warnings, stop = PhaseTimer(), OnceWarnings(console), stop or Stop()
     if cfg.loss.off_policy.support == "whole":
@@ -72,6 +73,7 @@ def train(
     drifts = cfg.eval.kl != "off" and not cfg.rollout.recorded and (start.first is not None or cfg.lora.rank > 0)
     began = time.perf_counter()
     with stop.held(), ExitStack() as stack:
+        stack.callback(outside.close)
         files = stack.enter_context(RunFiles(run, folder, warnings))
         state, first, last = files.resume(start.state, stream, history)
         grader = files.recording(grader)
@@ -86,7 +88,7 @@ def train(
             hints=run.hints,
             load_reference=partial(jax.device_put, device=run.layout.params),
             past=history.of if remembers else None,
-            source=lambda sampler: start.recorded or files.source(sampler),
+            source=lambda sampler: outside.recorded or files.source(outside.engine or sampler),
             prompt_step=run.prompt_step,
         )
         baseline = None if start.before is None else start.before.metrics["pass_at_1"]
