@@ -13,7 +13,7 @@ def test_every_field_has_a_row_with_its_default_and_accepted_values():
     assert rows["run_dir"].default == "required"
     assert rows["rollout.top_p"][1:3] == ("1.0", "number > 0 and <= 1")
     assert rows["rollout.slots"][1:3] == ("null", "integer > 0 or null")
-    assert rows["loss.aggregation"][1:3] == ("dapo", "grpo | bnpo | dapo | dr_grpo")
+    assert rows["loss.aggregation"][1:3] == ("dapo", "grpo | bnpo | dapo | dr_grpo | luspo")
     assert rows["data.prompt_format"].default == "{prompt}"
     assert rows["sft"][1:3] == ("null", "null or a section")
     assert "oar_g" in rows["credit.method"].accepted
