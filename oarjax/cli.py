@@ -419,10 +419,9 @@ def main() -> None:
         wrapped = getattr(sys.exit, "__code__", None)  # of a tracker: W&B replaces sys.exit and leaves it so
         frames = traceback.walk_tb(error.__traceback__)
         file, line = [(f.f_code.co_filename, line) for f, line in frames if f.f_code is not wrapped][-1]
-        folders = tuple(
-            os.path.dirname(str(module.__file__)) for module in (oarjax, typer, rich)
-        )  # rich: a closed pipe
-        if file.startswith(folders) or "click" in Path(file).parts:
+        own = tuple(os.path.dirname(str(module.__file__)) for module in (oarjax, typer, rich))  # rich: a closed pipe
+        if file.startswith(own) or "click" in Path(file).parts:
+            _leave(error.code)
             raise
         _fail(UserError(f"{file}, line {line}, calls sys.exit: code of a run returns or raises"))
     except Exception as error:
@@ -437,7 +436,13 @@ def _fail(error: Exception) -> NoReturn:
     if peers := sys.modules.get("oarjax.system.peers"):  # else no others have been joined
         stop = sys.modules.get("oarjax.storage.stop")
         peers.leave_others(code, agreed=stop is not None and isinstance(error, stop.Stopped))
+    _leave(code)
     sys.exit(code)
+
+
+def _leave(code: str | int | None) -> None:
+    if (background := sys.modules.get("oarjax.system.background")) and not isinstance(code, str):
+        background.leave(code or 0)
 
 
 if __name__ == "__main__":

@@ -766,7 +766,7 @@ def references(cfg: Config) -> Any:
 
 
 def memory_tables(cfg: Config) -> Any:
-    """The programs whose memory a run reports before its first iteration."""
+    """The programs whose memory a run reports before its first update."""
     asked: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(oarjax.training.start, "report_memory", lambda run, *_: asked.append(run.cfg.rollout.max_new))

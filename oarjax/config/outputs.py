@@ -73,7 +73,8 @@ class ReportConfig(Section):
     html: bool = Field(default=True, description="write report.html, and the curves if matplotlib is installed")
     memory: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="compile the largest programs at the start and report each phase's memory; auto: on TPU and GPU",
+        description="report each phase's memory, from the compiled programs, before the first update; auto: on TPU and "
+        "GPU",
     )
 
     @model_validator(mode="before")

@@ -10,7 +10,7 @@ noise belongs to row and token, so it does not matter which rows are decoded tog
     finish    -> Rollout
 
 A decode program reads a window of the cache: the first rows of every block, and as many of its slots as are needed.
-Rows and slots of a program take few values (powers of two, multiples of ``cache_bucket``), so that programs are few;
+Rows and slots of a program take few values (powers of two, ``cache_bucket`` and its doubles), so that programs are few;
 ``row_schedule`` has them. The next program depends only on which rows have finished, and every process reads that from
 the same array: all run the same programs in the same order, whatever their clocks say.
 
@@ -83,8 +83,8 @@ class SegmentedSampler:
         keys_of: returns the noise keys of all rows, from prompts and a key; traced.
         group: rows per prompt.
         segment: maximum number of decode steps of one program, after which the host looks at the rows.
-        cache_bucket: slots of the cache that are read at first, and by which they grow; None: an eighth of max_new, at
-            least 128.
+        cache_bucket: slots of the cache that are read at first, and that double; None: an eighth of max_new, at least
+            128.
         slots: rows decoded at once, over all devices; None: all. Waiting rows take the place of finished ones.
         rows: sharding of rows; their first axis is divided into as many blocks as it has devices.
         fewest: rows below which none are dropped.
@@ -217,12 +217,14 @@ class SegmentedSampler:
     def programs(self, params: Params, prompts: PromptBatch, key: Any) -> list[RolloutProgram]:
         """List every program that such prompts may need, with arguments as shapes that are laid out as in a rollout.
 
+        They are in the order of a rollout whose rows end late.
+
         ``largest`` are, of each kind, those that no other needs more memory than: the decode programs of most slots, of
         all rows and of most copies of prompts. ``steps`` are those of ``DecodePlan.full_steps``.
         """
         plan = self.plan(prompts)
         count, width = prompts.tokens.shape
-        _, table, _ = jax.eval_shape(self._prefill, params, prompts, key)
+        _, table, _ = self._prefill.eval_shape(params, prompts, key)
         table = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._rows), table)
         prompt_cache, cache = self._cache_shapes(count, width), self._cache_shapes(*plan.largest())
         listed = [RolloutProgram("prefill", self._prefill, (params, prompts, key), {}, (), steps=1)]
@@ -240,9 +242,8 @@ class SegmentedSampler:
                     largest = copied[number] == most
                     listed.append(RolloutProgram(name, self._take, (prompt_cache, prompts_of), {}, beside, largest))
             layout, floor, limit = _integers(plan.blocks, bucket.rows), _integers(plan.blocks), _integers()
-            sizes = [slots for each, slots in plan.sizes() if each == bucket]
-            longest = max(sizes)
-            for slots in sizes:
+            longest = plan.cache_sizes()[-1]
+            for slots in plan.cache_sizes():
                 listed.append(
                     RolloutProgram(
                         f"decode {rows} rows, {slots} slots",
@@ -258,46 +259,14 @@ class SegmentedSampler:
             most_rows = max(bucket.rows for bucket in plan.buckets)
             places, drop = _integers(plan.blocks, most_rows), None if plan.together else _integers()
             listed.append(RolloutProgram("move rows", self._move, (cache, places, drop), {}, (table, prompt_cache)))
-        return listed
+        held = (cache, prompt_cache)
+        listed.append(RolloutProgram("copy ended rows", self._copied, (table,), {}, held, largest=False))
+        return [*listed, RolloutProgram("finish", self._finish, (prompts, table), {}, held, largest=False)]
 
-    def warm_up(
-        self,
-        params: Params,
-        prompts: PromptBatch,
-        key: Key[Array, ""],
-        *,
-        compile_all: Callable[[list[Any]], object],
-    ) -> int:
-        """Call every program that such prompts may need, the largest first; return their number.
-
-        Nothing is decoded: a program with a limit of no steps ends at once. They are called with real arrays, as in a
-        rollout, which then finds them compiled. ``compile_all`` compiles the lowered decode programs first.
-        """
-        plan = self.plan(prompts)
-        prompt_cache, table, _ = self._prefill(params, prompts, key)
-        floor, limit = np.zeros(plan.blocks, np.int32), np.int32(0)
-        cache, places = self._first_cache(plan, like=prompt_cache), plan.in_place()
-
-        def decode_shapes(bucket: RowBucket) -> tuple[Any, ...]:
-            rows = np.full((plan.blocks, bucket.rows), -1, np.int32)
-            first = plan.together and bucket == plan.buckets[0]
-            prompts_of = rows[:, : bucket.rows // bucket.share]
-            prefix = prompt_cache if first else jax.eval_shape(self._take, prompt_cache, prompts_of)
-            held = jax.tree.map(_laid_as, (cache, prefix), (cache, prompt_cache))
-            return (params, table, *held, rows, floor, limit)
-
-        compile_all([self._decode.lower(*decode_shapes(bucket), slots=slots) for bucket, slots in plan.sizes()])
-        for number, bucket in enumerate(plan.buckets):
-            rows = np.full((plan.blocks, bucket.rows), -1, np.int32)
-            first = plan.together and number == 0
-            prefix = prompt_cache if first else self._take(prompt_cache, rows[:, : bucket.rows // bucket.share])
-            for slots in (slots for each, slots in plan.sizes() if each == bucket):
-                table, cache, _ = self._decode(params, table, cache, prefix, rows, floor, limit, slots=slots)
-        if len(plan.buckets) > 1 or not plan.together:
-            self._move(cache, places, plan.no_drop)
-        self._copied(table)
-        self._finish(prompts, table)
-        return 1 + len(plan.sizes())
+    def wrap_programs(self, wrap: Callable[[Any], Any]) -> None:
+        """Replace every jitted program of a rollout by ``wrap`` of it."""
+        for name in ("_prefill", "_decode", "_finish", "_copied", "_take", "_move"):
+            setattr(self, name, wrap(getattr(self, name)))
 
     def _first_cache(self, plan: DecodePlan, *, like: Any) -> Any:
         """Create the empty cache of a rollout, with the sharding of the prompts'."""
@@ -380,10 +349,6 @@ class SegmentedSampler:
 
 def _integers(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def _laid_as(shape: Any, array: Array) -> Any:
-    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=array.sharding)
 
 
 def row_blocks(rows: NamedSharding | None) -> int:

@@ -1,58 +1,91 @@
-"""Compile every device program that a run may use, or read it from the cache, before its first iteration.
+"""Compile every device program that a run may use, or read it from the cache, while its first iterations run.
 
 Prompts of such a run are padded to one width, so that only the number of decoded rows, the slots of their cache, and
-the completion positions of a microbatch vary. A run whose programs are known compiles nothing after its first
-iteration, and a program that does not fit fails at once: the largest come first.
+the completion positions of a microbatch vary. What the first iteration needs comes first; a call waits for its program.
+A run whose programs are known compiles nothing later, and a program that does not fit is an error at the next phase.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
 
 from oarjax.credit.probe import ProbeMode
-from oarjax.models.lora import all_params
 from oarjax.rl.advantages import PastRewards
-from oarjax.rollout.sampler import rollout_key
+from oarjax.run.memory import fitting
 from oarjax.run.run import Run
 from oarjax.run.shapes import PhaseProgram, ProgramShapes
 from oarjax.step.minibatches import Bucket, buckets
-from oarjax.types import PromptBatch, TrainState
+from oarjax.system.background import Background, awaited
+
+LEARNING = ("zeros", "accumulate", "apply", "score", "credit", "fused_zeros", "fused_add")
+"""Device programs of ``Steps`` that wait for their compilation."""
+MOST_THREADS = 16
+"""Programs compiled at a time, at most."""
 
 
-def compile_known(run: Run, state: TrainState, console: Console) -> int:
-    """Compile every program; return their number.
+@contextmanager
+def compiled_ahead(run: Run, *, evaluates_first: bool) -> Iterator[Background | None]:
+    """Compile every program of a run while the block lasts, if the config asks for it.
 
-    Several are compiled at once if there are cores for it: the compiler works outside Python's lock, and takes 1 to 2
-    GiB each for a large policy. Those of rollouts are then called on prompts of padding, and decode nothing.
+    As many at once as a quarter of the cores: each takes 1 to 2 GiB for a large policy. Of several processes with GPUs
+    none does: they tune a program together, which takes all of them in one order.
     """
+    together = jax.process_count() > 1 and run.mesh.devices.flat[0].platform == "gpu"
+    if not run.compiles_ahead or together:
+        yield None
+        return
+    with Background(threads=compiled_at_once(os.cpu_count() or 1)) as background:
+        _begin(run, background, evaluates_first=evaluates_first)
+        yield background
+
+
+def _begin(run: Run, background: Background, *, evaluates_first: bool) -> None:
+    steps = run.steps
+    wrapped = {name: awaited(jitted) for name in LEARNING if (jitted := getattr(steps, name)) is not None}
+    vars(run)["steps"] = steps._replace(**wrapped)
+    for sampler in (steps.sample, steps.evaluate):
+        sampler.wrap_programs(awaited)
     shapes = ProgramShapes(run)
-    known = sorted(by_length(shapes), key=lambda program: -program.static["bucket"].completion)
-    known += [program for program in shapes.programs() if program.phase in ("credit", "apply")]
-    with console.status("compiling every program of the run, or reading it from the cache"):
-        compile_all([program.lower() for program in known])
-        count = len(known) + _call_samplers(run, state) + _call_small(shapes)
-    console.print(f"{count} programs are compiled; none will be later")
-    return count
+    for program in in_order(shapes, evaluates_first=evaluates_first):
+        guard = partial(fitting, shapes, program.phase)
+        background.add(program.jitted, program.args, program.static, guard)
+    _call_small(shapes)
+    background.start()
+    run.console.print(f"{len(background)} programs are being compiled, or read from the cache, while the run begins")
 
 
 def compiled_at_once(cores: int) -> int:
-    """Return the programs that a process on so many cores compiles at a time: a quarter of them, 1 to 8."""
-    return max(1, min(8, cores // 4))
+    """Return the programs that a process on so many cores compiles at a time: a quarter of them, 1 to 16."""
+    return max(1, min(MOST_THREADS, cores // 4))
 
 
-def compile_all(lowered: Sequence[Any]) -> None:
-    """Compile lowered programs in threads."""
-    with ThreadPoolExecutor(compiled_at_once(os.cpu_count() or 1)) as pool:
-        for waiting in [pool.submit(each.compile) for each in lowered]:
-            waiting.result()
+def in_order(shapes: ProgramShapes, *, evaluates_first: bool) -> Iterator[PhaseProgram]:
+    """List the programs as a run needs them, but first the longest of the update: no other takes as long to compile."""
+    learning = sorted(by_length(shapes), key=lambda program: -program.static["bucket"].completion)
+    most = learning[0].static["bucket"].completion
+    *others, last = shapes.learning_programs()
+    evaluation = [] if shapes.cfg.data.eval is None else shapes.every_sampling_program("evaluate")
+    yield from (program for program in learning if program.static["bucket"].completion == most)
+    yield from (program for program, _ in evaluation if evaluates_first)
+    if not shapes.cfg.rollout.outside:
+        yield from (program for program, _ in shapes.every_sampling_program("sample"))
+    steps = shapes.steps
+    if steps.fused_zeros is None:
+        yield last._replace(jitted=steps.zeros, args=last.args[1:3], static={})
+    else:
+        yield last._replace(jitted=steps.fused_zeros, args=last.args[1:4], static={})
+    yield from (program for program in others if program.phase == "credit")
+    yield shapes.apply_program()
+    yield from (program for program in learning if program.static["bucket"].completion < most)
+    yield from (program for program, _ in evaluation if not evaluates_first)
 
 
 def by_length(shapes: ProgramShapes) -> Iterator[PhaseProgram]:
@@ -68,28 +101,7 @@ def by_length(shapes: ProgramShapes) -> Iterator[PhaseProgram]:
                 yield program._replace(static=probe | {"bucket": Bucket(largest.prompt, length)})
 
 
-def _call_samplers(run: Run, state: TrainState) -> int:
-    """Call every program of rollouts and, with data.eval, of evaluations."""
-    params, key = run.steps.rollout_params(all_params(state)), rollout_key(state.key, step=0, batch=0)
-    samplers: list[tuple[Any, int, Any]] = [(run.steps.sample, run.cfg.rollout.prompts, key)]
-    if run.cfg.data.eval is not None:
-        samplers.append((run.steps.evaluate, run.cfg.eval.batch, jax.random.key(run.cfg.seed)))
-    width, called = run.prompt_step, 0
-    for sampler, count, own in samplers:
-        prompts = run.place(_padding(count, width, pad_id=run.pad_id), "prompts")
-        called += sampler.warm_up(params, prompts, own, compile_all=compile_all)
-    return called
-
-
-def _padding(count: int, width: int, *, pad_id: int) -> PromptBatch:
-    """Return prompts of one token behind padding."""
-    tokens: Any = np.full((count, width), pad_id, np.int32)
-    valid: Any = np.broadcast_to(np.arange(width) == width - 1, tokens.shape).copy()
-    numbers: Any = np.arange(count, dtype=np.int32)
-    return PromptBatch(tokens, valid, numbers)
-
-
-def _call_small(shapes: ProgramShapes) -> int:
+def _call_small(shapes: ProgramShapes) -> None:
     """Call the small programs: advantages, denominators, and the sum of scores of several buckets."""
     steps, cfg = shapes.steps, shapes.cfg
     rows = cfg.rollout.prompts * cfg.rollout.group_size
@@ -100,12 +112,7 @@ def _call_small(shapes: ProgramShapes) -> int:
     steps.advantages(rewards, dict.fromkeys(names, zeros), past)
     steps.equal_groups(rewards, past)
     steps.denominator(jnp.zeros((rows, cfg.rollout.max_new), bool))
-    *others, last = shapes.learning_programs()
-    if steps.fused_zeros is None:
-        steps.zeros.lower(*last.args[1:3]).compile()
-    else:
-        steps.fused_zeros.lower(*last.args[1:4]).compile()
+    others = shapes.learning_programs()[:-1]
     for shape in jax.tree.leaves([program.args[0] for program in others if program.phase == "credit"]):
         empty = jax.jit(lambda s=shape: jnp.zeros(s.shape, s.dtype), out_shardings=shape.sharding)()
         jnp.add(empty, empty)
-    return 4

@@ -1,4 +1,4 @@
-"""Estimate the device memory of each phase of a run with the compiler, before the first iteration.
+"""Estimate the device memory of each phase of a run with the compiler, before the first update.
 
 The programs are compiled for the largest shapes of the run, and JAX keeps them for iterations with these shapes, in
 this process and, by the compilation cache, in the next. Sampling runs several programs, and those for fewer rows and
@@ -8,7 +8,7 @@ cache slots need less.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,16 +75,26 @@ def phase_memory(shapes: ProgramShapes, program: PhaseProgram) -> PhaseMemory:
     Raises:
         DeviceError: the compiler reports that it does not fit.
     """
-    try:
-        memory = program.lower().compile().memory_analysis()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        message, remedies = str(error).splitlines()[0], remedy(program.phase, shapes.cfg)
-        raise DeviceError(f"phase {program.phase} does not fit: {message}; {remedies}") from error
+    compiled = fitting(shapes, program.phase, lambda: program.lower().compile())
+    memory = compiled.memory_analysis()
     peak = peak_bytes(memory, platform=shapes.mesh.devices.flat[0].platform)
     others = shapes.beside(program, read=memory.argument_size_in_bytes)
     return PhaseMemory(program.phase, shapes.resident(program.phase), peak + others, program.name)
+
+
+def fitting(shapes: ProgramShapes, phase: Phase, work: Callable[[], Any]) -> Any:
+    """Compile a program of a phase.
+
+    Raises:
+        DeviceError: the compiler reports that it does not fit.
+    """
+    try:
+        return work()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        message, remedies = str(error).splitlines()[0], remedy(phase, shapes.cfg)
+        raise DeviceError(f"phase {phase} does not fit: {message}; {remedies}") from error
 
 
 def peak_bytes(memory: Any, *, platform: str) -> int:
@@ -102,8 +112,7 @@ def report_memory(shapes: ProgramShapes, folder: Path, console: Console) -> list
         DeviceError: the compiler refuses a program for its size.
     """
     limit = memory_limit(shapes.mesh.local_devices[0])
-    with console.status("compiling the largest programs"):
-        phases = [phase_memory(shapes, program) for program in shapes.programs()]
+    phases = [phase_memory(shapes, program) for program in shapes.programs()]
     console.print(memory_table(phases, limit))
     largest = {each.phase: each for each in sorted(phases, key=lambda each: each.peak)}  # of a phase's programs
     for each in largest.values():

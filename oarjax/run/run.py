@@ -256,7 +256,7 @@ class Run:
 
     @property
     def compiles_ahead(self) -> bool:
-        """True if every program is compiled before the first iteration."""
+        """True if every program is compiled in the background of the first iterations."""
         on_accelerators = self.mesh.devices.flat[0].platform != "cpu"
         return self.cfg.compile_ahead == "on" or (self.cfg.compile_ahead == "auto" and on_accelerators)
 
@@ -273,7 +273,7 @@ class Run:
 
     @property
     def wants_memory(self) -> bool:
-        """True if the run begins with its memory table."""
+        """True if the run reports the memory of its programs before the first update."""
         setting = self.cfg.report.memory
         return setting == "on" or (setting == "auto" and self.mesh.devices.flat[0].platform != "cpu")
 

@@ -109,7 +109,7 @@ class ProgramShapes:
         Raises:
             ValueError: the run scores and updates in two passes.
         """
-        if self.steps.fused_add is None:
+        if self.steps.fused_add is None or self.steps.fused_zeros is None:
             raise ValueError(
                 "fused_program: update.fused, credit or grades of this run need two passes, score and update"
             )
@@ -117,7 +117,7 @@ class ProgramShapes:
         rows = self._sampled()
         rollout = rows.rollout
         graded = self._graded(rollout)
-        zeros, layout = jax.eval_shape(self.steps.fused_zeros, state, rows, graded), self.layout  # pyright: ignore[reportArgumentType]
+        zeros, layout = self.steps.fused_zeros.eval_shape(state, rows, graded), self.layout
         sums = FusedSums(
             Sums(_with(zeros.sums.grads, layout.state.params), *_with(tuple(zeros.sums[1:]), layout.replicated)),
             *_with((zeros.importance, zeros.weights), rollout.completion.sharding),
@@ -156,20 +156,28 @@ class ProgramShapes:
 
         With ``counted`` those of fewer slots are among them that a plan counts the steps of.
         """
+        listed = self.every_sampling_program(phase)
+        return tuple(program for program, largest in listed if largest or (counted and program.steps))
+
+    def every_sampling_program(self, phase: Literal["sample", "evaluate"]) -> tuple[tuple[PhaseProgram, bool], ...]:
+        """Describe all of them in the order of a rollout, each with whether it is among the largest."""
         params, prompts, key = self._sampling_arguments(phase)
+        reads: dict[bool, frozenset[Part]] = {True: frozenset({"rollout"}), False: frozenset()}
         return tuple(
-            PhaseProgram(
-                phase,
-                each.jitted,
-                each.args,
-                each.static,
-                frozenset({"rollout"}) if each.args[0] is params else frozenset(),
-                each.name,
-                each.held,
-                each.steps,
+            (
+                PhaseProgram(
+                    phase,
+                    each.jitted,
+                    each.args,
+                    each.static,
+                    reads[each.args[0] is params],
+                    each.name,
+                    each.held,
+                    each.steps,
+                ),
+                each.largest,
             )
             for each in self._sampler(phase).programs(params, prompts, key)
-            if each.largest or (counted and each.steps)
         )
 
     def _sampler(self, phase: Literal["sample", "evaluate"]) -> Any:
@@ -366,7 +374,7 @@ class ProgramShapes:
 
     def _sums(self, state: TrainState, batch: TrainBatch) -> Sums:
         """Return the summed gradients and metrics of microbatches, with their shardings."""
-        sums, layout = jax.eval_shape(self.steps.zeros, state, batch), self.layout
+        sums, layout = self.steps.zeros.eval_shape(state, batch), self.layout
         rest = _with((sums.loss, sums.metrics), layout.replicated)
         return Sums(_with(sums.grads, layout.state.params), *rest)
 

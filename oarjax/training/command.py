@@ -20,6 +20,7 @@ from oarjax.report.command import write_facts
 from oarjax.report.console import banner, resumable, run_lines
 from oarjax.report.files import make_console
 from oarjax.run.adapters import plain_params
+from oarjax.run.compile_ahead import compiled_ahead
 from oarjax.run.dry_run import try_rewards
 from oarjax.run.export_target import check_export
 from oarjax.run.inputs import check_inputs, pin_threads, seal_start
@@ -117,8 +118,10 @@ def train_once(
             # only now: a run that is refused changes nothing
             only_first(lambda: claim_folder(folder, cfg, console, extend=extend))
             only_first(lambda: has_progress(folder) or write_facts(folder, run.facts()))
+            evaluates = run.held_out is not None and not exists(folder / "start.json")
+            background = stack.enter_context(compiled_ahead(run, evaluates_first=evaluates))
             params, before = start_policy(run, grader, stop)
-            trained = train(run, grader, prepare(run, params, before, folder, stop), folder, stop, on_lines)
+            trained = train(run, grader, prepare(run, params, before, folder, background), folder, stop, on_lines)
             if cfg.export.folder is not None:
                 target = folder / cfg.export.folder
                 check_guards(target)

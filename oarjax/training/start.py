@@ -1,18 +1,18 @@
-"""Prepare what the iterations start from: the state, the reference policy, a meter, and programs compiled ahead."""
+"""Prepare what the iterations start from: the state, the reference policy, a meter, and the table of memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from oarjax.run.compile_ahead import compile_known
 from oarjax.run.memory import report_memory
 from oarjax.run.outside import Outside, open_outside
 from oarjax.run.run import Run
 from oarjax.run.shapes import ProgramShapes
 from oarjax.step.state import reference_mover
-from oarjax.storage.stop import Stop
+from oarjax.system.background import Background
 from oarjax.system.devices import peak_flops, to_host_memory
 from oarjax.training.held_out import Evaluation
 from oarjax.training.meter import Meter
@@ -29,13 +29,18 @@ class Start(NamedTuple):
     before: Evaluation | None  # of the policy; None without data.eval
     meter: Meter
     outside: Outside  # rollouts from files or an engine
+    background: Background | None = None  # compiles the run's programs
+    report_memory: Callable[[], object] | None = None  # to be called before the first update
 
 
-def prepare(run: Run, params: Params, before: Evaluation | None, folder: Path, stop: Stop) -> Start:
-    """Create the state, which reuses the memory of ``params`` unless they are the reference; compile what is asked for.
+def prepare(
+    run: Run, params: Params, before: Evaluation | None, folder: Path, background: Background | None = None
+) -> Start:
+    """Create the state, which reuses the memory of ``params`` unless they are the reference.
+
+    The memory of the programs is reported now, or later where the background still compiles them.
 
     Raises:
-        Stopped: ``stop`` was signalled.
         DeviceError: a program does not fit the devices.
         DataError: the files of rollout.from do not hold what the run needs.
     """
@@ -44,12 +49,12 @@ def prepare(run: Run, params: Params, before: Evaluation | None, folder: Path, s
     if (compares or run.cfg.eval.kl == "on") and run.cfg.lora.rank == 0:
         first = to_host_memory(params) if loss.reference == "host" else params
     state = run.new_state(params, copy=first is params)
-    if run.compiles_ahead:
-        compile_known(run, state, run.console)
-        stop.check()
-    if run.wants_memory:
-        report_memory(ProgramShapes(run), folder, run.console)
-        stop.check()
     meter = Meter(run.cfg, run.model, run.credit, peak_flops(run.compute_dtype)[0])
     held = first if compares else None
-    return Start(state, held, first, reference_mover(run.layout), before, meter, open_outside(run))
+    report = partial(report_memory, ProgramShapes(run), folder, run.console) if run.wants_memory else None
+    if report is not None and background is None:
+        with run.console.status("compiling the largest programs"):
+            report()
+        report = None
+    mover, outside = reference_mover(run.layout), open_outside(run)
+    return Start(state, held, first, mover, before, meter, outside, background, report)

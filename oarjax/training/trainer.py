@@ -26,6 +26,7 @@ from oarjax.step.iteration import Iteration, iterate
 from oarjax.step.minibatches import widest_prompt
 from oarjax.step.state import moving_reference
 from oarjax.storage.stop import Stop
+from oarjax.system.background import Background
 from oarjax.training.health import Health
 from oarjax.training.held_out import Evaluation, evaluate, measure_drift
 from oarjax.training.run_files import RunFiles
@@ -83,7 +84,7 @@ def train(
             find_answers=run.find_answers,
             fetch=run.fetch,
             place=run.place,
-            phase=partial(_phase, timer, stop),
+            phase=_Phases(timer, stop, start.background, start.report_memory),
             probed=run.probed if cfg.credit.answer.source == "reference" else None,
             hints=run.hints,
             load_reference=partial(jax.device_put, device=run.layout.params),
@@ -238,15 +239,30 @@ UNTIL_UPDATE = ("sample", "spans", "score", "credit", "update")
 """Phases before which an iteration may be given up: nothing of the state has changed yet."""
 
 
-def _phase(timer: PhaseTimer, stop: Stop, name: str) -> AbstractContextManager[None]:
-    """Time a phase of an iteration, unless the run is to stop: a notice may leave less time than an iteration takes.
+@dataclass
+class _Phases:
+    """Time the phases of iterations; between them, hear of a stop and of programs compiled in the background."""
 
-    Raises:
-        _StoppedWithin: it is.
-    """
-    if name in UNTIL_UPDATE and stop.asked():
-        raise _StoppedWithin
-    return timer.phase(name)
+    timer: PhaseTimer
+    stop: Stop
+    background: Background | None
+    report: Callable[[], object] | None  # of memory; None once it has been called
+
+    def __call__(self, name: str) -> AbstractContextManager[None]:
+        """Time a phase, unless the run is to stop: a notice may leave less time than an iteration takes.
+
+        Raises:
+            _StoppedWithin: it is.
+            DeviceError: a program does not fit.
+        """
+        if name in UNTIL_UPDATE and self.stop.asked():
+            raise _StoppedWithin
+        if self.background is not None:
+            self.background.check()
+        if self.report is not None and name in ("score", "update"):  # rollouts need not wait for the update's programs
+            self.report()
+            self.report = None
+        return self.timer.phase(name)
 
 
 class _Trace:

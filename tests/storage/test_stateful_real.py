@@ -79,7 +79,7 @@ class World:
             claim(folder, self.run.cfg)
             try:
                 params = jax.tree.map(jnp.copy, self.start)  # whose memory the state reuses
-                start = prepare(self.run, params, None, folder, self.stop)
+                start = prepare(self.run, params, None, folder)
                 params = trainer.train(self.run, self.grader, start, folder, self.stop).params
             except (Killed, Stopped):
                 return None

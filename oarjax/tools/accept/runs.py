@@ -23,6 +23,7 @@ from oarjax.config.section import changed
 from oarjax.report.files import read_metrics
 from oarjax.storage.checkpoint import Checkpoints
 from oarjax.storage.stop import Stop, Stopped
+from oarjax.system.background import compiling
 from oarjax.system.processes import only_first
 from oarjax.tools.accept.check import Check, at_most, holds, measured, not_applicable
 from oarjax.tools.accept.setting import StageSetting, mesh, run_config
@@ -41,7 +42,13 @@ def iterations(s: StageSetting) -> list[Check]:
     only_first(lambda: shutil.rmtree(folder, ignore_errors=True))
     counts: list[int] = []
     with counted_compilations() as compiled:
-        train_once(run_of(s), Console(quiet=True), Stop(), lambda: counts.append(compiled.count))
+
+        def after_iteration() -> None:
+            while compiling():  # the iterations are shorter than it takes
+                time.sleep(0.01)
+            counts.append(compiled.count)
+
+        train_once(run_of(s), Console(quiet=True), Stop(), after_iteration)
     records = read_metrics(folder / "metrics.jsonl")
     rewards = [record["reward"] for record in records]
     numbers = [x for record in records for x in record.values()]

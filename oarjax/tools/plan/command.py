@@ -34,6 +34,7 @@ from oarjax.tools.plan.hlo import Executed
 from oarjax.tools.plan.needs import needs_of
 from oarjax.tools.plan.programs import (
     PROGRAMS,
+    evaluation_plan,
     mean_slots,
     phases_of_step,
     rollout_plan,
@@ -248,6 +249,7 @@ def document(
     tensor = cfg.rollout.tensor or mesh["tensor"]
     rows = rollout_plan(s, cfg.rollout, blocks=chips // tensor)
     slots = mean_slots(rows)
+    evaluated = None if cfg.data.eval is None else evaluation_plan(s, cfg.rollout, cfg.eval, blocks=chips // tensor)
 
     def read(phase: str, result: dict[str, Any]) -> float:
         if phase == "sample":
@@ -303,7 +305,7 @@ def document(
         "fits": fits,
         "remedies": [f"{p['name']}: {remedy(p['name'], cfg)}" for p in phases if not p["fits"]],
         "notes": notes(cfg, phases),
-        "starting": starting_of(cfg.rollout, rows, where, phases, evaluates=cfg.data.eval is not None),
+        "starting": starting_of(cfg.rollout, rows, where, phases, evaluated=evaluated),
     }
     seconds = None if found["step"] is None else found["step"]["seconds_expected"]
     found["needs"] = needs_of(cfg, model, where, seconds=seconds)

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from oarjax.config.changes import changed
 from oarjax.config.learning import RolloutConfig, UpdateConfig
 from oarjax.config.loading import parse_config
+from oarjax.config.outputs import EvalConfig
 from oarjax.config.schema import Config
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.rollout.row_schedule import DecodePlan, cache_step, make_plan
@@ -20,6 +21,7 @@ from oarjax.run.run import Run
 from oarjax.run.shapes import PhaseProgram, ProgramShapes
 from oarjax.step.fused import fuses
 from oarjax.step.minibatches import widest_prompt
+from oarjax.step.sampling import fewest_evaluated
 
 STOPS, PAD = (151645, 151643), 151643
 """Qwen's. They are constants of a program, which costs the same whatever they are."""
@@ -85,6 +87,20 @@ def rollout_plan(s: LargestShapes, rollout: RolloutConfig, *, blocks: int) -> De
         cache_bucket=cache_step(s.completion, rollout.cache_bucket),
         slots=rollout.slots,
         blocks=blocks,
+    )
+
+
+def evaluation_plan(s: LargestShapes, rollout: RolloutConfig, evaluation: EvalConfig, *, blocks: int) -> DecodePlan:
+    """Return the sizes of the programs of an evaluation whose prompts are as long as those of a rollout may be."""
+    return make_plan(
+        prompts=evaluation.batch,
+        width=s.prompt,
+        group=evaluation.samples,
+        max_new=s.completion,
+        cache_bucket=cache_step(s.completion, rollout.cache_bucket),
+        slots=rollout.slots,
+        blocks=blocks,
+        fewest=fewest_evaluated(evaluation),
     )
 
 

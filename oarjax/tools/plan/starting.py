@@ -8,7 +8,7 @@ from typing import Any
 
 from oarjax.config.learning import RolloutConfig
 from oarjax.rollout.row_schedule import DecodePlan
-from oarjax.run.compile_ahead import compiled_at_once
+from oarjax.run.compile_ahead import MOST_THREADS, compiled_at_once
 from oarjax.step.minibatches import buckets
 from oarjax.tools.plan.topology import Slice
 
@@ -24,13 +24,18 @@ def cores_of(where: Slice) -> int:
 
 
 def starting_of(
-    rollout: RolloutConfig, rows: DecodePlan, where: Slice, phases: Sequence[Mapping[str, Any]], *, evaluates: bool
+    rollout: RolloutConfig,
+    rows: DecodePlan,
+    where: Slice,
+    phases: Sequence[Mapping[str, Any]],
+    *,
+    evaluated: DecodePlan | None,
 ) -> dict[str, float] | None:
     """Count the programs of a run and the seconds of compiling them; None where a phase was not compiled.
 
-    The first iteration needs every window of all rows, and the longest update; the rest are fewer rows and shorter
-    completions, and as many programs for evaluations as for rollouts. Programs of a kind are taken to cost as much as
-    those that were compiled. Every host compiles all of them.
+    The first iteration needs every window of all rows, and the longest update, and so does the evaluation before it
+    (``evaluated``, None without one); the rest are fewer rows and shorter completions. Programs of a kind are taken to
+    cost as much as those that were compiled. Every host compiles all of them.
     """
     step_phases = {p["name"]: p for p in phases if p["method"] is None}
     sampling = step_phases["sample"]["programs"] if "sample" in step_phases else []
@@ -38,16 +43,16 @@ def starting_of(
     if not {"reshard", "apply"} <= step_phases.keys() or len(step_phases) < 4 or not decode or None in decode:
         return None
     each, others = sum(decode) / len(decode), sum(p["cpu_seconds"] for p in sampling) - sum(decode)
-    windows = len(rows.cache_sizes())
     lengths = len(buckets(rollout.completion_bucket, rollout.max_new))
     learning = {
         name: step_phases[name]["compile_cpu_seconds"] for name in ("score", "update", "fused") if name in step_phases
     }
     rest = step_phases["reshard"]["compile_cpu_seconds"] + step_phases["apply"]["compile_cpu_seconds"]
-    samplers = 2 if evaluates else 1
-    first = rest + others + windows * each + sum(learning.values())
-    whole = rest + samplers * (others + len(rows.sizes()) * each) + lengths * sum(learning.values())
-    programs = 2 + samplers * (len(sampling) - len(decode) + len(rows.sizes())) + lengths * len(learning)
+    samplers = [rows] if evaluated is None else [rows, evaluated]
+    windows, sizes = sum(len(each.cache_sizes()) for each in samplers), sum(len(each.sizes()) for each in samplers)
+    first = rest + len(samplers) * others + windows * each + sum(learning.values())
+    whole = rest + len(samplers) * others + sizes * each + lengths * sum(learning.values())
+    programs = 2 + len(samplers) * (len(sampling) - len(decode)) + sizes + lengths * len(learning)
     threads, longest = compiled_at_once(cores_of(where)), max(*learning.values(), each)
     return {
         "programs": float(programs),
@@ -62,9 +67,8 @@ def starting_table(plans: Sequence[Mapping[str, Any]]) -> list[str]:
     """Tabulate what compiling costs; configs with phases of an older plan are left out."""
     lines = [
         "Compiling with an empty cache, by the CPU seconds of the machine that compiled these plans, with as many "
-        "programs at once as a quarter of a host's cores and at most 8. On a TPU a run compiles all of them before its "
-        "first iteration; with `compile_ahead=off` the first waits for the windows of all rows and the longest update, "
-        "and later ones for the others. With a cache none of it is needed.",
+        f"programs at once as a quarter of a host's cores and at most {MOST_THREADS}. What the first iteration and the "
+        "evaluation before it wait for is compiled first, the rest while they run. With a cache none of it is needed.",
         "",
         "| config | programs | CPU seconds for the first iteration | seconds on every host, at least | CPU seconds for "
         "all | seconds on every host, at least |",

@@ -25,6 +25,7 @@ from oarjax.config.section import changed
 from oarjax.errors import UserError
 from oarjax.grading.grader import Grader
 from oarjax.report.files import ShownConsole
+from oarjax.run.compile_ahead import compiled_ahead
 from oarjax.run.inputs import check_inputs
 from oarjax.run.run import Run, open_run
 from oarjax.step.steps import Steps
@@ -134,8 +135,9 @@ def train_run(cfg: Config, home: Path, console: Console, graders: Graders, progr
     with locked(folder):
         _claim(run, folder, console)
         programs.lend(run)
-        start = prepare(run, params, read_before(home / BEFORE), folder, stop)
-        train(run, graders.of(run), start, folder, stop)
+        with compiled_ahead(run, evaluates_first=False) as background:
+            start = prepare(run, params, read_before(home / BEFORE), folder, background)
+            train(run, graders.of(run), start, folder, stop)
         remove_all(folder / "checkpoints")
         for records in ("rollouts", "verdicts"):
             shutil.rmtree(folder / records, ignore_errors=True)

@@ -4,7 +4,8 @@ import pytest
 from conftest import ROOT
 
 from oarjax.config.loading import load_config
-from oarjax.tools.plan.programs import rollout_plan, shapes_of
+from oarjax.run.compile_ahead import MOST_THREADS
+from oarjax.tools.plan.programs import evaluation_plan, rollout_plan, shapes_of
 from oarjax.tools.plan.public import public_table
 from oarjax.tools.plan.starting import cores_of, starting_of, starting_table
 from oarjax.tools.plan.topology import find_slice
@@ -23,15 +24,17 @@ PHASES = [phase("reshard", 2.0), phase("sample", 3.0, SAMPLING), phase("fused", 
 def test_compiling_costs_the_windows_of_all_rows_and_the_longest_update_first():
     cfg, where = load_config(ROOT / "configs/qwen3-4b_v6e-16.yaml"), find_slice("v6e-16")
     rows = rollout_plan(shapes_of(cfg), cfg.rollout, blocks=4)
-    found = starting_of(cfg.rollout, rows, where, PHASES, evaluates=True)
+    evaluated = evaluation_plan(shapes_of(cfg), cfg.rollout, cfg.eval, blocks=4)
+    found = starting_of(cfg.rollout, rows, where, PHASES, evaluated=evaluated)
     assert found is not None
     buckets, windows, lengths = 8, 4, 4  # rows 256, 128 .. 2 of a block; 128, 256, 512, 1023 slots; 256 .. 1024
-    assert found["first_cpu_seconds"] == 2 + 3 * 3 + windows * 3 + 400 + 8
-    assert found["cpu_seconds"] == 2 + 8 + 2 * (3 * 3 + buckets * windows * 3) + lengths * 400
-    assert found["programs"] == 2 + 2 * (3 + buckets * windows) + lengths
+    quarter = 3  # rows 128, 64, 32 in all
+    assert found["first_cpu_seconds"] == 2 + 2 * (3 * 3 + windows * 3) + 400 + 8
+    assert found["cpu_seconds"] == 2 + 8 + 2 * 3 * 3 + (buckets + quarter) * windows * 3 + lengths * 400
+    assert found["programs"] == 2 + 2 * 3 + (buckets + quarter) * windows + lengths
     assert found["first_seconds"] == 400  # no program is compiled by two cores
-    assert found["seconds"] == pytest.approx(max(found["cpu_seconds"] / 8, 400))
-    assert starting_of(cfg.rollout, rows, where, PHASES[:-1], evaluates=True) is None
+    assert found["seconds"] == pytest.approx(max(found["cpu_seconds"] / MOST_THREADS, 400))
+    assert starting_of(cfg.rollout, rows, where, PHASES[:-1], evaluated=evaluated) is None
     (line,) = starting_table([{"config": "x", "starting": found}, {"config": "old"}])[4:]
     assert line.startswith("| x | ")
     assert line.endswith(f" {found['seconds']:,.0f} |")
