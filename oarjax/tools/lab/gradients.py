@@ -119,6 +119,22 @@ def noise_shares(grams: Grams) -> dict[str, float]:
     }
 
 
+def deciding_noise(grams: Grams) -> float:
+    """Return E|p|^2 / |E p|^2 - 1 of the part p of a gradient that comes from pivotal tokens.
+
+    Where the other tokens have parameters to themselves, as good as all that the policy learns at the pivotal ones is
+    in p: noise elsewhere turns the whole gradient, and with it the cosine, but not what is learned here. NaN where
+    |E p|^2 has no positive estimate.
+
+    Raises:
+        ValueError: the inner products of the part are missing.
+    """
+    if grams.pivotal is None:
+        raise ValueError("deciding_noise: expected the Grams of pivotal tokens")
+    mean2 = between(grams.pivotal)
+    return within(grams.pivotal) / mean2 - 1 if mean2 > 0 else np.nan
+
+
 class WeightMoments(NamedTuple):
     """Sums of 1, w and w^2 over a minibatch's tokens, weighted by ``score_noise``; arrays [M] for M minibatches."""
 

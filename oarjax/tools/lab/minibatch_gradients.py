@@ -45,6 +45,7 @@ from oarjax.tools.lab.gradients import (
     WeightMoments,
     alignment,
     best_mixture,
+    deciding_noise,
     flattened,
     noise_law,
     noise_shares,
@@ -393,6 +394,8 @@ def figures_of(moments: Moments, baseline: Moments, kept: np.ndarray) -> dict[st
         rho = noise_shares(baseline.grams.of(kept))["rho"]
         weights = WeightMoments(*(x[kept] for x in moments.weights))
         out |= {"pivotal": shares["pivotal"], "other": shares["other"], "law": noise_law(rho, weights)}
+        plain = deciding_noise(baseline.grams.of(kept))
+        out["deciding"] = deciding_noise(grams) / plain if plain > 0 else np.nan
     return out
 
 

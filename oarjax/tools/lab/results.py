@@ -116,6 +116,7 @@ NOISE = (
     Column("norm", "norm", "root mean square of the gradient's length over GRPO's"),
     Column("pivotal", "pivotal", "share of the gradient's noise from tokens that decide the outcome"),
     Column("other", "other", "share from the other tokens"),
+    Column("deciding", "deciding", "noise over signal of their part of the gradient alone, over GRPO's"),
 )
 BEST = "best possible"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,9 @@ def markdown(tree: Mapping[str, Any], *, command: str, figures: Sequence[str] = 
             f"Final pass@1 of {sweep['of']} over {' and '.join(sweep['fields'])}, {len(sweep['seeds'])} seeds:\n"
         )
         parts.append(_table(sweep_table(sweep)))
+        if any(cell.get("difference") for cell in sweep["cells"]):
+            parts.append(f"Their areas less those of {sweep['of']} as it is, paired by seed, in points:\n")
+            parts.append(_table(sweep_table(sweep, show=lambda cell: points_of(cell.get("difference")))))
     parts += [f"![{Path(figure).stem}]({figure})\n" for figure in figures]
     return "\n".join(parts)
 
@@ -147,14 +150,16 @@ def choose_table(choose: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
-def sweep_table(sweep: Mapping[str, Any]) -> list[list[str]]:
-    """Return a table with the first field's values down and the second's across."""
+def sweep_table(
+    sweep: Mapping[str, Any], *, show: Callable[[Mapping[str, Any]], str] = lambda cell: share(cell["final"])
+) -> list[list[str]]:
+    """Return a table of what ``show`` writes of each cell, the first field's values down and the second's across."""
     (down, downs), (across, acrosses) = sweep["fields"].items()
     cells = {tuple(cell["values"]): cell for cell in sweep["cells"]}
     short = [name.rpartition(".")[2] for name in (down, across)]
     rows = [[f"{short[0]} \\ {short[1]}", *map(str, acrosses)]]
     for a in downs:
-        rows.append([str(a), *(share(cells[a, b]["final"]) if (a, b) in cells else "" for b in acrosses)])
+        rows.append([str(a), *(show(cells[a, b]) if (a, b) in cells else "" for b in acrosses)])
     return rows
 
 

@@ -176,11 +176,16 @@ def collect(plan: StudyPlan) -> dict[str, Any]:
         tree["budget"] = budget(plan)
     if plan.study.sweep is not None:
         cells = [(cell.values, measured_runs(cell.runs)) for cell in plan.cells]
+        own = _of(measured[plan.study.sweep.of], "area")
         tree["sweep"] = {
             "of": plan.study.sweep.of,
             "seeds": list(plan.study.sweep.seeds),
             "fields": {name: list(values) for name, values in plan.study.sweep.over.items()},
-            "cells": [{"values": list(values), **_arm(runs)} for values, runs in cells if runs],
+            "cells": [
+                {"values": list(values), **_arm(runs), "difference": _plain(seed_difference(_of(runs, "area"), own))}
+                for values, runs in cells
+                if runs
+            ],
         }
     tree["runs"] = {"planned": plan.total, "finished": sum(finished(run) for run in plan.runs)}
     if plan.study.records is not None:

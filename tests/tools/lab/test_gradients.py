@@ -10,6 +10,7 @@ from oarjax.tools.lab.gradients import (
     alignment,
     best_mixture,
     between,
+    deciding_noise,
     flattened,
     noise_law,
     noise_shares,
@@ -110,6 +111,16 @@ def test_parts_of_the_noise():
     assert found["other"] == pytest.approx(54 / 78, abs=0.03)
     with pytest.raises(ValueError, match="expected the Grams of pivotal and other tokens"):
         noise_shares(grams(other, other))
+
+
+def test_the_noise_of_the_deciding_part_is_its_own_whatever_the_rest_does():
+    """E|p|^2 = 25 |E p|^2 by construction; three times the filler turns the whole gradient, and not this part."""
+    pivotal, other = drawn(m=1500)
+    found = [deciding_noise(grams(pivotal + scale * other, pivotal + other, pivotal)) for scale in (0.0, 1.0, 3.0)]
+    assert found[0] == found[1] == found[2] == pytest.approx(24, rel=0.4)  # |E p|^2 = 1 is estimated to +-.2
+    assert np.isnan(deciding_noise(grams(other, other, other - other.mean(0))))
+    with pytest.raises(ValueError, match="expected the Grams of pivotal tokens"):
+        deciding_noise(grams(other, other))
 
 
 def test_grams_of_some_minibatches():

@@ -112,7 +112,7 @@ def test_figures_of_a_tiny_policy(tmp_path):
     by_name = {m.name: m.figures for m in found.methods}
     assert list(by_name) == [*methods, "uniform (GRPO)", "truth", "truth through the gate"]
     plain = by_name["uniform (GRPO)"]
-    for name in ("ratio", "norm", "inverse_ess", "law"):
+    for name in ("ratio", "norm", "inverse_ess", "law", "deciding"):
         assert plain[name].mean == pytest.approx(1, abs=1e-5)
     assert plain["cosine"].mean > 0
     assert plain["cosine"].low < plain["cosine"].mean < plain["cosine"].high

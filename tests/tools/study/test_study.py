@@ -383,6 +383,8 @@ def test_results_of_runs_made_up(file, tmp_path, capsys):
     assert "| GRPO | 2 | 60.0% ±127.1 | 42.5% ±63.5 | 0.500 ±0.000 | 0.750 ±0.000 |" in text
     assert "| permuted | +15.0 ±127.1 | +7.5 ±63.5 |" in text
     assert "| tau \\ boost | 2.0 |\n|---|---|\n| 0.2 | 35.0% |\n| 0.4 | 75.0% |" in text
+    # tau .2 ends at .35, the arm at .75 on the sweep's only seed: half of that in areas. tau .4 is the arm's own run.
+    assert "| tau \\ boost | 2.0 |\n|---|---|\n| 0.2 | -20.0 |\n| 0.4 | +0.0 |" in text
     assert "![curves](curves.png)" in text
     for figure in ("curves.png", "frontier.png"):
         assert (root / figure).read_bytes().startswith(b"\x89PNG")
