@@ -1,5 +1,6 @@
 """The docs say what the code says: messages, links, the site's pages, the version."""
 
+import json
 import re
 import runpy
 import tomllib
@@ -44,6 +45,18 @@ def test_the_navigation_names_pages_that_exist():
     named = list(pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
     assert len(named) == len(set(named)) > 30
     assert set(named) <= {path.name for path in DOCS.glob("*.md")} | MADE
+
+
+def test_the_moving_picture_is_drawn_from_the_records_beside_it():
+    made = runpy.run_path(str(DOCS / "make_moving.py"))
+    data = json.loads(made["DATA"].read_text(encoding="utf-8"))
+    drawn = made["picture"](data)
+    assert made["PICTURE"].read_text(encoding="utf-8") == drawn
+    iterations = data["records"][-1]["iteration"]
+    assert drawn.count('class="frame ') == iterations + 1
+    assert f"pass@1 45.6% to {data['summary'][1]['pass_at_1']:.1%}" in drawn  # the last frame's line
+    assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)|<script|<image|@import|url\((?!#)", drawn)
+    assert "prefers-reduced-motion: reduce" in drawn
 
 
 def test_the_version_has_one_place():
