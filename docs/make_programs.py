@@ -36,8 +36,8 @@ HERE = Path(__file__).resolve().parent
 FILE = HERE / "data" / "programs.json"
 CONFIGS: dict[str, tuple[str, ...]] = {
     "demo": (),
-    "qwen2.5-7b_v5e-64": (f"mesh.fsdp={DEVICES}",),
-    "qwen2.5-7b_v5e-8_lora": (),
+    "qwen2.5-7b_v5e-64": (f"mesh.fsdp={DEVICES}", "update.prompt_rows=1"),  # as on their chips
+    "qwen2.5-7b_v5e-8_lora": ("update.prompt_rows=1",),
 }
 """Config -> overrides that fit it to the devices."""
 PHASES = {"qwen2.5-7b_v5e-8_lora": ("reshard", "update", "fused", "apply")}

@@ -8,7 +8,7 @@ not count, so a utilisation computed from these numbers is the share of the hard
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from oarjax.models.decoder import Decoder
@@ -23,10 +23,16 @@ class RowTokens:
     prompt: Number
     completion: Number
     reasoning: Number = 0  # of the completion
+    prompt_rows: int = 1  # rows of a group that compute their prompt once where they can (update.prompt_rows)
 
     @property
     def tokens(self) -> Number:
         return self.prompt + self.completion
+
+    @property
+    def alone(self) -> RowTokens:
+        """The same row with its prompt to itself."""
+        return replace(self, prompt_rows=1)
 
 
 # Passes --------------------------------------------------------------------------------------------------------------
@@ -44,14 +50,21 @@ def pass_flops(d: Decoder, *, tokens: Number, context: Number, read: Number) -> 
     )
 
 
+def row_flops(d: Decoder, row: RowTokens, *, read: Number) -> float:
+    """Count a forward over a row and its part of the prompt's."""
+    prompt = pass_flops(d, tokens=row.prompt, context=row.prompt / 2, read=0)
+    own = pass_flops(d, tokens=row.completion, context=row.prompt + row.completion / 2, read=read)
+    return prompt / row.prompt_rows + own
+
+
 def clean_flops(d: Decoder, row: RowTokens) -> float:
     """Count the pass over a row that every attribution begins with, the unit of ``CreditMethod.forwards``."""
-    return pass_flops(d, tokens=row.tokens, context=row.tokens / 2, read=1)
+    return row_flops(d, row, read=1)
 
 
 def scoring_flops(d: Decoder, row: RowTokens) -> float:
     """Count the log-probabilities of a row's completion."""
-    return pass_flops(d, tokens=row.tokens, context=row.tokens / 2, read=row.completion)
+    return row_flops(d, row, read=row.completion)
 
 
 def sampling_flops(d: Decoder, *, prompts: Number, rows: Number, prompt: Number, completion: Number) -> float:
@@ -62,8 +75,7 @@ def sampling_flops(d: Decoder, *, prompts: Number, rows: Number, prompt: Number,
 
 def update_flops(d: Decoder, row: RowTokens, *, recomputed: Number = 0) -> float:
     """Count a forward and backward of a row; a backward counts as two forwards plus ``recomputed`` of the layers."""
-    trunk = pass_flops(d, tokens=row.tokens, context=row.tokens / 2, read=0)
-    return (3 + recomputed) * trunk + 3 * 2.0 * d.head_params * row.completion
+    return (3 + recomputed) * row_flops(d, row, read=0) + 3 * 2.0 * d.head_params * row.completion
 
 
 def adapted_update_flops(d: Decoder, row: RowTokens, *, adapters: Number) -> float:
@@ -71,9 +83,10 @@ def adapted_update_flops(d: Decoder, row: RowTokens, *, adapters: Number) -> flo
 
     Matrices and head count a forward and half a backward, attention and adapters a forward and a full backward.
     """
-    linear = pass_flops(d, tokens=row.tokens, context=0, read=row.completion)
-    attention = pass_flops(d, tokens=row.tokens, context=row.tokens / 2, read=row.completion) - linear
-    return 2 * linear + 3 * attention + 6.0 * adapters * row.tokens
+    tokens = row.prompt / row.prompt_rows + row.completion
+    linear = pass_flops(d, tokens=tokens, context=0, read=row.completion)
+    attention = row_flops(d, row, read=row.completion) - linear
+    return 2 * linear + 3 * attention + 6.0 * adapters * tokens
 
 
 # Credit methods -------------------------------------------------------------------------------------------------------
@@ -177,6 +190,11 @@ class Scoring(Protocol):
         """True if its clean pass also serves log-probabilities and signals."""
         ...
 
+    @property
+    def grouped(self) -> bool:
+        """True if its clean pass computes the prompt of several rows of a group once."""
+        ...
+
     def forwards(self, row: RowTokens, d: Decoder) -> float:
         """Count the scoring of one row, in clean passes over that row."""
         ...
@@ -184,16 +202,18 @@ class Scoring(Protocol):
 
 def iteration_flops(d: Decoder, work: Work, method: Scoring) -> dict[str, float]:
     """Count the phases of one iteration: sample, score (credit included) and update."""
-    row, clean = work.row, clean_flops(d, work.row)
-    score = method.forwards(row, d) * clean
+    row, scored = work.row, work.row if method.grouped else work.row.alone
+    clean = clean_flops(d, scored)
+    score = method.forwards(scored, d) * clean
+    kept = bool(score) and method.keeps_states
     if work.old_logps or work.measured:
-        score += scoring_flops(d, row) - (clean if score and method.keeps_states else 0)
-    if work.outcome and not (score and method.keeps_states):
-        score += clean
-    score += (work.reference + work.teacher) * scoring_flops(d, row)
+        score += scoring_flops(d, scored) - clean if kept else scoring_flops(d, row)
+    if work.outcome and not kept:
+        score += clean_flops(d, row)
+    score += work.reference * scoring_flops(d, row) + work.teacher * scoring_flops(d, row.alone)
     if work.fused:
         score -= clean
     trained = update_flops(d, row) if work.adapters is None else adapted_update_flops(d, row, adapters=work.adapters)
-    trained += work.distilled * scoring_flops(d, row)
+    trained += work.distilled * scoring_flops(d, row.alone)
     sampled = sampling_flops(d, prompts=work.prompts, rows=work.rows, prompt=row.prompt, completion=row.completion)
     return {"sample": sampled, "score": work.used * score, "update": work.used * work.epochs * trained}

@@ -422,6 +422,7 @@ def fields() -> dict[str, Field]:
         "update.epochs": Field(2, command),
         "update.minibatches": Field(2, command),
         "update.microbatch": Field(4, command),
+        "update.prompt_rows": Field(1, lambda cfg: build(cfg).steps.prompt_rows),
         "update.skip_zero_variance": Field(False, command),
         "update.refills": Field(1, command),
         "update.fused": Field("never", lambda cfg: build(cfg).steps.fused_add is None),

@@ -60,6 +60,27 @@ def test_updates_by_hand():
     assert adapted_update_flops(D, R, adapters=10) == 2 * linear + 3 * attention + 6 * 10 * 12
 
 
+def test_a_prompt_that_rows_share_counts_once():
+    pair = replace(R, prompt_rows=2)
+    prompt, own = 4 * (2000 + 64 * 2), 8 * (2000 + 64 * 8)
+    assert scoring_flops(D, pair) == prompt / 2 + own + 8 * 200
+    assert update_flops(D, pair, recomputed=1) == 4 * (prompt / 2 + own) + 3 * 200 * 8
+    linear, attention = 10 * 2000 + 8 * 200, prompt / 2 + own - 10 * 2000
+    assert adapted_update_flops(D, pair, adapters=10) == 2 * linear + 3 * attention + 6 * 10 * 10
+    d = Decoder(layers=0, trunk_params=1.0, head_params=0, heads_width=1, kv_width=1)
+    work = Work(
+        RowTokens(10, 5, prompt_rows=5), prompts=1, rows=5, used=5, old_logps=True, teacher=True, reference=True
+    )
+    # log-probs of the policy and of the reference 7 positions each, under the teacher's own prompts 15
+    uniform = iteration_flops(d, work, resolve_method(CreditSettings(method="uniform")))
+    assert (uniform["score"], uniform["update"]) == (5 * 2 * (7 + 7 + 15), 5 * 3 * 2 * 7)
+    shared = iteration_flops(d, work, resolve_method(CreditSettings(method="oar_g")))
+    assert shared["score"] == 5 * 2 * (7 + 2 * 5 + 7 + 15)
+    exact = resolve_method(CreditSettings(method="oar_p"))
+    alone = replace(work, row=work.row.alone)
+    assert iteration_flops(d, work, exact)["score"] == iteration_flops(d, alone, exact)["score"] - 5 * 2 * 8
+
+
 def test_masking_by_hand():
     # Two buckets: 4 tokens with 8 positions of context 4 + 4, 2 with 4 of 4 + 6; a logit row each.
     exact = 4 * (8 * (2000 + 64 * 8) + 200) + 2 * (4 * (2000 + 64 * 10) + 200)

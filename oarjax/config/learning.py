@@ -314,6 +314,12 @@ class UpdateConfig(Section):
     epochs: Positive = Field(default=1, description="passes over each rollout")
     minibatches: Positive = Field(default=1, description="optimizer updates per epoch")
     microbatch: Positive = Field(default=32, description="rows per forward and backward pass, over all devices")
+    prompt_rows: Positive | Literal["auto"] = Field(
+        default="auto",
+        description="rows of a group that share the pass over their prompt in scores and updates, and the padding of "
+        "the longest of them; a divisor of the group's rows in a minibatch and of a device's in a microbatch; 1 = off. "
+        "auto: by the config's lengths on a CPU; 1 on accelerators, with experts and for loss.aggregation bnpo",
+    )
     skip_zero_variance: bool = Field(
         default=True,
         description="drop groups of equal rewards before credit and update, including their KL and entropy terms",

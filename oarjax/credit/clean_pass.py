@@ -19,7 +19,7 @@ from jax.core import eval_jaxpr
 from jax.interpreters import partial_eval
 from jaxtyping import Array, Bool, Float, Int
 
-from oarjax.models.policy import Policy, positions_of
+from oarjax.models.policy import Policy, positions_of, prompt_cache
 from oarjax.types import KVCache, Params
 
 
@@ -97,22 +97,20 @@ def linear_pass(
 ) -> LinearPass:
     """Run one forward, linearised in the embeddings of the completion; the prompt runs once, outside the derivative.
 
+    Rows that share a prompt (``policy.prompt_rows``) share its pass, too.
+
     Raises:
         ValueError: no prompt position before the completion.
     """
     start = prompt_slots(tokens.shape[1], completion_length)
     positions = positions_of(valid)
-    embeddings = policy.embed(params, tokens)
-    prefix = None
-    if start > 0:
-        cache = policy.init_cache(tokens.shape[0], start)
-        _, prefix = policy.trunk(params, embeddings[:, :start], positions[:, :start], valid[:, :start], cache=cache)
+    prefix = prompt_cache(policy, params, tokens, valid, start)
     columns = slice(start, start + completion_length)
 
     def states(e: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return policy.trunk(params, e, positions[:, columns], valid[:, columns], prefix=prefix)[0]
 
-    clean = embeddings[:, columns]
+    clean = policy.embed(params, tokens[:, columns])
     hidden, push = jax.linearize(states, clean)
     transposed = jax.linear_transpose(push, clean)
     return LinearPass(clean, hidden, push, lambda ct: transposed(ct)[0], states)
@@ -134,7 +132,7 @@ def shared_pass(
 ) -> SharedPass:
     """Run one forward and linearise it once, in the completion's embeddings and in the params that are trained.
 
-    ``params_of`` gives all params from the trained ones.
+    ``params_of`` gives all params from the trained ones. Rows that share a prompt share its pass.
 
     Raises:
         ValueError: no prompt position before the completion.
@@ -146,10 +144,8 @@ def shared_pass(
         return policy.trunk(params, e, positions[:, columns], valid[:, columns], prefix=prefix)[0]
 
     def states(trained: Params, e: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], KVCache | None]:
-        params, prefix = params_of(trained), None
-        if start > 0:
-            before, cache = policy.embed(params, tokens[:, :start]), policy.init_cache(tokens.shape[0], start)
-            _, prefix = policy.trunk(params, before, positions[:, :start], valid[:, :start], cache=cache)
+        params = params_of(trained)
+        prefix = prompt_cache(policy, params, tokens, valid, start)
         return after(params, prefix, e), prefix
 
     clean, pull_embedded = jax.vjp(lambda trained: policy.embed(params_of(trained), tokens[:, columns]), trained)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from oarjax.models.policy import Policy
+from oarjax.models.policy import Policy, grouped
 from oarjax.rl.masked import widened
 from oarjax.rollout.filters import Filters
 from oarjax.rollout.logps import in_chunks, last_states, logits_logps, scaled_logits, token_logps
@@ -87,7 +87,7 @@ def measure(
         if teacher is None:
             raise ValueError("measure: teacher_logps needs the teacher's prompts, got None; give teacher=...")
         rows = privileged_rows(teacher, tokens, valid, completion_length=completion_length)
-        out["teacher_logps"] = token_logps(policy, params, *rows, **places, **head)[0]
+        out["teacher_logps"] = token_logps(grouped(policy, 1), params, *rows, **places, **head)[0]
     return out
 
 

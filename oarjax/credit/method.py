@@ -69,6 +69,9 @@ class CreditMethod:
     signals (log-probs, entropies) is not part of it."""
     noisy: bool | Callable[[CreditSettings], bool] = False
     """True if another key gives other scores, or (settings) -> bool."""
+    grouped: bool = False
+    """True if ``score`` passes over the rows as they are and nothing else, so that a policy may compute the prompt of a
+    group once (``oarjax.models.policy.grouped``)."""
     cuts: bool = False
     """True if scoring recomputes positions inside a row, which policies with recurrent states do not allow."""
 

@@ -22,7 +22,7 @@ from oarjax.credit.settings import CreditSettings
 from oarjax.credit.signals import Context, CreditInputs, KeywordTable, Scored, required
 from oarjax.errors import ConfigError
 from oarjax.models.decoder import Decoder
-from oarjax.models.policy import Policy
+from oarjax.models.policy import Policy, grouped
 from oarjax.types import AnswerSpan, Mean, Params, Rollout, TrainBatch
 
 Scorer = Callable[[Params, Rollout, AnswerSpan, Key[Array, "B"], ProbeMode], Scored]
@@ -78,6 +78,11 @@ class ResolvedMethod:
     def keeps_states(self) -> bool:
         """Return True if the clean pass of scoring also serves log-probabilities and signals."""
         return self.attribution.name != CUSTOM
+
+    @property
+    def grouped(self) -> bool:
+        """Return True if scoring computes the prompt of several rows of a group once."""
+        return self.attribution.grouped
 
     def forwards(self, row: RowTokens, d: Decoder) -> float:
         """Count the scoring of one row, in clean passes over that row."""
@@ -143,6 +148,7 @@ class ResolvedMethod:
         if method.check is not None:
             method.check(self.settings, self.probe)
         score, context_for = scorer_of(method), partial(self._context, temperature, pad_id)
+        policy = policy if method.grouped else grouped(policy, 1)
 
         def scores(params: Params, r: Rollout, span: AnswerSpan, keys: Key[Array, "B"], mode: ProbeMode) -> Scored:
             context = context_for(mode)
@@ -234,6 +240,7 @@ class ResolvedMethod:
         if self.method.loss is None:
             return None
         function, context = self.method.loss, Context(self.settings, temperature=temperature, head_chunk=head_chunk)
+        policy = grouped(policy, 1)
 
         def term(params: Params, hidden: Float[Array, "B T D"], batch: TrainBatch) -> Float[Array, "B T"]:
             return jnp.where(batch.completion, function(policy, params, hidden, batch, context), 0)

@@ -200,6 +200,7 @@ class Policy(NamedTuple):
     first_slots: FirstSlots | None = first_slots  # None: a cache that cannot be cut, such as a recurrent state
     routed: Routed | None = None  # of a policy with experts
     extend: Extend | None = None  # of caches that cannot be cut but joined: a state is that of the later one
+    prompt_rows: int = 1  # rows that follow one another with one prompt, see ``grouped``
 
 
 def replaying(policy: Policy, experts: Int[Array, "B N L k"] | None) -> Policy:
@@ -218,6 +219,26 @@ def replaying(policy: Policy, experts: Int[Array, "B N L k"] | None) -> Policy:
         return routed(params, embeddings, *rows, experts=experts, **more)[:2]
 
     return policy._replace(trunk=trunk)
+
+
+def grouped(policy: Policy, rows: int) -> Policy:
+    """Return the policy for passes over whole rows of which ``rows`` after one another have the same prompt.
+
+    ``last_states``, ``linear_pass`` and ``shared_pass`` then compute it once for them; 1 is the plain path. For passes
+    over other rows take ``grouped(policy, 1)``.
+    """
+    return policy._replace(prompt_rows=rows)
+
+
+def prompt_cache(
+    policy: Policy, params: Params, tokens: Int[Array, "B N"], valid: Bool[Array, "B N"], slots: int
+) -> KVCache | None:
+    """Fill a cache with the first ``slots`` positions, once for ``policy.prompt_rows`` rows each; None for 0 slots."""
+    if slots == 0:
+        return None
+    first, real = (x.reshape(-1, policy.prompt_rows, x.shape[1])[:, 0, :slots] for x in (tokens, valid))
+    empty = policy.init_cache(first.shape[0], slots)
+    return policy.trunk(params, policy.embed(params, first), positions_of(real), real, cache=empty)[1]
 
 
 def positions_of(valid: Bool[Array, "B N"]) -> Int[Array, "B N"]:

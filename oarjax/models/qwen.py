@@ -32,7 +32,7 @@ from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.remat import Remat, rematerialised
 from oarjax.models.rope import inverse_frequencies, rotation
 from oarjax.models.sharding import ROWS
-from oarjax.models.splash import causal_mixer, check_splash
+from oarjax.models.splash import LANES, causal_mixer, check_splash
 from oarjax.types import HybridCache, KVCache, Params
 
 
@@ -59,9 +59,9 @@ def make_policy(
         remat: what the backward pass recomputes of each layer: ``none``, ``dots`` (all but the matmuls without batch
             axes) or ``full``; default full.
         attention: ``splash`` uses Pallas' TPU kernels over the mesh for causal self-attention, with or without a prefix
-            of as many rows: training, scoring, prefill, linearised passes. Decode steps, prefixes shared by a group of
-            rows and ``visible`` stay with ``xla``, one program for every platform. ``attention_for`` chooses by the
-            mesh; default xla.
+            of as many rows, or of fewer before 128 tokens or more: training, scoring, prefill, linearised passes.
+            Decode steps, prefixes shared by a group before fewer tokens and ``visible`` stay with ``xla``, one program
+            for every platform. ``attention_for`` chooses by the mesh; default xla.
         mesh: with the training or rollout axes of ``sharding``, sets the sharding of activations, for each axis that it
             divides: rows of states, logits and caches over the row axes, key heads and vocabulary over ``tensor``;
             ``head`` is gathered along all axes but the vocabulary. Default None: the compiler may shard states along
@@ -133,7 +133,8 @@ def make_policy(
                 "cannot be recomputed; compute whole suffixes, as OAR-P does"
             )
         stores = [c for c in (prefix, filled) if c is not None]
-        plain = filled is None and visible is None and (prefix is None or prefix.valid.shape[0] == valid.shape[0])
+        long = new >= LANES or prefix is None or prefix.valid.shape[0] == valid.shape[0]
+        plain = filled is None and visible is None and long
         if attention == "splash" and mesh is not None and plain:
             mixer, read = causal_mixer([written(c) for c in stores], valid, mesh), lambda cache, kv: kv
         else:

@@ -91,11 +91,18 @@ def splash(
 
 
 def causal_mixer(written: Sequence[Array], valid: Bool[Array, "B N"], mesh: Mesh) -> Callable[..., Array]:
-    """Return a function (stored keys and values of these rows, q, own k, own v) -> attention, causal among the new."""
-    seen = jnp.concatenate([*written, valid], axis=1)
+    """Return a function (stored keys and values, q, own k, own v) -> attention, causal among the new."""
+    rows = valid.shape[0]
+
+    def joined(parts: Sequence[Array], own: Array) -> Array:
+        """Put the stored before the own; what several rows share is repeated, for one layer at a time."""
+        each = (x if x.shape[0] == rows else jnp.repeat(x, rows // x.shape[0], axis=0) for x in parts)
+        return jnp.concatenate([*each, own], axis=1)
+
+    seen = joined(written, valid)
 
     def mix(stored: Sequence[tuple[Array, Array]], q: Array, k: Array, v: Array) -> Array:
-        keys, values = (jnp.concatenate(parts, axis=1) for parts in zip(*stored, (k, v)))
+        keys, values = joined([each for each, _ in stored], k), joined([each for _, each in stored], v)
         return splash(q, keys, values, seen, mesh=mesh)
 
     return mix

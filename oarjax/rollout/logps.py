@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from oarjax.models.policy import Policy, positions_of
+from oarjax.models.policy import Policy, positions_of, prompt_cache
 from oarjax.rl.checked import Scalar, checked, is_traced
 from oarjax.rollout.filters import Filters, filter_logits
 from oarjax.types import Params
@@ -70,6 +70,8 @@ def last_states(
 ) -> Float[Array, "B T D"]:
     """Compute the final hidden states that predict the last T tokens: those of the positions before them.
 
+    The prompt but its last token is computed once for the rows that share it, if ``policy.prompt_rows`` says so.
+
     Raises:
         ValueError: completion_length outside 1 .. N - 1.
     """
@@ -79,8 +81,13 @@ def last_states(
             f"completion_length: expected 1 to {total - 1} (at least one position before the completion), "
             f"got {completion_length}"
         )
-    hidden, _ = policy.trunk(params, policy.embed(params, tokens), positions_of(valid), valid)
-    return hidden[:, total - completion_length - 1 : total - 1]
+    positions, start = positions_of(valid), total - completion_length - 1
+    if policy.prompt_rows == 1:
+        hidden, _ = policy.trunk(params, policy.embed(params, tokens), positions, valid)
+        return hidden[:, start : total - 1]
+    columns, prefix = slice(start, total - 1), prompt_cache(policy, params, tokens, valid, start)
+    embeddings = policy.embed(params, tokens[:, columns])
+    return policy.trunk(params, embeddings, positions[:, columns], valid[:, columns], prefix=prefix)[0]
 
 
 def hidden_logps(

@@ -98,7 +98,7 @@ def by_length(shapes: ProgramShapes) -> Iterator[PhaseProgram]:
         largest: Bucket = program.static["bucket"]
         for probe in [{"probe": mode} for mode in sorted(modes)] if "probe" in program.static else [{}]:
             for length in buckets(shapes.cfg.rollout.completion_bucket, largest.completion):
-                yield program._replace(static=probe | {"bucket": Bucket(largest.prompt, length)})
+                yield program._replace(static=probe | {"bucket": largest._replace(completion=length)})
 
 
 def _call_small(shapes: ProgramShapes) -> None:

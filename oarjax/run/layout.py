@@ -29,7 +29,7 @@ from oarjax.models.weights import divisible_pieces, logical_axes, sampling_param
 from oarjax.run.adapters import trained_axes, trained_shapes
 from oarjax.run.checks import check_batches
 from oarjax.run.policy import bind_policy, compute_dtype_of
-from oarjax.step.programs import RolloutLayout, Shardings
+from oarjax.step.programs import RolloutLayout, Shardings, device_rows, prompt_rows_of
 from oarjax.system.mesh import rollout_mesh
 from oarjax.types import Params, TrainState
 
@@ -51,6 +51,8 @@ def check_layouts(cfg: Config, model: QwenConfig, mesh: Mesh) -> None:
     what = "the mesh of rollouts (rollout.tensor)"
     check_divisible(logical_axes(wide), divisible_pieces(wide), dict(sampling.shape), rules=ROLLOUT, what=what)
     check_batches(cfg, dict(mesh.shape), dict(sampling.shape))
+    rows = device_rows(NamedSharding(mesh, PartitionSpec(None, *batch_spec())), cfg.update.microbatch)
+    prompt_rows_of(cfg.rollout, cfg.update, width=0, rows=rows, experts=model.experts is not None, auto=False)
 
 
 def _refuse_experts(policy: PolicyConfig, loss: LossConfig, mesh: Mesh) -> None:

@@ -339,7 +339,7 @@ class ProgramShapes:
 
     def _bucket(self) -> Bucket:
         """Return the largest bucket."""
-        return Bucket(self._train_width, self.cfg.rollout.max_new)
+        return Bucket(self._train_width, self.cfg.rollout.max_new, self.steps.prompt_rows)
 
     def _train_batch(self) -> TrainBatch:
         scores = self._scores()

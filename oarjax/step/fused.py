@@ -21,7 +21,7 @@ from oarjax.credit.oar.oar_g import row_keys
 from oarjax.credit.probe import ProbeMode
 from oarjax.credit.resolved import ResolvedMethod, SharedScorer
 from oarjax.models.lora import join_params
-from oarjax.models.policy import Policy
+from oarjax.models.policy import Policy, grouped
 from oarjax.rl.masked import widened
 from oarjax.rollout.logps import hidden_logps
 from oarjax.step.gradients import Sums, applied_entropy_bonus
@@ -91,11 +91,14 @@ class FusedPass:
         noise_key: Key[Array, ""],
         order_key: Key[Array, ""],
         probe: ProbeMode,
+        *,
+        prompt_rows: int = 1,
     ) -> FusedSums:
-        """Return the sums and the credit of one microbatch [b, ...]."""
+        """Return the sums and the credit of one microbatch [b, ...]; see ``models.policy.grouped``."""
         r, length = rows.rollout, graded.completion.shape[-1]
         params_of = partial(join_params, state.frozen)
-        shared = shared_pass(self.policy, params_of, state.params, r.tokens, r.valid, completion_length=length)
+        policy, places = grouped(self.policy, prompt_rows), {"completion_length": length}
+        shared = shared_pass(policy, params_of, state.params, r.tokens, r.valid, **places)
         keys = row_keys(noise_key, rows.numbers)
         scores = Scores(None, None, self.importance(params_of(state.params), shared.linear, r, rows.span, keys, probe))
         single = partial(jax.tree.map, lambda x: x[None])
@@ -151,7 +154,8 @@ class FusedPass:
 
         def step(i: Int[Array, ""], so_far: FusedSums) -> FusedSums:
             its_rows, its_grades = cut(jax.tree.map(lambda x: x[i], (rows, graded)), bucket, length=full)
-            more = self.microbatch(state, its_rows, its_grades, noise_key, order_key, probe)
+            own = {"prompt_rows": 1 if bucket is None else bucket.prompt_rows}
+            more = self.microbatch(state, its_rows, its_grades, noise_key, order_key, probe, **own)
 
             def placed(every: Array, x: Array, outside: int) -> Array:
                 return every.at[i].set(jnp.pad(x, ((0, 0), (0, full - x.shape[-1])), constant_values=outside))

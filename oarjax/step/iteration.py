@@ -97,6 +97,7 @@ def iterate(
         cfg.update,
         cfg.rollout,
         prompt_step=host.prompt_step,
+        prompt_rows=steps.prompt_rows,
     )
     minibatches = learner.divide(state, rows, plan, width=widest_prompt(cfg.data, cfg.rollout))
     scores = learner.score(state, reference, minibatches)
@@ -303,11 +304,13 @@ def plan_minibatches(
     lengths: RolloutConfig,
     *,
     prompt_step: int | None,
+    prompt_rows: int,
 ) -> MinibatchPlan:
-    """Plan the minibatches of the chosen rows, sorted by length."""
+    """Plan the minibatches of the chosen rows, sorted by length, so many rows of one group together."""
     step = prompt_step or lengths.prompt_bucket
     sizes = sizes_of(rollout, prompt_bucket=step, completion_bucket=lengths.completion_bucket)
-    return MinibatchPlan(chosen, update.minibatches, update.microbatch, len(rollout.ended), sizes)
+    shapes = update.minibatches, update.microbatch, len(rollout.ended)
+    return MinibatchPlan(chosen, *shapes, sizes, prompt_rows, lengths.group_size)
 
 
 # Rewards and credit ------------------------------------------------------------------------------------------------
@@ -331,7 +334,7 @@ def reward_rows(
     soft: str,
 ) -> RowRewards:
     """Return the rewards of the rows."""
-    hard = finite_rewards(grades)
+    hard = jnp.asarray(np.where(np.isfinite(grades.rewards), grades.rewards, np.nan))
     if kl_in == "reward":
         hard = steps.after_kl(hard, rollout, collect_reference(scores, rollout, plan, host))
     return RowRewards(hard if soft == "off" else soft_rewards(hard, collect_outcomes(scores, plan, host)), hard)
@@ -343,11 +346,6 @@ def soft_metrics(rewards: RowRewards, soft: str) -> dict[str, float]:
         return {}
     gap = rewards.compared - rewards.graded
     return {"soft_reward": float(jnp.nanmean(rewards.compared)), "soft_gap": float(jnp.nanmean(gap))}
-
-
-def finite_rewards(grades: Grades) -> Float[Array, "B"]:
-    """Return the rewards, NaN where a row is not graded."""
-    return jnp.asarray(np.where(np.isfinite(grades.rewards), grades.rewards, np.nan))
 
 
 def soft_rewards(rewards: Float[Array, "B"], outcome: Float[np.ndarray, "B"]) -> Float[Array, "B"]:

@@ -4,6 +4,10 @@ Rows are divided into k minibatches of M microbatches of b rows, the used ones f
 sorted by length, never across, and every microbatch has its own bucket: the prompt and completion positions that its
 longest rows need. Device programs take the whole minibatch and cut microbatches to a bucket, so there is one
 compilation per bucket; leaving rows out (groups of equal rewards) saves work and never recompiles.
+
+With ``prompt_rows`` of s, rows are sorted in units of s rows of one group, neighbours in length, so that scores and
+updates compute the prompt of a unit once. A unit is padded to its longest row: few rows of similar length pad less,
+many save more of the prompt.
 """
 
 from __future__ import annotations
@@ -45,6 +49,7 @@ class Bucket(NamedTuple):
 
     prompt: int
     completion: int
+    prompt_rows: int = 1  # rows that follow one another with the same prompt, which is computed once for them
 
 
 class Piece(NamedTuple):
@@ -168,6 +173,8 @@ class MinibatchPlan(NamedTuple):
     microbatch: int
     capacity: int  # rows that all minibatches hold together; fixes the shapes
     sizes: Int[np.ndarray, "B 2"] | None = None  # every row's bucket, to sort by; None: in order and uncut
+    prompt_rows: int = 1  # rows of a unit, which share the pass over their prompt
+    group_size: int = 1
 
     def split(self, tree: Any) -> list[Any]:
         """Return one tree of [M, b, ...] arrays per minibatch from [B, ...] arrays; missing rows are zeros (False).
@@ -206,7 +213,21 @@ class MinibatchPlan(NamedTuple):
         dealt = [self.rows[k :: self.minibatches] for k in range(self.minibatches)]
         if self.sizes is None:
             return dealt
-        return [rows[np.lexsort(self.sizes[rows].T)] for rows in dealt]
+        return [self._sorted(rows, self.sizes) for rows in dealt]
+
+    def _sorted(self, rows: Int[np.ndarray, "r"], sizes: Int[np.ndarray, "B 2"]) -> Int[np.ndarray, "r"]:
+        """Sort the units of a minibatch's rows by the bucket of each.
+
+        Raises:
+            ValueError: units do not divide the rows that a group has here.
+        """
+        groups = rows // self.group_size
+        if self.prompt_rows > 1:
+            rows = rows[np.lexsort((sizes[rows, 1], groups))]
+        if (np.unique(groups, return_counts=True)[1] % self.prompt_rows).any():
+            raise ValueError(f"prompt_rows: {self.prompt_rows} does not divide the rows of every group; use 1")
+        units = rows.reshape(-1, self.prompt_rows)
+        return units[np.lexsort(sizes[units].max(1).T)].reshape(-1)
 
     @property
     def used(self) -> list[np.ndarray]:
@@ -222,22 +243,28 @@ class MinibatchPlan(NamedTuple):
         firsts = range(0, len(rows), self.microbatch)
         if self.sizes is None or not len(rows):  # without rows one empty piece, for zeros of the right shape
             least = None if self.sizes is None else Bucket(*self.sizes.min(0).tolist())
-            return (Piece(least, np.int32(0), np.int32(len(firsts))),)
-        needed = [Bucket(*self.sizes[rows[i : i + self.microbatch]].max(0).tolist()) for i in firsts]
+            return (Piece(least and least._replace(prompt_rows=self.prompt_rows), np.int32(0), np.int32(len(firsts))),)
+        longest = [self.sizes[rows[i : i + self.microbatch]].max(0).tolist() for i in firsts]
+        needed = [Bucket(prompt, completion, self.prompt_rows) for prompt, completion in longest]
         starts = [i for i, each in enumerate(needed) if i == 0 or each != needed[i - 1]]
         stops = [*starts[1:], len(needed)]
         return tuple(Piece(needed[i], np.int32(i), np.int32(j)) for i, j in zip(starts, stops))
 
 
 def padding_share(plan: MinibatchPlan, rollout: Rollout, times: Sequence[int]) -> float:
-    """Return the share of padding among the positions that are computed, minibatch k so many times."""
+    """Return the share of padding among the positions that are computed, minibatch k so many times.
+
+    The prompt that several rows share is computed once.
+    """
     length = rollout.completion.shape[1]
     width = rollout.tokens.shape[1] - length
-    computed = real = 0
+    computed = real = 0.0
     for rows, pieces, n in zip(plan.chosen, plan.pieces, times, strict=True):
         for piece in pieces:
-            computed += n * piece.microbatches * plan.microbatch * sum(piece.bucket or (width, length))
-        real += n * int(rollout.valid[rows].sum())
+            prompt, completion, _ = piece.bucket or (width, length, 1)
+            computed += n * piece.microbatches * plan.microbatch * (prompt / plan.prompt_rows + completion)
+        valid = np.asarray(rollout.valid)[rows]
+        real += n * float(valid[:, :width].sum() / plan.prompt_rows + valid[:, width:].sum())
     return 1 - real / computed if computed else 0.0
 
 

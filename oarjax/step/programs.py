@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import exp, gcd
+from statistics import NormalDist
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -17,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from oarjax.config.learning import OptimConfig, SFTConfig
+from oarjax.config.learning import OptimConfig, RolloutConfig, SFTConfig, UpdateConfig
 from oarjax.config.schema import Config
 from oarjax.credit.keywords import KeywordTable
 from oarjax.credit.kinds import neutral, relative, token_advantages
@@ -27,8 +29,9 @@ from oarjax.credit.probe import ProbeMode, outcome_probability
 from oarjax.credit.record import CUSTOM
 from oarjax.credit.resolved import ResolvedMethod, credit_metrics, resolve_method
 from oarjax.credit.signals import CreditInputs, signals_of
+from oarjax.errors import ConfigError
 from oarjax.models.lora import without_adapters
-from oarjax.models.policy import Policy, replaying
+from oarjax.models.policy import Policy, grouped, replaying
 from oarjax.rl.advantages import AdvantageFunction
 from oarjax.rl.carried import control_entropy, keep_reference
 from oarjax.rl.loss import aggregate
@@ -43,10 +46,10 @@ from oarjax.step.advantages import (
     split_advantages,
 )
 from oarjax.step.fused import FusedPass, FusedSums, fuses
-from oarjax.step.gradients import Sums, add_microbatches, apply_sums, descend, gradient_sums, no_sums
+from oarjax.step.gradients import Summed, Sums, add_microbatches, apply_sums, descend, gradient_sums, no_sums
 from oarjax.step.loss import Metrics, TokenLoss, bound_loss, imitation, loss_head, policy_gradient
 from oarjax.step.metrics import negative_rows, nonfinite_rows
-from oarjax.step.minibatches import Bucket, cut
+from oarjax.step.minibatches import Bucket, bucket, cut
 from oarjax.step.sampling import evaluation_sampler, group_sampler
 from oarjax.step.steps import Steps
 from oarjax.types import (
@@ -166,19 +169,27 @@ def make_steps(
     roll = cfg.rollout
     if rollout is None:
         rollout = RolloutLayout(policy, lambda params: params, None, shardings.rows)
+    prompt_rows = prompt_rows_of(
+        roll,
+        cfg.update,
+        width=bucket(cfg.data.max_prompt, roll.prompt_bucket),
+        rows=device_rows(shardings.microbatches, cfg.update.microbatch),
+        experts=policy.routed is not None,
+        auto=cfg.loss.aggregation != "bnpo" and _on_cpu(shardings.replicated),
+    )
     where = {"rows": rollout.rows, "stop_ids": stop_ids, "pad_id": pad_id, "token_bytes": token_bytes}
     groups = group_sampler(rollout.policy, roll, record_experts=cfg.policy.router == "replay", **where)
     evaluation = evaluation_sampler(rollout.policy, roll, cfg.eval, **where)
     head = loss_head(roll, cfg.loss.off_policy, head_chunk=cfg.policy.head_chunk)
-    logps_of = partial(token_logps, policy, **head)
     # With one update per rollout the ratio is 1: old = stop_gradient(new), no pass of its own.
     wants_old = cfg.update.epochs * cfg.update.minibatches > 1
     read, kind, soft = method.measures, method.kind, cfg.advantage.soft != "off"
     wanted = {"logps", *read} if wants_old else read
-    score_of = method.scorer(policy, temperature=roll.temperature, pad_id=pad_id)
+    scorer_for = partial(method.scorer, temperature=roll.temperature, pad_id=pad_id)
+    scorer_for(policy)  # fails on what cannot go together
     weights_of = method.weigher(keyword_table=keyword_table)
 
-    def outcome_of(params: Params, rows: Rollout, span: AnswerSpan, hidden: Any) -> Float[Array, "b"]:
+    def outcome_of(policy: Policy, params: Params, rows: Rollout, span: AnswerSpan, hidden: Any) -> Float[Array, "b"]:
         """Compute the probability of the reference answer, from the clean states of an attribution if it left any."""
         if span.outcome is None:
             raise ValueError("advantage.soft: needs rows with the reference answer")
@@ -202,29 +213,28 @@ def make_steps(
         full = rows.rollout.completion.shape[-1]
         # Below adapters lies what training started from: a reference that does not move is there already.
         reference = without_adapters(params) if cfg.lora.rank and not cfg.loss.reference_every else ref_params
+        sharing = policy if bucket is None else grouped(policy, bucket.prompt_rows)
+        score_of = scorer_for(sharing)
 
         def score_microbatch(xs: Any) -> Scores:
             (r, s), numbers, probed, teacher = cut(xs[:2], bucket, length=full), *xs[2:]
             if probed is not None:
                 probed = cut(probed, bucket, length=full, room=probed[0].completion.shape[-1] - full)
             length = r.completion.shape[-1]
-            logps = partial(logps_of, tokens=r.tokens, valid=r.valid, completion_length=length)
+            own = {"tokens": r.tokens, "valid": r.valid, "completion_length": length}
             probed_rows, marked = probed or (r, s)
             attributed = score_of(params, probed_rows, marked, row_keys(key, numbers), probe)
-            outcome = outcome_of(params, probed_rows, marked, attributed.hidden) if soft else None
+            outcome = outcome_of(sharing, params, probed_rows, marked, attributed.hidden) if soft else None
             if probed is not None:  # its reasoning stands where the rollout's does; its clean states do not
                 kept = jax.tree.map(lambda x: x[:, :length], (attributed.importance, attributed.values))
                 attributed = attributed._replace(importance=kept[0], values=kept[1], hidden=None)
             if r.experts is not None and wanted:  # the attribution's router chose for itself
-                own = {"tokens": r.tokens, "valid": r.valid, "completion_length": length}
                 attributed = attributed._replace(hidden=last_states(replaying(policy, r.experts), params, **own))
             measured = measure(
-                policy,
+                sharing,
                 params,
-                r.tokens,
-                r.valid,
+                **own,
                 wanted=wanted,
-                completion_length=length,
                 hidden=attributed.hidden,  # of the attribution's clean pass, if there is one
                 reference=reference,
                 teacher=teacher,
@@ -232,7 +242,7 @@ def make_steps(
             )
             scores = Scores(
                 old_logps=measured["logps"] if wants_old else None,
-                ref_logps=logps(reference)[0] if cfg.loss.kl_beta > 0 else None,
+                ref_logps=token_logps(sharing, reference, **own, **head)[0] if cfg.loss.kl_beta > 0 else None,
                 importance=attributed.importance,
                 measured={name: measured[name] for name in sorted(read)} or None,
                 values=attributed.values,
@@ -288,8 +298,11 @@ def make_steps(
             wrong["negative_weights"] = negative_rows(returned, mask)
         return shaped, credit_metrics(jnp.abs(w), s, mask) | wrong
 
-    trained_loss = policy_gradient(policy, roll, cfg.loss, method, custom_loss, head_chunk=cfg.policy.head_chunk)
-    sums_of = gradient_sums(trained_loss)
+    def sums_for(prompt_rows: int) -> Summed:
+        view, chunk = grouped(policy, prompt_rows), cfg.policy.head_chunk
+        return gradient_sums(policy_gradient(view, roll, cfg.loss, method, custom_loss, head_chunk=chunk))
+
+    sums_of = sums_for(1)
 
     def denominator(completion: Bool[Array, "B T"]) -> Float[Array, ""]:
         zeros = jnp.zeros(completion.shape, jnp.float32)
@@ -305,7 +318,8 @@ def make_steps(
         *,
         bucket: Bucket | None = None,
     ) -> Sums:
-        return add_microbatches(sums_of, sums, state, batch, start, stop, bucket=bucket)
+        shared_sums = sums_of if bucket is None else sums_for(bucket.prompt_rows)
+        return add_microbatches(shared_sums, sums, state, batch, start, stop, bucket=bucket)
 
     def apply(state: TrainState, sums: Sums, denominator: Float[Array, ""]) -> tuple[TrainState, Metrics]:
         # bnpo means over its pieces, here microbatches of rows of similar length; the others over the whole rollout.
@@ -344,6 +358,7 @@ def make_steps(
         values=kind == "values",
         decoding=groups.spent,
         pad_id=pad_id,
+        prompt_rows=prompt_rows,
         decode_programs=lambda: groups.decode_programs,
     )
 
@@ -358,6 +373,57 @@ def make_sft_step(
         return descend(tx, loss, state, batch, used, None)
 
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings.state, shardings.replicated))
+
+
+def prompt_rows_of(
+    rollout: RolloutConfig, update: UpdateConfig, *, width: int, rows: int, experts: bool, auto: bool
+) -> int:
+    """Return the rows of a group that share a pass over their prompt: ``update.prompt_rows``.
+
+    ``auto`` takes the number that computes the fewest positions, and 1 unless it saves a tenth of them. It assumes
+    prompts half as wide as they may be and completions that are independent of their group and lognormal, of median
+    .4 * max_new and sigma .6: half of all are between .27 and .6 of max_new.
+
+    Args:
+        width: positions of the widest prompt.
+        rows: rows of a microbatch on one device.
+        experts: the policy has experts, whose load is counted over whole rows.
+        auto: False where ``auto`` is 1.
+
+    Raises:
+        ConfigError: the number does not divide the rows of a group in a minibatch, or those of a device.
+    """
+    whole, left = divmod(rollout.group_size, update.minibatches)
+    most = 1 if experts or left else gcd(rows, whole)
+    if update.prompt_rows != "auto":
+        if most % update.prompt_rows:
+            raise ConfigError(
+                f"update.prompt_rows: expected a divisor of {most}, of the rows of a group in a minibatch and of the "
+                f"{rows} rows of a microbatch on a device (1 for a policy with experts), got {update.prompt_rows}; set "
+                "auto, or change update.microbatch"
+            )
+        return update.prompt_rows
+    if not auto or most == 1:
+        return 1
+    spread = NormalDist(0, 0.6)
+    lengths = [exp(spread.inv_cdf((k + 1) / (whole + 1))) * 0.4 * rollout.max_new for k in range(whole)]
+    padded = [bucket(int(n), rollout.completion_bucket, rollout.max_new) for n in lengths]
+
+    def positions(share: int) -> float:
+        return width / 2 / share + sum(padded[share - 1 :: share]) * share / len(padded)
+
+    best = min((n for n in range(1, most + 1) if most % n == 0), key=positions)
+    return best if positions(best) < 0.9 * positions(1) else 1
+
+
+def device_rows(microbatches: Any, rows: int) -> int:
+    """Return the rows of a microbatch that one device holds, with the sharding of microbatches; None: all of them."""
+    return rows if microbatches is None else microbatches.shard_shape((1, rows))[1]
+
+
+def _on_cpu(sharding: Any) -> bool:
+    """Return True if the sharding's devices are CPUs."""
+    return all(device.platform == "cpu" for device in sharding.device_set)
 
 
 def map_between(fn: Callable[[Any], Any], xs: Any, start: Int[Array, ""], stop: Int[Array, ""]) -> Any:

@@ -22,6 +22,7 @@ class Meter:
     model: QwenConfig
     credit: ResolvedMethod
     peak: float  # FLOP/s of all devices
+    prompt_rows: int = 1  # rows that share the pass over their prompt
 
     def measure(self, metrics: Mapping[str, float], phases: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of speed, from an iteration's other metrics and the seconds of its phases."""
@@ -39,7 +40,10 @@ class Meter:
         rows = metrics["groups_drawn"] * self.cfg.rollout.group_size
         work = Work(
             row=RowTokens(
-                metrics["prompt_tokens"] / rows, metrics["completion_tokens"] / rows, metrics["reasoning_length"]
+                metrics["prompt_tokens"] / rows,
+                metrics["completion_tokens"] / rows,
+                metrics["reasoning_length"],
+                self.prompt_rows,
             ),
             prompts=metrics["groups_drawn"],
             rows=rows,

@@ -49,7 +49,7 @@ def prepare(
     if (compares or run.cfg.eval.kl == "on") and run.cfg.lora.rank == 0:
         first = to_host_memory(params) if loss.reference == "host" else params
     state = run.new_state(params, copy=first is params)
-    meter = Meter(run.cfg, run.model, run.credit, peak_flops(run.compute_dtype)[0])
+    meter = Meter(run.cfg, run.model, run.credit, peak_flops(run.compute_dtype)[0], run.steps.prompt_rows)
     held = first if compares else None
     report = partial(report_memory, ProgramShapes(run), folder, run.console) if run.wants_memory else None
     if report is not None and background is None:

@@ -13,11 +13,11 @@ import pytest
 from conftest import json_lines
 from jax.sharding import AxisType, Mesh
 
-from oarjax.models.attention import Segment, attend, attention_for
+from oarjax.models.attention import Segment, attend, attention_for, segment_mixer
 from oarjax.models.linear_pair import linear_pair
 from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import QwenConfig
-from oarjax.models.splash import block_of, device_kernel, splash
+from oarjax.models.splash import block_of, causal_mixer, device_kernel, splash
 
 FIELDS = {
     "model_type": "qwen2",
@@ -102,6 +102,29 @@ def test_forward_and_derivatives_equal_plain_attention(width, prefix):
     found = everything(lambda *x: splash(x[0], x[1], x[2], valid, mesh=mesh))(points, tangents)
     assert largest_error(expected, found) < 1e-5
     assert not np.asarray(found[0])[0, :9].any(), "queries that see nothing give 0"
+
+
+@pytest.mark.slow
+def test_rows_that_share_a_prefix_read_it_as_their_own():
+    """Two rows behind one prefix, beside the segments of plain attention; gradients of the prefix add up over rows."""
+    (q, k, v), _, valid = problem(64, PREFIX)
+    own, stored = (k[:, PREFIX:], v[:, PREFIX:]), (k[1:, :PREFIX], v[1:, :PREFIX])
+    seen, mine = valid[1:, :PREFIX], valid[:, PREFIX:]
+
+    def plainly(stored, q, own):
+        heads_first = stored[0].transpose(2, 0, 3, 1), stored[1].transpose(2, 0, 1, 3)
+        return segment_mixer([seen[:, None]], mine)([heads_first], q, *own)
+
+    def with_kernel(stored, q, own):
+        return causal_mixer([seen], mine, mesh_of(1, 1))([stored], q, *own)
+
+    real = (mine & (jnp.cumsum(mine, axis=1) > 0))[..., None, None]  # padding sees what it will
+
+    def both(f):
+        out, pull = jax.vjp(lambda *x: jnp.where(real, f(*x), 0), stored, q, own)
+        return out, pull(jnp.cos(out))
+
+    assert largest_error(jax.jit(lambda: both(plainly))(), jax.jit(lambda: both(with_kernel))()) < 1e-5
 
 
 @pytest.mark.slow

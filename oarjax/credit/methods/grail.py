@@ -135,4 +135,6 @@ def forwards(settings: CreditSettings, row: RowTokens, d: Decoder) -> float:
     return saliency_flops(d, row) / clean_flops(d, row)
 
 
-METHOD = CreditMethod(weigh, name="grail", needs=("importance",), score=score, answer="read", forwards=forwards)
+METHOD = CreditMethod(
+    weigh, name="grail", needs=("importance",), score=score, answer="read", forwards=forwards, grouped=True
+)

@@ -209,4 +209,5 @@ METHOD = CreditMethod(
     check=check,
     forwards=forwards,
     noisy=noisy,
+    grouped=True,
 )

@@ -251,4 +251,5 @@ METHOD = CreditMethod(
     check=check_units,
     forwards=forwards,
     noisy=noisy,
+    grouped=True,
 )

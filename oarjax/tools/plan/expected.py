@@ -29,8 +29,9 @@ from oarjax.tools.plan.lengths import (
     mean_length,
     padding_share,
     sorted_lengths,
+    unit_survival,
 )
-from oarjax.tools.plan.programs import mean_slots, rollout_plan, shapes_of, times_of
+from oarjax.tools.plan.programs import mean_slots, planned_prompt_rows, rollout_plan, shapes_of, times_of
 from oarjax.tools.plan.sums import model_flops, read_bytes
 
 
@@ -71,8 +72,10 @@ def expected_step(
         row_bucket=lambda n: rows.blocks * next(size for size in sizes if size * rows.blocks >= min(n, s.rows)),
         slots_at=lambda step: rows.size_of(min(step + 1, rows.cache_sizes()[-1])),
     )
-    rows_of_minibatch = s.rows // cfg.update.minibatches
-    longest = sorted_lengths(survival, rows=rows_of_minibatch, microbatch=s.microbatch)
+    rows_of_minibatch, shared = s.rows // cfg.update.minibatches, planned_prompt_rows(cfg.update)
+    group = cfg.rollout.group_size // cfg.update.minibatches
+    units = survival if shared == 1 else unit_survival(survival, group=group, rows=shared)
+    longest = sorted_lengths(units, rows=rows_of_minibatch // shared, microbatch=s.microbatch // shared)
     padded = [bucket(n, cfg.rollout.completion_bucket, s.completion) for n in longest]
     worst = float(s.completion)
     times = times_of(cfg.update)
@@ -89,7 +92,7 @@ def expected_step(
         "occupancy": decoding.occupancy,
         "rows_in_use": decoding.row_steps / decoding.steps,
         "padding_share": padding_share(
-            survival, padded, rows=rows_of_minibatch, microbatch=s.microbatch, prompt=s.prompt
+            survival, padded, rows=rows_of_minibatch, microbatch=s.microbatch, prompt=s.prompt / shared
         ),
         "padding_share_unsorted": 1 - (s.prompt + mean_length(survival)) / (s.prompt + worst),
         "seconds": seconds,

@@ -8,6 +8,7 @@ only the lengths of sorted microbatches are approximated, by quantiles.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import comb
 from typing import NamedTuple
 
 import numpy as np
@@ -94,6 +95,16 @@ def expected_decoding(
     return DecodingWork(steps, row_steps, slot_reads, tokens / row_steps if row_steps else 1.0)
 
 
+def unit_survival(survival: Float[np.ndarray, "T"], *, group: int, rows: int) -> Float[np.ndarray, "T"]:
+    """Return P(longest > t) over the units of ``rows`` completions, neighbours in length, of groups of ``group``.
+
+    The k-th of n independent lengths is above t where fewer than k of them are at most t.
+    """
+    short = 1.0 - survival
+    exactly = [comb(group, j) * short**j * survival ** (group - j) for j in range(group)]
+    return np.mean([np.sum(exactly[:k], axis=0) for k in range(rows, group + 1, rows)], axis=0)
+
+
 def sorted_lengths(survival: Float[np.ndarray, "T"], *, rows: int, microbatch: int) -> list[int]:
     """Return the longest completion that each microbatch of length-sorted rows is expected to hold, longest first.
 
@@ -106,7 +117,7 @@ def sorted_lengths(survival: Float[np.ndarray, "T"], *, rows: int, microbatch: i
 
 
 def padding_share(
-    survival: Float[np.ndarray, "T"], padded: Sequence[int], *, rows: int, microbatch: int, prompt: int = 0
+    survival: Float[np.ndarray, "T"], padded: Sequence[int], *, rows: int, microbatch: int, prompt: Number = 0
 ) -> float:
     """Return the share of the positions of padded microbatches, prompts of ``prompt`` included, that hold no token."""
     total = float(sum(microbatch * (prompt + length) for length in padded))

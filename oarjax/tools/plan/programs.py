@@ -77,6 +77,11 @@ def shapes_of(cfg: Config) -> LargestShapes:
     )
 
 
+def planned_prompt_rows(update: UpdateConfig) -> int:
+    """Return the rows of a group that share the pass over their prompt; auto is 1 on accelerators."""
+    return 1 if update.prompt_rows == "auto" else update.prompt_rows
+
+
 def rollout_plan(s: LargestShapes, rollout: RolloutConfig, *, blocks: int) -> DecodePlan:
     """Return the sizes of the programs of a rollout whose prompts are at their longest, on ``blocks`` of devices."""
     return make_plan(

@@ -25,7 +25,7 @@ from oarjax.run.custom import find_credit
 from oarjax.system.chips import Chip
 from oarjax.tools.plan.hlo import Executed, executed
 from oarjax.tools.plan.links import Ways, collective_seconds
-from oarjax.tools.plan.programs import LargestShapes, shapes_of, times_of
+from oarjax.tools.plan.programs import LargestShapes, planned_prompt_rows, shapes_of, times_of
 from oarjax.tools.plan.roofline import (
     GROUPED,
     Reached,
@@ -50,7 +50,7 @@ def largest_work(model: QwenConfig, cfg: Config, credit: ResolvedMethod) -> Work
     """Return what an iteration computes with every prompt and completion at its longest and every row used."""
     s, updates = shapes_of(cfg), cfg.update.epochs * cfg.update.minibatches
     return Work(
-        row=RowTokens(s.prompt, s.completion, max(s.completion - ANSWER, 0)),
+        row=RowTokens(s.prompt, s.completion, max(s.completion - ANSWER, 0), planned_prompt_rows(cfg.update)),
         prompts=s.prompts,
         rows=s.rows,
         used=s.rows,
@@ -243,7 +243,8 @@ def analytic_flops(cfg: Config, model: QwenConfig, s: LargestShapes, line: Mappi
     The part of attention's kernels is what their formula says; the rest does not depend on the program.
     """
     fused = line["name"] == "fused"
-    if "executed" not in line or cfg.lora.rank or (fused and (cfg.credit.method != "oar_g" or not line["kernels"])):
+    other = cfg.lora.rank or planned_prompt_rows(cfg.update) > 1
+    if "executed" not in line or other or (fused and (cfg.credit.method != "oar_g" or not line["kernels"])):
         return None
     sizes: dict[str, Any] = {
         "remat": cfg.policy.remat,

@@ -10,6 +10,7 @@ from oarjax.tools.plan.lengths import (
     mean_length,
     padding_share,
     sorted_lengths,
+    unit_survival,
 )
 
 
@@ -80,6 +81,15 @@ def test_sorted_microbatches_pad_less():
     whole = padding_share(survival, alone, rows=64, microbatch=64)
     assert padding_share(survival, cut, rows=64, microbatch=8) < 0.4 * whole
     assert padding_share(empirical_survival([7], limit=9), [7, 7], rows=4, microbatch=2, prompt=5) == 0
+
+
+def test_the_longest_of_units_against_draws():
+    survival = empirical_survival([2, 3, 3, 7], limit=9)
+    draws = np.sort(np.random.default_rng(0).choice([2, 3, 3, 7], size=(20_000, 6)), axis=1)
+    for rows in (1, 2, 3, 6):
+        longest = draws[:, rows - 1 :: rows]
+        wanted = [(longest > t).mean() for t in range(9)]
+        np.testing.assert_allclose(unit_survival(survival, group=6, rows=rows), wanted, rtol=0, atol=0.01)
 
 
 @pytest.mark.parametrize("wrong", [lambda: empirical_survival([], limit=4), lambda: empirical_survival([0], limit=4)])
