@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,11 +125,11 @@ def use_compilation_cache(folder: str | None) -> Path | None:
     return own
 
 
-def peak_flops(dtype: Any) -> tuple[float, str]:
+def peak_flops(dtype: Any, *, seconds: float = 0.0) -> tuple[float, str]:
     """Return the peak FLOP/s of all devices together, and the number's source.
 
-    For known accelerators it comes from the data sheet; for others (CPUs) from the fastest of a few square matrix
-    products in ``dtype``.
+    For known accelerators it comes from the data sheet; for others (CPUs) from the fastest square matrix product in
+    ``dtype`` of five, or of as many as take ``seconds``: on a busy machine few are undisturbed.
     """
     kind = jax.devices()[0].device_kind
     if kind in PEAK_FLOPS:
@@ -137,12 +137,18 @@ def peak_flops(dtype: Any) -> tuple[float, str]:
     x = jnp.ones((1024, 1024), dtype)
     product = jax.jit(lambda x: x @ x)
     jax.block_until_ready(product(x))
-    seconds = []
-    for _ in range(5):
+    fastest = fastest_run(lambda: jax.block_until_ready(product(x)), seconds=seconds)
+    return 2 * 1024**3 / fastest, "measured on 1024 x 1024 products"
+
+
+def fastest_run(work: Callable[[], Any], *, seconds: float) -> float:
+    """Return the seconds of the fastest of five runs of the work, or of as many as take ``seconds``."""
+    began, times = time.perf_counter(), []
+    while len(times) < 5 or time.perf_counter() - began < seconds:
         start = time.perf_counter()
-        jax.block_until_ready(product(x))
-        seconds.append(time.perf_counter() - start)
-    return 2 * 1024**3 / min(seconds), "measured on 1024 x 1024 products"
+        work()
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def to_host_memory(tree: Any) -> Any:

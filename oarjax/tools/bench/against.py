@@ -17,7 +17,20 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from oarjax.config.schema import Config
+from oarjax.system.devices import fastest_run
 from oarjax.tools.bench.work import PAD, Tokens, WorkloadSizes
+
+
+def product_flops(*, threads: int, device: str) -> float:
+    """Return the FLOP/s of torch's fastest float32 matrix product within a second, of the size that ours are."""
+    torch.set_num_threads(threads)
+    x = torch.ones((1024, 1024), dtype=torch.float32, device=device)
+
+    def product() -> None:
+        (x @ x)[0, 0].item()  # waits
+
+    product()
+    return 2 * 1024**3 / fastest_run(product, seconds=1.0)
 
 
 class TorchPolicy:

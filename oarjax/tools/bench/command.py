@@ -39,6 +39,8 @@ from oarjax.tools.bench.measure import (
     counted_compilations,
     machine_peak,
     measure,
+    settled,
+    share_text,
     spread,
 )
 from oarjax.tools.bench.work import BenchRow, Ours, WorkloadSizes, draw_tokens, make_rows
@@ -84,6 +86,7 @@ RAGGED: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[dict[str, Any]]
     "W8": (bench_ragged.bench_ragged, bench_ragged.table),
     "W9": (bench_ragged_update.bench_ragged_update, bench_sides.table),
     "W10": (bench_ragged_step.bench_ragged_step, bench_sides.table),
+    "W11": (bench_ragged_step.bench_ragged_step, bench_sides.table),
 }
 """Completions that differ in length: the function that measures them, and their table."""
 
@@ -113,6 +116,10 @@ def run(model: str, only: str, repeats: int, as_json: bool, against: str | None,
     jax.config.update("jax_enable_compilation_cache", False)
     console = make_console(markup=True) if not as_json else Console(stderr=True, quiet=True)
     peak = machine_peak()
+    if against == "torch":
+        from oarjax.tools.bench.against import product_flops
+
+        peak = peak._replace(torch=product_flops(threads=threads(), device=torch_device(jax.devices()[0].platform)))
     document = machine(against) | {"repeats": repeats, "peak": peak._asdict(), "models": []}
     for name in names if set(workloads) & set(WORKLOADS) else []:
         result = bench_model(
@@ -125,7 +132,7 @@ def run(model: str, only: str, repeats: int, as_json: bool, against: str | None,
             against=against,
             console=console,
         )
-        document["models"].append(result)
+        document["models"].append(result := settled(result, peak, machine_peak()))
         if not as_json:
             console.print(table(result, against=against))
     document["credit"] = list(bench_of_credit(workloads, repeats=repeats, peak=peak, console=console, show=not as_json))
@@ -206,6 +213,7 @@ def bench_of_credit(
                 result = bench_credit.bench_long(
                     folder, LONG_MODEL["vocab_size"], bench_credit.LONG, repeats=repeats, compiled=compiled, peak=peak
                 )
+            result = settled(result, peak, machine_peak())
             if show:
                 console.print(bench_credit.table(result))
             yield result
@@ -215,6 +223,7 @@ def bench_of_credit(
                 result = bench_step.bench_steps(
                     name, setting, folder, repeats=repeats, compiled=compiled, peak=peak, status=console.status
                 )
+                result = settled(result, peak, machine_peak())
                 if show:
                     console.print(bench_step.table(result))
                 yield result
@@ -223,7 +232,7 @@ def bench_of_credit(
 def bench_of_ragged(
     workloads: list[str], *, repeats: int, peak: Peak, against: str | None, console: Console, show: bool
 ) -> Iterator[dict[str, Any]]:
-    """Measure W8, W9 and W10 on nano."""
+    """Measure W8 to W11 on nano."""
     settings = None
     if against is not None:
         settings = bench_ragged.TorchSettings(threads(), torch_device(jax.devices()[0].platform))
@@ -231,17 +240,18 @@ def bench_of_ragged(
         chosen = [name for name in RAGGED if name in workloads]
         folder = write_random_checkpoint(Path(scratch) / "ragged", LONG_MODEL, seed=0) if chosen else Path(scratch)
         for name in chosen:
-            bench, tabulate = RAGGED[name]
+            (bench, tabulate), before = RAGGED[name], compiled.seconds
             with console.status(name):
                 result = bench(
                     folder,
                     LONG_MODEL["vocab_size"],
-                    bench_ragged.RAGGED,
+                    bench_ragged.PROMPTS if name == "W11" else bench_ragged.RAGGED,
                     repeats=repeats,
                     compiled=compiled,
                     peak=peak,
                     against=settings,
                 )
+            result = settled(result, peak, machine_peak()) | {"compile_seconds": compiled.seconds - before}
             if show:
                 console.print(tabulate(result))
             yield result
@@ -349,7 +359,7 @@ def value_text(row: dict[str, Any], side: str) -> str:
     digits = ",.0f" if unit == "tokens/s" else ".4f" if v["median"] < 0.1 else ".3f"
     multiple = row[side].get("updates_per_sequence")
     more = "" if multiple is None else f"\n[dim]{multiple:.2f} x update[/dim]"
-    more += f"\n[dim]{row[side]['share_of_peak']['median']:.1%} of peak[/dim]"
+    more += f"\n[dim]{share_text(row[side]['share_of_peak'])} of peak[/dim]"
     return f"{v['median']:{digits}} {unit}\n[dim]{v['min']:{digits}}-{v['max']:{digits}}[/dim]{more}"
 
 
@@ -363,8 +373,10 @@ def footnote(document: dict[str, Any]) -> str:
             "On a busy machine several torch threads wait for one another: bind the command to one core (taskset -c 0)."
         )
     peak = document["peak"]
+    theirs = "" if peak["torch"] is None else f" and {peak['torch'] / 1e9:,.0f} by torch's"
     return (
         f"Medians of {document['repeats']} warm runs, minimum and maximum below. {document['threads']} CPU thread(s), "
-        f"peak {peak['flops'] / 1e9:,.0f} GFLOP/s of float32 matrix products ({peak['source']}), "
+        f"peak {peak['flops'] / 1e9:,.0f} GFLOP/s of float32 matrix products{theirs} ({peak['source']}; a dash "
+        "where it was another by more than a tenth after the work), "
         f"device {document['device']}, load {document['load_average_before']:.1f} before.{paired} {versions}"
     )

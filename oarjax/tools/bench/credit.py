@@ -15,7 +15,7 @@ from oarjax.credit.probe import Probe, divergence, outcome_probe, reading_of
 from oarjax.models.policy import Policy, positions_of
 from oarjax.models.qwen import make_policy
 from oarjax.step.steps import Steps
-from oarjax.tools.bench.measure import Compilations, Peak, measure, spread
+from oarjax.tools.bench.measure import Compilations, Peak, measure, share_text, spread
 from oarjax.tools.bench.work import PAD, Ours, WorkloadSizes, draw_tokens, spans, unchanged
 from oarjax.tools.plan.jaxpr_flops import executed_flops
 from oarjax.types import AnswerSpan, Params
@@ -161,7 +161,7 @@ def table(result: dict[str, Any]) -> Table:
             f"{r['executed_flops'] / 1e9:,.1f}",
             f"{r['flops_of_plain']:.3f}",
             f"{r['seconds']['median']:.2f}",
-            f"{r['share_of_peak']['median']:.1%}",
+            share_text(r["share_of_peak"]),
             f"{speed['median']:.2f} ({speed['min']:.2f}-{speed['max']:.2f})",
             str(r["compilations"]),
             f"{r['peak_rss_mb']:,.0f}",

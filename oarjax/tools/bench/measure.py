@@ -21,11 +21,16 @@ WARM_UP = 2
 """Untimed calls: the first compiles, the second gets the arrays of the first."""
 
 
+APART = 0.1
+"""Share by which the peak before and after a workload may differ."""
+
+
 class Peak(NamedTuple):
     """The machine's peak FLOP/s of float32 matrix products, and how it is known."""
 
     flops: float
     source: str
+    torch: float | None = None  # of torch's products, where they were measured
 
     def share(self, flops: float, seconds: float) -> float:
         """Return ``flops`` in these seconds as a share of the peak."""
@@ -33,19 +38,41 @@ class Peak(NamedTuple):
 
 
 def machine_peak() -> Peak:
-    """Measure the peak, or look it up for a known accelerator."""
-    return Peak(*peak_flops(jnp.float32))
+    """Measure the peak over a second, or look it up for a known accelerator."""
+    return Peak(*peak_flops(jnp.float32, seconds=1.0))
+
+
+def settled(result: dict[str, Any], peak: Peak, after: Peak) -> dict[str, Any]:
+    """Add the peak ``after`` a workload; drop every share of the peak if the two differ by more than a tenth.
+
+    Another process that was busy at either time makes a peak too low and shares too high.
+    """
+    agree = abs(after.flops - peak.flops) <= APART * max(peak.flops, after.flops)
+    return (result if agree else _without_shares(result)) | {"peak_after": after.flops}
+
+
+def _without_shares(tree: Any) -> Any:
+    if isinstance(tree, Mapping):
+        return {name: None if name == "share_of_peak" else _without_shares(each) for name, each in tree.items()}
+    return [_without_shares(each) for each in tree] if isinstance(tree, list) else tree
+
+
+def share_text(share: Mapping[str, Any] | None) -> str:
+    """Format the median share of the peak; a dash where the peak was not steady."""
+    return "-" if share is None else f"{share['median']:.1%}"
 
 
 @dataclass
 class Compilations:
-    """Programs requested from XLA so far, including those in the compilation cache."""
+    """Programs requested from XLA so far, including those in the compilation cache, and the seconds they took."""
 
     count: int = 0
+    seconds: float = 0.0
 
     def count_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             self.count += 1
+            self.seconds += duration_secs
 
 
 @contextmanager

@@ -31,21 +31,27 @@ from oarjax.tools.bench.measure import Compilations, Peak, spread
 from oarjax.tools.bench.work import PAD
 from oarjax.types import PromptBatch
 
+BEFORE, ALONE = "before", "prompt per row"
+"""Other ways of an iteration, see ``ragged_step``."""
+
 
 @dataclass(frozen=True)
 class Ragged:
-    """Sizes of W8, W9 and W10."""
+    """Sizes of W8 to W11."""
 
     rows: int = 64
     prompt_tokens: int = 64
     max_new: int = 512
     stops: int = 41  # of 4,096 tokens: a chance of 1% per token, completions of 100 tokens on average
     bucket: int = 64  # of completions in scores and updates
-    group_size: int = 4  # W10
-    answer: int = 8  # W10: last tokens of a completion, OAR-G's answer
+    group_size: int = 4  # W10 and W11
+    answer: int = 8  # W10 and W11: last tokens of a completion, OAR-G's answer
+    compared: str = BEFORE  # other side of W10, or W11's
 
 
 RAGGED = Ragged()
+PROMPTS = Ragged(prompt_tokens=192, max_new=256, group_size=8, compared=ALONE)
+"""W11: prompts as long as completions, which the rows of a group can share."""
 
 
 class TorchSettings(NamedTuple):
@@ -62,7 +68,7 @@ def draw_prompts(vocab: int, shapes: Ragged, *, count: int) -> Int[np.ndarray, "
 
 
 def ragged_config(shapes: Ragged, **sections: dict[str, Any]) -> Config:
-    """Return the config of W9 and W10; ``sections`` override its fields."""
+    """Return the config of W9 to W11; ``sections`` override its fields."""
     cpu = jax.devices()[0].platform == "cpu"
     tree: dict[str, dict[str, Any]] = {
         "policy": {"path": "unused", "compute_dtype": "float32", "remat": "none", "attention": "xla"},
@@ -163,8 +169,11 @@ def table(result: dict[str, Any]) -> Table:
     for heading in ("", "useful tokens/s", "of matmul peak", "occupancy", "padding", "steps", "programs"):
         out.add_column(heading, justify="right" if heading else "left", no_wrap=True)
 
-    def cell(v: dict[str, Any], digits: str) -> str:
-        return f"{v['median']:{digits}}\n[dim]{v['min']:{digits}}-{v['max']:{digits}}[/dim]"
+    if "compile_seconds" in result:
+        out.caption = f"{result['compilations']} programs, compiled in {result['compile_seconds']:.0f} s beside"
+
+    def cell(v: dict[str, Any] | None, digits: str) -> str:
+        return "-" if v is None else f"{v['median']:{digits}}\n[dim]{v['min']:{digits}}-{v['max']:{digits}}[/dim]"
 
     ours = result["ours"]
     shares = [cell(ours[name], digits) for name, digits in (("occupancy", ".2f"), ("padding", ".2f"))]

@@ -1,9 +1,10 @@
-"""W10 of ``oarjax bench``: time a whole iteration of GRPO and of OAR-G whose completions differ in length.
+"""W10 and W11 of ``oarjax bench``: time a whole iteration of GRPO and of OAR-G whose completions differ in length.
 
 The side *before* is the same iteration without savings on padding: one program decodes every row until the last one
 ends, in a cache of max_new slots from the first token on; score and update are two passes, and both pad every row to
 the longest of the iteration. Both sides begin every draw with the same weights and noise and draw the same
-completions.
+completions. W11 has prompts as long as completions: beside it stands *prompt per row*, the same iteration that computes
+every row's prompt anew in scores and updates (``update.prompt_rows``).
 
 ``--against torch``: ``generate`` completions of the same lengths, OAR-G one row at a time, and updates in both ways of
 W9. Rewards need no grading on either side.
@@ -34,7 +35,7 @@ from oarjax.step.minibatches import Bucket, bucket
 from oarjax.step.steps import Steps
 from oarjax.system.mesh import make_mesh
 from oarjax.tools.bench.measure import Compilations, Peak, seconds_of, spread, warm
-from oarjax.tools.bench.ragged import Ragged, TorchSettings, draw_prompts, ragged_config
+from oarjax.tools.bench.ragged import ALONE, BEFORE, Ragged, TorchSettings, draw_prompts, ragged_config
 from oarjax.tools.bench.ragged_update import TORCH
 from oarjax.tools.bench.sides import compare
 from oarjax.tools.bench.work import PAD, half_right, host_of
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from oarjax.tools.bench.ragged_against import RaggedTorch
 
 CREDIT = {"GRPO": "uniform", "OAR-G": "oar_g"}
-OURS, BEFORE = "now", "before"
+OURS = "now"
 
 
 def last_tokens(rollout: Rollout, answer: int) -> AnswerSpan:
@@ -97,7 +98,9 @@ class RaggedIterations:
         mesh = make_mesh(slice=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
         self.run = Run(self.cfg, model=self.model, mesh=mesh, stop_ids=tuple(range(s.stops)), pad_id=PAD)
         self.ids = draw_prompts(vocab, s, count=s.rows // s.group_size)
-        self.sides = {OURS: self.run.steps, BEFORE: as_before(self.run.steps, self.cfg)}
+        steps = self.run.steps
+        other = {BEFORE: as_before(steps, self.cfg)} if s.compared == BEFORE else {ALONE: steps._replace(prompt_rows=1)}
+        self.sides = {OURS: steps} | other
         numbers = np.arange(len(self.ids), dtype=np.int32)
         prompts = PromptBatch(self.ids, np.ones(self.ids.shape, bool), numbers)  # type: ignore[arg-type]
         self.host = host_of(self.run, prompts, rewards=half_right, find=lambda rollout: last_tokens(rollout, s.answer))
@@ -120,7 +123,7 @@ class RaggedIterations:
 
     def padding(self, side: str, done: Iteration, lengths: Int[np.ndarray, "B"]) -> float:
         """Return the share of the update's positions without a token."""
-        if side == OURS:
+        if side != BEFORE:
             return done.metrics["padding_share/update"]
         s = self.shapes
         wide = s.prompt_tokens + bucket(int(lengths.max()), s.bucket, s.max_new)
@@ -190,7 +193,7 @@ def bench_ragged_step(
             padding={side: [each.padding for each in drawn] for side, drawn in measurements.items()},
         )
     return {
-        "workload": "W10",
+        "workload": "W10" if shapes.compared == BEFORE else "W11",
         "name": "ragged iteration",
         "what": f"{shapes.rows} x ({shapes.prompt_tokens}+{shapes.max_new}), {np.mean(lengths):.0f} on average",
         "microbatch": ragged_config(shapes).update.microbatch,
@@ -203,6 +206,7 @@ def bench_ragged_step(
 def step_flops(ours: RaggedIterations, lengths: Int[np.ndarray, "B"]) -> float:
     """Count the model FLOPs of an iteration with completions of these lengths."""
     s, mean = ours.shapes, float(lengths.mean())
-    row = RowTokens(s.prompt_tokens, mean, float((lengths - s.answer).clip(min=0).mean()))
+    reasoning = float((lengths - s.answer).clip(min=0).mean())
+    row = RowTokens(s.prompt_tokens, mean, reasoning, ours.run.steps.prompt_rows)
     work = Work(row, prompts=len(ours.ids), rows=s.rows, used=s.rows)
     return sum(iteration_flops(decoder_of(ours.model), work, resolve_method(ours.cfg.credit)).values())

@@ -45,11 +45,13 @@ def compare(
 def table(result: Mapping[str, Any]) -> Table:
     """Tabulate medians with minimum and maximum; ratios are to the first side of the same work, draw by draw."""
     out = Table(title=f"{result['workload']} {result['name']}, {result['what']}", title_justify="left")
+    if "compile_seconds" in result:
+        out.caption = f"{result['compilations']} programs, compiled in {result['compile_seconds']:.0f} s beside"
     for heading in ("work", "side", "s", "times first", "of peak", "occupied", "padding"):
         out.add_column(heading, justify="left" if heading in ("work", "side") else "right", no_wrap=True)
 
-    def cell(v: Mapping[str, Any], digits: str) -> str:
-        return f"{v['median']:{digits}}\n[dim]{v['min']:{digits}}-{v['max']:{digits}}[/dim]"
+    def cell(v: Mapping[str, Any] | None, digits: str) -> str:
+        return "-" if v is None else f"{v['median']:{digits}}\n[dim]{v['min']:{digits}}-{v['max']:{digits}}[/dim]"
 
     before = ""
     for row in result["rows"]:

@@ -12,7 +12,7 @@ from rich.table import Table
 from oarjax.data.tasks.arithmetic import builtin_config
 from oarjax.step.steps import Steps
 from oarjax.tools.bench.credit import SCORES
-from oarjax.tools.bench.measure import Compilations, Peak, measure, spread
+from oarjax.tools.bench.measure import Compilations, Peak, measure, share_text, spread
 from oarjax.tools.bench.work import Ours, WorkloadSizes, draw_tokens, half_constant, half_right
 from oarjax.tools.plan.jaxpr_flops import executed_flops
 
@@ -141,7 +141,7 @@ def table(result: dict[str, Any]) -> Table:
             r["method"],
             r["rows"],
             f"{r['seconds']['median']:.2f}",
-            f"{r['share_of_peak']['median']:.1%}",
+            share_text(r["share_of_peak"]),
             f"{ratio['median']:.2f} ({ratio['min']:.2f}-{ratio['max']:.2f})",
             f"{r['flops_of_grpo']:.2f}",
             "" if r["goal"] is None else f"{r['goal']}",

@@ -69,6 +69,20 @@ def test_every_row_runs_warm_and_is_reported():
     assert json.loads(json.dumps(found)) == found
 
 
+def test_shares_need_a_peak_that_is_the_same_after_the_work():
+    share = measure.spread([0.25])
+    found = {"name": "x", "rows": [{"ours": {"share_of_peak": share, "seconds": 1.0}}]}
+    assert measure.settled(found, PEAK, PEAK._replace(flops=0.95e12)) == found | {"peak_after": 0.95e12}
+    for other in (0.8e12, 1.2e12):
+        dropped = measure.settled(found, PEAK, PEAK._replace(flops=other))
+        assert dropped == {
+            "name": "x",
+            "rows": [{"ours": {"share_of_peak": None, "seconds": 1.0}}],
+            "peak_after": other,
+        }
+    assert [measure.share_text(each) for each in (share, None)] == ["25.0%", "-"]
+
+
 def test_multiples_of_the_update():
     rows = [
         {"workload": "W2", "name": "update", "ours": {"seconds": {"median": 8.0}}},
@@ -114,7 +128,7 @@ def test_work_is_what_the_rows_say():
     ("options", "message"),
     [
         (["--model", "mega"], "--model: expected nano, micro or both, got mega"),
-        (["--only", "W2,W11"], "--only: expected some of W1,W2,W3,W4,W5,W6,W7,W8,W9,W10, got W11"),
+        (["--only", "W2,W12"], "--only: expected some of W1,W2,W3,W4,W5,W6,W7,W8,W9,W10,W11, got W12"),
         (["--against", "trl"], "--against: expected torch, got trl"),
     ],
 )

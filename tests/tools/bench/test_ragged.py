@@ -1,6 +1,7 @@
-"""W8, W9 and W10 on a policy that is too small to be fast: what they report, and that all sides do the same work."""
+"""W8 to W11 on a policy that is too small to be fast: what they report, and that all sides do the same work."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -11,8 +12,8 @@ from test_bench import PEAK, TINY
 from oarjax.data.hf import write_random_checkpoint
 from oarjax.tools.bench import ragged_step, ragged_update, sides
 from oarjax.tools.bench.measure import counted_compilations, warm
-from oarjax.tools.bench.ragged import Ragged, TorchSettings, bench_ragged, ragged_config, table
-from oarjax.tools.bench.ragged_step import BEFORE, OURS, RaggedIterations, bench_ragged_step
+from oarjax.tools.bench.ragged import ALONE, BEFORE, Ragged, TorchSettings, bench_ragged, ragged_config, table
+from oarjax.tools.bench.ragged_step import OURS, RaggedIterations, bench_ragged_step
 from oarjax.tools.bench.ragged_update import PADDED, RaggedUpdates, bench_ragged_update, draw_rows
 
 SMALL = Ragged(rows=16, prompt_tokens=4, max_new=8, stops=6, bucket=4, answer=2)
@@ -115,6 +116,11 @@ def test_every_side_is_reported_beside_the_first(folder, updates, iterations, mo
             [a * b * 1e12 for a, b in zip(first["share_of_peak"]["runs"], first["seconds"]["runs"])]
         )
     assert sides.table(found).row_count == 4 * len(works)
+
+
+def test_long_prompts_are_compared_with_one_prompt_per_row(folder):
+    ours = RaggedIterations(folder, VOCAB, replace(SMALL, prompt_tokens=32, compared=ALONE), "uniform")
+    assert {side: steps.prompt_rows for side, steps in ours.sides.items()} == {"now": 4, "prompt per row": 1}
 
 
 @pytest.mark.slow
