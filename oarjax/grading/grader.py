@@ -18,7 +18,8 @@ from typing import Any, Literal
 import numpy as np
 
 from oarjax.credit.answer_text import Style, check_pattern
-from oarjax.grading.pool import GraderError, Pool, RewardScores, WorkerSettings, rows_of_calls
+from oarjax.grading.batch import RewardBatch, RewardScores, rows_of_calls
+from oarjax.grading.pool import GraderError, Pool, WorkerKind
 from oarjax.grading.rewards import (
     Reward,
     Sample,
@@ -31,6 +32,9 @@ from oarjax.grading.rewards import (
 )
 from oarjax.grading.worker import WORST, AsyncLimits, Graded, make_call, with_answer
 from oarjax.types import Grades, Verdict
+
+GRACE = 2.0
+"""Seconds after the deadline in which a worker itself may report a late async call."""
 
 _local: dict[str, Reward] = {}  # callables that this process grades with, see ``local_rewards``
 
@@ -81,20 +85,30 @@ class Grader:
         together = [name for name in names if name not in _local and is_joint(name)]
         per_sample = tuple(name for name in names if name not in _local and name not in together)
 
+        files = [os.path.abspath(os.path.expanduser(p)) if p.endswith(".py") else p for p in plugins]
+
         def pool(*parts: tuple[str, ...], joint: bool, count: int, seconds: float, resident_mb: int) -> Pool:
-            worker_settings = WorkerSettings(
-                parts=parts,
-                joint=joint,
-                settings=dict(settings or {}),
-                plugins=tuple(os.path.abspath(os.path.expanduser(p)) if p.endswith(".py") else p for p in plugins),
+            kind = WorkerKind(
+                name="grading",
+                module="oarjax.grading.worker",
+                setup={
+                    "parts": parts,  # rewards that grade a sample together
+                    "joint": joint,  # they see a batch or a group, or are async
+                    "settings": dict(settings or {}),
+                    "plugins": files,
+                    "deadline": seconds,  # per sample, of a joint call per verdict
+                    "concurrency": concurrency,
+                    "address_mb": 4 * memory_mb,
+                    "memory_mb": resident_mb,
+                    "style": style,
+                    "pattern": pattern,
+                },
                 deadline=seconds,
-                concurrency=concurrency,
-                address_mb=4 * memory_mb,
                 memory_mb=resident_mb,
-                style=style,
-                pattern=pattern,
+                grace=GRACE if joint else 0.0,
+                joint=joint,
             )
-            return Pool(worker_settings, workers=count)
+            return Pool(kind, lambda: RewardBatch(parts, joint=joint, workers=count), workers=count)
 
         self.pools: list[Pool] = []
         if per_sample:

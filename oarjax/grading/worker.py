@@ -1,28 +1,18 @@
-"""Call rewards in a grading worker: read calls from a socket and send back one message per sample.
-
-``grading/pool.py`` starts it with ``python -c``, so that it inherits nothing from the training process (main module,
-jax, threads). Both directions are JSON: the parent unpickles nothing from a worker.
-"""
+"""Call rewards in a grading worker, which answers with one verdict per sample (``grading/serving.py``)."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
-import os
-import resource
-import signal
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from oarjax.credit.answer_text import extract_answer
-from oarjax.grading.process_tree import MAX_TICK, bind
+from oarjax.grading.process_tree import MAX_TICK
 from oarjax.grading.rewards import (
     BUILT_IN,
     Per,
@@ -36,13 +26,10 @@ from oarjax.grading.rewards import (
     name_of,
     same_value,
 )
-from oarjax.system.secrets import masked
+from oarjax.grading.serving import Answer, Reply, serve
 
 if TYPE_CHECKING:
     from oarjax.types import Verdict  # which imports jax
-
-MAX_FRAMES = 1000
-"""Recursion limit while an answer is graded: a RecursionError instead of a stack overflow."""
 
 TICK = 0.5  # seconds between two looks at the clock of an async call
 
@@ -65,47 +52,26 @@ class AsyncLimits(NamedTuple):
 
 def main(fd: int) -> None:
     """Serve until the parent closes the socket."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    serve(fd, _prepare)
+
+
+def _prepare(setup: dict[str, Any]) -> Answer:
+    """Import the rewards; return the function that grades the samples of a call."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
-    link, own_pid = Connection(fd), os.getpid()
-    bound = bind()
-    try:
-        setup = json.loads(link.recv_bytes())
-        load_plugins(setup["plugins"])
-        parts = [find_rewards(names, setup["settings"]) for names in setup["parts"]]
-        _warm([function for rewards in parts for function in rewards], setup)
-    except BaseException:
-        _send(link, {"failed": traceback.format_exc()})
-        return
-    _limit_memory(setup["address_mb"], setup["memory_mb"])
-    sys.setrecursionlimit(MAX_FRAMES)  # a plugin may have raised it
-    _send(link, {"ready": True})
+    load_plugins(setup["plugins"])
+    parts = [find_rewards(names, setup["settings"]) for names in setup["parts"]]
+    _warm([function for rewards in parts for function in rewards], setup)
     limits = AsyncLimits(setup["deadline"], setup["concurrency"])
 
-    def set_alarm(seconds: float) -> None:
-        if not bound:  # if the parent is gone, the kernel ends an endless call
-            signal.setitimer(signal.ITIMER_REAL, seconds)
-
-    while True:
-        try:
-            call = json.loads(link.recv_bytes())
-        except (EOFError, OSError):
-            return
+    def answer(call: dict[str, Any], emit: Reply) -> None:
         rewards, samples = parts[call["part"]], [Sample(**fields) for fields in call["samples"]]
-
-        def emit(place: int, reply: dict[str, Any], first: int = call["first"]) -> None:
-            if os.getpid() != own_pid:  # a reward forked, and this is its child
-                os._exit(0)
-            set_alarm(3 * limits.deadline + 10)
-            _send(link, {"number": first + place, **reply})
-
-        set_alarm(3 * limits.deadline + 10)
         if setup["joint"]:
             _grade_jointly(setup["parts"][call["part"]][0], rewards[0], samples, setup, limits, emit)
         else:
             for place, sample in enumerate(samples):
                 emit(place, grade_sample(sample, rewards, style=setup["style"], pattern=setup["pattern"]))
-        set_alarm(0)  # the parent may sleep before it reads
+
+    return answer
 
 
 def grade_sample(sample: Sample, rewards: Sequence[Reward], *, style: Any, pattern: str | None) -> dict[str, Any]:
@@ -251,26 +217,3 @@ def _warm(rewards: Sequence[Reward], setup: dict[str, Any]) -> None:
     extract_answer("", style=setup["style"], pattern=setup["pattern"])
     if {getattr(function, "__module__", None) for function in rewards} & {same_value.__module__, *BUILT_IN}:
         same_value(Sample(prompt="", completion="", answer=r"\frac{1}{2}+x", extracted=r"x+\sqrt{3}"))
-
-
-def _limit_memory(address_mb: int, memory_mb: int) -> None:
-    """Limit the address space: libraries reserve more than they use.
-
-    If the parent can watch resident memory (Linux), it kills above ``memory_mb``, which no ``except`` can catch, and
-    the higher ``address_mb`` only stops single huge allocations. Elsewhere ``memory_mb`` is the only limit.
-    """
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crashed worker must not fill the disk
-    limit = (address_mb if os.path.exists("/proc/self/statm") else memory_mb) * 2**20
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if hard != resource.RLIM_INFINITY:
-        limit = min(limit, hard)
-    try:
-        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    except (ValueError, OSError) as error:  # macOS accepts no such limit
-        print(f"oarjax: a grading worker runs without a memory limit: {error}", file=sys.stderr)
-
-
-def _send(link: Connection, message: dict[str, Any]) -> None:
-    """Send a message, with secrets masked in what it says about an error."""
-    texts = {name: masked(message[name]) for name in ("note", "failed") if name in message}
-    link.send_bytes(json.dumps({**message, **texts}).encode())

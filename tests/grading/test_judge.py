@@ -14,6 +14,7 @@ from oarjax.grading import judge as module
 from oarjax.grading import worker
 from oarjax.grading.judge import HttpJudge
 from oarjax.grading.rewards import Sample
+from oarjax.grading.serving import send
 from oarjax.grading.worker import AsyncLimits, make_call
 from oarjax.report.files import make_console, print_error
 
@@ -196,7 +197,7 @@ def test_secrets_are_masked_in_notes_errors_and_lines(monkeypatch, capsys):
 
     here, there = multiprocessing.Pipe()
     reply = worker.grade_sample(Sample("p", "c", "7"), [leaks], style="boxed", pattern=None)
-    worker._send(there, {"number": 0, **reply})
+    send(there, {"number": 0, **reply})
     note = json.loads(here.recv_bytes())["note"]
     assert "shown-as-it-is ***" in note
     assert not any(value in note for value in values)
