@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "oarjax"
 ORDER = (
     *("errors", "types", "system", "stats"),
     *("rl", "models", "rollout", "costs", "credit", "config"),
-    *("storage", "data", "sources", "grading", "report"),
+    *("storage", "data", "grading", "environments", "sources", "report"),
     *("step", "run", "training", "evaluate", "tools"),
     *("notebook", "cli_options", "cli"),
 )
@@ -26,7 +26,7 @@ PURE = ("types", "stats", "costs", "rl", "models", "rollout", "credit", "step")
 
 OUTSIDE = {
     *("os", "pathlib", "subprocess", "rich"),
-    *(f"oarjax.{folder}" for folder in ("system", "storage", "data", "sources", "grading", "report")),
+    *(f"oarjax.{folder}" for folder in ("system", "storage", "data", "grading", "environments", "sources", "report")),
 }
 """What the pure folders never import."""
 

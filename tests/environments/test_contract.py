@@ -1,0 +1,190 @@
+"""What an environment class is: TRL's shape and whole turns, calls and their mistakes, schemas, refusals."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from oarjax.environments import contract
+from oarjax.environments.contract import TurnOutcome, begin, finish, fits, load_environment, play, tool_schemas
+from oarjax.errors import ConfigError, UserError
+
+CLASSES = str(Path(__file__).parent.parent / "golden" / "environments" / "classes.py")
+
+
+def load(name, settings=None):
+    return load_environment(f"{CLASSES}:{name}", settings)
+
+
+def call(name, /, **arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def result(text):
+    return f"<tool_response>\n{text}\n</tool_response>"
+
+
+def said(environment, instance, text):
+    """What a single call returned."""
+    observation = play(environment, instance, text, seed=0, turn=1).text
+    assert observation.startswith("<tool_response>\n")
+    assert observation.endswith("\n</tool_response>")
+    return observation.removeprefix("<tool_response>\n").removesuffix("\n</tool_response>")
+
+
+def test_a_class_of_trl_runs_as_it_stands():
+    environment = load("TrlCounter")
+    instance = begin(environment, {"start": 4, "prompt": "Count."}, 0)
+    turn = f"<think>{call('increment', step=50)}</think>I add twice.{call('increment', step=2)}{call('describe')}"
+    first = play(environment, instance, turn, seed=0, turn=1)
+    assert first == TurnOutcome(f"{result(6)}\n{result({'value': 6})}", 0.0)
+    assert play(environment, instance, call("increment", step=95, note=None), seed=0, turn=2).text == result(101)
+    assert said(environment, instance, call("increment", step=1)) == '{"error": "Game over."}'
+    assert play(environment, instance, "It is 101.", seed=0, turn=4) == TurnOutcome(None, 97.0)  # its attribute reward
+    newer = load("GetReward")
+    assert play(newer, begin(newer, {"start": 4}, 0), "Done.", seed=0, turn=1) == TurnOutcome(None, 7.0)
+
+
+def test_mistakes_of_the_policy_are_observations():
+    environment = load("Tooled")
+    instance = begin(environment, {}, 0)
+    assert said(environment, instance, call("take", amount=3, share=1, tags=["a"])) == "3 1 ['a']"
+    assert (
+        said(environment, instance, '<tool_call>{"name": "fail", "arguments": ') == '{"error": "the call is not JSON"}'
+    )
+    wrong = {
+        '{"name": "take"': "the call is not JSON",
+        "[" * 100_000: "the call is not JSON",
+        "[1]": "a call needs a name and arguments",
+        '{"name": 3, "arguments": {}}': "a call needs a name and arguments",
+        '{"name": "take", "arguments": "3"}': "the arguments of a call are an object",
+        '{"name": "take"}': "take: missing a required argument: 'amount'",
+        '{"name": "take", "arguments": {"amount": 1, "self": 2}}': "take: multiple values for argument 'self'",
+        '{"name": "take", "arguments": {"amount": 1, "b": 2}}': "take: got an unexpected keyword argument 'b'",
+        '{"name": "take", "arguments": {"amount": "1"}}': "take: argument amount must be int",
+        '{"name": "take", "arguments": {"amount": true}}': "take: argument amount must be int",
+        '{"name": "take", "arguments": {"amount": 1, "tags": "a"}}': "take: argument tags must be list[str] | None",
+        **{
+            f'{{"name": "{name}"}}': f"no tool is called {name}; there are fail, long, raw, take"
+            for name in ("_hidden", "helper", "reset", "__init__", "tooled")
+        },
+    }
+    for body, message in wrong.items():
+        answer = said(environment, instance, f"<tool_call>{body}</tool_call>")
+        assert json.loads(answer) == {"error": message}, body[:100]
+    assert json.loads(said(environment, instance, f"<tool_call>{call('take', amount=1)[12:-13]}")) == {
+        "error": "the call has no </tool_call>"
+    }
+
+
+def test_failures_of_a_tool_are_no_observations():
+    environment = load("Tooled")
+    instance = begin(environment, {}, 0)
+    with pytest.raises(RuntimeError, match="out of order"):
+        play(environment, instance, call("fail"), seed=0, turn=1)
+    with pytest.raises(TypeError, match=r"raw returned b'raw' of type bytes, expected a text"):
+        play(environment, instance, call("raw"), seed=0, turn=1)
+
+
+def test_floods_are_cut():
+    environment = load("Tooled")
+    instance = begin(environment, {}, 0)
+    whole = play(environment, instance, call("long"), seed=0, turn=1).text
+    assert whole == result("y" * 2**20)
+    both = play(environment, instance, call("long") + call("take", amount=1), seed=0, turn=1).text
+    cut = result("y" * 2**19 + f"\n[{2**19} more characters]")
+    assert both == f"{cut}\n{result('1 1.0 None')}"
+    many = play(environment, instance, call("take", amount=1) * 1000, seed=0, turn=1).text
+    assert many.count(result("1 1.0 None")) == contract.MAX_CALLS
+    assert many.endswith(result('{"error": "936 more calls were not made"}'))
+
+
+def test_whole_turns_with_rewards():
+    environment = load("Story", {"ends": 2})
+    instance = begin(environment, {"topic": "tea", "other": 1}, 5)
+    first = play(environment, instance, "3", seed=5, turn=1)
+    assert first.text.startswith("tea 5 3 turn 1 ")
+    assert first.reward == 3.0
+    assert play(environment, instance, "so", seed=5, turn=2).reward == 0.0
+    assert play(environment, instance, "end 5", seed=5, turn=3) == TurnOutcome(
+        None, 7.0
+    )  # the turn's and the final one
+    assert play(environment, begin(environment, {}, 0), "end", seed=0, turn=1) == TurnOutcome(None, 2.0)
+    assert finish(begin(environment, {}, 0)) == 2.0
+
+
+def test_a_column_named_seed_comes_before_the_seed():
+    environment = load("Story")
+    texts = [play(environment, begin(environment, row, 7), "x", seed=7, turn=1).text for row in ({}, {"seed": 3})]
+    assert [text.split()[1] for text in texts] == ["7", "3"]
+
+
+def test_global_random_numbers_are_those_of_the_seed_and_the_turn():
+    environment = load("Story")
+
+    def noise(seed, turn):
+        return play(environment, begin(environment, {}, seed), "x", seed=seed, turn=turn).text.split()[-1]
+
+    assert noise(1, 1) == noise(1, 1)
+    assert len({noise(1, 1), noise(2, 1), noise(1, 2)}) == 3
+
+
+@pytest.mark.parametrize(("kind", "error"), [("nan", ValueError), ("none", TypeError), ("text", TypeError)])
+def test_a_final_reward_is_a_finite_number(kind, error):
+    environment = load("Bill")
+    with pytest.raises(error, match=r"reward returned the reward .*, expected a"):
+        play(environment, begin(environment, {"kind": kind}, 0), "", seed=0, turn=1)
+    assert play(environment, begin(environment, {"kind": "good"}, 0), "", seed=0, turn=1).reward == 1.0
+
+
+def test_a_reset_that_talks_is_refused():
+    with pytest.raises(UserError, match=r"Talker: reset returned 'Hello.*; put what it says into the prompt column"):
+        begin(load("Talker"), {}, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("NoDocstring", {}, "tool tool has no docstring; write one, or rename it to _tool"),
+        ("NoTypes", {}, "tool tool has no type for x; annotate the arguments"),
+        ("Async", {}, "tool tool is async; make it a plain method"),
+        ("Generic", {}, r"tool step has no docstring; write step\(self, text\) for whole turns, or one"),
+        ("NoReset", {}, "has no method reset; add one"),
+        ("Nothing", {}, r"has neither step\(self, text\) nor a public method as a tool; add one"),
+        ("Story", {"end": 3}, r"does not take the settings \{'end': 3\}: got an unexpected keyword argument 'end'"),
+        ("not_a_class", {}, "expected a type, got .* of type int"),
+        ("Nowhere", {}, "defines no Nowhere"),
+    ],
+)
+def test_classes_that_are_none_are_refused(name, settings, message):
+    with pytest.raises(ConfigError, match=f"^environment: .*{message}"):
+        load(name, settings)
+
+
+def test_names_are_checked():
+    with pytest.raises(
+        ConfigError, match=r"my\.field: expected file\.py:name or module:name, got 'guess'; built in are .*"
+    ):
+        load_environment("guess", field="my.field")
+
+
+def test_schemas_are_those_of_chat_templates():
+    (increment,) = [s["function"] for s in tool_schemas(load("TrlCounter")) if s["function"]["name"] == "increment"]
+    assert increment["description"] == "Increment the counter."
+    assert increment["parameters"] == {
+        "type": "object",
+        "properties": {
+            "step": {"type": "integer", "description": "Value to add to the counter."},
+            "note": {"type": "string", "nullable": True, "description": "Why."},
+        },
+        "required": ["step"],
+    }
+    assert tool_schemas(load("Story")) == []
+    with pytest.raises(ConfigError, match=r"environment: .*Undescribed: tool tool: .*; see Args in its docstring"):
+        tool_schemas(load("Undescribed"))
+
+
+def test_types_of_arguments():
+    good = [(1, int), (1, float), (None, int | None), ([1], list[int]), ({}, dict[str, int]), ("a", "a"), (3, object)]
+    assert all(fits(value, hint) for value, hint in good)
+    assert not any(fits(value, hint) for value, hint in [(1.0, int), (True, float), ("1", int | None), ({}, list)])
