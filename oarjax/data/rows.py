@@ -14,6 +14,7 @@ from oarjax.config.inputs import DatasetConfig
 from oarjax.data.tasks.arithmetic import SIZES, arithmetic_rows
 from oarjax.data.tasks.forks import forks_rows
 from oarjax.data.tasks.stories import stories_rows
+from oarjax.data.tasks.turns import calculator_rows, guess_rows
 from oarjax.errors import UserError
 
 Row = tuple[str, dict[str, Any]]
@@ -92,11 +93,16 @@ def local_rows(argument: str, rows: object) -> Iterator[str]:
 
 
 def _builtin_rows(config: DatasetConfig, where: str) -> Iterator[Row]:
-    generators = {"builtin:forks": (forks_rows, config.forks), "builtin:stories": (stories_rows, config.stories)}
+    generators: dict[str, tuple[Callable[..., Iterable[dict[str, Any]]], dict[str, Any]]] = {
+        "builtin:forks": (forks_rows, config.forks.model_dump()),
+        "builtin:stories": (stories_rows, config.stories.model_dump()),
+        "builtin:guess": (guess_rows, {}),
+        "builtin:calculator": (calculator_rows, config.arithmetic.model_dump()),
+    }
     if config.source in generators:
         generate, settings = generators[config.source]
         try:
-            rows = list(generate(config.split, rows=config.limit, **settings.model_dump()))
+            rows = list(generate(config.split, rows=config.limit, **settings))
         except ValueError as error:
             raise DataError(f"{where}: {error}") from None
         return ((f"{config.source} row {number}", row) for number, row in enumerate(rows))
