@@ -253,6 +253,7 @@ def export(
         float, typer.Option(help="Maximum GB of a weights file; larger weights are split, with an index.", min=1e-6)
     ] = 5.0,
     adapters: Annotated[bool, typer.Option("--adapters", help="Of a LoRA run, its adapters alone, for PEFT.")] = False,
+    untie: Annotated[bool, typer.Option("--untie", help="Write a tied head by itself, for rollout.engine.")] = False,
 ) -> None:
     """Write a policy as an HF folder (safetensors, config, tokenizer) that transformers and vLLM load.
 
@@ -260,7 +261,7 @@ def export(
     """
     from oarjax.evaluate.export import run, run_adapters
 
-    run_adapters(source, target) if adapters else run(source, target, dtype.value, shard_gb)
+    run_adapters(source, target) if adapters else run(source, target, dtype.value, shard_gb, untie)
 
 
 @app.command(help=CREDIT_HELP, epilog="Example: oarjax credit demo_credit lab.problems=200 run_dir=runs/credit")

@@ -491,6 +491,9 @@ def test_export_keeps_and_converts(oarjax, policy, tmp_path):
     code, _, err = oarjax("export", policy, tmp_path / "same")
     assert code == 2
     assert "exists; give a folder that does not" in err
+    assert oarjax("export", policy, tmp_path / "untied", "--untie")[0] == 0
+    params = load_params(*reversed(read_config(tmp_path / "untied")))
+    np.testing.assert_array_equal(params["head"]["kernel"].T, params["embed"]["embedding"])
     for target in (tmp_path / "same" / "config.json" / "x", "/proc/oarjax"):
         code, _, err = oarjax("export", policy, target)
         assert code == 2

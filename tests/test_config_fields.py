@@ -43,6 +43,7 @@ from oarjax.config.loading import parse_config
 from oarjax.config.schema import Config
 from oarjax.config.section import fields_of
 from oarjax.credit.resolved import resolve_method
+from oarjax.data.hf import stored_dtype
 from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.data.tasks.forks import write_forks_policy
 from oarjax.data.tasks.stories import write_stories_policy
@@ -58,7 +59,8 @@ from oarjax.run.custom import find_optimizer
 from oarjax.run.layout import training_layout
 from oarjax.run.outside import open_outside
 from oarjax.run.run import Run, open_run
-from oarjax.sources.engine import EngineError
+from oarjax.sources.engine import EngineError, EngineSource
+from oarjax.sources.sync import Sync
 from oarjax.step.gradients import Sums
 from oarjax.step.programs import make_sft_optimizer, make_sft_step
 from oarjax.step.state import moving_reference
@@ -207,6 +209,7 @@ def fields() -> dict[str, Field]:
     sdpg = rlsd | {"credit.method": "sdpg"}
     small_lab = {"lab": {"shortest": 3, "methods": {"OAR-P": {"method": "oar_p"}, "random": {"method": "random"}}}}
     engine = {"rollout.engine": {"url": "http://127.0.0.1:1"}, "iterations": 1}
+    given_weights = engine | {"rollout.engine.weights": "weights"}
     return {
         "run_dir": Field("elsewhere", command),
         "seed": Field(5, command),
@@ -268,6 +271,9 @@ def fields() -> dict[str, Field]:
         "rollout.engine.deadline": Field(3.0, asked, engine),
         "rollout.engine.retries": Field(0, asked, engine),
         "rollout.engine.concurrency": Field(2, asked, engine),
+        "rollout.engine.weights": Field("elsewhere", synced, given_weights),
+        "rollout.engine.dtype": Field("float32", synced, given_weights),
+        "rollout.engine.drill": Field(2, synced, given_weights),
         "rollout.segment": Field(4, decode),
         "rollout.cache_bucket": Field(4, decode),
         "rollout.slots": Field(4, decode),
@@ -702,6 +708,25 @@ def asked(cfg: Config) -> Any:
     rows = {body["request_id"] for _, body, _ in sent}
     first = [body for _, body, _ in sent if body["request_id"] == "1-0-0-0"]
     return {place for place, *_ in sent}, first, {timeout for *_, timeout in sent}, running[1], len(rows) > 0
+
+
+def synced(cfg: Config) -> Any:
+    """Where the weights of three syncs and their drills are written for an engine, and in which dtype."""
+    places: list[Path] = []
+
+    def call(self: EngineSource, calls: dict[str, Any]) -> None:
+        places.append(Path(calls["/collective_rpc"]["kwargs"]["weights_path"]))
+
+    run = build(cfg)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineSource, "_all_of", call)
+        patch.setattr(Sync, "_check", lambda *_, **__: None)
+        source = open_outside(run).engine
+        assert source is not None
+        assert source._sync is not None
+        for _ in range(3):
+            source._sync.push(run.load())
+    return [(str(place.relative_to(Path.cwd())), str(stored_dtype(place))) for place in places]
 
 
 def settings(cfg: Config) -> Any:

@@ -19,6 +19,19 @@ class EngineConfig(Section):
     deadline: Annotated[float, Field(gt=0)] = Field(default=600.0, description="seconds per completion and attempt")
     retries: Count = Field(default=3, description="further attempts at a completion that failed")
     concurrency: Positive = Field(default=256, description="completions asked for at once")
+    weights: Word | None = Field(
+        default=None,
+        description="folder that the server reads, too: every iteration's weights are written there, the server "
+        "reloads them, and a probe checks that it did; null = it keeps those that it was started with",
+    )
+    dtype: Literal["bfloat16", "float32"] = Field(
+        default="bfloat16", description="of the server (--dtype) and of the weights written for it"
+    )
+    drill: Count = Field(
+        default=20,
+        description="syncs between drills, which push noise to see whether any tensor is kept; one is at every start; "
+        "0 = no others",
+    )
 
 
 class RolloutConfig(Section):

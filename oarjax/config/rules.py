@@ -44,7 +44,7 @@ RUN_FILES += ("evaluate", "samples", "logs", "tpu", "accept")
 PATHS = ("run_dir", "compilation_cache", "policy.path", "policy.tokenizer", "data.train.source", "data.eval.source")
 PATHS += ("sft.data.source", "lora.start", "export.folder", "plan.lengths.completions", "grading.plugins")
 PATHS += ("credit.function", "credit.marks", "credit.probe.function", "advantage.function", "loss.function")
-PATHS += ("optim.function", "sft.optim.function", "rollout.from")
+PATHS += ("optim.function", "sft.optim.function", "rollout.from", "rollout.engine.weights")
 """Fields that may hold the path of a file or folder."""
 
 
@@ -215,8 +215,11 @@ def check_outside(
         yield f"rollout.engine.url: expected an address such as http://127.0.0.1:8000, got {engine.url!r}"
     if rollout.stop:
         yield "rollout.stop: an engine cannot be told to end at the token that completes a string; leave it out"
-    if iterations > 1:
-        yield "rollout.engine: the engine keeps the weights that it was started with; set iterations=1"
+    if iterations > 1 and engine.weights is None:
+        yield (
+            "rollout.engine: the engine keeps the weights that it was started with; set rollout.engine.weights to a "
+            "folder, or iterations=1"
+        )
 
 
 def check_reference(

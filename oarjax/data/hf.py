@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -221,6 +222,7 @@ def export(
     dtype: DTypeLike | None = None,
     shard_bytes: int = SHARD_BYTES,
     stop_ids: Sequence[int] = (),
+    untie: bool = False,
 ) -> Path:
     """Write params as an HF folder: safetensors shards, config.json and tokenizer files of ``source``.
 
@@ -236,6 +238,8 @@ def export(
         shard_bytes: size at which another file begins.
         stop_ids: end tokens of generation_config.json, so that any generator stops where the policy was trained to
             stop; default (), those of the source.
+        untie: write a tied head as a tensor of its own, in a folder of an untied model: vLLM's ``reload_weights`` does
+            not renew a tied one; default False.
 
     Raises:
         FileExistsError: the folder is not empty and not a checkpoint.
@@ -243,6 +247,9 @@ def export(
     out = np.dtype(dtype) if dtype is not None else np.dtype(params["embed"]["embedding"].dtype)
     cfg, fields = exported_as(cfg, read_fields(source))
     fields.pop("torch_dtype", None)
+    if untie and cfg.tie_word_embeddings:
+        cfg, fields = replace(cfg, tie_word_embeddings=False), fields | {"tie_word_embeddings": False}
+        params = {**params, "head": {"kernel": params["embed"]["embedding"].T}}
     if is_first():
         fields |= {"dtype": out.name}
         kept = kept_tensors(cfg, tensor_files(source)) if cfg.delta else {}

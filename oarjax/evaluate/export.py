@@ -20,7 +20,7 @@ from oarjax.system.devices import choose_platform
 from oarjax.training.run_files import restored_state
 
 
-def run(source: str, target: Path, dtype: str, shard_gb: float = SHARD_BYTES / 1e9) -> None:
+def run(source: str, target: Path, dtype: str, shard_gb: float = SHARD_BYTES / 1e9, untie: bool = False) -> None:
     if dtype not in ("keep", "float32", "bfloat16"):
         raise ConfigError(f"--dtype: expected keep, float32 or bfloat16, got {dtype}")
     if target.exists():
@@ -34,7 +34,8 @@ def run(source: str, target: Path, dtype: str, shard_gb: float = SHARD_BYTES / 1
     stops = stop_ids(folder, load_tokenizer(folder)) if has_tokenizer else ()
     written = kept if dtype == "keep" else jnp.dtype(dtype)
     try:
-        export(target, cfg, params, source=folder, dtype=written, shard_bytes=int(shard_gb * 1e9), stop_ids=stops)
+        sizes = {"shard_bytes": int(shard_gb * 1e9), "untie": untie}
+        export(target, cfg, params, source=folder, dtype=written, stop_ids=stops, **sizes)
     except OSError as error:
         raise ConfigError(f"TARGET: cannot write to {target}: {error}; give another folder") from error
     what = f" of {found.checkpoint}" if found.checkpoint is not None else ""

@@ -88,16 +88,18 @@ class Spent(NamedTuple):
     attended: float = 0.0
     slots_read: float = 0  # slots of the rows' own caches, step by step
     redrawn: float = 0  # rows drawn again because the record of their batch was not complete
+    syncing: float = 0.0  # seconds in which an engine was given weights and probed
 
     def plus(self, other: Spent) -> Spent:
         return Spent(*(a + b for a, b in zip(self, other)))
 
     def metrics(self) -> dict[str, float]:
         """Return decode steps, the share of their rows that were unfinished, and the share of slots read in vain."""
-        redrawn = {"rows_redrawn": float(self.redrawn)} if self.redrawn else {}
+        rare = {"rows_redrawn": self.redrawn, "sync_seconds": self.syncing}
+        measured = {name: float(value) for name, value in rare.items() if value}
         if self.steps == 0:
-            return {"decode_steps": 0.0, **redrawn}
-        return redrawn | {
+            return {"decode_steps": 0.0, **measured}
+        return measured | {
             "decode_steps": float(self.steps),
             "decode_occupancy": self.tokens / self.row_steps,
             "decode_padding": 1 - self.attended / self.slots_read,

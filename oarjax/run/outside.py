@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from oarjax.data.rows import DataError
 from oarjax.run.run import Run
+from oarjax.run.served import Served, served_weights
 from oarjax.sources.engine import EngineSource
 from oarjax.sources.files import RecordedRollouts, read_groups, recorded_files
 from oarjax.sources.turns import Rules
@@ -39,7 +41,12 @@ def open_outside(run: Run) -> Outside:
     cfg, rollout = run.cfg, run.cfg.rollout
     rules = Rules(run.model.vocab_size, run.stop_ids, stops_at_text=bool(rollout.stop))
     if rollout.engine is not None:
-        return Outside(None, EngineSource(rollout.engine, rollout, rules))
+        weights, say = None, partial(run.console.print, markup=False)
+        if rollout.engine.weights is not None:
+            served = Served(run.model, run.mesh, run.source, run.stop_ids, run.pad_id)
+            parts = (rollout.engine, cfg.policy, cfg.lora, served, run.train.prompts)
+            weights = served_weights(*parts, place=run.place, fetch=run.fetch)
+        return Outside(None, EngineSource(rollout.engine, rollout, rules, weights=weights, say=say))
     if not rollout.recorded:
         return Outside(None, None)
     files, sizes = recorded_files(rollout.recorded), {"group_size": rollout.group_size, "max_new": rollout.max_new}

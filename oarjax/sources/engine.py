@@ -8,7 +8,7 @@ with ids and log-probs that do not belong together, a wrong end or other weights
 again, ``rollout.engine.retries`` times; if that fails too, the run ends, the rows so far are recorded, and the same
 command draws the others.
 
-The engine draws with the weights that it was started with.
+It draws with the weights that it was started with, or with those that ``Sync`` gives it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -32,14 +33,20 @@ from oarjax.config.learning import EngineConfig, RolloutConfig
 from oarjax.errors import UserError
 from oarjax.rollout.source import Batch, Report, Request, RowId, Spent, Turn
 from oarjax.sources.records import EndedTable, line_of, turn_of
+from oarjax.sources.sync import Sync, Weights
 from oarjax.sources.turns import Rules, check_turn
 from oarjax.system.http import Reply, post
 from oarjax.system.processes import gather, is_first
 from oarjax.types import Params
 
+T = TypeVar("T")
+
 ENDPOINT = "/inference/v1/generate"
 MISSING = -9999.0
 """vLLM's log-prob of a token that it has none of."""
+
+MOST = 65536
+"""Size limit of a reply without tokens."""
 
 BYTES_PER_TOKEN = 256
 """Size limit of a reply per token; vLLM's have about 100."""
@@ -71,11 +78,22 @@ class EngineSource:
 
     together = False
 
-    def __init__(self, engine: EngineConfig, rollout: RolloutConfig, rules: Rules) -> None:
+    def __init__(
+        self,
+        engine: EngineConfig,
+        rollout: RolloutConfig,
+        rules: Rules,
+        *,
+        weights: Weights | None = None,
+        say: Callable[[str], object] = lambda text: None,
+    ) -> None:
         self._engine, self._rollout, self._rules = engine, rollout, rules
-        self._address = urlsplit(engine.url.rstrip("/") + ENDPOINT)
         self._threads = ThreadPoolExecutor(engine.concurrency, thread_name_prefix="engine")
-        self._weights: Any = None  # as the probe's answer names them
+        self._named: Any = None  # weights as the first answer with them names them
+        self._version, self._pending = 0, None  # params that the engine does not have yet
+        self._sync = None
+        if weights is not None:
+            self._sync = Sync(weights, reload=self._reload, ask=self._greedy, drill=engine.drill, say=say)
 
     def probe(self) -> None:
         """Draw the only token that top_k=1 leaves: its log-prob is 0, if it is of what was drawn from.
@@ -84,6 +102,8 @@ class EngineSource:
             EngineError: the engine cannot be reached, or does not answer.
             Unfit: its log-probs are others.
         """
+        if self._sync is not None:  # a run that died while it gave the engine weights has left it paused
+            self._all_of({"/resume": {}})
         prompt = np.asarray(self._rules.stop_ids[:1] or (0,), np.int32)
         request = Request(RowId(0, 0, 0), prompt, 1, (), 1)
         turns, failure = self._ask([request], lambda turn: None, sampling={"top_k": 1})
@@ -96,13 +116,14 @@ class EngineSource:
             )
 
     def sync(self, params: Params, version: int) -> None:
-        """Accept the start's weights, which the engine was started with.
+        """Draw with these parameters from now on; the engine is given them once something is drawn.
 
         Raises:
-            Unfit: they are others.
+            Unfit: there is no way to give it any.
         """
-        if version > 0:
-            raise Unfit("rollout.engine: the engine cannot be given new weights; set iterations=1")
+        if self._sync is None and version > 0:
+            raise Unfit("rollout.engine: the engine cannot be given new weights; set rollout.engine.weights")
+        self._version, self._pending = version, params
 
     def draw(
         self, batch: Batch, report: Report | None = None, *, rows: Int[np.ndarray, "r"] | None = None
@@ -111,13 +132,28 @@ class EngineSource:
 
         Raises:
             EngineError: some rows could not be drawn.
+            StaleWeights: the engine does not draw with the weights that it was given.
         """
-        requests, failure, lines = batch.requests, None, []
+        if self._sync is not None and self._pending is not None:
+            self._sync.push(self._pending)
+        self._pending = None
+        requests, table = batch.requests, EndedTable(batch)
         if rows is not None:
             requests = [requests[b] for b in rows]
+        return self._drawn(requests, lambda turn: report and report(table.ended([turn])))
+
+    def _greedy(self, requests: list[Request]) -> list[Turn]:
+        """Draw the likeliest tokens, with log-probs at temperature 1 and without filters."""
+        plain = {"temperature": 0.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0}
+        return self._drawn(requests, lambda turn: None, sampling=plain)
+
+    def _drawn(
+        self, requests: list[Request], ended: Callable[[Turn], object], *, sampling: dict[str, Any] | None = None
+    ) -> list[Turn]:
+        """Draw requests on the first process, and return their turns on every one, in the order of their rows."""
+        failure, lines = None, []
         if is_first():
-            table = EndedTable(batch)
-            turns, failure = self._ask(requests, lambda turn: report and report(table.ended([turn])))
+            turns, failure = self._ask(requests, ended, sampling=sampling)
             asked = {request.id: request for request in requests}
             lines = [line_of(asked[turn.id], turn) for turn in turns]
         failure, lines = gather([failure, lines])[0]
@@ -128,9 +164,36 @@ class EngineSource:
             )
         return [turn_of(line) for line in sorted(lines, key=lambda line: line["row"])]
 
+    def _reload(self, place: str) -> None:
+        """Let the engine read its weights from a folder. Requests that a run that died has left are ended."""
+        load = {"method": "reload_weights", "kwargs": {"weights_path": place}}
+        self._all_of({"/pause?mode=abort": {}, "/collective_rpc": load, "/reset_prefix_cache": {}, "/resume": {}})
+        self._named = None
+
+    def _all_of(self, calls: dict[str, dict[str, Any]]) -> None:
+        """Make calls in turn, on the first process.
+
+        Raises:
+            EngineError: one failed.
+        """
+        failure, target = None, ""
+        if is_first():
+            try:
+                with ThreadPoolExecutor(1) as thread:  # this one may have a loop of its own, as in notebooks
+                    for target, body in calls.items():
+                        send = self._send(target, body, lambda reply: None, most=MOST, over=None)
+                        thread.submit(asyncio.run, send).result()
+            except (Faulty, OSError) as error:
+                failure = f"{target}: {error}"
+        if (failure := gather(failure)[0]) is not None:
+            raise EngineError(f"rollout.engine: {failure}; the server needs VLLM_SERVER_DEV_MODE=1 to take weights")
+
     def spent(self) -> Spent:
-        """Return no counts: the engine keeps them."""
-        return Spent()
+        """Return the seconds of syncs since the last call; other counts the engine keeps."""
+        if self._sync is None:
+            return Spent()
+        seconds, self._sync.seconds = self._sync.seconds, 0.0
+        return Spent(syncing=seconds)
 
     def close(self) -> None:
         """Stop waiting for replies."""
@@ -189,21 +252,28 @@ class EngineSource:
         return turns, failure
 
     async def _turn(self, request: Request, over: asyncio.Event, sampling: dict[str, Any]) -> Turn:
-        body = json.dumps(self._body(request, sampling)).encode()
+        body, most = self._body(request, sampling), MOST + BYTES_PER_TOKEN * request.max_new
+        return await self._send(ENDPOINT, body, partial(self._read, request), most=most, over=over)
+
+    async def _send(
+        self, target: str, body: dict[str, Any], read: Callable[[bytes], T], *, most: int, over: asyncio.Event | None
+    ) -> T:
+        """Post JSON and return what ``read`` finds in the reply, retrying until ``over`` is set."""
+        address, content = urlsplit(self._engine.url.rstrip("/") + target), json.dumps(body).encode()
         failure: Exception = Faulty("it was not asked")
         for attempt in range(self._engine.retries + 1):
             pause = PAUSE * 2**attempt
             try:
                 reply = await post(
-                    self._address,
-                    body,
+                    address,
+                    content,
                     {"Content-Type": "application/json", "Accept": "application/json"},
                     timeout=self._engine.deadline,
-                    most=65536 + BYTES_PER_TOKEN * request.max_new,
+                    most=most,
                     threads=self._threads,
                 )
                 if reply.status == 200:
-                    return self._read(request, reply.body)
+                    return read(reply.body)
                 failure = Faulty(f"the engine answered with status {reply.status}: {_shown(reply)}")
                 pause = max(pause, reply.retry_after or 0.0)
                 if reply.status not in (408, 425, 429) and reply.status < 500:
@@ -214,7 +284,7 @@ class EngineSource:
                 failure = OSError(f"the engine cannot be reached: {type(error).__name__}: {error}")
             except Faulty as error:
                 failure = error
-            if attempt == self._engine.retries or over.is_set():
+            if attempt == self._engine.retries or (over is not None and over.is_set()):
                 break
             await asyncio.sleep(pause)
         raise failure
@@ -260,16 +330,20 @@ class EngineSource:
             if any(not math.isfinite(x) or x <= MISSING for x in logps):
                 raise ValueError("log-probs are missing")
             turn = Turn(
-                request.id, np.asarray(ids), np.asarray(logps, np.float32), np.zeros(len(ids), np.int32), finish
+                request.id,
+                np.asarray(ids),
+                np.asarray(logps, np.float32),
+                np.full(len(ids), self._version, np.int32),
+                finish,
             )
             if turn.tokens.dtype != np.int64:
                 raise ValueError("ids are not integers")
             turn = turn._replace(tokens=turn.tokens.astype(np.int32))
             check_turn(turn, request.max_new, self._rules)
-            if self._weights is None:
-                self._weights = weights[:1]
-            if any([w] != self._weights for w in weights):
-                raise ValueError(f"the tokens are of the weights {weights}, the first ones were of {self._weights}")
+            if self._named is None:
+                self._named = weights[:1]
+            if any([w] != self._named for w in weights):
+                raise ValueError(f"the tokens are of the weights {weights}, the first ones were of {self._named}")
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             what = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
             raise Faulty(f"the engine's answer cannot be used: {what:.300}") from None
