@@ -20,9 +20,10 @@ Without tools, ``step(self, text)`` gets whole turns and returns the next observ
 episode; or a pair of that and the turn's reward.
 
 Either may have ``reward`` (or TRL's ``get_reward``): a number, or a method that returns one, which is added to the last
-turn's reward at the end; and ``close()``, called when an episode is over. Any other exception, and a result of another
-type, ends the episode ungraded; an ``oarjax.errors.UserError`` stops the run. ``replayable = False`` says that the same
-turns may lead elsewhere a second time, so that a lost episode is not played again.
+turn's reward at the end; and ``close()``, called when an episode is over. Its public attributes at the end, as far as
+JSON holds them, are what rewards of TRL's signature see in ``environments``. Any other exception, and a result of
+another type, ends the episode ungraded; an ``oarjax.errors.UserError`` stops the run. ``replayable = False`` says that
+the same turns may lead elsewhere a second time, so that a lost episode is not played again.
 
 Python's and NumPy's global random numbers are seeded before every turn, by the episode's seed and the turn's number.
 """
@@ -51,6 +52,8 @@ RESERVED = ("reset", "reward", "get_reward", "close")
 
 MAX_TEXT = 2**20
 """Characters of an observation; more are cut."""
+MAX_STATE = 2**16
+"""Characters of the state at an episode's end, as JSON."""
 MAX_CALLS = 64
 """Tool calls of a turn; more are not made."""
 MAX_REWARD = 3.4e38
@@ -62,10 +65,11 @@ THOUGHT = "</think>"
 
 
 class TurnOutcome(NamedTuple):
-    """The observation after a turn, None at the end of the episode, and the turn's reward."""
+    """The observation after a turn, None at the end of the episode, the turn's reward, and the state at the end."""
 
     text: str | None
     reward: float = 0.0
+    state: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -207,22 +211,36 @@ def play(environment: EnvironmentClass, instance: Any, text: str, *, seed: int, 
         if not isinstance(observation, str | None):
             raise TypeError(f"step returned {_shown(observation)}, expected a text or None")
         observation = observation and _clean(observation, MAX_TEXT)
-    return TurnOutcome(None, reward + finish(instance)) if observation is None else TurnOutcome(observation, reward)
+    if observation is not None:
+        return TurnOutcome(observation, reward)
+    end = finish(instance)
+    return end._replace(reward=reward + end.reward)
 
 
-def finish(instance: Any) -> float:
-    """Return the final reward of an episode, and close its instance."""
+def finish(instance: Any) -> TurnOutcome:
+    """Return the final reward of an episode and its state, and close its instance."""
     source = getattr(instance, "get_reward", None)
     value = getattr(instance, "reward", 0.0) if source is None else source
     reward = _number(value() if callable(value) else value, "reward")
-    release(instance)
-    return reward
-
-
-def release(instance: Any) -> None:
-    """Close an instance that is played no further."""
+    state = _state(instance)
     if callable(close := getattr(instance, "close", None)):
         close()
+    return TurnOutcome(None, reward, state)
+
+
+def _state(instance: Any) -> dict[str, Any]:
+    """Return an instance's public attributes and properties that JSON holds, as long as they are short."""
+    properties = [name for name, _ in inspect.getmembers(type(instance), lambda member: isinstance(member, property))]
+    state, room = {}, MAX_STATE
+    for name in sorted({*getattr(instance, "__dict__", {}), *properties}):
+        try:
+            value = None if name.startswith("_") else json.dumps(getattr(instance, name))
+        except Exception:  # no plain data, or a property that fails
+            continue
+        if value is not None and len(value) <= room:
+            room -= len(value)
+            state[name] = json.loads(value)
+    return state
 
 
 def _call_tools(tools: Mapping[str, Callable[..., Any]], instance: Any, text: str) -> str | None:

@@ -53,11 +53,13 @@ class Step(NamedTuple):
         text: what the environment says; None: the episode is over.
         reward: of the last turn, at the end with the final reward; 0.0 without one.
         failed: "", or why the episode ended ungraded: "timeout: ..." or "crash: ...".
+        state: public attributes of the instance at the end of an episode, for ``Sample.environment``; else None.
     """
 
     text: str | None
     reward: float = 0.0
     failed: str = ""
+    state: dict[str, Any] | None = None
 
 
 class Environments:
@@ -272,6 +274,7 @@ class _Turns(CallQueue):
                 "turn": asked.turn,
                 "text": str() | None as observation,
                 "reward": float(reward),
+                "state": dict() | None as state,
                 "failed": str(failed),
                 "refused": str(refused),
             } if math.isfinite(reward):
@@ -286,7 +289,7 @@ class _Turns(CallQueue):
         if observation is not None and asked.turn:
             asked.live = _Live(asked.live.number, (*asked.live.observations, observation))
         if asked.turn == len(asked.episode.texts) + asked.finish:
-            asked.step = Step(None, 0.0, asked.failed) if asked.failed else Step(observation, reward)
+            asked.step = Step(None, 0.0, asked.failed) if asked.failed else Step(observation, reward, state=state)
             self.open -= 1
             if asked.step.text is not None:
                 worker.held.setdefault((asked.identity, asked.episode.texts), []).append(asked.live)

@@ -34,7 +34,7 @@ def _prepare(setup: dict[str, Any]) -> Answer:
             return contract.begin(environment, call["columns"], call["seed"]), TurnOutcome("")
         if operation == "play":
             return instance, contract.play(environment, instance, text, seed=call["seed"], turn=turn)
-        return instance, TurnOutcome(None, contract.finish(instance))
+        return instance, contract.finish(instance)
 
     def answer(call: dict[str, Any], emit: Reply) -> None:
         instance = instances.pop(call["instance"], None)
@@ -61,7 +61,13 @@ def _guarded(operate: Callable[[], tuple[Any, TurnOutcome]]) -> tuple[Any, dict[
     except BaseException as error:  # a user's code: SystemExit and KeyboardInterrupt too
         failed = f"{type(error).__name__}: {_text_of(error)}"
     text = outcome.text if outcome.text is None else masked(outcome.text)
-    return instance, {"text": text, "reward": outcome.reward, "failed": failed, "refused": refused}
+    return instance, {
+        "text": text,
+        "reward": outcome.reward,
+        "state": outcome.state,
+        "failed": failed,
+        "refused": refused,
+    }
 
 
 def _text_of(error: BaseException) -> str:

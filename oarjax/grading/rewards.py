@@ -61,6 +61,7 @@ class Sample:
         limit: ``rollout.max_new``, the maximum number of tokens of a completion; 0 if unknown.
         chat: turns of a prompt that is a list of messages, else empty; ``prompt`` is its last turn's text.
         completion_ids: tokens of the completion, for rewards of TRL's signature alone, else empty.
+        environment: public attributes of the episode's environment at its end; None without one, or if it failed.
     """
 
     prompt: str
@@ -74,6 +75,7 @@ class Sample:
     limit: int = 0
     chat: Sequence[dict[str, str]] = ()
     completion_ids: Sequence[int] = ()
+    environment: dict[str, Any] | None = None
 
 
 Reward = Callable[..., Any]

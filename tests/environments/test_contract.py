@@ -40,9 +40,11 @@ def test_a_class_of_trl_runs_as_it_stands():
     assert first == TurnOutcome(f"{result(6)}\n{result({'value': 6})}", 0.0)
     assert play(environment, instance, call("increment", step=95, note=None), seed=0, turn=2).text == result(101)
     assert said(environment, instance, call("increment", step=1)) == '{"error": "Game over."}'
-    assert play(environment, instance, "It is 101.", seed=0, turn=4) == TurnOutcome(None, 97.0)  # its attribute reward
+    assert play(environment, instance, "It is 101.", seed=0, turn=4) == TurnOutcome(None, 97.0, {"reward": 97.0})
     newer = load("GetReward")
-    assert play(newer, begin(newer, {"start": 4}, 0), "Done.", seed=0, turn=1) == TurnOutcome(None, 7.0)
+    assert play(newer, begin(newer, {"start": 4}, 0), "Done.", seed=0, turn=1) == TurnOutcome(
+        None, 7.0, {"reward": 0.0}
+    )
 
 
 def test_mistakes_of_the_policy_are_observations():
@@ -106,11 +108,10 @@ def test_whole_turns_with_rewards():
     assert first.text.startswith("tea 5 3 turn 1 ")
     assert first.reward == 3.0
     assert play(environment, instance, "so", seed=5, turn=2).reward == 0.0
-    assert play(environment, instance, "end 5", seed=5, turn=3) == TurnOutcome(
-        None, 7.0
-    )  # the turn's and the final one
-    assert play(environment, begin(environment, {}, 0), "end", seed=0, turn=1) == TurnOutcome(None, 2.0)
-    assert finish(begin(environment, {}, 0)) == 2.0
+    end = play(environment, instance, "end 5", seed=5, turn=3)
+    assert end == TurnOutcome(None, 7.0, {})  # the turn's reward and the final one
+    assert play(environment, begin(environment, {}, 0), "end", seed=0, turn=1) == TurnOutcome(None, 2.0, {})
+    assert finish(begin(environment, {}, 0)) == TurnOutcome(None, 2.0, {})
 
 
 def test_a_column_named_seed_comes_before_the_seed():
@@ -135,6 +136,12 @@ def test_a_final_reward_is_a_finite_number(kind, error):
     with pytest.raises(error, match=r"reward returned the reward .*, expected a"):
         play(environment, begin(environment, {"kind": kind}, 0), "", seed=0, turn=1)
     assert play(environment, begin(environment, {"kind": "good"}, 0), "", seed=0, turn=1).reward == 1.0
+
+
+def test_the_state_at_the_end_is_what_is_public_and_plain():
+    environment = load("State")
+    end = finish(begin(environment, {}, 0))
+    assert end.state == {"found": ["a", 1], "share": 0.5, "reward": 3}
 
 
 def test_a_reset_that_talks_is_refused():

@@ -102,11 +102,11 @@ def test_an_episode_that_the_caller_ends_is_closed_with_its_final_reward():
     with environments("Where", workers=1) as pool:
         episode = Episode({}, 0, ("a",))
         heard = pool.advance([episode])[0].text
-        assert pool.finish([episode._replace(observations=(heard,)), Episode({}, 1, ())]) == [Step(None)] * 2
+        assert pool.finish([episode._replace(observations=(heard,)), Episode({}, 1, ())]) == [Step(None, state={})] * 2
         assert not pool._pool.workers[0].held
         assert pool.advance([episode])[0].text.split()[1:] == ["3", "1", "2"]  # 3 resets, 1 turn, 2 closed
     with environments("Story", {"ends": 3}, workers=1) as pool:
-        assert pool.finish([Episode({}, 0, ("4",))]) == [Step(None, 3.0)]
+        assert pool.finish([Episode({}, 0, ("4",))]) == [Step(None, 3.0, state={})]
 
 
 def test_a_class_that_is_not_replayable_fails_where_its_instance_is_lost():

@@ -44,7 +44,7 @@ def test_the_calculator(expression, value):
 
 def test_an_answer_ends_the_calculators_episode():
     environment = load_environment("builtin:calculator")
-    assert play(environment, begin(environment, {}, 0), "#### 62", seed=0, turn=1) == TurnOutcome(None, 0.0)
+    assert play(environment, begin(environment, {}, 0), "#### 62", seed=0, turn=1) == TurnOutcome(None, 0.0, {})
 
 
 def test_the_guessing_game():
@@ -54,13 +54,13 @@ def test_the_guessing_game():
         instance = begin(environment, columns, 5)
         return [play(environment, instance, text, seed=5, turn=n) for n, text in enumerate(texts, start=1)]
 
-    assert game("5", "8", " 7\n", hidden=7) == [TurnOutcome("higher"), TurnOutcome("lower"), TurnOutcome(None, 1.0)]
+    assert game("5", "8", " 7\n", hidden=7) == [TurnOutcome("higher"), TurnOutcome("lower"), TurnOutcome(None, 1.0, {})]
     assert game("what?", "-7", "8", hidden=7) == [
         TurnOutcome("number?"),
         TurnOutcome("number?"),
-        TurnOutcome(None, 0.0),
+        TurnOutcome(None, 0.0, {}),
     ]
-    found = [n for n in range(1, 10) if game(str(n)) == [TurnOutcome(None, 1.0)]]
+    found = [n for n in range(1, 10) if game(str(n)) == [TurnOutcome(None, 1.0, {})]]
     assert len(found) == 1  # without a column, the seed's
     assert game("9" * 10_000)[0].text == "number?"
 

@@ -302,6 +302,25 @@ def test_rewards_of_trls_signature_are_found_and_called_as_there(tmp_path):
         Grader([("helper", 1.0)], plugins=[str(tmp_path / "trl_kinds.py")])
 
 
+def test_a_reward_of_trls_signature_sees_environments_and_no_failed_ones():
+    def of_environment(environments, **kwargs):
+        assert len(kwargs["hard"]) == len(environments)
+        return [environment.reward + hard for environment, hard in zip(environments, kwargs["hard"])]
+
+    def short(completions, environments):
+        return [0.0]
+
+    rows = [Sample("p", "c", "7", columns={"hard": n}, environment={"reward": 2 * n}) for n in (1, 2)]
+    rows.insert(1, Sample("p", "c", "7", columns={"hard": 9}))
+    with local_rewards([of_environment, (short, 0.0)]) as pairs, Grader(pairs) as grader:
+        grades = grader.grade(rows)
+        np.testing.assert_array_equal(grades.per_reward["of_environment"], [3, np.nan, 6])
+        assert grades.verdicts[1] == "crash"  # of short
+        assert "1 values for 2 samples; return one per sample" in grades.notes[0]
+        assert grader.grade(rows[:1]).verdicts == ["graded"]
+        assert grader.grade(rows[1:2]).verdicts == ["ungraded"]
+
+
 def test_a_function_of_trls_signature_grades_in_this_process():
     def loud(completions, **kwargs):
         return [float(c.isupper()) for c in completions]

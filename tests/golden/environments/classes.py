@@ -191,6 +191,27 @@ class Bill:
         return {"nan": float("nan"), "none": None, "text": "1", "good": True}[self._kind]
 
 
+class State:
+    """Has attributes of all kinds."""
+
+    shared = "not its own"
+
+    def reset(self, **columns) -> None:
+        self.found, self._secret, self.client, self.text = ["a", 1], 1, object(), "x" * 100_000
+        self.reward = 3
+
+    @property
+    def share(self) -> float:
+        return 0.5
+
+    @property
+    def broken(self) -> float:
+        raise RuntimeError
+
+    def step(self, text: str) -> str | None:
+        return None
+
+
 class Talker:
     def reset(self, **columns):
         return "Hello, what do you want?"
