@@ -13,6 +13,7 @@ from oarjax.config.schema import Config
 from oarjax.config.section import flatten
 from oarjax.config.shipped import shipped_config
 from oarjax.errors import ConfigError
+from oarjax.system.paths import special_kind
 from oarjax.system.yaml_tree import LONGEST, YamlError, read_yaml
 
 
@@ -37,6 +38,8 @@ def read_tree(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> 
         ConfigError: the file is missing or not YAML, or an override has no ``=`` or no such parent.
     """
     path = find_config(path)
+    if (kind := special_kind(path)) and not str(path).startswith(("/dev/", "/proc/")):  # of a shell: <(...)
+        raise ConfigError(f"config {path}: expected a file, got {kind}; pass the config's file")
     try:
         with path.open(encoding="utf-8") as file:
             tree = read_yaml(file.read(LONGEST + 1))

@@ -22,6 +22,7 @@ from oarjax.models.qwen_config import QwenConfig
 from oarjax.run.adapters import plain_params
 from oarjax.run.run import Run
 from oarjax.storage.checkpoint import finished
+from oarjax.storage.durable import refuse_special
 from oarjax.storage.folder import run_id, saved_config, start_folder
 from oarjax.storage.manifest import MANIFEST, damage, misplaced, read_manifest
 from oarjax.system.mesh import make_mesh
@@ -47,6 +48,7 @@ def find_target(text: str) -> Target:
     """
     path = Path(text).expanduser()
     if (path / "config.yaml").is_file():
+        refuse_special(path)
         cfg = saved_config(path)
         export = path / (cfg.export.folder or "export")
         if (export / "config.json").is_file():
@@ -55,6 +57,7 @@ def find_target(text: str) -> Target:
         return Target(policy_of(path, cfg), cfg, newest, revision_of(cfg.policy, newest), path)
     if path.name.isdecimal() and (path / MANIFEST).is_file():
         folder = path.absolute().parent.parent
+        refuse_special(folder)
         if not (folder / "config.yaml").is_file():
             raise ConfigError(f"{path}: a checkpoint is read with its run's config.yaml, and {folder} has none")
         if (wrong := misplaced(path, run_id(folder)) or damage(path)) is not None:
@@ -74,6 +77,7 @@ def find_checkpoint(text: str) -> Target:
     path = Path(text).expanduser()
     if not (path / "config.yaml").is_file():
         return find_target(text)
+    refuse_special(path)
     cfg, newest = saved_config(path), _newest(path)
     return Target(policy_of(path, cfg), cfg, newest, revision_of(cfg.policy, newest), path)
 

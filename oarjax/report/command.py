@@ -13,7 +13,7 @@ from oarjax.report.groups import read_shown
 from oarjax.report.page import write_page
 from oarjax.report.status import run_status
 from oarjax.report.summary import read_summary
-from oarjax.storage.durable import DamagedError, cannot_read, storage_errors, write_durably
+from oarjax.storage.durable import DamagedError, cannot_read, refuse_special, storage_errors, write_durably
 from oarjax.storage.folder import saved_config
 
 FACTS = "facts.json"
@@ -29,6 +29,7 @@ def run(folder: Path, out: Path | None) -> None:
     """
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"report: {folder} holds no run (no config.yaml); pass the run_dir of oarjax train")
+    refuse_special(folder)
     make_console().print(f"report  {write_report(folder, out)}", markup=False)
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from oarjax.errors import ConfigError
 from oarjax.report.files import make_console, read_metrics, short, visible
-from oarjax.storage.durable import DamagedError, cannot_read
+from oarjax.storage.durable import DamagedError, cannot_read, refuse_special
 from oarjax.system.yaml_tree import read_yaml
 
 RECENT = 10
@@ -52,6 +52,7 @@ def run_status(folder: Path, *, now: float | None = None) -> Status:
     config = folder / "config.yaml"
     if not config.is_file():
         raise ConfigError(f"status: {folder} holds no run (no config.yaml); pass the run_dir of oarjax train")
+    refuse_special(folder)
     try:
         cfg: Mapping[str, Any] = read_yaml(config.read_text(encoding="utf-8"))
         iterations = int(cfg["iterations"])

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from oarjax.errors import UserError
+from oarjax.errors import ConfigError, UserError
 from oarjax.system.json import to_json
+from oarjax.system.paths import special_kind
 
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE}
 NO_PATH = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}
@@ -109,6 +110,25 @@ def names_in(folder: Path) -> list[str]:
         return []
     except OSError as error:
         raise cannot_read(folder, error) from error
+
+
+def refuse_special(*folders: Path) -> None:
+    """Refuse folders in which somebody put a pipe, a socket or a device: reading it may never end.
+
+    Raises:
+        ConfigError: names the first one.
+    """
+    left = [os.fspath(folder) for folder in folders]
+    while left:
+        try:
+            entries = sorted(os.scandir(left.pop()), key=lambda entry: entry.name)
+        except OSError:  # missing, or reported by whoever reads it
+            continue
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                left.append(entry.path)
+            elif not entry.is_file(follow_symlinks=False) and (kind := special_kind(entry.path)):
+                raise ConfigError(f"{entry.path}: expected a file, got {kind}; remove it")
 
 
 @contextmanager

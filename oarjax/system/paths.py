@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 
 ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}(?!/)([^/]*)")
+
+
+KINDS = {stat.S_ISFIFO: "a named pipe", stat.S_ISSOCK: "a socket", stat.S_ISCHR: "a device", stat.S_ISBLK: "a device"}
+
+
+def special_kind(path: str | os.PathLike[str]) -> str | None:
+    """Name what lies at a path, behind links, if it is neither a file nor a folder: reading it may never end."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):
+        return None
+    return next((name for matches, name in KINDS.items() if matches(mode)), None)
 
 
 def path_problem(text: str) -> str | None:

@@ -27,7 +27,15 @@ from oarjax.run.inputs import check_inputs, pin_threads, seal_start
 from oarjax.run.outside import open_outside
 from oarjax.run.run import Run, open_run
 from oarjax.storage.checkpoint import remove_all
-from oarjax.storage.durable import DamagedError, cannot_read, check_guards, exists, storage_errors, write_durably
+from oarjax.storage.durable import (
+    DamagedError,
+    cannot_read,
+    check_guards,
+    exists,
+    refuse_special,
+    storage_errors,
+    write_durably,
+)
 from oarjax.storage.folder import claim, has_progress, locked, mend_id, put_aside, put_back, refuse_another_run
 from oarjax.storage.stop import Stop
 from oarjax.storage.trust import code_places, note_trusted
@@ -49,6 +57,7 @@ def run(config: Path, overrides: Sequence[str], *, restart: bool = False, extend
     folder = _folder(cfg.run_dir)
     with Stop() as stop, _put_aside(cfg, folder, console) if restart else nullcontext():
         if not restart:
+            refuse_special(folder)
             pin_threads(folder)
         progress = partial(has_progress, folder)
         with peers_watched(progress), resumes(progress):

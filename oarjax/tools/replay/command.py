@@ -20,6 +20,7 @@ from oarjax.run.run import Run
 from oarjax.step.state import moving_reference
 from oarjax.storage.bad_batches import BadBatchError, Header, read_bad_batch, read_params
 from oarjax.storage.checkpoint import finished
+from oarjax.storage.durable import refuse_special
 from oarjax.storage.folder import start_folder, without_removed
 from oarjax.storage.trust import check_trust, code_places
 from oarjax.system.devices import choose_platform, use_compilation_cache
@@ -40,7 +41,8 @@ SHOWN = 20
 
 def run(file: Path, *, device: str, as_json: bool, trust_code: bool = False) -> None:
     """Replay a file and show where the first value that is not finite appears."""
-    console = Console(quiet=True) if as_json else make_console()
+    console, folder = Console(quiet=True) if as_json else make_console(), file.absolute().parent.parent
+    refuse_special(file.parent, *(folder / name for name in ("checkpoints", "policy", "start")))
     header, evidence = read_bad_batch(file)
     run = open_replay(header, file, device=device, console=console, trust_code=trust_code)
     params, step = load_batch_params(header, file, run)

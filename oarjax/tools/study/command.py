@@ -22,7 +22,7 @@ from oarjax.errors import ConfigError
 from oarjax.report.console import resumable
 from oarjax.report.figures import NOT_DRAWN, can_draw
 from oarjax.report.files import make_console, read_metrics
-from oarjax.storage.durable import exists, storage_errors, write_durably
+from oarjax.storage.durable import exists, refuse_special, storage_errors, write_durably
 from oarjax.storage.folder import locked, refuse_another_run
 from oarjax.storage.stop import Stop
 from oarjax.system.json import to_json
@@ -60,6 +60,7 @@ def run(
     """
     console = make_console()
     study = load_study(config, list(overrides), quick=quick)
+    refuse_special(Path(study.run_dir).expanduser())
     plan = plan_so_far(study)
     for each in [*plan.starts.values(), *(planned.config for planned in plan.runs)]:
         _refuse_another_run(each)
