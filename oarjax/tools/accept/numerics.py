@@ -20,7 +20,7 @@ from oarjax.tools.accept.check import Check, at_least, at_most, holds
 from oarjax.tools.accept.setting import StageSetting
 from oarjax.types import PromptBatch
 
-ROWS, LENGTH, CHUNK = 4, 24, 32
+ROWS, LENGTH, CHUNK, NEW = 4, 24, 32, 8
 CLASSES = 32
 """Groups of tokens whose draws are counted."""
 LOGPS = {"float32": 1e-3, "bfloat16": 0.1}
@@ -83,13 +83,14 @@ def sampler_gap(small: Small, device: Any, dtype: str) -> float:
     """Return the mean difference between log-probs of the sampler and of the scorer."""
     with jax.default_device(device):
         policy, params = make_policy(small.cfg, compute_dtype=dtype), small.params()
-        prompts = PromptBatch(jnp.asarray(small.tokens[:, :8]), jnp.ones((ROWS, 8), bool), jnp.arange(ROWS))
+        width = small.tokens.shape[1] - 2 * NEW
+        prompts = PromptBatch(jnp.asarray(small.tokens[:, :width]), jnp.ones((ROWS, width), bool), jnp.arange(ROWS))
 
         @jax.jit
         def gap(params: Any) -> Any:
-            settings: dict[str, Any] = {"group_size": 2, "max_new": 8, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+            settings: dict[str, Any] = {"group_size": 2, "max_new": NEW, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
             drawn = sample(policy, params, prompts, jax.random.key(2), **settings, stop_ids=(), pad_id=0)
-            more = {"completion_length": 8, "temperature": 1.0, "head_chunk": CHUNK}
+            more = {"completion_length": NEW, "temperature": 1.0, "head_chunk": CHUNK}
             scored = token_logps(policy, params, drawn.tokens, drawn.valid, **more)[0]
             return jnp.abs(scored - drawn.behaviour_logps).mean()
 

@@ -1,4 +1,4 @@
-"""Stage of other kinds of policies: experts and adapters against a CPU, and their speed."""
+"""Stage of other kinds of policies: experts, delta nets and adapters against a CPU, and their speed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from oarjax.config.learning import LoraConfig
+from oarjax.models.delta_net import CHUNK
 from oarjax.models.lora import adapter_shapes, join_params, without_adapters
 from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import QwenConfig
@@ -33,13 +34,19 @@ class Kind(NamedTuple):
 
     name: str
     published: str
-    small: Mapping[str, int]  # fields of the policy whose numbers are compared
+    small: Mapping[str, float]  # fields of the policy whose numbers are compared
     timed: Mapping[str, int]  # of the policy that is timed: whole layers, and few of them
     rank: int = 0  # of adapters, which alone are trained
     rows: int = 8
+    length: int = LENGTH  # tokens of a row of the small policy
 
 
-TINY = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+TINY: dict[str, float] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 TINY |= {"head_dim": 16, "vocab_size": 512}
 KINDS = (
     Kind(
@@ -47,6 +54,22 @@ KINDS = (
         "Qwen/Qwen3-30B-A3B",
         {**TINY, "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
         {"num_hidden_layers": 2, "num_experts": 32, "vocab_size": 8192},
+    ),
+    Kind(
+        "delta nets",
+        "Qwen/Qwen3.5-4B",
+        {
+            **TINY,
+            "num_hidden_layers": 4,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "initializer_range": 0.2,  # states of wider ones show the rounding of float32
+            "rms_norm_eps": 1e-3,  # narrow heads are now and then almost 0: 1e-6 would show the rounding in them
+        },
+        {"num_hidden_layers": 4, "vocab_size": 8192},
+        length=CHUNK + 32,  # the state goes from one chunk to the next, and then from token to token
     ),
     Kind(
         "adapters",
@@ -84,8 +107,8 @@ def policies(s: StageSetting) -> list[Check]:
 
 def small_policy(kind: Kind) -> Small:
     """Describe the small policy of a kind and draw its tokens."""
-    fields = {**PUBLISHED[kind.published], **kind.small, "tie_word_embeddings": True, "initializer_range": 0.4}
-    tokens = np.random.default_rng(0).integers(1, kind.small["vocab_size"], (ROWS, LENGTH)).astype(np.int32)
+    fields = {**PUBLISHED[kind.published], "tie_word_embeddings": True, "initializer_range": 0.4, **kind.small}
+    tokens = np.random.default_rng(0).integers(1, int(kind.small["vocab_size"]), (ROWS, kind.length)).astype(np.int32)
     return Small(QwenConfig.from_hf(fields), tokens, partial(with_adapters, rank=kind.rank and 4))
 
 
@@ -146,7 +169,7 @@ def timed(kind: Kind, title: str) -> list[Check]:
     sizes, count = decoder_of(cfg), kind.rows * TOKENS
     passes = 2 if kind.rank else 3  # frozen weights have no gradient
     flops = passes * count * (2 * (sizes.trunk_params + sizes.head_params) + sizes.memory_flops)
-    where = f"{kind.timed['num_hidden_layers']} layers of {kind.published}, products with weights"
+    where = f"{kind.timed['num_hidden_layers']} layers of {kind.published}, products with weights and states"
     return [
         measured(title, count / seconds, unit="tokens/s"),
         measured(f"{title}: products", flops / seconds / 1e12, unit="TFLOP/s", note=where),

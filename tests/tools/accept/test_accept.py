@@ -18,6 +18,7 @@ from conftest import ROOT, TESTS, virtual_devices
 from hostile_page import EVIL, Reader
 from jax.sharding import Mesh
 
+from oarjax.models import delta_net
 from oarjax.storage.checkpoint import Checkpoints
 from oarjax.tools.accept import command, device, kernels, numerics, policies, programs, runs
 from oarjax.tools.accept.check import at_least, at_most, fast, holds, not_applicable, quick
@@ -107,6 +108,12 @@ def wrong_gradient(patch):
     patch.setattr(policies, "scored", off)
 
 
+def forgetful_state(patch):
+    """Let the state of delta nets lose its decay where tokens are decoded one by one."""
+    right = delta_net.recurrent
+    patch.setattr(delta_net, "recurrent", lambda q, k, v, decay, *rest: right(q, k, v, 0 * decay, *rest))
+
+
 def forgetful_cache(patch):
     """Pretend that the second compilation finds nothing in the cache."""
     calls = iter([(9.0, 5, {"score": 1}), (9.0, 5, {"score": 1})])
@@ -184,6 +191,15 @@ def test_a_fault_turns_its_stage_red(stage, setting, monkeypatch):
     checks = stage.load()(setting)
     assert state_of(checks, None) == "failed"
     assert [check.name for check in checks if check.state == "failed" and name in check.name], checks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "failed"), [(None, []), (forgetful_state, ["delta nets: sampler against scorer"])])
+def test_a_wrong_decode_of_delta_nets_is_red(fault, failed, setting, monkeypatch):
+    monkeypatch.setattr(policies, "KINDS", [kind for kind in policies.KINDS if kind.name == "delta nets"])
+    if fault is not None:
+        fault(monkeypatch)
+    assert [check.name for check in policies.policies(setting) if check.state == "failed"] == failed
 
 
 def test_a_device_below_its_peak_is_red(setting):
