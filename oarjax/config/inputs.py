@@ -29,10 +29,11 @@ class PolicyConfig(Section):
         description="what the backward pass recomputes of a layer: nothing, all but the matmuls (dots), or everything "
         "(full)",
     )
-    attention: Literal["auto", "xla", "splash"] = Field(
+    attention: Literal["auto", "xla", "splash", "blocked", "cudnn"] = Field(
         default="auto",
-        description="attention kernels; splash: Pallas kernels for TPUs (interpreted, hence slow, elsewhere); auto: "
-        "splash on TPUs",
+        description="attention kernels; splash: Pallas kernels for TPUs (interpreted, hence slow, elsewhere); blocked: "
+        "XLA, scores of 128 queries at a time; cudnn: NVIDIA's, bfloat16 (untried); auto: splash on TPUs, xla on CPUs, "
+        "blocked on GPUs",
     )
     head_chunk: Positive = Field(default=2048, description="token positions per chunk of the vocabulary head")
     router: Literal["recompute", "replay"] = Field(

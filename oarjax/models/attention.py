@@ -19,17 +19,19 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-AttentionKind = Literal["xla", "splash"]
+BlockedKind = Literal["splash", "blocked", "cudnn"]
+AttentionKind = Literal["xla"] | BlockedKind
 
 
-def attention_for(wanted: Literal["auto", "xla", "splash"], mesh: Mesh) -> AttentionKind:
-    """Resolve ``auto`` by the mesh: splash on TPUs, xla elsewhere.
+def attention_for(wanted: Literal["auto"] | AttentionKind, mesh: Mesh) -> AttentionKind:
+    """Resolve ``auto`` by the mesh: splash on TPUs, xla on CPUs, blocked elsewhere.
 
     The mesh's devices decide, not JAX's default backend: a program may be compiled for devices that are elsewhere.
     """
     if wanted != "auto":
         return wanted
-    return "splash" if mesh.devices.flat[0].platform == "tpu" else "xla"
+    kinds: dict[str, AttentionKind] = {"tpu": "splash", "cpu": "xla"}
+    return kinds.get(mesh.devices.flat[0].platform, "blocked")
 
 
 class Segment(NamedTuple):

@@ -61,7 +61,8 @@ def make_policy(
         attention: ``splash`` uses Pallas' TPU kernels over the mesh for causal self-attention, with or without a prefix
             of as many rows, or of fewer before 128 tokens or more: training, scoring, prefill, linearised passes.
             Decode steps, prefixes shared by a group before fewer tokens and ``visible`` stay with ``xla``, one program
-            for every platform. ``attention_for`` chooses by the mesh; default xla.
+            for every platform. ``blocked`` and ``cudnn`` take the place of these kernels on other platforms, see
+            ``models.splash``. ``attention_for`` chooses by the mesh; default xla.
         mesh: with the training or rollout axes of ``sharding``, sets the sharding of activations, for each axis that it
             divides: rows of states, logits and caches over the row axes, key heads and vocabulary over ``tensor``;
             ``head`` is gathered along all axes but the vocabulary. Default None: the compiler may shard states along
@@ -71,14 +72,15 @@ def make_policy(
             default grouped.
 
     Raises:
-        ValueError: splash without a mesh, in float64, or on a mesh whose "tensor" axis does not divide the heads.
+        ValueError: another than xla without a mesh, in float64, or on a mesh whose "tensor" axis does not divide the
+            heads; cudnn in another dtype than bfloat16.
     """
     compute = jnp.dtype(compute_dtype)
     stream = jnp.promote_types(compute, jnp.float32)
-    if attention == "splash":
+    if attention != "xla":
         if mesh is None:
-            raise ValueError("attention: splash runs per device of a mesh, got mesh=None; give mesh= or use xla")
-        check_splash(cfg.num_attention_heads, compute, mesh)
+            raise ValueError(f"attention: {attention} runs per device of a mesh, got mesh=None; give mesh= or use xla")
+        check_splash(cfg.num_attention_heads, compute, mesh, attention)
     divided = mesh is not None and mesh.shape.get("tensor", 1) * mesh.shape.get("expert", 1) > 1
     place = partial(_placed, mesh) if mesh is not None and mesh.size > 1 else lambda x, *axes: x
 
@@ -135,8 +137,8 @@ def make_policy(
         stores = [c for c in (prefix, filled) if c is not None]
         long = new >= LANES or prefix is None or prefix.valid.shape[0] == valid.shape[0]
         plain = filled is None and visible is None and long
-        if attention == "splash" and mesh is not None and plain:
-            mixer, read = causal_mixer([written(c) for c in stores], valid, mesh), lambda cache, kv: kv
+        if attention != "xla" and mesh is not None and plain:
+            mixer, read = causal_mixer([written(c) for c in stores], valid, mesh, attention), lambda cache, kv: kv
         else:
             masks = [written(c)[:, None, :] for c in stores]
             if visible is not None:  # of the prefix, by row and query

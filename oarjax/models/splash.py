@@ -1,8 +1,9 @@
-"""Compute causal self-attention with Pallas' TPU kernels ("splash attention"), forward and reverse, over a mesh.
+"""Compute causal self-attention in blocks, forward and reverse, over a mesh: with Pallas' TPU kernels or without.
 
-It saves memory and time over ``attention.attend``: scores exist for one block at a time, forward and backward, and
-blocks above the diagonal are skipped. On TPUs the kernels are compiled; elsewhere Pallas' interpreter runs them, far
-too slowly for anything but tests.
+It saves memory and time over ``attention.attend``: scores exist for one block at a time, forward and backward.
+``splash`` are Pallas' TPU kernels ("splash attention"), which skip blocks above the diagonal as well; on TPUs they are
+compiled, elsewhere Pallas' interpreter runs them, far too slowly for anything but tests. ``blocked`` is plain XLA, 128
+queries at a time, on every platform. ``cudnn`` are NVIDIA's kernels, in bfloat16: untried, no test has a GPU.
 
 Derivatives. The public kernel has reverse mode only, and OAR-G needs a linearisation as well. So a derivative here is
 a ``linear_pair``: cotangents go through the kernel's own backward pass (dq, and dk with dv), which reuses what the
@@ -33,12 +34,15 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from oarjax.models.attention import BlockedKind
 from oarjax.models.linear_pair import linear_pair
 from oarjax.models.precision import full_precision, precision_of
 
 LANES = 128
 EFFICIENCY = {LANES: 0.5, 256: 0.64, 384: 0.8, 512: 0.9, 640: 0.93}
 """Block -> share of the matrix unit's peak: assumed until measured (``oarjax accept`` times blocks of 128 and 512)."""
+CUDNN = "cudnn"
+"""Implementation of ``jax.nn.dot_product_attention``; a test without a GPU takes another."""
 HEADS = "tensor"
 """Mesh axis that shards heads; all others shard rows."""
 
@@ -51,6 +55,7 @@ def splash(
     *,
     mesh: Mesh,
     blocks: tuple[int, int] | None = None,
+    kernel: BlockedKind = "splash",
 ) -> Float[Array, "B N heads h"]:
     """Compute softmax(q k^T / sqrt(h)) v like ``attend`` for the M - N keys of a prefix and the N queries' own.
 
@@ -59,27 +64,27 @@ def splash(
     the product with v are float32 inside the kernel.
 
     Rows are sharded over the axes of ``mesh`` other than "tensor" (padded to divide), heads over "tensor", with key
-    heads repeated only as far as needed. ``blocks`` of queries and keys: None, by ``block_of``.
+    heads repeated only as far as needed. ``blocks`` of queries and keys: None, by ``block_of``; 128 but for splash.
 
     Raises:
         ValueError: "tensor" does not divide the heads, or float64.
     """
     rows, new, heads, width = q.shape
     keys, kv = k.shape[1:3]
-    check_splash(heads, k.dtype, mesh)
+    check_splash(heads, k.dtype, mesh, kernel)
     tensor = mesh.shape.get(HEADS, 1)
     repeats = _key_repeats(heads, kv, tensor)
     sees = jnp.cumsum(valid, axis=1)[:, keys - new :] > 0
     # Equal ids see each other: 1 for real keys and queries that see one. Padding sees padding, so no softmax is empty.
     ids_q, ids_k = sees.astype(jnp.int32), valid.astype(jnp.int32)
     parts = mesh.size // tensor
-    block_q, block_k = blocks or (block_of(new), block_of(keys))
+    block_q, block_k = blocks or ((block_of(new), block_of(keys)) if kernel == "splash" else (LANES, LANES))
 
     def heads_first(x: Array, block: int) -> Array:
         return _pad(x.transpose(0, 2, 1, 3), (parts, 1, block, 1))
 
     scaled = (q * jnp.asarray(width**-0.5, q.dtype)).astype(k.dtype)
-    out = _attention(mesh, keys - new, block_q, block_k)(
+    out = _attention(mesh, keys - new, block_q, block_k, kernel)(
         heads_first(scaled, block_q),
         heads_first(jnp.repeat(k, repeats, axis=2), block_k),
         heads_first(jnp.repeat(v, repeats, axis=2), block_k),
@@ -90,7 +95,9 @@ def splash(
     return jnp.where(sees[:, :, None, None], out, 0)
 
 
-def causal_mixer(written: Sequence[Array], valid: Bool[Array, "B N"], mesh: Mesh) -> Callable[..., Array]:
+def causal_mixer(
+    written: Sequence[Array], valid: Bool[Array, "B N"], mesh: Mesh, kernel: BlockedKind = "splash"
+) -> Callable[..., Array]:
     """Return a function (stored keys and values, q, own k, own v) -> attention, causal among the new."""
     rows = valid.shape[0]
 
@@ -103,27 +110,29 @@ def causal_mixer(written: Sequence[Array], valid: Bool[Array, "B N"], mesh: Mesh
 
     def mix(stored: Sequence[tuple[Array, Array]], q: Array, k: Array, v: Array) -> Array:
         keys, values = joined([each for each, _ in stored], k), joined([each for _, each in stored], v)
-        return splash(q, keys, values, seen, mesh=mesh)
+        return splash(q, keys, values, seen, mesh=mesh, kernel=kernel)
 
     return mix
 
 
-def check_splash(heads: int, dtype: DTypeLike, mesh: Mesh) -> None:
+def check_splash(heads: int, dtype: DTypeLike, mesh: Mesh, kernel: BlockedKind = "splash") -> None:
     """Raise for inputs that ``splash`` does not support.
 
     Raises:
-        ValueError: "tensor" does not divide the heads, or float64.
+        ValueError: "tensor" does not divide the heads, float64, or for cudnn not bfloat16.
     """
     if jnp.dtype(dtype) == jnp.float64:
-        raise ValueError("attention: splash computes in float32, got float64; use xla")
+        raise ValueError(f"attention: {kernel} computes in float32, got float64; use xla")
+    if kernel == "cudnn" and jnp.dtype(dtype) != jnp.bfloat16:
+        raise ValueError(f"attention: cudnn multiplies in bfloat16, got {jnp.dtype(dtype)}; use blocked")
     if heads % mesh.shape.get(HEADS, 1):
         raise ValueError(
-            f"attention: splash gives every device whole heads, got {heads} heads on mesh axis {HEADS} = "
+            f"attention: {kernel} gives every device whole heads, got {heads} heads on mesh axis {HEADS} = "
             f"{mesh.shape[HEADS]}; use a size that divides them, or xla"
         )
 
 
-def _attention(mesh: Mesh, offset: int, block_q: int, block_k: int) -> Any:
+def _attention(mesh: Mesh, offset: int, block_q: int, block_k: int, kernel: BlockedKind) -> Any:
     """Return a function (q [B heads N h], k, v [B kv M h], ids of q [B N], of k [B M]) -> [B heads N h], all padded."""
     row = tuple(axis for axis in mesh.axis_names if axis != HEADS)
     whole = PartitionSpec(row, HEADS if HEADS in mesh.axis_names else None)
@@ -131,10 +140,10 @@ def _attention(mesh: Mesh, offset: int, block_q: int, block_k: int) -> Any:
     specs = (whole, whole, whole, ids, ids)
     # Everything outside the kernels is plain XLA, so only the kernels depend on the platform.
     interpret = mesh.devices.flat[0].platform != "tpu"
+    pallas = partial(device_kernel, block_q=block_q, block_k=block_k, interpret=interpret)
+    on_device = {"splash": pallas, "blocked": blocked_kernel, "cudnn": cudnn_kernel}[kernel]
     divide = partial(jax.shard_map, mesh=mesh, out_specs=whole, check_vma=False)
-    forward: Any = divide(
-        partial(device_kernel, offset=offset, block_q=block_q, block_k=block_k, interpret=interpret), in_specs=specs
-    )
+    forward: Any = divide(partial(on_device, offset=offset), in_specs=specs)
     push: Any = divide(partial(_push, offset=offset), in_specs=(*specs, *(whole,) * 4))
     attention = jax.custom_jvp(forward)
 
@@ -191,6 +200,46 @@ def device_kernel(
     return out
 
 
+def blocked_kernel(
+    q: Float[Array, "B heads N h"],
+    k: Float[Array, "B kv M h"],
+    v: Float[Array, "B kv M h"],
+    ids_q: Int[Array, "B N"],
+    ids_k: Int[Array, "B M"],
+    *,
+    offset: int,
+) -> Float[Array, "B heads N h"]:
+    """Compute attention for the rows and heads of one device, one block of queries at a time, again when it is pulled.
+
+    Scores are [B, heads, block, M].
+    """
+
+    @jax.checkpoint
+    def attend_block(block: Any) -> Array:
+        first, ids, q = block
+        p = _probabilities(first + offset, ids, q, k, ids_k)
+        return _product(q.dtype)("bkgnm,bkmh->bkgnh", p.astype(v.dtype), v).astype(q.dtype)
+
+    return _joined(jax.lax.map(attend_block, (*_starts(ids_q), _split(q, k.shape[1]))))
+
+
+def cudnn_kernel(
+    q: Float[Array, "B heads N h"],
+    k: Float[Array, "B kv M h"],
+    v: Float[Array, "B kv M h"],
+    ids_q: Int[Array, "B N"],
+    ids_k: Int[Array, "B M"],
+    *,
+    offset: int,
+) -> Float[Array, "B heads N h"]:
+    """Compute attention for the rows and heads of one device with cuDNN, from a mask [B, 1, N, M]."""
+    causal = jnp.arange(q.shape[2])[:, None] + offset >= jnp.arange(k.shape[2])
+    mask = (causal & (ids_q[:, :, None] == ids_k[:, None, :]))[:, None]
+    points = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+    out = jax.nn.dot_product_attention(*points, mask=mask, scale=1.0, implementation=CUDNN)
+    return out.transpose(0, 2, 1, 3)
+
+
 def _push(
     q: Float[Array, "B heads N h"],
     k: Float[Array, "B kv M h"],
@@ -208,29 +257,54 @@ def _push(
 
     It takes a block of queries at a time: scores are [B, heads, block, M].
     """
-    rows, heads, new, width = q.shape
-    kv, keys = k.shape[1:3]
-    blocks = new // LANES
-    product = partial(jnp.einsum, precision=precision_of(q.dtype), preferred_element_type=jnp.float32)
-
-    def split(x: Array) -> Array:
-        return jnp.moveaxis(x.reshape(rows, kv, heads // kv, blocks, LANES, width), 3, 0)
+    kv, product = k.shape[1], _product(q.dtype)
 
     def tangent_of(block: Any) -> Array:
         first, ids, q, out, dq = block
-        seen = first + jnp.arange(LANES)[:, None] + offset >= jnp.arange(keys)
-        seen = (seen & (ids[:, :, None] == ids_k[:, None, :]))[:, None, None]
-        scores = jnp.where(seen, product("bkgnh,bkmh->bkgnm", q, k), jnp.finfo(jnp.float32).min)
-        p = jax.nn.softmax(scores, axis=-1)
+        p = _probabilities(first + offset, ids, q, k, ids_k)
         change = p * (product("bkgnh,bkmh->bkgnm", dq, k) + product("bkgnh,bkmh->bkgnm", q, dk))
         moved = product("bkgnm,bkmh->bkgnh", p.astype(v.dtype), dv)
         moved += product("bkgnm,bkmh->bkgnh", change.astype(v.dtype), v)
         return (moved - change.sum(-1, keepdims=True) * out).astype(out.dtype)
 
-    first = jnp.arange(blocks) * LANES
-    ids = jnp.moveaxis(ids_q.reshape(rows, blocks, LANES), 1, 0)
-    moved = jax.lax.map(tangent_of, (first, ids, split(q), split(out), split(dq)))
-    return jnp.moveaxis(moved, 0, 3).reshape(rows, heads, new, width)
+    return _joined(jax.lax.map(tangent_of, (*_starts(ids_q), *(_split(x, kv) for x in (q, out, dq)))))
+
+
+def _probabilities(
+    first: Int[Array, ""],
+    ids: Int[Array, "B block"],
+    q: Float[Array, "B kv group block h"],
+    k: Float[Array, "B kv M h"],
+    ids_k: Int[Array, "B M"],
+) -> Float[Array, "B kv group block M"]:
+    """Compute the softmax of a block of queries, the first of which may see the keys up to ``first``."""
+    seen = first + jnp.arange(LANES)[:, None] >= jnp.arange(k.shape[2])
+    seen = (seen & (ids[:, :, None] == ids_k[:, None, :]))[:, None, None]
+    scores = jnp.where(seen, _product(q.dtype)("bkgnh,bkmh->bkgnm", q, k), jnp.finfo(jnp.float32).min)
+    return jax.nn.softmax(scores, axis=-1)
+
+
+def _product(dtype: DTypeLike) -> Callable[..., Array]:
+    """Return the matrix products of operands of this dtype, which add up in float32."""
+    return partial(jnp.einsum, precision=precision_of(dtype), preferred_element_type=jnp.float32)
+
+
+def _starts(ids_q: Int[Array, "B N"]) -> tuple[Int[Array, "blocks"], Int[Array, "blocks B block"]]:
+    """Return the first query of each block, and the ids of its queries."""
+    blocks = ids_q.shape[1] // LANES
+    return jnp.arange(blocks) * LANES, jnp.moveaxis(ids_q.reshape(-1, blocks, LANES), 1, 0)
+
+
+def _split(x: Float[Array, "B heads N h"], kv: int) -> Float[Array, "blocks B kv group block h"]:
+    """Divide queries into blocks, by key head."""
+    rows, heads, new, width = x.shape
+    return jnp.moveaxis(x.reshape(rows, kv, heads // kv, new // LANES, LANES, width), 3, 0)
+
+
+def _joined(blocks: Float[Array, "blocks B kv group block h"]) -> Float[Array, "B heads N h"]:
+    """Invert ``_split``."""
+    count, rows, kv, group, size, width = blocks.shape
+    return jnp.moveaxis(blocks, 0, 3).reshape(rows, kv * group, count * size, width)
 
 
 def _key_repeats(heads: int, kv: int, tensor: int) -> int:

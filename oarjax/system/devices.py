@@ -29,12 +29,16 @@ PEAK_FLOPS = {  # dense bf16, per jax device, from the vendors' data sheets
     **{kind: CHIPS[chip].flops for kind, chip in TPU_KINDS.items()},
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA L4": 121e12,
     "NVIDIA A100-SXM4-80GB": 312e12,
     "NVIDIA A100-SXM4-40GB": 312e12,
 }
 GPU_BANDWIDTH = {  # of their memory, bytes per second, from the same sheets
     "NVIDIA H100 80GB HBM3": 3350e9,
     "NVIDIA H200": 4800e9,
+    "NVIDIA B200": 8000e9,
+    "NVIDIA L4": 300e9,
     "NVIDIA A100-SXM4-80GB": 2039e9,
     "NVIDIA A100-SXM4-40GB": 1555e9,
 }

@@ -104,6 +104,30 @@ def test_forward_and_derivatives_equal_plain_attention(width, prefix):
     assert not np.asarray(found[0])[0, :9].any(), "queries that see nothing give 0"
 
 
+@pytest.mark.parametrize("kernel", ["blocked", "cudnn"])
+def test_kernels_of_other_platforms_equal_plain_attention(kernel, monkeypatch):
+    """Without a GPU the mask that cuDNN would get is given to XLA; the derivatives' plumbing is the same."""
+    monkeypatch.setattr("oarjax.models.splash.CUDNN", "xla")
+    monkeypatch.setattr("oarjax.models.splash.check_splash", lambda *_: None)  # float32
+    points, tangents, valid = problem(64, PREFIX)
+    expected = everything(lambda *x: plain(x[0], x[1], x[2], valid, PREFIX))(points, tangents)
+    found = everything(lambda *x: splash(x[0], x[1], x[2], valid, mesh=mesh_of(1, 1), kernel=kernel))(points, tangents)
+    assert largest_error(expected, found) < 1e-5
+
+
+def test_blocked_attention_holds_the_scores_of_one_block():
+    """Temporaries of a gradient over 2,048 tokens: the plain form's grow with the square of the length."""
+    shape = jax.ShapeDtypeStruct((1, 2048, 1, 8), jnp.float32)
+
+    def bytes_of(f):
+        gradient = jax.jit(jax.grad(lambda q, k, v: jnp.sum(f(q, k, v)), argnums=(0, 1, 2)))
+        return gradient.lower(shape, shape, shape).compile().memory_analysis().temp_size_in_bytes
+
+    valid = jnp.ones((1, 2048), bool)
+    blocked = bytes_of(lambda *x: splash(*x, valid, mesh=mesh_of(1), kernel="blocked"))
+    assert blocked < 0.25 * bytes_of(lambda *x: plain(*x, valid, 0))
+
+
 @pytest.mark.slow
 def test_rows_that_share_a_prefix_read_it_as_their_own():
     """Two rows behind one prefix, beside the segments of plain attention; gradients of the prefix add up over rows."""
@@ -165,7 +189,7 @@ def mesh_on(platform: str, **shape: int) -> Any:
 
 
 def test_auto_goes_by_the_devices_of_the_mesh(unchecked):
-    assert [attention_for("auto", mesh_on(name)) for name in ("tpu", "gpu", "cpu")] == ["splash", "xla", "xla"]
+    assert [attention_for("auto", mesh_on(name)) for name in ("tpu", "gpu", "cpu")] == ["splash", "blocked", "xla"]
     assert attention_for("xla", mesh_on("tpu")) == "xla"
     assert attention_for("splash", mesh_on("cpu")) == "splash"
 
@@ -176,6 +200,8 @@ def test_what_splash_cannot_do_is_refused(unchecked):
         make_policy(model, attention="splash")
     with pytest.raises(ValueError, match="splash computes in float32, got float64; use xla"):
         make_policy(model, attention="splash", compute_dtype=jnp.float64, mesh=mesh_of(1))
+    with pytest.raises(ValueError, match="cudnn multiplies in bfloat16, got float32; use blocked"):
+        make_policy(model, attention="cudnn", mesh=mesh_of(1))
     with pytest.raises(ValueError, match="4 heads on mesh axis tensor = 3; use a size that divides them, or xla"):
         make_policy(model, attention="splash", mesh=mesh_on("tpu", tensor=3))
 

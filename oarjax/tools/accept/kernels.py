@@ -28,7 +28,7 @@ SMALL = ((64, 130, 128), (128, 130, 128))
 def attention(s: StageSetting) -> list[Check]:
     """Compare splash with plain attention, and their times; a CPU interprets the kernels at one small size."""
     if s.platform == "gpu":
-        return [not_applicable("splash attention", "its kernels are for TPUs; GPUs use plain attention")]
+        return [not_applicable("splash attention", "its kernels are for TPUs; GPUs take blocks of XLA")]
     checks = []
     for width, length, block in SMALL if s.small else CASES:
         checks += _compare(s, width, length, block)

@@ -293,7 +293,7 @@ def document(
         "mesh": mesh,
         "versions": results[0]["versions"],
         "remat": cfg.policy.remat,
-        "attention": "xla" if cfg.policy.attention == "xla" else "splash",
+        "attention": "splash" if cfg.policy.attention == "auto" else cfg.policy.attention,
         "credit": cfg.credit.method,
         "shapes": s._asdict(),
         "prompts": prompt_costs(model, s, largest_work(model, cfg, credit), credit),
