@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from oarjax.data.tokenizer import load_tokenizer
 from oarjax.environments import contract
 from oarjax.environments.contract import TurnOutcome, begin, finish, fits, load_environment, play, tool_schemas
 from oarjax.errors import ConfigError, UserError
@@ -195,3 +196,19 @@ def test_types_of_arguments():
     good = [(1, int), (1, float), (None, int | None), ([1], list[int]), ({}, dict[str, int]), ("a", "a"), (3, object)]
     assert all(fits(value, hint) for value, hint in good)
     assert not any(fits(value, hint) for value, hint in [(1.0, int), (True, float), ("1", int | None), ({}, list)])
+
+
+def test_observations_are_as_qwens_template_writes_results_of_tools(shared):
+    tokenizer = load_tokenizer(shared / "tokenizer")
+    environment = load("Tooled")
+    turn = f"I take two.\n{call('take', amount=1)}\n{call('take', amount=2)}"
+    observation = play(environment, begin(environment, {}, 0), turn, seed=0, turn=1).text
+    chat = [
+        {"role": "user", "content": "Take two."},
+        {"role": "assistant", "content": turn},
+        *({"role": "tool", "content": f"{amount} 1.0 None"} for amount in (1, 2)),
+    ]
+    text = tokenizer.apply_chat_template(chat, tools=tool_schemas(environment), tokenize=False)
+    assert isinstance(text, str)
+    assert text.endswith(f"{turn}<|im_end|>\n<|im_start|>user\n{observation}<|im_end|>\n")
+    assert '{"name": <function-name>, "arguments": <args-json-object>}' in text  # as ``CALL`` reads it
