@@ -80,7 +80,7 @@ class EndedRows(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """Counts of draws that add up."""
+    """Counts of draws that add up, and differences of which the largest stays."""
 
     steps: float = 0
     tokens: float = 0.0
@@ -89,14 +89,20 @@ class Spent(NamedTuple):
     slots_read: float = 0  # slots of the rows' own caches, step by step
     redrawn: float = 0  # rows drawn again because the record of their batch was not complete
     syncing: float = 0.0  # seconds in which an engine was given weights and probed
+    gap_mean: float = 0.0  # of the probe's log-probs: the engine's and our own, in nats
+    gap_p99: float = 0.0
+    gap_max: float = 0.0
 
     def plus(self, other: Spent) -> Spent:
-        return Spent(*(a + b for a, b in zip(self, other)))
+        both = zip(self._fields, self, other)
+        return Spent(*(max(a, b) if name.startswith("gap") else a + b for name, a, b in both))
 
     def metrics(self) -> dict[str, float]:
         """Return decode steps, the share of their rows that were unfinished, and the share of slots read in vain."""
-        rare = {"rows_redrawn": self.redrawn, "sync_seconds": self.syncing}
-        measured = {name: float(value) for name, value in rare.items() if value}
+        measured = {"rows_redrawn": float(self.redrawn)} if self.redrawn else {}
+        if self.syncing:
+            gaps = {"sync_gap": self.gap_mean, "sync_gap/p99": self.gap_p99, "sync_gap/max": self.gap_max}
+            measured |= {"sync_seconds": self.syncing, **gaps}
         if self.steps == 0:
             return {"decode_steps": 0.0, **measured}
         return measured | {

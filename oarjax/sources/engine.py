@@ -189,11 +189,8 @@ class EngineSource:
             raise EngineError(f"rollout.engine: {failure}; the server needs VLLM_SERVER_DEV_MODE=1 to take weights")
 
     def spent(self) -> Spent:
-        """Return the seconds of syncs since the last call; other counts the engine keeps."""
-        if self._sync is None:
-            return Spent()
-        seconds, self._sync.seconds = self._sync.seconds, 0.0
-        return Spent(syncing=seconds)
+        """Return what syncs took since the last call; other counts the engine keeps."""
+        return Spent() if self._sync is None else self._sync.spent()
 
     def close(self) -> None:
         """Stop waiting for replies."""

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float, Key
 
 from oarjax.errors import UserError
-from oarjax.rollout.source import Batch, Request, Turn, rollout_of
+from oarjax.rollout.source import Batch, Request, Spent, Turn, rollout_of
 from oarjax.types import Params
 
 NOISE = 0.5
@@ -78,7 +78,7 @@ class Sync:
     ) -> None:
         self._weights, self._reload, self._ask, self._drill, self._say = weights, reload, ask, drill, say
         self._pushes = self._syncs = 0
-        self.seconds = 0.0
+        self._spent = Spent()
 
     def push(self, params: Params) -> None:
         """Give the engine these weights, and probe it; with a drill before, if one is due.
@@ -94,16 +94,23 @@ class Sync:
             self._check(shaken, "a drill's weights", others=dict(mixtures(shaken, plain)))
             del shaken
         self._put(plain)
-        self._check(plain, "the policy's weights", others={})
+        gaps = self._check(plain, "the policy's weights", others={})
         self._syncs += 1
-        self.seconds += time.perf_counter() - began
+        gap_mean, gap_p99, gap_max = float(gaps.mean()), float(np.quantile(gaps, 0.99)), float(gaps.max())
+        spent = Spent(syncing=time.perf_counter() - began, gap_mean=gap_mean, gap_p99=gap_p99, gap_max=gap_max)
+        self._spent = self._spent.plus(spent)
+
+    def spent(self) -> Spent:
+        """Return the seconds of syncs since the last call, and what their probes found."""
+        spent, self._spent = self._spent, Spent()
+        return spent
 
     def _put(self, params: Params) -> None:
         self._reload(self._weights.write(params, self._pushes % 2))
         self._pushes += 1
 
-    def _check(self, params: Params, what: str, others: dict[str, Callable[[], Params]]) -> None:
-        """Compare the engine's log-probs with those of these params.
+    def _check(self, params: Params, what: str, others: dict[str, Callable[[], Params]]) -> Float[np.ndarray, "n"]:
+        """Return the differences of the engine's log-probs from those of these params.
 
         Args:
             others: the same params, but each with a tensor that an engine might have kept.
@@ -135,6 +142,7 @@ class Sync:
                 f"rollout.engine: a drill does not see whether the engine keeps {', '.join(hidden)}: noise there moves "
                 f"log-probs by less than the {allowed:.2g} nats that its dtype may cost"
             )
+        return np.abs(engine - exact)
 
 
 def mean_gap(a: Float[np.ndarray, "n"], b: Float[np.ndarray, "n"]) -> float:

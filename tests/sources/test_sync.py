@@ -22,7 +22,7 @@ from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.weights import abstract_params
 from oarjax.report.files import read_metrics
-from oarjax.rollout.source import Batch
+from oarjax.rollout.source import Batch, Spent
 from oarjax.run.served import Served, served_weights
 from oarjax.sources import engine as module
 from oarjax.sources.engine import EngineError, EngineSource
@@ -110,7 +110,10 @@ def test_an_engine_that_reloads_draws_with_the_new_weights(world, kind, tmp_path
         turns = source.draw(batch())
         assert {int(v) for turn in turns for v in turn.versions} == {version}
         if not version:
-            assert source.spent().metrics()["sync_seconds"] > 0
+            metrics = source.spent().metrics()
+            assert metrics["sync_seconds"] > 0
+            assert 0 <= metrics["sync_gap"] <= metrics["sync_gap/p99"] <= metrics["sync_gap/max"] < 1e-4
+            assert source.spent() == Spent()
     reload = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/resume"]
     probe, draws = ["/inference/v1/generate"] * 8, ["/inference/v1/generate"] * 4
     assert server.paths == [*reload, *probe, *reload, *probe, *draws, *reload, *probe, *draws]  # one drill
