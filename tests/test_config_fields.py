@@ -154,6 +154,7 @@ def dataset(where: str) -> dict[str, Field]:
         f"{where}.columns": Field(["second"], sees, file),
         f"{where}.limit": Field(2, sees),
         f"{where}.arithmetic.terms": Field(3, sees),
+        f"{where}.system_prompt": Field("1", sees),
         f"{where}.forks.kind": Field("chain", sees, forks),
         f"{where}.stories.highest": Field(30, sees, stories),
     }
@@ -170,6 +171,14 @@ def dataset(where: str) -> dict[str, Field]:
         f"{where}.stories.written": Field(0.0, sees, stories | {f"{where}.split": "sft"}),
         f"{where}.stories.seed": Field(1, sees, stories),
     }
+    mixed, both = {"data.mixture.source": "rows.jsonl"}, {"grading.rewards": [{"name": "math"}, {"name": "exact"}]}
+    if where == "sft.data":
+        shown[f"{where}.rewards"] = Field(["math"], sees, error="sft.data.rewards: the warm start grades nothing")
+    else:
+        shown[f"{where}.rewards"] = Field(["math"], sees, both)
+    shown[f"{where}.weight"] = Field(3.0, command, mixed)
+    if where != "data.train":
+        shown[f"{where}.weight"] = Field(3.0, sees, mixed, error=f"{where}.weight: has no effect outside a mixture")
     return shown | (of_a_task if where == "data.train" else dict.fromkeys(of_a_task, SEEN_IN_TRAIN))
 
 
@@ -242,6 +251,13 @@ def fields() -> dict[str, Field]:
         **dataset("data.train"),
         **dataset("data.eval"),
         **dataset("sft.data"),
+        **{name.replace("train", "mixture"): SEEN_IN_TRAIN for name in dataset("data.train")},
+        "data.mixture.source": Field("rows.jsonl", data),
+        "data.mixture.weight": Field(3.0, command, {"data.mixture.source": "rows.jsonl"}),
+        "data.difficulty.easy_above": Field(0.5, thinned),
+        "data.difficulty.easy_share": Field(0.75, thinned, {"data.difficulty": {"easy_above": 0.5}}),
+        "data.difficulty.hard_below": Field(0.5, thinned),
+        "data.difficulty.hard_share": Field(0.75, thinned, {"data.difficulty": {"hard_below": 0.5}}),
         "data.template": Field("chat", data, error="no chat template; set data.template to plain"),
         "data.system_prompt": Field("1", data),
         "data.thinking": Field(False, data, error="data.thinking: needs data.template = chat"),
@@ -583,7 +599,12 @@ def data(cfg: Config, *, where: str = "data.train") -> Any:
     """The ids and answers that a dataset section comes to."""
     run = build(cfg)
     encoded = {"data.train": run.train, "data.eval": run.held_out, "sft.data": run.pairs}[where]
-    return encoded.prompts, encoded.completions, [(p.answer, p.columns) for p in encoded.problems], encoded.dropped
+    return (
+        encoded.prompts,
+        encoded.completions,
+        [(p.answer, p.columns, p.rewards) for p in encoded.problems],
+        encoded.dropped,
+    )
 
 
 def gradients(cfg: Config) -> Any:
@@ -773,6 +794,13 @@ def remembered(cfg: Config) -> Any:
     for reward in (0.0, 1.0):
         history.add(np.zeros(1, np.int32), np.array([reward]))
     return history.state()
+
+
+def thinned(cfg: Config) -> float | None:
+    """The share of its turns in which a problem of mean reward 1/2 is drawn."""
+    history, pools = oarjax.training.trainer.history_of(cfg.advantage), cfg.data.difficulty
+    history.add(np.zeros(1, np.int32), np.array([0.0, 1.0]))
+    return None if pools is None else oarjax.training.trainer.drawn_shares(history, pools)(0)
 
 
 def references(cfg: Config) -> Any:
@@ -971,6 +999,9 @@ def seen():
 def change(tree: dict[str, Any], path: str, value: Any) -> None:
     if path.startswith("grading.rewards."):
         tree["grading"]["rewards"][0][path.rpartition(".")[2]] = value
+        return
+    if path.startswith("data.mixture."):
+        tree["data"].setdefault("mixture", [{}])[0][path.rpartition(".")[2]] = value
         return
     *parents, leaf = path.split(".")
     for name in parents:

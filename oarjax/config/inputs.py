@@ -103,6 +103,15 @@ class DatasetConfig(Section):
     revision: str | None = Field(default=None, description="hub revision (commit, tag or branch) of the dataset")
     prompt_field: str = Field(default="question", description="column of the problems")
     answer_field: str = Field(default="answer", description="column of the reference answers")
+    weight: Annotated[float, Field(gt=0)] = Field(
+        default=1.0, description="turns among the data sets of data.mixture, relative to the other weights"
+    )
+    rewards: tuple[Word, ...] = Field(
+        default=(), description="names of grading.rewards that grade these problems; [] = all of them"
+    )
+    system_prompt: str | None = Field(
+        default=None, description="system message of these problems in place of data.system_prompt; null = that"
+    )
     columns: tuple[Word, ...] | Literal["all"] = Field(
         default="all", description="columns that rewards see in Sample.columns; all: every column that JSON can hold"
     )
@@ -112,8 +121,23 @@ class DatasetConfig(Section):
     stories: StoriesConfig = Field(default=StoriesConfig(), description="problems of builtin:stories")
 
 
+class DifficultyConfig(Section):
+    """Pools of problems by the mean of their rewards in earlier iterations, faded by advantage.discount."""
+
+    easy_above: float | None = Field(default=None, description="mean reward from which a problem is easy; null = none")
+    easy_share: Share = Field(default=0.25, description="share of its turns in which an easy problem is drawn")
+    hard_below: float | None = Field(default=None, description="mean reward up to which a problem is hard; null = none")
+    hard_share: Share = Field(default=0.25, description="share of its turns in which a hard problem is drawn")
+
+
 class DataConfig(Section):
     train: DatasetConfig
+    mixture: tuple[DatasetConfig, ...] = Field(
+        default=(), description="more data sets to train on, each with weight, rewards and system_prompt of its own"
+    )
+    difficulty: DifficultyConfig | None = Field(
+        default=None, description="draw easy and hard problems less often; null = off"
+    )
     eval: DatasetConfig | None = Field(default=None, description="held-out problems; null = no evaluation")
     template: Literal["chat", "plain"] = Field(
         default="chat", description="chat: the tokenizer's chat template; plain: the prompt unchanged"

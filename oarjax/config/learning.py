@@ -136,7 +136,8 @@ class AdvantageConfig(Section):
     )
     discount: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0,
-        description="of method problem: each time a problem comes again, its earlier rewards weigh this much less",
+        description="of method problem and data.difficulty: each time a problem comes again, its earlier rewards weigh "
+        "this much less",
     )
     soft: Literal["off", "reward", "split"] = Field(
         default="off",

@@ -12,7 +12,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from oarjax.config.changes import changed, explain
-from oarjax.config.inputs import BUILTIN_POLICIES, DataConfig, DistributedConfig, MeshConfig, PolicyConfig
+from oarjax.config.inputs import (
+    BUILTIN_POLICIES,
+    DataConfig,
+    DifficultyConfig,
+    DistributedConfig,
+    MeshConfig,
+    PolicyConfig,
+)
 from oarjax.config.learning import (
     AdvantageConfig,
     GradingConfig,
@@ -56,6 +63,45 @@ def check_paths(tree: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{name}: {problem}"
         if isinstance(value, str) and value.startswith("~") and os.path.expanduser(value) == value:
             yield f"{name}: {value} names the home folder of a user unknown to this machine; write out the path"
+
+
+def check_mixture(
+    data: DataConfig, grading: GradingConfig, advantage: AdvantageConfig, sft: SFTConfig | None
+) -> Iterator[str]:
+    """Report weights and rewards of data sets that nothing reads, or that contradict the rewards."""
+    names = [reward.name for reward in grading.rewards]
+    parts = {"data.train": data.train, "data.eval": data.eval}
+    parts |= {f"data.mixture.{number}": part for number, part in enumerate(data.mixture)}
+    for where, part in parts.items():
+        if part is not None and (unknown := [name for name in part.rewards if name not in names]):
+            yield f"{where}.rewards: {unknown[0]} is not in grading.rewards, only {', '.join(names)}; correct or add it"
+        if part is not None and part.rewards and advantage.method == "gdpo":
+            yield f"{where}.rewards: gdpo normalises each reward over all rows; set [], or another advantage.method"
+    if data.eval is not None and data.eval.rewards and names[0] not in data.eval.rewards:
+        yield f"data.eval.rewards: the first of grading.rewards, {names[0]}, decides pass@1; name it too"
+    alone = {"data.eval": data.eval, "sft.data": sft and sft.data, "data.train": None if data.mixture else data.train}
+    for where, part in alone.items():
+        if part is not None and part.weight != 1:
+            yield f"{where}.weight: has no effect outside a mixture, got {part.weight}; set 1, or add data.mixture"
+    if sft is not None and sft.data.rewards:
+        yield "sft.data.rewards: the warm start grades nothing; set []"
+
+
+def check_difficulty(pools: DifficultyConfig | None, rollout: RolloutConfig) -> Iterator[str]:
+    """Report pools that hold no problem, or all, or that nothing reads."""
+    if pools is None:
+        return
+    if rollout.recorded:
+        yield "data.difficulty: rollouts of files come in their own order; set null, or leave rollout.from out"
+    default, easy, hard = DifficultyConfig(), pools.easy_above, pools.hard_below
+    if easy is None and hard is None:
+        yield "data.difficulty: needs easy_above or hard_below; set one, or data.difficulty=null"
+    if easy is None and pools.easy_share != default.easy_share:
+        yield "data.difficulty.easy_share: has no effect without easy_above; set it, or leave easy_share out"
+    if hard is None and pools.hard_share != default.hard_share:
+        yield "data.difficulty.hard_share: has no effect without hard_below; set it, or leave hard_share out"
+    if easy is not None and hard is not None and hard >= easy:
+        yield f"data.difficulty.hard_below: expected less than easy_above = {easy}, got {hard}; lower it"
 
 
 def check_policy(policy: PolicyConfig) -> Iterator[str]:
@@ -102,7 +148,9 @@ def check_batches(rollout: RolloutConfig, update: UpdateConfig, sft: SFTConfig |
         yield f"sft.microbatch: {sft.microbatch} does not divide sft.batch = {sft.batch}"
 
 
-def check_advantages(advantage: AdvantageConfig, group_size: int, update: UpdateConfig) -> Iterator[str]:
+def check_advantages(
+    advantage: AdvantageConfig, group_size: int, update: UpdateConfig, *, pools: bool = False
+) -> Iterator[str]:
     """Report advantages whose fields contradict each other, the size of groups, or the groups that are dropped."""
     a = advantage
     if a.function is not None and a != AdvantageConfig(function=a.function):
@@ -116,8 +164,11 @@ def check_advantages(advantage: AdvantageConfig, group_size: int, update: Update
         yield f"advantage.scale: problem, and {a.method} keeps no earlier rewards; set method=problem, or another scale"
     if a.leave_one_out and not whole:
         yield f"advantage.leave_one_out: read for methods batch and problem, got {a.method}; set false, or method=batch"
-    if a.discount != 1 and a.method != "problem":
-        yield f"advantage.discount: read for method problem only, got {a.method}; set 1, or method=problem"
+    if a.discount != 1 and a.method != "problem" and not pools:
+        yield (
+            f"advantage.discount: read for method problem and data.difficulty only, got {a.method}; set 1, or "
+            "method=problem"
+        )
     if group_size == 1 and a.function is None and not whole:
         yield (
             f"rollout.group_size: {a.method} needs at least 2 completions per prompt, got 1; raise it, or set "

@@ -99,7 +99,9 @@ class Config(Section):
             *rules.check_devices(self.mesh, self.distributed),
             *rules.check_prompts(self.data),
             *rules.check_batches(self.rollout, self.update, self.sft),
-            *rules.check_advantages(self.advantage, self.rollout.group_size, self.update),
+            *rules.check_advantages(
+                self.advantage, self.rollout.group_size, self.update, pools=self.data.difficulty is not None
+            ),
             *rules.check_loss(self.loss, self.advantage, self.update),
             *rules.check_entropy(self.loss),
             *rules.check_off_policy(self.loss, self.rollout),
@@ -114,6 +116,8 @@ class Config(Section):
             *rules.check_values(self.credit, self.update),
             *rules.check_soft(self.advantage, self.loss, self.update, self.credit),
             *rules.check_grading(self.grading, self.rollout.max_new),
+            *rules.check_difficulty(self.data.difficulty, self.rollout),
+            *rules.check_mixture(self.data, self.grading, self.advantage, self.sft),
             *rules.check_profile(self.profile, self.iterations),
             *rules.check_export(self.export),
             *rules.check_best(self.checkpoint, self.eval),

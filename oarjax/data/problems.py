@@ -22,6 +22,8 @@ class Problem:
     place: str = field(default="", compare=False)  # file and line, for errors
     columns: dict[str, Any] = field(default_factory=dict, compare=False)  # of its row, for rewards
     chat: tuple[dict[str, str], ...] = ()  # its turns, where the row has messages instead of a text
+    rewards: tuple[str, ...] = ()  # names of those that grade it; (): all
+    system: str | None = None  # message of its data set's own; None: the config's
 
     @property
     def reference(self) -> str:
@@ -59,7 +61,7 @@ def load_problems(config: DatasetConfig, *, where: str = "data.train") -> list[P
         prompt = _field(row | last_turn, config.prompt_field, place, f"{where}.prompt_field")
         answer = _field(row, config.answer_field, place, f"{where}.answer_field")
         columns = _columns(row, config.columns, place, f"{where}.columns")
-        problems.append(Problem(prompt, answer, index, place, columns, chat))
+        problems.append(Problem(prompt, answer, index, place, columns, chat, config.rewards, config.system_prompt))
     if not problems:
         raise DataError(f"{where}.source: {config.source} holds no rows; set another source")
     _reject_blank([p.prompt for p in problems], config.prompt_field, config.source, f"{where}.prompt_field")

@@ -8,7 +8,7 @@ number of them can resume a saved position. A batch at the end of an epoch is fi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Bool, Int32
 from transformers import PreTrainedTokenizerFast
 
+from oarjax.data.mixture import MixedRows
 from oarjax.data.problems import Problem
 from oarjax.data.rows import DataError
 from oarjax.data.tokenizer import encode, errors_at, render_prompt
@@ -32,9 +33,16 @@ class Encoded:
     prompts: tuple[list[int], ...]
     completions: tuple[list[int], ...]
     dropped: int  # number of problems left out because they are too long
+    parts: tuple[int, ...] = ()  # problems of each data set of a mixture, in order; (): there is one
 
     def __len__(self) -> int:
         return len(self.problems)
+
+    @cached_property
+    def part_of(self) -> dict[int, int]:
+        """Map row numbers to the number of their data set."""
+        parts = np.repeat(np.arange(len(self.parts)), self.parts).tolist()
+        return {problem.index: part for problem, part in zip(self.problems, parts, strict=True)}
 
     @cached_property
     def by_index(self) -> dict[int, Problem]:
@@ -177,21 +185,29 @@ class Stream:
         self._batches.set_state(state["position"])
 
 
+@dataclass(frozen=True)
+class PromptOrder:
+    """Say in which order prompts are drawn: see ``Stream``, and ``MixedRows`` for a mixture or a share below 1."""
+
+    seed: int
+    shuffle: bool
+    weights: Sequence[float] = (1.0,)  # of the data sets
+    share: Callable[[int], float] | None = None  # of a problem's turns in which it is drawn
+
+
 class PromptStream:
     """Yield endless batches of ``prompts`` prompts. ``state`` and ``restore`` resume exactly."""
 
-    def __init__(
-        self,
-        encoded: Encoded,
-        *,
-        prompts: int,
-        bucket: int,
-        pad_id: int,
-        seed: int,
-        shuffle: bool,
-    ) -> None:
+    def __init__(self, encoded: Encoded, order: PromptOrder, *, prompts: int, bucket: int, pad_id: int) -> None:
         self._encoded, self._bucket, self._pad_id = encoded, bucket, pad_id
-        self._stream = Stream(len(encoded), batch=prompts, seed=seed, shuffle=shuffle)
+        settings: dict[str, Any] = {"batch": prompts, "seed": order.seed, "shuffle": order.shuffle}
+        share, parts = order.share, encoded.parts or (len(encoded),)
+        self._stream: Stream | MixedRows
+        if len(parts) == 1 and share is None:
+            self._stream = Stream(len(encoded), **settings)
+        else:
+            settings["share"] = share and (lambda row: share(encoded.problems[row].index))
+            self._stream = MixedRows(parts, order.weights, **settings)
 
     def __iter__(self) -> PromptStream:
         return self
@@ -288,7 +304,7 @@ def _render(
             tokenizer,
             problem.prompt,
             template=template,
-            system_prompt=system_prompt,
+            system_prompt=system_prompt if problem.system is None else problem.system,
             prompt_format=prompt_format,
             thinking=thinking,
             chat=problem.chat,

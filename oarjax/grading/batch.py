@@ -78,13 +78,15 @@ class RewardBatch(CallQueue):
             self.samples.extend(samples)
             self._part_of += [part] * n
             self._values += [[math.nan] * len(names)] * n
-            calls = rows_of_calls(names[0], samples) if self._joint else ([row] for row in range(n))
+            calls = list(rows_of_calls(names[0], samples)) if self._joint else [[row] for row in range(n)]
             self.queue.extend([first + row for row in rows] for rows in calls)
+            asked = {row for rows in calls for row in rows}
+            skipped: list[Verdict | None] = [None if row in asked else "graded" for row in range(n)]
+            self._verdicts += skipped
+            self.open += len(asked)
         self._submitted.append((slices, future))
         count = n * len(self._parts)
-        self.open += count
         self._chunk = max(1, min(CHUNK, len(self.queue) // (4 * self._workers)))
-        self._verdicts += [None] * count
         self._answers += [None] * count
         self._notes += [""] * count
 
@@ -150,10 +152,10 @@ class RewardBatch(CallQueue):
 
 
 def rows_of_calls(name: str, samples: Sequence[Sample]) -> Iterator[list[int]]:
-    """Yield the rows of each call of a joint reward: a group's, or all."""
-    rows = range(len(samples))
+    """Yield the rows of each call of a joint reward: a group's, or all, of those that ask for it."""
+    rows = [row for row, sample in enumerate(samples) if sample.asks(name)]
     if calls_of(name) == "group":
         for _, group in groupby(rows, key=lambda row: samples[row].group):
             yield list(group)
-    elif len(samples):
-        yield list(rows)
+    elif rows:
+        yield rows

@@ -30,7 +30,7 @@ from oarjax.grading.rewards import (
     register_local,
     unregister_local,
 )
-from oarjax.grading.worker import WORST, AsyncLimits, Graded, make_call, with_answer
+from oarjax.grading.worker import SKIPPED, WORST, AsyncLimits, Graded, make_call, with_answer
 from oarjax.types import Grades, Verdict
 
 GRACE = 2.0
@@ -152,7 +152,8 @@ class Grader:
 
     def _join(self, graded: Sequence[Future[list[RewardScores]]], samples: tuple[Sample, ...]) -> Grades:
         local = self._grade_here(samples) if self._local else []
-        return joined([*(part for future in graded for part in future.result()), *local], self._rewards)
+        parts = [*(part for future in graded for part in future.result()), *local]
+        return joined(parts, self._rewards, [[sample.asks(name) for name, _ in self._rewards] for sample in samples])
 
     def _grade_here(self, samples: Sequence[Sample]) -> list[RewardScores]:
         """Call the callables of this process; one that hangs cannot be stopped."""
@@ -160,7 +161,8 @@ class Grader:
         ready = [sample for sample, _ in read]
         parts = []
         for name, function in self._local.items():
-            outcomes: list[Graded] = [failure or (np.nan, "crash", "no verdict") for _, failure in read]
+            lost: Graded = (np.nan, "crash", "no verdict")
+            outcomes = [failure or (lost if sample.asks(name) else SKIPPED) for sample, failure in read]
             for rows in rows_of_calls(name, ready):
 
                 def emit(place: int, outcome: Graded, rows: list[int] = rows, into: list[Graded] = outcomes) -> None:
@@ -175,17 +177,23 @@ class Grader:
         return parts
 
 
-def joined(parts: Sequence[RewardScores], rewards: Sequence[tuple[str, float]]) -> Grades:
-    """Join the scores of all rewards, in the order of ``rewards``; a sample gets the worst of its verdicts."""
+def joined(
+    parts: Sequence[RewardScores], rewards: Sequence[tuple[str, float]], asked: Sequence[Sequence[bool]]
+) -> Grades:
+    """Join the scores of all rewards, in the order of ``rewards``; a sample gets the worst of its verdicts.
+
+    Of each sample those rewards are added up that it ``asked`` for.
+    """
     columns = {name: part.values[:, column] for part in parts for column, name in enumerate(part.names)}
     weights = np.array([weight for _, weight in rewards], np.float32)
     used = weights != 0
     values = np.stack([columns[name] for name, _ in rewards], 1)
+    counted = np.where(np.asarray(asked, bool).reshape(values.shape), values, np.float32(0))
     return Grades(
-        rewards=values[:, used] @ weights[used],
+        rewards=counted[:, used] @ weights[used],
         per_reward={name: columns[name] for name, _ in rewards},
         verdicts=[min(verdicts, key=WORST.index) for verdicts in zip(*(part.verdicts for part in parts))],
-        answers=parts[0].answers,
+        answers=[next((a for a in found if a is not None), None) for found in zip(*(part.answers for part in parts))],
         notes=[
             "; ".join(part.label + note for part, note in zip(parts, notes) if note)
             for notes in zip(*(part.notes for part in parts))

@@ -60,6 +60,7 @@ class Sample:
         group: number of the prompt within the rollout; shared by the completions of a prompt.
         limit: ``rollout.max_new``, the maximum number of tokens of a completion; 0 if unknown.
         chat: turns of a prompt that is a list of messages, else empty; ``prompt`` is its last turn's text.
+        rewards: names of the rewards that grade it; empty: all of the run.
         completion_ids: tokens of the completion, for rewards of TRL's signature alone, else empty.
         environment: public attributes of the episode's environment at its end; None without one, or if it failed.
     """
@@ -76,6 +77,11 @@ class Sample:
     chat: Sequence[dict[str, str]] = ()
     completion_ids: Sequence[int] = ()
     environment: dict[str, Any] | None = None
+    rewards: Sequence[str] = ()
+
+    def asks(self, name: str) -> bool:
+        """Return True if a reward grades this sample."""
+        return not self.rewards or name in self.rewards
 
 
 Reward = Callable[..., Any]

@@ -39,6 +39,9 @@ WORST: tuple[Verdict, ...] = ("crash", "timeout", "ungraded", "unparseable", "gr
 Graded = tuple[float, "Verdict", str]
 """Value, verdict and note of one reward for one sample; NaN unless the verdict is graded or unparseable."""
 
+SKIPPED: Graded = (math.nan, "graded", "")
+"""Of a reward that does not grade a sample."""
+
 Emit = Callable[[int, Graded], object]
 """Takes the place of a sample in the call and its verdict, once per sample."""
 
@@ -77,13 +80,18 @@ def _prepare(setup: dict[str, Any]) -> Answer:
 def grade_sample(sample: Sample, rewards: Sequence[Reward], *, style: Any, pattern: str | None) -> dict[str, Any]:
     """Return a sample's values (NaN: ungraded), verdict, extracted answer and note. Never raises an Exception.
 
-    The verdict is the worst over the rewards.
+    The verdict is the worst over the rewards. Those that the sample does not ask for are NaN, and count as graded.
     """
     sample, failure = with_answer(sample, style, pattern)
     if failure is not None:
         return _reply([math.nan] * len(rewards), sample, *failure[1:])
     values, verdicts, notes = zip(
-        *(graded(lambda function=function: function(sample), function) for function in rewards)
+        *(
+            graded(lambda function=function: function(sample), function)
+            if not sample.rewards or sample.asks(name_of(function))
+            else SKIPPED
+            for function in rewards
+        )
     )
     return _reply(list(values), sample, min(verdicts, key=WORST.index), "; ".join(note for note in notes if note))
 

@@ -38,10 +38,10 @@ def control_entropy(
 ) -> optax.GradientTransformationExtraArgs:
     """Return a transformation whose updates take ``entropy`` and adapt the coefficient; it applies from the second."""
 
-    def init(_: Any) -> EntropyControl:
+    def init(params: Any) -> Any:
         return EntropyControl(jnp.float32(start), jnp.float32(0))
 
-    def update(updates: Any, state: EntropyControl, params: Any = None, *, entropy: Any, **_: Any) -> Any:
+    def update(updates: Any, state: Any, params: Any = None, *, entropy: Any = None, **_: Any) -> Any:
         return updates, adapted(state.coefficient, entropy, target=target, step=step, highest=highest)
 
     return optax.GradientTransformationExtraArgs(init, update)

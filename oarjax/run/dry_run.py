@@ -40,6 +40,7 @@ def try_rewards(run: Run, grader: Grader) -> None:
                 limit=run.cfg.rollout.max_new,
                 chat=problem.chat,
                 completion_ids=tuple(range(len(text))),
+                rewards=problem.rewards,
             )
             for text in texts
         ]
@@ -55,7 +56,7 @@ def try_rewards(run: Run, grader: Grader) -> None:
 
 def _doubt(grades: Grades) -> str | None:
     """Describe what is odd about the grades of a reference answer and of nonsense, or return None."""
-    scores = {name: values[0] for name, values in grades.per_reward.items()}
+    scores = {name: values[0] for name, values in grades.per_reward.items() if not np.isnan(values[0])}
     shown = ", ".join(f"{name} {value:g}" for name, value in scores.items())
     verdict, note, (right, wrong) = grades.verdicts[0], grades.notes[0], grades.rewards
     if verdict == "timeout":

@@ -117,6 +117,7 @@ class RolloutGrading:
                 limit=self._rollout.max_new,
                 chat=self._problems[b].chat,
                 completion_ids=tokens if self._ids else (),
+                rewards=self._problems[b].rewards,
             )
             for b, tokens, has_ended in zip(rows, ids, ended, strict=True)
         ]

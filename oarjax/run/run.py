@@ -47,7 +47,7 @@ from oarjax.run.grades import RolloutGrading, grader_of
 from oarjax.run.hints import HintReader, hints_of
 from oarjax.run.layout import check_layouts, param_shardings, rollout_layout, training_layout
 from oarjax.run.policy import bind_policy, compute_dtype_of, stored_dtype_of
-from oarjax.run.source import policy_path, read_pairs, read_prompts
+from oarjax.run.source import order_of, policy_path, read_pairs, read_prompts
 from oarjax.step.loss import TokenLoss
 from oarjax.step.minibatches import bucket, widest_prompt
 from oarjax.step.programs import RolloutLayout, Shardings, make_optimizer, make_steps
@@ -156,8 +156,8 @@ class Run:
     @cached_property
     def train(self) -> Encoded:
         """The problems to train on, or to evaluate on."""
-        where = "data.eval" if self._evaluates else "data.train"
-        return read_prompts(self.cfg.data, self.cfg.data.train, self.tokenizer, where=where)
+        where, data = "data.eval" if self._evaluates else "data.train", self.cfg.data
+        return read_prompts(data, data.train, self.tokenizer, where=where, mixture=data.mixture)
 
     @cached_property
     def held_out(self) -> Encoded | None:
@@ -352,10 +352,11 @@ class Run:
         except ConfigError as error:
             raise ConfigError(f"{where}{error}") from error
 
-    def prompts(self) -> PromptStream:
-        """Return an endless stream of training problems, rollout.prompts at a time."""
+    def prompts(self, share: Callable[[int], float] | None = None) -> PromptStream:
+        """Return an endless stream of training problems, rollout.prompts at a time; ``share`` as in PromptStream."""
         cfg, padding = self.cfg, {"bucket": self.prompt_step, "pad_id": self.pad_id}
-        return PromptStream(self.train, prompts=cfg.rollout.prompts, seed=cfg.seed, shuffle=cfg.data.shuffle, **padding)
+        order = order_of(cfg.data, cfg.seed, share)
+        return PromptStream(self.train, order, prompts=cfg.rollout.prompts, **padding)
 
     def texts(self, rollout: Rollout) -> list[str]:
         """Decode every completion without special tokens, cut before a stop string. The texts are untrusted."""

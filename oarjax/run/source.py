@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from oarjax.config.inputs import DataConfig, DatasetConfig, PolicyConfig
 from oarjax.config.learning import SFTConfig
 from oarjax.data.hf import read_tokenizer_folder
 from oarjax.data.problems import load_problems
-from oarjax.data.streams import Encoded, encode_pairs, encode_problems
+from oarjax.data.streams import Encoded, PromptOrder, encode_pairs, encode_problems
 from oarjax.data.tasks import arithmetic as builtin
 from oarjax.data.tasks.forks import write_forks_policy
 from oarjax.data.tasks.stories import write_stories_policy
@@ -73,10 +75,27 @@ def _write_random(policy: PolicyConfig, target: Path, seed: int) -> None:
     builtin.write_random_policy(target, tokenizer=tokenizer, seed=seed)
 
 
-def read_prompts(cfg: DataConfig, data: DatasetConfig, tokenizer: PreTrainedTokenizerFast, *, where: str) -> Encoded:
-    """Load problems and encode their prompts; errors name ``where``, the config's section."""
-    problems = load_problems(data, where=where)
-    return encode_problems(problems, tokenizer, **_rendering(cfg), max_prompt=cfg.max_prompt)
+def read_prompts(
+    cfg: DataConfig,
+    data: DatasetConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    where: str,
+    mixture: Sequence[DatasetConfig] = (),
+) -> Encoded:
+    """Load problems and encode their prompts, those of ``mixture`` behind them; errors name ``where``, the section."""
+    parts, first = [], 0
+    for place, source in {where: data, **{f"data.mixture.{n}": part for n, part in enumerate(mixture)}}.items():
+        problems = [replace(problem, index=first + problem.index) for problem in load_problems(source, where=place)]
+        parts.append(encode_problems(problems, tokenizer, **_rendering(cfg), max_prompt=cfg.max_prompt))
+        first += len(problems)
+    problems, prompts = sum((part.problems for part in parts), ()), sum((part.prompts for part in parts), ())
+    return Encoded(problems, prompts, (), sum(part.dropped for part in parts), tuple(map(len, parts)))
+
+
+def order_of(cfg: DataConfig, seed: int, share: Callable[[int], float] | None = None) -> PromptOrder:
+    """Return the order of the training problems; ``share`` thins them, see ``PromptOrder``."""
+    return PromptOrder(seed, cfg.shuffle, [part.weight for part in (cfg.train, *cfg.mixture)], share)
 
 
 def read_pairs(

@@ -29,6 +29,10 @@ class RewardHistory:
         std = np.sqrt(np.where(freedom > 0, squares / np.where(freedom > 0, freedom, 1), 0))
         return PastRewards(seen, mean.astype(np.float32), std.astype(np.float32))  # pyright: ignore[reportArgumentType]
 
+    def mean(self, problem: int) -> float | None:
+        """Return the mean of a problem's rewards, None without any."""
+        return self._past[problem][1] if problem in self._past else None
+
     def add(self, problems: Int[np.ndarray, "Q"], rewards: Float[np.ndarray, "B"]) -> None:
         """Add the rewards of an iteration, those of a problem's groups together; NaN counts for nothing."""
         groups = np.asarray(rewards, np.float64).reshape(len(problems), -1)

@@ -12,8 +12,11 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from oarjax.config.inputs import DifficultyConfig
 from oarjax.config.learning import AdvantageConfig
+from oarjax.data.mixture import draw_share
 from oarjax.data.problems import Problem
+from oarjax.data.streams import Encoded
 from oarjax.grading.pool import GraderError
 from oarjax.grading.recorded import Grading
 from oarjax.models.lora import all_params, without_adapters
@@ -22,7 +25,7 @@ from oarjax.report.files import CompletionRow, read_metrics, show_completions, t
 from oarjax.run.run import Run
 from oarjax.step.history import RewardHistory
 from oarjax.step.host_callbacks import HostCallbacks
-from oarjax.step.iteration import Iteration, iterate
+from oarjax.step.iteration import DrawnGroups, Iteration, iterate
 from oarjax.step.minibatches import widest_prompt
 from oarjax.step.state import moving_reference
 from oarjax.storage.stop import Stop
@@ -62,9 +65,11 @@ def train(
         StorageError: a file cannot be written, and checkpoint.on_failure is stop.
     """
     cfg, console = run.cfg, run.console
-    outside = start.outside
-    stream, history = outside.recorded or run.prompts(), history_of(cfg.advantage)
-    remembers, moves = cfg.advantage.method == "problem", cfg.loss.reference_every
+    outside, history, difficulty = start.outside, history_of(cfg.advantage), cfg.data.difficulty
+    compares, moves = cfg.advantage.method == "problem", cfg.loss.reference_every
+    remembers = compares or difficulty is not None
+    share = None if difficulty is None else drawn_shares(history, difficulty)
+    stream = outside.recorded or run.prompts(share)
     timer, warnings, stop = PhaseTimer(), OnceWarnings(console), stop or Stop()
     if cfg.loss.off_policy.support == "whole":
         roll = cfg.rollout
@@ -88,7 +93,7 @@ def train(
             probed=run.probed if cfg.credit.answer.source == "reference" else None,
             hints=run.hints,
             load_reference=partial(jax.device_put, device=run.layout.params),
-            past=history.of if remembers else None,
+            past=history.of if compares else None,
             source=lambda sampler: outside.recorded or files.source(outside.engine or sampler),
             prompt_step=run.prompt_step,
         )
@@ -142,7 +147,7 @@ def train(
                         size = {"width": widest_prompt(cfg.data, cfg.rollout), "microbatch": cfg.update.microbatch}
                         drifted = measure_drift(done.rollout, first, run.steps.drift, host, **size)
             phases = timer.lap()
-            metrics = done.metrics | start.meter.measure(done.metrics, phases)
+            metrics = done.metrics | mixture_metrics(done.drawn, run.train) | start.meter.measure(done.metrics, phases)
             metrics["skipped_in_a_row"] = float(health.skipped_in_a_row)
             metrics["lr"] = float(np.asarray(run.schedule(max(int(state.step) - 1, 0))))
             if last is not None and "evaluate" in phases:
@@ -175,6 +180,26 @@ def train(
 def history_of(advantage: AdvantageConfig) -> RewardHistory:
     """Return an empty history of rewards by problem."""
     return RewardHistory(discount=advantage.discount, ddof=advantage.ddof)
+
+
+def mixture_metrics(drawn: DrawnGroups, data: Encoded) -> dict[str, float]:
+    """Return share and mean reward of each data set of a mixture; nothing where there is one."""
+    if len(data.parts) < 2:
+        return {}
+    parts = np.array([data.part_of[int(problem)] for problem in drawn.problems])
+    rewards = drawn.grades.rewards.reshape(len(parts), -1)
+    metrics = {}
+    for part in range(len(data.parts)):
+        graded = rewards[parts == part]
+        graded = graded[np.isfinite(graded)]
+        metrics[f"mixture/{part}/share"] = float(np.mean(parts == part))
+        metrics[f"mixture/{part}/reward"] = float(graded.mean()) if graded.size else float("nan")
+    return metrics
+
+
+def drawn_shares(history: RewardHistory, pools: DifficultyConfig) -> Callable[[int], float]:
+    """Return the function that says in which share of its turns a problem is drawn, by its rewards so far."""
+    return lambda problem: draw_share(history.mean(problem), **pools.model_dump())
 
 
 def completion_rows(

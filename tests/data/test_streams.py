@@ -14,6 +14,7 @@ from oarjax.data.problems import Problem, load_problems, reference_answer
 from oarjax.data.rows import DataError
 from oarjax.data.streams import (
     Encoded,
+    PromptOrder,
     PromptStream,
     SFTStream,
     Stream,
@@ -61,14 +62,8 @@ def encoded(lengths):
 
 
 def stream(count=10, *, prompts=4, seed=3, shuffle=True):
-    return PromptStream(
-        encoded([1 + row % 3 for row in range(count)]),
-        prompts=prompts,
-        bucket=2,
-        pad_id=999,
-        seed=seed,
-        shuffle=shuffle,
-    )
+    rows = encoded([1 + row % 3 for row in range(count)])
+    return PromptStream(rows, PromptOrder(seed, shuffle), prompts=prompts, bucket=2, pad_id=999)
 
 
 def rows_of(batches):

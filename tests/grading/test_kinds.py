@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import os
 import textwrap
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -198,6 +199,19 @@ def test_callables_are_called_here_and_forgotten_afterwards():
         grades = grader.grade([sample("x")])
     assert (grades.verdicts, np.isnan(grades.rewards).all()) == (["crash"], True)
     assert "breaks: ZeroDivisionError: nothing to share" in grades.notes[0]
+
+
+def test_a_sample_is_graded_by_the_rewards_that_it_names(plugin):
+    """One of each kind: in a worker, of a group, and of this process. One that is not asked for is not called."""
+    asked = [("exact",), ("kinds_best",), ("breaks",), ("exact", "kinds_best"), (), ("exact",)]
+    rows = [replace(sample(f"#### {n}"), answer="5", rewards=names) for n, names in enumerate(asked)]
+    with local_rewards([("exact", 1.0), ("kinds_best", 10.0), (breaks, 1.0)]) as pairs:
+        grades = graded(plugin, pairs, rows)
+    np.testing.assert_array_equal(grades.rewards, np.float32([0, 0, np.nan, 10, np.nan, 1]))
+    np.testing.assert_array_equal(grades.per_reward["kinds_best"], np.float32([np.nan, 0, np.nan, 1, 2, np.nan]))
+    np.testing.assert_array_equal(grades.per_reward["exact"], np.float32([0, np.nan, np.nan, 0, 0, 1]))
+    assert grades.verdicts == ["graded", "graded", "crash", "graded", "crash", "graded"]
+    assert grades.answers == list("012345")
 
 
 def test_a_function_typed_at_a_prompt_is_known_by_its_instructions():

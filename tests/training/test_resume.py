@@ -42,6 +42,11 @@ SMALL = [
 
 CARRIED = ["optim.function=optax.lion", "loss.kl_beta=.01", "loss.reference_every=1", "loss.entropy_target=9"]
 """Another optimizer, a reference that moves and a coefficient that adapts: all in the optimizer's state."""
+CARRIED += [
+    "data.mixture=[{source: builtin:arithmetic, limit: 9, weight: 0.5, rewards: [exact], arithmetic: {terms: 2}}]"
+]
+CARRIED += ["grading.rewards=[{name: math}, {name: exact}]", "data.train.rewards=[math]"]
+CARRIED += ["data.difficulty={easy_above: 0.5, easy_share: 0.5, hard_below: 0.4, hard_share: 0.5}"]
 
 
 @pytest.mark.slow
@@ -55,16 +60,16 @@ def test_a_run_that_is_told_to_stop_within_an_iteration_saves_the_one_before_and
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     command.train_once(config(whole), Console(quiet=True), Stop())
 
-    phase, seen = trainer._phase, []
+    phase, seen = trainer._Phases.__call__, []
 
-    def signalled(timer, stop, name):
+    def signalled(self, name):
         seen.append(name)
         if seen.count("update") == 3:  # the third iteration has drawn and graded its rollouts, and would learn
             os.kill(os.getpid(), signal.SIGTERM)
-        return phase(timer, stop, name)
+        return phase(self, name)
 
     with monkeypatch.context() as patch, Stop() as stop:
-        patch.setattr(trainer, "_phase", signalled)
+        patch.setattr(trainer._Phases, "__call__", signalled)
         with pytest.raises(Stopped):
             command.train_once(config(parts), Console(quiet=True), stop)
     assert (seen.count("update"), seen[-1]) == (3, "update")
