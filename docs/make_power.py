@@ -1,4 +1,4 @@
-"""Write what the races could have shown into docs/results.md: spread, detectable effect, medians, edges of the grids.
+"""Write what the races could have shown into docs/results_appendix.md: spread, detectable effect, medians, edges.
 
 python docs/make_power.py            rewrites the table between the page's marks
 python docs/make_power.py --print    prints it instead
@@ -18,7 +18,7 @@ import numpy as np
 from oarjax.stats import detectable_effect
 
 HERE = Path(__file__).resolve().parent
-PAGE, FIRST, LAST = HERE / "results.md", "<!-- power -->", "<!-- end of power -->"
+PAGE, FIRST, LAST = HERE / "results_appendix.md", "<!-- power -->", "<!-- end of power -->"
 RACES = {
     "study_forks": "forks, L = 8",
     "study_forks_copy_0": "forks, L = 0",
