@@ -7,6 +7,7 @@ changes, Cloud TPU scripts) are made here and committed nowhere. Links to source
 from __future__ import annotations
 
 import html
+import json
 import re
 import runpy
 from pathlib import Path
@@ -18,16 +19,33 @@ from mkdocs.structure.files import File, Files
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 
-OUTSIDE = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md", "tpu.md": "tpu/README.md"}
+OUTSIDE = {
+    "contributing.md": "CONTRIBUTING.md",
+    "changelog.md": "CHANGELOG.md",
+    "tpu.md": "tpu/README.md",
+    "what_gets_credit.md": "notebooks/what_gets_credit.ipynb",
+    "compose_losses.md": "notebooks/compose_losses.ipynb",
+}
 """Pages of the site and the files that they are made of."""
+MEASURED = {
+    *("results.md", "results_appendix.md", "race.md", "race2.md", "gradients.md", "plans.md", "cost.md", "speed.md"),
+    *("credit_lab.md", "paper.md", "changelog.md", "contributing.md", "what_gets_credit.md", "compose_losses.md"),
+}
+"""Pages of numbers and of changes, whose many words would come first in a search."""
+ASKED = ("install.md", "bring_your_own.md", "troubleshooting.md")
+"""Pages that say how to do a thing."""
+HEADINGS = {"optim": "optim: learning rate and AdamW"}
+"""Headings of sections of the config by what people search for; their anchors stay the sections' names."""
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(((?!https?:|#|mailto:)[^)#\s]+)(#[^)\s]*)?\)")
+OUTPUT = re.compile(r"<p>output (\w+) (\d+) of the notebook</p>")
+BADGE = re.compile(r"\[!\[Open in Colab\][^\n]*\n")
 MATH = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.S)
 
 
 def on_files(files: Files, *, config: Any) -> Files:
     """Add the pages that are made: references, and files from outside docs/."""
     pages = {"api.md": api(), "config_reference.md": config_reference(), "commands.md": commands()}
-    pages |= {name: (ROOT / source).read_text(encoding="utf-8") for name, source in OUTSIDE.items()}
+    pages |= {name: text_of(ROOT / source) for name, source in OUTSIDE.items()}
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
     return files
@@ -35,6 +53,8 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, *, page: Any, files: Files, **_: Any) -> str:
     """Point links at pages of the site; a link to a file that is not on it becomes the file's name."""
+    name = page.file.src_uri
+    page.meta["search"] = {"boost": 0.1 if name in MEASURED else 4 if name in ASKED else 1}
     source = OUTSIDE.get(page.file.src_uri)
     folder = (ROOT / source).parent if source else (HERE / page.file.src_uri).parent
 
@@ -53,8 +73,33 @@ def on_page_markdown(markdown: str, *, page: Any, files: Files, **_: Any) -> str
     return LINK.sub(link, markdown)
 
 
-def on_page_content(content: str, **_: Any) -> str:
-    """Turn formulas into MathML, which browsers show without a script."""
+def text_of(path: Path) -> str:
+    """Return a file as Markdown; of a notebook its cells, with a mark for each cell's output."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".ipynb":
+        return text
+    parts = []
+    for number, cell in enumerate(json.loads(text)["cells"]):
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(BADGE.sub("", source))
+        elif "find_spec(" not in source:  # the installation
+            parts.append(f"```python\n{source}\n```")
+            parts += [f"output {path.stem} {number} of the notebook"] if cell["outputs"] else []
+    return "\n\n".join(parts)
+
+
+def output_of(match: re.Match[str]) -> str:
+    """Return the HTML of a cell's output."""
+    cells = json.loads((ROOT / "notebooks" / f"{match[1]}.ipynb").read_text(encoding="utf-8"))["cells"]
+    return "".join("".join(output["data"].get("text/html", "")) for output in cells[int(match[2])]["outputs"])
+
+
+def on_page_content(content: str, *, page: Any, **_: Any) -> str:
+    """Turn formulas into MathML, which browsers show without a script, and put notebooks' outputs in their places."""
+    content = OUTPUT.sub(output_of, content)
+    if page.file.src_uri in ("config_reference.md", "commands.md"):  # see extra.css
+        content = content.replace("<table>", '<div class="fields"><table>').replace("</table>", "</table></div>")
 
     def formula(match: re.Match[str]) -> str:
         text = html.unescape(match.group(2)).strip()
@@ -82,7 +127,7 @@ def config_reference() -> str:
         "`oarjax train demo rollout.group_size=16`.\n"
     ]
     for name, rows in sections.items():
-        parts.append(f"## {name}\n\n{markdown(rows)}\n")
+        parts.append(f"## {HEADINGS.get(name, name)} {{ #{name.replace(' ', '-').lower()} }}\n\n{markdown(rows)}\n")
     return "\n".join(parts)
 
 
