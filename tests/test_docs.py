@@ -5,6 +5,7 @@ import re
 import runpy
 import tomllib
 
+import pytest
 import yaml
 from conftest import ROOT
 
@@ -67,11 +68,14 @@ def test_the_version_has_one_place():
     assert f"## {oarjax.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_the_table_of_what_the_races_could_have_shown_is_computed_from_their_data():
-    made = runpy.run_path(str(DOCS / "make_power.py"))
-    page = (DOCS / "results_appendix.md").read_text(encoding="utf-8")
-    written = page.split(made["FIRST"])[1].split(made["LAST"])[0]
-    assert written.strip() == made["table"]().strip()
+@pytest.mark.parametrize(
+    ("script", "name", "page"), [("make_power", "table", "results_appendix"), ("make_race2", "tables", "race2")]
+)
+def test_the_tables_of_a_race_are_computed_from_its_data(script, name, page):
+    made = runpy.run_path(str(DOCS / f"{script}.py"))
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    written = text.split(made["FIRST"])[1].split(made["LAST"])[0]
+    assert written.strip() == made[name]().strip()
 
 
 def test_the_papers_config_is_the_7b_one_with_the_released_loss():

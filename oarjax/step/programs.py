@@ -257,7 +257,8 @@ def make_steps(
     def drift(start: Params, rows: Rollout) -> Float[Array, "b"]:
         length, whole = rows.completion.shape[1], {**head, "filters": None}
         logps, _ = token_logps(policy, start, rows.tokens, rows.valid, completion_length=length, **whole)
-        return masked_sum(widened(rows.behaviour_logps) - widened(logps), rows.completion)
+        gap = widened(logps) - widened(rows.behaviour_logps)
+        return masked_sum(jnp.expm1(gap) - gap, rows.completion)
 
     def credit(
         scores: Scores, rows: SampledRows, graded: GradedRows, key: Key[Array, ""], iteration: int | Int[Array, ""]

@@ -51,8 +51,9 @@ def with_reference(
     places, so scores of the result, cut to the first T positions, are scores of the rollout.
 
     With ``stop_id`` the answer is the one whose joint probability counts (``AnswerSpan.outcome``): all that a row wrote
-    before its own answer stays, its cue too, and the reference and the stop token follow; where no answer was written,
-    the cue is part of what counts. A row that was cut off has no outcome.
+    before its own answer stays, its cue too, and the reference and the token that ends it follow: the one after the
+    row's own answer, such as a closing brace, or the stop token. Where no answer was written, the cue is part of what
+    counts. A row that was cut off has no outcome.
 
     Args:
         endings: token ids of the cue and of the answer for every row.
@@ -86,6 +87,8 @@ def with_reference(
             reasoning[row, :end] = True
         if written and stop_id is not None and np.any(span.answer[row]):
             end, cue = int(np.flatnonzero(span.answer[row])[0]), []
+            after = int(np.flatnonzero(span.answer[row])[-1]) + 1
+            last = [int(tokens[row, prompt + after])] if after < length and completion[row, after] else last
         begin = end + len(cue)
         stop = begin + len(target)
         out[row, prompt : prompt + end] = tokens[row, prompt : prompt + end]

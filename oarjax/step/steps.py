@@ -120,7 +120,7 @@ class ApplyUpdate(Jitted, Protocol):
 
 
 class CompareWithStart(Jitted, Protocol):
-    """Sum log (sampler / start) over each row's completion, at the sampling temperature: KL, on average over rows."""
+    """Sum r - 1 - log r, r = start / sampler, over each row's completion, at the sampling temperature (k3)."""
 
     def __call__(self, start: Params, rows: Rollout, /) -> Float[Array, "b"]: ...
 

@@ -126,8 +126,9 @@ def measure_drift(
 ) -> dict[str, float]:
     """Estimate KL(policy || start) of whole completions in nats, for the policy that drew a rollout.
 
-    The mean over all rows, whatever their rewards, of the sum over a completion's tokens of log (policy / start), with
-    the sampler's log-probs: unbiased.
+    The mean over all rows, whatever their rewards, of the sum over a completion's tokens of r - 1 - log r with
+    r = start / policy, by the sampler's log-probs. As r is 1 on average given what stands before the token, it is
+    unbiased like -log r, and varies less.
 
     Args:
         rollout: of an iteration, whole.

@@ -60,6 +60,19 @@ def test_the_outcome_is_the_answer_and_its_end_and_the_cue_where_none_was_writte
     np.testing.assert_array_equal(at.reasoning[:2, :10], span.reasoning[:2])
 
 
+def test_what_ends_an_answer_is_what_the_row_wrote_after_its_own():
+    """A closing brace, after which a full stop and the stop token would follow, counts in place of the stop token."""
+    rollout, span = rows()
+    tokens = rollout.tokens.copy()
+    tokens[0, 4 + 7 : 4 + 10], brace = [tiny.MARK + 1, tiny.MARK + 2, tiny.STOP], tiny.MARK + 1
+    answer = span.answer.copy()
+    answer[0] = np.arange(10) == 6
+    rollout, span = rollout.replace(tokens=tokens), span.replace(answer=answer)
+    probed, at = with_reference(rollout, span, [(CUE, TARGET)] * 4, room=4, stop_id=tiny.STOP)
+    np.testing.assert_array_equal(probed.tokens[0, 4 + 6 : 4 + 9], [*TARGET, brace])
+    np.testing.assert_array_equal(np.flatnonzero(at.outcome[0]), [6, 7, 8])
+
+
 @pytest.fixture(scope="module")
 def setting():
     policy, _, state = tiny.build(tiny.config())

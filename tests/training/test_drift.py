@@ -13,7 +13,7 @@ from oarjax.training.held_out import measure_drift
 from oarjax.types import Rollout
 
 
-def test_the_mean_over_rows_of_summed_log_ratios_by_hand():
+def test_the_mean_over_rows_of_summed_k3_by_hand():
     policy, steps, state = build(config(rollout__temperature=0.7))
     start = init_params(model(), jax.random.key(8), dtype=jnp.float32)
     tokens = jax.random.randint(jax.random.key(2), (5, 9), 3, VOCAB)  # prompts of 3, some padded; completions of 6
@@ -23,7 +23,8 @@ def test_the_mean_over_rows_of_summed_log_ratios_by_hand():
     wrote = np.asarray(valid[:, -6:])
     behaviour = np.where(wrote, ours, 0)
     rollout = Rollout(np.asarray(tokens), np.asarray(valid), wrote, behaviour, behaviour, np.ones(5, bool))
-    expected = sum((ours - theirs)[b][wrote[b]].sum() for b in range(5)) / 5
+    gap = theirs - ours
+    expected = sum((np.exp(gap) - 1 - gap)[b][wrote[b]].sum() for b in range(5)) / 5
     for microbatch in (2, 5, 8):  # the last is filled up
         found = measure_drift(rollout, start, steps.drift, host(), width=4, microbatch=microbatch)
         assert found == {"kl_start": pytest.approx(expected, rel=1e-4)}

@@ -1,0 +1,98 @@
+"""Write what the second race's records say into docs/race2.md: runs, areas by rate, seconds, what confirming detects.
+
+python docs/make_race2.py            rewrites the tables between the page's marks
+python docs/make_race2.py --print    prints them instead
+
+All numbers are from docs/data/race2_*.jsonl, to which oarjax study adds a line per finished run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oarjax.stats import detectable_effect
+
+HERE = Path(__file__).resolve().parent
+PAGE, FIRST, LAST = HERE / "race2.md", "<!-- records -->", "<!-- end of records -->"
+TASKS = {
+    "race2_forks_copy": ("forks, copy", 24),
+    "race2_forks_echo": ("forks, echo", 24),
+    "race2_forks_uneven": ("forks, uneven", 24),
+    "race2_stories": ("stories", 12),
+    "race2_demo": ("demo", 16),
+}
+"""Files of records, the names of their tasks, and the seeds that confirm."""
+
+
+def main() -> None:
+    """Write the tables, or print them."""
+    if sys.argv[1:] == ["--print"]:
+        print(tables())
+        return
+    text = PAGE.read_text(encoding="utf-8")
+    before, after = text.split(FIRST)[0], text.split(LAST)[1]
+    PAGE.write_text(f"{before}{FIRST}\n\n{tables()}\n{LAST}{after}", encoding="utf-8")
+
+
+def tables() -> str:
+    """Return a table per task that has records: an arm's mean area and seeds by rate, and the seconds of a run."""
+    parts = []
+    for file, (task, seeds) in TASKS.items():
+        path = HERE / "data" / f"{file}.jsonl"
+        if not path.exists():
+            parts.append(f"{task}: no run has finished.\n")
+            continue
+        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        commits = ", ".join(sorted({record["commit"] for record in records}))
+        parts.append(f"{task}: {len(records)} runs that choose, from {commits}.\n\n{areas_table(records)}")
+        parts += [f"{line}\n" for line in detected(records, seeds)]
+    return "\n".join(parts)
+
+
+def areas_table(records: list[dict[str, Any]]) -> str:
+    """Return the mean area over seeds by arm and rate, with the number of seeds in brackets."""
+    areas, seconds = defaultdict[tuple[str, float], list[float]](list), defaultdict[str, list[float]](list)
+    for record in records:
+        arm = record["arm"].rpartition(", ")[0]
+        areas[arm, record["value"]].append(record["measures"]["area"])
+        seconds[arm].append(record["seconds"])
+    rates = sorted({rate for _, rate in areas})
+    rows = [f"| arm | {' | '.join(f'{rate:g}' for rate in rates)} | seconds of a run, median |"]
+    rows.append("|---" * (len(rates) + 2) + "|")
+    for arm in seconds:
+        cells = [areas.get((arm, rate), []) for rate in rates]
+        shown = [f"{100 * np.mean(cell):.1f}% ({len(cell)})" if cell else "" for cell in cells]
+        rows.append(f"| {arm} | {' | '.join(shown)} | {np.median(seconds[arm]):.0f} |")
+    return "\n".join(rows) + "\n"
+
+
+def detected(records: list[dict[str, Any]], seeds: int) -> list[str]:
+    """Say what a difference to GRPO 4x8 the confirming seeds detect, at the arms' best rates with two seeds or more."""
+    best: dict[str, tuple[float, dict[int, float]]] = {}
+    for arm in dict.fromkeys(record["arm"].rpartition(", ")[0] for record in records):
+        for rate in sorted({record["value"] for record in records}):
+            mine = [r for r in records if (r["arm"].rpartition(", ")[0], r["value"]) == (arm, rate)]
+            areas = {r["seed"]: r["measures"]["area"] for r in mine}
+            if len(areas) > 1 and np.mean(list(areas.values())) > best.get(arm, (-1.0, {}))[0]:
+                best[arm] = float(np.mean(list(areas.values()))), areas
+    lines = []
+    plain = best.pop("GRPO 4x8", (0.0, {}))[1]
+    for arm, (_, areas) in best.items():
+        both = sorted(set(areas) & set(plain))
+        if len(both) > 1:
+            sd = 100 * float(np.std([areas[s] - plain[s] for s in both], ddof=1))
+            lines.append(
+                f"{arm} - GRPO 4x8: SD of a pair {sd:.1f} points over {len(both)} seeds; {seeds} seeds detect "
+                f"{detectable_effect(sd, seeds):.1f} with 80% power."
+            )
+    return lines
+
+
+if __name__ == "__main__":
+    main()
