@@ -302,3 +302,11 @@ def test_files_that_are_there_and_hub_names_are_no_missing_files(tmp_path):
     (tmp_path / "rows.csv").write_text("question,answer\n")
     for source in (tmp_path / "rows.csv", "openai/gsm8k"):
         check_files(load_config("demo", [f"data.train.source={source}", "loss.function=module:loss"]).model_dump())
+
+
+def test_a_list_of_bad_items_is_not_also_too_short():
+    with pytest.raises(ConfigError, match="2 bad fields") as error:
+        load_config("demo", ["lora.targets=[q_proj, v_proj]"])
+    assert "at least 1 item" not in str(error.value)
+    with pytest.raises(ConfigError, match=r"1 bad field\n  lora.targets: .*at least 1 item"):
+        load_config("demo", ["lora.targets=[]"])

@@ -69,7 +69,10 @@ def explain(error: Any, root: type[Any]) -> str:
 
 def explained(error: ValidationError, root: type[Any], *, source: str) -> ConfigError:
     """Turn validation errors of a ``root`` into one error that lists every bad field with the accepted values."""
-    lines = [line for e in error.errors() for line in explain(e, root).splitlines()]
+    errors = error.errors()
+    parents = {e["loc"][:-1] for e in errors}  # a list whose items are all bad is not too short as well
+    kept = [e for e in errors if e["type"] != "too_short" or e["loc"] not in parents]
+    lines = [line for e in kept for line in explain(e, root).splitlines()]
     rest = [f"  and {len(lines) - 20} more"] if len(lines) > 20 else []
     count = "1 bad field" if len(lines) == 1 else f"{len(lines)} bad fields"
     return ConfigError(f"{source}: {count}\n" + "\n".join(lines[:20] + rest))
