@@ -422,6 +422,7 @@ def fields() -> dict[str, Field]:
         "loss.reference": Field("host", references, kl),
         "loss.kl_estimator": Field("k2", update, kl),
         "loss.kl_in": Field("reward", command, kl | {"update.skip_zero_variance": False}),
+        "loss.teacher": Field("policies/other", references, kl),
         "loss.sapo_positive": Field(2.0, update, {"loss.surrogate": "sapo"}),
         "loss.sapo_negative": Field(2.0, update, {"loss.surrogate": "sapo"}),
         "loss.vespo_k_positive": Field(1.0, update, vespo),
@@ -810,7 +811,7 @@ def references(cfg: Config) -> Any:
 
     def looked(state: Any, reference: Any, *args: Any, **named: Any) -> Any:
         kinds.append({x.sharding.memory_kind for x in jax.tree.leaves(reference)})
-        kinds.append(moving_reference(state) is None)
+        kinds.append((moving_reference(state) is None, shapes(reference)))
         return iterate(state, reference, *args, **named)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -232,10 +232,15 @@ class LossConfig(Section):
     vespo_k_negative: Rate = Field(default=3.0, description="VESPO's power of a row's ratio where A < 0")
     vespo_lambda_negative: Annotated[float, Field(gt=0)] = Field(default=2.0, description="its decay where A < 0")
     kl_beta: Rate = Field(default=0.0, description="coefficient of the KL term towards the reference policy; 0 = off")
-    kl_in: Literal["loss", "reward"] = Field(
+    kl_in: Literal["loss", "reward", "token"] = Field(
         default="loss",
-        description="where the KL term applies; reward: kl_beta * log(policy / reference) is subtracted from the "
-        "rewards instead",
+        description="where the KL term applies; reward, token: kl_beta * log(policy / reference) is subtracted from "
+        "the rewards, or from the advantage of each token (on-policy distillation, with teacher), instead",
+    )
+    teacher: str | None = Field(
+        default=None,
+        description="HF folder or hub name of the reference policy, with the policy's tokenizer; null = the initial "
+        "policy",
     )
     reference: Literal["device", "host"] = Field(
         default="device", description="memory that holds the reference policy between scoring passes"

@@ -51,7 +51,7 @@ RUN_FILES += ("evaluate", "samples", "logs", "tpu", "accept")
 PATHS = ("run_dir", "compilation_cache", "policy.path", "policy.tokenizer", "data.train.source", "data.eval.source")
 PATHS += ("sft.data.source", "lora.start", "export.folder", "plan.lengths.completions", "grading.plugins")
 PATHS += ("credit.function", "credit.marks", "credit.probe.function", "advantage.function", "loss.function")
-PATHS += ("optim.function", "sft.optim.function", "rollout.from", "rollout.engine.weights")
+PATHS += ("loss.teacher", "optim.function", "sft.optim.function", "rollout.from", "rollout.engine.weights")
 """Fields that may hold the path of a file or folder."""
 
 
@@ -190,11 +190,12 @@ def check_loss(loss: LossConfig, advantage: AdvantageConfig, update: UpdateConfi
             "loss.dual_clip: has no effect with one epoch and one minibatch, where the ratio is exactly 1; set null, "
             "or raise update.epochs"
         )
-    if loss.kl_in == "reward" and loss.kl_beta == 0:
-        yield "loss.kl_in: reward needs loss.kl_beta > 0, got 0; raise it, or set loss.kl_in=loss"
-    if loss.kl_in == "reward" and update.skip_zero_variance:
+    if loss.kl_in != "loss" and loss.kl_beta == 0:
+        yield f"loss.kl_in: {loss.kl_in} needs loss.kl_beta > 0, got 0; raise it, or set loss.kl_in=loss"
+    if loss.kl_in != "loss" and update.skip_zero_variance:
         yield (
-            "loss.kl_in: reward gives groups of equal rewards nonzero advantages; set update.skip_zero_variance=false"
+            f"loss.kl_in: {loss.kl_in} gives groups of equal rewards nonzero advantages; set "
+            "update.skip_zero_variance=false"
         )
     if loss.kl_in == "reward" and advantage.method == "gdpo":
         yield "loss.kl_in: reward, and gdpo normalises each reward on its own; set loss.kl_in=loss"
@@ -206,7 +207,7 @@ def check_loss(loss: LossConfig, advantage: AdvantageConfig, update: UpdateConfi
         yield "loss.aggregation: luspo weighs the ratio of a sequence by its length; set loss.level=sequence"
     if loss.surrogate in ("vespo", "dppo") and loss.off_policy.weighting != "none":
         yield f"loss.off_policy.weighting: {loss.surrogate} compares with the sampler itself; set none"
-    if loss.kl_corrected and (loss.kl_beta == 0 or loss.kl_in == "reward"):
+    if loss.kl_corrected and (loss.kl_beta == 0 or loss.kl_in != "loss"):
         yield "loss.kl_corrected: needs a KL term in the loss; raise loss.kl_beta with loss.kl_in=loss, or set false"
 
 
@@ -284,7 +285,13 @@ def check_reference(
         yield "loss.reference_every: moves a reference that nothing reads; raise loss.kl_beta, or set 0"
     if loss.reference_every and loss.reference == "host":
         yield "loss.reference: host holds a reference that stays, and loss.reference_every moves it; set device"
-    if loss.reference == "host" and lora.rank:
+    if loss.teacher is not None and loss.kl_beta == 0:
+        yield "loss.teacher: needs loss.kl_beta > 0, got 0; raise it, or set null"
+    if loss.teacher is not None and loss.reference_every:
+        yield "loss.teacher: stays the reference, and loss.reference_every moves it; set null, or 0"
+    if loss.teacher is not None and reads_reference(credit.method):
+        yield f"loss.teacher: {credit.method} compares with the initial policy; set null, or another credit.method"
+    if loss.reference == "host" and lora.rank and loss.teacher is None:
         yield (
             "loss.reference: host has no effect with LoRA, where the frozen base weights are the reference already; "
             "set device"

@@ -8,6 +8,7 @@ from oarjax.data.hf import commit_of
 from oarjax.data.streams import Encoded
 from oarjax.grading.grader import local_digests
 from oarjax.run.run import Run
+from oarjax.run.teacher import read_teacher
 from oarjax.sources.files import recorded_files
 from oarjax.storage.folder import Differences
 from oarjax.storage.inputs import (
@@ -55,6 +56,9 @@ def _inputs(run: Run, recorded: dict[str, Stat]) -> tuple[dict[str, str], dict[s
     if run.cfg.lora.start is not None:
         adapters = Path(run.cfg.lora.start).expanduser()
         paths |= {f"policy/lora.start/{path.name}": path for path in policy_files(adapters)}
+    teacher = read_teacher(run.cfg.loss.teacher, run.cfg.policy, run.mesh)
+    if teacher is not None:
+        paths |= {f"policy/loss.teacher/{path.name}": path for path in policy_files(teacher.source)}
     commit = commit_of(run.source)
     if commit is not None:  # a commit's name is a digest of its files
         now["policy/commit"] = commit

@@ -48,6 +48,7 @@ from oarjax.run.hints import HintReader, hints_of
 from oarjax.run.layout import check_layouts, param_shardings, rollout_layout, training_layout
 from oarjax.run.policy import bind_policy, compute_dtype_of, stored_dtype_of
 from oarjax.run.source import order_of, policy_path, read_pairs, read_prompts
+from oarjax.run.teacher import check_teacher, policy_of, read_teacher
 from oarjax.step.loss import TokenLoss
 from oarjax.step.minibatches import bucket, widest_prompt
 from oarjax.step.programs import RolloutLayout, Shardings, make_optimizer, make_steps
@@ -223,6 +224,7 @@ class Run:
             method=self.credit,
             custom_loss=self.custom_loss,
             custom_advantages=find_advantages(self.cfg.advantage),
+            reference_policy=policy_of(read_teacher(self.cfg.loss.teacher, self.cfg.policy, self.mesh)),
         )
 
     def load(self, *, source: Path | None = None) -> Params:
@@ -263,8 +265,7 @@ class Run:
     @property
     def prompt_step(self) -> int:
         """Step of prompt widths: the whole width if programs are compiled ahead."""
-        rollout = self.cfg.rollout
-        return widest_prompt(self.cfg.data, rollout) if self.compiles_ahead else rollout.prompt_bucket
+        return widest_prompt(self.cfg.data, self.cfg.rollout) if self.compiles_ahead else self.cfg.rollout.prompt_bucket
 
     @property
     def first(self) -> bool:
@@ -354,9 +355,8 @@ class Run:
 
     def prompts(self, share: Callable[[int], float] | None = None) -> PromptStream:
         """Return an endless stream of training problems, rollout.prompts at a time; ``share`` as in PromptStream."""
-        cfg, padding = self.cfg, {"bucket": self.prompt_step, "pad_id": self.pad_id}
-        order = order_of(cfg.data, cfg.seed, share)
-        return PromptStream(self.train, order, prompts=cfg.rollout.prompts, **padding)
+        order, count = order_of(self.cfg.data, self.cfg.seed, share), self.cfg.rollout.prompts
+        return PromptStream(self.train, order, prompts=count, bucket=self.prompt_step, pad_id=self.pad_id)
 
     def texts(self, rollout: Rollout) -> list[str]:
         """Decode every completion without special tokens, cut before a stop string. The texts are untrusted."""
@@ -435,9 +435,9 @@ def open_run(
     PEERS.link()
     if hold is not None and run.first:
         hold()
-    mesh = run.mesh
-    check_layouts(cfg, run.model, mesh)
+    check_layouts(cfg, run.model, run.mesh)
     check_lengths(cfg, run.model)
+    check_teacher(cfg.loss.teacher, run.tokenizer)
     trained_shapes(cfg.lora, run.model)  # fails on adapters that the policy cannot have
     start_adapters(cfg.lora, run.model, run.console)
     for part in ("table", "pairs", "train", "held_out"):

@@ -47,7 +47,7 @@ from oarjax.types import (
 )
 
 Phase = Literal["reshard", "sample", "evaluate", "score", "credit", "update", "fused", "apply"]
-Part = Literal["params", "optimizer", "frozen", "gradients", "reference", "rollout"]
+Part = Literal["params", "optimizer", "frozen", "gradients", "reference", "teacher", "rollout"]
 """Arrays that outlive a phase."""
 
 
@@ -76,7 +76,8 @@ class ProgramShapes:
         self.layout, self.rollout_layout, self.optimizer = run.layout, run.rollout_layout, run.optimizer
         self._ending_room, self._wants, self._wants_outcome = run.ending_room, run.credit.signals, run.wants_outcome
         self._reads_reference = run.credit.needs_reference(kl_beta=run.cfg.loss.kl_beta)
-        self._compares = self._reads_reference and not run.cfg.loss.reference_every
+        self._teacher = teacher_shapes(run.cfg.loss.teacher, run.cfg.policy, run.mesh)
+        self._compares = self._reads_reference and not run.cfg.loss.reference_every and self._teacher is None
         self._keeps_start = self._compares or run.cfg.eval.kl == "on"
         step, widest = run.prompt_step, widest_prompt(run.cfg.data, run.cfg.rollout)
         self._train_width = self._eval_width = widest  # without data, of the longest prompt that the config allows
@@ -195,7 +196,9 @@ class ProgramShapes:
         state = self.abstract_state()
         takes: set[Part] = {"params", "frozen"}
         reference = None
-        if self._reads_reference and (state.frozen is None or cfg.loss.reference_every):
+        if self._teacher is not None:
+            reference, takes = self._teacher, takes | {"teacher"}
+        elif self._reads_reference and (state.frozen is None or cfg.loss.reference_every):
             reference = all_params(state)
             takes |= {"reference"} if not cfg.loss.reference_every else set()
         args = (all_params(state), reference, self._sampled(), self._key(), _count(), _count())
@@ -248,6 +251,8 @@ class ProgramShapes:
             parts["frozen"] = state.frozen  # the reference too
         elif self._keeps_start and (loss.reference == "device" or (self._compares and phase == "score")):
             parts["reference"] = state.params
+        if self._teacher is not None and (loss.reference == "device" or phase == "score"):
+            parts["teacher"] = self._teacher
         if phase in ("sample", "evaluate"):
             parts["rollout"] = self.rollout_shapes()
         if phase in ("update", "fused", "apply"):

@@ -34,6 +34,7 @@ from oarjax.models.lora import without_adapters
 from oarjax.models.policy import Policy, grouped, replaying
 from oarjax.rl.advantages import AdvantageFunction
 from oarjax.rl.carried import control_entropy, keep_reference
+from oarjax.rl.distillation import distillation_advantages
 from oarjax.rl.loss import aggregate
 from oarjax.rl.masked import masked_sum, widened
 from oarjax.rl.optimizer import OptimizerFunction, adamw, custom_optimizer, learning_rate
@@ -143,6 +144,7 @@ def make_steps(
     method: ResolvedMethod | None = None,
     custom_loss: TokenLoss | None = None,
     custom_advantages: AdvantageFunction | None = None,
+    reference_policy: Policy | None = None,
 ) -> Steps:
     """Bind policy, optimizer and config into jitted programs. Compiles nothing yet.
 
@@ -159,6 +161,7 @@ def make_steps(
         method: that of ``cfg.credit``, resolved by a caller to add a custom method or probe; default None.
         custom_loss: in the place of ``loss.surrogate``; default None.
         custom_advantages: in the place of ``advantage.method``; default None.
+        reference_policy: functions of the reference, where its architecture is another; default None.
 
     Raises:
         ConfigError: the method of credit needs what is not there, such as ``keyword_table`` for keywords.
@@ -182,7 +185,8 @@ def make_steps(
     evaluation = evaluation_sampler(rollout.policy, roll, cfg.eval, **where)
     head = loss_head(roll, cfg.loss.off_policy, head_chunk=cfg.policy.head_chunk)
     # With one update per rollout the ratio is 1: old = stop_gradient(new), no pass of its own.
-    wants_old = cfg.update.epochs * cfg.update.minibatches > 1
+    distils = cfg.loss.kl_in == "token"
+    wants_old = distils or cfg.update.epochs * cfg.update.minibatches > 1
     read, kind, soft = method.measures, method.kind, cfg.advantage.soft != "off"
     wanted = {"logps", *read} if wants_old else read
     scorer_for = partial(method.scorer, temperature=roll.temperature, pad_id=pad_id)
@@ -211,10 +215,11 @@ def make_steps(
         bucket: Bucket | None = None,
     ) -> Scores:
         full = rows.rollout.completion.shape[-1]
-        # Below adapters lies what training started from: a reference that does not move is there already.
-        reference = without_adapters(params) if cfg.lora.rank and not cfg.loss.reference_every else ref_params
+        # Below adapters lies what training started from: a reference that is that and stays it is there already.
+        other = cfg.loss.reference_every or reference_policy is not None
+        reference = without_adapters(params) if cfg.lora.rank and not other else ref_params
         sharing = policy if bucket is None else grouped(policy, bucket.prompt_rows)
-        score_of = scorer_for(sharing)
+        compared, score_of = reference_policy or sharing, scorer_for(sharing)
 
         def score_microbatch(xs: Any) -> Scores:
             (r, s), numbers, probed, teacher = cut(xs[:2], bucket, length=full), *xs[2:]
@@ -242,7 +247,7 @@ def make_steps(
             )
             scores = Scores(
                 old_logps=measured["logps"] if wants_old else None,
-                ref_logps=token_logps(sharing, reference, **own, **head)[0] if cfg.loss.kl_beta > 0 else None,
+                ref_logps=token_logps(compared, reference, **own, **head)[0] if cfg.loss.kl_beta > 0 else None,
                 importance=attributed.importance,
                 measured={name: measured[name] for name in sorted(read)} or None,
                 values=attributed.values,
@@ -288,6 +293,9 @@ def make_steps(
         if graded.late is not None:
             advantages = split_advantages(advantages, flat(graded.late), s.answer, mask, flat(rows.rollout.ended))
         w = relative(kind, returned, advantages, a, mask)
+        if distils:
+            drawn, taught = (jnp.where(mask, x, 0) for x in (scored.old_logps, scored.ref_logps))
+            advantages += distillation_advantages(drawn, taught, weight=cfg.loss.kl_beta)
         tokens = Credit(
             importance=jnp.zeros_like(w) if signals.importance is None else signals.importance,
             weights=w,

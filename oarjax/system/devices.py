@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from oarjax.errors import UserError
 from oarjax.system.chips import CHIPS
@@ -156,8 +157,13 @@ def fastest_run(work: Callable[[], Any], *, seconds: float) -> float:
 
 
 def to_host_memory(tree: Any) -> Any:
-    """Move arrays to their hosts' memory with the same sharding; ``jax.device_put`` brings them back."""
+    """Move arrays to their hosts' memory with the same sharding; ``to_device_memory`` brings them back."""
     return jax.device_put(tree, jax.tree.map(lambda x: x.sharding.with_memory_kind("pinned_host"), tree))
+
+
+def to_device_memory(tree: Any) -> Any:
+    """Move arrays that lie in their hosts' memory to their devices; others stay where they are."""
+    return jax.device_put(tree, jax.tree.map(lambda x: NamedSharding(x.sharding.mesh, x.sharding.spec), tree))
 
 
 def memory_limit(device: Any) -> int | None:

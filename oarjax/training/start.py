@@ -11,6 +11,7 @@ from oarjax.run.memory import report_memory
 from oarjax.run.outside import Outside, open_outside
 from oarjax.run.run import Run
 from oarjax.run.shapes import ProgramShapes
+from oarjax.run.teacher import read_teacher
 from oarjax.step.state import reference_mover
 from oarjax.system.background import Background
 from oarjax.system.devices import peak_flops, to_host_memory
@@ -45,12 +46,16 @@ def prepare(
         DataError: the files of rollout.from do not hold what the run needs.
     """
     loss, first = run.cfg.loss, None
-    compares = run.credit.needs_reference(kl_beta=loss.kl_beta) and not loss.reference_every
+    teacher = read_teacher(loss.teacher, run.cfg.policy, run.mesh)
+    compares = run.credit.needs_reference(kl_beta=loss.kl_beta) and not loss.reference_every and teacher is None
     if (compares or run.cfg.eval.kl == "on") and run.cfg.lora.rank == 0:
         first = to_host_memory(params) if loss.reference == "host" else params
     state = run.new_state(params, copy=first is params)
     meter = Meter(run.cfg, run.model, run.credit, peak_flops(run.compute_dtype)[0], run.steps.prompt_rows)
     held = first if compares else None
+    if teacher is not None:
+        held = teacher.load(run.cfg.policy, run.mesh)
+        held = to_host_memory(held) if loss.reference == "host" else held
     report = partial(report_memory, ProgramShapes(run), folder, run.console) if run.wants_memory else None
     if report is not None and background is None:
         with run.console.status("compiling the largest programs"):

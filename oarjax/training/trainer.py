@@ -30,6 +30,7 @@ from oarjax.step.minibatches import widest_prompt
 from oarjax.step.state import moving_reference
 from oarjax.storage.stop import Stop
 from oarjax.system.background import Background
+from oarjax.system.devices import to_device_memory
 from oarjax.training.health import Health
 from oarjax.training.held_out import Evaluation, evaluate, measure_drift
 from oarjax.training.run_files import RunFiles
@@ -92,7 +93,7 @@ def train(
             phase=_Phases(timer, stop, start.background, start.report_memory),
             probed=run.probed if cfg.credit.answer.source == "reference" else None,
             hints=run.hints,
-            load_reference=partial(jax.device_put, device=run.layout.params),
+            load_reference=to_device_memory,
             past=history.of if compares else None,
             source=lambda sampler: outside.recorded or files.source(outside.engine or sampler),
             prompt_step=run.prompt_step,

@@ -92,7 +92,7 @@ def gradient_config(cfg: Config, credit: CreditSettings) -> Config:
     microbatch = gcd(prompts * cfg.rollout.group_size, cfg.update.microbatch)
     one_update = {"epochs": 1, "minibatches": 1, "microbatch": microbatch, "refills": 0}
     bare = {"kl_beta": 0.0, "kl_in": "loss", "entropy_bonus": 0.0, "dual_clip": None, "reference": "device"}
-    bare |= {"kl_corrected": False, "reference_every": 0, "entropy_target": None}
+    bare |= {"kl_corrected": False, "reference_every": 0, "entropy_target": None, "teacher": None}
     return cfg.model_copy(
         update={
             "credit": credit,

@@ -17,6 +17,7 @@ from oarjax.data.hf import load_params, read_config
 from oarjax.models.qwen import make_policy
 from oarjax.report.files import make_console, short
 from oarjax.run.run import Run
+from oarjax.run.teacher import read_teacher
 from oarjax.step.state import moving_reference
 from oarjax.storage.bad_batches import BadBatchError, Header, read_bad_batch, read_params
 from oarjax.storage.checkpoint import finished
@@ -48,7 +49,9 @@ def run(file: Path, *, device: str, as_json: bool, trust_code: bool = False) -> 
     params, step = load_batch_params(header, file, run)
     frozen = load_frozen(header, run)
     compared = header.kind != "sft" and run.credit.needs_reference(kl_beta=run.cfg.loss.kl_beta)
-    reference = load_reference(header, run) if compared and (frozen is None or run.cfg.loss.reference_every) else None
+    loss, reference = run.cfg.loss, None
+    if compared and (frozen is None or loss.reference_every or loss.teacher is not None):
+        reference = load_reference(header, run)
     _show_header(console, header, step)
     with jax.default_matmul_precision("highest"):  # TPUs and GPUs multiply float32 in fewer bits by default
         finding = replay(header, evidence, params, run, frozen=frozen, reference=reference)
@@ -123,6 +126,8 @@ def load_frozen(header: Header, run: Run) -> Params | None:
 
 def load_reference(header: Header, run: Run) -> Params:
     """Load the policy that the KL term compares with; one that moves is read from the nearest checkpoint."""
+    if (teacher := read_teacher(run.cfg.loss.teacher, run.cfg.policy, run.mesh)) is not None:
+        return teacher.load(run.cfg.policy, run.mesh)
     near = _nearest(header, run.folder) if run.cfg.loss.reference_every else None
     return load_params(_start(run), run.model) if near is None else moving_reference(restored_state(run, near))
 
