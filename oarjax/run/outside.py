@@ -15,7 +15,7 @@ from oarjax.system.processes import only_first
 
 
 class Outside(NamedTuple):
-    """What replaces a run's sampler; both None if nothing does."""
+    """The replacement of a run's sampler; both None if there is none."""
 
     recorded: RecordedRollouts | None
     engine: EngineSource | None

@@ -77,7 +77,7 @@ def turn_of(line: Mapping[str, Any]) -> Turn:
 
 
 class Known(NamedTuple):
-    """What is recorded of a batch."""
+    """The recorded parts of a batch."""
 
     lines: dict[int, dict[str, Any]]  # of its rows
     spent: Spent | None  # by all of it; None: rows may be missing

@@ -42,7 +42,7 @@ class StaleWeights(UserError):
 
 
 class Weights(NamedTuple):
-    """How a run's weights reach an engine and are read by our own forward, on every process alike.
+    """The way by which a run's weights reach an engine and are read by our own forward, on every process alike.
 
     ``exact`` and ``rounded`` take (params, tokens [B, N], valid [B, N]) and return the log-probs [B, T] of the last
     ``probe.max_new`` tokens in float32, and as the engine's dtype has them.

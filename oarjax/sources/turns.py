@@ -10,7 +10,7 @@ from oarjax.rollout.source import Turn
 
 
 class Rules(NamedTuple):
-    """What a run's turns are."""
+    """The rules of a run's turns."""
 
     vocab: int
     stop_ids: tuple[int, ...]
