@@ -10,6 +10,7 @@ from tiny_programs import built
 
 from oarjax.models.lora import all_params
 from oarjax.models.weights import init_params, parameter_count
+from oarjax.run.compile_ahead import in_order
 from oarjax.run.shapes import ProgramShapes, bytes_per_device
 from oarjax.step.iteration import iterate
 
@@ -19,8 +20,11 @@ from oarjax.step.iteration import iterate
     "changes", [{"credit__method": "entropy"}, {"loss__kl_beta": 0.1, "update__epochs": 2, "lora__rank": 2}]
 )
 def test_an_iteration_compiles_nothing_that_was_compiled_before(changes, caplog):
-    b = built(**changes, data__eval={"source": "unused"}, eval__batch=4)
-    for program in ProgramShapes(b).programs():
+    """Neither of the scores and updates of two lengths, nor of rollouts and evaluations of fewer and fewer rows."""
+    b = built(**changes, rollout__completion_bucket=5, data__eval={"source": "unused"}, eval__batch=4)
+    listed = [*in_order(ProgramShapes(b), evaluates_first=False), ProgramShapes(b).reshard_program()]
+    assert len({program.static["bucket"] for program in listed if "bucket" in program.static}) == 2
+    for program in listed:
         program.lower().compile()
     start = init_params(tiny.model(), jax.random.key(3), dtype=jnp.float32)
     start = jax.device_put(start, b.layout.params)
@@ -34,10 +38,9 @@ def test_an_iteration_compiles_nothing_that_was_compiled_before(changes, caplog)
         )
     assert done.metrics["rows_used"] > 0
     compiled = [r.getMessage() for r in caplog.records if "XLA compilation of" in r.getMessage()]
-    names = [
-        name for name in ("prepare", "score", "credit", "accumulate", "apply") for m in compiled if f"jit({name})" in m
-    ]
-    assert not names, compiled
+    names = {program.jitted.__name__ for program in listed}
+    assert {"prepare", "_prefill_rows", "_decode_rows", "take_rows", "move_rows", "finish", "apply"} < names
+    assert not [name for name in names for message in compiled if f"jit({name})" in message], compiled
 
 
 def test_an_update_reuses_the_memory_of_its_state():
