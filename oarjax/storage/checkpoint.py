@@ -117,6 +117,10 @@ class Checkpoints:
             # Orbax would create the folder again, on the disk below a lost mount.
             if self.folder.stat().st_dev != self._device:
                 raise OSError("the folder is on another device than at the start: was its disk unmounted?")
+            if is_first():  # else threads of Orbax wait for the folder that it cannot create, minutes past the end
+                probe = at.with_name(f"{at.name}.probe")
+                probe.mkdir(exist_ok=True)
+                probe.rmdir()
             self._writer.save(at, _plain(state))
         except Exception as error:  # the writer passes on any error of its storage
             self._forget(at)

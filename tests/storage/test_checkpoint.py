@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import shutil
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -287,3 +288,19 @@ def test_another_model_is_refused(tmp_path):
         ),
     ):
         checkpoints.restore(1, like=state(1.0, width=5))
+
+
+def test_a_folder_that_cannot_be_created_leaves_no_thread_waiting(tmp_path, monkeypatch):
+    """Orbax's threads would wait minutes for it, and hold a process that has reported the error."""
+    with Checkpoints(tmp_path / "c", keep=1) as checkpoints:
+        before, mkdir = set(threading.enumerate()), os.mkdir
+
+        def forbidden(path, *more, **named):
+            if "000001" in os.fspath(path):
+                raise PermissionError(errno.EPERM, "Operation not permitted", os.fspath(path))
+            mkdir(path, *more, **named)
+
+        monkeypatch.setattr(os, "mkdir", forbidden)
+        with pytest.raises(StorageError, match="Operation not permitted"):
+            checkpoints.save(1, state(1), {})
+        assert not [thread for thread in set(threading.enumerate()) - before if "orbax" in type(thread).__module__]
