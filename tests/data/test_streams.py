@@ -275,7 +275,7 @@ def test_builtin_source():
     assert min(len(p.prompt) for p in longer) > max(len(p.prompt) for p in problems)
     with pytest.raises(DataError, match=r"data.train.split: .* no split 'test'; set one of train, eval, sft"):
         load("builtin:arithmetic", split="test")
-    with pytest.raises(DataError, match=r"one of builtin:arithmetic, .*, builtin:stories, got 'builtin:chess'; set"):
+    with pytest.raises(DataError, match=r"one of builtin:arithmetic, .*, builtin:calculator, got 'builtin:chess'; set"):
         load("builtin:chess")
 
 
