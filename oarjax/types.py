@@ -39,6 +39,7 @@ class PromptBatch:
     tokens: Int32[Array, "P S"]
     valid: Bool[Array, "P S"]
     problem: Int32[Array, "P"]  # row number in the dataset
+    written: Int32[Array, "P"] | None = None  # last ids of ``tokens``, which follow the row's own prompt
 
 
 @struct.dataclass
@@ -48,6 +49,9 @@ class Origin:
     turns: Int32[Array, "B T"]  # number of the turn that each belongs to, from 0
     versions: Int32[Array, "B T"]  # iterations that the policy that drew it had learned from; -1: it drew none
     episode: Int32[Array, "B"]
+    rewards: Float32[Array, "B T"] | None = None  # an environment's, at the last token of each turn; None without one
+    failed: Bool[Array, "B"] | None = None  # the environment did: the row is not graded
+    states: Any = None  # the public attributes of the environments at their ends, [B] of JSON texts or None
 
 
 @struct.dataclass

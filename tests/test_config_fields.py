@@ -47,13 +47,14 @@ from oarjax.data.hf import stored_dtype
 from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.data.tasks.forks import write_forks_policy
 from oarjax.data.tasks.stories import write_stories_policy
+from oarjax.environments.pool import Environments
 from oarjax.errors import UserError
 from oarjax.grading.grader import Grader
 from oarjax.grading.rewards import Sample
 from oarjax.models.weights import abstract_params, init_params
 from oarjax.report.console import OnceWarnings
 from oarjax.rl.advantages import group_advantages, zero_variance_groups
-from oarjax.rollout.source import Batch
+from oarjax.rollout.source import Batch, SamplerSource
 from oarjax.run.adapters import trained_shapes
 from oarjax.run.custom import find_optimizer
 from oarjax.run.layout import training_layout
@@ -290,6 +291,13 @@ def fields() -> dict[str, Field]:
         "rollout.engine.weights": Field("elsewhere", synced, given_weights),
         "rollout.engine.dtype": Field("float32", synced, given_weights),
         "rollout.engine.drill": Field(2, synced, given_weights),
+        "rollout.environment.name": Field("builtin:calculator", plays, PLAYED),
+        "rollout.environment.settings": Field({"highest": 7}, plays, PLAYED),
+        "rollout.environment.turns": Field(3, plays, PLAYED),
+        "rollout.environment.deadline": Field(2.0, plays, PLAYED),
+        "rollout.environment.thinking": Field(
+            "keep", plays, PLAYED, error="rollout.environment.thinking: keep needs data.template = chat"
+        ),
         "rollout.segment": Field(4, decode),
         "rollout.cache_bucket": Field(4, decode),
         "rollout.slots": Field(4, decode),
@@ -767,6 +775,29 @@ def grading(cfg: Config) -> Any:
     return grades.rewards.tolist(), grades.verdicts
 
 
+PLAYED = {"rollout.environment": {"name": "builtin:guess"}}
+"""Changes for fields of environments."""
+
+
+def plays(cfg: Config) -> Any:
+    """How a run's environment is started, how many turns it answers, and how its words are written."""
+    started: list[Any] = []
+
+    class Remembered(Environments):
+        def __init__(self, *args: Any, **named: Any) -> None:
+            started.append((args, named))
+
+        def __enter__(self) -> Remembered:
+            return self
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(oarjax.run.grades, "Environments", Remembered)
+        run = build(cfg)
+        nothing: Any = lambda *_: None  # noqa: E731
+        source: Any = run.episodes(SamplerSource(*[nothing] * 5), run.train)
+    return started, source._most, source._reply("1")
+
+
 def command(cfg: Config, *, shown: io.StringIO | None = None, extend: bool = False) -> Any:
     """A whole run with fake device programs and a fake grader: what they were asked, and what was written."""
     log: list[Any] = []
@@ -1033,7 +1064,7 @@ def test_field_is_read(path, policies, seen, tmp_path, monkeypatch):
     field = fields().get(path)
     assert field is not None, f"{path}: say in fields() how this field shows, or remove it"
     tree = copy.deepcopy(BASE)
-    for name, value in field.given.items():
+    for name, value in copy.deepcopy(field.given).items():
         change(tree, name, value)
     asked = (str(field.view), json.dumps(tree))
     if asked not in seen:

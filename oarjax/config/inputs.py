@@ -8,7 +8,7 @@ from pydantic import Field
 
 from oarjax.config.section import AxisSize, Count, Positive, Section, Seed, Share, Word
 
-BUILTIN_POLICIES = ("builtin:arithmetic", "builtin:forks", "builtin:stories", "builtin:random")
+BUILTIN_POLICIES = ("builtin:arithmetic", "builtin:forks", "builtin:stories", "builtin:turns", "builtin:random")
 """Policies of the built-in tasks, and a policy for any tokenizer; see ``oarjax.data.tasks.arithmetic``."""
 
 
@@ -95,8 +95,8 @@ class StoriesConfig(Section):
 
 class DatasetConfig(Section):
     source: str = Field(
-        description="builtin:arithmetic, builtin:forks, builtin:stories; a .jsonl, .json, .csv or .parquet file; a "
-        "folder of Dataset.save_to_disk; or a hub dataset name"
+        description="builtin:arithmetic, builtin:forks, builtin:stories, builtin:guess, builtin:calculator; a .jsonl, "
+        ".json, .csv or .parquet file; a folder of Dataset.save_to_disk; or a hub dataset name"
     )
     name: str | None = Field(default=None, description="hub dataset configuration, e.g. main")
     split: str = Field(default="train", description="split of a hub or saved dataset, or built-in task")

@@ -34,6 +34,18 @@ class EngineConfig(Section):
     )
 
 
+class EnvironmentConfig(Section):
+    name: str = Field(description="environment of an episode: a built-in one, file.py:Class, or module:Class")
+    settings: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the class")
+    turns: Positive = Field(default=8, description="maximum turns of the policy in an episode")
+    deadline: Annotated[float, Field(gt=0)] = Field(default=10.0, description="time limit of a step, in seconds")
+    thinking: Literal["template", "keep"] = Field(
+        default="template",
+        description="what becomes of thinking in earlier turns; template: as the chat template has it, refused if it "
+        "drops it, since rows are only appended to; keep: it stays in the row",
+    )
+
+
 class RolloutConfig(Section):
     prompts: Positive = Field(default=32, description="prompts per iteration, over all hosts")
     group_size: Positive = Field(
@@ -78,6 +90,9 @@ class RolloutConfig(Section):
         "but more steps",
     )
     engine: EngineConfig | None = Field(default=None, description="draws in place of the run's sampler; null = none")
+    environment: EnvironmentConfig | None = Field(
+        default=None, description="answers the policy's turns, up to max_new tokens in all; null = single turns"
+    )
     __annotations__["from"] = "tuple[Word, ...]"  # a keyword of Python, but the plain word in YAML
     vars()["from"] = Field(
         default=(),

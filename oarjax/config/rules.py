@@ -148,6 +148,25 @@ def check_batches(rollout: RolloutConfig, update: UpdateConfig, sft: SFTConfig |
         yield f"sft.microbatch: {sft.microbatch} does not divide sft.batch = {sft.batch}"
 
 
+def check_environment(
+    rollout: RolloutConfig, data: DataConfig, grading: GradingConfig, credit: CreditSettings, advantage: AdvantageConfig
+) -> Iterator[str]:
+    """Report what an episode's rows cannot have, and the reward of an environment that is not there."""
+    named = any(reward.name == "environment" for reward in grading.rewards)
+    if rollout.environment is None:
+        if named:
+            yield "grading.rewards: environment needs rollout.environment; set it, or name another reward"
+        return
+    if rollout.environment.thinking == "keep" and data.template != "chat":
+        yield f"rollout.environment.thinking: keep needs data.template = chat, got {data.template}; set template"
+    if rollout.recorded or rollout.engine is not None:
+        yield "rollout.environment: only the run's own sampler draws turns; leave out rollout.from and rollout.engine"
+    if credit.answer.source == "reference":
+        yield "credit.answer.source: reference puts an answer into single turns; set own, or environment=null"
+    if advantage.soft != "off":
+        yield f"advantage.soft: {advantage.soft} reads an answer of single turns; set off, or rollout.environment=null"
+
+
 def check_advantages(
     advantage: AdvantageConfig, group_size: int, update: UpdateConfig, *, pools: bool = False
 ) -> Iterator[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any, Literal
 
 import grain
@@ -34,6 +35,7 @@ class Encoded:
     completions: tuple[list[int], ...]
     dropped: int  # number of problems left out because they are too long
     parts: tuple[int, ...] = ()  # problems of each data set of a mixture, in order; (): there is one
+    observed: tuple[list[bool], ...] = ()  # ids of completions that an environment said; only of pairs with turns
 
     def __len__(self) -> int:
         return len(self.problems)
@@ -95,10 +97,13 @@ def encode_pairs(
     max_length: int,
     stop_id: int,
     thinking: bool | None = None,
+    reply: Callable[[str], list[int]] | None = None,
 ) -> Encoded:
     """Encode prompts with the completions to imitate: the answer field's ids, then ``stop_id``.
 
-    Pairs of more than ``max_length`` tokens in all are left out and counted.
+    With ``reply``, the ids of what an environment says, rows may have a column ``turns`` instead: what the policy and
+    the environment write, by turns; the policy's are imitated. Pairs of more than ``max_length`` tokens in all are left
+    out and counted.
 
     Raises:
         DataError: no pair is left.
@@ -107,13 +112,18 @@ def encode_pairs(
     for problem in problems:
         prompt = _render(tokenizer, problem, template, system_prompt, prompt_format, thinking)
         with errors_at(problem.place):
-            completion = [*encode(tokenizer, problem.answer), stop_id]
+            turns = [problem.answer] if reply is None else problem.columns.get("turns", [problem.answer])
+            written = [[*encode(tokenizer, turn), stop_id] for turn in turns[::2]]
+            said = [reply(turn) for turn in turns[1::2]] if reply is not None else []
+        parts = [part for pair in zip_longest(written, said, fillvalue=[]) for part in pair]
+        completion = [i for part in parts for i in part]
         if len(prompt) + len(completion) <= max_length:
-            triples.append((problem, prompt, completion))
+            observed = [k % 2 == 1 for k, part in enumerate(parts) for _ in part]
+            triples.append((problem, prompt, completion, observed))
     if not triples:
         raise DataError(f"all {len(problems)} pairs are longer than {max_length} tokens; raise sft.max_length")
-    kept, prompts, completions = zip(*triples)
-    return Encoded(kept, prompts, completions, len(problems) - len(kept))
+    kept, prompts, completions, observed = zip(*triples)
+    return Encoded(kept, prompts, completions, len(problems) - len(kept), observed=observed if reply else ())
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], *, length: int, pad_id: int, problems: Sequence[int]) -> PromptBatch:
@@ -250,10 +260,13 @@ class SFTStream:
         prompt_length = bucketed((prompts[row] for row in rows), self._buckets[0])
         completion_length = bucketed((completions[row] for row in rows), self._buckets[1])
         left, left_valid = left_pad([prompts[row] for row in rows], length=prompt_length, pad_id=self._pad_id)
-        right, completion = right_pad([completions[row] for row in rows], length=completion_length, pad_id=self._pad_id)
+        right, extent = right_pad([completions[row] for row in rows], length=completion_length, pad_id=self._pad_id)
+        completion = extent.copy()
+        for mask, row in zip(completion, rows if self._encoded.observed else ()):
+            mask[: len(completions[row])] &= ~np.asarray(self._encoded.observed[row])
         return SFTBatch(
             tokens=np.concatenate([left, right], axis=1),
-            valid=np.concatenate([left_valid, completion], axis=1),
+            valid=np.concatenate([left_valid, extent], axis=1),
             completion=completion,
         )
 

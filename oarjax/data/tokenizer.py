@@ -254,6 +254,37 @@ def chat_ids(tokenizer: PreTrainedTokenizerFast, turns: Sequence[dict[str, str]]
     return ids
 
 
+def reply_ids(
+    tokenizer: PreTrainedTokenizerFast, said: str, stops: Sequence[str], *, keep: bool, thinking: bool | None = None
+) -> list[int]:
+    """Return the ids of a user's reply by the chat template: from after the stop token of the assistant's turn before
+    it, one of ``stops``, up to where the assistant's next turn begins.
+
+    ``keep``: also where the template would drop the thinking of that turn, which stays in the row.
+
+    Raises:
+        TextError: the template fails, or rewrites the assistant's turn and is not told to keep it.
+    """
+    wrote = "<think>\n0\n</think>\n\n1" if "think" in str(tokenizer.chat_template) and not keep else "1"
+    turns = [{"role": "user", "content": "0"}, {"role": "assistant", "content": wrote}]
+    switch: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
+    try:
+        with time_limit(TEMPLATE_SECONDS):
+            before = str(tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, tokenize=False, **switch))
+            turns.append({"role": "user", "content": said})
+            whole = str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, **switch))
+    except Exception as error:  # Jinja has many, and a template may raise its own
+        raise TextError(f"the chat template fails on a second turn ({type(error).__name__}: {error})") from error
+    for stop in stops:
+        begin = whole.find(wrote + stop)
+        if begin >= 0 and (keep or (whole.startswith(before) and begin == len(before))):
+            return encode(tokenizer, whole[begin + len(wrote + stop) :])
+    raise TextError(
+        "the chat template changes an assistant's turn once a user's follows, as Qwen3's drops its thinking, and rows "
+        "are only appended to: set rollout.environment.thinking to keep, which leaves it in the row"
+    )
+
+
 TURN = re.compile(r"(?:\A|(?<=\n))(system|user|assistant)\n")
 
 

@@ -63,6 +63,7 @@ class Sample:
         rewards: names of the rewards that grade it; empty: all of the run.
         completion_ids: tokens of the completion, for rewards of TRL's signature alone, else empty.
         environment: public attributes of the episode's environment at its end; None without one, or if it failed.
+        turn_rewards: of an episode's turns, by its environment, else empty; ``completion`` joins what the policy wrote.
     """
 
     prompt: str
@@ -77,6 +78,7 @@ class Sample:
     chat: Sequence[dict[str, str]] = ()
     completion_ids: Sequence[int] = ()
     environment: dict[str, Any] | None = None
+    turn_rewards: Sequence[float] = ()
     rewards: Sequence[str] = ()
 
     def asks(self, name: str) -> bool:

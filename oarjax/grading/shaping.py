@@ -1,4 +1,4 @@
-"""Reward the form of a completion: length, cosine length and repetition."""
+"""Reward the form of a completion: length, cosine length and repetition; and pass on what an environment gave."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import math
 from collections.abc import Sequence
 
 from oarjax.grading.rewards import Sample, Unparseable, reward, same_value
+
+
+@reward("environment")
+def environment_reward(sample: Sample) -> float:
+    """Return the sum of the rewards that the environment gave to the episode's turns."""
+    return float(sum(sample.turn_rewards))
 
 
 @reward("length", per="group")

@@ -1,17 +1,18 @@
 """Rollouts in one program: prefill each prompt once, then decode its whole group in one ``lax.while_loop``.
 
-``oarjax.rollout.segments`` draws the same completions in several programs, with far less padding if they
-differ in length. Both draw a token and feed it back with the functions of this file.
+``oarjax.rollout.segments`` draws the same in several programs, with far less padding if completions differ in length.
+Both draw a token and feed it back with the functions of this file.
 
-Noise. A row at step t draws with two uniforms from ``fold_in(row's key, t)``: nothing else enters, so splitting rows
-over devices or hosts changes no draw, and rows appended to a batch leave the others as they were. Row b of a rollout
-has the key ``fold_in(key, b)``, and different batches need different keys: ``rollout_key``. In an evaluation the key is
-the problem's and the sample's own, ``problem_keys``: how problems are batched changes no draw.
+Noise. The token t places after a row's prompt is drawn with two uniforms from ``fold_in(row's key, t)``: nothing else
+enters, so splitting rows over devices or hosts changes no draw, rows appended to a batch leave the others as they were,
+and a row that goes on (``PromptBatch.written``) goes on with its noise. Row b has the key ``fold_in(key, b)``, and
+batches have keys of their own: ``rollout_key``. In an evaluation the key is the problem's and the sample's own,
+``problem_keys``: how problems are batched changes no draw.
 
 Tokens are drawn by inverting the cumulative distribution, in two levels: blocks of 128 tokens by their mass, then a
-token in its block, each with its own uniform. One uniform of 23 bits over a whole vocabulary of 151,936
-would be off by percents for a token of average mass; two are off by less than 1e-4 of it. Compared with the Gumbel
-trick it saves B * V random numbers and two logarithms each, which cost more than the head on a CPU.
+token in its block, each with its own uniform. One uniform of 23 bits over a whole vocabulary of 151,936 would be off
+by percents for a token of average mass; two are off by less than 1e-4 of it. Compared with the Gumbel trick it saves
+B * V random numbers and two logarithms each, which cost more than the head on a CPU.
 """
 
 from __future__ import annotations
@@ -98,6 +99,11 @@ class Rows(NamedTuple):
     ended: Bool[Array, "B"]  # a stop id was drawn, or a stop string completed
     seen: Bool[Array, "B V"] | None = None  # tokens of prompt and completion so far; None without a penalty
     matched: Int32[Array, "B"] | None = None  # state of ``stop_table`` after the bytes so far; None without it
+    written: Int32[Array, "B"] | None = None  # tokens after the prompt, from before this turn; None in a first turn
+
+    def following(self) -> Int32[Array, "B"]:
+        """Count the tokens after the row's own prompt."""
+        return self.lengths if self.written is None else self.lengths + self.written
 
 
 class Drawn(NamedTuple):
@@ -142,6 +148,8 @@ def prefill(
         start = start._replace(seen=jnp.repeat(seen, group_size, axis=0))
     if decoding.stop_table is not None:
         start = start._replace(matched=zeros)
+    if prompts.written is not None:
+        start = start._replace(written=jnp.repeat(prompts.written, group_size))
     return Prefilled(start, logits, policy.caches.prefix(prefix), experts)
 
 
@@ -185,12 +193,12 @@ def first_drawn(begun: Prefilled, decoding: Decoding) -> tuple[Rows, Drawn]:
 
 
 def draw_next(rows: Rows, logits: Float[Array, "B V"], decoding: Decoding) -> tuple[Rows, Drawn]:
-    """Draw a token for every unfinished row; token t of a row takes its noise from (key, t)."""
+    """Draw a token for every unfinished row; token t after a row's prompt takes its noise from (key, t)."""
 
     def noise(key: Key[Array, ""], token: Int[Array, ""]) -> Float[Array, "2"]:
         return jax.random.uniform(jax.random.fold_in(key, token), (2,))
 
-    uniforms = jax.vmap(noise)(rows.keys, rows.lengths)
+    uniforms = jax.vmap(noise)(rows.keys, rows.following())
     penalised = None if rows.seen is None else penalise_repeated(logits, rows.seen, penalty=decoding.repetition_penalty)
     settings = {"temperature": decoding.temperature, **decoding.filters._asdict()}
     token, logp, filtered = draw_token(logits, uniforms, penalised=penalised, **settings)
@@ -202,13 +210,8 @@ def draw_next(rows: Rows, logits: Float[Array, "B V"], decoding: Decoding) -> tu
         matched = jnp.asarray(decoding.stop_table)[rows.matched, token]
         stopped = stopped | (rows.alive & (matched == len(decoding.stop_table) - 1))
         rows = rows._replace(matched=jnp.where(rows.alive, matched, rows.matched))
-    lengths = rows.lengths + rows.alive
-    after = rows._replace(
-        token=token,
-        lengths=lengths,
-        alive=rows.alive & ~stopped & (lengths < decoding.max_new),
-        ended=rows.ended | stopped,
-    )
+    after = rows._replace(token=token, lengths=rows.lengths + rows.alive, ended=rows.ended | stopped)
+    after = after._replace(alive=rows.alive & ~stopped & (after.following() < decoding.max_new))
     return after, Drawn(token, jnp.where(rows.alive, logp, 0), jnp.where(rows.alive, filtered, 0))
 
 
@@ -251,9 +254,8 @@ def sample(
 ) -> Rollout:
     """Draw ``group_size`` completions for every prompt, row b with noise from ``fold_in(key, b)``: see ``sample_rows``.
 
-    One pure program, to be jitted, vmapped or taken apart; every row is computed until the last one has finished. If
-    completions differ in length, ``oarjax.rollout.segments.SegmentedSampler`` draws the same ones several times as
-    fast, with a loop on the host over jitted programs; training, evaluation and the lab use it.
+    One pure program, to be jitted, vmapped or taken apart; every row is computed until the last one has finished.
+    ``SegmentedSampler``, a loop on the host over jitted programs, draws the same several times as fast, if ragged.
 
     Args:
         policy: the model's functions, such as ``make_policy`` gives.

@@ -46,6 +46,9 @@ class Turn(NamedTuple):
     finish: Literal["stop", "length", "error"]
     whole_logps: Float[np.ndarray, "T"] | None = None  # before the filters; None: equal to ``logps``, or not known
     experts: Int[np.ndarray, "n L k"] | None = None  # chosen at each input of prompt and completion, if recorded
+    observed: tuple[int, ...] = ()  # what an environment said since the row's turn before
+    reward: float | None = None  # an environment's, for this turn; None: there is no environment
+    state: str | None = None  # the environment's public attributes at its end, as JSON
 
 
 class Batch(NamedTuple):
@@ -148,6 +151,15 @@ class Source(Protocol):
         ...
 
 
+@runtime_checkable
+class Continuing(Source, Protocol):
+    """Draws further turns, too."""
+
+    def go_on(self, batch: Batch, requests: Sequence[Request]) -> list[Turn]:
+        """Draw the next turn of some rows of a batch, in the order of the requests."""
+        ...
+
+
 class SamplerSource:
     """The run's own sampler, which draws a batch together.
 
@@ -156,6 +168,8 @@ class SamplerSource:
         spent: returns the counts of its draws since the last call.
         prepare: training layout -> params as ``sample`` reads them.
         place, fetch: numpy -> device, laid out for the sampler; and back.
+        sample_on: as ``sample``, a row per prompt, for rows that go on; None: single turns only.
+        row_number: (batch, row) -> the number in ``PromptBatch.problem`` by which ``sample_on`` finds the row's key.
     """
 
     together = True
@@ -167,8 +181,11 @@ class SamplerSource:
         prepare: Callable[[Params], Params],
         place: Callable[[Any], Any],
         fetch: Callable[[Any], Any],
+        sample_on: Callable[..., Rollout] | None = None,
+        row_number: Callable[[Batch, int], int] = lambda batch, row: row,
     ) -> None:
         self._sample, self._prepare, self._place, self._fetch = sample, prepare, place, fetch
+        self._sample_on, self._row_number = sample_on, row_number
         self.spent = spent
         self._params, self._prepared, self._version = None, None, 0
 
@@ -180,11 +197,27 @@ class SamplerSource:
         self, batch: Batch, report: Report | None = None, *, rows: Int[np.ndarray, "r"] | None = None
     ) -> list[Turn]:
         """Draw all rows of a batch."""
+        early = {"report": report} if report else {}
+        drawn = self._fetch(self._sample(self._ready(), self._place(batch.prompts), batch.key, **early))
+        return turns_of(batch, drawn, version=self._version)
+
+    def go_on(self, batch: Batch, requests: Sequence[Request]) -> list[Turn]:
+        """Draw the next turns of rows, which are computed again from their prompts on."""
+        if self._sample_on is None:
+            raise ValueError("SamplerSource: expected sample_on, to draw further turns")
+        numbers = [self._row_number(batch, row) for row in range(len(batch.requests))]
+        prompts = rows_so_far(batch, requests, numbers)
+        words, kind = np.asarray(jax.random.key_data(batch.key)), jax.random.key_impl(batch.key)
+        key = jax.random.wrap_key_data(
+            jax.numpy.asarray(words), impl=kind
+        )  # it is the training mesh's, the prompts are the sampler's
+        drawn = self._fetch(self._sample_on(self._ready(), self._place(prompts), key))
+        return [turn_of_row(drawn, request.id, version=self._version) for request in requests]
+
+    def _ready(self) -> Any:
         if self._prepared is None:
             self._prepared = self._prepare(self._params)
-        early = {"report": report} if report else {}
-        drawn = self._fetch(self._sample(self._prepared, self._place(batch.prompts), batch.key, **early))
-        return turns_of(batch, drawn, version=self._version)
+        return self._prepared
 
     def close(self) -> None:
         """Free the parameters."""
@@ -193,22 +226,66 @@ class SamplerSource:
 
 def turns_of(batch: Batch, rollout: Rollout, *, version: int) -> list[Turn]:
     """Take a rollout of single turns apart; all arrays are numpy."""
-    extent, width = np.asarray(rollout.extent), rollout.tokens.shape[1] - rollout.completion.shape[1]
-    turns = []
-    for b, inside in enumerate(extent):
-        logps, whole = (np.asarray(x[b])[inside] for x in (rollout.filtered_logps, rollout.behaviour_logps))
-        turns.append(
-            Turn(
-                RowId(batch.iteration, batch.attempt, b),
-                np.asarray(rollout.tokens[b, width:])[inside],
-                logps,
-                np.full(len(logps), version, np.int32),
-                "stop" if rollout.ended[b] else "length",
-                None if np.array_equal(logps, whole, equal_nan=True) else whole,
-                None if rollout.experts is None else np.asarray(rollout.experts[b])[np.asarray(rollout.valid[b])],
-            )
-        )
-    return turns
+    ids = (RowId(batch.iteration, batch.attempt, b) for b in range(len(rollout.ended)))
+    return [turn_of_row(rollout, id, version=version) for id in ids]
+
+
+def turn_of_row(rollout: Rollout, id: RowId, *, version: int) -> Turn:
+    """Take a row's last turn out of a rollout, in which all before it counts as prompt; all arrays are numpy."""
+    b, width = id.row, rollout.tokens.shape[1] - rollout.completion.shape[1]
+    inside = np.asarray(rollout.extent[b])
+    logps, whole = (np.asarray(x[b])[inside] for x in (rollout.filtered_logps, rollout.behaviour_logps))
+    return Turn(
+        id,
+        np.asarray(rollout.tokens[b, width:])[inside],
+        logps,
+        np.full(len(logps), version, np.int32),
+        "stop" if rollout.ended[b] else "length",
+        None if np.array_equal(logps, whole, equal_nan=True) else whole,
+        None if rollout.experts is None else np.asarray(rollout.experts[b])[np.asarray(rollout.valid[b])],
+    )
+
+
+SHORT = 128
+"""Tokens below which it does not pay to compute rows that go on in several widths."""
+
+
+def rows_so_far(batch: Batch, requests: Sequence[Request], numbers: Sequence[int]) -> PromptBatch:
+    """Lay out the rows of a batch that go on as prompts, [B]; the others are one token, after which they are full.
+
+    Widths are a quarter, half or all of ``batch.max_new`` beyond the prompts', and no less than ``SHORT`` or all of it,
+    so that programs are few.
+    """
+    width, T = np.shape(batch.prompts.tokens)[1], batch.max_new
+    longest = max((len(request.tokens) - request.prompt_length for request in requests), default=0)
+    width += next(size for size in (T // 4, T // 2, T) if size >= longest and (size >= SHORT or size == T))
+    tokens, valid = np.zeros((len(numbers), width), np.int32), np.zeros((len(numbers), width), bool)
+    written = np.full(len(numbers), T - 1, np.int32)
+    valid[:, -1] = True
+    for request in requests:
+        at = slice(width - len(request.tokens), width)
+        tokens[request.id.row, at], valid[request.id.row, at] = request.tokens, True
+        written[request.id.row] = len(request.tokens) - request.prompt_length
+    return PromptBatch(tokens, valid, np.asarray(numbers, np.int32), written)  # pyright: ignore[reportArgumentType]
+
+
+def requested(batch: Batch, turns: Sequence[Turn]) -> list[tuple[Request, Turn]]:
+    """Put beside every turn what it answered: the row's prompt, its earlier turns, and what was said between them.
+
+    Raises:
+        ValueError: a row has no turn, or not all up to its last.
+    """
+    rows, pairs = dict(enumerate(batch.requests)), []
+    for turn in sorted(turns, key=lambda turn: turn.id):
+        before = rows[turn.id.row]
+        if turn.id.turn != before.id.turn:
+            raise ValueError(f"{turn.id}: expected the row's turn {before.id.turn}")
+        said = np.concatenate([before.tokens, np.asarray(turn.observed, np.int32)])
+        request = before._replace(tokens=said)
+        pairs.append((request, turn))
+        after = np.concatenate([said, turn.tokens])
+        rows[turn.id.row] = request._replace(id=turn.id._replace(turn=turn.id.turn + 1), tokens=after)
+    return pairs
 
 
 def rollout_of(batch: Batch, drawn: Sequence[tuple[Request, Turn]], *, pad_id: int) -> Rollout:
@@ -227,6 +304,8 @@ def rollout_of(batch: Batch, drawn: Sequence[tuple[Request, Turn]], *, pad_id: i
     whole, logps = np.zeros((2, count, T), np.float32)
     turns, versions = np.zeros((count, T), np.int32), np.full((count, T), -1, np.int32)
     ended, lengths, experts = np.zeros(count, bool), np.zeros(count, np.int32), None
+    rewards, failed, states = np.zeros((count, T), np.float32), np.zeros(count, bool), np.full(count, None)
+    plays = any(turn.reward is not None for _, turn in drawn)
     for request, turn in sorted(drawn, key=lambda each: each[0].id):
         b, prompt, before = request.id.row, request.prompt_length, lengths[request.id.row]
         start, stop = len(request.tokens) - prompt, len(request.tokens) - prompt + len(turn.tokens)
@@ -238,7 +317,8 @@ def rollout_of(batch: Batch, drawn: Sequence[tuple[Request, Turn]], *, pad_id: i
         ids[b, before:start], ids[b, new], completion[b, new] = request.tokens[prompt + before :], turn.tokens, True
         logps[b, new], whole[b, new] = turn.logps, turn.logps if turn.whole_logps is None else turn.whole_logps
         turns[b, before:stop], versions[b, new] = request.id.turn, turn.versions
-        lengths[b], ended[b] = stop, turn.finish == "stop"
+        lengths[b], ended[b], failed[b] = stop, turn.finish == "stop", turn.finish == "error"
+        rewards[b, stop - 1], states[b] = turn.reward or 0, turn.state
         if turn.experts is not None:
             if experts is None:
                 experts = np.zeros((count, tokens.shape[1] + T, *turn.experts.shape[1:]), turn.experts.dtype)
@@ -255,5 +335,5 @@ def rollout_of(batch: Batch, drawn: Sequence[tuple[Request, Turn]], *, pad_id: i
         filtered_logps=logps,  # pyright: ignore[reportArgumentType]
         ended=ended,  # pyright: ignore[reportArgumentType]
         experts=experts,  # pyright: ignore[reportArgumentType]
-        origin=Origin(turns, versions, episode),  # pyright: ignore[reportArgumentType]
+        origin=Origin(turns, versions, episode, *((rewards, failed, states) if plays else ())),  # pyright: ignore[reportArgumentType]
     )

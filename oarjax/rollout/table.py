@@ -60,6 +60,7 @@ def written_back(table: Table, layout: Int32[Array, "D r"], rows: Rows, drawn: D
         ended=back(before.ended, rows.ended),
         seen=jax.tree.map(back, before.seen, rows.seen),  # None stays None
         matched=jax.tree.map(back, before.matched, rows.matched),
+        written=before.written,
     )
     columns = jnp.arange(table.drawn.token.shape[1])
     inside = (columns >= before.lengths[:, None]) & (columns < after.lengths[:, None])

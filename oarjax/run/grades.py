@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from oarjax.config.learning import GradingConfig, RolloutConfig
+from oarjax.config.learning import EnvironmentConfig, GradingConfig, RolloutConfig
 from oarjax.credit.settings import AnswerSettings
 from oarjax.data.problems import Problem
 from oarjax.data.tokenizer import text_of
+from oarjax.environments.pool import Environments
 from oarjax.grading.grader import Grader
 from oarjax.grading.recorded import Grading
 from oarjax.grading.rewards import Sample, calls_of, wants_ids
@@ -39,6 +42,22 @@ def grader_of(grading: GradingConfig, answer: AnswerSettings) -> Grader:
         memory_mb=grading.memory_mb,
         style="boxed" if answer.style == "none" else answer.style,
         pattern=answer.pattern,
+    )
+
+
+def start_environments(environment: EnvironmentConfig, grading: GradingConfig) -> Environments:
+    """Make the processes that play a run's environment; the caller starts and closes them.
+
+    Raises:
+        ConfigError: rollout.environment names no environment.
+    """
+    return Environments(
+        environment.name,
+        environment.settings,
+        workers=grading.workers,
+        deadline=environment.deadline,
+        memory_mb=grading.memory_mb,
+        field="rollout.environment.name",
     )
 
 
@@ -83,7 +102,7 @@ class RolloutGrading:
         )
         if len(rows):
             ids = [row[:length].tolist() for row, length in zip(tokens, lengths)]
-            self._submit(rows, ids, ended.tolist())
+            self._submit(rows, [[row] for row in ids], ended.tolist())
 
     def rest(self, rollout: Rollout) -> Callable[[], Grades]:
         """Start grading the other rows; calling the result waits for the grades of all rows of all processes.
@@ -93,33 +112,43 @@ class RolloutGrading:
         early_rows = [rows for rows, _ in self._submitted]
         left = np.setdiff1d(self._share, np.concatenate(early_rows)) if early_rows else self._share
         if len(left) or not early_rows:
-            completion = np.asarray(rollout.completion)
-            ids = np.asarray(rollout.tokens)[:, -completion.shape[1] :]
-            self._submit(left, [ids[b][completion[b]].tolist() for b in left], np.asarray(rollout.ended)[left].tolist())
-        lengths = np.asarray(rollout.completion).sum(1)
+            turns, played = written_turns(rollout), list(zip(turn_rewards(rollout), last_states(rollout), strict=True))
+            ended = np.asarray(rollout.ended)[left].tolist()
+            self._submit(left, [turns[b] for b in left], ended, [played[b] for b in left])
+        lengths = np.asarray(rollout.extent).sum(1)
 
         @cache  # called more than once, and all processes must gather equally often
         def wait() -> Grades:
-            return self._penalised(gather_grades(self._mine()), lengths)
+            return self._penalised(without_failed(gather_grades(self._mine()), rollout), lengths)
 
         return wait
 
-    def _submit(self, rows: Int[np.ndarray, "r"], ids: Sequence[Sequence[int]], ended: Sequence[bool]) -> None:
+    def _submit(
+        self,
+        rows: Int[np.ndarray, "r"],
+        turns: Sequence[Sequence[Sequence[int]]],
+        ended: Sequence[bool],
+        played: Sequence[tuple[Sequence[float], dict[str, Any] | None]] = (),
+    ) -> None:
         samples = [
             Sample(
                 prompt=self._problems[b].prompt,
-                completion=cut_text(text_of(tokens, self._table), self._rollout.stop),
+                completion="\n".join(cut_text(text_of(ids, self._table), self._rollout.stop) for ids in each),
                 answer=self._problems[b].reference,
                 ended=bool(has_ended),
-                tokens=len(tokens),
+                tokens=sum(map(len, each)),
                 columns=self._problems[b].columns,
                 group=int(b) // self._group,
                 limit=self._rollout.max_new,
                 chat=self._problems[b].chat,
-                completion_ids=tokens if self._ids else (),
                 rewards=self._problems[b].rewards,
+                completion_ids=[i for ids in each for i in ids] if self._ids else (),
+                turn_rewards=gains,
+                environment=state,
             )
-            for b, tokens, has_ended in zip(rows, ids, ended, strict=True)
+            for b, each, has_ended, (gains, state) in zip(
+                rows, turns, ended, played or [((), None)] * len(rows), strict=True
+            )
         ]
         self._submitted.append((rows, self._grader.submit(samples)))
 
@@ -143,3 +172,48 @@ class RolloutGrading:
             np.float32,
         )
         return replace(grades, rewards=grades.rewards - cut, per_reward={**grades.per_reward, "overlong": -cut})
+
+
+def written_turns(rollout: Rollout) -> list[list[list[int]]]:
+    """Return the ids that the policy wrote in each turn of every row."""
+    completion = np.asarray(rollout.completion)
+    ids = np.asarray(rollout.tokens)[:, -completion.shape[1] :]
+    turns = np.zeros(ids.shape, int) if rollout.origin is None else np.asarray(rollout.origin.turns)
+    return [
+        [row[mask & (number == k)].tolist() for k in range(1 + int(number[mask].max(initial=0)))]
+        for row, mask, number in zip(ids, completion, turns)
+    ]
+
+
+def turn_rewards(rollout: Rollout) -> list[list[float]]:
+    """Return what environments gave for each turn of every row; nothing where there are none."""
+    if rollout.origin is None or rollout.origin.rewards is None:
+        return [[] for _ in rollout.ended]
+    gains, extent = np.asarray(rollout.origin.rewards), np.asarray(rollout.extent)
+    turns = np.asarray(rollout.origin.turns)
+    return [
+        [float(gain[inside & (number == k)].sum()) for k in range(1 + int(number[inside].max(initial=0)))]
+        for gain, inside, number in zip(gains, extent, turns)
+    ]
+
+
+def last_states(rollout: Rollout) -> list[dict[str, Any] | None]:
+    """Return the public attributes of every row's environment at its end; None without one."""
+    if rollout.origin is None or rollout.origin.states is None:
+        return [None] * len(rollout.ended)
+    return [None if state is None else json.loads(state) for state in rollout.origin.states]
+
+
+def without_failed(grades: Grades, rollout: Rollout) -> Grades:
+    """Return grades without those of rows whose environment failed."""
+    if rollout.origin is None or rollout.origin.failed is None or not np.any(rollout.origin.failed):
+        return grades
+    failed = np.asarray(rollout.origin.failed)
+    nothing = np.float32(np.nan)
+    return replace(
+        grades,
+        rewards=np.where(failed, nothing, grades.rewards),
+        per_reward={name: np.where(failed, nothing, values) for name, values in grades.per_reward.items()},
+        verdicts=["ungraded" if f else v for f, v in zip(failed, grades.verdicts)],
+        notes=["the environment failed" if f else note for f, note in zip(failed, grades.notes)],
+    )

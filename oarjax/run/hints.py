@@ -11,6 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from oarjax.config.inputs import DataConfig
+from oarjax.credit.keywords import KeywordTable, keyword_table
 from oarjax.credit.record import OF_MARKS, OF_TEACHER
 from oarjax.credit.resolved import ResolvedMethod
 from oarjax.data.problems import Problem
@@ -109,3 +110,15 @@ def teacher_prompts(
         return list(encode_problems(privileged, tokenizer, max_prompt=sys.maxsize, **rendering).prompts)
     except UserError as error:
         raise ConfigError(f"credit.teacher: {error}") from error
+
+
+def spelled_keywords(words: Sequence[str], encoded: Callable[[str], list[int]], table: Sequence[bytes]) -> KeywordTable:
+    """Return a tokenizer's spellings of the configured keywords.
+
+    Raises:
+        ConfigError: a word cannot be spelled.
+    """
+    try:
+        return keyword_table(words, encoded, table)
+    except ValueError as error:
+        raise ConfigError(f"credit.keywords.words: {error}; set words that its tokens can spell") from error

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -24,12 +24,13 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from oarjax.config.schema import Config
-from oarjax.credit.keywords import KeywordTable, keyword_table
+from oarjax.credit.keywords import KeywordTable
 from oarjax.credit.resolved import ResolvedMethod
 from oarjax.data.hf import load_params, read_config
 from oarjax.data.problems import Problem
 from oarjax.data.streams import Encoded, PromptStream
 from oarjax.data.tokenizer import encode, load_tokenizer, pad_id, stop_ids, text_of, token_bytes
+from oarjax.environments.pool import Environments
 from oarjax.errors import ConfigError
 from oarjax.grading.grader import Grader
 from oarjax.grading.recorded import Grading
@@ -38,16 +39,19 @@ from oarjax.models.qwen_config import QwenConfig
 from oarjax.models.sharding import batch_spec
 from oarjax.models.weights import parameter_count
 from oarjax.report.files import token_texts
+from oarjax.rollout.source import Source
 from oarjax.rollout.stop_strings import cut_text
 from oarjax.run.adapters import start_adapters, trained_count, trained_shapes
 from oarjax.run.checks import check_failures, check_grading, check_lengths, check_report
 from oarjax.run.custom import check_credit, check_custom, find_advantages, find_credit, find_loss, find_optimizer
 from oarjax.run.endings import reference_endings
-from oarjax.run.grades import RolloutGrading, grader_of
-from oarjax.run.hints import HintReader, hints_of
+from oarjax.run.episodes import play
+from oarjax.run.grades import RolloutGrading, grader_of, start_environments, written_turns
+from oarjax.run.hints import HintReader, hints_of, spelled_keywords
 from oarjax.run.layout import check_layouts, param_shardings, rollout_layout, training_layout
+from oarjax.run.parts import Parts
 from oarjax.run.policy import bind_policy, compute_dtype_of, stored_dtype_of
-from oarjax.run.source import order_of, policy_path, read_pairs, read_prompts
+from oarjax.run.source import order_of, policy_path, read_pairs, read_prompts, reply_of
 from oarjax.run.teacher import check_teacher, policy_of, read_teacher
 from oarjax.step.loss import TokenLoss
 from oarjax.step.minibatches import bucket, widest_prompt
@@ -60,19 +64,6 @@ from oarjax.system.mesh import make_mesh
 from oarjax.system.peers import PEERS
 from oarjax.system.processes import is_first, join_processes, to_devices, to_host
 from oarjax.types import AnswerSpan, Grades, Params, PromptBatch, Rollout, TrainState
-
-
-class Parts(TypedDict, total=False):
-    """Parts of a run that may be supplied instead of built from its config."""
-
-    folder: Path
-    mesh: Mesh
-    model: QwenConfig
-    source: Path
-    policy: Policy
-    stop_ids: tuple[int, ...]
-    pad_id: int
-
 
 SHARED = "_checkpoint mesh model source tokenizer table stop_ids pad_id train held_out pairs".split()  # noqa: SIM905
 """Parts that do not depend on how the policy is trained."""
@@ -170,7 +161,12 @@ class Run:
     def pairs(self) -> Encoded | None:
         """Prompts and completions to imitate in the warm start."""
         sft, tokenizer = self.cfg.sft, self.tokenizer
-        return None if sft is None else read_pairs(sft, self.cfg.data, tokenizer, self.stop_ids)
+        return None if sft is None else read_pairs(sft, self.cfg.data, tokenizer, self.stop_ids, self.reply)
+
+    @cached_property
+    def reply(self) -> Callable[[str], list[int]] | None:
+        """The ids of what an environment says, after a stop id; None for single turns."""
+        return reply_of(self.cfg.rollout.environment, self.cfg.data, self.tokenizer, self.stop_ids)
 
     # Device programs -------------------------------------------------------------------------------------------------
 
@@ -241,10 +237,7 @@ class Run:
         )
 
     def place(self, tree: Any, layout: str) -> Any:
-        """Move numpy arrays to the devices.
-
-        "prompts" divides axis 0 for the sampler; for the training layout "rows" divides axis 0, "microbatches" axis 1.
-        """
+        """Move numpy arrays to the devices: "prompts" for the sampler, "rows" and "microbatches" (axis 1) to train."""
         if layout == "prompts":
             return to_devices(tree, self.rollout_layout.rows)
         lead = {"rows": (), "microbatches": (None,)}.get(layout)
@@ -295,10 +288,7 @@ class Run:
         """The tokenizer's spellings of the configured keywords; None for methods without keywords."""
         if "keyword_table" not in self.credit.signals:
             return None
-        try:
-            return keyword_table(self.cfg.credit.keywords.words, partial(encode, self.tokenizer), self.table)
-        except ValueError as error:
-            raise ConfigError(f"credit.keywords.words: {error}; set words that its tokens can spell") from error
+        return spelled_keywords(self.cfg.credit.keywords.words, partial(encode, self.tokenizer), self.table)
 
     @cached_property
     def endings(self) -> dict[int, Ending]:
@@ -359,18 +349,26 @@ class Run:
         return PromptStream(self.train, order, prompts=count, bucket=self.prompt_step, pad_id=self.pad_id)
 
     def texts(self, rollout: Rollout) -> list[str]:
-        """Decode every completion without special tokens, cut before a stop string. The texts are untrusted."""
+        """Decode what the policy wrote without special tokens, each turn cut before a stop string. Untrusted."""
         stop = self.cfg.rollout.stop
-        return [cut_text(text_of(ids, self.table), stop) for ids in self._completion_ids(rollout)]
+        return ["\n".join(cut_text(text_of(ids, self.table), stop) for ids in row) for row in written_turns(rollout)]
 
     def tokens(self, rollout: Rollout) -> list[list[str]]:
-        """Decode every completion token by token."""
-        return [token_texts([self.table[i] for i in ids]) for ids in self._completion_ids(rollout)]
+        """Decode what the policy wrote token by token."""
+        return [token_texts([self.table[i] for ids in row for i in ids]) for row in written_turns(rollout)]
 
-    def _completion_ids(self, rollout: Rollout) -> list[list[int]]:
-        completion = np.asarray(rollout.completion)
-        ids = np.asarray(rollout.tokens)[:, -completion.shape[1] :]
-        return [row[mask].tolist() for row, mask in zip(ids, completion)]
+    @cached_property
+    def environments(self) -> Environments | None:
+        """The processes that play rollout.environment, started; they end with this process or ``close``."""
+        environment = self.cfg.rollout.environment
+        return None if environment is None else start_environments(environment, self.cfg.grading).__enter__()
+
+    def episodes(self, source: Source, problems: Encoded) -> Source:
+        """Return a source of episodes from one of turns; without rollout.environment, the same."""
+        environment, environments, reply = self.cfg.rollout.environment, self.environments, self.reply
+        if environment is None or environments is None or reply is None:
+            return source
+        return play(source, environments, environment, reply, problems, self.table, self.cfg.rollout.stop)
 
     def grader(self) -> Grader:
         """Start the workers that grade completions."""

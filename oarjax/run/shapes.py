@@ -31,6 +31,7 @@ from oarjax.models.weights import abstract_params
 from oarjax.run.adapters import trained_shapes
 from oarjax.run.policy import stored_dtype_of
 from oarjax.run.run import Run
+from oarjax.run.teacher import teacher_shapes
 from oarjax.step.fused import FusedSums
 from oarjax.step.gradients import Sums
 from oarjax.step.minibatches import Bucket, buckets, widest_prompt
@@ -197,7 +198,8 @@ class ProgramShapes:
         takes: set[Part] = {"params", "frozen"}
         reference = None
         if self._teacher is not None:
-            reference, takes = self._teacher, takes | {"teacher"}
+            reference = self._teacher
+            takes |= {"teacher"}
         elif self._reads_reference and (state.frozen is None or cfg.loss.reference_every):
             reference = all_params(state)
             takes |= {"reference"} if not cfg.loss.reference_every else set()

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
 from oarjax.config.inputs import DataConfig, DatasetConfig, PolicyConfig
-from oarjax.config.learning import SFTConfig
+from oarjax.config.learning import EnvironmentConfig, SFTConfig
 from oarjax.data.hf import read_tokenizer_folder
 from oarjax.data.problems import load_problems
 from oarjax.data.streams import Encoded, PromptOrder, encode_pairs, encode_problems
 from oarjax.data.tasks import arithmetic as builtin
 from oarjax.data.tasks.forks import write_forks_policy
 from oarjax.data.tasks.stories import write_stories_policy
+from oarjax.data.tasks.turns import write_turns_policy
+from oarjax.data.tokenizer import encode, reply_ids
 from oarjax.errors import ConfigError
 from oarjax.storage.durable import check_guards, exists, storage_errors
 from oarjax.storage.folder import has_progress
@@ -43,6 +46,7 @@ def policy_path(policy: PolicyConfig, folder: Path, *, seed: int, option: str) -
         "builtin:arithmetic": _write_arithmetic,
         "builtin:forks": _write_forks,
         "builtin:stories": _write_stories,
+        "builtin:turns": _write_turns,
         "builtin:random": _write_random,
     }
     write = writers.get(policy.path)
@@ -67,6 +71,11 @@ def _write_forks(policy: PolicyConfig, target: Path, seed: int) -> None:
 def _write_stories(policy: PolicyConfig, target: Path, seed: int) -> None:
     check_guards(target)
     write_stories_policy(target, seed=seed)
+
+
+def _write_turns(policy: PolicyConfig, target: Path, seed: int) -> None:
+    check_guards(target)
+    write_turns_policy(target, seed=seed)
 
 
 def _write_random(policy: PolicyConfig, target: Path, seed: int) -> None:
@@ -99,11 +108,32 @@ def order_of(cfg: DataConfig, seed: int, share: Callable[[int], float] | None = 
 
 
 def read_pairs(
-    sft: SFTConfig, cfg: DataConfig, tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]
+    sft: SFTConfig,
+    cfg: DataConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    stop_ids: tuple[int, ...],
+    reply: Callable[[str], list[int]] | None = None,
 ) -> Encoded:
-    """Load and encode the warm start's prompts and completions."""
+    """Load and encode the warm start's prompts and completions; ``reply``: the ids of what an environment says."""
     problems, stop = load_problems(sft.data, where="sft.data"), stop_token(tokenizer, stop_ids)
-    return encode_pairs(problems, tokenizer, **_rendering(cfg), max_length=sft.max_length, stop_id=stop)
+    return encode_pairs(problems, tokenizer, **_rendering(cfg), max_length=sft.max_length, stop_id=stop, reply=reply)
+
+
+def reply_of(
+    environment: EnvironmentConfig | None, cfg: DataConfig, tokenizer: PreTrainedTokenizerFast, stops: tuple[int, ...]
+) -> Callable[[str], list[int]] | None:
+    """Return how an environment's words are written after a stop id; None without an environment.
+
+    Raises:
+        TextError: the chat template cannot append a turn.
+    """
+    if environment is None:
+        return None
+    if cfg.template == "plain":
+        return partial(encode, tokenizer)
+    texts, keep = [str(tokenizer.decode([id])) for id in stops], environment.thinking == "keep"
+    reply_ids(tokenizer, "", texts, keep=keep, thinking=cfg.thinking)  # fails on a template that cannot
+    return partial(reply_ids, tokenizer, stops=texts, keep=keep, thinking=cfg.thinking)
 
 
 def stop_token(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> int:

@@ -7,7 +7,7 @@ per batch once all of it is there. ``docs/rollouts.md`` describes them; of two l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from itertools import count
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from oarjax.rollout.source import Batch, EndedRows, Report, Request, RowId, Source, Spent, Turn
+from oarjax.rollout.source import Batch, Continuing, EndedRows, Report, Request, RowId, Source, Spent, Turn
 from oarjax.storage.durable import (
     DamagedError,
     Failures,
@@ -203,6 +203,12 @@ class RecordedSource:
         self._spent = self._spent.plus(spent)
         turns |= {turn.id.row: turn for turn in drawn}
         return [turns[b] for b in sorted(turns)]
+
+    def go_on(self, batch: Batch, requests: Sequence[Request]) -> list[Turn]:
+        """Draw further turns. They are not recorded: the run's own sampler draws them again bit for bit."""
+        if not isinstance(self._source, Continuing):
+            raise TypeError(f"{type(self._source).__name__} draws single turns only")
+        return self._source.go_on(batch, requests)
 
     @property
     def together(self) -> bool:

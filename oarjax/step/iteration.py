@@ -21,7 +21,7 @@ from oarjax.models.lora import all_params
 from oarjax.rl.advantages import PastRewards, group_std
 from oarjax.rl.loss import without_truncated
 from oarjax.rollout.sampler import rollout_key
-from oarjax.rollout.source import Batch, SamplerSource, Source, Spent, rollout_of
+from oarjax.rollout.source import Batch, SamplerSource, Source, Spent, requested, rollout_of
 from oarjax.step.host_callbacks import HostCallbacks
 from oarjax.step.learning import Credited, Minibatch, OnePass, Purpose, TwoPasses, Watched
 from oarjax.step.loss import Metrics
@@ -198,7 +198,7 @@ def draw(
     def place(prompts: PromptBatch) -> PromptBatch:
         return host.place(prompts, "prompts")
 
-    sampler = SamplerSource(steps.sample, steps.decoding, steps.rollout_params, place, host.fetch)
+    sampler = SamplerSource(steps.sample, steps.decoding, steps.rollout_params, place, host.fetch, steps.sample_on)
     with closing(sampler):  # scores and updates need the memory of its params
         source = host.source(sampler)
         with host.phase("sample"):
@@ -249,7 +249,7 @@ def sample_groups(
         prompts = host.next_prompts()
         submission, batch = host.submit(prompts), batch_of(prompts)
         turns = source.draw(batch, submission.report)
-        rollout = rollout_of(batch, list(zip(batch.requests, turns, strict=True)), pad_id=steps.pad_id)
+        rollout = rollout_of(batch, requested(batch, turns), pad_id=steps.pad_id)
     grades = submission.rest(rollout)
 
     @cache  # read for the metrics and for the history of rewards

@@ -43,13 +43,27 @@ def rollout_metrics(rollout: Rollout, grades: Grades, *, equal: Bool[np.ndarray,
         "length": float(lengths.mean()),
         "length_max": float(lengths.max()),
         "truncated": float(1.0 - rollout.ended.mean()),
-        "prompt_tokens": float(rollout.valid.sum() - rollout.completion.sum()),
+        "prompt_tokens": float(rollout.valid.sum() - rollout.extent.sum()),
         "completion_tokens": float(lengths.sum()),
         f"{NONFINITE}behaviour_logps": float(unsound_rows(rollout).mean()),
     }
+    out |= episode_metrics(rollout)
     out |= {f"reward/{name}": _nanmean(values) for name, values in grades.per_reward.items()}
     out |= {f"verdict/{name}": n / len(grades.verdicts) for name, n in grades.counts().items()}
     return out
+
+
+def episode_metrics(rollout: Rollout) -> dict[str, float]:
+    """Measure the turns of episodes, what environments said in them, and the share in which one failed."""
+    origin = rollout.origin
+    if origin is None or origin.failed is None:
+        return {}
+    extent = np.asarray(rollout.extent)
+    return {
+        "turns": float(1 + np.where(extent, origin.turns, 0).max(1).mean()),
+        "observed_tokens": float((extent & ~np.asarray(rollout.completion)).sum(1).mean()),
+        "episodes_failed": float(np.mean(origin.failed)),
+    }
 
 
 def unsound_rows(rollout: Rollout) -> np.ndarray:

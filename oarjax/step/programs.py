@@ -181,8 +181,9 @@ def make_steps(
         auto=cfg.loss.aggregation != "bnpo" and _on_cpu(shardings.replicated),
     )
     where = {"rows": rollout.rows, "stop_ids": stop_ids, "pad_id": pad_id, "token_bytes": token_bytes}
-    groups = group_sampler(rollout.policy, roll, record_experts=cfg.policy.router == "replay", **where)
-    evaluation = evaluation_sampler(rollout.policy, roll, cfg.eval, **where)
+    sampler = partial(group_sampler, rollout.policy, roll, record_experts=cfg.policy.router == "replay", **where)
+    evaluation = partial(evaluation_sampler, rollout.policy, roll, cfg.eval, **where)
+    groups, further = sampler(), sampler(goes_on=True)
     head = loss_head(roll, cfg.loss.off_policy, head_chunk=cfg.policy.head_chunk)
     # With one update per rollout the ratio is 1: old = stop_gradient(new), no pass of its own.
     distils = cfg.loss.kl_in == "token"
@@ -260,10 +261,9 @@ def make_steps(
         return map_between(score_microbatch, arrays, start, stop)
 
     def drift(start: Params, rows: Rollout) -> Float[Array, "b"]:
-        length, whole = rows.completion.shape[1], {**head, "filters": None}
-        logps, _ = token_logps(policy, start, rows.tokens, rows.valid, completion_length=length, **whole)
-        gap = widened(logps) - widened(rows.behaviour_logps)
-        return masked_sum(jnp.expm1(gap) - gap, rows.completion)
+        whole = {**head, "filters": None, "completion_length": rows.completion.shape[1]}
+        logps, _ = token_logps(policy, start, rows.tokens, rows.valid, **whole)
+        return masked_sum(jnp.expm1(gap := widened(logps) - widened(rows.behaviour_logps)) - gap, rows.completion)
 
     def credit(
         scores: Scores, rows: SampledRows, graded: GradedRows, key: Key[Array, ""], iteration: int | Int[Array, ""]
@@ -350,7 +350,9 @@ def make_steps(
         **fused,
         rollout_params=jax.jit(rollout.prepare, out_shardings=rollout.params),
         sample=groups,
-        evaluate=evaluation,
+        evaluate=evaluation(),
+        sample_on=further,
+        evaluate_on=evaluation(goes_on=True),
         equal_groups=jax.jit(bound_equal_groups(cfg.advantage, group_size=roll.group_size)),
         advantages=jax.jit(
             row_advantages(cfg.advantage, cfg.grading, method, group_size=roll.group_size)
@@ -365,10 +367,10 @@ def make_steps(
         apply=jax.jit(apply, donate_argnums=0, out_shardings=(shardings.state, shardings.replicated)),
         drift=jax.jit(drift),
         values=kind == "values",
-        decoding=groups.spent,
+        decoding=lambda: groups.spent().plus(further.spent()),
         pad_id=pad_id,
         prompt_rows=prompt_rows,
-        decode_programs=lambda: groups.decode_programs,
+        decode_programs=lambda: groups.decode_programs + further.decode_programs,
     )
 
 

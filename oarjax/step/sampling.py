@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from oarjax.config.learning import RolloutConfig
@@ -28,12 +30,15 @@ def group_sampler(
     pad_id: int,
     token_bytes: Sequence[bytes] = (),
     group: int | None = None,
+    goes_on: bool = False,
     **changes: Any,
 ) -> SegmentedSampler:
     """Return (params, prompts, key) -> ``group`` completions per prompt, by default ``rollout.group_size``.
 
-    With ``record_experts`` the rollout holds the experts of every input. ``token_bytes`` are the bytes of every token
-    id, for ``rollout.stop``; ``changes`` are fields of ``Decoding`` that differ from the config's.
+    One that ``goes_on`` draws further turns: a row per prompt, which has the key of the row that it names as
+    ``PromptBatch.problem``. With ``record_experts`` the rollout holds the experts of every input. ``token_bytes`` are
+    the bytes of every token id, for ``rollout.stop``; ``changes`` are fields of ``Decoding`` that differ from the
+    config's.
     """
     size = group or roll.group_size
     decoding = Decoding(
@@ -48,8 +53,16 @@ def group_sampler(
         stop_table(roll.stop, token_bytes),
         record_experts=record_experts,
     )
+    if goes_on:  # most rows of a batch may be over, and each number of rows is a set of programs
+        few = {"keys_of": row_keys, "group": 1, "fewest": max(FEWEST, roll.prompts * size // 4)}
+        return _sampler(policy, roll, decoding._replace(**changes), rows=rows, **few)
     keys = partial(group_keys, group_size=size)
     return _sampler(policy, roll, decoding._replace(**changes), keys_of=keys, group=size, rows=rows)
+
+
+def row_keys(prompts: PromptBatch, key: Key[Array, ""]) -> Key[Array, "B"]:
+    """Return ``fold_in(key, b)`` for the rows b that stand in the place of problems."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, prompts.problem)
 
 
 def evaluation_sampler(
@@ -61,8 +74,12 @@ def evaluation_sampler(
     stop_ids: tuple[int, ...],
     pad_id: int,
     token_bytes: Sequence[bytes] = (),
+    goes_on: bool = False,
 ) -> SegmentedSampler:
-    """Return (params, prompts, key) -> ``eval.samples`` completions per prompt, with noise by problem and sample."""
+    """Return (params, prompts, key) -> ``eval.samples`` completions per prompt, with noise by problem and sample.
+
+    One that ``goes_on`` draws further turns: a row per prompt, named as problem * ``eval.samples`` + sample.
+    """
     decoding = Decoding(
         roll.max_new,
         evaluation.temperature,
@@ -78,8 +95,14 @@ def evaluation_sampler(
     def keys(prompts: PromptBatch, key: Key[Array, ""]) -> Key[Array, "B"]:
         return problem_keys(key, prompts.problem, samples=evaluation.samples)
 
+    def keys_on(prompts: PromptBatch, key: Key[Array, ""]) -> Key[Array, "B"]:
+        problems, samples = jnp.divmod(prompts.problem, evaluation.samples)
+        rows = jax.vmap(jax.random.fold_in, (None, 0))(key, problems)
+        return jax.vmap(jax.random.fold_in)(rows, samples)
+
+    group, keys_of = (1, keys_on) if goes_on else (evaluation.samples, keys)
     fewest = fewest_evaluated(evaluation)
-    return _sampler(policy, roll, decoding, keys_of=keys, group=evaluation.samples, rows=rows, fewest=fewest)
+    return _sampler(policy, roll, decoding, keys_of=keys_of, group=group, rows=rows, fewest=fewest)
 
 
 def fewest_evaluated(evaluation: EvalConfig) -> int:

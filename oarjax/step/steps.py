@@ -167,6 +167,8 @@ class Steps(NamedTuple):
     accumulate: AddGradients
     apply: ApplyUpdate
     drift: CompareWithStart
+    sample_on: SegmentedSampler | None = None  # further turns of rows, see ``SamplerSource.go_on``
+    evaluate_on: SegmentedSampler | None = None
     fused_zeros: StartFused | None = None  # None where score and update are two passes
     fused_add: AddFused | None = None
     values: bool = False  # the credit method values tokens, in units of the rewards' standard deviation

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from oarjax.config.learning import EnvironmentConfig
 from oarjax.config.schema import Config
 from oarjax.errors import UserError
 from oarjax.storage.durable import cannot_read, write_durably
@@ -39,8 +40,14 @@ def code_places(cfg: Config) -> list[str]:
         "loss.function": cfg.loss.function,
         "optim.function": cfg.optim.function,
         "sft.optim.function": cfg.sft and cfg.sft.optim.function,
+        "rollout.environment.name": environment_code(cfg.rollout.environment),
     }
     return places + [f"{field}={code}" for field, code in named.items() if code is not None]
+
+
+def environment_code(environment: EnvironmentConfig | None) -> str | None:
+    """Return the class that rollout.environment names; None without one, and for built-in ones."""
+    return None if environment is None or environment.name.startswith("builtin:") else environment.name
 
 
 def code_digests(places: Sequence[str]) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,10 +17,12 @@ from jaxtyping import Float, Int
 
 from oarjax.data.streams import Encoded, eval_batches, eval_order
 from oarjax.grading.recorded import Grading
+from oarjax.rollout.source import Batch, SamplerSource, Spent, requested, rollout_of
 from oarjax.run.run import Run
 from oarjax.stats import majority_correct, mean_score, pass_at_k, powers_up_to
 from oarjax.step.host_callbacks import HostCallbacks
 from oarjax.step.minibatches import take, widen
+from oarjax.step.steps import Steps
 from oarjax.system.json import number, numbers, to_plain
 from oarjax.system.processes import gather, is_first
 from oarjax.training.votes import number_votes
@@ -106,7 +109,13 @@ def graded_batches(run: Run, grader: Grading, params: Params, encoded: Encoded, 
     waiting, sampling = None, run.steps.rollout_params(params)
     settings = {"batch": cfg.eval.batch, "bucket": run.prompt_step, "pad_id": run.pad_id}
     for prompts, _, real in eval_batches(encoded, **settings, order=eval_order(encoded)[skip:]):
-        rollout = run.fetch(run.steps.evaluate(sampling, run.place(prompts, "prompts"), key))
+        if run.cfg.rollout.environment is None:
+            rollout = run.fetch(run.steps.evaluate(sampling, run.place(prompts, "prompts"), key))
+        else:
+            batch = Batch(prompts, key, 0, 0, cfg.eval.samples, cfg.rollout.max_new)
+            turns = turns_of_problems(run.steps, sampling, partial(run.place, layout="prompts"), run.fetch)
+            drawn = run.episodes(turns, encoded).draw(batch)
+            rollout = rollout_of(batch, requested(batch, drawn), pad_id=run.pad_id)
         wait = run.submit(grader, encoded.by_index, prompts, rollout)
         if waiting is not None:
             yield _leading(*waiting, samples=cfg.eval.samples)
@@ -144,6 +153,25 @@ def measure_drift(
         part = take(rows, np.minimum(np.arange(first, first + microbatch), count - 1))
         parts.append(host.fetch(drift(start, host.place(part, "rows"))))
     return {"kl_start": float(np.concatenate(parts)[:count].mean())}
+
+
+def turns_of_problems(
+    steps: Steps, params: Params, place: Callable[[Any], Any], fetch: Callable[[Any], Any]
+) -> SamplerSource:
+    """Return a source of held-out turns, with noise by problem and sample.
+
+    Args:
+        params: as ``steps.rollout_params`` lays them out.
+        place, fetch: see ``SamplerSource``.
+    """
+
+    def number(batch: Batch, row: int) -> int:
+        problem, sample = divmod(row, batch.group_size)
+        return int(np.asarray(batch.prompts.problem)[problem]) * batch.group_size + sample
+
+    source = SamplerSource(steps.evaluate, Spent, lambda params: params, place, fetch, steps.evaluate_on, number)
+    source.sync(params, 0)
+    return source
 
 
 def first_rewards(batch: Graded, name: str) -> Float[np.ndarray, "P n"]:

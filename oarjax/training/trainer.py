@@ -95,7 +95,7 @@ def train(
             hints=run.hints,
             load_reference=to_device_memory,
             past=history.of if compares else None,
-            source=lambda sampler: outside.recorded or files.source(outside.engine or sampler),
+            source=lambda sampler: outside.recorded or run.episodes(files.source(outside.engine or sampler), run.train),
             prompt_step=run.prompt_step,
         )
         baseline = None if start.before is None else start.before.metrics["pass_at_1"]

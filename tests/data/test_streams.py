@@ -26,7 +26,7 @@ from oarjax.data.streams import (
     pad_prompts,
 )
 from oarjax.data.tasks.arithmetic import write_tokenizer
-from oarjax.data.tokenizer import TokenizerError, load_tokenizer
+from oarjax.data.tokenizer import TokenizerError, encode, load_tokenizer
 
 ROWS = [
     {"question": "1+2=", "answer": "one and two\n#### 3"},
@@ -467,3 +467,19 @@ def test_gsm8k_with_qwens_chat_template(shared):
     assert result.dropped == sum(length > 100 for length in lengths) > 0
     assert [len(ids) for ids in result.prompts] == [length for length in lengths if length <= 100]
     assert problems[0].reference == "72"
+
+
+def test_demonstrations_of_turns_imitate_the_policys_alone(tokenizer):
+    columns = {"turns": ["1", "23", "4"]}
+    problems = [Problem("1+1=", "unused", 0, "row 0", columns), Problem("1+1=", "2", 1, "row 1", {})]
+    encoded = encode_pairs(
+        problems, tokenizer, **PLAIN, max_length=64, stop_id=2, reply=lambda said: encode(tokenizer, said)
+    )
+    ids = lambda text: encode(tokenizer, text)  # noqa: E731
+    assert encoded.completions[0] == [*ids("1"), 2, *ids("23"), *ids("4"), 2]
+    assert encoded.observed[0] == [False, False, True, True, False, False]
+    assert encoded.completions[1] == [*ids("2"), 2]
+    batch = next(SFTStream(encoded, batch=2, prompt_bucket=8, completion_bucket=8, pad_id=0, seed=0))
+    extent = batch.valid[:, -batch.completion.shape[1] :]
+    assert sorted((extent & ~batch.completion).sum(1).tolist()) == [0, 2]
+    assert extent.sum() == 8

@@ -12,6 +12,7 @@ from oarjax.data.tokenizer import (
     load_tokenizer,
     pad_id,
     render_prompt,
+    reply_ids,
     stop_ids,
     text_of,
     token_bytes,
@@ -138,6 +139,28 @@ def test_thinking_is_switched_where_the_template_can(bpe):
     }
     assert whole[True] == whole[None]
     assert whole[False] == whole[None] + "No."
+
+
+def test_a_reply_follows_the_stop_token_as_the_chat_template_writes_it(bpe):
+    tokenizer = load_tokenizer(bpe)
+    whole = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "cd"}],
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    reply = reply_ids(tokenizer, "cd", ["<|endoftext|>", "<|im_end|>"], keep=False)
+    assert tokenizer.decode(reply) == str(whole).partition("b<|im_end|>")[2]
+    assert tokenizer.decode(reply).startswith("\n<|im_start|>user\ncd<|im_end|>")
+
+
+def test_a_template_that_drops_earlier_thinking_is_refused_unless_it_stays(bpe):
+    tokenizer = load_tokenizer(bpe)
+    tokenizer.chat_template = CHAT.replace("m.content", "m.content.split('</think>')[-1]")
+    with pytest.raises(TokenizerError, match=r"set rollout\.environment\.thinking to keep"):
+        reply_ids(tokenizer, "cd", ["<|im_end|>"], keep=False)
+    kept = reply_ids(tokenizer, "cd", ["<|im_end|>"], keep=True)
+    tokenizer.chat_template = CHAT
+    assert kept == reply_ids(tokenizer, "cd", ["<|im_end|>"], keep=False)
 
 
 def test_plain_template(bpe):

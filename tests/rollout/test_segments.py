@@ -501,3 +501,36 @@ def test_eight_devices_draw_what_one_does():
         assert line["decode_programs"] > 2, line
         # A plan compiles those that are listed: of the same text, with the same shardings.
         assert (line["kinds"], line["unlisted"]) == (4, []), line
+
+
+def test_rows_go_on_with_their_noise_and_to_their_limit(toy):
+    """A row cut after any of its tokens and continued is the row drawn at once; the turn before counts to max_new."""
+    static, _, _ = toy
+    seed, key = 5, jax.random.key(9)
+    with jax.enable_x64(True):
+        policy, params = toy_policy(), toy_params(jax.random.key(3), scale=0.7, dtype=jnp.float64)
+        want = jax.device_get(static(prompt_batch(seed), key))
+        lengths = want.completion.sum(1)
+        cuts = np.minimum(np.arange(len(lengths)) % 5, lengths - 1)  # tokens of the first turn; 0: none
+        rows = [
+            np.concatenate([want.tokens[b, :WIDTH][want.valid[b, :WIDTH]], want.tokens[b, WIDTH : WIDTH + n]])
+            for b, n in enumerate(cuts)
+        ]
+        tokens, valid = left_padded([row.tolist() for row in rows], WIDTH + 4)
+        more = PromptBatch(tokens, valid, jnp.arange(len(rows), dtype=jnp.int32), jnp.asarray(cuts, jnp.int32))
+
+        def row_keys(prompts, key):
+            all_keys = keys_of(prompt_batch(seed), key)
+            return all_keys[prompts.problem]
+
+        on = SegmentedSampler(policy, HOW, keys_of=row_keys, group=1, segment=3, cache_bucket=7)
+        got = jax.device_get(on(params, more, key))
+    for b, n in enumerate(cuts):
+        left = lengths[b] - n
+        assert got.completion[b].sum() == left
+        np.testing.assert_array_equal(
+            got.tokens[b, -HOW.max_new :][:left], want.tokens[b, WIDTH + n : WIDTH + lengths[b]]
+        )
+        np.testing.assert_allclose(got.behaviour_logps[b, :left], want.behaviour_logps[b, n : lengths[b]], atol=1e-12)
+    np.testing.assert_array_equal(got.ended, want.ended)
+    assert (~want.ended).any()  # some rows were cut at max_new, and so were they continued

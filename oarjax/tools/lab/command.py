@@ -55,8 +55,10 @@ def measure_credit(
     ``gradients``: also compare the methods' minibatch gradients, on new rollouts of data.train.
 
     Raises:
-        ConfigError: the policy does not exist, or the config extracts no answers.
+        ConfigError: the policy does not exist, or the config extracts no answers or plays episodes.
     """
+    if cfg.rollout.environment is not None:
+        raise ConfigError("rollout.environment: the lab reads single turns; set null")
     check_policy(cfg.policy.path)
     check_answers(cfg.credit.answer)
     run = open_run(cfg, console)

@@ -1,0 +1,157 @@
+"""Rollouts of several turns: the policy writes, an environment answers, until it ends the episode.
+
+An episode is one row: ids are only ever appended, and nothing is tokenised twice. What the environment says is no
+part of ``Rollout.completion``, so it reaches neither loss nor advantages. Environments are asked by text, in
+processes of their own (``oarjax.environments``); the first process of a run asks for all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Int
+
+from oarjax.environments.pool import Episode, Step
+from oarjax.rollout.source import Batch, Continuing, Report, Request, RowId, Spent, Turn
+from oarjax.system.processes import gather, is_first
+from oarjax.types import Params
+
+
+@runtime_checkable
+class Played(Protocol):
+    """Answer turns as ``oarjax.environments.pool`` does."""
+
+    def advance(self, episodes: Sequence[Episode]) -> list[Step]: ...
+    def finish(self, episodes: Sequence[Episode]) -> list[Step]: ...
+
+
+class _Row(NamedTuple):
+    """An episode that goes on."""
+
+    request: Request  # of its next turn
+    observed: tuple[int, ...]  # the last ids of the request, which the environment said
+    episode: Episode  # so far
+
+
+class EpisodeSource:
+    """Draw episodes from a source of turns.
+
+    Args:
+        source: draws turns.
+        environments: answer turns; asked by the first process alone.
+        text: of what the policy wrote in a turn.
+        reply: ids of what an environment says after the policy's stop id, up to where the policy writes again.
+        columns_of: returns the columns of a problem's row.
+        most: turns of an episode, >= 1.
+    """
+
+    together = True
+
+    def __init__(
+        self,
+        source: Continuing,
+        environments: Played,
+        text: Callable[[Sequence[int]], str],
+        reply: Callable[[str], list[int]],
+        columns_of: Callable[[int], Mapping[str, Any]],
+        *,
+        most: int,
+    ) -> None:
+        self._source, self._environments, self._text, self._reply = source, environments, text, reply
+        self._columns_of, self._most = columns_of, most
+
+    def draw(
+        self, batch: Batch, report: Report | None = None, *, rows: Int[np.ndarray, "r"] | None = None
+    ) -> list[Turn]:
+        """Draw all episodes of a batch; ``report`` is not called, since rewards see whole episodes."""
+        begun = zip(batch.requests, np.repeat(batch.prompts.problem, batch.group_size), episode_seeds(batch))
+        going = [_Row(each, (), Episode(dict(self._columns_of(int(p))), seed, ())) for each, p, seed in begun]
+        ended: dict[RowId, Turn] = {}
+        stopped: dict[RowId, Episode] = {}  # by a limit: their environments have not ended them
+        drawn = self._source.draw(batch)
+        while going:
+            turns = [turn._replace(observed=row.observed) for row, turn in zip(going, drawn, strict=True)]
+            answers = iter(
+                self._ask(
+                    self._environments.advance,
+                    [
+                        with_turn(row.episode, self._text(turn.tokens.tolist()))
+                        for row, turn in zip(going, turns)
+                        if turn.finish == "stop"
+                    ],
+                )
+            )
+            following = []
+            for row, turn in zip(going, turns):
+                if turn.finish != "stop":  # cut: nobody answers half a turn
+                    ended[turn.id], stopped[turn.id] = turn._replace(reward=0.0), row.episode
+                    continue
+                episode, step = next(answers)
+                finish = "error" if step.failed else "stop"
+                ended[turn.id] = turn._replace(reward=step.reward, finish=finish, state=_written(step))
+                if step.text is None:
+                    continue
+                episode = episode._replace(observations=(*episode.observations, step.text))
+                observed = self._reply(step.text)
+                tokens = np.concatenate([row.request.tokens, turn.tokens, np.asarray(observed, np.int32)])
+                after = turn.id._replace(turn=turn.id.turn + 1)
+                if after.turn == self._most:
+                    stopped[turn.id] = episode
+                elif len(tokens) - row.request.prompt_length >= batch.max_new:  # no room for another turn
+                    ended[turn.id], stopped[turn.id] = ended[turn.id]._replace(finish="length"), episode
+                else:
+                    request = row.request._replace(id=after, tokens=tokens)
+                    following.append(_Row(request, tuple(observed), episode))
+            going = following
+            drawn = self._source.go_on(batch, [row.request for row in going]) if going else []
+        self._finish(ended, {id: episode for id, episode in stopped.items() if episode.texts})
+        return [ended[id] for id in sorted(ended)]
+
+    def _finish(self, ended: dict[RowId, Turn], stopped: dict[RowId, Episode]) -> None:
+        """Add what environments give at the end to the last turns of episodes that they did not end themselves."""
+        for id, (_, step) in zip(stopped, self._ask(self._environments.finish, list(stopped.values()))):
+            turn = ended[id]
+            reward = (turn.reward or 0.0) + step.reward
+            finish = "error" if step.failed else turn.finish
+            ended[id] = turn._replace(reward=reward, finish=finish, state=_written(step))
+
+    def _ask(
+        self, ask: Callable[[Sequence[Episode]], list[Step]], episodes: list[Episode]
+    ) -> list[tuple[Episode, Step]]:
+        """Ask on the first process, for all of them."""
+        if not episodes:
+            return []
+        steps = gather([list(step) for step in ask(episodes)] if is_first() else None)[0]
+        return [(episode, Step(*step)) for episode, step in zip(episodes, steps, strict=True)]
+
+    def sync(self, params: Params, version: int) -> None:
+        """Draw with these parameters from now on."""
+        self._source.sync(params, version)
+
+    def spent(self) -> Spent:
+        """Return the counts of the draws since the last call."""
+        return self._source.spent()
+
+    def close(self) -> None:
+        """Close the source of turns; environments stay."""
+        self._source.close()
+
+
+def _written(step: Step) -> str | None:
+    """Return the state of an environment at its end as JSON."""
+    return None if step.state is None else json.dumps(step.state)
+
+
+def with_turn(episode: Episode, text: str) -> Episode:
+    """Return an episode after a turn of the policy."""
+    return episode._replace(texts=(*episode.texts, text))
+
+
+def episode_seeds(batch: Batch) -> list[int]:
+    """Return the seed of every row's environment: one for all rows of a problem, from the batch's key."""
+    words = batch.requests[0].key
+    seeds = [int(np.random.SeedSequence([*words, int(p)]).generate_state(1)[0]) for p in batch.prompts.problem]
+    return [seed for seed in seeds for _ in range(batch.group_size)]

@@ -1,0 +1,181 @@
+"""Episodes are rows to which turns and observations are appended; only what the policy wrote is trained on."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from oarjax.environments.pool import Step
+from oarjax.rollout.logps import token_logps
+from oarjax.rollout.source import Batch, SamplerSource, requested, rollout_of
+from oarjax.run.grades import last_states, turn_rewards, written_turns
+from oarjax.sources.episodes import EpisodeSource
+from oarjax.step.iteration import iterate
+
+LONG = 24
+
+
+def text(ids):
+    return " ".join(map(str, ids))
+
+
+def reply(said):
+    return [int(i) for i in said.split()]
+
+
+class Scripted:
+    """An environment that answers turn k of a row of problem p, and says when it ends."""
+
+    def __init__(self, answer, *, final=0.0):
+        self.answer, self.final, self.finished = answer, final, []
+
+    def advance(self, episodes):
+        return [self.answer(episode) for episode in episodes]
+
+    def finish(self, episodes):
+        self.finished += episodes
+        return [Step(None, self.final) for _ in episodes]
+
+
+def two_turns(episode):
+    """Answer the first turn, and end with the second; every turn is worth its number."""
+    turn = len(episode.texts)
+    return Step("7 8 9" if turn == 1 else None, float(turn))
+
+
+@pytest.fixture(scope="module")
+def made():
+    cfg = tiny.config(rollout__max_new=LONG)
+    policy, steps, state = tiny.build(cfg)
+    return cfg, policy, steps, state
+
+
+def source_of(made, environments, most=4):
+    _, _, steps, state = made
+    sampler = SamplerSource(
+        steps.sample, steps.decoding, steps.rollout_params, lambda prompts: prompts, jax.device_get, steps.sample_on
+    )
+    sampler.sync(state.params, 3)
+    return EpisodeSource(sampler, environments, text, reply, lambda problem: {"problem": problem}, most=most)
+
+
+def batch_of(made, seed=0):
+    cfg = made[0]
+    return Batch(tiny.prompts(seed=seed), jax.random.key(1), 1, 0, cfg.rollout.group_size, LONG)
+
+
+def episodes(made, environments, most=4):
+    batch = batch_of(made)
+    return rollout_of(batch, requested(batch, source_of(made, environments, most).draw(batch)), pad_id=tiny.PAD)
+
+
+def test_observations_are_holes_in_rows_whose_log_probs_are_those_of_the_whole_row(made):
+    _, policy, _, state = made
+    rollout = episodes(made, Scripted(two_turns))
+    twice = rollout.origin.turns.max(1) == 1
+    assert twice.sum() > len(twice) / 2
+    width = rollout.tokens.shape[1] - LONG
+    for b in np.flatnonzero(twice):
+        first, second = written_turns(rollout)[b]
+        end = len(first) + 3 + len(second)
+        assert rollout.tokens[b, width : width + end].tolist() == [*first, 7, 8, 9, *second]
+        assert rollout.completion[b, :end].tolist() == [True] * len(first) + [False] * 3 + [True] * len(second)
+        assert rollout.extent[b].sum() == end
+        assert turn_rewards(rollout)[b] == ([1.0, 2.0] if rollout.ended[b] else [1.0, 0.0])
+    whole = token_logps(
+        policy,
+        state.params,
+        jnp.asarray(rollout.tokens),
+        jnp.asarray(rollout.valid),
+        completion_length=LONG,
+        temperature=made[0].rollout.temperature,
+        head_chunk=64,
+    )[0]
+    np.testing.assert_allclose(
+        np.where(rollout.completion, whole, 0), np.where(rollout.completion, rollout.behaviour_logps, 0), atol=2e-5
+    )
+    again = episodes(made, Scripted(two_turns))
+    jax.tree.map(np.testing.assert_array_equal, rollout, again)
+
+
+def test_who_else_goes_on_changes_no_token(made):
+    both = episodes(made, Scripted(two_turns))
+    even = episodes(made, Scripted(lambda e: two_turns(e) if e.columns["problem"] % 2 == 0 else Step(None, 5.0)))
+    group = made[0].rollout.group_size
+    for b in range(len(both.ended)):
+        if b // group % 2 == 0:
+            np.testing.assert_array_equal(both.tokens[b], even.tokens[b])
+            np.testing.assert_array_equal(both.completion[b], even.completion[b])
+        elif even.ended[b]:
+            assert turn_rewards(even)[b] == [5.0]
+
+
+def test_a_group_has_one_seed_and_problems_have_their_own(made):
+    seen = []
+
+    def remember(episode):
+        seen.append((episode.columns["problem"], episode.seed))
+        return Step(None)
+
+    episodes(made, Scripted(remember))
+    assert len(set(seen)) == len({problem for problem, _ in seen}) == len({seed for _, seed in seen}) > 1
+
+
+def test_limits_end_episodes_that_their_environment_has_not(made):
+    """By turns a row ended; by room it was cut, and the reward at the end still comes."""
+    environment = Scripted(lambda episode: Step("7", 1.0), final=10.0)
+    capped = episodes(made, environment, most=2)
+    ended = capped.ended & (capped.origin.turns.max(1) == 1)
+    assert ended.any()
+    assert {tuple(turn_rewards(capped)[b]) for b in np.flatnonzero(ended)} == {(1.0, 11.0)}
+    assert all(len(episode.observations) == len(episode.texts) for episode in environment.finished)
+    full = episodes(made, Scripted(lambda episode: Step(" ".join("7" * LONG)), final=10.0))
+    assert not full.ended.any()
+    played = {b for b, gains in enumerate(turn_rewards(full)) if gains == [10.0]}
+    assert played  # their only turn ended, and the answer had no room
+
+
+def test_a_failed_episode_is_a_row_without_a_grade(made):
+    failing = episodes(
+        made, Scripted(lambda e: Step(None, 0.0, "crash: x") if e.columns["problem"] == 1 else Step(None))
+    )
+    group = made[0].rollout.group_size
+    rows = np.arange(len(failing.ended)) // group == 1
+    assert failing.origin.failed[rows].any()
+    assert not failing.origin.failed[~rows].any()
+    assert not failing.ended[failing.origin.failed].any()
+
+
+def test_an_iteration_learns_from_what_the_policy_wrote_alone(made):
+    """Environment tokens reach neither loss nor advantages nor lengths, and their ids matter as context alone."""
+    cfg, _, steps, state = made
+    batches, metrics = [], []
+
+    def spied(sums, state, batch, start, stop, *, bucket):
+        batches.append(jax.device_get(batch))
+        return steps.accumulate(sums, state, batch, start, stop, bucket=bucket)
+
+    host = tiny.host()._replace(source=lambda sampler: source_of(made, Scripted(two_turns)))
+    copied = jax.tree.map(jnp.copy, state)
+    _, done = iterate(copied, None, 1, steps=steps._replace(accumulate=spied), host=host, cfg=cfg)
+    metrics, rollout = done.metrics, done.rollout
+    observed = rollout.extent & ~rollout.completion
+    assert observed.any()
+    assert metrics["length"] == pytest.approx(rollout.completion.sum(1).mean())
+    assert metrics["prompt_tokens"] == rollout.valid.sum() - rollout.extent.sum()
+    assert metrics["observed_tokens"] == pytest.approx(observed.sum(1).mean())
+    assert metrics["turns"] == pytest.approx(1 + np.where(rollout.extent, rollout.origin.turns, 0).max(1).mean())
+    for batch in batches:
+        extent = batch.valid[..., -batch.completion.shape[-1] :]
+        holes = extent & ~batch.completion
+        assert not np.any(batch.advantages[holes])
+    assert sum((b.valid[..., -b.completion.shape[-1] :] & ~b.completion).sum() for b in batches) > 0
+
+
+def test_rewards_see_turns_and_the_environment_at_its_end(made):
+    last = Step(None, 1.0, state={"guesses": 3})
+    rollout = episodes(made, Scripted(lambda e: Step("7", 0.5) if len(e.texts) == 1 else last))
+    states, ended = last_states(rollout), rollout.ended & (rollout.origin.turns.max(1) == 1)
+    assert ended.any()
+    assert all((state == {"guesses": 3}) == bool(end) for state, end in zip(states, ended))
