@@ -70,6 +70,7 @@ def encode_problems(
     prompt_format: str,
     max_prompt: int,
     thinking: bool | None = None,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> Encoded:
     """Encode prompts. Prompts of more than ``max_prompt`` tokens are left out and counted, never cut.
 
@@ -79,7 +80,8 @@ def encode_problems(
     pairs = [
         (problem, ids)
         for problem in problems
-        if len(ids := _render(tokenizer, problem, template, system_prompt, prompt_format, thinking)) <= max_prompt
+        if len(ids := _render(tokenizer, problem, template, system_prompt, prompt_format, thinking, tools))
+        <= max_prompt
     ]
     if not pairs:
         raise DataError(f"all {len(problems)} prompts are longer than {max_prompt} tokens; raise data.max_prompt")
@@ -97,6 +99,7 @@ def encode_pairs(
     max_length: int,
     stop_id: int,
     thinking: bool | None = None,
+    tools: Sequence[dict[str, Any]] = (),
     reply: Callable[[str], list[int]] | None = None,
 ) -> Encoded:
     """Encode prompts with the completions to imitate: the answer field's ids, then ``stop_id``.
@@ -110,7 +113,7 @@ def encode_pairs(
     """
     triples = []
     for problem in problems:
-        prompt = _render(tokenizer, problem, template, system_prompt, prompt_format, thinking)
+        prompt = _render(tokenizer, problem, template, system_prompt, prompt_format, thinking, tools)
         with errors_at(problem.place):
             turns = [problem.answer] if reply is None else problem.columns.get("turns", [problem.answer])
             written = [[*encode(tokenizer, turn), stop_id] for turn in turns[::2]]
@@ -311,6 +314,7 @@ def _render(
     system_prompt: str | None,
     prompt_format: str,
     thinking: bool | None,
+    tools: Sequence[dict[str, Any]],
 ) -> list[int]:
     with errors_at(problem.place):
         return render_prompt(
@@ -319,6 +323,7 @@ def _render(
             template=template,
             system_prompt=system_prompt if problem.system is None else problem.system,
             prompt_format=prompt_format,
+            tools=tools,
             thinking=thinking,
             chat=problem.chat,
         )

@@ -184,6 +184,7 @@ def render_prompt(
     prompt_format: str,
     thinking: bool | None = None,
     chat: Sequence[dict[str, str]] = (),
+    tools: Sequence[dict[str, Any]] = (),
 ) -> list[int]:
     """Render a prompt to ids, up to where the completion begins.
 
@@ -206,6 +207,11 @@ def render_prompt(
         switch: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
         if switch and not can_think(tokenizer):
             raise TokenizerError("data.thinking: the chat template has no enable_thinking; set data.thinking to null")
+        if tools and "tools" not in str(tokenizer.chat_template):
+            raise TokenizerError(
+                "the chat template shows no tools; describe them in the prompt, with data.template=plain"
+            )
+        switch |= {"tools": list(tools)} if tools else {}
         turns = [*chat[:-1], {"role": "user", "content": text}]
         if system_prompt is not None and all(turn["role"] != "system" for turn in turns):
             turns.insert(0, {"role": "system", "content": system_prompt})

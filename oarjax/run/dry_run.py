@@ -1,9 +1,12 @@
-"""Try the rewards before training: on a reference answer and on nonsense, in the run's own workers."""
+"""Try rewards and environment before training, in the run's own workers: on the first problem, and on nonsense."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from oarjax.environments.pool import Environments, Episode
 from oarjax.grading.grader import Grader
 from oarjax.grading.pool import GraderError
 from oarjax.grading.rewards import Sample
@@ -20,12 +23,14 @@ READERS = ("exact", "math")
 
 
 def try_rewards(run: Run, grader: Grader) -> None:
-    """Grade the first problem's reference answer, and nonsense; warn if the former is not rewarded as expected.
+    """Begin an episode of the first problem; grade its reference answer, and nonsense, and warn of odd grades.
 
     Raises:
-        GraderError: a reward raised an exception, or ended its worker.
+        GraderError: the environment or a reward raised an exception, or ended its worker.
     """
     problem = next(iter(run.train.problems))
+    if run.environments is not None:
+        _try_environment(run.environments, problem.columns)
     frame = AROUND.get(run.cfg.credit.answer.style, "%s")
     texts = (frame.replace("%s", problem.reference), "flurb")
     grades = grader.grade(
@@ -52,6 +57,16 @@ def try_rewards(run: Run, grader: Grader) -> None:
             )
     if (doubt := _doubt(grades)) is not None:
         OnceWarnings(run.console).say("rewards", f"the reference answer of the first training problem {doubt}")
+
+
+def _try_environment(environments: Environments, columns: dict[str, Any]) -> None:
+    """Begin an episode and end it at once."""
+    (step,) = environments.finish([Episode(columns, 0, ())])
+    if step.failed:
+        raise GraderError(
+            f"rollout.environment: an episode of the first training problem (columns {', '.join(columns)}) fails: "
+            f"{step.failed}; fix the class and start again"
+        )
 
 
 def _doubt(grades: Grades) -> str | None:

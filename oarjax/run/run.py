@@ -149,19 +149,21 @@ class Run:
     def train(self) -> Encoded:
         """The problems to train on, or to evaluate on."""
         where, data = "data.eval" if self._evaluates else "data.train", self.cfg.data
-        return read_prompts(data, data.train, self.tokenizer, where=where, mixture=data.mixture)
+        more = {"mixture": data.mixture, "environment": self.cfg.rollout.environment}
+        return read_prompts(data, data.train, self.tokenizer, where=where, **more)
 
     @cached_property
     def held_out(self) -> Encoded | None:
         """The held-out problems of data.eval."""
         data = self.cfg.data.eval
-        return None if data is None else read_prompts(self.cfg.data, data, self.tokenizer, where="data.eval")
+        asks = {"where": "data.eval", "environment": self.cfg.rollout.environment}
+        return None if data is None else read_prompts(self.cfg.data, data, self.tokenizer, **asks)
 
     @cached_property
     def pairs(self) -> Encoded | None:
         """Prompts and completions to imitate in the warm start."""
-        sft, tokenizer = self.cfg.sft, self.tokenizer
-        return None if sft is None else read_pairs(sft, self.cfg.data, tokenizer, self.stop_ids, self.reply)
+        cfg, how = self.cfg, (self.tokenizer, self.stop_ids, self.cfg.rollout.environment, self.reply)
+        return None if cfg.sft is None else read_pairs(cfg.sft, cfg.data, *how)
 
     @cached_property
     def reply(self) -> Callable[[str], list[int]] | None:

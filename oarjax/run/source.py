@@ -20,6 +20,7 @@ from oarjax.data.tasks.forks import write_forks_policy
 from oarjax.data.tasks.stories import write_stories_policy
 from oarjax.data.tasks.turns import write_turns_policy
 from oarjax.data.tokenizer import encode, reply_ids
+from oarjax.environments.contract import load_environment, tool_schemas
 from oarjax.errors import ConfigError
 from oarjax.storage.durable import check_guards, exists, storage_errors
 from oarjax.storage.folder import has_progress
@@ -91,12 +92,16 @@ def read_prompts(
     *,
     where: str,
     mixture: Sequence[DatasetConfig] = (),
+    environment: EnvironmentConfig | None = None,
 ) -> Encoded:
-    """Load problems and encode their prompts, those of ``mixture`` behind them; errors name ``where``, the section."""
+    """Load problems and encode their prompts, those of ``mixture`` behind them; errors name ``where``, the section.
+
+    Chat templates show the policy the tools of the ``environment``.
+    """
     parts, first = [], 0
     for place, source in {where: data, **{f"data.mixture.{n}": part for n, part in enumerate(mixture)}}.items():
         problems = [replace(problem, index=first + problem.index) for problem in load_problems(source, where=place)]
-        parts.append(encode_problems(problems, tokenizer, **_rendering(cfg), max_prompt=cfg.max_prompt))
+        parts.append(encode_problems(problems, tokenizer, **_rendering(cfg, environment), max_prompt=cfg.max_prompt))
         first += len(problems)
     problems, prompts = sum((part.problems for part in parts), ()), sum((part.prompts for part in parts), ())
     return Encoded(problems, prompts, (), sum(part.dropped for part in parts), tuple(map(len, parts)))
@@ -112,11 +117,13 @@ def read_pairs(
     cfg: DataConfig,
     tokenizer: PreTrainedTokenizerFast,
     stop_ids: tuple[int, ...],
+    environment: EnvironmentConfig | None = None,
     reply: Callable[[str], list[int]] | None = None,
 ) -> Encoded:
-    """Load and encode the warm start's prompts and completions; ``reply``: the ids of what an environment says."""
+    """Load and encode the warm start's prompts and completions; ``reply``: the ids of what the environment says."""
     problems, stop = load_problems(sft.data, where="sft.data"), stop_token(tokenizer, stop_ids)
-    return encode_pairs(problems, tokenizer, **_rendering(cfg), max_length=sft.max_length, stop_id=stop, reply=reply)
+    how = {**_rendering(cfg, environment), "max_length": sft.max_length, "stop_id": stop, "reply": reply}
+    return encode_pairs(problems, tokenizer, **how)
 
 
 def reply_of(
@@ -142,5 +149,10 @@ def stop_token(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) ->
     return int(end) if end in stop_ids else stop_ids[0]
 
 
-def _rendering(cfg: DataConfig) -> dict[str, Any]:
-    return {name: getattr(cfg, name) for name in ("template", "system_prompt", "prompt_format", "thinking")}
+def _rendering(cfg: DataConfig, environment: EnvironmentConfig | None) -> dict[str, Any]:
+    how = {name: getattr(cfg, name) for name in ("template", "system_prompt", "prompt_format", "thinking")}
+    if environment is None or cfg.template == "plain":
+        return how
+    field = "rollout.environment.name"
+    loaded = load_environment(environment.name, environment.settings, field=field)
+    return {**how, "tools": tool_schemas(loaded, field=field)}

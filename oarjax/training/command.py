@@ -120,6 +120,7 @@ def train_once(
         banner(console, run_lines(cfg, run.facts()))
         if changes.words():
             console.print(f"resuming with a changed config or changed inputs: {changes.words()}", markup=False)
+        stack.callback(lambda: (played := vars(run).get("environments")) and played.close())  # if it was started
         with run.grader() as grader:
             try_rewards(run, grader)
             if run.first and exists(folder / "start" / "config.json"):

@@ -163,6 +163,17 @@ def test_a_template_that_drops_earlier_thinking_is_refused_unless_it_stays(bpe):
     assert kept == reply_ids(tokenizer, "cd", ["<|im_end|>"], keep=False)
 
 
+def test_tools_are_shown_by_templates_that_can(bpe):
+    tokenizer = load_tokenizer(bpe)
+    asked = {"template": "chat", "system_prompt": None, "prompt_format": "{prompt}"}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    with pytest.raises(TokenizerError, match="shows no tools"):
+        render_prompt(tokenizer, "2+2?", **asked, tools=tools)
+    tokenizer.chat_template = "{% for t in tools %}{{ t.function.name }} {% endfor %}" + CHAT
+    table = token_bytes(tokenizer, 300)
+    assert text_of(render_prompt(tokenizer, "2+2?", **asked, tools=tools), table).startswith("add user\n2+2?")
+
+
 def test_plain_template(bpe):
     tokenizer = load_tokenizer(bpe)
     table = token_bytes(tokenizer, 300)
