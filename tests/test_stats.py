@@ -171,7 +171,7 @@ def test_bootstrap_is_scipys():
     values = np.random.default_rng(0).normal(2.0, 1.0, 40)
     found = bootstrap_interval(values, resamples=500, seed=1)
     expected = bootstrap(
-        (values,), np.mean, n_resamples=500, method="percentile", rng=np.random.default_rng(1)
+        (values,), np.mean, n_resamples=500, method="percentile", random_state=np.random.default_rng(1)
     ).confidence_interval
     np.testing.assert_allclose((found.low, found.high), (expected.low, expected.high), rtol=1e-12)
     assert (found.mean, found.count) == (pytest.approx(values.mean()), 40)
