@@ -42,7 +42,7 @@ from oarjax.tools.plan.programs import (
     times_of,
     with_method,
 )
-from oarjax.tools.plan.starting import starting_of
+from oarjax.tools.plan.starting import describe_starting, starting_of
 from oarjax.tools.plan.sums import (
     analytic_flops,
     applied_bytes,
@@ -101,7 +101,7 @@ def run(
         )
         plans.append(found)
         console.print(terminal(found))
-        for line in describe(found):
+        for line in [*describe(found), *([describe_starting(found["starting"])] if found["starting"] else [])]:
             console.print(f"- {line}", markup=False, highlight=False)
         if not found["fits"]:
             for line in found["remedies"]:

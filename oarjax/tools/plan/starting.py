@@ -63,6 +63,15 @@ def starting_of(
     }
 
 
+def describe_starting(costs: Mapping[str, float]) -> str:
+    """Say in one line what a run compiles with an empty cache, and how long its hosts take at least."""
+    return (
+        f"With an empty cache a run compiles {costs['programs']:.0f} programs in {costs['cpu_seconds']:,.0f} CPU "
+        f"seconds, at least {costs['seconds']:,.0f} s on every host; its first iteration and the evaluation before it "
+        f"wait for {costs['first_cpu_seconds']:,.0f} of them, at least {costs['first_seconds']:,.0f} s."
+    )
+
+
 def starting_table(plans: Sequence[Mapping[str, Any]]) -> list[str]:
     """Tabulate what compiling costs; configs with phases of an older plan are left out."""
     lines = [

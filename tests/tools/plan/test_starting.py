@@ -7,7 +7,7 @@ from oarjax.config.loading import load_config
 from oarjax.run.compile_ahead import MOST_THREADS
 from oarjax.tools.plan.programs import evaluation_plan, rollout_plan, shapes_of
 from oarjax.tools.plan.public import public_table
-from oarjax.tools.plan.starting import cores_of, starting_of, starting_table
+from oarjax.tools.plan.starting import cores_of, describe_starting, starting_of, starting_table
 from oarjax.tools.plan.topology import find_slice
 
 SAMPLING = ("prefill", "decode 256 rows, 1023 slots", "decode 256 rows, 128 slots", "take 2 of 4 prompts", "move rows")
@@ -35,6 +35,7 @@ def test_compiling_costs_the_windows_of_all_rows_and_the_longest_update_first():
     assert found["first_seconds"] == 400  # no program is compiled by two cores
     assert found["seconds"] == pytest.approx(max(found["cpu_seconds"] / MOST_THREADS, 400))
     assert starting_of(cfg.rollout, rows, where, PHASES[:-1], evaluated=evaluated) is None
+    assert "at least 400 s." in describe_starting(found)
     (line,) = starting_table([{"config": "x", "starting": found}, {"config": "old"}])[4:]
     assert line.startswith("| x | ")
     assert line.endswith(f" {found['seconds']:,.0f} |")
