@@ -11,8 +11,6 @@ from conftest import ROOT
 SKIPS = runpy.run_path(str(ROOT / ".ci" / "skips.py"))
 KNOWN = "torch is not installed (extra parity)"
 
-LOWEST = runpy.run_path(str(ROOT / ".ci" / "lowest.py"))
-
 SUITE = f"""
 import pytest
 
@@ -71,16 +69,3 @@ def test_the_files_that_run_on_a_newer_jax_exist(tmp_path):
     files = subprocess.run(["bash", "-c", script], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
     assert len(files) > 5
     assert [file for file in files if not (ROOT / file).is_file()] == []
-
-
-def test_lower_bounds_become_pins():
-    pins = LOWEST["lowest"]((ROOT / "pyproject.toml").read_text())
-    assert "jax==0.10.0" in pins
-    assert any(pin.startswith("matplotlib==") for pin in pins)
-    assert not any(pin.startswith(tuple(LOWEST["NEWER"])) for pin in pins)
-
-
-def test_a_dependency_without_a_lower_bound_is_an_error():
-    text = '[project]\ndependencies = ["jax>=0.10.0", "flax"]\n[project.optional-dependencies]\nlog = []\n'
-    with pytest.raises(ValueError, match="flax: expected name>=version"):
-        LOWEST["lowest"](text)

@@ -1,5 +1,6 @@
 """Environments in workers: hostile classes cost their episodes alone; replays, live instances and where they live."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -205,7 +206,8 @@ def test_turns_that_end_or_stop_their_worker_cost_only_themselves(tmp_path):
         assert in_reset.failed == FAILING["exit"]
         assert pool.advance([Episode({}, 0, ("a", "b"))]) == [Step("said b")]
         assert len(pids(pool)) == 2
-    assert not psutil.pid_exists(int(daemon.read_text()))
+    with suppress(psutil.NoSuchProcess):  # killed, but perhaps not reaped yet
+        assert psutil.Process(int(daemon.read_text())).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize(
