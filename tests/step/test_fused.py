@@ -69,7 +69,7 @@ def in_both_forms(dtype, changes, **more):
 
 
 CASES = {
-    "linearised": {"credit__draws": 2, "policy__remat": "dots"},
+    "linearised": {"credit__draws": 2, "policy__remat": "dots", "update__prompt_rows": 1},  # every row's own bucket
     "noisy": {"credit__estimator": "noisy", "credit__sigma": 0.1, "credit__probe__mode": "last"} | ONE_BUCKET,
     "scalar": {"credit__probe__mode": "answer_joint", "loss__aggregation": "bnpo", "loss__mask_truncated": True}
     | ONE_BUCKET,
