@@ -31,7 +31,7 @@ class RowTokens:
 
     @property
     def alone(self) -> RowTokens:
-        """The same row with its prompt to itself."""
+        """Return the same row with its prompt to itself."""
         return replace(self, prompt_rows=1)
 
 
