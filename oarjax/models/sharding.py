@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -59,17 +59,10 @@ def param_specs(axes: Any, *, rules: Mapping[str, str | None] = RULES) -> Any:
     return _map(spec, axes)
 
 
-def spread(spec: PartitionSpec, shape: Sequence[int], mesh: Mapping[str, int]) -> PartitionSpec:
-    """Move ``fsdp`` to the longer axis of a stacked matrix whose embedding axis does not take it, if it divides."""
-    places = [*spec, *[None] * (len(shape) - len(spec))]
-    if "fsdp" in places:
-        return spec
-    at = max((-2, -1), key=shape.__getitem__)
-    axes = ("fsdp",) if places[at] is None else (places[at], "fsdp")
-    if shape[at] % math.prod(mesh[axis] for axis in axes):
-        return spec
-    places[at] = axes if len(axes) > 1 else "fsdp"
-    return PartitionSpec(*places)
+def undivided(spec: PartitionSpec, axis: str) -> PartitionSpec:
+    """Return the spec of an array that is whole along a mesh axis."""
+    places = [tuple(a for a in (p if isinstance(p, tuple) else (p,)) if a not in (axis, None)) for p in spec]
+    return PartitionSpec(*(place[0] if len(place) == 1 else place or None for place in places))
 
 
 def training_rules(*, kv_heads: int, tensor: int) -> Mapping[str, str | None]:

@@ -22,8 +22,8 @@ from oarjax.models.sharding import (
     check_divisible,
     param_specs,
     repeated_kv_heads,
-    spread,
     training_rules,
+    undivided,
 )
 from oarjax.models.weights import divisible_pieces, logical_axes, sampling_params
 from oarjax.run.adapters import trained_axes, trained_shapes
@@ -82,9 +82,9 @@ def training_layout(
     params = param_shardings(model, mesh)
     everywhere = named(PartitionSpec())
     trained, shapes = params, trained_shapes(lora, model)
-    if lora.rank:  # one matrix of each pair lacks the embedding axis, which fsdp shards
+    if lora.rank:  # whole over fsdp: small, and divided ones would have activations divided with them
         trained = param_shardings(model, mesh, axes=trained_axes(lora, model))
-        trained = jax.tree.map(lambda s, x: named(spread(s.spec, x.shape, mesh.shape)), trained, shapes)
+        trained = jax.tree.map(lambda sharding: named(undivided(sharding.spec, "fsdp")), trained)
     opt_state = _of_optimizer(optimizer, shapes, trained, everywhere)
     tree: Any = TrainState  # of shardings, one for every array of a state
     frozen = params if lora.rank else None

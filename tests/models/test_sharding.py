@@ -20,8 +20,8 @@ from oarjax.models.sharding import (
     check_rows,
     param_specs,
     repeated_kv_heads,
-    spread,
     training_rules,
+    undivided,
 )
 from oarjax.models.weights import build_tree, divisible_pieces, logical_axes
 
@@ -206,13 +206,8 @@ def test_whole_experts_on_a_mesh_axis_of_four(kind, data):
     assert "equal on 8 devices" in on_eight_devices(EXPERTS, str(data / "policy" / kind))
 
 
-def test_fsdp_divides_the_longer_axis_of_a_matrix_without_an_embedding():
-    mesh = {"data": 1, "fsdp": 4, "tensor": 2}
-    assert spread(Spec(None, None, "tensor"), (2, 8, 64), mesh) == Spec(None, None, ("tensor", "fsdp"))
-    assert spread(Spec(None, "tensor", None), (2, 64, 8), mesh) == Spec(None, ("tensor", "fsdp"), None)
-    assert spread(Spec(), (2, 8, 64), mesh) == Spec(None, None, "fsdp")
-    for spec, shape in (
-        (Spec(None, "fsdp", None), (2, 64, 8)),
-        (Spec(None, None, "tensor"), (2, 8, 12)),
-    ):
-        assert spread(spec, shape, mesh) == spec
+def test_adapters_are_whole_over_fsdp():
+    assert undivided(Spec(None, "fsdp", None), "fsdp") == Spec(None, None, None)
+    assert undivided(Spec(None, None, ("tensor", "fsdp")), "fsdp") == Spec(None, None, "tensor")
+    assert undivided(Spec(None, "fsdp", "tensor"), "fsdp") == Spec(None, None, "tensor")
+    assert undivided(Spec(), "fsdp") == Spec()
