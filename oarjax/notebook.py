@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from oarjax.config.inputs import DataConfig
 from oarjax.config.loading import parse_config
 from oarjax.config.schema import Config
 from oarjax.data.rows import Rows, local_rows
@@ -49,8 +50,8 @@ def train(
         data: rows to train on instead of ``data.train.source``, checked as those of a file: a list of dicts or a
             ``datasets.Dataset``, with the columns that ``data.train.prompt_field`` and ``answer_field`` name; default
             None. A run resumes with the same rows alone.
-        eval_data: held-out rows instead of ``data.eval.source``; default None. Without a section ``data.eval``, columns
-            are those of ``data.train``.
+        eval_data: held-out rows instead of ``data.eval.source``; default None. Columns that ``data.eval`` does
+            not name are those of ``data.train``.
         rewards: instead of those of ``grading.rewards``: functions that take an ``oarjax.Sample`` and return a float,
             names of registered rewards, or pairs of either with a weight, as ``[(brief, 0.2), "math"]``; default None.
             Functions run in this process, in a thread: nothing can stop one that hangs, and a later command knows them
@@ -72,7 +73,7 @@ def train(
         for argument, section, rows in (("data", "train", data), ("eval_data", "eval", eval_data)):
             if rows is not None:
                 source = stack.enter_context(local_rows(argument, rows))
-                tree["data"][section] = (tree["data"][section] or cfg.data.train.model_dump()) | {"source": source}
+                tree["data"][section] = _columns(cfg.data, section) | {"source": source}
         cfg = parse_config(tree, source="oarjax.train")
         folder = Path(cfg.run_dir).expanduser()
 
@@ -87,6 +88,15 @@ def train(
             raise KeyboardInterrupt(f"{folder} is saved; run this again to resume it") from None
         report()  # a run that was already finished reports nothing itself
         return folder
+
+
+def _columns(data: DataConfig, section: str) -> dict[str, Any]:
+    """Return the settings of ``data.train`` or ``data.eval``; columns that eval does not name are train's."""
+    train, chosen = data.train.model_dump(mode="json"), getattr(data, section)
+    if chosen is None:
+        return train
+    named = {name: train[name] for name in ("prompt_field", "answer_field") if name not in chosen.model_fields_set}
+    return chosen.model_dump(mode="json") | named
 
 
 def credit_lab(cfg: Config) -> LabResult:

@@ -153,7 +153,8 @@ def test_the_metrics_so_far_are_watched(tmp_path, monkeypatch):
     assert watched == [[0.5], [0.5, 1.0], [0.5, 1.0]]
 
 
-def test_rows_of_the_notebook_take_the_place_of_a_file(tmp_path, monkeypatch):
+@pytest.mark.parametrize("section", [{}, {"eval": {"source": "other.csv", "answer_field": "answer"}}])
+def test_rows_of_the_notebook_take_the_place_of_a_file(tmp_path, monkeypatch, section):
     read = []
 
     def trained(cfg, *_, **__):
@@ -161,7 +162,7 @@ def test_rows_of_the_notebook_take_the_place_of_a_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(notebook, "train_once", trained)
     rows = [{"ask": f"{n}+1=", "answer": n + 1} for n in range(3)]
-    data = {"train": {"source": "missing.csv", "prompt_field": "ask"}}
+    data = {"train": {"source": "missing.csv", "prompt_field": "ask"}} | section
     cfg = parse_config({"run_dir": str(tmp_path), "policy": {"path": "builtin:arithmetic"}, "data": data})
     oarjax.train(cfg, data=rows, eval_data=rows[:1])
     assert read == [[["0+1=", "1+1=", "2+1="], ["0+1="]]]
