@@ -52,7 +52,25 @@ def tables() -> str:
         commits = ", ".join(sorted({record["commit"] for record in records}))
         parts.append(f"{task}: {len(records)} runs that choose, from {commits}.\n\n{areas_table(records)}")
         parts += [f"{line}\n" for line in detected(records, seeds)]
+    parts += [f"{line}\n" for line in valued()]
     return "\n".join(parts)
+
+
+def valued() -> list[str]:
+    """Say how v(a) - b compares with Q(a) - V of forced branches, by finder of the places."""
+    tree = json.loads((HERE / "data" / "values_forks_copy.json").read_text(encoding="utf-8"))
+    texts = {
+        "correlation": "correlation",
+        "sign": "same sign",
+        "bias_drawn": "v - Q of the drawn token",
+        "bias_others": "of the others",
+    }
+    return [
+        f"Signed values on {tree['policy']}, places by {by}, {tree['completions']} completions: "
+        + "; ".join(f"{text} {found[n][0]:.2f} ({found[n][1]:.2f} to {found[n][2]:.2f})" for n, text in texts.items())
+        + f". The noise of Q allows a correlation of {found['ceiling'][0]:.2f}."
+        for by, found in tree["by"].items()
+    ]
 
 
 def areas_table(records: list[dict[str, Any]]) -> str:

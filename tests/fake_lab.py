@@ -71,7 +71,19 @@ def fake_programs(log: list[Any], run: Run) -> LabPrograms:
         log.append(("attribute", credit.method))
         return by_token
 
-    return LabPrograms({}, sample, choose, decode, changes, by_token, measure, attribute)
+    def value(credit):
+        def valued(params, rollout, span, keys):
+            shape = (len(rollout.ended), 1, 2)
+            at, ids = np.zeros(shape[:2], np.int32), np.broadcast_to(np.array([4, 5]), shape)
+            return at, ids, np.broadcast_to(np.array([0.2, 0.7]), shape), np.full(shape, 0.4), np.ones(shape, bool)
+
+        return valued
+
+    def resample(tokens, valid, branches, *, key, **sizes):
+        log.append(jax.random.key_data(key).tolist())
+        return decode(tokens, valid, branches, **sizes)
+
+    return LabPrograms({}, sample, choose, decode, changes, by_token, measure, attribute, value, resample)
 
 
 def lab(cfg: Config, *, grader: Any) -> Any:

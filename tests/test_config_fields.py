@@ -413,6 +413,7 @@ def fields() -> dict[str, Field]:
         "lab.batch": Field(2, tokens_credited, small_lab),
         "lab.branches": Field(2, tokens_credited, small_lab),
         "lab.answer_tokens": Field(3, tokens_credited, small_lab),
+        "lab.continuations": Field(2, tokens_credited, small_lab),
         "lab.bootstrap": Field(50, tokens_credited, small_lab),
         "lab.shown": Field(1, tokens_credited, small_lab),
         "lab.gradients.minibatches": Field(4, gradients),

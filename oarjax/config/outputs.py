@@ -150,6 +150,10 @@ class LabConfig(Section):
     batch: Positive = Field(default=10, description="completions scored and timed at once")
     branches: Positive = Field(default=128, description="changed completions decoded at once")
     answer_tokens: Positive = Field(default=16, description="tokens decoded to read the answer")
+    continuations: Count = Field(
+        default=0,
+        description="sampled after every token that credit.signed_values lists, to compare its values with Q; 0 = off",
+    )
     bootstrap: Positive = Field(default=2000, description="resamples behind each 95% interval")
     shown: Count = Field(default=12, description="completions on the page")
     gradients: GradientsConfig = GradientsConfig()

@@ -123,6 +123,20 @@ def token_values(
     return TokenValues(spread(ids), spread(values), spread(listed))
 
 
+def at_places(
+    policy: Policy, params: Params, scored: Scored, *, places: int, temperature: float
+) -> tuple[Int[Array, "B k"], Int[Array, "B k C"], Float[Array, "B k C"], Float[Array, "B k C"], Bool[Array, "B k C"]]:
+    """Return the places of scored rows, the tokens there, their values and probabilities, and which of them count."""
+    values, hidden = scored.values, scored.hidden
+    if values is None or hidden is None:
+        raise ValueError("at_places: expected rows that signed_values scored")
+    at, exists = chosen_places(jnp.ones(values.listed.shape[:2]), values.listed.any(-1), count=places)
+    row = jnp.arange(len(at))[:, None]
+    logits = widened(policy.unembed(policy.head(params), hidden[row, at])) / temperature
+    pi = jnp.exp(jnp.take_along_axis(jax.nn.log_softmax(logits), values.ids[row, at], axis=-1))
+    return at, values.ids[row, at], values.values[row, at], pi, values.listed[row, at] & exists[..., None]
+
+
 # The method ---------------------------------------------------------------------------------------------------------
 
 

@@ -32,9 +32,10 @@ from oarjax.step.minibatches import take
 from oarjax.tools.lab.agreement import CausalEvidence, agreement, best_agreement, concentration
 from oarjax.tools.lab.completions import Completions, completion_ids, read_answer
 from oarjax.tools.lab.interventions import Branches
-from oarjax.tools.lab.oracles import Continuation, Direct, Total, direct_flips, total_flips
+from oarjax.tools.lab.oracles import Continuation, Direct, RewardsOf, Total, direct_flips, total_flips
 from oarjax.tools.lab.programs import LabPrograms, RowProgram, with_method
 from oarjax.tools.lab.results import LabCompletion, LabResult, MethodResult
+from oarjax.tools.lab.values import compare_values
 from oarjax.tools.plan.jaxpr_flops import flop_counter
 from oarjax.types import AnswerSpan, Hints, PromptBatch, Rollout
 
@@ -55,10 +56,10 @@ class MethodScores:
 # Oracles -----------------------------------------------------------------------------------------------------------
 
 
-def completion_rewards(run: Run, grader: Grading, completions: Completions) -> np.ndarray:
+def completion_rewards(rewards_of: RewardsOf, completions: Completions) -> np.ndarray:
     """Grade every completion by the first reward; NaN where the reference is unknown."""
     whole = [Continuation(ids, True) for ids in completion_ids(completions.rollout)]
-    return grade_continuations(run, grader, completions, range(len(whole)), whole)
+    return rewards_of(range(len(whole)), whole)
 
 
 def grade_continuations(
@@ -83,7 +84,7 @@ def grade_continuations(
 
 
 def oracles(
-    run: Run, programs: LabPrograms, grader: Grading, completions: Completions, rewards: np.ndarray
+    run: Run, programs: LabPrograms, rewards_of: RewardsOf, completions: Completions, rewards: np.ndarray
 ) -> tuple[Direct, Total]:
     """Apply both interventions to every reasoning token."""
     lab, rollout = run.cfg.lab, completions.rollout
@@ -111,7 +112,7 @@ def oracles(
         completions.span,
         choice,
         rewards,
-        rewards_of=partial(grade_continuations, run, grader, completions),
+        rewards_of=rewards_of,
         limit=max(run.cfg.rollout.max_new, rollout.completion.shape[1]),
         rows=lab.branches,
         stop_ids=run.stop_ids,
@@ -260,9 +261,10 @@ def run_lab(run: Run, programs: LabPrograms, grader: Grading, completions: Compl
     lab = cfg.lab
     methods = {name: changed(cfg.credit, changes) for name, changes in lab.methods.items()}
     exact = changed(cfg.credit, {"method": "oar_p"})
+    rewards_of = partial(grade_continuations, run, grader, completions)
     with console.status("oracles: changing tokens and decoding again"):
-        rewards = completion_rewards(run, grader, completions)
-        direct, total = oracles(run, programs, grader, completions, rewards)
+        rewards = completion_rewards(rewards_of, completions)
+        direct, total = oracles(run, programs, rewards_of, completions, rewards)
     with console.status("scores of every method"):
         scored = score_methods(run, programs, completions, list(dict.fromkeys([exact, *methods.values()])))
     credited = {name: credit_tokens(run, completions, c, scored.get(c), rewards) for name, c in methods.items()}
@@ -340,6 +342,7 @@ def run_lab(run: Run, programs: LabPrograms, grader: Grading, completions: Compl
             known,
             wrong_step,
         ),
+        values=compare_values(run, programs, rewards_of, completions) if lab.continuations else None,
     )
 
 

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from oarjax.credit.measures import measure
+from oarjax.credit.methods.signed_values import at_places
 from oarjax.credit.settings import CreditSettings
 from oarjax.models.policy import positions_of
 from oarjax.run.run import Run
@@ -27,7 +28,7 @@ class DecodeBranches(Protocol):
     """Continue branches greedily, as ``oarjax.tools.lab.oracles.Decode``; completions have ``length`` tokens."""
 
     def __call__(
-        self, tokens: Any, valid: Any, branches: Branches, *, length: int, width: int, max_new: int
+        self, tokens: Any, valid: Any, branches: Branches, *, length: int, width: int, max_new: int, key: Any = None
     ) -> Rollout: ...
 
 
@@ -42,6 +43,8 @@ class LabPrograms(NamedTuple):
     forward: RowProgram  # final states: the unit of cost
     measure: Callable[[frozenset[str]], RowProgram]  # signals by name
     attribute: Callable[[CreditSettings], RowProgram]  # scores
+    value: Callable[[CreditSettings], RowProgram]  # of signed values: places, ids, v, pi and which exist
+    resample: DecodeBranches  # sampled as in training, with a key
 
 
 def make_programs(run: Run, params: Params) -> LabPrograms:
@@ -55,6 +58,7 @@ def make_programs(run: Run, params: Params) -> LabPrograms:
     options = {"record_experts": cfg.policy.router == "replay", "stop_ids": run.stop_ids, "pad_id": pad, "group": 1}
     draw = partial(group_sampler, run.rollout_layout.policy, roll, **options)
     greedy = cache(partial(draw, rows=everywhere, temperature=0.0, top_k=0, top_p=1.0))
+    random = cache(partial(draw, rows=everywhere, temperature=roll.temperature))
 
     @jax.jit
     def choose(params: Params, r: Rollout) -> Any:
@@ -63,10 +67,19 @@ def make_programs(run: Run, params: Params) -> LabPrograms:
     lay_out = jax.jit(branch_prompts, static_argnames=("completion_length", "width"))
 
     def decode(
-        params: Params, tokens: Any, valid: Any, branches: Branches, *, length: int, width: int, max_new: int
+        sampler: Callable[..., Any],
+        params: Params,
+        tokens: Any,
+        valid: Any,
+        branches: Branches,
+        *,
+        length: int,
+        width: int,
+        max_new: int,
+        key: Any = None,
     ) -> Rollout:
         prompts = lay_out(tokens, valid, branches, completion_length=length, width=width)
-        return greedy(max_new=max_new)(params, prompts, jax.random.key(0))
+        return sampler(max_new=max_new)(params, prompts, jax.random.key(0) if key is None else key)
 
     @jax.jit
     def changes(params: Params, r: Rollout, reasoning: Any, answer: Any, other: Any) -> Any:
@@ -98,15 +111,27 @@ def make_programs(run: Run, params: Params) -> LabPrograms:
         score = with_method(run, credit).credit.scorer(policy, temperature=roll.temperature, pad_id=pad)
         return lambda params, r, span, keys: score(params, r, span, keys, credit.probe.mode).importance
 
+    def value(credit: CreditSettings) -> RowProgram:
+        score = with_method(run, credit).credit.scorer(policy, temperature=roll.temperature, pad_id=pad)
+
+        @jax.jit
+        def valued(params: Params, r: Rollout, span: AnswerSpan, keys: Any) -> Any:
+            scored = score(params, r, span, keys, credit.probe.mode)
+            return at_places(policy, params, scored, places=credit.signed_values.places, temperature=roll.temperature)
+
+        return valued
+
     return LabPrograms(
         params=params,
         sample=partial(draw(rows=rows, temperature=temperature), sampling),
         choose=partial(choose, params),
-        decode=partial(decode, sampling),
+        decode=partial(decode, greedy, sampling),
         changes=partial(changes, params),
         forward=forward,
         measure=measured,
         attribute=attribute,
+        value=value,
+        resample=partial(decode, random, sampling),
     )
 
 

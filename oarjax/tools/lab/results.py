@@ -66,6 +66,7 @@ class LabResult:
     methods: Sequence[MethodResult]
     completions: Sequence[LabCompletion]
     gradients: GradientResult | None = None
+    values: Mapping[str, Interval] | None = None  # signed values against forced branches
 
 
 # Tables -----------------------------------------------------------------------------------------------------------
@@ -181,6 +182,20 @@ def gradient_notes(gradients: GradientResult) -> list[str]:
     return [f"Gradients: {facts}; {'; '.join(notes)}.", f"{gradients.interval}."]
 
 
+def notes_of(result: LabResult) -> list[str]:
+    """List what is said below the tables."""
+    notes = [] if result.values is None else value_notes(result.values)
+    return notes + ([] if result.gradients is None else gradient_notes(result.gradients))
+
+
+def value_notes(values: Mapping[str, Interval]) -> list[str]:
+    """Describe how signed values compare with forced branches."""
+    texts = {"correlation": "correlation", "ceiling": "at most, by the noise of Q", "sign": "same sign"}
+    texts |= {"bias_drawn": "v - Q of the drawn token", "bias_others": "of the others"}
+    figures = "; ".join(f"{text} {cell(values[name])}" for name, text in texts.items())
+    return [f"Signed values v(a) - b against Q(a) - V of forced branches: {figures}."]
+
+
 def print_lab(console: Console, result: LabResult) -> None:
     """Print the tables, each within 80 columns."""
     for title, columns, shown in tables(result):
@@ -202,7 +217,7 @@ def print_lab(console: Console, result: LabResult) -> None:
     if "completions" in result.facts:
         console.print(f"Completions: {result.facts['completions']}.", markup=False)
     console.print(f"{result.interval}.", style="dim", markup=False)
-    for note in [] if result.gradients is None else gradient_notes(result.gradients):
+    for note in notes_of(result):
         console.print(note, style="dim", markup=False)
 
 
@@ -242,6 +257,8 @@ def read_lab(path: Path) -> LabResult:
             key: {name: [number(v) for v in values] for name, values in c[key].items()} for key in ("scores", "weights")
         }
         completions.append(LabCompletion(**(c | by_method | {"reward": number(c["reward"])})))
-    parsed = {"oracles": figures(tree["oracles"]), "best": figures(tree["best"])}
+    values = tree.get("values")
+    parsed: dict[str, Any] = {"oracles": figures(tree["oracles"]), "best": figures(tree["best"])}
+    parsed["values"] = None if values is None else figures(values)
     parsed |= {"methods": methods(tree["methods"]), "completions": completions, "gradients": gradients}
     return LabResult(**(tree | parsed))
