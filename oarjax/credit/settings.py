@@ -121,8 +121,8 @@ class ScreenSettings(Settings):
 
 @dataclass(frozen=True)
 class SignedValuesSettings(Settings):
-    by: Annotated[str, MethodName("signed_values.by", "random")] = setting(
-        "oar_l", "method whose scores choose the places; random: the control"
+    by: Annotated[str, MethodName("signed_values.by", "entropy", "random")] = setting(
+        "oar_l", "method whose scores choose the places; entropy: the policy's at each; random: the control"
     )
     places: Positive = setting(2, "tokens of a row that get values of their own")
     candidates: Positive = setting(4, "likeliest tokens that are tried at a place, beside the one that stands there")

@@ -109,7 +109,7 @@ def scored(setting, by="oar_l", **changes):
     return method.scorer(policy, temperature=TEMPERATURE, pad_id=tiny.PAD)(params, probed, at, keys, "answer_mean")
 
 
-@pytest.mark.parametrize("by", ["oar_l", "random", pytest.param("oar_g", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("by", ["oar_l", "random", "entropy", pytest.param("oar_g", marks=pytest.mark.slow)])
 def test_values_are_brute_force(setting, by):
     policy, params, probed, at = setting
     found = scored(setting, by)
@@ -131,6 +131,10 @@ def test_values_are_brute_force(setting, by):
         np.testing.assert_allclose(values.values[row, place][listed[row, place]], expected, rtol=2e-4, atol=1e-9)
     if by == "random":
         assert len({tuple(row[:3]) for row in order.tolist()}) > 1
+    if by == "entropy":
+        logps = log_probs(policy, params, probed.tokens, probed.valid)[:, prompt - 1 : -1]
+        entropies = jnp.where(at.reasoning, -jnp.sum(jnp.exp(logps) * logps, -1), 0)
+        np.testing.assert_allclose(found.importance, entropies, rtol=1e-5)
     assert (np.asarray(values.values)[3] == 0).all()  # cut off: the answer is never reached
 
 
@@ -262,8 +266,9 @@ def test_its_cost_is_the_finder_and_a_suffix_per_candidate():
     settings = CreditSettings(method="signed_values", signed_values=SignedValuesSettings(by="random"))
     halves = resolve_method(settings).forwards(row, d)
     assert halves == pytest.approx(1 + 8 / 2, rel=0.02)
+    free = replace(settings, signed_values=SignedValuesSettings(by="entropy"))
+    assert resolve_method(free).forwards(row, d) == pytest.approx(halves + 2 * 10 * 101 / clean_flops(d, row))
     finder = CreditSettings(method="signed_values")
     local = CreditSettings(method="oar_l")
     both = resolve_method(finder).forwards(row, d)
     assert both == pytest.approx(halves + resolve_method(local).forwards(row, d) - 1)
-    assert clean_flops(d, row) > 0

@@ -1,9 +1,10 @@
 """Signed values: tokens listed at a few places of a row move by their own value, for or against (ours).
 
-A finder's importance chooses places. There the likeliest tokens stand in turn, everything else as it was drawn, and the
-policy says how probable the reference answer is then: v(a), teacher-forced. That is a direct effect and not Q(a): text
-that was drawn after the original token stays, so v favours that token wherever later text restates or depends on it;
-and a token that ends a completion is valued as if the text went on. Other tokens get a share of the row's advantage.
+A finder's importance, or the policy's entropy, chooses places. There the likeliest tokens stand in turn, everything
+else as it was drawn, and the policy says how probable the reference answer is then: v(a), teacher-forced. That is a
+direct effect and not Q(a): text that was drawn after the original token stays, so v favours that token wherever later
+text restates or depends on it; and a token that ends a completion is valued as if the text went on. Other tokens get a
+share of the row's advantage.
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ from oarjax.errors import ConfigError
 from oarjax.models.decoder import Decoder
 from oarjax.models.policy import Policy
 from oarjax.rl.masked import widened
+from oarjax.rollout.logps import hidden_logps
 from oarjax.types import AnswerSpan, Params, Rollout, TokenValues, TrainBatch
 
 SCOPE = "signed_values"
 """The name of its loop over candidates in compiled programs."""
+
+FREE = ("entropy", "random")
+"""Finders that need no pass beside the clean one: the policy's entropy where a token was drawn, and noise."""
 
 
 def signed_value_loss(
@@ -156,6 +161,9 @@ def score(
     elif cfg.by == "oar_l":  # starts from the same clean pass
         settings = oar_l.settings_of(context)
         importance = oar_l.local_scores(policy, head, clean, reading, scored, probe=probe, **settings)
+    elif cfg.by == "entropy":
+        at_head = {"temperature": context.temperature, "head_chunk": context.head_chunk}
+        importance = hidden_logps(policy, head, clean.hidden, reading.tokens, **at_head)[1]
     else:
         importance = required(
             scorer_of(built_in(cfg.by))(policy, params, r, span, keys, context), "importance", context
@@ -208,29 +216,30 @@ def check(cfg: CreditSettings, custom_probe: Probe | None) -> None:
             f"credit.polarity: {cfg.polarity} with credit.method signed_values, whose values have a sign of their own; "
             "set both"
         )
-    finder = None if cfg.signed_values.by == "random" else built_in(cfg.signed_values.by)
+    finder = None if cfg.signed_values.by in FREE else built_in(cfg.signed_values.by)
     if finder is not None and finder.check is not None:
         finder.check(cfg, custom_probe)
 
 
 def noisy(cfg: CreditSettings) -> bool:
     """Return whether another key gives other places."""
-    if cfg.signed_values.by == "random":
-        return True
+    if cfg.signed_values.by in FREE:
+        return cfg.signed_values.by == "random"
     finder = built_in(cfg.signed_values.by).noisy
     return finder if isinstance(finder, bool) else finder(cfg)
 
 
 def forwards(settings: CreditSettings, row: RowTokens, d: Decoder) -> float:
-    """Count the passes of the finder and one from a place to the row's end per candidate; OAR-L shares the clean one.
+    """Count the passes of the finder and one from a place to the row's end per candidate.
 
+    OAR-L and the entropies, which need the head at every token, share the clean pass.
     Places are taken to be spread evenly over the reasoning.
     """
     cfg = settings.signed_values
     tried = cfg.places * cfg.candidates / max(row.reasoning, 1)
     values = masked_flops(d, row, share=tried) / clean_flops(d, row)
-    if cfg.by == "random":
-        return values
+    if cfg.by in FREE:
+        return values + (cfg.by == "entropy") * 2.0 * d.head_params * row.completion / clean_flops(d, row)
     return values + built_in(cfg.by).forwards_of(settings, row, d) - (cfg.by == "oar_l")
 
 

@@ -98,7 +98,8 @@ def compare_values(
     keys = map(partial(jax.random.fold_in, key), itertools.count(1))
 
     def value(part: Any, numbers: Any) -> Any:
-        return program(programs.params, *run.place(part, "rows"), row_keys(key, jnp.asarray(numbers)))
+        rollout, span = run.place(part, "rows")
+        return program(programs.params, rollout, span, row_keys(key, jnp.asarray(numbers)))
 
     def decode(*args: Any, **sizes: Any) -> Any:
         return run.fetch(programs.resample(*args, **sizes, length=length, key=next(keys)))

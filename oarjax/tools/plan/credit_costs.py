@@ -17,6 +17,7 @@ from oarjax.costs import (
     local_flops,
     masked_flops,
     pass_flops,
+    scoring_flops,
     update_flops,
 )
 from oarjax.models.decoder import Decoder
@@ -36,6 +37,8 @@ PROJECTED = tuple(CHIPS[name] for name in ("v5e", "v5p", "v6e"))
 
 ONE_PASS = "OAR-G, 1 draw, one pass"
 """Scores and update in one program: ``update.fused``."""
+
+VALUES = tuple(f"signed values, 2 places x {how}" for how in ("4", "4, by entropy", "2, by entropy"))
 
 
 @dataclass(frozen=True)
@@ -88,13 +91,15 @@ def credit_flops(d: Decoder, a: Assumptions) -> dict[str, float]:
     again = {"recomputed": a.recomputed}
     exact = masked_flops(d, row, share=1.0, buckets=8)
     local = local_flops(d, row, window=2, answers=4, padded=True)
+    tried = {n: masked_flops(d, row, share=n / row.reasoning, buckets=8) - clean for n in (4, 8)}
+    entropies = scoring_flops(d, row)
     return {
         "OAR-G, 1 draw": gradient_flops(d, row, draws=1, **again),
         ONE_PASS: gradient_flops(d, row, draws=1, **again) - clean,  # the update's forward
         "OAR-G, 4 draws": gradient_flops(d, row, draws=4, **again),
         "OAR-F, 4 outcomes": fisher_flops(d, row, outcomes=4, **again),
         "OAR-L": local,
-        "signed values, 2 places x 4": local + masked_flops(d, row, share=8 / row.reasoning, buckets=8) - clean,
+        **dict(zip(VALUES, (local + tried[8], entropies + tried[8], entropies + tried[4]))),
         "screened OAR-P, 20%": local + masked_flops(d, row, share=0.2, buckets=8) - clean,
         "OAR-P": exact,
         "OAR-P, 40 spans": clean + 40 / row.reasoning * (exact - clean),
