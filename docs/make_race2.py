@@ -3,7 +3,8 @@
 python docs/make_race2.py            rewrites the tables between the page's marks
 python docs/make_race2.py --print    prints them instead
 
-All numbers are from docs/data/race2_*.jsonl, to which oarjax study adds a line per finished run.
+All numbers are from docs/data/race2_*.jsonl, to which oarjax study adds a line per finished run, and from
+docs/data/values_*.json, the "values" of the credit.json that oarjax credit writes with lab.continuations.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ TASKS = {
 }
 """Files of records, the names of their tasks, and the seeds that confirm."""
 
+VALUED = """### Are the values right?
+
+v(a) - b against Q(a) - V of forced branches, on the warm start of seed 0, at 2 places of a completion with the 4
+likeliest tokens each; "at most" is the correlation that the noise of Q allows:
+"""
+
 
 def main() -> None:
     """Write the tables, or print them."""
@@ -52,25 +59,26 @@ def tables() -> str:
         commits = ", ".join(sorted({record["commit"] for record in records}))
         parts.append(f"{task}: {len(records)} runs that choose, from {commits}.\n\n{areas_table(records)}")
         parts += [f"{line}\n" for line in detected(records, seeds)]
-    parts += [f"{line}\n" for line in valued()]
-    return "\n".join(parts)
+    return "\n".join([*parts, VALUED, valued()])
 
 
-def valued() -> list[str]:
-    """Say how v(a) - b compares with Q(a) - V of forced branches, by finder of the places."""
-    tree = json.loads((HERE / "data" / "values_forks_copy.json").read_text(encoding="utf-8"))
-    texts = {
-        "correlation": "correlation",
-        "sign": "same sign",
-        "bias_drawn": "v - Q of the drawn token",
-        "bias_others": "of the others",
-    }
-    return [
-        f"Signed values on {tree['policy']}, places by {by}, {tree['completions']} completions: "
-        + "; ".join(f"{text} {found[n][0]:.2f} ({found[n][1]:.2f} to {found[n][2]:.2f})" for n, text in texts.items())
-        + f". The noise of Q allows a correlation of {found['ceiling'][0]:.2f}."
-        for by, found in tree["by"].items()
-    ]
+def valued() -> str:
+    """Return a table of how v(a) - b compares with Q(a) - V of forced branches, by task and finder of the places."""
+    head = ["task", "places by", "completions", "correlation", "at most", "same sign"]
+    head += ["v - Q of the drawn token", "of the others"]
+    rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for file, (task, _) in TASKS.items():
+        path = HERE / "data" / f"{file.replace('race2', 'values')}.json"
+        if not path.exists():
+            rows.append(f"| {task} | not measured" + " |" * (len(head) - 1))
+            continue
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        for by, found in tree["by"].items():
+            cells = [f"{found[n][0]:.2f} ({found[n][1]:.2f} to {found[n][2]:.2f})" for n in ("correlation", "sign")]
+            cells[1:1] = [f"{found['ceiling'][0]:.2f}"]
+            cells += [f"{m:+.2f} ({a:+.2f} to {b:+.2f})" for m, a, b in (found["bias_drawn"], found["bias_others"])]
+            rows.append(f"| {task} | {by} | {tree['completions']} | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
 
 
 def areas_table(records: list[dict[str, Any]]) -> str:
