@@ -68,6 +68,7 @@ class Rollout:
     filtered_logps: Float[Array, "B T"]  # under the distribution that was drawn from, after top-k and top-p
     ended: Bool[Array, "B"]  # a stop id was sampled; False = cut at T
     experts: Int[Array, "B N L k"] | None = None  # chosen at each input while sampling, for policy.router replay
+    teacher_logps: Float[Array, "B T"] | None = None  # recorded with rollouts from elsewhere, for loss.teacher
     origin: Origin | None = None
 
     @property

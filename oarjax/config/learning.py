@@ -217,6 +217,10 @@ class OffPolicyConfig(Section):
         return self
 
 
+RECORDED = "recorded"
+"""The ``loss.teacher`` whose log-probs come with the rollouts."""
+
+
 class LossConfig(Section):
     function: str | None = Field(
         default=None,
@@ -254,8 +258,8 @@ class LossConfig(Section):
     )
     teacher: str | None = Field(
         default=None,
-        description="HF folder or hub name of the reference policy, with the policy's tokenizer; null = the initial "
-        "policy",
+        description="HF folder or hub name of the reference policy, with the policy's tokenizer; recorded: its "
+        "log-probs come with the rollouts of rollout.from; null = the initial policy",
     )
     reference: Literal["device", "host"] = Field(
         default="device", description="memory that holds the reference policy between scoring passes"
@@ -281,6 +285,11 @@ class LossConfig(Section):
     )
     off_policy: OffPolicyConfig = OffPolicyConfig()
     mask_truncated: bool = Field(default=False, description="exclude completions cut at max_new from the loss")
+
+    @property
+    def scores_reference(self) -> bool:
+        """Return True if rollouts are scored under the policy of the KL term."""
+        return self.kl_beta > 0 and self.teacher != RECORDED
 
     @model_validator(mode="before")
     @classmethod

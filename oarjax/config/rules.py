@@ -21,6 +21,7 @@ from oarjax.config.inputs import (
     PolicyConfig,
 )
 from oarjax.config.learning import (
+    RECORDED,
     AdvantageConfig,
     GradingConfig,
     LoraConfig,
@@ -294,12 +295,16 @@ def check_outside(
 
 
 def check_reference(
-    loss: LossConfig, lora: LoraConfig, credit: CreditSettings, evaluation: EvalConfig
+    loss: LossConfig, lora: LoraConfig, credit: CreditSettings, evaluation: EvalConfig, rollout: RolloutConfig
 ) -> Iterator[str]:
     """Report a place for a reference policy that nothing needs, and settings of adapters without a rank."""
-    held = loss.kl_beta > 0 or reads_reference(credit.method) or evaluation.kl == "on"
+    held = loss.scores_reference or reads_reference(credit.method) or evaluation.kl == "on"
     if loss.reference == "host" and not held:
-        yield "loss.reference: host needs a reference, but loss.kl_beta is 0; set device, or raise loss.kl_beta"
+        why = "loss.kl_beta is 0; set device, or raise loss.kl_beta"
+        why = why if loss.teacher is None else "loss.teacher holds none in memory; set device"
+        yield f"loss.reference: host needs a reference, but {why}"
+    if loss.teacher == RECORDED and not rollout.recorded:
+        yield "loss.teacher: recorded log-probs come with rollouts from files; set rollout.from, or name a policy"
     if loss.reference_every and loss.kl_beta == 0 and not reads_reference(credit.method):
         yield "loss.reference_every: moves a reference that nothing reads; raise loss.kl_beta, or set 0"
     if loss.reference_every and loss.reference == "host":

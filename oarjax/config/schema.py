@@ -107,7 +107,7 @@ class Config(Section):
             *rules.check_entropy(self.loss),
             *rules.check_off_policy(self.loss, self.rollout),
             *rules.check_outside(self.rollout, self.loss.off_policy, self.update, self.policy, self.iterations),
-            *rules.check_reference(self.loss, self.lora, self.credit, self.eval),
+            *rules.check_reference(self.loss, self.lora, self.credit, self.eval, self.rollout),
             *rules.check_drift(self.eval, self.data),
             *rules.check_moments("optim", self.optim),
             *rules.check_optimizer("optim", self.optim),

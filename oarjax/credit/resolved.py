@@ -88,9 +88,9 @@ class ResolvedMethod:
         """Count the scoring of one row, in clean passes over that row."""
         return self.attribution.forwards_of(self.settings, row, d)
 
-    def needs_reference(self, *, kl_beta: float) -> bool:
+    def needs_reference(self, *, kl: bool) -> bool:
         """Return whether rollouts are scored under the reference policy too: for the KL term, or for a signal."""
-        return kl_beta > 0 or bool(self.signals & OF_REFERENCE)
+        return kl or bool(self.signals & OF_REFERENCE)
 
     def teacher_work(self) -> dict[str, bool]:
         """Return the uses of a teacher's prompts, as fields of ``oarjax.costs.Work``."""

@@ -46,6 +46,7 @@ class Turn(NamedTuple):
     finish: Literal["stop", "length", "error"]
     whole_logps: Float[np.ndarray, "T"] | None = None  # before the filters; None: equal to ``logps``, or not known
     experts: Int[np.ndarray, "n L k"] | None = None  # chosen at each input of prompt and completion, if recorded
+    teacher_logps: Float[np.ndarray, "T"] | None = None  # of another policy, if recorded
     observed: tuple[int, ...] = ()  # what an environment said since the row's turn before
     reward: float | None = None  # an environment's, for this turn; None: there is no environment
     state: str | None = None  # the environment's public attributes at its end, as JSON
@@ -304,6 +305,7 @@ def rollout_of(batch: Batch, drawn: Sequence[tuple[Request, Turn]], *, pad_id: i
     whole, logps = np.zeros((2, count, T), np.float32)
     turns, versions = np.zeros((count, T), np.int32), np.full((count, T), -1, np.int32)
     ended, lengths, experts = np.zeros(count, bool), np.zeros(count, np.int32), None
+    taught = np.zeros((count, T), np.float32) if any(turn.teacher_logps is not None for _, turn in drawn) else None
     rewards, failed, states = np.zeros((count, T), np.float32), np.zeros(count, bool), np.full(count, None)
     plays = any(turn.reward is not None for _, turn in drawn)
     for request, turn in sorted(drawn, key=lambda each: each[0].id):
@@ -319,6 +321,8 @@ def rollout_of(batch: Batch, drawn: Sequence[tuple[Request, Turn]], *, pad_id: i
         turns[b, before:stop], versions[b, new] = request.id.turn, turn.versions
         lengths[b], ended[b], failed[b] = stop, turn.finish == "stop", turn.finish == "error"
         rewards[b, stop - 1], states[b] = turn.reward or 0, turn.state
+        if taught is not None:
+            taught[b, new] = 0 if turn.teacher_logps is None else turn.teacher_logps
         if turn.experts is not None:
             if experts is None:
                 experts = np.zeros((count, tokens.shape[1] + T, *turn.experts.shape[1:]), turn.experts.dtype)
@@ -335,5 +339,6 @@ def rollout_of(batch: Batch, drawn: Sequence[tuple[Request, Turn]], *, pad_id: i
         filtered_logps=logps,  # pyright: ignore[reportArgumentType]
         ended=ended,  # pyright: ignore[reportArgumentType]
         experts=experts,  # pyright: ignore[reportArgumentType]
+        teacher_logps=taught,  # pyright: ignore[reportArgumentType]
         origin=Origin(turns, versions, episode, *((rewards, failed, states) if plays else ())),  # pyright: ignore[reportArgumentType]
     )

@@ -45,7 +45,7 @@ def remedy(phase: Phase, cfg: Config) -> str:
         remedies.append("policy.remat=full")
     if phase in ("update", "fused", "apply") and cfg.optim.moments == "float32" and not cfg.optim.function:
         remedies.append("optim.moments=bfloat16")
-    compares = cfg.loss.kl_beta > 0 or reads_reference(cfg.credit.method) or cfg.eval.kl == "on"
+    compares = cfg.loss.scores_reference or reads_reference(cfg.credit.method) or cfg.eval.kl == "on"
     if phase not in ("score", "credit") and compares and not cfg.lora.rank and cfg.loss.reference != "host":
         remedies.append("loss.reference=host")
     if phase in ("update", "fused", "apply") and not cfg.lora.rank:

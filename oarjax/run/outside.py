@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
+from oarjax.config.learning import RECORDED
 from oarjax.data.rows import DataError
 from oarjax.run.run import Run
 from oarjax.run.served import Served, served_weights
 from oarjax.sources.engine import EngineSource
-from oarjax.sources.files import RecordedRollouts, read_groups, recorded_files
+from oarjax.sources.files import NEEDED, TAUGHT, RecordedRollouts, read_groups, recorded_files
 from oarjax.sources.turns import Rules
 from oarjax.system.processes import only_first
 
@@ -50,7 +51,8 @@ def open_outside(run: Run) -> Outside:
     if not rollout.recorded:
         return Outside(None, None)
     files, sizes = recorded_files(rollout.recorded), {"group_size": rollout.group_size, "max_new": rollout.max_new}
-    groups = read_groups(files, run.train, **sizes, rules=rules)
+    needed = TAUGHT if cfg.loss.teacher == RECORDED else NEEDED
+    groups = read_groups(files, run.train, **sizes, rules=rules, needed=needed)
     if len(groups) < cfg.iterations * rollout.prompts:
         raise DataError(
             f"rollout.from: expected iterations x rollout.prompts = {cfg.iterations * rollout.prompts} groups, got "

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from oarjax.config.learning import RECORDED
 from oarjax.credit.probe import ProbeMode
 from oarjax.credit.record import OF_MARKS, OF_TEACHER
 from oarjax.data.streams import bucketed
@@ -76,7 +77,7 @@ class ProgramShapes:
         self.cfg, self.model, self.mesh, self.steps = run.cfg, run.model, run.mesh, run.steps
         self.layout, self.rollout_layout, self.optimizer = run.layout, run.rollout_layout, run.optimizer
         self._ending_room, self._wants, self._wants_outcome = run.ending_room, run.credit.signals, run.wants_outcome
-        self._reads_reference = run.credit.needs_reference(kl_beta=run.cfg.loss.kl_beta)
+        self._reads_reference = run.credit.needs_reference(kl=run.cfg.loss.scores_reference)
         self._teacher = teacher_shapes(run.cfg.loss.teacher, run.cfg.policy, run.mesh)
         self._compares = self._reads_reference and not run.cfg.loss.reference_every and self._teacher is None
         self._keeps_start = self._compares or run.cfg.eval.kl == "on"
@@ -306,7 +307,7 @@ class ProgramShapes:
         """Describe the rows of one minibatch."""
         cfg = self.cfg.credit
         T, room = self.cfg.rollout.max_new, self._ending_room
-        widest = widest_prompt(self.cfg.data, self.cfg.rollout)
+        widest, recorded = widest_prompt(self.cfg.data, self.cfg.rollout), self.cfg.loss.teacher == RECORDED
 
         def rows(length: int) -> tuple[Any, Any]:
             of = self._microbatches
@@ -320,6 +321,7 @@ class ProgramShapes:
                 filtered_logps=of((length,), jnp.float32),
                 ended=of((), jnp.bool_),
                 experts=self._experts(N) if length == T else None,
+                teacher_logps=of((length,), jnp.float32) if recorded and length == T else None,
             )
             mask, kind = of((length,), jnp.bool_), AnswerSpan
             units = None if not cfg.labels_tokens else of((length,), jnp.int32)

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerFast
 
 from oarjax.config.inputs import PolicyConfig
+from oarjax.config.learning import RECORDED
 from oarjax.data.hf import load_params, read_config
 from oarjax.data.tokenizer import load_tokenizer
 from oarjax.errors import ConfigError
@@ -35,12 +36,12 @@ class Teacher(NamedTuple):
 
 
 def read_teacher(path: str | None, settings: PolicyConfig, mesh: Mesh) -> Teacher | None:
-    """Read the teacher of ``loss.teacher``; None without one.
+    """Read the teacher of ``loss.teacher``; None without one, or where its log-probs are recorded.
 
     Raises:
         UserError: there is no such policy.
     """
-    if path is None:
+    if path is None or path == RECORDED:
         return None
     model, source = read_config(path)
     return Teacher(model, source, bind_policy(settings, model, mesh, adapter_scale=1.0))
@@ -67,7 +68,7 @@ def check_teacher(path: str | None, tokenizer: PreTrainedTokenizerFast) -> None:
     Raises:
         ConfigError: its tokenizer has other tokens.
     """
-    if path is not None and load_tokenizer(read_config(path)[1]).get_vocab() != tokenizer.get_vocab():
+    if path not in (None, RECORDED) and load_tokenizer(read_config(path)[1]).get_vocab() != tokenizer.get_vocab():
         raise ConfigError(
             f"loss.teacher: {path} has other tokens than the policy, and they are compared token by token; set a "
             "teacher with the policy's tokenizer"

@@ -23,6 +23,8 @@ from oarjax.types import Params, PromptBatch
 
 FIELD = "rollout.from"
 NEEDED = ("prompt", "tokens", "logps", "finish")
+TAUGHT = (*NEEDED, "teacher_logps")
+"""Fields of a line, and those where the teacher's log-probs are recorded, too."""
 
 
 class Group(NamedTuple):
@@ -49,12 +51,21 @@ def recorded_files(names: Sequence[str]) -> list[Path]:
     return files
 
 
-def read_groups(files: Sequence[Path], encoded: Encoded, *, group_size: int, max_new: int, rules: Rules) -> list[Group]:
+def read_groups(
+    files: Sequence[Path],
+    encoded: Encoded,
+    *,
+    group_size: int,
+    max_new: int,
+    rules: Rules,
+    needed: Sequence[str] = NEEDED,
+) -> list[Group]:
     """Read groups in the order of files, iterations, attempts and rows.
 
     Args:
         encoded: problems that they are of.
         rules: what a turn must be.
+        needed: fields that every line has.
 
     Raises:
         DataError: a line is no turn of this policy and of these problems, or a group is not complete.
@@ -69,9 +80,9 @@ def read_groups(files: Sequence[Path], encoded: Encoded, *, group_size: int, max
             place, prompt, turns = part[0][0], (), []
             for where, line in part:
                 try:
-                    if lacking := [name for name in NEEDED if line.get(name) is None]:
+                    if lacking := [name for name in needed if line.get(name) is None]:
                         raise ValueError(f"lacks {' and '.join(lacking)}")
-                    turns.append(turn_of(line))
+                    turns.append(turn_of(line if "teacher_logps" in needed else {**line, "teacher_logps": None}))
                     check_turn(turns[-1], max_new, rules)
                     prompt = tuple(line["prompt"])
                     if line["turn"] != 0 or prompt != tuple(part[0][1]["prompt"]):

@@ -51,6 +51,8 @@ def line_of(request: Request, turn: Turn, *, problem: int | None = None, report:
     }
     if turn.whole_logps is not None:
         line["whole_logps"] = plain_floats(turn.whole_logps)
+    if turn.teacher_logps is not None:
+        line["teacher_logps"] = plain_floats(turn.teacher_logps)
     return line if turn.experts is None else line | {"experts": turn.experts.tolist()}
 
 
@@ -61,7 +63,7 @@ def turn_of(line: Mapping[str, Any]) -> Turn:
         ValueError, KeyError, TypeError: it is none.
     """
     tokens, logps = np.asarray(line["tokens"], np.int32), floats_of(line["logps"])
-    whole, experts = line.get("whole_logps"), line.get("experts")
+    whole, experts, teacher = (line.get(name) for name in ("whole_logps", "experts", "teacher_logps"))
     versions = np.broadcast_to(np.asarray(line.get("version") or 0, np.int32), tokens.shape).copy()
     if not tokens.ndim == 1 or logps.shape != tokens.shape or line["finish"] not in ("stop", "length"):
         raise ValueError(f"{len(logps)} log-probs of {len(tokens)} tokens, finish {line['finish']!r}")
@@ -73,6 +75,7 @@ def turn_of(line: Mapping[str, Any]) -> Turn:
         line["finish"],
         None if whole is None else floats_of(whole),
         None if experts is None else np.asarray(experts, np.int32),
+        None if teacher is None else floats_of(teacher),
     )
 
 

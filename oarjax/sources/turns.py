@@ -26,12 +26,13 @@ def check_turn(turn: Turn, max_new: int, rules: Rules) -> None:
     ids, count = turn.tokens, len(turn.tokens)
     if not 1 <= count <= max_new:
         raise ValueError(f"expected 1 to {max_new} tokens, got {count}")
-    if len(turn.logps) != count or np.ndim(turn.logps) != 1:
-        raise ValueError(f"{len(turn.logps)} log-probs of {count} tokens")
     if ids.min() < 0 or ids.max() >= rules.vocab:
         raise ValueError(f"ids reach from {ids.min()} to {ids.max()}, the vocabulary from 0 to {rules.vocab - 1}")
-    if not np.isfinite(turn.logps).all() or turn.logps.max() > 1e-3:
-        raise ValueError(f"log-probs are not finite, or above 0: {turn.logps.max():.3g}")
+    for name, logps in (("log-probs", turn.logps), ("teacher_logps", turn.teacher_logps)):
+        if logps is not None and (len(logps) != count or np.ndim(logps) != 1):
+            raise ValueError(f"{len(logps)} {name} of {count} tokens")
+        if logps is not None and (not np.isfinite(logps).all() or logps.max() > 1e-3):
+            raise ValueError(f"{name} are not finite, or above 0: {logps.max():.3g}")
     stops = np.isin(ids, rules.stop_ids)
     if stops[:-1].any():
         raise ValueError(f"tokens follow the stop id {ids[int(stops.argmax())]}")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from oarjax.config.learning import AdvantageConfig, GradingConfig
+from oarjax.config.learning import AdvantageConfig, GradingConfig, LossConfig
 from oarjax.credit.resolved import ResolvedMethod
 from oarjax.rl.advantages import (
     AdvantageFunction,
@@ -22,7 +23,8 @@ from oarjax.rl.advantages import (
     zero_advantage_groups,
     zero_variance_groups,
 )
-from oarjax.types import Rollout
+from oarjax.rl.distillation import distillation_advantages
+from oarjax.types import Rollout, Scores
 
 Values = dict[str, Float[Array, "B"]]
 """Unweighted values of each reward, and of the overlong penalty."""
@@ -118,6 +120,17 @@ def reward_columns(
     names = [name for name in weights if name in values]
     columns = jnp.stack([jnp.where(jnp.isfinite(rewards), values[name], jnp.nan) for name in names], axis=1)
     return columns, [weights[name] for name in names]
+
+
+def taught_advantages(
+    advantages: Float[Array, "B T"], completion: Bool[Array, "B T"], scores: Scores, loss: LossConfig
+) -> Float[Array, "B T"]:
+    """Add what the reference says of each token, where ``loss.kl_in`` is token."""
+    if loss.kl_in != "token":
+        return advantages
+    both: Any = scores.old_logps, scores.ref_logps  # such a loss has had both computed
+    drawn, taught = (jnp.where(completion, x, 0) for x in both)
+    return advantages + distillation_advantages(drawn, taught, weight=loss.kl_beta)
 
 
 def bound_kl_penalty(

@@ -127,6 +127,7 @@ def trim(rollout: Rollout, span: AnswerSpan, rows: Int[np.ndarray, "R"], *, leng
         completion=rollout.completion[:, :length],
         behaviour_logps=rollout.behaviour_logps[:, :length],
         filtered_logps=rollout.filtered_logps[:, :length],
+        teacher_logps=None if rollout.teacher_logps is None else rollout.teacher_logps[:, :length],
         origin=None,
     )
     units = None if span.units is None else span.units[:, :length]

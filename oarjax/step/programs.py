@@ -34,7 +34,6 @@ from oarjax.models.lora import without_adapters
 from oarjax.models.policy import Policy, grouped, replaying
 from oarjax.rl.advantages import AdvantageFunction
 from oarjax.rl.carried import control_entropy, keep_reference
-from oarjax.rl.distillation import distillation_advantages
 from oarjax.rl.loss import aggregate
 from oarjax.rl.masked import masked_sum, widened
 from oarjax.rl.optimizer import OptimizerFunction, adamw, custom_optimizer, learning_rate
@@ -45,6 +44,7 @@ from oarjax.step.advantages import (
     bound_kl_penalty,
     row_advantages,
     split_advantages,
+    taught_advantages,
 )
 from oarjax.step.fused import FusedPass, FusedSums, fuses
 from oarjax.step.gradients import Summed, Sums, add_microbatches, apply_sums, descend, gradient_sums, no_sums
@@ -186,8 +186,8 @@ def make_steps(
     groups, further = sampler(), sampler(goes_on=True)
     head = loss_head(roll, cfg.loss.off_policy, head_chunk=cfg.policy.head_chunk)
     # With one update per rollout the ratio is 1: old = stop_gradient(new), no pass of its own.
-    distils = cfg.loss.kl_in == "token"
-    wants_old = distils or cfg.update.epochs * cfg.update.minibatches > 1
+    scores_reference = cfg.loss.scores_reference  # otherwise rollouts bring its log-probs, or nothing reads them
+    wants_old = cfg.loss.kl_in == "token" or cfg.update.epochs * cfg.update.minibatches > 1
     read, kind, soft = method.measures, method.kind, cfg.advantage.soft != "off"
     wanted = {"logps", *read} if wants_old else read
     scorer_for = partial(method.scorer, temperature=roll.temperature, pad_id=pad_id)
@@ -248,7 +248,7 @@ def make_steps(
             )
             scores = Scores(
                 old_logps=measured["logps"] if wants_old else None,
-                ref_logps=token_logps(compared, reference, **own, **head)[0] if cfg.loss.kl_beta > 0 else None,
+                ref_logps=token_logps(compared, reference, **own, **head)[0] if scores_reference else r.teacher_logps,
                 importance=attributed.importance,
                 measured={name: measured[name] for name in sorted(read)} or None,
                 values=attributed.values,
@@ -293,13 +293,10 @@ def make_steps(
         if graded.late is not None:
             advantages = split_advantages(advantages, flat(graded.late), s.answer, mask, flat(rows.rollout.ended))
         w = relative(kind, returned, advantages, a, mask)
-        if distils:
-            drawn, taught = (jnp.where(mask, x, 0) for x in (scored.old_logps, scored.ref_logps))
-            advantages += distillation_advantages(drawn, taught, weight=cfg.loss.kl_beta)
         tokens = Credit(
             importance=jnp.zeros_like(w) if signals.importance is None else signals.importance,
             weights=w,
-            advantages=advantages,
+            advantages=taught_advantages(advantages, mask, scored, cfg.loss),
             returned=returned,
         )
         shaped = jax.tree.map(lambda x: x.reshape(M, b, *x.shape[1:]), tokens)

@@ -144,7 +144,7 @@ def _check_header(header: Header) -> None:
 _ROLLOUT = {"tokens": "iMbN", "valid": "bMbN", "completion": "bMbT", "behaviour_logps": "fMbT"}
 _ROLLOUT |= {"filtered_logps": "fMbT", "ended": "bMb"}
 _OPTIONAL = {"rollout.experts": "iMbNLk", "span.units": "iMbT", "probed.1.units": "iMbt"}
-_OPTIONAL |= {"probed.1.outcome": "bMbt"}
+_OPTIONAL |= {"probed.1.outcome": "bMbt", "rollout.teacher_logps": "fMbT"}
 _SPAN = {"reasoning": "bMbT", "answer": "bMbT", "has_answer": "bMb"}
 _SCORES = dict.fromkeys(("old_logps", "ref_logps", "importance", *(f"measured.{name}" for name in MEASURES)), "fMbT")
 _SCORES |= {"measured.hidden": "fMbTD", "values.ids": "iMbTC", "values.values": "fMbTC", "values.listed": "bMbTC"}

@@ -36,7 +36,7 @@ class Meter:
 
     def flops(self, metrics: Mapping[str, float]) -> float:
         """Count the FLOPs of an iteration from its metrics; see ``oarjax.costs``."""
-        lora, update, beta = self.cfg.lora, self.cfg.update, self.cfg.loss.kl_beta
+        lora, update, loss = self.cfg.lora, self.cfg.update, self.cfg.loss
         rows = metrics["groups_drawn"] * self.cfg.rollout.group_size
         work = Work(
             row=RowTokens(
@@ -51,10 +51,10 @@ class Meter:
             epochs=update.epochs,
             old_logps=update.epochs * update.minibatches > 1,
             measured=bool(self.credit.measures),
-            reference=self.credit.needs_reference(kl_beta=beta),
+            reference=self.credit.needs_reference(kl=loss.scores_reference),
             outcome=self.cfg.advantage.soft != "off",
             **self.credit.teacher_work(),
             adapters=trained_count(lora, self.model) if lora.rank else None,
-            fused=fuses(update, self.credit, kl_beta=beta, experts=self.model.experts is not None),
+            fused=fuses(update, self.credit, kl_beta=loss.kl_beta, experts=self.model.experts is not None),
         )
         return sum(iteration_flops(decoder_of(self.model), work, self.credit).values())

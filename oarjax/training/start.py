@@ -47,7 +47,7 @@ def prepare(
     """
     loss, first = run.cfg.loss, None
     teacher = read_teacher(loss.teacher, run.cfg.policy, run.mesh)
-    compares = run.credit.needs_reference(kl_beta=loss.kl_beta) and not loss.reference_every and teacher is None
+    compares = run.credit.needs_reference(kl=loss.scores_reference) and not loss.reference_every and teacher is None
     if (compares or run.cfg.eval.kl == "on") and run.cfg.lora.rank == 0:
         first = to_host_memory(params) if loss.reference == "host" else params
     state = run.new_state(params, copy=first is params)

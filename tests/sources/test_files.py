@@ -3,22 +3,28 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import unsound
 from rich.console import Console
+from safetensors.numpy import load_file
 
 from oarjax.config.loading import parse_config
+from oarjax.data.hf import load_params, read_config
 from oarjax.data.problems import Problem
 from oarjax.data.rows import DataError
 from oarjax.data.streams import Encoded
 from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.errors import ConfigError
+from oarjax.models.qwen import make_policy
 from oarjax.report.files import read_metrics
-from oarjax.rollout.source import Batch
+from oarjax.rollout.logps import token_logps
+from oarjax.rollout.source import Batch, requested, rollout_of
 from oarjax.sources import records
-from oarjax.sources.files import RecordedRollouts, read_groups, recorded_files
+from oarjax.sources.files import TAUGHT, RecordedRollouts, read_groups, recorded_files
 from oarjax.sources.turns import Rules
+from oarjax.storage.durable import read_lines
 from oarjax.storage.stop import Stop
 from oarjax.training import command
 
@@ -143,6 +149,75 @@ def test_the_sampler_is_corrected_for_unless_the_config_says_otherwise():
     assert config(loss={"off_policy": {"weighting": "none"}}).loss.off_policy.weighting == "none"
     assert config(rollout={"from": []}).loss.off_policy.weighting == "none"
     assert parse_config(config().model_dump(mode="json")) == config()
+
+
+def test_a_teachers_log_probs_are_read_where_the_run_learns_from_them_and_needed_there(tmp_path):
+    taught = [each | {"teacher_logps": [-0.25] * len(each["tokens"])} if "row" in each else each for each in LINES]
+    (first, *_), plain = read(tmp_path, taught, needed=TAUGHT), read(tmp_path, taught)
+    assert all(turn.teacher_logps is None for group in plain for turn in group.turns)
+    stream = RecordedRollouts([first], prompts=1, bucket=4, pad_id=0)
+    batch = Batch(next(stream)[0], jax.random.key(0), 1, 0, 2, 3)
+    rollout = rollout_of(batch, requested(batch, stream.draw(batch)), pad_id=0)
+    assert rollout.teacher_logps.tolist() == [[-0.25, -0.25, 0], [-0.25] * 3]
+    request = batch.requests[1]
+    assert records.turn_of(records.line_of(request, first.turns[1])).teacher_logps.tolist() == [-0.25] * 3
+    for wrong, message in {
+        None: "line 2: lacks teacher_logps",
+        (-1.0,): "line 2: 1 teacher_logps of 3 tokens",
+        (-1.0, None, -1.0): "line 2: teacher_logps are not finite, or above 0: nan",
+        (-1.0, 0.5, -1.0): "line 2: teacher_logps are not finite, or above 0: 0.5",
+    }.items():
+        with pytest.raises(DataError, match=message):
+            read(tmp_path, [taught[0], taught[1] | {"teacher_logps": wrong}], needed=TAUGHT)
+    teacher = {"kl_beta": 1, "teacher": "recorded"}
+    assert not config(loss=teacher).loss.scores_reference
+    with pytest.raises(ConfigError, match=r"loss.teacher: recorded log-probs come with rollouts from files; set roll"):
+        config(rollout={"from": []}, loss=teacher)
+    with pytest.raises(ConfigError, match=r"loss.reference: host needs a reference, but loss.teacher holds none"):
+        config(loss={**teacher, "reference": "host"})
+
+
+@pytest.mark.slow
+def test_recorded_log_probs_teach_what_their_policy_teaches(tmp_path, monkeypatch):
+    """A run that learns from the teacher's folder, and one from what was recorded of it, on the same rollouts."""
+    monkeypatch.setattr(records.Records, "prune", lambda self, before: None)
+    small = {"hidden": 16, "heads": 2, "kv_heads": 1, "ffn": 16}
+    policy, teacher = (write_builtin_policy(tmp_path / str(n), seed=n, **small, layers=n) for n in (1, 2))
+
+    def trained(name, *, loss, **rollout):
+        loss = {"off_policy": {"weighting": "none"}, **loss}
+        tree = unsound.MICRO | {"run_dir": str(tmp_path / name), "policy": {"path": str(policy)}, "iterations": 2}
+        tree |= {"rollout": unsound.MICRO["rollout"] | rollout, "loss": loss, "export": {"folder": "export"}}
+        tree["update"] = unsound.MICRO["update"] | {"skip_zero_variance": False}
+        command.train_once(parse_config(tree), Console(quiet=True), Stop())
+        folder = tmp_path / name
+        return load_file(folder / "export" / "model.safetensors"), read_metrics(folder / "metrics.jsonl")
+
+    drawn, _ = trained("drawn", loss={})
+    lines = [line for file in sorted((tmp_path / "drawn/rollouts").iterdir()) for line in read_lines(file)]
+    taught = log_probs(teacher, lines := [line for line in lines if "tokens" in line])
+    text = [json.dumps(line | {"teacher_logps": logps}) + "\n" for line, logps in zip(lines, taught, strict=True)]
+    (tmp_path / "taught.jsonl").write_text("".join(text))
+    files, loss = {"from": [str(tmp_path / "taught.jsonl")]}, {"kl_in": "token", "kl_beta": 0.5}
+    scored, measured = trained("scored", loss={**loss, "teacher": str(teacher)}, **files)
+    recorded, same = trained("recorded", loss={**loss, "teacher": "recorded"}, **files)
+    assert [row["kl"] for row in same] == pytest.approx([row["kl"] for row in measured], rel=1e-3)
+    moved = max(np.abs(scored[name] - drawn[name]).max() for name in drawn)
+    assert max(np.abs(scored[name] - recorded[name]).max() for name in drawn) < 0.01 * moved
+
+
+def log_probs(folder, lines):
+    """Return the log-probs, at the temperature of the run, that a policy gives the tokens of recorded turns."""
+    model, _ = read_config(folder)
+    read = make_policy(model, compute_dtype=jnp.float32, remat="none")
+    width, T = (max(len(line[name]) for line in lines) for name in ("prompt", "tokens"))
+    tokens, valid = np.zeros((len(lines), width + T), np.int32), np.zeros((len(lines), width + T), bool)
+    for row, line in enumerate(lines):
+        at = slice(width - len(line["prompt"]), width + len(line["tokens"]))
+        tokens[row, at], valid[row, at] = line["prompt"] + line["tokens"], True
+    how = {"completion_length": T, "temperature": 1.0, "head_chunk": 64}
+    logps, _ = token_logps(read, load_params(folder, model), jnp.asarray(tokens), jnp.asarray(valid), **how)
+    return [logps[row, : len(line["tokens"])].tolist() for row, line in enumerate(lines)]
 
 
 @pytest.mark.slow

@@ -286,7 +286,8 @@ def weigh_minibatches(
         (arrays,) = m.plan.split((*read_spans(run, m), hints_for and hints_for(m.rollout, m.problems)))
         span, probed, hints = run.place(arrays, "microbatches")
         rows = SampledRows(p.rollout, span, p.rows, probed, hints)  # type: ignore[arg-type]
-        reference = params if run.credit.needs_reference(kl_beta=cfg.loss.kl_beta) else None  # where training starts
+        compares = run.credit.needs_reference(kl=cfg.loss.scores_reference)
+        reference = params if compares else None  # where training starts
         scores = run.steps.scores(params, reference, rows, p.pieces, noise_key, probe=cfg.credit.probe.mode)
         graded = GradedRows(p.row_advantages, p.batch.completion)
         credit, _ = run.steps.credit(scores, rows, graded, order_key, np.int32(1))

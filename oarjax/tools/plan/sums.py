@@ -57,7 +57,7 @@ def largest_work(model: QwenConfig, cfg: Config, credit: ResolvedMethod) -> Work
         epochs=cfg.update.epochs,
         old_logps=updates > 1,
         measured=bool(credit.measures),
-        reference=credit.needs_reference(kl_beta=cfg.loss.kl_beta),
+        reference=credit.needs_reference(kl=cfg.loss.scores_reference),
         outcome=cfg.advantage.soft != "off",
         **credit.teacher_work(),
         adapters=trained_count(cfg.lora, model) if cfg.lora.rank else None,

@@ -48,7 +48,7 @@ def run(file: Path, *, device: str, as_json: bool, trust_code: bool = False) -> 
     run = open_replay(header, file, device=device, console=console, trust_code=trust_code)
     params, step = load_batch_params(header, file, run)
     frozen = load_frozen(header, run)
-    compared = header.kind != "sft" and run.credit.needs_reference(kl_beta=run.cfg.loss.kl_beta)
+    compared = header.kind != "sft" and run.credit.needs_reference(kl=run.cfg.loss.scores_reference)
     loss, reference = run.cfg.loss, None
     if compared and (frozen is None or loss.reference_every or loss.teacher is not None):
         reference = load_reference(header, run)

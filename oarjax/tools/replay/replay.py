@@ -22,7 +22,7 @@ from oarjax.models.weights import at, weight_table
 from oarjax.report.files import short
 from oarjax.rollout.sampler import rollout_key
 from oarjax.run.run import Run
-from oarjax.step.advantages import split_advantages
+from oarjax.step.advantages import split_advantages, taught_advantages
 from oarjax.step.gradients import RowCheck, make_row_check
 from oarjax.step.iteration import NOISE, ORDER
 from oarjax.step.loss import imitation, policy_gradient, sampler_logps
@@ -102,6 +102,8 @@ def replay(
     token_credit = token_advantages(kind, safe, advantages, completion)
     if e.late is not None:
         token_credit = split_advantages(token_credit, flat(e.late), span.answer, completion, rollout.ended)
+    if header.kind != "sft":
+        token_credit = taught_advantages(token_credit, completion, scores, run.cfg.loss)
     batch = TrainBatch(
         tokens=rollout.tokens,
         valid=rollout.valid,
