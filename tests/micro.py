@@ -94,6 +94,27 @@ def ragged_config(config: Path) -> Path:
     return config.with_name("ragged.yaml")
 
 
+def carrying_config(config: Path) -> Path:
+    """Write beside a ragged config one whose runs carry more: adapters, a mixture, records of problems, a teacher.
+
+    The teacher is in the host's memory; optimizer and coefficient of the entropy have states of their own.
+    """
+    tree = yaml.safe_load(config.read_text())
+    teacher = write_builtin_policy(
+        config.with_name("teacher"), seed=1, hidden=24, layers=2, heads=2, kv_heads=2, ffn=16
+    )
+    tree["lora"] = {"rank": 2, "alpha": 4, "targets": ["q", "v"]}
+    tree["loss"] = {"teacher": str(teacher), "reference": "host", "kl_in": "token", "kl_beta": 0.1}
+    tree["loss"] |= {"entropy_target": 9}
+    tree["optim"] |= {"function": "optax.lion"}
+    tree["update"]["skip_zero_variance"] = False
+    train = tree["data"]["train"] | {"limit": 8}
+    tree["data"] |= {"train": train, "mixture": [train | {"limit": 5, "weight": 0.5, "rewards": ["exact", "waited"]}]}
+    tree["data"] |= {"difficulty": {"easy_above": 0.5, "easy_share": 0.3, "hard_below": 0.4, "hard_share": 0.7}}
+    config.with_name("carrying.yaml").write_text(yaml.safe_dump(tree))
+    return config.with_name("carrying.yaml")
+
+
 def command(config: Path, run: Path, *changes: str) -> list[str]:
     return [sys.executable, "-m", "oarjax.cli", *arguments(config, run, *changes)]
 
