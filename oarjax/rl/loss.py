@@ -198,8 +198,7 @@ def aggregate(
     luspo     sum over tokens             rows                 mean of the rows' sums
     bnpo      token mean of this piece    1 (0 if it's empty)  mean of the pieces' token means
 
-    The first four do not depend on how the batch is cut. bnpo does, by definition: it equals dapo for a batch in one
-    piece or in pieces with equally many tokens, and otherwise weighs tokens of short pieces more.
+    The first four do not depend on how the batch is cut; bnpo equals dapo only where pieces have equally many tokens.
 
     Args:
         values: of each token.
