@@ -1,6 +1,5 @@
 """OAR-P and noisy OAR-G against the published code's golden scores, float64 and float32, and the weights from them."""
 
-import itertools
 import json
 from functools import cache
 from pathlib import Path
@@ -159,7 +158,7 @@ def test_scores_and_weights_equal_the_published_ones(case, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [pair for pair in itertools.product(range(6), ("float64", "float32")) if pair not in ALWAYS],
+    [*((case, "float64") for case in range(1, 6)), (0, "float32"), (4, "float32")],
 )
 def test_the_other_cases(case, dtype, request):
     folder = DATA / f"case{case}"

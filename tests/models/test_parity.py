@@ -205,7 +205,7 @@ def all_in_float64(torch, x64, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
-IN_LONG = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2_untied", "qwen3_untied", "delta_untied")]
+IN_LONG = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2_untied", "qwen3_untied")]
 IN_LONG += [pytest.param(kind, marks=pytest.mark.slow) for kind in ("moe_delta_tied", "next_untied")]
 
 

@@ -70,12 +70,9 @@ def generate(folder: Path, ids: np.ndarray, valid: np.ndarray, stop_ids: list[in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind",
-    ["qwen2_untied", "qwen2_yarn", "qwen3_tied", "moe_untied", "delta_untied", "moe_delta_untied", "next_untied"],
-)
+@pytest.mark.parametrize("kind", ["qwen2_yarn", "qwen3_tied", "moe_delta_untied", "next_untied"])
 def test_greedy_equals_generate(kind, torch, data):
-    """The kinds without golden tokens, other prompts."""
+    """What the kinds with golden tokens lack (YaRN, experts, delta nets), other prompts."""
     import jax
     import jax.numpy as jnp
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import yaml
-from conftest import CACHE, ROOT
+from conftest import ROOT
 from rich.console import Console
 from tiny_programs import built
 
@@ -16,7 +16,6 @@ from oarjax.run.run import open_run
 from oarjax.run.shapes import ProgramShapes
 from oarjax.step.minibatches import Bucket
 from oarjax.storage.stop import Stop, Stopped
-from oarjax.system.background import Background
 from oarjax.tools.accept.setting import Peaks, StageSetting, run_config
 from oarjax.training import command
 
@@ -60,24 +59,6 @@ def test_what_the_first_iteration_needs_comes_first():
     assert names[0] == "prefill"
     slots = [int(name.split()[3]) for name in names if name.startswith("decode 16 rows")]
     assert slots == sorted(slots)
-
-
-@pytest.mark.slow
-def test_the_run_is_the_same_whoever_compiles(tmp_path, monkeypatch):
-    """In the background, or where they are called because nobody has begun to."""
-    exports = {}
-    for name in ("background", "called"):
-        if name == "called":
-            monkeypatch.setattr(Background, "start", lambda _: None)
-        cfg = run_config(StageSetting(tmp_path / name, None, "cpu", Peaks(None, None, None)), "run", iterations=2)
-        data = changed(cfg.data, eval=changed(cfg.data.train, split="eval", limit=8))
-        rollout = changed(cfg.rollout, prompts=4, cache_bucket=16)
-        update, report = changed(cfg.update, microbatch=8), changed(cfg.report, memory="on")
-        cfg = changed(cfg, data=data, rollout=rollout, update=update, report=report, compilation_cache=str(CACHE))
-        command.train_once(cfg, Console(quiet=True), Stop())
-        folder = tmp_path / name / "run"
-        exports[name] = (folder / "export" / "model.safetensors").read_bytes(), (folder / "memory.json").read_text()
-    assert exports["background"] == exports["called"]
 
 
 HANGING = """
