@@ -91,7 +91,7 @@ PLAN_HELP = (
 )
 
 BENCH_HELP = (
-    "Workloads, comma-separated: W1 to W4 (default), W5 long credit, W6 steps, W7 grading; completions that differ in "
+    "Workloads, comma-separated: W1 to W4 (default), W6 steps, W7 grading; completions that differ in "
     "length: W8 rollout, W9 update and log-probs, W10 iteration, W11 with long prompts."
 )
 

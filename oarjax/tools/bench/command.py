@@ -24,7 +24,6 @@ from oarjax.errors import ConfigError
 from oarjax.models.weights import parameter_count
 from oarjax.report.files import make_console
 from oarjax.system.devices import choose_platform
-from oarjax.tools.bench import credit as bench_credit
 from oarjax.tools.bench import grading as bench_grading
 from oarjax.tools.bench import project as bench_project
 from oarjax.tools.bench import ragged as bench_ragged
@@ -79,9 +78,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 LONG_MODEL = MODELS["nano"]
 WORKLOADS = ("W1", "W2", "W3", "W4")
-CREDIT = ("W5", "W6")
-"""Minutes each: run only on request, on their own policies."""
-GRADING = "W7"
+STEPS, GRADING = "W6", "W7"
+"""Minutes each: run only on request, W6 on policies of its own."""
 RAGGED: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[dict[str, Any]], Table]]] = {
     "W8": (bench_ragged.bench_ragged, bench_ragged.table),
     "W9": (bench_ragged_update.bench_ragged_update, bench_sides.table),
@@ -103,9 +101,9 @@ def run(model: str, only: str, repeats: int, as_json: bool, against: str | None,
     if model not in (*MODELS, "both"):
         raise ConfigError(f"--model: expected {', '.join(MODELS)} or both, got {model}")
     workloads = [w.strip().upper() for w in only.split(",") if w.strip()] or list(WORKLOADS)
-    if unknown := [w for w in workloads if w not in (*WORKLOADS, *CREDIT, GRADING, *RAGGED)]:
+    if unknown := [w for w in workloads if w not in (*WORKLOADS, STEPS, GRADING, *RAGGED)]:
         raise ConfigError(
-            f"--only: expected some of {','.join((*WORKLOADS, *CREDIT, GRADING, *RAGGED))}, got {','.join(unknown)}"
+            f"--only: expected some of {','.join((*WORKLOADS, STEPS, GRADING, *RAGGED))}, got {','.join(unknown)}"
         )
     if against not in (None, "torch"):
         raise ConfigError(f"--against: expected torch, got {against}")
@@ -135,7 +133,8 @@ def run(model: str, only: str, repeats: int, as_json: bool, against: str | None,
         document["models"].append(result := settled(result, peak, machine_peak()))
         if not as_json:
             console.print(table(result, against=against))
-    document["credit"] = list(bench_of_credit(workloads, repeats=repeats, peak=peak, console=console, show=not as_json))
+    steps = bench_of_steps(repeats=repeats, peak=peak, console=console, show=not as_json)
+    document["credit"] = list(steps) if STEPS in workloads else []
     if GRADING in workloads:
         with console.status(GRADING), counted_compilations() as compiled:
             graded = bench_grading.bench_grading(workers=threads(), repeats=repeats, compiled=compiled)
@@ -202,31 +201,18 @@ def bench_model(
     }
 
 
-def bench_of_credit(
-    workloads: list[str], *, repeats: int, peak: Peak, console: Console, show: bool
-) -> Iterator[dict[str, Any]]:
-    """Measure W5 on nano, then W6 on its own policies."""
+def bench_of_steps(*, repeats: int, peak: Peak, console: Console, show: bool) -> Iterator[dict[str, Any]]:
+    """Measure W6 on its policies."""
     with tempfile.TemporaryDirectory(prefix="oarjax-bench-") as scratch, counted_compilations() as compiled:
-        if "W5" in workloads:
-            folder = write_random_checkpoint(Path(scratch) / "long", LONG_MODEL, seed=0)
-            with console.status("W5"):
-                result = bench_credit.bench_long(
-                    folder, LONG_MODEL["vocab_size"], bench_credit.LONG, repeats=repeats, compiled=compiled, peak=peak
-                )
+        for name, setting in bench_step.step_settings(COMMON).items():
+            folder = write_random_checkpoint(Path(scratch) / name, setting.fields, seed=0)
+            result = bench_step.bench_steps(
+                name, setting, folder, repeats=repeats, compiled=compiled, peak=peak, status=console.status
+            )
             result = settled(result, peak, machine_peak())
             if show:
-                console.print(bench_credit.table(result))
+                console.print(bench_step.table(result))
             yield result
-        if "W6" in workloads:
-            for name, setting in bench_step.step_settings(COMMON).items():
-                folder = write_random_checkpoint(Path(scratch) / name, setting.fields, seed=0)
-                result = bench_step.bench_steps(
-                    name, setting, folder, repeats=repeats, compiled=compiled, peak=peak, status=console.status
-                )
-                result = settled(result, peak, machine_peak())
-                if show:
-                    console.print(bench_step.table(result))
-                yield result
 
 
 def bench_of_ragged(

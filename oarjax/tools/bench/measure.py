@@ -114,9 +114,7 @@ def spread(values: list[float]) -> dict[str, Any]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "runs": values}
 
 
-def measure(
-    sides: Mapping[str, Callable[[], Any]], *, repeats: int, compiled: Compilations, warm_up: int = WARM_UP
-) -> dict[str, TimedRuns]:
+def measure(sides: Mapping[str, Callable[[], Any]], *, repeats: int, compiled: Compilations) -> dict[str, TimedRuns]:
     """Warm every side up, then run the sides in turn (A B A B ...), so that disturbances affect all of them.
 
     Each callable returns when its work is done.
@@ -125,7 +123,7 @@ def measure(
     for name, work in sides.items():
         before, start = compiled.count, time.perf_counter()
         reset_peak_memory()
-        for _ in range(warm_up):
+        for _ in range(WARM_UP):
             work()
         measured[name].peak_rss_mb = peak_memory_mb()
         measured[name].warm_up_seconds = time.perf_counter() - start

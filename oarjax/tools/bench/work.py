@@ -169,10 +169,6 @@ Watch = Callable[[Steps], Steps]
 """(programs) -> programs that do the same and are observed."""
 
 
-def unchanged(steps: Steps) -> Steps:
-    return steps
-
-
 def host_of(
     run: Run, prompts: PromptBatch, *, rewards: Rewards, find: Callable[[Rollout], AnswerSpan]
 ) -> HostCallbacks:
@@ -248,12 +244,12 @@ class Ours:
         cfg = self.changed(credit={"method": "uniform"}, update={"epochs": 2})
         return self._score(cfg, self.tokens.rows, self.shapes.new_tokens)
 
-    def importance(self, *, watch: Watch = unchanged, **credit: Any) -> Callable[[], Any]:
+    def importance(self, **credit: Any) -> Callable[[], Any]:
         s = self.shapes
-        return self._score(self.changed(credit=credit), self.tokens.credit, s.reasoning + s.cue + s.answer, watch)
+        return self._score(self.changed(credit=credit), self.tokens.credit, s.reasoning + s.cue + s.answer)
 
     def iteration(
-        self, cfg: Config | None = None, *, rewards: Rewards = half_right, watch: Watch = unchanged
+        self, cfg: Config | None = None, *, rewards: Rewards = half_right, watch: Watch = lambda steps: steps
     ) -> Callable[[], Any]:
         s, cfg = self.shapes, cfg or self.cfg
         run = self._run(cfg)
@@ -271,8 +267,8 @@ class Ours:
 
         return work
 
-    def _score(self, cfg: Config, ids: np.ndarray, length: int, watch: Watch = unchanged) -> Callable[[], Any]:
-        steps, keys = watch(self._run(cfg).steps), _Keys()
+    def _score(self, cfg: Config, ids: np.ndarray, length: int) -> Callable[[], Any]:
+        steps, keys = self._run(cfg).steps, _Keys()
         rows, b = len(ids), _microbatch(len(ids), cfg.update.microbatch)
         completion = np.ones((rows, length), bool)
         zeros = np.zeros(completion.shape, np.float32)
