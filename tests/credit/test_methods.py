@@ -108,7 +108,9 @@ def test_methods_without_attribution_score_nothing():
         assert score(None, None, None, None, "last") == Scored(None, None)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("method", ["entropy_top", "keywords", pytest.param("entropy", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "method", ["entropy_top", "keywords", "random", pytest.param("entropy", marks=pytest.mark.slow)]
+)
 def test_two_iterations_of_training(method):
     """Through the whole path: sampled, scored, weighed, updated twice; the weights are what the method promises.
 

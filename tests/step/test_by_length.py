@@ -47,11 +47,17 @@ def check(dtype, tolerance, loss, changes, *, rate=0.1):
 
 
 CASES = {
-    "gspo": {"loss": {"level": "sequence", "kl_beta": 0.1}, "update": {"epochs": 2, "minibatches": 2}},
-    "cispo": {"loss": {"surrogate": "cispo", "aggregation": "grpo"}, "credit": {"method": "oar_g"}},
-    "dr_grpo": {"loss": {"aggregation": "dr_grpo"}, "credit": {"method": "random"}},
-    "permuted": {"credit": {"method": "permuted"}},
-    "entropy": {"credit": {"method": "entropy_top"}, "update": {"minibatches": 2, "skip_zero_variance": False}},
+    "gspo, permuted": {
+        "loss": {"level": "sequence", "kl_beta": 0.1},
+        "credit": {"method": "permuted"},
+        "update": {"epochs": 2, "minibatches": 2},
+    },
+    "cispo, oar_g": {"loss": {"surrogate": "cispo", "aggregation": "grpo"}, "credit": {"method": "oar_g"}},
+    "dr_grpo, entropy": {
+        "loss": {"aggregation": "dr_grpo"},
+        "credit": {"method": "entropy_top"},
+        "update": {"minibatches": 2, "skip_zero_variance": False},
+    },
 }
 
 
