@@ -50,6 +50,7 @@ class Engine(Answering):
     def draw(self, asked: dict[str, Any]) -> dict[str, Any]:
         server, how = self.server, asked["sampling_params"]
         ids, entries = list(asked["token_ids"]), []
+        noise = server.noise or np.random.default_rng([int(n) for n in asked["request_id"].split("-")])
         assert len(ids) + how["max_tokens"] <= WIDTH
         for _ in range(how["max_tokens"]):
             row, valid = np.zeros((1, WIDTH), np.int32), np.zeros((1, WIDTH), bool)
@@ -60,7 +61,7 @@ class Engine(Answering):
             if how["temperature"] == 0 or how["top_k"] == 1:
                 token = int(logps.argmax())
             else:
-                token = int(server.noise.choice(len(logps), p=np.exp(logps)))
+                token = int(noise.choice(len(logps), p=np.exp(logps)))
             entries.append({"token_id": token, "logprob": 0.0 if how["top_k"] == 1 else float(logps[token])})
             ids.append(token)
             if token in how["stop_token_ids"]:
@@ -76,8 +77,11 @@ def name_of(path: Any) -> str:
 
 
 @contextmanager
-def engine(folder: Path) -> Iterator[Any]:
-    """Serve the policy of a folder, which is untied, as a server that was just started."""
+def engine(folder: Path, *, repeats: bool = False) -> Iterator[Any]:
+    """Serve the policy of a folder, which is untied, as a server that was just started.
+
+    One that ``repeats`` answers a request with these weights the same way every time, which no real one does.
+    """
     model, _ = read_config(folder)
     policy = make_policy(model, compute_dtype=jnp.float32)
 
@@ -87,5 +91,6 @@ def engine(folder: Path) -> Iterator[Any]:
         return policy.unembed(policy.head(params), hidden[0])
 
     state = {"logits": logits, "params": load_params(folder, model), "kept": (), "paths": []}
-    with serving(Engine, **state, noise=np.random.default_rng(0), refuse=lambda paths: 0) as server:
+    noise = None if repeats else np.random.default_rng(0)
+    with serving(Engine, **state, noise=noise, refuse=lambda paths: 0) as server:
         yield server

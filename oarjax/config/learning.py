@@ -368,6 +368,11 @@ class UpdateConfig(Section):
         description="drop groups of equal rewards before credit and update, including their KL and entropy terms",
     )
     refills: Count = Field(default=0, description="maximum extra rollouts of fresh prompts, to replace dropped groups")
+    lag: Count = Field(
+        default=0,
+        description="iterations by which the policy that draws an iteration's rollouts is older than the one before "
+        "it, so that an engine draws them while others are learned from; 0 = off; see docs/rollouts.md",
+    )
     fused: Literal["auto", "never"] = Field(
         default="auto",
         description="auto: score and update in one pass where oar_g makes one update per rollout, without KL or "

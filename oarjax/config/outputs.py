@@ -42,6 +42,11 @@ class CheckpointConfig(Section):
         description="also keep the checkpoint with the highest value of this metric of the evaluation (k = "
         "eval.samples)",
     )
+    rollouts: Literal["needed", "all"] = Field(
+        default="needed",
+        description="records of rollouts to keep: those that a kept checkpoint may repeat, or all of them, to train on "
+        "with rollout.from",
+    )
     on_failure: Literal["stop", "warn"] = Field(
         default="stop",
         description="when a file of the run cannot be written (disk full or gone): stop with an error, or continue "

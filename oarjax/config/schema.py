@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from oarjax.config import rules
+from oarjax.config import rules, rules_outside
 from oarjax.config.inputs import DataConfig, DistributedConfig, MeshConfig, PolicyConfig
 from oarjax.config.learning import (
     AdvantageConfig,
@@ -34,6 +34,9 @@ from oarjax.config.outputs import (
 )
 from oarjax.config.section import Count, Section, Seed
 from oarjax.credit.settings import CreditSettings
+
+MAX_DRIFT = 0.2
+"""Default of loss.off_policy.max_drift with update.lag, in nats per token."""
 
 
 class Config(Section):
@@ -80,15 +83,18 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _corrected(cls, tree: Any) -> Any:
-        """Correct for a sampler from outside unless the config says otherwise."""
-        rollout = tree.get("rollout") if isinstance(tree, Mapping) else None
-        if not isinstance(rollout, Mapping) or not (rollout.get("engine") or rollout.get("from")):
+        """Correct for a sampler from outside, or an older policy, unless the config says otherwise."""
+        rollout, update = ((tree.get(name) if isinstance(tree, Mapping) else None) for name in ("rollout", "update"))
+        outside = isinstance(rollout, Mapping) and bool(rollout.get("engine") or rollout.get("from"))
+        lags = isinstance(update, Mapping) and update.get("lag") not in (None, 0)
+        if not (outside or lags):
             return tree
         loss = tree.get("loss") or {}
         off = loss.get("off_policy") or {} if isinstance(loss, Mapping) else None
         if not isinstance(off, Mapping) or "weighting" in off:
             return tree
-        return {**tree, "loss": {**loss, "off_policy": {"weighting": "token_truncate", **off}}}
+        default = {"weighting": "token_truncate"} | ({"max_drift": MAX_DRIFT} if lags else {})
+        return {**tree, "loss": {**loss, "off_policy": {**default, **off}}}
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
@@ -105,8 +111,9 @@ class Config(Section):
             ),
             *rules.check_loss(self.loss, self.advantage, self.update),
             *rules.check_entropy(self.loss),
-            *rules.check_off_policy(self.loss, self.rollout),
-            *rules.check_outside(self.rollout, self.loss.off_policy, self.update, self.policy, self.iterations),
+            *rules_outside.check_off_policy(self.loss, self.rollout),
+            *rules_outside.check_outside(self.rollout, self.loss.off_policy, self.update, self.policy, self.iterations),
+            *rules_outside.check_lag(self.update, self.rollout, self.data, self.checkpoint),
             *rules.check_reference(self.loss, self.lora, self.credit, self.eval, self.rollout),
             *rules.check_drift(self.eval, self.data),
             *rules.check_moments("optim", self.optim),

@@ -91,6 +91,8 @@ class EngineSource:
         self._threads = ThreadPoolExecutor(engine.concurrency, thread_name_prefix="engine")
         self._named: Any = None  # weights as the first answer with them names them
         self._version, self._pending = 0, None  # params that the engine does not have yet
+        self._cancelled = threading.Event()
+        self._running: list[tuple[asyncio.AbstractEventLoop, Any]] = []
         self._sync = None
         if weights is not None:
             self._sync = Sync(weights, reload=self._reload, ask=self._greedy, drill=engine.drill, say=say)
@@ -125,18 +127,33 @@ class EngineSource:
             raise Unfit("rollout.engine: the engine cannot be given new weights; set rollout.engine.weights")
         self._version, self._pending = version, params
 
+    def ready(self) -> None:
+        """Give the engine its parameters now, so that draws read nothing of them.
+
+        Raises:
+            StaleWeights: it does not draw with them.
+        """
+        if self._sync is not None and self._pending is not None:
+            self._sync.push(self._pending)
+        self._pending = None
+
+    def cancel(self) -> None:
+        """Give up the requests in flight, from another thread than that which draws; the draw raises EngineError."""
+        self._cancelled.set()
+        for loop, task in self._running:
+            with suppress(RuntimeError):  # it has just ended
+                loop.call_soon_threadsafe(task.cancel)
+
     def draw(
         self, batch: Batch, report: Report | None = None, *, rows: Int[np.ndarray, "r"] | None = None
     ) -> list[Turn]:
         """Draw rows, each reported as it ends.
 
         Raises:
-            EngineError: some rows could not be drawn.
+            EngineError: some rows could not be drawn, or the draw was cancelled.
             StaleWeights: the engine does not draw with the weights that it was given.
         """
-        if self._sync is not None and self._pending is not None:
-            self._sync.push(self._pending)
-        self._pending = None
+        self.ready()
         requests, table = batch.requests, EndedTable(batch)
         if rows is not None:
             requests = [requests[b] for b in rows]
@@ -204,7 +221,7 @@ class EngineSource:
         ``ended`` is called on this thread.
         """
         done: queue.SimpleQueue[Turn | BaseException | None] = queue.SimpleQueue()
-        running: list[tuple[asyncio.AbstractEventLoop, Any]] = []
+        running = self._running = []
 
         async def every() -> None:
             running.append((asyncio.get_running_loop(), asyncio.current_task()))
@@ -212,7 +229,7 @@ class EngineSource:
 
             async def one(request: Request) -> None:
                 async with room:
-                    if over.is_set():
+                    if over.is_set() or self._cancelled.is_set():
                         return
                     try:
                         done.put(await self._turn(request, over, sampling or {}))
@@ -246,6 +263,8 @@ class EngineSource:
                 loop, task = running[0]
                 with suppress(RuntimeError):  # it has just ended
                     loop.call_soon_threadsafe(task.cancel)
+        if self._cancelled.is_set():
+            raise EngineError(f"rollout.engine: {len(turns)} of {len(requests)} rows were drawn when the run stopped")
         return turns, failure
 
     async def _turn(self, request: Request, over: asyncio.Event, sampling: dict[str, Any]) -> Turn:

@@ -24,8 +24,8 @@ from oarjax.rollout.sampler import rollout_key
 from oarjax.rollout.source import Batch, SamplerSource, Source, Spent, requested, rollout_of
 from oarjax.step.host_callbacks import HostCallbacks
 from oarjax.step.learning import Credited, Minibatch, OnePass, Purpose, TwoPasses, Watched
-from oarjax.step.loss import Metrics
-from oarjax.step.metrics import rollout_metrics
+from oarjax.step.loss import GAP_COUNTS, Metrics, gap_metrics
+from oarjax.step.metrics import lag_of, rollout_metrics
 from oarjax.step.minibatches import (
     MinibatchPlan,
     informative_first,
@@ -36,6 +36,7 @@ from oarjax.step.minibatches import (
     take,
     widest_prompt,
 )
+from oarjax.step.sampling import batch_of_iteration
 from oarjax.step.steps import Steps
 from oarjax.types import (
     AnswerSpan,
@@ -130,7 +131,7 @@ def iterate(
         state, updates = update_policy(state, learner, [(minibatches[k], credited[k]) for k in order])
 
     metrics = measure_learning([*(each.metrics for each in credited), *updates], host)
-    metrics |= measure_rollouts(draws)
+    metrics |= measure_rollouts(draws, iteration if cfg.update.lag else None)
     metrics |= {"rows_used": float(len(plan.rows)), "reasoning_length": float(rows.span.reasoning.sum(1).mean())}
     metrics |= soft_metrics(rewards, cfg.advantage.soft) | padding_shares(plan, rows.rollout, scores, order)
     return state, Iteration(
@@ -221,10 +222,8 @@ def draw_groups(
     sampled: list[Draws] = []
     equal = np.ones(0, bool)
     for attempt in range(1 + refills):
-        key = rollout_key(root, step=iteration, batch=attempt)
-        batch = partial(Batch, key=key, iteration=iteration, attempt=attempt)
-        batch = partial(batch, group_size=rollout.group_size, max_new=rollout.max_new)
-        sampled.append(sample_groups(source, batch, steps=steps, host=host))
+        batch_of = partial(batch_of_iteration, root, iteration, attempt=attempt, rollout=rollout)
+        sampled.append(sample_groups(source, batch_of, steps=steps, host=host))
         if refills == 0:
             return sampled[0]
         with host.phase(WAITING):
@@ -422,16 +421,18 @@ def update_policy(
 # Metrics -----------------------------------------------------------------------------------------------------------
 
 
-def measure_rollouts(draws: Draws) -> dict[str, float]:
-    """Measure all groups that were drawn, refilled ones too, and what decoding them took."""
+def measure_rollouts(draws: Draws, iteration: int | None) -> dict[str, float]:
+    """Measure all groups that were drawn, refilled ones too, and what decoding them took; the lag in an iteration."""
     drawn = draws.all_drawn()
-    return rollout_metrics(drawn.rollout, drawn.grades, equal=drawn.equal) | draws.spent.metrics()
+    lag = {} if iteration is None else {"lag": lag_of(drawn.rollout, iteration)}
+    return lag | rollout_metrics(drawn.rollout, drawn.grades, equal=drawn.equal) | draws.spent.metrics()
 
 
 def measure_learning(parts: list[Metrics], host: HostCallbacks) -> dict[str, float]:
     """Return the means over minibatches and updates, of what occurred at all."""
-    totals: Metrics = reduce(add_metrics, parts, {})
-    return {name: float(mean.value) for name, mean in host.fetch(totals).items() if mean.count > 0}
+    totals: Metrics = host.fetch(reduce(add_metrics, parts, {}))
+    counts = totals.pop(GAP_COUNTS, None)
+    return {name: float(mean.value) for name, mean in totals.items() if mean.count > 0} | gap_metrics(counts)
 
 
 def add_metrics(a: dict[str, Mean], b: dict[str, Mean]) -> dict[str, Mean]:

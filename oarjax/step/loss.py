@@ -9,6 +9,7 @@ from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from oarjax.config.learning import LossConfig, OffPolicyConfig, RolloutConfig
@@ -16,7 +17,7 @@ from oarjax.credit.resolved import ResolvedMethod
 from oarjax.models.moe import balance_loss
 from oarjax.models.policy import Policy, positions_of
 from oarjax.rl.loss import aggregate, policy_loss
-from oarjax.rl.off_policy import Importance
+from oarjax.rl.off_policy import Importance, importance_weights
 from oarjax.rollout.filters import Filters
 from oarjax.rollout.logps import hidden_logps, last_states, token_logps
 from oarjax.types import Mean, Params, Rollout, Routing, TrainBatch
@@ -30,6 +31,13 @@ TokenLoss = Callable[[Float[Array, "B T"], Float[Array, "B T"], TrainBatch], tup
 
 Its sums are added over microbatches and divided by what ``loss.aggregation`` counts in the whole rollout.
 """
+
+
+GAP_BOUNDS = 2.0 ** np.arange(-20, 5.25, 0.25, dtype=np.float32)
+"""Bounds between which gaps of log-probs are counted, in nats: each 19% above the one before."""
+
+GAP_COUNTS = "sampler_gap/counts"
+"""Metric of the tokens whose gap exceeds each bound; ``gap_metrics`` reads it."""
 
 
 def policy_gradient(
@@ -143,6 +151,54 @@ def loss_head(rollout: RolloutConfig, off_policy: OffPolicyConfig, *, head_chunk
 def sampler_logps(off_policy: OffPolicyConfig, rollout: Rollout) -> Float[Array, "*rows T"]:
     """Return the sampler's log-probs of the distribution that the loss compares with."""
     return rollout.behaviour_logps if off_policy.support == "whole" else rollout.filtered_logps
+
+
+def sampler_spread(logps: Float[Array, "B T"], batch: TrainBatch, *, off_policy: OffPolicyConfig) -> Metrics:
+    """Count the tokens whose log-probs differ from the sampler's by more than each bound, and those truncated for it.
+
+    What no sum over microbatches gives, the 99th percentile and the maximum, is read from the counts.
+    """
+    if batch.behaviour_logps is None:
+        return {}
+    old = jax.lax.stop_gradient(logps) if batch.old_logps is None else batch.old_logps
+    mask, tokens = batch.completion, jnp.sum(batch.completion).astype(jnp.float32)
+    gaps = jnp.where(mask, jnp.abs(old - batch.behaviour_logps), 0).astype(jnp.float32)
+    above = jnp.sum(gaps[..., None] > GAP_BOUNDS, axis=(0, 1)).astype(jnp.float32)
+    found = {GAP_COUNTS: Mean(above, tokens)}
+    if off_policy.weighting in ("token_truncate", "sequence_truncate"):
+        bounds = {"low": off_policy.low, "high": off_policy.high}
+        weights = importance_weights(old, batch.behaviour_logps, mask, weighting=off_policy.weighting, **bounds)
+        at_bound = ((weights >= off_policy.high) | (weights <= off_policy.low)) & mask
+        found["sampler_truncated"] = Mean(jnp.sum(at_bound).astype(jnp.float32), tokens)
+    return found
+
+
+def token_loss(
+    settings: LossConfig, rollout: RolloutConfig, *, lag: int, custom_loss: TokenLoss | None = None
+) -> TokenLoss:
+    """Return the loss of tokens, with the metrics of ``sampler_spread`` where another policy may have drawn them."""
+    of_tokens = custom_loss or bound_loss(settings, max_length=rollout.max_new)
+    if not (rollout.outside or lag):
+        return of_tokens
+
+    def measured(logps: Float[Array, "B T"], entropies: Float[Array, "B T"], batch: TrainBatch) -> tuple[Mean, Metrics]:
+        mean, metrics = of_tokens(logps, entropies, batch)
+        return mean, metrics | sampler_spread(logps, batch, off_policy=settings.off_policy)
+
+    return measured
+
+
+def gap_metrics(counts: Mean | None) -> dict[str, float]:
+    """Return the 99th percentile and the largest of the gaps that were counted, if any, rounded up to a bound."""
+    if counts is None or counts.count == 0:
+        return {}
+    above, tokens = np.asarray(counts.total), float(counts.count)
+
+    def least(share: float) -> float:
+        within = np.flatnonzero(above <= share * tokens)
+        return float(GAP_BOUNDS[within[0]]) if len(within) else float("inf")
+
+    return {"sampler_gap/p99": least(0.01), "sampler_gap/max": least(0.0)}
 
 
 def bound_loss(cfg: LossConfig, *, max_length: int) -> TokenLoss:

@@ -66,6 +66,14 @@ def episode_metrics(rollout: Rollout) -> dict[str, float]:
     }
 
 
+def lag_of(rollout: Rollout, iteration: int) -> float:
+    """Return by how many iterations the policy that drew the tokens is older than the one that learns from them."""
+    inside, origin = np.asarray(rollout.completion), rollout.origin
+    if origin is None or not inside.any():
+        return float("nan")
+    return float(iteration - 1 - np.asarray(origin.versions)[inside].mean())
+
+
 def unsound_rows(rollout: Rollout) -> np.ndarray:
     """Mark rows [B] with a sampler's log-prob that is not finite: their tokens were drawn from no distribution."""
     wrong = ~np.isfinite(np.asarray(rollout.behaviour_logps)) & np.asarray(rollout.completion)

@@ -48,7 +48,7 @@ from oarjax.step.advantages import (
 )
 from oarjax.step.fused import FusedPass, FusedSums, fuses
 from oarjax.step.gradients import Summed, Sums, add_microbatches, apply_sums, descend, gradient_sums, no_sums
-from oarjax.step.loss import Metrics, TokenLoss, bound_loss, imitation, loss_head, policy_gradient
+from oarjax.step.loss import Metrics, TokenLoss, imitation, loss_head, policy_gradient, token_loss
 from oarjax.step.metrics import negative_rows, nonfinite_rows
 from oarjax.step.minibatches import Bucket, bucket, cut
 from oarjax.step.sampling import evaluation_sampler, group_sampler
@@ -304,9 +304,11 @@ def make_steps(
             wrong["negative_weights"] = negative_rows(returned, mask)
         return shaped, credit_metrics(jnp.abs(w), s, mask) | wrong
 
+    of_tokens = token_loss(cfg.loss, roll, lag=cfg.update.lag, custom_loss=custom_loss)
+
     def sums_for(prompt_rows: int) -> Summed:
         view, chunk = grouped(policy, prompt_rows), cfg.policy.head_chunk
-        return gradient_sums(policy_gradient(view, roll, cfg.loss, method, custom_loss, head_chunk=chunk))
+        return gradient_sums(policy_gradient(view, roll, cfg.loss, method, of_tokens, head_chunk=chunk))
 
     sums_of = sums_for(1)
 
@@ -336,13 +338,10 @@ def make_steps(
     fused: dict[str, Any] = {}
     shared = method.shared_scorer(policy, temperature=roll.temperature, pad_id=pad_id)
     if shared is not None and fuses(cfg.update, method, kl_beta=cfg.loss.kl_beta, experts=policy.routed is not None):
-        of_tokens = custom_loss or bound_loss(cfg.loss, max_length=roll.max_new)
         both = FusedPass(policy, shared, credit, of_tokens, cfg.loss.off_policy, head)
-        where = FusedSums(summed, shardings.microbatches, shardings.microbatches, shardings.replicated)
-        fused["fused_zeros"] = jax.jit(both.zeros, out_shardings=where)
-        fused["fused_add"] = jax.jit(
-            both.add, static_argnames=("probe", "bucket"), donate_argnums=0, out_shardings=where
-        )
+        at = FusedSums(summed, shardings.microbatches, shardings.microbatches, shardings.replicated)
+        fused["fused_zeros"] = jax.jit(both.zeros, out_shardings=at)
+        fused["fused_add"] = jax.jit(both.add, static_argnames=("probe", "bucket"), donate_argnums=0, out_shardings=at)
     return Steps(
         **fused,
         rollout_params=jax.jit(rollout.prepare, out_shardings=rollout.params),

@@ -14,10 +14,23 @@ from oarjax.config.learning import RolloutConfig
 from oarjax.config.outputs import EvalConfig
 from oarjax.models.policy import Policy
 from oarjax.rollout.row_schedule import FEWEST
-from oarjax.rollout.sampler import Decoding, group_keys, problem_keys
+from oarjax.rollout.sampler import Decoding, group_keys, problem_keys, rollout_key
 from oarjax.rollout.segments import SegmentedSampler
+from oarjax.rollout.source import Batch
 from oarjax.rollout.stop_strings import stop_table
 from oarjax.types import PromptBatch
+
+
+def batch_of_iteration(
+    root: Key[Array, ""], iteration: int, prompts: PromptBatch, *, attempt: int = 0, rollout: RolloutConfig
+) -> Batch:
+    """Return what is drawn of prompts in an iteration; attempts above 0 are refills.
+
+    Args:
+        root: key of the run.
+    """
+    key = rollout_key(root, step=iteration, batch=attempt)
+    return Batch(prompts, key, iteration, attempt, rollout.group_size, rollout.max_new)
 
 
 def group_sampler(

@@ -32,6 +32,7 @@ from oarjax.rollout.source import Source
 from oarjax.run.adapters import trained_shapes
 from oarjax.run.run import Run
 from oarjax.sources.files import RecordedRollouts
+from oarjax.sources.lagged import PromptsAhead
 from oarjax.sources.records import RecordedSource, Records
 from oarjax.step.history import RewardHistory
 from oarjax.step.iteration import Iteration
@@ -75,7 +76,7 @@ class RunFiles:
             self._checkpoints.__exit__(*error)
 
     def resume(
-        self, state: TrainState, stream: PromptStream | RecordedRollouts, history: RewardHistory
+        self, state: TrainState, stream: PromptStream | PromptsAhead | RecordedRollouts, history: RewardHistory
     ) -> tuple[TrainState, int, Evaluation | None]:
         """Return state, iteration and evaluation of the newest checkpoint that can be trusted.
 
@@ -262,7 +263,8 @@ class RunFiles:
             if now:
                 self._checkpoints.settle()
         oldest = min(self._checkpoints.finished(), default=0)
-        for records in filter(None, (self._verdicts, self._rollouts)):
+        rollouts = None if self._cfg.rollouts == "all" else self._rollouts
+        for records in filter(None, (self._verdicts, rollouts)):
             with self._failures.handled(), storage_errors(self._folder):
                 records.prune(oldest)
 

@@ -22,11 +22,14 @@ from oarjax.grading.recorded import Grading
 from oarjax.models.lora import all_params, without_adapters
 from oarjax.report.console import OnceWarnings, PhaseTimer, Progress
 from oarjax.report.files import CompletionRow, read_metrics, show_completions, token_texts
+from oarjax.rollout.source import Batch, Source
 from oarjax.run.run import Run
+from oarjax.sources.lagged import LaggedSource, PromptsAhead
 from oarjax.step.history import RewardHistory
 from oarjax.step.host_callbacks import HostCallbacks
 from oarjax.step.iteration import DrawnGroups, Iteration, iterate
 from oarjax.step.minibatches import widest_prompt
+from oarjax.step.sampling import batch_of_iteration
 from oarjax.step.state import moving_reference
 from oarjax.storage.stop import Stop
 from oarjax.system.background import Background
@@ -35,7 +38,7 @@ from oarjax.training.health import Health
 from oarjax.training.held_out import Evaluation, evaluate, measure_drift
 from oarjax.training.run_files import RunFiles
 from oarjax.training.start import Start
-from oarjax.types import Grades, Params
+from oarjax.types import Grades, Params, PromptBatch
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ def train(
     compares, moves = cfg.advantage.method == "problem", cfg.loss.reference_every
     remembers = compares or difficulty is not None
     share = None if difficulty is None else drawn_shares(history, difficulty)
-    stream = outside.recorded or run.prompts(share)
+    stream, lagged = outside.recorded or run.prompts(share), None
+    stream = PromptsAhead(stream) if cfg.update.lag else stream
     timer, warnings, stop = PhaseTimer(), OnceWarnings(console), stop or Stop()
     if cfg.loss.off_policy.support == "whole":
         roll = cfg.rollout
@@ -84,6 +88,21 @@ def train(
         files = stack.enter_context(RunFiles(run, folder, warnings))
         state, first, last = files.resume(start.state, stream, history)
         grader = files.recording(grader)
+
+        def batch_of(number: int, prompts: PromptBatch) -> Batch:
+            return batch_of_iteration(state.key, number, prompts, rollout=cfg.rollout)
+
+        if isinstance(stream, PromptsAhead):
+            sizes, say = (cfg.update.lag, cfg.iterations), partial(console.print, markup=False)
+            lagged = LaggedSource(*sizes, stream, batch_of, background=outside.engine, say=say)
+            stack.callback(lagged.close)
+
+        def source(sampler: Source) -> Source:
+            if outside.recorded is not None:
+                return outside.recorded
+            drawn = files.source(outside.engine or sampler)
+            return run.episodes(drawn, run.train) if lagged is None else lagged.bind(drawn)
+
         host = HostCallbacks(
             next_prompts=lambda: next(stream)[0],
             submit=partial(run.grading, grader, run.train.by_index, group=cfg.rollout.group_size),
@@ -95,7 +114,7 @@ def train(
             hints=run.hints,
             load_reference=to_device_memory,
             past=history.of if compares else None,
-            source=lambda sampler: outside.recorded or run.episodes(files.source(outside.engine or sampler), run.train),
+            source=source,
             prompt_step=run.prompt_step,
         )
         baseline = None if start.before is None else start.before.metrics["pass_at_1"]
@@ -163,6 +182,8 @@ def train(
                 show_completions(console, iteration, rows[:1])
             warnings.check(iteration, metrics)
             _explain_crashes(done.grades, warnings)
+            if lagged is not None:
+                lagged.settle()  # a checkpoint needs what is drawn ahead on the disk
             stopping = stop.asked()
             files.save(iteration, state, stream.state(), history.state(), last, metrics, now=stopping)
             if stopping:

@@ -1,8 +1,10 @@
 """Random sequences of accidents with the real trainer: every one ends bit for bit as a run that nothing happened to.
 
-One policy, one set of compiled programs and one grader for all of them. ``tests/storage/test_stateful.py`` has the
-longer sequences, with several folders and a fake trainer; ``tests/faults`` kills real processes. OARJAX_STATEFUL_REAL
-chooses how many sequences are tried, OARJAX_STATEFUL_SEED which.
+The runs draw with their own sampler, with a lag of two iterations, and with an engine and a lag of one, where the
+accidents are the engine's too. It answers the same way when it is asked again: so any row that comes from another
+policy than the schedule says shows. One policy and one grader for all of them. ``tests/storage/test_stateful.py`` has
+the longer sequences, with several folders and a fake trainer; ``tests/faults`` kills real processes.
+OARJAX_STATEFUL_REAL chooses how many sequences are tried, OARJAX_STATEFUL_SEED which.
 """
 
 from __future__ import annotations
@@ -19,14 +21,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import stub_engine
 import unsound
 
 from oarjax.config.loading import parse_config
+from oarjax.data.hf import export, load_params, read_config
 from oarjax.data.tasks.arithmetic import write_builtin_policy
 from oarjax.report.files import read_metrics
 from oarjax.run.inputs import check_inputs
 from oarjax.run.run import open_run
 from oarjax.sources import records
+from oarjax.sources.engine import EngineError
 from oarjax.storage import checkpoint
 from oarjax.storage.durable import StorageError
 from oarjax.storage.folder import claim, locked, refuse_another_run
@@ -40,7 +45,8 @@ SEQUENCES = int(os.environ.get("OARJAX_STATEFUL_REAL", "24"))
 SEED = int(os.environ.get("OARJAX_STATEFUL_SEED", "0"))
 ITERATIONS = 6
 ACCIDENTS = ["full disk", "full record", "cut record", "flip", "unfinished", "half a line", "move", "copy"]
-CLOCKS = ("seconds", "time", "tokens_per_second", "mfu")
+LAGS = {"sampler": 0, "lag": 2, "engine": 1}
+CLOCKS = ("seconds", "time", "tokens_per_second", "mfu", "sync", "rows_redrawn")
 
 
 class Killed(Exception):
@@ -50,10 +56,19 @@ class Killed(Exception):
 class World:
     """The parts that all runs share, and what ends an attempt early."""
 
-    def __init__(self, folder: Path, patch: pytest.MonkeyPatch):
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, kind: str, stack: contextlib.ExitStack):
         policy = write_builtin_policy(folder / "policy", seed=0, hidden=16, layers=1, heads=2, kv_heads=1, ffn=16)
         tree = unsound.MICRO | {"run_dir": str(folder / "none"), "policy": {"path": str(policy)}}
         tree |= {"iterations": ITERATIONS, "checkpoint": {"every": 2, "keep": 2}}
+        tree["update"] = tree["update"] | {"lag": LAGS[kind]}
+        self.lag, self.engine = LAGS[kind], None
+        if kind == "engine":
+            model = read_config(policy)[0]
+            served = export(folder / "served", model, load_params(policy, model), source=policy, untie=True)
+            self.engine = stack.enter_context(stub_engine.engine(served, repeats=True))
+            self.served = self.engine.params
+            where = {"url": f"http://127.0.0.1:{self.engine.server_port}", "weights": str(folder / "weights")}
+            tree["rollout"] = tree["rollout"] | {"engine": where | {"dtype": "float32", "retries": 0, "drill": 3}}
         self.run = open_run(parse_config(tree))
         self.start, self.grader = self.run.load(), self.run.grader()
         self.stop, self.act, self.left = Stop(), "", 0
@@ -72,6 +87,9 @@ class World:
     def attempt(self, folder: Path, act: str = "", after: int = 0) -> object:
         """Train in a folder until the end or until something happens; return the params of a run that has ended."""
         self.stop, self.act, self.left = Stop(), act, after
+        if self.engine is not None:
+            self.engine.params, self.engine.paths[:] = self.served, []  # it has started anew, too
+            self.engine.refuse = lambda paths: 500 if act == "engine" and len(paths) > after else 0
         refuse_another_run(folder, self.run.cfg)
         with locked(folder):
             refuse_another_run(folder, self.run.cfg)
@@ -81,16 +99,16 @@ class World:
                 params = jax.tree.map(jnp.copy, self.start)  # whose memory the state reuses
                 start = prepare(self.run, params, None, folder)
                 params = trainer.train(self.run, self.grader, start, folder, self.stop).params
-            except (Killed, Stopped):
+            except (Killed, Stopped, EngineError):
                 return None
-            assert not act or self.left > 0, f"{act} did nothing"
+            assert not act or act == "engine" or self.left > 0, f"{act} did nothing"
             return params
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Iterator[World]:
-    with pytest.MonkeyPatch.context() as patch:
-        made = World(tmp_path_factory.mktemp("real"), patch)
+@pytest.fixture(scope="module", params=LAGS)
+def world(tmp_path_factory, request) -> Iterator[World]:
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        made = World(tmp_path_factory.mktemp("real"), patch, request.param, stack)
         with made.grader:
             yield made
 
@@ -112,8 +130,12 @@ def sealed(folder: Path) -> list[Path]:
     return sorted(at for at in found if at.name.isdecimal() and (at / "manifest.json").exists())
 
 
-def recorded(folder: Path) -> list[Path]:
-    return sorted((folder / "rollouts").glob("*.jsonl"))
+def recorded(folder: Path, lag: int) -> list[Path]:
+    """Return the records without which a run ends the same: not those that a checkpoint rests on."""
+    drawn = sorted((folder / "rollouts").glob("*.jsonl"))
+    return [
+        path for path in drawn if lag == 0 or int(path.stem) > lag + max([0, *(int(at.name) for at in sealed(folder))])
+    ]
 
 
 def flip(at: Path) -> None:
@@ -123,15 +145,17 @@ def flip(at: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("number", range(SEQUENCES))
+@pytest.mark.parametrize("number", range(SEQUENCES // len(LAGS)))
 def test_any_sequence_of_accidents_ends_the_same(world, whole, tmp_path, monkeypatch, number):
     draw = random.Random(f"{SEED} {number}")
     folder = tmp_path / "run"
     for _ in range(draw.randint(2, 4)):
-        act = draw.choice(["stop", "kill", *ACCIDENTS])
+        act = draw.choice(["stop", "kill", *ACCIDENTS, *([] if world.engine is None else ["engine"] * 4)])
         print(act)
         if act in ("stop", "kill"):
             world.attempt(folder, act, draw.randint(1, ITERATIONS))
+        elif act == "engine":
+            world.attempt(folder, act, draw.randint(0, 250))
         elif act == "full disk":
             with monkeypatch.context() as patch:
                 patch.setattr(checkpoint.ocp.StandardCheckpointer, "save", full)
@@ -142,8 +166,8 @@ def test_any_sequence_of_accidents_ends_the_same(world, whole, tmp_path, monkeyp
                 patch.setattr(records.Lines, "write", full_after(draw.randint(0, 40), records.Lines.write))
                 with contextlib.suppress(StorageError):
                     world.attempt(folder)
-        elif act == "cut record" and recorded(folder):
-            os.truncate(at := draw.choice(recorded(folder)), draw.randint(0, at.stat().st_size))
+        elif act == "cut record" and (cut := recorded(folder, world.lag)):
+            os.truncate(at := draw.choice(cut), draw.randint(0, at.stat().st_size))
         elif act in ("flip", "unfinished") and len(sealed(folder)) > 1:
             flip(sealed(folder)[-1]) if act == "flip" else (sealed(folder)[-1] / "manifest.json").unlink()
         elif act == "half a line" and folder.exists():

@@ -32,6 +32,7 @@ from oarjax.tools.plan.architecture import architecture_fields
 from oarjax.tools.plan.expected import expected_step, survival_of
 from oarjax.tools.plan.hlo import Executed
 from oarjax.tools.plan.needs import needs_of
+from oarjax.tools.plan.overlap import overlap_of
 from oarjax.tools.plan.programs import (
     PROGRAMS,
     evaluation_plan,
@@ -312,6 +313,9 @@ def document(
     survival = survival_of(cfg.plan.lengths, limit=cfg.rollout.max_new)
     if survival is not None and found["step"] is not None:
         found["lengths"] = expected_step(cfg, model, found, survival, tensor=tensor)
+    if found["step"] is not None:
+        weights = read_bytes(model, s._replace(rows=0, prompts=0), chips=chips, tensor=tensor)
+        found["lag"] = overlap_of(found, times_of(cfg.update), weights, tensor=tensor)
     return found
 
 

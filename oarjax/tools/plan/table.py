@@ -11,6 +11,7 @@ from rich.table import Table
 from oarjax.costs import Number
 from oarjax.system.chips import GIB
 from oarjax.tools.plan.needs import NOTICE, WRITE_RATE
+from oarjax.tools.plan.overlap import describe_overlap
 from oarjax.tools.plan.public import public_table
 from oarjax.tools.plan.roofline import Reached
 from oarjax.tools.plan.starting import starting_table
@@ -145,6 +146,8 @@ def describe(found: dict[str, Any]) -> list[str]:
         lines.append(describe_needs(found["needs"], found))
     if found.get("lengths") is not None:
         lines.append(describe_expected(found["lengths"], found))
+    if "lag" in found:
+        lines.append(describe_overlap(found["lag"], chips=found["chips"]))
     return lines + found["notes"]
 
 
