@@ -104,7 +104,7 @@ def linear_pass(
     """
     start = prompt_slots(tokens.shape[1], completion_length)
     positions = positions_of(valid)
-    prefix = prompt_cache(policy, params, tokens, valid, start)
+    prefix = prompt_cache(policy, params, tokens, positions, valid, start)
     columns = slice(start, start + completion_length)
 
     def states(e: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -145,7 +145,7 @@ def shared_pass(
 
     def states(trained: Params, e: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], KVCache | None]:
         params = params_of(trained)
-        prefix = prompt_cache(policy, params, tokens, valid, start)
+        prefix = prompt_cache(policy, params, tokens, positions, valid, start)
         return after(params, prefix, e), prefix
 
     clean, pull_embedded = jax.vjp(lambda trained: policy.embed(params_of(trained), tokens[:, columns]), trained)

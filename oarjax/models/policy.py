@@ -231,14 +231,19 @@ def grouped(policy: Policy, rows: int) -> Policy:
 
 
 def prompt_cache(
-    policy: Policy, params: Params, tokens: Int[Array, "B N"], valid: Bool[Array, "B N"], slots: int
+    policy: Policy,
+    params: Params,
+    tokens: Int[Array, "B N"],
+    positions: Int[Array, "B N"],
+    valid: Bool[Array, "B N"],
+    slots: int,
 ) -> KVCache | None:
-    """Fill a cache with the first ``slots`` positions, once for ``policy.prompt_rows`` rows each; None for 0 slots."""
+    """Fill a cache with the first ``slots`` columns, once for ``policy.prompt_rows`` rows each; None for 0 slots."""
     if slots == 0:
         return None
-    first, real = (x.reshape(-1, policy.prompt_rows, x.shape[1])[:, 0, :slots] for x in (tokens, valid))
+    first, places, real = (x[:: policy.prompt_rows, :slots] for x in (tokens, positions, valid))
     empty = policy.init_cache(first.shape[0], slots)
-    return policy.trunk(params, policy.embed(params, first), positions_of(real), real, cache=empty)[1]
+    return policy.trunk(params, policy.embed(params, first), places, real, cache=empty)[1]
 
 
 def positions_of(valid: Bool[Array, "B N"]) -> Int[Array, "B N"]:

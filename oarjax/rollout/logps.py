@@ -85,7 +85,7 @@ def last_states(
     if policy.prompt_rows == 1:
         hidden, _ = policy.trunk(params, policy.embed(params, tokens), positions, valid)
         return hidden[:, start : total - 1]
-    columns, prefix = slice(start, total - 1), prompt_cache(policy, params, tokens, valid, start)
+    columns, prefix = slice(start, total - 1), prompt_cache(policy, params, tokens, positions, valid, start)
     embeddings = policy.embed(params, tokens[:, columns])
     return policy.trunk(params, embeddings, positions[:, columns], valid[:, columns], prefix=prefix)[0]
 
