@@ -35,14 +35,17 @@ def starting_of(
 
     The first iteration needs every window of all rows, and the longest update, and so does the evaluation before it
     (``evaluated``, None without one); the rest are fewer rows and shorter completions. Programs of a kind are taken to
-    cost as much as those that were compiled. Every host compiles all of them.
+    cost as much as those that were compiled, and each of sampling their mean where a plan knows their sum alone. Every
+    host compiles all of them.
     """
     step_phases = {p["name"]: p for p in phases if p["method"] is None}
     sampling = step_phases["sample"]["programs"] if "sample" in step_phases else []
-    decode = [each.get("cpu_seconds") for each in sampling if each["name"].startswith("decode")]
-    if not {"reshard", "apply"} <= step_phases.keys() or len(step_phases) < 4 or not decode or None in decode:
+    mean = step_phases["sample"]["compile_cpu_seconds"] / len(sampling) if sampling else 0.0
+    costs = [(each["name"].startswith("decode"), each.get("cpu_seconds", mean)) for each in sampling]
+    decode = [seconds for decodes, seconds in costs if decodes]
+    if not {"reshard", "apply"} <= step_phases.keys() or len(step_phases) < 4 or not decode:
         return None
-    each, others = sum(decode) / len(decode), sum(p["cpu_seconds"] for p in sampling) - sum(decode)
+    each, others = sum(decode) / len(decode), sum(seconds for _, seconds in costs) - sum(decode)
     lengths = len(buckets(rollout.completion_bucket, rollout.max_new))
     learning = {
         name: step_phases[name]["compile_cpu_seconds"] for name in ("score", "update", "fused") if name in step_phases
@@ -73,11 +76,12 @@ def describe_starting(costs: Mapping[str, float]) -> str:
 
 
 def starting_table(plans: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Tabulate what compiling costs; configs with phases of an older plan are left out."""
+    """Tabulate what compiling costs; configs of which a phase was not compiled are left out."""
     lines = [
         "Compiling with an empty cache, by the CPU seconds of the machine that compiled these plans, with as many "
         f"programs at once as a quarter of a host's cores and at most {MOST_THREADS}. What the first iteration and the "
-        "evaluation before it wait for is compiled first, the rest while they run. With a cache none of it is needed.",
+        "evaluation before it wait for is compiled first, the rest while they run. With a cache none of it is needed. "
+        "Where a plan has the sum of sampling's programs alone, each counts as their mean.",
         "",
         "| config | programs | CPU seconds for the first iteration | seconds on every host, at least | CPU seconds for "
         "all | seconds on every host, at least |",

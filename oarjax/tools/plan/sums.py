@@ -136,6 +136,7 @@ def phase_of(
     line: dict[str, Any] = {
         "name": name,
         "method": method,
+        "commit": result.get("commit"),
         "fits": work is not None and total is not None and total <= chip.memory,
         "hbm": {"program": program, "beside": beside, "total": total, "limit": chip.memory},
         "programs": programs,

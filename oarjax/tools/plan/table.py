@@ -233,11 +233,29 @@ def describe_expected(step: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     )
 
 
-def markdown(plans: Sequence[dict[str, Any]], *, numbers: Path | None = None) -> str:
-    """Write the page of all plans; ``numbers`` is the file that holds them as JSON."""
+def commits_table(plans: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Tabulate the commit whose programs each phase of a config is of."""
+    lines = [
+        "A phase is of the programs of the commit named. A run of today has the same, by their text, but for those "
+        "marked *changed*: the code that they come from has been written anew since.",
+        "",
+        "| config | phases and commits |",
+        "|---|---|",
+    ]
+    for found in plans:
+        named: dict[str, list[str]] = {}
+        for p in found["phases"]:
+            named.setdefault(f"{p.get('commit')}{', changed' if p.get('changed') else ''}", []).append(p["name"])
+        cells = [f"{', '.join(phases)}: {commit}" for commit, phases in named.items()]
+        lines.append(f"| {found['config']} | {'; '.join(cells)} |")
+    return lines
+
+
+def markdown(plans: Sequence[dict[str, Any]], *, numbers: Path | None = None, command: str | None = None) -> str:
+    """Write the page of all plans; ``numbers`` is the file that holds them as JSON, ``command`` what wrote it."""
     versions = plans[0]["versions"]
     beside = "" if numbers is None else f" --json {numbers}"
-    command = f"oarjax plan --write docs/plans.md{beside} " + " ".join(p["config"] for p in plans)
+    command = command or f"oarjax plan --write docs/plans.md{beside} " + " ".join(p["config"] for p in plans)
     lines = [
         "# Plans of the shipped configurations",
         "",
@@ -252,6 +270,7 @@ def markdown(plans: Sequence[dict[str, Any]], *, numbers: Path | None = None) ->
     ]
     if all(found.get("needs") is not None for found in plans):
         lines += ["", "## What the runs need", "", *needs_table(plans)]
+    lines += ["", "## Whose programs", "", *commits_table(plans)]
     lines += ["", "## Until the first iteration", "", *starting_table(plans)]
     lines += ["", "## Beside public figures", "", *public_table(plans)]
     for found in plans:

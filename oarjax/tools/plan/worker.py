@@ -22,6 +22,7 @@ from oarjax.config.loading import parse_config
 from oarjax.errors import UserError
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.run.shapes import PhaseProgram, ProgramShapes
+from oarjax.system.checkout import commit
 from oarjax.system.mesh import make_mesh, rollout_mesh
 from oarjax.tools.plan.links import link_table
 from oarjax.tools.plan.programs import PROGRAMS, planned, with_method
@@ -34,8 +35,8 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 def plan(job: dict[str, Any]) -> dict[str, Any]:
     """Lower the programs of one phase, and compile each unless the cache knows the same program.
 
-    Gives what is ``resident`` (bytes per chip), the ``ways`` of collectives by the devices of a group, and the
-    ``programs``, see ``compile_program``.
+    Gives what is ``resident`` (bytes per chip), the ``ways`` of collectives by the devices of a group, the
+    ``programs``, see ``compile_program``, and the ``commit`` whose programs they are.
     """
     target = find_slice(job["topology"])
     cfg = with_method(parse_config(job["config"]), job["method"])
@@ -48,6 +49,7 @@ def plan(job: dict[str, Any]) -> dict[str, Any]:
     return {
         "resident": shapes.resident(phase),
         "versions": {"jax": jax.__version__, "libtpu": compiler_version()},
+        "commit": commit(),
         "mesh": dict(mesh.shape),
         "ways": [[members, asdict(way)] for members, way in sorted(ways.items())],
         "programs": [compile_program(each, shapes, target, job) for each in PROGRAMS[phase](shapes)],
@@ -59,7 +61,7 @@ def compile_program(program: PhaseProgram, shapes: ProgramShapes, target: Slice,
 
     Gives its ``name`` and ``key``, the ``steps`` that it stands for, the bytes that lie ``beside`` it, and ``memory``
     and ``seconds`` or, where it does not fit, ``needs`` and ``has`` (bytes). The optimized program is in the cache as
-    <key>.hlo.gz.
+    <key>.hlo.gz. A job that says not to ``compile`` gets name and key alone.
     """
     began = time.perf_counter()
     lowered = program.lower()
@@ -69,6 +71,8 @@ def compile_program(program: PhaseProgram, shapes: ProgramShapes, target: Slice,
     made_of = [lowered.as_text(), target.name, order, versions, job["options"]]
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
     found = {"name": program.name, "key": key, "steps": program.steps}
+    if not job.get("compile", True):
+        return found
     folder = Path(job["cache"])
     answer_file = folder / f"{key}.json"
     if answer_file.is_file():

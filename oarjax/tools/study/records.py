@@ -7,13 +7,11 @@ study resumes from the file alone, in another checkout or on another machine.
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterable
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import oarjax
 from oarjax.errors import UserError
 from oarjax.storage.durable import storage_errors
 from oarjax.system.json import to_plain
@@ -71,20 +69,3 @@ def _short(tree: Any) -> Any:
     if isinstance(tree, list):
         return [_short(value) for value in tree]
     return float(f"{tree:.6g}") if isinstance(tree, float) else tree
-
-
-@cache
-def commit() -> str | None:
-    """Return the commit of this checkout, with a + where files differ from it; None outside one."""
-    git = ["git", "-C", str(Path(oarjax.__file__).parent)]
-    try:
-        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=60)
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", "--untracked-files=no", "--", "."],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return head.stdout.strip() + "+" * bool(changed.stdout.strip()) if head.returncode == 0 else None

@@ -13,9 +13,10 @@ import numpy as np
 from oarjax.report.curves import points
 from oarjax.report.files import read_metrics
 from oarjax.stats import Interval, detectable_effect, holm, mean_interval, paired_difference, paired_p_value
+from oarjax.system.checkout import commit
 from oarjax.system.json import to_plain
 from oarjax.tools.study.config import Planned, StudyConfig, StudyPlan, make_plan
-from oarjax.tools.study.records import commit, read_records
+from oarjax.tools.study.records import read_records
 
 
 class RunMeasures(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from pathlib import Path
+import runpy
 
 import pytest
 import yaml
@@ -15,7 +15,7 @@ from oarjax.config.loading import load_config
 from oarjax.models.qwen_config import QwenConfig
 from oarjax.tools.plan.architecture import architecture_fields
 from oarjax.tools.plan.programs import shapes_of
-from oarjax.tools.plan.table import headline, markdown
+from oarjax.tools.plan.table import commits_table, headline, markdown
 from oarjax.tools.plan.topology import find_slice
 
 PLANS = json.loads((ROOT / "docs/data/plans.json").read_text())
@@ -66,13 +66,16 @@ def test_a_shipped_config_and_its_plan(path):
 
 def test_planned_figures():
     """What the README and the design promise of plans, from the numbers beside the page."""
-    assert markdown(PLANS, numbers=Path("docs/data/plans.json")) == (ROOT / "docs/plans.md").read_text()
+    made = runpy.run_path(str(ROOT / "docs/make_plans.py"))
+    page = markdown(PLANS, numbers=made["FILE"], command=made["COMMAND"])
+    assert page == (ROOT / "docs/plans.md").read_text()
     plans = {p["config"].removeprefix("configs/"): p for p in PLANS}
     assert set(plans) == {p.name for p in SHIPPED}
     for name, found in plans.items():
         assert found["fits"], name
         for phase in found["phases"]:
             assert phase["hbm"]["total"] < 0.95 * phase["hbm"]["limit"], f"{name}: {phase['name']} leaves less than 5%"
+        assert all(re.fullmatch(r"[0-9a-f]{12}", phase["commit"]) for phase in found["phases"]), name
         assert set(found["versions"]) >= {"jax", "libtpu"}, name
         update = next(p for p in found["phases"] if p["name"] in ("update", "fused"))
         fused = update["name"] == "fused"
@@ -88,3 +91,19 @@ def test_planned_figures():
     update = next(p for p in plans["qwen2.5-7b_v5p-32.yaml"]["phases"] if p["name"] in ("update", "fused"))
     assert update["utilisation_in_turn"] >= 0.45
     assert update["utilisation_together"] >= 0.60
+
+
+def test_a_phase_whose_programs_are_others_by_now_is_marked():
+    """An older plan has one key for a phase; a mark goes where the programs are the same again."""
+    checked = runpy.run_path(str(ROOT / "docs/make_plans.py"))["checked"]
+    known = {"sample": {"programs": [{"key": "a"}, {"key": "b"}]}, "fused": {"key": "c"}}
+    known["apply"] = {"key": "d", "changed": True}
+    now = {"sample": "ae", "fused": "c", "apply": "d"}
+
+    def lower(phase):
+        return {"commit": "new", "programs": [{"key": key} for key in now[phase]]}
+
+    phases = [{"name": name, "commit": "old", **keys} for name, keys in known.items()]
+    found = checked({"config": "x", "phases": phases}, lower)
+    assert [(p["commit"], p.get("changed")) for p in found["phases"]] == [("old", True), ("new", None), ("new", None)]
+    assert commits_table([found])[-1] == "| x | sample: old, changed; fused, apply: new |"

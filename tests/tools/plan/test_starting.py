@@ -35,6 +35,10 @@ def test_compiling_costs_the_windows_of_all_rows_and_the_longest_update_first():
     assert found["first_seconds"] == 400  # no program is compiled by two cores
     assert found["seconds"] == pytest.approx(max(found["cpu_seconds"] / MOST_THREADS, 400))
     assert starting_of(cfg.rollout, rows, where, PHASES[:-1], evaluated=evaluated) is None
+    (sample,) = (p for p in PHASES if p["name"] == "sample")
+    summed = sample | {"programs": [{"name": name} for name in SAMPLING]}  # of an older plan; all took 3 s here
+    older = [summed if p is sample else p for p in PHASES]
+    assert starting_of(cfg.rollout, rows, where, older, evaluated=evaluated) == found
     assert "at least 400 s." in describe_starting(found)
     (line,) = starting_table([{"config": "x", "starting": found}, {"config": "old"}])[4:]
     assert line.startswith("| x | ")
