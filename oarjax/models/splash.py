@@ -7,7 +7,8 @@ queries at a time, on every platform. ``cudnn`` are NVIDIA's kernels, in bfloat1
 
 Derivatives. The public kernel has reverse mode only, and OAR-G needs a linearisation as well. So a derivative here is
 a ``linear_pair``: cotangents go through the kernel's own backward pass (dq, and dk with dv), which reuses what the
-forward pass saved, and tangents go through blocked XLA. Gradients never touch the XLA half.
+forward pass saved, and tangents go through blocked XLA, on TPUs for one row and key head at a time. Gradients never
+touch the XLA half.
 
 Blocks. The kernels need lengths that are multiples of their blocks, and blocks that are multiples of 128, the lanes of
 a TPU. Lengths are padded; ``block_of`` weighs the work wasted on padding and on blocks across the diagonal against
@@ -41,6 +42,9 @@ from oarjax.models.precision import full_precision, precision_of
 LANES = 128
 EFFICIENCY = {LANES: 0.5, 256: 0.64, 384: 0.8, 512: 0.9, 640: 0.93}
 """Block -> share of the matrix unit's peak: assumed until measured (``oarjax accept`` times blocks of 128 and 512)."""
+SCORES = 48 * 2**20
+"""Most bytes of the float32 scores that a tangent computes at once, for a row and key head: libtpu keeps them on the
+chip of a v5e or v6e. Four rows of 32 heads take half of the cycles that all heads at once do, one row as many."""
 CUDNN = "cudnn"
 """Implementation of ``jax.nn.dot_product_attention``; a test without a GPU takes another."""
 HEADS = "tensor"
@@ -144,7 +148,8 @@ def _attention(mesh: Mesh, offset: int, block_q: int, block_k: int, kernel: Bloc
     on_device = {"splash": pallas, "blocked": blocked_kernel, "cudnn": cudnn_kernel}[kernel]
     divide = partial(jax.shard_map, mesh=mesh, out_specs=whole, check_vma=False)
     forward: Any = divide(partial(on_device, offset=offset), in_specs=specs)
-    push: Any = divide(partial(_push, offset=offset), in_specs=(*specs, *(whole,) * 4))
+    on_heads = partial(_push_by_head if kernel == "splash" else _push, offset=offset)
+    push: Any = divide(on_heads, in_specs=(*specs, *(whole,) * 4))
     attention = jax.custom_jvp(forward)
 
     @attention.defjvp
@@ -220,7 +225,7 @@ def blocked_kernel(
         p = _probabilities(first + offset, ids, q, k, ids_k)
         return _product(q.dtype)("bkgnm,bkmh->bkgnh", p.astype(v.dtype), v).astype(q.dtype)
 
-    return _joined(jax.lax.map(attend_block, (*_starts(ids_q), _split(q, k.shape[1]))))
+    return _joined(jax.lax.map(attend_block, (*_starts(ids_q, LANES), _split(q, k.shape[1], LANES))))
 
 
 def cudnn_kernel(
@@ -240,6 +245,29 @@ def cudnn_kernel(
     return out.transpose(0, 2, 1, 3)
 
 
+def _push_by_head(
+    q: Float[Array, "B heads N h"],
+    k: Float[Array, "B kv M h"],
+    v: Float[Array, "B kv M h"],
+    ids_q: Int[Array, "B N"],
+    ids_k: Int[Array, "B M"],
+    *changes: Float[Array, "B _ _ h"],
+    offset: int,
+) -> Float[Array, "B heads N h"]:
+    """Compute ``_push`` for one row and key head at a time, whose scores stay on a TPU's chip."""
+    heads, new = q.shape[1:3]
+    kv, keys = k.shape[1:3]
+    most = max(SCORES // (4 * heads // kv * keys), LANES)
+    block = max(n for n in range(LANES, new + 1, LANES) if new % n == 0 and n <= most)
+
+    def by_head(x: Array) -> Array:
+        return x.reshape(x.shape[0] * kv, 1, -1, *x.shape[2:])
+
+    ids = (jnp.repeat(x[:, None], kv, axis=0) for x in (ids_q, ids_k))
+    arrays = (by_head(q), by_head(k), by_head(v), *ids, *map(by_head, changes))
+    return jax.lax.map(lambda head: _push(*head, offset=offset, block=block), arrays).reshape(q.shape)
+
+
 def _push(
     q: Float[Array, "B heads N h"],
     k: Float[Array, "B kv M h"],
@@ -252,6 +280,7 @@ def _push(
     dv: Float[Array, "B kv M h"],
     *,
     offset: int,
+    block: int = LANES,
 ) -> Float[Array, "B heads N h"]:
     """Compute the tangent of attention's output: P dv + (P ds) v - (P . ds) out, ds = dq k + q dk.
 
@@ -259,15 +288,16 @@ def _push(
     """
     kv, product = k.shape[1], _product(q.dtype)
 
-    def tangent_of(block: Any) -> Array:
-        first, ids, q, out, dq = block
+    def tangent_of(queries: Any) -> Array:
+        first, ids, q, out, dq = queries
         p = _probabilities(first + offset, ids, q, k, ids_k)
         change = p * (product("bkgnh,bkmh->bkgnm", dq, k) + product("bkgnh,bkmh->bkgnm", q, dk))
         moved = product("bkgnm,bkmh->bkgnh", p.astype(v.dtype), dv)
         moved += product("bkgnm,bkmh->bkgnh", change.astype(v.dtype), v)
         return (moved - change.sum(-1, keepdims=True) * out).astype(out.dtype)
 
-    return _joined(jax.lax.map(tangent_of, (*_starts(ids_q), *(_split(x, kv) for x in (q, out, dq)))))
+    blocks = (*_starts(ids_q, block), *(_split(x, kv, block) for x in (q, out, dq)))
+    return _joined(jax.lax.map(tangent_of, blocks))
 
 
 def _probabilities(
@@ -278,7 +308,7 @@ def _probabilities(
     ids_k: Int[Array, "B M"],
 ) -> Float[Array, "B kv group block M"]:
     """Compute the softmax of a block of queries, the first of which may see the keys up to ``first``."""
-    seen = first + jnp.arange(LANES)[:, None] >= jnp.arange(k.shape[2])
+    seen = first + jnp.arange(ids.shape[1])[:, None] >= jnp.arange(k.shape[2])
     seen = (seen & (ids[:, :, None] == ids_k[:, None, :]))[:, None, None]
     scores = jnp.where(seen, _product(q.dtype)("bkgnh,bkmh->bkgnm", q, k), jnp.finfo(jnp.float32).min)
     return jax.nn.softmax(scores, axis=-1)
@@ -289,16 +319,16 @@ def _product(dtype: DTypeLike) -> Callable[..., Array]:
     return partial(jnp.einsum, precision=precision_of(dtype), preferred_element_type=jnp.float32)
 
 
-def _starts(ids_q: Int[Array, "B N"]) -> tuple[Int[Array, "blocks"], Int[Array, "blocks B block"]]:
+def _starts(ids_q: Int[Array, "B N"], block: int) -> tuple[Int[Array, "blocks"], Int[Array, "blocks B block"]]:
     """Return the first query of each block, and the ids of its queries."""
-    blocks = ids_q.shape[1] // LANES
-    return jnp.arange(blocks) * LANES, jnp.moveaxis(ids_q.reshape(-1, blocks, LANES), 1, 0)
+    blocks = ids_q.shape[1] // block
+    return jnp.arange(blocks) * block, jnp.moveaxis(ids_q.reshape(-1, blocks, block), 1, 0)
 
 
-def _split(x: Float[Array, "B heads N h"], kv: int) -> Float[Array, "blocks B kv group block h"]:
+def _split(x: Float[Array, "B heads N h"], kv: int, block: int) -> Float[Array, "blocks B kv group block h"]:
     """Divide queries into blocks, by key head."""
     rows, heads, new, width = x.shape
-    return jnp.moveaxis(x.reshape(rows, kv, heads // kv, new // LANES, LANES, width), 3, 0)
+    return jnp.moveaxis(x.reshape(rows, kv, heads // kv, new // block, block, width), 3, 0)
 
 
 def _joined(blocks: Float[Array, "blocks B kv group block h"]) -> Float[Array, "B heads N h"]:

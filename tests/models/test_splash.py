@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import json_lines
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, Mesh
 
 from oarjax.models.attention import Segment, attend, attention_for, segment_mixer
 from oarjax.models.linear_pair import linear_pair
 from oarjax.models.qwen import make_policy
 from oarjax.models.qwen_config import QwenConfig
-from oarjax.models.splash import block_of, causal_mixer, device_kernel, splash
+from oarjax.models.splash import _push, _push_by_head, block_of, causal_mixer, device_kernel, splash
 
 FIELDS = {
     "model_type": "qwen2",
@@ -113,6 +114,30 @@ def test_kernels_of_other_platforms_equal_plain_attention(kernel, monkeypatch):
     expected = everything(lambda *x: plain(x[0], x[1], x[2], valid, PREFIX))(points, tangents)
     found = everything(lambda *x: splash(x[0], x[1], x[2], valid, mesh=mesh_of(1, 1), kernel=kernel))(points, tangents)
     assert largest_error(expected, found) < 1e-5
+
+
+@pytest.mark.parametrize("queries", [0, 256, 384])
+def test_tangents_by_row_and_key_head_equal_those_of_all_at_once(queries, monkeypatch):
+    """384 queries after 128 keys, in blocks of 128, again 128 (256 do not divide them) and 384."""
+    monkeypatch.setattr("oarjax.models.splash.SCORES", queries * 4 * HEADS // KV * 512)
+    draw = np.random.default_rng(0)
+    q, out, dq = (draw.normal(size=(ROWS, HEADS, 384, 8)).astype(np.float32) for _ in range(3))
+    k, v, dk, dv = (draw.normal(size=(ROWS, KV, 512, 8)).astype(np.float32) for _ in range(4))
+    ids = jnp.asarray(draw.random((ROWS, 512)) < 0.9, jnp.int32)
+    args = q, k, v, ids[:, 128:], ids, out, dq, dk, dv
+    by_head = jax.jit(partial(_push_by_head, offset=128))
+    blocks = {eqn.params["length"] for eqn in loops(jax.make_jaxpr(by_head)(*args).jaxpr)}
+    assert blocks == {ROWS * KV, 1 if queries == 384 else 3}
+    assert largest_error(jax.jit(partial(_push, offset=128))(*args), by_head(*args)) < 1e-6
+
+
+def loops(jaxpr):
+    """The scans of a jaxpr, also those inside others."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            yield eqn
+        for inner in jaxprs_in_params(eqn.params):
+            yield from loops(inner)
 
 
 def test_blocked_attention_holds_the_scores_of_one_block():
